@@ -1,0 +1,64 @@
+# Every target builds .venv by itself from constraints.txt; nothing else is needed than
+# Python 3.11 (with venv) and make.
+#
+#   make demo ARGS="--baselines"    more arguments for `narrows demo`
+#   make test ARGS="-k fragments"   more arguments for pytest
+#   make chaos SEEDS=5000           more simulated runs with faults
+#   make venv TORCH_INDEX=URL       take torch from this index (only torch, only at the first build)
+
+PYTHON ?= python3.11
+SEEDS ?= 2000
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+READY := $(VENV)/.ready
+
+# Without this, `python -m ...` at the root would find our folder `proto` under that name.
+export PYTHONSAFEPATH := 1
+# Several processes share the machine, so that more threads in each of them only get in the way.
+OMP_NUM_THREADS ?= 1
+NUMBA_NUM_THREADS ?= 1
+export OMP_NUM_THREADS NUMBA_NUM_THREADS
+# The version of pyright is pinned; it need not ask a registry for a newer one.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.PHONY: help demo test check fmt chaos venv
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY)  ## four learners train one model, one of them is killed and comes back
+	$(BIN)/narrows demo $(ARGS)
+
+test: $(READY)  ## all tests, the slow ones too
+	$(BIN)/pytest -m "" $(ARGS)
+
+check: $(READY)  ## format, lint, both type checkers, the rules of the house
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pytest -q tests/test_architecture.py
+
+fmt: $(READY)  ## format, and repair what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+chaos: $(READY)  ## SEEDS simulated runs with loss, delay, crashes and returns
+	$(BIN)/pytest tests/protocol -k seeds -m "" --seeds=$(SEEDS) $(ARGS)
+
+venv: $(READY)  ## only build .venv
+
+# torch comes first and alone, because TORCH_INDEX may be an index that has little besides torch;
+# the second command adds what torch depends on. The marker is written last: a build that was
+# interrupted is done again.
+$(READY): constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --constraint constraints.txt --no-deps setuptools
+	$(PIP) install --constraint constraints.txt --no-deps \
+		$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) install --constraint constraints.txt --no-build-isolation \
+		--editable '.[learner,dev]' 'pyright[nodejs]'
+	@touch $@

@@ -1,0 +1,100 @@
+"""Child processes of a bench: broker and learners as a user would start them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from narrows.proto.errors import ErrorCode, NarrowsError
+
+START_TIMEOUT_S = 120.0
+"""A broker that does not serve after so long has failed to start."""
+
+STOP_TIMEOUT_S = 30.0
+"""Time to end in order after SIGTERM, before SIGKILL."""
+
+
+def environment() -> dict[str, str]:
+    """One thread per process: five processes with a pool each are slow on two cores."""
+    threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+    return {**os.environ, **dict.fromkeys(threads, "1"), "PYTHONUNBUFFERED": "1"}
+
+
+@dataclass
+class Processes:
+    """Children by name, their output in `folder`; leaving the block ends them all."""
+
+    folder: Path
+    running: dict[str, subprocess.Popen[bytes]] = field(
+        default_factory=dict[str, subprocess.Popen[bytes]]
+    )
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop_all()
+
+    def start(self, name: str, *arguments: str, module: str = "narrows") -> None:
+        """Starts `python -m module arguments...`; output goes to NAME.log, appended."""
+        command = [sys.executable, "-m", module, *arguments]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.running[name] = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment()
+            )
+
+    def start_broker(self, *arguments: str, name: str = "broker") -> str:
+        """Starts a broker and returns its address once it serves."""
+        ready = self.folder / f"{name}.ready"
+        ready.unlink(missing_ok=True)
+        self.start(name, "broker", "--ready-file", str(ready), *arguments)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not ready.exists():
+            if self.running[name].poll() is not None or time.monotonic() > deadline:
+                raise NarrowsError(
+                    ErrorCode.BROKER_UNREACHABLE, f"the broker did not start: {self.tail(name)}"
+                )
+            time.sleep(0.02)
+        return ready.read_text().strip()
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Sends a signal; after SIGKILL the process is waited for."""
+        process = self.running[name]
+        process.send_signal(number)
+        if number == signal.SIGKILL:
+            process.wait()
+
+    def wait(self, name: str, timeout_s: float) -> int:
+        """Exit code of a child that ends by itself. Raises NarrowsError if it does not."""
+        try:
+            return self.running[name].wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise NarrowsError(
+                ErrorCode.MISUSE,
+                f"{name} is still running after {timeout_s:.0f} s",
+                got=self.tail(name),
+            ) from None
+
+    def tail(self, name: str, lines: int = 5) -> str:
+        """The last lines of a child's output."""
+        path = self.folder / f"{name}.log"
+        text = path.read_text(errors="replace") if path.exists() else ""
+        return " | ".join(text.splitlines()[-lines:])
+
+    def stop_all(self) -> None:
+        alive = [process for process in self.running.values() if process.poll() is None]
+        for process in alive:
+            process.send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for process in alive:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

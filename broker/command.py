@@ -1,0 +1,88 @@
+"""`narrows broker`: configuration from file and flags, signals, the process around a Service."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from narrows.broker.config import BrokerConfig, load_config
+from narrows.broker.service import Service
+from narrows.proto.errors import ConfigError
+
+_log = logging.getLogger("narrows.broker")
+
+
+@dataclass(frozen=True)
+class BrokerCommand:
+    """What the command line said."""
+
+    config: Path | None
+    flags: dict[str, object]
+    """By dotted key; they win over the file."""
+    assignments: Sequence[str]
+    """KEY=VALUE texts of `--set`."""
+    events: Path | None
+    ready_file: Path | None
+
+
+def run_broker(command: BrokerCommand) -> None:
+    """Serves until the run has ended or a signal comes. Raises NarrowsError."""
+    config = configuration(command)
+    service = Service(config, events=command.events)
+    _stop_on_signals(service)
+    wires = service.wires
+    _log.info(
+        "serving on %s (data ports %d and %d); state in %s",
+        wires.address,
+        wires.uplink_port,
+        wires.downlink_port,
+        config.broker.state_dir,
+    )
+    _log.info("join with: narrows learner --broker %s --name NAME", wires.address)
+    if command.ready_file is not None:
+        temporary = command.ready_file.with_suffix(".tmp")
+        temporary.write_text(wires.address + "\n")
+        temporary.rename(command.ready_file)
+    _log.info("stopped: %s", service.run())
+
+
+def configuration(command: BrokerCommand) -> BrokerConfig:
+    """Defaults, preset, file, flags, in this order."""
+    flags = dict(command.flags)
+    for assignment in command.assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals:
+            raise ConfigError("--set", expected="KEY=VALUE", got=repr(assignment))
+        flags[key.strip()] = _value(value.strip())
+    return load_config(command.config, flags)
+
+
+def _value(text: str) -> object:
+    """A TOML value, or the text itself where quotes were left out: 2, 0.5, true, 1.5s."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _stop_on_signals(service: Service) -> None:
+    """The first signal stops in order, the second at once."""
+    asked = False
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        name = signal.Signals(number).name
+        if asked:
+            os.write(2, f"narrows: second {name}, leaving at once\n".encode())
+            os._exit(1)
+        asked = True
+        service.stop(f"the broker was stopped by {name}")
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)

@@ -1,0 +1,296 @@
+"""The broker's settings: every one with its unit, its range and its reason. [pure]
+
+The file is TOML with one table per section; docstrings of sections are the table's caption.
+Precedence: flags over file over the mode's preset over the defaults below.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from narrows.broker.outer import optimizer_names
+from narrows.proto.codecs import codec_names
+from narrows.proto.config import Range, Section, nearest, override, read_table
+from narrows.proto.errors import ConfigError
+from narrows.proto.limits import (
+    CHUNK_ELEMENTS_MAX,
+    FRAGMENTS_MAX,
+    LEARNERS_MAX,
+    STREAMS_MAX,
+    TOKENS_MAX,
+)
+from narrows.proto.messages import Mode, RunSettings
+from narrows.proto.units import Amount, Duration
+
+_ADDRESS: Final = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+
+
+@dataclass(frozen=True)
+class BrokerSection(Section):
+    """[broker] The process: where it listens and what it writes."""
+
+    listen: str = "tcp://127.0.0.1:7070"
+    """Address of the control port, tcp://HOST:PORT. Port 0: any free one, for tests."""
+    uplink_port: Annotated[int, Range(0, 65535)] = 0
+    """Port that takes outer gradients. 0: control port + 1, or a free one if that is 0."""
+    downlink_port: Annotated[int, Range(0, 65535)] = 0
+    """Port that sends publications. 0: control port + 2, or a free one if that is 0."""
+    state_dir: str = "runs/broker"
+    """Directory of run.json and the checkpoints; one broker at a time, about three float32 copies
+    of the model per generation, two to three generations."""
+    insecure: bool = False
+    """Allow to listen beyond loopback although connections are neither encrypted nor checked."""
+    init: str = ""
+    """Safetensors file that becomes version 0. Empty: the first learner's parameters do."""
+    checkpoint_versions: Annotated[int, Range(1, 1_000_000)] = 50
+    """Versions, summed over the fragments, between two checkpoints. After a crash the versions
+    since the last one are gone; 1 writes all the time."""
+    beat_s: Annotated[float, Range(0.01, 60)] = 1.0
+    """Seconds between two beats to each learner. Beats repeat the state, so one that is lost costs
+    this much delay."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        match = _ADDRESS.fullmatch(self.listen)
+        if match is None or int(match[2]) > 65535:
+            raise ConfigError("listen: no address", expected="tcp://HOST:PORT", got=self.listen)
+        ports = [port for port in (int(match[2]), self.uplink_port, self.downlink_port) if port]
+        if len(set(ports)) < len(ports):
+            raise ConfigError(
+                "uplink_port: one port twice", expected="three different ports", got=str(ports)
+            )
+        if not self.state_dir:
+            raise ConfigError("state_dir: empty", expected="a directory")
+
+
+@dataclass(frozen=True)
+class RunSection(Section):
+    """[run] What the run is and when it ends."""
+
+    mode: Mode = Mode.DECOUPLED
+    """decoupled: quorum and grace, nobody waits. streaming: all live learners, overlapped.
+    diloco: one fragment, all live learners, plain mean, learners wait. Sets other defaults too."""
+    goal_tokens: Annotated[Amount, Range(0, TOKENS_MAX)] = 0
+    """Tokens of all learners together after which the run ends, such as "12e9". 0: never."""
+    tokens_per_run_step: Annotated[Amount, Range(0, TOKENS_MAX)] = 0
+    """Tokens that make one step of the run's clock, which learning-rate schedules follow: set it to
+    the tokens of one inner step of all planned learners together. 0: each learner takes those of
+    one inner step of its own."""
+    learners_at_start: Annotated[int, Range(1, LEARNERS_MAX)] = 1
+    """Learners that must have joined before the first version is handed out, so that they all
+    start together. Later ones join at any time."""
+    max_offline: Duration = 3600.0
+    """A learner that is cut off for longer pauses until it is back, since its work would be thrown
+    away: a duration. 0: it trains on for ever."""
+
+
+@dataclass(frozen=True)
+class FragmentsSection(Section):
+    """[fragments] How the model is cut and how often each part is exchanged."""
+
+    count: Annotated[int, Range(1, FRAGMENTS_MAX)] = 4
+    """P. More fragments spread the traffic more evenly; each has at least one tensor's row."""
+    sync_period_steps: Annotated[int, Range(1, 1_000_000)] = 20
+    """H, inner steps between two syncs of the same fragment. Traffic falls as 1/H; the loss rises
+    slowly up to about 100."""
+    overlap_steps: Annotated[int, Range(0, 1_000_000)] = 2
+    """tau, inner steps that an exchange may take without holding anybody up; less than H. Above 5
+    the staleness begins to cost quality (Streaming DiLoCo, arXiv 2501.18512)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.overlap_steps >= self.sync_period_steps:
+            raise ConfigError(
+                "overlap_steps: as long as the sync period",
+                expected=f"less than sync_period_steps = {self.sync_period_steps}",
+                got=str(self.overlap_steps),
+            )
+
+
+@dataclass(frozen=True)
+class MergeSection(Section):
+    """[merge] When a round is merged and how."""
+
+    quorum: Annotated[int, Range(1, LEARNERS_MAX)] = 1
+    """K, contributions without which a round is not merged. 1 keeps the run going whatever
+    happens, and with the waits below it merges one learner alone only if nobody else is near."""
+    grace_fraction: Annotated[float, Range(0, 1)] = 0.9
+    """gamma, share of the slack that the overlap leaves which is spent waiting after quorum."""
+    grace_max: Duration = 30.0
+    """Longest grace window, a duration."""
+    wait_fraction: Annotated[float, Range(0, 1)] = 0.25
+    """Longest wait for announced pushes until their predicted arrival, in units of H inner steps.
+    Nobody is blocked by it; 0 merges slow learners rarely, 1 delays every adoption."""
+    weights: Literal["tokens", "equal"] = "tokens"
+    """tokens: tokens^2 / steps (Decoupled DiLoCo, arXiv 2604.21428, Sec. 3.2). equal: 1 / M."""
+    law: Literal["layout", "mean"] = "layout"
+    """layout: radial-directional or mean, as the layout says per tensor. mean: always the mean."""
+    clip_ratio: Annotated[float, Range(0, 1000)] = 3.0
+    """From three contributors on, norms are clipped to this multiple of their median, per tensor
+    piece. At least 1; 0: never."""
+    share_max: Annotated[float, Range(0.34, 1)] = 0.5
+    """Largest weight of one contribution among three or more; 1: no limit."""
+    rounds_in_flight: Annotated[int, Range(1, 64)] = 2
+    """Rounds that may be open at the same time, on different fragments."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0 < self.clip_ratio < 1:
+            raise ConfigError(
+                "clip_ratio: below the median", expected="0 or at least 1", got=str(self.clip_ratio)
+            )
+
+
+@dataclass(frozen=True)
+class OuterSection(Section):
+    """[outer] The outer optimizer."""
+
+    optimizer: str = "nesterov"
+    """nesterov or sgd."""
+    rate: Annotated[float, Range(1e-6, 10)] = 0.7
+    """Outer learning rate. sgd at 1 with one learner is that learner's own training."""
+    momentum: Annotated[float, Range(0, 0.999)] = 0.6
+    """mu. The usual 0.9 over-drives when H is short: the gain of a steady direction is
+    1 / (1 - mu)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_choice("optimizer", self.optimizer, optimizer_names())
+
+
+@dataclass(frozen=True)
+class CodecSection(Section):
+    """[codec] How values become bits, both ways."""
+
+    push: str = "int4-zstd"
+    """Codec of outer gradients on their way to the broker."""
+    publish: str = "int4-zstd"
+    """Codec of updates on their way to the learners."""
+    push_rho: Annotated[float, Range(0.001, 100)] = 0.5
+    """Quantisation step of pushes in units of the tensor piece's rms: 0.5 is about 3 bits per
+    parameter, 1.0 about 2. With int4 a step below 0.4 cuts off what exceeds 7 steps."""
+    publish_rho: Annotated[float, Range(0.001, 100)] = 0.5
+    """The same for publications; what they drop stays in the next difference."""
+    chunk_elements: Annotated[int, Range(256, CHUNK_ELEMENTS_MAX)] = 65536
+    """Elements per data message: small ones let control messages pass, large ones cost less."""
+    error_feedback: bool = True
+    """Learners add what their push dropped to the next push of the fragment."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_choice("push", self.push, codec_names())
+        _check_choice("publish", self.publish, codec_names())
+
+
+@dataclass(frozen=True)
+class WanSection(Section):
+    """[wan] The network between broker and learners."""
+
+    streams: Annotated[int, Range(1, STREAMS_MAX)] = 4
+    """Data connections per learner and direction. One connection over a long line is slowed down
+    by every lost packet; several share the damage."""
+
+
+@dataclass(frozen=True)
+class LivenessSection(Section):
+    """[liveness] When a silent learner is no longer counted on. Durations."""
+
+    late: Duration = 3.0
+    """Nothing heard for so long: the learner is not waited for beyond the grace window."""
+    lost: Duration = 10.0
+    """Nothing heard for so long: it is dead, and "all live learners" is one less. Above `late`."""
+    probe: Duration = 2.0
+    """Time that the holder of a name has to answer when a newcomer claims it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.late < self.lost:
+            raise ConfigError(
+                "late: not before lost",
+                expected=f"more than 0 s, less than lost = {self.lost:g} s",
+                got=f"{self.late:g} s",
+            )
+        if self.probe <= 0:
+            raise ConfigError("probe: no time to answer", expected="more than 0 s", got="0 s")
+
+
+@dataclass(frozen=True)
+class BrokerConfig(Section):
+    """Everything that a broker can be told."""
+
+    broker: BrokerSection = field(default_factory=BrokerSection)
+    run: RunSection = field(default_factory=RunSection)
+    fragments: FragmentsSection = field(default_factory=FragmentsSection)
+    merge: MergeSection = field(default_factory=MergeSection)
+    outer: OuterSection = field(default_factory=OuterSection)
+    codec: CodecSection = field(default_factory=CodecSection)
+    wan: WanSection = field(default_factory=WanSection)
+    liveness: LivenessSection = field(default_factory=LivenessSection)
+
+
+_PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
+    Mode.DECOUPLED: {},
+    # That all live learners contribute follows from the mode itself.
+    Mode.STREAMING: {},
+    Mode.DILOCO: {
+        "fragments.count": 1,
+        "fragments.overlap_steps": 0,
+        "merge.weights": "equal",
+        "merge.law": "mean",
+        "merge.clip_ratio": 0.0,
+        "merge.rounds_in_flight": 1,
+    },
+}
+
+
+def preset(mode: Mode | str) -> dict[str, object]:
+    """What a mode changes in the defaults, for `override`. Raises ConfigError."""
+    _check_choice("run.mode", mode, tuple(Mode))
+    return {"run.mode": str(mode), **_PRESETS[Mode(mode)]}
+
+
+def load_config(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
+    """Defaults, the mode's preset, the file if there is one, `flags` by dotted key, in this order.
+
+    Raises ConfigError, naming the file or "flags" and the key.
+    """
+    table = read_table(path) if path else {}
+    run = table.get("run")
+    file_mode = run.get("mode") if isinstance(run, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    mode = str(flags.get("run.mode") or file_mode or Mode.DECOUPLED)  # pyright: ignore[reportUnknownArgumentType]
+    config = override(BrokerConfig(), preset(mode))
+    return override(override(config, table, source=str(path)), flags, source="flags")
+
+
+def settings(config: BrokerConfig) -> RunSettings:
+    """The part that the whole group shares, as a Welcome tells it."""
+    return RunSettings(
+        mode=config.run.mode,
+        fragment_count=config.fragments.count,
+        sync_period_steps=config.fragments.sync_period_steps,
+        overlap_steps=config.fragments.overlap_steps,
+        push_codec=config.codec.push,
+        publish_codec=config.codec.publish,
+        push_rho=config.codec.push_rho,
+        publish_rho=config.codec.publish_rho,
+        chunk_elements=config.codec.chunk_elements,
+        streams=config.wan.streams,
+        error_feedback=config.codec.error_feedback,
+        tokens_per_run_step=config.run.tokens_per_run_step,
+        goal_tokens=config.run.goal_tokens,
+        max_offline_s=config.run.max_offline,
+    )
+
+
+def _check_choice(key: str, value: str, names: tuple[str, ...]) -> None:
+    if value not in names:
+        raise ConfigError(
+            f"{key}: unknown value",
+            expected=f"one of {', '.join(names)}",
+            got=repr(value),
+            remedy=nearest(value, names),
+        )

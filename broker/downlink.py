@@ -1,0 +1,183 @@
+"""Publications and states on their way to learners: one outbox each, credit, topics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from narrows.broker.checkpoint import FragmentState
+from narrows.broker.events import Publish
+from narrows.broker.model import GlobalModel
+from narrows.broker.state import RunState
+from narrows.broker.wires import Traffic, Wires
+from narrows.proto.frames import digest, encode_header
+from narrows.proto.limits import PROTOCOL
+from narrows.proto.messages import DataKind, Header
+from narrows.proto.outbox import Lane, Outbox
+from narrows.proto.socket_options import STREAM_WINDOW_BYTES
+from narrows.proto.transfer import STATE_CODEC
+
+PARCELS_PER_PUMP = 256
+"""Data messages sent before the loop looks at its sockets again."""
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """A chunk for one learner; a state's payload is cut from its array when it leaves."""
+
+    kind: DataKind
+    fragment: int
+    version: int
+    push_id: int
+    offset: int
+    count: int
+    codec: str
+    payload: bytes | None
+    payload_digest: int
+    state: FragmentState | None
+    result_digest: int
+
+
+@dataclass
+class _Addressee:
+    incarnation: str
+    outbox: Outbox[_Parcel]
+    states: dict[int, FragmentState]
+    """State last sent per fragment: repair must come from the same version."""
+
+
+class Downlink:
+    """What the broker has to send to each learner."""
+
+    def __init__(self, wires: Wires, run: RunState, traffic: dict[str, Traffic]) -> None:
+        self._wires = wires
+        self._run = run
+        self._traffic = traffic
+        self._addressees: dict[str, _Addressee] = {}
+
+    def admit(self, learner: str, incarnation: str) -> None:
+        outbox = Outbox[_Parcel](self._run.settings.streams, STREAM_WINDOW_BYTES)
+        self._addressees[learner] = _Addressee(incarnation, outbox, {})
+
+    def forget(self, learner: str) -> None:
+        self._addressees.pop(learner, None)
+
+    def acknowledge(self, learner: str, positions: tuple[int, ...], now: float) -> None:
+        addressee = self._addressees.get(learner)
+        if addressee is not None:
+            addressee.outbox.acknowledge(positions, now)
+
+    def publish(self, order: Publish, model: GlobalModel) -> None:
+        """Queues what a Publish effect names; a state that is gone is replaced by the newest."""
+        addressee = self._addressees.get(order.learner)
+        if addressee is None:
+            return
+        if order.kind is DataKind.STATE:
+            self._queue_state(addressee, order, model)
+            return
+        publication = model.publication(order.fragment, order.version)
+        if publication is None:
+            return
+        codec = model.config.codec.publish
+        for chunk in publication.chunks:
+            if order.ranges and not _touches(order.ranges, chunk.offset, chunk.count):
+                continue
+            parcel = _Parcel(
+                order.kind,
+                order.fragment,
+                order.version,
+                order.push_id,
+                chunk.offset,
+                chunk.count,
+                codec,
+                chunk.payload,
+                chunk.payload_digest,
+                None,
+                publication.digest,
+            )
+            addressee.outbox.put(parcel, len(chunk.payload))
+
+    def _queue_state(self, addressee: _Addressee, order: Publish, model: GlobalModel) -> None:
+        state, ranges = model.fragments[order.fragment], order.ranges
+        before = addressee.states.get(order.fragment)
+        if before is not None and before.version == order.version:
+            state = before
+        elif state.version != order.version:
+            ranges = ()
+        addressee.states[order.fragment] = state
+        addressee.outbox.discard(
+            lambda parcel: parcel.kind is DataKind.STATE and parcel.fragment == order.fragment
+        )
+        for offset, count in model.table[order.fragment].chunks(self._run.settings.chunk_elements):
+            if ranges and not _touches(ranges, offset, count):
+                continue
+            parcel = _Parcel(
+                DataKind.STATE,
+                order.fragment,
+                state.version,
+                order.push_id,
+                offset,
+                count,
+                STATE_CODEC,
+                None,
+                0,
+                state,
+                state.digest,
+            )
+            addressee.outbox.put(parcel, count * 4, Lane.STATE)
+
+    def pump(self, now: float) -> None:
+        """Sends what the credit allows, learners in turn."""
+        for name, addressee in self._addressees.items():
+            addressee.outbox.renew_stalled(now)
+            for topic, header, payload in self._departures(name, addressee, now):
+                self._wires.send_data(topic, header, payload)
+                size_bytes = len(topic) + len(header) + len(payload)
+                self._traffic.setdefault(name, Traffic()).down_bytes += size_bytes
+
+    def _departures(
+        self, name: str, addressee: _Addressee, now: float
+    ) -> Iterator[tuple[bytes, bytes, bytes]]:
+        for _ in range(PARCELS_PER_PUMP):
+            # Nobody may listen yet: pub/sub would drop silently what the credit lets go.
+            if topic_of(addressee.incarnation, 0) not in self._wires.subscribed:
+                return
+            departure = addressee.outbox.take(now)
+            if departure is None:
+                return
+            parcel = departure.item
+            payload, payload_digest = parcel.payload, parcel.payload_digest
+            if payload is None:
+                assert parcel.state is not None
+                stop = parcel.offset + parcel.count
+                payload = parcel.state.published[parcel.offset : stop].tobytes()
+                payload_digest = digest(payload)
+            header = Header(
+                protocol=PROTOCOL,
+                run_id=self._run.run_id,
+                epoch=self._run.epoch,
+                kind=parcel.kind,
+                learner=name,
+                incarnation=addressee.incarnation,
+                fragment=parcel.fragment,
+                version=parcel.version,
+                push_id=parcel.push_id,
+                offset=parcel.offset,
+                count=parcel.count,
+                codec=parcel.codec,
+                payload_digest=payload_digest,
+                result_digest=parcel.result_digest,
+                stream=departure.stream,
+                position=departure.position,
+            )
+            topic = topic_of(addressee.incarnation, departure.stream)
+            yield topic, encode_header(header), payload
+
+
+def topic_of(incarnation: str, stream: int) -> bytes:
+    """The downlink topic of one stream of one learner's incarnation."""
+    return f"{incarnation}/{stream}".encode()
+
+
+def _touches(ranges: tuple[tuple[int, int], ...], offset: int, count: int) -> bool:
+    return any(start < offset + count and offset < start + length for start, length in ranges)

@@ -1,0 +1,112 @@
+"""Files that are durable, whole and where they should be: the system calls behind checkpoints.
+
+Every file is opened below a directory that is open already, by a plain name, and never through a
+symbolic link.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from narrows.proto.errors import ErrorCode, NarrowsError
+
+CALL_BYTES_MAX: Final = 1 << 30
+"""Per call; the kernel takes less than 2 GiB at once."""
+
+
+class StateError(NarrowsError):
+    """The state directory cannot be used: STATE_LOCKED or STATE_DAMAGED."""
+
+
+class Damaged(Exception):
+    """One file or generation is not what was written; the text says which and why."""
+
+
+def write_file(directory_fd: int, name: str, blocks: Iterable[bytes | memoryview]) -> None:
+    """A new file, durable but for its name. Its descriptor is not used again if anything fails."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, 0o600, dir_fd=directory_fd)
+    try:
+        for block in blocks:
+            rest = memoryview(block)
+            while rest:
+                rest = rest[os.write(fd, rest[:CALL_BYTES_MAX]) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def open_file(directory_fd: int, name: str) -> Generator[tuple[int, int]]:
+    """A regular file's descriptor and size in bytes. Raises FileNotFoundError, Damaged."""
+    # Without O_NONBLOCK a pipe in the place of the file would hold the broker up for ever.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(name, flags, dir_fd=directory_fd)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Damaged(f"{name}: {error.strerror}") from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise Damaged(f"{name}: not a regular file")
+        yield fd, status.st_size
+    finally:
+        os.close(fd)
+
+
+def read_into(fd: int, name: str, target: memoryview) -> None:
+    while target:
+        try:
+            count = os.readv(fd, [target[:CALL_BYTES_MAX]])
+        except OSError as error:
+            raise Damaged(f"{name}: {error.strerror}") from error
+        if count == 0:
+            raise Damaged(f"{name}: ends too early")
+        target = target[count:]
+
+
+@contextmanager
+def directory(parent_fd: int | None, name: str) -> Generator[int]:
+    follow = 0 if parent_fd is None else os.O_NOFOLLOW
+    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | follow, dir_fd=parent_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def make_directory(path: Path) -> None:
+    """Makes `path` and what is missing above it; their names are durable."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for each in missing:
+        with directory(None, str(each.parent)) as fd:
+            os.fsync(fd)
+
+
+def lock(path: Path, directory_fd: int) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open("lock", flags, 0o600, dir_fd=directory_fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, 0)
+        os.write(fd, str(os.getpid()).encode())
+    except BlockingIOError as error:
+        holder = os.read(fd, 32).decode("ascii", "replace") or "unknown"
+        os.close(fd)
+        raise StateError(
+            ErrorCode.STATE_LOCKED, f"{path}: another broker uses this directory",
+            got=f"process {holder}", remedy="stop that broker, or choose another state_dir",
+        ) from error  # fmt: skip
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

@@ -1,0 +1,228 @@
+"""What learners send into open rounds: announcements, chunks, declines; and its repair. [pure]"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from narrows.broker import events as ev
+from narrows.broker.members import Member
+from narrows.broker.rounds import Round
+from narrows.broker.state import RunState, refusal
+from narrows.proto import messages as msg
+from narrows.proto.assembly import Arrival
+from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
+
+REPAIR_S = 1.0
+"""Missing chunks of an announced push are asked for after so long without progress."""
+
+FOUNDING_CODEC = "raw32"
+
+
+@dataclass
+class Intake:
+    """Checks everything that claims to be part of a contribution."""
+
+    state: RunState
+
+    def push(self, member: Member, message: msg.Push, now: float) -> list[ev.Effect]:
+        """An announced push: its chunks come on the uplink, or have come already."""
+        if message.push_id in member.refused_pushes:
+            return []
+        try:
+            round_ = self._round(member, message.fragment, message.base_version)
+            effects = self._supersede(round_, member, message.push_id)
+            push = round_.push_of(member.name, member.incarnation, message.push_id, now)
+            round_.announce(push, message)
+        except RemoteProtocolError as error:
+            return self.refuse(member, error, message.fragment, message.push_id)
+        self._settle(round_, member, now)
+        return effects
+
+    def decline(self, member: Member, message: msg.Decline) -> list[ev.Effect]:
+        """The learner will not contribute; about a round that is gone this means nothing."""
+        round_ = self.state.rounds.get(message.fragment)
+        if round_ is None or round_.base_version != message.base_version or round_.merging:
+            return []
+        if member.name not in round_.contributed:
+            round_.declined[member.name] = message.reason
+        handles = round_.drop_push(member.name)
+        return [ev.Drop(handles)] if handles else []
+
+    def arrived(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
+        """A chunk before its payload is decoded: only what fits an open round is."""
+        member = self.state.roster.get(header.learner)
+        drop: list[ev.Effect] = [ev.Drop((handle,))]
+        if member is None or member.incarnation != header.incarnation:
+            # There is no session to answer to: an old process, or one that never joined.
+            self.state.tally.refuse(ErrorCode.OLD_INCARNATION)
+            return drop
+        if header.stream < len(member.received):
+            member.received[header.stream] = header.position
+        if header.kind is msg.DataKind.PUSH and header.push_id in member.refused_pushes:
+            return drop
+        try:
+            self._check(header)
+            effects = self._enter(member, header, now)
+        except RemoteProtocolError as error:
+            return drop + self.refuse(member, error, header.fragment, header.push_id)
+        return [*effects, ev.Unpack(header, handle)]
+
+    def _enter(self, member: Member, header: msg.Header, now: float) -> list[ev.Effect]:
+        """Notes that a push makes progress; raises if no open round takes it."""
+        if header.kind is not msg.DataKind.PUSH:
+            return []
+        round_ = self._round(member, header.fragment, header.version)
+        effects = self._supersede(round_, member, header.push_id)
+        push = round_.push_of(member.name, member.incarnation, header.push_id, now)
+        push.progress_at = now
+        return effects
+
+    def unpacked(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
+        """A decoded chunk of a push."""
+        member = self.state.roster.get(header.learner)
+        round_ = self.state.rounds.get(header.fragment)
+        drop: list[ev.Effect] = [ev.Drop((handle,))]
+        if (
+            member is None
+            or member.incarnation != header.incarnation
+            or header.push_id in member.refused_pushes
+            or round_ is None
+            or round_.merging
+            or round_.base_version != header.version
+            or member.name in round_.contributed
+        ):
+            return drop  # The round went on while the payload was decoded.
+        try:
+            push = round_.push_of(member.name, member.incarnation, header.push_id, now)
+            arrival = round_.add_chunk(push, header, handle, now)
+        except RemoteProtocolError as error:
+            if error.code is ErrorCode.CHUNK_CONFLICT:
+                drop.append(ev.Drop(round_.drop_push(member.name)))
+            return drop + self.refuse(member, error, header.fragment, header.push_id)
+        self._settle(round_, member, now)
+        return drop if arrival is Arrival.DUPLICATE else []
+
+    def damaged(
+        self, header: msg.Header, handle: int, error: RemoteProtocolError
+    ) -> list[ev.Effect]:
+        """The payload does not decode: the push is refused whole."""
+        member = self.state.roster.get(header.learner)
+        effects: list[ev.Effect] = [ev.Drop((handle,))]
+        if member is None or member.incarnation != header.incarnation:
+            return effects
+        round_ = self.state.rounds.get(header.fragment)
+        if round_ is not None and not round_.merging:
+            effects.append(ev.Drop(round_.drop_push(member.name)))
+        return effects + self.refuse(member, error, header.fragment, header.push_id)
+
+    def refuse(
+        self, member: Member, error: NarrowsError, fragment: int, push_id: int
+    ) -> list[ev.Effect]:
+        """Tells the learner once per push why it is not merged."""
+        if push_id in member.refused_pushes:
+            return []
+        member.refused_pushes.append(push_id)
+        member.refused += 1
+        self.state.tally.refuse(error.code)
+        if member.peer is None:
+            return []
+        return [ev.Send(member.peer, refusal(error, fragment=fragment, push_id=push_id))]
+
+    def repair(self, now: float) -> list[ev.Effect]:
+        """Asks for the chunks that are missing from announced pushes without progress."""
+        effects: list[ev.Effect] = []
+        for index in sorted(self.state.rounds):
+            round_ = self.state.rounds[index]
+            for name in sorted(round_.incoming):
+                push = round_.incoming[name]
+                member = self.state.roster.get(name)
+                quiet_s = now - max(push.progress_at, push.asked_at)
+                if member is None or member.peer is None or quiet_s < REPAIR_S or push.complete:
+                    continue
+                push.asked_at = now
+                missing = msg.Missing(
+                    msg.DataKind.PUSH,
+                    index,
+                    round_.base_version,
+                    push.push_id,
+                    push.assembly.missing(),
+                )
+                effects.append(ev.Send(member.peer, missing))
+        return effects
+
+    def _check(self, header: msg.Header) -> None:
+        """Raises RemoteProtocolError unless a chunk belongs to this run, epoch and codec."""
+        state, who = self.state, f"chunk of {header.learner}"
+        if header.run_id != state.run_id:
+            raise RemoteProtocolError(
+                ErrorCode.WRONG_RUN, who, expected=state.run_id, got=header.run_id
+            )
+        if header.epoch != state.epoch:
+            raise RemoteProtocolError(
+                ErrorCode.WRONG_EPOCH, who, expected=str(state.epoch), got=str(header.epoch)
+            )
+        if header.fragment >= len(state.table):
+            raise RemoteProtocolError(
+                ErrorCode.BAD_FRAGMENT,
+                who,
+                expected=f"fragment below {len(state.table)}",
+                got=str(header.fragment),
+            )
+        founding = header.kind is msg.DataKind.FOUND
+        if not founding and header.kind is not msg.DataKind.PUSH:
+            raise RemoteProtocolError(
+                ErrorCode.BAD_MESSAGE, who, expected="PUSH or FOUND", got=header.kind.name
+            )
+        codec = FOUNDING_CODEC if founding else state.settings.push_codec
+        if header.codec != codec:
+            raise RemoteProtocolError(
+                ErrorCode.UNKNOWN_CODEC, who, expected=codec, got=header.codec
+            )
+        elements = state.table[header.fragment].elements
+        if header.offset + header.count > elements:
+            raise RemoteProtocolError(
+                ErrorCode.BAD_RANGE,
+                who,
+                expected=f"elements within 0..{elements} of fragment {header.fragment}",
+                got=f"{header.offset}+{header.count}",
+            )
+
+    def _round(self, member: Member, fragment: int, base_version: int) -> Round:
+        """The open round that a push belongs to, or the reason why there is none."""
+        state, who = self.state, f"push of {member.name}"
+        if fragment >= len(state.heads):
+            raise RemoteProtocolError(
+                ErrorCode.BAD_FRAGMENT,
+                who,
+                expected=f"fragment below {len(state.heads)}",
+                got=str(fragment),
+            )
+        version = state.heads[fragment].version
+        if base_version != version:
+            stale = base_version < version
+            raise RemoteProtocolError(
+                ErrorCode.STALE_BASE if stale else ErrorCode.FUTURE_BASE,
+                f"{who} for fragment {fragment}",
+                expected=f"base version {version}",
+                got=str(base_version),
+                remedy="the round was over when the push was complete" if stale else "",
+            )
+        round_ = state.rounds.get(fragment)
+        if round_ is None or round_.merging:
+            raise RemoteProtocolError(
+                ErrorCode.NO_ROUND,
+                f"{who} for fragment {fragment}",
+                expected="a round that takes contributions",
+                got="the round is being merged" if round_ else "no open round",
+            )
+        return round_
+
+    def _supersede(self, round_: Round, member: Member, push_id: int) -> list[ev.Effect]:
+        handles = round_.supersede(member.name, member.incarnation, push_id)
+        return [ev.Drop(handles)] if handles else []
+
+    def _settle(self, round_: Round, member: Member, now: float) -> None:
+        push = round_.incoming.get(member.name)
+        if push is not None and round_.settle_if_complete(push, now):
+            member.arrival.add(now - round_.opened_at)
+            member.missed_running = 0

@@ -1,0 +1,169 @@
+"""The broker's slow work: decode, merge, encode, disk, on a small pool. No decisions.
+
+Each job ends by handing an event to the loop's thread through `post`; jobs never touch sockets
+or the syncer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from narrows.broker import events as ev
+from narrows.broker.checkpoint import Snapshot, StateDir
+from narrows.broker.config import BrokerConfig
+from narrows.broker.model import GlobalModel, Outcome, from_chunks, from_file
+from narrows.broker.state import RunState
+from narrows.proto import messages as msg
+from narrows.proto.codecs import DecodedChunk
+from narrows.proto.errors import NarrowsError, RemoteProtocolError
+from narrows.proto.transfer import decode_chunk
+
+POOL_THREADS = 2
+"""Decode, merge and encode release the interpreter lock, so two threads use two cores."""
+
+
+class Jobs:
+    """Payloads, decoded chunks and the global model, worked on behind the loop's back."""
+
+    def __init__(
+        self,
+        config: BrokerConfig,
+        run: RunState,
+        state_dir: StateDir,
+        post: Callable[[Callable[[], ev.Event | None]], None],
+    ) -> None:
+        self._config, self._run, self._state_dir, self._post = config, run, state_dir, post
+        self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="narrows-broker")
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="narrows-disk")
+        self._payloads: dict[int, bytes] = {}
+        self._chunks: dict[int, tuple[int, DecodedChunk]] = {}
+        self._handle = 0
+        self.model: GlobalModel | None = None
+        """None until version 0 stands."""
+
+    @property
+    def held(self) -> int:
+        """Payloads and decoded chunks in memory."""
+        return len(self._payloads) + len(self._chunks)
+
+    def keep(self, payload: bytes) -> int:
+        """Holds a payload; returns its handle."""
+        self._handle += 1
+        self._payloads[self._handle] = payload
+        return self._handle
+
+    def drop(self, handles: tuple[int, ...]) -> None:
+        for handle in handles:
+            self._payloads.pop(handle, None)
+            self._chunks.pop(handle, None)
+
+    def unpack(self, header: msg.Header, handle: int) -> None:
+        """Decodes and checks a payload."""
+        payload = self._payloads.pop(handle)
+        part = self._run.table[header.fragment]
+
+        def work() -> None:
+            try:
+                chunk = decode_chunk(part, header.codec, header.offset, header.count, payload)
+            except RemoteProtocolError as error:
+                damaged = ev.ChunkDamaged(header, handle, error.code, error.message)
+                self._post(lambda: damaged)
+                return
+
+            def unpacked() -> ev.Event:
+                self._chunks[handle] = (header.offset, chunk)
+                return ev.ChunkUnpacked(header, handle)
+
+            self._post(unpacked)
+
+        self._pool.submit(work)
+
+    def found(self, effect: ev.Found) -> None:
+        """Makes version 0 from the founder's chunks or from the initial file."""
+        table, handles = self._run.table, effect.handles
+        chunks = {h: self._chunks[h] for part in handles or () for h in part}
+
+        def work() -> None:
+            try:
+                if handles is None:
+                    fragments = from_file(Path(self._config.broker.init), effect.layout, table)
+                else:
+                    fragments = from_chunks(table, handles, chunks)
+            except (NarrowsError, OSError, ValueError) as error:
+                failed = ev.FoundingFailed(str(error))
+                self._post(lambda: failed)
+                return
+
+            def founded() -> ev.Event:
+                self.model = GlobalModel(self._config, table, fragments)
+                self.drop(tuple(chunks))
+                return ev.Founded(tuple(state.digest for state in fragments))
+
+            self._post(founded)
+
+        self._pool.submit(work)
+
+    def merge(self, effect: ev.StartMerge, done: Callable[[Outcome], None]) -> None:
+        """Merges contributions into the next version; `done` sees it before the syncer does."""
+        model = self.model
+        assert model is not None
+        chunks = {h: self._chunks[h] for c in effect.contributions for h in c.handles}
+
+        def work() -> None:
+            try:
+                outcome = model.merge(effect.fragment, effect.version, effect.contributions, chunks)
+            except (FloatingPointError, NarrowsError) as error:
+                failed = ev.MergeFailed(effect.fragment, str(error))
+                self._post(lambda: finish(failed, None))
+                return
+            state = outcome.state
+            merged = ev.Merged(effect.fragment, state.version, state.digest, outcome.clipped)
+            self._post(lambda: finish(merged, outcome))
+
+        def finish(event: ev.Event, outcome: Outcome | None) -> ev.Event:
+            self.drop(tuple(chunks))
+            if outcome is not None:
+                model.install(outcome)
+                done(outcome)
+            return event
+
+        self._pool.submit(work)
+
+    def save(self) -> None:
+        """Writes a checkpoint of the current state while serving goes on."""
+        snapshot = self._snapshot()
+
+        def work() -> None:
+            try:
+                self._state_dir.save(snapshot)
+            except OSError as error:
+                failed = ev.CheckpointFailed(str(error))
+                self._post(lambda: failed)
+                return
+            written = ev.CheckpointWritten(sum(state.version for state in snapshot.fragments))
+            self._post(lambda: written)
+
+        self._disk.submit(work)
+
+    def close(self) -> None:
+        """Waits for what is running; what has not begun is dropped."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._disk.shutdown(wait=True)
+
+    def _snapshot(self) -> Snapshot:
+        """References to arrays that are never changed in place: cheap and consistent."""
+        assert self.model is not None
+        run = self._run
+        founding = run.phase is msg.Phase.FOUNDING
+        return Snapshot(
+            run_id=run.run_id,
+            epoch=run.epoch,
+            layout=run.layout,
+            frozen_digest=run.frozen_digest,
+            fragment_count=run.settings.fragment_count,
+            run_tokens=run.clock.run_tokens,
+            phase=msg.Phase.RUNNING if founding else run.phase,
+            fragments=tuple(self.model.fragments),
+        )

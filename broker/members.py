@@ -1,0 +1,187 @@
+"""Who takes part: names, incarnations, liveness, what each learner has and has done. [pure]"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import median
+
+from narrows.broker.events import Peer
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.limits import LEARNERS_MAX, NAME_PATTERN
+from narrows.proto.messages import TokenLedger
+from narrows.proto.smoothing import Smoothed
+
+INCARNATION_PATTERN = r"\A[0-9a-f]{32}\Z"
+
+
+class Liveness(StrEnum):
+    """Green, yellow, red: by the time since anything was heard from a learner."""
+
+    LIVE = "live"
+    LATE = "late"
+    LOST = "lost"
+
+
+@dataclass
+class Member:
+    """One learner, from its first Hello on; it stays in the roster after it is lost."""
+
+    name: str
+    incarnation: str
+    peer: Peer | None
+    """None once the connection is gone or the name was taken over."""
+    address: str
+    heard_at: float
+    joined_at: float
+    held: list[int]
+    """Version adopted per fragment, -1: none yet."""
+    last_merged: list[int]
+    """Last merged push id per fragment of this incarnation, 0: none."""
+    state: Liveness = Liveness.LIVE
+    step: int = 0
+    tokens: int = 0
+    step_s: float = 0.0
+    loss: float | None = None
+    ledger: TokenLedger = field(default_factory=TokenLedger)
+    received: list[int] = field(default_factory=list[int])
+    """Uplink stream positions seen: the credit that we give."""
+    acknowledged: int = 0
+    """Sum of the positions in the last Beat."""
+    arrival: Smoothed = field(default_factory=Smoothed)
+    """Seconds from the opening of a round to this learner's complete contribution."""
+    contributions: int = 0
+    refused: int = 0
+    refused_pushes: deque[int] = field(default_factory=lambda: deque[int](maxlen=16))
+    """Push ids refused lately: one Refuse per push, not one per chunk."""
+    missed_running: int = 0
+    """Rounds missed in a row."""
+
+    @property
+    def connected(self) -> bool:
+        return self.peer is not None and self.state is not Liveness.LOST
+
+    @property
+    def ready(self) -> bool:
+        """Connected and holding every fragment: it can contribute."""
+        return self.connected and all(version >= 0 for version in self.held)
+
+
+def check_name(name: str, incarnation: str) -> None:
+    """Raises RemoteProtocolError BAD_NAME unless both follow their grammar."""
+    if not re.match(NAME_PATTERN, name):
+        raise RemoteProtocolError(
+            ErrorCode.BAD_NAME,
+            "learner name",
+            expected="1 to 64 of A-Z a-z 0-9 . _ -, the first a letter or digit",
+            got=repr(name[:80]),
+            remedy="choose another --name",
+        )
+    if not re.match(INCARNATION_PATTERN, incarnation):
+        raise RemoteProtocolError(
+            ErrorCode.BAD_NAME, "incarnation", expected="32 hex digits", got=repr(incarnation[:80])
+        )
+
+
+@dataclass
+class Roster:
+    """All members by name; iteration is in name order, so that no result depends on arrival."""
+
+    late_s: float
+    lost_s: float
+    _members: dict[str, Member] = field(default_factory=dict[str, Member])
+    _names: dict[Peer, str] = field(default_factory=dict[Peer, str])
+    _superseded: dict[str, deque[str]] = field(default_factory=dict[str, deque[str]])
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(sorted(self._members.values(), key=lambda member: member.name))
+
+    def get(self, name: str) -> Member | None:
+        return self._members.get(name)
+
+    def by_peer(self, peer: Peer) -> Member | None:
+        name = self._names.get(peer)
+        return self._members[name] if name is not None else None
+
+    def connected(self) -> list[Member]:
+        return [member for member in self if member.connected]
+
+    def ready(self) -> list[Member]:
+        return [member for member in self if member.ready]
+
+    def step_s(self) -> float:
+        """Median step time of the ready learners, 0 if none has reported one."""
+        times = [member.step_s for member in self.ready() if member.step_s > 0]
+        return median(times) if times else 0.0
+
+    def is_superseded(self, name: str, incarnation: str) -> bool:
+        return incarnation in self._superseded.get(name, ())
+
+    def admit(self, member: Member) -> Member | None:
+        """Enters a member and returns the one it replaces (same name), if any."""
+        before = self._members.get(member.name)
+        if before is None and len(self._members) >= LEARNERS_MAX:
+            self._drop_lost()
+        if before is None and len(self._members) >= LEARNERS_MAX:
+            raise RemoteProtocolError(
+                ErrorCode.OVER_CAPACITY,
+                "too many learners",
+                expected=f"at most {LEARNERS_MAX}",
+                got=member.name,
+                remedy="wait until one leaves",
+            )
+        if before is not None:
+            self.disconnect(before)
+            if before.incarnation != member.incarnation:
+                old = self._superseded.setdefault(member.name, deque(maxlen=64))
+                old.append(before.incarnation)
+        self._members[member.name] = member
+        assert member.peer is not None
+        self._names[member.peer] = member.name
+        return before
+
+    def disconnect(self, member: Member) -> None:
+        """The connection is gone or taken; the member stays known."""
+        if member.peer is not None:
+            self._names.pop(member.peer, None)
+        member.peer = None
+        member.state = Liveness.LOST
+
+    def heard(self, member: Member, now: float) -> bool:
+        """Notes a sign of life; returns True if the member was late before."""
+        was_late = member.state is Liveness.LATE
+        member.heard_at = now
+        if member.connected:
+            member.state = Liveness.LIVE
+        return was_late
+
+    def age(self, now: float) -> list[Member]:
+        """Updates every state by the clock; returns those that changed."""
+        changed: list[Member] = []
+        for member in self.connected():
+            quiet_s = now - member.heard_at
+            state = Liveness.LIVE
+            if quiet_s >= self.lost_s:
+                state = Liveness.LOST
+            elif quiet_s >= self.late_s:
+                state = Liveness.LATE
+            if state is not member.state:
+                member.state = state
+                changed.append(member)
+        return changed
+
+    def next_deadline(self) -> float | None:
+        """When the next member turns late or lost if nothing is heard from it."""
+        times = [
+            member.heard_at + (self.late_s if member.state is Liveness.LIVE else self.lost_s)
+            for member in self.connected()
+        ]
+        return min(times, default=None)
+
+    def _drop_lost(self) -> None:
+        for member in list(self):
+            if not member.connected:
+                del self._members[member.name]

@@ -1,0 +1,177 @@
+"""The global model in memory: parameters, momentum, published copies, recent publications."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import numpy as safetensors_numpy
+
+from narrows.broker.checkpoint import FragmentState
+from narrows.broker.config import BrokerConfig
+from narrows.broker.events import Contributed
+from narrows.broker.merge import Contribution, merge, token_weights
+from narrows.broker.outer import outer_optimizer
+from narrows.proto.codecs import DecodedChunk, add_values
+from narrows.proto.errors import ConfigError
+from narrows.proto.fragments import Fragment
+from narrows.proto.limits import PUBLICATIONS_KEPT
+from narrows.proto.messages import LayoutEntry
+from narrows.proto.transfer import EncodedChunk, digest_of, encode_fragment, values_of
+
+F32: TypeAlias = NDArray[np.float32]
+Handles: TypeAlias = Mapping[int, tuple[int, DecodedChunk]]
+"""Decoded chunks with their offsets, by handle."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """The step from version - 1 to `version` of a fragment as it travels."""
+
+    version: int
+    digest: int
+    chunks: tuple[EncodedChunk, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a merge made; nothing is changed until it is installed."""
+
+    fragment: int
+    state: FragmentState
+    publication: Publication
+    clipped: int
+
+
+class GlobalModel:
+    """The only authoritative parameters. Arrays are replaced, never changed in place: a
+    checkpoint or a transfer may hold the old ones while the next version is made."""
+
+    def __init__(
+        self,
+        config: BrokerConfig,
+        table: Sequence[Fragment],
+        fragments: Sequence[FragmentState],
+    ) -> None:
+        self.config = config
+        self.table = tuple(table)
+        self.fragments = list(fragments)
+        self._optimizer = outer_optimizer(
+            config.outer.optimizer, rate=config.outer.rate, momentum=config.outer.momentum
+        )
+        self._publications: list[dict[int, Publication]] = [{} for _ in self.table]
+
+    def publication(self, fragment: int, version: int) -> Publication | None:
+        """A publication that is still kept."""
+        return self._publications[fragment].get(version)
+
+    def merge(
+        self, fragment: int, version: int, contributed: Sequence[Contributed], chunks: Handles
+    ) -> Outcome:
+        """Merges contributions (in learner-name order) and makes the next version.
+
+        Runs on a worker thread; reads the current state and changes nothing.
+        Raises FloatingPointError if a parameter would not be finite.
+        """
+        state, part = self.fragments[fragment], self.table[fragment]
+        settings = self.config.merge
+        contributions = [
+            Contribution(
+                done.learner, done.tokens, done.steps, [chunks[handle] for handle in done.handles]
+            )
+            for done in contributed
+        ]
+        weights = token_weights(
+            [(done.tokens, done.steps) for done in contributed],
+            rule=settings.weights,
+            share_max=settings.share_max,
+        )
+        merged = merge(
+            part, contributions, weights, clip_ratio=settings.clip_ratio, law=settings.law
+        )
+        params, momentum = self._optimizer.step(state.global_, state.momentum, merged.outer_grad)
+        if not (np.isfinite(params).all() and np.isfinite(momentum).all()):
+            raise FloatingPointError("the outer step would make a parameter infinite or NaN")
+        return self._publish(part, version, state, params, momentum, merged.clipped)
+
+    def _publish(
+        self,
+        part: Fragment,
+        version: int,
+        state: FragmentState,
+        params: F32,
+        momentum: F32,
+        clipped: int,
+    ) -> Outcome:
+        """Codes global - published copy; what the code drops stays in that difference."""
+        reconstructed = np.empty(part.elements, np.float32)
+        chunks = tuple(
+            encode_fragment(
+                part,
+                params - state.published,
+                codec_name=self.config.codec.publish,
+                rho=self.config.codec.publish_rho,
+                chunk_elements=self.config.codec.chunk_elements,
+                reconstructed=reconstructed,
+            )
+        )
+        add_values(state.published, reconstructed, reconstructed)
+        digest = digest_of(reconstructed)
+        after = FragmentState(version, digest, params, momentum, reconstructed)
+        return Outcome(part.index, after, Publication(version, digest, chunks), clipped)
+
+    def install(self, outcome: Outcome) -> None:
+        """Makes an outcome the current state."""
+        assert outcome.state.version == self.fragments[outcome.fragment].version + 1
+        self.fragments[outcome.fragment] = outcome.state
+        kept = self._publications[outcome.fragment]
+        kept[outcome.publication.version] = outcome.publication
+        kept.pop(outcome.publication.version - PUBLICATIONS_KEPT, None)
+
+
+def version_zero(values: F32) -> FragmentState:
+    """A fragment before its first outer step: nothing published differs from it."""
+    return FragmentState(0, digest_of(values), values, np.zeros_like(values), values)
+
+
+def from_chunks(
+    table: Sequence[Fragment], handles: Sequence[Sequence[int]], chunks: Handles
+) -> list[FragmentState]:
+    """Version 0 from the founder's chunks."""
+    return [
+        version_zero(values_of(part, [chunks[handle] for handle in part_handles]))
+        for part, part_handles in zip(table, handles, strict=True)
+    ]
+
+
+def from_file(
+    path: Path, layout: Sequence[LayoutEntry], table: Sequence[Fragment]
+) -> list[FragmentState]:
+    """Version 0 from a safetensors file with the layout's names.
+
+    Raises ConfigError if a tensor is missing, has another shape or is not finite.
+    """
+    tensors = safetensors_numpy.load_file(path)
+    flat: list[F32] = []
+    for entry in layout:
+        tensor = tensors.get(entry.name)
+        if tensor is None or tensor.size != int(np.prod(entry.shape, dtype=object)):
+            raise ConfigError(
+                f"{path} does not fit the model",
+                expected=f"{entry.name} of shape {list(entry.shape)}",
+                got="nothing" if tensor is None else f"shape {list(tensor.shape)}",
+            )
+        values = np.ascontiguousarray(tensor, dtype=np.float32).reshape(-1)
+        if not np.isfinite(values).all():
+            raise ConfigError(f"{path}: {entry.name} is not finite")
+        flat.append(values)
+    return [
+        version_zero(
+            np.concatenate([flat[p.tensor][p.start : p.start + p.count] for p in part.pieces])
+        )
+        for part in table
+    ]

@@ -1,0 +1,111 @@
+"""When a round is merged: quorum, adaptive grace window, predicted arrivals. [pure]
+
+This file decides and says why; it keeps no state and changes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Verdict(Enum):
+    WAIT = "wait"
+    """The quorum is not met, or (lockstep modes) somebody has not answered."""
+    GRACE = "grace"
+    """The quorum is met; waiting until `until` can still add contributions."""
+    MERGE = "merge"
+    CLOSE = "close"
+    """Nobody will contribute: close the round without a merge."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with a round and why; `until` (s) is set for GRACE."""
+
+    verdict: Verdict
+    reason: str
+    until: float | None = None
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """A learner whose contribution has not arrived and may still come."""
+
+    name: str
+    announced: bool
+    late: bool
+    """Nothing was heard from it for a while (the yellow state)."""
+    predicted_s: float | None
+    """Seconds from the opening of a round to its contribution, mean + 3 deviations."""
+
+
+@dataclass(frozen=True)
+class QuorumRule:
+    """The settings that decide. Times in seconds."""
+
+    quorum: int
+    everybody: bool
+    """Lockstep modes: every live learner must contribute."""
+    closing: bool
+    """The last round of the run: below the quorum it is closed, nobody new will come."""
+    overlap_steps: int
+    grace_fraction: float
+    grace_max_s: float
+    wait_fraction: float
+    """Longest wait for predicted arrivals, in units of H * step time."""
+    sync_period_steps: int
+
+    def grace_s(self, *, step_s: float, quorum_s: float, sync_s: float) -> float:
+        """Grace window: gamma * (tau*xi_step - xi_quorum - xi_sync), clamped to [0, max].
+
+        Source: Decoupled DiLoCo (arXiv 2604.21428), Eq. 3.
+        """
+        slack_s = self.overlap_steps * step_s - quorum_s - sync_s
+        return min(max(self.grace_fraction * slack_s, 0.0), self.grace_max_s)
+
+    def decide(
+        self,
+        now: float,
+        *,
+        opened_at: float,
+        quorum_at: float | None,
+        complete: int,
+        awaited: Sequence[Awaited],
+        step_s: float,
+        sync_s: float,
+    ) -> Decision:
+        """The decision for one round. `quorum_at` is when the K-th contribution was complete."""
+        if not awaited:
+            if complete == 0:
+                return Decision(Verdict.CLOSE, "no learner has anything to contribute")
+            if complete < self.quorum and self.closing:
+                return Decision(Verdict.CLOSE, f"last round with {complete} of {self.quorum}")
+            if complete >= self.quorum or self.everybody:
+                return Decision(Verdict.MERGE, f"all {complete} expected contributions are here")
+        if self.everybody:
+            names = ", ".join(learner.name for learner in awaited)
+            return Decision(Verdict.WAIT, f"waits for {names}: every live learner must contribute")
+        if complete < self.quorum or quorum_at is None:
+            return Decision(Verdict.WAIT, f"{complete} of {self.quorum} contributions")
+        grace = self.grace_s(step_s=step_s, quorum_s=quorum_at - opened_at, sync_s=sync_s)
+        longest = opened_at + self.wait_fraction * self.sync_period_steps * step_s
+        until = max([quorum_at + grace, *(self._arrival(w, opened_at, longest) for w in awaited)])
+        missing = ", ".join(learner.name for learner in awaited)
+        if now >= until:
+            return Decision(Verdict.MERGE, f"{complete} contributions; waited long enough: {missing}")
+        return Decision(Verdict.GRACE, f"{complete} contributions; may still come: {missing}", until)
+
+    def _arrival(self, learner: Awaited, opened_at: float, longest: float) -> float:
+        """Until when waiting for this learner pays.
+
+        A learner that has gone quiet without announcing is not waited for beyond the grace
+        window; one without history gets the longest wait, because the first rounds of a run
+        with one contributor each are what hurts most (K = 1 without grace).
+        """
+        if learner.late and not learner.announced:
+            return opened_at
+        if learner.predicted_s is None:
+            return longest
+        return min(opened_at + learner.predicted_s, longest)

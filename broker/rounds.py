@@ -1,0 +1,164 @@
+"""One round: who was asked, what has arrived, who declined. [pure]
+
+A round is the collection of contributions to (fragment, base version). It is state, told in
+every Beat, so that no lost message can lose it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from narrows.broker.events import Contributed
+from narrows.proto.assembly import Arrival, Assembly
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.messages import Header, OpenRound, Push
+
+
+@dataclass
+class Incoming:
+    """A push on its way: its announcement and its chunks, whichever come first."""
+
+    learner: str
+    incarnation: str
+    push_id: int
+    assembly: Assembly
+    announced: Push | None = None
+    progress_at: float = 0.0
+    asked_at: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        return self.announced is not None and self.assembly.complete
+
+
+@dataclass
+class Round:
+    """An open round; `merging` once its contributions are fixed."""
+
+    fragment: int
+    base_version: int
+    attempt: int
+    at_step: int
+    elements: int
+    opened_at: float
+    quorum: int
+    expected: set[str]
+    """Learners that were asked; used for membership tests only, never iterated."""
+    last: bool = False
+    """The fragment's last round of the run."""
+    incoming: dict[str, Incoming] = field(default_factory=dict[str, Incoming])
+    contributed: dict[str, Contributed] = field(default_factory=dict[str, Contributed])
+    declined: dict[str, str] = field(default_factory=dict[str, str])
+    quorum_at: float | None = None
+    merging: bool = False
+
+    def open_round(self) -> OpenRound:
+        """The round as the wire tells it."""
+        return OpenRound(self.fragment, self.base_version, self.attempt, self.at_step)
+
+    def push_of(self, name: str, incarnation: str, push_id: int, now: float) -> Incoming:
+        """The push that a message belongs to, entered if it is the learner's first.
+
+        Raises RemoteProtocolError PUSH_CONFLICT if the learner has another push in this round:
+        at most one contribution per (learner, fragment, base version), the first complete one.
+        """
+        done = self.contributed.get(name)
+        if done is not None and (done.incarnation, done.push_id) != (incarnation, push_id):
+            raise RemoteProtocolError(
+                ErrorCode.PUSH_CONFLICT,
+                f"{name} has already contributed to fragment {self.fragment}",
+                expected=f"push {done.push_id}",
+                got=f"push {push_id}",
+            )
+        push = self.incoming.get(name)
+        if push is None:
+            assembly = Assembly(self.elements)
+            push = Incoming(name, incarnation, push_id, assembly, progress_at=now, asked_at=now)
+            if done is None and not self.merging:
+                self.incoming[name] = push
+        if push.push_id != push_id:
+            raise RemoteProtocolError(
+                ErrorCode.PUSH_CONFLICT,
+                f"{name} has a newer push for fragment {self.fragment}",
+                expected=f"push {push.push_id}",
+                got=f"push {push_id}",
+            )
+        return push
+
+    def announce(self, push: Incoming, message: Push) -> None:
+        """Takes an announcement in; the same one again changes nothing."""
+        if message.elements != self.elements:
+            raise RemoteProtocolError(
+                ErrorCode.BAD_RANGE,
+                f"push {message.push_id} of {push.learner}",
+                expected=f"{self.elements} elements in fragment {self.fragment}",
+                got=str(message.elements),
+            )
+        if message.tokens < 1 or message.steps < 1:
+            raise RemoteProtocolError(
+                ErrorCode.BAD_TOKENS,
+                f"push {message.push_id} of {push.learner}",
+                expected="at least one token and one step",
+                got=f"{message.tokens} tokens, {message.steps} steps",
+                remedy="log the tokens of each step before optimizer.step()",
+            )
+        before = push.announced
+        if before is not None and (before.tokens, before.steps) != (message.tokens, message.steps):
+            raise RemoteProtocolError(
+                ErrorCode.PUSH_CONFLICT,
+                f"push {message.push_id} of {push.learner} was announced differently",
+                expected=f"{before.tokens} tokens, {before.steps} steps",
+                got=f"{message.tokens} tokens, {message.steps} steps",
+            )
+        push.announced = message
+        self.declined.pop(push.learner, None)
+
+    def add_chunk(self, push: Incoming, header: Header, handle: int, now: float) -> Arrival:
+        """Takes a decoded chunk in."""
+        arrival = push.assembly.add(header.offset, header.count, header.payload_digest, handle)
+        push.progress_at = now
+        return arrival
+
+    def settle_if_complete(self, push: Incoming, now: float) -> bool:
+        """Turns a complete push into a contribution; True if this one did."""
+        if not push.complete or push.learner in self.contributed or self.merging:
+            return False
+        assert push.announced is not None
+        self.contributed[push.learner] = Contributed(
+            push.learner,
+            push.incarnation,
+            push.push_id,
+            push.announced.tokens,
+            push.announced.steps,
+            push.assembly.handles,
+        )
+        self.incoming.pop(push.learner, None)
+        if self.quorum_at is None and len(self.contributed) >= self.quorum:
+            self.quorum_at = now
+        return True
+
+    def supersede(self, name: str, incarnation: str, push_id: int) -> tuple[int, ...]:
+        """Drops an unfinished push that a newer one of the same learner replaces."""
+        push = self.incoming.get(name)
+        if push is None:
+            return ()
+        if push.incarnation == incarnation and push.push_id >= push_id:
+            return ()
+        return self.drop_push(name)
+
+    def drop_push(self, name: str) -> tuple[int, ...]:
+        """Forgets an unfinished push; returns the payloads that nobody needs any more."""
+        push = self.incoming.pop(name, None)
+        return push.assembly.handles if push else ()
+
+    def close(self) -> tuple[int, ...]:
+        """Ends the collection; returns the payloads of the unfinished pushes."""
+        handles: list[int] = []
+        for name in sorted(self.incoming):
+            handles += self.incoming[name].assembly.handles
+        self.incoming.clear()
+        return tuple(handles)
+
+    def contributions(self) -> tuple[Contributed, ...]:
+        """In learner-name order: sums must not depend on arrival."""
+        return tuple(self.contributed[name] for name in sorted(self.contributed))

@@ -1,0 +1,69 @@
+"""The run's clock: tokens of all learners, monotone, robust against wild reports. [pure]"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+RATE_RATIO_MAX = 8.0
+"""A learner's tokens are accepted at up to this multiple of its own average rate."""
+
+BURST_S = 60.0
+"""Allowance that may pile up while a learner's reports are delayed."""
+
+
+@dataclass
+class _Account:
+    reported: int
+    accepted: int
+    first_at: float
+    last_at: float
+    allowance: float
+    first_accepted: int = 0
+
+
+@dataclass
+class RunClock:
+    """Accepted tokens of the run and their rate.
+
+    Reports are cumulative per incarnation, so a lost or repeated one changes nothing. What a
+    report claims beyond 8x the learner's average is not lost: it is accepted as time passes.
+    """
+
+    run_tokens: int = 0
+    _accounts: dict[str, _Account] = field(default_factory=dict[str, _Account])
+
+    def join(self, incarnation: str, tokens: int, now: float) -> None:
+        """Starts to count an incarnation that has already reported `tokens` (0 at first)."""
+        if incarnation not in self._accounts:
+            self._accounts[incarnation] = _Account(tokens, tokens, now, now, 0.0, tokens)
+
+    def leave(self, incarnation: str) -> None:
+        """Forgets an incarnation; its accepted tokens stay."""
+        self._accounts.pop(incarnation, None)
+
+    def report(self, incarnation: str, tokens: int, now: float) -> None:
+        """Takes a cumulative token count in."""
+        account = self._accounts[incarnation]
+        account.reported = max(account.reported, tokens)
+        elapsed_s = now - account.first_at
+        mean_rate = (account.accepted - account.first_accepted) / elapsed_s if elapsed_s > 0 else 0
+        grown = account.allowance + RATE_RATIO_MAX * mean_rate * (now - account.last_at)
+        account.allowance = min(grown, RATE_RATIO_MAX * mean_rate * BURST_S)
+        account.last_at = now
+        wanted = account.reported - account.accepted
+        if account.accepted == account.first_accepted:
+            granted = wanted  # The first report sets the average.
+        else:
+            granted = min(wanted, int(account.allowance))
+            account.allowance -= granted
+        account.accepted += granted
+        self.run_tokens += granted
+
+    def tokens_per_s(self, incarnations: list[str], now: float) -> float:
+        """Sum of the average rates of the incarnations named."""
+        rate = 0.0
+        for incarnation in incarnations:
+            account = self._accounts.get(incarnation)
+            if account and now > account.first_at:
+                rate += (account.accepted - account.first_accepted) / (now - account.first_at)
+        return rate

@@ -1,0 +1,230 @@
+"""Rounds from launch to version: which fragment is next, when to merge, what it made. [pure]"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from narrows.broker import events as ev
+from narrows.broker.members import Liveness
+from narrows.broker.quorum import Awaited, Decision, QuorumRule, Verdict
+from narrows.broker.rounds import Round
+from narrows.broker.state import RunState
+from narrows.proto import messages as msg
+from narrows.proto.limits import PUBLICATIONS_KEPT
+from narrows.proto.smoothing import Smoothed
+
+MISSED_RUNNING_NAMED = 3
+"""A learner that missed so many rounds running is named in the log."""
+
+
+@dataclass
+class Scheduler:
+    """Opens rounds, decides when they are merged, and counts what came of them."""
+
+    state: RunState
+    launched_at: float
+    waiting_for: str = ""
+    """What holds the newest round up, for operators."""
+    halted: bool = False
+    """The broker is stopping: nothing is opened or merged any more."""
+    final_due: list[int] = field(default_factory=list[int])
+    """Fragments whose last round is still to come; filled when the goal is reached."""
+    _next_fragment: int = 0
+    _attempts: dict[int, int] = field(default_factory=dict[int, int])
+    _decide_at: dict[int, float] = field(default_factory=dict[int, float])
+    _merge_started: dict[tuple[int, int], float] = field(
+        default_factory=dict[tuple[int, int], float]
+    )
+    _sync_s: Smoothed = field(default_factory=Smoothed)
+    """xi_sync: seconds from the start of a merge to its adoption."""
+
+    def next_deadline(self) -> float | None:
+        times = list(self._decide_at.values())
+        if self._can_launch() and not self.state.lockstep:
+            times.append(self.launched_at + self._launch_floor_s())
+        return min(times, default=None)
+
+    def adopted(self, fragment: int, version: int, now: float) -> None:
+        """A learner adopted a version: how long that took after the merge began."""
+        started = self._merge_started.get((fragment, version))
+        if started is not None:
+            self._sync_s.add(now - started)
+
+    def _launch_floor_s(self) -> float:
+        """Never launch sooner than H * xi_step / P after the last launch (DESIGN: fast networks
+        must not shrink the effective H, which is what makes outer momentum over-drive)."""
+        if self.state.phase is msg.Phase.ENDING:
+            return 0.0
+        period = self.state.settings.sync_period_steps
+        return period * self.state.roster.step_s() / self.state.settings.fragment_count
+
+    def _can_launch(self) -> bool:
+        state = self.state
+        if self.halted or state.phase not in (msg.Phase.RUNNING, msg.Phase.ENDING):
+            return False
+        if len(state.rounds) >= state.config.merge.rounds_in_flight or not state.roster.ready():
+            return False
+        if state.phase is msg.Phase.ENDING:
+            return any(index not in state.rounds for index in self.final_due)
+        return state.lockstep or state.roster.step_s() > 0
+
+    def _next_due(self) -> int | None:
+        """The fragment whose turn it is, None if it is in flight already."""
+        state = self.state
+        free = [index for index in range(len(state.heads)) if index not in state.rounds]
+        if state.phase is msg.Phase.ENDING:
+            free = [index for index in free if index in self.final_due]
+            return free[0] if free else None
+        if state.lockstep:
+            return min(free, key=lambda index: (state.at_step(index), index), default=None)
+        count = len(state.heads)
+        return min(free, key=lambda index: (index - self._next_fragment) % count, default=None)
+
+    def launch(self, now: float) -> None:
+        """Opens the rounds that are due; the next Beat tells them."""
+        state = self.state
+        while self._can_launch():
+            floor_s = 0.0 if state.lockstep else self._launch_floor_s()
+            index = self._next_due()
+            if index is None or now < self.launched_at + floor_s:
+                return
+            ending = state.phase is msg.Phase.ENDING
+            self._attempts[index] = self._attempts.get(index, 0) + 1
+            state.rounds[index] = Round(
+                fragment=index,
+                base_version=state.heads[index].version,
+                attempt=self._attempts[index],
+                at_step=state.at_step(index) if state.lockstep and not ending else -1,
+                elements=state.table[index].elements,
+                opened_at=now,
+                quorum=state.config.merge.quorum,
+                expected={member.name for member in state.roster.ready()},
+                last=ending,
+            )
+            self._next_fragment = (index + 1) % len(state.heads)
+            self.launched_at = now
+
+    def _awaited(self, round_: Round) -> list[Awaited]:
+        """Who may still contribute: expected, alive, not declined; all, below the quorum."""
+        short = len(round_.contributed) < round_.quorum
+        return [
+            Awaited(
+                member.name,
+                member.name in round_.incoming and bool(round_.incoming[member.name].announced),
+                member.state is Liveness.LATE,
+                member.arrival.upper() if member.arrival.samples else None,
+            )
+            for member in self.state.roster.ready()
+            if member.name not in round_.contributed
+            and member.name not in round_.declined
+            and (short or member.name in round_.expected)
+        ]
+
+    def decision(self, round_: Round, now: float) -> Decision:
+        """What to do with a round now, and why."""
+        merge = self.state.config.merge
+        rule = QuorumRule(
+            quorum=round_.quorum,
+            everybody=self.state.lockstep,
+            closing=round_.last,
+            overlap_steps=self.state.settings.overlap_steps,
+            grace_fraction=merge.grace_fraction,
+            grace_max_s=merge.grace_max,
+            wait_fraction=merge.wait_fraction,
+            sync_period_steps=self.state.settings.sync_period_steps,
+        )
+        return rule.decide(
+            now,
+            opened_at=round_.opened_at,
+            quorum_at=round_.quorum_at,
+            complete=len(round_.contributed),
+            awaited=self._awaited(round_),
+            step_s=self.state.roster.step_s(),
+            sync_s=self._sync_s.mean,
+        )
+
+    def decide(self, now: float) -> list[ev.Effect]:
+        """Starts the merges whose time has come."""
+        effects: list[ev.Effect] = []
+        self._decide_at.clear()
+        for index in sorted(self.state.rounds):
+            round_ = self.state.rounds[index]
+            if round_.merging or self.halted:
+                continue
+            decision = self.decision(round_, now)
+            self.waiting_for = f"fragment {index}: {decision.reason}"
+            if decision.verdict is Verdict.GRACE and decision.until is not None:
+                self._decide_at[index] = decision.until
+            elif decision.verdict is Verdict.CLOSE:
+                effects += self._close(round_)
+            elif decision.verdict is Verdict.MERGE:
+                effects += self._start_merge(round_, decision, now)
+        return effects
+
+    def _close(self, round_: Round) -> list[ev.Effect]:
+        """Ends a round without a merge."""
+        del self.state.rounds[round_.fragment]
+        if round_.last:
+            self.final_due.remove(round_.fragment)
+        handles = round_.close()
+        return [ev.Drop(handles)] if handles else []
+
+    def _start_merge(self, round_: Round, decision: Decision, now: float) -> list[ev.Effect]:
+        effects = self._count_missed(round_)
+        handles = round_.close()
+        if handles:
+            effects.append(ev.Drop(handles))
+        round_.merging = True
+        version = round_.base_version + 1
+        self._merge_started[round_.fragment, version] = now
+        contributions = round_.contributions()
+        effects.append(ev.StartMerge(round_.fragment, version, contributions, decision.reason))
+        return effects
+
+    def _count_missed(self, round_: Round) -> list[ev.Effect]:
+        """Names learners that keep missing rounds, once, with the reason that can be seen."""
+        effects: list[ev.Effect] = []
+        for awaited in self._awaited(round_):
+            member = self.state.roster.get(awaited.name)
+            assert member is not None
+            member.missed_running += 1
+            if member.missed_running == MISSED_RUNNING_NAMED:
+                why = "its push was announced but not complete in time"
+                if not awaited.announced:
+                    why = "it did not answer in time"
+                if awaited.late:
+                    why = "nothing was heard from it"
+                text = f"{member.name} missed {MISSED_RUNNING_NAMED} rounds running: {why}"
+                effects.append(ev.Note("warning", text))
+        return effects
+
+    def merged(self, event: ev.Merged, now: float) -> list[ev.Effect]:
+        """A new version exists: publish it to everybody."""
+        state, index = self.state, event.fragment
+        round_ = state.rounds.pop(index)
+        assert event.version == round_.base_version + 1 == state.heads[index].version + 1
+        state.heads[index] = msg.FragmentHead(event.version, event.digest)
+        self._attempts.pop(index, None)
+        self._merge_started.pop((index, event.version - PUBLICATIONS_KEPT), None)
+        state.tally.merged(len(round_.contributed), event.clipped, now)
+        if round_.last:
+            self.final_due.remove(index)
+        for done in round_.contributions():
+            member = state.roster.get(done.learner)
+            if member is not None and member.incarnation == done.incarnation:
+                member.last_merged[index] = done.push_id
+                member.contributions += 1
+        effects: list[ev.Effect] = [
+            ev.Publish(member.name, index, event.version, member.last_merged[index])
+            for member in state.roster.connected()
+        ]
+        return effects
+
+    def merge_failed(self, fragment: int, reason: str) -> list[ev.Effect]:
+        """Nothing was changed; the round starts again with fresh pushes."""
+        round_ = self.state.rounds.pop(fragment)
+        if round_.last:
+            self.final_due.remove(fragment)
+        names = ", ".join(sorted(round_.contributed))
+        text = f"fragment {fragment}: merge of {names} dropped, nothing changed: {reason}"
+        return [ev.Note("error", text)]

@@ -1,0 +1,282 @@
+"""The broker's shell: one thread with a poll loop, a small pool for slow work, no decisions.
+
+Sockets, clocks and threads live here; what to do is the syncer's. Slow work (decode, merge,
+encode, disk) runs on the pool and comes back as an event.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from narrows.broker import events as ev
+from narrows.broker.checkpoint import Snapshot, StateDir
+from narrows.broker.config import BrokerConfig
+from narrows.broker.downlink import Downlink
+from narrows.broker.jobs import Jobs
+from narrows.broker.model import GlobalModel, Outcome
+from narrows.broker.state import refusal
+from narrows.broker.status import status
+from narrows.broker.syncer import Resumed, Syncer
+from narrows.broker.wires import FRAMES_PER_TURN, Traffic, Wires
+from narrows.proto import messages as msg
+from narrows.proto.config import flatten
+from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
+from narrows.proto.frames import decode_control, decode_data, digest, encode_control
+
+_log = logging.getLogger("narrows.broker")
+
+
+class Service:
+    """One broker process: sockets and state directory around one syncer."""
+
+    def __init__(self, config: BrokerConfig, *, events: Path | None = None) -> None:
+        """Binds, locks the state directory, loads the newest checkpoint, makes the new epoch
+        durable. Raises NarrowsError with the remedy if any of it cannot be done."""
+        self.config = config
+        self.wires = Wires.bind(
+            config.broker.listen,
+            uplink_port=config.broker.uplink_port,
+            downlink_port=config.broker.downlink_port,
+            insecure=config.broker.insecure,
+        )
+        try:
+            self.state_dir = StateDir.open(Path(config.broker.state_dir))
+        except NarrowsError:
+            self.wires.context.destroy(linger=0)
+            raise
+        self.traffic: dict[str, Traffic] = {}
+        self.bad_frames = 0
+        self._events = events.open("a", buffering=1) if events else None
+        self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = os.pipe()
+        self._finished: str | None = None
+        snapshot = self.state_dir.load()
+        self.syncer = self._begin_epoch(snapshot)
+        run = self.syncer.state
+        self.jobs = Jobs(config, run, self.state_dir, self._post)
+        if snapshot is not None:
+            self.jobs.model = GlobalModel(config, run.table, snapshot.fragments)
+        self.downlink = Downlink(self.wires, run, self.traffic)
+
+    def _begin_epoch(self, snapshot: Snapshot | None) -> Syncer:
+        for warning in self.state_dir.warnings:
+            _log.error("%s", warning)
+        settings = json.dumps(flatten(self.config), sort_keys=True).encode()
+        run = self.state_dir.begin_epoch(secrets.token_hex(8), f"{digest(settings):016x}")
+        resumed = None
+        if snapshot is not None:
+            heads = tuple(msg.FragmentHead(f.version, f.digest) for f in snapshot.fragments)
+            phase = msg.Phase(snapshot.phase)
+            resumed = Resumed(
+                snapshot.layout, snapshot.frozen_digest, heads, snapshot.run_tokens, phase
+            )
+        syncer = Syncer(
+            self.config,
+            run_id=run.run_id,
+            epoch=run.epoch,
+            now=time.monotonic(),
+            resumed=resumed,
+            from_file=bool(self.config.broker.init) and snapshot is None,
+        )
+        syncer.state.uplink_port = self.wires.uplink_port
+        syncer.state.downlink_port = self.wires.downlink_port
+        how = f"resumed at versions {syncer.state.versions}" if resumed else "begins"
+        _log.info("run %s %s, epoch %d.%d", run.run_id, how, *run.epoch)
+        return syncer
+
+    # The loop.
+
+    def run(self) -> str:
+        """Serves until the run has ended or `stop` was called; returns why."""
+        poller = zmq.Poller()
+        for source in (self.wires.control, self.wires.uplink, self.wires.downlink):
+            poller.register(source, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        try:
+            while self._finished is None:
+                deadline = self.syncer.next_deadline()
+                now = time.monotonic()
+                timeout_ms = 1000 if deadline is None else max(0, (deadline - now) * 1000) + 1
+                poller.poll(int(min(timeout_ms, 1000)))
+                self._turn()
+            return self._finished
+        finally:
+            self._close()
+
+    def stop(self, reason: str) -> None:
+        """Asks the loop to end in order; safe from signal handlers and other threads."""
+        self._later(lambda: self._handle_event(ev.StopRequested(reason)))
+
+    def _turn(self) -> None:
+        self._drain_wake()
+        while not self._results.empty():
+            self._results.get()()
+        for _ in range(FRAMES_PER_TURN):
+            received = self.wires.receive_control()
+            if received is None:
+                break
+            self._on_control(*received)
+        for _ in range(FRAMES_PER_TURN):
+            frames = self.wires.receive_data()
+            if frames is None:
+                break
+            self._on_data(frames)
+        self.wires.read_subscriptions()
+        deadline = self.syncer.next_deadline()
+        if deadline is not None and time.monotonic() >= deadline:
+            self._handle_event(ev.DeadlineReached())
+        self.downlink.pump(time.monotonic())
+
+    def _drain_wake(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_read, zmq.POLLIN)
+        if poller.poll(0):
+            os.read(self._wake_read, 4096)
+
+    def _later(self, action: Callable[[], None]) -> None:
+        """Has `action` run on the loop's thread."""
+        self._results.put(action)
+        os.write(self._wake_write, b"\0")
+
+    def _post(self, work: Callable[[], ev.Event | None]) -> None:
+        """Runs `work` on the loop's thread and handles the event that it returns."""
+
+        def action() -> None:
+            event = work()
+            if event is not None:
+                self._handle_event(event)
+
+        self._later(action)
+
+    def _on_control(self, peer: bytes, address: str, frames: list[bytes]) -> None:
+        size_bytes = sum(map(len, frames))
+        try:
+            if len(frames) != 1:
+                raise _bad_frame_count(len(frames))
+            message = decode_control(frames[0])
+        except RemoteProtocolError as error:
+            self._refuse_frame(peer, address, error)
+            return
+        if isinstance(message, msg.AskStatus):
+            self._send(peer, status(self.syncer, self.traffic, time.monotonic()))
+            return
+        self._handle_event(ev.Received(peer, message, address))
+        member = self.syncer.state.roster.by_peer(peer)
+        if member is not None:
+            self.traffic.setdefault(member.name, Traffic()).up_bytes += size_bytes
+
+    def _refuse_frame(self, peer: bytes, address: str, error: RemoteProtocolError) -> None:
+        """A control frame that does not decode: its sender is told, the first is logged."""
+        self.syncer.state.tally.refuse(error.code)
+        self.bad_frames += 1
+        if self.bad_frames == 1 or self.bad_frames % 1000 == 0:
+            _log.warning("frame %d from %s refused: %s", self.bad_frames, address, error)
+        self._send(peer, refusal(error))
+
+    def _on_data(self, frames: list[bytes]) -> None:
+        try:
+            header, _ = decode_data(frames)
+        except RemoteProtocolError as error:
+            self.syncer.state.tally.refuse(error.code)
+            self.bad_frames += 1
+            if self.bad_frames == 1 or self.bad_frames % 1000 == 0:
+                _log.warning("data message %d refused: %s", self.bad_frames, error)
+            return
+        traffic = self.traffic.setdefault(header.learner, Traffic())
+        traffic.up_bytes += sum(map(len, frames))
+        self._handle_event(ev.ChunkArrived(header, self.jobs.keep(frames[2])))
+
+    def _handle_event(self, event: ev.Event) -> None:
+        for effect in self.syncer.handle(event, now=time.monotonic()):
+            self._perform(effect)
+
+    # Effects.
+
+    def _perform(self, effect: ev.Effect) -> None:
+        match effect:
+            case ev.Send(peer, message):
+                self._send(peer, message)
+            case ev.Note(level, text):
+                self._note(level, text)
+            case ev.Unpack(header, handle):
+                self.jobs.unpack(header, handle)
+            case ev.Drop(handles):
+                self.jobs.drop(handles)
+            case ev.Found():
+                self.jobs.found(effect)
+            case ev.StartMerge():
+                self.jobs.merge(effect, lambda outcome: self._record_merge(effect, outcome))
+            case ev.Publish():
+                assert self.jobs.model is not None
+                self.downlink.publish(effect, self.jobs.model)
+            case ev.Admit(learner, incarnation):
+                self.downlink.admit(learner, incarnation)
+            case ev.Acknowledge(learner, positions):
+                self.downlink.acknowledge(learner, positions, time.monotonic())
+            case ev.Forget(learner):
+                self.downlink.forget(learner)
+            case ev.WriteCheckpoint():
+                self.jobs.save()
+            case ev.Finish(reason):
+                self._finished = reason
+
+    def _send(self, peer: bytes, message: msg.ControlMessage) -> None:
+        frame = encode_control(message)
+        member = self.syncer.state.roster.by_peer(peer)
+        if member is not None:
+            self.traffic.setdefault(member.name, Traffic()).down_bytes += len(frame)
+        if not self.wires.send_control(peer, frame) and member is not None:
+            # Not from inside the effects of another event: the syncer must finish that one.
+            self._later(lambda: self._handle_event(ev.PeerLost(peer)))
+
+    def _note(self, level: str, text: str) -> None:
+        _log.log(getattr(logging, level.upper()), "%s", text)
+        self._record({"event": "note", "level": level, "text": text})
+
+    def _record(self, record: dict[str, object]) -> None:
+        """One line in the events file: for benches, not for recovery."""
+        if self._events is not None:
+            self._events.write(json.dumps({"time_s": time.time(), **record}) + "\n")
+
+    def _record_merge(self, effect: ev.StartMerge, outcome: Outcome) -> None:
+        run = self.syncer.state
+        self._record(
+            {
+                "event": "merged",
+                "fragment": effect.fragment,
+                "version": effect.version,
+                "digest": f"{outcome.state.digest:016x}",
+                "contributors": [done.learner for done in effect.contributions],
+                "tokens": sum(done.tokens for done in effect.contributions),
+                "live": len(run.roster.ready()),
+                "run_tokens": run.clock.run_tokens,
+                "reason": effect.reason,
+            }
+        )
+
+    def _close(self) -> None:
+        self.jobs.close()
+        final = status(self.syncer, self.traffic, time.monotonic())
+        self._record({"event": "final", "status": json.loads(msgspec.json.encode(final))})
+        self.wires.close()
+        self.state_dir.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        if self._events is not None:
+            self._events.close()
+
+
+def _bad_frame_count(count: int) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        ErrorCode.BAD_FRAME, "control message", expected="1 frame", got=f"{count} frames"
+    )

@@ -1,0 +1,117 @@
+"""`narrows status`: asks a broker how the run is and shows it."""
+
+from __future__ import annotations
+
+import msgspec
+import zmq
+from rich.console import Console
+from rich.table import Table
+
+from narrows.proto import socket_options
+from narrows.proto.errors import BrokerUnreachable, ErrorCode, RemoteProtocolError
+from narrows.proto.frames import decode_control, encode_control
+from narrows.proto.messages import AskStatus, LearnerStatus, Status
+from narrows.proto.units import format_bytes, format_count, format_duration_s
+
+
+def ask_status(broker: str, *, timeout_s: float) -> Status:
+    """The status of the run. Raises BrokerUnreachable after `timeout_s`."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    try:
+        for name, value in socket_options.CONTROL.items():
+            socket.setsockopt(getattr(zmq, name), value)
+        socket.setsockopt(zmq.LINGER, 0)
+        try:
+            socket.connect(broker)
+        except zmq.ZMQError as error:
+            raise _unreachable(broker, f"is not an address: {error}") from error
+        socket.send(encode_control(AskStatus()))
+        if not socket.poll(int(timeout_s * 1000)):
+            raise _unreachable(broker, f"did not answer within {timeout_s:g} s")
+        answer = decode_control(socket.recv())
+    finally:
+        socket.close()
+        context.term()
+    if not isinstance(answer, Status):
+        raise RemoteProtocolError(
+            ErrorCode.BAD_MESSAGE, f"answer of {broker}", expected="Status", got=str(answer)[:200]
+        )
+    return answer
+
+
+def show_status(broker: str, *, as_json: bool, timeout_s: float) -> None:
+    """Prints the status as a table or as JSON."""
+    status = ask_status(broker, timeout_s=timeout_s)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
+        return
+    console = Console()
+    console.print(headline(status), highlight=False)
+    if status.waiting_for:
+        console.print(f"waiting: {status.waiting_for}", highlight=False)
+    if status.contributions_refused:
+        refused = ", ".join(f"{code} {n}" for code, n in status.contributions_refused.items())
+        console.print(f"refused: {refused}", highlight=False)
+    console.print(learner_table(status.learners))
+
+
+def headline(status: Status) -> str:
+    """The run in two lines."""
+    goal = f" of {format_count(status.goal_tokens)}" if status.goal_tokens else ""
+    versions = f"{min(status.versions)}..{max(status.versions)}" if status.versions else "none"
+    return (
+        f"run {status.run_id}  epoch {status.epoch[0]}.{status.epoch[1]}  {status.mode}  "
+        f"{status.phase}  up {format_duration_s(status.uptime_s)}\n"
+        f"{format_count(status.run_tokens)}{goal} tokens at {format_count(status.tokens_per_s)}/s"
+        f"  versions {versions}  {status.merges} merges, "
+        f"{status.mean_contributors_per_merge:.2f} contributors each, longest pause "
+        f"{format_duration_s(status.longest_merge_gap_s)}  "
+        f"in {format_bytes(status.up_bytes)}  out {format_bytes(status.down_bytes)}"
+    )
+
+
+def learner_table(learners: tuple[LearnerStatus, ...]) -> Table:
+    """One row per learner."""
+    table = Table(box=None, pad_edge=False)
+    for heading in (
+        "learner",
+        "state",
+        "heard",
+        "step",
+        "s/step",
+        "loss",
+        "merged",
+        "refused",
+        "overwritten",
+        "up",
+        "down",
+        "from",
+    ):
+        table.add_column(heading, justify="left" if heading in ("learner", "state") else "right")
+    for learner in learners:
+        ledger = learner.ledger
+        settled = ledger.merged + ledger.overwritten + ledger.refused + ledger.rolled_back
+        share = f"{ledger.overwritten / settled:.0%}" if settled else "-"
+        table.add_row(
+            learner.name,
+            learner.state,
+            format_duration_s(learner.last_heard_s),
+            str(learner.step),
+            f"{learner.step_s:.3f}",
+            "-" if learner.loss is None else f"{learner.loss:.3f}",
+            str(learner.contributions),
+            str(learner.refused),
+            share,
+            format_bytes(learner.up_bytes),
+            format_bytes(learner.down_bytes),
+            learner.address,
+        )
+    return table
+
+
+def _unreachable(broker: str, why: str) -> BrokerUnreachable:
+    return BrokerUnreachable(
+        f"{broker} {why}",
+        remedy="is `narrows broker` running there? Use the address that it printed",
+    )

@@ -1,0 +1,127 @@
+"""The state that the parts of the syncer share. [pure]
+
+Nothing here decides anything; `syncer`, `admission` and `intake` do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from narrows.broker.config import BrokerConfig
+from narrows.broker.members import Member, Roster
+from narrows.broker.rounds import Round
+from narrows.broker.run_clock import RunClock
+from narrows.broker.tally import Tally
+from narrows.proto import messages as msg
+from narrows.proto.errors import NarrowsError
+from narrows.proto.fragments import Fragment
+from narrows.proto.schedule import is_lockstep, snapshot_step
+
+
+@dataclass
+class RunState:
+    """One epoch of one run."""
+
+    config: BrokerConfig
+    settings: msg.RunSettings
+    run_id: str
+    epoch: msg.Epoch
+    roster: Roster
+    tally: Tally
+    clock: RunClock = field(default_factory=RunClock)
+    phase: msg.Phase = msg.Phase.FOUNDING
+    layout: tuple[msg.LayoutEntry, ...] = ()
+    """Empty until the first learner (or the checkpoint) has brought it."""
+    frozen_digest: int = 0
+    table: tuple[Fragment, ...] = ()
+    heads: list[msg.FragmentHead] = field(default_factory=list[msg.FragmentHead])
+    """Newest version and digest per fragment; empty while founding."""
+    first_kept: list[int] = field(default_factory=list[int])
+    """First version published in this epoch, per fragment: older ones cannot be resent."""
+    rounds: dict[int, Round] = field(default_factory=dict[int, Round])
+    """Open rounds by fragment."""
+    uplink_port: int = 0
+    downlink_port: int = 0
+
+    @property
+    def lockstep(self) -> bool:
+        """All live learners contribute at a named step."""
+        return is_lockstep(self.settings)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return tuple(head.version for head in self.heads)
+
+    @property
+    def version_sum(self) -> int:
+        return sum(self.versions)
+
+    def open_rounds(self) -> tuple[msg.OpenRound, ...]:
+        """The rounds that still take contributions, by fragment."""
+        return tuple(
+            self.rounds[index].open_round()
+            for index in sorted(self.rounds)
+            if not self.rounds[index].merging
+        )
+
+    def at_step(self, fragment: int) -> int:
+        """Inner step of the next snapshot of a fragment in the lockstep modes."""
+        return snapshot_step(self.settings, fragment, self.heads[fragment].version)
+
+    def first_step(self) -> int:
+        """Inner step at which a newcomer starts to count in the lockstep modes."""
+        if not self.heads:
+            return 0
+        period = self.settings.sync_period_steps
+        spacing = max(1, period // self.settings.fragment_count)
+        return max(0, min(self.at_step(index) for index in range(len(self.heads))) - spacing)
+
+    def tokens_per_s(self, now: float) -> float:
+        live = [member.incarnation for member in self.roster.ready()]
+        return self.clock.tokens_per_s(live, now)
+
+    def beat(self, member: Member, now: float) -> msg.Beat:
+        """What a learner is told on change and every second."""
+        return msg.Beat(
+            epoch=self.epoch,
+            phase=self.phase,
+            versions=self.versions,
+            rounds=self.open_rounds(),
+            run_tokens=self.clock.run_tokens,
+            tokens_per_s=self.tokens_per_s(now),
+            received=tuple(member.received),
+        )
+
+    def welcome(self, member: Member, role: msg.Role, now: float) -> msg.Welcome:
+        """Everything that the group shares, for a learner that (re)joins."""
+        return msg.Welcome(
+            run_id=self.run_id,
+            epoch=self.epoch,
+            role=role,
+            settings=self.settings,
+            uplink_port=self.uplink_port,
+            downlink_port=self.downlink_port,
+            fragments=tuple(self.heads),
+            rounds=self.open_rounds(),
+            phase=self.phase,
+            run_tokens=self.clock.run_tokens,
+            tokens_per_s=self.tokens_per_s(now),
+            step=self.first_step() if self.lockstep else 0,
+        )
+
+
+def refusal(error: NarrowsError, *, fragment: int = -1, push_id: int = 0) -> msg.Refuse:
+    """An error as the message that its causer gets."""
+
+    def cut(text: str) -> str:
+        return text[:1000]
+
+    return msg.Refuse(
+        error.code,
+        cut(error.message),
+        cut(error.expected),
+        cut(error.got),
+        cut(error.remedy),
+        fragment,
+        push_id,
+    )

@@ -1,0 +1,158 @@
+"""The broker's three sockets: bind, receive, send, count bytes. No decisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import zmq
+
+from narrows.proto import socket_options
+from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
+
+FRAMES_PER_TURN = 64
+"""Messages read from one socket before the others get their turn."""
+
+
+@dataclass
+class Traffic:
+    """Bytes of ZeroMQ frames with one learner."""
+
+    up_bytes: int = 0
+    down_bytes: int = 0
+
+
+@dataclass
+class Wires:
+    """ROUTER for control, SUB for the uplink, XPUB for the downlink."""
+
+    context: zmq.Context[zmq.Socket[bytes]]
+    control: zmq.Socket[bytes]
+    uplink: zmq.Socket[bytes]
+    downlink: zmq.Socket[bytes]
+    address: str
+    uplink_port: int
+    downlink_port: int
+    subscribed: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    """Live subscriptions per topic: a topic without one has nobody to receive it."""
+
+    @classmethod
+    def bind(cls, listen: str, *, uplink_port: int, downlink_port: int, insecure: bool) -> Wires:
+        """Binds all three. Raises ConfigError for a bad address, PORT_IN_USE for a taken port."""
+        host, port = parse_listen(listen, insecure=insecure)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2)
+        try:
+            control = _socket(context, zmq.ROUTER, socket_options.ROUTER)
+            control_port = _bind(control, host, port, "control")
+            following = (lambda step: control_port + step) if port else (lambda step: 0)
+            uplink = _socket(context, zmq.SUB, socket_options.DATA)
+            uplink.setsockopt(zmq.SUBSCRIBE, b"")
+            up = _bind(uplink, host, uplink_port or following(1), "uplink")
+            downlink = _socket(context, zmq.XPUB, socket_options.XPUB)
+            down = _bind(downlink, host, downlink_port or following(2), "downlink")
+        except NarrowsError:
+            context.destroy(linger=0)
+            raise
+        return cls(context, control, uplink, downlink, f"tcp://{host}:{control_port}", up, down)
+
+    def receive_control(self) -> tuple[bytes, str, list[bytes]] | None:
+        """(peer, address, frames) of the next control message, None if there is none."""
+        try:
+            frames = self.control.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        try:
+            address = str(frames[-1].get("Peer-Address"))
+        except (zmq.ZMQError, KeyError):
+            address = ""
+        return frames[0].bytes, address, [frame.bytes for frame in frames[1:]]
+
+    def receive_data(self) -> list[bytes] | None:
+        try:
+            return self.uplink.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def read_subscriptions(self) -> None:
+        """Notes who listens on the downlink."""
+        while True:
+            try:
+                frame = self.downlink.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            topic, change = frame[1:], 1 if frame[:1] == b"\x01" else -1
+            count = self.subscribed.get(topic, 0) + change
+            if count > 0:
+                self.subscribed[topic] = count
+            else:
+                self.subscribed.pop(topic, None)
+
+    def send_control(self, peer: bytes, frame: bytes) -> bool:
+        """False if the peer's connection is gone."""
+        try:
+            self.control.send_multipart([peer, frame], zmq.NOBLOCK)
+        except zmq.Again:
+            return True  # Its queue is full: it reads nothing, and will turn late, then lost.
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            raise
+        return True
+
+    def send_data(self, topic: bytes, header: bytes, payload: bytes | memoryview) -> None:
+        self.downlink.send_multipart([topic, header, payload], zmq.NOBLOCK, copy=False)
+
+    def close(self) -> None:
+        """Closes everything; what is queued gets the linger time of the socket options."""
+        for socket in (self.control, self.uplink, self.downlink):
+            socket.close()
+        self.context.term()
+
+
+def parse_listen(listen: str, *, insecure: bool) -> tuple[str, int]:
+    """Host and port of `tcp://HOST:PORT`. Off loopback only with --insecure: there are no keys."""
+    try:
+        parts = urlsplit(listen)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        parts, host, port = urlsplit(""), "", None
+    if parts.scheme != "tcp" or not host or port is None:
+        raise ConfigError("the listen address", expected="tcp://HOST:PORT", got=repr(listen))
+    loopback = host in ("localhost", "::1") or host.startswith("127.")
+    if not loopback and not insecure:
+        raise NarrowsError(
+            ErrorCode.INSECURE,
+            "anybody who reaches this address could read and change the model",
+            expected="a loopback address, or --insecure",
+            got=listen,
+            remedy="listen on tcp://127.0.0.1:PORT behind a tunnel (WireGuard, ssh), or pass "
+            "--insecure on a network that you trust",
+        )
+    return host, port
+
+
+def _socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, options: dict[str, int]
+) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    for name, value in options.items():
+        socket.setsockopt(getattr(zmq, name), value)
+    return socket
+
+
+def _bind(socket: zmq.Socket[bytes], host: str, port: int, what: str) -> int:
+    try:
+        socket.bind(f"tcp://{host}:{port or '*'}")
+    except zmq.ZMQError as error:
+        in_use = error.errno == zmq.EADDRINUSE
+        raise NarrowsError(
+            ErrorCode.PORT_IN_USE if in_use else ErrorCode.CONFIG,
+            f"cannot bind the {what} port",
+            expected=f"tcp://{host}:{port} to be free and local",
+            got=str(error),
+            remedy="stop the other process (is a broker running already?) or choose another "
+            "--listen port; a broker uses that port and the two after it",
+        ) from error
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return int(endpoint.decode().rstrip("\0").rsplit(":", 1)[1])

@@ -1,0 +1,37 @@
+"""What a training loop imports: `from narrows.learner import Learner`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from narrows.proto.errors import (
+    BrokerUnreachable,
+    ConfigError,
+    ErrorCode,
+    LocalProtocolError,
+    NarrowsError,
+    Refused,
+)
+
+if TYPE_CHECKING:
+    from narrows.learner.learner import Learner
+else:
+
+    def __getattr__(name: str) -> object:
+        # torch takes seconds to import and the session does without it: it is loaded on first use.
+        if name != "Learner":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from narrows.learner.learner import Learner
+
+        return Learner
+
+
+__all__ = [
+    "BrokerUnreachable",
+    "ConfigError",
+    "ErrorCode",
+    "Learner",
+    "LocalProtocolError",
+    "NarrowsError",
+    "Refused",
+]

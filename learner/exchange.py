@@ -1,0 +1,324 @@
+"""The learner's data path: published copies, chunks, pushes, the outbox. No decisions.
+
+Called on the background thread, but for `start_push` and `published`; slow work runs on a pool
+and reports through `post`, which hands an event to the background thread.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrows.learner import events as ev
+from narrows.learner.uplink import PushWork, Residuals, encode_push
+from narrows.learner.wires import Wires
+from narrows.proto import messages as msg
+from narrows.proto.codecs import DecodedChunk
+from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
+from narrows.proto.fragments import Fragment
+from narrows.proto.frames import decode_data, encode_header
+from narrows.proto.limits import PROTOCOL
+from narrows.proto.outbox import Lane, Outbox
+from narrows.proto.socket_options import STREAM_WINDOW_BYTES
+from narrows.proto.transfer import (
+    STATE_CODEC,
+    EncodedChunk,
+    advance_copy,
+    decode_chunk,
+    digest_of,
+    encode_fragment,
+    values_of,
+)
+
+F32: TypeAlias = NDArray[np.float32]
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+
+
+@dataclass
+class Counters:
+    """Bytes are those of ZeroMQ frames: topic, header and payload."""
+
+    data_up_bytes: int = 0
+    data_down_bytes: int = 0
+    push_bytes: int = 0
+    push_elements: int = 0
+    publication_bytes: int = 0
+    publication_elements: int = 0
+    pushes: int = 0
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """A chunk of a push, or of version 0, in the outbox."""
+
+    kind: msg.DataKind
+    fragment: int
+    version: int
+    push_id: int
+    codec: str
+    chunk: EncodedChunk
+
+
+class Exchange:
+    """What one learner sends, receives and holds, by fragment."""
+
+    def __init__(
+        self,
+        wires: Wires,
+        *,
+        name: str,
+        incarnation: str,
+        layout: Sequence[msg.LayoutEntry],
+        post: Callable[[Callable[[], ev.Event | None]], None],
+        records: Path | None,
+    ) -> None:
+        self._wires = wires
+        self._name, self._incarnation, self._layout = name, incarnation, layout
+        self._post = post
+        self._records = records.open("a", buffering=1) if records else None
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="narrows-codec")
+        self.counters = Counters()
+        self.table: tuple[Fragment, ...] = ()
+        self.settings: msg.RunSettings | None = None
+        #: The published copy per fragment. Arrays are replaced, never changed in place.
+        self.published: dict[int, F32] = {}
+        self._run_id, self._epoch = "", (0, 0)
+        self._outbox = Outbox[_Parcel](1, STREAM_WINDOW_BYTES)
+        self._residuals = Residuals(False)
+        self._pushes: dict[int, PushWork] = {}
+        self._chunks: dict[int, tuple[int, DecodedChunk]] = {}
+        self._applied: dict[tuple[int, int], F32] = {}
+        self._handle = 0
+
+    def identify(self, run_id: str, epoch: tuple[int, int]) -> None:
+        """Headers carry these from now on; what was queued under another epoch is dropped."""
+        if (run_id, epoch) != (self._run_id, self._epoch):
+            self._outbox.discard(lambda parcel: True)
+        self._run_id, self._epoch = run_id, epoch
+
+    def open_streams(self, effect: ev.OpenStreams) -> None:
+        settings = effect.settings
+        if self.settings is None:
+            self._outbox = Outbox[_Parcel](settings.streams, STREAM_WINDOW_BYTES)
+            self._residuals = Residuals(settings.error_feedback)
+            self.table = effect.table
+        self.settings = settings
+        self._wires.open_streams(settings.streams, effect.uplink_port, effect.downlink_port)
+
+    # Down.
+
+    def receive(self, frames: list[bytes]) -> ev.ChunkArrived:
+        """Checks and decodes a data message. Raises RemoteProtocolError."""
+        header, payload = decode_data(frames)
+        if self.settings is None or header.fragment >= len(self.table):
+            raise RemoteProtocolError(
+                ErrorCode.BAD_FRAGMENT, "data message", got=f"fragment {header.fragment}"
+            )
+        part = self.table[header.fragment]
+        if header.offset + header.count > part.elements:
+            raise RemoteProtocolError(
+                ErrorCode.BAD_RANGE,
+                f"data message for fragment {header.fragment}",
+                expected=f"within 0..{part.elements}",
+                got=f"{header.offset}+{header.count}",
+            )
+        state = header.kind is msg.DataKind.STATE
+        codec = STATE_CODEC if state else self.settings.publish_codec
+        chunk = decode_chunk(part, codec, header.offset, header.count, payload)
+        size_bytes = sum(map(len, frames))
+        self.counters.data_down_bytes += size_bytes
+        if not state:
+            self.counters.publication_bytes += size_bytes
+            self.counters.publication_elements += header.count
+        self._handle += 1
+        self._chunks[self._handle] = (header.offset, chunk)
+        return ev.ChunkArrived(header, self._handle)
+
+    def drop(self, handles: Sequence[int]) -> None:
+        for handle in handles:
+            self._chunks.pop(handle, None)
+
+    def apply(self, effect: ev.Apply) -> None:
+        """Makes the next published copy on the pool and checks its digest."""
+        part = self.table[effect.fragment]
+        chunks = [self._chunks[handle] for handle in effect.handles]
+        base = None
+        if effect.kind is msg.DataKind.PUBLICATION:
+            base = self.published[effect.fragment]
+        self._pool.submit(self._apply, effect, part, chunks, base)
+
+    def _apply(
+        self,
+        effect: ev.Apply,
+        part: Fragment,
+        chunks: list[tuple[int, DecodedChunk]],
+        base: F32 | None,
+    ) -> None:
+        values = values_of(part, chunks) if base is None else advance_copy(part, base, chunks)
+        fits = digest_of(values) == effect.digest
+
+        def applied() -> ev.Event:
+            if not fits:
+                return ev.ApplyFailed(effect.fragment, effect.version, effect.digest)
+            self._applied[effect.fragment, effect.version] = values
+            return ev.Applied(effect.fragment, effect.version, effect.digest)
+
+        self._post(applied)
+
+    def install(self, fragment: int, version: int) -> None:
+        """An applied result becomes the published copy."""
+        values = self._applied.pop((fragment, version))
+        self.published[fragment] = values
+        if self._records is not None:
+            self._record(
+                {
+                    "event": "installed",
+                    "fragment": fragment,
+                    "version": version,
+                    "digest": f"{digest_of(values):016x}",
+                }
+            )
+
+    # Up.
+
+    def start_push(self, effect: ev.Snapshot, local: F32, base: F32) -> None:
+        """A snapshot is taken: encode it behind the training thread's back."""
+        part = self.table[effect.fragment]
+        work = PushWork(
+            effect.push_id,
+            part,
+            effect.base_version,
+            base,
+            local,
+            self._residuals.of(effect.fragment),
+        )
+        self._pushes[effect.push_id] = work
+        self._pool.submit(self._encode, work)
+
+    def _encode(self, work: PushWork) -> None:
+        assert self.settings is not None
+
+        def ready(chunk: EncodedChunk) -> None:
+            self._post(lambda: self._queue_push(work, chunk))
+
+        try:
+            encode_push(work, self.settings, self._layout, ready)
+        except NarrowsError as error:
+            failed = ev.EncodeFailed(work.push_id, str(error))
+            self._post(lambda: failed)
+
+    def _queue_push(self, work: PushWork, chunk: EncodedChunk) -> None:
+        if not work.settled:
+            work.chunks.append(chunk)
+            self.counters.pushes += chunk.offset == 0
+            self._put(msg.DataKind.PUSH, work, chunk)
+
+    def _put(self, kind: msg.DataKind, work: PushWork, chunk: EncodedChunk) -> None:
+        assert self.settings is not None
+        parcel = _Parcel(
+            kind,
+            work.fragment.index,
+            work.base_version,
+            work.push_id,
+            self.settings.push_codec,
+            chunk,
+        )
+        self._outbox.put(parcel, len(chunk.payload))
+
+    def resend(self, push_id: int, ranges: Ranges) -> None:
+        """Queues the chunks that touch these ranges again, unless they still wait to leave."""
+        work = self._pushes.get(push_id)
+        if work is None or work.settled:
+            return
+        self._outbox.discard(lambda parcel: parcel.push_id == push_id)
+        for chunk in work.chunks:
+            if touches(ranges, chunk.offset, chunk.count):
+                self._put(msg.DataKind.PUSH, work, chunk)
+
+    def settle(self, push_id: int, *, merged: bool) -> None:
+        """Stops sending a push; its remainder stays only if it was merged."""
+        work = self._pushes.pop(push_id, None)
+        if work is not None:
+            work.settled = True
+            self._residuals.settle(work, merged=merged)
+            self._outbox.discard(lambda parcel: parcel.push_id == push_id)
+
+    def found(self, fragment: int, values: F32, ranges: Ranges) -> None:
+        """Queues the parameters of a fragment as version 0."""
+        assert self.settings is not None
+        part = self.table[fragment]
+        chunks = encode_fragment(
+            part,
+            values,
+            codec_name=STATE_CODEC,
+            rho=1.0,
+            chunk_elements=self.settings.chunk_elements,
+            reconstructed=np.empty_like(values),
+        )
+        kind = msg.DataKind.FOUND
+        if ranges:
+            self._outbox.discard(lambda p: p.kind is kind and p.fragment == fragment)
+        for chunk in chunks:
+            if not ranges or touches(ranges, chunk.offset, chunk.count):
+                parcel = _Parcel(kind, fragment, 0, 0, STATE_CODEC, chunk)
+                self._outbox.put(parcel, len(chunk.payload), Lane.STATE)
+
+    def acknowledge(self, positions: tuple[int, ...], now: float) -> None:
+        self._outbox.acknowledge(positions, now)
+
+    def pump(self, now: float) -> None:
+        """Sends what the credit allows."""
+        self._outbox.renew_stalled(now)
+        while self._wires.uplink_open:
+            departure = self._outbox.take(now)
+            if departure is None:
+                return
+            parcel = departure.item
+            header = msg.Header(
+                protocol=PROTOCOL,
+                run_id=self._run_id,
+                epoch=self._epoch,
+                kind=parcel.kind,
+                learner=self._name,
+                incarnation=self._incarnation,
+                fragment=parcel.fragment,
+                version=parcel.version,
+                push_id=parcel.push_id,
+                offset=parcel.chunk.offset,
+                count=parcel.chunk.count,
+                codec=parcel.codec,
+                payload_digest=parcel.chunk.payload_digest,
+                result_digest=0,
+                stream=departure.stream,
+                position=departure.position,
+            )
+            sent_bytes = self._wires.send_data(
+                departure.stream, encode_header(header), parcel.chunk.payload
+            )
+            self.counters.data_up_bytes += sent_bytes
+            if parcel.kind is msg.DataKind.PUSH:
+                self.counters.push_bytes += sent_bytes
+                self.counters.push_elements += parcel.chunk.count
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._records is not None:
+            self._records.close()
+
+    def _record(self, record: dict[str, object]) -> None:
+        assert self._records is not None
+        line = {"time_s": time.time(), "learner": self._name, **record}
+        self._records.write(json.dumps(line) + "\n")
+
+
+def touches(ranges: Ranges, offset: int, count: int) -> bool:
+    """True if [offset, offset + count) shares an element with one of the ranges."""
+    return any(start < offset + count and offset < start + length for start, length in ranges)

@@ -1,0 +1,343 @@
+"""The context manager that joins a PyTorch training loop to a run."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from narrows.learner.client import Client
+from narrows.learner.parameters import ModuleParameters
+from narrows.learner.step_log import HostLoss, Loss, StepLog
+from narrows.proto.errors import ErrorCode, LocalProtocolError
+
+Batch = TypeVar("Batch")
+
+RAMP_STEPS_MIN = 20
+"""In a trial, full rate with empty moments gained nothing for 20 steps."""
+LOG_REMEDY = "Add before optimizer.step(): learner.log(tokens=batch.numel(), loss=loss)"
+
+_log = logging.getLogger("narrows.learner")
+
+
+class Exchange(Protocol):
+    """What a Learner needs of narrows.learner.client.Client."""
+
+    @property
+    def joined_version_sum(self) -> int:
+        """Sum of the fragments' versions adopted at the first join; 0: the run began with us."""
+        ...
+
+    @property
+    def should_stop(self) -> bool: ...
+    @property
+    def progress(self) -> float: ...
+    @property
+    def run_step(self) -> float: ...
+    @property
+    def run_tokens(self) -> float: ...
+    @property
+    def health(self) -> str: ...
+    def start(self) -> None: ...
+    def boundary(self, tokens: int, loss: float | None) -> None: ...
+    def skipped(self, tokens: int) -> None: ...
+    def pause(self, reason: str) -> None: ...
+    def resume(self) -> None: ...
+    def finish(self, timeout_s: float | None) -> None: ...
+    def abort(self) -> None: ...
+    def stats(self) -> Mapping[str, Any]: ...
+
+
+class Learner:
+    """Joins a training loop to the run of a broker; see the example in the README.
+
+    Entering blocks until every fragment is adopted and raises BrokerUnreachable after
+    `join_timeout_s` seconds; after that an outage never raises. From then on each step of the
+    optimizer, of several the last one, is a boundary at which fragments are read and adopted.
+    Leaving answers what is in flight, for at most `leave_timeout_s` seconds (None: for ever), and
+    says Bye; when the body raised it leaves at once.
+
+    `merge_laws` is described at ModuleParameters. `events` is a file that gets one JSON line per
+    event. `connect` makes the exchange (tests put their own in the place of Client).
+
+    Errors: LocalProtocolError(MISUSE) for a model or a loop that cannot take part, Refused (also
+    from `optimizer.step()`) when the broker does not want this learner.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        broker: str,
+        name: str,
+        merge_laws: Mapping[str, str] | None = None,
+        join_timeout_s: float = 60.0,
+        leave_timeout_s: float | None = 60.0,
+        events: str | os.PathLike[str] | None = None,
+        connect: Callable[..., Exchange] = Client,
+    ) -> None:
+        _refuse_several_ranks()
+        self._optimizers = _listed(optimizer)
+        self._parameters = ModuleParameters(model, merge_laws)
+        self._leave_timeout_s = leave_timeout_s
+        self._ramp_steps = ramp_steps(self._optimizers)
+        self._connect = functools.partial(
+            connect,
+            broker=broker,
+            name=name,
+            layout=self._parameters.layout,
+            frozen_digest=self._parameters.frozen_digest,
+            host=self._parameters,
+            join_timeout_s=join_timeout_s,
+            events=None if events is None else Path(events),
+            contribute_after_steps=self._ramp_steps,
+        )
+        self._exchange: Exchange | None = None
+        self._undo = ExitStack()
+        self._step_log = StepLog(lambda tokens: self._client.skipped(tokens))
+        self._losses = HostLoss()
+        self._steps = 0
+        self._buffers_named: set[str] = set()
+        self._code_s = 0.0
+
+    def __enter__(self) -> Self:
+        if self._exchange is not None:
+            raise _misuse("a Learner can be entered once", remedy="Make a new one to join again.")
+        self._exchange = self._connect()
+        try:
+            self._exchange.start()
+        except BaseException:
+            self._abort()
+            raise
+        if not self._exchange.joined_version_sum:
+            self._ramp_steps = 0
+        for optimizer in self._optimizers:
+            self._watch_zero_grad(optimizer)
+        hook = self._optimizers[-1].register_step_post_hook(self._on_step)
+        self._undo.callback(hook.remove)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._undo.close()
+        if error is not None:
+            self._abort()
+            return
+        try:
+            self._step_log.discard()
+            self._warn_of_buffers()
+            self._client.finish(self._leave_timeout_s)
+        except BaseException:
+            self._abort()
+            raise
+
+    def until_end(self, loader: Iterable[Batch]) -> Generator[Batch]:
+        """Batches of the loader until it ends or `should_stop`; never starts it anew."""
+        batches = iter(loader)
+        while not self.should_stop:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+    def log(self, tokens: int, loss: Loss | None = None) -> None:
+        """Counts what the coming step learns from; any number of times before each step.
+
+        tokens: of this batch, positive. loss: mean over them, a number or a tensor of one element;
+        one on a device is neither waited for nor kept as part of a graph.
+        Errors: LocalProtocolError(BAD_TOKENS | MISUSE).
+        """
+        with self._timed():
+            self._step_log.add(tokens, loss)
+
+    @contextmanager
+    def pause(self, reason: str = "evaluating") -> Generator[None]:
+        """While in the block, rounds are declined with this reason: nobody waits for us."""
+        self._client.pause(reason)
+        try:
+            yield
+        except BaseException:
+            self._quietly(self._client.resume)
+            raise
+        self._client.resume()
+
+    @property
+    def should_stop(self) -> bool:
+        """The run has reached its goal: do not step any more."""
+        return self._client.should_stop
+
+    @property
+    def progress(self) -> float:
+        """Share of the run's goal that is reached, 0 to 1; 0 for a run without a goal."""
+        return self._client.progress
+
+    @property
+    def run_step(self) -> float:
+        """The run's clock in steps, never falling: learning-rate schedules follow it."""
+        return self._client.run_step
+
+    @property
+    def run_tokens(self) -> float:
+        """The run's clock in tokens of all learners, never falling."""
+        return self._client.run_tokens
+
+    @property
+    def lr_scale(self) -> float:
+        """Factor for the learning rate of the next step, above 0 and at most 1.
+
+        It rises step by step for a learner that came to a run under way without the inner state
+        of its optimizers, and is 1 for every other one.
+        """
+        return min(1.0, (self._steps + 1) / max(1, self._ramp_steps))
+
+    @property
+    def health(self) -> str:
+        """How the connection is, in a few words for a display."""
+        return self._client.health
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's state under clean names; see ModuleParameters.state_dict."""
+        return self._parameters.state_dict()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the model's state as safetensors; see ModuleParameters.save."""
+        self._parameters.save(path)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the client; `code_s` are the training thread's seconds in our code between
+        joining and leaving, those in which a lockstep mode waited included."""
+        return {**self._client.stats(), "code_s": self._code_s}
+
+    @property
+    def _client(self) -> Exchange:
+        if self._exchange is None:
+            raise _misuse(
+                "the learner has not joined yet", remedy="Use it inside: with Learner(...) as l:"
+            )
+        return self._exchange
+
+    def _on_step(self, *_: object) -> None:
+        with self._timed():
+            logged = self._step_log.take()
+            if not logged.tokens:
+                raise _misuse("the optimizer made a step without logged tokens", remedy=LOG_REMEDY)
+            self._steps += 1
+            self._parameters.check_adopted()
+            self._client.boundary(logged.tokens, self._losses.newest(logged.loss))
+            # A buffer that changes at all has mostly done so by the first step; look ever rarer.
+            if self._steps & (self._steps - 1) == 0:
+                self._warn_of_buffers()
+
+    def _on_zero_grad(self) -> None:
+        with self._timed():
+            self._step_log.set_aside()
+
+    def _watch_zero_grad(self, optimizer: Optimizer) -> None:
+        original = optimizer.zero_grad
+        own = vars(optimizer)
+        before = own.get("zero_grad")
+
+        @functools.wraps(original)
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            self._on_zero_grad()
+            original(*args, **kwargs)
+
+        def restore() -> None:
+            # Somebody who wrapped it after us keeps theirs.
+            if own.get("zero_grad") is zero_grad:
+                own.pop("zero_grad")
+                own.update({} if before is None else {"zero_grad": before})
+
+        own["zero_grad"] = zero_grad
+        self._undo.callback(restore)
+
+    def _warn_of_buffers(self) -> None:
+        new = [n for n in self._parameters.changed_buffers() if n not in self._buffers_named]
+        self._buffers_named.update(new)
+        if new:
+            _log.warning(
+                "buffers change but do not travel, each learner keeps its own: %s", ", ".join(new)
+            )
+
+    def _abort(self) -> None:
+        self._quietly(self._client.abort)
+
+    def _quietly(self, action: Callable[[], None]) -> None:
+        """Cleans up while an exception is under way that nothing must hide."""
+        try:
+            action()
+        except Exception:
+            _log.exception("cleaning up after an error failed too; the first error is raised")
+
+    @contextmanager
+    def _timed(self) -> Generator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._code_s += time.perf_counter() - started
+
+
+def ramp_steps(optimizers: Sequence[Optimizer]) -> int:
+    """Steps until the optimizers' empty moments mean something: 1/(1 - beta2), at least 20.
+
+    The largest over the optimizers, 0 if each has its state (or, as plain SGD, keeps none).
+    """
+    return max((_ramp_steps(o) for o in optimizers if not o.state and _keeps_state(o)), default=0)
+
+
+def _ramp_steps(optimizer: Optimizer) -> int:
+    beta2s = [float(g["betas"][1]) for g in optimizer.param_groups if len(g.get("betas", ())) > 1]
+    # 1 / (1 - 0.999) is a little more than 1000 in floating point.
+    horizons = [math.ceil(1 / (1 - beta2) - 1e-6) for beta2 in beta2s if beta2 < 1]
+    return max([RAMP_STEPS_MIN, *horizons])
+
+
+def _keeps_state(optimizer: Optimizer) -> bool:
+    return not isinstance(optimizer, SGD) or any(g["momentum"] for g in optimizer.param_groups)
+
+
+def _listed(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    given: list[object] = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers = [one for one in given if isinstance(one, Optimizer)]
+    if not optimizers or len(optimizers) < len(given):
+        raise _misuse(
+            "optimizer is of the wrong kind",
+            expected="one torch.optim.Optimizer or a list of them",
+            got=", ".join(type(one).__name__ for one in given) or "an empty list",
+        )
+    return optimizers
+
+
+def _refuse_several_ranks() -> None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        ranks = distributed.get_world_size()
+        if ranks > 1:
+            raise _misuse(
+                "torch.distributed is initialised with several ranks",
+                expected="world size 1",
+                got=str(ranks),
+                remedy="A learner is one process: several ranks are not supported yet.",
+            )
+
+
+def _misuse(message: str, **detail: str) -> LocalProtocolError:
+    return LocalProtocolError(ErrorCode.MISUSE, message, **detail)

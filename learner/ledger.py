@@ -1,0 +1,93 @@
+"""Every token has one fate per fragment: pending, merged, overwritten, refused, ... [pure]"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from narrows.proto.messages import TokenLedger
+
+MERGED_VERSIONS_KEPT = 1024
+"""Merged tokens are remembered by version for so long, in case a broker falls back."""
+
+
+@dataclass
+class FragmentAccount:
+    """Tokens and steps since a fragment was adopted, and what became of those before."""
+
+    tokens: int = 0
+    """Since the last adoption (c_tokens)."""
+    steps: int = 0
+    """Since the last adoption (c_steps)."""
+    merged: int = 0
+    overwritten: int = 0
+    refused: int = 0
+    rolled_back: int = 0
+    _merged_by_version: dict[int, int] = field(default_factory=dict[int, int])
+
+    def step(self, tokens: int) -> None:
+        self.tokens += tokens
+        self.steps += 1
+
+    def adopt(self, version: int, *, merged: int, refused: int, rolled_back: bool) -> None:
+        """Settles all tokens since the last adoption: the version adopted replaces them.
+
+        `merged` of them are in a merged push, `refused` in one that the broker refused.
+        """
+        rest = self.tokens - merged - refused
+        assert rest >= 0 and min(merged, refused) >= 0, (self.tokens, merged, refused)
+        self.merged += merged
+        self.refused += refused
+        if rolled_back:
+            self.rolled_back += rest
+        else:
+            self.overwritten += rest
+        if merged:
+            self._merged_by_version[version] = merged
+            if len(self._merged_by_version) > MERGED_VERSIONS_KEPT:
+                del self._merged_by_version[min(self._merged_by_version)]
+        self.tokens = self.steps = 0
+
+    def roll_back(self, version: int) -> None:
+        """The broker has fallen back to `version`: what was merged after it is undone."""
+        for lost in sorted(v for v in self._merged_by_version if v > version):
+            tokens = self._merged_by_version.pop(lost)
+            self.merged -= tokens
+            self.rolled_back += tokens
+
+
+@dataclass
+class Ledger:
+    """The accounts of one incarnation over all fragments."""
+
+    accounts: tuple[FragmentAccount, ...]
+    logged: int = 0
+    """Tokens of all steps, and of the steps that never happened."""
+    skipped: int = 0
+
+    def step(self, tokens: int) -> None:
+        self.logged += tokens
+        for account in self.accounts:
+            account.step(tokens)
+
+    def skip(self, tokens: int) -> None:
+        self.logged += tokens
+        self.skipped += tokens
+
+    def total(self) -> TokenLedger:
+        """Sums over the fragments; asserts that every token has exactly one fate."""
+        accounts = self.accounts
+        total = TokenLedger(
+            logged=self.logged,
+            pending=sum(account.tokens for account in accounts),
+            merged=sum(account.merged for account in accounts),
+            overwritten=sum(account.overwritten for account in accounts),
+            refused=sum(account.refused for account in accounts),
+            rolled_back=sum(account.rolled_back for account in accounts),
+            skipped=self.skipped * len(accounts),
+        )
+        fates = (
+            total.pending + total.merged + total.overwritten + total.refused
+            + total.rolled_back + total.skipped
+        )
+        assert self.logged * len(accounts) == fates, total
+        return total

@@ -1,0 +1,95 @@
+"""Pushes from snapshot to settled: outer gradient, residual, chunks kept for repair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrows.proto.codecs import round_to_dtype
+from narrows.proto.fragments import Fragment
+from narrows.proto.messages import LayoutEntry, RunSettings
+from narrows.proto.transfer import EncodedChunk, encode_fragment
+
+F32: TypeAlias = NDArray[np.float32]
+
+
+@dataclass
+class PushWork:
+    """One push while it is encoded, sent and perhaps sent again."""
+
+    push_id: int
+    fragment: Fragment
+    base_version: int
+    base: F32
+    """What the learner adopted, as published."""
+    local: F32
+    """The snapshot."""
+    residual: F32 | None
+    """What earlier pushes left unsent; comes back if this push is not merged."""
+    unsent: F32 | None = None
+    """What this push leaves unsent, once it is encoded."""
+    chunks: list[EncodedChunk] = field(default_factory=list[EncodedChunk])
+    settled: bool = False
+
+
+@dataclass
+class Residuals:
+    """Error feedback, two-phase: a push's remainder counts only once the push is merged."""
+
+    enabled: bool
+    _by_fragment: dict[int, F32] = field(default_factory=dict[int, F32])
+
+    def of(self, fragment: int) -> F32 | None:
+        return self._by_fragment.get(fragment) if self.enabled else None
+
+    def settle(self, work: PushWork, *, merged: bool) -> None:
+        """Keeps the remainder of a merged push; in every other case the one from before stays."""
+        if self.enabled and merged and work.unsent is not None:
+            self._by_fragment[work.fragment.index] = work.unsent
+
+
+def rounded_base(fragment: Fragment, base: F32, layout: Sequence[LayoutEntry]) -> F32:
+    """The published copy as the parameters hold it: rounded to each tensor's dtype.
+
+    Without this the rounding of bfloat16 parameters would travel as progress.
+    """
+    if all(layout[piece.tensor].dtype == "float32" for piece in fragment.pieces):
+        return base
+    rounded = np.empty_like(base)
+    for piece in fragment.pieces:
+        part = slice(piece.offset, piece.offset + piece.count)
+        round_to_dtype(base[part], layout[piece.tensor].dtype, rounded[part])
+    return rounded
+
+
+def encode_push(
+    work: PushWork,
+    settings: RunSettings,
+    layout: Sequence[LayoutEntry],
+    ready: Callable[[EncodedChunk], None],
+) -> None:
+    """Encodes base - local + residual; calls `ready` with each chunk as soon as it is made.
+
+    Stops early when the push is settled. Raises LocalProtocolError NOT_FINITE.
+    """
+    outer_grad = rounded_base(work.fragment, work.base, layout) - work.local
+    if work.residual is not None:
+        outer_grad += work.residual
+    reconstructed = np.empty_like(outer_grad)
+    for chunk in encode_fragment(
+        work.fragment,
+        outer_grad,
+        codec_name=settings.push_codec,
+        rho=settings.push_rho,
+        chunk_elements=settings.chunk_elements,
+        reconstructed=reconstructed,
+    ):
+        if work.settled:
+            return
+        ready(chunk)
+    np.subtract(outer_grad, reconstructed, out=outer_grad)
+    work.unsent = outer_grad

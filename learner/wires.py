@@ -1,0 +1,151 @@
+"""A learner's sockets: one DEALER for control, S publishers up, S subscribers down."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import zmq
+
+from narrows.proto import socket_options
+from narrows.proto.errors import ConfigError
+
+FRAMES_PER_TURN = 64
+"""Messages read from one socket before the others get their turn."""
+
+Socket = zmq.Socket[bytes]
+
+
+def parse_broker(broker: str) -> tuple[str, int]:
+    """Host and port of `tcp://HOST:PORT`. Raises ConfigError for anything else."""
+    try:
+        parts = urlsplit(broker)
+        scheme, host, port = parts.scheme, parts.hostname, parts.port
+    except ValueError:
+        scheme, host, port = "", None, None
+    if scheme != "tcp" or not host or not port:
+        raise ConfigError(
+            "the broker's address",
+            expected="tcp://HOST:PORT",
+            got=repr(broker),
+            remedy="use the address that `narrows broker` prints when it starts",
+        )
+    return host, port
+
+
+@dataclass
+class Wires:
+    """All sockets, for use by one thread; `wake` may be called by any."""
+
+    broker: str
+    incarnation: str
+    control_up_bytes: int = 0
+    control_down_bytes: int = 0
+    _uplinks: list[Socket] = field(default_factory=list[Socket])
+    _downlinks: list[Socket] = field(default_factory=list[Socket])
+    _listeners: list[int] = field(default_factory=list[int])
+    """Subscriptions per uplink stream: without one a message would be dropped silently."""
+    _ports: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        self._host, port = parse_broker(self.broker)
+        self._context: zmq.Context[Socket] = zmq.Context(io_threads=1)
+        self._poller = zmq.Poller()
+        self._wake_read, self._wake_write = os.pipe()
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._control = self._connect(zmq.DEALER, socket_options.DEALER, port)
+
+    def open_streams(self, streams: int, uplink_port: int, downlink_port: int) -> None:
+        """Connects the data sockets; the same ports again change nothing."""
+        if self._ports == (uplink_port, downlink_port):
+            return
+        for socket in (*self._uplinks, *self._downlinks):
+            self._poller.unregister(socket)
+            socket.close(linger=0)
+        self._ports = (uplink_port, downlink_port)
+        self._listeners = [0] * streams
+        self._uplinks = [
+            self._connect(zmq.XPUB, socket_options.XPUB, uplink_port) for _ in range(streams)
+        ]
+        topics = [f"{self.incarnation}/{stream}".encode() for stream in range(streams)]
+        self._downlinks = [
+            self._connect(zmq.SUB, socket_options.DATA, downlink_port, topic) for topic in topics
+        ]
+
+    @property
+    def uplink_open(self) -> bool:
+        """The broker listens on every uplink stream."""
+        return bool(self._listeners) and all(count > 0 for count in self._listeners)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleeps until something arrives, `wake` is called, or the time is over."""
+        ready = dict(self._poller.poll(max(0, int(timeout_s * 1000) + 1)))
+        if self._wake_read in ready:
+            os.read(self._wake_read, 4096)
+        for stream, socket in enumerate(self._uplinks):
+            self._read_subscriptions(stream, socket)
+
+    def wake(self) -> None:
+        os.write(self._wake_write, b"\0")
+
+    def receive_control(self) -> Iterator[bytes]:
+        for _ in range(FRAMES_PER_TURN):
+            try:
+                frames = self._control.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.control_down_bytes += sum(map(len, frames))
+            yield frames[0]
+
+    def receive_data(self) -> Iterator[list[bytes]]:
+        for socket in self._downlinks:
+            for _ in range(FRAMES_PER_TURN):
+                try:
+                    yield socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+
+    def send_control(self, frame: bytes) -> None:
+        """Sends, or drops the message if there is no connection: the session says Hello again
+        then, and tells anew what still matters."""
+        try:
+            self._control.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        self.control_up_bytes += len(frame)
+
+    def send_data(self, stream: int, header: bytes, payload: bytes) -> int:
+        """Returns the bytes of the frames."""
+        topic = b"u"
+        frames = [topic, header, payload]
+        self._uplinks[stream].send_multipart(frames, zmq.NOBLOCK, copy=False)
+        return len(topic) + len(header) + len(payload)
+
+    def close(self) -> None:
+        for socket in (self._control, *self._uplinks, *self._downlinks):
+            socket.close()
+        self._context.term()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _connect(
+        self, kind: int, options: dict[str, int], port: int, topic: bytes | None = None
+    ) -> Socket:
+        socket = self._context.socket(kind)
+        for name, value in options.items():
+            socket.setsockopt(getattr(zmq, name), value)
+        if topic is not None:
+            socket.setsockopt(zmq.SUBSCRIBE, topic)
+        socket.connect(f"tcp://{self._host}:{port}")
+        self._poller.register(socket, zmq.POLLIN)
+        return socket
+
+    def _read_subscriptions(self, stream: int, socket: Socket) -> None:
+        while True:
+            try:
+                frame = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._listeners[stream] += 1 if frame[:1] == b"\x01" else -1

@@ -1,0 +1,168 @@
+"""The fragment table: the same cut of the parameters on every peer, from layout and count alone.
+
+A tensor larger than a fragment is cut on rows of its first dimension; no other tensor is cut.
+The pieces are dealt out largest first, each to the fragment that is smallest so far, so no two
+fragments differ by more than the largest piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heapify, heapreplace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
+from narrows.proto.layout import element_count
+from narrows.proto.limits import FRAGMENTS_MAX
+from narrows.proto.messages import LayoutEntry, MergeLaw
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Whole rows of one tensor within a fragment; scales and merge laws hold per piece."""
+
+    tensor: int
+    """Index in the layout."""
+    start: int
+    """First element within the flattened tensor."""
+    count: int
+    offset: int
+    """First element within the fragment."""
+    law: MergeLaw
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A fixed part of the parameters: its pieces one after another, `elements` in all."""
+
+    index: int
+    pieces: tuple[Piece, ...]
+    elements: int
+
+    @cached_property
+    def bounds(self) -> NDArray[np.int64]:
+        """(k + 1,) offsets of the pieces and the end. Read-only."""
+        bounds = np.array([piece.offset for piece in self.pieces] + [self.elements], np.int64)
+        bounds.setflags(write=False)
+        return bounds
+
+    def spans(self, offset: int, count: int) -> NDArray[np.int64]:
+        """(s + 1,) bounds, relative to `offset`, of the pieces cut to `count` elements from there.
+
+        Raises LocalProtocolError BAD_RANGE outside the fragment or for an empty chunk.
+        """
+        touched = self.pieces_of(offset, count)
+        bounds = self.bounds[touched.start : touched.stop + 1]
+        return bounds.clip(offset, offset + count) - offset
+
+    def pieces_of(self, offset: int, count: int) -> range:
+        """Indices of the pieces that `count` elements from `offset` touch; raises as `spans`."""
+        if offset < 0 or count < 1 or offset + count > self.elements:
+            raise LocalProtocolError(
+                ErrorCode.BAD_RANGE,
+                f"chunk of fragment {self.index}",
+                expected=f"at least one element within 0 to {self.elements}",
+                got=f"{count} from {offset}",
+            )
+        first = int(self.bounds.searchsorted(offset, side="right")) - 1
+        return range(first, int(self.bounds.searchsorted(offset + count, side="left")))
+
+    def chunks(self, chunk_elements: int) -> list[tuple[int, int]]:
+        """(offset, count) of the regular chunks; only the last one may be shorter."""
+        return [
+            (offset, min(chunk_elements, self.elements - offset))
+            for offset in range(0, self.elements, chunk_elements)
+        ]
+
+
+class _Part(NamedTuple):
+    """A piece that has no fragment yet. Sorted: by tensor, then start, which is layout order."""
+
+    tensor: int
+    start: int
+    elements: int
+
+
+def build_table(layout: Sequence[LayoutEntry], fragment_count: int) -> tuple[Fragment, ...]:
+    """The fragments of a checked layout; every element is in exactly one of them.
+
+    Raises ConfigError unless `fragment_count` is from 1 to FRAGMENTS_MAX and the tensors have rows
+    enough for that many fragments.
+    """
+    if not 1 <= fragment_count <= FRAGMENTS_MAX:
+        raise ConfigError(
+            "fragments.count", expected=f"1 to {FRAGMENTS_MAX}", got=str(fragment_count)
+        )
+    parts = _parts(layout, fragment_count)
+    if len(parts) < fragment_count:
+        possible = _largest_possible(layout, fragment_count)
+        raise ConfigError(
+            f"fragments.count: this model cannot be cut into {fragment_count} fragments",
+            expected=f"at most {possible}",
+            got=str(fragment_count),
+            remedy=f"set fragments.count = {possible}: only whole rows of a tensor are cut off",
+        )
+    shares = _deal(parts, fragment_count)
+    return tuple(_fragment(index, share, layout) for index, share in enumerate(shares))
+
+
+def _parts(layout: Sequence[LayoutEntry], fragment_count: int) -> list[_Part]:
+    """All pieces in layout order."""
+    elements = sum(map(element_count, layout))
+    parts: list[_Part] = []
+    for tensor, entry in enumerate(layout):
+        rows = entry.shape[0] if entry.shape else 1
+        row_elements = element_count(entry) // rows
+        cuts = _part_count(entry, elements, fragment_count)
+        # Rows are shared out evenly, so the parts of a tensor differ by at most one row.
+        starts = [rows * cut // cuts * row_elements for cut in range(cuts + 1)]
+        for start, end in pairwise(starts):
+            parts.append(_Part(tensor, start, end - start))
+    return parts
+
+
+def _part_count(entry: LayoutEntry, elements: int, fragment_count: int) -> int:
+    """Parts of a tensor in a model of `elements`: each at most a fragment, or else one row."""
+    rows = entry.shape[0] if entry.shape else 1
+    return min(rows, -(-element_count(entry) * fragment_count // elements))
+
+
+def _largest_possible(layout: Sequence[LayoutEntry], fragment_count: int) -> int:
+    """The largest number of fragments up to `fragment_count` that leaves none of them empty.
+
+    The number of parts never falls when the count rises, so no count between the number of parts
+    and the count that gave it can be reached: stepping down to it misses nothing.
+    """
+    elements = sum(map(element_count, layout))
+    possible, parts = -1, fragment_count
+    while parts != possible:
+        possible = parts
+        parts = min(parts, sum(_part_count(entry, elements, possible) for entry in layout))
+    return possible
+
+
+def _deal(parts: Sequence[_Part], fragment_count: int) -> list[list[_Part]]:
+    """Largest part first (equal ones in layout order) to the smallest fragment (the first)."""
+    shares: list[list[_Part]] = [[] for _ in range(fragment_count)]
+    heap = [(0, index) for index in range(fragment_count)]
+    heapify(heap)
+    for part in sorted(parts, key=lambda part: (-part.elements, part.tensor, part.start)):
+        elements, index = heap[0]
+        shares[index].append(part)
+        heapreplace(heap, (elements + part.elements, index))
+    return shares
+
+
+def _fragment(index: int, share: list[_Part], layout: Sequence[LayoutEntry]) -> Fragment:
+    pieces: list[Piece] = []
+    offset = 0
+    for tensor, start, count in sorted(share):
+        pieces.append(Piece(tensor, start, count, offset, layout[tensor].law))
+        offset += count
+    return Fragment(index, tuple(pieces), offset)

@@ -1,0 +1,132 @@
+"""Messages to ZeroMQ frames and back: magic, protocol version, checksum, size limits.
+
+Every msgpack body travels in an envelope of twelve bytes: `NRW`, one byte protocol version, and
+the xxh3_64 of the body (little-endian). A peer of another version is recognised before its body
+is read. Frames know nothing of membership, rounds or fragments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import xxhash
+
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.limits import (
+    CHUNK_ELEMENTS_MAX,
+    CONTROL_BYTES_MAX,
+    HEADER_BYTES_MAX,
+    PAYLOAD_BYTES_MAX,
+    PROTOCOL,
+)
+from narrows.proto.messages import ControlMessage, Header
+
+MAGIC = b"NRW"
+ENVELOPE_BYTES = 12
+
+_encoder = msgspec.msgpack.Encoder()
+_control_decoder = msgspec.msgpack.Decoder(ControlMessage)
+_header_decoder = msgspec.msgpack.Decoder(Header)
+
+
+def digest(data: bytes | memoryview) -> int:
+    """xxh3_64 of `data`: the checksum of everything on the wire."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def encode_control(message: ControlMessage) -> bytes:
+    """One control frame. Raises RemoteProtocolError if the message exceeds CONTROL_BYTES_MAX."""
+    frame = _seal(_encoder.encode(message))
+    _check_size(len(frame), CONTROL_BYTES_MAX, "control message")
+    return frame
+
+
+def decode_control(frame: bytes | memoryview) -> ControlMessage:
+    """The message in a control frame. Raises RemoteProtocolError on anything else."""
+    body = _unseal(frame, CONTROL_BYTES_MAX, "control message")
+    try:
+        return _control_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(
+            ErrorCode.BAD_MESSAGE, "control message does not decode", got=str(error)
+        ) from error
+
+
+def encode_header(header: Header) -> bytes:
+    """Header frame of a data message."""
+    frame = _seal(_encoder.encode(header))
+    _check_size(len(frame), HEADER_BYTES_MAX, "header")
+    return frame
+
+
+def decode_data(frames: Sequence[bytes | memoryview]) -> tuple[Header, memoryview]:
+    """Header and payload of a data message `[topic, header, payload]`, checksums verified."""
+    if len(frames) != 3:
+        raise RemoteProtocolError(
+            ErrorCode.BAD_FRAME, "data message", expected="3 frames", got=f"{len(frames)} frames"
+        )
+    body = _unseal(frames[1], HEADER_BYTES_MAX, "header")
+    try:
+        header = _header_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(
+            ErrorCode.BAD_MESSAGE, "header does not decode", got=str(error)
+        ) from error
+    payload = memoryview(frames[2])
+    _check_size(payload.nbytes, PAYLOAD_BYTES_MAX, "payload")
+    if header.count == 0 or header.count > CHUNK_ELEMENTS_MAX:
+        raise RemoteProtocolError(
+            ErrorCode.BAD_RANGE,
+            f"chunk of {header.learner!r}",
+            expected=f"1 to {CHUNK_ELEMENTS_MAX} elements",
+            got=str(header.count),
+        )
+    if digest(payload) != header.payload_digest:
+        raise RemoteProtocolError(
+            ErrorCode.BAD_CHECKSUM,
+            f"payload of {header.learner!r}, fragment {header.fragment}, offset {header.offset}",
+            expected=f"{header.payload_digest:016x}",
+            got=f"{digest(payload):016x}",
+            remedy="the chunk is asked for again; if this repeats, check memory and network",
+        )
+    return header, payload
+
+
+def _seal(body: bytes) -> bytes:
+    return MAGIC + bytes([PROTOCOL]) + digest(body).to_bytes(8, "little") + body
+
+
+def _unseal(frame: bytes | memoryview, bytes_max: int, what: str) -> memoryview:
+    """The verified body of an envelope."""
+    view = memoryview(frame)
+    _check_size(view.nbytes, bytes_max, what)
+    if view.nbytes < ENVELOPE_BYTES or bytes(view[:3]) != MAGIC:
+        raise RemoteProtocolError(
+            ErrorCode.BAD_FRAME,
+            f"{what} is not of this protocol",
+            expected=f"{MAGIC!r} and at least {ENVELOPE_BYTES} bytes",
+            got=f"{bytes(view[:8])!r}, {view.nbytes} bytes",
+        )
+    if view[3] != PROTOCOL:
+        raise RemoteProtocolError(
+            ErrorCode.PROTOCOL_VERSION,
+            f"{what} of another protocol version",
+            expected=str(PROTOCOL),
+            got=str(view[3]),
+            remedy="install the same narrows version on the broker and on every learner",
+        )
+    body = view[ENVELOPE_BYTES:]
+    expected = int.from_bytes(view[4:ENVELOPE_BYTES], "little")
+    if digest(body) != expected:
+        raise RemoteProtocolError(
+            ErrorCode.BAD_CHECKSUM, what, expected=f"{expected:016x}", got=f"{digest(body):016x}"
+        )
+    return body
+
+
+def _check_size(size_bytes: int, bytes_max: int, what: str) -> None:
+    if size_bytes > bytes_max:
+        raise RemoteProtocolError(
+            ErrorCode.TOO_LARGE, what, expected=f"at most {bytes_max} bytes", got=str(size_bytes)
+        )

@@ -1,0 +1,69 @@
+"""Every bound of the protocol, with its reason. A message beyond a bound is refused, never cut."""
+
+from __future__ import annotations
+
+PROTOCOL = 1
+"""Version of the wire format; peers must agree exactly (version 1 has no predecessor)."""
+
+CONTROL_BYTES_MAX = 4 << 20
+"""A control message. The largest is Hello with its layout: 30,000 tensors of 100 bytes each."""
+
+HEADER_BYTES_MAX = 1 << 10
+"""Header of a data message: fourteen small fields, the longest a 64-character name."""
+
+TOPIC_BYTES_MAX = 64
+"""A downlink topic: 32 hex digits of an incarnation, a slash and a stream number."""
+
+CHUNK_ELEMENTS_MAX = 1 << 20
+"""Elements in one data message: 4 MiB as float32, more would hold up heartbeats behind it."""
+
+PAYLOAD_BYTES_MAX = CHUNK_ELEMENTS_MAX * 4 + (1 << 16)
+"""Payload of a data message: one float32 per element, plus scales and frame overhead."""
+
+NAME_CHARACTERS_MAX = 64
+"""A learner's name; it appears in every log line and table."""
+
+NAME_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
+"""Names are safe in files, logs and tables: no slash, no blank, no control character."""
+
+LEARNERS_MAX = 1024
+"""Learners of one run at the same time; one broker serves tens, the bound stops a flood."""
+
+FRAGMENTS_MAX = 4096
+"""Fragments of one model: the state of every one of them travels in each Welcome."""
+
+TENSORS_MAX = 30_000
+"""Tensors in a layout."""
+
+TENSOR_NAME_CHARACTERS_MAX = 512
+"""Deeply nested modules have long names; longer than this is a bug or an attack."""
+
+DIMENSIONS_MAX = 8
+"""Dimensions of a tensor."""
+
+ELEMENTS_MAX = 1 << 48
+"""Elements of a model: 281 trillion parameters, so that no sum of sizes can wrap."""
+
+STREAMS_MAX = 64
+"""Data connections of one learner in each direction; published gains end near 64."""
+
+TOKENS_MAX = 1 << 62
+"""Cumulative tokens of one learner or run: cannot be reached, cannot wrap a signed 64-bit."""
+
+VERSION_MAX = 1 << 53
+"""Versions of a fragment: exact in every language's numbers."""
+
+PUSHES_OPEN_MAX = 4
+"""Unfinished pushes of one learner: two rounds in flight, twice over for late chunks."""
+
+RANGES_MAX = 256
+"""Ranges in one Missing message; the rest is asked for by the next one."""
+
+PUBLICATIONS_KEPT = 8
+"""Encoded publications kept per fragment to fill small gaps; a larger gap gets the State."""
+
+TEXT_CHARACTERS_MAX = 1024
+"""Free text from a peer (reasons, remedies); it is escaped before it is logged."""
+
+assert CHUNK_ELEMENTS_MAX * 4 < PAYLOAD_BYTES_MAX
+assert PUBLICATIONS_KEPT >= 2

@@ -1,0 +1,59 @@
+"""ZeroMQ socket options, by name, each with its reason; both shells apply them as they stand."""
+
+from __future__ import annotations
+
+from narrows.proto.limits import CONTROL_BYTES_MAX, PAYLOAD_BYTES_MAX
+
+STREAM_WINDOW_BYTES = 32 << 20
+"""Unacknowledged payload per stream and direction. 2 Gbit/s at 100 ms round trip is 25 MB."""
+
+COMMON: dict[str, int] = {
+    # A socket must never keep a process from ending; Bye gets this long to leave.
+    "LINGER": 1000,
+    # NAT and firewalls forget idle connections; probe before they do.
+    "TCP_KEEPALIVE": 1,
+    "TCP_KEEPALIVE_IDLE": 60,
+    "TCP_KEEPALIVE_INTVL": 15,
+    "TCP_KEEPALIVE_CNT": 4,
+    # Half-open handshakes (port scanners, slow-loris) are dropped.
+    "HANDSHAKE_IVL": 10_000,
+    # The default never backs off: a hundred learners would hammer a restarting broker.
+    "RECONNECT_IVL": 100,
+    "RECONNECT_IVL_MAX": 5_000,
+    # SNDBUF and RCVBUF stay alone: setting them switches the kernel's autotuning off.
+}
+
+CONTROL: dict[str, int] = {
+    **COMMON,
+    # Messages are small and a peer that reads none of them is lost anyway.
+    "SNDHWM": 1000,
+    "RCVHWM": 1000,
+    "MAXMSGSIZE": CONTROL_BYTES_MAX,
+}
+
+ROUTER: dict[str, int] = {
+    **CONTROL,
+    # A send to a peer that is gone fails, which is how a closed connection is noticed.
+    "ROUTER_MANDATORY": 1,
+}
+
+DEALER: dict[str, int] = {
+    **CONTROL,
+    # Without a connection nothing is queued: an old Report is worthless after an outage.
+    "IMMEDIATE": 1,
+}
+
+DATA: dict[str, int] = {
+    **COMMON,
+    # In messages, not bytes, so it cannot be the limit: the credit (proto/outbox.py) is.
+    "SNDHWM": 0,
+    "RCVHWM": 0,
+    "MAXMSGSIZE": PAYLOAD_BYTES_MAX,
+}
+
+XPUB: dict[str, int] = {
+    **DATA,
+    # See each subscription, also repeated ones after a reconnect. XPUB_NODROP stays off: with
+    # it one stalled subscriber stops all the others.
+    "XPUB_VERBOSER": 1,
+}

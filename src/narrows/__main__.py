@@ -1,0 +1,263 @@
+"""The `narrows` command."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import cyclopts
+from cyclopts import Parameter
+
+from narrows import __version__
+from narrows.proto.errors import (
+    BrokerUnreachable,
+    ConfigError,
+    ErrorCode,
+    NarrowsError,
+    Refused,
+)
+
+EXIT_FAILURE, EXIT_USAGE, EXIT_REFUSED, EXIT_UNREACHABLE = 1, 2, 3, 4
+
+app = cyclopts.App(
+    name="narrows",
+    version=__version__,
+    help="Train one network on several islands of compute over an ordinary network.",
+    help_epilogue="Exit codes: 0 ok, 1 failure, 2 usage or configuration, 3 refused by the "
+    "peer, 4 broker not reachable.",
+)
+
+
+@app.command
+def broker(
+    *,
+    config: Path | None = None,
+    listen: str | None = None,
+    state_dir: Path | None = None,
+    goal_tokens: str | None = None,
+    mode: str | None = None,
+    init: Path | None = None,
+    insecure: bool = False,
+    setting: Annotated[list[str], Parameter(name=["--set", "-s"], negative="")] | None = None,
+    events: Path | None = None,
+    ready_file: Path | None = None,
+) -> None:
+    """Run the standalone broker: it holds the global model and merges what learners push.
+
+    Stops with SIGINT or SIGTERM: a checkpoint is written first; a second signal ends at once.
+
+    Parameters
+    ----------
+    config
+        TOML file; every key has a default, flags win over the file.
+    listen
+        Control port as tcp://HOST:PORT (default tcp://127.0.0.1:7070); the two ports after it
+        carry the data.
+    state_dir
+        Directory of the checkpoints; a broker started on it again resumes the run.
+    goal_tokens
+        Tokens of all learners after which the run ends, such as 12e9; 0: never (default).
+    mode
+        decoupled (default), streaming or diloco.
+    init
+        Safetensors file that becomes version 0 instead of the first learner's parameters.
+    insecure
+        Allow to listen beyond loopback, although nothing is encrypted or authenticated.
+    setting
+        Any other setting as KEY=VALUE, for example `--set merge.quorum=2`; repeatable.
+    events
+        File that gets one JSON line per merge and per note.
+    ready_file
+        File that gets the address once the broker serves.
+    """
+    from narrows.broker.command import BrokerCommand, run_broker
+
+    flags: dict[str, object] = {}
+    named = {
+        "broker.listen": listen,
+        "broker.state_dir": str(state_dir) if state_dir else None,
+        "broker.init": str(init) if init else None,
+        "run.goal_tokens": goal_tokens,
+        "run.mode": mode,
+        "broker.insecure": insecure or None,
+    }
+    flags.update({key: value for key, value in named.items() if value is not None})
+    run_broker(BrokerCommand(config, flags, setting or [], events, ready_file))
+
+
+@app.command
+def learner(
+    *,
+    broker: str,
+    name: str,
+    data: Path | None = None,
+    preset: str = "tiny",
+    part: str = "1/1",
+    batch: int = 8,
+    seed: int = 0,
+    threads: int = 1,
+    peak_learning_rate: float = 0.0,
+    steps_max: int = 0,
+    step_wait_s: float = 0.0,
+    join_timeout_s: float = 60.0,
+    events: Path | None = None,
+    json: Path | None = None,
+) -> None:
+    """Run the reference worker: a compact GPT over bytes, trained as one learner of a run.
+
+    Parameters
+    ----------
+    broker
+        Address that `narrows broker` prints, tcp://HOST:PORT.
+    name
+        Name of this learner, unique in the run; a restarted learner takes its old name.
+    data
+        Folder with text files (default: the sources of Python's standard library).
+    preset
+        Size of the model: tiny, small or medium; the same for all learners.
+    part
+        i/n: read the i-th of n disjoint parts of the text (default: all of it).
+    batch
+        Windows per inner step.
+    seed
+        Changes the order of the text.
+    threads
+        CPU threads of PyTorch.
+    peak_learning_rate
+        Peak of the schedule; 0: the preset's.
+    steps_max
+        Leave after so many own inner steps; 0: at the end of the run.
+    step_wait_s
+        Seconds added to every inner step, to act as a slower machine.
+    join_timeout_s
+        Seconds to wait for a broker.
+    events
+        File that gets one JSON line per version installed.
+    json
+        File for the summary at the end.
+    """
+    _need_torch()
+    from narrows.learner.worker import WorkerOptions, run_worker
+
+    run_worker(
+        WorkerOptions(
+            broker=broker,
+            name=name,
+            data=data,
+            preset=preset,
+            part=part,
+            batch=batch,
+            seed=seed,
+            threads=threads,
+            peak_learning_rate=peak_learning_rate,
+            steps_max=steps_max,
+            step_wait_s=step_wait_s,
+            join_timeout_s=join_timeout_s,
+            events=events,
+            json=json,
+        )
+    )
+
+
+@app.command
+def status(
+    broker: str = "tcp://127.0.0.1:7070", *, json: bool = False, timeout_s: float = 5.0
+) -> None:
+    """Show who takes part, how far the run is and what it waits for.
+
+    Parameters
+    ----------
+    broker
+        Address of the broker, tcp://HOST:PORT.
+    json
+        Print JSON instead of a table.
+    timeout_s
+        Seconds to wait for an answer.
+    """
+    from narrows.broker.show import show_status
+
+    show_status(broker, as_json=json, timeout_s=timeout_s)
+
+
+@app.command
+def demo(
+    *,
+    learners: int = 4,
+    steps: int = 0,
+    baselines: bool = False,
+    keep: Path | None = None,
+    json: Path | None = None,
+    plain: bool = False,
+) -> None:
+    """Train one model with several learners on this machine, one of them killed on the way.
+
+    Parameters
+    ----------
+    learners
+        Number of learner processes.
+    steps
+        Inner steps per learner; 0: the default, about three minutes on two cores.
+    baselines
+        Also train with plain data parallelism at equal tokens (takes a few minutes more).
+    keep
+        Folder for logs, events and the final model (default: a temporary one).
+    json
+        File for the results.
+    plain
+        Print lines instead of a live display.
+    """
+    _need_torch()
+    from narrows.bench.demo import DemoOptions, run_demo
+
+    run_demo(DemoOptions(learners, steps, baselines, keep, json, plain))
+
+
+def main() -> NoReturn:
+    """Runs a command; every expected failure is one line and an exit code, never a traceback."""
+    if not __debug__:
+        _fail("python -O removes the assertions that guard the model; run without it", EXIT_USAGE)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        app(sys.argv[1:])
+    except NarrowsError as error:
+        _fail(str(error), _exit_code(error))
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except BrokenPipeError:
+        _fail("", EXIT_FAILURE)
+    except OSError as error:
+        _fail(str(error), EXIT_FAILURE)
+    sys.exit(0)
+
+
+def _exit_code(error: NarrowsError) -> int:
+    table: list[tuple[Callable[[NarrowsError], bool], int]] = [
+        (lambda e: isinstance(e, BrokerUnreachable), EXIT_UNREACHABLE),
+        (lambda e: isinstance(e, Refused), EXIT_REFUSED),
+        (lambda e: isinstance(e, ConfigError), EXIT_USAGE),
+        (lambda e: e.code in (ErrorCode.CONFIG, ErrorCode.INSECURE), EXIT_USAGE),
+    ]
+    return next((code for matches, code in table if matches(error)), EXIT_FAILURE)
+
+
+def _need_torch() -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "this command needs PyTorch",
+            remedy="pip install 'narrows[learner]' (the broker and `narrows status` do without)",
+        ) from error
+
+
+def _fail(text: str, code: int) -> NoReturn:
+    if text:
+        print(f"narrows: {text}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
