@@ -45,19 +45,18 @@ class Recipe:
     steps: int
     """Optimizer steps."""
     preset: str = "tiny"
-    batch: int = 8
-    """Windows per step and learner."""
+    batch: int = 0
+    """Windows per step and learner; 0: the preset's."""
     seed: int = 0
     """Of the order of the text; the model begins like every learner's."""
     peak_learning_rate: float = 0.0
     """0: the preset's."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch < 1:
+        if self.steps < 1 or self.batch < 0:
             raise ConfigError(
-                "steps and batch must be positive",
-                expected=">= 1",
-                got=f"{self.steps}, {self.batch}",
+                "steps must be positive and batch not negative",
+                got=f"{self.steps} steps, batch {self.batch}",
             )
 
 
@@ -93,8 +92,12 @@ def _train(
 ) -> Baseline:
     config = preset(recipe.preset)
     model = GPT(config, seed=0)
-    readers = [_reader(corpus, recipe, config.context, name) for name in names]
-    step_tokens = len(names) * recipe.batch * config.context
+    batch = recipe.batch or config.batch
+    readers = [
+        Reader(corpus.train, batch=batch, context=config.context, name=name, seed=recipe.seed)
+        for name in names
+    ]
+    step_tokens = len(names) * batch * config.context
     meter = _Meter(kind, recipe.steps, step_tokens, report)
     peak = recipe.peak_learning_rate or config.peak_learning_rate
     optimizer = make_optimizer(model, peak)
@@ -112,10 +115,6 @@ def _train(
         "recipe": asdict(recipe),
     }
     return Baseline(model, record)
-
-
-def _reader(corpus: Corpus, recipe: Recipe, context: int, name: str) -> Reader:
-    return Reader(corpus.train, batch=recipe.batch, context=context, name=name, seed=recipe.seed)
 
 
 def accumulate(model: GPT, readers: Sequence[Reader]) -> float:
@@ -163,7 +162,7 @@ def alone(
     *,
     steps: int,
     preset: str = "tiny",
-    batch: int = 8,
+    batch: int = 0,
     seed: int = 0,
     data: Path | None = None,
     threads: int = 1,
@@ -181,7 +180,7 @@ def data_parallel(
     steps: int,
     learners: int = 4,
     preset: str = "tiny",
-    batch: int = 8,
+    batch: int = 0,
     seed: int = 0,
     data: Path | None = None,
     threads: int = 1,

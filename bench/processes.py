@@ -80,6 +80,15 @@ class Processes:
                 got=self.tail(name),
             ) from None
 
+    def check(self, *names: str, but: str = "") -> None:
+        """Raises NarrowsError if one of these, `but` one, has ended with a failure."""
+        for name in names:
+            code = self.running[name].poll()
+            if name != but and code:
+                raise NarrowsError(
+                    ErrorCode.MISUSE, f"{name} ended with code {code}", got=self.tail(name)
+                )
+
     def tail(self, name: str, lines: int = 5) -> str:
         """The last lines of a child's output."""
         path = self.folder / f"{name}.log"

@@ -40,7 +40,7 @@ from narrows.broker.snapshot import (
     sealed,
     snapshot_of,
 )
-from narrows.proto.errors import ErrorCode
+from narrows.proto.errors import ConfigError, ErrorCode
 
 __all__ = ["FragmentState", "RunRecord", "Snapshot", "StateDir", "StateError", "export"]
 
@@ -67,16 +67,19 @@ class StateDir:
     def open(cls, path: Path) -> Self:
         """Makes the directory if need be and locks it.
 
-        Raises StateError STATE_LOCKED, naming the process that has it, and OSError.
+        Raises StateError STATE_LOCKED, naming the process that has it, and ConfigError.
         """
-        make_directory(path)
-        directory_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            state = cls(path, directory_fd, lock(path, directory_fd))
-        except BaseException:
-            os.close(directory_fd)
-            raise
-        return state
+            make_directory(path)
+            directory_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                return cls(path, directory_fd, lock(path, directory_fd))
+            except BaseException:
+                os.close(directory_fd)
+                raise
+        except OSError as error:
+            message = f"{path}: cannot be used as state directory"
+            raise ConfigError(message, got=error.strerror or str(error)) from error
 
     def close(self) -> None:
         """Gives the lock back. The lock file stays: removing it would let two brokers in."""
@@ -151,7 +154,10 @@ class StateDir:
         os.mkdir(f".new-{name}", 0o700, dir_fd=self._fd)
         with directory(self._fd, f".new-{name}") as fd:
             for index, state in enumerate(snapshot.fragments):
-                blocks = [fragment_header(state.global_.size), *blocks_of(state)]
+                blocks: list[bytes | memoryview] = [
+                    fragment_header(state.global_.size),
+                    *blocks_of(state),
+                ]
                 write_file(fd, fragment_name(index), blocks)
             write_file(fd, "manifest.json", [msgspec.json.encode(manifest)])
             os.fsync(fd)
@@ -213,9 +219,13 @@ class StateDir:
             self._remove(number)
 
     def _remove(self, number: int) -> None:
-        """Renamed first, so that nobody sees a generation with half of its files."""
+        """Renamed first, so that nobody sees a generation with half of its files.
+
+        What cannot be removed is tried again by the next `save`; nothing depends on it.
+        """
         name = _generation_name(number)
-        os.rename(name, f".old-{name}", src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        with suppress(OSError):
+            os.rename(name, f".old-{name}", src_dir_fd=self._fd, dst_dir_fd=self._fd)
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:

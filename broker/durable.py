@@ -63,6 +63,7 @@ def open_file(directory_fd: int, name: str) -> Generator[tuple[int, int]]:
 
 
 def read_into(fd: int, name: str, target: memoryview) -> None:
+    """Fills `target` from the file; `name` is for the message. Raises Damaged."""
     while target:
         try:
             count = os.readv(fd, [target[:CALL_BYTES_MAX]])
@@ -75,6 +76,7 @@ def read_into(fd: int, name: str, target: memoryview) -> None:
 
 @contextmanager
 def directory(parent_fd: int | None, name: str) -> Generator[int]:
+    """A directory's descriptor; below a parent not through a link. Raises OSError."""
     follow = 0 if parent_fd is None else os.O_NOFOLLOW
     fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | follow, dir_fd=parent_fd)
     try:
@@ -93,6 +95,7 @@ def make_directory(path: Path) -> None:
 
 
 def lock(path: Path, directory_fd: int) -> int:
+    """The descriptor that holds the lock until it is closed. Raises StateError STATE_LOCKED."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open("lock", flags, 0o600, dir_fd=directory_fd)
     try:

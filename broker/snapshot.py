@@ -54,6 +54,8 @@ class RunRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FragmentEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """One fragment in a manifest."""
+
     version: int
     elements: int
     digests: dict[str, str]
@@ -61,6 +63,8 @@ class FragmentEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything of a snapshot but its arrays; the fields mean the same."""
+
     format: int
     run_id: str
     epoch: Epoch
@@ -70,6 +74,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     fragments: tuple[FragmentEntry, ...]
     layout: tuple[LayoutEntry, ...]
     digest: str = ""
+    """xxh3_64 (hex) of this manifest with an empty digest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,10 +106,12 @@ class Snapshot:
 
 
 def fragment_name(index: int) -> str:
+    """Name of a fragment's file."""
     return f"fragment-{index:05d}.safetensors"
 
 
 def fragment_header(elements: int) -> bytes:
+    """What stands in front of the arrays in a fragment's file."""
     return _safetensors_header([(name, "float32", (elements,)) for name in _ARRAYS])
 
 
@@ -126,11 +133,15 @@ def _bytes_of(array: F32) -> memoryview:
 
 
 def blocks_of(state: FragmentState) -> list[memoryview]:
+    """The bytes of a fragment's arrays, in the order of the file."""
     return [_bytes_of(array) for array in (state.global_, state.momentum, state.published)]
 
 
 def manifest_of(snapshot: Snapshot) -> Manifest:
-    """Raises StateError if the snapshot does not fit together: such a thing is not written."""
+    """The sealed manifest of a snapshot.
+
+    Raises StateError if the snapshot does not fit together: such a thing is not written.
+    """
     entries: list[FragmentEntry] = []
     for index, state in enumerate(snapshot.fragments):
         digests = [digest(block) for block in blocks_of(state)]
@@ -152,6 +163,7 @@ def manifest_of(snapshot: Snapshot) -> Manifest:
 
 
 def snapshot_of(manifest: Manifest, fragments: list[FragmentState]) -> Snapshot:
+    """The snapshot that a manifest describes."""
     return Snapshot(
         run_id=manifest.run_id,
         epoch=manifest.epoch,
@@ -189,6 +201,7 @@ def read_sealed(directory_fd: int, name: str, kind: type[Sealed]) -> Sealed:
 
 
 def read_fragment(directory_fd: int, index: int, entry: FragmentEntry) -> FragmentState:
+    """A fragment as the manifest describes it. Raises FileNotFoundError, Damaged."""
     name, header = fragment_name(index), fragment_header(entry.elements)
     arrays = {array: np.empty(entry.elements, np.float32) for array in _ARRAYS}
     with open_file(directory_fd, name) as (fd, size_bytes):
@@ -197,7 +210,7 @@ def read_fragment(directory_fd: int, index: int, entry: FragmentEntry) -> Fragme
         # What stands in the header follows from the manifest, so there is nothing to parse.
         found = bytearray(len(header))
         read_into(fd, name, memoryview(found))
-        if found != header:
+        if bytes(found) != header:
             raise Damaged(f"{name}: another header than was written")
         for values in arrays.values():
             read_into(fd, name, _bytes_of(values))

@@ -204,7 +204,7 @@ class Reader:
         return self._order[1]
 
 
-def fixed_windows(text: Bytes, *, context: int, count: int = 256) -> Bytes:
+def fixed_windows(text: Bytes, *, context: int, count: int = 512) -> Bytes:
     """The same windows for everybody: uint8 (at most count, context + 1), spread over the text.
 
     Raises ConfigError when the text is shorter than one window.

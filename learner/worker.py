@@ -51,8 +51,8 @@ class WorkerOptions:
     """Size of the model: tiny, small or medium. All learners of a run need the same."""
     part: str = "1/1"
     """i/n: read the i-th of n disjoint parts of the text."""
-    batch: int = 8
-    """Windows per inner step."""
+    batch: int = 0
+    """Windows per inner step; 0: the preset's."""
     seed: int = 0
     """Changes the order of the text, never the model's first parameters."""
     threads: int = 1
@@ -71,12 +71,13 @@ class WorkerOptions:
     """File for the summary at the end."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is too small", expected=">= 1", got=getattr(self, name))
-        for name in ("peak_learning_rate", "steps_max", "step_wait_s"):
+        if self.threads < 1:
+            raise ConfigError("too few threads", expected=">= 1", got=str(self.threads))
+        for name in ("batch", "peak_learning_rate", "steps_max", "step_wait_s"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is negative", expected=">= 0", got=getattr(self, name))
+                raise ConfigError(
+                    f"{name} is negative", expected=">= 0", got=str(getattr(self, name))
+                )
         parse_part(self.part)
 
 
@@ -143,7 +144,7 @@ class _Loop:
         # its last life has contributed.
         return Reader(
             self.corpus.train,
-            batch=self.options.batch,
+            batch=self.options.batch or self.model.config.batch,
             context=self.model.config.context,
             name=self.options.name,
             seed=self.options.seed,

@@ -21,7 +21,7 @@ class Part(NamedTuple):
     """A chunk that has arrived; `handle` names its content, which the shell holds."""
 
     offset: int
-    count: int
+    elements: int
     digest: int
     handle: int
 
@@ -66,11 +66,11 @@ class Assembly:
         before = self.parts[index - 1] if index else None
         after = self.parts[index] if index < len(self.parts) else None
         for other in (before, after):
-            if other and offset < other.offset + other.count and other.offset < offset + count:
+            if other and offset < other.offset + other.elements and other.offset < offset + count:
                 raise RemoteProtocolError(
                     ErrorCode.CHUNK_CONFLICT,
                     "chunk overlaps one that arrived before and differs",
-                    expected=f"elements {other.offset}+{other.count}, xxh3 {other.digest:016x}",
+                    expected=f"elements {other.offset}+{other.elements}, xxh3 {other.digest:016x}",
                     got=f"elements {offset}+{count}, xxh3 {digest:016x}",
                     remedy="one push id must always carry the same bytes",
                 )
@@ -95,7 +95,7 @@ class Assembly:
         for part in self.parts:
             if part.offset > position:
                 gaps.append((position, part.offset - position))
-            position = part.offset + part.count
+            position = part.offset + part.elements
         if position < self.elements:
             gaps.append((position, self.elements - position))
         return tuple(gaps[:limit])

@@ -85,10 +85,13 @@ def check_arrays(count: int, **arrays: F32) -> None:
             )
 
 
+_njit: Callable[..., Callable[[object], object]] = numba.njit  # pyright: ignore
+
+
 def _kernel(function: Function) -> Function:
     # The numpy error model lets loops with a division vectorise: no check for a zero divisor.
-    compiled = numba.njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return cast(Function, compiled(function))
+    compile_lazily = _njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+    return cast(Function, compile_lazily(function))
 
 
 @_kernel

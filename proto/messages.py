@@ -5,149 +5,81 @@ PROTOCOL.md is the specification; this file is its Python form and changes with 
 
 from __future__ import annotations
 
-from enum import IntEnum, StrEnum
-from typing import Annotated, Literal, TypeAlias
+from typing import TypeAlias
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-from narrows.proto.limits import (
-    ELEMENTS_MAX,
-    RANGES_MAX,
-    STREAMS_MAX,
-    TEXT_CHARACTERS_MAX,
-    TOKENS_MAX,
-    VERSION_MAX,
+from narrows.proto.terms import (
+    Count,
+    DataKind,
+    DtypeName,
+    Elements,
+    Epoch,
+    FragmentHead,
+    LayoutEntry,
+    MergeLaw,
+    Mode,
+    OpenRound,
+    Phase,
+    Positions,
+    Ranges,
+    Role,
+    RunSettings,
+    Seconds,
+    Text,
+    TokenLedger,
+    Version,
 )
 
-Count: TypeAlias = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
-Elements: TypeAlias = Annotated[int, Meta(ge=0, le=ELEMENTS_MAX)]
-Version: TypeAlias = Annotated[int, Meta(ge=0, le=VERSION_MAX)]
-Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
-Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]
-Positions: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=STREAMS_MAX)]
-Ranges: TypeAlias = Annotated[tuple[tuple[Elements, Elements], ...], Meta(max_length=RANGES_MAX)]
-
-Epoch: TypeAlias = tuple[Count, Count]
-"""(term, life): a broker restart raises life, a promotion raises term. Compared as a tuple."""
-
-MergeLaw: TypeAlias = Literal["mean", "rda"]
-DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
-
-
-class Mode(StrEnum):
-    """How learners and broker keep step; the same code with different settings."""
-
-    DECOUPLED = "decoupled"
-    """Quorum plus grace; no learner ever waits."""
-    STREAMING = "streaming"
-    """All live learners contribute at a named step; a learner waits only beyond the overlap."""
-    DILOCO = "diloco"
-    """One fragment, all live learners, plain mean, learners wait: the classic method."""
-
-
-class Phase(StrEnum):
-    """Where the run stands."""
-
-    FOUNDING = "founding"
-    """Version 0 is not on disk yet."""
-    RUNNING = "running"
-    ENDING = "ending"
-    """The goal is reached: learners stop stepping, every fragment gets one last round."""
-    ENDED = "ended"
-    """The versions are final: learners adopt them and say Bye."""
-
-
-class Role(StrEnum):
-    """What a Welcome asks of the learner first."""
-
-    FOUND = "found"
-    """Send your parameters: they become version 0."""
-    WAIT = "wait"
-    """Another learner sends version 0; wait for the next Welcome."""
-    ADOPT = "adopt"
-    """Fetch and adopt the current versions."""
+__all__ = [
+    "Adopted",
+    "Alive",
+    "AskStatus",
+    "Beat",
+    "Bye",
+    "ControlMessage",
+    "Count",
+    "DataKind",
+    "Decline",
+    "DtypeName",
+    "Elements",
+    "Epoch",
+    "Fetch",
+    "FragmentHead",
+    "Header",
+    "Hello",
+    "LayoutEntry",
+    "LearnerStatus",
+    "MergeLaw",
+    "Missing",
+    "Mode",
+    "OpenRound",
+    "Phase",
+    "Positions",
+    "Probe",
+    "Push",
+    "Ranges",
+    "Refuse",
+    "Report",
+    "Role",
+    "RunSettings",
+    "Seconds",
+    "Status",
+    "Text",
+    "TokenLedger",
+    "Version",
+    "Welcome",
+]
 
 
-class LayoutEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One parameter tensor that travels. `law` says how its outer gradients are merged."""
-
-    name: Text
-    shape: tuple[int, ...]
-    dtype: DtypeName
-    law: MergeLaw
-
-
-class RunSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """The settings that the whole group shares. They live at the broker, told in Welcome."""
-
-    mode: Mode
-    fragment_count: int
-    """P."""
-    sync_period_steps: int
-    """H: inner steps between two syncs of the same fragment."""
-    overlap_steps: int
-    """tau: inner steps that an exchange may take without holding anybody up."""
-    push_codec: str
-    publish_codec: str
-    push_rho: float
-    """Quantisation step of pushes in units of the tensor piece's rms."""
-    publish_rho: float
-    chunk_elements: int
-    streams: int
-    """Data connections of a learner in each direction."""
-    error_feedback: bool
-    """Carry what the push codec dropped over to the next push of the fragment."""
-    tokens_per_run_step: int
-    """Tokens that make one step of the run's clock; learning-rate schedules follow that clock."""
-    goal_tokens: int
-    """Tokens after which the run ends; 0: never."""
-    max_offline_s: float
-    """A learner cut off for longer pauses training until it is back; 0: never pauses."""
-
-
-class FragmentHead(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Newest version of a fragment and the xxh3_64 of its published copy (float32, LE)."""
-
-    version: Version
-    digest: int
-
-
-class OpenRound(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A round in which learners may contribute."""
-
-    fragment: Count
-    base_version: Version
-    attempt: Count
-    """Counts re-openings of the same (fragment, base_version)."""
-    at_step: int
-    """Inner step of the snapshot in the modes streaming and diloco; -1: at the next boundary."""
-
-
-class TokenLedger(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Token x fragment counts of one incarnation; every one of them has exactly one fate.
-
-    logged * fragment_count == pending + merged + overwritten + refused + rolled_back + skipped.
-    """
-
-    logged: Count = 0
-    pending: Count = 0
-    merged: Count = 0
-    overwritten: Count = 0
-    refused: Count = 0
-    rolled_back: Count = 0
-    skipped: Count = 0
-
-
-class _Control(
-    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag=str.lower
-):
+class _Control(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag=str.lower):
     pass
 
 
 # Learner to broker.
 
 
-class Hello(_Control):
+class Hello(_Control, frozen=True):
     """Asks to join, or to rejoin after a broken connection or a broker restart."""
 
     protocol: int
@@ -166,7 +98,7 @@ class Hello(_Control):
     tokens: Count
 
 
-class Report(_Control):
+class Report(_Control, frozen=True):
     """Where the learner is; sent per inner step, thinned to a few a second."""
 
     step: Count
@@ -181,7 +113,7 @@ class Report(_Control):
     ledger: TokenLedger
 
 
-class Push(_Control):
+class Push(_Control, frozen=True):
     """Announces a contribution whose chunks travel on the uplink."""
 
     fragment: Count
@@ -196,7 +128,7 @@ class Push(_Control):
     """Inner steps since the base was adopted (c_steps)."""
 
 
-class Decline(_Control):
+class Decline(_Control, frozen=True):
     """No contribution to this round will come; nobody waits for it."""
 
     fragment: Count
@@ -205,14 +137,14 @@ class Decline(_Control):
     reason: Text
 
 
-class Adopted(_Control):
+class Adopted(_Control, frozen=True):
     """The learner's parameters hold this version now."""
 
     fragment: Count
     version: Version
 
 
-class Fetch(_Control):
+class Fetch(_Control, frozen=True):
     """Asks for what is newer than `have_version` (-1: nothing held)."""
 
     fragment: Count
@@ -222,7 +154,7 @@ class Fetch(_Control):
 # Broker to learner.
 
 
-class Welcome(_Control):
+class Welcome(_Control, frozen=True):
     """Admits a learner and tells it everything that the group shares."""
 
     run_id: Text
@@ -240,7 +172,7 @@ class Welcome(_Control):
     """Inner step at which this learner starts counting (modes streaming and diloco)."""
 
 
-class Beat(_Control):
+class Beat(_Control, frozen=True):
     """The broker's state, told on change and every second; losing one loses nothing."""
 
     epoch: Epoch
@@ -253,7 +185,7 @@ class Beat(_Control):
     """Stream position received, per uplink stream of the addressee."""
 
 
-class Refuse(_Control):
+class Refuse(_Control, frozen=True):
     """A refusal: of the session (push_id 0), or of one push."""
 
     code: Text
@@ -265,7 +197,7 @@ class Refuse(_Control):
     push_id: Count = 0
 
 
-class Probe(_Control):
+class Probe(_Control, frozen=True):
     """Are you alive? Sent when a newcomer claims the name."""
 
     nonce: Count
@@ -274,20 +206,7 @@ class Probe(_Control):
 # Both ways.
 
 
-class DataKind(IntEnum):
-    """What a data message carries."""
-
-    PUSH = 1
-    """Up: an outer gradient against `version`."""
-    FOUND = 2
-    """Up: parameters that become version 0."""
-    PUBLICATION = 3
-    """Down: the step from version - 1 to `version`."""
-    STATE = 4
-    """Down: the whole published copy at `version`, lossless."""
-
-
-class Missing(_Control):
+class Missing(_Control, frozen=True):
     """Asks for element ranges of a transfer that have not arrived."""
 
     kind: DataKind
@@ -299,13 +218,13 @@ class Missing(_Control):
     """(offset, count) in elements."""
 
 
-class Alive(_Control):
+class Alive(_Control, frozen=True):
     """Answers a Probe."""
 
     nonce: Count
 
 
-class Bye(_Control):
+class Bye(_Control, frozen=True):
     """An orderly end of the session."""
 
     reason: Text
@@ -314,7 +233,7 @@ class Bye(_Control):
 # For operators.
 
 
-class AskStatus(_Control):
+class AskStatus(_Control, frozen=True):
     """Asks for a Status; needs no session."""
 
 
@@ -338,7 +257,7 @@ class LearnerStatus(Struct, frozen=True, forbid_unknown_fields=True):
     down_bytes: int
 
 
-class Status(_Control):
+class Status(_Control, frozen=True):
     """The run as the broker sees it."""
 
     run_id: Text
@@ -367,8 +286,21 @@ class Status(_Control):
 
 
 ControlMessage: TypeAlias = (
-    Hello | Report | Push | Decline | Adopted | Fetch | Welcome | Beat | Refuse | Probe
-    | Missing | Alive | Bye | AskStatus | Status
+    Hello
+    | Report
+    | Push
+    | Decline
+    | Adopted
+    | Fetch
+    | Welcome
+    | Beat
+    | Refuse
+    | Probe
+    | Missing
+    | Alive
+    | Bye
+    | AskStatus
+    | Status
 )
 
 

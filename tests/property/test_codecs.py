@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from narrows.proto import kernels
-from narrows.proto.codecs import add_values, codec, codec_names, piece_scales, round_to_dtype
+from narrows.proto.codecs import (
+    RMS_SAMPLES_MAX,
+    add_values,
+    codec,
+    codec_names,
+    piece_scales,
+    round_to_dtype,
+)
 from narrows.proto.errors import RemoteProtocolError
 from narrows.proto.kernels import F32, I8, I64, U8, read_only
 
@@ -138,6 +145,14 @@ def test_sampled_mean_squares_equal_their_twin(values: F32, samples_max: int) ->
     )
     parts = [values[a:b] for a, b in pairwise(cuts)]
     assert out.tolist() == [twin_mean_squares(part, samples_max) for part in parts]
+
+
+def test_the_subsample_of_a_large_piece_equals_its_twin() -> None:
+    values = np.random.default_rng(0).normal(size=1_000_003).astype(np.float32)
+    out = np.empty(1, np.float64)
+    bounds = np.array([0, values.size], np.int64)
+    kernels.sampled_mean_squares(read_only(values), read_only(bounds), RMS_SAMPLES_MAX, out)
+    assert out.tolist() == [twin_mean_squares(values, RMS_SAMPLES_MAX)]
 
 
 @untimed

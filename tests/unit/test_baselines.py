@@ -16,7 +16,7 @@ from narrows.learner.corpus import Corpus, Reader, load_corpus
 from narrows.learner.gpt import GPT, GPTConfig, token_tensor
 from narrows.proto.errors import ConfigError
 
-NANO = GPTConfig(layers=1, heads=2, width=16, context=12, peak_learning_rate=1e-2)
+NANO = GPTConfig(layers=1, heads=2, width=16, context=12, batch=2, peak_learning_rate=1e-2)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,227 @@
+"""`narrows demo`: broker and learners as real processes, one killed and back, a last table."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from narrows.bench import demo_results
+from narrows.bench.demo_view import View
+from narrows.bench.processes import Processes
+from narrows.broker import merge
+from narrows.broker.show import ask_status
+from narrows.learner.gpt import preset
+from narrows.proto import codecs
+from narrows.proto.errors import BrokerUnreachable, ConfigError
+from narrows.proto.messages import Phase, Status
+
+PRESET = "tiny"
+BATCH = 8
+STEPS = 1000
+"""Inner steps per learner."""
+
+KILL_AT, RETURN_AT = 0.40, 0.60
+"""Shares of the run at which a learner is killed and started again."""
+
+POLL_S = 0.25
+END_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the command line said."""
+
+    learners: int = 4
+    steps: int = 0
+    baselines: bool = False
+    keep: Path | None = None
+    json: Path | None = None
+    plain: bool = False
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.learners <= 26 or self.steps < 0:
+            raise ConfigError(
+                "demo", expected="2 to 26 learners, at least 1 step", got=f"{self.learners}"
+            )
+
+    @property
+    def inner_steps(self) -> int:
+        return self.steps or STEPS
+
+    @property
+    def names(self) -> list[str]:
+        return [f"site-{chr(ord('a') + index)}" for index in range(self.learners)]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one inner step of one learner."""
+        return BATCH * preset(PRESET).context
+
+    @property
+    def goal_tokens(self) -> int:
+        return self.inner_steps * self.tokens_per_step * self.learners
+
+
+@dataclass
+class Story:
+    """What happened, for the display and the results."""
+
+    victim: str
+    started_at: float = 0.0
+    killed_at: float | None = None
+    returned_at: float | None = None
+    first_incarnation: str = ""
+    contributed_at: float | None = None
+    """When the returned learner was merged again."""
+    ended_at: float = 0.0
+    last: Status | None = None
+    losses: dict[str, list[tuple[float, float]]] = field(
+        default_factory=dict[str, list[tuple[float, float]]]
+    )
+
+    @property
+    def rejoin_s(self) -> float | None:
+        """From the start of the new process to its first merged contribution."""
+        if self.returned_at is None or self.contributed_at is None:
+            return None
+        return self.contributed_at - self.returned_at
+
+
+def run_demo(options: DemoOptions) -> None:
+    """Runs the demo and prints the table. Raises NarrowsError if a process fails."""
+    console = Console()
+    with _folder(options.keep) as folder:
+        console.print("Compiling the kernels (once per machine) ...", highlight=False)
+        codecs.warm_up()
+        merge.warm_up()
+        story = Story(victim=options.names[1])
+        with Processes(folder) as processes:
+            address = _start(options, processes, folder)
+            story.started_at = time.monotonic()
+            with View(console, options, story, live=not options.plain) as view:
+                _follow(options, processes, address, story, view, folder)
+            console.print("The run has ended; measuring the models ...", highlight=False)
+            for name in [*options.names, "broker"]:
+                processes.wait(name, END_TIMEOUT_S)
+            processes.wait("alone", 10 * END_TIMEOUT_S)
+        results = demo_results.collect(options, story, folder)
+        if options.baselines:
+            console.print("Training data parallel at equal tokens ...", highlight=False)
+            results |= demo_results.data_parallel(options, results)
+        if options.json is not None:
+            options.json.write_text(json.dumps(results, indent=2) + "\n")
+        demo_results.show(console, options, results)
+
+
+def _start(options: DemoOptions, processes: Processes, folder: Path) -> str:
+    """Starts everybody; returns the broker's address."""
+    address = processes.start_broker(
+        "--listen", "tcp://127.0.0.1:0",
+        "--state-dir", str(folder / "broker"),
+        "--events", str(folder / "broker.jsonl"),
+        "--goal-tokens", str(options.goal_tokens),
+        "--set", f"run.learners_at_start={options.learners}",
+        "--set", f"run.tokens_per_run_step={options.tokens_per_step * options.learners}",
+    )  # fmt: skip
+    for name in options.names:
+        _start_learner(processes, folder, address, name)
+    processes.start(
+        "alone", "alone",
+        "--steps", str(options.inner_steps),
+        "--preset", PRESET,
+        "--batch", str(BATCH),
+        "--json", str(folder / "alone.json"),
+        module="narrows.bench.baselines",
+    )  # fmt: skip
+    return address
+
+
+def _start_learner(processes: Processes, folder: Path, address: str, name: str) -> None:
+    processes.start(
+        name, "learner",
+        "--broker", address,
+        "--name", name,
+        "--preset", PRESET,
+        "--batch", str(BATCH),
+        "--events", str(folder / f"{name}.jsonl"),
+        "--json", str(folder / f"{name}.json"),
+    )  # fmt: skip
+
+
+def _follow(
+    options: DemoOptions,
+    processes: Processes,
+    address: str,
+    story: Story,
+    view: View,
+    folder: Path,
+) -> None:
+    """Watches the run to its end; kills the victim and brings it back on the way."""
+    while True:
+        processes.check(*options.names, "broker", but=story.victim)
+        try:
+            status = ask_status(address, timeout_s=5.0)
+        except BrokerUnreachable:
+            if processes.running["broker"].poll() == 0:
+                break
+            raise
+        now = time.monotonic()
+        story.last = status
+        share = status.run_tokens / options.goal_tokens
+        _note_victim(story, status, now)
+        if story.killed_at is None and share >= KILL_AT:
+            processes.kill(story.victim, signal.SIGKILL)
+            story.killed_at = now
+        if story.killed_at and story.returned_at is None and share >= RETURN_AT:
+            _start_learner(processes, folder, address, story.victim)
+            story.returned_at = now
+        view.update(status, _alone_progress(folder))
+        if status.phase is Phase.ENDED:
+            break
+        time.sleep(POLL_S)
+    story.ended_at = time.monotonic()
+
+
+def _note_victim(story: Story, status: Status, now: float) -> None:
+    for learner in status.learners:
+        if learner.loss is not None:
+            story.losses.setdefault(learner.name, []).append((now, learner.loss))
+        if learner.name != story.victim:
+            continue
+        if story.killed_at is None:
+            story.first_incarnation = learner.incarnation
+        elif learner.incarnation != story.first_incarnation and learner.contributions:
+            story.contributed_at = story.contributed_at or now
+
+
+def _alone_progress(folder: Path) -> dict[str, float]:
+    """The newest progress line of the learner that trains alone."""
+    path = folder / "alone.log"
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    for line in reversed(lines):
+        if line.startswith("{"):
+            try:
+                return dict(json.loads(line))
+            except json.JSONDecodeError:
+                continue  # The line is being written.
+    return {}
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        if any(keep.iterdir()):
+            raise ConfigError(f"{keep} is not empty", remedy="name a new folder with --keep")
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix="narrows-demo-") as folder:
+        yield Path(folder)

@@ -1,0 +1,151 @@
+"""What messages are made of: bounded numbers, modes, phases, and what several messages share.
+
+PROTOCOL.md is the specification; this file is its Python form and changes with it.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta, Struct
+
+from narrows.proto.limits import (
+    ELEMENTS_MAX,
+    RANGES_MAX,
+    STREAMS_MAX,
+    TEXT_CHARACTERS_MAX,
+    TOKENS_MAX,
+    VERSION_MAX,
+)
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
+Elements: TypeAlias = Annotated[int, Meta(ge=0, le=ELEMENTS_MAX)]
+Version: TypeAlias = Annotated[int, Meta(ge=0, le=VERSION_MAX)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
+Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]
+Positions: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=STREAMS_MAX)]
+Ranges: TypeAlias = Annotated[tuple[tuple[Elements, Elements], ...], Meta(max_length=RANGES_MAX)]
+
+Epoch: TypeAlias = tuple[Count, Count]
+"""(term, life): a broker restart raises life, a promotion raises term. Compared as a tuple."""
+
+MergeLaw: TypeAlias = Literal["mean", "rda"]
+DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
+
+
+class Mode(StrEnum):
+    """How learners and broker keep step; the same code with different settings."""
+
+    DECOUPLED = "decoupled"
+    """Quorum plus grace; no learner ever waits."""
+    STREAMING = "streaming"
+    """All live learners contribute at a named step; a learner waits only beyond the overlap."""
+    DILOCO = "diloco"
+    """One fragment, all live learners, plain mean, learners wait: the classic method."""
+
+
+class Phase(StrEnum):
+    """Where the run stands."""
+
+    FOUNDING = "founding"
+    """Version 0 is not on disk yet."""
+    RUNNING = "running"
+    ENDING = "ending"
+    """The goal is reached: learners stop stepping, every fragment gets one last round."""
+    ENDED = "ended"
+    """The versions are final: learners adopt them and say Bye."""
+
+
+class Role(StrEnum):
+    """What a Welcome asks of the learner first."""
+
+    FOUND = "found"
+    """Send your parameters: they become version 0."""
+    WAIT = "wait"
+    """Another learner sends version 0; wait for the next Welcome."""
+    ADOPT = "adopt"
+    """Fetch and adopt the current versions."""
+
+
+class LayoutEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One parameter tensor that travels. `law` says how its outer gradients are merged."""
+
+    name: Text
+    shape: tuple[int, ...]
+    dtype: DtypeName
+    law: MergeLaw
+
+
+class RunSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings that the whole group shares. They live at the broker, told in Welcome."""
+
+    mode: Mode
+    fragment_count: int
+    """P."""
+    sync_period_steps: int
+    """H: inner steps between two syncs of the same fragment."""
+    overlap_steps: int
+    """tau: inner steps that an exchange may take without holding anybody up."""
+    push_codec: str
+    publish_codec: str
+    push_rho: float
+    """Quantisation step of pushes in units of the tensor piece's rms."""
+    publish_rho: float
+    chunk_elements: int
+    streams: int
+    """Data connections of a learner in each direction."""
+    error_feedback: bool
+    """Carry what the push codec dropped over to the next push of the fragment."""
+    tokens_per_run_step: int
+    """Tokens that make one step of the run's clock; learning-rate schedules follow that clock."""
+    goal_tokens: int
+    """Tokens after which the run ends; 0: never."""
+    max_offline_s: float
+    """A learner cut off for longer pauses training until it is back; 0: never pauses."""
+
+
+class FragmentHead(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Newest version of a fragment and the xxh3_64 of its published copy (float32, LE)."""
+
+    version: Version
+    digest: int
+
+
+class OpenRound(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A round in which learners may contribute."""
+
+    fragment: Count
+    base_version: Version
+    attempt: Count
+    """Counts re-openings of the same (fragment, base_version)."""
+    at_step: int
+    """Inner step of the snapshot in the modes streaming and diloco; -1: at the next boundary."""
+
+
+class TokenLedger(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Token x fragment counts of one incarnation; every one of them has exactly one fate.
+
+    logged * fragment_count == pending + merged + overwritten + refused + rolled_back + skipped.
+    """
+
+    logged: Count = 0
+    pending: Count = 0
+    merged: Count = 0
+    overwritten: Count = 0
+    refused: Count = 0
+    rolled_back: Count = 0
+    skipped: Count = 0
+
+
+class DataKind(IntEnum):
+    """What a data message carries."""
+
+    PUSH = 1
+    """Up: an outer gradient against `version`."""
+    FOUND = 2
+    """Up: parameters that become version 0."""
+    PUBLICATION = 3
+    """Down: the step from version - 1 to `version`."""
+    STATE = 4
+    """Down: the whole published copy at `version`, lossless."""

@@ -1,0 +1,44 @@
+"""What tests of codecs share: short ways to say arrays, to encode and to be refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from narrows.proto.codecs import DecodedChunk, codec
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.kernels import F32, I64
+
+QUANTISED = ("int8-zstd", "int4-zstd")
+FLOATS = ("raw32", "bf16")
+
+
+def f32(*values: float) -> F32:
+    return np.array(values, np.float32)
+
+
+def bounds_of(*bounds: int) -> I64:
+    return np.array(bounds, np.int64)
+
+
+def encode(name: str, values: F32, bounds: I64, scales: F32) -> tuple[bytes, F32]:
+    reconstructed = np.full_like(values, np.nan)
+    return codec(name).encode(values, bounds, scales, reconstructed), reconstructed
+
+
+def values_of(chunk: DecodedChunk) -> list[float]:
+    out = np.full(chunk.count, np.nan, np.float32)
+    chunk.values(out)
+    return out.tolist()
+
+
+def half(value: float) -> bytes:
+    """A bfloat16 number, little-endian."""
+    return (f32(value).view(np.uint32) >> 16).astype("<u2").tobytes()
+
+
+def refused(name: str, payload: bytes, bounds: I64) -> ErrorCode:
+    with pytest.raises(RemoteProtocolError) as caught:
+        codec(name).decode(payload, bounds)
+    assert len(str(caught.value)) < 1024
+    return caught.value.code

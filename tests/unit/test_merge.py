@@ -1,0 +1,243 @@
+"""Token weights and the merge: worked examples, the twin, misuse."""
+
+from __future__ import annotations
+
+import math
+
+import numba  # pyright: ignore[reportMissingTypeStubs]
+import numpy as np
+import pytest
+from merge_cases import contribution, decoded, one_fragment, slow_merge
+
+from narrows.broker import merge as merge_module
+from narrows.broker.merge import Contribution, merge, token_weights, warm_up
+from narrows.proto.errors import ErrorCode, LocalProtocolError
+from narrows.proto.fragments import Fragment, build_table
+from narrows.proto.messages import LayoutEntry
+
+PLANE = one_fragment((2, "rda"))
+MIXED = one_fragment((300, "rda"), (7, "mean"), (1200, "rda"), (1, "mean"), (64, "mean"))
+
+
+def given(fragment: Fragment, *vectors: object) -> list[Contribution]:
+    return [
+        contribution(f"learner-{i}", fragment, np.array(vector, np.float32))
+        for i, vector in enumerate(vectors)
+    ]
+
+
+def random_vectors(count: int, seed: int, fragment: Fragment = MIXED) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    lengths = np.exp(rng.normal(size=(count, 1)))
+    return list((lengths * rng.normal(size=(count, fragment.elements))).astype(np.float32))
+
+
+# Weights.
+
+
+def test_weights_follow_tokens_squared_over_steps() -> None:
+    # 100 * 100 / 10 = 1000 and 300 * 300 / 30 = 3000.
+    assert token_weights([(100, 10), (300, 30)], rule="tokens") == pytest.approx([0.25, 0.75])
+
+
+def test_equal_weights() -> None:
+    assert token_weights([(1, 1), (9, 1), (5, 1), (5, 1)], rule="equal") == [0.25] * 4
+
+
+def test_no_share_above_the_limit_from_three_contributors_on() -> None:
+    assert token_weights([(90, 90), (6, 6), (4, 4)], rule="tokens") == pytest.approx(
+        [0.5, 0.3, 0.2]
+    )
+    assert token_weights([(90, 90), (10, 10)], rule="tokens") == pytest.approx([0.9, 0.1])
+
+
+def test_limiting_one_share_may_push_the_next_one_over() -> None:
+    weights = token_weights([(60, 60), (30, 30), (10, 10)], rule="tokens", share_max=0.4)
+    assert weights == pytest.approx([0.4, 0.4, 0.2])
+
+
+def test_a_limit_that_cannot_hold_makes_all_equal() -> None:
+    weights = token_weights([(60, 60), (30, 30), (10, 10)], rule="tokens", share_max=0.1)
+    assert weights == pytest.approx([1 / 3] * 3)
+
+
+def test_weights_of_huge_counts_are_finite() -> None:
+    weights = token_weights([(1 << 62, 1), (1, 1 << 62), (1 << 62, 1)], rule="tokens")
+    assert weights == pytest.approx([0.5, 0.0, 0.5])
+
+
+@pytest.mark.parametrize("counts", [[], [(0, 1)], [(1, 0)], [(1, 1), (-1, 1)]])
+def test_weights_of_nothing_are_misuse(counts: list[tuple[int, int]]) -> None:
+    with pytest.raises(LocalProtocolError) as caught:
+        token_weights(counts, rule="tokens")
+    assert caught.value.code == ErrorCode.MISUSE
+
+
+# Laws.
+
+
+def test_the_mean_of_orthogonal_vectors_shrinks_and_rda_does_not() -> None:
+    both = given(PLANE, [2, 0], [0, 2])
+    assert merge(PLANE, both, [0.5, 0.5], law="mean").outer_grad.tolist() == [1, 1]
+    radial = merge(PLANE, both, [0.5, 0.5]).outer_grad
+    assert radial == pytest.approx([math.sqrt(2), math.sqrt(2)], rel=1e-6)
+
+
+def test_rda_by_hand_with_different_norms() -> None:
+    # Directions (1, 0) and (0, 1) with weights .8 and .2; mean norm .8 * 1 + .2 * 3 = 1.4, under
+    # the cap sqrt(2) * |(.8, .6)| = sqrt(2).
+    radial = merge(PLANE, given(PLANE, [1, 0], [0, 3]), [0.8, 0.2]).outer_grad
+    unit = np.array([0.8, 0.2]) / math.hypot(0.8, 0.2)
+    assert radial == pytest.approx(1.4 * unit, rel=1e-6)
+
+
+def test_the_gain_over_the_mean_is_capped() -> None:
+    # Nearly opposite: the mean has norm 0.1, so the result has at most sqrt(2) * 0.1.
+    slim = merge(PLANE, given(PLANE, [1, 0.1], [-1, 0.1]), [0.5, 0.5]).outer_grad
+    assert slim == pytest.approx([0, math.sqrt(2) * 0.1], rel=1e-5)
+
+
+def test_opposite_directions_fall_back_to_the_mean() -> None:
+    result = merge(PLANE, given(PLANE, [3, 4], [-6, -8]), [0.5, 0.5]).outer_grad
+    assert result.tolist() == [-1.5, -2]
+
+
+def test_a_contributor_of_zeros_does_not_turn_the_rest() -> None:
+    result = merge(PLANE, given(PLANE, [3, 4], [0, 0]), [0.5, 0.5]).outer_grad
+    assert result.tolist() == [1.5, 2]
+    assert not merge(PLANE, given(PLANE, [0, 0], [0, 0]), [0.5, 0.5]).outer_grad.any()
+
+
+def test_one_contributor_is_itself_bit_for_bit() -> None:
+    one = contribution("a", MIXED, random_vectors(1, 3)[0], codec_name="int8-zstd")
+    merged = merge(MIXED, [one], [1.0])
+    assert merged.outer_grad.tobytes() == (decoded(one, MIXED) + np.float32(0)).tobytes()
+    assert merged.outer_grad.dtype == np.float32 and merged.clipped == 0
+
+
+def test_tiny_norms_neither_overflow_nor_poison() -> None:
+    result = merge(PLANE, given(PLANE, [1e-42, 0], [0, 2], [0, 2]), [0.2, 0.4, 0.4]).outer_grad
+    assert result == pytest.approx([0, 1.6], rel=1e-6)
+
+
+def test_huge_values_stay_finite() -> None:
+    result = merge(PLANE, given(PLANE, [3e38, 0], [3e38, 0]), [0.5, 0.5]).outer_grad
+    assert result == pytest.approx([3e38, 0], rel=1e-6)
+
+
+# Clipping.
+
+
+def test_an_outlier_is_clipped_to_three_medians_and_counted() -> None:
+    four = given(PLANE, [1, 0], [1, 0], [1, 0], [100, 0])
+    merged = merge(PLANE, four, [0.25] * 4, law="mean")
+    assert merged.outer_grad == pytest.approx([(1 + 1 + 1 + 3) / 4, 0])
+    assert merged.clipped == 1
+    assert merged.norms.tolist() == [[1, 1, 1, 100]]
+    assert merge(PLANE, four, [0.25] * 4, clip_ratio=0).clipped == 0
+
+
+def test_two_contributors_are_never_clipped() -> None:
+    merged = merge(PLANE, given(PLANE, [1, 0], [100, 0]), [0.5, 0.5], law="mean")
+    assert merged.outer_grad == pytest.approx([50.5, 0]) and merged.clipped == 0
+
+
+def test_zeros_do_not_count_for_the_median() -> None:
+    # Of an embedding that only one learner's text touches, its work must survive.
+    merged = merge(PLANE, given(PLANE, [0, 0], [0, 0], [3, 4]), [0.25, 0.25, 0.5])
+    assert merged.outer_grad.tolist() == [1.5, 2] and merged.clipped == 0
+
+
+def test_clipping_does_not_change_the_direction() -> None:
+    # Both outer gradients of unit length, and one that is clipped from 90 to 3: directions count
+    # alike, whatever the lengths were.
+    three = given(PLANE, [1, 0], [0, 1], [0, 90])
+    weights = [0.5, 0.25, 0.25]
+    merged = merge(PLANE, three, weights).outer_grad
+    assert merged[0] == pytest.approx(merged[1], rel=1e-6)
+
+
+# Against the twin, over codecs, chunkings and laws.
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("codec_name", ["raw32", "bf16", "int8-zstd", "int4-zstd"])
+@pytest.mark.parametrize("chunk_elements", [64, 1 << 16])
+def test_equals_the_slow_twin(count: int, codec_name: str, chunk_elements: int) -> None:
+    vectors = random_vectors(count, seed=count)
+    vectors[0][: 300 + 7] *= 50  # An outlier in the first two pieces.
+    ones = [
+        contribution(f"{i}", MIXED, v, codec_name=codec_name, chunk_elements=chunk_elements)
+        for i, v in enumerate(vectors)
+    ]
+    weights = token_weights([(9 + i, 1 + i % 2) for i in range(count)], rule="tokens")
+    for law in ("layout", "mean"):
+        slow = slow_merge([decoded(one, MIXED) for one in ones], weights, MIXED, law=law)
+        fast = merge(MIXED, ones, weights, law="mean" if law == "mean" else "layout")
+        np.testing.assert_allclose(fast.outer_grad, slow, rtol=2e-5, atol=2e-6)
+        assert fast.clipped == (0 if count < 3 else fast.clipped)
+
+
+def test_different_chunkings_give_the_same_bits() -> None:
+    vectors = random_vectors(3, seed=11)
+    weights = [0.2, 0.5, 0.3]
+
+    def bits(*chunk_elements: int) -> bytes:
+        ones = [
+            contribution(f"{i}", MIXED, vector, chunk_elements=size)
+            for i, (vector, size) in enumerate(zip(vectors, chunk_elements, strict=True))
+        ]
+        return merge(MIXED, ones, weights, law="mean").outer_grad.tobytes()
+
+    assert bits(64, 64, 64) == bits(100, 64, 1 << 16)
+
+
+def test_many_fragments_of_a_split_tensor() -> None:
+    layout = [
+        LayoutEntry("big", (90, 11), "float32", "rda"),
+        LayoutEntry("n", (5,), "float32", "mean"),
+    ]
+    rng = np.random.default_rng(4)
+    for fragment in build_table(layout, 3):
+        vectors = [rng.normal(size=fragment.elements).astype(np.float32) for _ in range(3)]
+        ones = [contribution(f"{i}", fragment, v, chunk_elements=70) for i, v in enumerate(vectors)]
+        fast = merge(fragment, ones, [0.3, 0.3, 0.4])
+        slow = slow_merge(vectors, [0.3, 0.3, 0.4], fragment)
+        np.testing.assert_allclose(fast.outer_grad, slow, rtol=2e-5, atol=2e-6)
+        assert fast.norms.shape == (len(fragment.pieces), 3)
+
+
+# Misuse.
+
+
+def misuse(contributions: list[Contribution], weights: list[float]) -> str:
+    with pytest.raises(LocalProtocolError) as caught:
+        merge(PLANE, contributions, weights)
+    assert caught.value.code == ErrorCode.MISUSE
+    return caught.value.message
+
+
+def test_misuse_is_refused() -> None:
+    a, b = given(PLANE, [1, 0], [0, 1])
+    wide = given(one_fragment((3, "mean")), [1, 2, 3])[0]
+    hole = Contribution("learner-0", 1, 1, [(1, chunk) for _, chunk in a.chunks])
+    assert "contributions" in misuse([], [])
+    assert "contributions" in misuse([b, a], [0.5, 0.5])
+    assert "contributions" in misuse([a, a], [0.5, 0.5])
+    assert "weights" in misuse([a, b], [1.0])
+    assert "weights" in misuse([a, b], [0.5, 0.6])
+    assert "weights" in misuse([a, b], [1.5, -0.5])
+    assert "chunks of learner-0" in misuse([wide], [1.0])
+    assert "chunks of learner-0" in misuse([hole], [1.0])
+    assert "chunks of x" in misuse([Contribution("x", 1, 1, [])], [1.0])
+
+
+def test_warm_up_compiles_exactly_what_a_merge_uses() -> None:
+    warm_up()
+    kernel = merge_module.add_scaled
+    assert isinstance(kernel, numba.core.dispatcher.Dispatcher)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
+    before = list(kernel.signatures)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    vectors = random_vectors(3, seed=1)
+    ones = [contribution(f"{i}", MIXED, v, chunk_elements=99) for i, v in enumerate(vectors)]
+    merge(MIXED, ones, [0.2, 0.3, 0.5])
+    assert len(before) == 1 and list(kernel.signatures) == before  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]

@@ -1,0 +1,106 @@
+"""Values with units: what is read, what is refused with which remedy, what is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from narrows.proto import units
+from narrows.proto.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("1.5s", 1.5), ("200ms", 0.2), ("2min", 120), ("1h", 3600), ("2 d", 172800), ("5us", 5e-6)]
+    + [("0", 0), ("1e3ms", 1), (" 3s ", 3)],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert units.parse_duration_s(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("64MiB", 64 << 20), ("2GB", 2 * 10**9), ("512B", 512), ("0", 0), ("1.5KiB", 1536)],
+)
+def test_sizes(text: str, size_bytes: int) -> None:
+    value = units.parse_bytes(text)
+    assert value == size_bytes and isinstance(value, int)
+
+
+@pytest.mark.parametrize(
+    ("text", "bits_per_s"),
+    [("2Gbit/s", 2e9), ("800kbit/s", 8e5), ("0", 0), ("0.5 Mbit/s", 5e5), ("9bit/s", 9)],
+)
+def test_bit_rates(text: str, bits_per_s: float) -> None:
+    assert units.parse_bits_per_s(text) == bits_per_s
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("12e9", 12 * 10**9), ("1.5M", 1_500_000), ("300", 300), ("3B", 3 * 10**9), ("0.1k", 100)]
+    # Exact beyond the 53 bits of a float.
+    + [("9007199254740993", 9007199254740993), ("1.000000000000000001e18", 10**18 + 1)],
+)
+def test_counts(text: str, count: int) -> None:
+    value = units.parse_count(text)
+    assert value == count and isinstance(value, int)
+
+
+REFUSED: list[tuple[Callable[[str], float], str, str]] = [
+    (units.parse_duration_s, "10", "without a unit"),
+    (units.parse_duration_s, "10 parsecs", "unknown unit"),
+    (units.parse_duration_s, "-1s", "not a duration"),
+    (units.parse_duration_s, "", "not a duration"),
+    (units.parse_duration_s, "s", "not a duration"),
+    (units.parse_duration_s, "nan", "not a duration"),
+    (units.parse_duration_s, "1e999s", "not a duration"),
+    (units.parse_duration_s, "1s 2s", "not a duration"),
+    (units.parse_duration_s, "١s", "not a duration"),
+    (units.parse_bytes, "64", "without a unit"),
+    (units.parse_bytes, "0.5B", "not a whole number"),
+    (units.parse_bits_per_s, "2GB", "unknown unit"),
+    (units.parse_count, "1.5", "not a whole number"),
+    (units.parse_count, "12 gallons", "unknown unit"),
+]
+
+
+@pytest.mark.parametrize(("parse", "text", "message"), REFUSED)
+def test_refused(parse: Callable[[str], float], text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse(text)
+    assert caught.value.expected and caught.value.got == repr(text)
+
+
+def test_a_unit_in_the_wrong_case_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        units.parse_bits_per_s("2gbit/s")
+    assert caught.value.remedy == "write 2Gbit/s"
+
+
+@pytest.mark.parametrize(
+    ("write", "value", "text"),
+    [
+        (units.format_bytes, 1.9e9, "1.9 GB"),
+        (units.format_bytes, 999.7e6, "1.0 GB"),
+        (units.format_bytes, 512, "512 B"),
+        (units.format_bytes, 0, "0 B"),
+        (units.format_bytes, 3e18, "3000000 TB"),
+        (units.format_bytes, -2e6, "-2.0 MB"),
+        (units.format_bits_per_s, 3.2e6, "3.2 Mbit/s"),
+        (units.format_bits_per_s, 41.3e6, "41 Mbit/s"),
+        (units.format_duration_s, 41, "41 s"),
+        (units.format_duration_s, 1.5, "1.5 s"),
+        (units.format_duration_s, 9.97, "10 s"),
+        (units.format_duration_s, 0.2, "200 ms"),
+        (units.format_duration_s, 2e-9, "0.0 us"),
+        (units.format_duration_s, 150, "2.5 min"),
+        (units.format_duration_s, 86400 * 10, "10 d"),
+        (units.format_duration_s, float("inf"), "inf s"),
+        (units.format_count, 1_500_000, "1.5M"),
+        (units.format_count, 950, "950"),
+        (units.format_count, 12e9, "12B"),
+    ],
+)
+def test_formats(write: Callable[[float], str], value: float, text: str) -> None:
+    assert write(value) == text
