@@ -106,10 +106,9 @@ def _train(
         meter.after_step(step + 1, accumulate(model, readers))
         optimizer.step()  # pyright: ignore[reportUnknownMemberType]
         optimizer.zero_grad()
-    windows = fixed_windows(corpus.validation, context=config.context)
-    loss = validation_loss(model, windows)
+    # The counts first: evaluation is no part of the baseline's seconds.
     record = meter.record() | {
-        "loss": loss,
+        "loss": validation_loss(model, fixed_windows(corpus.validation, context=config.context)),
         "parameters": parameter_count(model),
         "corpus_digest": corpus.corpus_digest,
         "recipe": asdict(recipe),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, cast
 
 from narrows.broker.outer import optimizer_names
 from narrows.proto.codecs import codec_names
@@ -260,8 +260,8 @@ def load_config(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
     """
     table = read_table(path) if path else {}
     run = table.get("run")
-    file_mode = run.get("mode") if isinstance(run, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    mode = str(flags.get("run.mode") or file_mode or Mode.DECOUPLED)  # pyright: ignore[reportUnknownArgumentType]
+    of_file = cast(Mapping[str, object], run).get("mode") if isinstance(run, dict) else None
+    mode = str(flags.get("run.mode") or of_file or Mode.DECOUPLED)
     config = override(BrokerConfig(), preset(mode))
     return override(override(config, table, source=str(path)), flags, source="flags")
 

@@ -257,9 +257,11 @@ def _misuse(what: str, expected: str, got: str) -> LocalProtocolError:
     return LocalProtocolError(ErrorCode.MISUSE, f"merge: {what}", expected=expected, got=got)
 
 
+_njit: Callable[..., Callable[[object], object]] = numba.njit  # pyright: ignore
+
+
 def _kernel(function: Function) -> Function:
-    compiled = numba.njit(nogil=True, cache=True, fastmath=False, error_model="numpy")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return cast(Function, compiled(function))
+    return cast(Function, _njit(nogil=True, cache=True, fastmath=False)(function))
 
 
 @_kernel

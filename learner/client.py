@@ -305,8 +305,13 @@ class Client:
 
     def _handle(self, event: ev.Event) -> None:
         with self._changed:
-            self._perform(self._session.handle(event, now=time.monotonic()))
+            effects = self._session.handle(event, now=time.monotonic())
+            for effect in effects:
+                if isinstance(effect, ev.Install):
+                    # Under the lock: the next boundary may already be told to adopt it.
+                    self._exchange.install(effect.fragment, effect.version)
             self._changed.notify_all()
+        self._perform(effects)
 
     def _on_control(self, frame: bytes) -> None:
         try:
@@ -339,8 +344,8 @@ class Client:
                     self._found(fragment, ranges)
                 case ev.Apply():
                     self._exchange.apply(effect)
-                case ev.Install(fragment, version):
-                    self._exchange.install(fragment, version)
+                case ev.Install():
+                    pass  # `_handle` has done it, under the lock.
                 case ev.Drop(handles):
                     self._exchange.drop(handles)
                 case ev.Resend(push_id, ranges):

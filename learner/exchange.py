@@ -95,7 +95,7 @@ class Exchange:
         self._residuals = Residuals(False)
         self._pushes: dict[int, PushWork] = {}
         self._chunks: dict[int, tuple[int, DecodedChunk]] = {}
-        self._applied: dict[tuple[int, int], F32] = {}
+        self._applied: dict[tuple[int, int], tuple[F32, int]] = {}
         self._handle = 0
 
     def identify(self, run_id: str, epoch: tuple[int, int]) -> None:
@@ -163,29 +163,29 @@ class Exchange:
         base: F32 | None,
     ) -> None:
         values = values_of(part, chunks) if base is None else advance_copy(part, base, chunks)
-        fits = digest_of(values) == effect.digest
+        digest = digest_of(values)
 
         def applied() -> ev.Event:
-            if not fits:
+            if digest != effect.digest:
                 return ev.ApplyFailed(effect.fragment, effect.version, effect.digest)
-            self._applied[effect.fragment, effect.version] = values
+            self._applied[effect.fragment, effect.version] = values, digest
             return ev.Applied(effect.fragment, effect.version, effect.digest)
 
         self._post(applied)
 
     def install(self, fragment: int, version: int) -> None:
         """An applied result becomes the published copy."""
-        values = self._applied.pop((fragment, version))
-        self.published[fragment] = values
+        self.published[fragment], digest = self._applied.pop((fragment, version))
         if self._records is not None:
-            self._record(
-                {
-                    "event": "installed",
-                    "fragment": fragment,
-                    "version": version,
-                    "digest": f"{digest_of(values):016x}",
-                }
-            )
+            record = {
+                "time_s": time.time(),
+                "event": "installed",
+                "learner": self._name,
+                "fragment": fragment,
+                "version": version,
+                "digest": f"{digest:016x}",
+            }
+            self._records.write(json.dumps(record) + "\n")
 
     # Up.
 
@@ -312,11 +312,6 @@ class Exchange:
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._records is not None:
             self._records.close()
-
-    def _record(self, record: dict[str, object]) -> None:
-        assert self._records is not None
-        line = {"time_s": time.time(), "learner": self._name, **record}
-        self._records.write(json.dumps(line) + "\n")
 
 
 def touches(ranges: Ranges, offset: int, count: int) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from narrows.broker.merge import Contribution
-from narrows.proto.codecs import codec, piece_scales
+from narrows.proto.codecs import DecodedChunk, codec, piece_scales
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.messages import LayoutEntry, MergeLaw
 
@@ -32,8 +33,11 @@ def contribution(
     chunk_elements: int = 1 << 16,
 ) -> Contribution:
     """`values` (n,) of a learner as the broker has them after decoding."""
-    scales, coder = piece_scales(values, fragment.bounds, 0.25), codec(codec_name)
-    chunks = []
+    coder = codec(codec_name)
+    scales = np.ones(len(fragment.pieces), np.float32)
+    if coder.quantised:
+        scales = piece_scales(values, fragment.bounds, 0.25)
+    chunks: list[tuple[int, DecodedChunk]] = []
     for offset, count in fragment.chunks(chunk_elements):
         rows = fragment.pieces_of(offset, count)
         part, bounds = values[offset : offset + count], fragment.spans(offset, count)
@@ -59,7 +63,7 @@ def slow_merge(
     law: str = "layout",
 ) -> F64:
     """The merge by its definition: clip every vector, then average them piece by piece."""
-    result = []
+    result: list[F64] = []
     for piece in fragment.pieces:
         parts = [v[piece.offset : piece.offset + piece.count].astype(np.float64) for v in vectors]
         if clip_ratio:
@@ -79,7 +83,10 @@ def slow_clip(parts: list[F64], ratio: float) -> list[F64]:
 
 
 def slow_mean(parts: list[F64], weights: Sequence[float]) -> F64:
-    return np.sum([w * part for w, part in zip(weights, parts, strict=True)], axis=0)
+    total = np.zeros_like(parts[0])
+    for weight, part in zip(weights, parts, strict=True):
+        total += weight * part
+    return total
 
 
 def slow_radial(parts: list[F64], weights: Sequence[float]) -> F64:
@@ -96,4 +103,4 @@ def slow_radial(parts: list[F64], weights: Sequence[float]) -> F64:
     if length <= 1e-6 * reach:
         return mean
     radius = sum(w * each for w, each in zip(weights, lengths, strict=True))
-    return direction / length * min(radius, there**0.5 * float(np.linalg.norm(mean)))
+    return direction / length * min(radius, math.sqrt(there) * float(np.linalg.norm(mean)))

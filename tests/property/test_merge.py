@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
+from random import Random
 
 import numpy as np
 from hypothesis import given, settings
@@ -51,14 +53,14 @@ def test_weights_sum_to_one_and_keep_to_the_limit(
     pairs: list[tuple[int, int]], share_max: float
 ) -> None:
     weights = token_weights(pairs, rule="tokens", share_max=share_max)
-    assert math.fsum(weights) == math.fsum(weights) and abs(math.fsum(weights) - 1) < 1e-12
+    assert abs(math.fsum(weights) - 1) < 1e-12
     assert min(weights) >= 0
     if len(pairs) >= 3:
         assert max(weights) <= share_max + 1e-12
     # Whoever has done more has no less to say.
     done = [tokens * tokens / steps for tokens, steps in pairs]
     by_work = sorted(zip(done, weights, strict=True))
-    assert all(a[1] <= b[1] * (1 + 1e-9) for a, b in zip(by_work, by_work[1:], strict=False))
+    assert all(a[1] <= b[1] * (1 + 1e-9) for a, b in pairwise(by_work))
 
 
 @given(st.lists(counts, min_size=1, max_size=9))
@@ -69,7 +71,7 @@ def test_weights_do_not_depend_on_the_order(pairs: list[tuple[int, int]]) -> Non
 
 
 @given(vectors(), st.randoms(use_true_random=False), laws)
-def test_order_of_arrival_does_not_matter(found: list[F32], random: object, law: str) -> None:
+def test_order_of_arrival_does_not_matter(found: list[F32], random: Random, law: str) -> None:
     ones = named(found)
     weights = dict(zip((one.learner for one in ones), random_weights(len(ones), 1), strict=True))
 
@@ -80,7 +82,7 @@ def test_order_of_arrival_does_not_matter(found: list[F32], random: object, law:
         return result.outer_grad.tobytes()
 
     shuffled = list(ones)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]  # pyright: ignore
+    random.shuffle(shuffled)
     assert merged(shuffled) == merged(ones)
 
 
@@ -120,8 +122,8 @@ def test_no_merge_is_longer_than_its_longest_input_or_the_cap(found: list[F32], 
         part = slice(piece.offset, piece.offset + piece.count)
         length = float(np.linalg.norm(radial.outer_grad[part].astype(np.float64)))
         assert length <= radial.norms[row].max() * (1 + 1e-5)
-        there = max(1, np.count_nonzero(radial.norms[row]))
-        cap = there**0.5 * float(np.linalg.norm(mean[part].astype(np.float64)))
+        there = max(1, int(np.count_nonzero(radial.norms[row])))
+        cap = math.sqrt(there) * float(np.linalg.norm(mean[part].astype(np.float64)))
         assert length <= cap * (1 + 1e-5)
 
 

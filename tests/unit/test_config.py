@@ -238,7 +238,7 @@ def test_flags_beat_the_file_which_beats_the_preset(tmp_path: Path) -> None:
     assert (config.fragments.count, config.merge.quorum, config.merge.law) == (2, 5, "mean")
     assert load_config(path, {"run.mode": "streaming"}).merge.law == "layout"
     assert load_config(None, {}) == BrokerConfig()
-    with pytest.raises(ConfigError, match="flags: merge.quorum: out of range"):
+    with pytest.raises(ConfigError, match=r"flags: merge\.quorum: out of range"):
         load_config(path, {"merge.quorum": 0})
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
-import numba  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 import pytest
-from merge_cases import contribution, decoded, one_fragment, slow_merge
+from merge_cases import F32, contribution, decoded, one_fragment, slow_merge
 
 from narrows.broker import merge as merge_module
 from narrows.broker.merge import Contribution, merge, token_weights, warm_up
@@ -26,10 +26,11 @@ def given(fragment: Fragment, *vectors: object) -> list[Contribution]:
     ]
 
 
-def random_vectors(count: int, seed: int, fragment: Fragment = MIXED) -> list[np.ndarray]:
+def random_vectors(count: int, seed: int, fragment: Fragment = MIXED) -> list[F32]:
     rng = np.random.default_rng(seed)
     lengths = np.exp(rng.normal(size=(count, 1)))
-    return list((lengths * rng.normal(size=(count, fragment.elements))).astype(np.float32))
+    values = lengths * rng.normal(size=(count, fragment.elements))
+    return [vector.astype(np.float32) for vector in values]
 
 
 # Weights.
@@ -175,7 +176,10 @@ def test_equals_the_slow_twin(count: int, codec_name: str, chunk_elements: int) 
         slow = slow_merge([decoded(one, MIXED) for one in ones], weights, MIXED, law=law)
         fast = merge(MIXED, ones, weights, law="mean" if law == "mean" else "layout")
         np.testing.assert_allclose(fast.outer_grad, slow, rtol=2e-5, atol=2e-6)
-        assert fast.clipped == (0 if count < 3 else fast.clipped)
+        medians = np.median(fast.norms, axis=1, keepdims=True)
+        over = int(np.count_nonzero(fast.norms > 3 * medians))
+        assert fast.clipped == (over if count >= 3 else 0)
+        assert over >= 2 or count < 3
 
 
 def test_different_chunkings_give_the_same_bits() -> None:
@@ -234,10 +238,9 @@ def test_misuse_is_refused() -> None:
 
 def test_warm_up_compiles_exactly_what_a_merge_uses() -> None:
     warm_up()
-    kernel = merge_module.add_scaled
-    assert isinstance(kernel, numba.core.dispatcher.Dispatcher)  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
-    before = list(kernel.signatures)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    kernel = cast(Any, merge_module.add_scaled)
+    before = list(kernel.signatures)
     vectors = random_vectors(3, seed=1)
     ones = [contribution(f"{i}", MIXED, v, chunk_elements=99) for i, v in enumerate(vectors)]
     merge(MIXED, ones, [0.2, 0.3, 0.5])
-    assert len(before) == 1 and list(kernel.signatures) == before  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    assert len(before) == 1 and list(kernel.signatures) == before
