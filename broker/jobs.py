@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from narrows.broker import events as ev
 from narrows.broker.checkpoint import Snapshot, StateDir
@@ -78,7 +80,7 @@ class Jobs:
 
             self._post(unpacked)
 
-        self._pool.submit(work)
+        self._submit(self._pool, work)
 
     def found(self, effect: ev.Found) -> None:
         """Makes version 0 from the founder's chunks or from the initial file."""
@@ -103,7 +105,7 @@ class Jobs:
 
             self._post(founded)
 
-        self._pool.submit(work)
+        self._submit(self._pool, work)
 
     def merge(self, effect: ev.StartMerge, done: Callable[[Outcome], None]) -> None:
         """Merges contributions into the next version; `done` sees it before the syncer does."""
@@ -129,7 +131,7 @@ class Jobs:
                 done(outcome)
             return event
 
-        self._pool.submit(work)
+        self._submit(self._pool, work)
 
     def save(self) -> None:
         """Writes a checkpoint of the current state while serving goes on."""
@@ -145,12 +147,23 @@ class Jobs:
             written = ev.CheckpointWritten(sum(state.version for state in snapshot.fragments))
             self._post(lambda: written)
 
-        self._disk.submit(work)
+        self._submit(self._disk, work)
 
     def close(self) -> None:
         """Waits for what is running; what has not begun is dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._disk.shutdown(wait=True)
+
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], None]) -> None:
+        """Runs `work` on a pool; an unexpected error ends the loop, loudly, not one round."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._post(partial(_raise, error))
+
+        pool.submit(guarded)
 
     def _snapshot(self) -> Snapshot:
         """References to arrays that are never changed in place: cheap and consistent."""
@@ -167,3 +180,7 @@ class Jobs:
             phase=msg.Phase.RUNNING if founding else run.phase,
             fragments=tuple(self.model.fragments),
         )
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -95,8 +95,18 @@ class DeadlineReached:
 
 
 Event: TypeAlias = (
-    Received | ChunkArrived | Applied | ApplyFailed | EncodeFailed | StepTaken | StepSkipped
-    | BoundaryReached | Paused | Continued | LoopEnded | DeadlineReached
+    Received
+    | ChunkArrived
+    | Applied
+    | ApplyFailed
+    | EncodeFailed
+    | StepTaken
+    | StepSkipped
+    | BoundaryReached
+    | Paused
+    | Continued
+    | LoopEnded
+    | DeadlineReached
 )
 
 # Effects.
@@ -216,6 +226,19 @@ class Note:
 
 
 Effect: TypeAlias = (
-    Send | OpenStreams | Identify | SendFounding | Apply | Install | Drop | Adopt | Snapshot | Resend
-    | SettlePush | Acknowledge | Fail | Left | Note
+    Send
+    | OpenStreams
+    | Identify
+    | SendFounding
+    | Apply
+    | Install
+    | Drop
+    | Adopt
+    | Snapshot
+    | Resend
+    | SettlePush
+    | Acknowledge
+    | Fail
+    | Left
+    | Note
 )

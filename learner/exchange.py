@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +99,17 @@ class Exchange:
         self._applied: dict[tuple[int, int], tuple[F32, int]] = {}
         self._handle = 0
 
+    def _submit(self, work: Callable[[], None]) -> None:
+        """Runs `work` on the pool; an unexpected error ends the background thread, loudly."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._post(partial(_raise, error))
+
+        self._pool.submit(guarded)
+
     def identify(self, run_id: str, epoch: tuple[int, int]) -> None:
         """Headers carry these from now on; what was queued under another epoch is dropped."""
         if (run_id, epoch) != (self._run_id, self._epoch):
@@ -153,7 +165,7 @@ class Exchange:
         base = None
         if effect.kind is msg.DataKind.PUBLICATION:
             base = self.published[effect.fragment]
-        self._pool.submit(self._apply, effect, part, chunks, base)
+        self._submit(lambda: self._apply(effect, part, chunks, base))
 
     def _apply(
         self,
@@ -201,7 +213,7 @@ class Exchange:
             self._residuals.of(effect.fragment),
         )
         self._pushes[effect.push_id] = work
-        self._pool.submit(self._encode, work)
+        self._submit(lambda: self._encode(work))
 
     def _encode(self, work: PushWork) -> None:
         assert self.settings is not None
@@ -312,6 +324,10 @@ class Exchange:
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._records is not None:
             self._records.close()
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def touches(ranges: Ranges, offset: int, count: int) -> bool:

@@ -86,8 +86,12 @@ class Ledger:
             skipped=self.skipped * len(accounts),
         )
         fates = (
-            total.pending + total.merged + total.overwritten + total.refused
-            + total.rolled_back + total.skipped
+            total.pending
+            + total.merged
+            + total.overwritten
+            + total.refused
+            + total.rolled_back
+            + total.skipped
         )
         assert self.logged * len(accounts) == fates, total
         return total

@@ -127,9 +127,7 @@ class Link:
         if self.applying != (version, digest):
             return []  # From before a broker restart.
         self.applying = None
-        told = max(
-            (i.push_id for (_, v), i in self._incoming.items() if v == version), default=0
-        )
+        told = max((i.push_id for (_, v), i in self._incoming.items() if v == version), default=0)
         self.held, self.held_digest, self.fresh = version, digest, True
         self.known = max(self.known, version)
         self.delay_s, self.progressed = REPAIR_S, False
@@ -180,9 +178,7 @@ class Link:
             merged = push.announced.tokens if push.merged else 0
             refused = push.announced.tokens if push.refused else 0
         effects = self.settle(merged=False)
-        self.account.adopt(
-            self.held, merged=merged, refused=refused, rolled_back=self.fallen_back
-        )
+        self.account.adopt(self.held, merged=merged, refused=refused, rolled_back=self.fallen_back)
         self.adopted, self.fresh, self.fallen_back, self.push = self.held, False, False, None
         adopted = ev.Send(msg.Adopted(self.index, self.held))
         return [*effects, ev.Adopt(self.index, self.held), adopted]

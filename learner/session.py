@@ -236,9 +236,7 @@ class Session:
         fragments = tuple(link.fragment for link in self.links)
         effects: list[ev.Effect] = [
             ev.Identify(self.run_id, self.epoch),
-            ev.OpenStreams(
-                welcome.settings, fragments, welcome.uplink_port, welcome.downlink_port
-            ),
+            ev.OpenStreams(welcome.settings, fragments, welcome.uplink_port, welcome.downlink_port),
         ]
         if not first:
             effects.append(ev.Note("info", f"back with the broker, epoch {welcome.epoch}"))

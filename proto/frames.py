@@ -46,11 +46,12 @@ def decode_control(frame: bytes | memoryview) -> ControlMessage:
     """The message in a control frame. Raises RemoteProtocolError on anything else."""
     body = _unseal(frame, CONTROL_BYTES_MAX, "control message")
     try:
-        return _control_decoder.decode(body)
+        message: ControlMessage = _control_decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(
             ErrorCode.BAD_MESSAGE, "control message does not decode", got=str(error)
         ) from error
+    return message
 
 
 def encode_header(header: Header) -> bytes:

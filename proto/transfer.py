@@ -31,7 +31,7 @@ class EncodedChunk:
 
 def digest_of(values: F32) -> int:
     """xxh3_64 of a vector's little-endian float32 bytes: the digest of a (fragment, version)."""
-    return digest(memoryview(np.ascontiguousarray(values, dtype="<f4")).cast("B"))
+    return digest(np.ascontiguousarray(values, dtype="<f4").data.cast("B"))
 
 
 def encode_fragment(

@@ -1,0 +1,227 @@
+"""The learner's background thread: sockets, session and data path behind one lock."""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrows.learner import events as ev
+from narrows.learner.exchange import Exchange
+from narrows.learner.session import Identity, Session
+from narrows.learner.wires import Wires
+from narrows.proto import messages as msg
+from narrows.proto.errors import RemoteProtocolError
+from narrows.proto.fragments import Fragment
+from narrows.proto.frames import decode_control, encode_control
+
+_log = logging.getLogger("narrows.learner")
+
+F32: TypeAlias = NDArray[np.float32]
+
+IDLE_S = 0.2
+"""The thread looks around at least so often."""
+
+
+class ParameterHost(Protocol):
+    """The model's parameters; called on the training thread, or while that thread waits."""
+
+    def snapshot(self, fragment: Fragment, out: F32) -> None:
+        """Copies the fragment's parameters into `out`, float32, shape (elements,)."""
+
+    def adopt(self, fragment: Fragment, values: F32) -> None:
+        """Sets the fragment's parameters, cast to their dtype."""
+
+
+class Background:
+    """Owns the session; `changed` guards it and is notified when it may have moved on."""
+
+    def __init__(
+        self,
+        *,
+        broker: str,
+        name: str,
+        layout: tuple[msg.LayoutEntry, ...],
+        frozen_digest: int,
+        host: ParameterHost,
+        contribute_after_steps: int,
+        events: Path | None,
+    ) -> None:
+        identity = Identity(
+            name, secrets.token_hex(16), layout, frozen_digest, contribute_after_steps
+        )
+        self.session = Session(identity, jitter=random.Random().random)
+        self.wires = Wires(broker, identity.incarnation)
+        self.exchange = Exchange(
+            self.wires,
+            name=name,
+            incarnation=identity.incarnation,
+            layout=layout,
+            post=self._post,
+            records=events,
+        )
+        self.changed = threading.Condition()
+        #: What ended the exchange; raised in the training thread.
+        self.error: Exception | None = None
+        self._host = host
+        self._actions: deque[Callable[[], None]] = deque()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="narrows-learner", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread and closes everything; a second time does nothing."""
+        with self.changed:
+            if self._closed:
+                return
+            self._closed = True
+            if self._thread.is_alive():
+                self.wires.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.exchange.close()
+        self.wires.close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleeps until the session may have moved on, at most `timeout_s`."""
+        with self.changed:
+            self.changed.wait(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:
+            _log.exception("the exchange has failed")
+            with self.changed:
+                self.error = error
+                self.changed.notify_all()
+
+    def _loop(self) -> None:
+        while not self._closed:
+            self.wires.wait(self._idle_s())
+            while self._actions:
+                self._actions.popleft()()
+            for frame in self.wires.receive_control():
+                self._on_control(frame)
+            for frames in self.wires.receive_data():
+                self._on_data(frames)
+            if self._idle_s() <= 0:
+                self.handle(ev.DeadlineReached())
+            self.exchange.pump(time.monotonic())
+        while self._actions:  # Among them the Bye.
+            self._actions.popleft()()
+
+    def _idle_s(self) -> float:
+        """Seconds until the session wants to be woken; 0 if that is now."""
+        deadline = self.session.next_deadline()
+        if deadline is None:
+            return IDLE_S
+        return min(max(deadline - time.monotonic(), 0.0), IDLE_S)
+
+    def hand_over(self, event: ev.Event) -> tuple[list[ev.Effect], dict[int, F32]]:
+        """For the training thread: handles its event and returns the effects that are its own,
+        with the published copies as they are now; the others are performed in the background.
+
+        Raises what made the exchange end: Refused, or the error of a bug.
+        """
+        with self.changed:
+            if self.error is not None:
+                raise self.error
+            effects = self.session.handle(event, now=time.monotonic())
+            published = dict(self.exchange.published)
+        others = [e for e in effects if not isinstance(e, ev.Adopt | ev.Snapshot)]
+        if others:
+            self.later(lambda: self._perform(others))
+        return [e for e in effects if isinstance(e, ev.Adopt | ev.Snapshot)], published
+
+    def later(self, action: Callable[[], None]) -> None:
+        """Has `action` run on the background thread; may be called by any thread."""
+        with self.changed:
+            if not self._closed:
+                self._actions.append(action)
+                self.wires.wake()
+
+    def _post(self, work: Callable[[], ev.Event | None]) -> None:
+        """Runs `work` on the background thread and handles the event that it returns."""
+
+        def action() -> None:
+            event = work()
+            if event is not None:
+                self.handle(event)
+
+        self.later(action)
+
+    def handle(self, event: ev.Event) -> None:
+        with self.changed:
+            effects = self.session.handle(event, now=time.monotonic())
+            for effect in effects:
+                if isinstance(effect, ev.Install):
+                    # Under the lock: the next boundary may already be told to adopt it.
+                    self.exchange.install(effect.fragment, effect.version)
+            self.changed.notify_all()
+        self._perform(effects)
+
+    def _on_control(self, frame: bytes) -> None:
+        try:
+            message = decode_control(frame)
+        except RemoteProtocolError as error:
+            _log.warning("a message of the broker was refused: %s", error)
+            return
+        self.handle(ev.Received(message))
+
+    def _on_data(self, frames: list[bytes]) -> None:
+        try:
+            event = self.exchange.receive(frames)
+        except RemoteProtocolError as error:
+            _log.warning("a data message of the broker was refused: %s", error)
+            return
+        self.handle(event)
+
+    def _perform(self, effects: Sequence[ev.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case ev.Send(message):
+                    self.wires.send_control(encode_control(message))
+                case ev.Note(level, text):
+                    _log.log(getattr(logging, level.upper()), "%s", text)
+                case ev.Identify(run_id, epoch):
+                    self.exchange.identify(run_id, epoch)
+                case ev.OpenStreams():
+                    self.exchange.open_streams(effect)
+                case ev.SendFounding(fragment, ranges):
+                    self._found(fragment, ranges)
+                case ev.Apply():
+                    self.exchange.apply(effect)
+                case ev.Install():
+                    pass  # `_handle` has done it, under the lock.
+                case ev.Drop(handles):
+                    self.exchange.drop(handles)
+                case ev.Resend(push_id, ranges):
+                    self.exchange.resend(push_id, ranges)
+                case ev.SettlePush(push_id, merged):
+                    self.exchange.settle(push_id, merged=merged)
+                case ev.Acknowledge(positions):
+                    self.exchange.acknowledge(positions, time.monotonic())
+                case ev.Fail(error):
+                    self.error = error
+                case ev.Left():
+                    pass  # `finish` sees it in the session's connection.
+                case ev.Adopt() | ev.Snapshot():
+                    raise AssertionError("copies belong to the training thread")
+
+    def _found(self, fragment: int, ranges: tuple[tuple[int, int], ...]) -> None:
+        """Reads the parameters here: the training thread waits in `start` meanwhile."""
+        values = np.empty(self.exchange.table[fragment].elements, np.float32)
+        self._host.snapshot(self.exchange.table[fragment], values)
+        self.exchange.found(fragment, values, ranges)
