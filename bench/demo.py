@@ -6,93 +6,24 @@ import json
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
 from narrows.bench import demo_results
+from narrows.bench.demo_story import BATCH, KILL_AT, PRESET, RETURN_AT, DemoOptions, Story
 from narrows.bench.demo_view import View
 from narrows.bench.processes import Processes
 from narrows.broker import merge
 from narrows.broker.show import ask_status
-from narrows.learner.gpt import preset
 from narrows.proto import codecs
 from narrows.proto.errors import BrokerUnreachable, ConfigError
 from narrows.proto.messages import Phase, Status
 
-PRESET = "tiny"
-BATCH = 8
-STEPS = 1000
-"""Inner steps per learner."""
-
-KILL_AT, RETURN_AT = 0.40, 0.60
-"""Shares of the run at which a learner is killed and started again."""
-
 POLL_S = 0.25
 END_TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True)
-class DemoOptions:
-    """What the command line said."""
-
-    learners: int = 4
-    steps: int = 0
-    baselines: bool = False
-    keep: Path | None = None
-    json: Path | None = None
-    plain: bool = False
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.learners <= 26 or self.steps < 0:
-            raise ConfigError(
-                "demo", expected="2 to 26 learners, at least 1 step", got=f"{self.learners}"
-            )
-
-    @property
-    def inner_steps(self) -> int:
-        return self.steps or STEPS
-
-    @property
-    def names(self) -> list[str]:
-        return [f"site-{chr(ord('a') + index)}" for index in range(self.learners)]
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one inner step of one learner."""
-        return BATCH * preset(PRESET).context
-
-    @property
-    def goal_tokens(self) -> int:
-        return self.inner_steps * self.tokens_per_step * self.learners
-
-
-@dataclass
-class Story:
-    """What happened, for the display and the results."""
-
-    victim: str
-    started_at: float = 0.0
-    killed_at: float | None = None
-    returned_at: float | None = None
-    first_incarnation: str = ""
-    contributed_at: float | None = None
-    """When the returned learner was merged again."""
-    ended_at: float = 0.0
-    last: Status | None = None
-    losses: dict[str, list[tuple[float, float]]] = field(
-        default_factory=dict[str, list[tuple[float, float]]]
-    )
-
-    @property
-    def rejoin_s(self) -> float | None:
-        """From the start of the new process to its first merged contribution."""
-        if self.returned_at is None or self.contributed_at is None:
-            return None
-        return self.contributed_at - self.returned_at
 
 
 def run_demo(options: DemoOptions) -> None:
@@ -216,7 +147,7 @@ def _alone_progress(folder: Path) -> dict[str, float]:
 
 
 @contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
+def _folder(keep: Path | None) -> Generator[Path]:
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         if any(keep.iterdir()):

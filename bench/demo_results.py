@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import load_file
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from narrows.bench.baselines import Recipe, print_progress, train_data_parallel
+from narrows.bench.demo_story import BATCH, PRESET, DemoOptions, Story
 from narrows.broker.checkpoint import StateDir, export
 from narrows.learner.corpus import fixed_windows, load_corpus
 from narrows.learner.gpt import GPT, parameter_count, preset, validation_loss
 from narrows.proto.errors import ErrorCode, NarrowsError
 from narrows.proto.units import format_bits_per_s, format_bytes, format_count, format_duration_s
-
-if TYPE_CHECKING:
-    from narrows.bench.demo import DemoOptions, Story
 
 Results: TypeAlias = dict[str, Any]
 
@@ -74,8 +72,6 @@ def data_parallel(options: DemoOptions, results: Results) -> Results:
     """Trains with data parallelism at equal tokens; `recovered` is the share of its advantage
     over one learner alone that the global model has."""
     torch.set_num_threads(2)
-    from narrows.bench.demo import BATCH, PRESET
-
     recipe = Recipe(steps=options.inner_steps, preset=PRESET, batch=BATCH)
     baseline = train_data_parallel(
         load_corpus(None), recipe, names=options.names, report=print_progress
@@ -97,8 +93,6 @@ def data_parallel_bytes(learners: int, parameters: int, steps: int) -> int:
 
 def evaluate_global(folder: Path) -> tuple[float, int]:
     """Validation loss and parameter count of the global model in the broker's checkpoint."""
-    from narrows.bench.demo import PRESET
-
     with StateDir.open(folder / "broker") as state_dir:
         snapshot = state_dir.load()
     if snapshot is None:

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections import deque
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -14,11 +14,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from narrows.bench.demo_story import DemoOptions, Story
 from narrows.proto.messages import LearnerStatus, Status
 from narrows.proto.units import format_bytes, format_count, format_duration_s
-
-if TYPE_CHECKING:
-    from narrows.bench.demo import DemoOptions, Story
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_COUNT = 24

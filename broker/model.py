@@ -155,7 +155,7 @@ def from_file(
 
     Raises ConfigError if a tensor is missing, has another shape or is not finite.
     """
-    tensors = safetensors_numpy.load_file(path)
+    tensors: dict[str, NDArray[np.generic]] = safetensors_numpy.load_file(path)  # pyright: ignore[reportUnknownMemberType]
     flat: list[F32] = []
     for entry in layout:
         tensor = tensors.get(entry.name)

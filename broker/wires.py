@@ -44,12 +44,13 @@ class Wires:
         try:
             control = _socket(context, zmq.ROUTER, socket_options.ROUTER)
             control_port = _bind(control, host, port, "control")
-            following = (lambda step: control_port + step) if port else (lambda step: 0)
+            up_port = uplink_port or (control_port + 1 if port else 0)
+            down_port = downlink_port or (control_port + 2 if port else 0)
             uplink = _socket(context, zmq.SUB, socket_options.DATA)
             uplink.setsockopt(zmq.SUBSCRIBE, b"")
-            up = _bind(uplink, host, uplink_port or following(1), "uplink")
+            up = _bind(uplink, host, up_port, "uplink")
             downlink = _socket(context, zmq.XPUB, socket_options.XPUB)
-            down = _bind(downlink, host, downlink_port or following(2), "downlink")
+            down = _bind(downlink, host, down_port, "downlink")
         except NarrowsError:
             context.destroy(linger=0)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
 from collections.abc import Callable
@@ -244,13 +245,11 @@ def _exit_code(error: NarrowsError) -> int:
 
 
 def _need_torch() -> None:
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
+    if importlib.util.find_spec("torch") is None:
         raise ConfigError(
             "this command needs PyTorch",
             remedy="pip install 'narrows[learner]' (the broker and `narrows status` do without)",
-        ) from error
+        )
 
 
 def _fail(text: str, code: int) -> NoReturn:

@@ -113,6 +113,17 @@ def test_one_damaged_record_never_lowers_the_epoch(name: str, damage: str, tmp_p
         assert same(state.load(), snapshot(1))
 
 
+def test_the_newer_one_of_two_records_counts(tmp_path: Path) -> None:
+    path = prepared(tmp_path)
+    older = (path / "run.json").read_bytes()
+    with StateDir.open(path) as state:
+        state.begin_epoch(RUN, "config")
+    # As after a stop between the two renames.
+    (path / "run.json").write_bytes(older)
+    with StateDir.open(path) as state:
+        assert state.begin_epoch(RUN, "config").epoch == (1, 3)
+
+
 def test_without_any_record_nothing_is_guessed(tmp_path: Path) -> None:
     path = prepared(tmp_path, 1)
     for name in ("run.json", "run.copy.json"):

@@ -135,6 +135,16 @@ def test_what_an_interrupted_save_left_is_no_harm(tmp_path: Path) -> None:
     assert same(loaded(path)[0], snapshot(3)) and len(generations(path)) == 2
 
 
+def test_a_save_frees_the_space_of_an_interrupted_one_first(tmp_path: Path) -> None:
+    path = prepared(tmp_path)
+    (path / ".new-checkpoint-00000001").mkdir()
+    (path / ".new-checkpoint-00000001" / "fragment-00000.safetensors").write_bytes(b"half")
+    with StateDir.open(path) as state:
+        state.save(snapshot(1))
+    assert [each.name for each in path.glob(".*")] == []
+    assert same(loaded(path)[0], snapshot(1))
+
+
 # Failures of the system, at every single call.
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -209,6 +213,40 @@ def test_many_fragments_of_a_split_tensor() -> None:
         slow = slow_merge(vectors, [0.3, 0.3, 0.4], fragment)
         np.testing.assert_allclose(fast.outer_grad, slow, rtol=2e-5, atol=2e-6)
         assert fast.norms.shape == (len(fragment.pieces), 3)
+
+
+PRINT_DIGEST = """
+import numpy as np
+from merge_cases import contribution, one_fragment
+from narrows.broker.merge import merge
+from narrows.broker.outer import outer_optimizer
+from narrows.proto.frames import digest
+fragment = one_fragment((3000, "rda"), (77, "mean"), (2000, "rda"))
+rng = np.random.default_rng(1)
+vectors = rng.normal(size=(5, fragment.elements)).astype(np.float32)
+ones = [contribution(str(i), fragment, v, codec_name="int4-zstd") for i, v in enumerate(vectors)]
+merged = merge(fragment, ones, [0.1, 0.15, 0.2, 0.25, 0.3]).outer_grad
+optimizer = outer_optimizer("nesterov", rate=0.7, momentum=0.6)
+params, momentum = optimizer.step(vectors[0], vectors[1], merged)
+print([digest(each.data.cast("B")) for each in (merged, params, momentum)])
+"""
+
+
+@pytest.mark.slow
+def test_the_bits_do_not_depend_on_the_processor(tmp_path: Path) -> None:
+    def printed(**environment: str) -> str:
+        named = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])} | environment
+        command = [sys.executable, "-P", "-c", PRINT_DIGEST]
+        return subprocess.run(
+            command, env=named, capture_output=True, text=True, timeout=300, check=True
+        ).stdout
+
+    generic = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+    cache = {"NUMBA_CACHE_DIR": str(tmp_path)}
+    native = printed(OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="1")
+    assert native.startswith("[")
+    assert printed(OMP_NUM_THREADS="2", NUMBA_NUM_THREADS="2") == native
+    assert printed(**generic, **cache) == native
 
 
 # Misuse.
