@@ -140,7 +140,7 @@ class Jobs:
         def work() -> None:
             try:
                 self._state_dir.save(snapshot)
-            except OSError as error:
+            except (OSError, NarrowsError) as error:
                 failed = ev.CheckpointFailed(str(error))
                 self._post(lambda: failed)
                 return

@@ -10,28 +10,27 @@ import json
 import logging
 import os
 import queue
-import secrets
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import zmq
 
 from narrows.broker import events as ev
-from narrows.broker.checkpoint import Snapshot, StateDir
+from narrows.broker.checkpoint import StateDir
 from narrows.broker.config import BrokerConfig
 from narrows.broker.downlink import Downlink
+from narrows.broker.epoch import begin_epoch
 from narrows.broker.jobs import Jobs
 from narrows.broker.model import GlobalModel, Outcome
 from narrows.broker.state import refusal
 from narrows.broker.status import status
-from narrows.broker.syncer import Resumed, Syncer
 from narrows.broker.wires import FRAMES_PER_TURN, Traffic, Wires
 from narrows.proto import messages as msg
-from narrows.proto.config import flatten
-from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
-from narrows.proto.frames import decode_control, decode_data, digest, encode_control
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.frames import decode_control, decode_data, encode_control
 
 _log = logging.getLogger("narrows.broker")
 
@@ -42,57 +41,30 @@ class Service:
     def __init__(self, config: BrokerConfig, *, events: Path | None = None) -> None:
         """Binds, locks the state directory, loads the newest checkpoint, makes the new epoch
         durable. Raises NarrowsError with the remedy if any of it cannot be done."""
-        self.config = config
-        self.wires = Wires.bind(
-            config.broker.listen,
-            uplink_port=config.broker.uplink_port,
-            downlink_port=config.broker.downlink_port,
-            insecure=config.broker.insecure,
-        )
-        try:
+        with ExitStack() as undo:
+            self.wires = Wires.bind(
+                config.broker.listen,
+                uplink_port=config.broker.uplink_port,
+                downlink_port=config.broker.downlink_port,
+                insecure=config.broker.insecure,
+            )
+            undo.callback(self.wires.close)
             self.state_dir = StateDir.open(Path(config.broker.state_dir))
-        except NarrowsError:
-            self.wires.context.destroy(linger=0)
-            raise
+            undo.callback(self.state_dir.close)
+            self.syncer, snapshot = begin_epoch(config, self.state_dir, now=time.monotonic())
+            self._events = events.open("a", buffering=1) if events else None
+            undo.pop_all()
         self.traffic: dict[str, Traffic] = {}
         self.bad_frames = 0
-        self._events = events.open("a", buffering=1) if events else None
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         self._finished: str | None = None
-        snapshot = self.state_dir.load()
-        self.syncer = self._begin_epoch(snapshot)
         run = self.syncer.state
+        run.uplink_port, run.downlink_port = self.wires.uplink_port, self.wires.downlink_port
         self.jobs = Jobs(config, run, self.state_dir, self._post)
         if snapshot is not None:
             self.jobs.model = GlobalModel(config, run.table, snapshot.fragments)
         self.downlink = Downlink(self.wires, run, self.traffic)
-
-    def _begin_epoch(self, snapshot: Snapshot | None) -> Syncer:
-        for warning in self.state_dir.warnings:
-            _log.error("%s", warning)
-        settings = json.dumps(flatten(self.config), sort_keys=True).encode()
-        run = self.state_dir.begin_epoch(secrets.token_hex(8), f"{digest(settings):016x}")
-        resumed = None
-        if snapshot is not None:
-            heads = tuple(msg.FragmentHead(f.version, f.digest) for f in snapshot.fragments)
-            phase = msg.Phase(snapshot.phase)
-            resumed = Resumed(
-                snapshot.layout, snapshot.frozen_digest, heads, snapshot.run_tokens, phase
-            )
-        syncer = Syncer(
-            self.config,
-            run_id=run.run_id,
-            epoch=run.epoch,
-            now=time.monotonic(),
-            resumed=resumed,
-            from_file=bool(self.config.broker.init) and snapshot is None,
-        )
-        syncer.state.uplink_port = self.wires.uplink_port
-        syncer.state.downlink_port = self.wires.downlink_port
-        how = f"resumed at versions {syncer.state.versions}" if resumed else "begins"
-        _log.info("run %s %s, epoch %d.%d", run.run_id, how, *run.epoch)
-        return syncer
 
     # The loop.
 

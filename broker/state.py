@@ -15,7 +15,7 @@ from narrows.broker.tally import Tally
 from narrows.proto import messages as msg
 from narrows.proto.errors import NarrowsError
 from narrows.proto.fragments import Fragment
-from narrows.proto.schedule import is_lockstep, snapshot_step
+from narrows.proto.schedule import first_step, is_lockstep, snapshot_step
 
 
 @dataclass
