@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from narrows.bench import demo_results
-from narrows.bench.demo_story import BATCH, KILL_AT, PRESET, RETURN_AT, DemoOptions, Story
+from narrows.bench.demo_story import KILL_AT, PRESET, RETURN_AT, DemoOptions, Story
 from narrows.bench.demo_view import View
 from narrows.bench.processes import Processes
 from narrows.broker import merge
@@ -50,6 +51,18 @@ def run_demo(options: DemoOptions) -> None:
         if options.json is not None:
             options.json.write_text(json.dumps(results, indent=2) + "\n")
         demo_results.show(console, options, results)
+        if options.picture is not None:
+            _draw(options, view, results, options.picture)
+
+
+def _draw(options: DemoOptions, view: View, results: demo_results.Results, path: Path) -> None:
+    """An SVG of the display while a learner was dead, and of the last table."""
+    paper = Console(record=True, file=io.StringIO(), width=100, force_terminal=True)
+    if view.moment is not None:
+        paper.print(view.moment)
+        paper.rule()
+    demo_results.show(paper, options, results)
+    paper.save_svg(str(path), title="make demo")
 
 
 def _start(options: DemoOptions, processes: Processes, folder: Path) -> str:
@@ -68,7 +81,6 @@ def _start(options: DemoOptions, processes: Processes, folder: Path) -> str:
         "alone", "alone",
         "--steps", str(options.inner_steps),
         "--preset", PRESET,
-        "--batch", str(BATCH),
         "--json", str(folder / "alone.json"),
         module="narrows.bench.baselines",
     )  # fmt: skip
@@ -81,7 +93,6 @@ def _start_learner(processes: Processes, folder: Path, address: str, name: str) 
         "--broker", address,
         "--name", name,
         "--preset", PRESET,
-        "--batch", str(BATCH),
         "--events", str(folder / f"{name}.jsonl"),
         "--json", str(folder / f"{name}.json"),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from rich.table import Table
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from narrows.bench.baselines import Recipe, print_progress, train_data_parallel
-from narrows.bench.demo_story import BATCH, PRESET, DemoOptions, Story
+from narrows.bench.demo_story import PRESET, DemoOptions, Story
 from narrows.broker.checkpoint import StateDir, export
 from narrows.learner.corpus import fixed_windows, load_corpus
 from narrows.learner.gpt import GPT, parameter_count, preset, validation_loss
@@ -72,7 +72,7 @@ def data_parallel(options: DemoOptions, results: Results) -> Results:
     """Trains with data parallelism at equal tokens; `recovered` is the share of its advantage
     over one learner alone that the global model has."""
     torch.set_num_threads(2)
-    recipe = Recipe(steps=options.inner_steps, preset=PRESET, batch=BATCH)
+    recipe = Recipe(steps=options.inner_steps, preset=PRESET)
     baseline = train_data_parallel(
         load_corpus(None), recipe, names=options.names, report=print_progress
     )

@@ -10,7 +10,6 @@ from narrows.proto.errors import ConfigError
 from narrows.proto.messages import Status
 
 PRESET = "tiny"
-BATCH = 8
 STEPS = 1000
 """Inner steps per learner."""
 
@@ -27,6 +26,7 @@ class DemoOptions:
     baselines: bool = False
     keep: Path | None = None
     json: Path | None = None
+    picture: Path | None = None
     plain: bool = False
 
     def __post_init__(self) -> None:
@@ -46,7 +46,8 @@ class DemoOptions:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one inner step of one learner."""
-        return BATCH * preset(PRESET).context
+        config = preset(PRESET)
+        return config.batch * config.context
 
     @property
     def goal_tokens(self) -> int:

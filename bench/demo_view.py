@@ -32,6 +32,8 @@ class View:
         is_live = live and console.is_terminal
         self._live = Live(console=console, refresh_per_second=4) if is_live else None
         self._told_at = 0.0
+        self.moment: Group | None = None
+        """The display while a learner was dead, for the picture."""
         self._losses: dict[str, deque[float]] = {}
 
     def __enter__(self) -> Self:
@@ -55,11 +57,13 @@ class View:
                 losses = self._losses.setdefault(learner.name, deque(maxlen=400))
                 if not losses or losses[-1] != learner.loss:
                     losses.append(learner.loss)
+        if self._story.killed_at is not None and self._story.returned_at is None:
+            self.moment = self._picture(status, alone)
         if self._live is not None:
             self._live.update(self._picture(status, alone))
         elif time.monotonic() - self._told_at >= PLAIN_S:
             self._told_at = time.monotonic()
-            self._console.print(self._line(status), highlight=False)
+            self._console.print(self._line(status), highlight=False, soft_wrap=True)
 
     def _line(self, status: Status) -> str:
         share = status.run_tokens / self._options.goal_tokens

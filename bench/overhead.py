@@ -24,8 +24,6 @@ from narrows.learner import Learner
 from narrows.learner.corpus import Reader, load_corpus
 from narrows.learner.gpt import GPT, make_optimizer, preset, token_tensor
 
-BATCH = 8
-
 app = App(name="narrows.bench.overhead", help=__doc__)
 
 
@@ -81,7 +79,11 @@ class _Loop:
         self.model = GPT(config, seed=0)
         self.optimizer = make_optimizer(self.model, config.peak_learning_rate)
         self.reader = Reader(
-            load_corpus(None).train, batch=BATCH, context=config.context, name="overhead", seed=0
+            load_corpus(None).train,
+            batch=config.batch,
+            context=config.context,
+            name="overhead",
+            seed=0,
         )
 
     def plain(self, steps: int) -> float:

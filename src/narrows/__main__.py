@@ -97,7 +97,7 @@ def learner(
     data: Path | None = None,
     preset: str = "tiny",
     part: str = "1/1",
-    batch: int = 8,
+    batch: int = 0,
     seed: int = 0,
     threads: int = 1,
     peak_learning_rate: float = 0.0,
@@ -122,7 +122,7 @@ def learner(
     part
         i/n: read the i-th of n disjoint parts of the text (default: all of it).
     batch
-        Windows per inner step.
+        Windows per inner step; 0: the preset's.
     seed
         Changes the order of the text.
     threads
@@ -191,6 +191,7 @@ def demo(
     baselines: bool = False,
     keep: Path | None = None,
     json: Path | None = None,
+    picture: Path | None = None,
     plain: bool = False,
 ) -> None:
     """Train one model with several learners on this machine, one of them killed on the way.
@@ -207,13 +208,16 @@ def demo(
         Folder for logs, events and the final model (default: a temporary one).
     json
         File for the results.
+    picture
+        SVG file for the display while a learner was dead, and the last table.
     plain
         Print lines instead of a live display.
     """
     _need_torch()
-    from narrows.bench.demo import DemoOptions, run_demo
+    from narrows.bench.demo import run_demo
+    from narrows.bench.demo_story import DemoOptions
 
-    run_demo(DemoOptions(learners, steps, baselines, keep, json, plain))
+    run_demo(DemoOptions(learners, steps, baselines, keep, json, picture, plain))
 
 
 def main() -> NoReturn:

@@ -1,0 +1,92 @@
+"""Pushes: what is sent, and when what was not sent is carried over."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrows.broker.config import BrokerConfig, settings
+from narrows.learner.uplink import PushWork, Residuals, encode_push, rounded_base
+from narrows.proto.fragments import build_table
+from narrows.proto.messages import DtypeName, LayoutEntry
+from narrows.proto.transfer import EncodedChunk, decode_chunk, values_of
+
+F32 = NDArray[np.float32]
+
+
+def layout_of(dtype: DtypeName) -> tuple[LayoutEntry, ...]:
+    return (LayoutEntry("weight", (40, 25), dtype, "rda"),)
+
+
+LAYOUT = layout_of("float32")
+FRAGMENT = build_table(LAYOUT, 1)[0]
+SETTINGS = settings(BrokerConfig())
+
+
+def vector(seed: int, scale: float = 1.0) -> F32:
+    rng = np.random.default_rng(seed)
+    return (scale * rng.standard_normal(FRAGMENT.elements)).astype(np.float32)
+
+
+def pushed(work: PushWork) -> F32:
+    chunks: list[EncodedChunk] = []
+    encode_push(work, SETTINGS, LAYOUT, chunks.append)
+    codec = SETTINGS.push_codec
+    return values_of(
+        FRAGMENT,
+        [(c.offset, decode_chunk(FRAGMENT, codec, c.offset, c.count, c.payload)) for c in chunks],
+    )
+
+
+def test_sent_and_unsent_add_up_to_the_outer_gradient() -> None:
+    base, local = vector(1), vector(2)
+    work = PushWork(1, FRAGMENT, 0, base, local, residual=None)
+    sent = pushed(work)
+    assert work.unsent is not None
+    np.testing.assert_allclose(sent + work.unsent, base - local, atol=1e-6)
+    assert np.abs(work.unsent).max() > 0
+
+
+def test_the_residual_is_part_of_the_next_push() -> None:
+    base, residual = vector(3), vector(4, 0.1)
+    work = PushWork(1, FRAGMENT, 0, base, base.copy(), residual)
+    sent = pushed(work)
+    assert work.unsent is not None
+    np.testing.assert_allclose(sent + work.unsent, residual, atol=1e-6)
+
+
+def test_only_a_merged_push_replaces_the_residual() -> None:
+    residuals = Residuals(enabled=True)
+    first = PushWork(1, FRAGMENT, 0, vector(1), vector(2), None, unsent=vector(5))
+    residuals.settle(first, merged=True)
+    lost = PushWork(2, FRAGMENT, 1, vector(1), vector(2), residuals.of(0), unsent=vector(6))
+    residuals.settle(lost, merged=False)
+    kept = residuals.of(0)
+    assert kept is not None
+    assert np.array_equal(kept, vector(5))
+
+
+def test_without_error_feedback_nothing_is_carried_over() -> None:
+    residuals = Residuals(enabled=False)
+    work = PushWork(1, FRAGMENT, 0, vector(1), vector(2), None, unsent=vector(5))
+    residuals.settle(work, merged=True)
+    assert residuals.of(0) is None
+
+
+def test_the_rounding_of_bfloat16_parameters_does_not_travel() -> None:
+    layout = layout_of("bfloat16")
+    base = vector(7)
+    held = rounded_base(FRAGMENT, base, layout)
+    assert not np.array_equal(held, base)
+    work = PushWork(1, FRAGMENT, 0, base, held.copy(), None)
+    chunks: list[EncodedChunk] = []
+    encode_push(work, SETTINGS, layout, chunks.append)
+    assert work.unsent is not None
+    assert not work.unsent.any()
+
+
+def test_a_settled_push_stops_being_encoded() -> None:
+    work = PushWork(1, FRAGMENT, 0, vector(1), vector(2), None, settled=True)
+    chunks: list[EncodedChunk] = []
+    encode_push(work, SETTINGS, LAYOUT, chunks.append)
+    assert not chunks
