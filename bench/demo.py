@@ -14,7 +14,14 @@ from pathlib import Path
 from rich.console import Console
 
 from narrows.bench import demo_results
-from narrows.bench.demo_story import KILL_AT, PRESET, RETURN_AT, DemoOptions, Story
+from narrows.bench.demo_story import (
+    KILL_AT,
+    PRESET,
+    RETURN_AT,
+    SYNC_PERIOD_STEPS,
+    DemoOptions,
+    Story,
+)
 from narrows.bench.demo_view import View
 from narrows.bench.processes import Processes
 from narrows.broker import merge
@@ -73,6 +80,7 @@ def _start(options: DemoOptions, processes: Processes, folder: Path) -> str:
         "--events", str(folder / "broker.jsonl"),
         "--goal-tokens", str(options.goal_tokens),
         "--set", f"run.learners_at_start={options.learners}",
+        "--set", f"fragments.sync_period_steps={SYNC_PERIOD_STEPS}",
         "--set", f"run.tokens_per_run_step={options.tokens_per_step * options.learners}",
     )  # fmt: skip
     for name in options.names:

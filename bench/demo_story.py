@@ -10,8 +10,11 @@ from narrows.proto.errors import ConfigError
 from narrows.proto.messages import Status
 
 PRESET = "tiny"
-STEPS = 1000
+STEPS = 1500
 """Inner steps per learner."""
+
+SYNC_PERIOD_STEPS = 16
+"""H. A little below the broker's default, because the run is short."""
 
 KILL_AT, RETURN_AT = 0.40, 0.60
 """Shares of the run at which a learner is killed and started again."""

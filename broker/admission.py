@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from narrows.broker import events as ev
-from narrows.broker.members import Liveness, Member, check_name
-from narrows.broker.state import RunState, refusal
+from narrows.broker.members import Member, check_name
+from narrows.broker.state import RunState, drop_pushes, refusal
 from narrows.proto import messages as msg
-from narrows.proto.assembly import Assembly
+from narrows.proto.assembly import Arrival, Assembly
 from narrows.proto.codecs import codec_names
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.fragments import build_table
 from narrows.proto.layout import check_layout, differences
 from narrows.proto.limits import PROTOCOL
+
+FOUNDING_REPAIR_S = 1.0
+"""Missing chunks of version 0 are asked for after so long without progress."""
 
 
 @dataclass
@@ -21,6 +24,7 @@ class _Contest:
     """A newcomer claims a live name; the holder is probed until `until`."""
 
     newcomer: ev.Received
+    hello: msg.Hello
     nonce: int
     until: float
 
@@ -36,6 +40,11 @@ class Admission:
     _contests: dict[str, _Contest] = field(default_factory=dict[str, _Contest])
     _founding: dict[int, Assembly] = field(default_factory=dict[int, Assembly])
     _nonce: int = 0
+    _layout_of: str = ""
+    """Learner that brought the layout."""
+    _making: bool = False
+    """The shell is making version 0, or it stands."""
+    _progress_at: float = 0.0
 
     def hello(self, event: ev.Received, now: float) -> list[ev.Effect]:
         """A Hello: refused with the reason, contested, or admitted."""
@@ -48,21 +57,33 @@ class Admission:
             note = ev.Note("warning", f"{event.address or 'a peer'} refused: {error}")
             return [ev.Send(event.peer, refusal(error)), note]
         holder = self.state.roster.get(hello.name)
-        contested = (
-            holder is not None
-            and holder.connected
-            and holder.incarnation != hello.incarnation
-            and hello.name not in self._contests
-        )
-        if not contested:
-            if hello.name in self._contests and holder and holder.incarnation != hello.incarnation:
-                return []  # The probe is under way; the newcomer asks again by itself.
-            return self._admit(event, hello, now)
-        assert holder is not None and holder.peer is not None
+        if holder is None or not holder.connected or holder.incarnation == hello.incarnation:
+            return self._admit(event, hello, now) + self._probe_again(hello, event.peer, now)
+        return self._contest(event, hello, holder, now)
+
+    def _contest(
+        self, event: ev.Received, hello: msg.Hello, holder: Member, now: float
+    ) -> list[ev.Effect]:
+        """Somebody else holds the name: the holder is probed."""
+        assert holder.peer is not None
+        contest = self._contests.get(hello.name)
+        if contest is not None:
+            # The newcomer repeats its Hello, perhaps on a new connection; a third one waits.
+            if contest.hello.incarnation == hello.incarnation:
+                contest.newcomer = event
+            return []
         self._nonce += 1
         until = now + self.state.config.liveness.probe
-        self._contests[hello.name] = _Contest(event, self._nonce, until)
+        self._contests[hello.name] = _Contest(event, hello, self._nonce, until)
         return [ev.Send(holder.peer, msg.Probe(self._nonce))]
+
+    def _probe_again(self, hello: msg.Hello, peer: ev.Peer, now: float) -> list[ev.Effect]:
+        """The holder of a contested name came back on another connection: ask it there."""
+        contest = self._contests.get(hello.name)
+        if contest is None:
+            return []
+        contest.until = now + self.state.config.liveness.probe
+        return [ev.Send(peer, msg.Probe(contest.nonce))]
 
     def alive(self, member: Member, nonce: int, now: float) -> list[ev.Effect]:
         """The holder of a contested name answered: the newcomer is refused."""
@@ -87,46 +108,58 @@ class Admission:
         """Gives contested names whose holder did not answer to the newcomer."""
         effects: list[ev.Effect] = []
         for name in sorted(self._contests):
-            contest = self._contests[name]
-            if now >= contest.until:
-                del self._contests[name]
-                hello = contest.newcomer.message
-                assert isinstance(hello, msg.Hello)
-                effects += self._admit(contest.newcomer, hello, now)
+            if now >= self._contests[name].until:
+                effects += self._award(name, now)
         return effects
+
+    def _award(self, name: str, now: float) -> list[ev.Effect]:
+        """The newcomer gets the name, if there is one."""
+        contest = self._contests.pop(name, None)
+        return self._admit(contest.newcomer, contest.hello, now) if contest else []
 
     def next_deadline(self) -> float | None:
         return min((contest.until for contest in self._contests.values()), default=None)
 
     def lost(self, member: Member, now: float) -> list[ev.Effect]:
-        """If the founder is gone before version 0 exists, the next learner is asked."""
+        """A learner is gone: whoever claims its name gets it; the next founder is asked."""
+        effects = self._award(member.name, now)
         if self.state.phase is not msg.Phase.FOUNDING or member.name != self.founder:
-            return []
+            return effects
+        holder = self.state.roster.get(member.name)
+        if self._making or (holder is not None and holder.connected):
+            return effects  # All is here, or the newcomer has become the founder.
         self.founder = ""
-        handles = self._drop_founding()
-        effects: list[ev.Effect] = [ev.Drop(handles)] if handles else []
+        effects += self._drop_founding()
         for other in self.state.roster.connected():
             return effects + self._welcome(other, now)
         return effects
 
-    def founding_chunk(self, member: Member, header: msg.Header, handle: int) -> list[ev.Effect]:
+    def founding_chunk(
+        self, member: Member, header: msg.Header, handle: int, now: float
+    ) -> list[ev.Effect]:
         """A decoded chunk of the founder's parameters."""
-        if self.state.phase is not msg.Phase.FOUNDING or member.name != self.founder:
+        assembly = self._founding.get(header.fragment)
+        if member.name != self.founder or self._making or assembly is None:
             return [ev.Drop((handle,))]
-        assembly = self._founding[header.fragment]
-        if assembly.complete:
+        self._progress_at = now
+        try:
+            arrival = assembly.add(header.offset, header.count, header.payload_digest, handle)
+        except RemoteProtocolError as error:
+            return [ev.Drop((handle,)), *self.founding_failed(error)]
+        if arrival is Arrival.DUPLICATE:
             return [ev.Drop((handle,))]
-        arrival = assembly.add(header.offset, header.count, header.payload_digest, handle)
-        effects: list[ev.Effect] = [ev.Drop((handle,))] if arrival.value == "duplicate" else []
-        if all(self._founding[index].complete for index in sorted(self._founding)):
-            handles = tuple(self._founding[index].handles for index in sorted(self._founding))
-            effects.append(ev.Found(self.state.layout, handles))
-        return effects
+        if not all(self._founding[index].complete for index in sorted(self._founding)):
+            return []
+        self._making = True
+        handles = tuple(self._founding[index].handles for index in sorted(self._founding))
+        return [ev.Found(self.state.layout, handles)]
 
-    def missing_founding(self) -> list[ev.Effect]:
-        """Asks the founder again for what has not arrived."""
-        founder = self.state.roster.get(self.founder) if self.founder else None
-        if self.state.phase is not msg.Phase.FOUNDING or founder is None or founder.peer is None:
+    def missing_founding(self, now: float) -> list[ev.Effect]:
+        """Asks the founder again for what has not arrived, once nothing arrives any more."""
+        founder = self.state.roster.get(self.founder)
+        if founder is None or founder.peer is None or self._making:
+            return []
+        if now < self._progress_at + FOUNDING_REPAIR_S:
             return []
         return [
             ev.Send(founder.peer, msg.Missing(msg.DataKind.FOUND, index, 0, 0, assembly.missing()))
@@ -134,22 +167,29 @@ class Admission:
             if not assembly.complete
         ]
 
-    def founding_failed(self, reason: str, now: float) -> list[ev.Effect]:
-        """Version 0 cannot be made: the founder (or the file) is refused."""
-        founder = self.state.roster.get(self.founder)
-        self.founder = ""
-        self._drop_founding()
+    def founded(self) -> None:
+        """Version 0 stands; the shell has let go of the chunks."""
+        self._founding = {}
+
+    def founding_failed(self, error: NarrowsError) -> list[ev.Effect]:
+        """Version 0 cannot be made: who brought the layout is refused, the others start again."""
+        by = self.founder or self._layout_of
+        self.founder, self._making, self._layout_of = "", False, ""
+        effects = self._drop_founding()
         self.state.layout, self.state.table = (), ()
-        effects: list[ev.Effect] = [ev.Note("error", f"version 0 cannot be made: {reason}")]
-        if founder is not None and founder.peer is not None:
-            error = RemoteProtocolError(ErrorCode.LAYOUT_MISMATCH, reason)
-            effects += [ev.Send(founder.peer, refusal(error)), ev.Forget(founder.name)]
-            self.state.roster.disconnect(founder)
-        for other in self.state.roster.connected():
-            error = RemoteProtocolError(ErrorCode.UNKNOWN_SESSION, "founding starts again")
-            assert other.peer is not None
-            effects.append(ev.Send(other.peer, refusal(error)))
+        effects.append(ev.Note("error", f"version 0 cannot be made: {error}"))
+        again = RemoteProtocolError(ErrorCode.UNKNOWN_SESSION, "founding starts again")
+        for member in self.state.roster.connected():
+            assert member.peer is not None
+            member.left = member.name == by
+            refuse = refusal(error if member.left else again)
+            effects += [ev.Send(member.peer, refuse), ev.Forget(member.name)]
+            self.state.roster.disconnect(member)
         return effects
+
+    def held_handles(self) -> tuple[int, ...]:
+        """Payloads of version 0 that have arrived."""
+        return tuple(h for part in self._founding.values() for h in part.handles)
 
     def welcome_all(self, now: float) -> list[ev.Effect]:
         """Version 0 is durable: everybody who waits may adopt it."""
@@ -221,8 +261,6 @@ class Admission:
 
     def _admit(self, event: ev.Received, hello: msg.Hello, now: float) -> list[ev.Effect]:
         state = self.state
-        before = state.roster.get(hello.name)
-        same = before is not None and before.incarnation == hello.incarnation
         if not state.layout:
             try:
                 state.table = build_table(hello.layout, state.settings.fragment_count)
@@ -230,53 +268,65 @@ class Admission:
                 state.tally.refuse(error.code)
                 return [ev.Send(event.peer, refusal(error)), ev.Note("error", str(error))]
             state.layout, state.frozen_digest = hello.layout, hello.frozen_digest
+            self._layout_of = hello.name
         count = len(state.table)
-        if same and before is not None:
-            member = before
-            state.roster.disconnect(member)
-            member.peer, member.address = event.peer, event.address
-            member.state, member.heard_at = Liveness.LIVE, now
-        else:
-            member = Member(
-                hello.name, hello.incarnation, event.peer, event.address, now, now,
-                held=[-1] * count, last_merged=[0] * count,
-            )
-        effects: list[ev.Effect] = []
-        if not same and before is not None:
-            effects += self.lost(before, now)
-        # The newcomer's sockets and its streams start from nothing.
-        member.received = [0] * state.settings.streams
+        before = state.roster.get(hello.name)
+        if before is not None and before.incarnation == hello.incarnation:
+            if before.connected and before.peer == event.peer:
+                return self._welcome(before, now)  # A Hello that was repeated.
+            if len(before.held) == count:
+                state.roster.move(before, event.peer, event.address, now)
+                return self._enter(before, hello, "is back", now)
+        member = Member(
+            hello.name,
+            hello.incarnation,
+            event.peer,
+            event.address,
+            now,
+            now,
+            held=[-1] * count,
+            last_merged=[0] * count,
+            received=[0] * state.settings.streams,
+        )
         try:
             state.roster.admit(member)
         except RemoteProtocolError as error:
             return [ev.Send(event.peer, refusal(error))]
-        state.clock.join(member.incarnation, hello.tokens, now)
-        verb = "rejoined" if before is not None else "joined"
-        effects.append(ev.Admit(member.name, member.incarnation))
-        effects.append(ev.Note("info", f"{member.name} {verb} from {member.address or '?'}"))
-        return effects + self._welcome(member, now)
+        effects = drop_pushes(state, member.name)
+        if before is not None and member.name == self.founder and not self._making:
+            self.founder = ""
+            effects += self._drop_founding()
+        return effects + self._enter(member, hello, "rejoined" if before else "joined", now)
+
+    def _enter(self, member: Member, hello: msg.Hello, verb: str, now: float) -> list[ev.Effect]:
+        self.state.clock.join(member.incarnation, hello.tokens, now)
+        return [
+            ev.Admit(member.name, member.incarnation),
+            ev.Note("info", f"{member.name} {verb} from {member.address or '?'}"),
+            *self._welcome(member, now),
+        ]
 
     def _welcome(self, member: Member, now: float) -> list[ev.Effect]:
         state = self.state
         assert member.peer is not None
-        if state.phase is not msg.Phase.FOUNDING:
-            return [ev.Send(member.peer, state.welcome(member, msg.Role.ADOPT, now))]
-        if self.from_file:
-            welcome = ev.Send(member.peer, state.welcome(member, msg.Role.WAIT, now))
-            if self.founder:
-                return [welcome]
-            self.founder = "(file)"
-            return [welcome, ev.Found(state.layout, None)]
-        if self.founder and self.founder != member.name:
-            return [ev.Send(member.peer, state.welcome(member, msg.Role.WAIT, now))]
-        if not self.founder:
-            self.founder = member.name
-        self._drop_founding()
-        self._founding = {f.index: Assembly(f.elements) for f in state.table}
-        note = ev.Note("info", f"{member.name} sends version 0")
-        return [ev.Send(member.peer, state.welcome(member, msg.Role.FOUND, now)), note]
+        role, effects = msg.Role.ADOPT, list[ev.Effect]()
+        if state.phase is msg.Phase.FOUNDING:
+            role, effects = self._founding_role(member, now)
+        return [ev.Send(member.peer, state.welcome(member, role, now)), *effects]
 
-    def _drop_founding(self) -> tuple[int, ...]:
-        handles = [h for index in sorted(self._founding) for h in self._founding[index].handles]
-        self._founding = {}
-        return tuple(handles)
+    def _founding_role(self, member: Member, now: float) -> tuple[msg.Role, list[ev.Effect]]:
+        """Who sends version 0: the file, or the first learner; the others wait."""
+        if self._making or self.state.heads or self.founder not in ("", member.name):
+            return msg.Role.WAIT, []
+        if self.from_file:
+            self._making = True
+            return msg.Role.WAIT, [ev.Found(self.state.layout, None)]
+        if self.founder:
+            return msg.Role.FOUND, []
+        self.founder, self._progress_at = member.name, now
+        self._founding = {f.index: Assembly(f.elements) for f in self.state.table}
+        return msg.Role.FOUND, [ev.Note("info", f"{member.name} sends version 0")]
+
+    def _drop_founding(self) -> list[ev.Effect]:
+        handles, self._founding = self.held_handles(), {}
+        return [ev.Drop(handles)] if handles else []

@@ -175,7 +175,7 @@ class CodecSection(Section):
     parameter, 1.0 about 2. With int4 a step below 0.4 cuts off what exceeds 7 steps."""
     publish_rho: Annotated[float, Range(0.001, 100)] = 0.5
     """The same for publications; what they drop stays in the next difference."""
-    chunk_elements: Annotated[int, Range(256, CHUNK_ELEMENTS_MAX)] = 65536
+    chunk_elements: Annotated[int, Range(256, CHUNK_ELEMENTS_MAX)] = 262144
     """Elements per data message: small ones let control messages pass, large ones cost less."""
     error_feedback: bool = True
     """Learners add what their push dropped to the next push of the fragment."""

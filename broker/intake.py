@@ -26,8 +26,8 @@ class Intake:
 
     def push(self, member: Member, message: msg.Push, now: float) -> list[ev.Effect]:
         """An announced push: its chunks come on the uplink, or have come already."""
-        if message.push_id in member.refused_pushes:
-            return []
+        if self._is_settled(member, message.fragment, message.push_id):
+            return self._decline_refused(member, message)
         try:
             round_ = self._round(member, message.fragment, message.base_version)
             effects = self._supersede(round_, member, message.push_id)
@@ -38,10 +38,20 @@ class Intake:
         self._settle(round_, member, now)
         return effects
 
+    def _decline_refused(self, member: Member, message: msg.Push) -> list[ev.Effect]:
+        """A push of which a chunk was refused before it was announced will not come."""
+        if message.push_id not in member.refused_pushes:
+            return []
+        told = msg.Decline(
+            message.fragment, message.base_version, message.attempt, "its push was refused"
+        )
+        return self.decline(member, told)
+
     def decline(self, member: Member, message: msg.Decline) -> list[ev.Effect]:
         """The learner will not contribute; about a round that is gone this means nothing."""
         round_ = self.state.rounds.get(message.fragment)
-        if round_ is None or round_.base_version != message.base_version or round_.merging:
+        told = (message.base_version, message.attempt)
+        if round_ is None or round_.merging or (round_.base_version, round_.attempt) != told:
             return []
         if member.name not in round_.contributed:
             round_.declined[member.name] = message.reason
@@ -58,12 +68,15 @@ class Intake:
             return drop
         if header.stream < len(member.received):
             member.received[header.stream] = header.position
-        if header.kind is msg.DataKind.PUSH and header.push_id in member.refused_pushes:
+        push = header.kind is msg.DataKind.PUSH
+        if push and self._is_settled(member, header.fragment, header.push_id):
             return drop
         try:
             self._check(header)
             effects = self._enter(member, header, now)
         except RemoteProtocolError as error:
+            if not push and error.code is ErrorCode.WRONG_EPOCH:
+                return drop  # On its way since before a restart; it says nothing about now.
             return drop + self.refuse(member, error, header.fragment, header.push_id)
         return [*effects, ev.Unpack(header, handle)]
 
@@ -82,22 +95,19 @@ class Intake:
         member = self.state.roster.get(header.learner)
         round_ = self.state.rounds.get(header.fragment)
         drop: list[ev.Effect] = [ev.Drop((handle,))]
+        push = round_.incoming.get(header.learner) if round_ else None
+        ours = (header.incarnation, header.push_id)
         if (
             member is None
-            or member.incarnation != header.incarnation
-            or header.push_id in member.refused_pushes
             or round_ is None
-            or round_.merging
             or round_.base_version != header.version
-            or member.name in round_.contributed
+            or push is None
+            or (push.incarnation, push.push_id) != ours
         ):
             return drop  # The round went on while the payload was decoded.
         try:
-            push = round_.push_of(member.name, member.incarnation, header.push_id, now)
             arrival = round_.add_chunk(push, header, handle, now)
         except RemoteProtocolError as error:
-            if error.code is ErrorCode.CHUNK_CONFLICT:
-                drop.append(ev.Drop(round_.drop_push(member.name)))
             return drop + self.refuse(member, error, header.fragment, header.push_id)
         self._settle(round_, member, now)
         return drop if arrival is Arrival.DUPLICATE else []
@@ -110,23 +120,40 @@ class Intake:
         effects: list[ev.Effect] = [ev.Drop((handle,))]
         if member is None or member.incarnation != header.incarnation:
             return effects
-        round_ = self.state.rounds.get(header.fragment)
-        if round_ is not None and not round_.merging:
-            effects.append(ev.Drop(round_.drop_push(member.name)))
         return effects + self.refuse(member, error, header.fragment, header.push_id)
 
     def refuse(
         self, member: Member, error: NarrowsError, fragment: int, push_id: int
     ) -> list[ev.Effect]:
-        """Tells the learner once per push why it is not merged."""
-        if push_id in member.refused_pushes:
+        """Tells the learner once per push why it is not merged; what has arrived of it goes."""
+        if push_id and push_id in member.refused_pushes:
             return []
         member.refused_pushes.append(push_id)
         member.refused += 1
         self.state.tally.refuse(error.code)
-        if member.peer is None:
-            return []
-        return [ev.Send(member.peer, refusal(error, fragment=fragment, push_id=push_id))]
+        effects: list[ev.Effect] = []
+        round_ = self.state.rounds.get(fragment)
+        push = round_.incoming.get(member.name) if round_ else None
+        if round_ and push and (push.incarnation, push.push_id) == (member.incarnation, push_id):
+            effects.append(ev.Drop(round_.drop_push(member.name)))
+            # Nobody waits for it; should the round be opened again, it may answer again.
+            round_.declined[member.name] = f"its push was refused: {error.code}"
+        if member.peer is not None:
+            refuse = refusal(error, fragment=fragment, push_id=push_id)
+            effects.append(ev.Send(member.peer, refuse))
+        return effects
+
+    def _is_settled(self, member: Member, fragment: int, push_id: int) -> bool:
+        """True for a push whose outcome is known: a late copy of it changes nothing.
+
+        A refusal would make the learner believe that its merged push was lost.
+        """
+        if push_id in member.refused_pushes:
+            return True
+        round_ = self.state.rounds.get(fragment)
+        if round_ is not None and round_.has(member.incarnation, push_id, member.name):
+            return True
+        return fragment < len(member.last_merged) and 0 < push_id <= member.last_merged[fragment]
 
     def repair(self, now: float) -> list[ev.Effect]:
         """Asks for the chunks that are missing from announced pushes without progress."""

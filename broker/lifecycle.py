@@ -9,6 +9,9 @@ from narrows.broker.scheduler import Scheduler
 from narrows.broker.state import RunState
 from narrows.proto import messages as msg
 
+RETRY_S = 10.0
+"""A checkpoint that failed is tried again after so long."""
+
 
 @dataclass
 class Lifecycle:
@@ -16,27 +19,78 @@ class Lifecycle:
 
     state: RunState
     scheduler: Scheduler
-    checkpoint_running: bool = False
+    started_at: float
     checkpoint_sum: int = -1
     """Sum of the versions in the newest durable checkpoint."""
     stopping: str = ""
     """Why the process stops, "" while it does not."""
     finished: bool = False
+    _durable_phase: msg.Phase | None = None
+    _writing_phase: msg.Phase | None = None
+    """Phase in the checkpoint that is being written, None if none is."""
+    _retry_at: float | None = None
+    _seen_at: float = 0.0
 
-    def founded(self, digests: tuple[int, ...]) -> list[ev.Effect]:
+    def resumed(self) -> None:
+        """The state is that of a checkpoint."""
+        self.checkpoint_sum, self._durable_phase = self.state.version_sum, self.state.phase
+        if self.state.phase is msg.Phase.ENDING:
+            self.scheduler.final_due = list(range(len(self.state.heads)))
+
+    def founded(self, digests: tuple[int, ...]) -> None:
         """Version 0 stands in memory; nothing is opened before it is on disk."""
         self.state.heads = [msg.FragmentHead(0, digest) for digest in digests]
         self.state.first_kept = [1] * len(digests)
-        self.checkpoint_running = True
+
+    # Checkpoints.
+
+    def checkpoint(self, now: float) -> list[ev.Effect]:
+        """Writes one every N versions, and at once when a phase or the process ends."""
+        state = self.state
+        grown = state.version_sum - self.checkpoint_sum
+        new_phase = state.phase is msg.Phase.ENDED and self._durable_phase is not state.phase
+        due = grown >= state.config.broker.checkpoint_versions or new_phase
+        due |= grown > 0 and (bool(self.stopping) or state.phase is msg.Phase.ENDED)
+        due |= self.checkpoint_sum < 0
+        waiting = self._retry_at is not None and now < self._retry_at
+        if not due or not state.heads or waiting or self._writing_phase is not None:
+            return []
+        if self.stopping and self._merging():
+            return []
+        self._writing_phase, self._retry_at = state.phase, None
         return [ev.WriteCheckpoint()]
 
-    def checkpoint_failed(self, reason: str) -> list[ev.Effect]:
-        self.checkpoint_running = False
+    def checkpoint_written(self, version_sum: int) -> list[ev.Effect]:
+        founding = self.checkpoint_sum < 0
+        self.checkpoint_sum, self._durable_phase = version_sum, self._writing_phase
+        self._writing_phase = None
+        return [ev.Note("info", "version 0 is durable")] if founding else []
+
+    def checkpoint_failed(self, reason: str, now: float) -> list[ev.Effect]:
+        self._writing_phase, self._retry_at = None, now + RETRY_S
         effects: list[ev.Effect] = [ev.Note("error", f"checkpoint failed: {reason}")]
         if self.stopping:
-            self.finished = True
-            effects.append(ev.Finish(f"{self.stopping}; the newest versions are NOT on disk"))
+            effects += self._finish(f"{self.stopping}; the newest versions are NOT on disk")
         return effects
+
+    def next_deadline(self) -> float | None:
+        times: list[float | None] = [self._retry_at]
+        if self.state.phase in (msg.Phase.ENDING, msg.Phase.ENDED):
+            times.append(self._last_return_at())
+        return min((time for time in times if time and time > self._seen_at), default=None)
+
+    # Phases.
+
+    def begin(self, now: float) -> list[ev.Effect]:
+        """The run begins once version 0 is durable and enough learners wait for it."""
+        state = self.state
+        wanted = state.config.run.learners_at_start
+        joined = len(state.roster.connected())
+        if state.phase is not msg.Phase.FOUNDING or self.checkpoint_sum < 0 or joined < wanted:
+            return []
+        state.phase = msg.Phase.RUNNING
+        self.scheduler.launched_at = now
+        return [ev.Note("info", f"the run begins with {joined} learners")]
 
     def reach_goal(self) -> list[ev.Effect]:
         state = self.state
@@ -47,54 +101,61 @@ class Lifecycle:
         self.scheduler.final_due = list(range(len(state.heads)))
         return [ev.Note("info", f"goal of {goal} tokens reached: one last round per fragment")]
 
-    def end(self) -> list[ev.Effect]:
+    def end(self, now: float) -> list[ev.Effect]:
         """ENDING becomes ENDED when every last round is over; then everyone says Bye."""
         state = self.state
-        if state.phase is msg.Phase.ENDING and not self.scheduler.final_due and not state.rounds:
-            state.phase = msg.Phase.ENDED
-            self.checkpoint_sum = -1  # The phase is part of what must be durable.
-            return [ev.Note("info", "the run has ended"), *self.checkpoint_if_due()]
-        durable = self.checkpoint_sum == state.version_sum and not self.checkpoint_running
-        over = state.phase is msg.Phase.ENDED and durable
-        if over and not self.finished and not state.roster.connected():
-            self.finished = True
-            return [ev.Finish("the run has ended, all learners have the final model")]
-        return []
+        self._seen_at = now
+        if state.phase is msg.Phase.ENDING:
+            if not self._anybody(now):
+                self.scheduler.final_due.clear()  # Nobody is left who could contribute.
+            if not self.scheduler.final_due and not state.rounds:
+                state.phase = msg.Phase.ENDED
+                return [ev.Note("info", "the run has ended")]
+        durable = self.checkpoint_sum == state.version_sum and self._durable_phase is state.phase
+        if state.phase is not msg.Phase.ENDED or not durable or self._anybody(now):
+            return []
+        return self._finish("the run has ended, all learners have the final model")
+
+    def _anybody(self, now: float) -> bool:
+        """Somebody is connected, or was so lately that the final model is kept for them."""
+        last_return_at = self._last_return_at()
+        waiting = last_return_at is not None and now < last_return_at
+        return waiting or bool(self.state.roster.connected())
+
+    def _last_return_at(self) -> float | None:
+        """Until when learners that were cut off may come back; None: nobody was."""
+        lost_s = self.state.config.liveness.lost
+        times = [
+            member.heard_at + lost_s
+            for member in self.state.roster
+            if not member.connected and not member.left
+        ]
+        if self.state.epoch_resumed and not len(self.state.roster):
+            times.append(self.started_at + lost_s)
+        return max(times, default=None)
+
+    # The end of the process.
 
     def stop(self, reason: str) -> list[ev.Effect]:
+        """Takes no more work in; ends when what exists is durable."""
         if self.stopping:
             return []
         self.stopping = reason
         self.scheduler.halted = True
-        effects: list[ev.Effect] = []
-        for member in self.state.roster.connected():
-            assert member.peer is not None
-            effects.append(ev.Send(member.peer, msg.Bye(reason)))
-        if not self.state.heads or self.checkpoint_sum == self.state.version_sum:
-            self.finished = True
-            return [*effects, ev.Finish(reason)]
-        return [*effects, *self.checkpoint_if_due()]
+        return [
+            ev.Send(member.peer, msg.Bye(reason))
+            for member in self.state.roster.connected()
+            if member.peer is not None
+        ]
 
-    def checkpoint_if_due(self) -> list[ev.Effect]:
-        """A checkpoint every N versions, and at once when the run or the process ends."""
-        grown = self.state.version_sum - self.checkpoint_sum
-        last = bool(self.stopping) or self.state.phase is msg.Phase.ENDED
-        due = (last and grown > 0) or grown >= self.state.config.broker.checkpoint_versions
-        merging = any(round_.merging for round_ in self.state.rounds.values())
-        if not due or self.checkpoint_running or (self.stopping and merging):
-            return []
-        self.checkpoint_running = True
-        return [ev.WriteCheckpoint()]
+    def stop_if_durable(self) -> list[ev.Effect]:
+        durable = not self.state.heads or self.checkpoint_sum == self.state.version_sum
+        busy = self._merging() or self._writing_phase is not None
+        return self._finish(self.stopping) if self.stopping and durable and not busy else []
 
-    def checkpoint_written(self, version_sum: int, now: float) -> list[ev.Effect]:
-        self.checkpoint_running = False
-        self.checkpoint_sum = version_sum
-        if self.state.phase is msg.Phase.FOUNDING:
-            self.state.phase = msg.Phase.RUNNING
-            self.scheduler.launched_at = now
-            return [ev.Note("info", "version 0 is durable, the run begins")]
-        merging = any(round_.merging for round_ in self.state.rounds.values())
-        if self.stopping and version_sum == self.state.version_sum and not merging:
-            self.finished = True
-            return [ev.Finish(self.stopping)]
-        return self.checkpoint_if_due()
+    def _merging(self) -> bool:
+        return any(round_.merging for round_ in self.state.rounds.values())
+
+    def _finish(self, reason: str) -> list[ev.Effect]:
+        self.finished = True
+        return [ev.Finish(reason)]

@@ -59,6 +59,8 @@ class Member:
     """Push ids refused lately: one Refuse per push, not one per chunk."""
     missed_running: int = 0
     """Rounds missed in a row."""
+    left: bool = False
+    """It said Bye, or was refused: nobody waits for its return."""
 
     @property
     def connected(self) -> bool:
@@ -97,7 +99,10 @@ class Roster:
     _superseded: dict[str, deque[str]] = field(default_factory=dict[str, deque[str]])
 
     def __iter__(self) -> Iterator[Member]:
-        return iter(sorted(self._members.values(), key=lambda member: member.name))
+        return iter(list(self._members.values()))
+
+    def __len__(self) -> int:
+        return len(self._members)
 
     def get(self, name: str) -> Member | None:
         return self._members.get(name)
@@ -133,15 +138,27 @@ class Roster:
                 got=member.name,
                 remedy="wait until one leaves",
             )
-        if before is not None:
+        if before is not None and before is not member:
             self.disconnect(before)
             if before.incarnation != member.incarnation:
                 old = self._superseded.setdefault(member.name, deque(maxlen=64))
                 old.append(before.incarnation)
-        self._members[member.name] = member
         assert member.peer is not None
+        holder = self.by_peer(member.peer)
+        if holder is not None and holder is not member:
+            self.disconnect(holder)  # One connection speaks for one learner.
+        self._members[member.name] = member
+        if before is None:
+            self._members = dict(sorted(self._members.items()))
         self._names[member.peer] = member.name
         return before
+
+    def move(self, member: Member, peer: Peer, address: str, now: float) -> None:
+        """The same process is back on this connection."""
+        self.disconnect(member)
+        member.peer, member.address, member.heard_at = peer, address, now
+        member.state, member.left = Liveness.LIVE, False
+        self.admit(member)
 
     def disconnect(self, member: Member) -> None:
         """The connection is gone or taken; the member stays known."""
@@ -162,11 +179,11 @@ class Roster:
         """Updates every state by the clock; returns those that changed."""
         changed: list[Member] = []
         for member in self.connected():
-            quiet_s = now - member.heard_at
+            # The same sums as in next_deadline, so that no rounding makes it come too early.
             state = Liveness.LIVE
-            if quiet_s >= self.lost_s:
+            if now >= member.heard_at + self.lost_s:
                 state = Liveness.LOST
-            elif quiet_s >= self.late_s:
+            elif now >= member.heard_at + self.late_s:
                 state = Liveness.LATE
             if state is not member.state:
                 member.state = state

@@ -47,9 +47,9 @@ class QuorumRule:
 
     quorum: int
     everybody: bool
-    """Lockstep modes: every live learner must contribute."""
+    """Every live learner must answer: lockstep modes, and the end, when waiting costs no work."""
     closing: bool
-    """The last round of the run: below the quorum it is closed, nobody new will come."""
+    """The end of the run: below the quorum a round is closed, nobody new will come."""
     overlap_steps: int
     grace_fraction: float
     grace_max_s: float
@@ -75,18 +75,23 @@ class QuorumRule:
         awaited: Sequence[Awaited],
         step_s: float,
         sync_s: float,
+        declined: int = 0,
     ) -> Decision:
-        """The decision for one round. `quorum_at` is when the K-th contribution was complete."""
+        """The decision for one round.
+
+        `quorum_at` is when the K-th contribution was complete, `declined` how many live learners
+        have declined: below the quorum they are asked again, by opening the round anew.
+        """
         if not awaited:
             if complete == 0:
                 return Decision(Verdict.CLOSE, "no learner has anything to contribute")
-            if complete < self.quorum and self.closing:
-                return Decision(Verdict.CLOSE, f"last round with {complete} of {self.quorum}")
-            if complete >= self.quorum or self.everybody:
+            if complete < self.quorum and (self.closing or declined):
+                return Decision(Verdict.CLOSE, f"{complete} of {self.quorum}, the others declined")
+            if complete >= self.quorum:
                 return Decision(Verdict.MERGE, f"all {complete} expected contributions are here")
-        if self.everybody:
+        if self.everybody and awaited:
             names = ", ".join(learner.name for learner in awaited)
-            return Decision(Verdict.WAIT, f"waits for {names}: every live learner must contribute")
+            return Decision(Verdict.WAIT, f"waits for {names}: every live learner must answer")
         if complete < self.quorum or quorum_at is None:
             return Decision(Verdict.WAIT, f"{complete} of {self.quorum} contributions")
         grace = self.grace_s(step_s=step_s, quorum_s=quorum_at - opened_at, sync_s=sync_s)
@@ -94,8 +99,12 @@ class QuorumRule:
         until = max([quorum_at + grace, *(self._arrival(w, opened_at, longest) for w in awaited)])
         missing = ", ".join(learner.name for learner in awaited)
         if now >= until:
-            return Decision(Verdict.MERGE, f"{complete} contributions; waited long enough: {missing}")
-        return Decision(Verdict.GRACE, f"{complete} contributions; may still come: {missing}", until)
+            return Decision(
+                Verdict.MERGE, f"{complete} contributions; waited long enough: {missing}"
+            )
+        return Decision(
+            Verdict.GRACE, f"{complete} contributions; may still come: {missing}", until
+        )
 
     def _arrival(self, learner: Awaited, opened_at: float, longest: float) -> float:
         """Until when waiting for this learner pays.

@@ -153,11 +153,20 @@ class Round:
 
     def close(self) -> tuple[int, ...]:
         """Ends the collection; returns the payloads of the unfinished pushes."""
-        handles: list[int] = []
-        for name in sorted(self.incoming):
-            handles += self.incoming[name].assembly.handles
-        self.incoming.clear()
-        return tuple(handles)
+        return tuple(handle for name in sorted(self.incoming) for handle in self.drop_push(name))
+
+    def discard(self) -> tuple[int, ...]:
+        """Gives the round up; returns the payloads of all its pushes."""
+        handles = self.close()
+        for done in self.contributions():
+            handles += done.handles
+        self.contributed.clear()
+        return handles
+
+    def has(self, incarnation: str, push_id: int, name: str) -> bool:
+        """True if this very push is a complete contribution already."""
+        done = self.contributed.get(name)
+        return done is not None and (done.incarnation, done.push_id) == (incarnation, push_id)
 
     def contributions(self) -> tuple[Contributed, ...]:
         """In learner-name order: sums must not depend on arrival."""

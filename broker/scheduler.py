@@ -13,6 +13,9 @@ from narrows.proto import messages as msg
 from narrows.proto.limits import PUBLICATIONS_KEPT
 from narrows.proto.smoothing import Smoothed
 
+REOPEN_S = 0.5
+"""A round that was closed without a merge is opened again after so long at the earliest."""
+
 MISSED_RUNNING_NAMED = 3
 """A learner that missed so many rounds running is named in the log."""
 
@@ -30,6 +33,7 @@ class Scheduler:
     final_due: list[int] = field(default_factory=list[int])
     """Fragments whose last round is still to come; filled when the goal is reached."""
     _next_fragment: int = 0
+    _reopen_at: float = 0.0
     _attempts: dict[int, int] = field(default_factory=dict[int, int])
     _decide_at: dict[int, float] = field(default_factory=dict[int, float])
     _merge_started: dict[tuple[int, int], float] = field(
@@ -40,8 +44,8 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         times = list(self._decide_at.values())
-        if self._can_launch() and not self.state.lockstep:
-            times.append(self.launched_at + self._launch_floor_s())
+        if self._can_launch() and self._next_due() is not None:
+            times.append(self._launch_at())
         return min(times, default=None)
 
     def adopted(self, fragment: int, version: int, now: float) -> None:
@@ -50,13 +54,17 @@ class Scheduler:
         if started is not None:
             self._sync_s.add(now - started)
 
-    def _launch_floor_s(self) -> float:
-        """Never launch sooner than H * xi_step / P after the last launch (DESIGN: fast networks
-        must not shrink the effective H, which is what makes outer momentum over-drive)."""
-        if self.state.phase is msg.Phase.ENDING:
-            return 0.0
-        period = self.state.settings.sync_period_steps
-        return period * self.state.roster.step_s() / self.state.settings.fragment_count
+    def _launch_at(self) -> float:
+        """Earliest time of the next launch: H * xi_step / P after the last one.
+
+        Else a fast network would shrink the effective H, and the outer momentum would over-drive.
+        In the lockstep modes the snapshot's step takes care of that; at the end nothing does.
+        """
+        state = self.state
+        if state.lockstep or state.phase is msg.Phase.ENDING:
+            return self._reopen_at
+        spacing = state.settings.sync_period_steps / state.settings.fragment_count
+        return max(self._reopen_at, self.launched_at + spacing * state.roster.step_s())
 
     def _can_launch(self) -> bool:
         state = self.state
@@ -84,9 +92,8 @@ class Scheduler:
         """Opens the rounds that are due; the next Beat tells them."""
         state = self.state
         while self._can_launch():
-            floor_s = 0.0 if state.lockstep else self._launch_floor_s()
             index = self._next_due()
-            if index is None or now < self.launched_at + floor_s:
+            if index is None or now < self._launch_at():
                 return
             ending = state.phase is msg.Phase.ENDING
             self._attempts[index] = self._attempts.get(index, 0) + 1
@@ -122,11 +129,11 @@ class Scheduler:
 
     def decision(self, round_: Round, now: float) -> Decision:
         """What to do with a round now, and why."""
-        merge = self.state.config.merge
+        merge, ending = self.state.config.merge, self.state.phase is msg.Phase.ENDING
         rule = QuorumRule(
             quorum=round_.quorum,
-            everybody=self.state.lockstep,
-            closing=round_.last,
+            everybody=self.state.lockstep or ending,
+            closing=ending,
             overlap_steps=self.state.settings.overlap_steps,
             grace_fraction=merge.grace_fraction,
             grace_max_s=merge.grace_max,
@@ -141,6 +148,7 @@ class Scheduler:
             awaited=self._awaited(round_),
             step_s=self.state.roster.step_s(),
             sync_s=self._sync_s.mean,
+            declined=sum(member.name in round_.declined for member in self.state.roster.ready()),
         )
 
     def decide(self, now: float) -> list[ev.Effect]:
@@ -156,18 +164,23 @@ class Scheduler:
             if decision.verdict is Verdict.GRACE and decision.until is not None:
                 self._decide_at[index] = decision.until
             elif decision.verdict is Verdict.CLOSE:
-                effects += self._close(round_)
+                effects += self._close(round_, now)
             elif decision.verdict is Verdict.MERGE:
                 effects += self._start_merge(round_, decision, now)
         return effects
 
-    def _close(self, round_: Round) -> list[ev.Effect]:
+    def _close(self, round_: Round, now: float) -> list[ev.Effect]:
         """Ends a round without a merge."""
-        del self.state.rounds[round_.fragment]
-        if round_.last:
-            self.final_due.remove(round_.fragment)
-        handles = round_.close()
+        self._end_round(round_)
+        if not round_.last:
+            self._reopen_at = now + REOPEN_S
+        handles = round_.discard()
         return [ev.Drop(handles)] if handles else []
+
+    def _end_round(self, round_: Round) -> None:
+        del self.state.rounds[round_.fragment]
+        if round_.last and round_.fragment in self.final_due:
+            self.final_due.remove(round_.fragment)
 
     def _start_merge(self, round_: Round, decision: Decision, now: float) -> list[ev.Effect]:
         effects = self._count_missed(round_)
@@ -201,14 +214,13 @@ class Scheduler:
     def merged(self, event: ev.Merged, now: float) -> list[ev.Effect]:
         """A new version exists: publish it to everybody."""
         state, index = self.state, event.fragment
-        round_ = state.rounds.pop(index)
+        round_ = state.rounds[index]
         assert event.version == round_.base_version + 1 == state.heads[index].version + 1
         state.heads[index] = msg.FragmentHead(event.version, event.digest)
         self._attempts.pop(index, None)
         self._merge_started.pop((index, event.version - PUBLICATIONS_KEPT), None)
         state.tally.merged(len(round_.contributed), event.clipped, now)
-        if round_.last:
-            self.final_due.remove(index)
+        self._end_round(round_)
         for done in round_.contributions():
             member = state.roster.get(done.learner)
             if member is not None and member.incarnation == done.incarnation:
@@ -220,11 +232,11 @@ class Scheduler:
         ]
         return effects
 
-    def merge_failed(self, fragment: int, reason: str) -> list[ev.Effect]:
+    def merge_failed(self, fragment: int, reason: str, now: float) -> list[ev.Effect]:
         """Nothing was changed; the round starts again with fresh pushes."""
-        round_ = self.state.rounds.pop(fragment)
-        if round_.last:
-            self.final_due.remove(fragment)
+        round_ = self.state.rounds[fragment]
+        self._end_round(round_)
+        self._reopen_at = now + REOPEN_S
         names = ", ".join(sorted(round_.contributed))
         text = f"fragment {fragment}: merge of {names} dropped, nothing changed: {reason}"
         return [ev.Note("error", text)]

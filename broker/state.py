@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from narrows.broker import events as ev
 from narrows.broker.config import BrokerConfig
 from narrows.broker.members import Member, Roster
 from narrows.broker.rounds import Round
@@ -40,6 +41,8 @@ class RunState:
     """First version published in this epoch, per fragment: older ones cannot be resent."""
     rounds: dict[int, Round] = field(default_factory=dict[int, Round])
     """Open rounds by fragment."""
+    epoch_resumed: bool = False
+    """The state came from a checkpoint: learners of the epoch before may still come back."""
     uplink_port: int = 0
     downlink_port: int = 0
 
@@ -70,11 +73,11 @@ class RunState:
 
     def first_step(self) -> int:
         """Inner step at which a newcomer starts to count in the lockstep modes."""
-        if not self.heads:
-            return 0
-        period = self.settings.sync_period_steps
-        spacing = max(1, period // self.settings.fragment_count)
-        return max(0, min(self.at_step(index) for index in range(len(self.heads))) - spacing)
+        return first_step(self.settings, self.versions) if self.lockstep and self.heads else 0
+
+    def told_heads(self) -> tuple[msg.FragmentHead, ...]:
+        """The newest versions; none before version 0 is handed out."""
+        return () if self.phase is msg.Phase.FOUNDING else tuple(self.heads)
 
     def tokens_per_s(self, now: float) -> float:
         live = [member.incarnation for member in self.roster.ready()]
@@ -85,7 +88,7 @@ class RunState:
         return msg.Beat(
             epoch=self.epoch,
             phase=self.phase,
-            versions=self.versions,
+            versions=tuple(head.version for head in self.told_heads()),
             rounds=self.open_rounds(),
             run_tokens=self.clock.run_tokens,
             tokens_per_s=self.tokens_per_s(now),
@@ -101,12 +104,12 @@ class RunState:
             settings=self.settings,
             uplink_port=self.uplink_port,
             downlink_port=self.downlink_port,
-            fragments=tuple(self.heads),
+            fragments=self.told_heads(),
             rounds=self.open_rounds(),
             phase=self.phase,
             run_tokens=self.clock.run_tokens,
             tokens_per_s=self.tokens_per_s(now),
-            step=self.first_step() if self.lockstep else 0,
+            step=self.first_step(),
         )
 
 
@@ -125,3 +128,9 @@ def refusal(error: NarrowsError, *, fragment: int = -1, push_id: int = 0) -> msg
         fragment,
         push_id,
     )
+
+
+def drop_pushes(state: RunState, name: str) -> list[ev.Effect]:
+    """Forgets what a learner has begun to push; complete contributions stay."""
+    handles = [h for index in sorted(state.rounds) for h in state.rounds[index].drop_push(name)]
+    return [ev.Drop(tuple(handles))] if handles else []

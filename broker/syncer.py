@@ -16,7 +16,7 @@ from narrows.broker.intake import Intake
 from narrows.broker.lifecycle import Lifecycle
 from narrows.broker.members import Liveness, Member, Roster
 from narrows.broker.scheduler import Scheduler
-from narrows.broker.state import RunState, refusal
+from narrows.broker.state import RunState, drop_pushes, refusal
 from narrows.broker.tally import Tally
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
@@ -56,8 +56,9 @@ class Syncer:
         self.admission = Admission(self.state, from_file)
         self.intake = Intake(self.state)
         self.scheduler = Scheduler(self.state, launched_at=now)
-        self.lifecycle = Lifecycle(self.state, self.scheduler)
-        self._told: object = None
+        self.lifecycle = Lifecycle(self.state, self.scheduler, started_at=now)
+        #: Phase and rounds that the last Beat told; compared, never iterated.
+        self._told: set[tuple[msg.Phase, msg.OpenRound | None]] = set()
         self._beat_at = now
         if resumed is not None:
             self._resume(resumed)
@@ -80,21 +81,21 @@ class Syncer:
                 effects = self._unpacked(header, handle, now)
             case ev.ChunkDamaged(header, handle, code, reason):
                 error = RemoteProtocolError(ErrorCode(code), reason)
-                effects = self.intake.damaged(header, handle, error)
+                effects = self._damaged(header, handle, error, now)
             case ev.Founded(digests):
-                effects = self.lifecycle.founded(digests)
+                self.admission.founded()
+                self.lifecycle.founded(digests)
             case ev.FoundingFailed(reason):
-                effects = self.admission.founding_failed(reason, now)
+                error = RemoteProtocolError(ErrorCode.LAYOUT_MISMATCH, reason)
+                effects = self.admission.founding_failed(error)
             case ev.Merged():
                 effects = self.scheduler.merged(event, now)
-                effects += self.lifecycle.checkpoint_if_due()
             case ev.MergeFailed(fragment, reason):
-                effects = self.scheduler.merge_failed(fragment, reason)
-                effects += self.lifecycle.checkpoint_if_due()
+                effects = self.scheduler.merge_failed(fragment, reason, now)
             case ev.CheckpointWritten(version_sum):
-                effects = self._checkpoint_written(version_sum, now)
+                effects = self.lifecycle.checkpoint_written(version_sum)
             case ev.CheckpointFailed(reason):
-                effects = self.lifecycle.checkpoint_failed(reason)
+                effects = self.lifecycle.checkpoint_failed(reason, now)
             case ev.StopRequested(reason):
                 effects = self.lifecycle.stop(reason)
             case ev.DeadlineReached():
@@ -102,12 +103,15 @@ class Syncer:
         return effects + self._advance(now)
 
     def next_deadline(self) -> float | None:
-        """When `handle(DeadlineReached())` is due if nothing else happens."""
+        """When `handle(DeadlineReached())` is due if nothing else happens; None: it is over."""
+        if self.lifecycle.finished:
+            return None
         times: list[float | None] = [
             self._beat_at + self.state.config.broker.beat_s,
             self.state.roster.next_deadline(),
             self.admission.next_deadline(),
             self.scheduler.next_deadline(),
+            self.lifecycle.next_deadline(),
         ]
         return min(time for time in times if time is not None)
 
@@ -120,7 +124,7 @@ class Syncer:
             assert round_.fragment == index
             assert round_.base_version == state.heads[index].version
             if round_.merging:
-                assert len(round_.contributed) >= min(round_.quorum, 1)
+                assert len(round_.contributed) >= round_.quorum
                 assert not round_.incoming
             for name, done in round_.contributed.items():
                 assert done.learner == name
@@ -138,25 +142,31 @@ class Syncer:
         effects = self.admission.expire(now)
         for member in self.state.roster.age(now):
             effects += self._aged(member, now)
+        begun = self.lifecycle.begin(now)
+        if begun:
+            effects += begun + self.admission.welcome_all(now)
         effects += self.lifecycle.reach_goal()
         effects += self.scheduler.decide(now)
         self.scheduler.launch(now)
-        effects += self.lifecycle.end()
+        effects += self.lifecycle.end(now)
+        effects += self.lifecycle.checkpoint(now)
+        effects += self.lifecycle.stop_if_durable()
         effects += self._beat(now)
         return effects
 
     def _beat(self, now: float) -> list[ev.Effect]:
         """Tells the state to everybody on change, and every second."""
         state = self.state
-        told = (state.phase, state.versions, state.open_rounds())
         due = now >= self._beat_at + state.config.broker.beat_s
-        if told == self._told and not due:
+        # A round that is over needs no Beat of its own: its publication tells the version.
+        news = [(state.phase, round_) for round_ in state.open_rounds()] or [(state.phase, None)]
+        if self._told.issuperset(news) and not due:
             return []
-        self._told = told
+        self._told = set(news)
         effects: list[ev.Effect] = []
         if due:
             self._beat_at = now
-            effects += self.intake.repair(now) + self.admission.missing_founding()
+            effects += self.intake.repair(now) + self.admission.missing_founding(now)
         for member in state.roster.connected():
             effects += self._beat_to(member, now)
         return effects
@@ -206,6 +216,7 @@ class Syncer:
             case msg.Alive(nonce):
                 effects += self.admission.alive(member, nonce, now)
             case msg.Bye(reason):
+                member.left = True
                 effects += self._lose(member, f"said Bye ({reason})", now)
             case _:
                 error = RemoteProtocolError(
@@ -233,20 +244,27 @@ class Syncer:
         member = self.state.roster.get(header.learner)
         if member is None or member.incarnation != header.incarnation:
             return [ev.Drop((handle,))]
-        return self.admission.founding_chunk(member, header, handle)
+        return self.admission.founding_chunk(member, header, handle, now)
+
+    def _damaged(
+        self, header: msg.Header, handle: int, error: RemoteProtocolError, now: float
+    ) -> list[ev.Effect]:
+        if header.kind is msg.DataKind.PUSH:
+            return self.intake.damaged(header, handle, error)
+        drop: list[ev.Effect] = [ev.Drop((handle,))]
+        if header.learner != self.admission.founder:
+            return drop
+        return drop + self.admission.founding_failed(error)
 
     def _lose(self, member: Member, reason: str, now: float) -> list[ev.Effect]:
         """A learner is gone: its unfinished pushes go, its complete contributions stay."""
         self.state.roster.disconnect(member)
-        effects: list[ev.Effect] = [
+        return [
             ev.Forget(member.name),
             ev.Note("info", f"{member.name} left: {reason}"),
+            *drop_pushes(self.state, member.name),
+            *self.admission.lost(member, now),
         ]
-        for index in sorted(self.state.rounds):
-            handles = self.state.rounds[index].drop_push(member.name)
-            if handles:
-                effects.append(ev.Drop(handles))
-        return effects + self.admission.lost(member, now)
 
     def _aged(self, member: Member, now: float) -> list[ev.Effect]:
         quiet_s = now - member.heard_at
@@ -259,7 +277,7 @@ class Syncer:
     def _fetch(self, member: Member, fragment: int, have_version: int) -> list[ev.Effect]:
         """Fills a small gap with the publications that were kept, a large one with the State."""
         state = self.state
-        if fragment >= len(state.heads):
+        if fragment >= len(state.told_heads()):
             return []
         head = state.heads[fragment].version
         if have_version >= head:
@@ -275,7 +293,8 @@ class Syncer:
 
     def _resend(self, member: Member, missing: msg.Missing) -> list[ev.Effect]:
         state = self.state
-        if missing.fragment >= len(state.heads):
+        down = (msg.DataKind.PUBLICATION, msg.DataKind.STATE)
+        if missing.fragment >= len(state.told_heads()) or missing.kind not in down:
             return []
         elements = state.table[missing.fragment].elements
         ranges = tuple((o, min(c, elements - o)) for o, c in missing.ranges if c and o < elements)
@@ -286,9 +305,7 @@ class Syncer:
             return self._fetch(member, missing.fragment, missing.version - 1)
         push_id = member.last_merged[missing.fragment]
         kind = missing.kind
-        return [
-            ev.Publish(member.name, missing.fragment, missing.version, push_id, ranges, kind)
-        ]
+        return [ev.Publish(member.name, missing.fragment, missing.version, push_id, ranges, kind)]
 
     def _resume(self, resumed: Resumed) -> None:
         state = self.state
@@ -296,13 +313,6 @@ class Syncer:
         state.table = build_table(resumed.layout, state.settings.fragment_count)
         state.heads = list(resumed.heads)
         state.clock.run_tokens = resumed.run_tokens
-        state.phase = resumed.phase
+        state.phase, state.epoch_resumed = resumed.phase, True
         state.first_kept = [head.version + 1 for head in resumed.heads]
-        self.lifecycle.checkpoint_sum = state.version_sum
-        if state.phase is msg.Phase.ENDING:
-            self.scheduler.final_due = list(range(len(state.heads)))
-
-    def _checkpoint_written(self, version_sum: int, now: float) -> list[ev.Effect]:
-        founding = self.state.phase is msg.Phase.FOUNDING
-        effects = self.lifecycle.checkpoint_written(version_sum, now)
-        return effects + (self.admission.welcome_all(now) if founding else [])
+        self.lifecycle.resumed()

@@ -20,6 +20,7 @@ from narrows.learner.exchange import Exchange
 from narrows.learner.session import Identity, Session
 from narrows.learner.wires import Wires
 from narrows.proto import messages as msg
+from narrows.proto.codecs import warm_up
 from narrows.proto.errors import RemoteProtocolError
 from narrows.proto.fragments import Fragment
 from narrows.proto.frames import decode_control, encode_control
@@ -28,7 +29,7 @@ _log = logging.getLogger("narrows.learner")
 
 F32: TypeAlias = NDArray[np.float32]
 
-IDLE_S = 0.2
+IDLE_S = 0.1
 """The thread looks around at least so often."""
 
 
@@ -73,11 +74,16 @@ class Background:
         #: What ended the exchange; raised in the training thread.
         self.error: Exception | None = None
         self._host = host
+        #: Steps that the session has not counted yet: (tokens, loss, seconds when).
+        self._steps: deque[tuple[int, float | None, float]] = deque()
+        self._wants_boundary = True
         self._actions: deque[Callable[[], None]] = deque()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="narrows-learner", daemon=True)
 
     def start(self) -> None:
+        """Loads the kernels first: later it would hold the interpreter up while training runs."""
+        warm_up()
         self._thread.start()
 
     def close(self) -> None:
@@ -116,7 +122,7 @@ class Background:
                 self._on_control(frame)
             for frames in self.wires.receive_data():
                 self._on_data(frames)
-            if self._idle_s() <= 0:
+            if self._steps or self._idle_s() <= 0:
                 self.handle(ev.DeadlineReached())
             self.exchange.pump(time.monotonic())
         while self._actions:  # Among them the Bye.
@@ -129,6 +135,27 @@ class Background:
             return IDLE_S
         return min(max(deadline - time.monotonic(), 0.0), IDLE_S)
 
+    def step(self, tokens: int, loss: float | None) -> tuple[list[ev.Effect], dict[int, F32]]:
+        """For the training thread: counts an inner step; as `hand_over` if there is more to do.
+
+        Most steps need no lock: the background counts them with its next event. Waiting for a
+        lock whose holder has lost its core is what would hold training up on a busy machine.
+        """
+        self._steps.append((tokens, loss, time.monotonic()))
+        if self._wants_boundary or self.error is not None:
+            return self.hand_over(ev.BoundaryReached())
+        return [], {}
+
+    def _handle(self, event: ev.Event) -> list[ev.Effect]:
+        """Lets the session handle the steps so far, then `event`. Call under the lock."""
+        effects: list[ev.Effect] = []
+        while self._steps:
+            tokens, loss, at = self._steps.popleft()
+            effects += self.session.handle(ev.StepTaken(tokens, loss, at_boundary=False), now=at)
+        effects += self.session.handle(event, now=time.monotonic())
+        self._wants_boundary = self.session.wants_boundary
+        return effects
+
     def hand_over(self, event: ev.Event) -> tuple[list[ev.Effect], dict[int, F32]]:
         """For the training thread: handles its event and returns the effects that are its own,
         with the published copies as they are now; the others are performed in the background.
@@ -138,7 +165,7 @@ class Background:
         with self.changed:
             if self.error is not None:
                 raise self.error
-            effects = self.session.handle(event, now=time.monotonic())
+            effects = self._handle(event)
             published = dict(self.exchange.published)
         others = [e for e in effects if not isinstance(e, ev.Adopt | ev.Snapshot)]
         if others:
@@ -164,7 +191,7 @@ class Background:
 
     def handle(self, event: ev.Event) -> None:
         with self.changed:
-            effects = self.session.handle(event, now=time.monotonic())
+            effects = self._handle(event)
             for effect in effects:
                 if isinstance(effect, ev.Install):
                     # Under the lock: the next boundary may already be told to adopt it.

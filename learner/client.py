@@ -100,7 +100,7 @@ class Client:
     def boundary(self, tokens: int, loss: float | None) -> None:
         """Call after each inner step: adopts and snapshots what is due. Never waits for the
         network, except in the lockstep modes or after `max_offline`. Raises Refused."""
-        self._at_boundary(ev.StepTaken(tokens, loss))
+        self._copy(*self._background.step(tokens, loss))
         if self._session.must_wait(time.monotonic()):
             self._wait()
 
@@ -176,7 +176,9 @@ class Client:
 
     def _at_boundary(self, event: ev.Event) -> None:
         """Hands an event of the training thread over and does its copies."""
-        copies, published = self._background.hand_over(event)
+        self._copy(*self._background.hand_over(event))
+
+    def _copy(self, copies: list[ev.Effect], published: dict[int, F32]) -> None:
         for copy in copies:
             if isinstance(copy, ev.Snapshot):
                 self._snapshot(copy, published[copy.fragment])

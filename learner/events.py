@@ -56,10 +56,11 @@ class EncodeFailed:
 
 @dataclass(frozen=True)
 class StepTaken:
-    """An inner step is complete; the parameters may be read and written now."""
+    """An inner step is complete; `at_boundary`: the parameters may be touched now."""
 
     tokens: int
     loss: float | None = None
+    at_boundary: bool = True
 
 
 @dataclass(frozen=True)

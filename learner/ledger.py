@@ -29,9 +29,10 @@ class FragmentAccount:
         self.steps += 1
 
     def adopt(self, version: int, *, merged: int, refused: int, rolled_back: bool) -> None:
-        """Settles all tokens since the last adoption: the version adopted replaces them.
+        """Settles all tokens since the last adoption, whose parameters are replaced.
 
-        `merged` of them are in a merged push, `refused` in one that the broker refused.
+        `merged` of them are in a push that was merged into `version`, `refused` in one that the
+        broker refused.
         """
         rest = self.tokens - merged - refused
         assert rest >= 0 and min(merged, refused) >= 0, (self.tokens, merged, refused)
@@ -46,6 +47,13 @@ class FragmentAccount:
             if len(self._merged_by_version) > MERGED_VERSIONS_KEPT:
                 del self._merged_by_version[min(self._merged_by_version)]
         self.tokens = self.steps = 0
+
+    def close(self, version: int, *, merged: int, refused: int) -> None:
+        """Settles a last push whose version is never adopted; what is left stays pending."""
+        pending = self.tokens - merged - refused
+        self.tokens = merged + refused
+        self.adopt(version, merged=merged, refused=refused, rolled_back=False)
+        self.tokens = pending
 
     def roll_back(self, version: int) -> None:
         """The broker has fallen back to `version`: what was merged after it is undone."""

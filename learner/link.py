@@ -9,9 +9,12 @@ from narrows.learner import events as ev
 from narrows.learner.ledger import FragmentAccount
 from narrows.proto import messages as msg
 from narrows.proto.assembly import Arrival, Assembly
-from narrows.proto.errors import RemoteProtocolError
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.fragments import Fragment
 from narrows.proto.limits import PUBLICATIONS_KEPT
+
+AHEAD_MAX = 64
+"""Publications kept while the state below them is still on its way."""
 
 REPAIR_S = 0.5
 REPAIR_MAX_S = 8.0
@@ -72,7 +75,21 @@ class Link:
     def behind(self) -> bool:
         return self.known > self.held
 
+    @property
+    def unanswered(self) -> bool:
+        """An open round has been neither answered with a push nor declined."""
+        round_ = self.round
+        return round_ is not None and self.answered != (round_.base_version, round_.attempt)
+
     # Downlink.
+
+    def tell(self, version: int, now: float) -> None:
+        """The broker's newest version."""
+        if version > self.known:
+            if self.held >= 0 and not self.behind:
+                # It is on its way; only what stays away for a while is asked for.
+                self.check_at, self.progressed = now + self.delay_s, False
+            self.known = version
 
     def take(self, header: msg.Header, handle: int) -> list[ev.Effect]:
         """A decoded chunk of a publication or state."""
@@ -82,25 +99,32 @@ class Link:
             return drop
         key = (header.kind, header.version)
         incoming = self._incoming.get(key)
+        if incoming is not None and self.applying is not None and self.applying[0] == key[1]:
+            return drop  # A duplicate of what is being applied.
+        effects: list[ev.Effect] = []
         if incoming is None or incoming.digest != header.result_digest:
-            drop = [ev.Drop(incoming.assembly.handles)] if incoming else []
+            effects += [ev.Drop(incoming.assembly.handles)] if incoming else []
+            effects += self._forget(
+                lambda kind, version: (
+                    kind is msg.DataKind.PUBLICATION and version < header.version - AHEAD_MAX
+                )
+            )
             assembly = Assembly(self.fragment.elements)
             incoming = _Incoming(assembly, header.result_digest, header.push_id)
             self._incoming[key] = incoming
-        else:
-            drop = []
-        incoming.push_id = max(incoming.push_id, header.push_id)
         try:
             arrival = incoming.assembly.add(
                 header.offset, header.count, header.payload_digest, handle
             )
         except RemoteProtocolError as error:
-            note = ev.Note("warning", f"fragment {self.index}: {error}")
-            return [*drop, ev.Drop((handle,)), note]
-        self.progressed = True
+            return [*effects, *drop, ev.Note("warning", f"fragment {self.index}: {error}")]
+        incoming.push_id = max(incoming.push_id, header.push_id)
         if arrival is Arrival.DUPLICATE:
-            drop.append(ev.Drop((handle,)))
-        return drop + self.apply_next()
+            return effects + drop
+        # Publications beyond a gap are no progress: they come whether or not it is filled.
+        next_one = self.held >= 0 and header.version == self.held + 1
+        self.progressed |= next_one or header.kind is msg.DataKind.STATE
+        return effects + self.apply_next()
 
     def apply_next(self) -> list[ev.Effect]:
         """Applies the next complete publication, or a complete newer state."""
@@ -132,7 +156,7 @@ class Link:
         self.known = max(self.known, version)
         self.delay_s, self.progressed = REPAIR_S, False
         effects: list[ev.Effect] = [ev.Install(self.index, version)]
-        effects += self._forget(lambda v: v <= version)
+        effects += self._forget(lambda _, other: other <= version)
         if self.push is not None and version > self.push.announced.base_version:
             effects += self.settle(merged=told == self.push.announced.push_id)
         return effects + self.apply_next()
@@ -141,11 +165,11 @@ class Link:
         """The result was not what the broker has: start over from its state."""
         if self.applying != (version, digest):
             return []
-        self.applying = None
-        self.held = -1
-        self.check_at = 0.0
+        self.applying, self.check_at = None, 0.0
+        # A fresh copy that was not adopted yet is given up as well: the state is newer.
+        self.held, self.fresh = -1, False
         note = f"fragment {self.index}: version {version} has another digest, fetching the state"
-        return [*self._forget(lambda v: True), ev.Note("warning", note)]
+        return [*self.forget_all(), ev.Note("warning", note)]
 
     def ask(self, now: float, jitter: float) -> list[ev.Effect]:
         """Asks for what is missing if nothing has arrived since the last look."""
@@ -173,15 +197,28 @@ class Link:
 
     def adopt(self) -> list[ev.Effect]:
         """The parameters take the published copy; every token since has its fate."""
-        push, merged, refused = self.push, 0, 0
-        if push is not None:
-            merged = push.announced.tokens if push.merged else 0
-            refused = push.announced.tokens if push.refused else 0
+        version, merged, refused = self._outcome()
         effects = self.settle(merged=False)
-        self.account.adopt(self.held, merged=merged, refused=refused, rolled_back=self.fallen_back)
+        self.account.adopt(version, merged=merged, refused=refused, rolled_back=self.fallen_back)
         self.adopted, self.fresh, self.fallen_back, self.push = self.held, False, False, None
         adopted = ev.Send(msg.Adopted(self.index, self.held))
         return [*effects, ev.Adopt(self.index, self.held), adopted]
+
+    def _outcome(self) -> tuple[int, int, int]:
+        """Of the push: the version that it made if merged, its tokens merged and refused."""
+        if self.push is None:
+            return self.held, 0, 0
+        announced, tokens = self.push.announced, self.push.announced.tokens
+        merged = tokens if self.push.merged else 0
+        return announced.base_version + 1, merged, tokens if self.push.refused else 0
+
+    def close(self) -> list[ev.Effect]:
+        """The learner leaves: drops what has arrived, accounts for the last push."""
+        version, merged, refused = self._outcome()
+        self.account.close(version, merged=merged, refused=refused)
+        effects = [*self.settle(merged=False), *self.forget_all()]
+        self.push = None
+        return effects
 
     def decline(self, reason: str) -> list[ev.Effect]:
         """Tells that no contribution to the open round will come; once per round."""
@@ -224,31 +261,74 @@ class Link:
         self.push = Pushed(push)
         return [*effects, ev.Snapshot(self.index, self.adopted, push_id), ev.Send(push)]
 
-    # A new epoch.
+    def refused(self, refuse: msg.Refuse) -> list[ev.Effect]:
+        """The broker does not take the push; often only because the round was over sooner."""
+        if self.push is None or self.push.merged is not None:
+            return []
+        text = f"push {refuse.push_id} of fragment {self.index} refused: {refuse.code}"
+        late = refuse.code in (ErrorCode.STALE_BASE, ErrorCode.NO_ROUND)
+        note = ev.Note(
+            "debug" if late else "warning", f"{text}: {refuse.message} {refuse.remedy}".rstrip()
+        )
+        return [*self.settle(merged=False, refused=True), note]
 
-    def new_epoch(self, head: msg.FragmentHead) -> list[ev.Effect]:
+    def encode_failed(self, reason: str) -> list[ev.Effect]:
+        """The push cannot be sent: declines instead."""
+        note = ev.Note("error", f"fragment {self.index} is not sent: {reason}")
+        self.answered = (-1, -1)
+        return [note, *self.settle(merged=False), *self.decline(reason)]
+
+    # A new session.
+
+    def welcomed(self, head: msg.FragmentHead, *, restarted: bool, now: float) -> list[ev.Effect]:
+        """The broker admits this learner (again): compares versions, tells what it cannot know."""
+        effects = self._new_epoch(head) if restarted else []
+        self.check_at = now
+        if self.push is not None and self.push.merged is None:
+            effects.append(ev.Send(self.push.announced))
+        if self.adopted >= 0 and self.adopted == self.held:
+            effects.append(ev.Send(msg.Adopted(self.index, self.adopted)))
+        return effects
+
+    def _new_epoch(self, head: msg.FragmentHead) -> list[ev.Effect]:
         """Compares with the restarted broker: another history means going back to its version."""
-        effects = self.settle(merged=False)
-        self.push, self.answered, self.round = None, (-1, -1), None
-        effects += self._forget(lambda version: True)
-        self.applying = None
-        older = head.version > self.held and not self.fallen_back
-        same = head.version == self.held and head.digest == self.held_digest
+        effects = [*self.settle(merged=False), *self.forget_all()]
+        self.applying, self.round, self.answered = None, None, (-1, -1)
         self.known = head.version
-        if self.held >= 0 and not older and not same:
+        if self.held == head.version and self.held_digest == head.digest:
+            if self.push is not None and not self.push.merged:
+                self.push = None
+            return effects
+        if head.version < self.adopted or self.held >= head.version:
             self.account.roll_back(head.version)
-            self.held, self.fallen_back = -1, True
+            self.fallen_back, self.push = True, None
             text = f"fragment {self.index}: back to the broker's version {head.version}"
             effects.append(ev.Note("warning", text))
-        elif older and self.held >= 0:
-            # Its history may have left ours before our version: take the whole state.
-            self.held = -1
-        self.check_at = 0.0
+        elif self.push is not None and not self.push.merged:
+            self.push = None
+        # Even a newer history may have left ours before our version: take the whole state.
+        self.held, self.fresh = -1, False
         return effects
 
-    def _forget(self, unwanted: Callable[[int], bool]) -> list[ev.Effect]:
+    def held_handles(self) -> list[int]:
+        """Payloads that have arrived and are not applied."""
+        return [h for incoming in self._incoming.values() for h in incoming.assembly.handles]
+
+    def forget_all(self) -> list[ev.Effect]:
+        """Drops everything that has arrived and is not applied."""
+        return self._forget(lambda kind, version: True)
+
+    def _forget(self, unwanted: Callable[[msg.DataKind, int], bool]) -> list[ev.Effect]:
         effects: list[ev.Effect] = []
         for key in sorted(self._incoming):
-            if unwanted(key[1]):
+            if unwanted(*key):
                 effects.append(ev.Drop(self._incoming.pop(key).assembly.handles))
         return effects
+
+    def check(self) -> None:
+        assert self.known >= self.held or self.held < 0, (self.known, self.held)
+        assert not self.fresh or self.held >= 0
+        if self.push is not None:
+            assert self.push.announced.base_version == self.adopted >= 0
+            assert self.push.announced.tokens <= self.account.tokens
+            assert self.push.announced.steps <= self.account.steps

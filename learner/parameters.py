@@ -65,6 +65,8 @@ class ModuleParameters:
         self.frozen_digest = digest(_parameters(self.module, trainable=False))
         self._buffers = {name: _buffer_mark(b) for name, b in self._floating_buffers()}
         self._watch = MasterWeightsWatch(self.view)
+        self._views: dict[Piece, tuple[int, Tensor]] = {}
+        """By piece: the address of the parameter's memory, and the view of it."""
 
     def snapshot(self, fragment: Fragment, out: F32) -> None:
         """Copies a fragment to host memory: out is float32 (fragment.elements,), contiguous."""
@@ -96,9 +98,16 @@ class ModuleParameters:
     def view(self, piece: Piece) -> Tensor:
         """The elements of a piece, sharing the parameter's memory, outside of autograd.
 
-        Shape (count,) if the parameter is contiguous, else (rows, ...). Made afresh each time:
-        `model.to(...)` gives the same parameter other memory.
+        Shape (count,) if the parameter is contiguous, else (rows, ...). Remembered until the
+        parameter gets other memory, as from `model.to(...)`.
         """
+        address = self._tensors[piece.tensor].data_ptr()
+        known = self._views.get(piece)
+        if known is None or known[0] != address:
+            known = self._views[piece] = (address, self._new_view(piece))
+        return known[1]
+
+    def _new_view(self, piece: Piece) -> Tensor:
         tensor: Tensor = self._tensors[piece.tensor].detach()
         if tensor.is_contiguous():
             return tensor.view(-1)[piece.start : piece.start + piece.count]

@@ -54,6 +54,8 @@ class Wires:
         self._context: zmq.Context[Socket] = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
         self._wake_read, self._wake_write = os.pipe()
+        # Asking a socket that has nothing costs an exception: only the ready ones are read.
+        self._ready: set[Socket | int] = set()
         self._poller.register(self._wake_read, zmq.POLLIN)
         self._control = self._connect(zmq.DEALER, socket_options.DEALER, port)
 
@@ -81,17 +83,18 @@ class Wires:
 
     def wait(self, timeout_s: float) -> None:
         """Sleeps until something arrives, `wake` is called, or the time is over."""
-        ready = dict(self._poller.poll(max(0, int(timeout_s * 1000) + 1)))
-        if self._wake_read in ready:
+        self._ready = {source for source, _ in self._poller.poll(max(0, int(timeout_s * 1000) + 1))}
+        if self._wake_read in self._ready:
             os.read(self._wake_read, 4096)
         for stream, socket in enumerate(self._uplinks):
-            self._read_subscriptions(stream, socket)
+            if socket in self._ready:
+                self._read_subscriptions(stream, socket)
 
     def wake(self) -> None:
         os.write(self._wake_write, b"\0")
 
     def receive_control(self) -> Iterator[bytes]:
-        for _ in range(FRAMES_PER_TURN):
+        for _ in range(FRAMES_PER_TURN if self._control in self._ready else 0):
             try:
                 frames = self._control.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -101,7 +104,7 @@ class Wires:
 
     def receive_data(self) -> Iterator[list[bytes]]:
         for socket in self._downlinks:
-            for _ in range(FRAMES_PER_TURN):
+            for _ in range(FRAMES_PER_TURN if socket in self._ready else 0):
                 try:
                     yield socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:

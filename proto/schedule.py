@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from narrows.proto.messages import Mode, RunSettings
 
 
@@ -18,3 +20,17 @@ def snapshot_step(settings: RunSettings, fragment: int, version: int) -> int:
     """
     period = settings.sync_period_steps
     return version * period + (fragment + 1) * period // settings.fragment_count
+
+
+def next_snapshot(settings: RunSettings, versions: Sequence[int]) -> int:
+    """Inner step of the first snapshot that is due against `versions`, by fragment."""
+    return min(snapshot_step(settings, index, version) for index, version in enumerate(versions))
+
+
+def first_step(settings: RunSettings, versions: Sequence[int]) -> int:
+    """Inner step at which a learner stands that has just adopted `versions`.
+
+    One spacing of the fragments before the next snapshot, so that there is work to contribute.
+    """
+    spacing = max(1, settings.sync_period_steps // settings.fragment_count)
+    return max(0, next_snapshot(settings, versions) - spacing)

@@ -1,0 +1,107 @@
+"""The connection to the broker: Hello until somebody answers, given up when it is quiet. [pure]"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from narrows.proto.codecs import codec_names
+from narrows.proto.limits import PROTOCOL
+from narrows.proto.messages import Epoch, Hello, LayoutEntry, Role
+
+HELLO_S = 0.25
+HELLO_MAX_S = 5.0
+"""A Hello is repeated after HELLO_S, then twice as late each time, for ever."""
+
+QUIET_S = 4.0
+"""Without a sign of the broker for so long the learner is offline and says Hello again."""
+
+
+WAITS_FOR = {
+    Role.FOUND: "the broker to take version 0, and for the others",
+    Role.WAIT: "version 0 from another learner, and for the others",
+    Role.ADOPT: "the fragments",
+}
+"""What a learner with this role waits for, for its user."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who the learner is, fixed for the life of the process."""
+
+    name: str
+    incarnation: str
+    layout: tuple[LayoutEntry, ...]
+    frozen_digest: int
+    contribute_after_steps: int = 0
+    """No contribution before so many own steps (the ramp of a newcomer)."""
+
+    def hello(self, run_id: str, epoch: Epoch, steps: int, tokens: int) -> Hello:
+        return Hello(
+            protocol=PROTOCOL,
+            name=self.name,
+            incarnation=self.incarnation,
+            run_id=run_id,
+            epoch=epoch,
+            layout=self.layout,
+            frozen_digest=self.frozen_digest,
+            codecs=codec_names(),
+            step=steps,
+            tokens=tokens,
+        )
+
+
+class Connection(StrEnum):
+    """Where the session stands with the broker."""
+
+    JOINING = "joining"
+    JOINED = "joined"
+    REFUSED = "refused"
+    LEFT = "left"
+
+
+@dataclass
+class Dialer:
+    """When to say Hello, and when the broker counts as gone. Times in seconds."""
+
+    jitter: Callable[[], float]
+    """Numbers in [0, 1) that spread the repeats of many learners."""
+    connection: Connection = Connection.JOINING
+    heard_at: float | None = None
+    _hello_at: float = 0.0
+    _delay_s: float = HELLO_S
+
+    @property
+    def closed(self) -> bool:
+        """Nothing is sent or expected any more."""
+        return self.connection in (Connection.REFUSED, Connection.LEFT)
+
+    def joined(self, now: float) -> None:
+        """A Welcome came."""
+        self.connection, self.heard_at, self._delay_s = Connection.JOINED, now, HELLO_S
+
+    def lose(self, now: float) -> None:
+        """The session is gone; the next Hello is due at once, later ones with back-off."""
+        if self.connection is Connection.JOINED:
+            self.connection, self._hello_at, self._delay_s = Connection.JOINING, now, HELLO_S
+
+    def is_quiet(self, now: float) -> bool:
+        """Joined, and yet nothing was heard for QUIET_S."""
+        joined = self.connection is Connection.JOINED and self.heard_at is not None
+        return joined and now >= (self.heard_at or 0.0) + QUIET_S
+
+    def hello_due(self, now: float) -> bool:
+        """True if a Hello is to be sent now; the next one is then scheduled."""
+        if self.connection is not Connection.JOINING or now < self._hello_at:
+            return False
+        self._hello_at = now + self._delay_s * (1 + self.jitter())
+        self._delay_s = min(self._delay_s * 2, HELLO_MAX_S)
+        return True
+
+    def next_deadline(self) -> float | None:
+        if self.closed:
+            return None
+        if self.connection is Connection.JOINING:
+            return self._hello_at
+        return None if self.heard_at is None else self.heard_at + QUIET_S

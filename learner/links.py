@@ -1,0 +1,114 @@
+"""All fragments of a learner: what to fetch, which rounds to answer, what is still open. [pure]"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from narrows.learner import events as ev
+from narrows.learner.ledger import FragmentAccount, Ledger
+from narrows.learner.link import Link
+from narrows.proto import messages as msg
+from narrows.proto.fragments import Fragment
+
+FETCHES_MAX = 4
+"""Whole fragments that a joiner fetches at the same time, so that each gets done."""
+
+
+class Links:
+    """The links of one learner by fragment, and the ledger over them."""
+
+    def __init__(self, table: Sequence[Fragment] = ()) -> None:
+        self._links = tuple(Link(fragment, FragmentAccount()) for fragment in table)
+        self.ledger = Ledger(tuple(link.account for link in self._links))
+        self._push_id = 0
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(self._links)
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def __getitem__(self, index: int) -> Link:
+        return self._links[index]
+
+    @property
+    def ready(self) -> bool:
+        """Every fragment has been adopted at least once."""
+        return bool(self._links) and all(link.adopted >= 0 for link in self._links)
+
+    @property
+    def adopted(self) -> tuple[int, ...]:
+        return tuple(link.adopted for link in self._links)
+
+    @property
+    def current(self) -> bool:
+        """The parameters hold the newest versions that the broker has told."""
+        return not any(link.behind or link.fresh or link.applying for link in self._links)
+
+    @property
+    def wants_boundary(self) -> bool:
+        """A copy waits to be adopted, or a round to be answered."""
+        return any(link.fresh or link.unanswered for link in self._links)
+
+    @property
+    def push_open(self) -> bool:
+        """The outcome of a push is not known yet."""
+        return any(link.push is not None and link.push.merged is None for link in self._links)
+
+    def fetching(self) -> list[Link]:
+        """Links that are behind; of those that hold nothing only the first few."""
+        behind = [link for link in self._links if link.behind and link.applying is None]
+        gaps = [link for link in behind if link.held >= 0]
+        return gaps + [link for link in behind if link.held < 0][:FETCHES_MAX]
+
+    def tell(self, rounds: Sequence[msg.OpenRound], versions: Sequence[int], now: float) -> None:
+        """The broker's open rounds and newest versions (none while it founds)."""
+        by_fragment = {round_.fragment: round_ for round_ in rounds}
+        for link in self._links:
+            link.round = by_fragment.get(link.index)
+        for link, version in zip(self._links, versions, strict=False):
+            link.tell(version, now)
+
+    def adopt(self) -> list[ev.Effect]:
+        """Adopts every fresh copy; the training thread stands at a boundary."""
+        return [effect for link in self._links if link.fresh for effect in link.adopt()]
+
+    def snapshot(self, step: int, *, any_step: bool) -> list[ev.Effect]:
+        """Answers the open rounds that are due at this boundary."""
+        effects: list[ev.Effect] = []
+        for link in self._links:
+            if link.wants_snapshot(step, any_step=any_step):
+                self._push_id += 1
+                effects += link.snapshot(self._push_id)
+        return effects
+
+    def decline(self, reason: str, *, stopped: bool) -> list[ev.Effect]:
+        """Declines rounds that will get nothing: all if there is a `reason`; when training has
+        stopped, those of fragments without a step since they were adopted."""
+        effects: list[ev.Effect] = []
+        for link in self._links:
+            if reason or (stopped and link.account.steps == 0 and not link.fresh):
+                effects += link.decline(reason or "no step since it adopted")
+        return effects
+
+    def answer_again(self) -> None:
+        """Rounds that were only declined may be answered after all."""
+        for link in self._links:
+            if link.push is None:
+                link.answered = (-1, -1)
+
+    def pushed(self, push_id: int) -> Link | None:
+        """The link whose newest push this is."""
+        for link in self._links:
+            if link.push is not None and link.push.announced.push_id == push_id:
+                return link
+        return None
+
+    def close(self) -> list[ev.Effect]:
+        """The learner leaves."""
+        return [effect for link in self._links for effect in link.close()]
+
+    def check(self) -> None:
+        self.ledger.total()
+        for link in self._links:
+            link.check()

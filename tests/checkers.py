@@ -1,0 +1,141 @@
+"""What must hold of every simulated run, whatever went wrong in it; independent of the machines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from narrows.bench.simulated_broker import Committed, Contributor
+from narrows.bench.simulated_learner import Adopted, Failed, Installed, SimulatedLearner
+from narrows.bench.simulation import Simulation
+from narrows.broker.merge import token_weights
+from narrows.proto.messages import Epoch, Phase
+
+
+def commits(simulation: Simulation) -> list[Committed]:
+    return [record for record in simulation.trace if isinstance(record, Committed)]
+
+
+def check_safety(simulation: Simulation) -> None:
+    """What may never happen, not even while everything fails."""
+    assert not [record for record in simulation.trace if isinstance(record, Failed)]
+    check_contributions(simulation)
+    check_versions(simulation)
+    check_digests(simulation)
+    check_ledgers(simulation)
+    check_payloads(simulation)
+
+
+def check_contributions(simulation: Simulation) -> None:
+    """Each push is merged at most once, at most one per learner and base, never fewer than K."""
+    quorum = simulation.config.merge.quorum
+    merged: Counter[tuple[str, int]] = Counter()
+    for commit in commits(simulation):
+        names = [done.learner for done in commit.contributors]
+        assert names == sorted(set(names)), f"not one contribution per name, in order: {names}"
+        assert len(names) >= quorum, f"{len(names)} contributors, quorum {quorum}"
+        merged.update((done.incarnation, done.push_id) for done in commit.contributors)
+        work = [(done.tokens, done.steps) for done in commit.contributors]
+        assert min(min(pair) for pair in work) >= 1, work
+        weights = token_weights(work, rule=simulation.config.merge.weights)
+        assert abs(sum(weights) - 1.0) < 1e-12, weights
+        assert min(weights) > 0.0
+    twice = [push for push, count in merged.items() if count > 1]
+    assert not twice, f"merged more than once: {twice}"
+
+
+def check_versions(simulation: Simulation) -> None:
+    """Versions rise by one within an epoch at the broker, and only rise at each learner."""
+    newest: dict[tuple[Epoch, int], int] = {}
+    for commit in commits(simulation):
+        key = (commit.epoch, commit.fragment)
+        assert commit.version == newest.get(key, commit.version - 1) + 1, commit
+        newest[key] = commit.version
+    adopted: dict[tuple[str, Epoch, int], int] = {}
+    for record in simulation.trace:
+        if isinstance(record, Adopted):
+            place = (record.incarnation, record.epoch, record.fragment)
+            assert record.version > adopted.get(place, -1), record
+            adopted[place] = record.version
+
+
+def check_digests(simulation: Simulation) -> None:
+    """Within an epoch equal (fragment, version) means equal bytes, at the broker and everywhere."""
+    digests: dict[tuple[Epoch, int, int], int] = {}
+    for record in simulation.trace:
+        if isinstance(record, Committed | Installed | Adopted):
+            key = (record.epoch, record.fragment, record.version)
+            assert digests.setdefault(key, record.digest) == record.digest, record
+
+
+def check_ledgers(simulation: Simulation) -> None:
+    """No learner believes more of its tokens merged than were; and if the broker never died,
+    those that left in order know exactly what was merged."""
+    merged: Counter[str] = Counter()
+    for done in contributors(simulation):
+        merged[done.incarnation] += done.tokens
+    one_epoch = len({commit.epoch for commit in commits(simulation)}) <= 1
+    for learner in (*simulation.learners.values(), *simulation.ended.values()):
+        told = learner.session.ledger.total().merged
+        assert told <= merged[learner.incarnation], (learner.spec.name, told)
+        if one_epoch and learner.spec.name in simulation.ended:
+            assert told == merged[learner.incarnation], (learner.spec.name, told)
+
+
+def contributors(simulation: Simulation) -> Iterator[Contributor]:
+    for commit in commits(simulation):
+        yield from commit.contributors
+
+
+def check_payloads(simulation: Simulation) -> None:
+    """Every payload that a process still holds is part of something unfinished."""
+    broker = simulation.broker
+    assert broker is not None
+    syncer, held = broker.syncer, set(broker.store) - broker.busy
+    needed = set(syncer.admission.held_handles())
+    for round_ in syncer.state.rounds.values():
+        for incoming in round_.incoming.values():
+            needed.update(incoming.assembly.handles)
+        for done in round_.contributed.values():
+            needed.update(done.handles)
+    assert held <= needed, f"broker leaks {sorted(held - needed)}"
+    for learner in simulation.ended.values():
+        assert not learner.store, f"{learner.spec.name} leaks {sorted(learner.store)}"
+    for learner in simulation.learners.values():
+        parts = {handle for link in learner.session.links for handle in link.held_handles()}
+        assert set(learner.store) <= parts, f"{learner.spec.name} leaks"
+
+
+def check_end(simulation: Simulation) -> None:
+    """The run has reached its goal: everybody has left with the broker's final model."""
+    assert simulation.finished, "the run does not end"
+    broker = simulation.broker
+    assert broker is not None
+    assert broker.syncer.state.phase is Phase.ENDED
+    assert not broker.store or set(broker.store) == broker.busy
+    assert not simulation.learners, f"still running: {sorted(simulation.learners)}"
+    heads = {i: (h.version, h.digest) for i, h in enumerate(broker.syncer.state.heads)}
+    for learner in simulation.ended.values():
+        assert learner.parameters == heads, f"{learner.spec.name} has not the final model"
+    assert broker.durable is not None and broker.durable.phase is Phase.ENDED
+    assert tuple(broker.syncer.state.heads) == broker.durable.heads
+
+
+def check_progress(simulation: Simulation, since_s: float) -> None:
+    """Healed: merges go on, of nearly everybody, and everybody adopts them."""
+    names = simulation.learners.keys()
+    late = [commit for commit in commits(simulation) if commit.at_s >= since_s]
+    fragments = simulation.config.fragments.count
+    assert len(late) >= 2 * fragments, f"only {len(late)} merges since {since_s} s"
+    mean = sum(len(commit.contributors) for commit in late) / len(late)
+    assert mean >= 0.8 * len(names), f"{mean:.2f} of {len(names)} contribute"
+    broker = simulation.broker
+    assert broker is not None
+    for learner in simulation.learners.values():
+        check_up_to_date(learner, broker.syncer.state.versions)
+
+
+def check_up_to_date(learner: SimulatedLearner, versions: tuple[int, ...]) -> None:
+    adopted = tuple(link.adopted for link in learner.session.links)
+    behind = max(new - old for new, old in zip(versions, adopted, strict=True))
+    assert behind <= 1, f"{learner.spec.name} has adopted {adopted} of {versions}"

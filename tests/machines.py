@@ -1,0 +1,329 @@
+"""Syncer and Session by hand: builders and short-cuts for tests of single rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from narrows.broker import events as bev
+from narrows.broker.config import BrokerConfig, preset
+from narrows.broker.rounds import Round
+from narrows.broker.syncer import Resumed, Syncer
+from narrows.learner import events as lev
+from narrows.learner.dialing import Identity
+from narrows.learner.session import Session
+from narrows.proto import messages as msg
+from narrows.proto.codecs import codec_names
+from narrows.proto.config import override
+from narrows.proto.limits import PROTOCOL
+
+RUN = "run"
+EPOCH = (0, 1)
+LAYOUT = (
+    msg.LayoutEntry("weight", (25, 40), "float32", "rda"),
+    msg.LayoutEntry("bias", (1000,), "float32", "mean"),
+)
+#: Two fragments: the weight and the bias.
+ELEMENTS = (1000, 1000)
+
+E = TypeVar("E")
+
+
+def only(effects: Sequence[object], kind: type[E]) -> list[E]:
+    """The effects, or the messages sent, of one type."""
+    found = [effect for effect in effects if isinstance(effect, kind)]
+    for effect in effects:
+        if isinstance(effect, bev.Send | lev.Send) and isinstance(effect.message, kind):
+            found.append(effect.message)
+    return found
+
+
+def one(effects: Sequence[object], kind: type[E]) -> E:
+    (found,) = only(effects, kind)
+    return found
+
+
+def incarnation_of(name: str, life: int = 1) -> str:
+    return f"{life}{name.encode().hex():0>31}"[:32]
+
+
+def hello(name: str, **fields: object) -> msg.Hello:
+    """A valid first Hello but for `fields`."""
+    values: dict[str, object] = {
+        "protocol": PROTOCOL,
+        "name": name,
+        "incarnation": incarnation_of(name),
+        "run_id": "",
+        "epoch": (0, 0),
+        "layout": LAYOUT,
+        "frozen_digest": 0,
+        "codecs": codec_names(),
+        "step": 0,
+        "tokens": 0,
+    }
+    return msg.Hello(**{**values, **fields})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def config(mode: str = "decoupled", **settings: object) -> BrokerConfig:
+    """Two fragments; settings as `section__key`."""
+    values = {name.replace("__", "."): value for name, value in settings.items()}
+    count = 1 if mode == "diloco" else 2
+    base = override(override(BrokerConfig(), preset(mode)), {"fragments.count": count})
+    return override(base, values)
+
+
+class Desk:
+    """A syncer whose learners are named; each has a peer of its own name."""
+
+    def __init__(
+        self, mode: str = "decoupled", *, resumed: Resumed | None = None, **settings: object
+    ) -> None:
+        self.now = 100.0
+        self.handle = 0
+        self.syncer = Syncer(
+            config(mode, **settings), run_id=RUN, epoch=EPOCH, now=self.now, resumed=resumed
+        )
+        self.state = self.syncer.state
+
+    def do(self, event: bev.Event, after_s: float = 0.0) -> list[bev.Effect]:
+        self.now += after_s
+        effects = self.syncer.handle(event, now=self.now)
+        self.syncer.check()
+        return effects
+
+    def wait(self, seconds: float) -> list[bev.Effect]:
+        """Lets time pass, waking the syncer whenever it wants to be."""
+        effects: list[bev.Effect] = []
+        until = self.now + seconds
+        while (deadline := self.syncer.next_deadline()) is not None and deadline <= until:
+            assert deadline > self.now or not effects, "busy loop"
+            self.now = max(self.now, deadline)
+            effects += self.do(bev.DeadlineReached())
+        self.now = until
+        return effects
+
+    def say(self, name: str, message: msg.ControlMessage, after_s: float = 0.0) -> list[bev.Effect]:
+        return self.do(bev.Received(name.encode(), message, f"tcp://{name}"), after_s)
+
+    def found(self, *names: str) -> None:
+        """The learners join, the first one founds, everybody adopts version 0."""
+        for name in names:
+            self.say(name, hello(name))
+        for index, elements in enumerate(ELEMENTS[: len(self.state.table)]):
+            total = elements if len(self.state.table) > 1 else sum(ELEMENTS)
+            self.chunk(names[0], index, count=total, kind=msg.DataKind.FOUND, codec="raw32")
+        self.do(bev.Founded(tuple(range(len(self.state.table)))))
+        self.do(bev.CheckpointWritten(0))
+        for name in names:
+            self.adopt(name)
+
+    def adopt(self, name: str) -> None:
+        """The learner holds every newest version, and has taken two steps of a second."""
+        for index, head in enumerate(self.state.heads):
+            self.say(name, msg.Adopted(index, head.version))
+        self.report(name, step=2, tokens=200)
+
+    def report(self, name: str, *, step: int, tokens: int, step_s: float = 1.0) -> list[bev.Effect]:
+        ledger = msg.TokenLedger()
+        return self.say(name, msg.Report(step, tokens, step_s, None, (), ledger))
+
+    def running(self, *names: str) -> Desk:
+        """Founded, and the first round is open."""
+        self.found(*names)
+        spacing = self.state.settings.sync_period_steps / len(self.state.heads)
+        for _ in range(int(spacing) + 1):
+            self.wait(1.0)
+            for name in names:
+                self.say(name, msg.Alive(0))
+        assert self.state.open_rounds()
+        return self
+
+    @property
+    def round(self) -> Round:
+        """The oldest open round."""
+        return min(self.state.rounds.values(), key=lambda round_: round_.opened_at)
+
+    def _version(self, fragment: int) -> int:
+        return self.state.heads[fragment].version if fragment < len(self.state.heads) else 0
+
+    def header(self, name: str, fragment: int, **fields: object) -> msg.Header:
+        values: dict[str, object] = {
+            "protocol": PROTOCOL,
+            "run_id": RUN,
+            "epoch": EPOCH,
+            "kind": msg.DataKind.PUSH,
+            "learner": name,
+            "incarnation": incarnation_of(name),
+            "fragment": fragment,
+            "version": self._version(fragment),
+            "push_id": 1,
+            "offset": 0,
+            "count": ELEMENTS[fragment] if fragment < len(ELEMENTS) else 1,
+            "codec": self.state.settings.push_codec,
+            "payload_digest": 1,
+            "result_digest": 0,
+            "stream": 0,
+            "position": 1000,
+        }
+        if fields.get("kind") is msg.DataKind.FOUND:
+            values["push_id"] = 0
+        return msg.Header(**{**values, **fields})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+    def chunk(self, name: str, fragment: int, **fields: object) -> list[bev.Effect]:
+        """A chunk arrives; if it is accepted, it is unpacked at once."""
+        self.handle += 1
+        header = self.header(name, fragment, **fields)
+        effects = self.do(bev.ChunkArrived(header, self.handle))
+        if only(effects, bev.Unpack):
+            effects += self.do(bev.ChunkUnpacked(header, self.handle))
+        return effects
+
+    def push(self, name: str, fragment: int = 0, **fields: object) -> list[bev.Effect]:
+        """Announces a push with its one chunk still to come."""
+        values: dict[str, object] = {
+            "fragment": fragment,
+            "base_version": self._version(fragment),
+            "attempt": 1,
+            "push_id": 1,
+            "elements": ELEMENTS[fragment],
+            "tokens": 100,
+            "steps": 1,
+        }
+        message = msg.Push(**{**values, **fields})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        return self.say(name, message)
+
+    def contribute(self, name: str, fragment: int = 0, push_id: int = 1) -> list[bev.Effect]:
+        """A complete push."""
+        effects = self.push(name, fragment, push_id=push_id)
+        return effects + self.chunk(name, fragment, push_id=push_id)
+
+
+SETTINGS = msg.RunSettings(
+    mode=msg.Mode.DECOUPLED,
+    fragment_count=2,
+    sync_period_steps=4,
+    overlap_steps=1,
+    push_codec="int4-zstd",
+    publish_codec="int4-zstd",
+    push_rho=0.5,
+    publish_rho=0.5,
+    chunk_elements=65536,
+    streams=1,
+    error_feedback=True,
+    tokens_per_run_step=0,
+    goal_tokens=0,
+    max_offline_s=3600.0,
+)
+
+
+class Seat:
+    """A session with a broker played by the test."""
+
+    def __init__(self, *, settings: msg.RunSettings = SETTINGS, warm_up_steps: int = 0) -> None:
+        identity = Identity("a", incarnation_of("a"), LAYOUT, 0, warm_up_steps)
+        self.session = Session(identity, jitter=lambda: 0.0)
+        self.settings = settings
+        self.now = 100.0
+        self.handle = 0
+
+    @property
+    def links(self) -> tuple[object, ...]:
+        return tuple(self.session.links)
+
+    def do(self, event: lev.Event, after_s: float = 0.0) -> list[lev.Effect]:
+        self.now += after_s
+        effects = self.session.handle(event, now=self.now)
+        self.session.check()
+        return effects
+
+    def hear(self, message: msg.ControlMessage, after_s: float = 0.0) -> list[lev.Effect]:
+        return self.do(lev.Received(message), after_s)
+
+    def wait(self, seconds: float) -> list[lev.Effect]:
+        effects: list[lev.Effect] = []
+        until = self.now + seconds
+        while (deadline := self.session.next_deadline()) is not None and deadline <= until:
+            self.now = max(self.now, deadline)
+            effects += self.do(lev.DeadlineReached())
+        self.now = until
+        return effects
+
+    def welcome(
+        self, versions: Sequence[int] = (0, 0), *, epoch: msg.Epoch = EPOCH, **fields: object
+    ) -> list[lev.Effect]:
+        values: dict[str, object] = {
+            "run_id": RUN,
+            "epoch": epoch,
+            "role": msg.Role.ADOPT,
+            "settings": self.settings,
+            "uplink_port": 1,
+            "downlink_port": 2,
+            "fragments": tuple(msg.FragmentHead(v, digest(i, v)) for i, v in enumerate(versions)),
+            "rounds": (),
+            "phase": msg.Phase.RUNNING,
+            "run_tokens": 0,
+            "tokens_per_s": 0.0,
+            "step": 0,
+        }
+        return self.hear(msg.Welcome(**{**values, **fields}))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+    def beat(
+        self,
+        versions: Sequence[int],
+        *rounds: msg.OpenRound,
+        phase: msg.Phase = msg.Phase.RUNNING,
+        epoch: msg.Epoch = EPOCH,
+    ) -> list[lev.Effect]:
+        return self.hear(msg.Beat(epoch, phase, tuple(versions), rounds, 0, 0.0, ()))
+
+    def data(self, fragment: int, version: int, **fields: object) -> list[lev.Effect]:
+        """A chunk from the broker: by default a whole publication."""
+        self.handle += 1
+        values: dict[str, object] = {
+            "protocol": PROTOCOL,
+            "run_id": RUN,
+            "epoch": self.session.epoch,
+            "kind": msg.DataKind.PUBLICATION,
+            "learner": "a",
+            "incarnation": incarnation_of("a"),
+            "fragment": fragment,
+            "version": version,
+            "push_id": 0,
+            "offset": 0,
+            "count": ELEMENTS[fragment],
+            "codec": "int4-zstd",
+            "payload_digest": version,
+            "result_digest": digest(fragment, version),
+            "stream": 0,
+            "position": 1000,
+        }
+        header = msg.Header(**{**values, **fields})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        return self.do(lev.ChunkArrived(header, self.handle))
+
+    def receive(self, fragment: int, version: int, **fields: object) -> list[lev.Effect]:
+        """A whole publication or state arrives and is applied."""
+        effects = self.data(fragment, version, **fields)
+        one(effects, lev.Apply)
+        return effects + self.do(lev.Applied(fragment, version, digest(fragment, version)))
+
+    def joined(self, versions: Sequence[int] = (0, 0)) -> Seat:
+        """Welcomed, and every fragment adopted."""
+        self.do(lev.DeadlineReached())
+        self.welcome(versions)
+        for index, version in enumerate(versions):
+            self.receive(index, version, kind=msg.DataKind.STATE)
+        self.do(lev.BoundaryReached())
+        assert self.session.ready
+        return self
+
+    def step(self, tokens: int = 100, after_s: float = 1.0) -> list[lev.Effect]:
+        return self.do(lev.StepTaken(tokens), after_s)
+
+
+def digest(fragment: int, version: int) -> int:
+    """Digest of a published copy in these tests."""
+    return fragment * 1000 + version
+
+
+def open_round(fragment: int, base: int, attempt: int = 1, at_step: int = -1) -> msg.OpenRound:
+    return msg.OpenRound(fragment, base, attempt, at_step)

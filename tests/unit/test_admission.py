@@ -1,0 +1,196 @@
+"""Who joins: founding, contested names, coming back."""
+
+from __future__ import annotations
+
+from machines import ELEMENTS, EPOCH, RUN, Desk, hello, incarnation_of, one, only
+
+from narrows.broker import events as ev
+from narrows.broker.config import BrokerConfig
+from narrows.broker.syncer import Resumed, Syncer
+from narrows.proto import messages as msg
+from narrows.proto.errors import ErrorCode
+from narrows.proto.messages import Phase, Role
+
+FOUND = msg.DataKind.FOUND
+
+
+def test_the_first_learner_founds_the_others_wait() -> None:
+    desk = Desk()
+    assert one(desk.say("b", hello("b")), msg.Welcome).role is Role.FOUND
+    welcome = one(desk.say("a", hello("a")), msg.Welcome)
+    assert (welcome.role, welcome.fragments) == (Role.WAIT, ())
+
+
+def test_version_0_is_handed_out_only_once_it_is_durable() -> None:
+    desk = Desk()
+    desk.say("a", hello("a"))
+    for fragment in (0, 1):
+        effects = desk.chunk("a", fragment, kind=FOUND, codec="raw32")
+    assert one(effects, ev.Found).handles == ((1,), (2,))
+    effects = desk.do(ev.Founded((7, 8)))
+    assert only(effects, ev.WriteCheckpoint) and not only(effects, msg.Welcome)
+    assert one(desk.say("b", hello("b")), msg.Welcome).fragments == ()
+    assert not only(desk.say("b", msg.Fetch(0, -1)), ev.Publish)
+    welcomes = only(desk.do(ev.CheckpointWritten(0)), msg.Welcome)
+    assert [w.fragments for w in welcomes] == [(msg.FragmentHead(0, 7), msg.FragmentHead(0, 8))] * 2
+
+
+def test_a_failed_first_checkpoint_is_tried_again() -> None:
+    desk = Desk()
+    desk.say("a", hello("a"))
+    for fragment in (0, 1):
+        desk.chunk("a", fragment, kind=FOUND, codec="raw32")
+    desk.do(ev.Founded((7, 8)))
+    assert not only(desk.do(ev.CheckpointFailed("disk full")), ev.WriteCheckpoint)
+    desk.say("a", msg.Alive(0), after_s=9.0)
+    assert only(desk.wait(1.0), ev.WriteCheckpoint)
+    assert desk.state.phase is Phase.FOUNDING
+
+
+def test_learners_at_start_are_waited_for() -> None:
+    desk = Desk(run__learners_at_start=2)
+    desk.say("a", hello("a"))
+    for fragment in (0, 1):
+        desk.chunk("a", fragment, kind=FOUND, codec="raw32")
+    desk.do(ev.Founded((7, 8)))
+    assert not only(desk.do(ev.CheckpointWritten(0)), msg.Welcome)
+    assert desk.state.phase is Phase.FOUNDING
+    roles = [w.role for w in only(desk.say("b", hello("b")), msg.Welcome)]
+    assert roles == [Role.WAIT, Role.ADOPT, Role.ADOPT]
+    assert desk.state.phase is Phase.RUNNING
+
+
+def test_the_next_learner_founds_if_the_founder_is_gone() -> None:
+    desk = Desk()
+    desk.say("a", hello("a"))
+    desk.say("b", hello("b"))
+    desk.chunk("a", 0, kind=FOUND, codec="raw32", count=500)
+    effects = desk.do(ev.PeerLost(b"a"))
+    assert one(effects, ev.Drop).handles == (1,)
+    assert one(effects, msg.Welcome).role is Role.FOUND
+
+
+def test_founding_goes_on_without_the_founder_once_everything_is_here() -> None:
+    desk = Desk()
+    desk.say("a", hello("a"))
+    desk.say("b", hello("b"))
+    for fragment in (0, 1):
+        desk.chunk("a", fragment, kind=FOUND, codec="raw32")
+    assert not only(desk.do(ev.PeerLost(b"a")), msg.Welcome)
+    desk.do(ev.Founded((7, 8)))
+    assert one(desk.do(ev.CheckpointWritten(0)), msg.Welcome).role is Role.ADOPT
+
+
+def test_a_repeated_hello_of_the_founder_does_not_start_over() -> None:
+    desk = Desk()
+    desk.say("a", hello("a"))
+    desk.chunk("a", 0, kind=FOUND, codec="raw32")
+    effects = desk.say("a", hello("a"))
+    assert not only(effects, ev.Drop) and not only(effects, ev.Admit)
+    assert only(desk.chunk("a", 1, kind=FOUND, codec="raw32"), ev.Found)
+    assert one(desk.say("a", hello("a")), msg.Welcome).role is Role.WAIT
+    assert not only(desk.chunk("a", 0, kind=FOUND, codec="raw32"), ev.Found)
+
+
+def test_missing_chunks_of_version_0_are_asked_for_after_a_while() -> None:
+    desk = Desk()
+    desk.say("a", hello("a"))
+    desk.chunk("a", 0, kind=FOUND, codec="raw32", count=400)
+    missing = only(desk.wait(2.5), msg.Missing)
+    assert missing[:2] == [
+        msg.Missing(FOUND, 0, 0, 0, ((400, ELEMENTS[0] - 400),)),
+        msg.Missing(FOUND, 1, 0, 0, ((0, ELEMENTS[1]),)),
+    ]
+
+
+def test_a_founder_whose_version_0_cannot_be_made_is_refused_the_others_start_again() -> None:
+    desk = Desk()
+    desk.say("a", hello("a"))
+    desk.say("b", hello("b"))
+    desk.chunk("a", 0, kind=FOUND, codec="raw32")
+    effects = desk.do(ev.FoundingFailed("not finite"))
+    codes = [refuse.code for refuse in only(effects, msg.Refuse)]
+    assert codes == [ErrorCode.LAYOUT_MISMATCH, ErrorCode.UNKNOWN_SESSION]
+    assert one(effects, ev.Drop).handles == (1,)
+    assert one(desk.say("b", hello("b")), msg.Welcome).role is Role.FOUND
+
+
+def test_version_0_from_a_file_needs_no_founder() -> None:
+    syncer = Syncer(BrokerConfig(), run_id=RUN, epoch=EPOCH, now=0.0, from_file=True)
+    effects = syncer.handle(ev.Received(b"a", hello("a")), now=0.0)
+    assert one(effects, ev.Found).handles is None
+    assert one(effects, msg.Welcome).role is Role.WAIT
+    effects = syncer.handle(ev.FoundingFailed("another shape"), now=1.0)
+    assert one(effects, msg.Refuse).code == ErrorCode.LAYOUT_MISMATCH
+
+
+def test_a_silent_holder_loses_its_name_after_the_probe() -> None:
+    desk = Desk().running("a")
+    newcomer = hello("a", incarnation=incarnation_of("a", 2))
+    assert only(desk.say("x", newcomer), msg.Probe)
+    assert not only(desk.wait(1.9), msg.Welcome)
+    assert one(desk.wait(0.2), msg.Welcome).role is Role.ADOPT
+    member = desk.state.roster.get("a")
+    assert member is not None and member.incarnation == newcomer.incarnation
+
+
+def test_a_holder_whose_connection_closes_loses_its_name_at_once() -> None:
+    desk = Desk().running("a")
+    desk.say("x", hello("a", incarnation=incarnation_of("a", 2)))
+    assert only(desk.do(ev.PeerLost(b"a")), msg.Welcome)
+
+
+def test_a_holder_that_comes_back_on_another_connection_is_probed_there() -> None:
+    desk = Desk().running("a")
+    desk.say("x", hello("a", incarnation=incarnation_of("a", 2)))
+    effects = desk.say("y", hello("a"))
+    probe = [send for send in only(effects, ev.Send) if isinstance(send.message, msg.Probe)]
+    assert [send.peer for send in probe] == [b"y"]
+    message = probe[0].message
+    assert isinstance(message, msg.Probe)
+    refuse = one(desk.say("y", msg.Alive(message.nonce)), msg.Refuse)
+    assert refuse.code == ErrorCode.NAME_IN_USE
+
+
+def test_the_newcomer_is_answered_where_it_asked_last() -> None:
+    desk = Desk().running("a")
+    newcomer = hello("a", incarnation=incarnation_of("a", 2))
+    desk.say("x", newcomer)
+    desk.say("y", newcomer)
+    effects = desk.wait(2.1)
+    welcomes = [s for s in only(effects, ev.Send) if isinstance(s.message, msg.Welcome)]
+    assert [send.peer for send in welcomes] == [b"y"]
+
+
+def test_a_name_taken_over_frees_what_the_old_process_had_begun() -> None:
+    desk = Desk().running("a", "b")
+    desk.push("a")
+    desk.chunk("a", 0, count=500)
+    handle = desk.handle
+    desk.do(ev.PeerLost(b"a"))
+    assert not desk.round.incoming
+    desk.chunk("a", 0, count=500)
+    effects = desk.say("x", hello("a", incarnation=incarnation_of("a", 2)))
+    assert handle != desk.handle
+    assert one(effects, ev.Drop).handles == (desk.handle,)
+
+
+def test_the_same_process_comes_back_with_all_that_it_has() -> None:
+    desk = Desk().running("a")
+    desk.do(ev.PeerLost(b"a"))
+    effects = desk.say("x", hello("a", run_id=RUN, epoch=EPOCH, tokens=200))
+    assert one(effects, ev.Admit).incarnation == incarnation_of("a")
+    member = desk.state.roster.get("a")
+    assert member is not None and member.ready and member.peer == b"x"
+
+
+def test_a_resumed_run_welcomes_with_its_versions() -> None:
+    before = Desk().running("a")
+    heads = (msg.FragmentHead(3, 30), msg.FragmentHead(2, 20))
+    resumed = Resumed(before.state.layout, 0, heads, 5000, Phase.RUNNING)
+    desk = Desk(resumed=resumed)
+    welcome = one(desk.say("a", hello("a", run_id=RUN, epoch=(0, 0), tokens=900)), msg.Welcome)
+    assert (welcome.fragments, welcome.run_tokens) == (heads, 5000)
+    # Publications of the old epoch are gone: whoever lacks one gets the state.
+    publish = one(desk.say("a", msg.Fetch(0, 2)), ev.Publish)
+    assert (publish.kind, publish.version) == (msg.DataKind.STATE, 3)

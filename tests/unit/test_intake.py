@@ -1,0 +1,249 @@
+"""From a push to a version: collection, repair, late copies, merge, publication, the end."""
+
+from __future__ import annotations
+
+from machines import ELEMENTS, Desk, hello, incarnation_of, one, only
+
+from narrows.broker import events as ev
+from narrows.proto import messages as msg
+from narrows.proto.errors import ErrorCode
+from narrows.proto.limits import PUBLICATIONS_KEPT
+from narrows.proto.messages import Phase
+
+
+def merged(desk: Desk, fragment: int = 0) -> list[ev.Effect]:
+    version = desk.state.heads[fragment].version + 1
+    return desk.do(ev.Merged(fragment, version, 1000 + version, 0))
+
+
+def test_all_contributions_start_the_merge_in_name_order() -> None:
+    desk = Desk().running("b", "a")
+    assert not only(desk.contribute("b"), ev.StartMerge)
+    merge = one(desk.contribute("a"), ev.StartMerge)
+    assert [done.learner for done in merge.contributions] == ["a", "b"]
+    assert (merge.fragment, merge.version) == (0, 1)
+    assert not desk.state.open_rounds()
+
+
+def test_nobody_waits_for_a_learner_that_declined() -> None:
+    desk = Desk().running("a", "b")
+    desk.say("a", msg.Decline(0, 0, 1, "evaluating"))
+    assert only(desk.contribute("b"), ev.StartMerge)
+
+
+def test_a_decline_of_an_earlier_attempt_means_nothing() -> None:
+    desk = Desk().running("a", "b")
+    desk.say("a", msg.Decline(0, 0, 0, "evaluating"))
+    assert not only(desk.contribute("b"), ev.StartMerge)
+
+
+def test_nobody_waits_for_a_learner_that_is_gone() -> None:
+    desk = Desk().running("a", "b")
+    desk.contribute("b")
+    assert only(desk.do(ev.PeerLost(b"a")), ev.StartMerge)
+
+
+def test_a_complete_contribution_outlives_its_learner() -> None:
+    desk = Desk().running("a", "b")
+    desk.contribute("a")
+    desk.do(ev.PeerLost(b"a"))
+    merge = one(desk.contribute("b"), ev.StartMerge)
+    assert [done.learner for done in merge.contributions] == ["a", "b"]
+
+
+def test_a_refused_push_is_not_waited_for_and_may_be_made_again() -> None:
+    desk = Desk().running("a")
+    desk.push("a")
+    desk.do(ev.ChunkArrived(desk.header("a", 0), 5))
+    desk.do(ev.ChunkDamaged(desk.header("a", 0), 5, ErrorCode.BAD_PAYLOAD, "no"))
+    assert not desk.state.rounds
+    desk.report("a", step=3, tokens=300)
+    desk.wait(9.0)
+    again = desk.round.open_round()
+    assert (again.fragment, again.base_version) in ((0, 0), (1, 0))
+
+
+def test_missing_chunks_are_asked_for_once_nothing_arrives() -> None:
+    desk = Desk().running("a", "b")
+    desk.push("a")
+    desk.chunk("a", 0, count=600)
+    asked = only(desk.wait(2.5), msg.Missing)
+    assert asked[0] == msg.Missing(msg.DataKind.PUSH, 0, 0, 1, ((600, ELEMENTS[0] - 600),))
+
+
+def test_a_late_copy_of_a_contribution_is_dropped_without_a_refusal() -> None:
+    desk = Desk().running("a", "b")
+    desk.contribute("a")
+    for effects in (desk.push("a"), desk.chunk("a", 0)):
+        assert not only(effects, msg.Refuse)
+    desk.contribute("b")
+    assert not only(desk.chunk("a", 0), msg.Refuse)  # While it is merged.
+    merged(desk)
+    assert not only(desk.chunk("a", 0, version=0), msg.Refuse)  # And after.
+    assert not only(desk.push("a", base_version=0), msg.Refuse)
+    assert desk.state.tally.refused == {}
+
+
+def test_a_duplicate_chunk_is_dropped() -> None:
+    desk = Desk().running("a", "b")
+    desk.chunk("a", 0, count=500)
+    assert one(desk.chunk("a", 0, count=500), ev.Drop).handles == (desk.handle,)
+
+
+def test_a_chunk_whose_round_closed_while_it_was_decoded_is_dropped() -> None:
+    desk = Desk().running("a", "b")
+    header = desk.header("a", 0)
+    desk.do(ev.ChunkArrived(header, 50))
+    desk.contribute("b")
+    desk.do(ev.PeerLost(b"a"))
+    assert only(desk.do(ev.ChunkUnpacked(header, 50)), ev.Drop) == [ev.Drop((50,))]
+
+
+def test_publication_names_each_learners_last_merged_push() -> None:
+    desk = Desk().running("a", "b")
+    desk.say("b", msg.Decline(0, 0, 1, "evaluating"))
+    desk.contribute("a", push_id=3)
+    published = {p.learner: p for p in only(merged(desk), ev.Publish)}
+    assert (published["a"].push_id, published["b"].push_id) == (3, 0)
+    assert desk.state.heads[0] == msg.FragmentHead(1, 1001)
+
+
+def test_a_failed_merge_changes_nothing_and_the_round_comes_again() -> None:
+    desk = Desk().running("a")
+    desk.contribute("a")
+    effects = desk.do(ev.MergeFailed(0, "not finite"))
+    assert not only(effects, ev.Publish)
+    assert desk.state.versions == (0, 0)
+    assert not desk.state.rounds
+
+
+def test_small_gaps_are_filled_with_publications_large_ones_with_the_state() -> None:
+    desk = Desk().running("a")
+    desk.state.heads[0] = msg.FragmentHead(20, 5)
+    desk.state.rounds.clear()
+    small = only(desk.say("a", msg.Fetch(0, 20 - PUBLICATIONS_KEPT)), ev.Publish)
+    assert [p.version for p in small] == list(range(21 - PUBLICATIONS_KEPT, 21))
+    large = one(desk.say("a", msg.Fetch(0, 19 - PUBLICATIONS_KEPT)), ev.Publish)
+    assert (large.kind, large.version) == (msg.DataKind.STATE, 20)
+    assert not only(desk.say("a", msg.Fetch(0, 20)), ev.Publish)
+
+
+def test_missing_ranges_of_a_publication_are_sent_again() -> None:
+    desk = Desk().running("a")
+    desk.contribute("a")
+    merged(desk)
+    missing = msg.Missing(msg.DataKind.PUBLICATION, 0, 1, 0, ((900, 500), (5000, 1)))
+    publish = one(desk.say("a", missing), ev.Publish)
+    assert (publish.version, publish.ranges) == (1, ((900, 100),))
+
+
+def test_all_below_the_quorum_are_asked_again_when_the_others_declined() -> None:
+    desk = Desk(merge__quorum=2).running("a", "b")
+    desk.contribute("a")
+    first = desk.round
+    effects = desk.say("b", msg.Decline(0, 0, 1, "evaluating"))
+    assert one(effects, ev.Drop).handles == (desk.handle,)
+    assert desk.state.rounds.get(0) is not first
+
+
+def test_goal_gives_each_fragment_one_last_round_of_everybody() -> None:
+    desk = Desk(run__goal_tokens=1000).running("a", "b")
+    desk.contribute("a")
+    desk.report("b", step=20, tokens=4000)
+    assert desk.state.phase is Phase.ENDING
+    assert sorted(desk.state.rounds) == [0, 1]
+    # At the end the round waits for b as long as b lives.
+    for _ in range(60):
+        desk.say("a", msg.Alive(0))
+        assert not only(desk.say("b", msg.Alive(0), after_s=1.0), ev.StartMerge)
+    assert only(desk.contribute("b"), ev.StartMerge)
+
+
+def test_the_end() -> None:
+    desk = Desk(run__goal_tokens=150).running("a")
+    assert desk.state.phase is Phase.ENDING
+    for fragment in (0, 1):
+        desk.say("a", msg.Decline(fragment, 0, 1, "no step"))
+    desk.say("a", msg.Decline(0, 0, 2, "no step"))
+    assert desk.state.phase is Phase.ENDED
+    effects = desk.do(ev.CheckpointWritten(0))
+    assert not only(effects, ev.Finish)
+    assert one(desk.say("a", msg.Bye("the run has ended")), ev.Finish)
+    assert desk.syncer.next_deadline() is None
+
+
+def test_the_end_waits_a_while_for_a_learner_that_was_cut_off() -> None:
+    desk = Desk(run__goal_tokens=150).running("a", "b")
+    desk.do(ev.PeerLost(b"b"))
+    for fragment in (0, 1, 0):
+        attempt = desk.state.rounds[fragment].attempt if fragment in desk.state.rounds else 1
+        desk.say("a", msg.Decline(fragment, 0, attempt, "no step"))
+    assert desk.state.phase is Phase.ENDED
+    desk.do(ev.CheckpointWritten(0))
+    assert not only(desk.say("a", msg.Bye("")), ev.Finish)
+    assert one(desk.say("y", hello("b")), msg.Welcome).phase is Phase.ENDED
+    assert one(desk.say("y", msg.Bye("")), ev.Finish)
+
+
+def test_stop_waits_for_the_checkpoint() -> None:
+    desk = Desk().running("a")
+    desk.contribute("a")
+    merged(desk)
+    effects = desk.do(ev.StopRequested("SIGTERM"))
+    assert one(effects, msg.Bye).reason == "SIGTERM"
+    assert only(effects, ev.WriteCheckpoint) and not only(effects, ev.Finish)
+    assert one(desk.do(ev.CheckpointWritten(1)), ev.Finish).reason == "SIGTERM"
+
+
+def test_stop_while_version_0_is_written() -> None:
+    desk = Desk()
+    desk.say("a", hello("a"))
+    for fragment in (0, 1):
+        desk.chunk("a", fragment, kind=msg.DataKind.FOUND, codec="raw32")
+    desk.do(ev.Founded((7, 8)))
+    assert not only(desk.do(ev.StopRequested("SIGTERM")), ev.Finish)
+    assert only(desk.do(ev.CheckpointWritten(0)), ev.Finish)
+
+
+def test_stop_lets_a_merge_end_and_keeps_it() -> None:
+    desk = Desk().running("a")
+    desk.contribute("a")
+    assert not only(desk.do(ev.StopRequested("SIGTERM")), ev.Finish)
+    assert only(merged(desk), ev.WriteCheckpoint)
+    assert only(desk.do(ev.CheckpointWritten(1)), ev.Finish)
+
+
+def test_credit_is_given_back_after_a_megabyte() -> None:
+    desk = Desk().running("a", "b")
+    assert not only(desk.chunk("a", 0, position=1000), msg.Beat)
+    beat = one(desk.chunk("a", 0, position=2 << 20), msg.Beat)
+    assert beat.received[0] == 2 << 20
+
+
+def test_a_learner_that_missed_three_rounds_is_named_once() -> None:
+    desk = Desk().running("a", "b")
+    notes: list[str] = []
+    for push_id in range(1, 6):
+        fragment = desk.round.fragment
+        effects = desk.contribute("a", fragment, push_id)
+        for _ in range(30):
+            desk.say("a", msg.Alive(0))
+            effects += desk.say("b", msg.Alive(0), after_s=0.5)
+            if only(effects, ev.StartMerge):
+                break
+        merged(desk, fragment)
+        while not desk.state.open_rounds():
+            desk.say("a", msg.Alive(0))
+            desk.say("b", msg.Alive(0), after_s=0.5)
+        notes += [note.text for note in only(effects, ev.Note)]
+    assert [text for text in notes if "missed" in text] == [
+        "b missed 3 rounds running: it did not answer in time"
+    ]
+
+
+def test_an_old_process_cannot_push_under_a_name_taken_over() -> None:
+    desk = Desk().running("a", "b")
+    desk.do(ev.PeerLost(b"a"))
+    desk.say("x", hello("a", incarnation=incarnation_of("a", 2)))
+    desk.chunk("a", 0)
+    assert not desk.round.incoming

@@ -1,0 +1,209 @@
+"""One fragment at a learner: publications in order, gaps, states, outcomes of pushes."""
+
+from __future__ import annotations
+
+import pytest
+from machines import Seat, digest, one, only, open_round
+
+from narrows.learner import events as ev
+from narrows.learner.link import AHEAD_MAX
+from narrows.proto import messages as msg
+
+STATE = msg.DataKind.STATE
+
+
+def test_a_publication_in_chunks_is_applied_when_complete() -> None:
+    seat = Seat().joined()
+    assert not only(seat.data(0, 1, count=600), ev.Apply)
+    apply = one(seat.data(0, 1, offset=600, count=400), ev.Apply)
+    assert apply.handles == (seat.handle - 1, seat.handle)
+    effects = seat.do(ev.Applied(0, 1, digest(0, 1)))
+    assert one(effects, ev.Drop).handles == apply.handles
+
+
+def test_publications_that_overtake_each_other_are_applied_in_order() -> None:
+    seat = Seat().joined()
+    assert not only(seat.data(0, 2), ev.Apply)
+    assert one(seat.data(0, 1), ev.Apply).version == 1
+    assert one(seat.do(ev.Applied(0, 1, digest(0, 1))), ev.Apply).version == 2
+
+
+def test_a_gap_is_asked_for_although_later_publications_arrive() -> None:
+    seat = Seat().joined()
+    seat.beat((1, 0))
+    asked: list[msg.Fetch] = []
+    for version in range(2, 8):
+        seat.beat((version, 0))
+        seat.data(0, version)
+        asked += only(seat.wait(0.4), msg.Fetch)
+    assert asked and asked[0] == msg.Fetch(0, 0)
+
+
+def test_a_joiner_asks_for_its_state_although_publications_arrive() -> None:
+    seat = Seat()
+    seat.do(ev.DeadlineReached())
+    seat.welcome((5, 0))
+    asked: list[msg.Fetch] = []
+    for version in range(6, 16):
+        seat.beat((version, 0))
+        seat.data(0, version)
+        asked += [fetch for fetch in only(seat.wait(0.4), msg.Fetch) if fetch.fragment == 0]
+    assert len(asked) >= 2 and {fetch.have_version for fetch in asked} == {-1}
+
+
+def test_what_misses_of_a_started_transfer_is_asked_for_by_range() -> None:
+    seat = Seat().joined()
+    seat.beat((1, 0))
+    seat.data(0, 1, offset=100, count=200)
+    asked = only(seat.wait(3.0), msg.Missing)
+    expected = ((0, 100), (300, 700))
+    assert asked[0] == msg.Missing(msg.DataKind.PUBLICATION, 0, 1, 0, expected)
+
+
+def test_what_arrives_by_itself_is_not_asked_for() -> None:
+    seat = Seat().joined()
+    seat.beat((1, 0))
+    assert not only(seat.wait(0.45), msg.Fetch | msg.Missing)
+    seat.receive(0, 1)
+    assert not only(seat.wait(3.0), msg.Fetch | msg.Missing)
+
+
+def test_questions_come_twice_as_late_each_time() -> None:
+    seat = Seat().joined()
+    seat.beat((1, 0))
+    times: list[float] = []
+    start = seat.now
+    while len(times) < 5:
+        seat.beat((1, 0))
+        if only(seat.wait(0.25), msg.Fetch):
+            times.append(seat.now - start)
+    assert times == [0.5, 1.5, 3.5, 7.5, 15.5]
+
+
+def test_a_state_beats_the_publications_below_it() -> None:
+    seat = Seat().joined()
+    seat.beat((9, 0))
+    seat.data(0, 5)
+    effects = seat.receive(0, 9, kind=STATE)
+    assert one(effects, ev.Install).version == 9
+    assert not any(link.held_handles() for link in seat.session.links)
+
+
+def test_publications_wait_for_the_state_below_them() -> None:
+    seat = Seat()
+    seat.do(ev.DeadlineReached())
+    seat.welcome((5, 0))
+    seat.data(0, 6)
+    seat.beat((6, 0))
+    effects = seat.receive(0, 5, kind=STATE)
+    assert one(effects[-1:], ev.Apply).version == 6
+
+
+def test_publications_kept_for_a_state_are_bounded() -> None:
+    seat = Seat()
+    seat.do(ev.DeadlineReached())
+    seat.welcome((0, 0))
+    for version in range(1, 3 * AHEAD_MAX):
+        seat.beat((version, 0))
+        seat.data(0, version)
+    assert len(seat.session.links[0].held_handles()) <= AHEAD_MAX + 1
+
+
+def test_another_digest_means_fetching_the_state() -> None:
+    seat = Seat().joined()
+    seat.beat((1, 0))
+    one(seat.data(0, 1), ev.Apply)
+    effects = seat.do(ev.ApplyFailed(0, 1, digest(0, 1)))
+    assert one(effects, msg.Fetch) == msg.Fetch(0, -1)
+    assert not only(seat.step(), ev.Adopt)
+    seat.receive(0, 1, kind=STATE)
+    assert one(seat.step(), ev.Adopt).version == 1
+
+
+def test_a_duplicate_while_it_is_applied_is_dropped() -> None:
+    seat = Seat().joined()
+    apply = one(seat.data(0, 1), ev.Apply)
+    for effects in (seat.data(0, 1), seat.data(0, 1, result_digest=7)):
+        assert one(effects, ev.Drop).handles == (seat.handle,)
+    effects = seat.do(ev.Applied(0, 1, digest(0, 1)))
+    assert one(effects, ev.Drop).handles == apply.handles
+
+
+def test_a_result_from_before_a_restart_is_ignored() -> None:
+    seat = Seat().joined()
+    seat.data(0, 1)
+    seat.welcome((0, 0), epoch=(0, 2))
+    assert not only(seat.do(ev.Applied(0, 1, digest(0, 1))), ev.Install)
+    assert seat.session.links[0].held == 0
+
+
+def test_a_conflicting_chunk_is_dropped_with_a_note() -> None:
+    seat = Seat().joined()
+    seat.data(0, 1, count=600)
+    effects = seat.data(0, 1, count=600, payload_digest=99)
+    assert one(effects, ev.Drop).handles == (seat.handle,)
+    assert one(effects, ev.Note).level == "warning"
+
+
+@pytest.mark.parametrize(("told", "merged"), [(1, True), (0, False), (2, False)])
+def test_the_publication_tells_whether_the_push_was_merged(told: int, merged: bool) -> None:
+    seat = Seat().joined()
+    seat.beat((0, 0), open_round(0, 0))
+    seat.step(tokens=60)
+    seat.step(tokens=40)
+    effects = seat.receive(0, 1, push_id=told)
+    assert one(effects, ev.SettlePush) == ev.SettlePush(1, merged=merged)
+    seat.do(ev.BoundaryReached())
+    total = seat.session.ledger.total()
+    assert total.merged == (60 if merged else 0)
+    assert total.overwritten == (40 if merged else 100)
+
+
+def test_a_state_far_ahead_tells_the_outcome_too() -> None:
+    seat = Seat().joined()
+    seat.beat((0, 0), open_round(0, 0))
+    seat.step()
+    seat.beat((20, 0))
+    effects = seat.receive(0, 20, kind=STATE, push_id=1)
+    assert one(effects, ev.SettlePush) == ev.SettlePush(1, merged=True)
+
+
+def test_a_push_merged_but_not_adopted_before_a_restart_keeps_its_outcome() -> None:
+    seat = Seat().joined()
+    seat.beat((0, 0), open_round(0, 0))
+    seat.step()
+    seat.receive(0, 1, push_id=1)
+    seat.welcome((1, 0), epoch=(0, 2))
+    seat.do(ev.BoundaryReached())
+    assert seat.session.ledger.total().merged == 100
+
+
+def test_a_push_merged_and_lost_with_the_broker_is_rolled_back() -> None:
+    seat = Seat().joined()
+    seat.beat((0, 0), open_round(0, 0))
+    seat.step()
+    seat.receive(0, 1, push_id=1)
+    seat.do(ev.BoundaryReached())
+    assert seat.session.ledger.total().merged == 100
+    seat.welcome((0, 0), epoch=(0, 2))
+    total = seat.session.ledger.total()
+    assert (total.merged, total.rolled_back) == (0, 100)
+
+
+def test_a_failed_encoding_declines() -> None:
+    seat = Seat().joined()
+    seat.beat((0, 0), open_round(0, 0))
+    seat.step()
+    effects = seat.do(ev.EncodeFailed(1, "not finite"))
+    assert one(effects, msg.Decline).reason == "not finite"
+    assert one(effects, ev.SettlePush) == ev.SettlePush(1, merged=False)
+
+
+def test_missing_chunks_of_the_open_push_are_sent_again() -> None:
+    seat = Seat().joined()
+    seat.beat((0, 0), open_round(0, 0))
+    seat.step()
+    missing = msg.Missing(msg.DataKind.PUSH, 0, 0, 1, ((5, 6),))
+    assert one(seat.hear(missing), ev.Resend) == ev.Resend(1, ((5, 6),))
+    other = msg.Missing(msg.DataKind.PUSH, 0, 0, 9, ((5, 6),))
+    assert not only(seat.hear(other), ev.Resend)

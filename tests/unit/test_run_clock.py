@@ -1,0 +1,60 @@
+"""The run's clock: monotone, robust against repeated, wild and missing reports."""
+
+from __future__ import annotations
+
+from narrows.broker.run_clock import RunClock
+
+
+def clock() -> RunClock:
+    """Learner a has joined at 0 and reported 100 tokens per second until 10."""
+    run = RunClock()
+    run.join("a", 0, 0.0)
+    for second in range(1, 11):
+        run.report("a", 100 * second, float(second))
+    return run
+
+
+def test_tokens_of_all_learners_are_counted() -> None:
+    run = clock()
+    run.join("b", 0, 10.0)
+    run.report("b", 50, 11.0)
+    assert run.run_tokens == 1050
+
+
+def test_a_repeated_or_older_report_changes_nothing() -> None:
+    run = clock()
+    run.report("a", 1000, 10.5)
+    run.report("a", 500, 11.0)
+    assert run.run_tokens == 1000
+
+
+def test_a_wild_report_is_accepted_at_eight_times_the_average_rate() -> None:
+    run = clock()
+    run.report("a", 10**9, 11.0)
+    grown = run.run_tokens - 1000
+    # Eight times 100/s for the second, and what piled up before.
+    assert 800 <= grown <= 8 * 100 * 11
+    run.report("a", 10**9, 12.0)
+    assert run.run_tokens > 1000 + grown
+
+
+def test_a_delayed_report_is_accepted_in_full() -> None:
+    run = clock()
+    run.report("a", 4000, 40.0)
+    assert run.run_tokens == 4000
+
+
+def test_a_learner_that_comes_back_is_counted_from_its_own_tokens_on() -> None:
+    run = RunClock(run_tokens=5000)
+    run.join("a", 700, 0.0)
+    run.report("a", 800, 1.0)
+    run.join("a", 0, 2.0)
+    run.report("a", 900, 2.0)
+    assert run.run_tokens == 5200
+
+
+def test_rate_is_the_sum_of_the_averages() -> None:
+    run = clock()
+    assert run.tokens_per_s(["a", "unknown"], 10.0) == 100.0
+    run.leave("a")
+    assert run.tokens_per_s(["a"], 10.0) == 0.0
