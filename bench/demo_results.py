@@ -71,7 +71,7 @@ def collect(options: DemoOptions, story: Story, folder: Path) -> Results:
 def data_parallel(options: DemoOptions, results: Results) -> Results:
     """Trains with data parallelism at equal tokens; `recovered` is the share of its advantage
     over one learner alone that the global model has."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # More threads than free cores would spin against each other.
     recipe = Recipe(steps=options.inner_steps, preset=PRESET)
     baseline = train_data_parallel(
         load_corpus(None), recipe, names=options.names, report=print_progress

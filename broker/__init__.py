@@ -1,0 +1,1 @@
+"""The standalone process: merges outer gradients, publishes versions, never needs torch."""

@@ -71,6 +71,16 @@ class Member:
         """Connected and holding every fragment: it can contribute."""
         return self.connected and all(version >= 0 for version in self.held)
 
+    def predicted_s(self) -> float | None:
+        """Seconds from the opening of a round within which a contribution is to be expected.
+
+        Mean plus three deviations, but at least a step more than the mean: a learner answers at
+        its next step, so that a few quick answers say little about the next one.
+        """
+        if not self.arrival.samples:
+            return None
+        return max(self.arrival.upper(), self.arrival.mean + self.step_s)
+
 
 def check_name(name: str, incarnation: str) -> None:
     """Raises RemoteProtocolError BAD_NAME unless both follow their grammar."""

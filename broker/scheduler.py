@@ -74,7 +74,10 @@ class Scheduler:
             return False
         if state.phase is msg.Phase.ENDING:
             return any(index not in state.rounds for index in self.final_due)
-        return state.lockstep or state.roster.step_s() > 0
+        if state.lockstep:
+            # A learner that is still adopting would miss a round that all must contribute to.
+            return all(member.ready for member in state.roster.connected())
+        return state.roster.step_s() > 0
 
     def _next_due(self) -> int | None:
         """The fragment whose turn it is, None if it is in flight already."""
@@ -119,7 +122,7 @@ class Scheduler:
                 member.name,
                 member.name in round_.incoming and bool(round_.incoming[member.name].announced),
                 member.state is Liveness.LATE,
-                member.arrival.upper() if member.arrival.samples else None,
+                member.predicted_s(),
             )
             for member in self.state.roster.ready()
             if member.name not in round_.contributed

@@ -57,8 +57,8 @@ class Syncer:
         self.intake = Intake(self.state)
         self.scheduler = Scheduler(self.state, launched_at=now)
         self.lifecycle = Lifecycle(self.state, self.scheduler, started_at=now)
-        #: Phase and rounds that the last Beat told; compared, never iterated.
-        self._told: set[tuple[msg.Phase, msg.OpenRound | None]] = set()
+        #: Phase and rounds that the last Beat told.
+        self._told = (msg.Phase.FOUNDING, frozenset[msg.OpenRound]())
         self._beat_at = now
         if resumed is not None:
             self._resume(resumed)
@@ -159,10 +159,10 @@ class Syncer:
         state = self.state
         due = now >= self._beat_at + state.config.broker.beat_s
         # A round that is over needs no Beat of its own: its publication tells the version.
-        news = [(state.phase, round_) for round_ in state.open_rounds()] or [(state.phase, None)]
-        if self._told.issuperset(news) and not due:
+        told = (state.phase, frozenset(state.open_rounds()))
+        if told[0] is self._told[0] and told[1] <= self._told[1] and not due:
             return []
-        self._told = set(news)
+        self._told = told
         effects: list[ev.Effect] = []
         if due:
             self._beat_at = now

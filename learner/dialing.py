@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from narrows.proto.codecs import codec_names
+from narrows.proto.errors import ErrorCode, Refused
 from narrows.proto.limits import PROTOCOL
-from narrows.proto.messages import Epoch, Hello, LayoutEntry, Role
+from narrows.proto.messages import Epoch, Hello, LayoutEntry, Refuse, Role
 
 HELLO_S = 0.25
 HELLO_MAX_S = 5.0
@@ -50,6 +51,18 @@ class Identity:
             step=steps,
             tokens=tokens,
         )
+
+
+def error_of(refuse: Refuse) -> Refused:
+    """A refusal of the session as the error that the user of the learner sees."""
+    known = refuse.code in set(ErrorCode)
+    return Refused(
+        ErrorCode(refuse.code) if known else ErrorCode.BAD_MESSAGE,
+        refuse.message,
+        expected=refuse.expected,
+        got=refuse.got,
+        remedy=refuse.remedy,
+    )
 
 
 class Connection(StrEnum):

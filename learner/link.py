@@ -165,7 +165,7 @@ class Link:
         """The result was not what the broker has: start over from its state."""
         if self.applying != (version, digest):
             return []
-        self.applying, self.check_at = None, 0.0
+        self.applying, self.check_at, self.progressed = None, 0.0, False
         # A fresh copy that was not adopted yet is given up as well: the state is newer.
         self.held, self.fresh = -1, False
         note = f"fragment {self.index}: version {version} has another digest, fetching the state"
@@ -283,9 +283,12 @@ class Link:
     def welcomed(self, head: msg.FragmentHead, *, restarted: bool, now: float) -> list[ev.Effect]:
         """The broker admits this learner (again): compares versions, tells what it cannot know."""
         effects = self._new_epoch(head) if restarted else []
-        self.check_at = now
+        # What was on its way to the old connection is lost: what is missing is asked for now.
+        self.known, self.check_at = max(self.known, head.version), now
         if self.push is not None and self.push.merged is None:
             effects.append(ev.Send(self.push.announced))
+        else:
+            self.answered = (-1, -1)  # A decline may have been lost with the old connection.
         if self.adopted >= 0 and self.adopted == self.held:
             effects.append(ev.Send(msg.Adopted(self.index, self.adopted)))
         return effects

@@ -32,6 +32,10 @@ class Links:
         return self._links[index]
 
     @property
+    def table(self) -> tuple[Fragment, ...]:
+        return tuple(link.fragment for link in self._links)
+
+    @property
     def ready(self) -> bool:
         """Every fragment has been adopted at least once."""
         return bool(self._links) and all(link.adopted >= 0 for link in self._links)

@@ -83,9 +83,9 @@ class Pace:
 
 @dataclass
 class RunTime:
-    """Tokens of the run: told by the broker, extrapolated in between, never falling.
+    """Tokens of the run in one epoch: told by the broker, extrapolated in between, never falling.
 
-    Only a broker that was restarted from older state may set it back.
+    A broker that was restarted from older state sets it back.
     """
 
     _told: int = 0
@@ -93,8 +93,8 @@ class RunTime:
     _told_at: float = 0.0
     _floor: float = 0.0
 
-    def tell(self, tokens: int, tokens_per_s: float, now: float, *, restarted: bool) -> None:
-        self._floor = 0.0 if restarted else self.tokens(now)
+    def tell(self, tokens: int, tokens_per_s: float, now: float) -> None:
+        self._floor = self.tokens(now)
         self._told, self._per_s, self._told_at = tokens, tokens_per_s, now
 
     def tokens(self, now: float) -> float:

@@ -7,10 +7,10 @@ clocks, threads: events come in with `now`, effects go out in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from narrows.learner import events as ev
-from narrows.learner.dialing import QUIET_S, WAITS_FOR, Connection, Dialer, Identity
+from narrows.learner.dialing import QUIET_S, WAITS_FOR, Connection, Dialer, Identity, error_of
 from narrows.learner.ledger import Ledger
 from narrows.learner.links import Links
 from narrows.learner.pace import Pace, RunTime
@@ -188,16 +188,16 @@ class Session:
     def _welcome(self, welcome: msg.Welcome, now: float) -> list[ev.Effect]:
         first = self.settings is None
         if first:
-            table = build_table(self.identity.layout, welcome.settings.fragment_count)
-            self.links = Links(table)
+            self.links = Links(build_table(self.identity.layout, welcome.settings.fragment_count))
         elif self.settings and welcome.settings.fragment_count != self.settings.fragment_count:
-            return self._fail(
+            error = Refused(
                 ErrorCode.LAYOUT_MISMATCH,
                 "the broker was restarted with another fragment count",
                 expected=str(self.settings.fragment_count),
                 got=str(welcome.settings.fragment_count),
                 remedy="start the learner again",
             )
+            return self._fail(error)
         restarted = welcome.epoch > self.epoch
         effects: list[ev.Effect] = []
         if not self.online:
@@ -207,16 +207,15 @@ class Session:
         self.run_id, self.epoch, self.settings = welcome.run_id, welcome.epoch, welcome.settings
         self._dialer.joined(now)
         self._refusal_told = ""
-        fragments = tuple(link.fragment for link in self.links)
-        effects += [
-            ev.Identify(self.run_id, self.epoch),
-            ev.OpenStreams(welcome.settings, fragments, welcome.uplink_port, welcome.downlink_port),
-        ]
+        ports = (welcome.uplink_port, welcome.downlink_port)
+        effects.append(ev.Identify(self.run_id, self.epoch))
+        effects.append(ev.OpenStreams(welcome.settings, self.links.table, *ports))
         for link, head in zip(self.links, welcome.fragments, strict=False):
             effects += link.welcomed(head, restarted=restarted and not first, now=now)
         effects += self._found(welcome.role)
-        versions = tuple(head.version for head in welcome.fragments)
-        self._run_state(welcome, versions, now, restarted=restarted)
+        if restarted:
+            self._run_time = RunTime()
+        self._run_state(welcome, [head.version for head in welcome.fragments], now)
         return effects
 
     def _found(self, role: msg.Role) -> list[ev.Effect]:
@@ -227,17 +226,10 @@ class Session:
         self._founded_in = self.epoch
         return [ev.SendFounding(link.index) for link in self.links]
 
-    def _run_state(
-        self,
-        told: msg.Welcome | msg.Beat,
-        versions: tuple[int, ...],
-        now: float,
-        *,
-        restarted: bool = False,
-    ) -> None:
+    def _run_state(self, told: msg.Welcome | msg.Beat, versions: Sequence[int], now: float) -> None:
         """What Welcome and Beat both tell."""
         self.phase = told.phase
-        self._run_time.tell(told.run_tokens, told.tokens_per_s, now, restarted=restarted)
+        self._run_time.tell(told.run_tokens, told.tokens_per_s, now)
         self.links.tell(told.rounds, versions, now)
 
     def _refused(self, refuse: msg.Refuse, now: float) -> list[ev.Effect]:
@@ -250,19 +242,10 @@ class Session:
                 return []
             self._refusal_told = refuse.code
             return [ev.Note("warning", f"not admitted yet: {refuse.message}. {refuse.remedy}")]
-        return self._fail(
-            ErrorCode(refuse.code) if refuse.code in set(ErrorCode) else ErrorCode.BAD_MESSAGE,
-            refuse.message,
-            expected=refuse.expected,
-            got=refuse.got,
-            remedy=refuse.remedy,
-        )
+        return self._fail(error_of(refuse))
 
-    def _fail(
-        self, code: ErrorCode, message: str, *, expected: str, got: str, remedy: str
-    ) -> list[ev.Effect]:
+    def _fail(self, error: Refused) -> list[ev.Effect]:
         self._dialer.connection = Connection.REFUSED
-        error = Refused(code, message, expected=expected, got=got, remedy=remedy)
         return [*self.links.close(), ev.Fail(error)]
 
     def _missing(self, missing: msg.Missing) -> list[ev.Effect]:

@@ -1,0 +1,1 @@
+"""What crosses the wire, and what both of its ends share: PROTOCOL.md as code."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from narrows.broker import events as bev
@@ -38,6 +38,11 @@ def only(effects: Sequence[object], kind: type[E]) -> list[E]:
     return found
 
 
+def make(kind: Callable[..., E], values: dict[str, object], fields: dict[str, object]) -> E:
+    """A message with `fields` in place of some of the usual `values`."""
+    return kind(**{**values, **fields})
+
+
 def one(effects: Sequence[object], kind: type[E]) -> E:
     (found,) = only(effects, kind)
     return found
@@ -61,7 +66,7 @@ def hello(name: str, **fields: object) -> msg.Hello:
         "step": 0,
         "tokens": 0,
     }
-    return msg.Hello(**{**values, **fields})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    return make(msg.Hello, values, fields)
 
 
 def config(mode: str = "decoupled", **settings: object) -> BrokerConfig:
@@ -167,7 +172,7 @@ class Desk:
         }
         if fields.get("kind") is msg.DataKind.FOUND:
             values["push_id"] = 0
-        return msg.Header(**{**values, **fields})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        return make(msg.Header, values, fields)
 
     def chunk(self, name: str, fragment: int, **fields: object) -> list[bev.Effect]:
         """A chunk arrives; if it is accepted, it is unpacked at once."""
@@ -189,8 +194,7 @@ class Desk:
             "tokens": 100,
             "steps": 1,
         }
-        message = msg.Push(**{**values, **fields})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-        return self.say(name, message)
+        return self.say(name, make(msg.Push, values, fields))
 
     def contribute(self, name: str, fragment: int = 0, push_id: int = 1) -> list[bev.Effect]:
         """A complete push."""
@@ -265,7 +269,7 @@ class Seat:
             "tokens_per_s": 0.0,
             "step": 0,
         }
-        return self.hear(msg.Welcome(**{**values, **fields}))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        return self.hear(make(msg.Welcome, values, fields))
 
     def beat(
         self,
@@ -297,7 +301,7 @@ class Seat:
             "stream": 0,
             "position": 1000,
         }
-        header = msg.Header(**{**values, **fields})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        header = make(msg.Header, values, fields)
         return self.do(lev.ChunkArrived(header, self.handle))
 
     def receive(self, fragment: int, version: int, **fields: object) -> list[lev.Effect]:
@@ -317,7 +321,8 @@ class Seat:
         return self
 
     def step(self, tokens: int = 100, after_s: float = 1.0) -> list[lev.Effect]:
-        return self.do(lev.StepTaken(tokens), after_s)
+        effects = self.hear(msg.Probe(0), after_s)  # A sign of life.
+        return [*effects[1:], *self.do(lev.StepTaken(tokens))]
 
 
 def digest(fragment: int, version: int) -> int:

@@ -54,7 +54,7 @@ def test_learners_at_start_are_waited_for() -> None:
         desk.chunk("a", fragment, kind=FOUND, codec="raw32")
     desk.do(ev.Founded((7, 8)))
     assert not only(desk.do(ev.CheckpointWritten(0)), msg.Welcome)
-    assert desk.state.phase is Phase.FOUNDING
+    assert not desk.state.open_rounds()
     roles = [w.role for w in only(desk.say("b", hello("b")), msg.Welcome)]
     assert roles == [Role.WAIT, Role.ADOPT, Role.ADOPT]
     assert desk.state.phase is Phase.RUNNING

@@ -287,7 +287,9 @@ def test_learner_drops_data_that_is_not_for_it() -> None:
         {"version": 100},
     ]
     for fields in strange:
-        effects = seat.data(0, **{"version": 1, **fields})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        version = fields.pop("version", 1)
+        assert isinstance(version, int)
+        effects = seat.data(0, version, **fields)
         assert one(effects, lev.Drop).handles == (seat.handle,)
     assert not any(link.held_handles() for link in seat.session.links)
 

@@ -161,8 +161,8 @@ def test_goal_gives_each_fragment_one_last_round_of_everybody() -> None:
 
 def test_the_end() -> None:
     desk = Desk(run__goal_tokens=150).running("a")
-    assert desk.state.phase is Phase.ENDING
     for fragment in (0, 1):
+        assert not desk.syncer.lifecycle.finished
         desk.say("a", msg.Decline(fragment, 0, 1, "no step"))
     desk.say("a", msg.Decline(0, 0, 2, "no step"))
     assert desk.state.phase is Phase.ENDED

@@ -8,7 +8,7 @@ from narrows.proto.outbox import Lane, Outbox
 def drain(outbox: Outbox[str], now: float = 0.0) -> list[tuple[str, int, int]]:
     departures: list[tuple[str, int, int]] = []
     while (departure := outbox.take(now)) is not None:
-        departures.append(tuple(departure))
+        departures.append((departure.item, departure.stream, departure.position))
     return departures
 
 

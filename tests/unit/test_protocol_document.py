@@ -1,0 +1,233 @@
+"""PROTOCOL.md says what the code does: its tables are read and compared, so that it cannot rot."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from enum import Enum
+from importlib import import_module
+from itertools import takewhile
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import numpy as np
+import pytest
+
+from narrows.broker.config import BrokerConfig
+from narrows.proto import limits, messages, terms, transfer
+from narrows.proto.codecs import codec, codec_names
+from narrows.proto.errors import RETRYABLE, ErrorCode
+from narrows.proto.frames import ENVELOPE_BYTES, MAGIC
+from narrows.proto.zstd_frame import frame_bytes_max
+
+DOCUMENT = Path(transfer.__file__).with_name("PROTOCOL.md").read_text(encoding="utf-8")
+
+#: Structures that the document describes besides the control messages.
+PARTS: tuple[type[msgspec.Struct], ...] = (
+    messages.RunSettings,
+    messages.LayoutEntry,
+    messages.FragmentHead,
+    messages.OpenRound,
+    messages.TokenLedger,
+    messages.LearnerStatus,
+    messages.Header,
+)
+
+
+def tables(text: str) -> Iterator[list[list[str]]]:
+    """Every table: its rows of cells, the head first."""
+    lines = iter(text.splitlines())
+    for line in lines:
+        if line.startswith("|"):
+            rows = [line, *takewhile(lambda each: each.startswith("|"), lines)]
+            yield [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def table(*head: str) -> list[list[str]]:
+    """The rows of the only table whose head begins so."""
+    found = [rows[2:] for rows in tables(DOCUMENT) if tuple(rows[0][: len(head)]) == head]
+    assert len(found) == 1, f"{len(found)} tables with the head {head}"
+    assert all(len(row) == len(found[0][0]) for row in found[0])
+    return found[0]
+
+
+def described(head: str) -> dict[str, list[tuple[str, str]]]:
+    """(field, type) in order, by message."""
+    fields: dict[str, list[tuple[str, str]]] = {}
+    current = ""
+    for first, names, kind, _ in table(head, "field", "type", "meaning"):
+        named = re.match(r"\*\*(\w+)\*\*", first)
+        current = named[1] if named else current
+        rows = fields.setdefault(current, [])
+        rows += [(name.strip(), kind) for name in names.split(",") if name]
+    return fields
+
+
+def declared(struct: type[msgspec.Struct]) -> list[tuple[str, str]]:
+    """The same of a struct, in the words of the document."""
+    fields: list[tuple[str, str]] = []
+    for field in msgspec.structs.fields(struct):
+        kind = str(struct.__annotations__[field.name])
+        kind = re.sub(r"tuple\[(\w+), \.\.\.\]", r"[\1]", kind)
+        kind = re.sub(r"dict\[(\w+), (\w+)\]", r"{\1: \2}", kind)
+        kind = kind.replace("float | None", "float or nil")
+        if field.default is not msgspec.NODEFAULT:
+            kind += f' = "{field.default}"' if field.default == "" else f" = {field.default}"
+        fields.append((field.name, kind))
+    return fields
+
+
+CONTROL: tuple[type[msgspec.Struct], ...] = get_args(messages.ControlMessage)
+
+
+def test_every_control_message_is_described() -> None:
+    assert sorted(described("message")) == sorted(each.__name__ for each in CONTROL)
+
+
+@pytest.mark.parametrize("struct", CONTROL, ids=lambda each: each.__name__)
+def test_control_message(struct: type[msgspec.Struct]) -> None:
+    assert described("message")[struct.__name__] == declared(struct)
+
+
+@pytest.mark.parametrize("struct", PARTS, ids=lambda each: each.__name__)
+def test_structure(struct: type[msgspec.Struct]) -> None:
+    everything = described("structure") | described("header")
+    assert sorted(everything) == sorted(each.__name__ for each in PARTS)
+    assert everything[struct.__name__] == declared(struct)
+
+
+def test_maps_are_told_from_arrays() -> None:
+    maps = {each.__name__ for each in PARTS if not each.__struct_config__.array_like}
+    assert maps == {next(iter(described("structure"))), "LearnerStatus"}
+    assert "The first is a map, the others are arrays" in DOCUMENT
+    assert "**LearnerStatus** is a map" in DOCUMENT
+
+
+def test_directions() -> None:
+    told = [re.match(r"\*\*(\w+)\*\* (.)", row[0]) for row in table("message", "field")]
+    arrows = {match[1]: match[2] for match in told if match}
+    assert {name for name, arrow in arrows.items() if arrow == "↔"} == {"Missing", "Alive", "Bye"}
+    down = {name for name, arrow in arrows.items() if arrow == "←"}
+    assert down == {"Welcome", "Beat", "Refuse", "Probe", "Status"}
+    assert set(arrows.values()) == {"→", "←", "↔"}
+
+
+@pytest.mark.parametrize("enum", [messages.Mode, messages.Phase, messages.Role])
+def test_words_of_an_enumeration(enum: type[Enum]) -> None:
+    assert words_of(enum.__name__) == [member.value for member in enum]
+
+
+@pytest.mark.parametrize("name", ["MergeLaw", "DtypeName"])
+def test_words_of_a_literal(name: str) -> None:
+    assert words_of(name) == list(get_args(getattr(terms, name)))
+
+
+def words_of(name: str) -> list[str]:
+    """The words after the name of an enumeration."""
+    paragraph = next(each for each in DOCUMENT.split("\n\n") if each.startswith("Enumerations:"))
+    entry = next(each for each in paragraph.split("·") if re.search(rf"\b{name}\b", each))
+    return re.findall(r"`(\w+)`", entry)
+
+
+def test_data_kinds_and_their_numbers() -> None:
+    paragraph = next(each for each in DOCUMENT.split("\n\n") if each.startswith("Enumerations:"))
+    told = [(int(number), name) for number, name in re.findall(r"(\d) ([A-Z]+) \(", paragraph)]
+    assert told == [(kind.value, kind.name) for kind in messages.DataKind]
+
+
+def test_bounds_of_the_types() -> None:
+    meanings = {name: meaning for name, meaning in table("type", "meaning")}
+    for name, bound in (
+        ("Count", limits.TOKENS_MAX),
+        ("Elements", limits.ELEMENTS_MAX),
+        ("Version", limits.VERSION_MAX),
+    ):
+        assert number(meanings[name].removeprefix("integer, 0 to ")) == bound
+    for name, bound in (
+        ("Text", limits.TEXT_CHARACTERS_MAX),
+        ("Positions", limits.STREAMS_MAX),
+        ("Ranges", limits.RANGES_MAX),
+    ):
+        assert re.findall(r"up to (\d+)", meanings[name]) == [str(bound)]
+
+
+def test_every_error_code_is_listed_in_order() -> None:
+    rows = table("code", "meaning", "who is told", "session")
+    assert [row[0].strip("`") for row in rows] == list(ErrorCode)
+    assert all(all(row) for row in rows)
+
+
+def test_what_is_tried_again_after_a_refusal() -> None:
+    rows = table("code", "meaning", "who is told", "session")
+    again = {row[0].strip("`") for row in rows if row[3].startswith("Hello again")}
+    assert again == set(RETRYABLE)
+
+
+def number(text: str) -> float:
+    """`4096`, `2^48`, `2^-100`, `0.25 s`."""
+    base, _, exponent = text.removesuffix(" s").partition("^")
+    return int(base) ** int(exponent) if exponent else float(base)
+
+
+def test_every_limit_with_its_value() -> None:
+    told = {name.strip("`"): value for name, value, _ in table("limit", "value", "reason")}
+    assert list(told) == [name for name in vars(limits) if name.isupper()]
+    for name, value in told.items():
+        actual: object = getattr(limits, name)
+        expected = value.strip("`") if isinstance(actual, str) else number(value)
+        assert actual == expected, name
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [(row[0].strip("`"), row[1]) for row in table("time or size", "value", "of")]
+)
+def test_time_or_size(path: str, value: str) -> None:
+    actual: object
+    if path.startswith("broker.config.BrokerConfig."):
+        actual, names = BrokerConfig(), path.split(".")[3:]
+    else:
+        folder, module, *names = path.split(".")
+        actual = import_module(f"narrows.{folder}.{module}")
+    for name in names:
+        actual = getattr(actual, name)
+    assert actual == number(value)
+
+
+def test_every_codec_with_its_largest_payload() -> None:
+    told = {row[0].strip("`"): row[2] for row in table("codec", "bytes", "largest payload")}
+    assert list(told) == list(codec_names())
+    size = np.random.default_rng(5)
+    for n, s in [(1, 1), (255, 3), (65536, 2), *size.integers(1, 1 << 20, (20, 2)).tolist()]:
+        sizes = {
+            "4n, exactly": 4 * n,
+            "2n, exactly": 2 * n,
+            "2s + F(n)": 2 * s + frame_bytes(n),
+            "2s + F(⌈n/2⌉)": 2 * s + frame_bytes(-(-n // 2)),
+        }
+        for name, formula in told.items():
+            assert codec(name).payload_bytes_max(n, s) == sizes[formula]
+
+
+def frame_bytes(b: int) -> int:
+    """F(b) as the document writes it."""
+    formula = re.search(r"F\(b\) = (.*) bounds a zstd frame", DOCUMENT)
+    assert formula
+    assert formula[1] == "b + ⌊b/256⌋ + (b < 131072 ? ⌊(131072 − b)/2048⌋ : 0)"
+    value = b + b // 256 + ((131072 - b) // 2048 if b < 131072 else 0)
+    assert value == frame_bytes_max(b)
+    return value
+
+
+def test_envelope() -> None:
+    rows = table("bytes", "content")
+    assert rows[0][1] == f"`{MAGIC.decode()}` ({MAGIC.hex(' ')})"
+    assert rows[-1][0] == f"{ENVELOPE_BYTES}–"  # noqa: RUF001
+
+
+def test_the_state_codec() -> None:
+    assert f"FOUND, STATE: `{transfer.STATE_CODEC}`" in DOCUMENT
+
+
+def test_the_version_on_the_title() -> None:
+    assert DOCUMENT.startswith(f"# The Narrows wire format, version {limits.PROTOCOL}\n")
