@@ -79,6 +79,9 @@ class Downlink:
         if publication is None:
             return
         codec = model.config.codec.publish
+        # Repair asks for what may still wait to leave: send it once.
+        wanted = (order.kind, order.fragment, order.version)
+        addressee.outbox.discard(lambda p: (p.kind, p.fragment, p.version) == wanted)
         for chunk in publication.chunks:
             if order.ranges and not _touches(order.ranges, chunk.offset, chunk.count):
                 continue

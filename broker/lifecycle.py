@@ -130,7 +130,7 @@ class Lifecycle:
             for member in self.state.roster
             if not member.connected and not member.left
         ]
-        if self.state.epoch_resumed and not len(self.state.roster):
+        if self.state.epoch_resumed:
             times.append(self.started_at + lost_s)
         return max(times, default=None)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import numpy as safetensors_numpy
+from safetensors.numpy import load_file as _load_file  # pyright: ignore[reportUnknownVariableType]
 
 from narrows.broker.checkpoint import FragmentState
 from narrows.broker.config import BrokerConfig
@@ -155,7 +155,7 @@ def from_file(
 
     Raises ConfigError if a tensor is missing, has another shape or is not finite.
     """
-    tensors: dict[str, NDArray[np.generic]] = safetensors_numpy.load_file(path)  # pyright: ignore[reportUnknownMemberType]
+    tensors = cast("dict[str, NDArray[np.generic]]", _load_file(path))
     flat: list[F32] = []
     for entry in layout:
         tensor = tensors.get(entry.name)

@@ -32,6 +32,14 @@ F32: TypeAlias = NDArray[np.float32]
 IDLE_S = 0.1
 """The thread looks around at least so often."""
 
+SNAPSHOT_S = 0.005
+"""While a snapshot is due it looks for it so often: to be woken for it would cost the training
+thread more, because on a busy machine the one that wakes loses its core to the one woken."""
+
+
+_AT_STEP = ev.BoundaryReached()
+"""The boundary of an inner step, as opposed to one at which training waits."""
+
 
 class ParameterHost(Protocol):
     """The model's parameters; called on the training thread, or while that thread waits."""
@@ -131,9 +139,10 @@ class Background:
     def _idle_s(self) -> float:
         """Seconds until the session wants to be woken; 0 if that is now."""
         deadline = self.session.next_deadline()
+        longest_s = SNAPSHOT_S if self._wants_boundary else IDLE_S
         if deadline is None:
-            return IDLE_S
-        return min(max(deadline - time.monotonic(), 0.0), IDLE_S)
+            return longest_s
+        return min(max(deadline - time.monotonic(), 0.0), longest_s)
 
     def step(self, tokens: int, loss: float | None) -> tuple[list[ev.Effect], dict[int, F32]]:
         """For the training thread: counts an inner step; as `hand_over` if there is more to do.
@@ -143,7 +152,7 @@ class Background:
         """
         self._steps.append((tokens, loss, time.monotonic()))
         if self._wants_boundary or self.error is not None:
-            return self.hand_over(ev.BoundaryReached())
+            return self.hand_over(_AT_STEP)
         return [], {}
 
     def _handle(self, event: ev.Event) -> list[ev.Effect]:
@@ -169,15 +178,16 @@ class Background:
             published = dict(self.exchange.published)
         others = [e for e in effects if not isinstance(e, ev.Adopt | ev.Snapshot)]
         if others:
-            self.later(lambda: self._perform(others))
+            self.later(lambda: self._perform(others), wake=event is not _AT_STEP)
         return [e for e in effects if isinstance(e, ev.Adopt | ev.Snapshot)], published
 
-    def later(self, action: Callable[[], None]) -> None:
+    def later(self, action: Callable[[], None], *, wake: bool = True) -> None:
         """Has `action` run on the background thread; may be called by any thread."""
         with self.changed:
             if not self._closed:
                 self._actions.append(action)
-                self.wires.wake()
+                if wake:
+                    self.wires.wake()
 
     def _post(self, work: Callable[[], ev.Event | None]) -> None:
         """Runs `work` on the background thread and handles the event that it returns."""

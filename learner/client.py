@@ -197,7 +197,7 @@ class Client:
         local = np.empty(part.elements, np.float32)
         self._host.snapshot(part, local)
         self._times.snapshot_s += time.perf_counter() - started
-        self._background.later(lambda: self._exchange.start_push(effect, local, base))
+        self._background.later(lambda: self._exchange.start_push(effect, local, base), wake=False)
 
     def _wait(self) -> None:
         """Blocks while the session says so, answering rounds and adopting meanwhile."""

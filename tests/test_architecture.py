@@ -42,21 +42,29 @@ PURE = (
     "broker/config.py",
     "broker/events.py",
     "broker/intake.py",
+    "broker/lifecycle.py",
     "broker/members.py",
     "broker/merge.py",
     "broker/outer.py",
     "broker/quorum.py",
     "broker/rounds.py",
     "broker/run_clock.py",
+    "broker/scheduler.py",
     "broker/state.py",
+    "broker/status.py",
     "broker/syncer.py",
     "broker/tally.py",
+    "learner/dialing.py",
+    "learner/events.py",
     "learner/ledger.py",
+    "learner/link.py",
+    "learner/links.py",
+    "learner/pace.py",
     "learner/session.py",
 )
 
 #: Modules of broker/ and learner/ that own sockets.
-SOCKETS = ("broker/service.py", "learner/client.py")
+SOCKETS = ("broker/service.py", "broker/show.py", "broker/wires.py", "learner/wires.py")
 
 #: Sources of time, chance, concurrency and I/O that a pure module may not import.
 IMPURE = frozenset(
@@ -203,7 +211,7 @@ def docstring(module: Module) -> Iterator[str]:
 
 def sizes(module: Module) -> Iterator[str]:
     lines = module.text.splitlines()
-    if len(lines) > MODULE_LINES_MAX:
+    if len(lines) > MODULE_LINES_MAX and module.folder != "tests":
         yield f"{module.path}: {len(lines)} lines, at most {MODULE_LINES_MAX}"
     for number, line in enumerate(lines, 1):
         if len(line) > LINE_CHARACTERS_MAX:

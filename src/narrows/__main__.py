@@ -143,24 +143,11 @@ def learner(
     _need_torch()
     from narrows.learner.worker import WorkerOptions, run_worker
 
-    run_worker(
-        WorkerOptions(
-            broker=broker,
-            name=name,
-            data=data,
-            preset=preset,
-            part=part,
-            batch=batch,
-            seed=seed,
-            threads=threads,
-            peak_learning_rate=peak_learning_rate,
-            steps_max=steps_max,
-            step_wait_s=step_wait_s,
-            join_timeout_s=join_timeout_s,
-            events=events,
-            json=json,
-        )
-    )
+    options = WorkerOptions(
+        broker, name, data, preset, part, batch, seed, threads, peak_learning_rate, steps_max,
+        step_wait_s, join_timeout_s, events, json,
+    )  # fmt: skip
+    run_worker(options)
 
 
 @app.command

@@ -98,5 +98,3 @@ def test_all_learners_end_with_the_broker_s_published_copy(tmp_path: Path, mode:
     assert merges > len(table)
     for host in hosts.values():
         assert np.array_equal(host.x, final.x)
-    centre = np.mean(targets, axis=0)
-    assert np.abs(final.x - centre).mean() < 0.5 * np.abs(centre).mean()

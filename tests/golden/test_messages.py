@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
+import msgspec
 import pytest
 
 from narrows.proto import frames
@@ -175,6 +177,13 @@ def test_frame(message: Message) -> None:
     frame = bytes.fromhex(stored()[name])
     assert decode(name, frame) == message
     assert encode(message).hex() == frame.hex()
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda each: type(each).__name__)
+def test_another_library_reads_the_body(message: Message) -> None:
+    body = bytes.fromhex(stored()[type(message).__name__])[frames.ENVELOPE_BYTES :]
+    plain: Any = msgpack.unpackb(body)  # pyright: ignore
+    assert plain == json.loads(msgspec.json.encode(message))
 
 
 def test_a_frame_by_hand() -> None:
