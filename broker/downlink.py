@@ -138,12 +138,17 @@ class Downlink:
                 size_bytes = len(topic) + len(header) + len(payload)
                 self._traffic.setdefault(name, Traffic()).down_bytes += size_bytes
 
+    def _listens(self, incarnation: str) -> bool:
+        """The learner has subscribed to all of its streams."""
+        streams = range(self._run.settings.streams)
+        return all(topic_of(incarnation, s) in self._wires.subscribed for s in streams)
+
     def _departures(
         self, name: str, addressee: _Addressee, now: float
     ) -> Iterator[tuple[bytes, bytes, bytes]]:
         for _ in range(PARCELS_PER_PUMP):
             # Nobody may listen yet: pub/sub would drop silently what the credit lets go.
-            if topic_of(addressee.incarnation, 0) not in self._wires.subscribed:
+            if not self._listens(addressee.incarnation):
                 return
             departure = addressee.outbox.take(now)
             if departure is None:

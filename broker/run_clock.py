@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from narrows.proto.limits import TOKENS_MAX
+
 RATE_RATIO_MAX = 8.0
 """A learner's tokens are accepted at up to this multiple of its own average rate."""
+
+FIRST_REPORT_TOKENS_MAX = 1 << 32
+"""Accepted from the first report, which has no average to be compared with."""
 
 BURST_S = 60.0
 """Allowance that may pile up while a learner's reports are delayed."""
@@ -52,18 +57,20 @@ class RunClock:
         account.last_at = now
         wanted = account.reported - account.accepted
         if account.accepted == account.first_accepted:
-            granted = wanted  # The first report sets the average.
+            granted = min(wanted, FIRST_REPORT_TOKENS_MAX)  # It sets the average.
         else:
             granted = min(wanted, int(account.allowance))
             account.allowance -= granted
         account.accepted += granted
-        self.run_tokens += granted
+        self.run_tokens = min(self.run_tokens + granted, TOKENS_MAX)
 
     def tokens_per_s(self, incarnations: list[str], now: float) -> float:
         """Sum of the average rates of the incarnations named."""
         rate = 0.0
         for incarnation in incarnations:
             account = self._accounts.get(incarnation)
-            if account and now > account.first_at:
-                rate += (account.accepted - account.first_accepted) / (now - account.first_at)
+            if account:
+                # In the first second the time says more about the network than about the rate.
+                elapsed_s = max(now - account.first_at, 1.0)
+                rate += (account.accepted - account.first_accepted) / elapsed_s
         return rate

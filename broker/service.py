@@ -29,7 +29,7 @@ from narrows.broker.state import refusal
 from narrows.broker.status import status
 from narrows.broker.wires import FRAMES_PER_TURN, Traffic, Wires
 from narrows.proto import messages as msg
-from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.errors import ErrorCode, RemoteProtocolError, printable
 from narrows.proto.frames import decode_control, decode_data, encode_control
 
 _log = logging.getLogger("narrows.broker")
@@ -152,7 +152,9 @@ class Service:
         self.syncer.state.tally.refuse(error.code)
         self.bad_frames += 1
         if self.bad_frames == 1 or self.bad_frames % 1000 == 0:
-            _log.warning("frame %d from %s refused: %s", self.bad_frames, address, error)
+            _log.warning(
+                "frame %d from %s refused: %s", self.bad_frames, address, printable(str(error))
+            )
         self._send(peer, refusal(error))
 
     def _on_data(self, frames: list[bytes]) -> None:
@@ -162,10 +164,11 @@ class Service:
             self.syncer.state.tally.refuse(error.code)
             self.bad_frames += 1
             if self.bad_frames == 1 or self.bad_frames % 1000 == 0:
-                _log.warning("data message %d refused: %s", self.bad_frames, error)
+                _log.warning("data message %d refused: %s", self.bad_frames, printable(str(error)))
             return
-        traffic = self.traffic.setdefault(header.learner, Traffic())
-        traffic.up_bytes += sum(map(len, frames))
+        if self.syncer.state.roster.get(header.learner) is not None:
+            traffic = self.traffic.setdefault(header.learner, Traffic())
+            traffic.up_bytes += sum(map(len, frames))
         self._handle_event(ev.ChunkArrived(header, self.jobs.keep(frames[2])))
 
     def _handle_event(self, event: ev.Event) -> None:
@@ -212,8 +215,8 @@ class Service:
             self._later(lambda: self._handle_event(ev.PeerLost(peer)))
 
     def _note(self, level: str, text: str) -> None:
-        _log.log(getattr(logging, level.upper()), "%s", text)
-        self._record({"event": "note", "level": level, "text": text})
+        _log.log(getattr(logging, level.upper()), "%s", printable(text))
+        self._record({"event": "note", "level": level, "text": printable(text)})
 
     def _record(self, record: dict[str, object]) -> None:
         """One line in the events file: for benches, not for recovery."""

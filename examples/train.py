@@ -1,7 +1,7 @@
 """The smallest training loop that takes part in a run: any module, any optimizer, one address.
 
-    narrows broker --goal-tokens 2e6
-    python examples/train.py site-a & python examples/train.py site-b
+narrows broker --goal-tokens 2e6
+python examples/train.py site-a & python examples/train.py site-b
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from narrows.learner.session import Identity, Session
 from narrows.learner.wires import Wires
 from narrows.proto import messages as msg
 from narrows.proto.codecs import warm_up
-from narrows.proto.errors import RemoteProtocolError
+from narrows.proto.errors import ErrorCode, Refused, RemoteProtocolError, printable
 from narrows.proto.fragments import Fragment
 from narrows.proto.frames import decode_control, encode_control
 
@@ -116,7 +116,8 @@ class Background:
         try:
             self._loop()
         except Exception as error:
-            _log.exception("the exchange has failed")
+            if not isinstance(error, Refused):
+                _log.exception("the exchange has failed")
             with self.changed:
                 self.error = error
                 self.changed.notify_all()
@@ -213,7 +214,15 @@ class Background:
         try:
             message = decode_control(frame)
         except RemoteProtocolError as error:
-            _log.warning("a message of the broker was refused: %s", error)
+            _log.warning("a message of the broker was refused: %s", printable(str(error)))
+            if error.code is ErrorCode.PROTOCOL_VERSION and not self.session.online:
+                raise Refused(
+                    error.code,
+                    error.message,
+                    expected=error.expected,
+                    got=error.got,
+                    remedy=error.remedy,
+                ) from error
             return
         self.handle(ev.Received(message))
 

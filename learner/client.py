@@ -110,7 +110,7 @@ class Client:
 
     def pause(self, reason: str) -> None:
         """No boundary will come for a while (an evaluation): rounds are declined with `reason`."""
-        self._at_boundary(ev.Paused(reason))
+        self._at_boundary(ev.Paused(reason[:200]))
 
     def resume(self) -> None:
         self._at_boundary(ev.Continued())

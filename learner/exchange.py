@@ -122,6 +122,8 @@ class Exchange:
             self._outbox = Outbox[_Parcel](settings.streams, STREAM_WINDOW_BYTES)
             self._residuals = Residuals(settings.error_feedback)
             self.table = effect.table
+        elif self.settings.streams != settings.streams:
+            self._outbox = Outbox[_Parcel](settings.streams, STREAM_WINDOW_BYTES)
         self.settings = settings
         self._wires.open_streams(settings.streams, effect.uplink_port, effect.downlink_port)
 
@@ -224,7 +226,7 @@ class Exchange:
         try:
             encode_push(work, self.settings, self._layout, ready)
         except NarrowsError as error:
-            failed = ev.EncodeFailed(work.push_id, str(error))
+            failed = ev.EncodeFailed(work.push_id, str(error)[:500])
             self._post(lambda: failed)
 
     def _queue_push(self, work: PushWork, chunk: EncodedChunk) -> None:

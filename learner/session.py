@@ -15,7 +15,7 @@ from narrows.learner.ledger import Ledger
 from narrows.learner.links import Links
 from narrows.learner.pace import Pace, RunTime
 from narrows.proto import messages as msg
-from narrows.proto.errors import RETRYABLE, ErrorCode, Refused
+from narrows.proto.errors import OF_ONE_MESSAGE, RETRYABLE, ErrorCode, Refused
 from narrows.proto.fragments import build_table
 from narrows.proto.schedule import is_lockstep, next_snapshot
 
@@ -190,14 +190,10 @@ class Session:
         if first:
             self.links = Links(build_table(self.identity.layout, welcome.settings.fragment_count))
         elif self.settings and welcome.settings.fragment_count != self.settings.fragment_count:
-            error = Refused(
-                ErrorCode.LAYOUT_MISMATCH,
-                "the broker was restarted with another fragment count",
-                expected=str(self.settings.fragment_count),
-                got=str(welcome.settings.fragment_count),
-                remedy="start the learner again",
-            )
-            return self._fail(error)
+            what = f"the broker now has {welcome.settings.fragment_count} fragments"
+            expected, again = str(self.settings.fragment_count), "start the learner again"
+            code = ErrorCode.LAYOUT_MISMATCH
+            return self._fail(Refused(code, what, expected=expected, remedy=again))
         restarted = welcome.epoch > self.epoch
         effects: list[ev.Effect] = []
         if not self.online:
@@ -236,6 +232,8 @@ class Session:
         if refuse.push_id:
             link = self.links.pushed(refuse.push_id)
             return link.refused(refuse) if link else []
+        if refuse.code in OF_ONE_MESSAGE:
+            return [ev.Note("warning", f"a message of ours was refused: {refuse.message}")]
         if refuse.code in RETRYABLE:
             self._rejoin(now)
             if refuse.code == self._refusal_told:
@@ -251,9 +249,11 @@ class Session:
     def _missing(self, missing: msg.Missing) -> list[ev.Effect]:
         if missing.kind is msg.DataKind.FOUND and missing.fragment < len(self.links):
             return [ev.SendFounding(missing.fragment, missing.ranges)]
-        if self.links.pushed(missing.push_id) is None:
+        link = self.links.pushed(missing.push_id)
+        if link is None or link.push is None:
             return []
-        return [ev.Resend(missing.push_id, missing.ranges)]
+        # The announcement may be what is missing: with all chunks there, no range is.
+        return [ev.Send(link.push.announced), ev.Resend(missing.push_id, missing.ranges)]
 
     def _chunk(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
         known = (

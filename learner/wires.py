@@ -60,8 +60,8 @@ class Wires:
         self._control = self._connect(zmq.DEALER, socket_options.DEALER, port)
 
     def open_streams(self, streams: int, uplink_port: int, downlink_port: int) -> None:
-        """Connects the data sockets; the same ports again change nothing."""
-        if self._ports == (uplink_port, downlink_port):
+        """Connects the data sockets; the same ones again change nothing."""
+        if (self._ports, len(self._uplinks)) == ((uplink_port, downlink_port), streams):
             return
         for socket in (*self._uplinks, *self._downlinks):
             self._poller.unregister(socket)

@@ -46,8 +46,17 @@ class ErrorCode(StrEnum):
     MISUSE = "misuse"
 
 
+#: Refusals of one message: it is dropped, the session goes on.
+OF_ONE_MESSAGE = frozenset(
+    {ErrorCode.BAD_FRAME, ErrorCode.BAD_MESSAGE, ErrorCode.TOO_LARGE, ErrorCode.BAD_CHECKSUM}
+)
+
 #: Refusals of a session after which the learner says Hello again by itself, with back-off.
 RETRYABLE = frozenset({ErrorCode.UNKNOWN_SESSION, ErrorCode.WRONG_EPOCH, ErrorCode.OVER_CAPACITY})
+
+
+LOG_CHARACTERS_MAX = 1000
+"""Longest text of a peer in one log line."""
 
 
 class NarrowsError(Exception):
@@ -106,3 +115,9 @@ def describe(
     )
     text = f"{code}: {message}" + (f" ({detail})" if detail else "")
     return f"{text}. {remedy}" if remedy else text
+
+
+def printable(text: str) -> str:
+    """A peer's text for a log line: cut, control characters escaped."""
+    cut = text if len(text) <= LOG_CHARACTERS_MAX else text[:LOG_CHARACTERS_MAX] + " ..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)

@@ -49,7 +49,7 @@ def decode_control(frame: bytes | memoryview) -> ControlMessage:
         message: ControlMessage = _control_decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(
-            ErrorCode.BAD_MESSAGE, "control message does not decode", got=str(error)
+            ErrorCode.BAD_MESSAGE, "control message does not decode", got=str(error)[:200]
         ) from error
     return message
 
@@ -72,7 +72,7 @@ def decode_data(frames: Sequence[bytes | memoryview]) -> tuple[Header, memoryvie
         header = _header_decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(
-            ErrorCode.BAD_MESSAGE, "header does not decode", got=str(error)
+            ErrorCode.BAD_MESSAGE, "header does not decode", got=str(error)[:200]
         ) from error
     payload = memoryview(frames[2])
     _check_size(payload.nbytes, PAYLOAD_BYTES_MAX, "payload")

@@ -22,10 +22,13 @@ from narrows.proto.terms import (
     OpenRound,
     Phase,
     Positions,
+    PushId,
     Ranges,
+    Rate,
     Role,
     RunSettings,
     Seconds,
+    Stream,
     Text,
     TokenLedger,
     Version,
@@ -119,7 +122,7 @@ class Push(_Control, frozen=True):
     fragment: Count
     base_version: Version
     attempt: Count
-    push_id: Count
+    push_id: PushId
     """Counts the pushes of this incarnation from 1."""
     elements: Elements
     tokens: Count
@@ -167,7 +170,7 @@ class Welcome(_Control, frozen=True):
     rounds: tuple[OpenRound, ...]
     phase: Phase
     run_tokens: Count
-    tokens_per_s: Seconds
+    tokens_per_s: Rate
     step: Count
     """Inner step at which this learner starts counting (modes streaming and diloco)."""
 
@@ -180,7 +183,7 @@ class Beat(_Control, frozen=True):
     versions: tuple[Version, ...]
     rounds: tuple[OpenRound, ...]
     run_tokens: Count
-    tokens_per_s: Seconds
+    tokens_per_s: Rate
     received: Positions
     """Stream position received, per uplink stream of the addressee."""
 
@@ -269,7 +272,7 @@ class Status(_Control, frozen=True):
     rounds: tuple[OpenRound, ...]
     run_tokens: Count
     goal_tokens: int
-    tokens_per_s: Seconds
+    tokens_per_s: Rate
     merges: int
     contributions_merged: int
     contributions_refused: dict[str, int]
@@ -328,6 +331,6 @@ class Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """xxh3_64 of the payload frame."""
     result_digest: int
     """PUBLICATION, STATE: xxh3_64 of the published copy at `version`; else 0."""
-    stream: int
+    stream: Stream
     position: Count
     """Payload bytes sent on this stream so far, this message included."""

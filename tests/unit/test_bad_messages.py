@@ -14,7 +14,7 @@ from narrows.broker import events as ev
 from narrows.learner import events as lev
 from narrows.learner.session import Connection
 from narrows.proto import messages as msg
-from narrows.proto.errors import RETRYABLE, ErrorCode
+from narrows.proto.errors import OF_ONE_MESSAGE, RETRYABLE, ErrorCode
 
 
 def essence(desk: Desk) -> object:
@@ -258,7 +258,7 @@ def test_nonsense_changes_nothing(index: int) -> None:
     assert essence(desk) == before
 
 
-@pytest.mark.parametrize("code", sorted(set(ErrorCode) - RETRYABLE))
+@pytest.mark.parametrize("code", sorted(set(ErrorCode) - RETRYABLE - OF_ONE_MESSAGE))
 def test_learner_ends_when_its_session_is_refused(code: ErrorCode) -> None:
     seat = Seat().joined()
     fail = one(seat.hear(msg.Refuse(code, "no", "this", "that", "do so")), lev.Fail)
@@ -266,6 +266,14 @@ def test_learner_ends_when_its_session_is_refused(code: ErrorCode) -> None:
     assert fail.error.remedy == "do so"
     assert seat.session.connection is Connection.REFUSED
     assert seat.session.next_deadline() is None
+
+
+@pytest.mark.parametrize("code", sorted(OF_ONE_MESSAGE))
+def test_a_damaged_message_does_not_end_the_session(code: ErrorCode) -> None:
+    seat = Seat().joined()
+    effects = seat.hear(msg.Refuse(code, "flipped bit"))
+    assert not [effect for effect in effects if isinstance(effect, lev.Fail)]
+    assert seat.session.connection is Connection.JOINED
 
 
 @pytest.mark.parametrize("code", sorted(RETRYABLE))

@@ -197,6 +197,8 @@ def test_wrong_number_of_frames(count: int) -> None:
         ({"count": 0}, PAYLOAD, ErrorCode.BAD_RANGE),
         ({"count": CHUNK_ELEMENTS_MAX + 1}, PAYLOAD, ErrorCode.BAD_RANGE),
         ({"offset": -1}, PAYLOAD, ErrorCode.BAD_MESSAGE),
+        ({"stream": -9}, PAYLOAD, ErrorCode.BAD_MESSAGE),
+        ({"stream": 64}, PAYLOAD, ErrorCode.BAD_MESSAGE),
         ({"offset": 2**48 + 1}, PAYLOAD, ErrorCode.BAD_MESSAGE),
         ({"kind": 0}, PAYLOAD, ErrorCode.BAD_MESSAGE),
         ({"position": -1}, PAYLOAD, ErrorCode.BAD_MESSAGE),

@@ -58,3 +58,17 @@ def test_rate_is_the_sum_of_the_averages() -> None:
     assert run.tokens_per_s(["a", "unknown"], 10.0) == 100.0
     run.leave("a")
     assert run.tokens_per_s(["a"], 10.0) == 0.0
+
+
+def test_a_first_report_cannot_reach_any_goal() -> None:
+    run = RunClock()
+    run.join("a", 0, 0.0)
+    run.report("a", 1 << 62, 0.001)
+    assert run.run_tokens <= 1 << 32
+
+
+def test_the_rate_of_a_learner_that_has_just_joined_is_bounded() -> None:
+    run = RunClock()
+    run.join("a", 0, 0.0)
+    run.report("a", 1_000_000, 0.0005)
+    assert run.tokens_per_s(["a"], 0.0005) == 1_000_000

@@ -190,7 +190,7 @@ def test_a_restarted_broker_with_older_versions_rolls_back() -> None:
 def test_another_fragment_count_ends_the_session() -> None:
     seat = Seat().joined()
     effects = seat.welcome(settings=msgspec.structs.replace(SETTINGS, fragment_count=1))
-    assert "fragment count" in one(effects, ev.Fail).error.message
+    assert "now has 1 fragments" in one(effects, ev.Fail).error.message
 
 
 def test_the_runs_clock_is_extrapolated_and_never_falls() -> None:
@@ -311,3 +311,11 @@ def test_a_refused_push_counts_as_refused_once_adopted(code: str) -> None:
     seat.do(ev.BoundaryReached())
     total = seat.session.ledger.total()
     assert (total.refused, total.overwritten, total.pending) == (60, 40, 100)
+
+
+def test_a_push_whose_announcement_is_missing_is_announced_again() -> None:
+    seat = Seat().joined()
+    seat.beat((0, 0), open_round(0, 0))
+    push = one(seat.step(), msg.Push)
+    effects = seat.hear(msg.Missing(msg.DataKind.PUSH, 0, 0, push.push_id, ()))
+    assert one(effects, msg.Push) == push
