@@ -13,6 +13,9 @@ from narrows.proto.frames import decode_control, encode_control
 from narrows.proto.messages import AskStatus, LearnerStatus, Status
 from narrows.proto.units import format_bytes, format_count, format_duration_s
 
+PIPE_COLUMNS = 140
+"""Width of the table in a file or pipe, where no terminal says how wide it is."""
+
 
 def ask_status(broker: str, *, timeout_s: float) -> Status:
     """The status of the run. Raises BrokerUnreachable after `timeout_s`."""
@@ -47,6 +50,8 @@ def show_status(broker: str, *, as_json: bool, timeout_s: float) -> None:
         print(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
         return
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPE_COLUMNS)
     console.print(headline(status), highlight=False)
     if status.waiting_for:
         console.print(f"waiting: {status.waiting_for}", highlight=False)
@@ -88,7 +93,9 @@ def learner_table(learners: tuple[LearnerStatus, ...]) -> Table:
         "down",
         "from",
     ):
-        table.add_column(heading, justify="left" if heading in ("learner", "state") else "right")
+        table.add_column(
+            heading, justify="left" if heading in ("learner", "state") else "right", no_wrap=True
+        )
     for learner in learners:
         ledger = learner.ledger
         settled = ledger.merged + ledger.overwritten + ledger.refused + ledger.rolled_back
