@@ -9,6 +9,10 @@ import zmq
 
 from narrows.proto import socket_options
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
+from narrows.proto.limits import TOPIC_BYTES_MAX
+
+TOPICS_MAX = 1 << 18
+"""Topics remembered: LEARNERS_MAX x STREAMS_MAX, a few lives each; more is a flood."""
 
 FRAMES_PER_TURN = 64
 """Messages read from one socket before the others get their turn."""
@@ -33,8 +37,8 @@ class Wires:
     address: str
     uplink_port: int
     downlink_port: int
-    subscribed: dict[bytes, int] = field(default_factory=dict[bytes, int])
-    """Live subscriptions per topic: a topic without one has nobody to receive it."""
+    subscribed: set[bytes] = field(default_factory=set[bytes])
+    """Topics that somebody has subscribed to; before that, nobody would receive them."""
 
     @classmethod
     def bind(cls, listen: str, *, uplink_port: int, downlink_port: int, insecure: bool) -> Wires:
@@ -81,12 +85,9 @@ class Wires:
                 frame = self.downlink.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            topic, change = frame[1:], 1 if frame[:1] == b"\x01" else -1
-            count = self.subscribed.get(topic, 0) + change
-            if count > 0:
-                self.subscribed[topic] = count
-            else:
-                self.subscribed.pop(topic, None)
+            # Unsubscriptions are not believed: anybody could silence a learner with one.
+            if frame[:1] == b"\x01" and len(self.subscribed) < TOPICS_MAX:
+                self.subscribed.add(frame[1 : 1 + TOPIC_BYTES_MAX])
 
     def send_control(self, peer: bytes, frame: bytes) -> bool:
         """False if the peer's connection is gone."""
