@@ -167,6 +167,16 @@ class Admission:
             if not assembly.complete
         ]
 
+    def founding_damaged(self, header: msg.Header, error: NarrowsError) -> list[ev.Effect]:
+        """A payload of version 0 that does not decode; once all is here it says nothing."""
+        member = self.state.roster.get(header.learner)
+        wanted = header.fragment in self._founding and not self._making
+        if member is None or member.name != self.founder or not wanted:
+            return []
+        if member.incarnation != header.incarnation:
+            return []
+        return self.founding_failed(error)
+
     def founded(self) -> None:
         """Version 0 stands; the shell has let go of the chunks."""
         self._founding = {}

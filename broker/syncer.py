@@ -81,7 +81,7 @@ class Syncer:
                 effects = self._unpacked(header, handle, now)
             case ev.ChunkDamaged(header, handle, code, reason):
                 error = RemoteProtocolError(ErrorCode(code), reason)
-                effects = self._damaged(header, handle, error, now)
+                effects = self._damaged(header, handle, error)
             case ev.Founded(digests):
                 self.admission.founded()
                 self.lifecycle.founded(digests)
@@ -247,14 +247,11 @@ class Syncer:
         return self.admission.founding_chunk(member, header, handle, now)
 
     def _damaged(
-        self, header: msg.Header, handle: int, error: RemoteProtocolError, now: float
+        self, header: msg.Header, handle: int, error: RemoteProtocolError
     ) -> list[ev.Effect]:
         if header.kind is msg.DataKind.PUSH:
             return self.intake.damaged(header, handle, error)
-        drop: list[ev.Effect] = [ev.Drop((handle,))]
-        if header.learner != self.admission.founder:
-            return drop
-        return drop + self.admission.founding_failed(error)
+        return [ev.Drop((handle,)), *self.admission.founding_damaged(header, error)]
 
     def _lose(self, member: Member, reason: str, now: float) -> list[ev.Effect]:
         """A learner is gone: its unfinished pushes go, its complete contributions stay."""

@@ -74,6 +74,7 @@ def decode_data(frames: Sequence[bytes | memoryview]) -> tuple[Header, memoryvie
         raise RemoteProtocolError(
             ErrorCode.BAD_MESSAGE, "header does not decode", got=str(error)[:200]
         ) from error
+    _check_protocol(header.protocol, "header")
     payload = memoryview(frames[2])
     _check_size(payload.nbytes, PAYLOAD_BYTES_MAX, "payload")
     if header.count == 0 or header.count > CHUNK_ELEMENTS_MAX:
@@ -109,14 +110,7 @@ def _unseal(frame: bytes | memoryview, bytes_max: int, what: str) -> memoryview:
             expected=f"{MAGIC!r} and at least {ENVELOPE_BYTES} bytes",
             got=f"{bytes(view[:8])!r}, {view.nbytes} bytes",
         )
-    if view[3] != PROTOCOL:
-        raise RemoteProtocolError(
-            ErrorCode.PROTOCOL_VERSION,
-            f"{what} of another protocol version",
-            expected=str(PROTOCOL),
-            got=str(view[3]),
-            remedy="install the same narrows version on the broker and on every learner",
-        )
+    _check_protocol(view[3], what)
     body = view[ENVELOPE_BYTES:]
     expected = int.from_bytes(view[4:ENVELOPE_BYTES], "little")
     if digest(body) != expected:
@@ -124,6 +118,17 @@ def _unseal(frame: bytes | memoryview, bytes_max: int, what: str) -> memoryview:
             ErrorCode.BAD_CHECKSUM, what, expected=f"{expected:016x}", got=f"{digest(body):016x}"
         )
     return body
+
+
+def _check_protocol(protocol: int, what: str) -> None:
+    if protocol != PROTOCOL:
+        raise RemoteProtocolError(
+            ErrorCode.PROTOCOL_VERSION,
+            f"{what} of another protocol version",
+            expected=str(PROTOCOL),
+            got=str(protocol),
+            remedy="install the same narrows version on the broker and on every learner",
+        )
 
 
 def _check_size(size_bytes: int, bytes_max: int, what: str) -> None:

@@ -1,0 +1,53 @@
+"""A live broker with one honest learner, and peers that say to it what no honest learner says."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+from peer import Peer, World
+from running import broker_config, live_broker
+
+from narrows.proto import messages as msg
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Generator[World]:
+    config = broker_config(
+        tmp_path_factory.mktemp("bad-input"),
+        wan__streams=1,
+        liveness__late="5min",
+        liveness__lost="10min",
+    )
+    with live_broker(config) as service, Peer(service.wires.address, "good") as good:
+        good.join()
+        good.found()
+        yield World(service, good)
+
+
+@pytest.fixture
+def world(live: World) -> Generator[World]:
+    yield live
+    live.check_unharmed()
+
+
+@pytest.fixture
+def mallory(world: World) -> Generator[Peer]:
+    """A peer without session."""
+    with world.peer() as peer:
+        yield peer
+
+
+@pytest.fixture
+def member(world: World) -> Generator[Peer]:
+    """A peer that has joined and adopted version 0, and leaves in order."""
+    with world.peer() as peer:
+        peer.join()
+        for fragment in range(2):
+            peer.send(msg.Adopted(fragment, 0))
+        yield peer
+        peer.send(msg.Bye("enough"))
+        peer.send(msg.Report(0, 0, 0.0, None, (), msg.TokenLedger()))
+        # Refused: the Bye before it has ended the session.
+        while peer.receive(msg.Refuse).code != "unknown_session":
+            pass
