@@ -6,13 +6,13 @@ Precedence: flags over file over the mode's preset over the defaults below.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, Literal, cast
 
 from narrows.broker.outer import optimizer_names
+from narrows.proto.address import parse_listen
 from narrows.proto.codecs import codec_names
 from narrows.proto.config import Range, Section, nearest, override, read_table
 from narrows.proto.errors import ConfigError
@@ -25,8 +25,6 @@ from narrows.proto.limits import (
 )
 from narrows.proto.messages import Mode, RunSettings
 from narrows.proto.units import Amount, Duration
-
-_ADDRESS: Final = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
 
 @dataclass(frozen=True)
@@ -55,10 +53,8 @@ class BrokerSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        match = _ADDRESS.fullmatch(self.listen)
-        if match is None or int(match[2]) > 65535:
-            raise ConfigError("listen: no address", expected="tcp://HOST:PORT", got=self.listen)
-        ports = [port for port in (int(match[2]), self.uplink_port, self.downlink_port) if port]
+        listen = parse_listen(self.listen)
+        ports = [port for port in (listen.port, self.uplink_port, self.downlink_port) if port]
         if len(set(ports)) < len(ports):
             raise ConfigError(
                 "uplink_port: one port twice", expected="three different ports", got=str(ports)

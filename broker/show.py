@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from narrows.proto import socket_options
+from narrows.proto.address import parse_address
 from narrows.proto.errors import BrokerUnreachable, ErrorCode, RemoteProtocolError
 from narrows.proto.frames import decode_control, encode_control
 from narrows.proto.messages import AskStatus, LearnerStatus, Status
@@ -18,20 +19,22 @@ PIPE_COLUMNS = 140
 
 
 def ask_status(broker: str, *, timeout_s: float) -> Status:
-    """The status of the run. Raises BrokerUnreachable after `timeout_s`."""
+    """The status of the run. Raises ConfigError, or BrokerUnreachable after `timeout_s`."""
+    address = parse_address(broker)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     try:
         for name, value in socket_options.CONTROL.items():
             socket.setsockopt(getattr(zmq, name), value)
         socket.setsockopt(zmq.LINGER, 0)
-        try:
-            socket.connect(broker)
-        except zmq.ZMQError as error:
-            raise _unreachable(broker, f"is not an address: {error}") from error
+        socket.setsockopt(zmq.IPV6, address.is_ipv6)
+        socket.connect(str(address))
         socket.send(encode_control(AskStatus()))
         if not socket.poll(int(timeout_s * 1000)):
-            raise _unreachable(broker, f"did not answer within {timeout_s:g} s")
+            raise BrokerUnreachable(
+                f"{broker} did not answer within {timeout_s:g} s",
+                remedy="is `narrows broker` running there? Use the address that it printed",
+            )
         answer = decode_control(socket.recv())
     finally:
         socket.close()
@@ -115,10 +118,3 @@ def learner_table(learners: tuple[LearnerStatus, ...]) -> Table:
             learner.address,
         )
     return table
-
-
-def _unreachable(broker: str, why: str) -> BrokerUnreachable:
-    return BrokerUnreachable(
-        f"{broker} {why}",
-        remedy="is `narrows broker` running there? Use the address that it printed",
-    )

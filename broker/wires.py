@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 import zmq
 
 from narrows.proto import socket_options
-from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
+from narrows.proto.address import Address, parse_listen
+from narrows.proto.errors import ErrorCode, NarrowsError
 from narrows.proto.limits import TOPIC_BYTES_MAX
 
 TOPICS_MAX = 1 << 18
@@ -43,17 +43,17 @@ class Wires:
     @classmethod
     def bind(cls, listen: str, *, uplink_port: int, downlink_port: int, insecure: bool) -> Wires:
         """Binds all three. Raises ConfigError for a bad address, PORT_IN_USE for a taken port."""
-        host, port = parse_listen(listen, insecure=insecure)
+        host, port = address = _listen_address(listen, insecure=insecure)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2)
         try:
-            control = _socket(context, zmq.ROUTER, socket_options.ROUTER)
+            control = _socket(context, zmq.ROUTER, socket_options.ROUTER, ipv6=address.is_ipv6)
             control_port = _bind(control, host, port, "control")
             up_port = uplink_port or (control_port + 1 if port else 0)
             down_port = downlink_port or (control_port + 2 if port else 0)
-            uplink = _socket(context, zmq.SUB, socket_options.DATA)
+            uplink = _socket(context, zmq.SUB, socket_options.DATA, ipv6=address.is_ipv6)
             uplink.setsockopt(zmq.SUBSCRIBE, b"")
             up = _bind(uplink, host, up_port, "uplink")
-            downlink = _socket(context, zmq.XPUB, socket_options.XPUB)
+            downlink = _socket(context, zmq.XPUB, socket_options.XPUB, ipv6=address.is_ipv6)
             down = _bind(downlink, host, down_port, "downlink")
         except NarrowsError:
             context.destroy(linger=0)
@@ -111,17 +111,10 @@ class Wires:
         self.context.term()
 
 
-def parse_listen(listen: str, *, insecure: bool) -> tuple[str, int]:
-    """Host and port of `tcp://HOST:PORT`. Off loopback only with --insecure: there are no keys."""
-    try:
-        parts = urlsplit(listen)
-        host, port = parts.hostname or "", parts.port
-    except ValueError:
-        parts, host, port = urlsplit(""), "", None
-    if parts.scheme != "tcp" or not host or port is None:
-        raise ConfigError("the listen address", expected="tcp://HOST:PORT", got=repr(listen))
-    loopback = host in ("localhost", "::1") or host.startswith("127.")
-    if not loopback and not insecure:
+def _listen_address(listen: str, *, insecure: bool) -> Address:
+    """Off loopback only with --insecure: there are no keys."""
+    address = parse_listen(listen)
+    if not address.is_loopback and not insecure:
         raise NarrowsError(
             ErrorCode.INSECURE,
             "anybody who reaches this address could read and change the model",
@@ -130,13 +123,14 @@ def parse_listen(listen: str, *, insecure: bool) -> tuple[str, int]:
             remedy="listen on tcp://127.0.0.1:PORT behind a tunnel (WireGuard, ssh), or pass "
             "--insecure on a network that you trust",
         )
-    return host, port
+    return address
 
 
 def _socket(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, options: dict[str, int]
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, options: dict[str, int], *, ipv6: bool
 ) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
+    socket.setsockopt(zmq.IPV6, ipv6)
     for name, value in options.items():
         socket.setsockopt(getattr(zmq, name), value)
     return socket

@@ -21,9 +21,17 @@ from narrows.learner.session import Identity, Session
 from narrows.learner.wires import Wires
 from narrows.proto import messages as msg
 from narrows.proto.codecs import warm_up
-from narrows.proto.errors import ErrorCode, Refused, RemoteProtocolError, printable
+from narrows.proto.errors import (
+    ConfigError,
+    ErrorCode,
+    NarrowsError,
+    Refused,
+    RemoteProtocolError,
+    printable,
+)
 from narrows.proto.fragments import Fragment
 from narrows.proto.frames import decode_control, encode_control
+from narrows.proto.layout import check_layout
 
 _log = logging.getLogger("narrows.learner")
 
@@ -41,14 +49,32 @@ _AT_STEP = ev.BoundaryReached()
 """The boundary of an inner step, as opposed to one at which training waits."""
 
 
+COPIES = (ev.Adopt, ev.Snapshot, ev.SendFounding)
+"""What only the training thread may do: its parameters are read or written."""
+
+
 class ParameterHost(Protocol):
-    """The model's parameters; called on the training thread, or while that thread waits."""
+    """The model's parameters; called on the training thread."""
 
     def snapshot(self, fragment: Fragment, out: F32) -> None:
         """Copies the fragment's parameters into `out`, float32, shape (elements,)."""
 
     def adopt(self, fragment: Fragment, values: F32) -> None:
         """Sets the fragment's parameters, cast to their dtype."""
+
+
+def _check_hello(identity: Identity) -> None:
+    """Raises ConfigError for a layout that no broker takes."""
+    try:
+        check_layout(identity.layout)
+        encode_control(identity.hello("", (0, 0), 0, 0))
+    except NarrowsError as error:
+        raise ConfigError(
+            f"this model cannot take part: {error.message}",
+            expected=error.expected,
+            got=error.got,
+            remedy="stack tensors, shorten their names, or freeze what need not be trained",
+        ) from error
 
 
 class Background:
@@ -68,6 +94,7 @@ class Background:
         identity = Identity(
             name, secrets.token_hex(16), layout, frozen_digest, contribute_after_steps
         )
+        _check_hello(identity)
         self.session = Session(identity, jitter=random.Random().random)
         self.wires = Wires(broker, identity.incarnation)
         self.exchange = Exchange(
@@ -128,7 +155,7 @@ class Background:
             while self._actions:
                 self._actions.popleft()()
             for frame in self.wires.receive_control():
-                self._on_control(frame)
+                self.receive_control(frame)
             for frames in self.wires.receive_data():
                 self._on_data(frames)
             if self._steps or self._idle_s() <= 0:
@@ -177,10 +204,23 @@ class Background:
                 raise self.error
             effects = self._handle(event)
             published = dict(self.exchange.published)
-        others = [e for e in effects if not isinstance(e, ev.Adopt | ev.Snapshot)]
+        others = [e for e in effects if not isinstance(e, COPIES)]
         if others:
             self.later(lambda: self._perform(others), wake=event is not _AT_STEP)
-        return [e for e in effects if isinstance(e, ev.Adopt | ev.Snapshot)], published
+        return [e for e in effects if isinstance(e, COPIES)], published
+
+    def start_push(self, effect: ev.Snapshot, local: F32, base: F32) -> None:
+        """For the training thread: a snapshot is taken; encode and send it."""
+
+        def start() -> None:
+            with self.changed:
+                link = self.session.links.pushed(effect.push_id)
+                # Its outcome may have come while it was copied; nobody would let go of it then.
+                is_open = link is not None and link.push is not None and link.push.merged is None
+            if is_open:
+                self.exchange.start_push(effect, local, base)
+
+        self.later(start, wake=False)
 
     def later(self, action: Callable[[], None], *, wake: bool = True) -> None:
         """Has `action` run on the background thread; may be called by any thread."""
@@ -210,12 +250,12 @@ class Background:
             self.changed.notify_all()
         self._perform(effects)
 
-    def _on_control(self, frame: bytes) -> None:
+    def receive_control(self, frame: bytes) -> None:
         try:
             message = decode_control(frame)
         except RemoteProtocolError as error:
             _log.warning("a message of the broker was refused: %s", printable(str(error)))
-            if error.code is ErrorCode.PROTOCOL_VERSION and not self.session.online:
+            if error.code is ErrorCode.PROTOCOL_VERSION and self.session.settings is None:
                 raise Refused(
                     error.code,
                     error.message,
@@ -240,13 +280,11 @@ class Background:
                 case ev.Send(message):
                     self.wires.send_control(encode_control(message))
                 case ev.Note(level, text):
-                    _log.log(getattr(logging, level.upper()), "%s", text)
+                    _log.log(getattr(logging, level.upper()), "%s", printable(text))
                 case ev.Identify(run_id, epoch):
                     self.exchange.identify(run_id, epoch)
                 case ev.OpenStreams():
                     self.exchange.open_streams(effect)
-                case ev.SendFounding(fragment, ranges):
-                    self._found(fragment, ranges)
                 case ev.Apply():
                     self.exchange.apply(effect)
                 case ev.Install():
@@ -263,11 +301,5 @@ class Background:
                     self.error = error
                 case ev.Left():
                     pass  # `finish` sees it in the session's connection.
-                case ev.Adopt() | ev.Snapshot():
+                case ev.Adopt() | ev.Snapshot() | ev.SendFounding():
                     raise AssertionError("copies belong to the training thread")
-
-    def _found(self, fragment: int, ranges: tuple[tuple[int, int], ...]) -> None:
-        """Reads the parameters here: the training thread waits in `start` meanwhile."""
-        values = np.empty(self.exchange.table[fragment].elements, np.float32)
-        self._host.snapshot(self.exchange.table[fragment], values)
-        self.exchange.found(fragment, values, ranges)

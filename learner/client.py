@@ -17,6 +17,7 @@ from msgspec import structs
 
 from narrows.learner import events as ev
 from narrows.learner.background import F32, Background, ParameterHost
+from narrows.learner.exchange import Ranges
 from narrows.learner.session import Connection
 from narrows.proto import messages as msg
 from narrows.proto.errors import BrokerUnreachable
@@ -56,7 +57,7 @@ class Client:
     ) -> None:
         self._broker, self._host = broker, host
         self._join_timeout_s = join_timeout_s
-        self._background = Background(
+        self.background = Background(
             broker=broker,
             name=name,
             layout=layout,
@@ -65,27 +66,37 @@ class Client:
             contribute_after_steps=contribute_after_steps,
             events=events,
         )
-        self._session, self._exchange = self._background.session, self._background.exchange
+        self._session, self._exchange = self.background.session, self.background.exchange
         self._times = _Times()
         #: Sum of the versions adopted when the learner joined: 0 if the run began with it.
         self.joined_version_sum = 0
+        self._run_step = 0.0
 
     def start(self) -> None:
         """Blocks until every fragment is adopted, and says meanwhile what it waits for.
 
-        Raises Refused if the broker refuses this learner, BrokerUnreachable after
-        `join_timeout_s` without a sign of a broker.
+        Raises Refused if the broker refuses this learner, or has not admitted it within
+        `join_timeout_s`; BrokerUnreachable after that time without a sign of a broker.
         """
-        self._background.start()
+        try:
+            self.background.start()
+            self._join()
+        except BaseException:
+            self.abort()
+            raise
+        self.joined_version_sum = sum(link.adopted for link in self._session.links)
+        if self.joined_version_sum == 0:
+            self._session.contribute_after_steps = 0  # Everybody starts here: no ramp.
+
+    def _join(self) -> None:
         heard_at = said_at = time.monotonic()
         while not self._session.ready:
             self._at_boundary(ev.BoundaryReached())
-            self._background.wait(0.1)
+            self.background.wait(0.1)
             now = time.monotonic()
             heard_at = now if self._session.online else heard_at
             if now - heard_at > self._join_timeout_s:
-                self.abort()
-                raise BrokerUnreachable(
+                raise self._session.not_admitted or BrokerUnreachable(
                     f"no broker answered at {self._broker} for {self._join_timeout_s:.0f} s",
                     remedy="is `narrows broker` running, is the address right, does a firewall "
                     "block the port? A longer join timeout waits longer",
@@ -93,14 +104,11 @@ class Client:
             if now - said_at >= SAY_S:
                 said_at = now
                 _log.info("waiting for %s", self._session.waits_for)
-        self.joined_version_sum = sum(link.adopted for link in self._session.links)
-        if self.joined_version_sum == 0:
-            self._session.contribute_after_steps = 0  # Everybody starts here: no ramp.
 
     def boundary(self, tokens: int, loss: float | None) -> None:
         """Call after each inner step: adopts and snapshots what is due. Never waits for the
         network, except in the lockstep modes or after `max_offline`. Raises Refused."""
-        self._copy(*self._background.step(tokens, loss))
+        self._copy(*self.background.step(tokens, loss))
         if self._session.must_wait(time.monotonic()):
             self._wait()
 
@@ -116,20 +124,24 @@ class Client:
         self._at_boundary(ev.Continued())
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """Answers what is in flight, adopts the final versions at the end of a run, says Bye."""
+        """Answers what is in flight, adopts the final versions at the end of a run, says Bye.
+
+        Raises Refused if the broker does not want this learner any more."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._at_boundary(ev.LoopEnded())
         while self._session.connection not in (Connection.LEFT, Connection.REFUSED):
             self._at_boundary(ev.BoundaryReached())
-            self._background.wait(0.05)
+            self.background.wait(0.05)
             if deadline is not None and time.monotonic() > deadline:
                 _log.warning("left without Bye; was waiting for %s", self._session.waits_for)
                 break
         self.abort()
+        if self.background.error is not None:
+            raise self.background.error
 
     def abort(self) -> None:
         """Leaves at once; control messages that were sent already get the linger time."""
-        self._background.close()
+        self.background.close()
 
     @property
     def should_stop(self) -> bool:
@@ -147,9 +159,14 @@ class Client:
 
     @property
     def run_step(self) -> float:
-        """The run's clock in steps; without a setting, in inner steps of this learner's size."""
-        own = self._session.ledger.logged / max(1, self._session.steps)
-        return self.run_tokens / (self.settings.tokens_per_run_step or own or 1)
+        """The run's clock in steps, never falling; without a setting, in inner steps of this
+        learner's size, 0 before its first."""
+        session = self._session
+        own = session.tokens / session.steps if session.steps else 0.0
+        tokens_per_step = self.settings.tokens_per_run_step or own
+        if tokens_per_step:
+            self._run_step = max(self._run_step, self.run_tokens / tokens_per_step)
+        return self._run_step
 
     @property
     def progress(self) -> float:
@@ -164,19 +181,19 @@ class Client:
     def stats(self) -> dict[str, Any]:
         """Counters: bytes both ways, seconds of the training thread, the token ledger."""
         counters = self._exchange.counters
-        with self._background.changed:
+        with self.background.changed:
             ledger = self._session.ledger.total()
         return {
             **asdict(counters),
             **asdict(self._times),
-            "up_bytes": counters.data_up_bytes + self._background.wires.control_up_bytes,
-            "down_bytes": counters.data_down_bytes + self._background.wires.control_down_bytes,
+            "up_bytes": counters.data_up_bytes + self.background.wires.control_up_bytes,
+            "down_bytes": counters.data_down_bytes + self.background.wires.control_down_bytes,
             "ledger": structs.asdict(ledger),
         }
 
     def _at_boundary(self, event: ev.Event) -> None:
         """Hands an event of the training thread over and does its copies."""
-        self._copy(*self._background.hand_over(event))
+        self._copy(*self.background.hand_over(event))
 
     def _copy(self, copies: list[ev.Effect], published: dict[int, F32]) -> None:
         for copy in copies:
@@ -184,6 +201,8 @@ class Client:
                 self._snapshot(copy, published[copy.fragment])
             elif isinstance(copy, ev.Adopt):
                 self._adopt(copy.fragment, copy.version, published[copy.fragment])
+            elif isinstance(copy, ev.SendFounding):
+                self._found(copy.fragment, copy.ranges)
 
     def _adopt(self, fragment: int, version: int, values: F32) -> None:
         started = time.perf_counter()
@@ -197,13 +216,19 @@ class Client:
         local = np.empty(part.elements, np.float32)
         self._host.snapshot(part, local)
         self._times.snapshot_s += time.perf_counter() - started
-        self._background.later(lambda: self._exchange.start_push(effect, local, base), wake=False)
+        self.background.start_push(effect, local, base)
+
+    def _found(self, fragment: int, ranges: Ranges) -> None:
+        part = self._exchange.table[fragment]
+        values = np.empty(part.elements, np.float32)
+        self._host.snapshot(part, values)
+        self.background.later(lambda: self._exchange.found(fragment, values, ranges))
 
     def _wait(self) -> None:
         """Blocks while the session says so, answering rounds and adopting meanwhile."""
         started = said_at = time.monotonic()
         while self._session.must_wait(time.monotonic()):
-            self._background.wait(0.05)
+            self.background.wait(0.05)
             self._at_boundary(ev.BoundaryReached())
             if time.monotonic() - said_at >= SAY_S:
                 said_at = time.monotonic()

@@ -1,7 +1,7 @@
 """The learner's data path: published copies, chunks, pushes, the outbox. No decisions.
 
-Called on the background thread, but for `start_push` and `published`; slow work runs on a pool
-and reports through `post`, which hands an event to the background thread.
+Called on the background thread, which alone changes `published`; slow work runs on a pool and
+reports through `post`, which hands an event to the background thread.
 """
 
 from __future__ import annotations
@@ -94,9 +94,11 @@ class Exchange:
         self._run_id, self._epoch = "", (0, 0)
         self._outbox = Outbox[_Parcel](1, STREAM_WINDOW_BYTES)
         self._residuals = Residuals(False)
-        self._pushes: dict[int, PushWork] = {}
+        #: Pushes whose outcome is open, by id.
+        self.pushes: dict[int, PushWork] = {}
         self._chunks: dict[int, tuple[int, DecodedChunk]] = {}
-        self._applied: dict[tuple[int, int], tuple[F32, int]] = {}
+        #: The newest result of an apply; replaced by the next one if the session refuses it.
+        self._applied: tuple[F32, int] | None = None
         self._handle = 0
 
     def _submit(self, work: Callable[[], None]) -> None:
@@ -182,14 +184,16 @@ class Exchange:
         def applied() -> ev.Event:
             if digest != effect.digest:
                 return ev.ApplyFailed(effect.fragment, effect.version, effect.digest)
-            self._applied[effect.fragment, effect.version] = values, digest
+            self._applied = values, digest
             return ev.Applied(effect.fragment, effect.version, effect.digest)
 
         self._post(applied)
 
     def install(self, fragment: int, version: int) -> None:
-        """An applied result becomes the published copy."""
-        self.published[fragment], digest = self._applied.pop((fragment, version))
+        """The result that was applied last becomes the published copy."""
+        assert self._applied is not None
+        self.published[fragment], digest = self._applied
+        self._applied = None
         if self._records is not None:
             record = {
                 "time_s": time.time(),
@@ -214,7 +218,7 @@ class Exchange:
             local,
             self._residuals.of(effect.fragment),
         )
-        self._pushes[effect.push_id] = work
+        self.pushes[effect.push_id] = work
         self._submit(lambda: self._encode(work))
 
     def _encode(self, work: PushWork) -> None:
@@ -249,7 +253,7 @@ class Exchange:
 
     def resend(self, push_id: int, ranges: Ranges) -> None:
         """Queues the chunks that touch these ranges again, unless they still wait to leave."""
-        work = self._pushes.get(push_id)
+        work = self.pushes.get(push_id)
         if work is None or work.settled:
             return
         self._outbox.discard(lambda parcel: parcel.push_id == push_id)
@@ -259,31 +263,35 @@ class Exchange:
 
     def settle(self, push_id: int, *, merged: bool) -> None:
         """Stops sending a push; its remainder stays only if it was merged."""
-        work = self._pushes.pop(push_id, None)
+        work = self.pushes.pop(push_id, None)
         if work is not None:
             work.settled = True
             self._residuals.settle(work, merged=merged)
             self._outbox.discard(lambda parcel: parcel.push_id == push_id)
 
     def found(self, fragment: int, values: F32, ranges: Ranges) -> None:
-        """Queues the parameters of a fragment as version 0."""
+        """Encodes the parameters of a fragment, or these ranges of them, as version 0."""
+        kind = msg.DataKind.FOUND
+        if ranges:
+            self._outbox.discard(lambda p: p.kind is kind and p.fragment == fragment)
+        self._submit(lambda: self._encode_founding(self.table[fragment], values, ranges))
+
+    def _encode_founding(self, part: Fragment, values: F32, ranges: Ranges) -> None:
         assert self.settings is not None
-        part = self.table[fragment]
-        chunks = encode_fragment(
+        for chunk in encode_fragment(
             part,
             values,
             codec_name=STATE_CODEC,
             rho=1.0,
             chunk_elements=self.settings.chunk_elements,
             reconstructed=np.empty_like(values),
-        )
-        kind = msg.DataKind.FOUND
-        if ranges:
-            self._outbox.discard(lambda p: p.kind is kind and p.fragment == fragment)
-        for chunk in chunks:
+        ):
             if not ranges or touches(ranges, chunk.offset, chunk.count):
-                parcel = _Parcel(kind, fragment, 0, 0, STATE_CODEC, chunk)
-                self._outbox.put(parcel, len(chunk.payload), Lane.STATE)
+                self._post(partial(self._queue_founding, part.index, chunk))
+
+    def _queue_founding(self, fragment: int, chunk: EncodedChunk) -> None:
+        parcel = _Parcel(msg.DataKind.FOUND, fragment, 0, 0, STATE_CODEC, chunk)
+        self._outbox.put(parcel, len(chunk.payload), Lane.STATE)
 
     def acknowledge(self, positions: tuple[int, ...], now: float) -> None:
         self._outbox.acknowledge(positions, now)

@@ -125,8 +125,10 @@ class Learner:
             self._ramp_steps = 0
         for optimizer in self._optimizers:
             self._watch_zero_grad(optimizer)
-        hook = self._optimizers[-1].register_step_post_hook(self._on_step)
-        self._undo.callback(hook.remove)
+        hooks = [o.register_step_post_hook(self._on_part_step) for o in self._optimizers[:-1]]
+        hooks.append(self._optimizers[-1].register_step_post_hook(self._on_step))
+        for hook in hooks:
+            self._undo.callback(hook.remove)
         return self
 
     def __exit__(
@@ -233,6 +235,9 @@ class Learner:
             )
         return self._exchange
 
+    def _on_part_step(self, *_: object) -> None:
+        self._step_log.stepped()
+
     def _on_step(self, *_: object) -> None:
         with self._timed():
             logged = self._step_log.take()
@@ -247,7 +252,7 @@ class Learner:
 
     def _on_zero_grad(self) -> None:
         with self._timed():
-            self._step_log.set_aside()
+            self._step_log.cleared()
 
     def _watch_zero_grad(self, optimizer: Optimizer) -> None:
         original = optimizer.zero_grad

@@ -9,6 +9,7 @@ from narrows.learner.ledger import FragmentAccount, Ledger
 from narrows.learner.link import Link
 from narrows.proto import messages as msg
 from narrows.proto.fragments import Fragment
+from narrows.proto.terms import Ranges
 
 FETCHES_MAX = 4
 """Whole fragments that a joiner fetches at the same time, so that each gets done."""
@@ -21,6 +22,9 @@ class Links:
         self._links = tuple(Link(fragment, FragmentAccount()) for fragment in table)
         self.ledger = Ledger(tuple(link.account for link in self._links))
         self._push_id = 0
+        #: What of version 0 the broker waits for: ranges by fragment, () for all elements.
+        self.to_found: dict[int, Ranges] = {}
+        self._founded_in: msg.Epoch | None = None
 
     def __iter__(self) -> Iterator[Link]:
         return iter(self._links)
@@ -46,13 +50,15 @@ class Links:
 
     @property
     def current(self) -> bool:
-        """The parameters hold the newest versions that the broker has told."""
-        return not any(link.behind or link.fresh or link.applying for link in self._links)
+        """The parameters are the newest versions that the broker has told, and nothing else."""
+        return not any(
+            link.behind or link.fresh or link.applying or link.account.steps for link in self._links
+        )
 
     @property
     def wants_boundary(self) -> bool:
-        """A copy waits to be adopted, or a round to be answered."""
-        return any(link.fresh or link.unanswered for link in self._links)
+        """A copy waits to be adopted, a round to be answered, or the broker for version 0."""
+        return bool(self.to_found) or any(link.fresh or link.unanswered for link in self._links)
 
     @property
     def push_open(self) -> bool:
@@ -73,8 +79,26 @@ class Links:
         for link, version in zip(self._links, versions, strict=False):
             link.tell(version, now)
 
-    def adopt(self) -> list[ev.Effect]:
-        """Adopts every fresh copy; the training thread stands at a boundary."""
+    def found_all(self, epoch: msg.Epoch) -> None:
+        """Sends version 0, once per epoch: what is lost then is asked for by range."""
+        if self._founded_in != epoch:
+            self._founded_in = epoch
+            self.to_found = dict.fromkeys(range(len(self)), ())
+
+    def found(self) -> list[ev.Effect]:
+        """Reads what the broker waits for; the training thread stands at a boundary."""
+        asked, self.to_found = self.to_found, {}
+        return [ev.SendFounding(fragment, ranges) for fragment, ranges in asked.items()]
+
+    def adopt(self, *, final: bool) -> list[ev.Effect]:
+        """Adopts every fresh copy; the training thread stands at a boundary.
+
+        `final`: no round will take what was learned since the last adoption, a step that was
+        under way when the run ended; only what is published is the run's model.
+        """
+        for link in self._links:
+            if final and link.account.steps and link.held >= 0 and not link.behind:
+                link.fresh = True
         return [effect for link in self._links if link.fresh for effect in link.adopt()]
 
     def snapshot(self, step: int, *, any_step: bool) -> list[ev.Effect]:

@@ -212,8 +212,24 @@ def _tied(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Tensor, tuple[s
     groups: dict[_Memory, tuple[Tensor, list[str]]] = {}
     for name, tensor in named:
         groups.setdefault(_memory(tensor), (tensor, []))[1].append(name)
+    _check_separate(groups.values())
     for tensor, names in groups.values():
         yield tensor, tuple(names)
+
+
+def _check_separate(groups: Iterable[tuple[Tensor, list[str]]]) -> None:
+    """Refuses weights on one memory in two shapes: what moves one would move the other."""
+    ends: dict[torch.device, tuple[int, str]] = {}
+    for tensor, names in sorted(groups, key=lambda group: group[0].data_ptr()):
+        start = tensor.data_ptr()
+        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        end, other = ends.get(tensor.device, (0, ""))
+        if start < end:
+            raise _misuse(
+                f"parameters {other!r} and {names[0]!r} share memory in different shapes",
+                remedy="Tie them as one Parameter and transpose it where it is used.",
+            )
+        ends[tensor.device] = (start + reach * tensor.element_size(), names[0])
 
 
 def _averaged_memory(module: nn.Module) -> set[_Memory]:

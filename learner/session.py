@@ -41,8 +41,8 @@ class Session:
         self._run_time = RunTime()
         self._jitter = jitter
         self._paused = ""
-        self._founded_in: msg.Epoch | None = None
-        self._refusal_told = ""
+        #: Why the broker does not admit this learner for now.
+        self.not_admitted: Refused | None = None
 
     # The three methods of a state machine.
 
@@ -82,7 +82,7 @@ class Session:
             case ev.LoopEnded():
                 self.leaving = True
             case ev.DeadlineReached():
-                pass
+                effects = self._look_for_broker(now)
         return effects + self._advance(now)
 
     def next_deadline(self) -> float | None:
@@ -202,25 +202,19 @@ class Session:
                 effects.append(ev.Note("info", f"back with the broker, epoch {welcome.epoch}"))
         self.run_id, self.epoch, self.settings = welcome.run_id, welcome.epoch, welcome.settings
         self._dialer.joined(now)
-        self._refusal_told = ""
+        self.not_admitted = None
         ports = (welcome.uplink_port, welcome.downlink_port)
         effects.append(ev.Identify(self.run_id, self.epoch))
         effects.append(ev.OpenStreams(welcome.settings, self.links.table, *ports))
         for link, head in zip(self.links, welcome.fragments, strict=False):
             effects += link.welcomed(head, restarted=restarted and not first, now=now)
-        effects += self._found(welcome.role)
+        self.waits_for = WAITS_FOR[welcome.role]
+        if welcome.role is msg.Role.FOUND:
+            self.links.found_all(self.epoch)
         if restarted:
             self._run_time = RunTime()
         self._run_state(welcome, [head.version for head in welcome.fragments], now)
         return effects
-
-    def _found(self, role: msg.Role) -> list[ev.Effect]:
-        """Sends version 0 if asked, once per epoch: what is lost then is asked for by range."""
-        self.waits_for = WAITS_FOR[role]
-        if role is not msg.Role.FOUND or self._founded_in == self.epoch:
-            return []
-        self._founded_in = self.epoch
-        return [ev.SendFounding(link.index) for link in self.links]
 
     def _run_state(self, told: msg.Welcome | msg.Beat, versions: Sequence[int], now: float) -> None:
         """What Welcome and Beat both tell."""
@@ -232,13 +226,13 @@ class Session:
         if refuse.push_id:
             link = self.links.pushed(refuse.push_id)
             return link.refused(refuse) if link else []
-        if refuse.code in OF_ONE_MESSAGE:
+        if refuse.code in OF_ONE_MESSAGE and self.settings is not None:
             return [ev.Note("warning", f"a message of ours was refused: {refuse.message}")]
         if refuse.code in RETRYABLE:
             self._rejoin(now)
-            if refuse.code == self._refusal_told:
+            told, self.not_admitted = self.not_admitted, error_of(refuse)
+            if told is not None and told.code == refuse.code:
                 return []
-            self._refusal_told = refuse.code
             return [ev.Note("warning", f"not admitted yet: {refuse.message}. {refuse.remedy}")]
         return self._fail(error_of(refuse))
 
@@ -248,7 +242,8 @@ class Session:
 
     def _missing(self, missing: msg.Missing) -> list[ev.Effect]:
         if missing.kind is msg.DataKind.FOUND and missing.fragment < len(self.links):
-            return [ev.SendFounding(missing.fragment, missing.ranges)]
+            self.links.to_found.setdefault(missing.fragment, missing.ranges)
+            return []
         link = self.links.pushed(missing.push_id)
         if link is None or link.push is None:
             return []
@@ -275,9 +270,10 @@ class Session:
     def _boundary(self) -> list[ev.Effect]:
         """The parameters may be touched: adopt what is new, then answer the open rounds."""
         rolled_back = any(link.fallen_back and link.fresh for link in self.links)
-        effects = self.links.adopt()
+        effects = self.links.adopt(final=self.leaving and self.phase is msg.Phase.ENDED)
         if effects and self.ready and self.settings is not None:
             self._pace.realign(self.settings, self.links.adopted, rolled_back=rolled_back)
+        effects += self.links.found()
         if self._warming or not self.online or self._paused:
             return effects
         last = self.leaving or self.should_stop
@@ -291,14 +287,18 @@ class Session:
             return ""
         return f"warming up, {self.steps} of {self.contribute_after_steps} steps"
 
+    def _look_for_broker(self, now: float) -> list[ev.Effect]:
+        """Here only: before any other event the broker's messages may lie unread in a socket."""
+        if not self._dialer.is_quiet(now):
+            return []
+        self._rejoin(now)
+        text = f"nothing heard from the broker for {QUIET_S:.0f} s; training goes on"
+        return [ev.Note("warning", text)]
+
     # What every event may have made possible.
 
     def _advance(self, now: float) -> list[ev.Effect]:
         effects: list[ev.Effect] = []
-        if self._dialer.is_quiet(now):
-            self._rejoin(now)
-            text = f"nothing heard from the broker for {QUIET_S:.0f} s; training goes on"
-            effects.append(ev.Note("warning", text))
         if self._dialer.closed or self._leave():
             return effects + self._bye(now)
         if self._dialer.hello_due(now):

@@ -25,42 +25,68 @@ class Logged:
     _loss_tokens: int = 0
 
     def add(self, tokens: int, loss: Loss | None) -> None:
-        self.tokens += tokens
-        if loss is None:
+        self.merge(Logged(tokens, loss, 0 if loss is None else tokens))
+
+    def merge(self, other: Logged) -> None:
+        self.tokens += other.tokens
+        if other.loss is None:
             return
-        self._loss_tokens += tokens
-        # Always a new tensor: the graph that made this one may overwrite it at the next step.
-        share = tokens / self._loss_tokens
-        self.loss = loss * share + (0.0 if self.loss is None else self.loss) * (1.0 - share)
+        self._loss_tokens += other._loss_tokens
+        share = other._loss_tokens / self._loss_tokens
+        if self.loss is None:
+            self.loss = other.loss
+        else:
+            self.loss = other.loss * share + self.loss * (1.0 - share)
 
 
 class StepLog:
     """Collects what is logged until a step takes it; tells `skipped` what was thrown away.
 
     Gradients that are cleared without a step between (AMP skips steps that overflow) take their
-    tokens with them. But many loops clear them between forward and backward: what was logged
-    before is set aside, and thrown away only if something is logged after it, before the step.
+    tokens with them. But many loops clear between forward and backward: there, what was logged
+    before still counts. Which of the two it is shows when the clearing follows a step: then it
+    threw nothing away. Otherwise what was logged before is lost if more is logged before the step.
     """
 
     def __init__(self, skipped: Callable[[int], None]) -> None:
         self._skipped = skipped
-        self._fresh = Logged()
-        self._aside = Logged()
+        #: What an optimizer has stepped on, of several not the last one.
+        self._used = Logged()
+        #: Logged before the gradients were last cleared, and since.
+        self._before = Logged()
+        self._since = Logged()
+        #: A step, or nothing at all, came since the gradients were last cleared.
+        self._stepped = True
+        #: `_before` counts whatever is logged after it.
+        self._before_counts = False
 
     def add(self, tokens: int, loss: Loss | None) -> None:
         """See Learner.log; never waits for a device."""
-        self._fresh.add(_counted(tokens), None if loss is None else detached(loss))
+        self._since.add(_counted(tokens), None if loss is None else detached(loss))
 
-    def set_aside(self) -> None:
+    def cleared(self) -> None:
         """The gradients were cleared."""
-        if self._fresh.tokens:
-            self._throw_away(self._aside)
-            self._aside, self._fresh = self._fresh, Logged()
+        if self._since.tokens:
+            forward_first = self._stepped or (self._before_counts and self._before.tokens > 0)
+            self._throw_away(self._before)
+            self._before, self._since = self._since, Logged()
+            self._before_counts = forward_first
+        self._stepped = False
+
+    def stepped(self) -> None:
+        """An optimizer has made a step on what is logged so far."""
+        if self._since.tokens and not self._before_counts:
+            self._throw_away(self._before)
+            self._before = Logged()
+        self._used.merge(self._before)
+        self._used.merge(self._since)
+        self._before, self._since = Logged(), Logged()
+        self._stepped, self._before_counts = True, False
 
     def take(self) -> Logged:
-        """A step was made: what it learned from; no tokens if nothing was logged."""
-        self.set_aside()
-        taken, self._aside = self._aside, Logged()
+        """A step is complete: what it learned from; no tokens if nothing was logged."""
+        self.stepped()
+        taken, self._used = self._used, Logged()
         return taken
 
     def discard(self) -> None:
@@ -128,4 +154,5 @@ def detached(loss: Loss) -> Loss:
             remedy="Log its mean: loss.mean().",
         )
     value = loss.detach()
-    return value.item() if value.is_cpu else value
+    # A copy: the graph that made it may overwrite it at the next step.
+    return value.item() if value.is_cpu else value.clone()

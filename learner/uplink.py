@@ -31,7 +31,7 @@ class PushWork:
     residual: F32 | None
     """What earlier pushes left unsent; comes back if this push is not merged."""
     unsent: F32 | None = None
-    """What this push leaves unsent, once it is encoded."""
+    """What this push leaves unsent; true up to the last chunk that is ready."""
     chunks: list[EncodedChunk] = field(default_factory=list[EncodedChunk])
     settled: bool = False
 
@@ -80,6 +80,7 @@ def encode_push(
     if work.residual is not None:
         outer_grad += work.residual
     reconstructed = np.empty_like(outer_grad)
+    work.unsent = outer_grad
     for chunk in encode_fragment(
         work.fragment,
         outer_grad,
@@ -90,6 +91,7 @@ def encode_push(
     ):
         if work.settled:
             return
+        sent = slice(chunk.offset, chunk.offset + chunk.count)
+        outer_grad[sent] -= reconstructed[sent]
+        # Only now: once the last chunk is out, the push may be merged at any time.
         ready(chunk)
-    np.subtract(outer_grad, reconstructed, out=outer_grad)
-    work.unsent = outer_grad

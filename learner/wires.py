@@ -5,34 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 import zmq
 
 from narrows.proto import socket_options
-from narrows.proto.errors import ConfigError
+from narrows.proto.address import parse_address
 
 FRAMES_PER_TURN = 64
 """Messages read from one socket before the others get their turn."""
 
 Socket = zmq.Socket[bytes]
-
-
-def parse_broker(broker: str) -> tuple[str, int]:
-    """Host and port of `tcp://HOST:PORT`. Raises ConfigError for anything else."""
-    try:
-        parts = urlsplit(broker)
-        scheme, host, port = parts.scheme, parts.hostname, parts.port
-    except ValueError:
-        scheme, host, port = "", None, None
-    if scheme != "tcp" or not host or not port:
-        raise ConfigError(
-            "the broker's address",
-            expected="tcp://HOST:PORT",
-            got=repr(broker),
-            remedy="use the address that `narrows broker` prints when it starts",
-        )
-    return host, port
 
 
 @dataclass
@@ -50,14 +32,14 @@ class Wires:
     _ports: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
-        self._host, port = parse_broker(self.broker)
+        self._address = parse_address(self.broker)
         self._context: zmq.Context[Socket] = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
         self._wake_read, self._wake_write = os.pipe()
         # Asking a socket that has nothing costs an exception: only the ready ones are read.
         self._ready: set[Socket | int] = set()
         self._poller.register(self._wake_read, zmq.POLLIN)
-        self._control = self._connect(zmq.DEALER, socket_options.DEALER, port)
+        self._control = self._connect(zmq.DEALER, socket_options.DEALER, self._address.port)
 
     def open_streams(self, streams: int, uplink_port: int, downlink_port: int) -> None:
         """Connects the data sockets; the same ones again change nothing."""
@@ -141,7 +123,8 @@ class Wires:
             socket.setsockopt(getattr(zmq, name), value)
         if topic is not None:
             socket.setsockopt(zmq.SUBSCRIBE, topic)
-        socket.connect(f"tcp://{self._host}:{port}")
+        socket.setsockopt(zmq.IPV6, self._address.is_ipv6)
+        socket.connect(str(self._address._replace(port=port)))
         self._poller.register(socket, zmq.POLLIN)
         return socket
 

@@ -21,6 +21,7 @@ from narrows.proto.terms import (
     Mode,
     OpenRound,
     Phase,
+    Port,
     Positions,
     PushId,
     Ranges,
@@ -164,8 +165,8 @@ class Welcome(_Control, frozen=True):
     epoch: Epoch
     role: Role
     settings: RunSettings
-    uplink_port: int
-    downlink_port: int
+    uplink_port: Port
+    downlink_port: Port
     fragments: tuple[FragmentHead, ...]
     rounds: tuple[OpenRound, ...]
     phase: Phase

@@ -11,7 +11,9 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta, Struct
 
 from narrows.proto.limits import (
+    CHUNK_ELEMENTS_MAX,
     ELEMENTS_MAX,
+    FRAGMENTS_MAX,
     RANGES_MAX,
     STREAMS_MAX,
     TEXT_CHARACTERS_MAX,
@@ -21,9 +23,15 @@ from narrows.proto.limits import (
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
 Elements: TypeAlias = Annotated[int, Meta(ge=0, le=ELEMENTS_MAX)]
+Fragments: TypeAlias = Annotated[int, Meta(ge=1, le=FRAGMENTS_MAX)]
+Period: TypeAlias = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
+ChunkSize: TypeAlias = Annotated[int, Meta(ge=1, le=CHUNK_ELEMENTS_MAX)]
 Version: TypeAlias = Annotated[int, Meta(ge=0, le=VERSION_MAX)]
+Streams: TypeAlias = Annotated[int, Meta(ge=1, le=STREAMS_MAX)]
+Port: TypeAlias = Annotated[int, Meta(ge=1, le=65535)]
 Stream: TypeAlias = Annotated[int, Meta(ge=0, le=STREAMS_MAX - 1)]
 PushId: TypeAlias = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
+Rho: TypeAlias = Annotated[float, Meta(ge=0.001, le=100.0)]
 Rate: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e18)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
 Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]
@@ -84,27 +92,27 @@ class RunSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """The settings that the whole group shares. They live at the broker, told in Welcome."""
 
     mode: Mode
-    fragment_count: int
+    fragment_count: Fragments
     """P."""
-    sync_period_steps: int
+    sync_period_steps: Period
     """H: inner steps between two syncs of the same fragment."""
-    overlap_steps: int
+    overlap_steps: Count
     """tau: inner steps that an exchange may take without holding anybody up."""
     push_codec: str
     publish_codec: str
-    push_rho: float
+    push_rho: Rho
     """Quantisation step of pushes in units of the tensor piece's rms."""
-    publish_rho: float
-    chunk_elements: int
-    streams: int
+    publish_rho: Rho
+    chunk_elements: ChunkSize
+    streams: Streams
     """Data connections of a learner in each direction."""
     error_feedback: bool
     """Carry what the push codec dropped over to the next push of the fragment."""
-    tokens_per_run_step: int
+    tokens_per_run_step: Count
     """Tokens that make one step of the run's clock; learning-rate schedules follow that clock."""
-    goal_tokens: int
+    goal_tokens: Count
     """Tokens after which the run ends; 0: never."""
-    max_offline_s: float
+    max_offline_s: Seconds
     """A learner cut off for longer pauses training until it is back; 0: never pauses."""
 
 

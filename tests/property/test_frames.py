@@ -76,6 +76,7 @@ controls: st.SearchStrategy[msg.ControlMessage] = st.one_of(*map(any_of, CONTROL
 headers: st.SearchStrategy[msg.Header] = any_of(msg.Header).map(
     lambda header: msgspec.structs.replace(
         header,
+        protocol=PROTOCOL,
         count=header.count % CHUNK_ELEMENTS_MAX + 1,
         payload_digest=digest(PAYLOAD),
     )

@@ -286,6 +286,33 @@ def test_a_step_that_amp_skips_is_told() -> None:
     assert told(loop) == [("boundary", 10), ("skipped", 20), ("boundary", 30)]
 
 
+def test_optimizers_that_step_at_unequal_rates_lose_no_tokens() -> None:
+    """As in a GAN: the first steps on five batches, then the last one on one."""
+    loop = Loop(sgd, sgd)
+    with loop.learner:
+        for _ in range(2):
+            for _ in range(5):
+                loop.log(100)
+                loop.optimizers[0].step()  # pyright: ignore[reportUnknownMemberType]
+                loop.optimizers[0].zero_grad()
+            loop.log(10)
+            loop.optimizers[1].step()  # pyright: ignore[reportUnknownMemberType]
+            loop.optimizers[1].zero_grad()
+    assert told(loop) == [("boundary", 510), ("boundary", 510)]
+
+
+def test_accumulation_that_clears_after_its_first_forward_loses_no_tokens() -> None:
+    loop = Loop()
+    with loop.learner:
+        for _ in range(3):
+            loop.log(1)
+            loop.zero_grad()
+            for tokens in (2, 4, 8):
+                loop.log(tokens)
+            loop.step()
+    assert told(loop) == [("boundary", 15)] * 3
+
+
 @pytest.mark.parametrize("tokens", [0, -3, True - 1])
 def test_tokens_must_be_positive(tokens: int) -> None:
     with pytest.raises(LocalProtocolError) as caught:

@@ -53,6 +53,23 @@ def small(*, tied: bool = True, dtype: torch.dtype = torch.float32) -> Small:
     return Small(tied=tied).to(dtype)
 
 
+def test_weights_tied_through_a_transpose_are_refused() -> None:
+    """Adopting one would change what the other has learned."""
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False))
+    encoder, decoder = list(model.parameters())
+    decoder.data = encoder.data.t()
+    with pytest.raises(LocalProtocolError, match="share memory in different shapes"):
+        ModuleParameters(model)
+
+
+def test_separate_parts_of_one_memory_are_fine() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    memory = torch.zeros(8, 4)
+    for index, linear in enumerate(model):
+        linear.weight = nn.Parameter(memory[4 * index : 4 * index + 4])
+    assert [entry.name for entry in ModuleParameters(model).layout] == ["0.weight", "1.weight"]
+
+
 def sample_loss(model: nn.Module) -> Tensor:
     tokens = torch.arange(VOCABULARY)
     return nn.functional.cross_entropy(model(tokens).float(), tokens.flip(0))

@@ -49,11 +49,48 @@ def test_a_joiner_fetches_adopts_and_is_ready() -> None:
 def test_a_founder_sends_every_fragment_once_per_epoch() -> None:
     seat = Seat()
     seat.do(ev.DeadlineReached())
-    assert len(only(seat.welcome((), role=Role.FOUND), ev.SendFounding)) == 2
-    assert not only(seat.welcome((), role=Role.FOUND), ev.SendFounding)
-    missing = msg.Missing(msg.DataKind.FOUND, 1, 0, 0, ((5, 6),))
-    assert one(seat.hear(missing), ev.SendFounding) == ev.SendFounding(1, ((5, 6),))
-    assert len(only(seat.welcome((), role=Role.FOUND, epoch=(0, 2)), ev.SendFounding)) == 2
+
+    def founded() -> list[ev.SendFounding]:
+        return only(seat.do(ev.BoundaryReached()), ev.SendFounding)
+
+    assert not only(seat.welcome((), role=Role.FOUND), ev.SendFounding)  # Not at a boundary.
+    assert founded() == [ev.SendFounding(0), ev.SendFounding(1)]
+    seat.welcome((), role=Role.FOUND)
+    assert not founded()
+    seat.hear(msg.Missing(msg.DataKind.FOUND, 1, 0, 0, ((5, 6),)))
+    assert founded() == [ev.SendFounding(1, ((5, 6),))]
+    seat.welcome((), role=Role.FOUND, epoch=(0, 2))
+    assert len(founded()) == 2
+
+
+def test_the_broker_counts_as_gone_only_when_what_came_is_read() -> None:
+    seat = Seat().joined()
+    seat.now += 60
+    seat.step()  # The training thread's events come before the sockets are read.
+    assert seat.session.online
+    seat.beat((0, 0))
+    seat.do(ev.DeadlineReached())
+    assert seat.session.online
+    seat.now += 60
+    seat.do(ev.DeadlineReached())
+    assert not seat.session.online
+
+
+@pytest.mark.parametrize("code", ["bad_message", "too_large", "layout_mismatch"])
+def test_every_refusal_of_the_first_hello_is_final(code: str) -> None:
+    seat = Seat()
+    seat.do(ev.DeadlineReached())
+    assert str(one(seat.hear(msg.Refuse(code, "no")), ev.Fail).error).startswith(code)
+
+
+def test_why_a_learner_is_not_admitted_yet_is_remembered() -> None:
+    seat = Seat()
+    seat.do(ev.DeadlineReached())
+    for _ in range(2):
+        seat.hear(msg.Refuse("over_capacity", "the run is full"))
+    assert "the run is full" in str(seat.session.not_admitted)
+    seat.welcome((0, 0))
+    assert seat.session.not_admitted is None
 
 
 def test_a_probe_is_answered() -> None:
@@ -273,6 +310,19 @@ def test_bye_only_with_the_final_model_adopted() -> None:
     assert kinds[-1] is ev.Left
     assert seat.session.connection is Connection.LEFT
     assert seat.do(ev.BoundaryReached()) == []
+
+
+def test_a_step_after_the_last_round_is_undone_before_leaving() -> None:
+    """It was under way when the run ended; the run's model is what is published."""
+    seat = Seat().joined()
+    seat.beat((0, 0), open_round(0, 0), phase=Phase.ENDING)
+    seat.step(tokens=7)
+    seat.beat((0, 0), phase=Phase.ENDED)
+    assert not only(seat.do(ev.LoopEnded()), msg.Bye)
+    effects = seat.do(ev.BoundaryReached())
+    assert [(a.fragment, a.version) for a in only(effects, ev.Adopt)] == [(0, 0), (1, 0)]
+    assert one(effects, msg.Report).ledger.overwritten == 14
+    assert one(effects, msg.Bye).reason == "the run has ended"
 
 
 def test_a_loop_that_ends_early_waits_for_the_outcome_of_its_push() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from narrows.broker.config import BrokerConfig, settings
@@ -45,6 +46,23 @@ def test_sent_and_unsent_add_up_to_the_outer_gradient() -> None:
     assert work.unsent is not None
     np.testing.assert_allclose(sent + work.unsent, base - local, atol=1e-6)
     assert np.abs(work.unsent).max() > 0
+
+
+def test_what_is_left_unsent_is_known_with_the_last_chunk() -> None:
+    """The push may be merged from then on."""
+    base, local = vector(1), vector(2)
+    work = PushWork(1, FRAGMENT, 0, base, local, residual=None)
+    settings = structs.replace(SETTINGS, chunk_elements=300)
+    seen: list[tuple[EncodedChunk, F32]] = []
+
+    def ready(chunk: EncodedChunk) -> None:
+        assert work.unsent is not None
+        seen.append((chunk, work.unsent.copy()))
+
+    encode_push(work, settings, LAYOUT, ready)
+    assert len(seen) > 1
+    assert work.unsent is not None
+    np.testing.assert_array_equal(seen[-1][1], work.unsent)
 
 
 def test_the_residual_is_part_of_the_next_push() -> None:

@@ -1,0 +1,199 @@
+"""The learner's shell over real sockets: what its two threads and the broker do to one another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from numpy.typing import NDArray
+from peer import sealed
+from running import HANG_S, LAYOUT, ToyHost, broker_config, client, live_broker, vector, wait_until
+
+from narrows.broker.service import Service
+from narrows.learner import events as ev
+from narrows.learner.client import Client
+from narrows.proto import messages as msg
+from narrows.proto.errors import BrokerUnreachable, ConfigError, ErrorCode, Refused
+from narrows.proto.fragments import Fragment
+from narrows.proto.frames import encode_control
+
+F32 = NDArray[np.float32]
+
+
+class WatchedHost(ToyHost):
+    """Calls `copied` at the end of each snapshot."""
+
+    copied: Callable[[], None] | None = None
+
+    def snapshot(self, fragment: Fragment, out: F32) -> None:
+        super().snapshot(fragment, out)
+        if self.copied is not None:
+            self.copied()
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Generator[Service]:
+    config = broker_config(tmp_path, fragments__sync_period_steps=4, merge__quorum=1)
+    with live_broker(config) as service:
+        yield service
+
+
+@contextmanager
+def answering(frame: bytes) -> Generator[str]:
+    """A socket that answers whatever comes with this frame; yields its address."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    over = threading.Event()
+
+    def answer() -> None:
+        while not over.is_set():
+            if socket.poll(10):
+                socket.send_multipart([socket.recv_multipart()[0], frame])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{port}"
+    finally:
+        over.set()
+        thread.join()
+        context.destroy(linger=0)
+
+
+def lone(address: str, *, layout: tuple[msg.LayoutEntry, ...] = LAYOUT, wait_s: float) -> Client:
+    return Client(
+        broker=address, name="a", layout=layout, frozen_digest=0, host=ToyHost(vector(1)),
+        join_timeout_s=wait_s,
+    )  # fmt: skip
+
+
+def tell(learner: Client, frame: bytes) -> None:
+    """Has the background thread receive this control frame; returns when it has."""
+    done = threading.Event()
+    background = learner.background
+    background.later(lambda: background.receive_control(frame))
+    background.later(done.set)
+    assert done.wait(HANG_S)
+
+
+def ignored(*_: object) -> None:
+    pass
+
+
+def open_push(learner: Client) -> int:
+    pushes = [link.push for link in learner.background.session.links]
+    return next(p.announced.push_id for p in pushes if p is not None and p.merged is None)
+
+
+def step_until(learner: Client, condition: Callable[[], object]) -> None:
+    pace = threading.Event()
+    for _ in range(int(HANG_S * 100)):
+        if condition():
+            return
+        pace.wait(0.01)
+        learner.boundary(1, 1.0)
+    raise AssertionError("stepped in vain")
+
+
+def test_a_push_settled_while_it_is_copied_is_neither_sent_nor_kept(service: Service) -> None:
+    host = WatchedHost(vector(1))
+    learner = client(service, "slow", host)
+    learner.start()
+    late: list[int] = []
+
+    def round_is_over() -> None:
+        late.append(open_push(learner))
+        tell(learner, encode_control(msg.Refuse("no_round", "it is over", push_id=late[-1])))
+
+    host.copied = round_is_over
+    step_until(learner, lambda: len(late) == 2)
+    host.copied = None
+    learner.finish(HANG_S)
+    assert not learner.background.exchange.pushes
+    assert learner.stats()["pushes"] == 0
+
+
+def test_a_refusal_while_leaving_is_raised(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = client(service, "a", ToyHost(vector(1)))
+    learner.start()
+    # Pushes are announced and never sent: leaving waits for their outcome.
+    monkeypatch.setattr(learner.background.exchange, "start_push", ignored)
+    step_until(learner, lambda: learner.background.session.links.push_open)
+    superseded = encode_control(msg.Refuse("superseded", "a newer process has taken the name"))
+
+    def superseded_while_waiting(_timeout_s: float) -> None:
+        tell(learner, superseded)
+
+    monkeypatch.setattr(learner.background, "wait", superseded_while_waiting)
+    with pytest.raises(Refused) as caught:
+        learner.finish(HANG_S)
+    assert caught.value.code == ErrorCode.SUPERSEDED
+
+
+def test_the_clock_in_steps_is_0_before_the_first_step_and_never_falls(service: Service) -> None:
+    first, second = (client(service, name, ToyHost(vector(1))) for name in "ab")
+    first.start()
+    for _ in range(50):
+        first.boundary(1000, 1.0)
+    wait_until(lambda: service.syncer.state.clock.run_tokens > 0, "the clock to run")
+    second.start()
+    assert second.run_tokens > 0
+    assert second.run_step == 0
+    told = [0.0]
+    for tokens in (10, 10, 10_000, 10_000):
+        second.boundary(tokens, 1.0)
+        second.background.handle(ev.DeadlineReached())
+        told.append(second.run_step)
+    assert told[1] > 0
+    assert told == sorted(told)
+    for learner in (first, second):
+        learner.finish(HANG_S)
+
+
+def test_another_version_is_final_for_who_joins(tmp_path: Path) -> None:
+    with answering(sealed(b"", protocol=2)) as address, pytest.raises(Refused) as caught:
+        lone(address, wait_s=HANG_S).start()
+    assert caught.value.code == ErrorCode.PROTOCOL_VERSION
+    assert (caught.value.expected, caught.value.got) == ("1", "2")
+
+
+def test_another_version_is_passed_over_by_who_trains(service: Service) -> None:
+    learner = client(service, "a", ToyHost(vector(1)))
+    learner.start()
+    service.stop("to be replaced")
+    wait_until(lambda: not learner.background.session.online, "the learner to be offline")
+    tell(learner, sealed(b"", protocol=2))
+    learner.boundary(1, 1.0)
+    learner.abort()
+
+
+@pytest.mark.parametrize("code", ["over_capacity", "unknown_session"])
+def test_what_a_broker_answers_is_raised_when_the_time_is_over(code: str) -> None:
+    refuse = encode_control(msg.Refuse(code, "not yet", remedy="come later"))
+    with answering(refuse) as address, pytest.raises(Refused) as caught:
+        lone(address, wait_s=0.4).start()
+    assert (str(caught.value.code), caught.value.remedy) == (code, "come later")
+
+
+def test_nobody_there() -> None:
+    with answering(b"") as address:
+        pass  # Nobody listens on that port any more.
+    with pytest.raises(BrokerUnreachable, match=f"no broker answered at {address}"):
+        lone(address, wait_s=0.2).start()
+
+
+def test_a_layout_that_no_broker_takes_is_refused_before_anything_is_sent() -> None:
+    too_many = tuple(msg.LayoutEntry(f"t{i}", (1,), "float32", "mean") for i in range(30_001))
+    too_long = tuple(msg.LayoutEntry(f"{i:0500}", (1,), "float32", "mean") for i in range(10_000))
+    for layout, expected in ((too_many, "1 to 30000"), (too_long, "at most 4194304 bytes")):
+        with pytest.raises(ConfigError) as caught:
+            lone("tcp://127.0.0.1:1", layout=layout, wait_s=1)
+        assert caught.value.expected == expected
