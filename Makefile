@@ -50,6 +50,7 @@ chaos: $(READY)  ## SEEDS simulated runs with loss, delay, crashes and returns
 	$(BIN)/pytest tests/protocol -k seeds -m "" --seeds=$(SEEDS) $(ARGS)
 
 venv: $(READY)  ## only build .venv
+	@echo "ready: source $(BIN)/activate"
 
 # torch comes first and alone, because TORCH_INDEX may be an index that has little besides torch;
 # the second command adds what torch depends on. The marker is written last: a build that was

@@ -266,7 +266,8 @@ class Admission:
                 f"the model of {hello.name!r} is not the run's model",
                 expected=f"{len(state.layout)} tensors as in the run",
                 got="; ".join(found),
-                remedy="start every learner with the same model code and configuration",
+                remedy="start every learner with the same model code and configuration; another "
+                "model needs a run of its own, that is a broker with another --state-dir",
             )
 
     def _admit(self, event: ev.Received, hello: msg.Hello, now: float) -> list[ev.Effect]:
@@ -297,6 +298,7 @@ class Admission:
             held=[-1] * count,
             last_merged=[0] * count,
             received=[0] * state.settings.streams,
+            contributed_at=now,
         )
         try:
             state.roster.admit(member)

@@ -48,6 +48,12 @@ def begin_epoch(
     )
     how = f"resumed at versions {syncer.state.versions}" if snapshot is not None else "begins"
     _log.info("run %s %s, epoch %d.%d", run.run_id, how, *run.epoch)
+    if syncer.state.phase is msg.Phase.ENDED:
+        _log.warning(
+            "this run has ended, its final model is in %s; learners only get it. "
+            "A new run needs another --state-dir",
+            state_dir.path,
+        )
     return syncer, snapshot
 
 

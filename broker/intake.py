@@ -252,4 +252,5 @@ class Intake:
         push = round_.incoming.get(member.name)
         if push is not None and round_.settle_if_complete(push, now):
             member.arrival.add(now - round_.opened_at)
-            member.missed_running = 0
+            member.missed_running, member.missed_named = 0, False
+            member.contributed_at = now

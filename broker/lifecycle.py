@@ -64,7 +64,12 @@ class Lifecycle:
         founding = self.checkpoint_sum < 0
         self.checkpoint_sum, self._durable_phase = version_sum, self._writing_phase
         self._writing_phase = None
-        return [ev.Note("info", "version 0 is durable")] if founding else []
+        if founding:
+            return [ev.Note("info", "version 0 is durable")]
+        if self.stopping or self._durable_phase is msg.Phase.ENDED:
+            text = f"checkpoint written, versions {list(self.state.versions)}"
+            return [ev.Note("info", text)]
+        return []
 
     def checkpoint_failed(self, reason: str, now: float) -> list[ev.Effect]:
         self._writing_phase, self._retry_at = None, now + RETRY_S

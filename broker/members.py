@@ -59,6 +59,10 @@ class Member:
     """Push ids refused lately: one Refuse per push, not one per chunk."""
     missed_running: int = 0
     """Rounds missed in a row."""
+    missed_named: bool = False
+    """The operator has been told of them."""
+    contributed_at: float = 0.0
+    """When its last contribution was complete, or it joined."""
     left: bool = False
     """It said Bye, or was refused: nobody waits for its return."""
 

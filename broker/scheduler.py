@@ -17,7 +17,9 @@ REOPEN_S = 0.5
 """A round that was closed without a merge is opened again after so long at the earliest."""
 
 MISSED_RUNNING_NAMED = 3
-"""A learner that missed so many rounds running is named in the log."""
+MISSED_NAMED_S = 10.0
+"""A learner that missed so many rounds running, for so long, is named in the log: where rounds
+are quick a healthy one misses some."""
 
 
 @dataclass
@@ -186,7 +188,7 @@ class Scheduler:
             self.final_due.remove(round_.fragment)
 
     def _start_merge(self, round_: Round, decision: Decision, now: float) -> list[ev.Effect]:
-        effects = self._count_missed(round_)
+        effects = self._count_missed(round_, now)
         handles = round_.close()
         if handles:
             effects.append(ev.Drop(handles))
@@ -197,20 +199,25 @@ class Scheduler:
         effects.append(ev.StartMerge(round_.fragment, version, contributions, decision.reason))
         return effects
 
-    def _count_missed(self, round_: Round) -> list[ev.Effect]:
+    def _count_missed(self, round_: Round, now: float) -> list[ev.Effect]:
         """Names learners that keep missing rounds, once, with the reason that can be seen."""
         effects: list[ev.Effect] = []
         for awaited in self._awaited(round_):
             member = self.state.roster.get(awaited.name)
             assert member is not None
             member.missed_running += 1
-            if member.missed_running == MISSED_RUNNING_NAMED:
+            since_s = now - member.contributed_at
+            running = member.missed_running >= MISSED_RUNNING_NAMED and since_s >= MISSED_NAMED_S
+            if running and not member.missed_named:
+                member.missed_named = True
                 why = "its push was announced but not complete in time"
                 if not awaited.announced:
                     why = "it did not answer in time"
                 if awaited.late:
                     why = "nothing was heard from it"
-                text = f"{member.name} missed {MISSED_RUNNING_NAMED} rounds running: {why}"
+                text = (
+                    f"{member.name} missed {member.missed_running} rounds in {since_s:.0f} s: {why}"
+                )
                 effects.append(ev.Note("warning", text))
         return effects
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import zmq
 from rich.console import Console
@@ -14,8 +16,8 @@ from narrows.proto.frames import decode_control, encode_control
 from narrows.proto.messages import AskStatus, LearnerStatus, Status
 from narrows.proto.units import format_bytes, format_count, format_duration_s
 
-PIPE_COLUMNS = 140
-"""Width of the table in a file or pipe, where no terminal says how wide it is."""
+TABLE_COLUMNS = 140
+"""Width of the whole table; a narrower terminal gets the columns that matter most."""
 
 
 def ask_status(broker: str, *, timeout_s: float) -> Status:
@@ -54,14 +56,14 @@ def show_status(broker: str, *, as_json: bool, timeout_s: float) -> None:
         return
     console = Console()
     if not console.is_terminal:
-        console = Console(width=PIPE_COLUMNS)
+        console = Console(width=TABLE_COLUMNS)
     console.print(headline(status), highlight=False)
     if status.waiting_for:
         console.print(f"waiting: {status.waiting_for}", highlight=False)
     if status.contributions_refused:
         refused = ", ".join(f"{code} {n}" for code, n in status.contributions_refused.items())
         console.print(f"refused: {refused}", highlight=False)
-    console.print(learner_table(status.learners))
+    console.print(learner_table(status.learners, narrow=console.width < TABLE_COLUMNS))
 
 
 def headline(status: Status) -> str:
@@ -79,42 +81,37 @@ def headline(status: Status) -> str:
     )
 
 
-def learner_table(learners: tuple[LearnerStatus, ...]) -> Table:
+def overwritten_share(learner: LearnerStatus) -> str:
+    """Of the tokens whose fate is known, those that no merge took."""
+    ledger = learner.ledger
+    settled = ledger.merged + ledger.overwritten + ledger.refused + ledger.rolled_back
+    return f"{ledger.overwritten / settled:.0%}" if settled else "-"
+
+
+COLUMNS: dict[str, Callable[[LearnerStatus], str]] = {
+    "learner": lambda s: s.name,
+    "state": lambda s: s.state,
+    "heard": lambda s: format_duration_s(s.last_heard_s),
+    "step": lambda s: str(s.step),
+    "s/step": lambda s: f"{s.step_s:.3f}",
+    "loss": lambda s: "-" if s.loss is None else f"{s.loss:.3f}",
+    "merged": lambda s: str(s.contributions),
+    "refused": lambda s: str(s.refused),
+    "overwritten": overwritten_share,
+    "up": lambda s: format_bytes(s.up_bytes),
+    "down": lambda s: format_bytes(s.down_bytes),
+    "from": lambda s: s.address,
+}
+WIDE_ONLY = ("s/step", "refused", "overwritten", "from")
+
+
+def learner_table(learners: tuple[LearnerStatus, ...], *, narrow: bool) -> Table:
     """One row per learner."""
+    headings = [h for h in COLUMNS if not (narrow and h in WIDE_ONLY)]
     table = Table(box=None, pad_edge=False)
-    for heading in (
-        "learner",
-        "state",
-        "heard",
-        "step",
-        "s/step",
-        "loss",
-        "merged",
-        "refused",
-        "overwritten",
-        "up",
-        "down",
-        "from",
-    ):
-        table.add_column(
-            heading, justify="left" if heading in ("learner", "state") else "right", no_wrap=True
-        )
+    for heading in headings:
+        text = heading in ("learner", "state")
+        table.add_column(heading, justify="left" if text else "right", no_wrap=True)
     for learner in learners:
-        ledger = learner.ledger
-        settled = ledger.merged + ledger.overwritten + ledger.refused + ledger.rolled_back
-        share = f"{ledger.overwritten / settled:.0%}" if settled else "-"
-        table.add_row(
-            learner.name,
-            learner.state,
-            format_duration_s(learner.last_heard_s),
-            str(learner.step),
-            f"{learner.step_s:.3f}",
-            "-" if learner.loss is None else f"{learner.loss:.3f}",
-            str(learner.contributions),
-            str(learner.refused),
-            share,
-            format_bytes(learner.up_bytes),
-            format_bytes(learner.down_bytes),
-            learner.address,
-        )
+        table.add_row(*(COLUMNS[heading](learner) for heading in headings))
     return table

@@ -6,6 +6,7 @@ python examples/train.py site-a & python examples/train.py site-b
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from narrows.learner import Learner
+from narrows.proto.errors import NarrowsError
 
 BATCH, CONTEXT = 16, 64
 
@@ -23,16 +25,27 @@ def batches() -> Iterator[torch.Tensor]:
         yield torch.randint(0, 256, (BATCH, CONTEXT + 1))
 
 
-torch.set_num_threads(1)
-model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 256))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+def train(name: str) -> None:
+    model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 256))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with Learner(model, optimizer, broker="tcp://127.0.0.1:7070", name=name) as learner:
+        for step, batch in enumerate(learner.until_end(batches())):
+            logits = model(batch[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            loss.backward()
+            learner.log(tokens=batch[:, 1:].numel(), loss=loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 100 == 0:
+                print(f"{name}: step {step}, loss {loss.item():.3f}, run {learner.progress:.0%}")
+    learner.save(f"{name}.safetensors")
+    print(f"{name}: the run's model is in {name}.safetensors")
 
-with Learner(model, optimizer, broker="tcp://127.0.0.1:7070", name=sys.argv[1]) as learner:
-    for batch in learner.until_end(batches()):
-        logits = model(batch[:, :-1])
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
-        learner.log(tokens=batch[:, 1:].numel(), loss=loss)
-        optimizer.step()
-        optimizer.zero_grad()
-learner.save("model.safetensors")
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    try:
+        train(sys.argv[1])
+    except (NarrowsError, KeyboardInterrupt) as error:
+        sys.exit(f"{sys.argv[1]}: {error or 'interrupted'}")

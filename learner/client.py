@@ -87,6 +87,11 @@ class Client:
         self.joined_version_sum = sum(link.adopted for link in self._session.links)
         if self.joined_version_sum == 0:
             self._session.contribute_after_steps = 0  # Everybody starts here: no ramp.
+        _log.info("joined run %s at versions %s", self._session.run_id, self._versions())
+
+    def _versions(self) -> str:
+        adopted = self._session.links.adopted
+        return f"{min(adopted)}..{max(adopted)}"
 
     def _join(self) -> None:
         heard_at = said_at = time.monotonic()
@@ -97,7 +102,7 @@ class Client:
             heard_at = now if self._session.online else heard_at
             if now - heard_at > self._join_timeout_s:
                 raise self._session.not_admitted or BrokerUnreachable(
-                    f"no broker answered at {self._broker} for {self._join_timeout_s:.0f} s",
+                    f"no broker answered at {self._broker} for {self._join_timeout_s:g} s",
                     remedy="is `narrows broker` running, is the address right, does a firewall "
                     "block the port? A longer join timeout waits longer",
                 )

@@ -28,6 +28,7 @@ from narrows.learner.gpt import (
     validation_loss,
 )
 from narrows.learner.learner import Learner
+from narrows.proto.address import parse_address
 from narrows.proto.errors import ConfigError
 from narrows.proto.units import format_bytes
 
@@ -79,6 +80,7 @@ class WorkerOptions:
                     f"{name} is negative", expected=">= 0", got=str(getattr(self, name))
                 )
         parse_part(self.part)
+        parse_address(self.broker)
 
 
 def run_worker(options: WorkerOptions) -> dict[str, Any]:
@@ -97,6 +99,7 @@ def run_worker(options: WorkerOptions) -> dict[str, Any]:
     loop = _Loop(options, model, corpus)
     with _stop_on_signals() as stop:
         loop.run(stop)
+    print(f"{options.name}: validating", flush=True)
     summary = loop.summary() | {"validation_loss": validation_loss(model, windows)}
     _write(summary, options.json)
     return summary

@@ -23,16 +23,6 @@ STEP_TOKENS = 256
 """Of one inner step of the tiny preset."""
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small text that is quick to load, the same for all learners."""
-    folder = tmp_path_factory.mktemp("data")
-    for index in range(40):
-        lines = (f"{index} times {n} is {index * n}, says file {index}." for n in range(400))
-        (folder / f"table-{index}.txt").write_text("\n".join(lines))
-    return folder
-
-
 class Run:
     """A broker and learners of one run."""
 

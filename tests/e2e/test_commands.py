@@ -1,0 +1,138 @@
+"""The `narrows` command: one line and an exit code for whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+from peer import Peer
+from running import broker_config, live_broker
+
+from narrows.__main__ import main
+from narrows.broker.service import Service
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def narrows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command line in this process; gives its exit code, output and error output."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["narrows", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        output, errors = capsys.readouterr()
+        code = caught.value.code
+        assert isinstance(code, int)
+        assert "Traceback" not in output + errors
+        return code, output, errors
+
+    return run
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Generator[Service]:
+    with live_broker(broker_config(tmp_path, wan__streams=1)) as service:
+        yield service
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("broker", "--help"), ("--version",)])
+def test_help(narrows: Run, arguments: tuple[str, ...]) -> None:
+    code, output, _ = narrows(*arguments)
+    assert code == 0
+    assert output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("broker", "--listen", "nonsense"), "listen: no address"),
+        (("broker", "--set", "merge.quorum"), "expected KEY=VALUE"),
+        (("broker", "--set", "merge.quorun=2"), "merge.quorum"),
+        (("broker", "--config", "/nowhere/x.toml"), "/nowhere/x.toml"),
+        (("broker", "--listen", "tcp://0.0.0.0:7070"), "--insecure"),
+        (("learner", "--broker", "nonsense", "--name", "a"), "tcp://HOST:PORT"),
+        (("learner", "--broker", "tcp://h:1", "--name", "a", "--preset", "big"), "tiny"),
+        (("learner", "--broker", "tcp://h:1", "--name", "a", "--part", "3/2"), "1 <= i <= n"),
+        (("status", "nonsense"), "tcp://HOST:PORT"),
+    ],
+)
+def test_wrong_usage_is_code_2(
+    narrows: Run, arguments: tuple[str, ...], told: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = narrows(*arguments)
+    assert code == 2
+    assert told in errors
+    assert not list(tmp_path.iterdir())
+
+
+def test_nobody_there_is_code_4(narrows: Run, closed_port: int, data: Path) -> None:
+    address = f"tcp://127.0.0.1:{closed_port}"
+    code, _, errors = narrows("status", address, "--timeout-s", "0.2")
+    assert code == 4
+    assert errors.startswith(f"narrows: broker_unreachable: {address} did not answer")
+    code, _, errors = narrows(
+        "learner", "--broker", address, "--name", "a", "--data", str(data),
+        "--join-timeout-s", "0.2",
+    )  # fmt: skip
+    assert code == 4
+    assert f"no broker answered at {address} for 0.2 s" in errors
+
+
+def test_a_refusal_is_code_3(narrows: Run, service: Service, data: Path) -> None:
+    start = ("learner", "--broker", service.wires.address, "--data", str(data), "--name")
+    with Peer(service.wires.address, "other") as other:
+        other.join()  # The run's model is the toy's from now on.
+        code, _, errors = narrows(*start, "a")
+        assert code == 3
+        assert "narrows: layout_mismatch: " in errors
+        assert "--state-dir" in errors
+        code, _, errors = narrows(*start, "no such name")
+        assert code == 3
+        assert "narrows: bad_name: " in errors
+
+
+def test_a_port_in_use_is_code_1(narrows: Run, service: Service, tmp_path: Path) -> None:
+    code, _, errors = narrows(
+        "broker", "--listen", service.wires.address, "--state-dir", str(tmp_path / "other")
+    )
+    assert code == 1
+    assert errors.startswith("narrows: port_in_use: cannot bind the control port")
+    assert "is a broker running already?" in errors
+
+
+def test_a_state_directory_in_use_is_code_1(narrows: Run, service: Service) -> None:
+    code, _, errors = narrows(
+        "broker", "--listen", "tcp://127.0.0.1:0",
+        "--state-dir", service.syncer.state.config.broker.state_dir,
+    )  # fmt: skip
+    assert code == 1
+    assert "another broker" in errors
+
+
+def test_status_as_a_table_and_as_json(narrows: Run, service: Service) -> None:
+    with Peer(service.wires.address, "site-a") as peer:
+        peer.join()
+        peer.found()
+        code, table, _ = narrows("status", service.wires.address)
+        assert code == 0
+        assert "running" in table
+        assert re.search(r"^site-a +live .* 127\.0\.0\.1 *$", table, re.MULTILINE)
+        code, text, _ = narrows("status", service.wires.address, "--json")
+        assert code == 0
+        assert [learner["name"] for learner in json.loads(text)["learners"]] == ["site-a"]
