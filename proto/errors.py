@@ -34,7 +34,6 @@ class ErrorCode(StrEnum):
     FUTURE_BASE = "future_base"
     NO_ROUND = "no_round"
     BAD_TOKENS = "bad_tokens"
-    TOO_MANY_PUSHES = "too_many_pushes"
     OLD_INCARNATION = "old_incarnation"
     # Local: nothing was sent.
     CONFIG = "config"

@@ -9,7 +9,7 @@ CONTROL_BYTES_MAX = 4 << 20
 """A control message. The largest is Hello with its layout: 30,000 tensors of 100 bytes each."""
 
 HEADER_BYTES_MAX = 1 << 10
-"""Header of a data message: fourteen small fields, the longest a 64-character name."""
+"""Header of a data message: small fields, the longest a 64-character name."""
 
 TOPIC_BYTES_MAX = 64
 """A downlink topic: 32 hex digits of an incarnation, a slash and a stream number."""
@@ -52,9 +52,6 @@ TOKENS_MAX = 1 << 62
 
 VERSION_MAX = 1 << 53
 """Versions of a fragment: exact in every language's numbers."""
-
-PUSHES_OPEN_MAX = 4
-"""Unfinished pushes of one learner: two rounds in flight, twice over for late chunks."""
 
 RANGES_MAX = 256
 """Ranges in one Missing message; the rest is asked for by the next one."""
