@@ -1,22 +1,18 @@
-"""Who joins: Hello, contested names, founding of version 0, Welcome. [pure]"""
+"""Who joins: Hello, contested names, Welcome. [pure]"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from narrows.broker import events as ev
+from narrows.broker.founding import Founding
 from narrows.broker.members import Member, check_name
 from narrows.broker.state import RunState, drop_pushes, refusal
 from narrows.proto import messages as msg
-from narrows.proto.assembly import Arrival, Assembly
 from narrows.proto.codecs import codec_names
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
-from narrows.proto.fragments import build_table
 from narrows.proto.layout import check_layout, differences
 from narrows.proto.limits import PROTOCOL
-
-FOUNDING_REPAIR_S = 1.0
-"""Missing chunks of version 0 are asked for after so long without progress."""
 
 
 @dataclass
@@ -31,35 +27,30 @@ class _Contest:
 
 @dataclass
 class Admission:
-    """Admits learners and has version 0 made."""
+    """Admits learners."""
 
     state: RunState
-    from_file: bool = False
-    """Version 0 comes from a file that the shell holds, not from the first learner."""
-    founder: str = ""
+    founding: Founding
     _contests: dict[str, _Contest] = field(default_factory=dict[str, _Contest])
-    _founding: dict[int, Assembly] = field(default_factory=dict[int, Assembly])
     _nonce: int = 0
-    _layout_of: str = ""
-    """Learner that brought the layout."""
-    _making: bool = False
-    """The shell is making version 0, or it stands."""
-    _progress_at: float = 0.0
 
     def hello(self, event: ev.Received, now: float) -> list[ev.Effect]:
         """A Hello: refused with the reason, contested, or admitted."""
         hello = event.message
         assert isinstance(hello, msg.Hello)
         try:
-            self._check(hello)
+            self._check(hello, event.peer)
         except NarrowsError as error:
-            self.state.tally.refuse(error.code)
-            note = ev.Note("warning", f"{event.address or 'a peer'} refused: {error}")
-            return [ev.Send(event.peer, refusal(error)), note]
+            return self._refused(event, error)
         holder = self.state.roster.get(hello.name)
         if holder is None or not holder.connected or holder.incarnation == hello.incarnation:
             return self._admit(event, hello, now) + self._probe_again(hello, event.peer, now)
         return self._contest(event, hello, holder, now)
+
+    def _refused(self, event: ev.Received, error: NarrowsError) -> list[ev.Effect]:
+        self.state.tally.refuse(error.code)
+        note = ev.Note("warning", f"{event.address or 'a peer'} refused: {error}")
+        return [ev.Send(event.peer, refusal(error)), note]
 
     def _contest(
         self, event: ev.Received, hello: msg.Hello, holder: Member, now: float
@@ -123,83 +114,14 @@ class Admission:
     def lost(self, member: Member, now: float) -> list[ev.Effect]:
         """A learner is gone: whoever claims its name gets it; the next founder is asked."""
         effects = self._award(member.name, now)
-        if self.state.phase is not msg.Phase.FOUNDING or member.name != self.founder:
-            return effects
         holder = self.state.roster.get(member.name)
-        if self._making or (holder is not None and holder.connected):
-            return effects  # All is here, or the newcomer has become the founder.
-        self.founder = ""
-        effects += self._drop_founding()
-        for other in self.state.roster.connected():
-            return effects + self._welcome(other, now)
-        return effects
-
-    def founding_chunk(
-        self, member: Member, header: msg.Header, handle: int, now: float
-    ) -> list[ev.Effect]:
-        """A decoded chunk of the founder's parameters."""
-        assembly = self._founding.get(header.fragment)
-        if member.name != self.founder or self._making or assembly is None:
-            return [ev.Drop((handle,))]
-        self._progress_at = now
-        try:
-            arrival = assembly.add(header.offset, header.count, header.payload_digest, handle)
-        except RemoteProtocolError as error:
-            return [ev.Drop((handle,)), *self.founding_failed(error)]
-        if arrival is Arrival.DUPLICATE:
-            return [ev.Drop((handle,))]
-        if not all(self._founding[index].complete for index in sorted(self._founding)):
-            return []
-        self._making = True
-        handles = tuple(self._founding[index].handles for index in sorted(self._founding))
-        return [ev.Found(self.state.layout, handles)]
-
-    def missing_founding(self, now: float) -> list[ev.Effect]:
-        """Asks the founder again for what has not arrived, once nothing arrives any more."""
-        founder = self.state.roster.get(self.founder)
-        if founder is None or founder.peer is None or self._making:
-            return []
-        if now < self._progress_at + FOUNDING_REPAIR_S:
-            return []
-        return [
-            ev.Send(founder.peer, msg.Missing(msg.DataKind.FOUND, index, 0, 0, assembly.missing()))
-            for index, assembly in sorted(self._founding.items())
-            if not assembly.complete
-        ]
-
-    def founding_damaged(self, header: msg.Header, error: NarrowsError) -> list[ev.Effect]:
-        """A payload of version 0 that does not decode; once all is here it says nothing."""
-        member = self.state.roster.get(header.learner)
-        wanted = header.fragment in self._founding and not self._making
-        if member is None or member.name != self.founder or not wanted:
-            return []
-        if member.incarnation != header.incarnation:
-            return []
-        return self.founding_failed(error)
-
-    def founded(self) -> None:
-        """Version 0 stands; the shell has let go of the chunks."""
-        self._founding = {}
-
-    def founding_failed(self, error: NarrowsError) -> list[ev.Effect]:
-        """Version 0 cannot be made: who brought the layout is refused, the others start again."""
-        by = self.founder or self._layout_of
-        self.founder, self._making, self._layout_of = "", False, ""
-        effects = self._drop_founding()
-        self.state.layout, self.state.table = (), ()
-        effects.append(ev.Note("error", f"version 0 cannot be made: {error}"))
-        again = RemoteProtocolError(ErrorCode.UNKNOWN_SESSION, "founding starts again")
-        for member in self.state.roster.connected():
-            assert member.peer is not None
-            member.left = member.name == by
-            refuse = refusal(error if member.left else again)
-            effects += [ev.Send(member.peer, refuse), ev.Forget(member.name)]
-            self.state.roster.disconnect(member)
-        return effects
-
-    def held_handles(self) -> tuple[int, ...]:
-        """Payloads of version 0 that have arrived."""
-        return tuple(h for part in self._founding.values() for h in part.handles)
+        if self.state.phase is not msg.Phase.FOUNDING or (holder is not None and holder.connected):
+            return effects
+        effects += self.founding.lost(member)
+        waiting = self.state.roster.connected()
+        return (
+            effects + self._welcome(waiting[0], now) if self.founding.open and waiting else effects
+        )
 
     def welcome_all(self, now: float) -> list[ev.Effect]:
         """Version 0 is durable: everybody who waits may adopt it."""
@@ -208,7 +130,7 @@ class Admission:
             effects += self._welcome(member, now)
         return effects
 
-    def _check(self, hello: msg.Hello) -> None:
+    def _check(self, hello: msg.Hello, peer: ev.Peer) -> None:
         """Raises RemoteProtocolError for a Hello that can never be admitted."""
         state = self.state
         if hello.protocol != PROTOCOL:
@@ -220,6 +142,15 @@ class Admission:
                 remedy="install the same narrows version on the broker and on every learner",
             )
         check_name(hello.name, hello.incarnation)
+        speaker = state.roster.by_peer(peer)
+        if speaker is not None and speaker.name != hello.name:
+            raise RemoteProtocolError(
+                ErrorCode.BAD_NAME,
+                "one connection speaks for one learner",
+                expected=speaker.name,
+                got=hello.name,
+                remedy="open a connection for each learner",
+            )
         if state.roster.is_superseded(hello.name, hello.incarnation):
             raise RemoteProtocolError(
                 ErrorCode.SUPERSEDED,
@@ -272,14 +203,10 @@ class Admission:
 
     def _admit(self, event: ev.Received, hello: msg.Hello, now: float) -> list[ev.Effect]:
         state = self.state
-        if not state.layout:
-            try:
-                state.table = build_table(hello.layout, state.settings.fragment_count)
-            except NarrowsError as error:
-                state.tally.refuse(error.code)
-                return [ev.Send(event.peer, refusal(error)), ev.Note("error", str(error))]
-            state.layout, state.frozen_digest = hello.layout, hello.frozen_digest
-            self._layout_of = hello.name
+        try:
+            self.founding.take_layout(hello)
+        except NarrowsError as error:
+            return self._refused(event, error)
         count = len(state.table)
         before = state.roster.get(hello.name)
         if before is not None and before.incarnation == hello.incarnation:
@@ -303,11 +230,11 @@ class Admission:
         try:
             state.roster.admit(member)
         except RemoteProtocolError as error:
-            return [ev.Send(event.peer, refusal(error))]
+            return self._refused(event, error)
+        state.clock.keep({each.incarnation for each in state.roster})
         effects = drop_pushes(state, member.name)
-        if before is not None and member.name == self.founder and not self._making:
-            self.founder = ""
-            effects += self._drop_founding()
+        if before is not None:
+            effects += self.founding.taken_over(member.name)
         return effects + self._enter(member, hello, "rejoined" if before else "joined", now)
 
     def _enter(self, member: Member, hello: msg.Hello, verb: str, now: float) -> list[ev.Effect]:
@@ -323,22 +250,7 @@ class Admission:
         assert member.peer is not None
         role, effects = msg.Role.ADOPT, list[ev.Effect]()
         if state.phase is msg.Phase.FOUNDING:
-            role, effects = self._founding_role(member, now)
+            role, effects = self.founding.role(member, now)
+        elif not member.ready and member.adopting_since is None:
+            member.adopting_since = now
         return [ev.Send(member.peer, state.welcome(member, role, now)), *effects]
-
-    def _founding_role(self, member: Member, now: float) -> tuple[msg.Role, list[ev.Effect]]:
-        """Who sends version 0: the file, or the first learner; the others wait."""
-        if self._making or self.state.heads or self.founder not in ("", member.name):
-            return msg.Role.WAIT, []
-        if self.from_file:
-            self._making = True
-            return msg.Role.WAIT, [ev.Found(self.state.layout, None)]
-        if self.founder:
-            return msg.Role.FOUND, []
-        self.founder, self._progress_at = member.name, now
-        self._founding = {f.index: Assembly(f.elements) for f in self.state.table}
-        return msg.Role.FOUND, [ev.Note("info", f"{member.name} sends version 0")]
-
-    def _drop_founding(self) -> list[ev.Effect]:
-        handles, self._founding = self.held_handles(), {}
-        return [ev.Drop(handles)] if handles else []

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from narrows.broker.checkpoint import FragmentState
 from narrows.broker.events import Publish
 from narrows.broker.model import GlobalModel
 from narrows.broker.state import RunState
 from narrows.broker.wires import Traffic, Wires
 from narrows.proto.frames import digest, encode_header
-from narrows.proto.limits import PROTOCOL
+from narrows.proto.kernels import F32
+from narrows.proto.limits import PROTOCOL, PUBLICATIONS_KEPT
 from narrows.proto.messages import DataKind, Header
 from narrows.proto.outbox import Lane, Outbox
 from narrows.proto.socket_options import STREAM_WINDOW_BYTES
@@ -19,6 +19,15 @@ from narrows.proto.transfer import STATE_CODEC
 
 PARCELS_PER_PUMP = 256
 """Data messages sent before the loop looks at its sockets again."""
+
+
+@dataclass(frozen=True)
+class _State:
+    """A version that is sent whole: the published copy and nothing else of it."""
+
+    version: int
+    digest: int
+    published: F32
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class _Parcel:
     codec: str
     payload: bytes | None
     payload_digest: int
-    state: FragmentState | None
+    state: _State | None
     result_digest: int
 
 
@@ -42,8 +51,9 @@ class _Parcel:
 class _Addressee:
     incarnation: str
     outbox: Outbox[_Parcel]
-    states: dict[int, FragmentState]
-    """State last sent per fragment: repair must come from the same version."""
+    states: dict[int, _State] = field(default_factory=dict[int, "_State"])
+    """State last sent per fragment, while some of it is on its way: repair must come from the
+    same version. Held longer, each would keep a copy of the fragment in memory."""
 
 
 class Downlink:
@@ -54,10 +64,12 @@ class Downlink:
         self._run = run
         self._traffic = traffic
         self._addressees: dict[str, _Addressee] = {}
+        self.has_more = False
+        """The last pump stopped before all was gone that may go."""
 
     def admit(self, learner: str, incarnation: str) -> None:
         outbox = Outbox[_Parcel](self._run.settings.streams, STREAM_WINDOW_BYTES)
-        self._addressees[learner] = _Addressee(incarnation, outbox, {})
+        self._addressees[learner] = _Addressee(incarnation, outbox)
 
     def forget(self, learner: str) -> None:
         self._addressees.pop(learner, None)
@@ -66,6 +78,8 @@ class Downlink:
         addressee = self._addressees.get(learner)
         if addressee is not None:
             addressee.outbox.acknowledge(positions, now)
+            if addressee.outbox.idle:
+                addressee.states.clear()
 
     def publish(self, order: Publish, model: GlobalModel) -> None:
         """Queues what a Publish effect names; a state that is gone is replaced by the newest."""
@@ -77,6 +91,11 @@ class Downlink:
             return
         publication = model.publication(order.fragment, order.version)
         if publication is None:
+            return
+        if self._falls_behind(addressee, order):
+            # It would never catch up, and memory would grow: the newest state replaces them all.
+            addressee.outbox.discard(lambda p: p.fragment == order.fragment)
+            self._queue_state(addressee, order, model)
             return
         codec = model.config.codec.publish
         # Repair asks for what may still wait to leave: send it once.
@@ -100,8 +119,18 @@ class Downlink:
             )
             addressee.outbox.put(parcel, len(chunk.payload))
 
+    def _falls_behind(self, addressee: _Addressee, order: Publish) -> bool:
+        """More publications of this fragment wait to leave than are kept."""
+        waiting = {
+            parcel.version
+            for parcel in addressee.outbox
+            if parcel.fragment == order.fragment and parcel.kind is DataKind.PUBLICATION
+        }
+        return len(waiting | {order.version}) > PUBLICATIONS_KEPT
+
     def _queue_state(self, addressee: _Addressee, order: Publish, model: GlobalModel) -> None:
-        state, ranges = model.fragments[order.fragment], order.ranges
+        newest, ranges = model.fragments[order.fragment], order.ranges
+        state = _State(newest.version, newest.digest, newest.published)
         before = addressee.states.get(order.fragment)
         if before is not None and before.version == order.version:
             state = before
@@ -129,8 +158,14 @@ class Downlink:
             )
             addressee.outbox.put(parcel, count * 4, Lane.STATE)
 
+    @property
+    def states_held(self) -> int:
+        """Fragments' copies that are kept for transfers under way."""
+        return sum(len(addressee.states) for addressee in self._addressees.values())
+
     def pump(self, now: float) -> None:
         """Sends what the credit allows, learners in turn."""
+        self.has_more = False
         for name, addressee in self._addressees.items():
             addressee.outbox.renew_stalled(now)
             for topic, header, payload in self._departures(name, addressee, now):
@@ -180,6 +215,7 @@ class Downlink:
             )
             topic = topic_of(addressee.incarnation, departure.stream)
             yield topic, encode_header(header), payload
+        self.has_more = True
 
 
 def topic_of(incarnation: str, stream: int) -> bytes:

@@ -15,10 +15,13 @@ from typing import NoReturn
 from narrows.broker import events as ev
 from narrows.broker.checkpoint import Snapshot, StateDir
 from narrows.broker.config import BrokerConfig
-from narrows.broker.model import GlobalModel, Outcome, from_chunks, from_file
+from narrows.broker.initial import from_file
+from narrows.broker.merge import warm_up as warm_up_merge
+from narrows.broker.model import GlobalModel, Outcome, from_chunks
 from narrows.broker.state import RunState
 from narrows.proto import messages as msg
 from narrows.proto.codecs import DecodedChunk
+from narrows.proto.codecs import warm_up as warm_up_codecs
 from narrows.proto.errors import NarrowsError, RemoteProtocolError
 from narrows.proto.transfer import decode_chunk
 
@@ -42,6 +45,8 @@ class Jobs:
         self._payloads: dict[int, bytes] = {}
         self._chunks: dict[int, tuple[int, DecodedChunk]] = {}
         self._handle = 0
+        for warm_up in (warm_up_codecs, warm_up_merge):
+            self._submit(self._pool, warm_up)
         self.model: GlobalModel | None = None
         """None until version 0 stands."""
 
@@ -169,7 +174,6 @@ class Jobs:
         """References to arrays that are never changed in place: cheap and consistent."""
         assert self.model is not None
         run = self._run
-        founding = run.phase is msg.Phase.FOUNDING
         return Snapshot(
             run_id=run.run_id,
             epoch=run.epoch,
@@ -177,7 +181,7 @@ class Jobs:
             frozen_digest=run.frozen_digest,
             fragment_count=run.settings.fragment_count,
             run_tokens=run.clock.run_tokens,
-            phase=msg.Phase.RUNNING if founding else run.phase,
+            phase=run.phase,
             fragments=tuple(self.model.fragments),
         )
 

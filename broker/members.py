@@ -61,6 +61,8 @@ class Member:
     """Rounds missed in a row."""
     missed_named: bool = False
     """The operator has been told of them."""
+    adopting_since: float | None = None
+    """When it was first told to adopt."""
     contributed_at: float = 0.0
     """When its last contribution was complete, or it joined."""
     left: bool = False
@@ -158,9 +160,6 @@ class Roster:
                 old = self._superseded.setdefault(member.name, deque(maxlen=64))
                 old.append(before.incarnation)
         assert member.peer is not None
-        holder = self.by_peer(member.peer)
-        if holder is not None and holder is not member:
-            self.disconnect(holder)  # One connection speaks for one learner.
         self._members[member.name] = member
         if before is None:
             self._members = dict(sorted(self._members.items()))
@@ -216,3 +215,4 @@ class Roster:
         for member in list(self):
             if not member.connected:
                 del self._members[member.name]
+                self._superseded.pop(member.name, None)

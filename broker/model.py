@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file as _load_file  # pyright: ignore[reportUnknownVariableType]
 
 from narrows.broker.checkpoint import FragmentState
 from narrows.broker.config import BrokerConfig
@@ -17,10 +15,8 @@ from narrows.broker.events import Contributed
 from narrows.broker.merge import Contribution, merge, token_weights
 from narrows.broker.outer import outer_optimizer
 from narrows.proto.codecs import DecodedChunk, add_values
-from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import Fragment
 from narrows.proto.limits import PUBLICATIONS_KEPT
-from narrows.proto.messages import LayoutEntry
 from narrows.proto.transfer import EncodedChunk, digest_of, encode_fragment, values_of
 
 F32: TypeAlias = NDArray[np.float32]
@@ -145,33 +141,4 @@ def from_chunks(
     return [
         version_zero(values_of(part, [chunks[handle] for handle in part_handles]))
         for part, part_handles in zip(table, handles, strict=True)
-    ]
-
-
-def from_file(
-    path: Path, layout: Sequence[LayoutEntry], table: Sequence[Fragment]
-) -> list[FragmentState]:
-    """Version 0 from a safetensors file with the layout's names.
-
-    Raises ConfigError if a tensor is missing, has another shape or is not finite.
-    """
-    tensors = cast("dict[str, NDArray[np.generic]]", _load_file(path))
-    flat: list[F32] = []
-    for entry in layout:
-        tensor = tensors.get(entry.name)
-        if tensor is None or tensor.size != int(np.prod(entry.shape, dtype=object)):
-            raise ConfigError(
-                f"{path} does not fit the model",
-                expected=f"{entry.name} of shape {list(entry.shape)}",
-                got="nothing" if tensor is None else f"shape {list(tensor.shape)}",
-            )
-        values = np.ascontiguousarray(tensor, dtype=np.float32).reshape(-1)
-        if not np.isfinite(values).all():
-            raise ConfigError(f"{path}: {entry.name} is not finite")
-        flat.append(values)
-    return [
-        version_zero(
-            np.concatenate([flat[p.tensor][p.start : p.start + p.count] for p in part.pieces])
-        )
-        for part in table
     ]

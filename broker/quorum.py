@@ -39,6 +39,8 @@ class Awaited:
     """Nothing was heard from it for a while (the yellow state)."""
     predicted_s: float | None
     """Seconds from the opening of a round to its contribution, mean + 3 deviations."""
+    mean_s: float = 0.0
+    """The mean alone."""
 
 
 @dataclass(frozen=True)
@@ -117,4 +119,6 @@ class QuorumRule:
             return opened_at
         if learner.predicted_s is None:
             return longest
+        if opened_at + learner.mean_s > longest:
+            return opened_at  # It would most likely come too late anyway.
         return min(opened_at + learner.predicted_s, longest)

@@ -9,8 +9,9 @@ from narrows.proto.limits import TOKENS_MAX
 RATE_RATIO_MAX = 8.0
 """A learner's tokens are accepted at up to this multiple of its own average rate."""
 
-FIRST_REPORT_TOKENS_MAX = 1 << 32
-"""Accepted from the first report, which has no average to be compared with."""
+FIRST_REPORT_TOKENS_MAX = 1 << 24
+"""Accepted from the first report, which has no average to be compared with: more than any
+learner makes in the second before it."""
 
 BURST_S = 60.0
 """Allowance that may pile up while a learner's reports are delayed."""
@@ -42,9 +43,9 @@ class RunClock:
         if incarnation not in self._accounts:
             self._accounts[incarnation] = _Account(tokens, tokens, now, now, 0.0, tokens)
 
-    def leave(self, incarnation: str) -> None:
-        """Forgets an incarnation; its accepted tokens stay."""
-        self._accounts.pop(incarnation, None)
+    def keep(self, incarnations: set[str]) -> None:
+        """Forgets all others; their accepted tokens stay."""
+        self._accounts = {i: a for i, a in self._accounts.items() if i in incarnations}
 
     def report(self, incarnation: str, tokens: int, now: float) -> None:
         """Takes a cumulative token count in."""

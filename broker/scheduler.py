@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from narrows.broker import events as ev
@@ -13,8 +14,14 @@ from narrows.proto import messages as msg
 from narrows.proto.limits import PUBLICATIONS_KEPT
 from narrows.proto.smoothing import Smoothed
 
+ADOPTION_WAIT_S = 60.0
+"""The lockstep modes wait so long for a joiner to adopt the fragments, then go on without it."""
+
 REOPEN_S = 0.5
 """A round that was closed without a merge is opened again after so long at the earliest."""
+
+MISSED_FACTOR = 1.5
+"""A contribution that was missed counts as one that took so much longer than the wait."""
 
 MISSED_RUNNING_NAMED = 3
 MISSED_NAMED_S = 10.0
@@ -32,6 +39,9 @@ class Scheduler:
     """What holds the newest round up, for operators."""
     halted: bool = False
     """The broker is stopping: nothing is opened or merged any more."""
+    adopting: list[str] = field(default_factory=list[str])
+    """Lockstep: learners that the next round waits for while they adopt."""
+    _adopting_until: float = math.inf
     final_due: list[int] = field(default_factory=list[int])
     """Fragments whose last round is still to come; filled when the goal is reached."""
     _next_fragment: int = 0
@@ -48,6 +58,8 @@ class Scheduler:
         times = list(self._decide_at.values())
         if self._can_launch() and self._next_due() is not None:
             times.append(self._launch_at())
+        if self.adopting:
+            times.append(self._adopting_until)
         return min(times, default=None)
 
     def adopted(self, fragment: int, version: int, now: float) -> None:
@@ -78,7 +90,7 @@ class Scheduler:
             return any(index not in state.rounds for index in self.final_due)
         if state.lockstep:
             # A learner that is still adopting would miss a round that all must contribute to.
-            return all(member.ready for member in state.roster.connected())
+            return not self.adopting
         return state.roster.step_s() > 0
 
     def _next_due(self) -> int | None:
@@ -96,6 +108,7 @@ class Scheduler:
     def launch(self, now: float) -> None:
         """Opens the rounds that are due; the next Beat tells them."""
         state = self.state
+        self._find_adopting(now)
         while self._can_launch():
             index = self._next_due()
             if index is None or now < self._launch_at():
@@ -116,6 +129,17 @@ class Scheduler:
             self._next_fragment = (index + 1) % len(state.heads)
             self.launched_at = now
 
+    def _find_adopting(self, now: float) -> None:
+        """Who is waited for in the lockstep modes before the next round: not for ever, or one
+        learner that cannot reach the downlink would hold all others up."""
+        self.adopting.clear()
+        self._adopting_until = math.inf
+        for member in self.state.roster.connected():
+            until = (member.adopting_since or now) + ADOPTION_WAIT_S
+            if self.state.lockstep and not member.ready and now < until:
+                self.adopting.append(member.name)
+                self._adopting_until = min(self._adopting_until, until)
+
     def _awaited(self, round_: Round) -> list[Awaited]:
         """Who may still contribute: expected, alive, not declined; all, below the quorum."""
         short = len(round_.contributed) < round_.quorum
@@ -125,6 +149,7 @@ class Scheduler:
                 member.name in round_.incoming and bool(round_.incoming[member.name].announced),
                 member.state is Liveness.LATE,
                 member.predicted_s(),
+                member.arrival.mean,
             )
             for member in self.state.roster.ready()
             if member.name not in round_.contributed
@@ -206,6 +231,10 @@ class Scheduler:
             member = self.state.roster.get(awaited.name)
             assert member is not None
             member.missed_running += 1
+            if not awaited.late:
+                # It would have come later than now: predictions that know only those who were in
+                # time would leave a learner that became slower out for ever.
+                member.arrival.add(MISSED_FACTOR * (now - round_.opened_at))
             since_s = now - member.contributed_at
             running = member.missed_running >= MISSED_RUNNING_NAMED and since_s >= MISSED_NAMED_S
             if running and not member.missed_named:

@@ -23,6 +23,7 @@ from narrows.broker.checkpoint import StateDir
 from narrows.broker.config import BrokerConfig
 from narrows.broker.downlink import Downlink
 from narrows.broker.epoch import begin_epoch
+from narrows.broker.initial import check_file
 from narrows.broker.jobs import Jobs
 from narrows.broker.model import GlobalModel, Outcome
 from narrows.broker.state import refusal
@@ -42,6 +43,8 @@ class Service:
         """Binds, locks the state directory, loads the newest checkpoint, makes the new epoch
         durable. Raises NarrowsError with the remedy if any of it cannot be done."""
         with ExitStack() as undo:
+            if config.broker.init:
+                check_file(Path(config.broker.init))
             self.wires = Wires.bind(
                 config.broker.listen,
                 uplink_port=config.broker.uplink_port,
@@ -59,6 +62,7 @@ class Service:
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         self._finished: str | None = None
+        self._closed = False
         run = self.syncer.state
         run.uplink_port, run.downlink_port = self.wires.uplink_port, self.wires.downlink_port
         self.jobs = Jobs(config, run, self.state_dir, self._post)
@@ -79,6 +83,8 @@ class Service:
                 deadline = self.syncer.next_deadline()
                 now = time.monotonic()
                 timeout_ms = 1000 if deadline is None else max(0, (deadline - now) * 1000) + 1
+                if self.downlink.has_more:
+                    timeout_ms = 0
                 poller.poll(int(min(timeout_ms, 1000)))
                 self._turn()
             return self._finished
@@ -118,7 +124,8 @@ class Service:
     def _later(self, action: Callable[[], None]) -> None:
         """Has `action` run on the loop's thread."""
         self._results.put(action)
-        os.write(self._wake_write, b"\0")
+        if not self._closed:
+            os.write(self._wake_write, b"\0")
 
     def _post(self, work: Callable[[], ev.Event | None]) -> None:
         """Runs `work` on the loop's thread and handles the event that it returns."""
@@ -245,6 +252,7 @@ class Service:
         self._record({"event": "final", "status": json.loads(msgspec.json.encode(final))})
         self.wires.close()
         self.state_dir.close()
+        self._closed = True  # A signal may still come.
         os.close(self._wake_read)
         os.close(self._wake_write)
         if self._events is not None:

@@ -49,8 +49,13 @@ def status(syncer: Syncer, traffic: Mapping[str, Bytes], now: float) -> msg.Stat
 def _waiting_for(syncer: Syncer) -> str:
     """One phrase that names what the run waits for, "" if nothing holds it up."""
     state = syncer.state
-    if state.phase is msg.Phase.FOUNDING:
+    if state.phase is msg.Phase.FOUNDING and not state.heads:
         return "version 0 from the first learner"
+    if state.phase is msg.Phase.FOUNDING:
+        wanted = state.config.run.learners_at_start
+        return f"learners, {len(state.roster.connected())} of {wanted} are here"
+    if adopting := syncer.scheduler.adopting:
+        return f"{', '.join(adopting)} to adopt the fragments"
     if state.phase is not msg.Phase.ENDED and not state.roster.ready():
         return "a learner"
     return syncer.scheduler.waiting_for if state.open_rounds() else ""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from narrows.broker import events as ev
 from narrows.broker.admission import Admission
 from narrows.broker.config import BrokerConfig, settings
+from narrows.broker.founding import Founding
 from narrows.broker.intake import Intake
 from narrows.broker.lifecycle import Lifecycle
 from narrows.broker.members import Liveness, Member, Roster
@@ -53,7 +54,8 @@ class Syncer:
     ) -> None:
         roster = Roster(config.liveness.late, config.liveness.lost)
         self.state = RunState(config, settings(config), run_id, epoch, roster, Tally(now))
-        self.admission = Admission(self.state, from_file)
+        self.founding = Founding(self.state, from_file)
+        self.admission = Admission(self.state, self.founding)
         self.intake = Intake(self.state)
         self.scheduler = Scheduler(self.state, launched_at=now)
         self.lifecycle = Lifecycle(self.state, self.scheduler, started_at=now)
@@ -83,11 +85,11 @@ class Syncer:
                 error = RemoteProtocolError(ErrorCode(code), reason)
                 effects = self._damaged(header, handle, error)
             case ev.Founded(digests):
-                self.admission.founded()
+                self.founding.founded()
                 self.lifecycle.founded(digests)
             case ev.FoundingFailed(reason):
                 error = RemoteProtocolError(ErrorCode.LAYOUT_MISMATCH, reason)
-                effects = self.admission.founding_failed(error)
+                effects = self.founding.failed(error)
             case ev.Merged():
                 effects = self.scheduler.merged(event, now)
             case ev.MergeFailed(fragment, reason):
@@ -166,7 +168,7 @@ class Syncer:
         effects: list[ev.Effect] = []
         if due:
             self._beat_at = now
-            effects += self.intake.repair(now) + self.admission.missing_founding(now)
+            effects += self.intake.repair(now) + self.founding.missing(now)
         for member in state.roster.connected():
             effects += self._beat_to(member, now)
         return effects
@@ -244,14 +246,14 @@ class Syncer:
         member = self.state.roster.get(header.learner)
         if member is None or member.incarnation != header.incarnation:
             return [ev.Drop((handle,))]
-        return self.admission.founding_chunk(member, header, handle, now)
+        return self.founding.chunk(member, header, handle, now)
 
     def _damaged(
         self, header: msg.Header, handle: int, error: RemoteProtocolError
     ) -> list[ev.Effect]:
         if header.kind is msg.DataKind.PUSH:
             return self.intake.damaged(header, handle, error)
-        return [ev.Drop((handle,)), *self.admission.founding_damaged(header, error)]
+        return [ev.Drop((handle,)), *self.founding.damaged(header, error)]
 
     def _lose(self, member: Member, reason: str, now: float) -> list[ev.Effect]:
         """A learner is gone: its unfinished pushes go, its complete contributions stay."""

@@ -9,7 +9,7 @@ for good, so a drop cannot leak credit. What was lost is asked for again by rang
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Generic, NamedTuple, TypeVar
@@ -62,6 +62,15 @@ class Outbox(Generic[Item]):
 
     def __len__(self) -> int:
         return sum(len(lane) for lane in self._lanes)
+
+    def __iter__(self) -> Iterator[Item]:
+        """What waits to leave."""
+        return (item for lane in self._lanes for item, _ in lane)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits to leave, and all that left has arrived or is lost."""
+        return not len(self) and all(s.sent == s.acknowledged for s in self._streams)
 
     def put(self, item: Item, size_bytes: int, lane: Lane = Lane.FRAGMENT) -> None:
         """Queues a message of `size_bytes`."""

@@ -101,7 +101,7 @@ def check_payloads(simulation: Simulation) -> None:
     broker = simulation.broker
     assert broker is not None
     syncer, held = broker.syncer, set(broker.store) - broker.busy
-    needed = set(syncer.admission.held_handles())
+    needed = set(syncer.founding.held_handles())
     for round_ in syncer.state.rounds.values():
         for incoming in round_.incoming.values():
             needed.update(incoming.assembly.handles)

@@ -41,6 +41,7 @@ PURE = (
     "broker/admission.py",
     "broker/config.py",
     "broker/events.py",
+    "broker/founding.py",
     "broker/intake.py",
     "broker/lifecycle.py",
     "broker/members.py",

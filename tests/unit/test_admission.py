@@ -6,6 +6,7 @@ from machines import ELEMENTS, EPOCH, RUN, Desk, hello, incarnation_of, one, onl
 
 from narrows.broker import events as ev
 from narrows.broker.config import BrokerConfig
+from narrows.broker.status import status
 from narrows.broker.syncer import Resumed, Syncer
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode
@@ -113,6 +114,57 @@ def test_a_founder_whose_version_0_cannot_be_made_is_refused_the_others_start_ag
     assert codes == [ErrorCode.LAYOUT_MISMATCH, ErrorCode.UNKNOWN_SESSION]
     assert one(effects, ev.Drop).handles == (1,)
     assert one(desk.say("b", hello("b")), msg.Welcome).role is Role.FOUND
+
+
+def test_one_connection_speaks_for_one_learner() -> None:
+    desk = Desk()
+    desk.say("a", hello("a"))
+    refuse = one(desk.say("a", hello("b")), msg.Refuse)
+    assert (refuse.code, refuse.expected, refuse.got) == (ErrorCode.BAD_NAME, "a", "b")
+    assert desk.state.roster.get("b") is None
+    assert one(desk.say("a", hello("a")), msg.Welcome).role is Role.FOUND
+
+
+def test_a_model_whose_learners_have_all_left_binds_nobody() -> None:
+    desk = Desk()
+    other = (msg.LayoutEntry("other", (50, 50), "float32", "mean"),)
+    desk.say("a", hello("a", layout=other))
+    assert one(desk.say("b", hello("b")), msg.Refuse).code == ErrorCode.LAYOUT_MISMATCH
+    desk.say("a", msg.Bye("a mistake"))
+    assert one(desk.say("b", hello("b")), msg.Welcome).role is Role.FOUND
+
+
+def test_learners_at_start_are_waited_for_after_a_restart_too() -> None:
+    desk = Desk(run__learners_at_start=2)
+    desk.found("a")
+    assert desk.state.phase is Phase.FOUNDING
+    state = desk.state
+    resumed = Resumed(state.layout, state.frozen_digest, tuple(state.heads), 0, state.phase)
+    desk = Desk(run__learners_at_start=2, resumed=resumed)
+    assert one(desk.say("a", hello("a")), msg.Welcome).role is Role.WAIT
+    desk.say("a", msg.Bye("for now"))
+    assert desk.state.layout
+    desk.say("a", hello("a"))
+    roles = [w.role for w in only(desk.say("b", hello("b")), msg.Welcome)]
+    assert roles == [Role.WAIT, Role.ADOPT, Role.ADOPT]
+
+
+def test_in_lockstep_a_joiner_that_cannot_adopt_is_not_waited_for_for_ever() -> None:
+    desk = Desk("streaming")
+    desk.found("a")
+    assert only(desk.contribute("a", 0, 1), ev.StartMerge)
+    desk.say("c", hello("c"))
+    desk.do(ev.Merged(0, 1, 1001, 0))
+    desk.adopt("a")
+    assert status(desk.syncer, {}, desk.now).waiting_for == "c to adopt the fragments"
+    for _ in range(29):
+        for name in "ac":
+            desk.say(name, msg.Alive(0), after_s=1.0)
+    assert 0 not in desk.state.rounds
+    for _ in range(2):
+        for name in "ac":
+            desk.say(name, msg.Alive(0), after_s=1.0)
+    assert 0 in desk.state.rounds
 
 
 def test_version_0_from_a_file_needs_no_founder() -> None:

@@ -83,14 +83,6 @@ def test_the_same_incarnation_moves_to_another_connection() -> None:
     assert not members.is_superseded("a", a.incarnation)
 
 
-def test_one_connection_speaks_for_one_learner() -> None:
-    members = roster("a")
-    members.admit(member("b", peer=b"a"))
-    (a, b) = members
-    assert not a.connected
-    assert members.by_peer(b"a") is b
-
-
 def test_a_late_disconnect_of_the_old_one_does_not_touch_the_new_one() -> None:
     members = roster("a")
     (old,) = members

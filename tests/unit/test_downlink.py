@@ -1,0 +1,105 @@
+"""What waits to leave for each learner: bounded, and no copy held longer than it is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from machines import EPOCH, RUN
+
+from narrows.broker.config import load_config
+from narrows.broker.downlink import Downlink, topic_of
+from narrows.broker.events import Publish
+from narrows.broker.model import GlobalModel, version_zero
+from narrows.broker.state import RunState
+from narrows.broker.syncer import Syncer
+from narrows.broker.wires import Wires
+from narrows.proto.fragments import build_table
+from narrows.proto.frames import decode_data
+from narrows.proto.limits import PUBLICATIONS_KEPT
+from narrows.proto.messages import DataKind, Header, LayoutEntry
+
+LAYOUT = (LayoutEntry("weight", (40, 100), "float32", "rda"),)
+ELEMENTS = 4000
+INCARNATION = "0" * 32
+
+
+@dataclass
+class Sent:
+    """In the place of the sockets: what left, by header."""
+
+    subscribed: set[bytes] = field(default_factory=lambda: {topic_of(INCARNATION, 0)})
+    headers: list[Header] = field(default_factory=list[Header])
+
+    def send_data(self, topic: bytes, header: bytes, payload: bytes) -> None:
+        self.headers.append(decode_data([topic, header, payload])[0])
+
+
+class Line:
+    """One learner's downlink from a model of one fragment in chunks of `chunk_elements`."""
+
+    def __init__(self, chunk_elements: int) -> None:
+        settings = {"wan.streams": 1, "codec.chunk_elements": chunk_elements, "fragments.count": 1}
+        config = load_config(None, settings)
+        self.state: RunState = Syncer(config, run_id=RUN, epoch=EPOCH, now=0.0).state
+        table = build_table(LAYOUT, 1)
+        self.model = GlobalModel(config, table, [version_zero(np.ones(ELEMENTS, np.float32))])
+        self.sent = Sent()
+        self.downlink = Downlink(cast(Wires, self.sent), self.state, {})
+        self.downlink.admit("a", INCARNATION)
+
+    def publish(self, version: int, kind: DataKind = DataKind.PUBLICATION) -> None:
+        self.downlink.publish(Publish("a", 0, version, 0, (), kind), self.model)
+
+    def make(self, version: int) -> None:
+        """The next version, from a gradient of ones."""
+        state = self.model.fragments[0]
+        part, params = self.model.table[0], state.global_ - np.float32(1.0)
+        make: Any = self.model._publish  # pyright: ignore[reportPrivateUsage]
+        self.model.install(make(part, version, state, params, state.momentum, 0))
+
+
+def test_a_learner_that_falls_behind_gets_the_newest_state_instead() -> None:
+    line = Line(1000)
+    for version in range(1, 60):
+        line.make(version)
+        line.publish(version)
+    line.downlink.pump(0.0)
+    assert len(line.sent.headers) <= 4 * (PUBLICATIONS_KEPT + 1)
+    states = {h.version for h in line.sent.headers if h.kind is DataKind.STATE}
+    after = [h.version for h in line.sent.headers if h.kind is DataKind.PUBLICATION]
+    # From the state on, nothing is missing.
+    assert len(states) == 1
+    assert sorted(set(after)) == list(range(max(states) + 1, 60))
+
+
+def test_a_state_is_held_until_all_of_it_has_arrived() -> None:
+    line = Line(1000)
+    line.publish(0, DataKind.STATE)
+    line.downlink.pump(0.0)
+    assert line.downlink.states_held == 1
+    position = line.sent.headers[-1].position
+    line.downlink.acknowledge("a", (position - 1,), 0.1)
+    assert line.downlink.states_held == 1
+    line.downlink.acknowledge("a", (position,), 0.1)
+    assert line.downlink.states_held == 0
+
+
+@pytest.mark.parametrize(("chunk_elements", "more"), [(1000, False), (256, False)])
+def test_a_pump_says_whether_more_may_leave(chunk_elements: int, more: bool) -> None:
+    line = Line(chunk_elements)
+    line.publish(0, DataKind.STATE)
+    line.downlink.pump(0.0)
+    assert line.downlink.has_more == more
+    for version in range(1, 6):
+        line.make(version)
+        for _ in range(20):
+            line.publish(version)
+    rounds = 0
+    line.downlink.pump(0.0)
+    while line.downlink.has_more:
+        line.downlink.pump(0.0)
+        rounds += 1
+    assert rounds <= 1
