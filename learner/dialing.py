@@ -82,6 +82,8 @@ class Dialer:
     """Numbers in [0, 1) that spread the repeats of many learners."""
     connection: Connection = Connection.JOINING
     heard_at: float | None = None
+    not_admitted: Refused | None = None
+    """Why the broker does not admit this learner for now."""
     _hello_at: float = 0.0
     _delay_s: float = HELLO_S
 
@@ -93,6 +95,16 @@ class Dialer:
     def joined(self, now: float) -> None:
         """A Welcome came."""
         self.connection, self.heard_at, self._delay_s = Connection.JOINED, now, HELLO_S
+        self.not_admitted = None
+
+    def not_yet(self, refuse: Refuse) -> str:
+        """A refusal that need not last: what to tell the user, "" if that has been told."""
+        told, self.not_admitted = self.not_admitted, error_of(refuse)
+        if told is not None and told.code == refuse.code:
+            return ""
+        if refuse.code == ErrorCode.UNKNOWN_SESSION:
+            return "the broker does not know this session, it was restarted perhaps; joining again"
+        return f"not admitted yet: {refuse.message}. {refuse.remedy}".rstrip()
 
     def lose(self, now: float) -> None:
         """The session is gone; the next Hello is due at once, later ones with back-off."""

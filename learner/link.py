@@ -305,8 +305,6 @@ class Link:
         if head.version < self.adopted or self.held >= head.version:
             self.account.roll_back(head.version)
             self.fallen_back, self.push = True, None
-            text = f"fragment {self.index}: back to the broker's version {head.version}"
-            effects.append(ev.Note("warning", text))
         elif self.push is not None and not self.push.merged:
             self.push = None
         # Even a newer history may have left ours before our version: take the whole state.

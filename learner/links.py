@@ -79,6 +79,22 @@ class Links:
         for link, version in zip(self._links, versions, strict=False):
             link.tell(version, now)
 
+    def welcomed(
+        self, heads: Sequence[msg.FragmentHead], *, restarted: bool, now: float
+    ) -> list[ev.Effect]:
+        """The broker admits this learner (again)."""
+        effects: list[ev.Effect] = []
+        for link, head in zip(self._links, heads, strict=False):
+            effects += link.welcomed(head, restarted=restarted, now=now)
+        back = [link.known for link in self._links if restarted and link.fallen_back]
+        if back:
+            text = (
+                f"{len(back)} of {len(self)} fragments go back to the broker's versions "
+                f"{min(back)}..{max(back)}; what was merged after them is lost"
+            )
+            effects.append(ev.Note("warning", text))
+        return effects
+
     def found_all(self, epoch: msg.Epoch) -> None:
         """Sends version 0, once per epoch: what is lost then is asked for by range."""
         if self._founded_in != epoch:

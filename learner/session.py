@@ -41,8 +41,6 @@ class Session:
         self._run_time = RunTime()
         self._jitter = jitter
         self._paused = ""
-        #: Why the broker does not admit this learner for now.
-        self.not_admitted: Refused | None = None
 
     # The three methods of a state machine.
 
@@ -102,6 +100,11 @@ class Session:
     @property
     def connection(self) -> Connection:
         return self._dialer.connection
+
+    @property
+    def not_admitted(self) -> Refused | None:
+        """Why the broker does not admit this learner for now."""
+        return self._dialer.not_admitted
 
     @property
     def online(self) -> bool:
@@ -202,12 +205,11 @@ class Session:
                 effects.append(ev.Note("info", f"back with the broker, epoch {welcome.epoch}"))
         self.run_id, self.epoch, self.settings = welcome.run_id, welcome.epoch, welcome.settings
         self._dialer.joined(now)
-        self.not_admitted = None
         ports = (welcome.uplink_port, welcome.downlink_port)
         effects.append(ev.Identify(self.run_id, self.epoch))
         effects.append(ev.OpenStreams(welcome.settings, self.links.table, *ports))
-        for link, head in zip(self.links, welcome.fragments, strict=False):
-            effects += link.welcomed(head, restarted=restarted and not first, now=now)
+        compare = restarted and not first
+        effects += self.links.welcomed(welcome.fragments, restarted=compare, now=now)
         self.waits_for = WAITS_FOR[welcome.role]
         if welcome.role is msg.Role.FOUND:
             self.links.found_all(self.epoch)
@@ -230,10 +232,8 @@ class Session:
             return [ev.Note("warning", f"a message of ours was refused: {refuse.message}")]
         if refuse.code in RETRYABLE:
             self._rejoin(now)
-            told, self.not_admitted = self.not_admitted, error_of(refuse)
-            if told is not None and told.code == refuse.code:
-                return []
-            return [ev.Note("warning", f"not admitted yet: {refuse.message}. {refuse.remedy}")]
+            news = self._dialer.not_yet(refuse)
+            return [ev.Note("warning", news)] if news else []
         return self._fail(error_of(refuse))
 
     def _fail(self, error: Refused) -> list[ev.Effect]:

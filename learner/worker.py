@@ -30,7 +30,7 @@ from narrows.learner.gpt import (
 from narrows.learner.learner import Learner
 from narrows.proto.address import parse_address
 from narrows.proto.errors import ConfigError
-from narrows.proto.units import format_bytes
+from narrows.proto.units import format_bytes, format_count
 
 REPORT_INTERVAL_S = 2.0
 """Seconds between two status lines."""
@@ -176,12 +176,13 @@ class _Loop:
             return
         self._told = (now_s, self.tokens)
         stats = learner.stats()
+        goal = f" ({learner.progress:.0%})" if learner.progress else ""
         tokens_per_s = (self.tokens - told_tokens) / (now_s - told_s)
         print(
             f"{self.options.name}: step {self.steps:,}  loss {self.loss:.3f}"
             f"  {tokens_per_s:,.0f} tokens/s  {stats['versions_adopted']:,} versions adopted"
             f"  up {format_bytes(stats['up_bytes'])}  down {format_bytes(stats['down_bytes'])}"
-            f"  run {learner.progress:.0%}  {learner.health}",
+            f"  run {format_count(learner.run_tokens)} tokens{goal}  {learner.health}",
             flush=True,
         )
 
