@@ -20,7 +20,7 @@ from narrows.broker.merge import warm_up as warm_up_merge
 from narrows.broker.model import GlobalModel, Outcome, from_chunks
 from narrows.broker.state import RunState
 from narrows.proto import messages as msg
-from narrows.proto.codecs import DecodedChunk
+from narrows.proto.chunk import DecodedChunk
 from narrows.proto.codecs import warm_up as warm_up_codecs
 from narrows.proto.errors import NarrowsError, RemoteProtocolError
 from narrows.proto.transfer import decode_chunk

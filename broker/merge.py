@@ -12,17 +12,17 @@ the largest share and the cap on the gain are additions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeVar, cast
+from typing import Final, Literal
 
-import numba  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 
-from narrows.proto.codecs import DecodedChunk
+from narrows.proto.buffers import zeros_f32
+from narrows.proto.chunk import DecodedChunk, float_square_sums
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.fragments import Fragment
-from narrows.proto.kernels import F32, F64, I64, float_square_sums, read_only
+from narrows.proto.kernels import F32, F64, I8, I64, RUN, kernel, read_only
 
 NORM_MIN: Final = 2.0**-100
 """A piece with a smaller norm counts as zero: dividing by it would overflow float32."""
@@ -33,7 +33,8 @@ DIRECTION_MIN: Final = 1e-6
 CLIP_CONTRIBUTORS_MIN: Final = 3
 """Of two norms that differ nobody can say which is the outlier. The same for shares."""
 
-Function = TypeVar("Function", bound=Callable[..., object])
+SLICE: Final = 256 * RUN
+"""Elements whose sums stay in cache while all learners are added to them."""
 
 
 @dataclass(frozen=True)
@@ -166,40 +167,69 @@ def _accumulate(
 
     The factors (k, M) are rounded to float32 once. Without any unit the second sum is empty.
     """
-    mean = np.zeros(fragment.elements, np.float32)
-    direction = np.zeros(fragment.elements if units.any() else 0, np.float32)
-    longest = max(chunk.count for each in contributions for _, chunk in each.chunks)
-    scratch = np.empty(longest, np.float32)
-    for column, offset, chunk in _in_cache_order(contributions):
-        values = scratch[: chunk.count]
-        chunk.values(values)
-        touched = fragment.pieces_of(offset, chunk.count)
-        rows, end = slice(touched.start, touched.stop), offset + chunk.count
-        bounds = read_only(fragment.spans(offset, chunk.count))
-        for factors, total in ((mean_factors, mean), (units, direction)):
-            if total.size:
-                column_factors = factors[rows, column].astype(np.float32)
-                add_scaled(read_only(values), bounds, read_only(column_factors), total[offset:end])
+    mean = zeros_f32(fragment.elements)
+    direction = zeros_f32(fragment.elements if units.any() else 0)
+    mean_rows = read_only(mean_factors.T.astype(np.float32))
+    unit_rows = read_only(units.T.astype(np.float32))
+    scratch = np.empty(SLICE, np.int8)
+    cuts: dict[tuple[int, int, int], tuple[slice, slice, I64]] = {}
+    for column, offset, chunk, first, end in _in_cache_order(contributions):
+        # All learners' parts of one slice are cut at the same pieces.
+        cut = cuts.get((offset, first, end))
+        if cut is None:
+            cut = cuts[offset, first, end] = _cut(fragment, offset, chunk.count, first, end)
+        pieces, own, bounds = cut
+        codes: I8 | F32
+        if chunk.quantised:
+            codes = chunk.codes_of(first, end, scratch)
+        else:
+            codes = read_only(chunk.floats()[first:end])
+        part = slice(offset + first, offset + end)
+        accumulate(
+            codes,
+            bounds,
+            chunk.scales[own],
+            mean_rows[column, pieces],
+            unit_rows[column, pieces],
+            mean[part],
+            direction[part] if direction.size else direction,
+        )
     return mean, direction
+
+
+def _cut(
+    fragment: Fragment, offset: int, count: int, first: int, end: int
+) -> tuple[slice, slice, I64]:
+    """Elements first..end of a chunk (offset, count): the pieces they touch, by number in the
+    fragment and by number in the chunk, and the bounds of their spans."""
+    touched = fragment.pieces_of(offset + first, end - first)
+    before = fragment.pieces_of(offset, count).start
+    own = slice(touched.start - before, touched.stop - before)
+    bounds = read_only(fragment.spans(offset + first, end - first))
+    return slice(touched.start, touched.stop), own, bounds
 
 
 def _in_cache_order(
     contributions: Sequence[Contribution],
-) -> Iterator[tuple[int, int, DecodedChunk]]:
-    """(column, offset, chunk) such that every element meets the learners in name order.
+) -> Iterator[tuple[int, int, DecodedChunk, int, int]]:
+    """(column, offset, chunk, first, end): elements first..end of a chunk at `offset`, such that
+    every element meets the learners in name order.
 
-    Learners usually cut their contributions alike; then all chunks of one slice come together, so
+    Learners usually cut their contributions alike; then all parts of one slice come together, so
     that its sums stay in cache. Otherwise one learner comes after another: slower, the same bits.
     """
     cuts = [[(offset, chunk.count) for offset, chunk in each.chunks] for each in contributions]
     if all(cut == cuts[0] for cut in cuts):
-        for number, (offset, _) in enumerate(cuts[0]):
-            for column, each in enumerate(contributions):
-                yield column, offset, each.chunks[number][1]
+        for number, (offset, count) in enumerate(cuts[0]):
+            for first in range(0, count, SLICE):
+                for column, each in enumerate(contributions):
+                    chunk = each.chunks[number][1]
+                    yield column, offset, chunk, first, min(first + SLICE, count)
     else:
         for column, each in enumerate(contributions):
             for offset, chunk in each.chunks:
-                yield column, offset, chunk
+                for first in range(0, chunk.count, SLICE):
+                    yield column, offset, chunk, first, min(first + SLICE, chunk.count)
 
 
 def _replace_mean(
@@ -221,9 +251,7 @@ def _replace_mean(
 
 
 def _piece_norms(fragment: Fragment, values: F32) -> F64:
-    squares = np.empty(len(fragment.pieces))
-    float_square_sums(read_only(values), read_only(fragment.bounds), squares)
-    return np.sqrt(squares)
+    return np.sqrt(float_square_sums(values, fragment.bounds))
 
 
 def _sum_over_learners(terms: F64) -> F64:
@@ -257,31 +285,40 @@ def _misuse(what: str, expected: str, got: str) -> LocalProtocolError:
     return LocalProtocolError(ErrorCode.MISUSE, f"merge: {what}", expected=expected, got=got)
 
 
-_njit: Callable[..., Callable[[object], object]] = numba.njit  # pyright: ignore
+@kernel
+def accumulate(
+    codes: I8 | F32,
+    bounds: I64,
+    scales: F32,
+    mean_factors: F32,
+    units: F32,
+    mean: F32,
+    direction: F32,
+) -> None:
+    """mean (n,) += mean_factor * v and direction (n,) += unit * v, where v = scale * code.
 
-
-def _kernel(function: Function) -> Function:
-    return cast(Function, _njit(nogil=True, cache=True, fastmath=False)(function))
-
-
-@_kernel
-def add_scaled(values: F32, bounds: I64, factors: F32, total: F32) -> None:
-    """total (n,) += factors[span] * values (n,); a factor of 0 leaves its span untouched.
-
-    Product and sum are rounded one after the other, so that no CPU may fuse them.
+    v is exact; product and sum are rounded one after the other, so that no CPU may fuse them. A
+    factor of 0 leaves its span untouched; `direction` is empty if all units are 0.
     """
-    for span in range(factors.size):
-        factor = factors[span]
-        if factor != np.float32(0):
-            part = values[bounds[span] : bounds[span + 1]]
-            part_total = total[bounds[span] : bounds[span + 1]]
+    for span in range(scales.size):
+        scale, factor, unit = scales[span], mean_factors[span], units[span]
+        part = codes[bounds[span] : bounds[span + 1]]
+        part_mean = mean[bounds[span] : bounds[span + 1]]
+        if unit != np.float32(0):
+            part_direction = direction[bounds[span] : bounds[span + 1]]
             for i in range(part.size):
-                part_total[i] += factor * part[i]
+                value = scale * np.float32(part[i])
+                part_mean[i] += factor * value
+                part_direction[i] += unit * value
+        elif factor != np.float32(0):
+            for i in range(part.size):
+                part_mean[i] += factor * (scale * np.float32(part[i]))
 
 
 def warm_up() -> None:
     """Compiles the kernels, or loads them from numba's cache, before a merge has to wait for it."""
-    values, bounds = np.ones(3, np.float32), np.array([0, 3], np.int64)
-    factors, squares = np.ones(1, np.float32), np.empty(1)
-    add_scaled(read_only(values), read_only(bounds), read_only(factors), np.zeros(3, np.float32))
-    float_square_sums(read_only(values), read_only(bounds), squares)
+    ones, bounds = read_only(np.ones(3, np.float32)), read_only(np.array([0, 3], np.int64))
+    factor, total = read_only(np.ones(1, np.float32)), np.zeros(3, np.float32)
+    for codes in (ones, read_only(np.ones(3, np.int8))):
+        accumulate(codes, bounds, factor, factor, factor, total, total)
+    float_square_sums(ones, bounds)

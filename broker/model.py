@@ -14,10 +14,12 @@ from narrows.broker.config import BrokerConfig
 from narrows.broker.events import Contributed
 from narrows.broker.merge import Contribution, merge, token_weights
 from narrows.broker.outer import outer_optimizer
-from narrows.proto.codecs import DecodedChunk, add_values
+from narrows.proto.buffers import empty_f32
+from narrows.proto.chunk import DecodedChunk
 from narrows.proto.fragments import Fragment
+from narrows.proto.kernels import all_finite
 from narrows.proto.limits import PUBLICATIONS_KEPT
-from narrows.proto.transfer import EncodedChunk, digest_of, encode_fragment, values_of
+from narrows.proto.transfer import EncodedChunk, digest_of, encode_step, values_of
 
 F32: TypeAlias = NDArray[np.float32]
 Handles: TypeAlias = Mapping[int, tuple[int, DecodedChunk]]
@@ -90,7 +92,7 @@ class GlobalModel:
             part, contributions, weights, clip_ratio=settings.clip_ratio, law=settings.law
         )
         params, momentum = self._optimizer.step(state.global_, state.momentum, merged.outer_grad)
-        if not (np.isfinite(params).all() and np.isfinite(momentum).all()):
+        if not (all_finite(params) and all_finite(momentum)):
             raise FloatingPointError("the outer step would make a parameter infinite or NaN")
         return self._publish(part, version, state, params, momentum, merged.clipped)
 
@@ -104,20 +106,20 @@ class GlobalModel:
         clipped: int,
     ) -> Outcome:
         """Codes global - published copy; what the code drops stays in that difference."""
-        reconstructed = np.empty(part.elements, np.float32)
+        advanced = empty_f32(part.elements)
         chunks = tuple(
-            encode_fragment(
+            encode_step(
                 part,
-                params - state.published,
+                params,
+                state.published,
                 codec_name=self.config.codec.publish,
                 rho=self.config.codec.publish_rho,
                 chunk_elements=self.config.codec.chunk_elements,
-                reconstructed=reconstructed,
+                advanced=advanced,
             )
         )
-        add_values(state.published, reconstructed, reconstructed)
-        digest = digest_of(reconstructed)
-        after = FragmentState(version, digest, params, momentum, reconstructed)
+        digest = digest_of(advanced)
+        after = FragmentState(version, digest, params, momentum, advanced)
         return Outcome(part.index, after, Publication(version, digest, chunks), clipped)
 
     def install(self, outcome: Outcome) -> None:

@@ -13,12 +13,10 @@ from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
+from narrows.proto.buffers import empty_f32
 from narrows.proto.config import nearest
 from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
-from narrows.proto.kernels import F32
-
-BLOCK_ELEMENTS: Final = 1 << 14
-"""Elements that all operations of a step are done for before the next ones: they stay in cache."""
+from narrows.proto.kernels import F32, kernel, read_only
 
 
 class OuterOptimizer(Protocol):
@@ -51,10 +49,8 @@ class Sgd:
 
     def step(self, params: F32, momentum_state: F32, outer_grad: F32) -> tuple[F32, F32]:
         _check(params, momentum_state, outer_grad)
-        rate, updated = np.float32(self.rate), np.empty_like(params)
-        for part in _blocks(params.size):
-            change = outer_grad[part] * rate
-            np.subtract(params[part], change, out=updated[part])
+        updated = empty_f32(params.size)
+        sgd_step(read_only(params), read_only(outer_grad), np.float32(self.rate), updated)
         return updated, momentum_state.copy()
 
 
@@ -72,17 +68,34 @@ class Nesterov:
 
     def step(self, params: F32, momentum_state: F32, outer_grad: F32) -> tuple[F32, F32]:
         _check(params, momentum_state, outer_grad)
-        rate, mu = np.float32(self.rate), np.float32(self.momentum)
-        updated, velocity = np.empty_like(params), np.empty_like(params)
-        for part in _blocks(params.size):
-            grad, speed = outer_grad[part], velocity[part]
-            np.multiply(momentum_state[part], mu, out=speed)
-            np.add(speed, grad, out=speed)
-            change = speed * mu
-            np.add(grad, change, out=change)
-            np.multiply(change, rate, out=change)
-            np.subtract(params[part], change, out=updated[part])
+        updated, velocity = empty_f32(params.size), empty_f32(params.size)
+        inputs = read_only(params), read_only(momentum_state), read_only(outer_grad)
+        nesterov_step(*inputs, np.float32(self.rate), np.float32(self.momentum), updated, velocity)
         return updated, velocity
+
+
+@kernel
+def sgd_step(params: F32, grad: F32, rate: np.float32, updated: F32) -> None:
+    """updated (n,) = params - rate * grad."""
+    for i in range(updated.size):
+        updated[i] = params[i] - grad[i] * rate
+
+
+@kernel
+def nesterov_step(
+    params: F32,
+    momentum: F32,
+    grad: F32,
+    rate: np.float32,
+    mu: np.float32,
+    updated: F32,
+    velocity: F32,
+) -> None:
+    """velocity = mu * momentum + grad; updated = params - rate * (grad + mu * velocity). (n,)"""
+    for i in range(updated.size):
+        speed = momentum[i] * mu + grad[i]
+        velocity[i] = speed
+        updated[i] = params[i] - (grad[i] + speed * mu) * rate
 
 
 Maker: TypeAlias = Callable[[float, float], OuterOptimizer]
@@ -108,10 +121,6 @@ def outer_optimizer(name: str, *, rate: float, momentum: float) -> OuterOptimize
 def optimizer_names() -> tuple[str, ...]:
     """Names of all outer optimizers."""
     return tuple(_OPTIMIZERS)
-
-
-def _blocks(count: int) -> list[slice]:
-    return [slice(start, start + BLOCK_ELEMENTS) for start in range(0, count, BLOCK_ELEMENTS)]
 
 
 def _check(*arrays: F32) -> None:

@@ -19,12 +19,12 @@ import numpy as np
 from msgspec import Struct
 
 from narrows.broker.durable import Damaged, StateError, directory, open_file, read_into, write_file
-from narrows.proto.codecs import round_to_dtype
 from narrows.proto.errors import ErrorCode
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest
 from narrows.proto.kernels import F32
 from narrows.proto.messages import DtypeName, Epoch, LayoutEntry, Phase
+from narrows.proto.rounding import round_to_dtype
 
 FORMAT: Final = 1
 """Of everything in a state directory; other formats are refused, not guessed at."""

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from msgspec import structs
 
 from narrows.learner import events as ev
@@ -20,6 +19,7 @@ from narrows.learner.background import F32, Background, ParameterHost
 from narrows.learner.exchange import Ranges
 from narrows.learner.session import Connection
 from narrows.proto import messages as msg
+from narrows.proto.buffers import empty_f32
 from narrows.proto.errors import BrokerUnreachable
 
 __all__ = ["Client", "ParameterHost"]
@@ -218,14 +218,14 @@ class Client:
     def _snapshot(self, effect: ev.Snapshot, base: F32) -> None:
         started = time.perf_counter()
         part = self._exchange.table[effect.fragment]
-        local = np.empty(part.elements, np.float32)
+        local = empty_f32(part.elements)
         self._host.snapshot(part, local)
         self._times.snapshot_s += time.perf_counter() - started
         self.background.start_push(effect, local, base)
 
     def _found(self, fragment: int, ranges: Ranges) -> None:
         part = self._exchange.table[fragment]
-        values = np.empty(part.elements, np.float32)
+        values = empty_f32(part.elements)
         self._host.snapshot(part, values)
         self.background.later(lambda: self._exchange.found(fragment, values, ranges))
 

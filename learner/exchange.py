@@ -22,7 +22,7 @@ from narrows.learner import events as ev
 from narrows.learner.uplink import PushWork, Residuals, encode_push
 from narrows.learner.wires import Wires
 from narrows.proto import messages as msg
-from narrows.proto.codecs import DecodedChunk
+from narrows.proto.chunk import DecodedChunk
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.fragments import Fragment
 from narrows.proto.frames import decode_data, encode_header

@@ -9,10 +9,12 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from narrows.proto.codecs import round_to_dtype
+from narrows.proto import transfer
+from narrows.proto.buffers import empty_f32
 from narrows.proto.fragments import Fragment
 from narrows.proto.messages import LayoutEntry, RunSettings
-from narrows.proto.transfer import EncodedChunk, encode_fragment
+from narrows.proto.rounding import round_to_dtype
+from narrows.proto.transfer import EncodedChunk
 
 F32: TypeAlias = NDArray[np.float32]
 
@@ -76,22 +78,19 @@ def encode_push(
 
     Stops early when the push is settled. Raises LocalProtocolError NOT_FINITE.
     """
-    outer_grad = rounded_base(work.fragment, work.base, layout) - work.local
-    if work.residual is not None:
-        outer_grad += work.residual
-    reconstructed = np.empty_like(outer_grad)
-    work.unsent = outer_grad
-    for chunk in encode_fragment(
-        work.fragment,
-        outer_grad,
+    part = work.fragment
+    work.unsent = empty_f32(part.elements)
+    for chunk in transfer.encode_push(
+        part,
+        rounded_base(part, work.base, layout),
+        work.local,
+        work.residual,
         codec_name=settings.push_codec,
         rho=settings.push_rho,
         chunk_elements=settings.chunk_elements,
-        reconstructed=reconstructed,
+        unsent=work.unsent,
     ):
         if work.settled:
             return
-        sent = slice(chunk.offset, chunk.offset + chunk.count)
-        outer_grad[sent] -= reconstructed[sent]
-        # Only now: once the last chunk is out, the push may be merged at any time.
+        # Its part of `unsent` stands: once the last chunk is out, the push may be merged.
         ready(chunk)

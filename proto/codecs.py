@@ -13,29 +13,21 @@ An empty chunk has an empty payload. Decoders trust nothing but the bounds, whic
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from narrows.proto import kernels, zstd_frame
-from narrows.proto.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
-from narrows.proto.kernels import F32, F64, I8, I64, U8, check_arrays, chunk_elements, read_only
-from narrows.proto.messages import DtypeName
-from narrows.proto.scales import (
-    SCALE_MAX,
-    SCALE_MIN,
-    decode_scales,
-    encode_scales,
-    upper_halves,
-    widened,
-)
+from narrows.proto import kernels
+from narrows.proto.chunk import DecodedChunk, not_finite
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.float_codec import FloatCodec
+from narrows.proto.kernels import F32, I64, NOTHING, check_arrays, chunk_elements, read_only
+from narrows.proto.quantised_codec import QuantisedCodec
+from narrows.proto.rounding import round_to_dtype
+from narrows.proto.scales import SCALE_MAX, SCALE_MIN
 
 RMS_SAMPLES_MAX: Final = 1 << 14
 """Elements of a piece that its rms is taken from: a relative error of about one per cent."""
-
-INFINITE_BITS: Final = 0x7F800000
 
 
 class Codec(Protocol):
@@ -65,6 +57,29 @@ class Codec(Protocol):
         """
         ...
 
+    def encode_push(
+        self,
+        base: F32,
+        local: F32,
+        residual: F32 | None,
+        bounds: I64,
+        scales: F32,
+        unsent: F32,
+    ) -> bytes:
+        """The payload of (base - local) + residual; `unsent` gets that less what is sent.
+
+        All (n,), float32, one rounding per operation; errors as for `encode`.
+        """
+        ...
+
+    def encode_step(
+        self, params: F32, published: F32, bounds: I64, scales: F32, advanced: F32
+    ) -> bytes:
+        """The payload of params - published; `advanced` gets published + what is sent, with the
+        bits that `add_values` gives. All (n,); errors as for `encode`.
+        """
+        ...
+
     def decode(self, payload: bytes | memoryview, bounds: I64) -> DecodedChunk:
         """The chunk in `payload`, which is not referred to afterwards.
 
@@ -74,166 +89,13 @@ class Codec(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class DecodedChunk:
-    """The checked content of a payload, as compact as it came: scale * code is the value."""
-
-    codec: str
-    bounds: I64
-    """(s + 1,), from 0 to `count`."""
-    scales: F32
-    """(s,); 1 for codecs that are not quantised."""
-    codes: NDArray[np.generic]
-    """int8 (n,), uint8 ((n + 1) // 2,) packed nibbles, uint16 (n,) bfloat16, or float32 (n,)."""
-
-    @property
-    def count(self) -> int:
-        """Elements."""
-        return int(self.bounds[-1])
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that the chunk holds, in bytes."""
-        return self.bounds.nbytes + self.scales.nbytes + self.codes.nbytes
-
-    def values(self, out: F32) -> None:
-        """out (n,) = scale * code, exact: equal to the encoder's `reconstructed`."""
-        check_arrays(self.count, out=out)
-        if self.codes.itemsize == 1:
-            kernels.scale_codes(self._whole_codes(), self.bounds, self.scales, out)
-        else:
-            out[:] = self._floats()
-
-    def square_sums(self) -> F64:
-        """(s,) sums of value**2 per span.
-
-        Quantised: exact, the integer sum of code**2 times scale**2 (at most 34 + 16 bits).
-        Otherwise float64, in element order.
-        """
-        if self.codes.itemsize == 1:
-            integers = np.empty(self.scales.size, np.int64)
-            kernels.code_square_sums(self._whole_codes(), self.bounds, integers)
-            return integers * self.scales.astype(np.float64) ** 2
-        sums = np.empty(self.scales.size, np.float64)
-        kernels.float_square_sums(read_only(self._floats()), self.bounds, sums)
-        return sums
-
-    def _whole_codes(self) -> I8:
-        """The codes (n,), one byte each."""
-        if self.codes.dtype == np.int8:
-            return self.codes.view(np.int8)
-        whole = np.empty(self.count, np.int8)
-        kernels.unpack(self.codes.view(np.uint8), whole)
-        return read_only(whole)
-
-    def _floats(self) -> F32:
-        """The values (n,) of a codec that is not quantised."""
-        if self.codes.dtype == np.float32:
-            return self.codes.view(np.float32)
-        return widened(self.codes.view(np.uint16))
-
-
-@dataclass(frozen=True, slots=True)
-class _FloatCodec:
-    """raw32 and bf16: the values themselves, with all or the upper half of their bits."""
-
-    name: str
-    item_bytes: int
-    quantised: bool = False
-
-    def payload_bytes_max(self, count: int, spans: int) -> int:
-        return count * self.item_bytes
-
-    def encode(self, values: F32, bounds: I64, scales: F32, reconstructed: F32) -> bytes:
-        check_arrays(chunk_elements(bounds), values=values, reconstructed=reconstructed)
-        round_to_dtype(values, "float32" if self.item_bytes == 4 else "bfloat16", reconstructed)
-        if not _all_finite(reconstructed):
-            raise _not_finite(f"values to be sent as {self.name}")
-        if self.item_bytes == 4:
-            return reconstructed.tobytes()
-        return upper_halves(reconstructed).tobytes()
-
-    def decode(self, payload: bytes | memoryview, bounds: I64) -> DecodedChunk:
-        size_bytes = self.payload_bytes_max(chunk_elements(bounds), bounds.size - 1)
-        _check_size(self.name, memoryview(payload), size_bytes, size_bytes)
-        # Copied: the payload may lie at any address and belongs to the socket.
-        kind = np.dtype(np.float32 if self.item_bytes == 4 else np.uint16)
-        codes = np.frombuffer(payload, kind).copy()
-        scales = np.ones(bounds.size - 1, np.float32)
-        chunk = DecodedChunk(self.name, read_only(bounds), read_only(scales), read_only(codes))
-        if not _all_finite(chunk._floats()):  # pyright: ignore[reportPrivateUsage]
-            raise _bad(self.name, "value", "finite values", "nan or inf", ErrorCode.NOT_FINITE)
-        return chunk
-
-
-@dataclass(frozen=True, slots=True)
-class _QuantisedCodec:
-    """int8-zstd and int4-zstd: whole multiples of a scale, entropy-coded."""
-
-    name: str
-    limit: int
-    """Largest magnitude of a code."""
-    packed: bool
-    """Two codes share a byte."""
-    quantised: bool = True
-
-    def payload_bytes_max(self, count: int, spans: int) -> int:
-        return 2 * spans + zstd_frame.frame_bytes_max(self._code_bytes(count)) if count else 0
-
-    def encode(self, values: F32, bounds: I64, scales: F32, reconstructed: F32) -> bytes:
-        count = chunk_elements(bounds)
-        check_arrays(count, values=values, reconstructed=reconstructed)
-        head = encode_scales(scales, bounds.size - 1)
-        if not _all_finite(values):
-            raise _not_finite(f"values to be sent as {self.name}")
-        if count == 0:
-            return b""
-        codes = np.empty(count, np.int8)
-        inputs = read_only(values), read_only(bounds), read_only(scales)
-        kernels.quantise(*inputs, np.float32(self.limit), codes, reconstructed)
-        return head + zstd_frame.compress(self._pack(codes))
-
-    def decode(self, payload: bytes | memoryview, bounds: I64) -> DecodedChunk:
-        count, spans, view = chunk_elements(bounds), bounds.size - 1, memoryview(payload).cast("B")
-        _check_size(self.name, view, 2 * spans, self.payload_bytes_max(count, spans))
-        scales = decode_scales(view[: 2 * spans])
-        size_bytes = self._code_bytes(count)
-        body = zstd_frame.decompress(view[2 * spans :], size_bytes) if count else b""
-        return DecodedChunk(self.name, read_only(bounds), scales, self._codes(body, count))
-
-    def _code_bytes(self, count: int) -> int:
-        return (count + 1) // 2 if self.packed else count
-
-    def _pack(self, codes: I8) -> U8:
-        whole = codes.view(np.uint8)
-        if not self.packed:
-            return whole
-        packed = np.empty(self._code_bytes(codes.size), np.uint8)
-        kernels.pack(read_only(whole), packed)
-        return packed
-
-    def _codes(self, body: bytes, count: int) -> NDArray[np.generic]:
-        """The codes in a decompressed body of the right size, checked."""
-        if not self.packed:
-            codes = np.frombuffer(body, np.int8)
-            if count and int(codes.min()) < -self.limit:
-                raise _bad(self.name, "code", f"codes from -{self.limit}", str(codes.min()))
-            return codes
-        packed = np.frombuffer(body, np.uint8)
-        if kernels.has_lowest_nibble(packed):
-            raise _bad(self.name, "code", f"codes from -{self.limit}", "-8")
-        if count % 2 and packed[-1] >> 4:
-            raise _bad(self.name, "unused nibble", "0", str(packed[-1] >> 4))
-        return packed
-
-
 _CODECS: Final[dict[str, Codec]] = {
     codec.name: codec
     for codec in (
-        _FloatCodec("raw32", item_bytes=4),
-        _FloatCodec("bf16", item_bytes=2),
-        _QuantisedCodec("int8-zstd", limit=127, packed=False),
-        _QuantisedCodec("int4-zstd", limit=7, packed=True),
+        FloatCodec("raw32", item_bytes=4),
+        FloatCodec("bf16", item_bytes=2),
+        QuantisedCodec("int8-zstd", limit=127, packed=False),
+        QuantisedCodec("int4-zstd", limit=7, packed=True),
     )
 }
 
@@ -253,20 +115,31 @@ def codec_names() -> tuple[str, ...]:
     return tuple(_CODECS)
 
 
-def piece_scales(values: F32, bounds: I64, rho: float) -> F32:
-    """Scales (k,) of the pieces that `bounds` (k + 1,) cuts `values` (n,) into: rho * rms.
+def piece_scales(
+    minuend: F32,
+    bounds: I64,
+    rho: float,
+    *,
+    subtrahend: F32 = NOTHING,
+    addend: F32 = NOTHING,
+) -> F32:
+    """Scales (k,) of the pieces that `bounds` (k + 1,) cut the values (n,) into: rho * rms.
 
-    The rms is taken from a fixed subsample of at most RMS_SAMPLES_MAX elements of the piece
+    The values are (minuend - subtrahend) + addend, where the latter two are given. The rms is
+    taken from a fixed subsample of at most RMS_SAMPLES_MAX elements of the piece
     (kernels.sampled_mean_squares), so a scale depends on the piece's length and values only.
     Rounded to bfloat16; below 2**-100 it is 0, and everything stays with the sender. Raises
     LocalProtocolError: NOT_FINITE if an rms is not finite or a scale exceeds 2**100.
     """
-    check_arrays(chunk_elements(bounds), values=values)
+    count = chunk_elements(bounds)
+    values = {"minuend": minuend, "subtrahend": subtrahend, "addend": addend}
+    check_arrays(count, **{k: v for k, v in values.items() if v is not NOTHING})
     means = np.empty(bounds.size - 1, np.float64)
-    kernels.sampled_mean_squares(read_only(values), read_only(bounds), RMS_SAMPLES_MAX, means)
+    sources = read_only(minuend), read_only(subtrahend), read_only(addend)
+    kernels.sampled_mean_squares(*sources, read_only(bounds), RMS_SAMPLES_MAX, means)
     exact = rho * np.sqrt(means)
     if not np.all(exact <= SCALE_MAX):
-        raise _not_finite("scale of an outer gradient")
+        raise not_finite("scale of an outer gradient")
     scales = np.empty(exact.size, np.float32)
     round_to_dtype(exact.astype(np.float32), "bfloat16", scales)
     scales[scales < SCALE_MIN] = 0.0
@@ -284,21 +157,6 @@ def add_values(base: F32, values: F32, out: F32) -> None:
     kernels.add_nonzero(read_only(base), read_only(values), out)
 
 
-def round_to_dtype(values: F32, dtype: DtypeName, out: F32) -> None:
-    """out (n,) = values rounded to `dtype` and back, half to even: what a parameter would hold.
-
-    Values beyond the range become infinite, as in every such cast. May be in place.
-    """
-    check_arrays(values.size, out=out)
-    if dtype == "bfloat16":
-        kernels.round_bfloat16(read_only(values.view(np.uint32)), out.view(np.uint32))
-    elif dtype == "float16":
-        with np.errstate(over="ignore"):
-            out[:] = values.astype(np.float16)
-    else:
-        out[:] = values
-
-
 def warm_up() -> None:
     """Compiles every kernel, or loads it from numba's cache, by coding a few elements.
 
@@ -310,29 +168,6 @@ def warm_up() -> None:
         chunk = each.decode(each.encode(values, bounds, scales, out), bounds)
         chunk.values(out)
         chunk.square_sums()
+        each.encode_push(values, values, None, bounds, scales, out)
+        each.encode_step(values, values, bounds, scales, out)
     add_values(values, values, out)
-
-
-def _all_finite(values: F32) -> bool:
-    return kernels.largest_bits(read_only(values.view(np.uint32))) < INFINITE_BITS
-
-
-def _check_size(name: str, payload: memoryview, bytes_min: int, bytes_max: int) -> None:
-    if not bytes_min <= payload.nbytes <= bytes_max:
-        too_large = payload.nbytes > bytes_max
-        code = ErrorCode.TOO_LARGE if too_large else ErrorCode.BAD_PAYLOAD
-        raise _bad(name, "size", f"{bytes_min} to {bytes_max} bytes", str(payload.nbytes), code)
-
-
-def _bad(
-    name: str, what: str, expected: str, got: str, code: ErrorCode = ErrorCode.BAD_PAYLOAD
-) -> RemoteProtocolError:
-    return RemoteProtocolError(code, f"{name} payload: {what}", expected=expected, got=got)
-
-
-def _not_finite(what: str) -> LocalProtocolError:
-    return LocalProtocolError(
-        ErrorCode.NOT_FINITE,
-        f"{what}: not finite, or too large",
-        remedy="training has diverged here; nothing was sent",
-    )

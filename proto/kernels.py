@@ -35,6 +35,16 @@ ROUNDER: Final = np.float32(3 << 22)
 Compilers vectorise it on every CPU, while a rounding instruction exists only on newer ones.
 """
 
+LANES: Final = 16
+"""Partial sums of a square sum: enough to fill the widest vector unit."""
+
+INFINITE_BITS: Final = 0x7F800000
+"""Magnitude bits of infinity; those of a NaN are larger."""
+
+NOTHING: Final = np.zeros(0, np.float32)
+"""An array that a kernel passes over."""
+NOTHING.setflags(write=False)
+
 ONE: Final = np.float32(1)
 ZERO: Final = np.float32(0)
 
@@ -88,13 +98,14 @@ def check_arrays(count: int, **arrays: F32) -> None:
 _njit: Callable[..., Callable[[object], object]] = numba.njit  # pyright: ignore
 
 
-def _kernel(function: Function) -> Function:
+def kernel(function: Function) -> Function:
+    """Compiles a strict loop at its first call, and keeps the result on disk."""
     # The numpy error model lets loops with a division vectorise: no check for a zero divisor.
     compile_lazily = _njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
     return cast(Function, compile_lazily(function))
 
 
-@_kernel
+@kernel
 def largest_bits(bits: U32) -> int:
     """Largest magnitude among float32 bit patterns; 0x7f800000 and above is not finite."""
     largest = np.uint32(0)
@@ -103,33 +114,84 @@ def largest_bits(bits: U32) -> int:
     return int(largest)
 
 
-@_kernel
-def quantise(
-    values: F32, bounds: I64, scales: F32, limit: np.float32, codes: I8, reconstructed: F32
-) -> None:
+def all_finite(values: F32) -> bool:
+    """Whether no element of `values` (n,) is infinite or NaN."""
+    return largest_bits(read_only(values.view(np.uint32))) < INFINITE_BITS
+
+
+@kernel
+def quantise(values: F32, bounds: I64, scales: F32, limit: np.float32, codes: I8) -> int:
     """codes = values / scale, rounded half to even, clamped to +-limit; 0 where the scale is 0.
 
-    `values` (n,) must be finite; span i is `bounds[i]:bounds[i + 1]`. `reconstructed` (n,) gets
-    scale * code, which is exact: at most 8 + 7 significant bits.
+    Span i of `values` (n,) is `bounds[i]:bounds[i + 1]`. Returns the largest magnitude as float32
+    bits: from INFINITE_BITS on a value is not finite, and the codes mean nothing.
     """
+    largest = np.uint32(0)
     for span in range(scales.size):
         scale = scales[span]
         inverse = ONE / scale if scale > ZERO else ZERO
         first, end = bounds[span], bounds[span + 1]
-        part, part_codes, part_out = values[first:end], codes[first:end], reconstructed[first:end]
+        part, part_codes = values[first:end], codes[first:end]
         for i in range(part.size):
+            bits = np.float32(part[i]).view(np.uint32)
+            largest = max(largest, bits & np.uint32(0x7FFFFFFF))
             # Clamped before rounding; this order of the comparisons turns a NaN into the limit,
             # so that the conversion to an integer below is always defined.
             ratio = part[i] * inverse
             ratio = ratio if ratio < limit else limit
             ratio = ratio if ratio > -limit else -limit
-            # The difference is +0.0 where it is zero, as the decoder's scale * 0 is.
+            part_codes[i] = np.int8((ratio + ROUNDER) - ROUNDER)
+    return int(largest)
+
+
+@kernel
+def quantise_difference(
+    minuend: F32,
+    subtrahend: F32,
+    addend: F32,
+    bounds: I64,
+    scales: F32,
+    limit: np.float32,
+    codes: I8,
+    rest: F32,
+) -> int:
+    """As `quantise` of value = (minuend - subtrahend) + addend, and rest = value - scale * code.
+
+    All (n,). The product is exact, at most 8 + 7 significant bits, so the rest is rounded once.
+    One pass over memory: a fragment is larger than any cache.
+    """
+    largest = np.uint32(0)
+    for span in range(scales.size):
+        scale = scales[span]
+        inverse = ONE / scale if scale > ZERO else ZERO
+        first, end = bounds[span], bounds[span + 1]
+        part, less, more = minuend[first:end], subtrahend[first:end], addend[first:end]
+        part_codes, part_rest = codes[first:end], rest[first:end]
+        for i in range(part.size):
+            value = np.float32((part[i] - less[i]) + more[i])
+            largest = max(largest, value.view(np.uint32) & np.uint32(0x7FFFFFFF))
+            ratio = value * inverse
+            ratio = ratio if ratio < limit else limit
+            ratio = ratio if ratio > -limit else -limit
             whole = (ratio + ROUNDER) - ROUNDER
             part_codes[i] = np.int8(whole)
-            part_out[i] = scale * whole
+            part_rest[i] = value - scale * whole
+    return int(largest)
 
 
-@_kernel
+@kernel
+def add_codes(base: F32, codes: I8, bounds: I64, scales: F32, out: F32) -> None:
+    """out (n,) = base + scale * code; a zero value leaves the bits of base. See `add_nonzero`."""
+    for span in range(scales.size):
+        scale = scales[span]
+        first, end = bounds[span], bounds[span + 1]
+        part, part_codes, part_out = base[first:end], codes[first:end], out[first:end]
+        for i in range(part.size):
+            value = scale * np.float32(part_codes[i])
+            part_out[i] = part[i] if value == ZERO else part[i] + value
+
+
+@kernel
 def scale_codes(codes: I8, bounds: I64, scales: F32, out: F32) -> None:
     """out (n,) = scale * code: the decoder's half of `quantise`, bit for bit."""
     for span in range(scales.size):
@@ -140,7 +202,7 @@ def scale_codes(codes: I8, bounds: I64, scales: F32, out: F32) -> None:
             part_out[i] = scale * np.float32(part[i])
 
 
-@_kernel
+@kernel
 def pack(codes: U8, packed: U8) -> None:
     """Two 4-bit codes per byte, in runs of RUN elements; the last run may be shorter.
 
@@ -160,7 +222,7 @@ def pack(codes: U8, packed: U8) -> None:
             run[half - 1] = low[half - 1] & mask
 
 
-@_kernel
+@kernel
 def unpack(packed: U8, codes: I8) -> None:
     """The codes (n,) of `packed` ((n + 1) // 2,), the inverse of `pack`."""
     mask, four, eight = np.uint8(15), np.uint8(4), np.uint8(8)
@@ -176,18 +238,7 @@ def unpack(packed: U8, codes: I8) -> None:
             high[j] = np.int8(((run[j] >> four) ^ eight) - eight)
 
 
-@_kernel
-def has_lowest_nibble(packed: U8) -> bool:
-    """Whether a nibble is -8, the value without a positive twin that no encoder sends."""
-    found = np.uint8(0)
-    for i in range(packed.size):
-        # Subtracting 8 modulo 16 leaves zero only where the nibble was 8.
-        low, high = packed[i] & np.uint8(0x0F), packed[i] & np.uint8(0xF0)
-        found |= np.uint8(low == np.uint8(0x08)) | np.uint8(high == np.uint8(0x80))
-    return bool(found)
-
-
-@_kernel
+@kernel
 def code_square_sums(codes: I8, bounds: I64, out: I64) -> None:
     """out (s,) = sum of code**2 of each span: integers, hence exact in any order."""
     for span in range(out.size):
@@ -197,24 +248,41 @@ def code_square_sums(codes: I8, bounds: I64, out: I64) -> None:
         out[span] = total
 
 
-@_kernel
-def float_square_sums(values: F32, bounds: I64, out: F64) -> None:
-    """out (s,) = sum of value**2 of each span in float64, in element order."""
+@kernel
+def float_square_sums(values: F32, bounds: I64, lanes: F64, out: F64) -> None:
+    """out (s,) = sum of value**2 of each span in float64.
+
+    Element i of a span is added to lane i mod LANES, in element order; then the lanes are added
+    in order. One sum alone would wait for each addition; `lanes` is scratch (LANES,).
+    """
     for span in range(out.size):
+        part = values[bounds[span] : bounds[span + 1]]
+        lanes[:] = 0.0
+        whole = part.size - part.size % LANES
+        for start in range(0, whole, LANES):
+            for lane in range(LANES):
+                value = np.float64(part[start + lane])
+                lanes[lane] += value * value
+        for lane in range(part.size - whole):
+            value = np.float64(part[whole + lane])
+            lanes[lane] += value * value
         total = 0.0
-        for value in values[bounds[span] : bounds[span + 1]]:
-            total += np.float64(value) * np.float64(value)
+        for lane in range(LANES):
+            total += lanes[lane]
         out[span] = total
 
 
-@_kernel
-def sampled_mean_squares(values: F32, bounds: I64, samples_max: int, out: F64) -> None:
+@kernel
+def sampled_mean_squares(
+    minuend: F32, subtrahend: F32, addend: F32, bounds: I64, samples_max: int, out: F64
+) -> None:
     """out (k,) = mean of value**2 over at most `samples_max` elements of each piece, in float64.
 
-    A piece of n elements is cut into strata of width ceil(n / samples_max); what does not fill a
-    stratum is left out. One element is read of each, at a place that a multiplicative hash of the
-    stratum's number chooses: a constant stride would read a few columns of a matrix only. A piece
-    of up to samples_max elements has strata of one element and is read whole.
+    value = (minuend - subtrahend) + addend; the latter two may be empty. A piece of n elements is
+    cut into strata of width ceil(n / samples_max); what does not fill a stratum is left out. One
+    element is read of each, at a place that a multiplicative hash of the stratum's number chooses:
+    a constant stride would read a few columns of a matrix only. A piece of up to samples_max
+    elements has strata of one element and is read whole.
     """
     for piece in range(out.size):
         start, count = bounds[piece], bounds[piece + 1] - bounds[piece]
@@ -223,19 +291,24 @@ def sampled_mean_squares(values: F32, bounds: I64, samples_max: int, out: F64) -
         total = 0.0
         for i in range(samples):
             hashed = ((i * 0x9E3779B1) & 0xFFFFFFFF) >> 8
-            value = np.float64(values[start + i * width + ((hashed * width) >> 24)])
-            total += value * value
+            place = start + i * width + ((hashed * width) >> 24)
+            value = minuend[place]
+            if subtrahend.size:
+                value -= subtrahend[place]
+            if addend.size:
+                value += addend[place]
+            total += np.float64(value) * np.float64(value)
         out[piece] = total / samples
 
 
-@_kernel
+@kernel
 def add_nonzero(base: F32, values: F32, out: F32) -> None:
     """out (n,) = base + values; a zero value leaves the bits of base, so that -0.0 stays -0.0."""
     for i in range(out.size):
         out[i] = base[i] if values[i] == ZERO else base[i] + values[i]
 
 
-@_kernel
+@kernel
 def round_bfloat16(bits: U32, out: U32) -> None:
     """float32 bit patterns (n,) rounded to bfloat16, half to even; a NaN stays a (quiet) NaN."""
     for i in range(bits.size):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from narrows.proto.codecs import DecodedChunk, add_values, codec, piece_scales
+from narrows.proto.buffers import empty_f32
+from narrows.proto.chunk import DecodedChunk
+from narrows.proto.codecs import codec, piece_scales
 from narrows.proto.fragments import Fragment
 from narrows.proto.frames import digest
-
-F32: TypeAlias = NDArray[np.float32]
+from narrows.proto.kernels import F32, I64, NOTHING
 
 STATE_CODEC = "raw32"
 """Full states and version 0 travel without loss."""
@@ -50,19 +49,83 @@ def encode_fragment(
     Raises LocalProtocolError NOT_FINITE if a value is not finite.
     """
     scheme = codec(codec_name)
-    scales = np.zeros(0, np.float32)
+    scales = piece_scales(values, fragment.bounds, rho) if scheme.quantised else None
+
+    def encode(part: slice, bounds: I64, span_scales: F32) -> bytes:
+        return scheme.encode(values[part], bounds, span_scales, reconstructed[part])
+
+    yield from _chunks(fragment, chunk_elements, scales, encode)
+
+
+def encode_push(
+    fragment: Fragment,
+    base: F32,
+    local: F32,
+    residual: F32 | None,
+    *,
+    codec_name: str,
+    rho: float,
+    chunk_elements: int,
+    unsent: F32,
+) -> Iterator[EncodedChunk]:
+    """Encodes the outer gradient (base - local) + residual, as `encode_fragment` does.
+
+    `unsent` (n,) gets what is not sent of it, true up to the chunk that was yielded last.
+    """
+    scheme = codec(codec_name)
+    scales = None
     if scheme.quantised:
-        scales = piece_scales(values, fragment.bounds, rho)
+        addend = NOTHING if residual is None else residual
+        scales = piece_scales(base, fragment.bounds, rho, subtrahend=local, addend=addend)
+
+    def encode(part: slice, bounds: I64, span_scales: F32) -> bytes:
+        carried = None if residual is None else residual[part]
+        return scheme.encode_push(
+            base[part], local[part], carried, bounds, span_scales, unsent[part]
+        )
+
+    yield from _chunks(fragment, chunk_elements, scales, encode)
+
+
+def encode_step(
+    fragment: Fragment,
+    params: F32,
+    published: F32,
+    *,
+    codec_name: str,
+    rho: float,
+    chunk_elements: int,
+    advanced: F32,
+) -> Iterator[EncodedChunk]:
+    """Encodes the publication params - published, as `encode_fragment` does.
+
+    `advanced` (n,) gets the next published copy, bit for bit what `advance_copy` makes.
+    """
+    scheme = codec(codec_name)
+    scales = None
+    if scheme.quantised:
+        scales = piece_scales(params, fragment.bounds, rho, subtrahend=published)
+
+    def encode(part: slice, bounds: I64, span_scales: F32) -> bytes:
+        return scheme.encode_step(
+            params[part], published[part], bounds, span_scales, advanced[part]
+        )
+
+    yield from _chunks(fragment, chunk_elements, scales, encode)
+
+
+def _chunks(
+    fragment: Fragment,
+    chunk_elements: int,
+    scales: F32 | None,
+    encode: Callable[[slice, I64, F32], bytes],
+) -> Iterator[EncodedChunk]:
+    """The chunks of a fragment; `encode` gets the elements, the spans and their scales."""
     for offset, count in fragment.chunks(chunk_elements):
         pieces = fragment.pieces_of(offset, count)
-        span_scales = scales[pieces.start : pieces.stop] if scheme.quantised else scales
-        stop = offset + count
-        payload = scheme.encode(
-            values[offset:stop],
-            fragment.spans(offset, count),
-            span_scales,
-            reconstructed[offset:stop],
-        )
+        span_scales = NOTHING if scales is None else scales[pieces.start : pieces.stop]
+        part = slice(offset, offset + count)
+        payload = encode(part, fragment.spans(offset, count), span_scales)
         yield EncodedChunk(offset, count, payload, digest(payload))
 
 
@@ -75,7 +138,7 @@ def decode_chunk(
 
 def values_of(fragment: Fragment, chunks: Sequence[tuple[int, DecodedChunk]]) -> F32:
     """The decoded values of a complete set of (offset, chunk), shape (fragment.elements,)."""
-    values = np.empty(fragment.elements, np.float32)
+    values = empty_f32(fragment.elements)
     for offset, chunk in chunks:
         chunk.values(values[offset : offset + chunk.count])
     return values
@@ -87,6 +150,8 @@ def advance_copy(fragment: Fragment, copy: F32, chunks: Sequence[tuple[int, Deco
     Exact: a product of scale and code has at most 15 significant bits, so the sum is one
     correctly rounded operation and has the same bits everywhere (DESIGN, numbers on the wire).
     """
-    values = values_of(fragment, chunks)
-    add_values(copy, values, values)
-    return values
+    advanced = empty_f32(fragment.elements)
+    for offset, chunk in chunks:
+        part = slice(offset, offset + chunk.count)
+        chunk.add_to(copy[part], advanced[part])
+    return advanced

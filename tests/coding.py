@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from narrows.proto.codecs import DecodedChunk, codec
+from narrows.proto.chunk import DecodedChunk
+from narrows.proto.codecs import codec
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.kernels import F32, I64
 

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrows.broker.merge import Contribution
-from narrows.proto.codecs import DecodedChunk, codec, piece_scales
+from narrows.proto.chunk import DecodedChunk
+from narrows.proto.codecs import codec, piece_scales
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.messages import LayoutEntry, MergeLaw
 

@@ -18,10 +18,10 @@ from narrows.proto.codecs import (
     codec,
     codec_names,
     piece_scales,
-    round_to_dtype,
 )
 from narrows.proto.errors import RemoteProtocolError
-from narrows.proto.kernels import F32, I8, I64, U8, read_only
+from narrows.proto.kernels import F32, I8, I64, NOTHING, read_only
+from narrows.proto.rounding import round_to_dtype
 
 # A first call compiles; a deadline would be a timed assertion anyway.
 untimed = settings(deadline=None)
@@ -104,13 +104,48 @@ def twin_bfloat16(values: F32) -> F32:
 def test_quantise_and_scale_codes_equal_their_twin(chunk: Chunk, limit: int) -> None:
     codes, out = np.empty(chunk.values.size, np.int8), np.empty_like(chunk.values)
     inputs = read_only(chunk.values), read_only(chunk.bounds), read_only(chunk.scales)
-    kernels.quantise(*inputs, np.float32(limit), codes, out)
+    largest = kernels.quantise(*inputs, np.float32(limit), codes)
     expected_codes, expected_out = twin_quantise(chunk, limit)
     assert codes.tolist() == expected_codes.tolist()
+    magnitudes = np.abs(chunk.values).view(np.uint32)
+    assert largest == (int(magnitudes.max()) if magnitudes.size else 0)
+    kernels.scale_codes(read_only(codes), *inputs[1:], out)
     assert same_bits(out, expected_out)
-    again = np.empty_like(out)
-    kernels.scale_codes(read_only(codes), *inputs[1:], again)
-    assert same_bits(again, expected_out)
+
+
+@untimed
+@given(chunks(), quantised_names, st.data())
+def test_encode_push_is_encode_of_the_difference_and_keeps_the_rest(
+    chunk: Chunk, name: str, data: st.DataObject
+) -> None:
+    count = chunk.values.size
+    small = hnp.arrays(np.float32, count, elements=st.floats(-1e3, 1e3, width=32))
+    base, local = data.draw(small), data.draw(small)
+    residual = data.draw(st.none() | small)
+    values = base - local if residual is None else (base - local) + residual
+    sent, unsent = np.empty_like(values), np.empty_like(values)
+    each, spans = codec(name), (chunk.bounds, chunk.scales)
+    expected = each.encode(values, *spans, sent)
+    assert each.encode_push(base, local, residual, *spans, unsent) == expected
+    np.testing.assert_array_equal(unsent, values - sent)
+
+
+@untimed
+@given(chunks(), names, st.data())
+def test_encode_step_advances_as_the_receiver_does(
+    chunk: Chunk, name: str, data: st.DataObject
+) -> None:
+    count = chunk.values.size
+    small = hnp.arrays(np.float32, count, elements=st.floats(-1e3, 1e3, width=32))
+    params, published = data.draw(small), data.draw(small)
+    advanced, received = np.empty_like(params), np.empty_like(params)
+    payload = codec(name).encode_step(params, published, chunk.bounds, chunk.scales, advanced)
+    codec(name).decode(payload, chunk.bounds).add_to(published, received)
+    assert same_bits(advanced, received)
+    twin = np.empty_like(params)
+    codec(name).decode(payload, chunk.bounds).values(twin)
+    add_values(published, twin, twin)
+    assert same_bits(received, twin)
 
 
 @untimed
@@ -119,16 +154,8 @@ def test_pack_equals_its_twin_and_unpack_inverts_it(codes: I8) -> None:
     packed, back = np.empty((codes.size + 1) // 2, np.uint8), np.empty_like(codes)
     kernels.pack(read_only(codes.view(np.uint8)), packed)
     assert packed.tobytes() == twin_pack(codes)
-    assert not kernels.has_lowest_nibble(read_only(packed))
     kernels.unpack(read_only(packed), back)
     assert back.tolist() == codes.tolist()
-
-
-@untimed
-@given(hnp.arrays(np.uint8, st.integers(0, 100)))
-def test_has_lowest_nibble_equals_its_twin(packed: U8) -> None:
-    expected = any(byte & 15 == 8 or byte >> 4 == 8 for byte in packed.tolist())
-    assert kernels.has_lowest_nibble(read_only(packed)) == expected
 
 
 @untimed
@@ -141,7 +168,7 @@ def test_sampled_mean_squares_equal_their_twin(values: F32, samples_max: int) ->
     cuts = sorted({0, middle, values.size})
     out = np.empty(len(cuts) - 1, np.float64)
     kernels.sampled_mean_squares(
-        read_only(values), read_only(np.array(cuts, np.int64)), samples_max, out
+        read_only(values), NOTHING, NOTHING, read_only(np.array(cuts, np.int64)), samples_max, out
     )
     parts = [values[a:b] for a, b in pairwise(cuts)]
     assert out.tolist() == [twin_mean_squares(part, samples_max) for part in parts]
@@ -151,7 +178,8 @@ def test_the_subsample_of_a_large_piece_equals_its_twin() -> None:
     values = np.random.default_rng(0).normal(size=1_000_003).astype(np.float32)
     out = np.empty(1, np.float64)
     bounds = np.array([0, values.size], np.int64)
-    kernels.sampled_mean_squares(read_only(values), read_only(bounds), RMS_SAMPLES_MAX, out)
+    sources = read_only(values), NOTHING, NOTHING
+    kernels.sampled_mean_squares(*sources, read_only(bounds), RMS_SAMPLES_MAX, out)
     assert out.tolist() == [twin_mean_squares(values, RMS_SAMPLES_MAX)]
 
 
@@ -233,10 +261,13 @@ def test_square_sums(name: str, chunk: Chunk) -> None:
     payload = codec(name).encode(values, chunk.bounds, chunk.scales, reconstructed)
     sums = codec(name).decode(payload, chunk.bounds).square_sums()
     for span, (start, end) in enumerate(zip(chunk.bounds, chunk.bounds[1:], strict=False)):
+        # Exact for codes, whatever the order; in 16 lanes for floats.
+        lanes = [0.0] * 16
+        for index, value in enumerate(reconstructed[start:end].tolist()):
+            lanes[index % 16] += value * value
         expected = 0.0
-        # Exact for codes, whatever the order; in element order for floats.
-        for value in reconstructed[start:end].tolist():
-            expected += value * value
+        for lane in lanes:
+            expected += lane
         assert sums[span] == expected
 
 

@@ -18,11 +18,11 @@ from narrows.proto.codecs import (
     codec,
     codec_names,
     piece_scales,
-    round_to_dtype,
     warm_up,
 )
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.kernels import F32, I64
+from narrows.proto.rounding import round_to_dtype
 
 # Scales.
 

@@ -276,9 +276,11 @@ def test_misuse_is_refused() -> None:
 
 def test_warm_up_compiles_exactly_what_a_merge_uses() -> None:
     warm_up()
-    kernel = cast(Any, merge_module.add_scaled)
+    kernel = cast(Any, merge_module.accumulate)
     before = list(kernel.signatures)
     vectors = random_vectors(3, seed=1)
     ones = [contribution(f"{i}", MIXED, v, chunk_elements=99) for i, v in enumerate(vectors)]
     merge(MIXED, ones, [0.2, 0.3, 0.5])
-    assert len(before) == 1 and list(kernel.signatures) == before
+    coded = [contribution(f"{i}", MIXED, v, codec_name="int4-zstd") for i, v in enumerate(vectors)]
+    merge(MIXED, coded, [0.2, 0.3, 0.5])
+    assert len(before) == 2 and list(kernel.signatures) == before

@@ -14,7 +14,8 @@ from narrows.broker.config import BrokerConfig
 from narrows.broker.events import Contributed
 from narrows.broker.initial import from_file
 from narrows.broker.model import GlobalModel, version_zero
-from narrows.proto.codecs import DecodedChunk, add_values
+from narrows.proto.chunk import DecodedChunk
+from narrows.proto.codecs import add_values
 from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import build_table
 from narrows.proto.limits import PUBLICATIONS_KEPT

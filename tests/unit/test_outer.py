@@ -9,11 +9,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from narrows.broker.outer import BLOCK_ELEMENTS, optimizer_names, outer_optimizer
+from narrows.broker.outer import optimizer_names, outer_optimizer
 from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
 
 F32 = NDArray[np.float32]
-ELEMENTS = BLOCK_ELEMENTS + 37
+ELEMENTS = 16_421
 
 
 def random_values(seed: int, count: int = ELEMENTS) -> F32:

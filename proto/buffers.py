@@ -1,0 +1,72 @@
+"""Memory for large arrays that come and go, used again instead of asked for again.
+
+An array of some 100 kB that numpy allocates is new memory of the system each time, and touching
+new memory costs more than most of what is done with it (docs/lab-notes.md). An array from here
+gives its memory back by itself once nobody refers to it or to a view of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32: TypeAlias = NDArray[np.float32]
+U8: TypeAlias = NDArray[np.uint8]
+
+IDLE_BYTES_MAX: Final = 512 << 20
+"""Idle memory that is kept; beyond it an array that nobody needs is freed."""
+
+STEPS: Final = 8
+"""Sizes are rounded up to one of so many between two powers of two: at most 1/8 is wasted."""
+
+# Threads share it without a lock: pop and append of a list are atomic.
+_idle: dict[int, list[U8]] = {}
+
+
+def empty_f32(count: int) -> F32:
+    """An uninitialised float32 array (count,)."""
+    return empty_u8(4 * count).view(np.float32)
+
+
+def zeros_f32(count: int) -> F32:
+    """A float32 array (count,) of zeros."""
+    zeros = empty_f32(count)
+    zeros.fill(0.0)
+    return zeros
+
+
+def empty_u8(count: int) -> U8:
+    """An uninitialised uint8 array (count,)."""
+    size = _size_class(count)
+    memory = _take(size)
+    if memory is None:
+        memory = np.empty(size, np.uint8)
+    # Through a memoryview: a view of an array would refer to `memory` itself, past the lease.
+    lease = np.frombuffer(memory.data, np.uint8, count)
+    weakref.finalize(lease, _give, memory).atexit = False
+    return lease
+
+
+def idle_bytes() -> int:
+    """Memory that waits to be used again."""
+    return sum(size * len(waiting) for size, waiting in list(_idle.items()))
+
+
+def _size_class(count: int) -> int:
+    step = max(64, 1 << max(0, count.bit_length() - STEPS.bit_length()))
+    return max(step, -(-count // step) * step)
+
+
+def _take(size: int) -> U8 | None:
+    try:
+        return _idle[size].pop()
+    except (KeyError, IndexError):
+        return None
+
+
+def _give(memory: U8) -> None:
+    if idle_bytes() + memory.nbytes <= IDLE_BYTES_MAX:
+        _idle.setdefault(memory.nbytes, []).append(memory)
