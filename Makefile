@@ -61,5 +61,5 @@ $(READY): constraints.txt pyproject.toml
 	$(PIP) install --constraint constraints.txt --no-deps \
 		$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) install --constraint constraints.txt --no-build-isolation \
-		--editable '.[learner,dev]' 'pyright[nodejs]'
+		--editable '.[learner,bench,dev]' 'pyright[nodejs]'
 	@touch $@

@@ -84,7 +84,9 @@ def _start(options: DemoOptions, processes: Processes, folder: Path) -> str:
         "--set", f"run.tokens_per_run_step={options.tokens_per_step * options.learners}",
     )  # fmt: skip
     for name in options.names:
-        _start_learner(processes, folder, address, name)
+        recorder = options.record is not None and name == options.names[0]
+        record = ("--record", str(options.record)) if recorder else ()
+        _start_learner(processes, folder, address, name, *record)
     processes.start(
         "alone", "alone",
         "--steps", str(options.inner_steps),
@@ -95,7 +97,9 @@ def _start(options: DemoOptions, processes: Processes, folder: Path) -> str:
     return address
 
 
-def _start_learner(processes: Processes, folder: Path, address: str, name: str) -> None:
+def _start_learner(
+    processes: Processes, folder: Path, address: str, name: str, *arguments: str
+) -> None:
     processes.start(
         name, "learner",
         "--broker", address,
@@ -103,6 +107,7 @@ def _start_learner(processes: Processes, folder: Path, address: str, name: str) 
         "--preset", PRESET,
         "--events", str(folder / f"{name}.jsonl"),
         "--json", str(folder / f"{name}.json"),
+        *arguments,
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ class DemoOptions:
     json: Path | None = None
     picture: Path | None = None
     plain: bool = False
+    record: Path | None = None
 
     def __post_init__(self) -> None:
         if not 2 <= self.learners <= 26 or self.steps < 0:

@@ -18,11 +18,11 @@ from typing import Final, Literal
 
 import numpy as np
 
-from narrows.proto.buffers import zeros_f32
+from narrows.proto.buffers import empty_f32
 from narrows.proto.chunk import DecodedChunk, float_square_sums
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.fragments import Fragment
-from narrows.proto.kernels import F32, F64, I8, I64, RUN, kernel, read_only
+from narrows.proto.kernels import F32, F64, I8, I64, RUN, clear, kernel, read_only
 
 NORM_MIN: Final = 2.0**-100
 """A piece with a smaller norm counts as zero: dividing by it would overflow float32."""
@@ -33,7 +33,7 @@ DIRECTION_MIN: Final = 1e-6
 CLIP_CONTRIBUTORS_MIN: Final = 3
 """Of two norms that differ nobody can say which is the outlier. The same for shares."""
 
-SLICE: Final = 256 * RUN
+SLICE: Final = 1024 * RUN
 """Elements whose sums stay in cache while all learners are added to them."""
 
 
@@ -128,7 +128,7 @@ def merge(
     units[[law == "mean" or piece.law == "mean" for piece in fragment.pieces]] = 0.0
     # Fewer than two contributors to a piece leave nothing to average, and keep their bits.
     units[np.count_nonzero(units, axis=1) < 2] = 0.0
-    mean, direction = _accumulate(fragment, contributions, mean_factors, units)
+    mean, direction = weighted_sums(fragment, contributions, mean_factors, units)
     if direction.size:
         _replace_mean(fragment, mean, direction, mean_factors * norms, units * norms)
     return Merged(mean, int(np.count_nonzero(clips < 1.0)), norms)
@@ -160,15 +160,15 @@ def _clips(norms: F64, clip_ratio: float) -> F64:
     return clips
 
 
-def _accumulate(
+def weighted_sums(
     fragment: Fragment, contributions: Sequence[Contribution], mean_factors: F64, units: F64
 ) -> tuple[F32, F32]:
     """sum of mean_factors * v (n,) and, of the pieces where units is not 0, sum of units * v (n,).
 
     The factors (k, M) are rounded to float32 once. Without any unit the second sum is empty.
     """
-    mean = zeros_f32(fragment.elements)
-    direction = zeros_f32(fragment.elements if units.any() else 0)
+    mean = empty_f32(fragment.elements)
+    direction = empty_f32(fragment.elements if units.any() else 0)
     mean_rows = read_only(mean_factors.T.astype(np.float32))
     unit_rows = read_only(units.T.astype(np.float32))
     scratch = np.empty(SLICE, np.int8)
@@ -185,6 +185,9 @@ def _accumulate(
         else:
             codes = read_only(chunk.floats()[first:end])
         part = slice(offset + first, offset + end)
+        if column == 0:  # Only now, so that the zeros are in cache when they are added to.
+            clear(mean[part])
+            clear(direction[part])
         accumulate(
             codes,
             bounds,
@@ -192,7 +195,7 @@ def _accumulate(
             mean_rows[column, pieces],
             unit_rows[column, pieces],
             mean[part],
-            direction[part] if direction.size else direction,
+            direction[part],
         )
     return mean, direction
 
@@ -319,6 +322,7 @@ def warm_up() -> None:
     """Compiles the kernels, or loads them from numba's cache, before a merge has to wait for it."""
     ones, bounds = read_only(np.ones(3, np.float32)), read_only(np.array([0, 3], np.int64))
     factor, total = read_only(np.ones(1, np.float32)), np.zeros(3, np.float32)
+    clear(total)
     for codes in (ones, read_only(np.ones(3, np.int8))):
         accumulate(codes, bounds, factor, factor, factor, total, total)
     float_square_sums(ones, bounds)

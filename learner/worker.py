@@ -10,12 +10,14 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
+from narrows.learner.client import Client
 from narrows.learner.corpus import Bytes, Corpus, Reader, fixed_windows, load_corpus
 from narrows.learner.gpt import (
     GPT,
@@ -28,6 +30,7 @@ from narrows.learner.gpt import (
     validation_loss,
 )
 from narrows.learner.learner import Learner
+from narrows.learner.recording import recording_client
 from narrows.proto.address import parse_address
 from narrows.proto.errors import ConfigError
 from narrows.proto.units import format_bytes, format_count
@@ -70,6 +73,8 @@ class WorkerOptions:
     """File that gets one JSON line per event of the exchange."""
     json: Path | None = None
     """File for the summary at the end."""
+    record: Path | None = None
+    """File for one outer gradient of each fragment."""
 
     def __post_init__(self) -> None:
         if self.threads < 1:
@@ -127,6 +132,7 @@ class _Loop:
             name=options.name,
             join_timeout_s=options.join_timeout_s,
             events=options.events,
+            connect=partial(recording_client, options.record) if options.record else Client,
         ) as learner:
             stop.joined = True
             self._train(learner, stop)

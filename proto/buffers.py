@@ -31,13 +31,6 @@ def empty_f32(count: int) -> F32:
     return empty_u8(4 * count).view(np.float32)
 
 
-def zeros_f32(count: int) -> F32:
-    """A float32 array (count,) of zeros."""
-    zeros = empty_f32(count)
-    zeros.fill(0.0)
-    return zeros
-
-
 def empty_u8(count: int) -> U8:
     """An uninitialised uint8 array (count,)."""
     size = _size_class(count)

@@ -71,10 +71,7 @@ class QuantisedCodec:
         check_size(self.name, view, 2 * spans, self.payload_bytes_max(count, spans))
         scales = decode_scales(view[: 2 * spans])
         size_bytes = self._code_bytes(count)
-        body = empty_u8(size_bytes)
-        if count:
-            # Copied: the chunk is kept for a round, and only memory from the pool is cheap to keep.
-            body[:] = np.frombuffer(zstd_frame.decompress(view[2 * spans :], size_bytes), np.uint8)
+        body = zstd_frame.decompress(view[2 * spans :], size_bytes) if count else empty_u8(0)
         return DecodedChunk(self.name, read_only(bounds), scales, self._codes(body, count))
 
     def _difference(

@@ -10,6 +10,7 @@ from typing import Final
 
 import zstandard
 
+from narrows.proto.buffers import empty_u8
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.kernels import U8
 
@@ -17,6 +18,12 @@ WINDOW_BYTES_MAX: Final = 8 << 20
 """Largest window that is accepted; our own frames need no more than their content."""
 
 MAGIC: Final = b"\x28\xb5\x2f\xfd"
+
+BLOCK_HEAD_BYTES: Final = 3
+RLE_BLOCK: Final = 1
+CHECKSUM_FLAG: Final = 4
+CHECKSUM_BYTES: Final = 4
+"""Of a frame, as RFC 8878 has them."""
 
 LEVEL: Final = 1
 """Higher levels gain nothing on codes; levels below 0 leave the entropy coder out."""
@@ -38,20 +45,18 @@ def compress(content: U8) -> bytes:
     return frame
 
 
-def decompress(frame: memoryview, size_bytes: int) -> bytes:
-    """The content of `frame`, exactly `size_bytes` > 0 bytes.
+def decompress(frame: memoryview, size_bytes: int) -> U8:
+    """The content of `frame`, (size_bytes,) with size_bytes > 0, in memory from the pool.
 
     Raises RemoteProtocolError BAD_PAYLOAD unless `frame` is one whole frame that declares this
     size, a window up to WINDOW_BYTES_MAX and no dictionary, with nothing after it.
     """
     try:
         _check_header(frame, size_bytes)
-        content = _decompress(frame)
+        _check_end(frame)
+        return _decompress(frame, size_bytes)
     except zstandard.ZstdError as error:
         raise _bad("one whole frame", str(error)) from error
-    if len(content) != size_bytes:
-        raise _bad(f"{size_bytes} bytes", str(len(content)))
-    return content
 
 
 def frame_bytes_max(size_bytes: int) -> int:
@@ -72,12 +77,32 @@ def _check_header(frame: memoryview, size_bytes: int) -> None:
         )
 
 
-def _decompress(frame: memoryview) -> bytes:
+def _check_end(frame: memoryview) -> None:
+    """Walks over the blocks (RFC 8878, 3.1.1): nothing may follow the last one."""
+    place = zstandard.frame_header_size(frame)
+    checksum_bytes = CHECKSUM_BYTES if frame[4] & CHECKSUM_FLAG else 0
+    is_last = False
+    while not is_last:
+        head = int.from_bytes(frame[place : place + BLOCK_HEAD_BYTES], "little")
+        is_last = bool(head & 1)
+        place += BLOCK_HEAD_BYTES + (1 if (head >> 1) & 3 == RLE_BLOCK else head >> 3)
+        if place + checksum_bytes > len(frame):
+            raise _bad("one whole frame", "a frame that is cut")
+    if place + checksum_bytes != len(frame):
+        raise _bad("one frame", f"{len(frame) - place - checksum_bytes} bytes after it")
+
+
+def _decompress(frame: memoryview, size_bytes: int) -> U8:
     try:
         decompressor = _decompressors.pop()
     except IndexError:
         decompressor = zstandard.ZstdDecompressor()
-    content = decompressor.decompress(frame, allow_extra_data=False)
+    content = empty_u8(size_bytes)
+    # Not `decompress`: it makes bytes, memory of the system that is new each time.
+    with decompressor.stream_reader(frame) as reader:
+        got_bytes = reader.readinto(content.data)  # pyright: ignore[reportUnknownMemberType]
+    if got_bytes != size_bytes:
+        raise _bad(f"{size_bytes} bytes", str(got_bytes))
     # Only after success: a context that met a damaged frame is dropped.
     _decompressors.append(decompressor)
     return content

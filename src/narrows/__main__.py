@@ -32,6 +32,10 @@ app = cyclopts.App(
 )
 
 
+bench = cyclopts.App(name="bench", help="Measure what the system costs and what others do.")
+app.command(bench)
+
+
 @app.command
 def broker(
     *,
@@ -106,6 +110,7 @@ def learner(
     join_timeout_s: float = 60.0,
     events: Path | None = None,
     json: Path | None = None,
+    record: Path | None = None,
 ) -> None:
     """Run the reference worker: a compact GPT over bytes, trained as one learner of a run.
 
@@ -139,13 +144,15 @@ def learner(
         File that gets one JSON line per version installed.
     json
         File for the summary at the end.
+    record
+        File for one outer gradient of each fragment, for `narrows bench codec --recording`.
     """
     _need_torch()
     from narrows.learner.worker import WorkerOptions, run_worker
 
     options = WorkerOptions(
         broker, name, data, preset, part, batch, seed, threads, peak_learning_rate, steps_max,
-        step_wait_s, join_timeout_s, events, json,
+        step_wait_s, join_timeout_s, events, json, record,
     )  # fmt: skip
     run_worker(options)
 
@@ -180,6 +187,7 @@ def demo(
     json: Path | None = None,
     picture: Path | None = None,
     plain: bool = False,
+    record: Path | None = None,
 ) -> None:
     """Train one model with several learners on this machine, one of them killed on the way.
 
@@ -199,12 +207,50 @@ def demo(
         SVG file for the display while a learner was dead, and the last table.
     plain
         Print lines instead of a live display.
+    record
+        File for one learner's outer gradients, one of each fragment.
     """
     _need_torch()
     from narrows.bench.demo import run_demo
     from narrows.bench.demo_story import DemoOptions
 
-    run_demo(DemoOptions(learners, steps, baselines, keep, json, picture, plain))
+    run_demo(DemoOptions(learners, steps, baselines, keep, json, picture, plain, record))
+
+
+@bench.command(name="codec")
+def bench_codec(
+    *, recording: Path | None = None, json: Path | None = None, plot: Path | None = None
+) -> None:
+    """Measure bits, error and speed of the codecs, beside what others do.
+
+    Parameters
+    ----------
+    recording
+        Outer gradients that `narrows demo --record FILE` wrote (default: some that come along).
+    json
+        File for the rows.
+    plot
+        Picture of bits against error (needs the extra `bench`).
+    """
+    from narrows.bench.codec import run_codec_bench
+
+    run_codec_bench(recording, json, plot)
+
+
+@bench.command(name="merge")
+def bench_merge(*, json: Path | None = None, large: bool = False) -> None:
+    """Measure what a merge costs by number of learners and size, in time and memory.
+
+    Parameters
+    ----------
+    json
+        File for the rows.
+    large
+        Also 256 M parameters with 8 learners; takes minutes and 5 GiB.
+    """
+    from narrows.bench.merge import run_merge_bench
+
+    run_merge_bench(json, large=large)
 
 
 def main() -> NoReturn:

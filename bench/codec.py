@@ -1,0 +1,264 @@
+"""`narrows bench codec`: bits, error and speed of the codecs, beside what others do."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from narrows.bench import machine
+from narrows.bench.codec_baselines import Baseline, baselines
+from narrows.bench.outer_grads import Data, drawn, drawn_names, recorded
+from narrows.broker.merge import Contribution, weighted_sums
+from narrows.proto.codecs import codec, warm_up
+from narrows.proto.fragments import Fragment
+from narrows.proto.kernels import F32
+from narrows.proto.transfer import EncodedChunk, decode_chunk, encode_fragment, encode_push
+
+ELEMENTS: Final = 1 << 22
+"""Of a drawn fragment: 16 MiB as float32, larger than the caches of a core."""
+
+CHUNK_ELEMENTS: Final = 1 << 18
+REPEATS: Final = 5
+
+RHOS: Final = (0.4, 0.5, 0.6, 0.7, 1.0)
+CASES: Final = (
+    *(("int4-zstd", rho) for rho in RHOS),
+    ("int8-zstd", 0.25),
+    ("bf16", 1.0),
+    ("raw32", 1.0),
+)
+CONTRIBUTORS: Final = 4
+"""Pushes that are decoded and summed together."""
+
+LONE_ROUNDS: Final = 8
+TABLE_COLUMNS: Final = 120
+
+
+@dataclass(frozen=True)
+class Row:
+    """One codec on one kind of data. Speeds are parameters per second, all threads together."""
+
+    data: str
+    codec: str
+    rho: float | None
+    threads: int
+    encode_params_per_s: float
+    decode_accumulate_params_per_s: float | None
+    wire_bits_per_param: float
+    snr_db: float | None
+    """Signal over error of one exchange; None if nothing is lost."""
+    shannon_bits_at_snr: float | None
+    """What no code of Gaussian data at this error can do without."""
+    memcpy_params_per_s: float
+    """Copying the same float32 array, with as many threads, in this run."""
+
+
+def run_codec_bench(recording: Path | None, json_file: Path | None, plot: Path | None) -> None:
+    """Measures, prints, and writes what was asked for."""
+    warm_up()
+    data = [drawn(name, ELEMENTS) for name in drawn_names()]
+    data.append(recorded(recording) if recording else recorded())
+    rows: list[Row] = []
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=TABLE_COLUMNS)
+    for each in data:
+        for threads in (1, 2):
+            memcpy = _memcpy(each, threads)
+            for name, rho in CASES:
+                rows.append(_ours(each, name, rho, threads, memcpy))
+        memcpy = _memcpy(each, 1)
+        rows += [_theirs(each, baseline, memcpy) for baseline in baselines()]
+        console.print(table(row for row in rows if row.data == each.name))
+    lone = [row for each in data for row in lone_elements(each)]
+    console.print(lone_table(lone))
+    if json_file is not None:
+        result = machine.describe() | {"rows": [asdict(r) for r in rows], "lone_elements": lone}
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    if plot is not None:
+        from narrows.bench.plots import rate_distortion
+
+        rate_distortion([asdict(row) for row in rows], plot)
+
+
+def snr_db(values: F32, sent: F32) -> float | None:
+    """10 log10 of signal over error power; None without error."""
+    error = np.sum((values.astype(np.float64) - sent) ** 2)
+    signal = np.sum(values.astype(np.float64) ** 2)
+    return None if error == 0 else float(10 * np.log10(signal / error))
+
+
+def shannon_bits(snr: float | None) -> float | None:
+    """Bits per parameter of the best code of independent Gaussian values at this error."""
+    return None if snr is None else max(0.0, snr / (20 * np.log10(2.0)))
+
+
+def lone_elements(data: Data) -> Iterator[dict[str, Any]]:
+    """What is still unsent of one element of 100 rms after 1 to LONE_ROUNDS exchanges.
+
+    It is part of the first outer gradient alone; the later ones are noise like all others.
+    Codes are clamped, and the rest travels in later exchanges with the remainder.
+    """
+    rms = float(np.sqrt(np.mean(data.values.astype(np.float64) ** 2)))
+    place = int(np.argmax(np.abs(data.values)))
+    for name, rho in (("int4-zstd", 0.5), ("int4-zstd", 1.0), ("int8-zstd", 0.25)):
+        base, local = data.values.copy(), np.zeros_like(data.values)
+        base[place] = 100 * rms
+        residual, errors = None, list[float]()
+        for _ in range(LONE_ROUNDS):
+            unsent = np.empty_like(base)
+            list(_push(data.fragment, base, local, residual, name, rho, unsent))
+            errors.append(abs(float(unsent[place])) / (100 * rms))
+            base = data.values.copy()
+            base[place] = 0.0
+            residual = unsent
+        yield {"data": data.name, "codec": name, "rho": rho, "unsent_share_by_round": errors}
+
+
+def _push(
+    fragment: Fragment, base: F32, local: F32, residual: F32 | None, name: str, rho: float,
+    unsent: F32,
+) -> Iterator[EncodedChunk]:  # fmt: skip
+    return encode_push(
+        fragment, base, local, residual,
+        codec_name=name, rho=rho, chunk_elements=CHUNK_ELEMENTS, unsent=unsent,
+    )  # fmt: skip
+
+
+def _ours(data: Data, name: str, rho: float, threads: int, memcpy: float) -> Row:
+    fragment, values = data.fragment, data.values
+    sent = np.empty_like(values)
+    chunks = list(
+        encode_fragment(
+            fragment, values,
+            codec_name=name, rho=rho, chunk_elements=CHUNK_ELEMENTS, reconstructed=sent,
+        )
+    )  # fmt: skip
+    snr = snr_db(values, sent)
+    base, residual = values.copy(), (values * np.float32(0.1))[::-1].copy()
+    locals_ = [np.zeros_like(values) for _ in range(threads)]
+    unsent = [np.empty_like(values) for _ in range(threads)]
+
+    def encode(thread: int) -> None:
+        for _ in _push(fragment, base, locals_[thread], residual, name, rho, unsent[thread]):
+            pass
+
+    def decode(_: int) -> None:
+        decode_accumulate(fragment, name, chunks)
+
+    quantised = codec(name).quantised
+    return Row(
+        data.name,
+        name,
+        rho if quantised else None,
+        threads,
+        _params_per_s(encode, values.size, threads),
+        _params_per_s(decode, CONTRIBUTORS * values.size, threads) if quantised else None,
+        8 * sum(len(chunk.payload) for chunk in chunks) / values.size,
+        snr,
+        shannon_bits(snr),
+        memcpy,
+    )
+
+
+def decode_accumulate(fragment: Fragment, name: str, chunks: Sequence[EncodedChunk]) -> None:
+    """What the broker does with CONTRIBUTORS pushes: payloads checked and decoded, then summed."""
+    contributions = [
+        Contribution(
+            str(number),
+            1,
+            1,
+            [
+                (c.offset, decode_chunk(fragment, name, c.offset, c.count, c.payload))
+                for c in chunks
+            ],
+        )
+        for number in range(CONTRIBUTORS)
+    ]
+    shares = np.full((len(fragment.pieces), CONTRIBUTORS), 1 / CONTRIBUTORS)
+    weighted_sums(fragment, contributions, shares, np.zeros_like(shares))
+
+
+def _theirs(data: Data, baseline: Baseline, memcpy: float) -> Row:
+    payload, sent = baseline.code(data.values)
+    snr = snr_db(data.values, sent)
+
+    def encode(_: int) -> None:
+        baseline.code(data.values)
+
+    return Row(
+        data.name,
+        baseline.name,
+        None,
+        1,
+        _params_per_s(encode, data.values.size, 1),
+        None,
+        8 * payload / data.values.size,
+        snr,
+        shannon_bits(snr),
+        memcpy,
+    )
+
+
+def _memcpy(data: Data, threads: int) -> float:
+    copies = [np.empty_like(data.values) for _ in range(threads)]
+    return _params_per_s(lambda i: np.copyto(copies[i], data.values), data.values.size, threads)
+
+
+def _params_per_s(work: Callable[[int], None], count: int, threads: int) -> float:
+    """Median rate over REPEATS of `count` parameters per thread, after one to warm up.
+
+    Short work is repeated within a measurement, so that the clock can see it.
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, range(threads)))
+        times: list[float] = []
+        inner = max(1, (1 << 20) // count)
+        for _ in range(REPEATS):
+            started = time.perf_counter()
+            for _ in range(inner):
+                list(pool.map(work, range(threads)))
+            times.append((time.perf_counter() - started) / inner)
+    return count * threads / median(times)
+
+
+def table(rows: Iterator[Row]) -> Table:
+    """For people: speeds in G params/s."""
+    shown = Table(box=None, pad_edge=False)
+    for heading in ("data", "codec", "rho", "threads", "bits", "SNR dB", "Shannon", "encode G/s",
+                    "decode+add G/s", "memcpy G/s"):  # fmt: skip
+        shown.add_column(heading, justify="left" if heading in ("data", "codec") else "right")
+
+    def number(value: float | None, digits: int, unit: float = 1.0) -> str:
+        return "-" if value is None else f"{value / unit:.{digits}f}"
+
+    for row in rows:
+        shown.add_row(
+            row.data, row.codec, number(row.rho, 2), str(row.threads),
+            number(row.wire_bits_per_param, 2), number(row.snr_db, 1),
+            number(row.shannon_bits_at_snr, 2), number(row.encode_params_per_s, 3, 1e9),
+            number(row.decode_accumulate_params_per_s, 2, 1e9),
+            number(row.memcpy_params_per_s, 2, 1e9),
+        )  # fmt: skip
+    return shown
+
+
+def lone_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The unsent share of a lone large element by exchange."""
+    shown = Table(title="unsent share of one element of 100 rms", box=None, pad_edge=False)
+    for heading in ("data", "codec", "rho", *map(str, range(1, LONE_ROUNDS + 1))):
+        shown.add_column(heading)
+    for row in rows:
+        shares = [f"{share:.0%}" for share in row["unsent_share_by_round"]]
+        shown.add_row(row["data"], row["codec"], str(row["rho"]), *shares)
+    return shown
