@@ -13,6 +13,7 @@ from narrows.proto.codecs import codec_names
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.layout import check_layout, differences
 from narrows.proto.limits import PROTOCOL
+from narrows.proto.rate import codecs_of
 
 
 @dataclass
@@ -173,7 +174,9 @@ class Admission:
                 got=str(hello.epoch),
                 remedy="this broker was replaced: stop it, or restore the newest state directory",
             )
-        missing = {state.settings.push_codec, state.settings.publish_codec} - set(hello.codecs)
+        settings = state.settings
+        needed = codecs_of(settings.push_codec) | codecs_of(settings.publish_codec)
+        missing = needed - set(hello.codecs)
         if missing:
             raise RemoteProtocolError(
                 ErrorCode.UNKNOWN_CODEC,

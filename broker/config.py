@@ -13,7 +13,6 @@ from typing import Annotated, Final, Literal, cast
 
 from narrows.broker.outer import optimizer_names
 from narrows.proto.address import parse_listen
-from narrows.proto.codecs import codec_names
 from narrows.proto.config import Range, Section, nearest, override, read_table
 from narrows.proto.errors import ConfigError
 from narrows.proto.limits import (
@@ -24,6 +23,7 @@ from narrows.proto.limits import (
     TOKENS_MAX,
 )
 from narrows.proto.messages import Mode, RunSettings
+from narrows.proto.rate import setting_names
 from narrows.proto.units import Amount, Duration
 
 
@@ -163,7 +163,7 @@ class CodecSection(Section):
     """[codec] How values become bits, both ways."""
 
     push: str = "int4-zstd"
-    """Codec of outer gradients on their way to the broker."""
+    """Codec of outer gradients on their way to the broker; "auto": the one that suits a rate."""
     publish: str = "int4-zstd"
     """Codec of updates on their way to the learners."""
     push_rho: Annotated[float, Range(0.001, 100)] = 0.5
@@ -171,6 +171,10 @@ class CodecSection(Section):
     parameter, 1.0 about 2. With int4 a step below 0.4 cuts off what exceeds 7 steps."""
     publish_rho: Annotated[float, Range(0.001, 100)] = 0.5
     """The same for publications; what they drop stays in the next difference."""
+    push_bits: Annotated[float, Range(0.5, 8)] = 3.0
+    """With push = "auto": bits per parameter to aim at; the step follows, fragment by fragment."""
+    publish_bits: Annotated[float, Range(0.5, 8)] = 3.0
+    """The same for publications."""
     chunk_elements: Annotated[int, Range(256, CHUNK_ELEMENTS_MAX)] = 262144
     """Elements per data message: small ones let control messages pass, large ones cost less."""
     error_feedback: bool = True
@@ -178,8 +182,8 @@ class CodecSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_choice("push", self.push, codec_names())
-        _check_choice("publish", self.publish, codec_names())
+        _check_choice("push", self.push, setting_names())
+        _check_choice("publish", self.publish, setting_names())
 
 
 @dataclass(frozen=True)
@@ -273,6 +277,8 @@ def settings(config: BrokerConfig) -> RunSettings:
         publish_codec=config.codec.publish,
         push_rho=config.codec.push_rho,
         publish_rho=config.codec.publish_rho,
+        push_bits=config.codec.push_bits,
+        publish_bits=config.codec.publish_bits,
         chunk_elements=config.codec.chunk_elements,
         streams=config.wan.streams,
         error_feedback=config.codec.error_feedback,

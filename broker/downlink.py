@@ -97,7 +97,6 @@ class Downlink:
             addressee.outbox.discard(lambda p: p.fragment == order.fragment)
             self._queue_state(addressee, order, model)
             return
-        codec = model.config.codec.publish
         # Repair asks for what may still wait to leave: send it once.
         wanted = (order.kind, order.fragment, order.version)
         addressee.outbox.discard(lambda p: (p.kind, p.fragment, p.version) == wanted)
@@ -111,7 +110,7 @@ class Downlink:
                 order.push_id,
                 chunk.offset,
                 chunk.count,
-                codec,
+                publication.codec,
                 chunk.payload,
                 chunk.payload_digest,
                 None,

@@ -11,6 +11,7 @@ from narrows.broker.state import RunState, refusal
 from narrows.proto import messages as msg
 from narrows.proto.assembly import Arrival
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
+from narrows.proto.rate import codecs_of
 
 REPAIR_S = 1.0
 """Missing chunks of an announced push are asked for after so long without progress."""
@@ -200,10 +201,10 @@ class Intake:
             raise RemoteProtocolError(
                 ErrorCode.BAD_MESSAGE, who, expected="PUSH or FOUND", got=header.kind.name
             )
-        codec = FOUNDING_CODEC if founding else state.settings.push_codec
-        if header.codec != codec:
+        codecs = codecs_of(FOUNDING_CODEC if founding else state.settings.push_codec)
+        if header.codec not in codecs:
             raise RemoteProtocolError(
-                ErrorCode.UNKNOWN_CODEC, who, expected=codec, got=header.codec
+                ErrorCode.UNKNOWN_CODEC, who, expected=" or ".join(sorted(codecs)), got=header.codec
             )
         elements = state.table[header.fragment].elements
         if header.offset + header.count > elements:

@@ -19,6 +19,7 @@ from narrows.proto.chunk import DecodedChunk
 from narrows.proto.fragments import Fragment
 from narrows.proto.kernels import all_finite
 from narrows.proto.limits import PUBLICATIONS_KEPT
+from narrows.proto.rate import rate_control
 from narrows.proto.transfer import EncodedChunk, digest_of, encode_step, values_of
 
 F32: TypeAlias = NDArray[np.float32]
@@ -32,7 +33,14 @@ class Publication:
 
     version: int
     digest: int
+    codec: str
     chunks: tuple[EncodedChunk, ...]
+
+    @property
+    def bits_per_param(self) -> float:
+        """On the wire, headers left out."""
+        elements = sum(chunk.count for chunk in self.chunks)
+        return 8 * sum(len(chunk.payload) for chunk in self.chunks) / elements
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,11 @@ class GlobalModel:
         self._optimizer = outer_optimizer(
             config.outer.optimizer, rate=config.outer.rate, momentum=config.outer.momentum
         )
+        codec = config.codec
+        self._rates = [
+            rate_control(codec.publish, rho=codec.publish_rho, bits=codec.publish_bits)
+            for _ in self.table
+        ]
         self._publications: list[dict[int, Publication]] = [{} for _ in self.table]
 
     def publication(self, fragment: int, version: int) -> Publication | None:
@@ -106,26 +119,27 @@ class GlobalModel:
         clipped: int,
     ) -> Outcome:
         """Codes global - published copy; what the code drops stays in that difference."""
-        advanced = empty_f32(part.elements)
+        advanced, rate = empty_f32(part.elements), self._rates[part.index]
         chunks = tuple(
             encode_step(
                 part,
                 params,
                 state.published,
-                codec_name=self.config.codec.publish,
-                rho=self.config.codec.publish_rho,
+                codec_name=rate.codec,
+                rho=rate.rho,
                 chunk_elements=self.config.codec.chunk_elements,
                 advanced=advanced,
             )
         )
         digest = digest_of(advanced)
         after = FragmentState(version, digest, params, momentum, advanced)
-        return Outcome(part.index, after, Publication(version, digest, chunks), clipped)
+        return Outcome(part.index, after, Publication(version, digest, rate.codec, chunks), clipped)
 
     def install(self, outcome: Outcome) -> None:
         """Makes an outcome the current state."""
         assert outcome.state.version == self.fragments[outcome.fragment].version + 1
         self.fragments[outcome.fragment] = outcome.state
+        self._rates[outcome.fragment].observe(outcome.publication.bits_per_param)
         kept = self._publications[outcome.fragment]
         kept[outcome.publication.version] = outcome.publication
         kept.pop(outcome.publication.version - PUBLICATIONS_KEPT, None)

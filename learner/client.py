@@ -16,8 +16,8 @@ from msgspec import structs
 
 from narrows.learner import events as ev
 from narrows.learner.background import F32, Background, ParameterHost
-from narrows.learner.exchange import Ranges
 from narrows.learner.session import Connection
+from narrows.learner.uplink import Ranges
 from narrows.proto import messages as msg
 from narrows.proto.buffers import empty_f32
 from narrows.proto.errors import BrokerUnreachable

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrows.learner import events as ev
-from narrows.learner.uplink import PushWork, Residuals, encode_push
+from narrows.learner.uplink import Parcel, PushWork, Ranges, Residuals, encode_push, touches
 from narrows.learner.wires import Wires
 from narrows.proto import messages as msg
 from narrows.proto.chunk import DecodedChunk
@@ -28,6 +28,7 @@ from narrows.proto.fragments import Fragment
 from narrows.proto.frames import decode_data, encode_header
 from narrows.proto.limits import PROTOCOL
 from narrows.proto.outbox import Lane, Outbox
+from narrows.proto.rate import RateControl, codecs_of, rate_control
 from narrows.proto.socket_options import STREAM_WINDOW_BYTES
 from narrows.proto.transfer import (
     STATE_CODEC,
@@ -40,7 +41,6 @@ from narrows.proto.transfer import (
 )
 
 F32: TypeAlias = NDArray[np.float32]
-Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclass
@@ -54,18 +54,6 @@ class Counters:
     publication_bytes: int = 0
     publication_elements: int = 0
     pushes: int = 0
-
-
-@dataclass(frozen=True)
-class _Parcel:
-    """A chunk of a push, or of version 0, in the outbox."""
-
-    kind: msg.DataKind
-    fragment: int
-    version: int
-    push_id: int
-    codec: str
-    chunk: EncodedChunk
 
 
 class Exchange:
@@ -92,8 +80,9 @@ class Exchange:
         #: The published copy per fragment. Arrays are replaced, never changed in place.
         self.published: dict[int, F32] = {}
         self._run_id, self._epoch = "", (0, 0)
-        self._outbox = Outbox[_Parcel](1, STREAM_WINDOW_BYTES)
+        self._outbox = Outbox[Parcel](1, STREAM_WINDOW_BYTES)
         self._residuals = Residuals(False)
+        self._rates: list[RateControl] = []
         #: Pushes whose outcome is open, by id.
         self.pushes: dict[int, PushWork] = {}
         self._chunks: dict[int, tuple[int, DecodedChunk]] = {}
@@ -121,11 +110,15 @@ class Exchange:
     def open_streams(self, effect: ev.OpenStreams) -> None:
         settings = effect.settings
         if self.settings is None:
-            self._outbox = Outbox[_Parcel](settings.streams, STREAM_WINDOW_BYTES)
+            self._outbox = Outbox[Parcel](settings.streams, STREAM_WINDOW_BYTES)
             self._residuals = Residuals(settings.error_feedback)
             self.table = effect.table
+            self._rates = [
+                rate_control(settings.push_codec, rho=settings.push_rho, bits=settings.push_bits)
+                for _ in effect.table
+            ]
         elif self.settings.streams != settings.streams:
-            self._outbox = Outbox[_Parcel](settings.streams, STREAM_WINDOW_BYTES)
+            self._outbox = Outbox[Parcel](settings.streams, STREAM_WINDOW_BYTES)
         self.settings = settings
         self._wires.open_streams(settings.streams, effect.uplink_port, effect.downlink_port)
 
@@ -147,8 +140,15 @@ class Exchange:
                 got=f"{header.offset}+{header.count}",
             )
         state = header.kind is msg.DataKind.STATE
-        codec = STATE_CODEC if state else self.settings.publish_codec
-        chunk = decode_chunk(part, codec, header.offset, header.count, payload)
+        codecs = codecs_of(STATE_CODEC if state else self.settings.publish_codec)
+        if header.codec not in codecs:
+            raise RemoteProtocolError(
+                ErrorCode.UNKNOWN_CODEC,
+                f"data message for fragment {header.fragment}",
+                expected=" or ".join(sorted(codecs)),
+                got=header.codec,
+            )
+        chunk = decode_chunk(part, header.codec, header.offset, header.count, payload)
         size_bytes = sum(map(len, frames))
         self.counters.data_down_bytes += size_bytes
         if not state:
@@ -209,7 +209,7 @@ class Exchange:
 
     def start_push(self, effect: ev.Snapshot, local: F32, base: F32) -> None:
         """A snapshot is taken: encode it behind the training thread's back."""
-        part = self.table[effect.fragment]
+        part, rate = self.table[effect.fragment], self._rates[effect.fragment]
         work = PushWork(
             effect.push_id,
             part,
@@ -217,6 +217,8 @@ class Exchange:
             base,
             local,
             self._residuals.of(effect.fragment),
+            rate.codec,
+            rate.rho,
         )
         self.pushes[effect.push_id] = work
         self._submit(lambda: self._encode(work))
@@ -238,15 +240,16 @@ class Exchange:
             work.chunks.append(chunk)
             self.counters.pushes += chunk.offset == 0
             self._put(msg.DataKind.PUSH, work, chunk)
+            if chunk.offset + chunk.count == work.fragment.elements:
+                self._rates[work.fragment.index].observe(work.bits_per_param)
 
     def _put(self, kind: msg.DataKind, work: PushWork, chunk: EncodedChunk) -> None:
-        assert self.settings is not None
-        parcel = _Parcel(
+        parcel = Parcel(
             kind,
             work.fragment.index,
             work.base_version,
             work.push_id,
-            self.settings.push_codec,
+            work.codec,
             chunk,
         )
         self._outbox.put(parcel, len(chunk.payload))
@@ -290,7 +293,7 @@ class Exchange:
                 self._post(partial(self._queue_founding, part.index, chunk))
 
     def _queue_founding(self, fragment: int, chunk: EncodedChunk) -> None:
-        parcel = _Parcel(msg.DataKind.FOUND, fragment, 0, 0, STATE_CODEC, chunk)
+        parcel = Parcel(msg.DataKind.FOUND, fragment, 0, 0, STATE_CODEC, chunk)
         self._outbox.put(parcel, len(chunk.payload), Lane.STATE)
 
     def acknowledge(self, positions: tuple[int, ...], now: float) -> None:
@@ -338,8 +341,3 @@ class Exchange:
 
 def _raise(error: Exception) -> NoReturn:
     raise error
-
-
-def touches(ranges: Ranges, offset: int, count: int) -> bool:
-    """True if [offset, offset + count) shares an element with one of the ranges."""
-    return any(start < offset + count and offset < start + length for start, length in ranges)

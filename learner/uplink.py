@@ -12,11 +12,24 @@ from numpy.typing import NDArray
 from narrows.proto import transfer
 from narrows.proto.buffers import empty_f32
 from narrows.proto.fragments import Fragment
-from narrows.proto.messages import LayoutEntry, RunSettings
+from narrows.proto.messages import DataKind, LayoutEntry, RunSettings
 from narrows.proto.rounding import round_to_dtype
 from narrows.proto.transfer import EncodedChunk
 
 F32: TypeAlias = NDArray[np.float32]
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A chunk of a push, or of version 0, in the outbox."""
+
+    kind: DataKind
+    fragment: int
+    version: int
+    push_id: int
+    codec: str
+    chunk: EncodedChunk
 
 
 @dataclass
@@ -32,10 +45,18 @@ class PushWork:
     """The snapshot."""
     residual: F32 | None
     """What earlier pushes left unsent; comes back if this push is not merged."""
+    codec: str
+    rho: float
+    """Codec and quantisation step of this push."""
     unsent: F32 | None = None
     """What this push leaves unsent; true up to the last chunk that is ready."""
     chunks: list[EncodedChunk] = field(default_factory=list[EncodedChunk])
     settled: bool = False
+
+    @property
+    def bits_per_param(self) -> float:
+        """On the wire, once, headers left out; known when all chunks are made."""
+        return 8 * sum(len(chunk.payload) for chunk in self.chunks) / self.fragment.elements
 
 
 @dataclass
@@ -85,8 +106,8 @@ def encode_push(
         rounded_base(part, work.base, layout),
         work.local,
         work.residual,
-        codec_name=settings.push_codec,
-        rho=settings.push_rho,
+        codec_name=work.codec,
+        rho=work.rho,
         chunk_elements=settings.chunk_elements,
         unsent=work.unsent,
     ):
@@ -94,3 +115,8 @@ def encode_push(
             return
         # Its part of `unsent` stands: once the last chunk is out, the push may be merged.
         ready(chunk)
+
+
+def touches(ranges: Ranges, offset: int, count: int) -> bool:
+    """True if [offset, offset + count) shares an element with one of the ranges."""
+    return any(start < offset + count and offset < start + length for start, length in ranges)

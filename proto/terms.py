@@ -32,6 +32,7 @@ Port: TypeAlias = Annotated[int, Meta(ge=1, le=65535)]
 Stream: TypeAlias = Annotated[int, Meta(ge=0, le=STREAMS_MAX - 1)]
 PushId: TypeAlias = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
 Rho: TypeAlias = Annotated[float, Meta(ge=0.001, le=100.0)]
+Bits: TypeAlias = Annotated[float, Meta(ge=0.0, le=64.0)]
 Rate: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e18)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
 Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]
@@ -103,6 +104,9 @@ class RunSettings(Struct, frozen=True, forbid_unknown_fields=True):
     push_rho: Rho
     """Quantisation step of pushes in units of the tensor piece's rms."""
     publish_rho: Rho
+    push_bits: Bits
+    """Bits per parameter that pushes aim at, if their codec is "auto"."""
+    publish_bits: Bits
     chunk_elements: ChunkSize
     streams: Streams
     """Data connections of a learner in each direction."""

@@ -98,3 +98,36 @@ def test_all_learners_end_with_the_broker_s_published_copy(tmp_path: Path, mode:
     assert merges > len(table)
     for host in hosts.values():
         assert np.array_equal(host.x, final.x)
+
+
+@pytest.mark.parametrize("bits", [2.0, 6.5])
+def test_a_bit_rate_in_place_of_a_codec(tmp_path: Path, bits: float) -> None:
+    """Both ways, finely and coarsely coded."""
+    targets = [vector(seed) for seed in range(2)]
+    config = broker_config(
+        tmp_path,
+        run__goal_tokens=1500,
+        run__learners_at_start=2,
+        fragments__sync_period_steps=8,
+        codec__push="auto",
+        codec__publish="auto",
+        codec__push_bits=bits,
+        codec__publish_bits=bits,
+    )
+    hosts = {f"learner-{index}": ToyHost(target) for index, target in enumerate(targets)}
+    with live_broker(config) as service:
+        train(service, hosts, rate=0.05, step_s=0.003)
+        model, refused = service.jobs.model, service.syncer.state.tally.refused
+        merges = service.syncer.state.tally.merges
+    assert model is not None and merges > 10
+    assert not {"unknown_codec", "bad_payload"} & set(refused)
+    for fragment in range(2):
+        version = model.fragments[fragment].version
+        publication = model.publication(fragment, version)
+        assert publication is not None
+        assert publication.codec == ("int8-zstd" if bits > 4 else "int4-zstd")
+    for host in hosts.values():
+        for fragment, part in enumerate(model.table):
+            held = np.empty(part.elements, np.float32)
+            host.snapshot(part, held)
+            assert np.array_equal(held, model.fragments[fragment].published)

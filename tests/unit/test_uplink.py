@@ -41,7 +41,7 @@ def pushed(work: PushWork) -> F32:
 
 def test_sent_and_unsent_add_up_to_the_outer_gradient() -> None:
     base, local = vector(1), vector(2)
-    work = PushWork(1, FRAGMENT, 0, base, local, residual=None)
+    work = PushWork(1, FRAGMENT, 0, base, local, residual=None, codec=SETTINGS.push_codec, rho=0.5)
     sent = pushed(work)
     assert work.unsent is not None
     np.testing.assert_allclose(sent + work.unsent, base - local, atol=1e-6)
@@ -51,7 +51,7 @@ def test_sent_and_unsent_add_up_to_the_outer_gradient() -> None:
 def test_what_is_left_unsent_is_known_with_the_last_chunk() -> None:
     """The push may be merged from then on."""
     base, local = vector(1), vector(2)
-    work = PushWork(1, FRAGMENT, 0, base, local, residual=None)
+    work = PushWork(1, FRAGMENT, 0, base, local, residual=None, codec=SETTINGS.push_codec, rho=0.5)
     settings = structs.replace(SETTINGS, chunk_elements=300)
     seen: list[tuple[EncodedChunk, F32]] = []
 
@@ -67,7 +67,7 @@ def test_what_is_left_unsent_is_known_with_the_last_chunk() -> None:
 
 def test_the_residual_is_part_of_the_next_push() -> None:
     base, residual = vector(3), vector(4, 0.1)
-    work = PushWork(1, FRAGMENT, 0, base, base.copy(), residual)
+    work = PushWork(1, FRAGMENT, 0, base, base.copy(), residual, codec=SETTINGS.push_codec, rho=0.5)
     sent = pushed(work)
     assert work.unsent is not None
     np.testing.assert_allclose(sent + work.unsent, residual, atol=1e-6)
@@ -75,9 +75,29 @@ def test_the_residual_is_part_of_the_next_push() -> None:
 
 def test_only_a_merged_push_replaces_the_residual() -> None:
     residuals = Residuals(enabled=True)
-    first = PushWork(1, FRAGMENT, 0, vector(1), vector(2), None, unsent=vector(5))
+    first = PushWork(
+        1,
+        FRAGMENT,
+        0,
+        vector(1),
+        vector(2),
+        None,
+        unsent=vector(5),
+        codec=SETTINGS.push_codec,
+        rho=0.5,
+    )
     residuals.settle(first, merged=True)
-    lost = PushWork(2, FRAGMENT, 1, vector(1), vector(2), residuals.of(0), unsent=vector(6))
+    lost = PushWork(
+        2,
+        FRAGMENT,
+        1,
+        vector(1),
+        vector(2),
+        residuals.of(0),
+        unsent=vector(6),
+        codec=SETTINGS.push_codec,
+        rho=0.5,
+    )
     residuals.settle(lost, merged=False)
     kept = residuals.of(0)
     assert kept is not None
@@ -86,7 +106,17 @@ def test_only_a_merged_push_replaces_the_residual() -> None:
 
 def test_without_error_feedback_nothing_is_carried_over() -> None:
     residuals = Residuals(enabled=False)
-    work = PushWork(1, FRAGMENT, 0, vector(1), vector(2), None, unsent=vector(5))
+    work = PushWork(
+        1,
+        FRAGMENT,
+        0,
+        vector(1),
+        vector(2),
+        None,
+        unsent=vector(5),
+        codec=SETTINGS.push_codec,
+        rho=0.5,
+    )
     residuals.settle(work, merged=True)
     assert residuals.of(0) is None
 
@@ -96,7 +126,7 @@ def test_the_rounding_of_bfloat16_parameters_does_not_travel() -> None:
     base = vector(7)
     held = rounded_base(FRAGMENT, base, layout)
     assert not np.array_equal(held, base)
-    work = PushWork(1, FRAGMENT, 0, base, held.copy(), None)
+    work = PushWork(1, FRAGMENT, 0, base, held.copy(), None, codec=SETTINGS.push_codec, rho=0.5)
     chunks: list[EncodedChunk] = []
     encode_push(work, SETTINGS, layout, chunks.append)
     assert work.unsent is not None
@@ -104,7 +134,9 @@ def test_the_rounding_of_bfloat16_parameters_does_not_travel() -> None:
 
 
 def test_a_settled_push_stops_being_encoded() -> None:
-    work = PushWork(1, FRAGMENT, 0, vector(1), vector(2), None, settled=True)
+    work = PushWork(
+        1, FRAGMENT, 0, vector(1), vector(2), None, settled=True, codec=SETTINGS.push_codec, rho=0.5
+    )
     chunks: list[EncodedChunk] = []
     encode_push(work, SETTINGS, LAYOUT, chunks.append)
     assert not chunks
