@@ -323,7 +323,8 @@ def test_wheel_holds_exactly_the_package(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {PurePosixPath(name) for name in archive.namelist()}
     metadata = {name for name in names if name.parts[0].endswith(".dist-info")}
-    expected = {PurePosixPath("narrows/py.typed"), PurePosixPath("narrows/proto/PROTOCOL.md")}
+    data = ("py.typed", "proto/PROTOCOL.md", "bench/recorded.safetensors")
+    expected = {PurePosixPath("narrows", name) for name in data}
     expected |= {
         PurePosixPath("narrows", path.name) for path in (ROOT / "src/narrows").glob("*.py")
     }
