@@ -253,6 +253,32 @@ def bench_merge(*, json: Path | None = None, large: bool = False) -> None:
     run_merge_bench(json, large=large)
 
 
+@bench.command(name="loop")
+def bench_loop(
+    *,
+    learners: int = 2,
+    params: int = 1 << 24,
+    seconds: float = 20.0,
+    json: Path | None = None,
+) -> None:
+    """Measure the whole exchange on loopback without a budget: broker and learner processes.
+
+    Parameters
+    ----------
+    learners
+        Number of learner processes.
+    params
+        Parameters of the model; a multiple of 16,384.
+    seconds
+        How long to run.
+    json
+        File for the result.
+    """
+    from narrows.bench.loop import run_loop_bench
+
+    run_loop_bench(learners=learners, params=params, seconds=seconds, json_file=json)
+
+
 def main() -> NoReturn:
     """Runs a command; every expected failure is one line and an exit code, never a traceback."""
     if not __debug__:

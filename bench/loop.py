@@ -1,0 +1,166 @@
+"""`narrows bench loop`: the whole exchange on loopback without a budget, as fast as it goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from rich.console import Console
+
+from narrows.bench import machine
+from narrows.bench.processes import Processes
+from narrows.broker.show import ask_status
+from narrows.learner.client import Client
+from narrows.proto.errors import BrokerUnreachable
+from narrows.proto.fragments import Fragment
+from narrows.proto.kernels import F32
+from narrows.proto.messages import LayoutEntry
+
+TENSORS: Final = 16
+FRAGMENTS: Final = 4
+STEP_S: Final = 0.002
+"""Of an inner step, which does nothing: only the exchange shall take time."""
+
+TOKENS_PER_STEP: Final = 1000
+DRIFT: Final = np.float32(1e-3)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Rates over the time in which all learners took part. Wire: payloads and headers."""
+
+    learners: int
+    params: int
+    seconds: float
+    rounds_per_s: float
+    params_merged_per_s: float
+    """Parameters of merged fragments, not times learners."""
+    contributors_per_merge: float
+    up_gbit_per_s: float
+    down_gbit_per_s: float
+    broker_cores: float
+    """CPU seconds per second of the broker process."""
+    learner_cores: float
+    """The same of one learner, on average."""
+    broker_gbit_per_core_s: float
+    """Both directions, per second of a core."""
+    learner_gbit_per_core_s: float
+
+
+def run_loop_bench(*, learners: int, params: int, seconds: float, json_file: Path | None) -> None:
+    """Runs broker and learners as processes, prints, and writes what was asked for."""
+    with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
+        result = _measured(processes, learners, params, seconds)
+    console = Console()
+    for name, value in asdict(result).items():
+        console.print(
+            f"{name:28s} {value:,.3f}" if isinstance(value, float) else f"{name:28s} {value:,}"
+        )
+    if json_file is not None:
+        json_file.write_text(json.dumps(machine.describe() | asdict(result), indent=1) + "\n")
+
+
+def _measured(processes: Processes, learners: int, params: int, seconds: float) -> Result:
+    address = processes.start_broker(
+        "--listen", "tcp://127.0.0.1:0",
+        "--state-dir", str(processes.folder / "state"),
+        "--set", f"run.learners_at_start={learners}",
+        "--set", f"merge.quorum={learners}",
+        "--set", f"fragments.count={FRAGMENTS}",
+        "--set", "fragments.sync_period_steps=4",
+        "--set", "broker.checkpoint_versions=1000000",
+    )  # fmt: skip
+    names = [f"learner-{index}" for index in range(learners)]
+    for name in names:
+        summary = str(processes.folder / f"{name}.json")
+        processes.start(
+            name, address, name, str(params), str(seconds), summary, module="narrows.bench.loop"
+        )
+    for name in names:
+        processes.wait(name, seconds + 120)
+    processes.check(*names)
+    status = ask_status(address, timeout_s=10)
+    broker_s = _cpu_s(processes.running["broker"].pid)
+    told = [json.loads((processes.folder / f"{name}.json").read_text()) for name in names]
+    span_s = sum(each["seconds"] for each in told) / learners
+    learner_s = sum(each["cpu_s"] for each in told) / learners
+    bits = 8 * (status.up_bytes + status.down_bytes)
+    return Result(
+        learners,
+        params,
+        span_s,
+        status.merges / span_s,
+        status.merges * params / FRAGMENTS / span_s,
+        status.mean_contributors_per_merge,
+        8 * status.up_bytes / span_s / 1e9,
+        8 * status.down_bytes / span_s / 1e9,
+        broker_s / span_s,
+        learner_s / span_s,
+        bits / broker_s / 1e9,
+        bits / learners / learner_s / 1e9,
+    )
+
+
+def _cpu_s(pid: int) -> float:
+    """User and system time of a process that runs, since its start."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class _Drift:
+    """Parameters that move a little between adoption and snapshot; tensors one after another."""
+
+    def __init__(self, layout: tuple[LayoutEntry, ...]) -> None:
+        elements = sum(entry.shape[0] * entry.shape[1] for entry in layout)
+        rng = np.random.default_rng(os.getpid())
+        self._noise = DRIFT * rng.standard_normal(elements, np.float32)
+        self._x = np.zeros(elements, np.float32)
+        self._tensor = layout[0].shape[0] * layout[0].shape[1]
+
+    def snapshot(self, fragment: Fragment, out: F32) -> None:
+        """See ParameterHost."""
+        for piece in fragment.pieces:
+            place = slice(piece.tensor * self._tensor + piece.start, None)
+            part = slice(piece.offset, piece.offset + piece.count)
+            np.subtract(
+                self._x[place][: piece.count], self._noise[place][: piece.count], out=out[part]
+            )
+
+    def adopt(self, fragment: Fragment, values: F32) -> None:
+        """See ParameterHost."""
+        for piece in fragment.pieces:
+            place = piece.tensor * self._tensor + piece.start
+            part = values[piece.offset : piece.offset + piece.count]
+            self._x[place : place + piece.count] = part
+
+
+def work(address: str, name: str, params: int, seconds: float, summary: Path) -> None:
+    """One learner: steps that do nothing, until the time is over or the broker is gone."""
+    shape = (params // TENSORS // 1024, 1024)
+    layout = tuple(LayoutEntry(f"t{i}", shape, "float32", "rda") for i in range(TENSORS))
+    learner = Client(broker=address, name=name, layout=layout, frozen_digest=0, host=_Drift(layout))
+    try:
+        learner.start()
+        started, cpu_s = time.monotonic(), time.process_time()
+        while time.monotonic() < started + seconds:
+            time.sleep(STEP_S)
+            learner.boundary(TOKENS_PER_STEP, 1.0)
+        told = {
+            "seconds": time.monotonic() - started,
+            "cpu_s": time.process_time() - cpu_s,
+        }
+        summary.write_text(json.dumps(told))
+        learner.abort()  # Not `finish`: the others may leave before the last round has its quorum.
+    except BrokerUnreachable as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), Path(sys.argv[5]))
