@@ -16,6 +16,7 @@ from narrows.proto import messages as msg
 from narrows.proto.errors import NarrowsError
 from narrows.proto.fragments import Fragment
 from narrows.proto.outbox import Lane, Outbox
+from narrows.proto.transfer import STATE_CODEC
 
 IDLE_S = 0.1
 """The training thread looks around so often while it waits."""
@@ -273,7 +274,7 @@ class SimulatedLearner(Host):
     ) -> list[Parcel]:
         settings = self.session.settings
         assert settings is not None
-        codec = "raw32" if kind is msg.DataKind.FOUND else settings.push_codec
+        codec = STATE_CODEC if kind is msg.DataKind.FOUND else settings.push_codec
         chunks = self._table[fragment].chunks(settings.chunk_elements)
         return [Parcel(kind, fragment, version, push_id, *c, codec, content) for c in chunks]
 

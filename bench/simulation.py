@@ -15,6 +15,7 @@ from narrows.bench.simulated_learner import LearnerSpec, SimulatedLearner
 from narrows.bench.virtual import Clock, Faults, Line, Span
 from narrows.broker import events as broker_events
 from narrows.broker.config import BrokerConfig
+from narrows.broker.syncer import Resumed
 from narrows.proto import messages as msg
 
 LAYOUT = (
@@ -71,15 +72,22 @@ class Simulation:
 
     # Processes.
 
+    def make_broker(self, epoch: msg.Epoch, durable: Resumed | None) -> SimulatedBroker:
+        """The process of a new life of the broker."""
+        return SimulatedBroker(
+            self.clock, self.random, self.faults, self, self.config, epoch=epoch, durable=durable
+        )
+
+    def make_learner(self, spec: LearnerSpec) -> SimulatedLearner:
+        """The process of a new incarnation."""
+        return SimulatedLearner(self.clock, self.random, self.faults, self, spec, self.layout)
+
     def start_broker(self) -> None:
         """Starts a life of the broker from what the one before had made durable."""
         durable = self.broker.durable if self.broker else None
         self._epoch = (0, self._epoch[1] + 1)
         self._restarting = False
-        self.broker = SimulatedBroker(
-            self.clock, self.random, self.faults, self, self.config,
-            epoch=self._epoch, durable=durable,
-        )  # fmt: skip
+        self.broker = self.make_broker(self._epoch, durable)
         for name in self.learners:
             self._reconnect(name, (0.0, 0.5))
 
@@ -107,9 +115,7 @@ class Simulation:
         )
         if not self._restarting:
             line.connect()
-        self.learners[name] = SimulatedLearner(
-            self.clock, self.random, self.faults, self, self.specs[name], self.layout
-        )
+        self.learners[name] = self.make_learner(self.specs[name])
 
     def kill_learner(self, name: str, down_s: float) -> None:
         """SIGKILL, and a restart under the old name after `down_s`."""

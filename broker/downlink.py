@@ -2,48 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+from weakref import WeakValueDictionary
 
 from narrows.broker.events import Publish
-from narrows.broker.model import GlobalModel
+from narrows.broker.model import EncodedVersion, GlobalModel
 from narrows.broker.state import RunState
 from narrows.broker.wires import Traffic, Wires
-from narrows.proto.frames import digest, encode_header
-from narrows.proto.kernels import F32
+from narrows.proto.frames import encode_header
 from narrows.proto.limits import PROTOCOL, PUBLICATIONS_KEPT
 from narrows.proto.messages import DataKind, Header
 from narrows.proto.outbox import Lane, Outbox
 from narrows.proto.socket_options import STREAM_WINDOW_BYTES
-from narrows.proto.transfer import STATE_CODEC
+from narrows.proto.transfer import EncodedChunk
 
 PARCELS_PER_PUMP = 256
 """Data messages sent before the loop looks at its sockets again."""
 
 
-@dataclass(frozen=True)
-class _State:
-    """A version that is sent whole: the published copy and nothing else of it."""
-
-    version: int
-    digest: int
-    published: F32
+EncodeState: TypeAlias = Callable[[int, Callable[[EncodedVersion], None]], None]
+"""Encodes the newest state of a fragment behind the loop's back, then calls."""
 
 
 @dataclass(frozen=True)
 class _Parcel:
-    """A chunk for one learner; a state's payload is cut from its array when it leaves."""
+    """A chunk for one learner."""
 
     kind: DataKind
     fragment: int
     version: int
     push_id: int
-    offset: int
-    count: int
     codec: str
-    payload: bytes | None
-    payload_digest: int
-    state: _State | None
+    chunk: EncodedChunk
     result_digest: int
 
 
@@ -51,7 +43,7 @@ class _Parcel:
 class _Addressee:
     incarnation: str
     outbox: Outbox[_Parcel]
-    states: dict[int, _State] = field(default_factory=dict[int, "_State"])
+    states: dict[int, EncodedVersion] = field(default_factory=dict[int, EncodedVersion])
     """State last sent per fragment, while some of it is on its way: repair must come from the
     same version. Held longer, each would keep a copy of the fragment in memory."""
 
@@ -59,10 +51,21 @@ class _Addressee:
 class Downlink:
     """What the broker has to send to each learner."""
 
-    def __init__(self, wires: Wires, run: RunState, traffic: dict[str, Traffic]) -> None:
+    def __init__(
+        self,
+        wires: Wires,
+        run: RunState,
+        traffic: dict[str, Traffic],
+        encode_state: EncodeState,
+    ) -> None:
         self._wires = wires
         self._run = run
         self._traffic = traffic
+        self._encode_state = encode_state
+        self._encoded: WeakValueDictionary[int, EncodedVersion] = WeakValueDictionary()
+        """Newest encoded state by fragment, as long as it is on its way to somebody."""
+        self._orders: dict[int, list[Publish]] = {}
+        """States that are being encoded, by fragment."""
         self._addressees: dict[str, _Addressee] = {}
         self.has_more = False
         """The last pump stopped before all was gone that may go."""
@@ -95,28 +98,12 @@ class Downlink:
         if self._falls_behind(addressee, order):
             # It would never catch up, and memory would grow: the newest state replaces them all.
             addressee.outbox.discard(lambda p: p.fragment == order.fragment)
-            self._queue_state(addressee, order, model)
+            self._queue_state(addressee, replace(order, kind=DataKind.STATE, ranges=()), model)
             return
         # Repair asks for what may still wait to leave: send it once.
         wanted = (order.kind, order.fragment, order.version)
         addressee.outbox.discard(lambda p: (p.kind, p.fragment, p.version) == wanted)
-        for chunk in publication.chunks:
-            if order.ranges and not _touches(order.ranges, chunk.offset, chunk.count):
-                continue
-            parcel = _Parcel(
-                order.kind,
-                order.fragment,
-                order.version,
-                order.push_id,
-                chunk.offset,
-                chunk.count,
-                publication.codec,
-                chunk.payload,
-                chunk.payload_digest,
-                None,
-                publication.digest,
-            )
-            addressee.outbox.put(parcel, len(chunk.payload))
+        self._put(addressee, order, publication)
 
     def _falls_behind(self, addressee: _Addressee, order: Publish) -> bool:
         """More publications of this fragment wait to leave than are kept."""
@@ -128,34 +115,44 @@ class Downlink:
         return len(waiting | {order.version}) > PUBLICATIONS_KEPT
 
     def _queue_state(self, addressee: _Addressee, order: Publish, model: GlobalModel) -> None:
-        newest, ranges = model.fragments[order.fragment], order.ranges
-        state = _State(newest.version, newest.digest, newest.published)
-        before = addressee.states.get(order.fragment)
-        if before is not None and before.version == order.version:
-            state = before
-        elif state.version != order.version:
-            ranges = ()
+        state = addressee.states.get(order.fragment)
+        if state is None or state.version != order.version:
+            state = self._encoded.get(order.fragment)
+        newest = model.fragments[order.fragment].version
+        if state is not None and state.version in (order.version, newest):
+            self._put_state(addressee, order, state)
+            return
+        orders = self._orders.setdefault(order.fragment, [])
+        orders.append(order)
+        if len(orders) == 1:
+            self._encode_state(order.fragment, lambda s: self._state_encoded(order.fragment, s))
+
+    def _state_encoded(self, fragment: int, state: EncodedVersion) -> None:
+        self._encoded[fragment] = state
+        for order in self._orders.pop(fragment):
+            addressee = self._addressees.get(order.learner)
+            if addressee is not None:
+                self._put_state(addressee, order, state)
+
+    def _put_state(self, addressee: _Addressee, order: Publish, state: EncodedVersion) -> None:
         addressee.states[order.fragment] = state
         addressee.outbox.discard(
             lambda parcel: parcel.kind is DataKind.STATE and parcel.fragment == order.fragment
         )
-        for offset, count in model.table[order.fragment].chunks(self._run.settings.chunk_elements):
-            if ranges and not _touches(ranges, offset, count):
-                continue
-            parcel = _Parcel(
-                DataKind.STATE,
-                order.fragment,
-                state.version,
-                order.push_id,
-                offset,
-                count,
-                STATE_CODEC,
-                None,
-                0,
-                state,
-                state.digest,
-            )
-            addressee.outbox.put(parcel, count * 4, Lane.STATE)
+        # Ranges are of the version that was asked for; another one is sent whole.
+        ranges = order.ranges if state.version == order.version else ()
+        self._put(addressee, replace(order, ranges=ranges), state)
+
+    def _put(self, addressee: _Addressee, order: Publish, version: EncodedVersion) -> None:
+        """Queues the chunks that touch the order's ranges, all of them if it has none."""
+        lane = Lane.STATE if order.kind is DataKind.STATE else Lane.FRAGMENT
+        for chunk in version.chunks:
+            if not order.ranges or _touches(order.ranges, chunk.offset, chunk.count):
+                parcel = _Parcel(
+                    order.kind, order.fragment, version.version, order.push_id, version.codec,
+                    chunk, version.digest,
+                )  # fmt: skip
+                addressee.outbox.put(parcel, len(chunk.payload), lane)
 
     @property
     def states_held(self) -> int:
@@ -188,12 +185,6 @@ class Downlink:
             if departure is None:
                 return
             parcel = departure.item
-            payload, payload_digest = parcel.payload, parcel.payload_digest
-            if payload is None:
-                assert parcel.state is not None
-                stop = parcel.offset + parcel.count
-                payload = parcel.state.published[parcel.offset : stop].tobytes()
-                payload_digest = digest(payload)
             header = Header(
                 protocol=PROTOCOL,
                 run_id=self._run.run_id,
@@ -204,16 +195,16 @@ class Downlink:
                 fragment=parcel.fragment,
                 version=parcel.version,
                 push_id=parcel.push_id,
-                offset=parcel.offset,
-                count=parcel.count,
+                offset=parcel.chunk.offset,
+                count=parcel.chunk.count,
                 codec=parcel.codec,
-                payload_digest=payload_digest,
+                payload_digest=parcel.chunk.payload_digest,
                 result_digest=parcel.result_digest,
                 stream=departure.stream,
                 position=departure.position,
             )
             topic = topic_of(addressee.incarnation, departure.stream)
-            yield topic, encode_header(header), payload
+            yield topic, encode_header(header), parcel.chunk.payload
         self.has_more = True
 
 

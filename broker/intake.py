@@ -12,11 +12,10 @@ from narrows.proto import messages as msg
 from narrows.proto.assembly import Arrival
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.rate import codecs_of
+from narrows.proto.transfer import STATE_CODEC
 
 REPAIR_S = 1.0
 """Missing chunks of an announced push are asked for after so long without progress."""
-
-FOUNDING_CODEC = "raw32"
 
 
 @dataclass
@@ -201,7 +200,7 @@ class Intake:
             raise RemoteProtocolError(
                 ErrorCode.BAD_MESSAGE, who, expected="PUSH or FOUND", got=header.kind.name
             )
-        codecs = codecs_of(FOUNDING_CODEC if founding else state.settings.push_codec)
+        codecs = codecs_of(STATE_CODEC if founding else state.settings.push_codec)
         if header.codec not in codecs:
             raise RemoteProtocolError(
                 ErrorCode.UNKNOWN_CODEC, who, expected=" or ".join(sorted(codecs)), got=header.codec

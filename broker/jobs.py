@@ -17,7 +17,13 @@ from narrows.broker.checkpoint import Snapshot, StateDir
 from narrows.broker.config import BrokerConfig
 from narrows.broker.initial import from_file
 from narrows.broker.merge import warm_up as warm_up_merge
-from narrows.broker.model import GlobalModel, Outcome, from_chunks
+from narrows.broker.model import (
+    EncodedVersion,
+    GlobalModel,
+    Outcome,
+    encode_state,
+    from_chunks,
+)
 from narrows.broker.state import RunState
 from narrows.proto import messages as msg
 from narrows.proto.chunk import DecodedChunk
@@ -135,6 +141,20 @@ class Jobs:
                 model.install(outcome)
                 done(outcome)
             return event
+
+        self._submit(self._pool, work)
+
+    def encode_state(self, fragment: int, done: Callable[[EncodedVersion], None]) -> None:
+        """Encodes the newest published copy of a fragment; `done` gets it on the loop's thread."""
+        assert self.model is not None
+        part, state = self._run.table[fragment], self.model.fragments[fragment]
+
+        def work() -> None:
+            encoded = encode_state(part, state, self._run.settings.chunk_elements)
+            self._post(lambda: finish(encoded))
+
+        def finish(encoded: EncodedVersion) -> None:
+            done(encoded)
 
         self._submit(self._pool, work)
 

@@ -22,7 +22,7 @@ from narrows.proto.buffers import empty_f32
 from narrows.proto.chunk import DecodedChunk, float_square_sums
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.fragments import Fragment
-from narrows.proto.kernels import F32, F64, I8, I64, RUN, clear, kernel, read_only
+from narrows.proto.kernels import F32, F64, I8, I64, RUN, kernel, read_only
 
 NORM_MIN: Final = 2.0**-100
 """A piece with a smaller norm counts as zero: dividing by it would overflow float32."""
@@ -286,6 +286,13 @@ def _check(
 
 def _misuse(what: str, expected: str, got: str) -> LocalProtocolError:
     return LocalProtocolError(ErrorCode.MISUSE, f"merge: {what}", expected=expected, got=got)
+
+
+@kernel
+def clear(out: F32) -> None:
+    """out (n,) = 0."""
+    for i in range(out.size):
+        out[i] = np.float32(0)
 
 
 @kernel

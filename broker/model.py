@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from narrows.broker.checkpoint import FragmentState
 from narrows.broker.config import BrokerConfig
 from narrows.broker.events import Contributed
-from narrows.broker.merge import Contribution, merge, token_weights
+from narrows.broker.merge import Contribution, Merged, merge, token_weights
 from narrows.broker.outer import outer_optimizer
 from narrows.proto.buffers import empty_f32
 from narrows.proto.chunk import DecodedChunk
@@ -20,7 +20,14 @@ from narrows.proto.fragments import Fragment
 from narrows.proto.kernels import all_finite
 from narrows.proto.limits import PUBLICATIONS_KEPT
 from narrows.proto.rate import rate_control
-from narrows.proto.transfer import EncodedChunk, digest_of, encode_step, values_of
+from narrows.proto.transfer import (
+    STATE_CODEC,
+    EncodedChunk,
+    digest_of,
+    encode_fragment,
+    encode_step,
+    values_of,
+)
 
 F32: TypeAlias = NDArray[np.float32]
 Handles: TypeAlias = Mapping[int, tuple[int, DecodedChunk]]
@@ -28,8 +35,9 @@ Handles: TypeAlias = Mapping[int, tuple[int, DecodedChunk]]
 
 
 @dataclass(frozen=True)
-class Publication:
-    """The step from version - 1 to `version` of a fragment as it travels."""
+class EncodedVersion:
+    """`version` of a fragment as it travels: the step from the version before (a publication), or
+    the whole published copy (a state)."""
 
     version: int
     digest: int
@@ -49,7 +57,7 @@ class Outcome:
 
     fragment: int
     state: FragmentState
-    publication: Publication
+    publication: EncodedVersion
     clipped: int
 
 
@@ -74,9 +82,9 @@ class GlobalModel:
             rate_control(codec.publish, rho=codec.publish_rho, bits=codec.publish_bits)
             for _ in self.table
         ]
-        self._publications: list[dict[int, Publication]] = [{} for _ in self.table]
+        self._publications: list[dict[int, EncodedVersion]] = [{} for _ in self.table]
 
-    def publication(self, fragment: int, version: int) -> Publication | None:
+    def publication(self, fragment: int, version: int) -> EncodedVersion | None:
         """A publication that is still kept."""
         return self._publications[fragment].get(version)
 
@@ -101,13 +109,22 @@ class GlobalModel:
             rule=settings.weights,
             share_max=settings.share_max,
         )
-        merged = merge(
-            part, contributions, weights, clip_ratio=settings.clip_ratio, law=settings.law
-        )
-        params, momentum = self._optimizer.step(state.global_, state.momentum, merged.outer_grad)
+        merged = self.merged(part, contributions, weights)
+        params, momentum = self.outer_step(part, state, merged.outer_grad)
         if not (all_finite(params) and all_finite(momentum)):
             raise FloatingPointError("the outer step would make a parameter infinite or NaN")
         return self._publish(part, version, state, params, momentum, merged.clipped)
+
+    def merged(
+        self, part: Fragment, contributions: Sequence[Contribution], weights: Sequence[float]
+    ) -> Merged:
+        """The outer gradient out of contributions, as the configuration wants it."""
+        settings = self.config.merge
+        return merge(part, contributions, weights, clip_ratio=settings.clip_ratio, law=settings.law)
+
+    def outer_step(self, part: Fragment, state: FragmentState, outer_grad: F32) -> tuple[F32, F32]:
+        """New parameters and momentum of a fragment."""
+        return self._optimizer.step(state.global_, state.momentum, outer_grad)
 
     def _publish(
         self,
@@ -133,7 +150,9 @@ class GlobalModel:
         )
         digest = digest_of(advanced)
         after = FragmentState(version, digest, params, momentum, advanced)
-        return Outcome(part.index, after, Publication(version, digest, rate.codec, chunks), clipped)
+        return Outcome(
+            part.index, after, EncodedVersion(version, digest, rate.codec, chunks), clipped
+        )
 
     def install(self, outcome: Outcome) -> None:
         """Makes an outcome the current state."""
@@ -143,6 +162,19 @@ class GlobalModel:
         kept = self._publications[outcome.fragment]
         kept[outcome.publication.version] = outcome.publication
         kept.pop(outcome.publication.version - PUBLICATIONS_KEPT, None)
+
+
+def encode_state(part: Fragment, state: FragmentState, chunk_elements: int) -> EncodedVersion:
+    """The published copy of a fragment, without loss."""
+    chunks = encode_fragment(
+        part,
+        state.published,
+        codec_name=STATE_CODEC,
+        rho=1.0,
+        chunk_elements=chunk_elements,
+        reconstructed=empty_f32(part.elements),
+    )
+    return EncodedVersion(state.version, state.digest, STATE_CODEC, tuple(chunks))
 
 
 def version_zero(values: F32) -> FragmentState:

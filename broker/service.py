@@ -68,7 +68,7 @@ class Service:
         self.jobs = Jobs(config, run, self.state_dir, self._post)
         if snapshot is not None:
             self.jobs.model = GlobalModel(config, run.table, snapshot.fragments)
-        self.downlink = Downlink(self.wires, run, self.traffic)
+        self.downlink = Downlink(self.wires, run, self.traffic, self.jobs.encode_state)
 
     # The loop.
 

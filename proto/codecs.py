@@ -3,7 +3,8 @@
 A payload belongs to one chunk of a fragment. The chunk is cut into spans at the bounds of the
 tensor pieces; a quantised codec has one scale per span. Payloads, little-endian throughout:
 
-- `raw32`: float32 values.  `bf16`: bfloat16 values.  Both must be finite.
+- `raw32`: float32 values.  `bf16`: bfloat16 values.  `f32-blosc2`: float32 values as one Blosc2
+  chunk (see blosc2_chunk).  All must be finite.
 - `int8-zstd`, `int4-zstd`: one bfloat16 scale per span, then one zstd frame (with content size)
   of the codes: a byte each, -127..127, or packed in pairs, -7..7 (see kernels.pack).
 
@@ -93,6 +94,7 @@ _CODECS: Final[dict[str, Codec]] = {
     codec.name: codec
     for codec in (
         FloatCodec("raw32", item_bytes=4),
+        FloatCodec("f32-blosc2", item_bytes=4, compressed=True),
         FloatCodec("bf16", item_bytes=2),
         QuantisedCodec("int8-zstd", limit=127, packed=False),
         QuantisedCodec("int4-zstd", limit=7, packed=True),

@@ -302,13 +302,6 @@ def sampled_mean_squares(
 
 
 @kernel
-def clear(out: F32) -> None:
-    """out (n,) = 0."""
-    for i in range(out.size):
-        out[i] = ZERO
-
-
-@kernel
 def add_nonzero(base: F32, values: F32, out: F32) -> None:
     """out (n,) = base + values; a zero value leaves the bits of base, so that -0.0 stays -0.0."""
     for i in range(out.size):

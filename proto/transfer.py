@@ -14,7 +14,7 @@ from narrows.proto.fragments import Fragment
 from narrows.proto.frames import digest
 from narrows.proto.kernels import F32, I64, NOTHING
 
-STATE_CODEC = "raw32"
+STATE_CODEC = "f32-blosc2"
 """Full states and version 0 travel without loss."""
 
 

@@ -11,7 +11,7 @@ from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.kernels import F32, I64
 
 QUANTISED = ("int8-zstd", "int4-zstd")
-FLOATS = ("raw32", "bf16")
+FLOATS = ("raw32", "f32-blosc2", "bf16")
 
 
 def f32(*values: float) -> F32:

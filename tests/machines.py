@@ -16,6 +16,7 @@ from narrows.proto import messages as msg
 from narrows.proto.codecs import codec_names
 from narrows.proto.config import override
 from narrows.proto.limits import PROTOCOL
+from narrows.proto.transfer import STATE_CODEC
 
 RUN = "run"
 EPOCH = (0, 1)
@@ -116,7 +117,7 @@ class Desk:
             self.say(name, hello(name))
         for index, elements in enumerate(ELEMENTS[: len(self.state.table)]):
             total = elements if len(self.state.table) > 1 else sum(ELEMENTS)
-            self.chunk(names[0], index, count=total, kind=msg.DataKind.FOUND, codec="raw32")
+            self.chunk(names[0], index, count=total, kind=msg.DataKind.FOUND, codec=STATE_CODEC)
         self.do(bev.Founded(tuple(range(len(self.state.table)))))
         self.do(bev.CheckpointWritten(0))
         for name in names:

@@ -19,7 +19,14 @@ from narrows.proto.codecs import codec_names
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.frames import decode_control, decode_data, digest, encode_control, encode_header
 from narrows.proto.limits import PROTOCOL
-from narrows.proto.transfer import EncodedChunk, encode_fragment
+from narrows.proto.transfer import (
+    STATE_CODEC,
+    EncodedChunk,
+    decode_chunk,
+    digest_of,
+    encode_fragment,
+    values_of,
+)
 
 F32 = NDArray[np.float32]
 Frames = Sequence[bytes]
@@ -131,7 +138,7 @@ class Peer:
         """All chunks of a fragment, as FOUND or PUSH."""
         assert self.welcome is not None
         found = fields.get("kind") is msg.DataKind.FOUND
-        name = "raw32" if found else self.welcome.settings.push_codec
+        name = STATE_CODEC if found else self.welcome.settings.push_codec
         for chunk in encoded(self.table[index], values, name):
             where = {"fragment": index, "offset": chunk.offset, "count": chunk.count}
             self.send_data(self.frames(chunk.payload, **{**where, "codec": name, **fields}))
@@ -164,7 +171,9 @@ class Peer:
             header, payload = decode_data(_receive(self.downlink))
             if (header.kind, header.fragment) == (msg.DataKind.STATE, fragment):
                 assert header.count == self.table[fragment].elements
-                assert digest(payload) == header.result_digest
+                part = self.table[fragment]
+                chunk = decode_chunk(part, header.codec, 0, header.count, payload)
+                assert digest_of(values_of(part, [(0, chunk)])) == header.result_digest
                 return msg.FragmentHead(header.version, header.result_digest)
 
 

@@ -14,8 +14,10 @@ from peer import PUSH, Frames, Peer, World, encoded, sealed
 from running import wait_until
 
 from narrows.proto import messages as msg
+from narrows.proto.blosc2_chunk import compress
 from narrows.proto.frames import encode_control
 from narrows.proto.limits import CHUNK_ELEMENTS_MAX
+from narrows.proto.transfer import STATE_CODEC
 
 PUBLICATION, FOUND = msg.DataKind.PUBLICATION, msg.DataKind.FOUND
 
@@ -186,14 +188,14 @@ def wait_for_data(world: World, peer: Peer) -> None:
     wait_until(lambda: world.good.refusals("wrong_run") > before, "the mark to be refused")
 
 
-@pytest.mark.parametrize("payload", [np.full(216, 7, "<f4").tobytes(), b"damaged"])
+@pytest.mark.parametrize("payload", [compress(np.full(216, 7, np.float32)), b"damaged"])
 @pytest.mark.parametrize("sender", ["good", "member"])
 def test_version_0_cannot_be_sent_again(
     world: World, member: Peer, sender: str, payload: bytes
 ) -> None:
     """Not even by who founded the run."""
     peer = world.good if sender == "good" else member
-    fields: dict[str, Any] = {"kind": FOUND, "push_id": 0, "codec": "raw32", "count": 216}
+    fields: dict[str, Any] = {"kind": FOUND, "push_id": 0, "codec": STATE_CODEC, "count": 216}
     peer.send_data(peer.frames(payload, **fields))
     wait_for_data(world, peer)
 
@@ -205,16 +207,19 @@ def test_push_id_0_is_no_push(world: World, member: Peer) -> None:
 
 def test_a_flood_of_garbage_is_survived(world: World, member: Peer) -> None:
     rng = random.Random(3)
-    before = world.good.status()
-    for _ in range(2000):
-        member.control.send(rng.randbytes(rng.randrange(64)))
-        member.send_data([b"u", rng.randbytes(rng.randrange(200)), rng.randbytes(40)])
-    counted = sum(before.contributions_refused.values()) + 4000
+    counted = sum(world.good.status().contributions_refused.values())
 
     def refused() -> int:
         return sum(world.good.status().contributions_refused.values())
 
-    wait_until(lambda: refused() >= counted, "all of it to be refused")
+    # Wave by wave: pub/sub drops what a full queue cannot take, and a dropped message is not
+    # counted by anybody.
+    for _ in range(20):
+        for _ in range(100):
+            member.control.send(rng.randbytes(rng.randrange(64)))
+            member.send_data([b"u", rng.randbytes(rng.randrange(200)), rng.randbytes(40)])
+        counted += 200
+        wait_until(lambda: refused() >= counted, "a wave to be refused")  # noqa: B023
 
 
 def test_the_header_of_an_honest_chunk_is_accepted(world: World, member: Peer) -> None:

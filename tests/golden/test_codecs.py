@@ -1,7 +1,7 @@
 """The bits that peers must agree on, stored: payloads decode and codes come out as ever.
 
-`codecs.json` belongs to protocol version 1. What zstd makes of the codes may change with the
-library, so payloads are compared after decoding, and the codes before compression.
+`codecs.json` belongs to protocol version 1. What zstd and Blosc2 make of them may change with
+the library, so payloads are compared after decoding, and the codes before compression.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def test_codes_and_reconstruction_are_as_ever(case: str, name: str) -> None:
     assert (
         codec(name).decode(payload, bounds).codes.tobytes().hex() == stored["codecs"][name]["codes"]
     )
-    if not codec(name).quantised:
+    if name in ("raw32", "bf16"):  # What no other library has a say in.
         assert payload.hex() == stored["codecs"][name]["payload"]
-    else:
+    elif codec(name).quantised:
         assert payload.hex().startswith(stored["scales"])
 
 
@@ -109,7 +109,7 @@ def digest_of_everything() -> str:
     return hasher.hexdigest()
 
 
-DIGEST = "5ab704c0ab229eb971b9fd9f65fdf23e"
+DIGEST = "e092382eaa57cc656a22f1de77d95a61"
 
 
 def test_this_cpu_computes_the_stored_bits() -> None:

@@ -11,6 +11,7 @@ from narrows.broker.syncer import Resumed, Syncer
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode
 from narrows.proto.messages import Phase, Role
+from narrows.proto.transfer import STATE_CODEC
 
 FOUND = msg.DataKind.FOUND
 
@@ -26,7 +27,7 @@ def test_version_0_is_handed_out_only_once_it_is_durable() -> None:
     desk = Desk()
     desk.say("a", hello("a"))
     for fragment in (0, 1):
-        effects = desk.chunk("a", fragment, kind=FOUND, codec="raw32")
+        effects = desk.chunk("a", fragment, kind=FOUND, codec=STATE_CODEC)
     assert one(effects, ev.Found).handles == ((1,), (2,))
     effects = desk.do(ev.Founded((7, 8)))
     assert only(effects, ev.WriteCheckpoint) and not only(effects, msg.Welcome)
@@ -40,7 +41,7 @@ def test_a_failed_first_checkpoint_is_tried_again() -> None:
     desk = Desk()
     desk.say("a", hello("a"))
     for fragment in (0, 1):
-        desk.chunk("a", fragment, kind=FOUND, codec="raw32")
+        desk.chunk("a", fragment, kind=FOUND, codec=STATE_CODEC)
     desk.do(ev.Founded((7, 8)))
     assert not only(desk.do(ev.CheckpointFailed("disk full")), ev.WriteCheckpoint)
     desk.say("a", msg.Alive(0), after_s=9.0)
@@ -52,7 +53,7 @@ def test_learners_at_start_are_waited_for() -> None:
     desk = Desk(run__learners_at_start=2)
     desk.say("a", hello("a"))
     for fragment in (0, 1):
-        desk.chunk("a", fragment, kind=FOUND, codec="raw32")
+        desk.chunk("a", fragment, kind=FOUND, codec=STATE_CODEC)
     desk.do(ev.Founded((7, 8)))
     assert not only(desk.do(ev.CheckpointWritten(0)), msg.Welcome)
     assert not desk.state.open_rounds()
@@ -65,7 +66,7 @@ def test_the_next_learner_founds_if_the_founder_is_gone() -> None:
     desk = Desk()
     desk.say("a", hello("a"))
     desk.say("b", hello("b"))
-    desk.chunk("a", 0, kind=FOUND, codec="raw32", count=500)
+    desk.chunk("a", 0, kind=FOUND, codec=STATE_CODEC, count=500)
     effects = desk.do(ev.PeerLost(b"a"))
     assert one(effects, ev.Drop).handles == (1,)
     assert one(effects, msg.Welcome).role is Role.FOUND
@@ -76,7 +77,7 @@ def test_founding_goes_on_without_the_founder_once_everything_is_here() -> None:
     desk.say("a", hello("a"))
     desk.say("b", hello("b"))
     for fragment in (0, 1):
-        desk.chunk("a", fragment, kind=FOUND, codec="raw32")
+        desk.chunk("a", fragment, kind=FOUND, codec=STATE_CODEC)
     assert not only(desk.do(ev.PeerLost(b"a")), msg.Welcome)
     desk.do(ev.Founded((7, 8)))
     assert one(desk.do(ev.CheckpointWritten(0)), msg.Welcome).role is Role.ADOPT
@@ -85,18 +86,18 @@ def test_founding_goes_on_without_the_founder_once_everything_is_here() -> None:
 def test_a_repeated_hello_of_the_founder_does_not_start_over() -> None:
     desk = Desk()
     desk.say("a", hello("a"))
-    desk.chunk("a", 0, kind=FOUND, codec="raw32")
+    desk.chunk("a", 0, kind=FOUND, codec=STATE_CODEC)
     effects = desk.say("a", hello("a"))
     assert not only(effects, ev.Drop) and not only(effects, ev.Admit)
-    assert only(desk.chunk("a", 1, kind=FOUND, codec="raw32"), ev.Found)
+    assert only(desk.chunk("a", 1, kind=FOUND, codec=STATE_CODEC), ev.Found)
     assert one(desk.say("a", hello("a")), msg.Welcome).role is Role.WAIT
-    assert not only(desk.chunk("a", 0, kind=FOUND, codec="raw32"), ev.Found)
+    assert not only(desk.chunk("a", 0, kind=FOUND, codec=STATE_CODEC), ev.Found)
 
 
 def test_missing_chunks_of_version_0_are_asked_for_after_a_while() -> None:
     desk = Desk()
     desk.say("a", hello("a"))
-    desk.chunk("a", 0, kind=FOUND, codec="raw32", count=400)
+    desk.chunk("a", 0, kind=FOUND, codec=STATE_CODEC, count=400)
     missing = only(desk.wait(2.5), msg.Missing)
     assert missing[:2] == [
         msg.Missing(FOUND, 0, 0, 0, ((400, ELEMENTS[0] - 400),)),
@@ -108,7 +109,7 @@ def test_a_founder_whose_version_0_cannot_be_made_is_refused_the_others_start_ag
     desk = Desk()
     desk.say("a", hello("a"))
     desk.say("b", hello("b"))
-    desk.chunk("a", 0, kind=FOUND, codec="raw32")
+    desk.chunk("a", 0, kind=FOUND, codec=STATE_CODEC)
     effects = desk.do(ev.FoundingFailed("not finite"))
     codes = [refuse.code for refuse in only(effects, msg.Refuse)]
     assert codes == [ErrorCode.LAYOUT_MISMATCH, ErrorCode.UNKNOWN_SESSION]

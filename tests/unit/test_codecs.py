@@ -19,14 +19,17 @@ from narrows.proto.limits import CHUNK_ELEMENTS_MAX, PAYLOAD_BYTES_MAX
 
 
 def test_codec_names() -> None:
-    assert codec_names() == ("raw32", "bf16", "int8-zstd", "int4-zstd")
+    assert codec_names() == ("raw32", "f32-blosc2", "bf16", "int8-zstd", "int4-zstd")
     assert [codec(name).name for name in codec_names()] == list(codec_names())
-    assert [codec(name).quantised for name in codec_names()] == [False, False, True, True]
+    quantised = [codec(name).quantised for name in codec_names()]
+    assert quantised == [False, False, False, True, True]
 
 
 @pytest.mark.parametrize("name", ["", "RAW32", "int4", "x" * 10_000, "a\nb"])
 def test_unknown_codecs_are_refused_with_the_known_ones(name: str) -> None:
-    with pytest.raises(RemoteProtocolError, match="raw32, bf16, int8-zstd, int4-zstd") as caught:
+    with pytest.raises(
+        RemoteProtocolError, match="raw32, f32-blosc2, bf16, int8-zstd, int4-zstd"
+    ) as caught:
         codec(name)
     assert caught.value.code is ErrorCode.UNKNOWN_CODEC
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 1024

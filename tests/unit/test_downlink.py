@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from machines import EPOCH, RUN
 from narrows.broker.config import load_config
 from narrows.broker.downlink import Downlink, topic_of
 from narrows.broker.events import Publish
-from narrows.broker.model import GlobalModel, version_zero
+from narrows.broker.model import EncodedVersion, GlobalModel, encode_state, version_zero
 from narrows.broker.state import RunState
 from narrows.broker.syncer import Syncer
 from narrows.broker.wires import Wires
@@ -47,8 +48,14 @@ class Line:
         table = build_table(LAYOUT, 1)
         self.model = GlobalModel(config, table, [version_zero(np.ones(ELEMENTS, np.float32))])
         self.sent = Sent()
-        self.downlink = Downlink(cast(Wires, self.sent), self.state, {})
+        self.encodings = 0
+        self.downlink = Downlink(cast(Wires, self.sent), self.state, {}, self.encode)
         self.downlink.admit("a", INCARNATION)
+
+    def encode(self, fragment: int, done: Callable[[EncodedVersion], None]) -> None:
+        self.encodings += 1
+        part, chunk_elements = self.model.table[fragment], self.state.settings.chunk_elements
+        done(encode_state(part, self.model.fragments[fragment], chunk_elements))
 
     def publish(self, version: int, kind: DataKind = DataKind.PUBLICATION) -> None:
         self.downlink.publish(Publish("a", 0, version, 0, (), kind), self.model)
@@ -85,6 +92,38 @@ def test_a_state_is_held_until_all_of_it_has_arrived() -> None:
     assert line.downlink.states_held == 1
     line.downlink.acknowledge("a", (position,), 0.1)
     assert line.downlink.states_held == 0
+
+
+def test_a_state_is_encoded_once_for_all_who_wait_for_it() -> None:
+    line = Line(1000)
+    waiting: list[Callable[[EncodedVersion], None]] = []
+
+    def encode_later(fragment: int, done: Callable[[EncodedVersion], None]) -> None:
+        waiting.append(done)
+
+    line.downlink._encode_state = encode_later  # pyright: ignore[reportPrivateUsage]
+    line.downlink.admit("b", "1" * 32)
+    for name in ("a", "b", "a"):
+        line.downlink.publish(Publish(name, 0, 0, 0, (), DataKind.STATE), line.model)
+    assert len(waiting) == 1
+    line.downlink.forget("b")
+    line.encode(0, waiting[0])
+    line.downlink.pump(0.0)
+    # The second request of the same learner replaces its first: four chunks, not eight.
+    assert [(h.kind, h.offset) for h in line.sent.headers] == [
+        (DataKind.STATE, offset) for offset in range(0, ELEMENTS, 1000)
+    ]
+    assert line.downlink.states_held == 1
+
+
+def test_an_encoded_state_serves_others_while_it_is_on_its_way() -> None:
+    line = Line(1000)
+    line.publish(0, DataKind.STATE)
+    line.publish(0, DataKind.STATE)
+    assert line.encodings == 1
+    line.make(1)
+    line.publish(1, DataKind.STATE)
+    assert line.encodings == 2
 
 
 @pytest.mark.parametrize(("chunk_elements", "more"), [(1000, False), (256, False)])

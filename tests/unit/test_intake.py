@@ -9,6 +9,7 @@ from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode
 from narrows.proto.limits import PUBLICATIONS_KEPT
 from narrows.proto.messages import Phase
+from narrows.proto.transfer import STATE_CODEC
 
 
 def merged(desk: Desk, fragment: int = 0) -> list[ev.Effect]:
@@ -199,7 +200,7 @@ def test_stop_while_version_0_is_written() -> None:
     desk = Desk()
     desk.say("a", hello("a"))
     for fragment in (0, 1):
-        desk.chunk("a", fragment, kind=msg.DataKind.FOUND, codec="raw32")
+        desk.chunk("a", fragment, kind=msg.DataKind.FOUND, codec=STATE_CODEC)
     desk.do(ev.Founded((7, 8)))
     assert not only(desk.do(ev.StopRequested("SIGTERM")), ev.Finish)
     assert only(desk.do(ev.CheckpointWritten(0)), ev.Finish)

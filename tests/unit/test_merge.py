@@ -166,7 +166,7 @@ def test_clipping_does_not_change_the_direction() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("codec_name", ["raw32", "bf16", "int8-zstd", "int4-zstd"])
+@pytest.mark.parametrize("codec_name", ["raw32", "f32-blosc2", "bf16", "int8-zstd", "int4-zstd"])
 @pytest.mark.parametrize("chunk_elements", [64, 1 << 16])
 def test_equals_the_slow_twin(count: int, codec_name: str, chunk_elements: int) -> None:
     vectors = random_vectors(count, seed=count)

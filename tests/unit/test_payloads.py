@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import zstandard
 from coding import QUANTISED, bounds_of, encode, f32, half, refused, values_of
 
-from narrows.proto import zstd_frame
+from narrows.proto import blosc2_chunk, zstd_frame
 from narrows.proto.codecs import codec, codec_names
-from narrows.proto.errors import ErrorCode
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
 
 
 def raw_frame(
@@ -37,6 +39,7 @@ def repeated_frame(length: int, *, size: int) -> bytes:
     [
         ("raw32", f32(1, np.nan).tobytes()),
         ("raw32", f32(-np.inf, 1).tobytes()),
+        ("f32-blosc2", blosc2_chunk.compress(f32(1, np.nan))),
         ("bf16", half(1) + half(np.nan)),
         ("bf16", half(-np.inf) + half(1)),
         ("int8-zstd", half(np.nan) + raw_frame(b"\1\2")),
@@ -154,3 +157,55 @@ def test_decoding_goes_on_after_a_damaged_frame() -> None:
     for _ in range(3):
         refused("int4-zstd", bytes(damaged[:-1]), bounds_of(0, 1000))
         assert values_of(codec("int4-zstd").decode(payload, bounds_of(0, 1000))) == values.tolist()
+
+
+BLOSC2 = blosc2_chunk.compress(np.arange(1000, dtype=np.float32))
+
+
+@pytest.mark.parametrize("place", range(blosc2_chunk.HEADER_BYTES))
+def test_a_blosc2_header_is_as_ours_or_refused(place: int) -> None:
+    """Every byte of it but the flags (other ones may fit) and the size of a block."""
+    for bit in range(8):
+        payload = bytearray(BLOSC2)
+        payload[place] ^= 1 << bit
+        if place == 2 and payload[place] in blosc2_chunk.FLAGS:
+            continue
+        if 8 <= place < 12 and 0 < int.from_bytes(payload[8:12], "little") <= 4000:
+            continue
+        assert refused("f32-blosc2", bytes(payload), bounds_of(0, 1000)) is ErrorCode.BAD_PAYLOAD
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "what"),
+    [
+        (31, 0x40, "content that is never written"),
+        (16, 160, "a filter of the user's"),
+        (22, 37, "a codec that is a plugin"),
+    ],
+)
+def test_what_a_blosc2_header_may_not_ask_for(place: int, value: int, what: str) -> None:
+    payload = bytearray(BLOSC2)
+    payload[place] = value
+    assert refused("f32-blosc2", bytes(payload), bounds_of(0, 1000)) is ErrorCode.BAD_PAYLOAD, what
+
+
+def test_damaged_blosc2_content_is_refused_or_decodes_to_something() -> None:
+    """The digest of the payload catches damage; this is about malice: never a crash."""
+    rng = random.Random(1)
+    refusals = 0
+    for _ in range(3000):
+        payload = bytearray(BLOSC2)
+        for _ in range(rng.choice((1, 2, 8))):
+            payload[rng.randrange(32, len(payload))] = rng.randrange(256)
+        try:
+            codec("f32-blosc2").decode(bytes(payload), bounds_of(0, 1000))
+        except RemoteProtocolError as error:
+            assert error.code in (ErrorCode.BAD_PAYLOAD, ErrorCode.NOT_FINITE)
+            refusals += 1
+    assert refusals > 300
+
+
+def test_zeros_need_no_more_than_a_blosc2_header() -> None:
+    zeros = blosc2_chunk.compress(np.zeros(1000, np.float32))
+    assert len(zeros) == blosc2_chunk.HEADER_BYTES
+    assert codec("f32-blosc2").decode(zeros, bounds_of(0, 1000)).floats().tolist() == [0.0] * 1000

@@ -201,6 +201,7 @@ def test_every_codec_with_its_largest_payload() -> None:
     for n, s in [(1, 1), (255, 3), (65536, 2), *size.integers(1, 1 << 20, (20, 2)).tolist()]:
         sizes = {
             "4n, exactly": 4 * n,
+            "4n + 32": 4 * n + 32,
             "2n, exactly": 2 * n,
             "2s + F(n)": 2 * s + frame_bytes(n),
             "2s + F(⌈n/2⌉)": 2 * s + frame_bytes(-(-n // 2)),

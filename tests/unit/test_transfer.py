@@ -41,7 +41,7 @@ def encoded(fragment: Fragment, values: F32, codec: str) -> tuple[list[EncodedCh
     return list(chunks), reconstructed
 
 
-@pytest.mark.parametrize("codec", ["raw32", "bf16", "int8-zstd", "int4-zstd"])
+@pytest.mark.parametrize("codec", ["raw32", "f32-blosc2", "bf16", "int8-zstd", "int4-zstd"])
 def test_the_receiver_gets_exactly_what_the_sender_reconstructed(
     fragment: Fragment, codec: str
 ) -> None:
