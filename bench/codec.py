@@ -18,8 +18,9 @@ from rich.table import Table
 from narrows.bench import machine
 from narrows.bench.codec_baselines import Baseline, baselines
 from narrows.bench.outer_grads import Data, drawn, drawn_names, recorded
-from narrows.broker.merge import Contribution, weighted_sums
-from narrows.proto.codecs import codec, warm_up
+from narrows.broker.merge import Contribution, merge, weighted_sums
+from narrows.broker.model import warm_up
+from narrows.proto.codecs import codec
 from narrows.proto.fragments import Fragment
 from narrows.proto.kernels import F32
 from narrows.proto.transfer import EncodedChunk, decode_chunk, encode_fragment, encode_push
@@ -54,6 +55,9 @@ class Row:
     threads: int
     encode_params_per_s: float
     decode_accumulate_params_per_s: float | None
+    """Payloads of CONTRIBUTORS learners checked, decoded and summed with weights."""
+    decode_merge_params_per_s: float | None
+    """The same with what the default law does besides: norms, clipping, the mean direction."""
     wire_bits_per_param: float
     snr_db: float | None
     """Signal over error of one exchange; None if nothing is lost."""
@@ -153,10 +157,17 @@ def _ours(data: Data, name: str, rho: float, threads: int, memcpy: float) -> Row
         for _ in _push(fragment, base, locals_[thread], residual, name, rho, unsent[thread]):
             pass
 
-    def decode(_: int) -> None:
-        decode_accumulate(fragment, name, chunks)
-
     quantised = codec(name).quantised
+    payloads = [chunks, *(_encoded(fragment, values, name, rho, i) for i in range(1, CONTRIBUTORS))]
+
+    def decode(_: int) -> None:
+        contributions = decoded(fragment, name, payloads)
+        shares = np.full((len(fragment.pieces), CONTRIBUTORS), 1 / CONTRIBUTORS)
+        weighted_sums(fragment, contributions, shares, np.zeros_like(shares))
+
+    def decode_merge(_: int) -> None:
+        merge(fragment, decoded(fragment, name, payloads), [1 / CONTRIBUTORS] * CONTRIBUTORS)
+
     return Row(
         data.name,
         name,
@@ -164,6 +175,7 @@ def _ours(data: Data, name: str, rho: float, threads: int, memcpy: float) -> Row
         threads,
         _params_per_s(encode, values.size, threads),
         _params_per_s(decode, CONTRIBUTORS * values.size, threads) if quantised else None,
+        _params_per_s(decode_merge, CONTRIBUTORS * values.size, threads) if quantised else None,
         8 * sum(len(chunk.payload) for chunk in chunks) / values.size,
         snr,
         shannon_bits(snr),
@@ -171,9 +183,24 @@ def _ours(data: Data, name: str, rho: float, threads: int, memcpy: float) -> Row
     )
 
 
-def decode_accumulate(fragment: Fragment, name: str, chunks: Sequence[EncodedChunk]) -> None:
-    """What the broker does with CONTRIBUTORS pushes: payloads checked and decoded, then summed."""
-    contributions = [
+def _encoded(
+    fragment: Fragment, values: F32, name: str, rho: float, learner: int
+) -> list[EncodedChunk]:
+    """What another learner sends: the same values in another order."""
+    turned = np.roll(values, learner * CHUNK_ELEMENTS // 3)
+    chunks = encode_fragment(
+        fragment, turned,
+        codec_name=name, rho=rho, chunk_elements=CHUNK_ELEMENTS,
+        reconstructed=np.empty_like(turned),
+    )  # fmt: skip
+    return list(chunks)
+
+
+def decoded(
+    fragment: Fragment, name: str, payloads: Sequence[Sequence[EncodedChunk]]
+) -> list[Contribution]:
+    """What the broker makes of pushes on arrival: payloads checked and decoded."""
+    return [
         Contribution(
             str(number),
             1,
@@ -183,18 +210,16 @@ def decode_accumulate(fragment: Fragment, name: str, chunks: Sequence[EncodedChu
                 for c in chunks
             ],
         )
-        for number in range(CONTRIBUTORS)
+        for number, chunks in enumerate(payloads)
     ]
-    shares = np.full((len(fragment.pieces), CONTRIBUTORS), 1 / CONTRIBUTORS)
-    weighted_sums(fragment, contributions, shares, np.zeros_like(shares))
 
 
 def _theirs(data: Data, baseline: Baseline, memcpy: float) -> Row:
-    payload, sent = baseline.code(data.values)
-    snr = snr_db(data.values, sent)
+    message = baseline.encode(data.values)
+    snr = snr_db(data.values, baseline.decode(message))
 
     def encode(_: int) -> None:
-        baseline.code(data.values)
+        baseline.encode(data.values)
 
     return Row(
         data.name,
@@ -203,7 +228,8 @@ def _theirs(data: Data, baseline: Baseline, memcpy: float) -> Row:
         1,
         _params_per_s(encode, data.values.size, 1),
         None,
-        8 * payload / data.values.size,
+        None,
+        8 * baseline.size_bytes(message) / data.values.size,
         snr,
         shannon_bits(snr),
         memcpy,
@@ -236,7 +262,7 @@ def table(rows: Iterator[Row]) -> Table:
     """For people: speeds in G params/s."""
     shown = Table(box=None, pad_edge=False)
     for heading in ("data", "codec", "rho", "threads", "bits", "SNR dB", "Shannon", "encode G/s",
-                    "decode+add G/s", "memcpy G/s"):  # fmt: skip
+                    "decode+add G/s", "decode+merge G/s", "memcpy G/s"):  # fmt: skip
         shown.add_column(heading, justify="left" if heading in ("data", "codec") else "right")
 
     def number(value: float | None, digits: int, unit: float = 1.0) -> str:
@@ -248,6 +274,7 @@ def table(rows: Iterator[Row]) -> Table:
             number(row.wire_bits_per_param, 2), number(row.snr_db, 1),
             number(row.shannon_bits_at_snr, 2), number(row.encode_params_per_s, 3, 1e9),
             number(row.decode_accumulate_params_per_s, 2, 1e9),
+            number(row.decode_merge_params_per_s, 2, 1e9),
             number(row.memcpy_params_per_s, 2, 1e9),
         )  # fmt: skip
     return shown

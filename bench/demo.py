@@ -24,9 +24,8 @@ from narrows.bench.demo_story import (
 )
 from narrows.bench.demo_view import View
 from narrows.bench.processes import Processes
-from narrows.broker import merge
+from narrows.broker.model import warm_up
 from narrows.broker.show import ask_status
-from narrows.proto import codecs
 from narrows.proto.errors import BrokerUnreachable, ConfigError
 from narrows.proto.messages import Phase, Status
 
@@ -39,8 +38,7 @@ def run_demo(options: DemoOptions) -> None:
     console = Console()
     with _folder(options.keep) as folder:
         console.print("Compiling the kernels (once per machine) ...", highlight=False)
-        codecs.warm_up()
-        merge.warm_up()
+        warm_up()
         story = Story(victim=options.names[1])
         with Processes(folder) as processes:
             address = _start(options, processes, folder)

@@ -83,29 +83,46 @@ def _measured(processes: Processes, learners: int, params: int, seconds: float) 
         processes.start(
             name, address, name, str(params), str(seconds), summary, module="narrows.bench.loop"
         )
+    # Only once everybody has joined: founding and joining move whole states.
+    for name in names:
+        _wait_for(processes.folder / f"{name}.joined", processes, name)
+    before, before_s = ask_status(address, timeout_s=10), time.monotonic()
+    broker_before_s = _cpu_s(processes.running["broker"].pid)
     for name in names:
         processes.wait(name, seconds + 120)
     processes.check(*names)
     status = ask_status(address, timeout_s=10)
-    broker_s = _cpu_s(processes.running["broker"].pid)
+    span_s = time.monotonic() - before_s
+    broker_s = _cpu_s(processes.running["broker"].pid) - broker_before_s
     told = [json.loads((processes.folder / f"{name}.json").read_text()) for name in names]
-    span_s = sum(each["seconds"] for each in told) / learners
     learner_s = sum(each["cpu_s"] for each in told) / learners
-    bits = 8 * (status.up_bytes + status.down_bytes)
+    merges = status.merges - before.merges
+    up_bits, down_bits = (
+        8 * (getattr(status, name) - getattr(before, name)) for name in ("up_bytes", "down_bytes")
+    )
     return Result(
         learners,
         params,
         span_s,
-        status.merges / span_s,
-        status.merges * params / FRAGMENTS / span_s,
+        merges / span_s,
+        merges * params / FRAGMENTS / span_s,
         status.mean_contributors_per_merge,
-        8 * status.up_bytes / span_s / 1e9,
-        8 * status.down_bytes / span_s / 1e9,
+        up_bits / span_s / 1e9,
+        down_bits / span_s / 1e9,
         broker_s / span_s,
         learner_s / span_s,
-        bits / broker_s / 1e9,
-        bits / learners / learner_s / 1e9,
+        (up_bits + down_bits) / broker_s / 1e9,
+        (up_bits + down_bits) / learners / learner_s / 1e9,
     )
+
+
+def _wait_for(path: Path, processes: Processes, name: str) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        processes.check(name)
+        if time.monotonic() > deadline:
+            raise BrokerUnreachable(f"{name} has not joined within 120 s")
+        time.sleep(0.05)
 
 
 def _cpu_s(pid: int) -> float:
@@ -148,6 +165,7 @@ def work(address: str, name: str, params: int, seconds: float, summary: Path) ->
     learner = Client(broker=address, name=name, layout=layout, frozen_digest=0, host=_Drift(layout))
     try:
         learner.start()
+        summary.with_suffix(".joined").touch()
         started, cpu_s = time.monotonic(), time.process_time()
         while time.monotonic() < started + seconds:
             time.sleep(STEP_S)

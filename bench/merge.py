@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -17,15 +18,17 @@ from rich.table import Table
 
 from narrows.bench import machine
 from narrows.bench.processes import environment
+from narrows.broker.checkpoint import FragmentState
 from narrows.broker.config import BrokerConfig
 from narrows.broker.events import Contributed
-from narrows.broker.merge import warm_up as warm_up_merge
-from narrows.broker.model import GlobalModel, version_zero
+from narrows.broker.merge import Contribution, Merged
+from narrows.broker.model import GlobalModel, version_zero, warm_up
 from narrows.proto.buffers import empty_f32
 from narrows.proto.chunk import DecodedChunk
-from narrows.proto.codecs import warm_up
 from narrows.proto.errors import ErrorCode, NarrowsError
-from narrows.proto.fragments import build_table
+from narrows.proto.fragments import Fragment, build_table
+from narrows.proto.kernels import F32
+from narrows.proto.limits import PUBLICATIONS_KEPT
 from narrows.proto.messages import LayoutEntry
 from narrows.proto.transfer import decode_chunk, encode_fragment
 from narrows.proto.units import format_bytes, format_count
@@ -45,33 +48,51 @@ MERGE_BYTES_PER_PARAM: Final = 4 + 4 + 12
 """Of the fragment that is merged: mean, direction and its new state."""
 
 CODE_BYTES_PER_PARAM: Final = 0.5
+FILLING_LEARNERS: Final = 2
+"""In the rounds before the measured ones, which only fill the store of publications."""
+
+MEASURED_ROUNDS: Final = 3
+STAGES: Final = ("decode", "sums", "outer_step", "publication")
 
 
 @dataclass(frozen=True)
 class Row:
-    """Merges of whole rounds: decoded contributions in, new state and publication out."""
+    """Merges of whole rounds: payloads of contributions in, new state and publication out."""
 
     learners: int
     params: int
     fragments: int
     seconds_per_round: float
-    """Median over the fragments; a round merges one fragment."""
+    """Median over rounds and fragments, without the decoding, which is done on arrival; a round
+    merges one fragment."""
     params_per_s: float
     """Parameters of a fragment, not times learners."""
-    peak_rss_bytes: int
-    """Of the process, the interpreter and its libraries included."""
+    peak_bytes: int
+    """Resident memory of the process beyond what the interpreter and its libraries had before."""
     formula_bytes: int
-    """Interpreter before anything was made + state + what a merge needs + codes of its round."""
+    """State, kept publications, what a merge needs, and the codes of its round."""
+    share_decode: float
+    """Of the time of a round, decoding included: payloads checked and unpacked."""
+    share_sums: float
+    """Norms, weighted mean and direction."""
+    share_outer_step: float
+    share_publication: float
+    """Difference, codes, entropy coding, the next published copy and its digest."""
 
 
-def run_merge_bench(json_file: Path | None, *, large: bool) -> None:
+def run_merge_bench(json_file: Path | None, plot: Path | None, *, large: bool) -> None:
     """Measures each row in a process of its own, prints, and writes what was asked for."""
     cases = [(m, n, 1) for n in PARAMS for m in LEARNERS]
     rows = [_measured(*case) for case in [*cases, *([LARGE] if large else [])]]
-    Console().print(table(rows))
+    console = Console()
+    console.print(table(rows))
     if json_file is not None:
         result = machine.describe() | {"rows": [asdict(row) for row in rows]}
         json_file.write_text(json.dumps(result, indent=1) + "\n")
+    if plot is not None:
+        from narrows.bench.plots import merge_cost
+
+        merge_cost([asdict(row) for row in rows], plot)
 
 
 def _measured(learners: int, params: int, fragments: int) -> Row:
@@ -84,61 +105,92 @@ def _measured(learners: int, params: int, fragments: int) -> Row:
     return Row(**json.loads(done.stdout))
 
 
+class _TimedModel(GlobalModel):
+    """Knows how long the parts of a merge took."""
+
+    sums_s = outer_step_s = 0.0
+
+    def merged(
+        self, part: Fragment, contributions: Sequence[Contribution], weights: Sequence[float]
+    ) -> Merged:
+        started = time.perf_counter()
+        result = super().merged(part, contributions, weights)
+        self.sums_s += time.perf_counter() - started
+        return result
+
+    def outer_step(self, part: Fragment, state: FragmentState, outer_grad: F32) -> tuple[F32, F32]:
+        started = time.perf_counter()
+        result = super().outer_step(part, state, outer_grad)
+        self.outer_step_s += time.perf_counter() - started
+        return result
+
+
 def measure(learners: int, params: int, fragments: int) -> Row:
     """One row, in this process."""
     warm_up()
-    warm_up_merge()
-    empty_bytes = _peak_rss_bytes()
+    before_bytes = _resident_bytes("VmRSS")
     shape = (TENSOR_ELEMENTS // 1024, 1024)
     layout = [
         LayoutEntry(f"t{i}", shape, "float32", "rda") for i in range(params // TENSOR_ELEMENTS)
     ]
     table_ = build_table(layout, fragments)
     rng = np.random.default_rng(0)
-    model = GlobalModel(
+    model = _TimedModel(
         BrokerConfig(),
         table_,
         [version_zero(rng.standard_normal(part.elements, np.float32)) for part in table_],
     )
-    # Version 0 shares one array for both copies; from version 1 on there are three.
-    times: list[float] = []
-    for repeat in range(3 if fragments == 1 else 1):
+    decode_s, merge_s = list[float](), list[float]()
+    for version in range(1, PUBLICATIONS_KEPT + MEASURED_ROUNDS + 1):
+        measured = version > PUBLICATIONS_KEPT
         for part in table_:
-            contributed, chunks = _contributions(model, part.index, learners, repeat)
+            contributed, chunks, seconds = _contributions(
+                part, learners if measured else min(learners, FILLING_LEARNERS), version
+            )
             started = time.perf_counter()
-            model.install(model.merge(part.index, repeat + 1, contributed, chunks))
-            times.append(time.perf_counter() - started)
+            model.install(model.merge(part.index, version, contributed, chunks))
+            if measured:
+                merge_s.append(time.perf_counter() - started)
+                decode_s.append(seconds)
             del contributed, chunks
-    part_params = params // fragments
-    seconds = median(times)
+        if not measured:
+            model.sums_s = model.outer_step_s = 0.0
+    part_params, whole_s = params // fragments, sum(merge_s) + sum(decode_s)
+    publication = model.publication(0, PUBLICATIONS_KEPT + MEASURED_ROUNDS)
+    assert publication is not None
     needed = (
-        STATE_BYTES_PER_PARAM * params
+        (STATE_BYTES_PER_PARAM + PUBLICATIONS_KEPT * publication.bits_per_param / 8) * params
         + MERGE_BYTES_PER_PARAM * part_params
         + CODE_BYTES_PER_PARAM * part_params * learners
     )
     return Row(
-        learners,
-        params,
-        fragments,
-        seconds,
-        part_params / seconds,
-        _peak_rss_bytes(),
-        empty_bytes + int(needed),
+        learners=learners,
+        params=params,
+        fragments=fragments,
+        seconds_per_round=median(merge_s),
+        params_per_s=part_params / median(merge_s),
+        peak_bytes=_resident_bytes("VmHWM") - before_bytes,
+        formula_bytes=int(needed),
+        share_decode=sum(decode_s) / whole_s,
+        share_sums=model.sums_s / whole_s,
+        share_outer_step=model.outer_step_s / whole_s,
+        share_publication=(sum(merge_s) - model.sums_s - model.outer_step_s) / whole_s,
     )
 
 
 def _contributions(
-    model: GlobalModel, fragment: int, learners: int, repeat: int
-) -> tuple[list[Contributed], dict[int, tuple[int, DecodedChunk]]]:
-    """Different codes of every learner, coded chunk by chunk so that no copy is held long."""
-    part = model.table[fragment]
+    part: Fragment, learners: int, version: int
+) -> tuple[list[Contributed], dict[int, tuple[int, DecodedChunk]], float]:
+    """Different codes of every learner, coded chunk by chunk so that no copy is held long; and the
+    seconds that decoding took."""
     chunks: dict[int, tuple[int, DecodedChunk]] = {}
     contributed: list[Contributed] = []
+    decode_s = 0.0
     # Memory from the pool, which the merge uses afterwards: the bench itself must not be the peak.
     values, sent = empty_f32(part.elements), empty_f32(part.elements)
     for learner in range(learners):
         handles: list[int] = []
-        np.random.default_rng([fragment, repeat, learner]).standard_normal(
+        np.random.default_rng([part.index, version, learner]).standard_normal(
             part.elements, np.float32, out=values
         )
         for chunk in encode_fragment(
@@ -146,25 +198,28 @@ def _contributions(
             chunk_elements=1 << 18, reconstructed=sent,
         ):  # fmt: skip
             handles.append(len(chunks))
+            started = time.perf_counter()
             decoded = decode_chunk(part, "int4-zstd", chunk.offset, chunk.count, chunk.payload)
+            decode_s += time.perf_counter() - started
             chunks[len(chunks)] = (chunk.offset, decoded)
         contributed.append(Contributed(f"{learner:03}", "0" * 32, 1, 1000, 10, tuple(handles)))
-    return contributed, chunks
+    return contributed, chunks, decode_s
 
 
-def _peak_rss_bytes() -> int:
-    # Not ru_maxrss, which a child inherits from who started it.
+def _resident_bytes(name: str) -> int:
+    """VmRSS or VmHWM. Not ru_maxrss, which a child inherits from who started it."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise NarrowsError(ErrorCode.MISUSE, "this system does not tell a process's peak memory")
+    raise NarrowsError(ErrorCode.MISUSE, "this system does not tell a process's memory")
 
 
 def table(rows: list[Row]) -> Table:
     """For people."""
     shown = Table(box=None, pad_edge=False)
+    stages = [f"{stage} %" for stage in STAGES]
     for heading in ("learners", "params", "fragments", "s/round", "M params/s",
-                    "ns/param/learner", "peak RSS", "formula"):  # fmt: skip
+                    "ns/param/learner", "peak", "formula", *stages):  # fmt: skip
         shown.add_column(heading, justify="right")
     for row in rows:
         part = row.params / row.fragments
@@ -172,7 +227,8 @@ def table(rows: list[Row]) -> Table:
             str(row.learners), format_count(row.params), str(row.fragments),
             f"{row.seconds_per_round:.3f}", f"{row.params_per_s / 1e6:.0f}",
             f"{1e9 * row.seconds_per_round / part / row.learners:.2f}",
-            format_bytes(row.peak_rss_bytes), format_bytes(row.formula_bytes),
+            format_bytes(row.peak_bytes), format_bytes(row.formula_bytes),
+            *(f"{100 * getattr(row, f'share_{stage}'):.0f}" for stage in STAGES),
         )  # fmt: skip
     return shown
 

@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from narrows.proto.errors import ConfigError
@@ -81,13 +82,13 @@ def recorded(path: Path = RECORDING) -> Data:
     """All outer gradients in a recording, one after the other. Raises ConfigError."""
     try:
         tensors = load_file(path)
-    except (OSError, ValueError) as error:
+        found = sorted(name.partition(".")[2] for name in tensors if name.startswith("outer_grad."))
+        values = np.concatenate([tensors[f"outer_grad.{i}"] for i in found])
+        pieces = [int(n) for i in found for n in np.diff(tensors[f"bounds.{i}"])]
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(
             f"{path} is no recording",
             expected="a file that `narrows demo --record FILE` wrote",
             got=str(error),
         ) from error
-    count = sum(name.startswith("outer_grad.") for name in tensors)
-    values = np.concatenate([tensors[f"outer_grad.{i}"] for i in range(count)])
-    pieces = [int(n) for i in range(count) for n in np.diff(tensors[f"bounds.{i}"])]
     return Data("recorded", fragment_of(*pieces), values.astype(np.float32))

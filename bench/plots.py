@@ -49,6 +49,25 @@ def rate_distortion(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set_ylabel("signal over error, dB")
     axes.set_ylim(0, SNR_DB_MAX)
     axes.legend(fontsize=8)
+    _save(figure, axes, path)
+
+
+def merge_cost(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Nanoseconds per parameter of a round against learners, by size; rows of the merge bench."""
+    figure, axes = _figure()
+    for params in dict.fromkeys(row["params"] for row in rows if row["fragments"] == 1):
+        mine = [row for row in rows if row["params"] == params and row["fragments"] == 1]
+        cost = [(row["learners"], 1e9 / row["params_per_s"]) for row in mine]
+        axes.plot(*zip(*cost, strict=True), "o-", label=f"{params / 1e6:.0f} M parameters")
+    axes.set_xlabel("learners")
+    axes.set_ylabel("ns per parameter of a round")
+    axes.set_xlim(0)
+    axes.set_ylim(0)
+    axes.legend(fontsize=8)
+    _save(figure, axes, path)
+
+
+def _save(figure: Any, axes: Any, path: Path) -> None:
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path)

@@ -20,8 +20,7 @@ from rich.console import Console
 
 from narrows.bench import machine
 from narrows.bench.quality_run import Cell, run_cell
-from narrows.broker import merge
-from narrows.proto import codecs
+from narrows.broker.model import warm_up
 
 Job: TypeAlias = tuple[Cell, int]
 """A cell and a seed."""
@@ -37,8 +36,7 @@ def run_jobs(jobs: Sequence[Job], path: Path, *, workers: int, console: Console)
     known = {_key(row): row for row in read_rows(path)}
     missing = [job for job in jobs if _job_key(*job) not in known]
     if missing:
-        codecs.warm_up()
-        merge.warm_up()
+        warm_up()
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     path.parent.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()

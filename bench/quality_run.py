@@ -126,7 +126,7 @@ def run_cell(cell: Cell, seed: int) -> dict[str, Any]:
     started_s = time.perf_counter()
     result = _data_parallel(cell, seed) if cell.data_parallel else _decoupled(cell, seed)
     result.wall_s = time.perf_counter() - started_s
-    row = {**asdict(cell), "seed": seed, **asdict(result)}
+    row: dict[str, Any] = {**asdict(cell), "seed": seed, **asdict(result)}
     row["validation_loss"], row["test_loss"] = row.pop("losses")
     return row
 

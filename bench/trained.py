@@ -172,7 +172,8 @@ class TrainedLearner(SimulatedLearner):
             rate.codec, rate.rho,
         )  # fmt: skip
         encode_push(work, settings, self._run.layout, work.chunks.append)
-        rate.observe(work.bits_per_param)
+        if rate.target_bits is not None:
+            rate.observe(work.bits_per_param, work.error_ratio())
         self._works[effect.push_id] = work
         source = f"{self.spec.name}/{self.incarnation}/{effect.push_id}"
         self.shelf.pushes[source] = [
@@ -187,7 +188,7 @@ class TrainedLearner(SimulatedLearner):
         work = self._works.pop(effect.push_id, None)
         if work is not None:
             self._residuals.settle(work, merged=effect.merged)
-            if effect.merged and work.unsent is not None:
+            if effect.merged and isinstance(work.unsent, np.ndarray):
                 self._remainders[work.fragment.index] = work.unsent
 
     # Adopting.

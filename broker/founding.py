@@ -8,7 +8,7 @@ from narrows.broker import events as ev
 from narrows.broker.members import Member
 from narrows.broker.state import RunState, refusal
 from narrows.proto import messages as msg
-from narrows.proto.assembly import Arrival, Assembly
+from narrows.proto.assembly import Arrival, Assembly, parts_max
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.fragments import build_table
 
@@ -50,7 +50,10 @@ class Founding:
         if self.founder:
             return msg.Role.FOUND, []
         self.founder, self._progress_at = member.name, now
-        self._parts = {f.index: Assembly(f.elements) for f in self.state.table}
+        chunk = self.state.settings.chunk_elements
+        self._parts = {
+            f.index: Assembly(f.elements, parts_max(f.elements, chunk)) for f in self.state.table
+        }
         return msg.Role.FOUND, [ev.Note("info", f"{member.name} sends version 0")]
 
     def taken_over(self, name: str) -> list[ev.Effect]:

@@ -73,22 +73,27 @@ class Intake:
             return drop
         try:
             self._check(header)
-            effects = self._enter(member, header, now)
+            effects, is_wanted = self._enter(member, header, now)
         except RemoteProtocolError as error:
             if not push and error.code is ErrorCode.WRONG_EPOCH:
                 return drop  # On its way since before a restart; it says nothing about now.
             return drop + self.refuse(member, error, header.fragment, header.push_id)
-        return [*effects, ev.Unpack(header, handle)]
+        return effects + ([ev.Unpack(header, handle)] if is_wanted else drop)
 
-    def _enter(self, member: Member, header: msg.Header, now: float) -> list[ev.Effect]:
-        """Notes that a push makes progress; raises if no open round takes it."""
+    def _enter(
+        self, member: Member, header: msg.Header, now: float
+    ) -> tuple[list[ev.Effect], bool]:
+        """Notes that a push makes progress, and whether the chunk is to be decoded; raises if no
+        open round takes it."""
         if header.kind is not msg.DataKind.PUSH:
-            return []
+            return [], True
         round_ = self._round(member, header.fragment, header.version)
         effects = self._supersede(round_, member, header.push_id)
         push = round_.push_of(member.name, member.incarnation, header.push_id, now)
-        push.progress_at = now
-        return effects
+        is_wanted = push.wants(header)
+        if is_wanted:
+            push.progress_at = now
+        return effects, is_wanted
 
     def unpacked(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
         """A decoded chunk of a push."""

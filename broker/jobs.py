@@ -16,18 +16,17 @@ from narrows.broker import events as ev
 from narrows.broker.checkpoint import Snapshot, StateDir
 from narrows.broker.config import BrokerConfig
 from narrows.broker.initial import from_file
-from narrows.broker.merge import warm_up as warm_up_merge
 from narrows.broker.model import (
     EncodedVersion,
     GlobalModel,
     Outcome,
     encode_state,
     from_chunks,
+    warm_up,
 )
 from narrows.broker.state import RunState
 from narrows.proto import messages as msg
 from narrows.proto.chunk import DecodedChunk
-from narrows.proto.codecs import warm_up as warm_up_codecs
 from narrows.proto.errors import NarrowsError, RemoteProtocolError
 from narrows.proto.transfer import decode_chunk
 
@@ -51,8 +50,7 @@ class Jobs:
         self._payloads: dict[int, bytes] = {}
         self._chunks: dict[int, tuple[int, DecodedChunk]] = {}
         self._handle = 0
-        for warm_up in (warm_up_codecs, warm_up_merge):
-            self._submit(self._pool, warm_up)
+        self._submit(self._pool, warm_up)
         self.model: GlobalModel | None = None
         """None until version 0 stands."""
 
@@ -151,10 +149,7 @@ class Jobs:
 
         def work() -> None:
             encoded = encode_state(part, state, self._run.settings.chunk_elements)
-            self._post(lambda: finish(encoded))
-
-        def finish(encoded: EncodedVersion) -> None:
-            done(encoded)
+            self._post(lambda: done(encoded))
 
         self._submit(self._pool, work)
 

@@ -183,7 +183,7 @@ def weighted_sums(
         if chunk.quantised:
             codes = chunk.codes_of(first, end, scratch)
         else:
-            codes = read_only(chunk.floats()[first:end])
+            codes = read_only(chunk.floats(first, end))
         part = slice(offset + first, offset + end)
         if column == 0:  # Only now, so that the zeros are in cache when they are added to.
             clear(mean[part])

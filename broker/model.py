@@ -9,11 +9,14 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from narrows.broker import merge as merge_module
+from narrows.broker import outer
 from narrows.broker.checkpoint import FragmentState
 from narrows.broker.config import BrokerConfig
 from narrows.broker.events import Contributed
 from narrows.broker.merge import Contribution, Merged, merge, token_weights
 from narrows.broker.outer import outer_optimizer
+from narrows.proto import codecs
 from narrows.proto.buffers import empty_f32
 from narrows.proto.chunk import DecodedChunk
 from narrows.proto.fragments import Fragment
@@ -26,6 +29,7 @@ from narrows.proto.transfer import (
     digest_of,
     encode_fragment,
     encode_step,
+    error_ratio,
     values_of,
 )
 
@@ -58,6 +62,8 @@ class Outcome:
     fragment: int
     state: FragmentState
     publication: EncodedVersion
+    error_ratio: float
+    """See transfer.error_ratio; 0 unless the codec follows a rate."""
     clipped: int
 
 
@@ -148,20 +154,29 @@ class GlobalModel:
                 advanced=advanced,
             )
         )
+        ratio = 0.0
+        if rate.target_bits is not None:
+            ratio = error_ratio(part, chunks, lambda at: params[at] - advanced[at])
         digest = digest_of(advanced)
         after = FragmentState(version, digest, params, momentum, advanced)
-        return Outcome(
-            part.index, after, EncodedVersion(version, digest, rate.codec, chunks), clipped
-        )
+        publication = EncodedVersion(version, digest, rate.codec, chunks)
+        return Outcome(part.index, after, publication, ratio, clipped)
 
     def install(self, outcome: Outcome) -> None:
         """Makes an outcome the current state."""
         assert outcome.state.version == self.fragments[outcome.fragment].version + 1
         self.fragments[outcome.fragment] = outcome.state
-        self._rates[outcome.fragment].observe(outcome.publication.bits_per_param)
+        rate = self._rates[outcome.fragment]
+        rate.observe(outcome.publication.bits_per_param, outcome.error_ratio)
         kept = self._publications[outcome.fragment]
         kept[outcome.publication.version] = outcome.publication
         kept.pop(outcome.publication.version - PUBLICATIONS_KEPT, None)
+
+
+def warm_up() -> None:
+    """Compiles every kernel that a broker needs, or loads them from numba's cache."""
+    for each in (codecs.warm_up, merge_module.warm_up, outer.warm_up):
+        each()
 
 
 def encode_state(part: Fragment, state: FragmentState, chunk_elements: int) -> EncodedVersion:

@@ -98,6 +98,13 @@ def nesterov_step(
         updated[i] = params[i] - (grad[i] + speed * mu) * rate
 
 
+def warm_up() -> None:
+    """Compiles the kernels, or loads them from numba's cache."""
+    ones = np.ones(3, np.float32)
+    for maker in _OPTIMIZERS.values():
+        maker(0.5, 0.5).step(ones, ones, ones)
+
+
 Maker: TypeAlias = Callable[[float, float], OuterOptimizer]
 _OPTIMIZERS: Final[dict[str, Maker]] = {"nesterov": Nesterov, "sgd": Sgd}
 

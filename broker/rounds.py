@@ -22,6 +22,8 @@ class Incoming:
     incarnation: str
     push_id: int
     assembly: Assembly
+    decoding: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
+    """Chunks that are being decoded: offset, count, digest."""
     announced: Push | None = None
     progress_at: float = 0.0
     asked_at: float = 0.0
@@ -29,6 +31,18 @@ class Incoming:
     @property
     def complete(self) -> bool:
         return self.announced is not None and self.assembly.complete
+
+    def wants(self, header: Header) -> bool:
+        """Notes that a chunk is going to be decoded; False if it has been, or is being.
+
+        Raises RemoteProtocolError BAD_RANGE for more chunks than anybody needs.
+        """
+        chunk = (header.offset, header.count, header.payload_digest)
+        if chunk in self.decoding or self.assembly.has(*chunk):
+            return False
+        self.assembly.check_room(len(self.decoding))
+        self.decoding.add(chunk)
+        return True
 
 
 @dataclass
@@ -40,6 +54,7 @@ class Round:
     attempt: int
     at_step: int
     elements: int
+    parts_max: int
     opened_at: float
     quorum: int
     expected: set[str]
@@ -72,7 +87,7 @@ class Round:
             )
         push = self.incoming.get(name)
         if push is None:
-            assembly = Assembly(self.elements)
+            assembly = Assembly(self.elements, self.parts_max)
             push = Incoming(name, incarnation, push_id, assembly, progress_at=now, asked_at=now)
             if done is None and not self.merging:
                 self.incoming[name] = push
@@ -115,6 +130,7 @@ class Round:
 
     def add_chunk(self, push: Incoming, header: Header, handle: int, now: float) -> Arrival:
         """Takes a decoded chunk in."""
+        push.decoding.discard((header.offset, header.count, header.payload_digest))
         arrival = push.assembly.add(header.offset, header.count, header.payload_digest, handle)
         push.progress_at = now
         return arrival

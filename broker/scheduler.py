@@ -11,6 +11,7 @@ from narrows.broker.quorum import Awaited, Decision, QuorumRule, Verdict
 from narrows.broker.rounds import Round
 from narrows.broker.state import RunState
 from narrows.proto import messages as msg
+from narrows.proto.assembly import parts_max
 from narrows.proto.limits import PUBLICATIONS_KEPT
 from narrows.proto.smoothing import Smoothed
 
@@ -121,6 +122,7 @@ class Scheduler:
                 attempt=self._attempts[index],
                 at_step=state.at_step(index) if state.lockstep and not ending else -1,
                 elements=state.table[index].elements,
+                parts_max=parts_max(state.table[index].elements, state.settings.chunk_elements),
                 opened_at=now,
                 quorum=state.config.merge.quorum,
                 expected={member.name for member in state.roster.ready()},

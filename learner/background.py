@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrows.learner import events as ev
+from narrows.learner.device import DeviceSnapshot
 from narrows.learner.exchange import Exchange
 from narrows.learner.session import Identity, Session
 from narrows.learner.wires import Wires
@@ -209,7 +210,7 @@ class Background:
             self.later(lambda: self._perform(others), wake=event is not _AT_STEP)
         return [e for e in effects if isinstance(e, COPIES)], published
 
-    def start_push(self, effect: ev.Snapshot, local: F32, base: F32) -> None:
+    def start_push(self, effect: ev.Snapshot, local: F32 | DeviceSnapshot, base: F32) -> None:
         """For the training thread: a snapshot is taken; encode and send it."""
 
         def start() -> None:

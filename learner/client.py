@@ -16,6 +16,7 @@ from msgspec import structs
 
 from narrows.learner import events as ev
 from narrows.learner.background import F32, Background, ParameterHost
+from narrows.learner.device import DeviceParameters, DeviceSnapshot
 from narrows.learner.session import Connection
 from narrows.learner.uplink import Ranges
 from narrows.proto import messages as msg
@@ -218,8 +219,12 @@ class Client:
     def _snapshot(self, effect: ev.Snapshot, base: F32) -> None:
         started = time.perf_counter()
         part = self._exchange.table[effect.fragment]
-        local = empty_f32(part.elements)
-        self._host.snapshot(part, local)
+        local: F32 | DeviceSnapshot
+        if isinstance(self._host, DeviceParameters):
+            local = self._host.capture(part)
+        else:
+            local = empty_f32(part.elements)
+            self._host.snapshot(part, local)
         self._times.snapshot_s += time.perf_counter() - started
         self.background.start_push(effect, local, base)
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrows.learner import events as ev
+from narrows.learner.device import DeviceSnapshot
 from narrows.learner.uplink import Parcel, PushWork, Ranges, Residuals, encode_push, touches
 from narrows.learner.wires import Wires
 from narrows.proto import messages as msg
@@ -207,7 +208,7 @@ class Exchange:
 
     # Up.
 
-    def start_push(self, effect: ev.Snapshot, local: F32, base: F32) -> None:
+    def start_push(self, effect: ev.Snapshot, local: F32 | DeviceSnapshot, base: F32) -> None:
         """A snapshot is taken: encode it behind the training thread's back."""
         part, rate = self.table[effect.fragment], self._rates[effect.fragment]
         work = PushWork(
@@ -241,7 +242,9 @@ class Exchange:
             self.counters.pushes += chunk.offset == 0
             self._put(msg.DataKind.PUSH, work, chunk)
             if chunk.offset + chunk.count == work.fragment.elements:
-                self._rates[work.fragment.index].observe(work.bits_per_param)
+                rate = self._rates[work.fragment.index]
+                if rate.target_bits is not None:
+                    rate.observe(work.bits_per_param, work.error_ratio())
 
     def _put(self, kind: msg.DataKind, work: PushWork, chunk: EncodedChunk) -> None:
         parcel = Parcel(

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from narrows.learner.client import Client
-from narrows.learner.parameters import ModuleParameters
+from narrows.learner.device import parameters_of
 from narrows.learner.step_log import HostLoss, Loss, StepLog
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 
@@ -69,7 +69,8 @@ class Learner:
     says Bye; when the body raised it leaves at once.
 
     `merge_laws` is described at ModuleParameters. `events` is a file that gets one JSON line per
-    event. `connect` makes the exchange (tests put their own in the place of Client).
+    event. `device_encoding` is whether pushes are encoded where the parameters are, for 8 bytes of
+    that memory per parameter; by default if they are all on one GPU. `connect` makes the exchange.
 
     Errors: LocalProtocolError(MISUSE) for a model or a loop that cannot take part, Refused (also
     from `optimizer.step()`) when the broker does not want this learner.
@@ -86,11 +87,12 @@ class Learner:
         join_timeout_s: float = 60.0,
         leave_timeout_s: float | None = 60.0,
         events: str | os.PathLike[str] | None = None,
+        device_encoding: bool | None = None,
         connect: Callable[..., Exchange] = Client,
     ) -> None:
         _refuse_several_ranks()
         self._optimizers = _listed(optimizer)
-        self._parameters = ModuleParameters(model, merge_laws)
+        self._parameters = parameters_of(model, merge_laws, device_encoding)
         self._leave_timeout_s = leave_timeout_s
         self._ramp_steps = ramp_steps(self._optimizers)
         self._connect = functools.partial(

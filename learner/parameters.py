@@ -88,6 +88,11 @@ class ModuleParameters:
                 view = self.view(piece)
                 view.copy_(source[piece.offset : piece.offset + piece.count].view(view.shape))
 
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the parameters are."""
+        return {tensor.device for tensor in self._tensors}
+
     def check_adopted(self) -> None:
         """Call at each boundary, before anything is adopted there.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from narrows.learner.device import DeviceSnapshot
 from narrows.proto import transfer
 from narrows.proto.buffers import empty_f32
 from narrows.proto.fragments import Fragment
@@ -17,6 +20,9 @@ from narrows.proto.rounding import round_to_dtype
 from narrows.proto.transfer import EncodedChunk
 
 F32: TypeAlias = NDArray[np.float32]
+I64: TypeAlias = NDArray[np.int64]
+Remainder: TypeAlias = F32 | Tensor
+"""(n,), where the push was encoded."""
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 
@@ -41,17 +47,31 @@ class PushWork:
     base_version: int
     base: F32
     """What the learner adopted, as published."""
-    local: F32
-    """The snapshot."""
-    residual: F32 | None
+    local: F32 | DeviceSnapshot
+    """The snapshot; one on a device has a base of its own."""
+    residual: Remainder | None
     """What earlier pushes left unsent; comes back if this push is not merged."""
     codec: str
     rho: float
     """Codec and quantisation step of this push."""
-    unsent: F32 | None = None
+    unsent: Remainder | None = None
     """What this push leaves unsent; true up to the last chunk that is ready."""
     chunks: list[EncodedChunk] = field(default_factory=list[EncodedChunk])
     settled: bool = False
+
+    def error_ratio(self) -> float:
+        """See transfer.error_ratio; known when all chunks are made."""
+        unsent = self.unsent
+        assert unsent is not None
+
+        def at(places: I64) -> F32:
+            if isinstance(unsent, Tensor):
+                where = torch.from_numpy(places).to(unsent.device)  # pyright: ignore
+                sampled: F32 = unsent[where].cpu().numpy()
+                return sampled
+            return unsent[places]
+
+        return transfer.error_ratio(self.fragment, self.chunks, at)
 
     @property
     def bits_per_param(self) -> float:
@@ -64,9 +84,9 @@ class Residuals:
     """Error feedback, two-phase: a push's remainder counts only once the push is merged."""
 
     enabled: bool
-    _by_fragment: dict[int, F32] = field(default_factory=dict[int, F32])
+    _by_fragment: dict[int, Remainder] = field(default_factory=dict[int, "Remainder"])
 
-    def of(self, fragment: int) -> F32 | None:
+    def of(self, fragment: int) -> Remainder | None:
         return self._by_fragment.get(fragment) if self.enabled else None
 
     def settle(self, work: PushWork, *, merged: bool) -> None:
@@ -99,22 +119,40 @@ def encode_push(
 
     Stops early when the push is settled. Raises LocalProtocolError NOT_FINITE.
     """
-    part = work.fragment
-    work.unsent = empty_f32(part.elements)
-    for chunk in transfer.encode_push(
-        part,
-        rounded_base(part, work.base, layout),
-        work.local,
-        work.residual,
-        codec_name=work.codec,
-        rho=work.rho,
-        chunk_elements=settings.chunk_elements,
-        unsent=work.unsent,
-    ):
+    for chunk in _encoded(work, layout, settings.chunk_elements):
         if work.settled:
             return
         # Its part of `unsent` stands: once the last chunk is out, the push may be merged.
         ready(chunk)
+
+
+def _encoded(
+    work: PushWork, layout: Sequence[LayoutEntry], chunk_elements: int
+) -> Iterator[EncodedChunk]:
+    part, local, residual = work.fragment, work.local, work.residual
+    if isinstance(local, DeviceSnapshot):
+        assert not isinstance(residual, np.ndarray)
+        work.unsent = unsent = torch.empty_like(local.local)
+        return local.encode(
+            part,
+            residual,
+            codec_name=work.codec,
+            rho=work.rho,
+            chunk_elements=chunk_elements,
+            unsent=unsent,
+        )
+    assert not isinstance(residual, Tensor)
+    work.unsent = remainder = empty_f32(part.elements)
+    return transfer.encode_push(
+        part,
+        rounded_base(part, work.base, layout),
+        local,
+        residual,
+        codec_name=work.codec,
+        rho=work.rho,
+        chunk_elements=chunk_elements,
+        unsent=remainder,
+    )
 
 
 def touches(ranges: Ranges, offset: int, count: int) -> bool:

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
-from narrows.proto.limits import RANGES_MAX
+from narrows.proto.limits import CHUNKS_OF_A_REGULAR_CUT_MAX, RANGES_MAX
 
 
 class Arrival(Enum):
@@ -33,9 +33,10 @@ class Assembly:
     the first bytes that arrived are never silently replaced.
     """
 
-    def __init__(self, elements: int) -> None:
+    def __init__(self, elements: int, parts_max: int | None = None) -> None:
         assert elements > 0, elements
         self.elements = elements
+        self.parts_max = elements if parts_max is None else parts_max
         self.parts: list[Part] = []
         self._received = 0
 
@@ -56,13 +57,13 @@ class Assembly:
     def add(self, offset: int, count: int, digest: int, handle: int) -> Arrival:
         """Takes a chunk in.
 
-        Raises RemoteProtocolError BAD_RANGE outside the transfer and CHUNK_CONFLICT on an overlap
-        that differs; the assembly is unchanged then.
+        Raises RemoteProtocolError BAD_RANGE outside the transfer or beyond `parts_max` chunks and
+        CHUNK_CONFLICT on an overlap that differs; the assembly is unchanged then.
         """
         self.check_range(offset, count)
-        index = bisect_left(self.parts, (offset,))
-        if index < len(self.parts) and self.parts[index][:3] == (offset, count, digest):
+        if self.has(offset, count, digest):
             return Arrival.DUPLICATE
+        index = bisect_left(self.parts, (offset,))
         before = self.parts[index - 1] if index else None
         after = self.parts[index] if index < len(self.parts) else None
         for other in (before, after):
@@ -74,9 +75,26 @@ class Assembly:
                     got=f"elements {offset}+{count}, xxh3 {digest:016x}",
                     remedy="one push id must always carry the same bytes",
                 )
+        self.check_room()
         self.parts.insert(index, Part(offset, count, digest, handle))
         self._received += count
         return Arrival.NEW
+
+    def has(self, offset: int, count: int, digest: int) -> bool:
+        """Whether this very chunk has arrived."""
+        index = bisect_left(self.parts, (offset,))
+        return index < len(self.parts) and self.parts[index][:3] == (offset, count, digest)
+
+    def check_room(self, coming: int = 0) -> None:
+        """Raises RemoteProtocolError BAD_RANGE if, with those that are coming, it is full."""
+        if len(self.parts) + coming >= self.parts_max:
+            raise RemoteProtocolError(
+                ErrorCode.BAD_RANGE,
+                "a transfer in too many chunks",
+                expected=f"at most {self.parts_max} for {self.elements} elements",
+                got="one more",
+                remedy="cut at chunk_elements, as the Welcome says",
+            )
 
     def check_range(self, offset: int, count: int) -> None:
         """Raises RemoteProtocolError BAD_RANGE unless the range lies within the transfer."""
@@ -99,3 +117,8 @@ class Assembly:
         if position < self.elements:
             gaps.append((position, self.elements - position))
         return tuple(gaps[:limit])
+
+
+def parts_max(elements: int, chunk_elements: int) -> int:
+    """The most chunks that a transfer may come in."""
+    return 16 + CHUNKS_OF_A_REGULAR_CUT_MAX * -(-elements // chunk_elements)

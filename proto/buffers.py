@@ -61,5 +61,9 @@ def _take(size: int) -> U8 | None:
 
 
 def _give(memory: U8) -> None:
+    if idle_bytes() + memory.nbytes > IDLE_BYTES_MAX:
+        # Sizes that a state transfer left must not keep those out that every round needs.
+        for size in [size for size in list(_idle) if size != memory.nbytes]:
+            _idle.pop(size, None)
     if idle_bytes() + memory.nbytes <= IDLE_BYTES_MAX:
         _idle.setdefault(memory.nbytes, []).append(memory)

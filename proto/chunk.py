@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrows.proto import kernels
+from narrows.proto.buffers import empty_u8
 from narrows.proto.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 from narrows.proto.kernels import F32, F64, I8, I64, check_arrays, read_only
 from narrows.proto.scales import widened
@@ -76,7 +77,7 @@ class DecodedChunk:
 
     def whole_codes(self) -> I8:
         """The codes (n,), one byte each."""
-        return self.codes_of(0, self.count, np.empty(self.count, np.int8))
+        return self.codes_of(0, self.count, empty_u8(self.count).view(np.int8))
 
     def codes_of(self, first: int, end: int, scratch: I8) -> I8:
         """The codes first..end, one byte each, read-only; they may be written to `scratch`.
@@ -90,11 +91,11 @@ class DecodedChunk:
         kernels.unpack(self.codes.view(np.uint8)[first // 2 : (end + 1) // 2], codes)
         return read_only(codes)
 
-    def floats(self) -> F32:
-        """The values (n,) of a codec that is not quantised."""
+    def floats(self, first: int = 0, end: int | None = None) -> F32:
+        """The values first..end of a codec that is not quantised."""
         if self.codes.dtype == np.float32:
-            return self.codes.view(np.float32)
-        return widened(self.codes.view(np.uint16))
+            return self.codes.view(np.float32)[first:end]
+        return widened(self.codes.view(np.uint16)[first:end])
 
 
 def float_square_sums(values: F32, bounds: I64) -> F64:
@@ -127,5 +128,5 @@ def not_finite(what: str) -> LocalProtocolError:
     return LocalProtocolError(
         ErrorCode.NOT_FINITE,
         f"{what}: not finite, or too large",
-        remedy="training has diverged here; nothing was sent",
+        remedy="training has diverged here; nothing of it will be merged",
     )

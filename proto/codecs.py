@@ -129,7 +129,8 @@ def piece_scales(
 
     The values are (minuend - subtrahend) + addend, where the latter two are given. The rms is
     taken from a fixed subsample of at most RMS_SAMPLES_MAX elements of the piece
-    (kernels.sampled_mean_squares), so a scale depends on the piece's length and values only.
+    (kernels.sampled_mean_squares), so a scale depends on the piece's length and values only; zeros
+    do not count.
     Rounded to bfloat16; below 2**-100 it is 0, and everything stays with the sender. Raises
     LocalProtocolError: NOT_FINITE if an rms is not finite or a scale exceeds 2**100.
     """

@@ -276,19 +276,20 @@ def float_square_sums(values: F32, bounds: I64, lanes: F64, out: F64) -> None:
 def sampled_mean_squares(
     minuend: F32, subtrahend: F32, addend: F32, bounds: I64, samples_max: int, out: F64
 ) -> None:
-    """out (k,) = mean of value**2 over at most `samples_max` elements of each piece, in float64.
+    """out (k,) = mean of value**2 over at most `samples_max` elements of each piece, in float64,
+    zeros left out: where few rows of an embedding are used, the step is one for those rows.
 
     value = (minuend - subtrahend) + addend; the latter two may be empty. A piece of n elements is
     cut into strata of width ceil(n / samples_max); what does not fill a stratum is left out. One
     element is read of each, at a place that a multiplicative hash of the stratum's number chooses:
     a constant stride would read a few columns of a matrix only. A piece of up to samples_max
-    elements has strata of one element and is read whole.
+    elements has strata of one element and is read whole, and so is one whose samples are all 0.
     """
     for piece in range(out.size):
         start, count = bounds[piece], bounds[piece + 1] - bounds[piece]
         width = (count + samples_max - 1) // samples_max
         samples = count // width
-        total = 0.0
+        total, found = 0.0, 0
         for i in range(samples):
             hashed = ((i * 0x9E3779B1) & 0xFFFFFFFF) >> 8
             place = start + i * width + ((hashed * width) >> 24)
@@ -298,7 +299,29 @@ def sampled_mean_squares(
             if addend.size:
                 value += addend[place]
             total += np.float64(value) * np.float64(value)
-        out[piece] = total / samples
+            found += value != ZERO
+        if not found:
+            for place in range(start, start + count):
+                value = minuend[place]
+                if subtrahend.size:
+                    value -= subtrahend[place]
+                if addend.size:
+                    value += addend[place]
+                total += np.float64(value) * np.float64(value)
+                found += value != ZERO
+        out[piece] = total / max(found, 1)
+
+
+def sample_places(bounds: I64, samples_max: int) -> tuple[I64, I64]:
+    """The elements that `sampled_mean_squares` reads, in its order, and the bounds of the pieces
+    among them: for who has to fetch them first."""
+    places: list[I64] = []
+    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        width = -(-(end - start) // samples_max)
+        strata = np.arange((end - start) // width, dtype=np.int64)
+        hashed = ((strata * 0x9E3779B1) & 0xFFFFFFFF) >> 8
+        places.append(start + strata * width + ((hashed * width) >> 24))
+    return np.concatenate(places), np.cumsum([0, *map(len, places)], dtype=np.int64)
 
 
 @kernel

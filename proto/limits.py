@@ -53,6 +53,10 @@ TOKENS_MAX = 1 << 62
 VERSION_MAX = 1 << 53
 """Versions of a fragment: exact in every language's numbers."""
 
+CHUNKS_OF_A_REGULAR_CUT_MAX = 4
+"""A transfer may come in so many times the chunks of a regular cut (and 16 more): each costs the
+receiver some 2 KB and a decoder's run, whatever it holds."""
+
 RANGES_MAX = 256
 """Ranges in one Missing message; the rest is asked for by the next one."""
 

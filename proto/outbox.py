@@ -1,7 +1,8 @@
 """Data messages on their way to one peer: order, streams, and credit that prevents drops.
 
-Pub/sub drops silently at the high-water mark. So each stream counts the bytes it has sent, the
-receiver reports the position it has seen, and never more than `window_bytes` are unacknowledged.
+Pub/sub drops silently what a full queue or a broken connection loses, and without a bound its queue
+would hold all that a peer does not read. So each stream counts the bytes it has sent, the receiver
+reports the position it has seen, and never more than `window_bytes` are unacknowledged.
 TCP keeps order within a stream: a position implies that everything before it arrived or is lost
 for good, so a drop cannot leak credit. What was lost is asked for again by range.
 """
@@ -15,6 +16,10 @@ from enum import IntEnum
 from typing import Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
+
+
+DOUBLINGS_MAX = 6
+"""The longest pause between two messages to a peer that acknowledges nothing is 64 stalls."""
 
 
 class Lane(IntEnum):
@@ -37,6 +42,8 @@ class _Stream:
     sent: int = 0
     acknowledged: int = 0
     progress_at: float = 0.0
+    renewals: int = 0
+    """Since the last progress."""
 
 
 @dataclass
@@ -50,7 +57,8 @@ class Outbox(Generic[Item]):
     window_bytes: int
     """Unacknowledged bytes per stream; the socket's high-water mark holds at least as much."""
     stall_s: float = 5.0
-    """A stream without progress for so long has lost what it carried: the credit is renewed."""
+    """A stream without progress for so long has lost what it carried: then one message may leave
+    to find out, the next after twice the time; all of the window after progress."""
     bytes_sent: int = 0
     _streams: list[_Stream] = field(default_factory=list[_Stream])
     _lanes: tuple[deque[tuple[Item, int]], ...] = ()
@@ -88,7 +96,8 @@ class Outbox(Generic[Item]):
             )
             state = self._streams[stream]
             in_flight = state.sent - state.acknowledged
-            if in_flight and in_flight + size_bytes > self.window_bytes:
+            window_bytes = 0 if state.renewals else self.window_bytes
+            if in_flight and in_flight + size_bytes > window_bytes:
                 return None
             lane.popleft()
             if not in_flight:
@@ -103,15 +112,17 @@ class Outbox(Generic[Item]):
         for state, position in zip(self._streams, positions, strict=False):
             if state.acknowledged < position <= state.sent:
                 state.acknowledged = position
-                state.progress_at = now
+                state.progress_at, state.renewals = now, 0
 
     def renew_stalled(self, now: float) -> int:
         """Writes off what stalled streams carried and returns how many bytes that were."""
         lost = 0
         for state in self._streams:
-            if state.sent > state.acknowledged and now - state.progress_at >= self.stall_s:
+            stall_s = self.stall_s * 2.0 ** min(state.renewals, DOUBLINGS_MAX)
+            if state.sent > state.acknowledged and now - state.progress_at >= stall_s:
                 lost += state.sent - state.acknowledged
                 state.acknowledged = state.sent
+                state.renewals += 1
         return lost
 
     def discard(self, unwanted: Callable[[Item], bool]) -> None:

@@ -66,6 +66,13 @@ class QuantisedCodec:
         kernels.add_codes(*inputs, advanced)
         return self._payload(head, codes)
 
+    def payload(self, codes: I8, scales: F32) -> bytes:
+        """The payload of codes (n,) that were made elsewhere, with the scales (s,) of their spans.
+
+        The codes must be within the limit; who made them knows.
+        """
+        return self._payload(encode_scales(scales, scales.size), codes)
+
     def decode(self, payload: bytes | memoryview, bounds: I64) -> DecodedChunk:
         count, spans, view = chunk_elements(bounds), bounds.size - 1, memoryview(payload).cast("B")
         check_size(self.name, view, 2 * spans, self.payload_bytes_max(count, spans))

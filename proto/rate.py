@@ -27,6 +27,15 @@ GAIN: Final = 0.5
 RHO_MIN, RHO_MAX = 1 / 64, 4.0
 """Below, int8 is full; above, hardly anything is sent."""
 
+CLIPPED_FROM: Final = 1.5
+"""From this ratio of the error to what the steps explain on, much of it is what was cut off."""
+
+BACK_OFF: Final = 1.25
+"""Factor of the step where even int8 cuts off too much."""
+
+SINK: Final = 0.99
+"""Of the floor that this makes, per exchange."""
+
 FINE_BELOW, COARSE_ABOVE = 0.40, 0.48
 """int4 cuts off what exceeds 7 steps, too much below 0.4; two bounds, so that it does not
 alternate."""
@@ -40,18 +49,32 @@ class RateControl:
     rho: float
     target_bits: float | None
     """Bits per parameter on the wire; None: codec and step are fixed."""
+    is_wide: bool = False
+    """int4 has cut off too much of this fragment: its values vary too much for it."""
+    rho_floor: float = RHO_MIN
+    """Below, even int8 has cut off too much. It sinks slowly, so that it is tried again."""
 
-    def observe(self, bits_per_param: float) -> None:
-        """An exchange has taken so many bits: the next one takes more nearly the target."""
+    def observe(self, bits_per_param: float, error_ratio: float) -> None:
+        """An exchange has taken so many bits: the next one takes more nearly the target.
+
+        `error_ratio` is transfer.error_ratio. Where most of the error is what was cut off, a
+        smaller step takes fewer bits and loses more: the codec with the wider range comes first,
+        and then a larger step.
+        """
         if self.target_bits is None:
             return
+        self.rho_floor *= SINK
+        if error_ratio >= CLIPPED_FROM:
+            if self.codec == FINE:
+                self.rho_floor = self.rho * BACK_OFF
+            self.is_wide = True
         error = min(max(bits_per_param - self.target_bits, -1.0), 1.0)
         self.set_rho(self.rho * 2.0 ** (GAIN * error))
 
     def set_rho(self, rho: float) -> None:
         """The step, within bounds, and the codec that suits it."""
-        self.rho = min(max(rho, RHO_MIN), RHO_MAX)
-        if self.rho < FINE_BELOW:
+        self.rho = min(max(rho, self.rho_floor, RHO_MIN), RHO_MAX)
+        if self.is_wide or self.rho < FINE_BELOW:
             self.codec = FINE
         elif self.rho > COARSE_ABOVE:
             self.codec = COARSE

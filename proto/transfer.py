@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from narrows.proto.buffers import empty_f32
 from narrows.proto.chunk import DecodedChunk
-from narrows.proto.codecs import codec, piece_scales
+from narrows.proto.codecs import RMS_SAMPLES_MAX, codec, piece_scales
 from narrows.proto.fragments import Fragment
 from narrows.proto.frames import digest
-from narrows.proto.kernels import F32, I64, NOTHING
+from narrows.proto.kernels import F32, I64, NOTHING, sample_places
+from narrows.proto.scales import decode_scales
 
 STATE_CODEC = "f32-blosc2"
 """Full states and version 0 travel without loss."""
@@ -26,6 +27,27 @@ class EncodedChunk:
     count: int
     payload: bytes
     payload_digest: int
+
+
+def error_ratio(
+    fragment: Fragment, chunks: Iterable[EncodedChunk], unsent_at: Callable[[I64], F32]
+) -> float:
+    """The squared error of quantised chunks over what their steps explain, scale**2 / 12 each.
+
+    About 1 as long as nothing exceeds the range of the codes. From samples: `unsent_at(places)`
+    is what was left unsent there; where that is 0 there was nothing to send.
+    """
+    places, bounds = sample_places(fragment.bounds, RMS_SAMPLES_MAX)
+    scales = np.zeros(len(fragment.pieces))
+    for chunk in chunks:
+        pieces = fragment.pieces_of(chunk.offset, chunk.count)
+        head = memoryview(chunk.payload)[: 2 * (pieces.stop - pieces.start)]
+        scales[pieces.start : pieces.stop] = decode_scales(head)
+    sampled = np.diff(bounds)
+    errors = unsent_at(places).astype(np.float64) ** 2
+    weights = np.repeat(np.diff(fragment.bounds) / sampled, sampled) * (errors > 0)
+    explained = float(weights @ np.repeat(scales**2 / 12, sampled))
+    return float(weights @ errors) / max(explained, 1e-300)
 
 
 def digest_of(values: F32) -> int:

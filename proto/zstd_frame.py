@@ -25,6 +25,9 @@ CHECKSUM_FLAG: Final = 4
 CHECKSUM_BYTES: Final = 4
 """Of a frame, as RFC 8878 has them."""
 
+BLOCK_CONTENT_BYTES_MIN: Final = 1024
+"""On average; less is no encoder's doing, and a walk over many empty blocks takes long."""
+
 LEVEL: Final = 1
 """Higher levels gain nothing on codes; levels below 0 leave the entropy coder out."""
 
@@ -53,7 +56,7 @@ def decompress(frame: memoryview, size_bytes: int) -> U8:
     """
     try:
         _check_header(frame, size_bytes)
-        _check_end(frame)
+        _check_end(frame, size_bytes)
         return _decompress(frame, size_bytes)
     except zstandard.ZstdError as error:
         raise _bad("one whole frame", str(error)) from error
@@ -77,12 +80,16 @@ def _check_header(frame: memoryview, size_bytes: int) -> None:
         )
 
 
-def _check_end(frame: memoryview) -> None:
+def _check_end(frame: memoryview, size_bytes: int) -> None:
     """Walks over the blocks (RFC 8878, 3.1.1): nothing may follow the last one."""
     place = zstandard.frame_header_size(frame)
     checksum_bytes = CHECKSUM_BYTES if frame[4] & CHECKSUM_FLAG else 0
     is_last = False
+    blocks_left = 4 + size_bytes // BLOCK_CONTENT_BYTES_MIN
     while not is_last:
+        blocks_left -= 1
+        if blocks_left < 0:
+            raise _bad("blocks of a useful size", "more of them than content")
         head = int.from_bytes(frame[place : place + BLOCK_HEAD_BYTES], "little")
         is_last = bool(head & 1)
         place += BLOCK_HEAD_BYTES + (1 if (head >> 1) & 3 == RLE_BLOCK else head >> 3)

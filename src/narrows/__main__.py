@@ -238,19 +238,21 @@ def bench_codec(
 
 
 @bench.command(name="merge")
-def bench_merge(*, json: Path | None = None, large: bool = False) -> None:
+def bench_merge(*, json: Path | None = None, plot: Path | None = None, large: bool = False) -> None:
     """Measure what a merge costs by number of learners and size, in time and memory.
 
     Parameters
     ----------
     json
         File for the rows.
+    plot
+        Picture of the cost by number of learners (needs the extra `bench`).
     large
         Also 256 M parameters with 8 learners; takes minutes and 5 GiB.
     """
     from narrows.bench.merge import run_merge_bench
 
-    run_merge_bench(json, large=large)
+    run_merge_bench(json, plot, large=large)
 
 
 @bench.command(name="loop")

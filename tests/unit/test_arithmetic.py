@@ -30,7 +30,7 @@ from narrows.proto.rounding import round_to_dtype
 def test_scales_are_rho_times_rms_in_bfloat16() -> None:
     values = f32(3, -3, 3, 4, 0, 0, 1e-35)
     scales = piece_scales(values, bounds_of(0, 3, 6, 7), 0.5)
-    assert scales.tolist() == [1.5, 1.15625, 0.0]
+    assert scales.tolist() == [1.5, 2.0, 0.0]
 
 
 def test_the_smallest_scales_are_zero() -> None:
@@ -48,11 +48,26 @@ def test_scales_that_are_not_finite_are_refused(bad: float) -> None:
 
 def test_a_matrix_with_one_loud_column_is_sampled_fairly() -> None:
     # A constant stride through 512 columns would see the loud one always or never.
-    values = np.zeros((1024, 512), np.float32)
+    values = np.full((1024, 512), 1e-6, np.float32)
     values[:, 17] = 1.0
     assert values.size > 16 * RMS_SAMPLES_MAX
     (scale,) = piece_scales(values.reshape(-1), bounds_of(0, values.size), 1.0).tolist()
     assert scale == pytest.approx(512**-0.5, rel=0.2)
+
+
+def test_the_step_is_one_for_what_is_not_zero() -> None:
+    """An embedding of which few rows were used."""
+    values = np.zeros((1024, 512), np.float32)
+    values[::64] = np.random.default_rng(0).standard_normal((16, 512))
+    (scale,) = piece_scales(values.reshape(-1), bounds_of(0, values.size), 1.0).tolist()
+    assert scale == pytest.approx(1.0, rel=0.15)
+
+
+@pytest.mark.parametrize("place", [12345, 1_999_999])
+def test_what_no_sample_sees_still_gets_a_step(place: int) -> None:
+    values = np.zeros(2_000_000, np.float32)
+    values[place] = 0.75
+    assert piece_scales(values, bounds_of(0, values.size), 1.0).tolist() == [0.75]
 
 
 def test_the_subsample_is_close_to_the_whole() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from narrows.proto.assembly import Arrival, Assembly
+from narrows.proto.assembly import Arrival, Assembly, parts_max
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 
 
@@ -53,3 +53,16 @@ def test_missing_names_the_first_gaps() -> None:
     assert parts.missing() == ((0, 10), (20, 10), (40, 10))
     assert parts.missing(limit=2) == ((0, 10), (20, 10))
     assert Assembly(5).missing() == ((0, 5),)
+
+
+def test_a_transfer_in_too_many_chunks_is_refused() -> None:
+    most = parts_max(1000, 250)
+    assert most == 32
+    parts = Assembly(1000, most)
+    for index in range(most):
+        parts.add(index, 1, index, index)
+    with pytest.raises(RemoteProtocolError, match="in too many chunks") as caught:
+        parts.add(500, 1, 7, 7)
+    assert caught.value.code is ErrorCode.BAD_RANGE
+    assert parts.add(3, 1, 3, 99) is Arrival.DUPLICATE
+    assert parts.received == most

@@ -32,6 +32,7 @@ def test_every_row_has_its_keys(
         assert 0 < row["wire_bits_per_param"] < 40
         ours = row["rho"] is not None
         assert (row["decode_accumulate_params_per_s"] is not None) == ours
+        assert (row["decode_merge_params_per_s"] is not None) == ours
     keys = [(r["data"], r["codec"], r["rho"], r["threads"]) for r in rows]
     assert len(set(keys)) == len(keys)
     assert len(result["lone_elements"]) == 15
@@ -69,8 +70,9 @@ def test_a_baseline_sends_what_it_says(baseline: object) -> None:
 
     assert isinstance(baseline, Baseline)
     values = drawn("laplace", 1 << 16).values
-    size, sent = baseline.code(values)
-    assert 0 < size < 5 * values.size
+    message = baseline.encode(values)
+    sent = baseline.decode(message)
+    assert 0 < baseline.size_bytes(message) < 5 * values.size
     snr = codec.snr_db(values, sent)
     assert sent.shape == values.shape
     assert snr is None or snr > 10
@@ -104,9 +106,16 @@ def test_one_outer_grad_of_each_fragment_is_recorded(tmp_path: Path) -> None:
     assert data.values.tolist() == [RECORDED_ROUND + 1.0] * part.elements
     assert data.fragment.elements == part.elements
     save_file({"other": out}, path)
+    with pytest.raises(ConfigError, match="is no recording"):
+        recorded(path)
+    path.write_bytes(b"junk")
+    with pytest.raises(ConfigError, match="is no recording"):
+        recorded(path)
 
 
 def test_the_memory_of_a_merge_is_what_the_formula_says() -> None:
-    row = merge._measured(4, 1 << 22, 1)  # pyright: ignore[reportPrivateUsage]
-    assert row.peak_rss_bytes == pytest.approx(row.formula_bytes, rel=0.1)
+    row = merge._measured(16, 1 << 22, 1)  # pyright: ignore[reportPrivateUsage]
+    assert row.peak_bytes == pytest.approx(row.formula_bytes, rel=0.1)
     assert row.params_per_s > 0
+    shares = [getattr(row, f"share_{stage}") for stage in merge.STAGES]
+    assert min(shares) > 0 and sum(shares) == pytest.approx(1.0)

@@ -78,3 +78,15 @@ def test_threads_never_share_an_array() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(8)))
+
+
+def test_sizes_that_nobody_needs_any_more_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state transfer leaves thousands of small arrays; a merge needs few large ones."""
+    monkeypatch.setattr(buffers, "IDLE_BYTES_MAX", 1 << 20)
+    many = [empty_u8(1 << 14) for _ in range(100)]
+    del many
+    assert idle_bytes() == 1 << 20
+    large = empty_u8(1 << 19)
+    place = large.ctypes.data
+    del large
+    assert empty_u8(1 << 19).ctypes.data == place

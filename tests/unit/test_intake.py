@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from machines import ELEMENTS, Desk, hello, incarnation_of, one, only
+from msgspec import structs
 
 from narrows.broker import events as ev
 from narrows.proto import messages as msg
@@ -89,6 +90,27 @@ def test_a_duplicate_chunk_is_dropped() -> None:
     desk = Desk().running("a", "b")
     desk.chunk("a", 0, count=500)
     assert one(desk.chunk("a", 0, count=500), ev.Drop).handles == (desk.handle,)
+
+
+def test_a_chunk_that_is_being_decoded_is_not_decoded_again() -> None:
+    desk = Desk().running("a", "b")
+    header = desk.header("a", 0)
+    assert only(desk.do(ev.ChunkArrived(header, 50)), ev.Unpack)
+    assert desk.do(ev.ChunkArrived(header, 51)) == [ev.Drop((51,))]
+    desk.do(ev.ChunkUnpacked(header, 50))
+    assert desk.do(ev.ChunkArrived(header, 52)) == [ev.Drop((52,))]
+
+
+def test_a_flood_of_chunks_is_refused_before_it_is_decoded() -> None:
+    desk = Desk().running("a", "b")
+    first = desk.header("a", 0)
+    effects: list[ev.Effect] = []
+    for handle in range(ELEMENTS[0]):
+        header = structs.replace(first, offset=handle, count=1, payload_digest=handle)
+        effects += desk.do(ev.ChunkArrived(header, handle))
+    most = desk.state.rounds[0].parts_max
+    assert len(only(effects, ev.Unpack)) == most < ELEMENTS[0]
+    assert desk.state.tally.refused == {ErrorCode.BAD_RANGE: 1}
 
 
 def test_a_chunk_whose_round_closed_while_it_was_decoded_is_dropped() -> None:

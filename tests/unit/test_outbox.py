@@ -70,6 +70,20 @@ def test_a_stalled_stream_is_written_off() -> None:
     assert drain(outbox, now=5.0) == [("c", 0, 30)]
 
 
+def test_a_peer_that_acknowledges_nothing_gets_ever_fewer_single_messages() -> None:
+    outbox = Outbox[str](1, 1000, stall_s=5.0)
+    for _ in range(200):
+        outbox.put("x", 10)
+    assert len(drain(outbox, now=0.0)) == 100
+    left: list[int] = []
+    for now in range(1, 1000):
+        outbox.renew_stalled(float(now))
+        left += [now] * len(drain(outbox, now=float(now)))
+    assert left == [5, 15, 35, 75, 155, 315, 635, 955]
+    outbox.acknowledge((outbox.bytes_sent,), 1000.0)
+    assert len(drain(outbox, now=1000.0)) == 92
+
+
 def test_progress_keeps_a_stream_from_stalling() -> None:
     outbox = Outbox[str](1, 20, stall_s=5.0)
     outbox.put("a", 10)

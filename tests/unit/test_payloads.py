@@ -159,6 +159,18 @@ def test_decoding_goes_on_after_a_damaged_frame() -> None:
         assert values_of(codec("int4-zstd").decode(payload, bounds_of(0, 1000))) == values.tolist()
 
 
+def test_a_frame_of_empty_blocks_is_refused_before_anybody_walks_over_it() -> None:
+    empty, last = (0).to_bytes(3, "little"), (1000 << 3 | 1).to_bytes(3, "little")
+    head = zstd_frame.MAGIC + bytes([0xA0]) + (1000).to_bytes(4, "little")
+    content = bytes(1000)
+    for count, accepted in ((3, True), (15, False)):
+        payload = half(1) + head + empty * count + last + content
+        if accepted:
+            codec("int8-zstd").decode(payload, bounds_of(0, 1000))
+        else:
+            assert refused("int8-zstd", payload, bounds_of(0, 1000)) is ErrorCode.BAD_PAYLOAD
+
+
 BLOSC2 = blosc2_chunk.compress(np.arange(1000, dtype=np.float32))
 
 

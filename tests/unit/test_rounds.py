@@ -11,7 +11,7 @@ from narrows.proto.messages import Push
 
 
 def round_of(quorum: int = 1) -> Round:
-    return Round(0, 0, 1, -1, ELEMENTS[0], 10.0, quorum, {"a", "b"})
+    return Round(0, 0, 1, -1, ELEMENTS[0], ELEMENTS[0], 10.0, quorum, {"a", "b"})
 
 
 def announced(push_id: int = 1, tokens: int = 100) -> Push:

@@ -1,4 +1,4 @@
-"""The quantiser in torch gives the bits of the kernels, on the CPU and on a GPU if there is one."""
+"""Pushes encoded with torch, on the CPU and on a GPU if there is one, have the kernels' bits."""
 
 from __future__ import annotations
 
@@ -6,45 +6,132 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import nn
 
-from narrows.proto import kernels
-from narrows.proto.codecs import piece_scales
-from narrows.proto.kernels import F32, read_only
+from narrows.broker.config import load_config, settings
+from narrows.learner.device import DeviceParameters, DeviceSnapshot, parameters_of
+from narrows.learner.parameters import ModuleParameters
+from narrows.learner.uplink import PushWork, Residuals, encode_push
+from narrows.proto.codecs import codec_names
+from narrows.proto.errors import LocalProtocolError
+from narrows.proto.fragments import Fragment, build_table
+from narrows.proto.messages import DtypeName
+from narrows.proto.transfer import EncodedChunk
 
+F32 = NDArray[np.float32]
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-BOUNDS = np.array([0, 1000, 1001, 5000, 70_000], np.int64)
+SETTINGS = settings(load_config(None, {"codec.chunk_elements": 1000}))
 
 
-def in_torch(
-    base: F32, local: F32, residual: F32, scales: F32, limit: int, device: str
-) -> tuple[NDArray[np.int8], F32]:
-    """What the kernel does, with whole tensors: one rounding per operation."""
+class Module(nn.Module):
+    """Large, small and single tensors; one that stays as it is."""
 
-    def tensor(array: F32) -> Tensor:
-        return torch.from_numpy(array).to(device)  # pyright: ignore[reportUnknownMemberType]
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        for name, shape in (
+            ("large", (300, 70)),
+            ("small", (7, 3)),
+            ("one", (1,)),
+            ("bias", (50,)),
+        ):
+            values = torch.randn(shape, generator=generator).to(dtype)
+            setattr(self, name, nn.Parameter(values))
 
-    spread = tensor(np.repeat(scales, np.diff(BOUNDS)))
-    value = (tensor(base) - tensor(local)) + tensor(residual)
-    inverse = torch.where(spread > 0, 1 / spread, torch.zeros_like(spread))
-    codes = (value * inverse).clamp(-limit, limit).round()
-    rest = value - codes * spread
-    return codes.to(torch.int8).cpu().numpy(), rest.cpu().numpy()
+
+def adopted(parameters: ModuleParameters, seed: int) -> tuple[Fragment, F32]:
+    """The only fragment, and the values that the parameters have adopted."""
+    part = build_table(parameters.layout, 1)[0]
+    values = np.random.default_rng(seed).standard_normal(part.elements).astype(np.float32)
+    parameters.adopt(part, values)
+    return part, values
+
+
+def trained(module: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name != "bias":
+                step = 0.01 * torch.randn(parameter.shape, generator=generator) ** 3
+                parameter.add_(step.to(parameter.device, parameter.dtype))
+
+
+def pushed(work: PushWork, parameters: ModuleParameters) -> tuple[list[EncodedChunk], F32]:
+    chunks: list[EncodedChunk] = []
+    encode_push(work, SETTINGS, parameters.layout, chunks.append)
+    unsent = work.unsent
+    assert unsent is not None
+    return chunks, unsent if isinstance(unsent, np.ndarray) else unsent.cpu().numpy()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("limit", "rho"), [(7, 0.5), (7, 1.0), (127, 0.05)])
-def test_codes_and_remainder_have_the_same_bits(limit: int, rho: float, device: str) -> None:
-    rng = np.random.default_rng(limit)
-    count = int(BOUNDS[-1])
-    base, local, residual = (rng.standard_t(3, count).astype(np.float32) for _ in range(3))
-    local[1000] = base[1000] + residual[1000]  # A piece that is almost, or exactly, zero.
-    scales = piece_scales(base, BOUNDS, rho, subtrahend=local, addend=residual)
-    codes, rest = np.empty(count, np.int8), np.empty(count, np.float32)
-    values = read_only(base), read_only(local), read_only(residual)
-    spans = read_only(BOUNDS), read_only(scales)
-    kernels.quantise_difference(*values, *spans, np.float32(limit), codes, rest)
-    their_codes, their_rest = in_torch(base, local, residual, scales, limit, device)
-    np.testing.assert_array_equal(codes, their_codes)
-    assert rest.tobytes() == their_rest.tobytes()
-    assert np.abs(codes).max() == limit
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("codec", codec_names())
+def test_payloads_and_remainders_have_the_same_bits(
+    codec: str, dtype: DtypeName, device: str
+) -> None:
+    on_host = ModuleParameters(Module(getattr(torch, dtype)))
+    there = parameters_of(Module(getattr(torch, dtype)).to(device), None, True)
+    assert isinstance(there, DeviceParameters)
+    residuals, their_residuals = Residuals(True), Residuals(True)
+    for push in range(1, 4):
+        part, base = adopted(on_host, push)
+        adopted(there, push)
+        trained(on_host.module)
+        trained(there.module)
+        local = np.empty(part.elements, np.float32)
+        on_host.snapshot(part, local)
+        ours = PushWork(push, part, 0, base, local, residuals.of(0), codec, 0.3)
+        snapshot = there.capture(part)
+        theirs = PushWork(push, part, 0, base, snapshot, their_residuals.of(0), codec, 0.3)
+        chunks, unsent = pushed(ours, on_host)
+        their_chunks, their_unsent = pushed(theirs, there)
+        assert len(chunks) > 20 and chunks == their_chunks
+        assert unsent.tobytes() == their_unsent.tobytes()
+        residuals.settle(ours, merged=True)
+        their_residuals.settle(theirs, merged=True)
+    assert codec == "raw32" or codec == "f32-blosc2" or residuals.of(0) is not None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_end_where_chunks_do(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = DeviceParameters(Module(torch.float32).to(device))
+    part, base = adopted(there, 1)
+    trained(there.module)
+    snapshot = there.capture(part)
+    whole, unsent = pushed(PushWork(1, part, 0, base, snapshot, None, "int4-zstd", 0.5), there)
+    monkeypatch.setattr("narrows.learner.device.BLOCK_ELEMENTS", 2500)
+    parts, their = pushed(PushWork(1, part, 0, base, snapshot, None, "int4-zstd", 0.5), there)
+    assert whole == parts and unsent.tobytes() == their.tobytes()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_diverged_is_not_sent(device: str) -> None:
+    there = DeviceParameters(Module(torch.float32).to(device))
+    part, base = adopted(there, 1)
+    with torch.no_grad():
+        next(there.module.parameters())[0, 0] = torch.nan
+    work = PushWork(1, part, 0, base, there.capture(part), None, "int4-zstd", 0.5)
+    with pytest.raises(LocalProtocolError, match="not finite"):
+        pushed(work, there)
+
+
+def test_a_model_on_the_host_is_encoded_by_the_kernels() -> None:
+    assert type(parameters_of(Module(torch.float32), None, None)) is ModuleParameters
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_model_on_a_gpu_is_encoded_there_unless_told_otherwise() -> None:
+    module = Module(torch.float32).cuda()
+    assert isinstance(parameters_of(module, None, None), DeviceParameters)
+    assert type(parameters_of(module, None, False)) is ModuleParameters
+
+
+def test_a_snapshot_is_a_copy() -> None:
+    there = DeviceParameters(Module(torch.float32))
+    part, _ = adopted(there, 1)
+    snapshot: DeviceSnapshot = there.capture(part)
+    before = snapshot.local.clone()
+    trained(there.module)
+    assert torch.equal(before, snapshot.local)
+    assert torch.equal(before, snapshot.base)

@@ -56,7 +56,7 @@ def test_what_is_left_unsent_is_known_with_the_last_chunk() -> None:
     seen: list[tuple[EncodedChunk, F32]] = []
 
     def ready(chunk: EncodedChunk) -> None:
-        assert work.unsent is not None
+        assert isinstance(work.unsent, np.ndarray)
         seen.append((chunk, work.unsent.copy()))
 
     encode_push(work, settings, LAYOUT, ready)

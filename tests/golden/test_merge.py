@@ -1,0 +1,158 @@
+"""The bits of a merge, stored, and compared with plain numpy: a journal is replayed with them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from numpy.typing import NDArray
+
+from narrows.broker.config import load_config
+from narrows.broker.events import Contributed
+from narrows.broker.merge import Contribution, merge, token_weights
+from narrows.broker.model import GlobalModel, version_zero
+from narrows.proto.chunk import DecodedChunk, float_square_sums
+from narrows.proto.fragments import build_table
+from narrows.proto.kernels import F32, F64
+from narrows.proto.messages import LayoutEntry
+from narrows.proto.transfer import decode_chunk, encode_fragment
+
+LAYOUT = (
+    LayoutEntry("embedding", (37, 64), "float32", "mean"),
+    LayoutEntry("hidden", (300, 257), "float32", "rda"),
+    LayoutEntry("norm", (5,), "float32", "mean"),
+    LayoutEntry("out", (64, 64), "float32", "rda"),
+)
+LEARNERS = 5
+CONFIG = load_config(None, {"fragments.count": 1, "codec.chunk_elements": 20_000})
+TABLE = build_table(LAYOUT, 1)
+PART = TABLE[0]
+
+
+def awkward(seed: int) -> F32:
+    """Values of many magnitudes, from integers alone: no library draws them."""
+    index = np.arange(PART.elements, dtype=np.int64) + 7919 * seed
+    whole = (index * 2_654_435_761 % (1 << 24) - (1 << 23)).astype(np.float32)
+    values: F32 = whole * np.float32(2.0**-20) * np.exp2((index % 13 - 6).astype(np.float32))
+    return values
+
+
+def coded(values: F32) -> list[tuple[int, DecodedChunk]]:
+    chunks = encode_fragment(
+        PART, values, codec_name="int4-zstd", rho=0.5, chunk_elements=20_000,
+        reconstructed=np.empty_like(values),
+    )  # fmt: skip
+    return [
+        (c.offset, decode_chunk(PART, "int4-zstd", c.offset, c.count, c.payload)) for c in chunks
+    ]
+
+
+def round_of(version: int) -> tuple[list[Contributed], dict[int, tuple[int, DecodedChunk]]]:
+    """Contributions of a version; the last learner is an outlier, whose norms are clipped."""
+    contributed: list[Contributed] = []
+    chunks: dict[int, tuple[int, DecodedChunk]] = {}
+    for learner in range(LEARNERS):
+        scale = np.float32(100.0 if learner == LEARNERS - 1 else 1.0)
+        own = coded(scale * awkward(10 * version + learner))
+        handles = tuple(range(len(chunks), len(chunks) + len(own)))
+        chunks.update(zip(handles, own, strict=True))
+        counts = 1000 + 100 * learner, 10 + learner
+        contributed.append(Contributed(f"l{learner}", "0" * 32, 1, *counts, handles))
+    return contributed, chunks
+
+
+def digest_of_everything() -> str:
+    """Over global parameters, momentum and published copy after three merges."""
+    hasher = xxhash.xxh3_128()
+    model = GlobalModel(CONFIG, TABLE, [version_zero(awkward(0))])
+    for version in (1, 2, 3):
+        model.install(model.merge(0, version, *round_of(version)))
+        state = model.fragments[0]
+        for array in (state.global_, state.momentum, state.published):
+            hasher.update(array.tobytes())
+    return hasher.hexdigest()
+
+
+DIGEST = "73fd188b887abc80f671dd0cce590c4b"
+
+
+def test_this_cpu_computes_the_stored_bits() -> None:
+    assert digest_of_everything() == DIGEST
+
+
+@pytest.mark.slow
+def test_a_generic_cpu_computes_the_stored_bits(tmp_path: Path) -> None:
+    environment = os.environ | {
+        "NUMBA_CPU_NAME": "generic",
+        "NUMBA_CPU_FEATURES": "",
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
+    script = "import runpy, sys\nprint(runpy.run_path(sys.argv[1])['digest_of_everything']())\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script, __file__],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == DIGEST
+
+
+def twin_merge(vectors: Sequence[F32], weights: Sequence[float], norms: NDArray[np.float64]) -> F32:
+    """PROTOCOL.md's section on promised bits in plain numpy: float32, one rounding at a time."""
+    merged = np.zeros(PART.elements, np.float32)
+    for row, piece in enumerate(PART.pieces):
+        part = slice(piece.offset, piece.offset + piece.count)
+        own = norms[row]
+        limit = 3.0 * float(np.median(own[own >= 2.0**-100]))
+        clips = [min(1.0, limit / norm) if norm > limit else 1.0 for norm in own]
+        mean, direction = np.zeros(piece.count, np.float32), np.zeros(piece.count, np.float32)
+        length = 0.0
+        shares = 0.0
+        for vector, weight, norm, clip in zip(vectors, weights, own, clips, strict=True):
+            mean += np.float32(weight * clip) * vector[part]
+            direction += np.float32(weight / norm) * vector[part]
+            length += weight * clip * norm
+            shares += weight / norm * norm
+        merged[part] = mean
+        if piece.law == "rda":
+            cap = np.sqrt(len(vectors)) * norm_of(mean)
+            gain = np.float32(min(length, cap) / norm_of(direction))
+            merged[part] = direction * gain
+    return merged
+
+
+def norm_of(values: F32) -> float:
+    sums: F64 = float_square_sums(values, np.array([0, values.size]))
+    return float(np.sqrt(sums[0]))
+
+
+def test_a_merge_has_the_bits_of_its_twin() -> None:
+    contributed, chunks = round_of(1)
+    vectors: list[F32] = []
+    for done in contributed:
+        vector = np.empty(PART.elements, np.float32)
+        for handle in done.handles:
+            offset, chunk = chunks[handle]
+            chunk.values(vector[offset : offset + chunk.count])
+        vectors.append(vector)
+    weights = token_weights([(d.tokens, d.steps) for d in contributed], rule="tokens")
+    model = GlobalModel(CONFIG, TABLE, [version_zero(awkward(0))])
+    outcome = model.merge(0, 1, contributed, chunks)
+    contributions = [
+        Contribution(d.learner, d.tokens, d.steps, [chunks[h] for h in d.handles])
+        for d in contributed
+    ]
+    merged = merge(PART, contributions, weights)
+    assert merged.clipped >= 3
+    twin = twin_merge(vectors, weights, merged.norms)
+    assert merged.outer_grad.tobytes() == twin.tobytes()
+    # The first Nesterov step, from no momentum.
+    rate, mu = np.float32(CONFIG.outer.rate), np.float32(CONFIG.outer.momentum)
+    speed = np.float32(0) * mu + twin
+    params = awkward(0) - (twin + speed * mu) * rate
+    assert outcome.state.global_.tobytes() == params.tobytes()
+    assert outcome.state.momentum.tobytes() == speed.tobytes()
