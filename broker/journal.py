@@ -216,8 +216,7 @@ class Journal:
         self._files.write(self._handle, parts)
         self._files.sync(self._handle)
         segment.last = written
-        if segment.first == self.durable + 1:
-            supersede(self._found.runs, segment)
+        supersede(self._found.runs, segment)
         with self._lock:
             while self._queue and self._queue[0].number <= written:
                 self._queued_bytes -= self._queue.popleft().size_bytes

@@ -191,7 +191,7 @@ def scan_segment(files: Files, name: str, run_id: str) -> Segment | None:
     if (owner, segment_name(number)) != (run_id, name):
         got = f"{segment_name(number)} of run {owner}"
         raise _refusal(f"{name} is another file", f"{name} of run {run_id}", got)
-    segment = Segment(name, first, copied, salt, first - 1, max(first - 1, copied), first - 1)
+    segment = Segment(name, first, copied, salt, first - 1, first - 1, first - 1)
     _scan_records(window, segment)
     return segment
 

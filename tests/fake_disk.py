@@ -1,5 +1,7 @@
 """A disk in memory that forgets what was not synced, fails and crashes where a test wants it.
 
+A process that dies is one that does not use the disk any more: what it wrote can still be read.
+
 Every call has a number, from 1 on. A call may raise an OSError, before or after it has done part
 of its work, or be the last one of all: then the power is gone, and `survivors` yields what may be
 on the disk afterwards.
@@ -54,9 +56,6 @@ class File:
     def fail_to_sync(self) -> None:
         self.dropped += self.pending
         self.pending = []
-
-    def copy(self) -> File:
-        return File(bytearray(self.data), self.stable, [*self.pending], [*self.dropped])
 
 
 def replayed(content: bytes, writes: Sequence[Write]) -> bytes:
@@ -179,17 +178,6 @@ class FakeDisk:
     def contents(self) -> dict[str, bytes]:
         """What programs see."""
         return {name: bytes(file.data) for name, file in self._names.items()}
-
-    def restarted(self) -> FakeDisk:
-        """The same disk for another process, with everything that the system has in memory."""
-        disk = FakeDisk()
-        copies = {
-            file: file.copy() for file in [*self._names.values(), *self._stable_names.values()]
-        }
-        disk._names = {name: copies[file] for name, file in self._names.items()}
-        disk._stable_names = {name: copies[file] for name, file in self._stable_names.items()}
-        disk.preallocates = self.preallocates
-        return disk
 
     def survivors(self, random: Random, count_max: int) -> Iterator[dict[str, bytes]]:
         """What may be on the disk after the power was gone, each at most once.

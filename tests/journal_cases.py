@@ -59,18 +59,18 @@ class Story:
     def open(self) -> Journal:
         """Another process opens the journal; the one before is gone without a word."""
         self._promised, self.journal = self.promised, None
-        self.journal = opened(self.disk, self.segment_bytes)
         self.life += 1
-        first, found = self.journal.first, contents(self.journal)
-        last = first + len(found) - 1
-        assert first <= self.cut
-        histories = [self.bodies, *self._others]
-        (history, *_) = [each for each in histories if each[first - 1 : last] == found]
+        journal = opened(self.disk, self.segment_bytes)
+        found = contents(journal)
+        last = journal.first + len(found) - 1
+        assert journal.first <= self.cut
         assert self.promised <= last
-        assert self.journal.durable <= last
-        self._others = histories
-        self.bodies = history[:last]
-        return self.journal
+        assert journal.durable <= last
+        histories = [self.bodies, *self._others]
+        same = [each for each in histories if each[journal.first - 1 : last] == found]
+        assert same, "other records than were appended"
+        self._others, self.bodies, self.journal = histories, same[0][:last], journal
+        return journal
 
     def append(self, size_bytes: int) -> None:
         journal = self.journal or self.open()

@@ -247,7 +247,7 @@ def test_copies_share_one_segment_however_large_they_are() -> None:
 
 def test_copies_are_not_held_up_by_a_small_queue() -> None:
     disk = FakeDisk()
-    Story(disk).follow((append(100, 100, 100), sync))
+    Story(disk).follow((append(90, 90, 90), sync))
     journal = Journal.open(disk, run_id=RUN, segment_bytes=SEGMENT_BYTES, queued_bytes_max=150)
     with pytest.raises(JournalError):
         journal.append([])
@@ -278,6 +278,28 @@ def test_a_creation_that_was_cut_short_is_passed_over_and_removed() -> None:
         journal.sync()
         assert names(disk) == named(1, 3)
         assert opened(disk).warnings == []
+
+
+def test_a_leftover_that_cannot_be_removed_is_no_harm() -> None:
+    story = Story(FakeDisk())
+    story.follow((append(50), sync))
+    disk = FakeDisk({**story.disk.contents(), named(2)[0]: b""})
+    journal = opened(disk)
+    disk.errors = {len(disk.calls) + 2: OSError(errno.EIO, "disk")}
+    journal.sync()
+    assert "unlink" in disk.calls and names(disk) == named(1, 2, 3)
+    assert contents(opened(disk)) == story.bodies
+
+
+def test_a_segment_says_that_all_before_it_were_durable() -> None:
+    disk = FakeDisk()
+    story = Story(disk)
+    story.follow((append(300), sync, append(300), sync))
+    name = named(2)[0]
+    header = disk.contents()[name][:SEGMENT_HEADER_BYTES]
+    journal = opened(FakeDisk({**disk.contents(), name: header}))
+    assert contents(journal) == story.bodies[:1]
+    assert journal.durable == 1 and journal.append([]) == 2
 
 
 def test_foreign_files_are_left_alone() -> None:
