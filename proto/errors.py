@@ -42,6 +42,7 @@ class ErrorCode(StrEnum):
     BROKER_UNREACHABLE = "broker_unreachable"
     STATE_LOCKED = "state_locked"
     STATE_DAMAGED = "state_damaged"
+    JOURNAL_FAILED = "journal_failed"
     MISUSE = "misuse"
 
 
