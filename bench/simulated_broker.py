@@ -148,6 +148,7 @@ class SimulatedBroker(Host):
             ev.Admit: self._admit,
             ev.Acknowledge: self._acknowledge,
             ev.Forget: self._forget,
+            ev.Fate: self._ignore,
             ev.WriteCheckpoint: self._checkpoint,
             ev.Finish: self._finish,
             ev.Note: self._note,
@@ -274,6 +275,9 @@ class SimulatedBroker(Host):
             return ev.CheckpointWritten(sum(head.version for head in heads))
 
         self._work(done)
+
+    def _ignore(self, _: ev.Fate) -> None:
+        """The simulated broker keeps no journal."""
 
     def _finish(self, effect: ev.Finish) -> None:
         self.alive = False

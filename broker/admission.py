@@ -226,7 +226,10 @@ class Admission:
             now,
             now,
             held=[-1] * count,
-            last_merged=[0] * count,
+            last_merged=[
+                state.merged_pushes.get((hello.name, hello.incarnation, index), 0)
+                for index in range(count)
+            ],
             received=[0] * state.settings.streams,
             contributed_at=now,
         )
@@ -245,8 +248,27 @@ class Admission:
         return [
             ev.Admit(member.name, member.incarnation),
             ev.Note("info", f"{member.name} {verb} from {member.address or '?'}"),
+            ev.Fate("joined", member.name, member.incarnation, reason=verb),
+            *self._history_lost(hello),
             *self._welcome(member, now),
         ]
+
+    def _history_lost(self, hello: msg.Hello) -> list[ev.Effect]:
+        """A learner holds a version that this broker has lost: it was not durable after all."""
+        heads = self.state.heads
+        newer = [
+            f"version {version} of fragment {index}, the broker {head.version}"
+            for index, (version, head) in enumerate(zip(hello.versions, heads, strict=False))
+            if version > head.version
+        ]
+        if not newer or hello.run_id != self.state.run_id:
+            return []
+        self.state.tally.history_lost += 1
+        text = f"history_lost: {hello.name} holds {'; '.join(newer[:3])}. Learners go back to that"
+        is_journaled = self.state.config.broker.journal != "off"
+        if is_journaled:
+            text += "; the end of the journal is gone, see to the disk"
+        return [ev.Note("error" if is_journaled else "warning", text)]
 
     def _welcome(self, member: Member, now: float) -> list[ev.Effect]:
         state = self.state

@@ -3,6 +3,7 @@
     run.json  run.copy.json                  the run and its epoch, twice
     checkpoint-00000012/fragment-00000.safetensors ...   global, momentum, published: float32 (n,)
     checkpoint-00000012/manifest.json        written last; versions and digests of every array
+    journal/journal-00000003.log ...         the rounds since the older checkpoint (journal.py)
     lock                                     held by the one broker that uses the directory
 
 Nothing counts before it is durable: temporary name, fsync, rename, fsync of the directory. Two
@@ -57,6 +58,8 @@ class StateDir:
 
     def __init__(self, path: Path, directory_fd: int, lock_fd: int) -> None:
         self.path = path
+        self.keep_first = False
+        """The generation of version 0 is never removed."""
         self.warnings: list[str] = []
         """What was found damaged and passed over; the caller tells the operator."""
         self._fd = directory_fd
@@ -170,6 +173,30 @@ class StateDir:
         self._remove_older(number)
         return number
 
+    def journal_needed_from(self) -> int:
+        """The oldest record that a generation which is kept does not hold. Raises StateError."""
+        manifests: list[Manifest] = []
+        for number in self._generations():
+            try:
+                with directory(self._fd, _generation_name(number)) as fd:
+                    manifests.append(read_sealed(fd, "manifest.json", Manifest))
+            except (OSError, Damaged) as problem:
+                self._raise_damaged("a checkpoint cannot be read", [str(problem)])
+        return 1 + min((manifest.journal for manifest in manifests), default=0)
+
+    @property
+    def has_journal(self) -> bool:
+        """Some life of the broker wrote one."""
+        return "journal" in os.listdir(self._fd)
+
+    def journal_directory(self) -> int:
+        """A descriptor of the folder of the journal, which is made if need be. Raises OSError."""
+        with suppress(FileExistsError):
+            os.mkdir("journal", 0o700, dir_fd=self._fd)
+            os.fsync(self._fd)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.open("journal", flags, dir_fd=self._fd)
+
     def load(self) -> Snapshot | None:
         """The newest generation that is whole, None if there is none at all.
 
@@ -216,7 +243,8 @@ class StateDir:
         older = [number for number in self._generations() if number < newest]
         older.sort(key=lambda number: (number in self._damaged, -number))
         for number in older[GENERATIONS_KEPT - 1 :]:
-            self._remove(number)
+            if not (self.keep_first and number == 1):
+                self._remove(number)
 
     def _remove(self, number: int) -> None:
         """Renamed first, so that nobody sees a generation with half of its files.

@@ -45,8 +45,20 @@ class BrokerSection(Section):
     init: str = ""
     """Safetensors file that becomes version 0. Empty: the first learner's parameters do."""
     checkpoint_versions: Annotated[int, Range(1, 1_000_000)] = 50
-    """Versions, summed over the fragments, between two checkpoints. After a crash the versions
-    since the last one are gone; 1 writes all the time."""
+    """Versions, summed over the fragments, between two checkpoints. A restart replays the journal
+    since the last one; without a journal those versions are gone."""
+    journal: Literal["full", "merged", "off"] = "full"
+    """What is durable before a version is published. full: the contributions and the publication as
+    they travelled, so that a run can be replayed under other settings. merged: the outer gradient,
+    rounded to bfloat16, whatever the number of learners. off: checkpoints only."""
+    journal_errors: Literal["stop", "serve"] = "stop"
+    """When the journal cannot be written. stop: nothing is published until it can; learners train
+    on. serve: versions are published although a crash would undo them."""
+    journal_keep: bool = False
+    """Keep all of it, and the first checkpoint, for `narrows journal replay`; else it is cut back
+    to the older of the two checkpoints that are kept."""
+    journal_segment: Annotated[Amount, Range(1 << 16, 1 << 40)] = 256 << 20
+    """Bytes per file of the journal."""
     beat_s: Annotated[float, Range(0.01, 60)] = 1.0
     """Seconds between two beats to each learner. Beats repeat the state, so one that is lost costs
     this much delay."""

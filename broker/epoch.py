@@ -1,13 +1,22 @@
-"""How a life of the broker begins: newest checkpoint, fragment check, durable epoch, syncer."""
+"""How a life of the broker begins: checkpoint, durable epoch, journal, replay, syncer."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
+import time
+from dataclasses import dataclass
 
+from narrows.broker import records
 from narrows.broker.checkpoint import Snapshot, StateDir
 from narrows.broker.config import BrokerConfig
+from narrows.broker.files import DirectoryFiles
+from narrows.broker.journal import Journal
+from narrows.broker.model import GlobalModel
+from narrows.broker.replay import History, recover
+from narrows.broker.snapshot import RunRecord
 from narrows.broker.syncer import Resumed, Syncer
 from narrows.proto import messages as msg
 from narrows.proto.config import flatten
@@ -17,18 +26,32 @@ from narrows.proto.frames import digest
 _log = logging.getLogger("narrows.broker")
 
 
-def begin_epoch(
-    config: BrokerConfig, state_dir: StateDir, *, now: float
-) -> tuple[Syncer, Snapshot | None]:
-    """The syncer of a new epoch, and the checkpoint that it resumes from, if there is one.
+@dataclass(frozen=True)
+class Begun:
+    """A life of the broker that may serve."""
+
+    syncer: Syncer
+    model: GlobalModel | None
+    """None until version 0 stands."""
+    journal: Journal | None
+    journaled: int
+    """The newest record of the journal whose round is in the model."""
+
+    def close(self) -> None:
+        """For a life that ends before it serves."""
+        if self.journal is not None:
+            self.journal.close()
+
+
+def begin_epoch(config: BrokerConfig, state_dir: StateDir, *, now: float) -> Begun:
+    """Recovers what is durable and begins the next epoch.
 
     The epoch is on disk when this returns: whatever a learner hears from now on is newer than
     all that it heard from the life before. Raises NarrowsError if the state is damaged, or was
-    made with another fragment count.
+    made with another fragment count, and OSError.
     """
+    state_dir.keep_first = config.broker.journal_keep
     snapshot = state_dir.load()
-    for warning in state_dir.warnings:
-        _log.error("%s", warning)
     if snapshot is not None and snapshot.fragment_count != config.fragments.count:
         raise ConfigError(
             f"the checkpoint in {state_dir.path} has another fragment count",
@@ -38,15 +61,61 @@ def begin_epoch(
         )
     settings = json.dumps(flatten(config), sort_keys=True).encode()
     run = state_dir.begin_epoch(secrets.token_hex(8), f"{digest(settings):016x}")
+    journal = _open_journal(config, state_dir, run)
+    history = None
+    try:
+        if snapshot is not None:
+            history = recover(config, snapshot, journal)
+        if journal is not None and config.broker.journal != "off":
+            _begin_record(journal, run, history)
+    except BaseException:
+        if journal is not None:
+            journal.close()
+        raise
+    for warning in [*state_dir.warnings, *(journal.warnings if journal is not None else [])]:
+        _log.error("%s", warning)
     syncer = Syncer(
         config,
         run_id=run.run_id,
         epoch=run.epoch,
         now=now,
-        resumed=_resumed(snapshot) if snapshot is not None else None,
+        resumed=_resumed(snapshot, history) if snapshot is not None and history else None,
         from_file=bool(config.broker.init) and snapshot is None,
     )
-    how = f"resumed at versions {syncer.state.versions}" if snapshot is not None else "begins"
+    _tell(state_dir, run, syncer, history)
+    newest = history.newest if history is not None else 0
+    if journal is not None and config.broker.journal == "off":
+        journal.close()
+        journal = None
+    return Begun(syncer, history.model if history else None, journal, newest)
+
+
+def _open_journal(config: BrokerConfig, state_dir: StateDir, run: RunRecord) -> Journal | None:
+    """Also for a life that writes none, if one before did: its rounds are not thrown away."""
+    if config.broker.journal == "off" and not state_dir.has_journal:
+        return None
+    fd = state_dir.journal_directory()
+    try:
+        return Journal.open(
+            DirectoryFiles(fd), run_id=run.run_id, segment_bytes=config.broker.journal_segment
+        )
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _begin_record(journal: Journal, run: RunRecord, history: History | None) -> None:
+    if history is not None:
+        journal.continue_after(history.newest)
+    began = records.Began(records.FORMAT, run.epoch, run.config_digest, time.time())
+    journal.append(records.encode(began))
+    journal.sync()
+
+
+def _tell(state_dir: StateDir, run: RunRecord, syncer: Syncer, history: History | None) -> None:
+    how = "begins"
+    if history is not None:
+        how = f"resumed at versions {syncer.state.versions}, {history.replayed} rounds replayed"
     _log.info("run %s %s, epoch %d.%d", run.run_id, how, *run.epoch)
     if syncer.state.phase is msg.Phase.ENDED:
         _log.warning(
@@ -54,14 +123,16 @@ def begin_epoch(
             "A new run needs another --state-dir",
             state_dir.path,
         )
-    return syncer, snapshot
 
 
-def _resumed(snapshot: Snapshot) -> Resumed:
+def _resumed(snapshot: Snapshot, history: History) -> Resumed:
+    fragments = history.model.fragments
     return Resumed(
         layout=snapshot.layout,
         frozen_digest=snapshot.frozen_digest,
-        heads=tuple(msg.FragmentHead(f.version, f.digest) for f in snapshot.fragments),
-        run_tokens=snapshot.run_tokens,
-        phase=msg.Phase(snapshot.phase),
+        heads=tuple(msg.FragmentHead(f.version, f.digest) for f in fragments),
+        run_tokens=history.run_tokens,
+        phase=msg.Phase(history.phase),
+        first_kept=tuple(map(history.model.first_kept, range(len(fragments)))),
+        merged_pushes=history.merged_pushes,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from narrows.proto.messages import ControlMessage, DataKind, Header, LayoutEntry
 
@@ -71,7 +71,7 @@ class FoundingFailed:
 
 @dataclass(frozen=True)
 class Merged:
-    """A merge is done: `version` exists, its publication is encoded."""
+    """A merge is done and durable: `version` exists, its publication is encoded."""
 
     fragment: int
     version: int
@@ -100,6 +100,18 @@ class CheckpointFailed:
 
 
 @dataclass(frozen=True)
+class JournalFailed:
+    """Merged rounds cannot be made durable; it is tried again and again."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class JournalWorks:
+    """They can again."""
+
+
+@dataclass(frozen=True)
 class StopRequested:
     """The operator wants the broker to end (SIGTERM)."""
 
@@ -123,6 +135,8 @@ Event: TypeAlias = (
     | MergeFailed
     | CheckpointWritten
     | CheckpointFailed
+    | JournalFailed
+    | JournalWorks
     | StopRequested
     | DeadlineReached
 )
@@ -219,6 +233,18 @@ class Forget:
 
 
 @dataclass(frozen=True)
+class Fate:
+    """What became of a learner or of a push: for the journal."""
+
+    what: Literal["joined", "left", "refused", "expired"]
+    learner: str
+    incarnation: str
+    fragment: int = -1
+    push_id: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class WriteCheckpoint:
     pass
 
@@ -248,6 +274,7 @@ Effect: TypeAlias = (
     | Admit
     | Acknowledge
     | Forget
+    | Fate
     | WriteCheckpoint
     | Finish
     | Note

@@ -136,7 +136,9 @@ class Intake:
         member.refused_pushes.append(push_id)
         member.refused += 1
         self.state.tally.refuse(error.code)
-        effects: list[ev.Effect] = []
+        effects: list[ev.Effect] = [
+            ev.Fate("refused", member.name, member.incarnation, fragment, push_id, str(error.code))
+        ]
         round_ = self.state.rounds.get(fragment)
         push = round_.incoming.get(member.name) if round_ else None
         if round_ and push and (push.incarnation, push.push_id) == (member.incarnation, push_id):

@@ -6,7 +6,7 @@ or the syncer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,9 @@ from typing import NoReturn
 
 from narrows.broker import events as ev
 from narrows.broker.checkpoint import Snapshot, StateDir
+from narrows.broker.commits import Chunk, Commits
 from narrows.broker.config import BrokerConfig
+from narrows.broker.crash_points import reach
 from narrows.broker.initial import from_file
 from narrows.broker.model import (
     EncodedVersion,
@@ -24,6 +26,7 @@ from narrows.broker.model import (
     from_chunks,
     warm_up,
 )
+from narrows.broker.snapshot import MergedPush
 from narrows.broker.state import RunState
 from narrows.proto import messages as msg
 from narrows.proto.chunk import DecodedChunk
@@ -43,7 +46,13 @@ class Jobs:
         run: RunState,
         state_dir: StateDir,
         post: Callable[[Callable[[], ev.Event | None]], None],
+        commits: Commits | None,
+        journaled: int = 0,
     ) -> None:
+        """`journaled`: the newest record that the model holds, where no journal is written."""
+        self._journaled = journaled
+        self._commits = commits
+        self._keeps_payloads = commits is not None and config.broker.journal == "full"
         self._config, self._run, self._state_dir, self._post = config, run, state_dir, post
         self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="narrows-broker")
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="narrows-disk")
@@ -57,7 +66,7 @@ class Jobs:
     @property
     def held(self) -> int:
         """Payloads and decoded chunks in memory."""
-        return len(self._payloads) + len(self._chunks)
+        return len(self._payloads.keys() | self._chunks.keys())
 
     def keep(self, payload: bytes) -> int:
         """Holds a payload; returns its handle."""
@@ -72,7 +81,9 @@ class Jobs:
 
     def unpack(self, header: msg.Header, handle: int) -> None:
         """Decodes and checks a payload."""
-        payload = self._payloads.pop(handle)
+        payload = self._payloads[handle]
+        if not self._keeps_payloads or header.kind is not msg.DataKind.PUSH:
+            del self._payloads[handle]
         part = self._run.table[header.fragment]
 
         def work() -> None:
@@ -85,6 +96,7 @@ class Jobs:
 
             def unpacked() -> ev.Event:
                 self._chunks[handle] = (header.offset, chunk)
+                reach("unpacked")
                 return ev.ChunkUnpacked(header, handle)
 
             self._post(unpacked)
@@ -130,17 +142,37 @@ class Jobs:
                 self._post(lambda: finish(failed, None))
                 return
             state = outcome.state
-            merged = ev.Merged(effect.fragment, state.version, state.digest, outcome.clipped)
-            self._post(lambda: finish(merged, outcome))
+            merged = ev.Merged(effect.fragment, state.version, state.digest, outcome.merged.clipped)
+            self._post(lambda: commit(merged, outcome))
+
+        def commit(event: ev.Merged, outcome: Outcome) -> ev.Event | None:
+            if self._commits is None:
+                return finish(event, outcome)
+            travelled = self._travelled(effect, chunks) if self._keeps_payloads else []
+            self._commits.commit(effect, outcome, model, travelled, lambda: finish(event, outcome))
+            return None
 
         def finish(event: ev.Event, outcome: Outcome | None) -> ev.Event:
             self.drop(tuple(chunks))
             if outcome is not None:
                 model.install(outcome)
                 done(outcome)
+                reach("installed")
             return event
 
         self._submit(self._pool, work)
+
+    def _travelled(
+        self, effect: ev.StartMerge, chunks: Mapping[int, tuple[int, DecodedChunk]]
+    ) -> list[tuple[str, list[Chunk]]]:
+        """Codec and chunks of each contribution, encoded as they came."""
+        return [
+            (
+                chunks[done.handles[0]][1].codec,
+                [(chunks[h][0], chunks[h][1].count, self._payloads[h]) for h in done.handles],
+            )
+            for done in effect.contributions
+        ]
 
     def encode_state(self, fragment: int, done: Callable[[EncodedVersion], None]) -> None:
         """Encodes the newest published copy of a fragment; `done` gets it on the loop's thread."""
@@ -158,14 +190,19 @@ class Jobs:
         snapshot = self._snapshot()
 
         def work() -> None:
+            reach("checkpoint_begun")
             try:
                 self._state_dir.save(snapshot)
+                needed_from = self._state_dir.journal_needed_from()
             except (OSError, NarrowsError) as error:
                 failed = ev.CheckpointFailed(str(error))
                 self._post(lambda: failed)
                 return
             written = ev.CheckpointWritten(sum(state.version for state in snapshot.fragments))
+            reach("checkpoint_written")
             self._post(lambda: written)
+            if self._commits is not None and not self._config.broker.journal_keep:
+                self._commits.cut_before(needed_from)
 
         self._submit(self._disk, work)
 
@@ -173,6 +210,8 @@ class Jobs:
         """Waits for what is running; what has not begun is dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._disk.shutdown(wait=True)
+        if self._commits is not None:
+            self._commits.close()
 
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], None]) -> None:
         """Runs `work` on a pool; an unexpected error ends the loop, loudly, not one round."""
@@ -198,6 +237,17 @@ class Jobs:
             run_tokens=run.clock.run_tokens,
             phase=run.phase,
             fragments=tuple(self.model.fragments),
+            journal=self._commits.installed if self._commits is not None else self._journaled,
+            merged_pushes=self._merged_pushes(),
+        )
+
+    def _merged_pushes(self) -> tuple[MergedPush, ...]:
+        """Of the processes that are still known: others never come back under the same id."""
+        known = {(member.name, member.incarnation) for member in self._run.roster}
+        return tuple(
+            MergedPush(learner, incarnation, fragment, push_id)
+            for (learner, incarnation, fragment), push_id in self._run.merged_pushes.items()
+            if (learner, incarnation) in known
         )
 
 

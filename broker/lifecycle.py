@@ -25,6 +25,8 @@ class Lifecycle:
     stopping: str = ""
     """Why the process stops, "" while it does not."""
     finished: bool = False
+    journal_fails: bool = False
+    """Merged rounds wait for the disk."""
     _durable_phase: msg.Phase | None = None
     _writing_phase: msg.Phase | None = None
     """Phase in the checkpoint that is being written, None if none is."""
@@ -55,7 +57,7 @@ class Lifecycle:
         waiting = self._retry_at is not None and now < self._retry_at
         if not due or not state.heads or waiting or self._writing_phase is not None:
             return []
-        if self.stopping and self._merging():
+        if self.stopping and self._merging() and not self.journal_fails:
             return []
         self._writing_phase, self._retry_at = state.phase, None
         return [ev.WriteCheckpoint()]
@@ -77,6 +79,19 @@ class Lifecycle:
         if self.stopping:
             effects += self._finish(f"{self.stopping}; the newest versions are NOT on disk")
         return effects
+
+    # The journal.
+
+    def journal_failed(self, reason: str) -> list[ev.Effect]:
+        self.journal_fails = True
+        serve = self.state.config.broker.journal_errors == "serve"
+        meanwhile = "versions are published all the same" if serve else "nothing is published"
+        text = f"the journal cannot be written: {reason}. Until it can, {meanwhile}"
+        return [ev.Note("error", text)]
+
+    def journal_works(self) -> list[ev.Effect]:
+        self.journal_fails = False
+        return [ev.Note("info", "the journal is written again; all merged rounds are durable")]
 
     def next_deadline(self) -> float | None:
         times: list[float | None] = [self._retry_at]
@@ -155,7 +170,8 @@ class Lifecycle:
 
     def stop_if_durable(self) -> list[ev.Effect]:
         durable = not self.state.heads or self.checkpoint_sum == self.state.version_sum
-        busy = self._merging() or self._writing_phase is not None
+        merging = self._merging() and not self.journal_fails
+        busy = merging or self._writing_phase is not None
         return self._finish(self.stopping) if self.stopping and durable and not busy else []
 
     def _merging(self) -> bool:

@@ -16,6 +16,7 @@ from narrows.broker.config import BrokerConfig
 from narrows.broker.events import Contributed
 from narrows.broker.merge import Contribution, Merged, merge, token_weights
 from narrows.broker.outer import outer_optimizer
+from narrows.broker.records import policy_of
 from narrows.proto import codecs
 from narrows.proto.buffers import empty_f32
 from narrows.proto.chunk import DecodedChunk
@@ -23,6 +24,7 @@ from narrows.proto.fragments import Fragment
 from narrows.proto.kernels import all_finite
 from narrows.proto.limits import PUBLICATIONS_KEPT
 from narrows.proto.rate import rate_control
+from narrows.proto.rounding import round_to_dtype
 from narrows.proto.transfer import (
     STATE_CODEC,
     EncodedChunk,
@@ -46,6 +48,7 @@ class EncodedVersion:
     version: int
     digest: int
     codec: str
+    rho: float
     chunks: tuple[EncodedChunk, ...]
 
     @property
@@ -64,7 +67,9 @@ class Outcome:
     publication: EncodedVersion
     error_ratio: float
     """See transfer.error_ratio; 0 unless the codec follows a rate."""
-    clipped: int
+    merged: Merged
+    weights: tuple[float, ...]
+    """Of the contributions, in learner-name order."""
 
 
 class GlobalModel:
@@ -80,15 +85,18 @@ class GlobalModel:
         self.config = config
         self.table = tuple(table)
         self.fragments = list(fragments)
-        self._optimizer = outer_optimizer(
-            config.outer.optimizer, rate=config.outer.rate, momentum=config.outer.momentum
-        )
+        self.policy = policy_of(config)
         codec = config.codec
         self._rates = [
             rate_control(codec.publish, rho=codec.publish_rho, bits=codec.publish_bits)
             for _ in self.table
         ]
         self._publications: list[dict[int, EncodedVersion]] = [{} for _ in self.table]
+
+    def first_kept(self, fragment: int) -> int:
+        """The oldest version whose publication is kept; the next one if none is."""
+        following = self.fragments[fragment].version + 1
+        return min(self._publications[fragment], default=following)
 
     def publication(self, fragment: int, version: int) -> EncodedVersion | None:
         """A publication that is still kept."""
@@ -102,8 +110,7 @@ class GlobalModel:
         Runs on a worker thread; reads the current state and changes nothing.
         Raises FloatingPointError if a parameter would not be finite.
         """
-        state, part = self.fragments[fragment], self.table[fragment]
-        settings = self.config.merge
+        part = self.table[fragment]
         contributions = [
             Contribution(
                 done.learner, done.tokens, done.steps, [chunks[handle] for handle in done.handles]
@@ -112,42 +119,53 @@ class GlobalModel:
         ]
         weights = token_weights(
             [(done.tokens, done.steps) for done in contributed],
-            rule=settings.weights,
-            share_max=settings.share_max,
+            rule=self.policy.weights,
+            share_max=self.policy.share_max,
         )
         merged = self.merged(part, contributions, weights)
-        params, momentum = self.outer_step(part, state, merged.outer_grad)
-        if not (all_finite(params) and all_finite(momentum)):
-            raise FloatingPointError("the outer step would make a parameter infinite or NaN")
-        return self._publish(part, version, state, params, momentum, merged.clipped)
+        params, momentum = self.step(part, merged.outer_grad)
+        return self._publish(part, version, params, momentum, merged, tuple(weights))
 
     def merged(
         self, part: Fragment, contributions: Sequence[Contribution], weights: Sequence[float]
     ) -> Merged:
-        """The outer gradient out of contributions, as the configuration wants it."""
-        settings = self.config.merge
-        return merge(part, contributions, weights, clip_ratio=settings.clip_ratio, law=settings.law)
+        """The outer gradient out of contributions, as the policy wants it."""
+        policy = self.policy
+        merged = merge(part, contributions, weights, clip_ratio=policy.clip_ratio, law=policy.law)
+        if policy.is_rounded:
+            round_to_dtype(merged.outer_grad, "bfloat16", merged.outer_grad)
+        return merged
+
+    def step(self, part: Fragment, outer_grad: F32) -> tuple[F32, F32]:
+        """New parameters and momentum of a fragment. Raises FloatingPointError unless finite."""
+        params, momentum = self.outer_step(part, self.fragments[part.index], outer_grad)
+        if not (all_finite(params) and all_finite(momentum)):
+            raise FloatingPointError("the outer step would make a parameter infinite or NaN")
+        return params, momentum
 
     def outer_step(self, part: Fragment, state: FragmentState, outer_grad: F32) -> tuple[F32, F32]:
-        """New parameters and momentum of a fragment."""
-        return self._optimizer.step(state.global_, state.momentum, outer_grad)
+        """The outer optimizer's step from `state`."""
+        policy = self.policy
+        rule = outer_optimizer(policy.optimizer, rate=policy.rate, momentum=policy.momentum)
+        return rule.step(state.global_, state.momentum, outer_grad)
 
     def _publish(
         self,
         part: Fragment,
         version: int,
-        state: FragmentState,
         params: F32,
         momentum: F32,
-        clipped: int,
+        merged: Merged,
+        weights: tuple[float, ...],
     ) -> Outcome:
         """Codes global - published copy; what the code drops stays in that difference."""
+        published = self.fragments[part.index].published
         advanced, rate = empty_f32(part.elements), self._rates[part.index]
         chunks = tuple(
             encode_step(
                 part,
                 params,
-                state.published,
+                published,
                 codec_name=rate.codec,
                 rho=rate.rho,
                 chunk_elements=self.config.codec.chunk_elements,
@@ -159,8 +177,8 @@ class GlobalModel:
             ratio = error_ratio(part, chunks, lambda at: params[at] - advanced[at])
         digest = digest_of(advanced)
         after = FragmentState(version, digest, params, momentum, advanced)
-        publication = EncodedVersion(version, digest, rate.codec, chunks)
-        return Outcome(part.index, after, publication, ratio, clipped)
+        publication = EncodedVersion(version, digest, rate.codec, rate.rho, chunks)
+        return Outcome(part.index, after, publication, ratio, merged, weights)
 
     def install(self, outcome: Outcome) -> None:
         """Makes an outcome the current state."""
@@ -189,7 +207,7 @@ def encode_state(part: Fragment, state: FragmentState, chunk_elements: int) -> E
         chunk_elements=chunk_elements,
         reconstructed=empty_f32(part.elements),
     )
-    return EncodedVersion(state.version, state.digest, STATE_CODEC, tuple(chunks))
+    return EncodedVersion(state.version, state.digest, STATE_CODEC, 0.0, tuple(chunks))
 
 
 def version_zero(values: F32) -> FragmentState:

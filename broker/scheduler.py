@@ -267,6 +267,7 @@ class Scheduler:
             if member is not None and member.incarnation == done.incarnation:
                 member.last_merged[index] = done.push_id
                 member.contributions += 1
+            state.merged_pushes[done.learner, done.incarnation, index] = done.push_id
         effects: list[ev.Effect] = [
             ev.Publish(member.name, index, event.version, member.last_merged[index])
             for member in state.roster.connected()

@@ -20,12 +20,14 @@ import zmq
 
 from narrows.broker import events as ev
 from narrows.broker.checkpoint import StateDir
+from narrows.broker.commits import Commits
 from narrows.broker.config import BrokerConfig
+from narrows.broker.crash_points import reach
 from narrows.broker.downlink import Downlink
 from narrows.broker.epoch import begin_epoch
 from narrows.broker.initial import check_file
 from narrows.broker.jobs import Jobs
-from narrows.broker.model import GlobalModel, Outcome
+from narrows.broker.model import Outcome
 from narrows.broker.state import refusal
 from narrows.broker.status import status
 from narrows.broker.wires import FRAMES_PER_TURN, Traffic, Wires
@@ -54,7 +56,9 @@ class Service:
             undo.callback(self.wires.close)
             self.state_dir = StateDir.open(Path(config.broker.state_dir))
             undo.callback(self.state_dir.close)
-            self.syncer, snapshot = begin_epoch(config, self.state_dir, now=time.monotonic())
+            begun = begin_epoch(config, self.state_dir, now=time.monotonic())
+            self.syncer = begun.syncer
+            undo.callback(begun.close)
             self._events = events.open("a", buffering=1) if events else None
             undo.pop_all()
         self.traffic: dict[str, Traffic] = {}
@@ -65,9 +69,12 @@ class Service:
         self._closed = False
         run = self.syncer.state
         run.uplink_port, run.downlink_port = self.wires.uplink_port, self.wires.downlink_port
-        self.jobs = Jobs(config, run, self.state_dir, self._post)
-        if snapshot is not None:
-            self.jobs.model = GlobalModel(config, run.table, snapshot.fragments)
+        self.commits = None
+        if begun.journal is not None:
+            serve_on = config.broker.journal_errors == "serve"
+            self.commits = Commits(begun.journal, run, self._post, serve_on=serve_on)
+        self.jobs = Jobs(config, run, self.state_dir, self._post, self.commits, begun.journaled)
+        self.jobs.model = begun.model
         self.downlink = Downlink(self.wires, run, self.traffic, self.jobs.encode_state)
 
     # The loop.
@@ -176,6 +183,7 @@ class Service:
         if self.syncer.state.roster.get(header.learner) is not None:
             traffic = self.traffic.setdefault(header.learner, Traffic())
             traffic.up_bytes += sum(map(len, frames))
+        reach("received")
         self._handle_event(ev.ChunkArrived(header, self.jobs.keep(frames[2])))
 
     def _handle_event(self, event: ev.Event) -> None:
@@ -201,12 +209,16 @@ class Service:
             case ev.Publish():
                 assert self.jobs.model is not None
                 self.downlink.publish(effect, self.jobs.model)
+                reach("published")
             case ev.Admit(learner, incarnation):
                 self.downlink.admit(learner, incarnation)
             case ev.Acknowledge(learner, positions):
                 self.downlink.acknowledge(learner, positions, time.monotonic())
             case ev.Forget(learner):
                 self.downlink.forget(learner)
+            case ev.Fate():
+                if self.commits is not None:
+                    self.commits.note(effect)
             case ev.WriteCheckpoint():
                 self.jobs.save()
             case ev.Finish(reason):

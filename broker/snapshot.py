@@ -62,6 +62,15 @@ class FragmentEntry(Struct, frozen=True, forbid_unknown_fields=True):
     """xxh3_64 (hex) per array."""
 
 
+class MergedPush(Struct, frozen=True, forbid_unknown_fields=True):
+    """The last push of a learner's process that is merged into a fragment."""
+
+    learner: str
+    incarnation: str
+    fragment: int
+    push_id: int
+
+
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     """Everything of a snapshot but its arrays; the fields mean the same."""
 
@@ -73,6 +82,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     frozen_digest: int
     fragments: tuple[FragmentEntry, ...]
     layout: tuple[LayoutEntry, ...]
+    journal: int
+    merged_pushes: tuple[MergedPush, ...]
     digest: str = ""
     """xxh3_64 (hex) of this manifest with an empty digest."""
 
@@ -103,6 +114,9 @@ class Snapshot:
     run_tokens: int
     phase: Phase
     fragments: tuple[FragmentState, ...]
+    journal: int = 0
+    """The newest record of the journal whose round is in here."""
+    merged_pushes: tuple[MergedPush, ...] = ()
 
 
 def fragment_name(index: int) -> str:
@@ -157,7 +171,8 @@ def manifest_of(snapshot: Snapshot) -> Manifest:
     return sealed(
         Manifest(
             FORMAT, snapshot.run_id, snapshot.epoch, snapshot.phase, snapshot.run_tokens,
-            snapshot.frozen_digest, tuple(entries), snapshot.layout,
+            snapshot.frozen_digest, tuple(entries), snapshot.layout, snapshot.journal,
+            snapshot.merged_pushes,
         )
     )  # fmt: skip
 
@@ -173,6 +188,8 @@ def snapshot_of(manifest: Manifest, fragments: list[FragmentState]) -> Snapshot:
         run_tokens=manifest.run_tokens,
         phase=manifest.phase,
         fragments=tuple(fragments),
+        journal=manifest.journal,
+        merged_pushes=manifest.merged_pushes,
     )
 
 

@@ -39,6 +39,10 @@ class RunState:
     """Newest version and digest per fragment; empty while founding."""
     first_kept: list[int] = field(default_factory=list[int])
     """First version published in this epoch, per fragment: older ones cannot be resent."""
+    merged_pushes: dict[tuple[str, str, int], int] = field(
+        default_factory=dict[tuple[str, str, int], int]
+    )
+    """Last merged push by (learner, incarnation, fragment), from all lives of the broker."""
     rounds: dict[int, Round] = field(default_factory=dict[int, Round])
     """Open rounds by fragment."""
     epoch_resumed: bool = False

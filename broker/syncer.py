@@ -7,7 +7,8 @@ run is). Events come in with `now`, effects go out in order; no sockets, tensors
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from narrows.broker import events as ev
 from narrows.broker.admission import Admission
@@ -37,6 +38,12 @@ class Resumed:
     heads: tuple[msg.FragmentHead, ...]
     run_tokens: int
     phase: msg.Phase
+    first_kept: tuple[int, ...] = ()
+    """Oldest publication that can be sent again, per fragment; empty: none."""
+    merged_pushes: Mapping[tuple[str, str, int], int] = field(
+        default_factory=dict[tuple[str, str, int], int]
+    )
+    """Last merged push by learner, incarnation and fragment."""
 
 
 class Syncer:
@@ -98,6 +105,10 @@ class Syncer:
                 effects = self.lifecycle.checkpoint_written(version_sum)
             case ev.CheckpointFailed(reason):
                 effects = self.lifecycle.checkpoint_failed(reason, now)
+            case ev.JournalFailed(reason):
+                effects = self.lifecycle.journal_failed(reason)
+            case ev.JournalWorks():
+                effects = self.lifecycle.journal_works()
             case ev.StopRequested(reason):
                 effects = self.lifecycle.stop(reason)
             case ev.DeadlineReached():
@@ -261,6 +272,7 @@ class Syncer:
         return [
             ev.Forget(member.name),
             ev.Note("info", f"{member.name} left: {reason}"),
+            ev.Fate("left", member.name, member.incarnation, reason=reason),
             *drop_pushes(self.state, member.name),
             *self.admission.lost(member, now),
         ]
@@ -313,5 +325,7 @@ class Syncer:
         state.heads = list(resumed.heads)
         state.clock.run_tokens = resumed.run_tokens
         state.phase, state.epoch_resumed = resumed.phase, True
-        state.first_kept = [head.version + 1 for head in resumed.heads]
+        nothing_kept = tuple(head.version + 1 for head in resumed.heads)
+        state.first_kept = list(resumed.first_kept or nothing_kept)
+        state.merged_pushes = dict(resumed.merged_pushes)
         self.lifecycle.resumed()

@@ -14,6 +14,8 @@ class Tally:
     contributions_merged: int = 0
     refused: dict[str, int] = field(default_factory=dict[str, int])
     norms_clipped: int = 0
+    history_lost: int = 0
+    """Learners that held versions which the broker had lost."""
     longest_gap_s: float = 0.0
     last_merge_at: float | None = None
 

@@ -38,7 +38,14 @@ class Identity:
     contribute_after_steps: int = 0
     """No contribution before so many own steps (the ramp of a newcomer)."""
 
-    def hello(self, run_id: str, epoch: Epoch, steps: int, tokens: int) -> Hello:
+    def hello(
+        self,
+        run_id: str,
+        epoch: Epoch,
+        steps: int,
+        tokens: int,
+        versions: tuple[int, ...] = (),
+    ) -> Hello:
         return Hello(
             protocol=PROTOCOL,
             name=self.name,
@@ -50,6 +57,7 @@ class Identity:
             codecs=codec_names(),
             step=steps,
             tokens=tokens,
+            versions=versions,
         )
 
 

@@ -49,6 +49,11 @@ class Links:
         return tuple(link.adopted for link in self._links)
 
     @property
+    def held(self) -> tuple[int, ...]:
+        """Newest version per fragment; none before there is one of each."""
+        return tuple(max(link.held, 0) for link in self._links) if self.ready else ()
+
+    @property
     def current(self) -> bool:
         """The parameters are the newest versions that the broker has told, and nothing else."""
         return not any(

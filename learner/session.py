@@ -302,8 +302,8 @@ class Session:
         if self._dialer.closed or self._leave():
             return effects + self._bye(now)
         if self._dialer.hello_due(now):
-            hello = self.identity.hello(self.run_id, self.epoch, self.steps, self.tokens)
-            effects.append(ev.Send(hello))
+            told = (self.run_id, self.epoch, self.steps, self.tokens, self.links.held)
+            effects.append(ev.Send(self.identity.hello(*told)))
         if not self.online:
             return effects
         for link in self.links.fetching():

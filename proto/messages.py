@@ -100,6 +100,8 @@ class Hello(_Control, frozen=True):
     codecs: tuple[str, ...]
     step: Count
     tokens: Count
+    versions: tuple[Version, ...]
+    """Newest version held per fragment, empty before the first."""
 
 
 class Report(_Control, frozen=True):

@@ -66,6 +66,7 @@ def hello(name: str, **fields: object) -> msg.Hello:
         "codecs": codec_names(),
         "step": 0,
         "tokens": 0,
+        "versions": (),
     }
     return make(msg.Hello, values, fields)
 

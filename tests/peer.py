@@ -80,6 +80,7 @@ class Peer:
             codecs=codec_names(),
             step=0,
             tokens=0,
+            versions=(),
         )
         return msgspec.structs.replace(honest, **fields)
 

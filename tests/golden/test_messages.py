@@ -118,6 +118,7 @@ MESSAGES: tuple[Message, ...] = (
         ("raw32", "int4-zstd"),
         120,
         983040,
+        (7, 8),
     ),
     msg.Report(120, 983040, 0.5, 1.5, (1, 1 << 40, 0, 7), LEDGER),
     msg.Push(1, 7, 2, 12, 16384, 65536, 8),

@@ -13,6 +13,7 @@ from machines import EPOCH, RUN
 from narrows.broker.config import load_config
 from narrows.broker.downlink import Downlink, topic_of
 from narrows.broker.events import Publish
+from narrows.broker.merge import Merged
 from narrows.broker.model import EncodedVersion, GlobalModel, encode_state, version_zero
 from narrows.broker.state import RunState
 from narrows.broker.syncer import Syncer
@@ -65,7 +66,8 @@ class Line:
         state = self.model.fragments[0]
         part, params = self.model.table[0], state.global_ - np.float32(1.0)
         make: Any = self.model._publish  # pyright: ignore[reportPrivateUsage]
-        self.model.install(make(part, version, state, params, state.momentum, 0))
+        merged = Merged(params, 0, np.zeros((0, 0)))
+        self.model.install(make(part, version, params, state.momentum, merged, ()))
 
 
 def test_a_learner_that_falls_behind_gets_the_newest_state_instead() -> None:

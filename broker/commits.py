@@ -1,0 +1,184 @@
+"""Rounds become durable before they exist: the thread behind the journal. No decisions.
+
+Records are appended in the order of the merges and synced in groups: while one sync runs, what
+comes meanwhile waits for the next.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from narrows.broker import events as ev
+from narrows.broker import records
+from narrows.broker.crash_points import reach
+from narrows.broker.journal import Journal, JournalError
+from narrows.broker.model import GlobalModel, Outcome
+from narrows.broker.state import RunState
+from narrows.proto.scales import upper_halves
+from narrows.proto.transfer import digest_of
+
+RETRY_S: Final = 2.0
+"""A journal that could not be written is tried again after so long."""
+
+Chunk = tuple[int, int, bytes]
+"""Offset, elements and payload as it travelled."""
+
+
+class Commits:
+    """Writes a run's records; calls back on the loop's thread through `post`."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        run: RunState,
+        post: Callable[[Callable[[], ev.Event | None]], None],
+        *,
+        serve_on: bool,
+    ) -> None:
+        """`serve_on`: a round exists even if the disk does not take it."""
+        self._journal, self._run, self._post, self._serve_on = journal, run, post, serve_on
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="narrows-journal")
+        self._closing = threading.Event()
+        self._failing = False
+        self.installed = journal.durable
+        """Newest record whose version is installed; a checkpoint made now holds all up to it."""
+        self.sync_s: list[float] = []
+        """How long the last syncs took."""
+        self._kept_s = 1000
+
+    def commit(
+        self,
+        effect: ev.StartMerge,
+        outcome: Outcome,
+        model: GlobalModel,
+        contributions: Sequence[tuple[str, Sequence[Chunk]]],
+        done: Callable[[], ev.Event],
+    ) -> None:
+        """Makes a merged round durable, then has `done` called on the loop's thread.
+
+        `contributions` are codec and chunks of each contributor, none in a journal of merged outer
+        gradients. Called on the loop's thread, which alone appends.
+        """
+        reach("merged")
+        number = self._append(committed(self._run, effect, outcome, model, contributions))
+        reach("appended")
+
+        def exists() -> ev.Event:
+            event = done()
+            if number:
+                self.installed = number
+            return event
+
+        self._thread.submit(self._make_durable, exists)
+
+    def note(self, fate: ev.Fate) -> None:
+        """Appends what became of a learner or a push; it is durable with the next round."""
+        self._append(
+            records.encode(
+                records.Fate(
+                    self._run.epoch, fate.what, fate.learner, fate.incarnation, fate.fragment,
+                    fate.push_id, fate.reason, time.time(),
+                )
+            )
+        )  # fmt: skip
+
+    def cut_before(self, number: int) -> None:
+        """Removes what no checkpoint needs any more."""
+
+        def work() -> None:
+            try:
+                self._journal.cut_before(number)
+                reach("journal_cut")
+            except JournalError as error:
+                self._tell(str(error))
+
+        self._thread.submit(work)
+
+    def close(self) -> None:
+        """Makes durable what can be; a disk that fails is not waited for."""
+        self._closing.set()
+        self._thread.submit(self._last_sync)
+        self._thread.shutdown(wait=True)
+        self._journal.close()
+
+    def _append(self, body: list[bytes | memoryview]) -> int:
+        """The record's number, 0 if the queue is full: then the disk has failed for long."""
+        try:
+            return self._journal.append(body)
+        except JournalError as error:
+            self._tell(str(error))
+            return 0
+
+    def _make_durable(self, exists: Callable[[], ev.Event]) -> None:
+        """On the journal's thread."""
+        while not self._sync():
+            if self._serve_on:
+                break
+            if self._closing.wait(RETRY_S):
+                return  # It never existed: nobody has seen it.
+        reach("durable")
+        self._post(exists)
+
+    def _sync(self) -> bool:
+        started = time.perf_counter()
+        try:
+            self._journal.sync()
+        except JournalError as error:
+            self._tell(str(error))
+            return False
+        self.sync_s = [*self.sync_s[-self._kept_s :], time.perf_counter() - started]
+        if self._failing:
+            self._failing = False
+            self._post(lambda: ev.JournalWorks())
+        return True
+
+    def _last_sync(self) -> None:
+        try:
+            self._journal.sync()
+        except JournalError as error:
+            self._tell(str(error))
+
+    def _tell(self, reason: str) -> None:
+        """Says so once, until it works again."""
+        if not self._failing:
+            self._failing = True
+            self._post(lambda: ev.JournalFailed(reason))
+
+
+def committed(
+    run: RunState,
+    effect: ev.StartMerge,
+    outcome: Outcome,
+    model: GlobalModel,
+    contributions: Sequence[tuple[str, Sequence[Chunk]]],
+) -> list[bytes | memoryview]:
+    """The record of a round: see records.Committed."""
+    publication, state = outcome.publication, outcome.state
+    steps = [(c.offset, c.count, c.payload) for c in publication.chunks]
+    vectors = [records.vector_of(codec, 0.0, chunks) for codec, chunks in contributions]
+    blobs: list[bytes | memoryview] = [data for _, _, data in steps]
+    blobs += [data for _, chunks in contributions for _, _, data in chunks]
+    if model.policy.is_rounded:
+        blobs.append(upper_halves(outcome.merged.outer_grad).data.cast("B"))
+    head = records.Committed(
+        epoch=run.epoch,
+        fragment=effect.fragment,
+        version=effect.version,
+        reason=effect.reason,
+        contributors=tuple(
+            records.Contributor(c.learner, c.incarnation, c.push_id, c.tokens, c.steps, weight)
+            for c, weight in zip(effect.contributions, outcome.weights, strict=True)
+        ),
+        policy=model.policy,
+        phase=run.phase,
+        run_tokens=run.clock.run_tokens,
+        publication=records.vector_of(publication.codec, publication.rho, steps),
+        contributions=tuple(vectors),
+        digests=(digest_of(state.global_), digest_of(state.momentum), state.digest),
+        at=time.time(),
+    )
+    return records.encode(head, blobs)

@@ -1,0 +1,212 @@
+"""From records back to versions: recovery after a restart, and the same history under other rules.
+
+Everything that is computed again is compared with the digests that the record holds: a difference
+is damage or a bug, never a new truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from narrows.broker.checkpoint import FragmentState, Snapshot
+from narrows.broker.config import BrokerConfig
+from narrows.broker.durable import Damaged, StateError
+from narrows.broker.journal import Journal
+from narrows.broker.merge import Contribution, Merged
+from narrows.broker.model import EncodedVersion, GlobalModel, Outcome
+from narrows.broker.records import Began, Committed, Fate, Head, decode, payloads
+from narrows.proto.chunk import DecodedChunk
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.fragments import Fragment, build_table
+from narrows.proto.frames import digest
+from narrows.proto.kernels import F32
+from narrows.proto.messages import Epoch, Phase
+from narrows.proto.scales import widened
+from narrows.proto.transfer import EncodedChunk, advance_copy, decode_chunk, digest_of
+
+
+@dataclass
+class History:
+    """What checkpoint and journal say together."""
+
+    model: GlobalModel
+    phase: Phase
+    run_tokens: int
+    merged_pushes: dict[tuple[str, str, int], int]
+    """Last merged push by learner, incarnation and fragment."""
+    epoch: Epoch
+    replayed: int = 0
+    """Rounds that came from the journal."""
+    newest: int = 0
+    """The newest record that was read."""
+
+
+def recover(config: BrokerConfig, snapshot: Snapshot, journal: Journal | None) -> History:
+    """The newest state: a checkpoint and the rounds that the journal has after it.
+
+    Raises StateError STATE_DAMAGED if a record is lost, or does not give the digests it states.
+    """
+    table = build_table(snapshot.layout, snapshot.fragment_count)
+    model = GlobalModel(config, table, snapshot.fragments)
+    merged = {(p.learner, p.incarnation, p.fragment): p.push_id for p in snapshot.merged_pushes}
+    history = History(
+        model, snapshot.phase, snapshot.run_tokens, merged, snapshot.epoch, 0, snapshot.journal
+    )
+    if journal is None:
+        return history
+    own = model.policy
+    for number, head, blobs in read(journal, snapshot.journal + 1):
+        history.newest = number
+        if isinstance(head, Committed):
+            apply(history, head, blobs, number)
+    model.policy = own
+    return history
+
+
+def read(journal: Journal, first: int) -> Iterator[tuple[int, Head, memoryview]]:
+    """Records from `first` on, decoded. Raises StateError."""
+    for record in journal.records(first):
+        try:
+            head, blobs = decode(record.body)
+        except Damaged as problem:
+            raise _damaged(record.number, str(problem)) from problem
+        yield record.number, head, blobs
+
+
+def apply(history: History, head: Committed, blobs: memoryview, number: int) -> None:
+    """Makes a committed round part of the state, unless a checkpoint has it already."""
+    model = history.model
+    if head.fragment >= len(model.table):
+        raise _damaged(number, f"fragment {head.fragment} of {len(model.table)}")
+    version = model.fragments[head.fragment].version
+    if head.version <= version:
+        return
+    if head.version != version + 1:
+        raise _damaged(number, f"version {head.version} of fragment {head.fragment}", version + 1)
+    try:
+        outcome = outcome_of(model, head, blobs)
+    except (Damaged, RemoteProtocolError) as problem:
+        raise _damaged(number, str(problem)) from problem
+    model.install(outcome)
+    history.phase, history.run_tokens = head.phase, head.run_tokens
+    history.epoch = max(history.epoch, head.epoch)
+    history.replayed += 1
+    for done in head.contributors:
+        history.merged_pushes[done.learner, done.incarnation, head.fragment] = done.push_id
+
+
+def outcome_of(model: GlobalModel, head: Committed, blobs: memoryview) -> Outcome:
+    """The outcome that was committed, computed again. Raises Damaged unless the digests agree."""
+    part, before = model.table[head.fragment], model.fragments[head.fragment]
+    model.policy = head.policy
+    vectors = list(payloads([head.publication, *head.contributions], blobs))
+    steps = _decoded(part, head.publication.codec, vectors[0])
+    merged = merged_of(model, part, head, vectors, blobs)
+    params, momentum = model.step(part, merged.outer_grad)
+    published = advance_copy(part, before.published, steps)
+    digests = digest_of(params), digest_of(momentum), digest_of(published)
+    if digests != head.digests:
+        raise Damaged(
+            f"version {head.version} of fragment {head.fragment} comes out differently:"
+            f" {digests} instead of {head.digests}"
+        )
+    chunks = tuple(
+        EncodedChunk(offset, count, data, digest(data)) for offset, count, data in vectors[0]
+    )
+    publication = EncodedVersion(
+        head.version, digests[2], head.publication.codec, head.publication.rho, chunks
+    )
+    state = FragmentState(head.version, digests[2], params, momentum, published)
+    weights = tuple(each.weight for each in head.contributors)
+    return Outcome(head.fragment, state, publication, 0.0, merged, weights)
+
+
+def merged_of(
+    model: GlobalModel,
+    part: Fragment,
+    head: Committed,
+    vectors: list[list[tuple[int, int, bytes]]],
+    blobs: memoryview,
+) -> Merged:
+    """The merged outer gradient: from the contributions, or as it was kept."""
+    if not head.contributions:
+        halves = np.frombuffer(blobs[sum(len(data) for _, _, data in vectors[0]) :], np.uint16)
+        if halves.size != part.elements:
+            raise Damaged(f"{halves.size} elements of a merged outer gradient of {part.elements}")
+        return Merged(widened(halves), 0, np.zeros((0, 0)))
+    contributions = [
+        Contribution(who.learner, who.tokens, who.steps, _decoded(part, vector.codec, chunks))
+        for who, vector, chunks in zip(
+            head.contributors, head.contributions, vectors[1:], strict=True
+        )
+    ]
+    return model.merged(part, contributions, [who.weight for who in head.contributors])
+
+
+def _decoded(
+    part: Fragment, codec: str, chunks: Iterable[tuple[int, int, bytes]]
+) -> list[tuple[int, DecodedChunk]]:
+    return [(o, decode_chunk(part, codec, o, count, data)) for o, count, data in chunks]
+
+
+def _damaged(number: int, got: str, version: int | None = None) -> StateError:
+    return StateError(
+        ErrorCode.STATE_DAMAGED,
+        f"record {number} of the journal",
+        expected="a round that follows" if version is None else f"version {version}",
+        got=got,
+        remedy="restore the state directory from a backup; or remove its folder `journal`, which "
+        "loses the rounds since the newest checkpoint",
+    )
+
+
+@dataclass
+class Audit:
+    """What `narrows journal audit` checks and counts."""
+
+    rounds: int = 0
+    contributions: int = 0
+    epochs: list[Epoch] = field(default_factory=list[Epoch])
+    tokens: dict[tuple[str, str, int], int] = field(default_factory=dict[tuple[str, str, int], int])
+    """Merged, by learner, incarnation and fragment."""
+    fates: dict[str, int] = field(default_factory=dict[str, int])
+    problems: list[str] = field(default_factory=list[str])
+    _pushes: set[tuple[str, str, int]] = field(default_factory=set[tuple[str, str, int]])
+    _versions: dict[int, int] = field(default_factory=dict[int, int])
+
+    def take(self, number: int, head: Head) -> None:
+        """Takes a record in."""
+        if isinstance(head, Began):
+            if self.epochs and head.epoch <= self.epochs[-1]:
+                self.problems.append(f"record {number}: epoch {head.epoch} after {self.epochs[-1]}")
+            self.epochs.append(head.epoch)
+        elif isinstance(head, Fate):
+            self.fates[head.what] = self.fates.get(head.what, 0) + 1
+        else:
+            self._round(number, head)
+
+    def _round(self, number: int, head: Committed) -> None:
+        self.rounds += 1
+        before = self._versions.get(head.fragment, head.version - 1)
+        if head.version != before + 1:
+            text = f"record {number}: version {head.version} of fragment {head.fragment}"
+            self.problems.append(f"{text} after {before}")
+        self._versions[head.fragment] = head.version
+        if abs(sum(each.weight for each in head.contributors) - 1) > 1e-9:
+            self.problems.append(f"record {number}: weights do not sum to 1")
+        for each in head.contributors:
+            self.contributions += 1
+            push = each.learner, each.incarnation, each.push_id
+            if push in self._pushes:
+                self.problems.append(f"record {number}: push {push} is merged a second time")
+            self._pushes.add(push)
+            account = each.learner, each.incarnation, head.fragment
+            self.tokens[account] = self.tokens.get(account, 0) + each.tokens
+
+
+def states_equal(one: F32, other: F32) -> bool:
+    """Bit for bit."""
+    return one.tobytes() == other.tobytes()
