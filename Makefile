@@ -4,10 +4,12 @@
 #   make demo ARGS="--baselines"    more arguments for `narrows demo`
 #   make test ARGS="-k fragments"   more arguments for pytest
 #   make chaos SEEDS=5000           more simulated runs with faults
+#   make chaos-broker KILLS=1000    more kills of a real broker
 #   make venv TORCH_INDEX=URL       take torch from this index (only torch, only at the first build)
 
 PYTHON ?= python3.11
 SEEDS ?= 2000
+KILLS ?= 500
 ARGS ?=
 
 VENV := .venv
@@ -24,10 +26,10 @@ export OMP_NUM_THREADS NUMBA_NUM_THREADS
 # The version of pyright is pinned; it need not ask a registry for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo test check fmt chaos venv
+.PHONY: help demo test check fmt chaos chaos-broker venv
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## four learners train one model, one of them is killed and comes back
 	$(BIN)/narrows demo $(ARGS)
@@ -48,6 +50,9 @@ fmt: $(READY)  ## format, and repair what the linter can
 
 chaos: $(READY)  ## SEEDS simulated runs with loss, delay, crashes and returns
 	$(BIN)/pytest tests/protocol -k seeds -m "" --seeds=$(SEEDS) $(ARGS)
+
+chaos-broker: $(READY)  ## KILLS times SIGKILL to a real broker under load, then everything is compared
+	$(BIN)/python tests/chaos/broker_kills.py $(KILLS)
 
 venv: $(READY)  ## only build .venv
 	@echo "ready: source $(BIN)/activate"

@@ -221,6 +221,16 @@ class StateDir:
             self._raise_damaged("no checkpoint is whole", problems)
         return None
 
+    def load_oldest(self) -> Snapshot | None:
+        """The oldest generation that is kept, None if there is none. Raises StateError."""
+        for number in reversed(self._generations()):
+            fragments: list[FragmentState] = []
+            try:
+                return snapshot_of(self._read(number, fragments.append), fragments)
+            except Damaged as problem:
+                self._raise_damaged("the oldest checkpoint is damaged", [str(problem)])
+        return None
+
     def _generations(self) -> list[int]:
         """Numbers of the generations, newest first."""
         matches = map(_GENERATION.fullmatch, os.listdir(self._fd))

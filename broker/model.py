@@ -124,7 +124,7 @@ class GlobalModel:
         )
         merged = self.merged(part, contributions, weights)
         params, momentum = self.step(part, merged.outer_grad)
-        return self._publish(part, version, params, momentum, merged, tuple(weights))
+        return self.published(part, version, params, momentum, merged, tuple(weights))
 
     def merged(
         self, part: Fragment, contributions: Sequence[Contribution], weights: Sequence[float]
@@ -149,7 +149,7 @@ class GlobalModel:
         rule = outer_optimizer(policy.optimizer, rate=policy.rate, momentum=policy.momentum)
         return rule.step(state.global_, state.momentum, outer_grad)
 
-    def _publish(
+    def published(
         self,
         part: Fragment,
         version: int,
@@ -158,7 +158,8 @@ class GlobalModel:
         merged: Merged,
         weights: tuple[float, ...],
     ) -> Outcome:
-        """Codes global - published copy; what the code drops stays in that difference."""
+        """Codes global - published copy; what the code drops stays in that difference. Changes
+        nothing yet."""
         published = self.fragments[part.index].published
         advanced, rate = empty_f32(part.elements), self._rates[part.index]
         chunks = tuple(

@@ -7,7 +7,7 @@ is damage or a bug, never a new truth.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,12 +17,11 @@ from narrows.broker.durable import Damaged, StateError
 from narrows.broker.journal import Journal
 from narrows.broker.merge import Contribution, Merged
 from narrows.broker.model import EncodedVersion, GlobalModel, Outcome
-from narrows.broker.records import Began, Committed, Fate, Head, decode, payloads
+from narrows.broker.records import Committed, Head, decode, payloads
 from narrows.proto.chunk import DecodedChunk
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.frames import digest
-from narrows.proto.kernels import F32
 from narrows.proto.messages import Epoch, Phase
 from narrows.proto.scales import widened
 from narrows.proto.transfer import EncodedChunk, advance_copy, decode_chunk, digest_of
@@ -161,52 +160,3 @@ def _damaged(number: int, got: str, version: int | None = None) -> StateError:
         remedy="restore the state directory from a backup; or remove its folder `journal`, which "
         "loses the rounds since the newest checkpoint",
     )
-
-
-@dataclass
-class Audit:
-    """What `narrows journal audit` checks and counts."""
-
-    rounds: int = 0
-    contributions: int = 0
-    epochs: list[Epoch] = field(default_factory=list[Epoch])
-    tokens: dict[tuple[str, str, int], int] = field(default_factory=dict[tuple[str, str, int], int])
-    """Merged, by learner, incarnation and fragment."""
-    fates: dict[str, int] = field(default_factory=dict[str, int])
-    problems: list[str] = field(default_factory=list[str])
-    _pushes: set[tuple[str, str, int]] = field(default_factory=set[tuple[str, str, int]])
-    _versions: dict[int, int] = field(default_factory=dict[int, int])
-
-    def take(self, number: int, head: Head) -> None:
-        """Takes a record in."""
-        if isinstance(head, Began):
-            if self.epochs and head.epoch <= self.epochs[-1]:
-                self.problems.append(f"record {number}: epoch {head.epoch} after {self.epochs[-1]}")
-            self.epochs.append(head.epoch)
-        elif isinstance(head, Fate):
-            self.fates[head.what] = self.fates.get(head.what, 0) + 1
-        else:
-            self._round(number, head)
-
-    def _round(self, number: int, head: Committed) -> None:
-        self.rounds += 1
-        before = self._versions.get(head.fragment, head.version - 1)
-        if head.version != before + 1:
-            text = f"record {number}: version {head.version} of fragment {head.fragment}"
-            self.problems.append(f"{text} after {before}")
-        self._versions[head.fragment] = head.version
-        if abs(sum(each.weight for each in head.contributors) - 1) > 1e-9:
-            self.problems.append(f"record {number}: weights do not sum to 1")
-        for each in head.contributors:
-            self.contributions += 1
-            push = each.learner, each.incarnation, each.push_id
-            if push in self._pushes:
-                self.problems.append(f"record {number}: push {push} is merged a second time")
-            self._pushes.add(push)
-            account = each.learner, each.incarnation, head.fragment
-            self.tokens[account] = self.tokens.get(account, 0) + each.tokens
-
-
-def states_equal(one: F32, other: F32) -> bool:
-    """Bit for bit."""
-    return one.tobytes() == other.tobytes()

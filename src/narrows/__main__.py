@@ -13,6 +13,8 @@ import cyclopts
 from cyclopts import Parameter
 
 from narrows import __version__
+from narrows.bench.commands import bench
+from narrows.broker.journal_command import journal
 from narrows.proto.errors import (
     BrokerUnreachable,
     ConfigError,
@@ -32,8 +34,8 @@ app = cyclopts.App(
 )
 
 
-bench = cyclopts.App(name="bench", help="Measure what the system costs and what others do.")
 app.command(bench)
+app.command(journal)
 
 
 @app.command
@@ -217,68 +219,20 @@ def demo(
     run_demo(DemoOptions(learners, steps, baselines, keep, json, picture, plain, record))
 
 
-@bench.command(name="codec")
-def bench_codec(
-    *, recording: Path | None = None, json: Path | None = None, plot: Path | None = None
-) -> None:
-    """Measure bits, error and speed of the codecs, beside what others do.
+@app.command(name="export")
+def export_(state_dir: Path, *, to: Path) -> None:
+    """Write the newest global model of a run as safetensors, with the tensors' own names.
 
     Parameters
     ----------
-    recording
-        Outer gradients that `narrows demo --record FILE` wrote (default: some that come along).
-    json
-        File for the rows.
-    plot
-        Picture of bits against error (needs the extra `bench`).
+    state_dir
+        Directory of the broker, which must not be running.
+    to
+        File to write; replaced only by a complete one.
     """
-    from narrows.bench.codec import run_codec_bench
+    from narrows.broker.history import export_model
 
-    run_codec_bench(recording, json, plot)
-
-
-@bench.command(name="merge")
-def bench_merge(*, json: Path | None = None, plot: Path | None = None, large: bool = False) -> None:
-    """Measure what a merge costs by number of learners and size, in time and memory.
-
-    Parameters
-    ----------
-    json
-        File for the rows.
-    plot
-        Picture of the cost by number of learners (needs the extra `bench`).
-    large
-        Also 256 M parameters with 8 learners; takes minutes and 5 GiB.
-    """
-    from narrows.bench.merge import run_merge_bench
-
-    run_merge_bench(json, plot, large=large)
-
-
-@bench.command(name="loop")
-def bench_loop(
-    *,
-    learners: int = 2,
-    params: int = 1 << 24,
-    seconds: float = 20.0,
-    json: Path | None = None,
-) -> None:
-    """Measure the whole exchange on loopback without a budget: broker and learner processes.
-
-    Parameters
-    ----------
-    learners
-        Number of learner processes.
-    params
-        Parameters of the model; a multiple of 16,384.
-    seconds
-        How long to run.
-    json
-        File for the result.
-    """
-    from narrows.bench.loop import run_loop_bench
-
-    run_loop_bench(learners=learners, params=params, seconds=seconds, json_file=json)
+    export_model(state_dir, to)
 
 
 def main() -> NoReturn:

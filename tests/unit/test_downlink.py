@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -65,9 +65,8 @@ class Line:
         """The next version, from a gradient of ones."""
         state = self.model.fragments[0]
         part, params = self.model.table[0], state.global_ - np.float32(1.0)
-        make: Any = self.model._publish  # pyright: ignore[reportPrivateUsage]
         merged = Merged(params, 0, np.zeros((0, 0)))
-        self.model.install(make(part, version, params, state.momentum, merged, ()))
+        self.model.install(self.model.published(part, version, params, state.momentum, merged, ()))
 
 
 def test_a_learner_that_falls_behind_gets_the_newest_state_instead() -> None:

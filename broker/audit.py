@@ -1,0 +1,52 @@
+"""What the records of a journal must add up to: epochs, versions, pushes, tokens. [pure]"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from narrows.broker.records import Began, Committed, Fate, Head
+from narrows.proto.messages import Epoch
+
+
+@dataclass
+class Audit:
+    """What `narrows journal audit` checks and counts."""
+
+    rounds: int = 0
+    contributions: int = 0
+    epochs: list[Epoch] = field(default_factory=list[Epoch])
+    tokens: dict[tuple[str, str, int], int] = field(default_factory=dict[tuple[str, str, int], int])
+    """Merged, by learner, incarnation and fragment."""
+    fates: dict[str, int] = field(default_factory=dict[str, int])
+    problems: list[str] = field(default_factory=list[str])
+    _pushes: set[tuple[str, str, int]] = field(default_factory=set[tuple[str, str, int]])
+    _versions: dict[int, int] = field(default_factory=dict[int, int])
+
+    def take(self, number: int, head: Head) -> None:
+        """Takes a record in."""
+        if isinstance(head, Began):
+            if self.epochs and head.epoch <= self.epochs[-1]:
+                self.problems.append(f"record {number}: epoch {head.epoch} after {self.epochs[-1]}")
+            self.epochs.append(head.epoch)
+        elif isinstance(head, Fate):
+            self.fates[head.what] = self.fates.get(head.what, 0) + 1
+        else:
+            self._round(number, head)
+
+    def _round(self, number: int, head: Committed) -> None:
+        self.rounds += 1
+        before = self._versions.get(head.fragment, head.version - 1)
+        if head.version != before + 1:
+            text = f"record {number}: version {head.version} of fragment {head.fragment}"
+            self.problems.append(f"{text} after {before}")
+        self._versions[head.fragment] = head.version
+        if abs(sum(each.weight for each in head.contributors) - 1) > 1e-9:
+            self.problems.append(f"record {number}: weights do not sum to 1")
+        for each in head.contributors:
+            self.contributions += 1
+            push = each.learner, each.incarnation, each.push_id
+            if push in self._pushes:
+                self.problems.append(f"record {number}: push {push} is merged a second time")
+            self._pushes.add(push)
+            account = each.learner, each.incarnation, head.fragment
+            self.tokens[account] = self.tokens.get(account, 0) + each.tokens

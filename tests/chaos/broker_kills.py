@@ -1,0 +1,252 @@
+"""A real broker, killed hundreds of times under load; what learners saw must all still be there.
+
+`python tests/chaos/broker_kills.py 500` prints the numbers (make chaos-broker). The learners are
+threads of this process with real sockets; they live through every kill.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import IO
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from running import LAYOUT, ToyHost, vector
+
+from narrows.broker.audit import Audit
+from narrows.broker.config import BrokerConfig
+from narrows.broker.crash_points import NAMES, VARIABLE
+from narrows.broker.history import model_digest, opened
+from narrows.broker.records import Committed
+from narrows.broker.replay import read, recover
+from narrows.learner.client import Client
+from narrows.proto.config import override
+
+LEARNERS = ("a", "b", "c")
+STEP_S = 0.004
+PATIENCE_S = 60.0
+SETTINGS = {
+    "fragments.count": "2",
+    "fragments.sync_period_steps": "4",
+    "broker.beat_s": "0.05",
+    "broker.checkpoint_versions": "40",
+    "broker.journal_keep": "true",
+    "broker.journal_segment": "65536",
+    "run.max_offline": "0",
+}
+
+
+@dataclass
+class Result:
+    """What the kills did, and what was found afterwards."""
+
+    kills: int = 0
+    kills_by_place: dict[str, int] = field(default_factory=dict[str, int])
+    versions_seen: int = 0
+    """Different (fragment, version) that some learner installed."""
+    versions_lost: int = 0
+    """Seen, but not in the journal, or there with another digest."""
+    pushes_merged_twice: int = 0
+    rounds: int = 0
+    lives: int = 0
+    final_equals_replay: bool = False
+    problems: list[str] = field(default_factory=list[str])
+    restart_to_merge_s: float = 0.0
+    """Median time from the start of a process to the next version that a learner installed."""
+    steps: int = 0
+    steps_per_s: float = 0.0
+    seconds: float = 0.0
+
+
+class Learners:
+    """Threads that train toys until they are told to stop."""
+
+    def __init__(self, address: str, folder: Path) -> None:
+        self.steps = 0
+        self.errors: list[BaseException] = []
+        self.seen_files = [folder / f"{name}.jsonl" for name in LEARNERS]
+        self._stop = threading.Event()
+        self._clients: list[Client] = []
+        self._threads = [
+            threading.Thread(target=self._train, args=(address, name, seed, path))
+            for seed, (name, path) in enumerate(zip(LEARNERS, self.seen_files, strict=True))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _train(self, address: str, name: str, seed: int, path: Path) -> None:
+        host = ToyHost(vector(seed))
+        try:
+            learner = Client(
+                broker=address, name=name, layout=LAYOUT, frozen_digest=0, host=host,
+                join_timeout_s=PATIENCE_S, events=path,
+            )  # fmt: skip
+            learner.start()
+            self._clients.append(learner)
+            while not self._stop.wait(STEP_S):
+                host.step(0.01)
+                host.x += np.float32(0.01)  # Never at rest: every push says something.
+                learner.boundary(10, 1.0)
+                self.steps += 1
+            learner.abort()
+        except BaseException as error:
+            self.errors.append(error)
+
+    def installed(self) -> int:
+        """Sum of the newest versions held, over learners and fragments."""
+        return sum(sum(c.background.session.links.held) for c in list(self._clients))
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def free_ports() -> int:
+    """A port with two free ones after it."""
+    while True:
+        with socket.socket() as first:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+        try:
+            for number in (port, port + 1, port + 2):
+                with socket.socket() as each:
+                    each.bind(("127.0.0.1", number))
+        except (OSError, OverflowError):
+            continue
+        return port
+
+
+def start(folder: Path, port: int, log: IO[bytes], crash_at: str) -> subprocess.Popen[bytes]:
+    settings = [part for key, value in SETTINGS.items() for part in ("--set", f"{key}={value}")]
+    command = [
+        sys.executable, "-m", "narrows", "broker", "--listen", f"tcp://127.0.0.1:{port}",
+        "--state-dir", str(folder / "state"), *settings,
+    ]  # fmt: skip
+    one = dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+    environment = os.environ | one | ({VARIABLE: crash_at} if crash_at else {})
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def run(kills: int, seed: int, folder: Path, *, quiet: bool = True) -> Result:
+    """Kills a broker so many times, at named places and at random instants."""
+    rng, result, places = random.Random(seed), Result(), Counter[str]()
+    port, began = free_ports(), time.monotonic()
+    waits: list[float] = []
+    with (folder / "broker.log").open("ab") as log:
+        broker = start(folder, port, log, "")
+        learners = Learners(f"tcp://127.0.0.1:{port}", folder)
+        _wait_for_progress(learners, broker, 0)
+        broker.kill()
+        broker.wait()
+        for number in range(1, kills + 1):
+            last = number == kills
+            place = "" if last else rng.choice(("random", "random", *NAMES))
+            visit = rng.randint(1, 6) if place in ("checkpoint_begun", "journal_cut") else 0
+            visit = visit or rng.randint(1, 120)
+            at = f"{place}:{visit}" if place in NAMES else ""
+            before, started = learners.installed(), time.monotonic()
+            broker = start(folder, port, log, at)
+            if place in NAMES:
+                _wait_for_death(broker, rng)
+            else:
+                _wait_for_progress(learners, broker, before)
+                waits.append(time.monotonic() - started)
+                threading.Event().wait(rng.uniform(0.0, 0.5))
+            if broker.poll() is None and not last:
+                broker.kill()
+            if not last:
+                broker.wait()
+                places[place] += 1
+                result.kills += 1
+            if not quiet and number % 25 == 0:
+                print(f"{number} of {kills}, {time.monotonic() - began:.0f} s", flush=True)
+        result.seconds = time.monotonic() - began
+        broker.send_signal(signal.SIGTERM)
+        assert broker.wait(30) == 0, "the broker did not stop in order"
+        learners.stop()
+    result.steps, result.kills_by_place = learners.steps, dict(places)
+    result.steps_per_s = learners.steps / result.seconds
+    result.restart_to_merge_s = median(waits)
+    result.problems += [str(error) for error in learners.errors]
+    check(folder, learners.seen_files, result)
+    return result
+
+
+def _wait_for_progress(learners: Learners, broker: subprocess.Popen[bytes], before: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while learners.installed() <= before or learners.installed() == 0:
+        assert broker.poll() is None, f"the broker ended with {broker.returncode}"
+        assert not learners.errors, learners.errors
+        assert time.monotonic() < deadline, "no new version"
+        threading.Event().wait(0.01)
+
+
+def _wait_for_death(broker: subprocess.Popen[bytes], rng: random.Random) -> None:
+    """A place that is visited too rarely is not waited for for ever."""
+    try:
+        broker.wait(rng.uniform(2.0, 4.0))
+    except subprocess.TimeoutExpired:
+        return
+
+
+def check(folder: Path, seen_files: list[Path], result: Result) -> None:
+    """Compares the journal with what learners saw, and its replay with the last checkpoint."""
+    seen: dict[tuple[int, int], set[str]] = {}
+    for path in seen_files:
+        for line in path.read_text().splitlines():
+            told = json.loads(line)
+            if told.get("event") == "installed":
+                key = told["fragment"], told["version"]
+                seen.setdefault(key, set()).add(told["digest"])
+    result.versions_seen = len(seen)
+    audit, committed = Audit(), dict[tuple[int, int], str]()
+    with opened(folder / "state") as (state_dir, journal):
+        assert journal is not None
+        oldest, newest = state_dir.load_oldest(), state_dir.load()
+        assert oldest is not None and newest is not None
+        for state, fragment in zip(oldest.fragments, range(9), strict=False):
+            committed[fragment, state.version] = f"{state.digest:016x}"
+        for number, head, _ in read(journal, oldest.journal + 1):
+            audit.take(number, head)
+            if isinstance(head, Committed):
+                committed[head.fragment, head.version] = f"{head.digests[2]:016x}"
+        config = override(BrokerConfig(), {"fragments.count": 2})
+        again, as_run = recover(config, oldest, journal), recover(config, newest, journal)
+    result.versions_lost = sum(digests != {committed.get(key)} for key, digests in seen.items())
+    result.pushes_merged_twice = sum("second time" in problem for problem in audit.problems)
+    result.rounds, result.lives = audit.rounds, len(audit.epochs)
+    result.problems += audit.problems
+    result.final_equals_replay = model_digest(again.model) == model_digest(as_run.model)
+
+
+def main(kills: int, seed: int) -> int:
+    """Exit code 0 if nothing was lost."""
+    logging.getLogger("narrows").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        result = run(kills, seed, Path(folder), quiet=False)
+    for name, value in asdict(result).items():
+        print(f"{name:22s} {value}")
+    is_well = result.final_equals_replay and not result.versions_lost and not result.problems
+    print("nothing was lost" if is_well else "SOMETHING WAS LOST")
+    return 0 if is_well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1))
