@@ -1,4 +1,4 @@
-"""What the records of a journal must add up to: epochs, versions, pushes, tokens. [pure]"""
+"""What the records of a journal must add up to: epochs, versions, pushes, tokens."""
 
 from __future__ import annotations
 

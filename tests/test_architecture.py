@@ -39,7 +39,6 @@ LAYERS = {
 #: arguments and return what is to be done, so the simulator runs the very code that runs for real.
 PURE = (
     "broker/admission.py",
-    "broker/audit.py",
     "broker/config.py",
     "broker/events.py",
     "broker/founding.py",
