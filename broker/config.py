@@ -57,8 +57,8 @@ class BrokerSection(Section):
     journal_keep: bool = False
     """Keep all of it, and the first checkpoint, for `narrows journal replay`; else it is cut back
     to the older of the two checkpoints that are kept."""
-    journal_segment: Annotated[Amount, Range(1 << 16, 1 << 40)] = 256 << 20
-    """Bytes per file of the journal."""
+    journal_segment: Annotated[Amount, Range(1 << 12, 1 << 40)] = 64 << 20
+    """Bytes per file of the journal; a broker takes the room of one at its start."""
     beat_s: Annotated[float, Range(0.01, 60)] = 1.0
     """Seconds between two beats to each learner. Beats repeat the state, so one that is lost costs
     this much delay."""
