@@ -71,3 +71,32 @@ def bench_loop(
     from narrows.bench.loop import run_loop_bench
 
     run_loop_bench(learners=learners, params=params, seconds=seconds, json_file=json)
+
+
+@bench.command(name="journal")
+def bench_journal(
+    *,
+    folder: Path | None = None,
+    params: int = 1 << 26,
+    learners: int = 8,
+    rounds: int = 40,
+    json: Path | None = None,
+) -> None:
+    """Measure what the journal costs: rounds per second, bytes, delay of the publications.
+
+    Parameters
+    ----------
+    folder
+        Folder on the disk to measure (default: the one for temporary files).
+    params
+        Parameters of the model.
+    learners
+        Contributions per round.
+    rounds
+        Rounds per mode (off, merged, full).
+    json
+        File for the rows.
+    """
+    from narrows.bench.journal import run_journal_bench
+
+    run_journal_bench(folder, json, params=params, learners=learners, rounds=rounds)

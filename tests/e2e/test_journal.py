@@ -1,0 +1,306 @@
+"""A run's journal: recovered, audited, replayed, exported; and disks that fail while it serves."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from running import LAYOUT, ToyHost, broker_config, client, live_broker, train, vector, wait_until
+from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
+
+from narrows.broker.audit import Audit
+from narrows.broker.checkpoint import StateDir
+from narrows.broker.epoch import begin_epoch
+from narrows.broker.files import DirectoryFiles
+from narrows.broker.history import Changes, audit, export_model, model_digest, opened, replay, show
+from narrows.broker.model import GlobalModel
+from narrows.broker.replay import read
+from narrows.broker.service import Service
+from narrows.proto.errors import ConfigError, NarrowsError
+
+
+def run_to_its_goal(folder: Path, **flags: object) -> Path:
+    """The state directory of a run of two learners that has ended."""
+    settings: dict[str, object] = {
+        "run__goal_tokens": 300,
+        "run__learners_at_start": 2,
+        "fragments__sync_period_steps": 6,
+        "merge__quorum": 2,
+        "broker__journal_segment": 65536,
+        "broker__checkpoint_versions": 8,
+        **flags,
+    }
+    with live_broker(broker_config(folder, **settings)) as service:
+        hosts = {"a": ToyHost(vector(1)), "b": ToyHost(vector(2))}
+        train(service, hosts, rate=0.05, step_s=0.003)
+    return folder / "state"
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_to_its_goal(tmp_path_factory.mktemp("ended"), broker__journal_keep=True)
+
+
+def test_a_replay_gives_the_model_of_the_run(
+    ended: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replay(ended, Changes())
+    told = capsys.readouterr().out
+    assert "every digest as it was" in told and "equal to the newest checkpoint" in told
+
+
+def test_a_replay_under_another_merge_says_from_where_on_it_differs(
+    ended: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replay(ended, Changes(merge="avg"))
+    told = capsys.readouterr().out
+    assert "different from record" in told and "version 1 of fragment" in told
+    replay(ended, Changes(merge="rda"))
+    assert "no difference" in capsys.readouterr().out
+    replay(ended, Changes(rate=0.1))
+    assert "different from record" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="avg or rda"):
+        replay(ended, Changes(merge="median"))
+
+
+def test_the_audit_finds_nothing_wrong_and_what_is_made_wrong(
+    ended: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    audit(ended)
+    assert "every push at most once" in capsys.readouterr().out
+    found = Audit()
+    with opened(ended) as (_, journal):
+        assert journal is not None
+        heads = [head for _, head, _ in read(journal, journal.first)]
+    for head in [*heads, heads[-1]]:
+        found.take(0, head)
+    assert found.fates["joined"] == 2 and len(found.epochs) == 1
+    rounds = [head for head in heads if hasattr(head, "contributors")]
+    found.take(1, rounds[-1])
+    assert any("second time" in problem for problem in found.problems)
+
+
+def test_the_journal_can_be_read(ended: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show(ended)
+    told = capsys.readouterr().out
+    assert "epoch 1.1 begins" in told and "a joined" in told
+    assert "fragment 0 version 1 from a 50%, b 50%" in told
+
+
+def test_an_export_has_the_names_of_the_tensors(ended: Path, tmp_path: Path) -> None:
+    export_model(ended, tmp_path / "model.safetensors")
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {name: array.shape for name, array in tensors.items()} == {
+        entry.name: entry.shape for entry in LAYOUT
+    }
+    target = (vector(1) + vector(2)) / 2
+    start = float(np.abs(target).mean())
+    flat = np.concatenate([array.reshape(-1) for array in tensors.values()])
+    assert float(np.abs(flat - target).mean()) < 0.7 * start
+
+
+def test_what_is_no_state_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no state directory"):
+        audit(tmp_path / "missing")
+    with pytest.raises(ConfigError, match="holds no run"):
+        audit(tmp_path)
+
+
+# Recovery.
+
+
+def vanish(service: Service) -> None:
+    """Ends a broker as SIGKILL would: without a last checkpoint."""
+    service.syncer.scheduler.halted = True
+    rounds = service.syncer.state.rounds
+    wait_until(lambda: not any(r.merging for r in list(rounds.values())), "merges to be over")
+    service.syncer.lifecycle.checkpoint_sum = service.syncer.state.version_sum
+    service.stop("gone")
+
+
+def models(folder: Path, **flags: object) -> tuple[str, str, int]:
+    """The digest of the model in a broker that ends without a word, that of the one which comes
+    after it, and how many rounds that one took from the journal."""
+    config = broker_config(
+        folder, fragments__sync_period_steps=4, broker__journal_segment=65536,
+        broker__checkpoint_versions=1000, **flags,
+    )  # fmt: skip
+    with live_broker(config) as service:
+        stop = threading.Event()
+        host = ToyHost(vector(3))
+        learner = client(service, "a", host)
+        learner.start()
+        while service.syncer.state.version_sum < 9 and not stop.wait(0.003):
+            host.step(0.1)
+            learner.boundary(1, 0.0)
+        learner.abort()
+        assert service.jobs.model is not None
+        vanish(service)
+    before: GlobalModel = service.jobs.model
+    with StateDir.open(Path(config.broker.state_dir)) as state_dir:
+        begun = begin_epoch(config, state_dir, now=0.0)
+        begun.close()
+    assert begun.model is not None
+    replayed = sum(state.version for state in begun.model.fragments)
+    return model_digest(before), model_digest(begun.model), replayed
+
+
+@pytest.mark.parametrize("mode", ["full", "merged"])
+@pytest.mark.parametrize("codec", ["int4-zstd", "auto", "raw32"])
+def test_a_restart_has_every_bit(mode: str, codec: str, tmp_path: Path) -> None:
+    before, after, replayed = models(
+        tmp_path, broker__journal=mode, codec__push=codec, codec__publish=codec
+    )
+    assert replayed >= 9
+    assert before == after
+
+
+def test_rounds_of_a_journal_outlive_its_being_switched_off(tmp_path: Path) -> None:
+    config = broker_config(tmp_path, broker__journal="off")
+    before, after, replayed = models(tmp_path)
+    assert before == after and replayed >= 9
+    with StateDir.open(Path(config.broker.state_dir)) as state_dir:
+        begun = begin_epoch(config, state_dir, now=0.0)
+    assert begun.journal is None and begun.model is not None
+    assert model_digest(begun.model) == before
+
+
+def test_without_a_journal_the_first_learner_tells_what_was_lost(tmp_path: Path) -> None:
+    config = broker_config(
+        tmp_path, fragments__sync_period_steps=4, broker__journal="off",
+        broker__checkpoint_versions=1000,
+    )  # fmt: skip
+    with live_broker(config) as service:
+        port = service.wires.address.rpartition(":")[2]
+        host = ToyHost(vector(3))
+        learner = client(service, "a", host)
+        learner.start()
+        while sum(learner.background.session.links.held) < 6:
+            host.step(0.1)
+            learner.boundary(1, 0.0)
+            threading.Event().wait(0.003)
+        vanish(service)
+    again = broker_config(
+        tmp_path, broker__journal="off", broker__listen=f"tcp://127.0.0.1:{port}",
+        fragments__sync_period_steps=4,
+    )  # fmt: skip
+    with live_broker(again) as service:
+        wait_until(lambda: service.syncer.state.tally.history_lost, "the learner to tell")
+        learner.abort()
+
+
+# Disks that fail.
+
+
+class BadDisk:
+    """Makes every sync of the journal fail while `broken` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.broken = False
+        original = DirectoryFiles.write
+
+        def write(files: DirectoryFiles, handle: int, parts: Sequence[bytes | memoryview]) -> None:
+            if self.broken:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            original(files, handle, parts)
+
+        monkeypatch.setattr(DirectoryFiles, "write", write)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> BadDisk:
+    monkeypatch.setattr("narrows.broker.commits.RETRY_S", 0.05)
+    return BadDisk(monkeypatch)
+
+
+class Training:
+    """One learner that goes on, whatever the broker does."""
+
+    def __init__(self, service: Service) -> None:
+        self.host, self.steps = ToyHost(vector(3)), 0
+        self._stop = threading.Event()
+        self.learner = client(service, "a", self.host)
+        self.learner.start()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.003):
+            self.host.step(0.1)
+            self.learner.boundary(1, 0.0)
+            self.steps += 1
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.learner.abort()
+
+
+@pytest.fixture
+def serving(tmp_path: Path, request: pytest.FixtureRequest) -> Generator[tuple[Service, Training]]:
+    config = broker_config(
+        tmp_path, fragments__sync_period_steps=4, broker__journal_errors=request.param
+    )
+    with live_broker(config) as service:
+        training = Training(service)
+        try:
+            wait_until(lambda: service.syncer.state.version_sum > 3, "the first versions")
+            yield service, training
+        finally:
+            training.stop()
+
+
+@pytest.mark.parametrize("serving", ["stop"], indirect=True)
+def test_on_a_full_disk_nothing_is_published_and_training_goes_on(
+    serving: tuple[Service, Training], disk: BadDisk
+) -> None:
+    service, training = serving
+    disk.broken = True
+    wait_until(lambda: service.syncer.lifecycle.journal_fails, "the failure to be noticed")
+    versions, steps = service.syncer.state.version_sum, training.steps
+    wait_until(lambda: training.steps > steps + 100, "the learner to train on")
+    assert service.syncer.state.version_sum == versions
+    disk.broken = False
+    wait_until(lambda: not service.syncer.lifecycle.journal_fails, "the disk to be used again")
+    wait_until(lambda: service.syncer.state.version_sum > versions + 4, "new versions")
+
+
+@pytest.mark.parametrize("serving", ["serve"], indirect=True)
+def test_serving_on_is_a_setting(serving: tuple[Service, Training], disk: BadDisk) -> None:
+    service, _ = serving
+    disk.broken = True
+    wait_until(lambda: service.syncer.lifecycle.journal_fails, "the failure to be noticed")
+    versions = service.syncer.state.version_sum
+    wait_until(lambda: service.syncer.state.version_sum > versions + 4, "new versions")
+    disk.broken = False
+    wait_until(lambda: not service.syncer.lifecycle.journal_fails, "the disk to be used again")
+
+
+@pytest.mark.parametrize("serving", ["stop"], indirect=True)
+def test_a_broker_on_a_full_disk_can_be_stopped(
+    serving: tuple[Service, Training], disk: BadDisk, tmp_path: Path
+) -> None:
+    service, _ = serving
+    disk.broken = True
+    wait_until(lambda: service.syncer.lifecycle.journal_fails, "the failure to be noticed")
+    versions = service.syncer.state.versions
+    service.stop("the test wants it")
+    wait_until(lambda: service.syncer.lifecycle.finished, "the broker to end")
+    disk.broken = False
+    wait_until(lambda: service._closed, "it to be closed")  # pyright: ignore[reportPrivateUsage]
+    with opened(tmp_path / "state") as (state_dir, _journal):
+        snapshot = state_dir.load()
+    assert snapshot is not None
+    assert tuple(state.version for state in snapshot.fragments) == versions
+
+
+def test_a_journal_of_another_format_is_refused(ended: Path, tmp_path: Path) -> None:
+    with opened(ended) as (_, journal):
+        assert journal is not None
+    with pytest.raises(NarrowsError):
+        replay(tmp_path, Changes())
