@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -89,7 +90,7 @@ def test_the_journal_can_be_read(ended: Path, capsys: pytest.CaptureFixture[str]
     show(ended)
     told = capsys.readouterr().out
     assert "epoch 1.1 begins" in told and "a joined" in told
-    assert "fragment 0 version 1 from a 50%, b 50%" in told
+    assert re.search(r"fragment 0 version 1 from a \d+%, b \d+%", told)
 
 
 def test_an_export_has_the_names_of_the_tensors(ended: Path, tmp_path: Path) -> None:
