@@ -80,6 +80,7 @@ def _start(options: DemoOptions, processes: Processes, folder: Path) -> str:
         "--set", f"run.learners_at_start={options.learners}",
         "--set", f"fragments.sync_period_steps={SYNC_PERIOD_STEPS}",
         "--set", f"run.tokens_per_run_step={options.tokens_per_step * options.learners}",
+        "--set", "broker.journal_keep=true",
     )  # fmt: skip
     for name in options.names:
         recorder = options.record is not None and name == options.names[0]

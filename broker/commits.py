@@ -6,10 +6,12 @@ comes meanwhile waits for the next.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Final
 
 from narrows.broker import events as ev
@@ -20,12 +22,41 @@ from narrows.broker.model import GlobalModel, Outcome
 from narrows.broker.state import RunState
 from narrows.proto.scales import upper_halves
 from narrows.proto.transfer import digest_of
+from narrows.proto.units import format_bytes
 
 RETRY_S: Final = 2.0
 """A journal that could not be written is tried again after so long."""
 
+PACE_ROUNDS: Final = 20
+"""Rounds after which the pace is known."""
+
+_log = logging.getLogger("narrows.broker")
+
 Chunk = tuple[int, int, bytes]
 """Offset, elements and payload as it travelled."""
+
+
+@dataclass
+class Written:
+    """Tells once what the journal takes, as soon as the pace of the run can be seen."""
+
+    rounds: int = 0
+    size_bytes: int = 0
+    began_at: float = 0.0
+
+    def add(self, size_bytes: int) -> None:
+        """A round of so many bytes is about to be written."""
+        now = time.monotonic()
+        self.began_at = self.began_at or now
+        if self.rounds == PACE_ROUNDS and now > self.began_at:
+            per_hour = self.size_bytes * 3600 / (now - self.began_at)
+            _log.info(
+                "the journal takes %s a round, about %s an hour at this pace",
+                format_bytes(self.size_bytes // self.rounds),
+                format_bytes(int(per_hour)),
+            )
+        self.rounds += 1
+        self.size_bytes += size_bytes
 
 
 class Commits:
@@ -46,9 +77,7 @@ class Commits:
         self._failing = False
         self.installed = journal.durable
         """Newest record whose version is installed; a checkpoint made now holds all up to it."""
-        self.sync_s: list[float] = []
-        """How long the last syncs took."""
-        self._kept_s = 1000
+        self._written = Written()
 
     def commit(
         self,
@@ -64,7 +93,9 @@ class Commits:
         gradients. Called on the loop's thread, which alone appends.
         """
         reach("merged")
-        number = self._append(committed(self._run, effect, outcome, model, contributions))
+        body = committed(self._run, effect, outcome, model, contributions)
+        number = self._append(body)
+        self._written.add(sum(map(len, body)))
         reach("appended")
 
         def exists() -> ev.Event:
@@ -124,13 +155,11 @@ class Commits:
         self._post(exists)
 
     def _sync(self) -> bool:
-        started = time.perf_counter()
         try:
             self._journal.sync()
         except JournalError as error:
             self._tell(str(error))
             return False
-        self.sync_s = [*self.sync_s[-self._kept_s :], time.perf_counter() - started]
         if self._failing:
             self._failing = False
             self._post(lambda: ev.JournalWorks())

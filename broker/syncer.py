@@ -202,7 +202,8 @@ class Syncer:
     def _received(self, event: ev.Received, now: float) -> list[ev.Effect]:
         message = event.message
         if isinstance(message, msg.Hello):
-            return self.admission.hello(event, now) if not self.lifecycle.stopping else []
+            answer = self.admission.hello(event, now) if not self.lifecycle.stopping else []
+            return answer + self._give_way(message)
         member = self.state.roster.by_peer(event.peer)
         if member is None:
             error = RemoteProtocolError(
@@ -240,6 +241,17 @@ class Syncer:
                 self.state.tally.refuse(error.code)
                 effects.append(ev.Send(event.peer, refusal(error)))
         return effects
+
+    def _give_way(self, hello: msg.Hello) -> list[ev.Effect]:
+        """Ends a broker that another one has replaced: two that serve would make two models."""
+        state = self.state
+        if hello.run_id != state.run_id or hello.epoch[0] <= state.epoch[0]:
+            return []
+        reason = (
+            f"a broker of term {hello.epoch[0]} serves this run now, {hello.name} has met it;"
+            f" this one is of term {state.epoch[0]}"
+        )
+        return [ev.Note("error", reason), *self.lifecycle.stop(reason)]
 
     def _report(self, member: Member, report: msg.Report, now: float) -> None:
         member.step, member.tokens = report.step, report.tokens

@@ -247,3 +247,19 @@ def test_a_resumed_run_welcomes_with_its_versions() -> None:
     # Publications of the old epoch are gone: whoever lacks one gets the state.
     publish = one(desk.say("a", msg.Fetch(0, 2)), ev.Publish)
     assert (publish.kind, publish.version) == (msg.DataKind.STATE, 3)
+
+
+def test_a_broker_that_was_replaced_stops_serving() -> None:
+    """Two brokers of one run would make two models."""
+    desk = Desk().running("a")
+    newer = hello("b", run_id=desk.state.run_id, epoch=(desk.state.epoch[0] + 1, 1))
+    effects = desk.do(ev.Received(b"b", newer))
+    assert any(
+        note.level == "error" and "serves this run" in note.text for note in only(effects, ev.Note)
+    )
+    assert {type(send.message) for send in only(effects, ev.Send)} >= {msg.Refuse, msg.Bye}
+    assert not desk.do(ev.Received(b"c", hello("c")))
+    other_run = hello("b", run_id="f" * 16, epoch=(9, 9))
+    desk = Desk().running("a")
+    desk.do(ev.Received(b"b", other_run))
+    assert not desk.syncer.lifecycle.stopping
