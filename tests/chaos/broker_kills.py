@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -81,6 +82,7 @@ class Learners:
         self.steps = 0
         self.errors: list[BaseException] = []
         self.seen_files = [folder / f"{name}.jsonl" for name in LEARNERS]
+        self.ledgers: dict[str, dict[str, int]] = {}
         self._stop = threading.Event()
         self._clients: list[Client] = []
         self._threads = [
@@ -104,6 +106,7 @@ class Learners:
                 host.x += np.float32(0.01)  # Never at rest: every push says something.
                 learner.boundary(10, 1.0)
                 self.steps += 1
+            self.ledgers[name] = learner.stats()["ledger"]
             learner.abort()
         except BaseException as error:
             self.errors.append(error)
@@ -144,8 +147,11 @@ def start(folder: Path, port: int, log: IO[bytes], crash_at: str) -> subprocess.
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
 
-def run(kills: int, seed: int, folder: Path, *, quiet: bool = True) -> Result:
-    """Kills a broker so many times, at named places and at random instants."""
+def run(
+    kills: int, seed: int, folder: Path, *, quiet: bool = True, last_life_s: float = 0.0
+) -> Result:
+    """Kills a broker `kills` - 1 times, at named places and at random instants; its last life goes
+    on for `last_life_s`."""
     rng, result, places = random.Random(seed), Result(), Counter[str]()
     port, began = free_ports(), time.monotonic()
     waits: list[float] = []
@@ -168,7 +174,7 @@ def run(kills: int, seed: int, folder: Path, *, quiet: bool = True) -> Result:
             else:
                 _wait_for_progress(learners, broker, before)
                 waits.append(time.monotonic() - started)
-                threading.Event().wait(rng.uniform(0.0, 0.5))
+                threading.Event().wait(last_life_s if last else rng.uniform(0.0, 0.5))
             if broker.poll() is None and not last:
                 broker.kill()
             if not last:
@@ -179,13 +185,14 @@ def run(kills: int, seed: int, folder: Path, *, quiet: bool = True) -> Result:
                 print(f"{number} of {kills}, {time.monotonic() - began:.0f} s", flush=True)
         result.seconds = time.monotonic() - began
         broker.send_signal(signal.SIGTERM)
-        assert broker.wait(30) == 0, "the broker did not stop in order"
+        code = broker.wait(30)
+        assert code == 0, f"it ended with {code}: {(folder / 'broker.log').read_text()[-2000:]}"
         learners.stop()
     result.steps, result.kills_by_place = learners.steps, dict(places)
     result.steps_per_s = learners.steps / result.seconds
     result.restart_to_merge_s = median(waits)
     result.problems += [str(error) for error in learners.errors]
-    check(folder, learners.seen_files, result)
+    check(folder, learners, result)
     return result
 
 
@@ -206,10 +213,10 @@ def _wait_for_death(broker: subprocess.Popen[bytes], rng: random.Random) -> None
         return
 
 
-def check(folder: Path, seen_files: list[Path], result: Result) -> None:
+def check(folder: Path, learners: Learners, result: Result) -> None:
     """Compares the journal with what learners saw, and its replay with the last checkpoint."""
     seen: dict[tuple[int, int], set[str]] = {}
-    for path in seen_files:
+    for path in learners.seen_files:
         for line in path.read_text().splitlines():
             told = json.loads(line)
             if told.get("event") == "installed":
@@ -232,8 +239,40 @@ def check(folder: Path, seen_files: list[Path], result: Result) -> None:
     result.versions_lost = sum(digests != {committed.get(key)} for key, digests in seen.items())
     result.pushes_merged_twice = sum("second time" in problem for problem in audit.problems)
     result.rounds, result.lives = audit.rounds, len(audit.epochs)
-    result.problems += audit.problems
+    result.problems += [*audit.problems, *unbalanced(audit, learners.ledgers)]
     result.final_equals_replay = model_digest(again.model) == model_digest(as_run.model)
+
+
+def unbalanced(audit: Audit, ledgers: dict[str, dict[str, int]]) -> Iterator[str]:
+    """Learners whose own account of merged tokens is not that of the journal.
+
+    What was merged last a learner may not have heard of yet: then it is pending there.
+    """
+    for name, ledger in sorted(ledgers.items()):
+        merged = sum(tokens for (who, _, _), tokens in audit.tokens.items() if who == name)
+        fates = {key: value for key, value in ledger.items() if key != "logged"}
+        if not ledger["merged"] <= merged <= ledger["merged"] + ledger["pending"]:
+            yield f"{name}: {merged} tokens merged in the journal, its ledger says {ledger}"
+        if sum(fates.values()) != 2 * ledger["logged"]:
+            yield f"{name}: not every token has one fate: {ledger}"
+
+
+def compare(kills: int, seed: int) -> int:
+    """The same training with and without kills: throughput of the learners, laws of the ledger."""
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, count in (("killed", kills + 1), ("quiet", 1)):
+            place = Path(folder) / name
+            place.mkdir()
+            last_life_s = 0.0 if results == [] else results[0].seconds
+            results.append(run(count, seed, place, last_life_s=last_life_s))
+    killed, quiet = results
+    share = killed.steps_per_s / quiet.steps_per_s
+    print(f"{killed.kills} kills in {killed.seconds:.0f} s: {share:.1%} of the steps per second")
+    print(f"from a start to the next version: {killed.restart_to_merge_s:.2f} s (median)")
+    for result in results:
+        print(f"{result.rounds} rounds, {result.versions_seen} versions seen, {result.problems}")
+    return int(any(result.problems or result.versions_lost for result in results))
 
 
 def main(kills: int, seed: int) -> int:
@@ -249,4 +288,7 @@ def main(kills: int, seed: int) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "compare":
+        logging.getLogger("narrows").setLevel(logging.ERROR)
+        sys.exit(compare(20, 1))
     sys.exit(main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1))
