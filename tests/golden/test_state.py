@@ -1,0 +1,39 @@
+"""A state directory of format 1 is readable for ever: checkpoints, journal, and both together."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from chaos.bit_flips import config_of
+
+from narrows.broker.checkpoint import StateDir
+from narrows.broker.epoch import begin_epoch
+from narrows.broker.history import Changes, audit, model_digest, replay
+
+STORED = Path(__file__).with_name("state-format-1")
+DIGEST = "5e57cc00cec35c1baadbd8ce48ead2ef"
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    path = tmp_path / "state"
+    shutil.copytree(STORED, path)
+    return path
+
+
+def test_a_broker_resumes_from_it(state: Path) -> None:
+    with StateDir.open(state) as state_dir:
+        begun = begin_epoch(config_of(state), state_dir, now=0.0)
+        begun.close()
+    assert begun.model is not None
+    assert [fragment.version for fragment in begun.model.fragments] == [6]
+    assert model_digest(begun.model) == DIGEST
+    assert begun.syncer.state.epoch == (1, 2)
+
+
+def test_it_can_be_audited_and_replayed(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    audit(state)
+    replay(state, Changes())
+    assert f"6 rounds replayed, every digest as it was\nmodel {DIGEST}" in capsys.readouterr().out
