@@ -265,7 +265,8 @@ class SimulatedBroker(Host):
         phase = msg.Phase.RUNNING if founding else state.phase
         heads = tuple(msg.FragmentHead(*head) for head in self._model)
         tokens = state.clock.run_tokens
-        snapshot = Resumed(state.layout, state.frozen_digest, heads, tokens, phase)
+        pushes = dict(state.merged_pushes)
+        snapshot = Resumed(state.layout, state.frozen_digest, heads, tokens, phase, pushes)
         failed = self._fails()
 
         def done() -> ev.Event:

@@ -227,7 +227,7 @@ class Admission:
             now,
             held=[-1] * count,
             last_merged=[
-                state.merged_pushes.get((hello.name, hello.incarnation, index), 0)
+                state.merged_pushes.get((hello.name, hello.incarnation, index), (0, 0))[0]
                 for index in range(count)
             ],
             received=[0] * state.settings.streams,
@@ -237,6 +237,11 @@ class Admission:
             state.roster.admit(member)
         except RemoteProtocolError as error:
             return self._refused(event, error)
+        state.merged_pushes = {
+            key: value
+            for key, value in state.merged_pushes.items()
+            if key[0] != hello.name or key[1] == hello.incarnation
+        }
         state.clock.keep({each.incarnation for each in state.roster})
         effects = drop_pushes(state, member.name)
         if before is not None:

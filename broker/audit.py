@@ -16,7 +16,9 @@ class Audit:
     contributions: int = 0
     epochs: list[Epoch] = field(default_factory=list[Epoch])
     tokens: dict[tuple[str, str, int], int] = field(default_factory=dict[tuple[str, str, int], int])
-    """Merged, by learner, incarnation and fragment."""
+    """Merged, by learner, incarnation and fragment; those before the journal's beginning too."""
+    lost: int = 0
+    """Versions that a life of the broker had and the next one had not."""
     fates: dict[str, int] = field(default_factory=dict[str, int])
     problems: list[str] = field(default_factory=list[str])
     _pushes: set[tuple[str, str, int]] = field(default_factory=set[tuple[str, str, int]])
@@ -28,6 +30,10 @@ class Audit:
             if self.epochs and head.epoch <= self.epochs[-1]:
                 self.problems.append(f"record {number}: epoch {head.epoch} after {self.epochs[-1]}")
             self.epochs.append(head.epoch)
+            for fragment, version in enumerate(head.versions):
+                if version < self._versions.get(fragment, version):
+                    self.lost += self._versions[fragment] - version
+                self._versions[fragment] = version
         elif isinstance(head, Fate):
             self.fates[head.what] = self.fates.get(head.what, 0) + 1
         else:
@@ -49,4 +55,10 @@ class Audit:
                 self.problems.append(f"record {number}: push {push} is merged a second time")
             self._pushes.add(push)
             account = each.learner, each.incarnation, head.fragment
-            self.tokens[account] = self.tokens.get(account, 0) + each.tokens
+            known = self.tokens.get(account)
+            if known is not None and each.merged_tokens != known + each.tokens:
+                self.problems.append(
+                    f"record {number}: {each.merged_tokens} tokens of {account} after {known}"
+                    f" and {each.tokens} more"
+                )
+            self.tokens[account] = each.merged_tokens

@@ -63,6 +63,7 @@ class StateDir:
         self.warnings: list[str] = []
         """What was found damaged and passed over; the caller tells the operator."""
         self._fd = directory_fd
+        self._journal_fd: int | None = None
         self._lock_fd = lock_fd
         self._damaged: set[int] = set()
 
@@ -86,6 +87,8 @@ class StateDir:
 
     def close(self) -> None:
         """Gives the lock back. The lock file stays: removing it would let two brokers in."""
+        if self._journal_fd is not None:
+            os.close(self._journal_fd)
         os.close(self._lock_fd)
         os.close(self._fd)
 
@@ -190,12 +193,16 @@ class StateDir:
         return "journal" in os.listdir(self._fd)
 
     def journal_directory(self) -> int:
-        """A descriptor of the folder of the journal, which is made if need be. Raises OSError."""
+        """A descriptor of the folder of the journal, which is made if need be; closed with this
+        directory. Raises OSError."""
+        if self._journal_fd is not None:
+            return self._journal_fd
         with suppress(FileExistsError):
             os.mkdir("journal", 0o700, dir_fd=self._fd)
             os.fsync(self._fd)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open("journal", flags, dir_fd=self._fd)
+        self._journal_fd = os.open("journal", flags, dir_fd=self._fd)
+        return self._journal_fd
 
     def load(self) -> Snapshot | None:
         """The newest generation that is whole, None if there is none at all.

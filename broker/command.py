@@ -50,6 +50,9 @@ def run_broker(command: BrokerCommand) -> None:
         temporary.write_text(wires.address + "\n")
         temporary.rename(command.ready_file)
     _log.info("stopped: %s", service.run())
+    if service.hangs:
+        _log.error("the disk does not answer; leaving without the journal's last records")
+        os._exit(1)
 
 
 def configuration(command: BrokerCommand) -> BrokerConfig:

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Final, NoReturn
 
 from narrows.broker import events as ev
 from narrows.broker import records
@@ -23,6 +24,9 @@ from narrows.broker.state import RunState
 from narrows.proto.scales import upper_halves
 from narrows.proto.transfer import digest_of
 from narrows.proto.units import format_bytes
+
+CLOSE_S: Final = 5.0
+"""How long the end of the process waits for the last sync."""
 
 RETRY_S: Final = 2.0
 """A journal that could not be written is tried again after so long."""
@@ -75,6 +79,9 @@ class Commits:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="narrows-journal")
         self._closing = threading.Event()
         self._failing = False
+        self._sync_waits = False
+        self.hangs = False
+        """The disk did not answer when the journal was closed."""
         self.installed = journal.durable
         """Newest record whose version is installed; a checkpoint made now holds all up to it."""
         self._written = Written()
@@ -90,32 +97,25 @@ class Commits:
         """Makes a merged round durable, then has `done` called on the loop's thread.
 
         `contributions` are codec and chunks of each contributor, none in a journal of merged outer
-        gradients. Called on the loop's thread, which alone appends.
+        gradients. Called on the loop's thread.
         """
         reach("merged")
         body = committed(self._run, effect, outcome, model, contributions)
-        number = self._append(body)
         self._written.add(sum(map(len, body)))
+        number = self._append(body)
         reach("appended")
-
-        def exists() -> ev.Event:
-            event = done()
-            if number:
-                self.installed = number
-            return event
-
-        self._thread.submit(self._make_durable, exists)
+        self._submit(lambda: self._make_durable(number, body, done))
 
     def note(self, fate: ev.Fate) -> None:
-        """Appends what became of a learner or a push; it is durable with the next round."""
-        self._append(
-            records.encode(
-                records.Fate(
-                    self._run.epoch, fate.what, fate.learner, fate.incarnation, fate.fragment,
-                    fate.push_id, fate.reason, time.time(),
-                )
-            )
+        """Appends what became of a learner or a push; it is soon durable."""
+        head = records.Fate(
+            self._run.epoch, fate.what, fate.learner, fate.incarnation, fate.fragment,
+            fate.push_id, fate.reason, time.time(),
         )  # fmt: skip
+        self._append(records.encode(head))
+        if not self._sync_waits:
+            self._sync_waits = True
+            self._submit(self._sync_fates)
 
     def cut_before(self, number: int) -> None:
         """Removes what no checkpoint needs any more."""
@@ -125,57 +125,90 @@ class Commits:
                 self._journal.cut_before(number)
                 reach("journal_cut")
             except JournalError as error:
-                self._tell(str(error))
+                _log.warning("%s", error)  # It is tried again after the next checkpoint.
 
-        self._thread.submit(work)
+        self._submit(work)
 
     def close(self) -> None:
-        """Makes durable what can be; a disk that fails is not waited for."""
+        """Makes durable what can be; a disk that does not answer is not waited for."""
         self._closing.set()
-        self._thread.submit(self._last_sync)
+        last = self._thread.submit(self._sync)
+        try:
+            last.result(CLOSE_S)
+        except TimeoutError:
+            self.hangs = True
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            return
         self._thread.shutdown(wait=True)
         self._journal.close()
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        """Runs `work` on the journal's thread; an unexpected error ends the loop, loudly."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._post(partial(_raise, error))
+
+        self._thread.submit(guarded)
 
     def _append(self, body: list[bytes | memoryview]) -> int:
         """The record's number, 0 if the queue is full: then the disk has failed for long."""
         try:
             return self._journal.append(body)
         except JournalError as error:
-            self._tell(str(error))
+            self._fails(str(error))
             return 0
 
-    def _make_durable(self, exists: Callable[[], ev.Event]) -> None:
-        """On the journal's thread."""
-        while not self._sync():
+    def _make_durable(
+        self, number: int, body: list[bytes | memoryview], done: Callable[[], ev.Event]
+    ) -> None:
+        """On the journal's thread. In the mode that serves on, a round may exist before."""
+        while True:
+            number = number or self._append(body)
+            if self._sync() and number:
+                break
             if self._serve_on:
                 break
             if self._closing.wait(RETRY_S):
                 return  # It never existed: nobody has seen it.
         reach("durable")
+
+        def exists() -> ev.Event:
+            event = done()
+            if number:
+                self.installed = number
+            return event
+
         self._post(exists)
+        if not number:
+            self._post(lambda: ev.JournalGap("its queue is full"))
+
+    def _sync_fates(self) -> None:
+        self._sync_waits = False
+        self._sync()
 
     def _sync(self) -> bool:
         try:
             self._journal.sync()
         except JournalError as error:
-            self._tell(str(error))
+            self._fails(str(error))
             return False
         if self._failing:
             self._failing = False
             self._post(lambda: ev.JournalWorks())
         return True
 
-    def _last_sync(self) -> None:
-        try:
-            self._journal.sync()
-        except JournalError as error:
-            self._tell(str(error))
-
-    def _tell(self, reason: str) -> None:
+    def _fails(self, reason: str) -> None:
         """Says so once, until it works again."""
         if not self._failing:
             self._failing = True
             self._post(lambda: ev.JournalFailed(reason))
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def committed(
@@ -199,7 +232,15 @@ def committed(
         version=effect.version,
         reason=effect.reason,
         contributors=tuple(
-            records.Contributor(c.learner, c.incarnation, c.push_id, c.tokens, c.steps, weight)
+            records.Contributor(
+                c.learner,
+                c.incarnation,
+                c.push_id,
+                c.tokens,
+                c.steps,
+                weight,
+                c.tokens + _tokens_before(run, c, effect.fragment),
+            )
             for c, weight in zip(effect.contributions, outcome.weights, strict=True)
         ),
         policy=model.policy,
@@ -207,7 +248,13 @@ def committed(
         run_tokens=run.clock.run_tokens,
         publication=records.vector_of(publication.codec, publication.rho, steps),
         contributions=tuple(vectors),
+        error_ratio=outcome.error_ratio,
         digests=(digest_of(state.global_), digest_of(state.momentum), state.digest),
         at=time.time(),
     )
     return records.encode(head, blobs)
+
+
+def _tokens_before(run: RunState, done: ev.Contributed, fragment: int) -> int:
+    """Tokens of this process that were merged into the fragment before."""
+    return run.merged_pushes.get((done.learner, done.incarnation, fragment), (0, 0))[1]

@@ -102,9 +102,9 @@ class FragmentsSection(Section):
 
     count: Annotated[int, Range(1, FRAGMENTS_MAX)] = 4
     """P. More fragments spread the traffic more evenly; each has at least one tensor's row."""
-    sync_period_steps: Annotated[int, Range(1, 1_000_000)] = 20
-    """H, inner steps between two syncs of the same fragment. Traffic falls as 1/H; the loss rises
-    slowly up to about 100."""
+    sync_period_steps: Annotated[int, Range(1, 1_000_000)] = 10
+    """H, inner steps between two syncs of the same fragment. Traffic falls as 1/H; in short runs
+    20 cost 1 to 2% of the loss more than 10 (docs/quality.md, "H and gain")."""
     overlap_steps: Annotated[int, Range(0, 1_000_000)] = 2
     """tau, inner steps that an exchange may take without holding anybody up; less than H. Above 5
     the staleness begins to cost quality (Streaming DiLoCo, arXiv 2501.18512)."""
@@ -159,8 +159,9 @@ class OuterSection(Section):
 
     optimizer: str = "nesterov"
     """nesterov or sgd."""
-    rate: Annotated[float, Range(1e-6, 10)] = 0.7
-    """Outer learning rate. sgd at 1 with one learner is that learner's own training."""
+    rate: Annotated[float, Range(1e-6, 10)] = 0.4
+    """Outer learning rate. sgd at 1 with one learner is that learner's own training. With momentum
+    0.6 and H = 10 the best of those tried (docs/quality.md, "outer": "H 10, 0.4/0.6")."""
     momentum: Annotated[float, Range(0, 0.999)] = 0.6
     """mu. The usual 0.9 over-drives when H is short: the gain of a steady direction is
     1 / (1 - mu)."""

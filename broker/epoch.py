@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
 import time
 from dataclasses import dataclass
@@ -12,15 +11,16 @@ from dataclasses import dataclass
 from narrows.broker import records
 from narrows.broker.checkpoint import Snapshot, StateDir
 from narrows.broker.config import BrokerConfig
+from narrows.broker.durable import StateError
 from narrows.broker.files import DirectoryFiles
 from narrows.broker.journal import Journal
 from narrows.broker.model import GlobalModel
-from narrows.broker.replay import History, recover
+from narrows.broker.replay import History, read, recover
 from narrows.broker.snapshot import RunRecord
 from narrows.broker.syncer import Resumed, Syncer
 from narrows.proto import messages as msg
 from narrows.proto.config import flatten
-from narrows.proto.errors import ConfigError
+from narrows.proto.errors import ConfigError, ErrorCode
 from narrows.proto.frames import digest
 
 _log = logging.getLogger("narrows.broker")
@@ -66,12 +66,19 @@ def begin_epoch(config: BrokerConfig, state_dir: StateDir, *, now: float) -> Beg
     try:
         if snapshot is not None:
             history = recover(config, snapshot, journal)
+        elif journal is not None:
+            _check_new(state_dir, journal)
         if journal is not None and config.broker.journal != "off":
             _begin_record(journal, run, history)
     except BaseException:
         if journal is not None:
             journal.close()
         raise
+    if history is not None and history.gaps:
+        _log.error(
+            "%d rounds of the journal follow some that were never written; they are lost",
+            history.gaps,
+        )
     for warning in [*state_dir.warnings, *(journal.warnings if journal is not None else [])]:
         _log.error("%s", warning)
     syncer = Syncer(
@@ -94,20 +101,30 @@ def _open_journal(config: BrokerConfig, state_dir: StateDir, run: RunRecord) -> 
     """Also for a life that writes none, if one before did: its rounds are not thrown away."""
     if config.broker.journal == "off" and not state_dir.has_journal:
         return None
-    fd = state_dir.journal_directory()
-    try:
-        return Journal.open(
-            DirectoryFiles(fd), run_id=run.run_id, segment_bytes=config.broker.journal_segment
+    return Journal.open(
+        DirectoryFiles(state_dir.journal_directory()),
+        run_id=run.run_id,
+        segment_bytes=config.broker.journal_segment,
+    )
+
+
+def _check_new(state_dir: StateDir, journal: Journal) -> None:
+    """Rounds without any checkpoint: not a new run, but one whose checkpoints are lost."""
+    if any(isinstance(head, records.Committed) for _, head, _ in read(journal, journal.first)):
+        raise StateError(
+            ErrorCode.STATE_DAMAGED,
+            f"{state_dir.path}: the journal holds rounds, but there is no checkpoint",
+            remedy="restore the checkpoints from a backup, or start with a new --state-dir",
         )
-    except BaseException:
-        os.close(fd)
-        raise
 
 
 def _begin_record(journal: Journal, run: RunRecord, history: History | None) -> None:
     if history is not None:
         journal.continue_after(history.newest)
-    began = records.Began(records.FORMAT, run.epoch, run.config_digest, time.time())
+    states = history.model.fragments if history is not None else ()
+    began = records.Began(
+        records.FORMAT, run.epoch, run.config_digest, tuple(s.version for s in states), time.time()
+    )
     journal.append(records.encode(began))
     journal.sync()
 
@@ -133,6 +150,6 @@ def _resumed(snapshot: Snapshot, history: History) -> Resumed:
         heads=tuple(msg.FragmentHead(f.version, f.digest) for f in fragments),
         run_tokens=history.run_tokens,
         phase=msg.Phase(history.phase),
-        first_kept=tuple(map(history.model.first_kept, range(len(fragments)))),
         merged_pushes=history.merged_pushes,
+        checkpoint_sum=sum(state.version for state in snapshot.fragments),
     )

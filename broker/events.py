@@ -107,6 +107,13 @@ class JournalFailed:
 
 
 @dataclass(frozen=True)
+class JournalGap:
+    """A round exists that the journal did not take."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class JournalWorks:
     """They can again."""
 
@@ -136,6 +143,7 @@ Event: TypeAlias = (
     | CheckpointWritten
     | CheckpointFailed
     | JournalFailed
+    | JournalGap
     | JournalWorks
     | StopRequested
     | DeadlineReached

@@ -183,10 +183,22 @@ def _merge_again(
     except Damaged as problem:
         raise NarrowsError(ErrorCode.STATE_DAMAGED, f"record {number}: {problem}") from problem
     params, momentum = model.step(part, merged.outer_grad)
+    _code_as_then(model, head)
     weights = tuple(each.weight for each in head.contributors)
     outcome = model.published(part, head.version, params, momentum, merged, weights)
     model.install(outcome)
     return outcome.state.digest
+
+
+def _code_as_then(model: GlobalModel, head: Committed) -> None:
+    """The publication is coded as the round's was: codec, step, cut into chunks."""
+    codec = replace(
+        model.config.codec,
+        publish=head.publication.codec,
+        publish_rho=head.publication.rho,
+        chunk_elements=max(256, head.publication.chunks[0][1]),
+    )
+    model.configure(replace(model.config, codec=codec))
 
 
 def _config(snapshot: Snapshot) -> BrokerConfig:

@@ -242,12 +242,11 @@ class Jobs:
         )
 
     def _merged_pushes(self) -> tuple[MergedPush, ...]:
-        """Of the processes that are still known: others never come back under the same id."""
-        known = {(member.name, member.incarnation) for member in self._run.roster}
         return tuple(
-            MergedPush(learner, incarnation, fragment, push_id)
-            for (learner, incarnation, fragment), push_id in self._run.merged_pushes.items()
-            if (learner, incarnation) in known
+            MergedPush(learner, incarnation, fragment, push_id, tokens)
+            for (learner, incarnation, fragment), (push_id, tokens) in sorted(
+                self._run.merged_pushes.items()
+            )
         )
 
 

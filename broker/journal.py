@@ -153,7 +153,9 @@ class Journal:
             number = self._next
             queued_bytes = self._queued_bytes + size_bytes
             # What the files hold has to be copied, however much it is.
-            if queued_bytes > self._queued_bytes_max and number > self._copied:
+            # A record that is too large for the queue must not be refused for ever.
+            is_full = self._queue and queued_bytes > self._queued_bytes_max
+            if is_full and number > self._copied:
                 raise JournalError(
                     ErrorCode.JOURNAL_FAILED, "too much waits to be written to the journal",
                     expected=f"up to {self._queued_bytes_max} bytes", got=f"{queued_bytes} bytes",

@@ -9,6 +9,9 @@ from narrows.broker.scheduler import Scheduler
 from narrows.broker.state import RunState
 from narrows.proto import messages as msg
 
+STOP_S = 20.0
+"""A process that is to stop waits so long for the disk."""
+
 RETRY_S = 10.0
 """A checkpoint that failed is tried again after so long."""
 
@@ -27,15 +30,20 @@ class Lifecycle:
     finished: bool = False
     journal_fails: bool = False
     """Merged rounds wait for the disk."""
+    checkpoint_wanted: bool = False
+    """The journal has a gap."""
+    _stop_by: float | None = None
     _durable_phase: msg.Phase | None = None
     _writing_phase: msg.Phase | None = None
     """Phase in the checkpoint that is being written, None if none is."""
     _retry_at: float | None = None
     _seen_at: float = 0.0
 
-    def resumed(self) -> None:
-        """The state is that of a checkpoint."""
-        self.checkpoint_sum, self._durable_phase = self.state.version_sum, self.state.phase
+    def resumed(self, checkpoint_sum: int | None) -> None:
+        """The state is that of a checkpoint, with the rounds of the journal after it."""
+        version_sum = self.state.version_sum
+        self.checkpoint_sum = version_sum if checkpoint_sum is None else checkpoint_sum
+        self._durable_phase = self.state.phase
         if self.state.phase is msg.Phase.ENDING:
             self.scheduler.final_due = list(range(len(self.state.heads)))
 
@@ -53,13 +61,14 @@ class Lifecycle:
         new_phase = state.phase is msg.Phase.ENDED and self._durable_phase is not state.phase
         due = grown >= state.config.broker.checkpoint_versions or new_phase
         due |= grown > 0 and (bool(self.stopping) or state.phase is msg.Phase.ENDED)
-        due |= self.checkpoint_sum < 0
+        due |= self.checkpoint_sum < 0 or self.checkpoint_wanted
         waiting = self._retry_at is not None and now < self._retry_at
         if not due or not state.heads or waiting or self._writing_phase is not None:
             return []
         if self.stopping and self._merging() and not self.journal_fails:
             return []
         self._writing_phase, self._retry_at = state.phase, None
+        self.checkpoint_wanted = False
         return [ev.WriteCheckpoint()]
 
     def checkpoint_written(self, version_sum: int) -> list[ev.Effect]:
@@ -77,7 +86,8 @@ class Lifecycle:
         self._writing_phase, self._retry_at = None, now + RETRY_S
         effects: list[ev.Effect] = [ev.Note("error", f"checkpoint failed: {reason}")]
         if self.stopping:
-            effects += self._finish(f"{self.stopping}; the newest versions are NOT on disk")
+            where = "in the journal" if self._is_journalled else "NOT on disk"
+            effects += self._finish(f"{self.stopping}; the newest versions are {where}")
         return effects
 
     # The journal.
@@ -89,12 +99,21 @@ class Lifecycle:
         text = f"the journal cannot be written: {reason}. Until it can, {meanwhile}"
         return [ev.Note("error", text)]
 
+    def journal_gap(self, reason: str) -> list[ev.Effect]:
+        """A round exists that the journal did not take: only a checkpoint makes it durable."""
+        self.checkpoint_wanted = True
+        return self.journal_failed(reason) if not self.journal_fails else []
+
+    @property
+    def _is_journalled(self) -> bool:
+        return self.state.config.broker.journal != "off" and not self.journal_fails
+
     def journal_works(self) -> list[ev.Effect]:
         self.journal_fails = False
-        return [ev.Note("info", "the journal is written again; all merged rounds are durable")]
+        return [ev.Note("info", "the journal is written again")]
 
     def next_deadline(self) -> float | None:
-        times: list[float | None] = [self._retry_at]
+        times: list[float | None] = [self._retry_at, self._stop_by]
         if self.state.phase in (msg.Phase.ENDING, msg.Phase.ENDED):
             times.append(self._last_return_at())
         return min((time for time in times if time and time > self._seen_at), default=None)
@@ -169,10 +188,16 @@ class Lifecycle:
         ]
 
     def stop_if_durable(self) -> list[ev.Effect]:
+        if not self.stopping:
+            return []
         durable = not self.state.heads or self.checkpoint_sum == self.state.version_sum
         merging = self._merging() and not self.journal_fails
-        busy = merging or self._writing_phase is not None
-        return self._finish(self.stopping) if self.stopping and durable and not busy else []
+        if durable and not merging and self._writing_phase is None:
+            return self._finish(self.stopping)
+        self._stop_by = self._stop_by or self._seen_at + STOP_S
+        if self._seen_at < self._stop_by:
+            return []
+        return self._finish(f"{self.stopping}; the disk took longer than {STOP_S:g} s")
 
     def _merging(self) -> bool:
         return any(round_.merging for round_ in self.state.rounds.values())

@@ -82,21 +82,27 @@ class GlobalModel:
         table: Sequence[Fragment],
         fragments: Sequence[FragmentState],
     ) -> None:
-        self.config = config
         self.table = tuple(table)
         self.fragments = list(fragments)
         self.policy = policy_of(config)
-        codec = config.codec
+        self.configure(config)
+        self._publications: list[dict[int, EncodedVersion]] = [{} for _ in self.table]
+
+    def configure(self, config: BrokerConfig) -> None:
+        """Takes the codec of publications from a configuration; the policy stays."""
+        self.config, codec = config, config.codec
         self._rates = [
             rate_control(codec.publish, rho=codec.publish_rho, bits=codec.publish_bits)
             for _ in self.table
         ]
-        self._publications: list[dict[int, EncodedVersion]] = [{} for _ in self.table]
 
-    def first_kept(self, fragment: int) -> int:
-        """The oldest version whose publication is kept; the next one if none is."""
-        following = self.fragments[fragment].version + 1
-        return min(self._publications[fragment], default=following)
+    def forget_publications(self) -> None:
+        """After a replay: learners that were there fetch states."""
+        self._publications = [{} for _ in self.table]
+
+    def set_rate(self, fragment: int, codec: str, rho: float) -> None:
+        """Lets the rate control of a fragment go on from where it was."""
+        self._rates[fragment].resume(codec, rho)
 
     def publication(self, fragment: int, version: int) -> EncodedVersion | None:
         """A publication that is still kept."""

@@ -33,6 +33,8 @@ class Began(_Head, frozen=True, tag="began"):
     format: int
     epoch: Epoch
     config_digest: str
+    versions: tuple[int, ...]
+    """With which it begins, by fragment; empty before version 0."""
     at: float
     """Seconds since 1970, of this and every record; for people."""
 
@@ -60,6 +62,8 @@ class Contributor(Struct, frozen=True, forbid_unknown_fields=True):
     tokens: int
     steps: int
     weight: float
+    merged_tokens: int
+    """Of this process into this fragment, this push included."""
 
 
 class Vector(Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,6 +91,8 @@ class Committed(_Head, frozen=True, tag="committed"):
     publication: Vector
     contributions: tuple[Vector, ...]
     """Empty in a journal of merged outer gradients."""
+    error_ratio: float
+    """Of the publication, for its rate control; see transfer.error_ratio."""
     digests: tuple[int, int, int]
     """xxh3_64 of global parameters, momentum and published copy."""
     at: float

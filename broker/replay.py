@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from narrows.broker.journal import Journal
 from narrows.broker.merge import Contribution, Merged
 from narrows.broker.model import EncodedVersion, GlobalModel, Outcome
 from narrows.broker.records import Committed, Head, decode, payloads
+from narrows.broker.state import MergedPushes
 from narrows.proto.chunk import DecodedChunk
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.fragments import Fragment, build_table
@@ -25,6 +27,9 @@ from narrows.proto.frames import digest
 from narrows.proto.messages import Epoch, Phase
 from narrows.proto.scales import widened
 from narrows.proto.transfer import EncodedChunk, advance_copy, decode_chunk, digest_of
+
+PHASES: Final = tuple(Phase)
+"""In the order in which a run goes through them."""
 
 
 @dataclass
@@ -34,13 +39,14 @@ class History:
     model: GlobalModel
     phase: Phase
     run_tokens: int
-    merged_pushes: dict[tuple[str, str, int], int]
-    """Last merged push by learner, incarnation and fragment."""
+    merged_pushes: MergedPushes
     epoch: Epoch
     replayed: int = 0
     """Rounds that came from the journal."""
     newest: int = 0
     """The newest record that was read."""
+    gaps: int = 0
+    """Rounds that follow one which was published and never written (journal_errors = "serve")."""
 
 
 def recover(config: BrokerConfig, snapshot: Snapshot, journal: Journal | None) -> History:
@@ -50,7 +56,10 @@ def recover(config: BrokerConfig, snapshot: Snapshot, journal: Journal | None) -
     """
     table = build_table(snapshot.layout, snapshot.fragment_count)
     model = GlobalModel(config, table, snapshot.fragments)
-    merged = {(p.learner, p.incarnation, p.fragment): p.push_id for p in snapshot.merged_pushes}
+    merged = {
+        (p.learner, p.incarnation, p.fragment): (p.push_id, p.tokens)
+        for p in snapshot.merged_pushes
+    }
     history = History(
         model, snapshot.phase, snapshot.run_tokens, merged, snapshot.epoch, 0, snapshot.journal
     )
@@ -62,6 +71,7 @@ def recover(config: BrokerConfig, snapshot: Snapshot, journal: Journal | None) -
         if isinstance(head, Committed):
             apply(history, head, blobs, number)
     model.policy = own
+    model.forget_publications()
     return history
 
 
@@ -83,18 +93,25 @@ def apply(history: History, head: Committed, blobs: memoryview, number: int) -> 
     version = model.fragments[head.fragment].version
     if head.version <= version:
         return
+    if head.version > version + 1 and model.config.broker.journal_errors == "serve":
+        history.gaps += 1
+        return
     if head.version != version + 1:
         raise _damaged(number, f"version {head.version} of fragment {head.fragment}", version + 1)
     try:
         outcome = outcome_of(model, head, blobs)
     except (Damaged, RemoteProtocolError) as problem:
         raise _damaged(number, str(problem)) from problem
+    model.set_rate(head.fragment, head.publication.codec, head.publication.rho)
     model.install(outcome)
-    history.phase, history.run_tokens = head.phase, head.run_tokens
+    # A round may have been under way when the clock or the phase went on.
+    history.phase = max(history.phase, head.phase, key=PHASES.index)
+    history.run_tokens = max(history.run_tokens, head.run_tokens)
     history.epoch = max(history.epoch, head.epoch)
     history.replayed += 1
     for done in head.contributors:
-        history.merged_pushes[done.learner, done.incarnation, head.fragment] = done.push_id
+        key = done.learner, done.incarnation, head.fragment
+        history.merged_pushes[key] = done.push_id, done.merged_tokens
 
 
 def outcome_of(model: GlobalModel, head: Committed, blobs: memoryview) -> Outcome:
@@ -120,7 +137,7 @@ def outcome_of(model: GlobalModel, head: Committed, blobs: memoryview) -> Outcom
     )
     state = FragmentState(head.version, digests[2], params, momentum, published)
     weights = tuple(each.weight for each in head.contributors)
-    return Outcome(head.fragment, state, publication, 0.0, merged, weights)
+    return Outcome(head.fragment, state, publication, head.error_ratio, merged, weights)
 
 
 def merged_of(

@@ -216,6 +216,10 @@ class Scheduler:
 
     def _start_merge(self, round_: Round, decision: Decision, now: float) -> list[ev.Effect]:
         effects = self._count_missed(round_, now)
+        effects += [
+            ev.Fate("expired", name, push.incarnation, round_.fragment, push.push_id)
+            for name, push in sorted(round_.incoming.items())
+        ]
         handles = round_.close()
         if handles:
             effects.append(ev.Drop(handles))
@@ -267,7 +271,9 @@ class Scheduler:
             if member is not None and member.incarnation == done.incarnation:
                 member.last_merged[index] = done.push_id
                 member.contributions += 1
-            state.merged_pushes[done.learner, done.incarnation, index] = done.push_id
+            key = done.learner, done.incarnation, index
+            tokens = state.merged_pushes.get(key, (0, 0))[1] + done.tokens
+            state.merged_pushes[key] = done.push_id, tokens
         effects: list[ev.Effect] = [
             ev.Publish(member.name, index, event.version, member.last_merged[index])
             for member in state.roster.connected()

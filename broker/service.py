@@ -98,6 +98,11 @@ class Service:
         finally:
             self._close()
 
+    @property
+    def hangs(self) -> bool:
+        """A disk that does not answer keeps a thread busy: only `os._exit` ends the process."""
+        return self.commits is not None and self.commits.hangs
+
     def stop(self, reason: str) -> None:
         """Asks the loop to end in order; safe from signal handlers and other threads."""
         self._later(lambda: self._handle_event(ev.StopRequested(reason)))

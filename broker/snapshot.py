@@ -63,12 +63,13 @@ class FragmentEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MergedPush(Struct, frozen=True, forbid_unknown_fields=True):
-    """The last push of a learner's process that is merged into a fragment."""
+    """The last push of a learner's process that is merged into a fragment, and all its tokens."""
 
     learner: str
     incarnation: str
     fragment: int
     push_id: int
+    tokens: int
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):

@@ -6,6 +6,7 @@ Nothing here decides anything; `syncer`, `admission` and `intake` do.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from narrows.broker import events as ev
 from narrows.broker.config import BrokerConfig
@@ -17,6 +18,9 @@ from narrows.proto import messages as msg
 from narrows.proto.errors import NarrowsError
 from narrows.proto.fragments import Fragment
 from narrows.proto.schedule import first_step, is_lockstep, snapshot_step
+
+MergedPushes: TypeAlias = dict[tuple[str, str, int], tuple[int, int]]
+"""Last merged push, and tokens of all merged ones, by learner, incarnation and fragment."""
 
 
 @dataclass
@@ -39,10 +43,8 @@ class RunState:
     """Newest version and digest per fragment; empty while founding."""
     first_kept: list[int] = field(default_factory=list[int])
     """First version published in this epoch, per fragment: older ones cannot be resent."""
-    merged_pushes: dict[tuple[str, str, int], int] = field(
-        default_factory=dict[tuple[str, str, int], int]
-    )
-    """Last merged push by (learner, incarnation, fragment), from all lives of the broker."""
+    merged_pushes: MergedPushes = field(default_factory=dict[tuple[str, str, int], tuple[int, int]])
+    """From all lives of the broker, of the newest process of each name."""
     rounds: dict[int, Round] = field(default_factory=dict[int, Round])
     """Open rounds by fragment."""
     epoch_resumed: bool = False

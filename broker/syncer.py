@@ -7,7 +7,6 @@ run is). Events come in with `now`, effects go out in order; no sockets, tensors
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from narrows.broker import events as ev
@@ -18,7 +17,7 @@ from narrows.broker.intake import Intake
 from narrows.broker.lifecycle import Lifecycle
 from narrows.broker.members import Liveness, Member, Roster
 from narrows.broker.scheduler import Scheduler
-from narrows.broker.state import RunState, drop_pushes, refusal
+from narrows.broker.state import MergedPushes, RunState, drop_pushes, refusal
 from narrows.broker.tally import Tally
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
@@ -38,12 +37,9 @@ class Resumed:
     heads: tuple[msg.FragmentHead, ...]
     run_tokens: int
     phase: msg.Phase
-    first_kept: tuple[int, ...] = ()
-    """Oldest publication that can be sent again, per fragment; empty: none."""
-    merged_pushes: Mapping[tuple[str, str, int], int] = field(
-        default_factory=dict[tuple[str, str, int], int]
-    )
-    """Last merged push by learner, incarnation and fragment."""
+    merged_pushes: MergedPushes = field(default_factory=dict[tuple[str, str, int], tuple[int, int]])
+    checkpoint_sum: int | None = None
+    """Sum of the versions in the checkpoint; None: that of `heads`."""
 
 
 class Syncer:
@@ -107,6 +103,8 @@ class Syncer:
                 effects = self.lifecycle.checkpoint_failed(reason, now)
             case ev.JournalFailed(reason):
                 effects = self.lifecycle.journal_failed(reason)
+            case ev.JournalGap(reason):
+                effects = self.lifecycle.journal_gap(reason)
             case ev.JournalWorks():
                 effects = self.lifecycle.journal_works()
             case ev.StopRequested(reason):
@@ -337,7 +335,6 @@ class Syncer:
         state.heads = list(resumed.heads)
         state.clock.run_tokens = resumed.run_tokens
         state.phase, state.epoch_resumed = resumed.phase, True
-        nothing_kept = tuple(head.version + 1 for head in resumed.heads)
-        state.first_kept = list(resumed.first_kept or nothing_kept)
+        state.first_kept = [head.version + 1 for head in resumed.heads]
         state.merged_pushes = dict(resumed.merged_pushes)
-        self.lifecycle.resumed()
+        self.lifecycle.resumed(resumed.checkpoint_sum)

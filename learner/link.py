@@ -295,7 +295,14 @@ class Link:
 
     def _new_epoch(self, head: msg.FragmentHead) -> list[ev.Effect]:
         """Compares with the restarted broker: another history means going back to its version."""
-        effects = [*self.settle(merged=False), *self.forget_all()]
+        push = self.push
+        # It may have been merged just before the end: the state of that version will say.
+        may_be_merged = (
+            push is not None and push.merged is None
+            and self.held < head.version and push.announced.base_version < head.version
+        )  # fmt: skip
+        effects = [] if may_be_merged else self.settle(merged=False)
+        effects += self.forget_all()
         self.applying, self.round, self.answered = None, None, (-1, -1)
         self.known = head.version
         if self.held == head.version and self.held_digest == head.digest:
@@ -305,7 +312,7 @@ class Link:
         if head.version < self.adopted or self.held >= head.version:
             self.account.roll_back(head.version)
             self.fallen_back, self.push = True, None
-        elif self.push is not None and not self.push.merged:
+        elif self.push is not None and not self.push.merged and not may_be_merged:
             self.push = None
         # Even a newer history may have left ours before our version: take the whole state.
         self.held, self.fresh = -1, False

@@ -71,6 +71,12 @@ class RateControl:
         error = min(max(bits_per_param - self.target_bits, -1.0), 1.0)
         self.set_rho(self.rho * 2.0 ** (GAIN * error))
 
+    def resume(self, codec: str, rho: float) -> None:
+        """Goes on from a step that was used before; a fixed one stays as it is."""
+        if self.target_bits is not None and codec in codecs_of(AUTO):
+            self.is_wide |= codec == FINE and rho > COARSE_ABOVE
+            self.codec, self.rho = codec, rho
+
     def set_rho(self, rho: float) -> None:
         """The step, within bounds, and the codec that suits it."""
         self.rho = min(max(rho, self.rho_floor, RHO_MIN), RHO_MAX)

@@ -20,13 +20,14 @@ from narrows.broker.commits import committed
 from narrows.broker.config import BrokerConfig, load_config
 from narrows.broker.durable import StateError
 from narrows.broker.epoch import begin_epoch
-from narrows.broker.events import Contributed, StartMerge
+from narrows.broker.events import Contributed, Note, Received, StartMerge
 from narrows.broker.files import DirectoryFiles
 from narrows.broker.history import model_digest
 from narrows.broker.journal import Journal
 from narrows.broker.model import GlobalModel, version_zero
 from narrows.broker.records import FORMAT, Began, encode
 from narrows.broker.syncer import Syncer
+from narrows.learner.dialing import Identity
 from narrows.proto.chunk import DecodedChunk
 from narrows.proto.errors import NarrowsError
 from narrows.proto.fragments import build_table
@@ -66,7 +67,7 @@ def make(path: Path) -> State:
         run = state_dir.begin_epoch("0" * 16, "0" * 16)
         files = DirectoryFiles(state_dir.journal_directory())
         journal = Journal.open(files, run_id=run.run_id, segment_bytes=SEGMENT_BYTES)
-        journal.append(encode(Began(FORMAT, run.epoch, run.config_digest, 0.0)))
+        journal.append(encode(Began(FORMAT, run.epoch, run.config_digest, (), 0.0)))
         journal.sync()
         syncer = Syncer(config, run_id=run.run_id, epoch=run.epoch, now=0.0)
         syncer.state.phase = Phase.RUNNING
@@ -108,6 +109,10 @@ def _round(
     journal.append(committed(syncer.state, effect, outcome, model, travelled))
     journal.sync()
     model.install(outcome)
+    for done in contributed:
+        key = done.learner, done.incarnation, 0
+        tokens = syncer.state.merged_pushes.get(key, (0, 0))[1] + done.tokens
+        syncer.state.merged_pushes[key] = done.push_id, tokens
 
 
 def fate_of(state: State) -> str:
@@ -127,10 +132,18 @@ def fate_of(state: State) -> str:
     digest = model_digest(begun.model)
     if digest == state.digests[-1]:
         return "detected: another copy was taken" if loud.warned else "harmless"
-    if digest in state.digests:
-        # The learners hold newer versions: the first one to join says so (history_lost).
-        return "last rounds gone, warned" if loud.warned else "last rounds gone, learners tell"
-    return "SILENT"
+    if digest not in state.digests:
+        return "SILENT"
+    if loud.warned:
+        return "last rounds gone, warned"
+    return "last rounds gone, a learner tells" if _told_by_a_learner(begun.syncer) else "SILENT"
+
+
+def _told_by_a_learner(syncer: Syncer) -> bool:
+    """The first learner that joins holds the newest version: it must be noticed."""
+    hello = Identity("a", "1" * 32, LAYOUT, 0).hello(syncer.state.run_id, (1, 1), 9, 900, (ROUNDS,))
+    effects = syncer.handle(Received(b"a", hello), now=0.0)
+    return any(isinstance(e, Note) and e.text.startswith("history_lost") for e in effects)
 
 
 class _Loud(logging.Handler):
@@ -154,6 +167,7 @@ def damage(folder: Path, *, stride: int = 1) -> Counter[str]:
         if file.name == "lock":
             continue
         data = (whole.path / file).read_bytes()
+        counts[f"file gone: {_fate(whole, broken, file, None)}"] += 1
         for place in range(0, 8 * len(data), stride):
             flipped = bytearray(data)
             flipped[place // 8] ^= 1 << place % 8
@@ -163,10 +177,13 @@ def damage(folder: Path, *, stride: int = 1) -> Counter[str]:
     return counts
 
 
-def _fate(whole: State, broken: State, file: Path, data: bytes) -> str:
+def _fate(whole: State, broken: State, file: Path, data: bytes | None) -> str:
     shutil.rmtree(broken.path, ignore_errors=True)
     shutil.copytree(whole.path, broken.path)
-    (broken.path / file).write_bytes(data)
+    if data is None:
+        (broken.path / file).unlink()
+    else:
+        (broken.path / file).write_bytes(data)
     return fate_of(broken)
 
 

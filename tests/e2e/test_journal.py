@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import threading
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -147,7 +148,8 @@ def models(folder: Path, **flags: object) -> tuple[str, str, int]:
         begun = begin_epoch(config, state_dir, now=0.0)
         begun.close()
     assert begun.model is not None
-    replayed = sum(state.version for state in begun.model.fragments)
+    resumed = begun.syncer.lifecycle.checkpoint_sum
+    replayed = sum(state.version for state in begun.model.fragments) - resumed
     return model_digest(before), model_digest(begun.model), replayed
 
 
@@ -199,7 +201,7 @@ def test_without_a_journal_the_first_learner_tells_what_was_lost(tmp_path: Path)
 
 
 class BadDisk:
-    """Makes every sync of the journal fail while `broken` is set."""
+    """Makes every write of the journal fail while `broken` is set, or every sync."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.broken = False
@@ -211,6 +213,15 @@ class BadDisk:
             original(files, handle, parts)
 
         monkeypatch.setattr(DirectoryFiles, "write", write)
+        self.broken_sync = False
+        original_sync = DirectoryFiles.sync
+
+        def sync(files: DirectoryFiles, handle: int) -> None:
+            if self.broken_sync:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            original_sync(files, handle)
+
+        monkeypatch.setattr(DirectoryFiles, "sync", sync)
 
 
 @pytest.fixture
@@ -257,16 +268,17 @@ def serving(tmp_path: Path, request: pytest.FixtureRequest) -> Generator[tuple[S
 
 
 @pytest.mark.parametrize("serving", ["stop"], indirect=True)
-def test_on_a_full_disk_nothing_is_published_and_training_goes_on(
-    serving: tuple[Service, Training], disk: BadDisk
+@pytest.mark.parametrize("what", ["broken", "broken_sync"])
+def test_on_a_bad_disk_nothing_is_published_and_training_goes_on(
+    serving: tuple[Service, Training], disk: BadDisk, what: str
 ) -> None:
     service, training = serving
-    disk.broken = True
+    setattr(disk, what, True)
     wait_until(lambda: service.syncer.lifecycle.journal_fails, "the failure to be noticed")
     versions, steps = service.syncer.state.version_sum, training.steps
     wait_until(lambda: training.steps > steps + 100, "the learner to train on")
     assert service.syncer.state.version_sum == versions
-    disk.broken = False
+    setattr(disk, what, False)
     wait_until(lambda: not service.syncer.lifecycle.journal_fails, "the disk to be used again")
     wait_until(lambda: service.syncer.state.version_sum > versions + 4, "new versions")
 
@@ -301,7 +313,63 @@ def test_a_broker_on_a_full_disk_can_be_stopped(
 
 
 def test_a_journal_of_another_format_is_refused(ended: Path, tmp_path: Path) -> None:
-    with opened(ended) as (_, journal):
-        assert journal is not None
+    state = tmp_path / "state"
+    shutil.copytree(ended, state)
+    for path in (state / "journal").iterdir():
+        data = bytearray(path.read_bytes())
+        data[4:6] = (2).to_bytes(2, "little")
+        path.write_bytes(data)
     with pytest.raises(NarrowsError):
-        replay(tmp_path, Changes())
+        replay(state, Changes())
+
+
+def test_a_journal_without_checkpoints_is_no_new_run(ended: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    shutil.copytree(ended, state)
+    for path in state.glob("checkpoint-*"):
+        shutil.rmtree(path)
+    with pytest.raises(NarrowsError, match="holds rounds, but there is no checkpoint"):
+        Service(broker_config(tmp_path))
+
+
+@pytest.mark.parametrize("codec", ["raw32", "auto"])
+def test_a_replay_codes_publications_as_the_run_did(
+    codec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = run_to_its_goal(
+        tmp_path, broker__journal_keep=True, codec__publish=codec, codec__publish_bits=2.5
+    )
+    replay(state, Changes(merge="rda"))
+    assert "no difference" in capsys.readouterr().out
+    replay(state, Changes(merge="avg"))
+    assert "different from record" in capsys.readouterr().out
+
+
+def test_a_round_that_the_queue_refuses_does_not_exist(
+    serving_stop: tuple[Service, Training], disk: BadDisk
+) -> None:
+    """The queue is full: the round waits like one that cannot be written."""
+    service, training = serving_stop
+    commits = service.commits
+    assert commits is not None
+    disk.broken = True
+    wait_until(lambda: service.syncer.lifecycle.journal_fails, "the failure to be noticed")
+    versions, steps = service.syncer.state.version_sum, training.steps
+    wait_until(lambda: training.steps > steps + 50, "the learner to train on")
+    assert service.syncer.state.version_sum == versions
+    disk.broken = False
+    wait_until(lambda: service.syncer.state.version_sum > versions + 4, "new versions")
+
+
+@pytest.fixture
+def serving_stop(tmp_path: Path) -> Generator[tuple[Service, Training]]:
+    with live_broker(broker_config(tmp_path, fragments__sync_period_steps=4)) as service:
+        journal = service.commits._journal if service.commits else None  # pyright: ignore[reportPrivateUsage]
+        assert journal is not None
+        journal._queued_bytes_max = 1  # pyright: ignore[reportPrivateUsage]
+        training = Training(service)
+        try:
+            wait_until(lambda: service.syncer.state.version_sum > 3, "the first versions")
+            yield service, training
+        finally:
+            training.stop()

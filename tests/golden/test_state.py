@@ -13,7 +13,7 @@ from narrows.broker.epoch import begin_epoch
 from narrows.broker.history import Changes, audit, model_digest, replay
 
 STORED = Path(__file__).with_name("state-format-1")
-DIGEST = "5e57cc00cec35c1baadbd8ce48ead2ef"
+DIGEST = "3901b13112cdce72311fbc4a04bf14fa"
 
 
 @pytest.fixture

@@ -180,6 +180,30 @@ def test_a_push_merged_but_not_adopted_before_a_restart_keeps_its_outcome() -> N
     assert seat.session.ledger.total().merged == 100
 
 
+@pytest.mark.parametrize(("told", "merged"), [(1, True), (0, False)])
+def test_a_push_that_was_open_at_a_restart_learns_its_outcome_from_the_state(
+    told: int, merged: bool
+) -> None:
+    """The broker was killed after it had made the round durable and before it published it."""
+    seat = Seat().joined()
+    seat.beat((0, 0), open_round(0, 0))
+    seat.step()
+    effects = seat.welcome((1, 0), epoch=(0, 2))
+    assert not only(effects, ev.SettlePush)
+    effects = seat.receive(0, 1, kind=STATE, push_id=told)
+    assert one(effects, ev.SettlePush) == ev.SettlePush(1, merged=merged)
+    seat.do(ev.BoundaryReached())
+    assert seat.session.ledger.total().merged == (100 if merged else 0)
+
+
+def test_a_push_that_was_open_at_a_restart_without_news_is_given_up() -> None:
+    seat = Seat().joined()
+    seat.beat((0, 0), open_round(0, 0))
+    seat.step()
+    effects = seat.welcome((0, 0), epoch=(0, 2))
+    assert one(effects, ev.SettlePush) == ev.SettlePush(1, merged=False)
+
+
 def test_a_push_merged_and_lost_with_the_broker_is_rolled_back() -> None:
     seat = Seat().joined()
     seat.beat((0, 0), open_round(0, 0))
