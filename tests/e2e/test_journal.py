@@ -364,8 +364,8 @@ def test_a_round_that_the_queue_refuses_does_not_exist(
 @pytest.fixture
 def serving_stop(tmp_path: Path) -> Generator[tuple[Service, Training]]:
     with live_broker(broker_config(tmp_path, fragments__sync_period_steps=4)) as service:
-        journal = service.commits._journal if service.commits else None  # pyright: ignore[reportPrivateUsage]
-        assert journal is not None
+        assert service.commits is not None
+        journal = service.commits._journal  # pyright: ignore[reportPrivateUsage]
         journal._queued_bytes_max = 1  # pyright: ignore[reportPrivateUsage]
         training = Training(service)
         try:
