@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import cyclopts
 
+from narrows.proto.errors import ConfigError
+
 bench = cyclopts.App(name="bench", help="Measure what the system costs and what others do.")
+
+
+def need_torch() -> None:
+    """Raises ConfigError without it: the package can be installed for a broker alone."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            "this command needs PyTorch",
+            remedy="pip install 'narrows[learner]' (the broker and `narrows status` do without)",
+        )
 
 
 @bench.command(name="codec")
@@ -45,6 +57,44 @@ def bench_merge(*, json: Path | None = None, plot: Path | None = None, large: bo
     from narrows.bench.merge import run_merge_bench
 
     run_merge_bench(json, plot, large=large)
+
+
+@bench.command(name="quality")
+def bench_quality(
+    *,
+    rows: Path = Path("runs/quality.jsonl"),
+    json: Path | None = None,
+    plot: Path | None = None,
+    full: bool = False,
+    workers: int = 0,
+    groups: str = "",
+) -> None:
+    """Measure how close settings come to data parallel at equal tokens, by test loss.
+
+    Trains small models in a simulation on a virtual clock: about 15 minutes on two cores, hours
+    with --full. What was interrupted goes on where it stopped.
+
+    Parameters
+    ----------
+    rows
+        File that gets one JSON line per run; what is in it is not run again.
+    json
+        File for the cells: losses in nats per byte, excess in percent with 95% intervals.
+    plot
+        Picture of excess against bits per parameter, and one of the loss curves beside it with
+        -curves in its name (needs the extra `bench`).
+    full
+        Run the whole catalogue with 1000 steps per run.
+    workers
+        Processes, one run each at a time; 0: one per core.
+    groups
+        Only these groups of cells, separated by commas, such as "modes,codec" (default: all).
+    """
+    need_torch()
+    from narrows.bench.quality import run_quality_bench
+
+    names = [name.strip() for name in groups.split(",") if name.strip()]
+    run_quality_bench(rows, json, plot, full=full, workers=workers, groups=names)
 
 
 @bench.command(name="loop")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 from narrows.proto.errors import ConfigError
@@ -63,6 +64,44 @@ def merge_cost(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set_ylabel("ns per parameter of a round")
     axes.set_xlim(0)
     axes.set_ylim(0)
+    axes.legend(fontsize=8)
+    _save(figure, axes, path)
+
+
+def loss_against_bits(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Excess over data parallel against bits on the way up, a point with its interval per cell.
+
+    `rows` are those of the quality bench; data parallel itself is the zero line.
+    """
+    figure, axes = _figure()
+    cells = [row for row in rows if row["mode"] != "data_parallel"]
+    for group in dict.fromkeys(row["group"] for row in cells):
+        mine = [row for row in cells if row["group"] == group]
+        excess = [row["excess_percent"] for row in mine]
+        # One seed has no interval.
+        below = [e - (row["ci_low_percent"] or e) for e, row in zip(excess, mine, strict=True)]
+        above = [(row["ci_high_percent"] or e) - e for e, row in zip(excess, mine, strict=True)]
+        bits = [row["up_bits_per_param"] for row in mine]
+        axes.errorbar(bits, excess, (below, above), fmt="o", markersize=4, capsize=2, label=group)
+    axes.axhline(0, linestyle="--", color="grey")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("bits per parameter on the way up")
+    axes.set_ylabel("test loss over data parallel, %")
+    axes.legend(fontsize=8)
+    _save(figure, axes, path)
+
+
+def loss_curves(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Validation loss against steps, the mean over the seeds of each name; `rows` are runs."""
+    figure, axes = _figure()
+    for name in dict.fromkeys(row["name"] for row in rows):
+        curves = [row["curve"] for row in rows if row["name"] == name]
+        # Merges are not at the same steps with every seed; some have one look more than others.
+        looks = [*zip(*curves, strict=False)]
+        means = [[fmean(values) for values in zip(*look, strict=True)] for look in looks]
+        axes.plot(*zip(*means, strict=True), "o-", markersize=3, label=name)
+    axes.set_xlabel("step of the run")
+    axes.set_ylabel("validation loss, nats per byte")
     axes.legend(fontsize=8)
     _save(figure, axes, path)
 

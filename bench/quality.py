@@ -1,7 +1,7 @@
 """`narrows bench quality`: which settings come closest to data parallel at equal tokens.
 
-Every row of the results file is one run of one cell with one seed, written as soon as it is
-there: a bench that was interrupted goes on where it stopped.
+Every line of the rows file is one run of one cell with one seed, written as soon as it is there:
+a bench that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -9,23 +9,108 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeAlias
+from statistics import fmean
+from typing import Any, Final, TypeAlias
 
 from rich.console import Console
 
-from narrows.bench import machine
+from narrows.bench import machine, quality_cells
+from narrows.bench.quality_cells import CHOOSING_SEEDS, REPORTING_SEEDS, rates_of
+from narrows.bench.quality_report import Row, rate_row, rate_table, reported, table
 from narrows.bench.quality_run import Cell, run_cell
 from narrows.broker.model import warm_up
+from narrows.proto.config import nearest
+from narrows.proto.errors import ConfigError
 
 Job: TypeAlias = tuple[Cell, int]
 """A cell and a seed."""
 
-Row: TypeAlias = dict[str, Any]
+Runs: TypeAlias = dict[str, list[Row]]
+"""The runs of each cell, by `cell_key`, in the order of the seeds."""
+
+TABLE_COLUMNS: Final = 150
+
+
+def run_quality_bench(
+    rows_file: Path,
+    json_file: Path | None,
+    plot: Path | None,
+    *,
+    full: bool,
+    workers: int,
+    groups: Sequence[str],
+) -> None:
+    """Runs what is missing, prints a table per group, and writes what was asked for.
+
+    `workers` 0: one per core. `groups` empty: all. Raises ConfigError for an unknown group.
+    """
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=TABLE_COLUMNS)
+    cells = of_groups(quality_cells.full() if full else quality_cells.small(), groups)
+
+    def run(cells: Iterable[Cell], seeds: Sequence[int]) -> Runs:
+        distinct = {key_of(cell): cell for cell in cells}
+        jobs = jobs_of(distinct.values(), seeds)
+        rows = run_jobs(jobs, rows_file, workers=workers or os.cpu_count() or 1, console=console)
+        return {key: rows[i :: len(distinct)] for i, key in enumerate(distinct)}
+
+    choices = run((rate for cell in cells for rate in rates_of(cell)), CHOOSING_SEEDS)
+    best = [best_rate(cell, choices) for cell in cells]
+    runs = run([*best, *cells], REPORTING_SEEDS)
+
+    def report(cell: Cell, reference: Cell) -> Row:
+        return reported(cell, runs[key_of(cell)], runs[key_of(reference)])
+
+    measures = {key_of(each): each for each in best}.values()
+    rows = [report(each, each) for each in measures] + [*map(report, cells, best)]
+    rates = [rate_row(each) for each in choices.values()]
+    console.print(rate_table(rates))
+    for group in dict.fromkeys(row["group"] for row in rows):
+        console.print(table(group, [row for row in rows if row["group"] == group]))
+    if json_file is not None:
+        result = {"bench": "quality", "rows": rows, "data_parallel_rates": rates}
+        json_file.write_text(json.dumps(machine.describe() | result, indent=1) + "\n")
+    if plot is not None:
+        _draw(plot, rows, [best[0], *of_groups(cells, [cells[0].group])], runs)
+
+
+def _draw(path: Path, rows: Sequence[Row], cells: Sequence[Cell], runs: Runs) -> None:
+    """All rows in `path`, the curves of `cells` beside it."""
+    from narrows.bench.plots import loss_against_bits, loss_curves
+
+    loss_against_bits(rows, path)
+    curves = [run | {"name": cell.name} for cell in cells for run in runs[key_of(cell)]]
+    loss_curves(curves, path.with_stem(f"{path.stem}-curves"))
+
+
+def of_groups(cells: Sequence[Cell], groups: Sequence[str]) -> list[Cell]:
+    """The cells of these groups, or all. Raises ConfigError."""
+    known = tuple(dict.fromkeys(cell.group for cell in cells))
+    for group in groups:
+        if group not in known:
+            raise ConfigError(
+                "no such group in this selection",
+                expected=" | ".join(known),
+                got=repr(group),
+                remedy=nearest(group, known),
+            )
+    return [cell for cell in cells if not groups or cell.group in groups]
+
+
+def best_rate(cell: Cell, choices: Runs) -> Cell:
+    """Data parallel at the rate whose mean validation loss is the lowest."""
+
+    def loss(rate: Cell) -> float:
+        return fmean(run["validation_loss"] for run in choices[key_of(rate)])
+
+    best = min(rates_of(cell), key=loss)
+    return replace(best, name=f"data parallel, {best.inner}, {best.peak_learning_rate:g}")
 
 
 def run_jobs(jobs: Sequence[Job], path: Path, *, workers: int, console: Console) -> list[Row]:
@@ -33,29 +118,39 @@ def run_jobs(jobs: Sequence[Job], path: Path, *, workers: int, console: Console)
 
     Each worker is a process with one thread; the machine's noise changes times, never losses.
     """
-    known = {_key(row): row for row in read_rows(path)}
-    missing = [job for job in jobs if _job_key(*job) not in known]
+    known = {_run_key(row): row for row in read_rows(path)}
+    missing: dict[str, Job] = {}
+    for job in jobs:
+        if (key := _job_key(*job)) not in known:
+            missing.setdefault(key, job)
     if missing:
         warm_up()
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    path.parent.mkdir(parents=True, exist_ok=True)
+        _end_last_line(path)
     started_s = time.monotonic()
     with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
-        futures = {pool.submit(run_cell, *job): job for job in missing}
-        for done, future in enumerate(as_completed(futures), 1):
-            row = machine.describe() | future.result()
-            known[_key(row)] = row
-            with path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            spent_s = time.monotonic() - started_s
-            left_s = spent_s / done * (len(missing) - done)
-            cell, seed = futures[future]
-            console.print(
-                f"{done}/{len(missing)}, {left_s / 60:.0f} min left: {cell.group}: {cell.name},"
-                f" seed {seed}: {row['validation_loss']:.4f}",
-                highlight=False,
-            )
-    return [known[_job_key(*job)] for job in jobs]
+        futures = {pool.submit(run_cell, *job): job for job in missing.values()}
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                row = machine.describe() | future.result()
+                known[_run_key(row)] = row
+                with path.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                left_s = (time.monotonic() - started_s) / done * (len(missing) - done)
+                cell, seed = futures[future]
+                console.print(
+                    f"{done}/{len(missing)}, {left_s / 60:.0f} min left: {cell.group}:"
+                    f" {cell.name}, seed {seed}: {row['validation_loss']:.4f}",
+                    highlight=False,
+                )
+        except BaseException:
+            # Else the pool would run all that is left, and nobody would write it down.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [
+        known[_job_key(cell, seed)] | {"group": cell.group, "name": cell.name}
+        for cell, seed in jobs
+    ]
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -71,15 +166,31 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+def _end_last_line(path: Path) -> None:
+    """So that the next row does not continue one that was cut off."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.read_bytes().endswith(b"\n"):
+        with path.open("a") as file:
+            file.write("\n")
+
+
+def _run_key(row: Mapping[str, Any]) -> str:
+    return f"{row['seed']} {_cell_key(row)}"
+
+
 def _job_key(cell: Cell, seed: int) -> str:
-    # Through JSON, so that tuples and the lists that they come back as are equal.
-    return _key(json.loads(json.dumps({**asdict(cell), "seed": seed})))
+    return f"{seed} {key_of(cell)}"
 
 
-def _key(row: Row) -> str:
-    """What makes a run another run: everything about the cell but its labels."""
-    names = [*Cell.__dataclass_fields__, "seed"]
-    return json.dumps({n: row[n] for n in names if n not in ("group", "name")}, sort_keys=True)
+def key_of(cell: Cell) -> str:
+    """What makes a cell another cell: everything about it but its labels."""
+    return _cell_key(asdict(cell))
+
+
+def _cell_key(row: Mapping[str, Any]) -> str:
+    # JSON, because there tuples and the lists that they come back as are equal.
+    names = [name for name in Cell.__dataclass_fields__ if name not in ("group", "name")]
+    return json.dumps({name: row[name] for name in names}, sort_keys=True)
 
 
 def jobs_of(cells: Iterable[Cell], seeds: Iterable[int]) -> list[Job]:

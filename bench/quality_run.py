@@ -154,6 +154,7 @@ def _decoupled(cell: Cell, seed: int) -> Result:
     for learner, at_s, down_s in cell.deaths:
         run.clock.at(at_s, partial(run.kill_learner, learner_name(learner), down_s))
     run.run(100.0 * STEP_S * cell.steps)
+    assert run.finished, "the goal was not reached"
     merges = [record for record in run.trace if isinstance(record, Committed)]
     run.write_global(probe.model)
     shelf = run.shelf
@@ -181,7 +182,7 @@ class _Probe:
         state = run.broker.syncer.state
         step = state.clock.run_tokens / run.config.run.tokens_per_run_step
         if step >= self._next:
-            self._next += self._interval
+            self._next = self._interval * (step // self._interval + 1)
             run.write_global(self.model)
             self.curve.append((step, _curve_loss(self.model)))
 

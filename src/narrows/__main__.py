@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import cyclopts
 from cyclopts import Parameter
 
 from narrows import __version__
-from narrows.bench.commands import bench
+from narrows.bench.commands import bench, need_torch
 from narrows.broker.journal_command import journal
 from narrows.proto.errors import (
     BrokerUnreachable,
@@ -149,7 +148,7 @@ def learner(
     record
         File for one outer gradient of each fragment, for `narrows bench codec --recording`.
     """
-    _need_torch()
+    need_torch()
     from narrows.learner.worker import WorkerOptions, run_worker
 
     options = WorkerOptions(
@@ -212,7 +211,7 @@ def demo(
     record
         File for one learner's outer gradients, one of each fragment.
     """
-    _need_torch()
+    need_torch()
     from narrows.bench.demo import run_demo
     from narrows.bench.demo_story import DemoOptions
 
@@ -261,14 +260,6 @@ def _exit_code(error: NarrowsError) -> int:
         (lambda e: e.code in (ErrorCode.CONFIG, ErrorCode.INSECURE), EXIT_USAGE),
     ]
     return next((code for matches, code in table if matches(error)), EXIT_FAILURE)
-
-
-def _need_torch() -> None:
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError(
-            "this command needs PyTorch",
-            remedy="pip install 'narrows[learner]' (the broker and `narrows status` do without)",
-        )
 
 
 def _fail(text: str, code: int) -> NoReturn:
