@@ -42,6 +42,9 @@ from narrows.proto.config import override
 LEARNERS = ("a", "b", "c")
 STEP_S = 0.004
 PATIENCE_S = 60.0
+COMPARED_LIFE_S = 6.0
+"""Between two kills, where training with and without them is compared."""
+
 SETTINGS = {
     "fragments.count": "2",
     "fragments.sync_period_steps": "4",
@@ -148,10 +151,16 @@ def start(folder: Path, port: int, log: IO[bytes], crash_at: str) -> subprocess.
 
 
 def run(
-    kills: int, seed: int, folder: Path, *, quiet: bool = True, last_life_s: float = 0.0
+    kills: int,
+    seed: int,
+    folder: Path,
+    *,
+    quiet: bool = True,
+    life_s: float = 0.0,
+    last_life_s: float = 0.0,
 ) -> Result:
-    """Kills a broker `kills` - 1 times, at named places and at random instants; its last life goes
-    on for `last_life_s`."""
+    """Kills a broker `kills` - 1 times, at named places and at random instants. A life lasts for
+    about `life_s` or less, the last one for `last_life_s`."""
     rng, result, places = random.Random(seed), Result(), Counter[str]()
     port, began = free_ports(), time.monotonic()
     waits: list[float] = []
@@ -163,7 +172,7 @@ def run(
         broker.wait()
         for number in range(1, kills + 1):
             last = number == kills
-            place = "" if last else rng.choice(("random", "random", *NAMES))
+            place = "" if last or life_s else rng.choice(("random", "random", *NAMES))
             visit = rng.randint(1, 6) if place in ("checkpoint_begun", "journal_cut") else 0
             visit = visit or rng.randint(1, 120)
             at = f"{place}:{visit}" if place in NAMES else ""
@@ -174,7 +183,7 @@ def run(
             else:
                 _wait_for_progress(learners, broker, before)
                 waits.append(time.monotonic() - started)
-                threading.Event().wait(last_life_s if last else rng.uniform(0.0, 0.5))
+                threading.Event().wait(last_life_s if last else life_s or rng.uniform(0.0, 0.5))
             if broker.poll() is None and not last:
                 broker.kill()
             if not last:
@@ -265,7 +274,8 @@ def compare(kills: int, seed: int) -> int:
             place = Path(folder) / name
             place.mkdir()
             last_life_s = 0.0 if results == [] else results[0].seconds
-            results.append(run(count, seed, place, last_life_s=last_life_s))
+            result = run(count, seed, place, life_s=COMPARED_LIFE_S, last_life_s=last_life_s)
+            results.append(result)
     killed, quiet = results
     share = killed.steps_per_s / quiet.steps_per_s
     print(f"{killed.kills} kills in {killed.seconds:.0f} s: {share:.1%} of the steps per second")
