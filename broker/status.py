@@ -49,6 +49,8 @@ def status(syncer: Syncer, traffic: Mapping[str, Bytes], now: float) -> msg.Stat
 def _waiting_for(syncer: Syncer) -> str:
     """One phrase that names what the run waits for, "" if nothing holds it up."""
     state = syncer.state
+    if syncer.lifecycle.journal_fails:
+        return "the disk: the journal cannot be written"
     if state.phase is msg.Phase.FOUNDING and not state.heads:
         return "version 0 from the first learner"
     if state.phase is msg.Phase.FOUNDING:

@@ -12,7 +12,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from running import LAYOUT, ToyHost, broker_config, client, live_broker, train, vector, wait_until
+from running import (
+    HANG_S,
+    LAYOUT,
+    ToyHost,
+    broker_config,
+    client,
+    live_broker,
+    train,
+    vector,
+    wait_until,
+)
 from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from narrows.broker.audit import Audit
@@ -23,6 +33,7 @@ from narrows.broker.history import Changes, audit, export_model, model_digest, o
 from narrows.broker.model import GlobalModel
 from narrows.broker.replay import read
 from narrows.broker.service import Service
+from narrows.broker.show import ask_status
 from narrows.proto.errors import ConfigError, NarrowsError
 
 
@@ -278,6 +289,8 @@ def test_on_a_bad_disk_nothing_is_published_and_training_goes_on(
     versions, steps = service.syncer.state.version_sum, training.steps
     wait_until(lambda: training.steps > steps + 100, "the learner to train on")
     assert service.syncer.state.version_sum == versions
+    told = ask_status(service.wires.address, timeout_s=HANG_S)
+    assert told.waiting_for == "the disk: the journal cannot be written"
     setattr(disk, what, False)
     wait_until(lambda: not service.syncer.lifecycle.journal_fails, "the disk to be used again")
     wait_until(lambda: service.syncer.state.version_sum > versions + 4, "new versions")
