@@ -55,7 +55,7 @@ class Written:
         if self.rounds == PACE_ROUNDS and now > self.began_at:
             per_hour = self.size_bytes * 3600 / (now - self.began_at)
             _log.info(
-                "the journal takes %s a round, about %s an hour at this pace",
+                "the journal takes %s a round, about %s an hour at this pace, until it is cut back",
                 format_bytes(self.size_bytes // self.rounds),
                 format_bytes(int(per_hour)),
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -12,9 +12,9 @@ import msgspec
 import xxhash
 
 from narrows.broker.audit import Audit
-from narrows.broker.checkpoint import Snapshot, StateDir, export
+from narrows.broker.checkpoint import FragmentState, Snapshot, StateDir, export
 from narrows.broker.config import BrokerConfig
-from narrows.broker.durable import Damaged
+from narrows.broker.durable import Damaged, StateError
 from narrows.broker.files import DirectoryFiles
 from narrows.broker.journal import Journal
 from narrows.broker.model import GlobalModel
@@ -56,12 +56,22 @@ class Changes:
 @contextmanager
 def opened(path: Path) -> Generator[tuple[StateDir, Journal | None]]:
     """A state directory and its journal, locked, for reading. Raises NarrowsError."""
+    remedy = "see --state-dir of the broker"
     if not path.is_dir():
-        raise ConfigError(f"{path} is no state directory", remedy="see --state-dir of the broker")
-    with StateDir.open(path) as state_dir:
+        raise ConfigError(f"{path} is no state directory", remedy=remedy)
+    if not any((path / name).exists() for name in ("run.json", "run.copy.json")):
+        raise ConfigError(f"{path} holds no run", remedy=remedy)
+    try:
+        state_dir = StateDir.open(path)
+    except StateError as error:
+        if error.code is not ErrorCode.STATE_LOCKED:
+            raise
+        raise StateError(
+            error.code, f"a broker is running on {path}", got=error.got, remedy="stop it first"
+        ) from error
+    with state_dir:
         run = state_dir.run
-        if run is None:
-            raise ConfigError(f"{path} holds no run", remedy="see --state-dir of the broker")
+        assert run is not None
         journal = None
         if state_dir.has_journal:
             files = DirectoryFiles(state_dir.journal_directory())
@@ -81,24 +91,30 @@ def audit(path: Path) -> None:
     """Checks what the records must add up to. Raises NarrowsError naming what does not."""
     found = Audit()
     with opened(path) as (_, journal):
-        for number, head, _blobs in read(_needed(journal, path), _first(journal)):
+        first = _first(journal)
+        for number, head, _blobs in read(_needed(journal, path), first):
             found.take(number, head)
         _warn(journal)
+    if first > 1:
+        print(f"from record {first} on: earlier ones were cut back, see broker.journal_keep")
     fates = ", ".join(f"{count} {what}" for what, count in sorted(found.fates.items()))
     print(
-        f"{found.rounds} rounds, {found.contributions} contributions, {len(found.epochs)} lives of"
-        f" the broker; {fates or 'no fates'}; {sum(found.tokens.values()):,} tokens x fragments"
+        f"{found.rounds} rounds, {found.contributions} contributions, {len(found.epochs)} starts of"
+        f" the broker{'; ' if fates else ''}{fates}"
     )
     if found.problems:
         raise NarrowsError(
             ErrorCode.STATE_DAMAGED, f"{len(found.problems)} things do not add up",
             got="; ".join(found.problems[:5]),
         )  # fmt: skip
-    print("every version once and in order, every push at most once, all weights sum to 1")
+    if found.rounds:
+        print("every version once and in order, every push at most once, all weights sum to 1")
 
 
-def replay(path: Path, changes: Changes) -> None:
-    """Makes the versions again from the oldest checkpoint on, as they were or with changes."""
+def replay(path: Path, changes: Changes, target: Path | None = None) -> None:
+    """Makes the versions again from the oldest checkpoint on, as they were or with changes; the
+    model that comes out is written to `target`."""
+    check_target(target)
     with opened(path) as (state_dir, journal):
         oldest, newest = state_dir.load_oldest(), state_dir.load()
         if oldest is None or newest is None:
@@ -106,15 +122,21 @@ def replay(path: Path, changes: Changes) -> None:
         journal = _needed(journal, path)
         config = _config(oldest)
         as_run = recover(config, newest, journal)
+        print(f"from versions {_versions(oldest.fragments)} on")
         if changes == Changes():
-            _tell_equal(recover(config, oldest, journal), as_run)
+            again = recover(config, oldest, journal)
+            _tell_equal(again, as_run)
+            model = again.model
         else:
-            _tell_different(config, oldest, journal, changes, as_run)
+            model = _tell_different(config, oldest, journal, changes, as_run)
         _warn(journal)
+    if target is not None:
+        export(replace(newest, fragments=tuple(model.fragments)), target)
 
 
 def export_model(path: Path, target: Path) -> None:
     """Writes the newest global model as safetensors under the names of its tensors."""
+    check_target(target)
     with opened(path) as (state_dir, journal):
         snapshot = state_dir.load()
         if snapshot is None:
@@ -122,8 +144,21 @@ def export_model(path: Path, target: Path) -> None:
         history = recover(_config(snapshot), snapshot, journal)
         _warn(journal)
     export(replace(snapshot, fragments=tuple(history.model.fragments)), target)
-    versions = [state.version for state in history.model.fragments]
+    versions = _versions(history.model.fragments)
     print(f"{target}: versions {versions}, {history.replayed} rounds from the journal")
+
+
+def check_target(target: Path | None) -> None:
+    """Raises ConfigError if no file can be written there."""
+    if target is not None and target.is_dir():
+        raise ConfigError(f"{target} is a directory", expected="the name of a file")
+    if target is not None and not target.parent.is_dir():
+        raise ConfigError(f"{target.parent} is no directory", remedy="make it first")
+
+
+def _versions(fragments: Sequence[FragmentState]) -> str:
+    versions = [state.version for state in fragments]
+    return f"{min(versions)}..{max(versions)}"
 
 
 def model_digest(model: GlobalModel) -> str:
@@ -148,7 +183,7 @@ def _tell_equal(again: History, as_run: History) -> None:
 
 def _tell_different(
     config: BrokerConfig, oldest: Snapshot, journal: Journal, changes: Changes, as_run: History
-) -> None:
+) -> GlobalModel:
     """The same contributions merged under another policy."""
     model = GlobalModel(config, build_table(oldest.layout, len(oldest.fragments)), oldest.fragments)
     differs, rounds = "", 0
@@ -164,6 +199,7 @@ def _tell_different(
     print(f"{rounds} rounds merged again")
     print(f"model {model_digest(model)}, of the run {model_digest(as_run.model)}")
     print(f"different from {differs} on" if differs else "no difference")
+    return model
 
 
 def _merge_again(
@@ -229,7 +265,8 @@ def _line(head: Head, blob_bytes: int) -> str:
         return f"{at}  epoch {head.epoch[0]}.{head.epoch[1]} begins"
     if isinstance(head, Fate):
         where = f", push {head.push_id} of fragment {head.fragment}" if head.push_id else ""
-        return f"{at}  {head.learner} {head.what}{where}: {head.reason}"
+        why = f": {head.reason}" if head.reason not in ("", head.what) else ""
+        return f"{at}  {head.learner} {head.what}{where}{why}"
     who = ", ".join(f"{c.learner} {c.weight:.0%}" for c in head.contributors)
     return (
         f"{at}  fragment {head.fragment} version {head.version} from {who} ({head.reason});"

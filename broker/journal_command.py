@@ -45,6 +45,7 @@ def replay(
     outer: str | None = None,
     outer_rate: float | None = None,
     outer_momentum: float | None = None,
+    to: Path | None = None,
 ) -> None:
     """Make the versions of a run again: bit for bit, or the same history under other rules.
 
@@ -55,14 +56,16 @@ def replay(
     state_dir
         Directory of the broker, which must not be running.
     merge
-        avg: plain weighted mean; rda: as the layout says.
+        avg: plain weighted mean; rda: radial-directional averaging, as by default.
     outer
         Another outer optimizer: nesterov or sgd.
     outer_rate
         Another outer learning rate.
     outer_momentum
         Another outer momentum.
+    to
+        Safetensors file for the model that comes out.
     """
     from narrows.broker.history import Changes, replay
 
-    replay(state_dir, Changes(merge, outer, outer_rate, outer_momentum))
+    replay(state_dir, Changes(merge, outer, outer_rate, outer_momentum), to)

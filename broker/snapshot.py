@@ -262,10 +262,16 @@ def export(snapshot: Snapshot, path: Path) -> None:
                 yield _as_dtype(values, entry.dtype)
 
     with directory(None, str(path.parent)) as fd:
+        unfinished = f".new-{path.name}"
         with suppress(FileNotFoundError):
-            os.unlink(f".new-{path.name}", dir_fd=fd)
-        write_file(fd, f".new-{path.name}", blocks())
-        os.rename(f".new-{path.name}", path.name, src_dir_fd=fd, dst_dir_fd=fd)
+            os.unlink(unfinished, dir_fd=fd)
+        try:
+            write_file(fd, unfinished, blocks())
+            os.rename(unfinished, path.name, src_dir_fd=fd, dst_dir_fd=fd)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(unfinished, dir_fd=fd)
+            raise
         os.fsync(fd)
 
 

@@ -63,13 +63,19 @@ def _waiting_for(syncer: Syncer) -> str:
     return syncer.scheduler.waiting_for if state.open_rounds() else ""
 
 
+def _state(member: Member) -> str:
+    if member.left:
+        return "left"
+    return str(member.state) if member.ready or not member.connected else "joining"
+
+
 def _learner(member: Member, traffic: Mapping[str, Bytes], now: float) -> msg.LearnerStatus:
     entry = traffic.get(member.name)
     return msg.LearnerStatus(
         name=member.name,
         incarnation=member.incarnation,
         address=member.address,
-        state=str(member.state) if member.ready or not member.connected else "joining",
+        state=_state(member),
         last_heard_s=now - member.heard_at,
         step=member.step,
         tokens=member.tokens,

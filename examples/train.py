@@ -45,6 +45,8 @@ def train(name: str) -> None:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit("usage: train.py NAME")
     try:
         train(sys.argv[1])
     except (NarrowsError, KeyboardInterrupt) as error:

@@ -88,7 +88,11 @@ class Desk:
         self.now = 100.0
         self.handle = 0
         self.syncer = Syncer(
-            config(mode, **settings), run_id=RUN, epoch=EPOCH, now=self.now, resumed=resumed
+            config(mode, **{"fragments__sync_period_steps": 20, **settings}),
+            run_id=RUN,
+            epoch=EPOCH,
+            now=self.now,
+            resumed=resumed,
         )
         self.state = self.syncer.state
 

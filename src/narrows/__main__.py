@@ -63,7 +63,8 @@ def broker(
         Control port as tcp://HOST:PORT (default tcp://127.0.0.1:7070); the two ports after it
         carry the data.
     state_dir
-        Directory of the checkpoints; a broker started on it again resumes the run.
+        Directory of journal and checkpoints (default runs/broker); a broker started on it again
+        resumes the run.
     goal_tokens
         Tokens of all learners after which the run ends, such as 12e9; 0: never (default).
     mode
@@ -124,7 +125,8 @@ def learner(
     data
         Folder with text files (default: the sources of Python's standard library).
     preset
-        Size of the model: tiny, small or medium; the same for all learners.
+        Size of the model: nano (0.1 M parameters), micro, tiny (0.8 M), small or medium (25 M); the
+        same for all learners.
     part
         i/n: read the i-th of n disjoint parts of the text (default: all of it).
     batch
@@ -238,6 +240,7 @@ def main() -> NoReturn:
     """Runs a command; every expected failure is one line and an exit code, never a traceback."""
     if not __debug__:
         _fail("python -O removes the assertions that guard the model; run without it", EXIT_USAGE)
+    logging.getLogger("numexpr").setLevel(logging.WARNING)  # It greets whoever loads Blosc2.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         app(sys.argv[1:])

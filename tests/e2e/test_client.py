@@ -179,7 +179,7 @@ def test_another_version_is_passed_over_by_who_trains(service: Service) -> None:
 def test_what_a_broker_answers_is_raised_when_the_time_is_over(code: str) -> None:
     refuse = encode_control(msg.Refuse(code, "not yet", remedy="come later"))
     with answering(refuse) as address, pytest.raises(Refused) as caught:
-        lone(address, wait_s=0.4).start()
+        lone(address, wait_s=3.0).start()
     assert (str(caught.value.code), caught.value.remedy) == (code, "come later")
 
 

@@ -30,7 +30,15 @@ LAYOUT = (
     LayoutEntry("out", (64, 64), "float32", "rda"),
 )
 LEARNERS = 5
-CONFIG = load_config(None, {"fragments.count": 1, "codec.chunk_elements": 20_000})
+CONFIG = load_config(
+    None,
+    {
+        "fragments.count": 1,
+        "codec.chunk_elements": 20_000,
+        "outer.rate": 0.7,
+        "outer.momentum": 0.6,
+    },
+)
 TABLE = build_table(LAYOUT, 1)
 PART = TABLE[0]
 

@@ -387,8 +387,13 @@ def test_the_bench_in_processes_of_its_own(
 
 # The runner against loops by hand.
 
-RAW = {"run.mode": "diloco", "codec.push": "raw32", "codec.publish": "raw32"}
 ROUND_STEPS, ROUNDS, RATE = 20, 2, 3e-3
+RAW = {
+    "run.mode": "diloco",
+    "fragments.sync_period_steps": ROUND_STEPS,
+    "codec.push": "raw32",
+    "codec.publish": "raw32",
+}
 
 
 @pytest.fixture
