@@ -149,6 +149,7 @@ class SimulatedBroker(Host):
             ev.Acknowledge: self._acknowledge,
             ev.Forget: self._forget,
             ev.Fate: self._ignore,
+            ev.RatesChanged: self._ignore,
             ev.WriteCheckpoint: self._checkpoint,
             ev.Finish: self._finish,
             ev.Note: self._note,
@@ -277,8 +278,8 @@ class SimulatedBroker(Host):
 
         self._work(done)
 
-    def _ignore(self, _: ev.Fate) -> None:
-        """The simulated broker keeps no journal."""
+    def _ignore(self, _: ev.Fate | ev.RatesChanged) -> None:
+        """The simulated broker keeps no journal, and its lines are wide."""
 
     def _finish(self, effect: ev.Finish) -> None:
         self.alive = False

@@ -135,6 +135,7 @@ class SimulatedLearner(Host):
             ev.Resend: self._resend,
             ev.SettlePush: self._settle,
             ev.Acknowledge: self._acknowledge,
+            ev.SetRate: self._ignore,
             ev.Fail: self._fail,
             ev.Left: self._left,
             ev.Note: self._note,
@@ -216,6 +217,9 @@ class SimulatedLearner(Host):
 
     def _acknowledge(self, effect: ev.Acknowledge) -> None:
         self._outbox.acknowledge(effect.positions, self.clock.now)
+
+    def _ignore(self, _: ev.SetRate) -> None:
+        """The simulated lines are wide."""
 
     def _left(self, _: ev.Left) -> None:
         self.alive = False

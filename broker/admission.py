@@ -250,6 +250,7 @@ class Admission:
 
     def _enter(self, member: Member, hello: msg.Hello, verb: str, now: float) -> list[ev.Effect]:
         self.state.clock.join(member.incarnation, hello.tokens, now)
+        self.state.shares.admit(member, self.state.roster.connected(), now)
         return [
             ev.Admit(member.name, member.incarnation),
             ev.Note("info", f"{member.name} {verb} from {member.address or '?'}"),

@@ -36,6 +36,7 @@ def run_broker(command: BrokerCommand) -> None:
     config = configuration(command)
     service = Service(config, events=command.events)
     _stop_on_signals(service)
+    _reload_on_signal(service, command)
     wires = service.wires
     _log.info(
         "serving on %s (data ports %d and %d); state in %s",
@@ -72,6 +73,18 @@ def _value(text: str) -> object:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def _reload_on_signal(service: Service, command: BrokerCommand) -> None:
+    """SIGHUP: the rates are read again."""
+
+    def reload(_number: int, _frame: FrameType | None) -> None:
+        try:
+            service.reload(configuration(command))
+        except (ConfigError, OSError) as error:
+            _log.error("the configuration was not read again: %s", error)
+
+    signal.signal(signal.SIGHUP, reload)
 
 
 def _stop_on_signals(service: Service) -> None:

@@ -13,18 +13,21 @@ from typing import Annotated, Final, Literal, cast
 
 from narrows.broker.outer import optimizer_names
 from narrows.proto.address import parse_listen
+from narrows.proto.budget import message_bytes
 from narrows.proto.config import Range, Section, nearest, override, read_table
 from narrows.proto.errors import ConfigError
 from narrows.proto.limits import (
     CHUNK_ELEMENTS_MAX,
     FRAGMENTS_MAX,
     LEARNERS_MAX,
+    RATE_MAX,
+    RATE_MIN,
     STREAMS_MAX,
     TOKENS_MAX,
 )
 from narrows.proto.messages import Mode, RunSettings
 from narrows.proto.rate import setting_names
-from narrows.proto.units import Amount, Duration
+from narrows.proto.units import Amount, BitRate, Duration, format_bits_per_s
 
 
 @dataclass(frozen=True)
@@ -201,11 +204,31 @@ class CodecSection(Section):
 
 @dataclass(frozen=True)
 class WanSection(Section):
-    """[wan] The network between broker and learners."""
+    """[wan] The network between broker and learners. Rates are bits per second of all that crosses
+    the line, overhead included, such as "2Gbit/s"; 0: no limit. They can be changed while the
+    broker runs: edit the file, send SIGHUP."""
 
+    up: Annotated[BitRate, Range(0, RATE_MAX)] = 0.0
+    """From each learner to the broker."""
+    down: Annotated[BitRate, Range(0, RATE_MAX)] = 0.0
+    """From the broker to each learner."""
+    total_up: Annotated[BitRate, Range(0, RATE_MAX)] = 0.0
+    """From all learners to the broker. Those that have something to send share it equally."""
+    total_down: Annotated[BitRate, Range(0, RATE_MAX)] = 0.0
+    """From the broker to all learners, likewise. A publication is sent once per learner."""
     streams: Annotated[int, Range(1, STREAMS_MAX)] = 4
     """Data connections per learner and direction. One connection over a long line is slowed down
     by every lost packet; several share the damage."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("up", "down", "total_up", "total_down"):
+            if 0 < (rate := getattr(self, name)) < RATE_MIN:
+                raise ConfigError(
+                    f"{name}: too little for control messages alone",
+                    expected=f"0 (no limit), or at least {format_bits_per_s(RATE_MIN)}",
+                    got=format_bits_per_s(rate),
+                )
 
 
 @dataclass(frozen=True)
@@ -281,6 +304,7 @@ def load_config(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
 
 def settings(config: BrokerConfig) -> RunSettings:
     """The part that the whole group shares, as a Welcome tells it."""
+    wan = config.wan
     return RunSettings(
         mode=config.run.mode,
         fragment_count=config.fragments.count,
@@ -293,7 +317,8 @@ def settings(config: BrokerConfig) -> RunSettings:
         push_bits=config.codec.push_bits,
         publish_bits=config.codec.publish_bits,
         chunk_elements=config.codec.chunk_elements,
-        streams=config.wan.streams,
+        message_bytes=message_bytes(wan.up, wan.down, wan.total_up, wan.total_down),
+        streams=wan.streams,
         error_feedback=config.codec.error_feedback,
         tokens_per_run_step=config.run.tokens_per_run_step,
         goal_tokens=config.run.goal_tokens,

@@ -1,25 +1,31 @@
-"""Publications and states on their way to learners: one outbox each, credit, topics."""
+"""Publications and states on their way to learners: one outbox each, credit, rates, topics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 from weakref import WeakValueDictionary
 
+from narrows.broker.config import BrokerConfig
 from narrows.broker.events import Publish
 from narrows.broker.model import EncodedVersion, GlobalModel
 from narrows.broker.state import RunState
 from narrows.broker.wires import Traffic, Wires
+from narrows.proto.budget import Budget, wire_bytes
 from narrows.proto.frames import encode_header
 from narrows.proto.limits import PROTOCOL, PUBLICATIONS_KEPT
 from narrows.proto.messages import DataKind, Header
-from narrows.proto.outbox import Lane, Outbox
+from narrows.proto.outbox import Departure, Lane, Outbox
 from narrows.proto.socket_options import STREAM_WINDOW_BYTES
 from narrows.proto.transfer import EncodedChunk
 
 PARCELS_PER_PUMP = 256
 """Data messages sent before the loop looks at its sockets again."""
+
+LOOK_S = 0.25
+"""Streams are looked at so often for one that stands still."""
 
 
 EncodeState: TypeAlias = Callable[[int, Callable[[EncodedVersion], None]], None]
@@ -43,6 +49,9 @@ class _Parcel:
 class _Addressee:
     incarnation: str
     outbox: Outbox[_Parcel]
+    budget: Budget
+    served_bytes: int = 0
+    """Beside those of the others: who has had least is served next."""
     states: dict[int, EncodedVersion] = field(default_factory=dict[int, EncodedVersion])
     """State last sent per fragment, while some of it is on its way: repair must come from the
     same version. Held longer, each would keep a copy of the fragment in memory."""
@@ -67,12 +76,27 @@ class Downlink:
         self._orders: dict[int, list[Publish]] = {}
         """States that are being encoded, by fragment."""
         self._addressees: dict[str, _Addressee] = {}
-        self.has_more = False
-        """The last pump stopped before all was gone that may go."""
+        self._total = Budget(run.config.wan.total_down)
+        self._looked_at = 0.0
+        self.pump_at: float | None = None
+        """When something may leave that may not leave yet; None: not before something happens."""
 
     def admit(self, learner: str, incarnation: str) -> None:
         outbox = Outbox[_Parcel](self._run.settings.streams, STREAM_WINDOW_BYTES)
-        self._addressees[learner] = _Addressee(incarnation, outbox)
+        served = min((each.served_bytes for each in self._addressees.values()), default=0)
+        budget = Budget(self._run.config.wan.down)
+        self._addressees[learner] = _Addressee(incarnation, outbox, budget, served)
+
+    def set_rates(self, config: BrokerConfig, now: float) -> None:
+        self._total.set_rate(config.wan.total_down, now)
+        for addressee in self._addressees.values():
+            addressee.budget.set_rate(config.wan.down, now)
+
+    def charge(self, learner: str, size_bytes: float, now: float) -> None:
+        """Bytes to a learner that do not wait for the budget: control, acknowledgements of TCP."""
+        self._total.charge(size_bytes, now)
+        if (addressee := self._addressees.get(learner)) is not None:
+            addressee.budget.charge(size_bytes, now)
 
     def forget(self, learner: str) -> None:
         self._addressees.pop(learner, None)
@@ -100,9 +124,6 @@ class Downlink:
             addressee.outbox.discard(lambda p: p.fragment == order.fragment)
             self._queue_state(addressee, replace(order, kind=DataKind.STATE, ranges=()), model)
             return
-        # Repair asks for what may still wait to leave: send it once.
-        wanted = (order.kind, order.fragment, order.version)
-        addressee.outbox.discard(lambda p: (p.kind, p.fragment, p.version) == wanted)
         self._put(addressee, order, publication)
 
     def _falls_behind(self, addressee: _Addressee, order: Publish) -> bool:
@@ -137,17 +158,29 @@ class Downlink:
     def _put_state(self, addressee: _Addressee, order: Publish, state: EncodedVersion) -> None:
         addressee.states[order.fragment] = state
         addressee.outbox.discard(
-            lambda parcel: parcel.kind is DataKind.STATE and parcel.fragment == order.fragment
+            lambda parcel: (
+                parcel.kind is DataKind.STATE
+                and parcel.fragment == order.fragment
+                and parcel.version != state.version
+            )
         )
         # Ranges are of the version that was asked for; another one is sent whole.
         ranges = order.ranges if state.version == order.version else ()
         self._put(addressee, replace(order, ranges=ranges), state)
 
     def _put(self, addressee: _Addressee, order: Publish, version: EncodedVersion) -> None:
-        """Queues the chunks that touch the order's ranges, all of them if it has none."""
+        """Queues the chunks that touch the order's ranges, all of them if it has none; but none
+        that is on its way: repair may ask for what has not had the time to arrive."""
         lane = Lane.STATE if order.kind is DataKind.STATE else Lane.FRAGMENT
+        what = (order.kind, order.fragment, version.version)
+        coming = {
+            parcel.chunk.offset
+            for parcel in addressee.outbox.coming(time.monotonic())
+            if (parcel.kind, parcel.fragment, parcel.version) == what
+        }
         for chunk in version.chunks:
-            if not order.ranges or _touches(order.ranges, chunk.offset, chunk.count):
+            wanted = not order.ranges or _touches(order.ranges, chunk.offset, chunk.count)
+            if wanted and chunk.offset not in coming:
                 parcel = _Parcel(
                     order.kind, order.fragment, version.version, order.push_id, version.codec,
                     chunk, version.digest,
@@ -160,52 +193,80 @@ class Downlink:
         return sum(len(addressee.states) for addressee in self._addressees.values())
 
     def pump(self, now: float) -> None:
-        """Sends what the credit allows, learners in turn."""
-        self.has_more = False
-        for name, addressee in self._addressees.items():
-            addressee.outbox.renew_stalled(now)
-            for topic, header, payload in self._departures(name, addressee, now):
-                self._wires.send_data(topic, header, payload)
-                size_bytes = len(topic) + len(header) + len(payload)
-                self._traffic.setdefault(name, Traffic()).down_bytes += size_bytes
+        """Sends what credit and rates allow; of the learners that may have something, the one
+        that has had least is next."""
+        if now >= self._looked_at + LOOK_S:
+            self._looked_at = now
+            for addressee in self._addressees.values():
+                addressee.outbox.renew_stalled(now)
+        waiting = [(n, a) for n, a in self._addressees.items() if len(a.outbox)]
+        # Nobody may listen yet: pub/sub would drop silently what the credit lets go.
+        waiting = [(n, a) for n, a in waiting if self._listens(a.incarnation)]
+        self._level(waiting)
+        late: list[float] = []
+        for _ in range(PARCELS_PER_PUMP):
+            if not waiting:
+                break
+            if not self._total.is_open(now):
+                late.append(self._total.opens_at)
+                break
+            name, addressee = min(waiting, key=lambda entry: entry[1].served_bytes)
+            if not addressee.budget.is_open(now):
+                late.append(addressee.budget.opens_at)
+            elif self._send_next(name, addressee, now):
+                continue
+            waiting.remove((name, addressee))
+        else:
+            late.append(now)
+        self.pump_at = min(late, default=None)
+
+    def _level(self, waiting: list[tuple[str, _Addressee]]) -> None:
+        """Who had nothing to be sent for a while does not get it all back at once."""
+        least = min((a.served_bytes for _, a in waiting), default=0)
+        for addressee in self._addressees.values():
+            addressee.served_bytes = max(addressee.served_bytes, least)
+
+    def _send_next(self, name: str, addressee: _Addressee, now: float) -> bool:
+        """False if credit lets nothing go."""
+        departure = addressee.outbox.take(now)
+        if departure is None:
+            return False
+        topic = topic_of(addressee.incarnation, departure.stream)
+        header = encode_header(self._header(name, addressee, departure))
+        payload = departure.item.chunk.payload
+        self._wires.send_data(topic, header, payload)
+        cost_bytes = wire_bytes(len(topic), len(header), len(payload))
+        self.charge(name, cost_bytes, now)
+        addressee.served_bytes += cost_bytes
+        traffic = self._traffic.setdefault(name, Traffic())
+        traffic.down_bytes += len(topic) + len(header) + len(payload)
+        return True
 
     def _listens(self, incarnation: str) -> bool:
         """The learner has subscribed to all of its streams."""
         streams = range(self._run.settings.streams)
         return all(topic_of(incarnation, s) in self._wires.subscribed for s in streams)
 
-    def _departures(
-        self, name: str, addressee: _Addressee, now: float
-    ) -> Iterator[tuple[bytes, bytes, bytes]]:
-        for _ in range(PARCELS_PER_PUMP):
-            # Nobody may listen yet: pub/sub would drop silently what the credit lets go.
-            if not self._listens(addressee.incarnation):
-                return
-            departure = addressee.outbox.take(now)
-            if departure is None:
-                return
-            parcel = departure.item
-            header = Header(
-                protocol=PROTOCOL,
-                run_id=self._run.run_id,
-                epoch=self._run.epoch,
-                kind=parcel.kind,
-                learner=name,
-                incarnation=addressee.incarnation,
-                fragment=parcel.fragment,
-                version=parcel.version,
-                push_id=parcel.push_id,
-                offset=parcel.chunk.offset,
-                count=parcel.chunk.count,
-                codec=parcel.codec,
-                payload_digest=parcel.chunk.payload_digest,
-                result_digest=parcel.result_digest,
-                stream=departure.stream,
-                position=departure.position,
-            )
-            topic = topic_of(addressee.incarnation, departure.stream)
-            yield topic, encode_header(header), parcel.chunk.payload
-        self.has_more = True
+    def _header(self, name: str, to: _Addressee, departure: Departure[_Parcel]) -> Header:
+        parcel = departure.item
+        return Header(
+            protocol=PROTOCOL,
+            run_id=self._run.run_id,
+            epoch=self._run.epoch,
+            kind=parcel.kind,
+            learner=name,
+            incarnation=to.incarnation,
+            fragment=parcel.fragment,
+            version=parcel.version,
+            push_id=parcel.push_id,
+            offset=parcel.chunk.offset,
+            count=parcel.chunk.count,
+            codec=parcel.codec,
+            payload_digest=parcel.chunk.payload_digest,
+            result_digest=parcel.result_digest,
+            stream=departure.stream,
+            position=departure.position,
+        )
 
 
 def topic_of(incarnation: str, stream: int) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from narrows.broker.config import BrokerConfig
 from narrows.proto.messages import ControlMessage, DataKind, Header, LayoutEntry
 
 Peer: TypeAlias = bytes
@@ -119,6 +120,13 @@ class JournalWorks:
 
 
 @dataclass(frozen=True)
+class ConfigRead:
+    """The operator had the configuration read again."""
+
+    config: BrokerConfig
+
+
+@dataclass(frozen=True)
 class StopRequested:
     """The operator wants the broker to end (SIGTERM)."""
 
@@ -145,6 +153,7 @@ Event: TypeAlias = (
     | JournalFailed
     | JournalGap
     | JournalWorks
+    | ConfigRead
     | StopRequested
     | DeadlineReached
 )
@@ -234,6 +243,13 @@ class Acknowledge:
 
 
 @dataclass(frozen=True)
+class RatesChanged:
+    """The rates of the downlink and the sizes of messages are those of this configuration now."""
+
+    config: BrokerConfig
+
+
+@dataclass(frozen=True)
 class Forget:
     """A learner is gone: nothing more is sent to it."""
 
@@ -281,6 +297,7 @@ Effect: TypeAlias = (
     | Publish
     | Admit
     | Acknowledge
+    | RatesChanged
     | Forget
     | Fate
     | WriteCheckpoint

@@ -50,7 +50,7 @@ class Founding:
         if self.founder:
             return msg.Role.FOUND, []
         self.founder, self._progress_at = member.name, now
-        chunk = self.state.settings.chunk_elements
+        chunk = self.state.least_chunk_elements
         self._parts = {
             f.index: Assembly(f.elements, parts_max(f.elements, chunk)) for f in self.state.table
         }

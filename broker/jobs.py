@@ -15,7 +15,7 @@ from typing import NoReturn
 from narrows.broker import events as ev
 from narrows.broker.checkpoint import Snapshot, StateDir
 from narrows.broker.commits import Chunk, Commits
-from narrows.broker.config import BrokerConfig
+from narrows.broker.config import BrokerConfig, settings
 from narrows.broker.crash_points import reach
 from narrows.broker.initial import from_file
 from narrows.broker.model import (
@@ -29,9 +29,10 @@ from narrows.broker.model import (
 from narrows.broker.snapshot import MergedPush
 from narrows.broker.state import RunState
 from narrows.proto import messages as msg
+from narrows.proto.budget import chunk_elements
 from narrows.proto.chunk import DecodedChunk
 from narrows.proto.errors import NarrowsError, RemoteProtocolError
-from narrows.proto.transfer import decode_chunk
+from narrows.proto.transfer import STATE_CODEC, decode_chunk
 
 POOL_THREADS = 2
 """Decode, merge and encode release the interpreter lock, so two threads use two cores."""
@@ -102,6 +103,12 @@ class Jobs:
             self._post(unpacked)
 
         self._submit(self._pool, work)
+
+    def set_rates(self, config: BrokerConfig) -> None:
+        """Messages may have other sizes from now on."""
+        self._config = config
+        if self.model is not None:
+            self.model.told = settings(config)
 
     def found(self, effect: ev.Found) -> None:
         """Makes version 0 from the founder's chunks or from the initial file."""
@@ -180,7 +187,7 @@ class Jobs:
         part, state = self._run.table[fragment], self.model.fragments[fragment]
 
         def work() -> None:
-            encoded = encode_state(part, state, self._run.settings.chunk_elements)
+            encoded = encode_state(part, state, chunk_elements(self._run.settings, STATE_CODEC))
             self._post(lambda: done(encoded))
 
         self._submit(self._pool, work)

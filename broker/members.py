@@ -50,7 +50,13 @@ class Member:
     received: list[int] = field(default_factory=list[int])
     """Uplink stream positions seen: the credit that we give."""
     acknowledged: int = 0
-    """Sum of the positions in the last Beat."""
+    """Sum of the positions that were told last."""
+    acknowledge_at: float | None = None
+    """When the next positions are due; None: nothing has come since."""
+    up_bits_per_s: float = 0.0
+    """What it may send, as told."""
+    keeps_bits_per_s: float = 0.0
+    """What it has confirmed."""
     arrival: Smoothed = field(default_factory=Smoothed)
     """Seconds from the opening of a round to this learner's complete contribution."""
     contributions: int = 0

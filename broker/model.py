@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from narrows.broker import merge as merge_module
 from narrows.broker import outer
 from narrows.broker.checkpoint import FragmentState
-from narrows.broker.config import BrokerConfig
+from narrows.broker.config import BrokerConfig, settings
 from narrows.broker.events import Contributed
 from narrows.broker.merge import Contribution, Merged, merge, token_weights
 from narrows.broker.outer import outer_optimizer
 from narrows.broker.records import policy_of
 from narrows.proto import codecs
+from narrows.proto.budget import chunk_elements
 from narrows.proto.buffers import empty_f32
 from narrows.proto.chunk import DecodedChunk
 from narrows.proto.fragments import Fragment
@@ -91,6 +92,7 @@ class GlobalModel:
     def configure(self, config: BrokerConfig) -> None:
         """Takes the codec of publications from a configuration; the policy stays."""
         self.config, codec = config, config.codec
+        self.told = settings(config)
         self._rates = [
             rate_control(codec.publish, rho=codec.publish_rho, bits=codec.publish_bits)
             for _ in self.table
@@ -175,7 +177,7 @@ class GlobalModel:
                 published,
                 codec_name=rate.codec,
                 rho=rate.rho,
-                chunk_elements=self.config.codec.chunk_elements,
+                chunk_elements=chunk_elements(self.told, rate.codec),
                 advanced=advanced,
             )
         )

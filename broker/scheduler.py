@@ -122,7 +122,7 @@ class Scheduler:
                 attempt=self._attempts[index],
                 at_step=state.at_step(index) if state.lockstep and not ending else -1,
                 elements=state.table[index].elements,
-                parts_max=parts_max(state.table[index].elements, state.settings.chunk_elements),
+                parts_max=parts_max(state.table[index].elements, state.least_chunk_elements),
                 opened_at=now,
                 quorum=state.config.merge.quorum,
                 expected={member.name for member in state.roster.ready()},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import queue
 import time
@@ -32,6 +33,7 @@ from narrows.broker.state import refusal
 from narrows.broker.status import status
 from narrows.broker.wires import FRAMES_PER_TURN, Traffic, Wires
 from narrows.proto import messages as msg
+from narrows.proto.budget import ACKNOWLEDGEMENT_SHARE, wire_bytes
 from narrows.proto.errors import ErrorCode, RemoteProtocolError, printable
 from narrows.proto.frames import decode_control, decode_data, encode_control
 
@@ -89,10 +91,9 @@ class Service:
             while self._finished is None:
                 deadline = self.syncer.next_deadline()
                 now = time.monotonic()
-                timeout_ms = 1000 if deadline is None else max(0, (deadline - now) * 1000) + 1
-                if self.downlink.has_more:
-                    timeout_ms = 0
-                poller.poll(int(min(timeout_ms, 1000)))
+                times = [t for t in (deadline, self.downlink.pump_at) if t is not None]
+                wait_s = max(0.0, min(times, default=now + 1.0) - now)
+                poller.poll(min(math.ceil(wait_s * 1000), 1000))
                 self._turn()
             return self._finished
         finally:
@@ -106,6 +107,10 @@ class Service:
     def stop(self, reason: str) -> None:
         """Asks the loop to end in order; safe from signal handlers and other threads."""
         self._later(lambda: self._handle_event(ev.StopRequested(reason)))
+
+    def reload(self, config: BrokerConfig) -> None:
+        """Takes the rates of a configuration that was read again; safe from signal handlers."""
+        self._later(lambda: self._handle_event(ev.ConfigRead(config)))
 
     def _turn(self) -> None:
         self._drain_wake()
@@ -164,7 +169,7 @@ class Service:
         self._handle_event(ev.Received(peer, message, address))
         member = self.syncer.state.roster.by_peer(peer)
         if member is not None:
-            self.traffic.setdefault(member.name, Traffic()).up_bytes += size_bytes
+            self._received_from(member.name, size_bytes)
 
     def _refuse_frame(self, peer: bytes, address: str, error: RemoteProtocolError) -> None:
         """A control frame that does not decode: its sender is told, the first is logged."""
@@ -186,10 +191,13 @@ class Service:
                 _log.warning("data message %d refused: %s", self.bad_frames, printable(str(error)))
             return
         if self.syncer.state.roster.get(header.learner) is not None:
-            traffic = self.traffic.setdefault(header.learner, Traffic())
-            traffic.up_bytes += sum(map(len, frames))
+            self._received_from(header.learner, sum(map(len, frames)))
         reach("received")
         self._handle_event(ev.ChunkArrived(header, self.jobs.keep(frames[2])))
+
+    def _received_from(self, learner: str, size_bytes: int) -> None:
+        self.traffic.setdefault(learner, Traffic()).up_bytes += size_bytes
+        self.downlink.charge(learner, size_bytes * ACKNOWLEDGEMENT_SHARE, time.monotonic())
 
     def _handle_event(self, event: ev.Event) -> None:
         for effect in self.syncer.handle(event, now=time.monotonic()):
@@ -219,6 +227,9 @@ class Service:
                 self.downlink.admit(learner, incarnation)
             case ev.Acknowledge(learner, positions):
                 self.downlink.acknowledge(learner, positions, time.monotonic())
+            case ev.RatesChanged(config):
+                self.jobs.set_rates(config)
+                self.downlink.set_rates(config, time.monotonic())
             case ev.Forget(learner):
                 self.downlink.forget(learner)
             case ev.Fate():
@@ -234,6 +245,7 @@ class Service:
         member = self.syncer.state.roster.by_peer(peer)
         if member is not None:
             self.traffic.setdefault(member.name, Traffic()).down_bytes += len(frame)
+            self.downlink.charge(member.name, wire_bytes(len(frame)), time.monotonic())
         if not self.wires.send_control(peer, frame) and member is not None:
             # Not from inside the effects of another event: the syncer must finish that one.
             self._later(lambda: self._handle_event(ev.PeerLost(peer)))

@@ -13,8 +13,10 @@ from narrows.broker.config import BrokerConfig
 from narrows.broker.members import Member, Roster
 from narrows.broker.rounds import Round
 from narrows.broker.run_clock import RunClock
+from narrows.broker.shares import Shares
 from narrows.broker.tally import Tally
 from narrows.proto import messages as msg
+from narrows.proto.budget import least_chunk_elements
 from narrows.proto.errors import NarrowsError
 from narrows.proto.fragments import Fragment
 from narrows.proto.schedule import first_step, is_lockstep, snapshot_step
@@ -47,10 +49,22 @@ class RunState:
     """From all lives of the broker, of the newest process of each name."""
     rounds: dict[int, Round] = field(default_factory=dict[int, Round])
     """Open rounds by fragment."""
+    least_chunk_elements: int = 0
+    """The smallest cut that was told in this epoch: with it a transfer may have begun."""
     epoch_resumed: bool = False
     """The state came from a checkpoint: learners of the epoch before may still come back."""
     uplink_port: int = 0
     downlink_port: int = 0
+
+    def __post_init__(self) -> None:
+        self.least_chunk_elements = least_chunk_elements(self.settings)
+        self.shares = Shares(self.config.wan.total_up, self.config.wan.up)
+
+    def set_config(self, config: BrokerConfig, told: msg.RunSettings) -> None:
+        """Other rates apply from now on."""
+        self.config, self.settings = config, told
+        self.least_chunk_elements = min(self.least_chunk_elements, least_chunk_elements(told))
+        self.shares.set_rates(config.wan.total_up, config.wan.up)
 
     @property
     def lockstep(self) -> bool:
@@ -99,6 +113,7 @@ class RunState:
             run_tokens=self.clock.run_tokens,
             tokens_per_s=self.tokens_per_s(now),
             received=tuple(member.received),
+            up_bits_per_s=member.up_bits_per_s,
         )
 
     def welcome(self, member: Member, role: msg.Role, now: float) -> msg.Welcome:
@@ -116,6 +131,7 @@ class RunState:
             run_tokens=self.clock.run_tokens,
             tokens_per_s=self.tokens_per_s(now),
             step=self.first_step(),
+            up_bits_per_s=member.up_bits_per_s,
         )
 
 

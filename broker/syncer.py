@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from narrows.broker import events as ev
 from narrows.broker.admission import Admission
+from narrows.broker.allowance import Allowance
 from narrows.broker.config import BrokerConfig, settings
 from narrows.broker.founding import Founding
 from narrows.broker.intake import Intake
@@ -23,9 +24,6 @@ from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.fragments import build_table
 from narrows.proto.limits import PUBLICATIONS_KEPT
-
-ACKNOWLEDGE_BYTES = 1 << 20
-"""A learner gets a Beat at once after so many received bytes, so that its credit never ends."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,7 @@ class Syncer:
         self.founding = Founding(self.state, from_file)
         self.admission = Admission(self.state, self.founding)
         self.intake = Intake(self.state)
+        self.allowance = Allowance(self.state, self.founding)
         self.scheduler = Scheduler(self.state, launched_at=now)
         self.lifecycle = Lifecycle(self.state, self.scheduler, started_at=now)
         #: Phase and rounds that the last Beat told.
@@ -81,7 +80,7 @@ class Syncer:
                 effects = self._lose(member, "its connection closed", now) if member else []
             case ev.ChunkArrived(header, handle):
                 effects = self.intake.arrived(header, handle, now)
-                effects += self._acknowledge(header, now)
+                effects += self.allowance.arrived(header, now)
             case ev.ChunkUnpacked(header, handle):
                 effects = self._unpacked(header, handle, now)
             case ev.ChunkDamaged(header, handle, code, reason):
@@ -109,6 +108,8 @@ class Syncer:
                 effects = self.lifecycle.journal_works()
             case ev.StopRequested(reason):
                 effects = self.lifecycle.stop(reason)
+            case ev.ConfigRead(config):
+                effects = self.allowance.reload(config, now) + self.admission.welcome_all(now)
             case ev.DeadlineReached():
                 pass
         return effects + self._advance(now)
@@ -121,6 +122,7 @@ class Syncer:
             self._beat_at + self.state.config.broker.beat_s,
             self.state.roster.next_deadline(),
             self.admission.next_deadline(),
+            self.allowance.next_deadline(),
             self.scheduler.next_deadline(),
             self.lifecycle.next_deadline(),
         ]
@@ -162,6 +164,7 @@ class Syncer:
         effects += self.lifecycle.end(now)
         effects += self.lifecycle.checkpoint(now)
         effects += self.lifecycle.stop_if_durable()
+        effects += self.allowance.advance(now)
         effects += self._beat(now)
         return effects
 
@@ -178,21 +181,14 @@ class Syncer:
         if due:
             self._beat_at = now
             effects += self.intake.repair(now) + self.founding.missing(now)
+            effects += self.allowance.need.warn()
         for member in state.roster.connected():
             effects += self._beat_to(member, now)
         return effects
 
-    def _acknowledge(self, header: msg.Header, now: float) -> list[ev.Effect]:
-        member = self.state.roster.get(header.learner)
-        if member is None or member.incarnation != header.incarnation or not member.connected:
-            return []
-        self.state.roster.heard(member, now)
-        fresh = sum(member.received) - member.acknowledged
-        return self._beat_to(member, now) if fresh >= ACKNOWLEDGE_BYTES else []
-
     def _beat_to(self, member: Member, now: float) -> list[ev.Effect]:
         assert member.peer is not None
-        member.acknowledged = sum(member.received)
+        self.allowance.told(member)
         return [ev.Send(member.peer, self.state.beat(member, now))]
 
     # Messages and chunks.
@@ -254,6 +250,7 @@ class Syncer:
     def _report(self, member: Member, report: msg.Report, now: float) -> None:
         member.step, member.tokens = report.step, report.tokens
         member.step_s, member.loss, member.ledger = report.step_s, report.loss, report.ledger
+        member.keeps_bits_per_s = report.up_bits_per_s
         self.state.clock.report(member.incarnation, report.tokens, now)
 
     def _adopted(self, member: Member, fragment: int, version: int, now: float) -> None:

@@ -152,7 +152,7 @@ class Background:
 
     def _loop(self) -> None:
         while not self._closed:
-            self.wires.wait(self._idle_s())
+            self.wires.wait(min(self._idle_s(), self._unsent_s()))
             while self._actions:
                 self._actions.popleft()()
             for frame in self.wires.receive_control():
@@ -161,7 +161,7 @@ class Background:
                 self._on_data(frames)
             if self._steps or self._idle_s() <= 0:
                 self.handle(ev.DeadlineReached())
-            self.exchange.pump(time.monotonic())
+            self.exchange.sender.pump(time.monotonic())
         while self._actions:  # Among them the Bye.
             self._actions.popleft()()
 
@@ -172,6 +172,11 @@ class Background:
         if deadline is None:
             return longest_s
         return min(max(deadline - time.monotonic(), 0.0), longest_s)
+
+    def _unsent_s(self) -> float:
+        """Seconds until the rate lets the next message go."""
+        pump_at = self.exchange.sender.pump_at
+        return IDLE_S if pump_at is None else max(pump_at - time.monotonic(), 0.0)
 
     def step(self, tokens: int, loss: float | None) -> tuple[list[ev.Effect], dict[int, F32]]:
         """For the training thread: counts an inner step; as `hand_over` if there is more to do.
@@ -283,7 +288,7 @@ class Background:
                 case ev.Note(level, text):
                     _log.log(getattr(logging, level.upper()), "%s", printable(text))
                 case ev.Identify(run_id, epoch):
-                    self.exchange.identify(run_id, epoch)
+                    self.exchange.sender.identify(run_id, epoch)
                 case ev.OpenStreams():
                     self.exchange.open_streams(effect)
                 case ev.Apply():
@@ -297,7 +302,9 @@ class Background:
                 case ev.SettlePush(push_id, merged):
                     self.exchange.settle(push_id, merged=merged)
                 case ev.Acknowledge(positions):
-                    self.exchange.acknowledge(positions, time.monotonic())
+                    self.exchange.sender.acknowledge(positions, time.monotonic())
+                case ev.SetRate(bits_per_s):
+                    self.exchange.sender.set_rate(bits_per_s, time.monotonic())
                 case ev.Fail(error):
                     self.error = error
                 case ev.Left():

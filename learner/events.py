@@ -209,6 +209,13 @@ class Acknowledge:
 
 
 @dataclass(frozen=True)
+class SetRate:
+    """What is sent from now on stays below this rate; 0: no limit."""
+
+    bits_per_s: float
+
+
+@dataclass(frozen=True)
 class Fail:
     """The session is refused for good: raise this in the training thread."""
 
@@ -239,6 +246,7 @@ Effect: TypeAlias = (
     | Resend
     | SettlePush
     | Acknowledge
+    | SetRate
     | Fail
     | Left
     | Note

@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeAlias
@@ -20,17 +19,16 @@ from numpy.typing import NDArray
 
 from narrows.learner import events as ev
 from narrows.learner.device import DeviceSnapshot
-from narrows.learner.uplink import Parcel, PushWork, Ranges, Residuals, encode_push, touches
+from narrows.learner.sender import Sender
+from narrows.learner.uplink import Parcel, PushWork, Ranges, Residuals, encode_push
 from narrows.learner.wires import Wires
 from narrows.proto import messages as msg
+from narrows.proto.budget import chunk_elements
 from narrows.proto.chunk import DecodedChunk
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.fragments import Fragment
-from narrows.proto.frames import decode_data, encode_header
-from narrows.proto.limits import PROTOCOL
-from narrows.proto.outbox import Lane, Outbox
+from narrows.proto.frames import decode_data
 from narrows.proto.rate import RateControl, codecs_of, rate_control
-from narrows.proto.socket_options import STREAM_WINDOW_BYTES
 from narrows.proto.transfer import (
     STATE_CODEC,
     EncodedChunk,
@@ -42,19 +40,6 @@ from narrows.proto.transfer import (
 )
 
 F32: TypeAlias = NDArray[np.float32]
-
-
-@dataclass
-class Counters:
-    """Bytes are those of ZeroMQ frames: topic, header and payload."""
-
-    data_up_bytes: int = 0
-    data_down_bytes: int = 0
-    push_bytes: int = 0
-    push_elements: int = 0
-    publication_bytes: int = 0
-    publication_elements: int = 0
-    pushes: int = 0
 
 
 class Exchange:
@@ -71,17 +56,16 @@ class Exchange:
         records: Path | None,
     ) -> None:
         self._wires = wires
-        self._name, self._incarnation, self._layout = name, incarnation, layout
+        self._name, self._layout = name, layout
         self._post = post
         self._records = records.open("a", buffering=1) if records else None
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="narrows-codec")
-        self.counters = Counters()
+        self.sender = Sender(wires, name=name, incarnation=incarnation)
+        self.counters = self.sender.counters
         self.table: tuple[Fragment, ...] = ()
         self.settings: msg.RunSettings | None = None
         #: The published copy per fragment. Arrays are replaced, never changed in place.
         self.published: dict[int, F32] = {}
-        self._run_id, self._epoch = "", (0, 0)
-        self._outbox = Outbox[Parcel](1, STREAM_WINDOW_BYTES)
         self._residuals = Residuals(False)
         self._rates: list[RateControl] = []
         #: Pushes whose outcome is open, by id.
@@ -102,25 +86,17 @@ class Exchange:
 
         self._pool.submit(guarded)
 
-    def identify(self, run_id: str, epoch: tuple[int, int]) -> None:
-        """Headers carry these from now on; what was queued under another epoch is dropped."""
-        if (run_id, epoch) != (self._run_id, self._epoch):
-            self._outbox.discard(lambda parcel: True)
-        self._run_id, self._epoch = run_id, epoch
-
     def open_streams(self, effect: ev.OpenStreams) -> None:
         settings = effect.settings
         if self.settings is None:
-            self._outbox = Outbox[Parcel](settings.streams, STREAM_WINDOW_BYTES)
             self._residuals = Residuals(settings.error_feedback)
             self.table = effect.table
             self._rates = [
                 rate_control(settings.push_codec, rho=settings.push_rho, bits=settings.push_bits)
                 for _ in effect.table
             ]
-        elif self.settings.streams != settings.streams:
-            self._outbox = Outbox[Parcel](settings.streams, STREAM_WINDOW_BYTES)
         self.settings = settings
+        self.sender.open_streams(settings.streams)
         self._wires.open_streams(settings.streams, effect.uplink_port, effect.downlink_port)
 
     # Down.
@@ -152,6 +128,7 @@ class Exchange:
         chunk = decode_chunk(part, header.codec, header.offset, header.count, payload)
         size_bytes = sum(map(len, frames))
         self.counters.data_down_bytes += size_bytes
+        self.sender.received(size_bytes, time.monotonic())
         if not state:
             self.counters.publication_bytes += size_bytes
             self.counters.publication_elements += header.count
@@ -240,32 +217,18 @@ class Exchange:
         if not work.settled:
             work.chunks.append(chunk)
             self.counters.pushes += chunk.offset == 0
-            self._put(msg.DataKind.PUSH, work, chunk)
+            self.sender.put(_parcel(work, chunk))
             if chunk.offset + chunk.count == work.fragment.elements:
                 rate = self._rates[work.fragment.index]
                 if rate.target_bits is not None:
                     rate.observe(work.bits_per_param, work.error_ratio())
 
-    def _put(self, kind: msg.DataKind, work: PushWork, chunk: EncodedChunk) -> None:
-        parcel = Parcel(
-            kind,
-            work.fragment.index,
-            work.base_version,
-            work.push_id,
-            work.codec,
-            chunk,
-        )
-        self._outbox.put(parcel, len(chunk.payload))
-
     def resend(self, push_id: int, ranges: Ranges) -> None:
-        """Queues the chunks that touch these ranges again, unless they still wait to leave."""
+        """Queues the chunks that touch these ranges again, unless they are on their way."""
         work = self.pushes.get(push_id)
-        if work is None or work.settled:
-            return
-        self._outbox.discard(lambda parcel: parcel.push_id == push_id)
-        for chunk in work.chunks:
-            if touches(ranges, chunk.offset, chunk.count):
-                self._put(msg.DataKind.PUSH, work, chunk)
+        if ranges and work is not None and not work.settled:
+            parcels = [_parcel(work, chunk) for chunk in work.chunks]
+            self.sender.put_again(parcels, ranges, time.monotonic())
 
     def settle(self, push_id: int, *, merged: bool) -> None:
         """Stops sending a push; its remainder stays only if it was merged."""
@@ -273,13 +236,10 @@ class Exchange:
         if work is not None:
             work.settled = True
             self._residuals.settle(work, merged=merged)
-            self._outbox.discard(lambda parcel: parcel.push_id == push_id)
+            self.sender.discard(lambda parcel: parcel.push_id == push_id)
 
     def found(self, fragment: int, values: F32, ranges: Ranges) -> None:
         """Encodes the parameters of a fragment, or these ranges of them, as version 0."""
-        kind = msg.DataKind.FOUND
-        if ranges:
-            self._outbox.discard(lambda p: p.kind is kind and p.fragment == fragment)
         self._submit(lambda: self._encode_founding(self.table[fragment], values, ranges))
 
     def _encode_founding(self, part: Fragment, values: F32, ranges: Ranges) -> None:
@@ -289,57 +249,24 @@ class Exchange:
             values,
             codec_name=STATE_CODEC,
             rho=1.0,
-            chunk_elements=self.settings.chunk_elements,
+            chunk_elements=chunk_elements(self.settings, STATE_CODEC),
             reconstructed=np.empty_like(values),
         ):
-            if not ranges or touches(ranges, chunk.offset, chunk.count):
-                self._post(partial(self._queue_founding, part.index, chunk))
+            self._post(partial(self._queue_founding, part.index, chunk, ranges))
 
-    def _queue_founding(self, fragment: int, chunk: EncodedChunk) -> None:
+    def _queue_founding(self, fragment: int, chunk: EncodedChunk, ranges: Ranges) -> None:
         parcel = Parcel(msg.DataKind.FOUND, fragment, 0, 0, STATE_CODEC, chunk)
-        self._outbox.put(parcel, len(chunk.payload), Lane.STATE)
-
-    def acknowledge(self, positions: tuple[int, ...], now: float) -> None:
-        self._outbox.acknowledge(positions, now)
-
-    def pump(self, now: float) -> None:
-        """Sends what the credit allows."""
-        self._outbox.renew_stalled(now)
-        while self._wires.uplink_open:
-            departure = self._outbox.take(now)
-            if departure is None:
-                return
-            parcel = departure.item
-            header = msg.Header(
-                protocol=PROTOCOL,
-                run_id=self._run_id,
-                epoch=self._epoch,
-                kind=parcel.kind,
-                learner=self._name,
-                incarnation=self._incarnation,
-                fragment=parcel.fragment,
-                version=parcel.version,
-                push_id=parcel.push_id,
-                offset=parcel.chunk.offset,
-                count=parcel.chunk.count,
-                codec=parcel.codec,
-                payload_digest=parcel.chunk.payload_digest,
-                result_digest=0,
-                stream=departure.stream,
-                position=departure.position,
-            )
-            sent_bytes = self._wires.send_data(
-                departure.stream, encode_header(header), parcel.chunk.payload
-            )
-            self.counters.data_up_bytes += sent_bytes
-            if parcel.kind is msg.DataKind.PUSH:
-                self.counters.push_bytes += sent_bytes
-                self.counters.push_elements += parcel.chunk.count
+        self.sender.put_again([parcel], ranges, time.monotonic())
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._records is not None:
             self._records.close()
+
+
+def _parcel(work: PushWork, chunk: EncodedChunk) -> Parcel:
+    place = (work.fragment.index, work.base_version, work.push_id)
+    return Parcel(msg.DataKind.PUSH, *place, work.codec, chunk)
 
 
 def _raise(error: Exception) -> NoReturn:

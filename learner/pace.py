@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from narrows.proto.delivery import ACKNOWLEDGE_BYTES, ACKNOWLEDGE_S
 from narrows.proto.messages import Report, RunSettings, TokenLedger
 from narrows.proto.schedule import first_step, is_lockstep
 from narrows.proto.smoothing import Smoothed
 
-REPORT_S = 0.1
+REPORT_S = ACKNOWLEDGE_S
 IDLE_REPORT_S = 1.0
-"""A Report with news goes out at most every REPORT_S, one without every IDLE_REPORT_S."""
-
-ACKNOWLEDGE_BYTES = 1 << 20
-"""So many received bytes are news: the sender's credit must not end while it waits for us."""
+URGENT_REPORT_S = 0.01
+"""A Report with news goes out every REPORT_S, one without every IDLE_REPORT_S, one after
+ACKNOWLEDGE_BYTES every URGENT_REPORT_S, and at once when the rate has changed."""
 
 EXTRAPOLATION_MAX_S = 60.0
 """The run's clock runs on by itself for at most so long after it was last told."""
@@ -29,6 +29,9 @@ class Pace:
     """Steps that the run had made before ours (lockstep modes)."""
     received: list[int] = field(default_factory=list[int])
     """Downlink stream positions seen."""
+    up_bits_per_s: float = 0.0
+    """What it may send; 0: no limit."""
+    _rate_changed: bool = False
     _step_s: Smoothed = field(default_factory=Smoothed)
     _stepped_at: float | None = None
     _loss: float | None = None
@@ -64,19 +67,31 @@ class Pace:
 
     def report_at(self) -> float:
         """When the next Report is due."""
-        news = self.steps > self._reported_steps
-        news |= sum(self.received) >= self._acknowledged + ACKNOWLEDGE_BYTES
+        fresh_bytes = sum(self.received) - self._acknowledged
+        if self._rate_changed:
+            return self._reported_at
+        if fresh_bytes >= ACKNOWLEDGE_BYTES:
+            return self._reported_at + URGENT_REPORT_S
+        news = self.steps > self._reported_steps or fresh_bytes > 0
         return self._reported_at + (REPORT_S if news else IDLE_REPORT_S)
+
+    def keep_rate(self, bits_per_s: float) -> bool:
+        """Notes the uplink's rate; True if it is another one: others wait to hear so."""
+        changed = bits_per_s != self.up_bits_per_s
+        self._rate_changed |= changed
+        self.up_bits_per_s = bits_per_s
+        return changed
 
     def report(self, tokens: int, ledger: TokenLedger, now: float) -> Report:
         self._reported_at, self._reported_steps = now, self.steps
-        self._acknowledged = sum(self.received)
+        self._acknowledged, self._rate_changed = sum(self.received), False
         return Report(
             step=self.steps,
             tokens=tokens,
             step_s=self._step_s.mean,
             loss=self._loss,
             received=tuple(self.received),
+            up_bits_per_s=self.up_bits_per_s,
             ledger=ledger,
         )
 

@@ -177,16 +177,18 @@ class Session:
                 self._rejoin(now)
                 return []
             case msg.Beat():
-                self._run_state(message, message.versions, now)
-                return [ev.Acknowledge(message.received)]
+                acknowledge = ev.Acknowledge(message.received)
+                return [acknowledge, *self._run_state(message, message.versions, now)]
+            case msg.Progress(received):
+                return [ev.Acknowledge(received)]
             case msg.Missing():
                 return self._missing(message)
             case msg.Bye(reason):
                 self._rejoin(now)
                 note = f"the broker said Bye ({reason}); training goes on, joining again"
-                return [ev.Note("warning", note)]
             case _:
-                return [ev.Note("warning", f"unexpected {type(message).__name__} from the broker")]
+                note = f"unexpected {type(message).__name__} from the broker"
+        return [ev.Note("warning", note)]
 
     def _welcome(self, welcome: msg.Welcome, now: float) -> list[ev.Effect]:
         first = self.settings is None
@@ -215,14 +217,16 @@ class Session:
             self.links.found_all(self.epoch)
         if restarted:
             self._run_time = RunTime()
-        self._run_state(welcome, [head.version for head in welcome.fragments], now)
-        return effects
+        return effects + self._run_state(welcome, [h.version for h in welcome.fragments], now)
 
-    def _run_state(self, told: msg.Welcome | msg.Beat, versions: Sequence[int], now: float) -> None:
-        """What Welcome and Beat both tell."""
+    def _run_state(
+        self, told: msg.Welcome | msg.Beat, versions: Sequence[int], now: float
+    ) -> list[ev.Effect]:
         self.phase = told.phase
         self._run_time.tell(told.run_tokens, told.tokens_per_s, now)
         self.links.tell(told.rounds, versions, now)
+        changed = self._pace.keep_rate(told.up_bits_per_s)
+        return [ev.SetRate(told.up_bits_per_s)] if changed else []
 
     def _refused(self, refuse: msg.Refuse, now: float) -> list[ev.Effect]:
         if refuse.push_id:
@@ -244,8 +248,7 @@ class Session:
         if missing.kind is msg.DataKind.FOUND and missing.fragment < len(self.links):
             self.links.to_found.setdefault(missing.fragment, missing.ranges)
             return []
-        link = self.links.pushed(missing.push_id)
-        if link is None or link.push is None:
+        if (link := self.links.pushed(missing.push_id)) is None or link.push is None:
             return []
         # The announcement may be what is missing: with all chunks there, no range is.
         return [ev.Send(link.push.announced), ev.Resend(missing.push_id, missing.ranges)]
@@ -292,8 +295,8 @@ class Session:
         if not self._dialer.is_quiet(now):
             return []
         self._rejoin(now)
-        text = f"nothing heard from the broker for {QUIET_S:.0f} s; training goes on"
-        return [ev.Note("warning", text)]
+        quiet = f"nothing heard from the broker for {QUIET_S:.0f} s"
+        return [ev.Note("warning", f"{quiet}; training goes on")]
 
     # What every event may have made possible.
 
@@ -306,8 +309,7 @@ class Session:
             effects.append(ev.Send(self.identity.hello(*told)))
         if not self.online:
             return effects
-        for link in self.links.fetching():
-            effects += link.ask(now, self._jitter())
+        effects += [e for link in self.links.fetching() for e in link.ask(now, self._jitter())]
         stopped = self.leaving or self.should_stop
         effects += self.links.decline(self._warming or self._paused, stopped=stopped)
         if now >= self._pace.report_at():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from narrows.learner.device import DeviceSnapshot
 from narrows.proto import transfer
+from narrows.proto.budget import chunk_elements
 from narrows.proto.buffers import empty_f32
 from narrows.proto.fragments import Fragment
 from narrows.proto.messages import DataKind, LayoutEntry, RunSettings
@@ -119,16 +120,14 @@ def encode_push(
 
     Stops early when the push is settled. Raises LocalProtocolError NOT_FINITE.
     """
-    for chunk in _encoded(work, layout, settings.chunk_elements):
+    for chunk in _encoded(work, layout, chunk_elements(settings, work.codec)):
         if work.settled:
             return
         # Its part of `unsent` stands: once the last chunk is out, the push may be merged.
         ready(chunk)
 
 
-def _encoded(
-    work: PushWork, layout: Sequence[LayoutEntry], chunk_elements: int
-) -> Iterator[EncodedChunk]:
+def _encoded(work: PushWork, layout: Sequence[LayoutEntry], cut: int) -> Iterator[EncodedChunk]:
     part, local, residual = work.fragment, work.local, work.residual
     if isinstance(local, DeviceSnapshot):
         assert not isinstance(residual, np.ndarray)
@@ -138,7 +137,7 @@ def _encoded(
             residual,
             codec_name=work.codec,
             rho=work.rho,
-            chunk_elements=chunk_elements,
+            chunk_elements=cut,
             unsent=unsent,
         )
     assert not isinstance(residual, Tensor)
@@ -150,7 +149,7 @@ def _encoded(
         residual,
         codec_name=work.codec,
         rho=work.rho,
-        chunk_elements=chunk_elements,
+        chunk_elements=cut,
         unsent=remainder,
     )
 

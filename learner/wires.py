@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -65,7 +66,7 @@ class Wires:
 
     def wait(self, timeout_s: float) -> None:
         """Sleeps until something arrives, `wake` is called, or the time is over."""
-        self._ready = {source for source, _ in self._poller.poll(max(0, int(timeout_s * 1000) + 1))}
+        self._ready = {source for source, _ in self._poller.poll(math.ceil(timeout_s * 1000))}
         if self._wake_read in self._ready:
             os.read(self._wake_read, 4096)
         for stream, socket in enumerate(self._uplinks):
@@ -101,12 +102,12 @@ class Wires:
             return
         self.control_up_bytes += len(frame)
 
-    def send_data(self, stream: int, header: bytes, payload: bytes) -> int:
-        """Returns the bytes of the frames."""
+    def send_data(self, stream: int, header: bytes, payload: bytes) -> tuple[int, int, int]:
+        """Returns the bytes of each frame."""
         topic = b"u"
         frames = [topic, header, payload]
         self._uplinks[stream].send_multipart(frames, zmq.NOBLOCK, copy=False)
-        return len(topic) + len(header) + len(payload)
+        return len(topic), len(header), len(payload)
 
     def close(self) -> None:
         for socket in (self._control, *self._uplinks, *self._downlinks):

@@ -53,6 +53,12 @@ TOKENS_MAX = 1 << 62
 VERSION_MAX = 1 << 53
 """Versions of a fragment: exact in every language's numbers."""
 
+RATE_MIN = 100_000
+"""Smallest rate of a budget, in bit/s: control alone takes a tenth of it."""
+
+RATE_MAX = 10**15
+"""Largest rate of a budget, in bit/s: a sum over all learners stays exact in a float."""
+
 CHUNKS_OF_A_REGULAR_CUT_MAX = 4
 """A transfer may come in so many times the chunks of a regular cut (and 16 more): each costs the
 receiver some 2 KB and a decoder's run, whatever it holds."""

@@ -61,6 +61,7 @@ __all__ = [
     "Phase",
     "Positions",
     "Probe",
+    "Progress",
     "Push",
     "Ranges",
     "Refuse",
@@ -117,6 +118,8 @@ class Report(_Control, frozen=True):
     received: Positions
     """Stream position received, per downlink stream (the credit of the sender)."""
     ledger: TokenLedger
+    up_bits_per_s: Rate
+    """The uplink rate that it keeps to, as told last."""
 
 
 class Push(_Control, frozen=True):
@@ -176,6 +179,8 @@ class Welcome(_Control, frozen=True):
     tokens_per_s: Rate
     step: Count
     """Inner step at which this learner starts counting (modes streaming and diloco)."""
+    up_bits_per_s: Rate
+    """What the addressee may send, all that crosses the line counted; 0: no limit."""
 
 
 class Beat(_Control, frozen=True):
@@ -189,6 +194,14 @@ class Beat(_Control, frozen=True):
     tokens_per_s: Rate
     received: Positions
     """Stream position received, per uplink stream of the addressee."""
+    up_bits_per_s: Rate
+    """As in Welcome; a learner without work lends its share to the others."""
+
+
+class Progress(_Control, frozen=True):
+    """Uplink positions while data comes, between two Beats."""
+
+    received: Positions
 
 
 class Refuse(_Control, frozen=True):
@@ -300,6 +313,7 @@ ControlMessage: TypeAlias = (
     | Fetch
     | Welcome
     | Beat
+    | Progress
     | Refuse
     | Probe
     | Missing

@@ -1,25 +1,34 @@
-"""Data messages on their way to one peer: order, streams, and credit that prevents drops.
+"""Data messages on their way to one peer: order, streams, and credit that prevents drops. [pure]
 
 Pub/sub drops silently what a full queue or a broken connection loses, and without a bound its queue
 would hold all that a peer does not read. So each stream counts the bytes it has sent, the receiver
-reports the position it has seen, and never more than `window_bytes` are unacknowledged.
+reports the position it has seen, and never more than a window is unacknowledged.
 TCP keeps order within a stream: a position implies that everything before it arrived or is lost
-for good, so a drop cannot leak credit. What was lost is asked for again by range.
+for good, so a drop cannot leak credit. What was lost is asked for again by range; what a stream
+carried that stands still is sent again on the others.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from narrows.proto.delivery import ACKNOWLEDGE_S, Delivery, Mark
 
 Item = TypeVar("Item")
 
-
-DOUBLINGS_MAX = 6
+DOUBLINGS_MAX: Final = 6
 """The longest pause between two messages to a peer that acknowledges nothing is 64 stalls."""
+
+STATE_FLOOR: Final = 1 / 8
+"""Of the bytes, at least so many are states while some wait: who joins must get there at last."""
+
+STANDSTILL_S: Final = 1.0
+"""A stream that has not moved for so long while others have is dead; at least four round trips."""
 
 
 class Lane(IntEnum):
@@ -37,13 +46,29 @@ class Departure(NamedTuple, Generic[Item]):
     position: int
 
 
+class _Sent(NamedTuple, Generic[Item]):
+    """A message under way."""
+
+    item: Item
+    lane: Lane
+    size_bytes: int
+    position: int
+    mark: Mark
+
+
 @dataclass
-class _Stream:
+class _Stream(Generic[Item]):
     sent: int = 0
     acknowledged: int = 0
-    progress_at: float = 0.0
+    waits_since: float = 0.0
+    """Of the last progress, or of the first message after a pause."""
     renewals: int = 0
     """Since the last progress."""
+    under_way: deque[_Sent[Item]] = field(default_factory=lambda: deque())
+
+    @property
+    def in_flight(self) -> int:
+        return self.sent - self.acknowledged
 
 
 @dataclass
@@ -55,17 +80,22 @@ class Outbox(Generic[Item]):
 
     stream_count: int
     window_bytes: int
-    """Unacknowledged bytes per stream; the socket's high-water mark holds at least as much."""
+    """Unacknowledged bytes per stream, whatever the line would take."""
     stall_s: float = 5.0
-    """A stream without progress for so long has lost what it carried: then one message may leave
+    """A peer without progress for so long has lost what was under way: then one message may leave
     to find out, the next after twice the time; all of the window after progress."""
     bytes_sent: int = 0
-    _streams: list[_Stream] = field(default_factory=list[_Stream])
+    bytes_repeated: int = 0
+    delivery: Delivery = field(default_factory=Delivery)
+    _streams: list[_Stream[Item]] = field(default_factory=list[_Stream[Item]])
     _lanes: tuple[deque[tuple[Item, int]], ...] = ()
+    _owed_to_states: float = 0.0
+    _moved_at: float = -math.inf
+    """When anything was acknowledged last."""
 
     def __post_init__(self) -> None:
         assert self.stream_count > 0 and self.window_bytes > 0
-        self._streams = [_Stream() for _ in range(self.stream_count)]
+        self._streams = [_Stream[Item]() for _ in range(self.stream_count)]
         self._lanes = tuple(deque[tuple[Item, int]]() for _ in Lane)
 
     def __len__(self) -> int:
@@ -78,56 +108,136 @@ class Outbox(Generic[Item]):
     @property
     def idle(self) -> bool:
         """Nothing waits to leave, and all that left has arrived or is lost."""
-        return not len(self) and all(s.sent == s.acknowledged for s in self._streams)
+        return not len(self) and not self.in_flight
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes that are not acknowledged."""
+        return sum(stream.in_flight for stream in self._streams)
+
+    def coming(self, now: float) -> Iterator[Item]:
+        """What waits to leave or has left so lately that it cannot be missing yet."""
+        yield from self
+        patience_s = self._patience_s
+        for stream in self._streams:
+            for sent in stream.under_way:
+                if now - sent.mark.sent_at < patience_s:
+                    yield sent.item
 
     def put(self, item: Item, size_bytes: int, lane: Lane = Lane.FRAGMENT) -> None:
         """Queues a message of `size_bytes`."""
         self._lanes[lane].append((item, size_bytes))
 
     def take(self, now: float) -> Departure[Item] | None:
-        """The next message that the credit lets go, on the emptiest stream."""
-        for lane in self._lanes:
-            if not lane:
-                continue
-            item, size_bytes = lane[0]
-            stream = min(
-                range(self.stream_count),
-                key=lambda index: self._streams[index].sent - self._streams[index].acknowledged,
-            )
-            state = self._streams[stream]
-            in_flight = state.sent - state.acknowledged
-            window_bytes = 0 if state.renewals else self.window_bytes
-            if in_flight and in_flight + size_bytes > window_bytes:
-                return None
-            lane.popleft()
-            if not in_flight:
-                state.progress_at = now
-            state.sent += size_bytes
-            self.bytes_sent += size_bytes
-            return Departure(item, stream, state.sent)
-        return None
+        """The next message that the credit lets go, on the emptiest stream that moves."""
+        lane = self._next_lane()
+        if lane is None:
+            return None
+        item, size_bytes = self._lanes[lane][0]
+        index = self._choose(size_bytes, now)
+        if index is None:
+            return None
+        stream = self._streams[index]
+        self._lanes[lane].popleft()
+        self._settle_debt(lane, size_bytes)
+        mark = self.delivery.leave(now, alone=not self.in_flight)
+        if not stream.in_flight:
+            stream.waits_since = now
+        stream.sent += size_bytes
+        self.bytes_sent += size_bytes
+        stream.under_way.append(_Sent(item, lane, size_bytes, stream.sent, mark))
+        return Departure(item, index, stream.sent)
+
+    def _next_lane(self) -> Lane | None:
+        fragments, states = self._lanes
+        if states and (not fragments or self._owed_to_states >= states[0][1]):
+            return Lane.STATE
+        return Lane.FRAGMENT if fragments else None
+
+    def _settle_debt(self, lane: Lane, size_bytes: int) -> None:
+        if not self._lanes[Lane.STATE]:
+            self._owed_to_states = 0.0
+        elif lane is Lane.FRAGMENT:
+            self._owed_to_states += size_bytes * STATE_FLOOR / (1 - STATE_FLOOR)
+        else:
+            self._owed_to_states = max(0.0, self._owed_to_states - size_bytes)
+
+    def _choose(self, size_bytes: int, now: float) -> int | None:
+        """The stream that takes a message of this size: a dead one to see whether it lives again,
+        else the emptiest."""
+        moving = [i for i, stream in enumerate(self._streams) if not stream.renewals]
+        for index, stream in enumerate(self._streams):
+            is_dead = stream.renewals and not stream.in_flight
+            if is_dead and (not moving or now >= stream.waits_since + self._stall_s(stream)):
+                return index
+        if not moving:
+            return None
+        index = min(moving, key=lambda i: self._streams[i].in_flight)
+        in_flight, total = self._streams[index].in_flight, self.in_flight
+        is_full = in_flight and in_flight + size_bytes > self.window_bytes
+        is_ahead = total and total + size_bytes > self.delivery.window_bytes
+        return None if is_full or is_ahead else index
+
+    def _stall_s(self, stream: _Stream[Item]) -> float:
+        return self.stall_s * 2.0 ** min(stream.renewals, DOUBLINGS_MAX)
 
     def acknowledge(self, positions: tuple[int, ...], now: float) -> None:
         """Takes the receiver's stream positions in; nonsense (the future, too many) is ignored."""
-        for state, position in zip(self._streams, positions, strict=False):
-            if state.acknowledged < position <= state.sent:
-                state.acknowledged = position
-                state.progress_at, state.renewals = now, 0
+        arrived, newest = 0, None
+        for stream, position in zip(self._streams, positions, strict=False):
+            if not stream.acknowledged < position <= stream.sent:
+                continue
+            arrived += position - stream.acknowledged
+            stream.acknowledged = position
+            stream.waits_since, stream.renewals = now, 0
+            while stream.under_way and stream.under_way[0].position <= position:
+                mark = stream.under_way.popleft().mark
+                newest = max(newest or mark, mark)
+        if arrived:
+            self._moved_at = now
+        if newest is not None:
+            self.delivery.arrive(arrived, newest, now)
 
     def renew_stalled(self, now: float) -> int:
-        """Writes off what stalled streams carried and returns how many bytes that were."""
+        """Gives up what stands still: all of it if nothing moves any more, the streams that do not
+        if others do. It is queued again in front; returns how many bytes that are."""
         lost = 0
-        for state in self._streams:
-            stall_s = self.stall_s * 2.0 ** min(state.renewals, DOUBLINGS_MAX)
-            if state.sent > state.acknowledged and now - state.progress_at >= stall_s:
-                lost += state.sent - state.acknowledged
-                state.acknowledged = state.sent
-                state.renewals += 1
+        for stream in self._streams:
+            if not stream.in_flight:
+                continue
+            stands_still = stream.waits_since + self._standstill_s <= min(now, self._moved_at)
+            if stands_still or now - stream.waits_since >= self._stall_s(stream):
+                lost += stream.in_flight
+                stream.acknowledged = stream.sent
+                stream.waits_since, stream.renewals = now, stream.renewals + 1
+                self._queue_again(stream)
+        self.bytes_repeated += lost
         return lost
 
+    def next_stall(self) -> float | None:
+        """When `renew_stalled` may have something to do."""
+        waiting = [stream for stream in self._streams if stream.in_flight]
+        return min((stream.waits_since + self._standstill_s for stream in waiting), default=None)
+
+    @property
+    def _patience_s(self) -> float:
+        """An acknowledgement may be so late."""
+        return 2 * (min(self.delivery.round_trip_s, self.stall_s) + ACKNOWLEDGE_S)
+
+    @property
+    def _standstill_s(self) -> float:
+        return max(STANDSTILL_S, 2 * self._patience_s)
+
+    def _queue_again(self, stream: _Stream[Item]) -> None:
+        while stream.under_way:
+            sent = stream.under_way.pop()
+            self._lanes[sent.lane].appendleft((sent.item, sent.size_bytes))
+
     def discard(self, unwanted: Callable[[Item], bool]) -> None:
-        """Removes queued items, for example the chunks of a settled push."""
+        """Forgets items, for example the chunks of a settled push: none of them leaves again."""
         for lane in self._lanes:
             kept = [entry for entry in lane if not unwanted(entry[0])]
             lane.clear()
             lane.extend(kept)
+        for stream in self._streams:
+            stream.under_way = deque(s for s in stream.under_way if not unwanted(s.item))

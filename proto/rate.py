@@ -95,6 +95,14 @@ def rate_control(setting: str, *, rho: float, bits: float) -> RateControl:
     return control
 
 
+def expected_bits(setting: str, *, rho: float, bits: float) -> float:
+    """Bits per parameter of Gaussian data under a codec setting, headers left out."""
+    if setting == AUTO:
+        return bits
+    fixed = {"bf16": 16.0, "raw32": 32.0, "f32-blosc2": 32.0}
+    return fixed.get(setting) or max(0.1, GAUSSIAN_BITS - math.log2(rho))
+
+
 def setting_names() -> tuple[str, ...]:
     """What a codec setting may be."""
     return (*codec_names(), AUTO)

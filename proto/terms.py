@@ -14,6 +14,7 @@ from narrows.proto.limits import (
     CHUNK_ELEMENTS_MAX,
     ELEMENTS_MAX,
     FRAGMENTS_MAX,
+    PAYLOAD_BYTES_MAX,
     RANGES_MAX,
     STREAMS_MAX,
     TEXT_CHARACTERS_MAX,
@@ -26,6 +27,7 @@ Elements: TypeAlias = Annotated[int, Meta(ge=0, le=ELEMENTS_MAX)]
 Fragments: TypeAlias = Annotated[int, Meta(ge=1, le=FRAGMENTS_MAX)]
 Period: TypeAlias = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
 ChunkSize: TypeAlias = Annotated[int, Meta(ge=1, le=CHUNK_ELEMENTS_MAX)]
+MessageSize: TypeAlias = Annotated[int, Meta(ge=1, le=PAYLOAD_BYTES_MAX)]
 Version: TypeAlias = Annotated[int, Meta(ge=0, le=VERSION_MAX)]
 Streams: TypeAlias = Annotated[int, Meta(ge=1, le=STREAMS_MAX)]
 Port: TypeAlias = Annotated[int, Meta(ge=1, le=65535)]
@@ -108,6 +110,9 @@ class RunSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """Bits per parameter that pushes aim at, if their codec is "auto"."""
     publish_bits: Bits
     chunk_elements: ChunkSize
+    """Elements of a chunk, fewer where it would exceed `message_bytes`."""
+    message_bytes: MessageSize
+    """Largest payload of a data message, from the rates (proto/budget.py)."""
     streams: Streams
     """Data connections of a learner in each direction."""
     error_feedback: bool

@@ -136,7 +136,7 @@ class Desk:
 
     def report(self, name: str, *, step: int, tokens: int, step_s: float = 1.0) -> list[bev.Effect]:
         ledger = msg.TokenLedger()
-        return self.say(name, msg.Report(step, tokens, step_s, None, (), ledger))
+        return self.say(name, msg.Report(step, tokens, step_s, None, (), ledger, 0.0))
 
     def running(self, *names: str) -> Desk:
         """Founded, and the first round is open."""
@@ -220,6 +220,7 @@ SETTINGS = msg.RunSettings(
     push_bits=3.0,
     publish_bits=3.0,
     chunk_elements=65536,
+    message_bytes=1 << 20,
     streams=1,
     error_feedback=True,
     tokens_per_run_step=0,
@@ -276,6 +277,7 @@ class Seat:
             "run_tokens": 0,
             "tokens_per_s": 0.0,
             "step": 0,
+            "up_bits_per_s": 0.0,
         }
         return self.hear(make(msg.Welcome, values, fields))
 
@@ -286,7 +288,7 @@ class Seat:
         phase: msg.Phase = msg.Phase.RUNNING,
         epoch: msg.Epoch = EPOCH,
     ) -> list[lev.Effect]:
-        return self.hear(msg.Beat(epoch, phase, tuple(versions), rounds, 0, 0.0, ()))
+        return self.hear(msg.Beat(epoch, phase, tuple(versions), rounds, 0, 0.0, (), 0.0))
 
     def data(self, fragment: int, version: int, **fields: object) -> list[lev.Effect]:
         """A chunk from the broker: by default a whole publication."""

@@ -159,7 +159,7 @@ class Peer:
         for part in self.table:
             self.send(msg.Adopted(part.index, 0))
         # No round is opened before somebody has told how long a step takes.
-        self.send(msg.Report(2, 2, 0.001, None, (), msg.TokenLedger()))
+        self.send(msg.Report(2, 2, 0.001, None, (), msg.TokenLedger(), 0.0))
         wait_until(lambda: len(self.status().rounds) == 2, "two open rounds")
 
     def heads(self) -> list[msg.FragmentHead]:

@@ -48,7 +48,7 @@ def member(world: World) -> Generator[Peer]:
             peer.send(msg.Adopted(fragment, 0))
         yield peer
         peer.send(msg.Bye("enough"))
-        peer.send(msg.Report(0, 0, 0.0, None, (), msg.TokenLedger()))
+        peer.send(msg.Report(0, 0, 0.0, None, (), msg.TokenLedger(), 0.0))
         # Refused: the Bye before it has ended the session.
         while peer.receive(msg.Refuse).code != "unknown_session":
             pass

@@ -95,7 +95,7 @@ def test_without_a_session_nothing_is_taken(mallory: Peer) -> None:
 
 
 BROKER_SENDS: tuple[msg.ControlMessage, ...] = (
-    msg.Beat((1, 1), msg.Phase.ENDED, (9, 9), (), 10**9, 1.0, ()),
+    msg.Beat((1, 1), msg.Phase.ENDED, (9, 9), (), 10**9, 1.0, (), 0.0),
     msg.Refuse("layout_mismatch", "go away"),
     msg.Probe(1),
 )
@@ -158,8 +158,8 @@ NONSENSE: tuple[msg.ControlMessage, ...] = (
     msg.Missing(msg.DataKind.PUSH, 0, 0, 1, ()),
     msg.Missing(msg.DataKind.STATE, 77, 0, 0, ()),
     msg.Alive(1 << 62),
-    msg.Report(0, 0, 1e9, float("nan"), (1 << 62,) * 64, msg.TokenLedger()),
-    msg.Report(0, 0, 0.0, float("inf"), (), msg.TokenLedger(*[1 << 62] * 7)),
+    msg.Report(0, 0, 1e9, float("nan"), (1 << 62,) * 64, msg.TokenLedger(), 0.0),
+    msg.Report(0, 0, 0.0, float("inf"), (), msg.TokenLedger(*[1 << 62] * 7), 0.0),
     msg.Bye("\x1b[2J\n" * 200),
 )
 

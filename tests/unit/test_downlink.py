@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
-import pytest
 from machines import EPOCH, RUN
 
 from narrows.broker.config import load_config
-from narrows.broker.downlink import Downlink, topic_of
+from narrows.broker.downlink import PARCELS_PER_PUMP, Downlink, topic_of
 from narrows.broker.events import Publish
 from narrows.broker.merge import Merged
 from narrows.broker.model import EncodedVersion, GlobalModel, encode_state, version_zero
 from narrows.broker.state import RunState
 from narrows.broker.syncer import Syncer
 from narrows.broker.wires import Wires
+from narrows.proto.budget import BURST_S, wire_bytes
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import decode_data
 from narrows.proto.limits import PUBLICATIONS_KEPT
@@ -34,16 +34,23 @@ class Sent:
 
     subscribed: set[bytes] = field(default_factory=lambda: {topic_of(INCARNATION, 0)})
     headers: list[Header] = field(default_factory=list[Header])
+    wire_bytes: int = 0
 
     def send_data(self, topic: bytes, header: bytes, payload: bytes) -> None:
+        self.wire_bytes += wire_bytes(len(topic), len(header), len(payload))
         self.headers.append(decode_data([topic, header, payload])[0])
 
 
 class Line:
     """One learner's downlink from a model of one fragment in chunks of `chunk_elements`."""
 
-    def __init__(self, chunk_elements: int) -> None:
-        settings = {"wan.streams": 1, "codec.chunk_elements": chunk_elements, "fragments.count": 1}
+    def __init__(self, chunk_elements: int, more: Mapping[str, object] | None = None) -> None:
+        settings: dict[str, object] = {
+            "wan.streams": 1,
+            "codec.chunk_elements": chunk_elements,
+            "fragments.count": 1,
+        }
+        settings |= more or {}
         config = load_config(None, settings)
         self.state: RunState = Syncer(config, run_id=RUN, epoch=EPOCH, now=0.0).state
         table = build_table(LAYOUT, 1)
@@ -127,19 +134,54 @@ def test_an_encoded_state_serves_others_while_it_is_on_its_way() -> None:
     assert line.encodings == 2
 
 
-@pytest.mark.parametrize(("chunk_elements", "more"), [(1000, False), (256, False)])
-def test_a_pump_says_whether_more_may_leave(chunk_elements: int, more: bool) -> None:
-    line = Line(chunk_elements)
-    line.publish(0, DataKind.STATE)
+def test_what_is_on_its_way_is_not_sent_twice() -> None:
+    line = Line(1000)
+    line.make(1)
+    for _ in range(3):
+        line.publish(1)
     line.downlink.pump(0.0)
-    assert line.downlink.has_more == more
-    for version in range(1, 6):
+    assert [header.offset for header in line.sent.headers] == [0, 1000, 2000, 3000]
+
+
+def test_a_pump_leaves_the_loop_its_turn() -> None:
+    line = Line(256)
+    for version in range(1, 8):
         line.make(version)
-        for _ in range(20):
+        for _ in range(PARCELS_PER_PUMP):
             line.publish(version)
-    rounds = 0
+            line.downlink.acknowledge("a", (1 << 40,), 0.0)
     line.downlink.pump(0.0)
-    while line.downlink.has_more:
-        line.downlink.pump(0.0)
-        rounds += 1
-    assert rounds <= 1
+    assert len(line.sent.headers) <= PARCELS_PER_PUMP
+
+
+def test_the_rate_of_a_learner_holds() -> None:
+    line = Line(256, {"wan.down": "1Mbit/s"})
+    for version in range(1, 8):
+        line.make(version)
+        line.publish(version)
+    line.downlink.pump(0.0)
+    now = 0.0
+    while line.downlink.pump_at is not None:
+        now = line.downlink.pump_at
+        line.downlink.pump(now)
+        assert 8 * line.sent.wire_bytes <= 1e6 * (now + BURST_S) + 8 * 1514
+    assert len(line.sent.headers) == 7 * 16
+    assert 8 * line.sent.wire_bytes >= 0.95 * 1e6 * now
+
+
+def test_learners_share_the_total_and_who_had_nothing_gets_no_more_than_its_part() -> None:
+    line = Line(256, {"wan.total_down": "1Mbit/s"})
+    line.sent.subscribed.add(topic_of("1" * 32, 0))
+    for version in range(1, 8):
+        line.make(version)
+        line.publish(version)
+    for _ in range(40):
+        line.downlink.pump(line.downlink.pump_at or 0.0)
+    line.downlink.admit("b", "1" * 32)
+    for version in range(1, 8):
+        line.downlink.publish(Publish("b", 0, version, 0), line.model)
+    before = len(line.sent.headers)
+    for _ in range(40):
+        line.downlink.pump(line.downlink.pump_at or 0.0)
+    after = [header.learner for header in line.sent.headers[before:]]
+    assert abs(after.count("a") - after.count("b")) <= 2

@@ -45,6 +45,7 @@ REPORT: Plain = {
     "tokens": 2,
     "step_s": 0.5,
     "loss": None,
+    "up_bits_per_s": 0.0,
     "received": [3],
     "ledger": [0] * 7,
 }

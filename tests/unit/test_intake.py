@@ -239,8 +239,16 @@ def test_stop_lets_a_merge_end_and_keeps_it() -> None:
 def test_credit_is_given_back_after_a_megabyte() -> None:
     desk = Desk().running("a", "b")
     assert not only(desk.chunk("a", 0, position=1000), msg.Beat)
-    beat = one(desk.chunk("a", 0, position=2 << 20), msg.Beat)
-    assert beat.received[0] == 2 << 20
+    progress = one(desk.chunk("a", 0, position=2 << 20), msg.Progress)
+    assert progress.received[0] == 2 << 20
+
+
+def test_credit_is_given_back_soon_however_little_came() -> None:
+    desk = Desk().running("a", "b")
+    assert not only(desk.chunk("a", 0, position=1000), msg.Progress)
+    progress = one(desk.say("b", msg.Alive(0), after_s=0.1), msg.Progress)
+    assert progress.received[0] == 1000
+    assert not only(desk.say("b", msg.Alive(0), after_s=0.1), msg.Progress)
 
 
 def missed_notes(beat_s: float) -> list[str]:

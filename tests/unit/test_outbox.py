@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from narrows.proto.outbox import Lane, Outbox
+from narrows.proto.delivery import Mark
+from narrows.proto.outbox import Departure, Lane, Outbox
 
 
 def drain(outbox: Outbox[str], now: float = 0.0) -> list[tuple[str, int, int]]:
@@ -67,7 +68,7 @@ def test_a_stalled_stream_is_written_off() -> None:
     drain(outbox, now=0.0)
     assert outbox.renew_stalled(4.9) == 0
     assert outbox.renew_stalled(5.0) == 20
-    assert drain(outbox, now=5.0) == [("c", 0, 30)]
+    assert drain(outbox, now=5.0) == [("a", 0, 30)]
 
 
 def test_a_peer_that_acknowledges_nothing_gets_ever_fewer_single_messages() -> None:
@@ -81,7 +82,7 @@ def test_a_peer_that_acknowledges_nothing_gets_ever_fewer_single_messages() -> N
         left += [now] * len(drain(outbox, now=float(now)))
     assert left == [5, 15, 35, 75, 155, 315, 635, 955]
     outbox.acknowledge((outbox.bytes_sent,), 1000.0)
-    assert len(drain(outbox, now=1000.0)) == 92
+    assert len(drain(outbox, now=1000.0)) == 100
 
 
 def test_progress_keeps_a_stream_from_stalling() -> None:
@@ -101,3 +102,105 @@ def test_discard_removes_from_every_lane() -> None:
     outbox.discard(lambda item: item == "drop")
     assert len(outbox) == 1
     assert drain(outbox) == [("keep", 0, 10)]
+
+
+def filled(streams: int, count: int, size_bytes: int = 10) -> Outbox[int]:
+    outbox = Outbox[int](streams, 1 << 20)
+    for item in range(count):
+        outbox.put(item, size_bytes)
+    return outbox
+
+
+def positions(outbox: Outbox[int], taken: list[Departure[int]], dead: int) -> tuple[int, ...]:
+    """What a receiver tells that gets nothing on one stream."""
+    told = [0] * outbox.stream_count
+    for departure in taken:
+        if departure.stream != dead:
+            told[departure.stream] = departure.position
+    return tuple(told)
+
+
+def take_all(outbox: Outbox[int], now: float) -> list[Departure[int]]:
+    taken: list[Departure[int]] = []
+    while (departure := outbox.take(now)) is not None:
+        taken.append(departure)
+    return taken
+
+
+def test_what_a_dead_stream_carried_leaves_on_the_others() -> None:
+    outbox = filled(4, 40)
+    taken = take_all(outbox, 0.0)
+    lost = {each.item for each in taken if each.stream == 2}
+    outbox.acknowledge(positions(outbox, taken, dead=2), 0.1)
+    outbox.put(100, 10)
+    later = take_all(outbox, 1.9)
+    outbox.acknowledge(positions(outbox, taken + later, dead=2), 2.0)
+    assert outbox.renew_stalled(2.0) > 0
+    again = take_all(outbox, 2.0)
+    assert {each.item for each in again} >= lost
+    assert all(each.stream != 2 for each in again)
+    assert outbox.bytes_repeated == 10 * len(again)
+
+
+def test_a_dead_stream_is_tried_now_and_then_and_used_again_once_it_moves() -> None:
+    outbox = filled(2, 4)
+    first = take_all(outbox, 0.0)
+    told = list(positions(outbox, first, dead=1))
+    for second in range(1, 300):
+        outbox.put(second, 10)
+        for each in take_all(outbox, float(second)):
+            if each.stream == 0 or second > 100:
+                told[each.stream] = each.position
+        outbox.acknowledge(tuple(told), second + 0.05)
+        outbox.renew_stalled(second + 0.06)
+    for item in range(10):
+        outbox.put(item, 10)
+    assert {each.stream for each in take_all(outbox, 300.0)} == {0, 1}
+
+
+def test_states_get_an_eighth_while_fragments_never_end() -> None:
+    outbox = Outbox[str](1, 1 << 30)
+    outbox.delivery.arrive(1 << 30, Mark(0.0, 0, 0.0), 0.001)
+    for _ in range(1000):
+        outbox.put("fragment", 10)
+        outbox.put("state", 10, Lane.STATE)
+    left = [departure[0] for departure in drain(outbox)][:800]
+    assert abs(left.count("state") - 100) <= 1
+
+
+def test_what_left_lately_is_coming_and_after_a_while_it_is_not() -> None:
+    outbox = filled(1, 3)
+    taken = take_all(outbox, 0.0)
+    outbox.put(7, 10)
+    assert sorted(outbox.coming(0.01)) == [0, 1, 2, 7]
+    outbox.acknowledge((taken[0].position,), 0.02)
+    assert sorted(outbox.coming(0.02)) == [1, 2, 7]
+    assert sorted(outbox.coming(100.0)) == [7]
+
+
+def test_discarded_items_do_not_come_back_from_a_dead_stream() -> None:
+    outbox = filled(1, 3)
+    take_all(outbox, 0.0)
+    outbox.discard(lambda item: item == 1)
+    outbox.renew_stalled(5.0)
+    assert sorted(outbox) == [0, 2]
+
+
+def test_a_line_is_not_filled_far_beyond_what_it_holds() -> None:
+    """A line of 1 MB/s with a round trip of 0.1 s: some 0.3 s of it wait, not 32 MiB."""
+    outbox = filled(4, 20_000, 1000)
+    in_flight: list[tuple[float, Departure[int]]] = []
+    told, now, free_at, most = [0] * 4, 0.0, 0.0, 0
+    while now < 15.0:
+        now += 0.01
+        for departure in take_all(outbox, now):
+            free_at = max(free_at, now) + 1000 / 1e6
+            in_flight.append((free_at + 0.1, departure))
+        while in_flight and in_flight[0][0] <= now:
+            departure = in_flight.pop(0)[1]
+            told[departure.stream] = departure.position
+        outbox.acknowledge(tuple(told), now)
+        if now > 3.0:
+            most = max(most, outbox.in_flight)
+    assert outbox.delivery.delivered > 0.97e6 * (now - 0.5)
+    assert most < 1e6 * 2 * (0.1 + 0.1 + 0.3)

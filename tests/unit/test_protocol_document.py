@@ -109,7 +109,7 @@ def test_directions() -> None:
     arrows = {match[1]: match[2] for match in told if match}
     assert {name for name, arrow in arrows.items() if arrow == "↔"} == {"Missing", "Bye"}
     down = {name for name, arrow in arrows.items() if arrow == "←"}
-    assert down == {"Welcome", "Beat", "Refuse", "Probe", "Status"}
+    assert down == {"Welcome", "Beat", "Progress", "Refuse", "Probe", "Status"}
     assert set(arrows.values()) == {"→", "←", "↔"}
 
 

@@ -232,11 +232,11 @@ def test_another_fragment_count_ends_the_session() -> None:
 
 def test_the_runs_clock_is_extrapolated_and_never_falls() -> None:
     seat = Seat().joined()
-    seat.hear(msg.Beat(EPOCH, Phase.RUNNING, (0, 0), (), 1000, 100.0, ()))
+    seat.hear(msg.Beat(EPOCH, Phase.RUNNING, (0, 0), (), 1000, 100.0, (), 0.0))
     assert seat.session.run_tokens(seat.now + 5.0) == 1500.0
     assert seat.session.run_tokens(seat.now + 500.0) == 7000.0
     seat.now += 5.0
-    seat.hear(msg.Beat(EPOCH, Phase.RUNNING, (0, 0), (), 1400, 10.0, ()))
+    seat.hear(msg.Beat(EPOCH, Phase.RUNNING, (0, 0), (), 1400, 10.0, (), 0.0))
     assert seat.session.run_tokens(seat.now) == 1500.0
     assert seat.session.run_tokens(seat.now + 20.0) == 1600.0
 

@@ -1,0 +1,105 @@
+"""What learners may send: the credit that their positions give, and their rates. [pure]"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from narrows.broker import events as ev
+from narrows.broker.config import BrokerConfig, settings
+from narrows.broker.founding import Founding
+from narrows.broker.members import Member
+from narrows.broker.need import Need
+from narrows.broker.state import RunState
+from narrows.proto import messages as msg
+from narrows.proto.config import flatten
+from narrows.proto.delivery import ACKNOWLEDGE_BYTES, ACKNOWLEDGE_S
+from narrows.proto.units import format_bits_per_s
+
+RATES = ("wan.up", "wan.down", "wan.total_up", "wan.total_down")
+"""Settings that may change while the broker runs."""
+
+
+@dataclass
+class Allowance:
+    """Tells learners how far and how fast they may go on."""
+
+    state: RunState
+    founding: Founding
+
+    def __post_init__(self) -> None:
+        self.need = Need(self.state)
+
+    def arrived(self, header: msg.Header, now: float) -> list[ev.Effect]:
+        """Data has come: its sender learns how much at once after a MiB, else within 0.1 s."""
+        member = self.state.roster.get(header.learner)
+        if member is None or member.incarnation != header.incarnation or not member.connected:
+            return []
+        self.state.roster.heard(member, now)
+        if member.acknowledge_at is None:
+            member.acknowledge_at = now + ACKNOWLEDGE_S
+        if sum(member.received) - member.acknowledged < ACKNOWLEDGE_BYTES:
+            return []
+        return [self._progress(member)]
+
+    def advance(self, now: float) -> list[ev.Effect]:
+        """Positions that are due, and rates that have changed."""
+        due = [
+            member
+            for member in self.state.roster.connected()
+            if member.acknowledge_at is not None and now >= member.acknowledge_at
+        ]
+        return [self._progress(member) for member in due] + self._divide(now)
+
+    def next_deadline(self) -> float | None:
+        """When the next positions are due."""
+        members = self.state.roster.connected()
+        times = [m.acknowledge_at for m in members if m.acknowledge_at is not None]
+        return min(times, default=None)
+
+    def told(self, member: Member) -> None:
+        """A Beat with the positions has gone out."""
+        member.acknowledged, member.acknowledge_at = sum(member.received), None
+
+    def reload(self, config: BrokerConfig, now: float) -> list[ev.Effect]:
+        """Takes the rates of a configuration that was read again; names what needs a restart."""
+        before, after = flatten(self.state.config), flatten(config)
+        changed = [key for key in after if after[key] != before.get(key)]
+        rates = {key: float(str(after[key])) for key in changed if key in RATES}
+        effects: list[ev.Effect] = []
+        if others := [key for key in changed if key not in RATES]:
+            text = f"read again, but {', '.join(others)} would need a restart of the broker"
+            effects.append(ev.Note("warning", text))
+        if not rates:
+            return [*effects, ev.Note("info", "read again: the rates are what they were")]
+        streams = self.state.config.wan.streams
+        config = replace(self.state.config, wan=replace(config.wan, streams=streams))
+        self.state.set_config(config, settings(config))
+        self.need.forget()
+        text = ", ".join(f"{k} = {format_bits_per_s(rate)}" for k, rate in rates.items())
+        effects += [ev.Note("info", f"read again: {text}"), ev.RatesChanged(config)]
+        return effects + self._divide(now)
+
+    def _progress(self, member: Member) -> ev.Effect:
+        assert member.peer is not None
+        self.told(member)
+        return ev.Send(member.peer, msg.Progress(tuple(member.received)))
+
+    def _divide(self, now: float) -> list[ev.Effect]:
+        members = self.state.roster.connected()
+        changed = self.state.shares.divide(members, self._senders(), now)
+        return [self._beat(member, now) for member in changed]
+
+    def _beat(self, member: Member, now: float) -> ev.Effect:
+        assert member.peer is not None
+        self.told(member)
+        return ev.Send(member.peer, self.state.beat(member, now))
+
+    def _senders(self) -> set[str]:
+        """Learners with something to send: an unfinished push, or version 0."""
+        names = {
+            name
+            for round_ in self.state.rounds.values()
+            for name, push in round_.incoming.items()
+            if not push.complete
+        }
+        return names if self.state.heads else {self.founding.founder}

@@ -1,0 +1,116 @@
+"""The bit/s budget: what a message costs on the wire, and when the next one may leave. [pure]
+
+A rate is a promise about the line, so everything is charged that crosses it: frames with ZeroMQ's
+and TCP's overhead, control messages, and the acknowledgements of what is received. Control is
+charged but never waits; data waits until the debt is paid.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from narrows.proto.codecs import codec
+from narrows.proto.limits import PAYLOAD_BYTES_MAX
+from narrows.proto.messages import RunSettings
+from narrows.proto.rate import codecs_of
+from narrows.proto.transfer import STATE_CODEC
+
+SEGMENT_BYTES: Final = 1448
+"""Payload of a full TCP segment on Ethernet, with time stamps."""
+
+SEGMENT_OVERHEAD_BYTES: Final = 66
+"""Ethernet 14, IPv4 20, TCP 20, time stamps 12. (Preamble, checksum and gap, 24 more, are not
+seen by interface counters, nor sold by providers.)"""
+
+FRAME_OVERHEAD_BYTES: Final = 9
+"""ZMTP 3.1: one byte of flags, up to eight of length."""
+
+ACKNOWLEDGEMENT_SHARE: Final = SEGMENT_OVERHEAD_BYTES / (2 * SEGMENT_BYTES)
+"""TCP acknowledges every second full segment: bytes back per byte received."""
+
+SHARE_USED: Final = 0.985
+"""Of a rate: the rest is room for the burst below within any one second, and for retransmissions
+that nobody here sees."""
+
+BURST_S: Final = 0.02
+"""Seconds of its rate that a sender that was late may make up for: a poll loop wakes every
+millisecond at best, on a busy machine every ten."""
+
+MESSAGE_S: Final = 0.01
+"""The longest that one message may occupy the slowest rate that it uses, so that control never
+waits for long behind it."""
+
+MESSAGE_BYTES_MIN: Final = 4096
+"""Below 3.3 Mbit/s a message takes longer: smaller ones would be mostly header."""
+
+MESSAGE_OVERHEAD_BYTES: Final = 512
+"""Room for topic, header and scales within a message."""
+
+CUT: Final = 256
+"""Elements that the quantised codecs pack together: a chunk has a multiple of them."""
+
+
+def wire_bytes(*frames: int) -> int:
+    """What a message of frames of these sizes takes on the wire, in bytes."""
+    size = sum(frames) + len(frames) * FRAME_OVERHEAD_BYTES
+    return size + SEGMENT_OVERHEAD_BYTES * math.ceil(size / SEGMENT_BYTES)
+
+
+def message_bytes(*rates_bits_per_s: float) -> int:
+    """The largest payload for a line with these rates (0: no limit), in bytes."""
+    rates = [rate for rate in rates_bits_per_s if rate]
+    if not rates:
+        return PAYLOAD_BYTES_MAX
+    return max(MESSAGE_BYTES_MIN, min(PAYLOAD_BYTES_MAX, int(min(rates) * MESSAGE_S / 8)))
+
+
+def chunk_elements(settings: RunSettings, codec_name: str) -> int:
+    """Elements of a regular chunk under this codec, so that no message exceeds its bytes."""
+    sample = 1 << 16
+    bytes_per_element = codec(codec_name).payload_bytes_max(sample, 1) / sample
+    room = max(settings.message_bytes - MESSAGE_OVERHEAD_BYTES, MESSAGE_BYTES_MIN // 2)
+    fitting = int(room / bytes_per_element) // CUT * CUT
+    return min(settings.chunk_elements, max(CUT, fitting))
+
+
+def least_chunk_elements(settings: RunSettings) -> int:
+    """The smallest regular chunk of any transfer to the broker."""
+    names = (*codecs_of(settings.push_codec), STATE_CODEC)
+    return min(chunk_elements(settings, name) for name in names)
+
+
+@dataclass
+class Budget:
+    """A rate that holds in every window: a token bucket that may go into debt by one message.
+
+    In a window of T seconds at most rate * (T * SHARE_USED + BURST_S) and one message leave.
+    Times are seconds on the caller's monotonic clock.
+    """
+
+    bits_per_s: float = 0.0
+    """0: no limit."""
+    _free_at: float = -math.inf
+    """When all that was charged is paid for."""
+
+    def is_open(self, now: float) -> bool:
+        """Whether a message may leave."""
+        return not self.bits_per_s or self._free_at <= now
+
+    @property
+    def opens_at(self) -> float:
+        """When the next message may leave; a moment in the past: now."""
+        return self._free_at if self.bits_per_s else -math.inf
+
+    def charge(self, size_bytes: float, now: float) -> None:
+        """So many bytes are leaving, whether or not they waited."""
+        if self.bits_per_s:
+            start = max(self._free_at, now - BURST_S)
+            self._free_at = start + 8 * size_bytes / (self.bits_per_s * SHARE_USED)
+
+    def set_rate(self, bits_per_s: float, now: float) -> None:
+        """The debt stays in bytes: it takes longer to pay at a lower rate."""
+        if bits_per_s and self.bits_per_s and self._free_at > now:
+            self._free_at = now + (self._free_at - now) * self.bits_per_s / bits_per_s
+        self.bits_per_s = bits_per_s

@@ -1,0 +1,109 @@
+"""The budget: what is charged, and that no window has more than the rate."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from machines import SETTINGS
+from msgspec import structs
+
+from narrows.proto.budget import (
+    BURST_S,
+    CUT,
+    MESSAGE_BYTES_MIN,
+    MESSAGE_S,
+    SHARE_USED,
+    Budget,
+    chunk_elements,
+    least_chunk_elements,
+    message_bytes,
+    wire_bytes,
+)
+from narrows.proto.codecs import codec, codec_names
+from narrows.proto.limits import PAYLOAD_BYTES_MAX
+
+Sizes = st.lists(st.integers(100, 12_500), min_size=50, max_size=300)
+
+
+def departures(budget: Budget, sizes: list[int], delays_s: list[float]) -> list[tuple[float, int]]:
+    """A sender with work always waiting, which wakes up late by these times in turn."""
+    now, left = 0.0, list[tuple[float, int]]()
+    for i, size in enumerate(sizes):
+        if not budget.is_open(now):
+            now = budget.opens_at + delays_s[i % len(delays_s)]
+        assert budget.is_open(now)
+        budget.charge(size, now)
+        left.append((now, size))
+    return left
+
+
+@given(Sizes, st.lists(st.floats(0.0, 0.1), min_size=1, max_size=10))
+def test_no_window_has_more_than_the_rate_the_burst_and_one_message(
+    sizes: list[int], delays_s: list[float]
+) -> None:
+    rate = 10e6
+    left = departures(Budget(rate), sizes, delays_s)
+    for i, (start, _) in enumerate(left):
+        total = 0
+        for at, size in left[i:]:
+            total += size
+            allowed_bits = rate * SHARE_USED * (at - start + BURST_S) + 8 * max(sizes)
+            assert 8 * total <= allowed_bits * (1 + 1e-9) + 8 * size
+
+
+@given(Sizes, st.lists(st.floats(0.0, BURST_S), min_size=1, max_size=10))
+def test_a_sender_that_is_a_little_late_loses_nothing(
+    sizes: list[int], delays_s: list[float]
+) -> None:
+    rate = 10e6
+    left = departures(Budget(rate), sizes, delays_s)
+    needed_s = 8 * sum(sizes) / (rate * SHARE_USED)
+    assert left[-1][0] <= needed_s + BURST_S
+
+
+def test_control_never_waits_and_data_pays_for_it() -> None:
+    budget = Budget(1e6)
+    budget.charge(125_000, 10.0)
+    assert not budget.is_open(10.9)
+    budget.charge(125_000, 10.0)
+    assert not budget.is_open(11.9)
+    assert budget.is_open(12.1)
+
+
+def test_a_debt_is_one_of_bytes() -> None:
+    budget = Budget(1e6)
+    budget.charge(125_000, 10.0)
+    budget.set_rate(2e6, 10.0)
+    assert 10.4 < budget.opens_at < 10.6
+    budget.set_rate(0.0, 10.0)
+    assert budget.is_open(10.0)
+
+
+def test_without_a_rate_nothing_waits() -> None:
+    budget = Budget()
+    budget.charge(1 << 40, 1.0)
+    assert budget.is_open(1.0)
+
+
+def test_wire_bytes_of_a_full_and_a_begun_segment() -> None:
+    assert wire_bytes(1448 - 9) == 1448 + 66
+    assert wire_bytes(1448 - 8) == 1449 + 2 * 66
+    assert wire_bytes(34, 200, 12_000) == 34 + 200 + 12_000 + 27 + 9 * 66
+
+
+def test_a_message_takes_ten_milliseconds_of_the_slowest_rate() -> None:
+    assert message_bytes(0.0, 10e6, 2e9) == 12_500
+    assert message_bytes(1e6) == MESSAGE_BYTES_MIN
+    assert message_bytes(0.0, 0.0) == message_bytes(1e12) == PAYLOAD_BYTES_MAX
+
+
+@pytest.mark.parametrize("name", codec_names())
+@pytest.mark.parametrize("rate", [1e6, 10e6, 50e6, 1e9])
+def test_every_codec_keeps_to_the_message_size(name: str, rate: float) -> None:
+    settings = structs.replace(SETTINGS, message_bytes=message_bytes(rate))
+    count = chunk_elements(settings, name)
+    size_bytes = codec(name).payload_bytes_max(count, 3)
+    assert count % CUT == 0
+    assert size_bytes + 300 <= max(MESSAGE_BYTES_MIN, rate * MESSAGE_S / 8)
+    assert least_chunk_elements(settings) <= chunk_elements(settings, settings.push_codec)

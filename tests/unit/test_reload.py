@@ -1,0 +1,69 @@
+"""Rates that change while the broker runs, and a budget that is too small."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from machines import Desk, one, only
+
+from narrows.broker import events as ev
+from narrows.broker.config import BrokerConfig, load_config
+from narrows.proto import messages as msg
+
+
+def other(desk: Desk, **settings: object) -> BrokerConfig:
+    """The desk's configuration with other values."""
+    wan = replace(desk.state.config.wan, **settings)
+    return replace(desk.state.config, wan=wan)
+
+
+def test_new_rates_are_told_to_everybody() -> None:
+    desk = Desk().running("a", "b")
+    config = other(desk, up=5e6, total_down=40e6)
+    effects = desk.do(ev.ConfigRead(config))
+    assert one(effects, ev.RatesChanged).config.wan.up == 5e6
+    told = only(effects, msg.Welcome)
+    assert [each.settings.message_bytes for each in told] == [6250, 6250]
+    assert {each.up_bits_per_s for each in only(effects, msg.Beat)} == {5e6}
+
+
+def test_what_needs_a_restart_is_named_and_left_as_it_is() -> None:
+    desk = Desk().running("a")
+    config = other(desk, streams=9)
+    effects = desk.do(ev.ConfigRead(config))
+    assert "wan.streams would need a restart" in only(effects, ev.Note)[0].text
+    assert desk.state.settings.streams != 9
+    assert not only(effects, ev.RatesChanged)
+
+
+def test_a_transfer_cut_for_the_smaller_rate_is_still_taken_after_the_rate_rose() -> None:
+    desk = Desk(wan__up="1Mbit/s").running("a")
+    least = desk.state.least_chunk_elements
+    desk.do(ev.ConfigRead(other(desk, up=1e9)))
+    assert desk.state.settings.message_bytes > 100_000
+    assert desk.state.least_chunk_elements == least
+
+
+def test_a_budget_that_is_too_small_is_named_once_with_what_would_do() -> None:
+    desk = Desk(wan__total_up="200kbit/s").running("a", "b")
+    state = desk.state
+    state.table = tuple(replace(part, elements=1_000_000) for part in state.table)
+    for name in ("a", "b"):
+        desk.say(name, msg.Report(9, 9, 0.1, None, (), msg.TokenLedger(), 1e5))
+    need = desk.syncer.allowance.need
+    [note] = only(need.warn(), ev.Note)
+    assert "wan.up is too little" in note.text
+    assert "per learner, the budget gives 100 kbit/s" in note.text
+    assert need.warn() == []
+    need.forget()
+    assert len(need.warn()) == 1
+
+
+def test_enough_is_not_warned_of() -> None:
+    desk = Desk(wan__total_up="200kbit/s").running("a", "b")
+    assert desk.syncer.allowance.need.warn() == []
+
+
+def test_rates_are_read_with_their_units() -> None:
+    config = load_config(None, {"wan.up": "1.5Gbit/s"})
+    assert config.wan.up == 1.5e9

@@ -1,0 +1,88 @@
+"""The uplink's total: equal shares among those who send, and never more than it in sum."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from machines import Desk, incarnation_of
+
+from narrows.broker.members import Member
+from narrows.broker.shares import IDLE_S, IDLE_SHARE, Shares
+from narrows.proto import messages as msg
+
+TOTAL = 1e9
+
+
+def members(count: int) -> list[Member]:
+    names = [f"site-{i}" for i in range(count)]
+    return [Member(n, incarnation_of(n), n.encode(), "", 0.0, 0.0, [], []) for n in names]
+
+
+def obey(all_members: list[Member]) -> None:
+    for member in all_members:
+        member.keeps_bits_per_s = member.up_bits_per_s
+
+
+def settle(shares: Shares, all_members: list[Member], active: set[str], now: float) -> float:
+    for _ in range(4):
+        now += 0.1
+        shares.divide(all_members, active, now)
+        obey(all_members)
+    return now
+
+
+def test_who_sends_shares_and_who_does_not_lends() -> None:
+    shares, site = Shares(TOTAL, 0.0), members(4)
+    now = settle(shares, site, {m.name for m in site}, 0.0)
+    assert [m.up_bits_per_s for m in site] == [TOTAL / 4] * 4
+    settle(shares, site, {"site-0", "site-1"}, now + IDLE_S)
+    little = TOTAL / 4 * IDLE_SHARE
+    assert [m.up_bits_per_s for m in site] == [TOTAL / 2 - little] * 2 + [little] * 2
+
+
+def test_the_rate_of_each_is_the_most() -> None:
+    shares, site = Shares(TOTAL, 1e8), members(2)
+    settle(shares, site, {"site-0"}, 0.0)
+    assert site[0].up_bits_per_s == 1e8
+
+
+def test_without_a_total_everybody_has_the_rate_of_each() -> None:
+    shares, site = Shares(0.0, 5e8), members(3)
+    assert len(shares.divide(site, set(), 1.0)) == 3
+    assert {m.up_bits_per_s for m in site} == {5e8}
+    assert shares.divide(site, set(), 2.0) == []
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_sum_never_exceeds_the_total_however_late_learners_obey(seed: int) -> None:
+    random, now = Random(seed), 0.0
+    shares, site = Shares(TOTAL, random.choice([0.0, TOTAL / 3])), members(random.randint(1, 9))
+    connected = site[:1]
+    shares.admit(connected[0], connected, now)
+    for _ in range(300):
+        now += random.uniform(0.0, 0.5)
+        if len(connected) < len(site) and random.random() < 0.1:
+            connected = site[: len(connected) + 1]
+            shares.admit(connected[-1], connected, now)
+        active = {m.name for m in connected if random.random() < 0.5}
+        shares.divide(connected, active, now)
+        for member in connected:
+            if random.random() < 0.3:
+                member.keeps_bits_per_s = member.up_bits_per_s
+        # A newcomer may begin with a little before the others have made room.
+        room = TOTAL * (1 + IDLE_SHARE)
+        assert sum(max(m.up_bits_per_s, m.keeps_bits_per_s) for m in connected) <= room
+        assert all(m.up_bits_per_s > 0 for m in connected)
+
+
+def test_a_learner_is_told_its_share_and_the_others_theirs_once_it_keeps_to_it() -> None:
+    desk = Desk(wan__total_up="1Gbit/s").running("a", "b")
+    told = {name: desk.state.roster.get(name) for name in ("a", "b")}
+    for _ in range(3):
+        for name, member in told.items():
+            assert member is not None
+            report = msg.Report(1, 1, 0.1, None, (), msg.TokenLedger(), member.up_bits_per_s)
+            desk.say(name, report, after_s=0.2)
+    rates = [member.up_bits_per_s for member in told.values() if member is not None]
+    assert rates == [5e8, 5e8]
