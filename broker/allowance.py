@@ -76,8 +76,21 @@ class Allowance:
         self.state.set_config(config, settings(config))
         self.need.forget()
         text = ", ".join(f"{k} = {format_bits_per_s(rate)}" for k, rate in rates.items())
-        effects += [ev.Note("info", f"read again: {text}"), ev.RatesChanged(config)]
+        effects += [ev.Note("info", f"read again: {text}"), self._rates_changed()]
         return effects + self._divide(now)
+
+    def adapt(self) -> list[ev.Effect]:
+        """Under codec auto the bits follow the budget; where they cannot, the operator is told."""
+        effects: list[ev.Effect] = []
+        told = self.need.affordable()
+        if told != self.state.settings:
+            self.state.settings = told
+            text = f"{told.push_bits:.2f} up, {told.publish_bits:.2f} down"
+            effects = [ev.Note("info", f"bits per parameter: {text}"), self._rates_changed()]
+        return effects + self.need.warn()
+
+    def _rates_changed(self) -> ev.RatesChanged:
+        return ev.RatesChanged(self.state.config.wan, self.state.settings)
 
     def _progress(self, member: Member) -> ev.Effect:
         assert member.peer is not None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 from weakref import WeakValueDictionary
 
-from narrows.broker.config import BrokerConfig
+from narrows.broker.config import WanSection
 from narrows.broker.events import Publish
 from narrows.broker.model import EncodedVersion, GlobalModel
 from narrows.broker.state import RunState
@@ -87,10 +87,10 @@ class Downlink:
         budget = Budget(self._run.config.wan.down)
         self._addressees[learner] = _Addressee(incarnation, outbox, budget, served)
 
-    def set_rates(self, config: BrokerConfig, now: float) -> None:
-        self._total.set_rate(config.wan.total_down, now)
+    def set_rates(self, wan: WanSection, now: float) -> None:
+        self._total.set_rate(wan.total_down, now)
         for addressee in self._addressees.values():
-            addressee.budget.set_rate(config.wan.down, now)
+            addressee.budget.set_rate(wan.down, now)
 
     def charge(self, learner: str, size_bytes: float, now: float) -> None:
         """Bytes to a learner that do not wait for the budget: control, acknowledgements of TCP."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from narrows.broker.config import BrokerConfig
-from narrows.proto.messages import ControlMessage, DataKind, Header, LayoutEntry
+from narrows.broker.config import BrokerConfig, WanSection
+from narrows.proto.messages import ControlMessage, DataKind, Header, LayoutEntry, RunSettings
 
 Peer: TypeAlias = bytes
 """Routing id of a control connection."""
@@ -244,9 +244,10 @@ class Acknowledge:
 
 @dataclass(frozen=True)
 class RatesChanged:
-    """The rates of the downlink and the sizes of messages are those of this configuration now."""
+    """The downlink's rates are these from now on, and the settings that the group shares."""
 
-    config: BrokerConfig
+    wan: WanSection
+    told: RunSettings
 
 
 @dataclass(frozen=True)

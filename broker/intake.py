@@ -15,7 +15,9 @@ from narrows.proto.rate import codecs_of
 from narrows.proto.transfer import STATE_CODEC
 
 REPAIR_S = 1.0
-"""Missing chunks of an announced push are asked for after so long without progress."""
+REPAIR_MAX_S = 8.0
+"""Missing chunks of an announced push are asked for after REPAIR_S without progress, then twice as
+late each time. What is only late is not sent twice: its sender knows that it is on its way."""
 
 
 @dataclass
@@ -92,7 +94,7 @@ class Intake:
         push = round_.push_of(member.name, member.incarnation, header.push_id, now)
         is_wanted = push.wants(header)
         if is_wanted:
-            push.progress_at = now
+            push.progress_at, push.asks = now, 0
         return effects, is_wanted
 
     def unpacked(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
@@ -171,9 +173,10 @@ class Intake:
                 push = round_.incoming[name]
                 member = self.state.roster.get(name)
                 quiet_s = now - max(push.progress_at, push.asked_at)
-                if member is None or member.peer is None or quiet_s < REPAIR_S or push.complete:
+                patience_s = min(REPAIR_S * 2.0**push.asks, REPAIR_MAX_S)
+                if member is None or member.peer is None or quiet_s < patience_s or push.complete:
                     continue
-                push.asked_at = now
+                push.asked_at, push.asks = now, push.asks + 1
                 missing = msg.Missing(
                     msg.DataKind.PUSH,
                     index,

@@ -15,7 +15,7 @@ from typing import NoReturn
 from narrows.broker import events as ev
 from narrows.broker.checkpoint import Snapshot, StateDir
 from narrows.broker.commits import Chunk, Commits
-from narrows.broker.config import BrokerConfig, settings
+from narrows.broker.config import BrokerConfig
 from narrows.broker.crash_points import reach
 from narrows.broker.initial import from_file
 from narrows.broker.model import (
@@ -104,12 +104,6 @@ class Jobs:
 
         self._submit(self._pool, work)
 
-    def set_rates(self, config: BrokerConfig) -> None:
-        """Messages may have other sizes from now on."""
-        self._config = config
-        if self.model is not None:
-            self.model.told = settings(config)
-
     def found(self, effect: ev.Found) -> None:
         """Makes version 0 from the founder's chunks or from the initial file."""
         table, handles = self._run.table, effect.handles
@@ -128,6 +122,7 @@ class Jobs:
 
             def founded() -> ev.Event:
                 self.model = GlobalModel(self._config, table, fragments)
+                self.model.tell(self._run.settings)
                 self.drop(tuple(chunks))
                 return ev.Founded(tuple(state.digest for state in fragments))
 

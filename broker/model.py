@@ -24,6 +24,7 @@ from narrows.proto.chunk import DecodedChunk
 from narrows.proto.fragments import Fragment
 from narrows.proto.kernels import all_finite
 from narrows.proto.limits import PUBLICATIONS_KEPT
+from narrows.proto.messages import RunSettings
 from narrows.proto.rate import rate_control
 from narrows.proto.rounding import round_to_dtype
 from narrows.proto.transfer import (
@@ -97,6 +98,12 @@ class GlobalModel:
             rate_control(codec.publish, rho=codec.publish_rho, bits=codec.publish_bits)
             for _ in self.table
         ]
+
+    def tell(self, told: RunSettings) -> None:
+        """Takes the settings that follow the budget: sizes of messages, bits of codec auto."""
+        self.told = told
+        for rate in self._rates:
+            rate.aim(told.publish_bits)
 
     def forget_publications(self) -> None:
         """After a replay: learners that were there fetch states."""

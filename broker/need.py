@@ -1,4 +1,4 @@
-"""Whether the rates suffice for the sync period, and what would. [pure]"""
+"""Whether the rates suffice for the sync period, and how many bits they allow. [pure]"""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
+from msgspec import structs
+
 from narrows.broker import events as ev
 from narrows.broker.state import RunState
 from narrows.proto.budget import SHARE_USED
-from narrows.proto.rate import expected_bits
+from narrows.proto.messages import RunSettings
+from narrows.proto.rate import AUTO, expected_bits
 from narrows.proto.units import format_bits_per_s, format_duration_s
+
+BITS_MIN: Final = 1.0
+"""Codec auto goes no lower: below, fragments are exchanged later instead."""
+
+NEARLY: Final = 0.1
+"""Smaller changes of the bits are not told: step times swing."""
 
 OVERHEAD: Final = 1.08
 """Of headers, packets, acknowledgements and control over the payload."""
@@ -27,26 +36,53 @@ class Need:
         """The rates are others now."""
         self._said.clear()
 
+    def affordable(self) -> RunSettings:
+        """The settings with the bits per parameter that the rates allow under codec auto, at most
+        what the operator asked for; those that are told as long as they are nearly that."""
+        told, codec = self.state.settings, self.state.config.codec
+        up, down = self._rates()
+        return structs.replace(
+            told,
+            push_bits=self._bits(told.push_codec, told.push_bits, codec.push_bits, up),
+            publish_bits=self._bits(
+                told.publish_codec, told.publish_bits, codec.publish_bits, down
+            ),
+        )
+
+    def _bits(self, setting: str, told: float, most: float, rate: float) -> float:
+        step_s, elements = self.state.roster.step_s(), self._elements()
+        if setting != AUTO or not step_s or not elements:
+            return told
+        period_s = self.state.settings.sync_period_steps * step_s
+        allowed = rate * SHARE_USED * period_s / (elements * OVERHEAD) if rate else most
+        bits = min(most, max(BITS_MIN, allowed))
+        return told if abs(bits - told) <= NEARLY * told else bits
+
+    def _elements(self) -> int:
+        return sum(part.elements for part in self.state.table)
+
+    def _rates(self) -> tuple[float, float]:
+        """What one learner has up and down while all send; 0: no limit."""
+        wan, count = self.state.config.wan, max(1, len(self.state.roster.ready()))
+        up = _narrower(wan.up, wan.total_up / count)
+        return up, _narrower(wan.down, wan.total_down / count)
+
     def warn(self) -> list[ev.Effect]:
         """A line for the log for each direction that is too narrow."""
-        wan, told, count = (
-            self.state.config.wan,
-            self.state.settings,
-            len(self.state.roster.ready()),
-        )
-        step_s = self.state.roster.step_s()
-        if not count or not step_s:
+        told, step_s = self.state.settings, self.state.roster.step_s()
+        if not step_s:
             return []
+        rate_up, rate_down = self._rates()
         up = expected_bits(told.push_codec, rho=told.push_rho, bits=told.push_bits)
         down = expected_bits(told.publish_codec, rho=told.publish_rho, bits=told.publish_bits)
         return [
-            *self._warn("up", up, _narrower(wan.up, wan.total_up / count), step_s),
-            *self._warn("down", down, _narrower(wan.down, wan.total_down / count), step_s),
+            *self._warn("up", up, rate_up, step_s),
+            *self._warn("down", down, rate_down, step_s),
         ]
 
     def _warn(self, way: str, bits: float, rate: float, step_s: float) -> list[ev.Effect]:
         period = self.state.settings.sync_period_steps
-        model_bits = sum(part.elements for part in self.state.table) * bits * OVERHEAD
+        model_bits = self._elements() * bits * OVERHEAD
         needed = model_bits / (period * step_s) / SHARE_USED
         if not rate or needed <= rate or way in self._said:
             return []

@@ -27,6 +27,8 @@ class Incoming:
     announced: Push | None = None
     progress_at: float = 0.0
     asked_at: float = 0.0
+    asks: int = 0
+    """Since the last progress."""
 
     @property
     def complete(self) -> bool:

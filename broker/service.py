@@ -227,9 +227,10 @@ class Service:
                 self.downlink.admit(learner, incarnation)
             case ev.Acknowledge(learner, positions):
                 self.downlink.acknowledge(learner, positions, time.monotonic())
-            case ev.RatesChanged(config):
-                self.jobs.set_rates(config)
-                self.downlink.set_rates(config, time.monotonic())
+            case ev.RatesChanged(wan, told):
+                if self.jobs.model is not None:
+                    self.jobs.model.tell(told)
+                self.downlink.set_rates(wan, time.monotonic())
             case ev.Forget(learner):
                 self.downlink.forget(learner)
             case ev.Fate():

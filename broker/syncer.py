@@ -181,9 +181,15 @@ class Syncer:
         if due:
             self._beat_at = now
             effects += self.intake.repair(now) + self.founding.missing(now)
-            effects += self.allowance.need.warn()
+            effects += self._adapt(now)
         for member in state.roster.connected():
             effects += self._beat_to(member, now)
+        return effects
+
+    def _adapt(self, now: float) -> list[ev.Effect]:
+        effects = self.allowance.adapt()
+        if any(isinstance(effect, ev.RatesChanged) for effect in effects):
+            effects += self.admission.welcome_all(now)
         return effects
 
     def _beat_to(self, member: Member, now: float) -> list[ev.Effect]:

@@ -95,6 +95,8 @@ class Exchange:
                 rate_control(settings.push_codec, rho=settings.push_rho, bits=settings.push_bits)
                 for _ in effect.table
             ]
+        for rate in self._rates:
+            rate.aim(settings.push_bits)
         self.settings = settings
         self.sender.open_streams(settings.streams)
         self._wires.open_streams(settings.streams, effect.uplink_port, effect.downlink_port)

@@ -7,6 +7,7 @@ clocks, threads: events come in with `now`, effects go out in order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from narrows.learner import events as ev
@@ -154,8 +155,7 @@ class Session:
     def run_tokens(self, now: float) -> float:
         """The run's clock, extrapolated; monotone but for broker restarts."""
         goal = self.settings.goal_tokens if self.settings else 0
-        run_tokens = self._run_time.tokens(now)
-        return min(run_tokens, goal) if goal else run_tokens
+        return min(self._run_time.tokens(now), goal or math.inf)
 
     # Messages.
 
@@ -332,11 +332,9 @@ class Session:
 
         Without a broker there is nobody to say Bye to, unless the final model is still due.
         """
-        if not self.leaving:
-            return False
         if self.phase is msg.Phase.ENDED:
-            return self.links.current
-        if self.phase is msg.Phase.ENDING:
+            return self.leaving and self.links.current
+        if not self.leaving or self.phase is msg.Phase.ENDING:
             return False
         return not (self.online and self.links.push_open)
 

@@ -184,7 +184,7 @@ class Welcome(_Control, frozen=True):
 
 
 class Beat(_Control, frozen=True):
-    """The broker's state, told on change and every second; losing one loses nothing."""
+    """The broker's state, on change and every second; losing one loses nothing."""
 
     epoch: Epoch
     phase: Phase
@@ -222,9 +222,6 @@ class Probe(_Control, frozen=True):
     nonce: Count
 
 
-# Both ways.
-
-
 class Missing(_Control, frozen=True):
     """Asks for element ranges of a transfer that have not arrived."""
 
@@ -247,9 +244,6 @@ class Bye(_Control, frozen=True):
     """An orderly end of the session."""
 
     reason: Text
-
-
-# For operators.
 
 
 class AskStatus(_Control, frozen=True):

@@ -71,6 +71,11 @@ class RateControl:
         error = min(max(bits_per_param - self.target_bits, -1.0), 1.0)
         self.set_rho(self.rho * 2.0 ** (GAIN * error))
 
+    def aim(self, bits: float) -> None:
+        """Another target from now on, if there is one."""
+        if self.target_bits is not None:
+            self.target_bits = bits
+
     def resume(self, codec: str, rho: float) -> None:
         """Goes on from a step that was used before; a fixed one stays as it is."""
         if self.target_bits is not None and codec in codecs_of(AUTO):

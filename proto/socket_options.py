@@ -45,10 +45,15 @@ DEALER: dict[str, int] = {
 
 DATA: dict[str, int] = {
     **COMMON,
-    # In messages, not bytes, so it cannot be the limit: the credit (proto/outbox.py) is.
+    # In messages, not bytes, and beyond it pub/sub drops: the limit is credit (proto/outbox.py).
     "SNDHWM": 0,
-    "RCVHWM": 0,
+    # Here nothing is dropped: a full queue stops reading, and TCP stops the sender. So a peer
+    # that keeps to no credit costs at most so many messages per connection.
+    "RCVHWM": 64,
     "MAXMSGSIZE": PAYLOAD_BYTES_MAX,
+    # A connection whose data nobody acknowledges is closed and dialled again. (A peer that is
+    # frozen with full buffers is not seen by this, nor by ZeroMQ's heartbeats: progress is.)
+    "TCP_MAXRT": 20_000,
 }
 
 XPUB: dict[str, int] = {

@@ -39,6 +39,7 @@ LAYERS = {
 #: arguments and return what is to be done, so the simulator runs the very code that runs for real.
 PURE = (
     "broker/admission.py",
+    "broker/allowance.py",
     "broker/config.py",
     "broker/events.py",
     "broker/founding.py",
@@ -46,11 +47,13 @@ PURE = (
     "broker/lifecycle.py",
     "broker/members.py",
     "broker/merge.py",
+    "broker/need.py",
     "broker/outer.py",
     "broker/quorum.py",
     "broker/rounds.py",
     "broker/run_clock.py",
     "broker/scheduler.py",
+    "broker/shares.py",
     "broker/state.py",
     "broker/status.py",
     "broker/syncer.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from machines import Desk, one, only
 
@@ -11,7 +12,7 @@ from narrows.broker.config import BrokerConfig, load_config
 from narrows.proto import messages as msg
 
 
-def other(desk: Desk, **settings: object) -> BrokerConfig:
+def other(desk: Desk, **settings: Any) -> BrokerConfig:
     """The desk's configuration with other values."""
     wan = replace(desk.state.config.wan, **settings)
     return replace(desk.state.config, wan=wan)
@@ -21,7 +22,7 @@ def test_new_rates_are_told_to_everybody() -> None:
     desk = Desk().running("a", "b")
     config = other(desk, up=5e6, total_down=40e6)
     effects = desk.do(ev.ConfigRead(config))
-    assert one(effects, ev.RatesChanged).config.wan.up == 5e6
+    assert one(effects, ev.RatesChanged).wan.up == 5e6
     told = only(effects, msg.Welcome)
     assert [each.settings.message_bytes for each in told] == [6250, 6250]
     assert {each.up_bits_per_s for each in only(effects, msg.Beat)} == {5e6}
@@ -67,3 +68,18 @@ def test_enough_is_not_warned_of() -> None:
 def test_rates_are_read_with_their_units() -> None:
     config = load_config(None, {"wan.up": "1.5Gbit/s"})
     assert config.wan.up == 1.5e9
+
+
+def test_under_codec_auto_the_bits_follow_the_budget() -> None:
+    desk = Desk(codec__push="auto", codec__push_bits=3.0, wan__up="1Mbit/s").running("a")
+    desk.state.table = tuple(replace(part, elements=1_000_000) for part in desk.state.table)
+    report = msg.Report(9, 9, 0.25, None, (), msg.TokenLedger(), 1e6)
+    desk.say("a", report)
+    told = only(desk.wait(1.1), msg.Welcome)[-1].settings
+    # 20 steps of 0.25 s for two million parameters.
+    assert 2.0 < told.push_bits < 2.5
+    assert told.publish_bits == desk.state.config.codec.publish_bits
+    assert not only(desk.wait(5.0), msg.Welcome)
+    effects = desk.do(ev.ConfigRead(other(desk, up=1e9)))
+    assert only(effects, msg.Welcome)[-1].settings.push_bits == 3.0
+    assert not only(desk.wait(5.0), msg.Welcome)
