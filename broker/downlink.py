@@ -208,11 +208,11 @@ class Downlink:
             if not waiting:
                 break
             if not self._total.is_open(now):
-                late.append(self._total.opens_at)
+                late.append(self._total.opens_at(now))
                 break
             name, addressee = min(waiting, key=lambda entry: entry[1].served_bytes)
             if not addressee.budget.is_open(now):
-                late.append(addressee.budget.opens_at)
+                late.append(addressee.budget.opens_at(now))
             elif self._send_next(name, addressee, now):
                 continue
             waiting.remove((name, addressee))

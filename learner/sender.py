@@ -96,7 +96,7 @@ class Sender:
         self.pump_at = None
         while self._wires.uplink_open:
             if not self._budget.is_open(now):
-                self.pump_at = self._budget.opens_at if len(self._outbox) else None
+                self.pump_at = self._budget.opens_at(now) if len(self._outbox) else None
                 return
             departure = self._outbox.take(now)
             if departure is None:

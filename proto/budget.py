@@ -8,7 +8,8 @@ charged but never waits; data waits until the debt is paid.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Final
 
 from narrows.proto.codecs import codec
@@ -31,12 +32,18 @@ ACKNOWLEDGEMENT_SHARE: Final = SEGMENT_OVERHEAD_BYTES / (2 * SEGMENT_BYTES)
 """TCP acknowledges every second full segment: bytes back per byte received."""
 
 SHARE_USED: Final = 0.985
-"""Of a rate: the rest is room for the burst below within any one second, and for retransmissions
-that nobody here sees."""
+"""Of a rate, in the long run: the rest is room for what nobody here sees, retransmissions."""
 
-BURST_S: Final = 0.02
-"""Seconds of its rate that a sender that was late may make up for: a poll loop wakes every
-millisecond at best, on a busy machine every ten."""
+WINDOW_S: Final = 1.0
+WINDOW_SHARE: Final = 0.995
+"""In no window of WINDOW_S more than this share of the rate leaves, however late a sender was."""
+
+BURST_S: Final = 0.1
+"""Seconds of its rate that a sender that was late may make up for: on a busy machine a poll loop
+is kept from its core for longer than a few milliseconds."""
+
+BIN_S: Final = 0.01
+"""Time is counted in such bins for the window."""
 
 MESSAGE_S: Final = 0.01
 """The longest that one message may occupy the slowest rate that it uses, so that control never
@@ -83,34 +90,59 @@ def least_chunk_elements(settings: RunSettings) -> int:
 
 @dataclass
 class Budget:
-    """A rate that holds in every window: a token bucket that may go into debt by one message.
-
-    In a window of T seconds at most rate * (T * SHARE_USED + BURST_S) and one message leave.
-    Times are seconds on the caller's monotonic clock.
+    """A rate that holds in every window: a token bucket that may go into debt by one message, and
+    a sliding window over it. Times are seconds on the caller's monotonic clock.
     """
 
     bits_per_s: float = 0.0
     """0: no limit."""
     _free_at: float = -math.inf
     """When all that was charged is paid for."""
+    _bins: deque[tuple[int, float]] = field(default_factory=deque[tuple[int, float]])
+    """(number, bytes) of the bins of the last window, oldest first."""
+    _window_bytes: float = 0.0
 
     def is_open(self, now: float) -> bool:
         """Whether a message may leave."""
-        return not self.bits_per_s or self._free_at <= now
+        return not self.bits_per_s or self.opens_at(now) <= now
 
-    @property
-    def opens_at(self) -> float:
-        """When the next message may leave; a moment in the past: now."""
-        return self._free_at if self.bits_per_s else -math.inf
+    def opens_at(self, now: float) -> float:
+        """When the next message may leave; `now` or a moment in the past: now."""
+        if not self.bits_per_s:
+            return now
+        self._forget(now)
+        excess = self._window_bytes - self.bits_per_s / 8 * WINDOW_SHARE * WINDOW_S
+        if excess <= 0:
+            return self._free_at
+        gone_at = now
+        for number, size_bytes in self._bins:
+            if excess <= 0:
+                break
+            excess -= size_bytes
+            gone_at = (number + 1) * BIN_S + WINDOW_S
+        return max(self._free_at, gone_at)
 
     def charge(self, size_bytes: float, now: float) -> None:
         """So many bytes are leaving, whether or not they waited."""
-        if self.bits_per_s:
-            start = max(self._free_at, now - BURST_S)
-            self._free_at = start + 8 * size_bytes / (self.bits_per_s * SHARE_USED)
+        if not self.bits_per_s:
+            return
+        start = max(self._free_at, now - BURST_S)
+        self._free_at = start + 8 * size_bytes / (self.bits_per_s * SHARE_USED)
+        number = math.floor(now / BIN_S)
+        self._window_bytes += size_bytes
+        if self._bins and self._bins[-1][0] == number:
+            size_bytes += self._bins.pop()[1]
+        self._bins.append((number, size_bytes))
+
+    def _forget(self, now: float) -> None:
+        while self._bins and (self._bins[0][0] + 1) * BIN_S + WINDOW_S <= now:
+            self._window_bytes -= self._bins.popleft()[1]
 
     def set_rate(self, bits_per_s: float, now: float) -> None:
         """The debt stays in bytes: it takes longer to pay at a lower rate."""
         if bits_per_s and self.bits_per_s and self._free_at > now:
             self._free_at = now + (self._free_at - now) * self.bits_per_s / bits_per_s
+        if not bits_per_s:
+            self._bins.clear()
+            self._window_bytes = 0.0
         self.bits_per_s = bits_per_s
