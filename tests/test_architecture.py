@@ -40,6 +40,7 @@ LAYERS = {
 PURE = (
     "broker/admission.py",
     "broker/config.py",
+    "broker/costs.py",
     "broker/events.py",
     "broker/founding.py",
     "broker/intake.py",
@@ -47,6 +48,7 @@ PURE = (
     "broker/members.py",
     "broker/merge.py",
     "broker/outer.py",
+    "broker/planning.py",
     "broker/quorum.py",
     "broker/rounds.py",
     "broker/run_clock.py",
