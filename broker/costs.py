@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from itertools import pairwise
 from typing import Final
 
@@ -49,6 +50,9 @@ CODE_BYTES: Final[Mapping[str, float]] = {
 }  # fmt: skip
 """Per parameter of a contribution that waits for its merge."""
 
+FIRST_COPY_BYTES: Final = 3.4
+"""Per parameter: what a joiner is sent, without loss."""
+
 STATE_BYTES: Final = 12
 """Per parameter at the broker: global parameters, momentum, published copy."""
 
@@ -72,6 +76,7 @@ def payload_bits(codec: str, rho: float, bits: float) -> float:
     return gaussian_bits(rho)
 
 
+@cache
 def gaussian_bits(rho: float) -> float:
     """Entropy in bits of a standard normal value rounded to whole multiples of `rho`."""
     reach = math.ceil(12 / rho)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from narrows.broker import costs
 from narrows.broker.command import BrokerCommand, configuration
 from narrows.broker.config import BrokerConfig, FragmentsSection
-from narrows.broker.planning import Load, Plan, Site, make_plan
+from narrows.broker.plan import Plan, Site
+from narrows.broker.planning import USABLE, Load, bottleneck, fits, loads_of, make_plan
 from narrows.proto.errors import ConfigError
 from narrows.proto.messages import Mode
 from narrows.proto.units import (
@@ -121,8 +124,8 @@ def _parsed(flag: str, parse: Callable[[str], Any], text: str) -> Any:
 def as_dict(plan: Plan) -> dict[str, Any]:
     """JSON-ready; units are in the names."""
     return {
-        "fits": plan.fits,
-        "bottleneck": plan.bottleneck.name,
+        "fits": fits(plan),
+        "bottleneck": bottleneck(plan).name,
         "site": asdict(plan.site),
         "fragments": plan.fragments,
         "sync_period_steps": plan.sync_period_steps,
@@ -134,6 +137,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "hub_in_bits_per_s": plan.up_bits_per_s * plan.site.learners,
         "hub_out_bits_per_s": plan.down_bits_per_s * plan.site.learners,
         "exchange_s": plan.exchange_s,
+        "join_s": plan.join_s if math.isfinite(plan.join_s) else None,
         "brokers": plan.brokers,
         "broker_memory_bytes": plan.broker_memory_bytes,
         "learner_memory_bytes": plan.learner_memory_bytes,
@@ -143,7 +147,9 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "checkpoint_versions": plan.checkpoint_versions,
         "disk_bytes": plan.disk_bytes,
         "replay_s": plan.replay_s,
-        "loads": [{**asdict(load), "share": load.share, "fits": load.fits} for load in plan.loads],
+        "loads": [
+            {**asdict(load), "share": load.share, "fits": load.fits} for load in loads_of(plan)
+        ],
     }
 
 
@@ -156,7 +162,7 @@ def _show(console: Console, plan: Plan) -> None:
     )
     console.print(_facts(plan))
     console.print()
-    console.print(_load_table(plan.loads))
+    console.print(_load_table(loads_of(plan)))
     console.print()
     for line in verdict(plan):
         console.print(line, soft_wrap=True)
@@ -185,6 +191,8 @@ def _lines(plan: Plan) -> list[tuple[str, str]]:
          f"out {format_bits_per_s(down * learners)}"),
         ("a round every", format_duration_s(spacing_s)),
         ("snapshot to update", f"{format_duration_s(plan.exchange_s)}, nobody waits meanwhile"),
+        ("first copy to a joiner", f"{format_bytes(costs.FIRST_COPY_BYTES * plan.site.params)}, "
+         f"{format_duration_s(plan.join_s) if math.isfinite(plan.join_s) else 'no line left'}"),
         ("brokers", str(plan.brokers)),
         ("memory of a broker", format_bytes(plan.broker_memory_bytes)),
         ("memory of a learner's host", f"{format_bytes(plan.learner_memory_bytes)} beside the "
@@ -210,16 +218,11 @@ def _load_table(loads: Sequence[Load]) -> Table:
 
 def verdict(plan: Plan) -> list[str]:
     """What is fullest and what to do about it, in sentences."""
-    load = plan.bottleneck
-    if plan.fits:
+    load = bottleneck(plan)
+    if fits(plan):
         lines = [f"It fits. Fullest: {load.name}, {load.share:.0%}. For more: {load.remedy}."]
     else:
-        lines = [
-            f"It does not fit: {other.name} is {other.share:.0%} of what there is, at most 80% "
-            f"is planned with. What helps: {other.remedy}."
-            for other in plan.loads
-            if not other.fits
-        ]
+        lines = [_too_much(other) for other in loads_of(plan) if not other.fits]
     if plan.brokers > 1:
         lines.append(
             f"One broker is not enough, {plan.brokers} are, each with fragments, a machine and a "
@@ -230,3 +233,11 @@ def verdict(plan: Plan) -> list[str]:
         "entropy of Gaussian data, real outer gradients take 2 to 7% less."
     )
     return lines
+
+
+def _too_much(load: Load) -> str:
+    show = FORMATS[load.unit]
+    return (
+        f"It does not fit: {load.name} takes {show(load.needed)}, and of {show(load.available)} "
+        f"only {USABLE:.0%} can be planned with. What helps: {load.remedy}."
+    )

@@ -48,6 +48,7 @@ PURE = (
     "broker/members.py",
     "broker/merge.py",
     "broker/outer.py",
+    "broker/plan.py",
     "broker/planning.py",
     "broker/quorum.py",
     "broker/rounds.py",
