@@ -29,7 +29,7 @@ from narrows.bench.bandwidth_model import (
     reaching,
     ring_factor,
 )
-from narrows.bench.bandwidth_wire import WireRow, measure
+from narrows.bench.bandwidth_wire import CASES, WireRow, measure
 from narrows.broker.costs import PACKET_FACTOR, gaussian_bits
 
 SITES: Final = 8
@@ -114,8 +114,10 @@ def run_bandwidth_bench(json_file: Path | None, plot: Path | None, *, wire: bool
     rows = table_rows()
     _show_table(console, rows)
     console.print()
-    wire_rows = measure() if wire else []
+    wire_rows: list[WireRow] = []
     if wire:
+        console.print(f"Training {len(CASES)} small models, a broker and two learners each ...")
+        wire_rows = measure()
         _show_wire(console, wire_rows)
         console.print()
     headlines = headline_rows(wire_rows)
