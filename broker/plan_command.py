@@ -230,7 +230,7 @@ def verdict(plan: Plan) -> list[str]:
         )
     lines.append(
         "Times and cores are those of two virtual cores (docs/lab-notes.md); the bits are the "
-        "entropy of Gaussian data, real outer gradients take 2 to 7% less."
+        "entropy of Gaussian data, real outer gradients take up to 6% less."
     )
     return lines
 
