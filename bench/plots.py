@@ -106,6 +106,30 @@ def loss_curves(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     _save(figure, axes, path)
 
 
+def bandwidth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Gbit/s against compute utilisation, a line per model and method; crosses are published.
+
+    `rows` are those of the bandwidth bench.
+    """
+    figure, axes = _figure()
+    for model in dict.fromkeys(row["model"] for row in rows):
+        style = {"1B": ":", "10B": "--"}.get(model, "-")
+        for index, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
+            mine = [row for row in rows if (row["model"], row["method"]) == (model, method)]
+            targets = [row["compute_utilization_percent"] for row in mine]
+            gbps = [row["gbps"] for row in mine]
+            axes.plot(targets, gbps, style, color=f"C{index}", label=f"{model} {method}")
+            published = [row["gbps_published"] for row in mine]
+            if None not in published:
+                axes.plot(targets, published, "x", color=f"C{index}")
+    axes.set_yscale("log")
+    axes.set_ylim(0.03, 1500)
+    axes.set_xlabel("compute utilisation, %")
+    axes.set_ylabel("Gbit/s")
+    axes.legend(fontsize=7, ncols=3, loc="lower center")
+    _save(figure, axes, path)
+
+
 def _save(figure: Any, axes: Any, path: Path) -> None:
     axes.grid(alpha=0.3)
     figure.tight_layout()

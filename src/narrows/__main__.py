@@ -181,6 +181,60 @@ def status(
 
 
 @app.command
+def plan(
+    *,
+    params: str,
+    step: str,
+    learners: int,
+    wan: str,
+    broker_wan: str = "",
+    broker_memory: str = "256GiB",
+    broker_cores: int = 4,
+    disk: str = "500MB",
+    config: Path | None = None,
+    setting: Annotated[list[str], Parameter(name=["--set", "-s"], negative="")] | None = None,
+    json: bool = False,
+) -> None:
+    """Say what a run will need before anything is started: rates, memory, disk, brokers.
+
+    Chooses fragments and sync period unless they are set; names the bottleneck and a remedy.
+
+    Parameters
+    ----------
+    params
+        Parameters of the model, such as 12e9 or 12B.
+    step
+        Time of one inner step of a learner, such as 2s or 300ms.
+    learners
+        Number of learners.
+    wan
+        Line of one learner, in each direction, such as 2Gbit/s.
+    broker_wan
+        Line of the broker, in each direction (default: as --wan).
+    broker_memory
+        Memory of the broker's machine, such as 256GiB.
+    broker_cores
+        Cores of the broker's machine.
+    disk
+        Bytes per second that the broker's disk writes, such as 500MB.
+    config
+        TOML file of the broker: its settings instead of the defaults.
+    setting
+        A setting of the broker as KEY=VALUE, for example `--set fragments.sync_period_steps=30`;
+        repeatable.
+    json
+        Print JSON instead of tables.
+    """
+    from narrows.broker.plan_command import PlanCommand, run_plan
+
+    command = PlanCommand(
+        params, step, learners, wan, broker_wan, broker_memory, broker_cores, disk, config,
+        setting or [], json,
+    )  # fmt: skip
+    run_plan(command)
+
+
+@app.command
 def demo(
     *,
     learners: int = 4,

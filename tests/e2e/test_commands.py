@@ -136,3 +136,53 @@ def test_status_as_a_table_and_as_json(narrows: Run, service: Service) -> None:
         code, text, _ = narrows("status", service.wires.address, "--json")
         assert code == 0
         assert [learner["name"] for learner in json.loads(text)["learners"]] == ["site-a"]
+
+
+PLAN = ("plan", "--params", "12e9", "--step", "2s", "--learners", "4", "--wan")
+
+
+def test_plan_answers_in_words_and_in_json(narrows: Run) -> None:
+    code, output, _ = narrows(*PLAN, "2Gbit/s")
+    assert code == 0
+    assert "It fits. Fullest:" in output
+    code, output, _ = narrows(*PLAN, "2Gbit/s", "--json")
+    assert code == 0
+    plan = json.loads(output)
+    assert plan["fits"] is True
+    assert plan["brokers"] == 1
+    assert plan["bottleneck"] in [load["name"] for load in plan["loads"]]
+
+
+def test_plan_that_does_not_fit_is_an_answer_too(narrows: Run) -> None:
+    code, output, _ = narrows(*PLAN, "20Mbit/s")
+    assert code == 0
+    assert "It does not fit" in output
+
+
+def test_plan_keeps_settings(narrows: Run, tmp_path: Path) -> None:
+    config = tmp_path / "broker.toml"
+    config.write_text("[fragments]\ncount = 4\nsync_period_steps = 40\n")
+    _, output, _ = narrows(*PLAN, "2Gbit/s", "--json", "--config", str(config))
+    plan = json.loads(output)
+    assert (plan["fragments"], plan["sync_period_steps"]) == (4, 40)
+    _, output, _ = narrows(*PLAN, "2Gbit/s", "--json", "--set", "fragments.count=8")
+    plan = json.loads(output)
+    assert plan["fragments"] == 8
+    assert plan["sync_period_steps"] > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((*PLAN, "2"), "--wan"),
+        ((*PLAN, "0"), "line_bits_per_s"),
+        ((*PLAN, "2Gbit/s", "--disk", "fast"), "--disk"),
+        ((*PLAN, "2Gbit/s", "--broker-cores", "0"), "broker_cores"),
+        ((*PLAN, "2Gbit/s", "--set", "run.mode=diloco"), "run.mode"),
+        ((*PLAN, "2Gbit/s", "--set", "fragments.cuont=3"), "fragments.count"),
+    ],
+)
+def test_plan_refuses_nonsense(narrows: Run, arguments: tuple[str, ...], named: str) -> None:
+    code, _, errors = narrows(*arguments)
+    assert code == 2
+    assert named in errors
