@@ -6,8 +6,7 @@ import asyncio
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -31,22 +30,25 @@ class _Line:
         self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Carries one connection to the same port of the broker until either end closes it."""
+        ends = {writer}
         self._open.add(writer)
-        broker: asyncio.StreamWriter | None = None
-        with suppress(OSError):  # A broker that is not there, an end that was reset.
+        try:
             await self._carries.wait()
             if not self._refuses:
                 answers, broker = await asyncio.open_connection(self._broker_host, port)
+                ends.add(broker)
                 self._open.add(broker)
-                ways = [self._carry(reader, broker), self._carry(answers, writer)]
+                ways = (self._carry(reader, broker), self._carry(answers, writer))
                 tasks = [asyncio.ensure_future(way) for way in ways]
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-        for end in (writer, broker):
-            if end is not None:
-                self._open.discard(end)
+        except OSError:
+            pass  # A broker that is not there, an end that was reset.
+        finally:
+            self._open -= ends
+            for end in ends:
                 end.transport.abort()
 
     async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
@@ -82,6 +84,7 @@ class Relays:
     def __init__(self, broker_host: str, ports: Sequence[int], hosts: Sequence[str]) -> None:
         self._broker_host, self._ports, self._hosts = broker_host, ports, hosts
         self._lines: dict[str, _Line] = {}
+        self._servers: list[asyncio.Server] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="chaos-relays", daemon=True)
 
@@ -119,17 +122,24 @@ class Relays:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
-        tasks = asyncio.all_tasks(self._loop)
+        self._loop.run_until_complete(self._close())
+        self._loop.close()
+
+    async def _close(self) -> None:
+        for server in self._servers:
+            server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # Transports that were told to abort close their sockets here.
 
     async def _listen(self) -> None:
         for host in self._hosts:
             line = self._lines[host] = _Line(self._broker_host)
             for port in self._ports:
-                await asyncio.start_server(_served(line, port), host, port)
+                server = await asyncio.start_server(_served(line, port), host, port)
+                self._servers.append(server)
 
     def _end(self) -> None:
         self._tell(self._loop.stop)
@@ -138,7 +148,7 @@ class Relays:
 
 def _served(
     line: _Line, port: int
-) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]:
+) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await line.serve(port, reader, writer)
 

@@ -18,7 +18,8 @@ from narrows.bench.evidence import Evidence, compare_digests, lines_of, read_evi
 from narrows.broker.records import Committed
 
 Row: TypeAlias = dict[str, Any]
-Records: TypeAlias = list[dict[str, Any]]
+Record: TypeAlias = dict[str, Any]
+Records: TypeAlias = list[Record]
 
 CUTS: Final = (Kind.CUT, Kind.RESET)
 
@@ -101,20 +102,19 @@ def throughput(
     rates: dict[str, tuple[float, float]] = {}
     for name, window in (("quiet", story.quiet), ("chaos", story.chaos)):
         made = sum(map(window.holds, steps)) * TOKENS_PER_STEP
-        merged = sum(
-            each.tokens for r in rounds if window.holds(r.at) for each in r.contributors
-        )  # fmt: skip
-        rates[name] = made / window.seconds, merged / fragments / window.seconds
-    (quiet_made, quiet_merged), (made, merged) = rates["quiet"], rates["chaos"]
+        within = [r for r in rounds if window.holds(r.at)]
+        merged = sum(each.tokens for r in within for each in r.contributors) / fragments
+        rates[name] = made / window.seconds, merged / window.seconds
+    (quiet_made, quiet_merged), (made_per_s, merged_per_s) = rates["quiet"], rates["chaos"]
     dead_s = _seconds_within(story, Kind.KILL, Kind.STOP)
     available = 1 - dead_s / (len(story.names) * story.chaos.seconds)
     return {
-        "throughput_kept_percent": 100 * made / quiet_made,
-        "merged_kept_percent": 100 * merged / quiet_merged,
+        "throughput_kept_percent": 100 * made_per_s / quiet_made,
+        "merged_kept_percent": 100 * merged_per_s / quiet_merged,
         "available_percent": 100 * available,
-        "throughput_of_available_percent": 100 * made / quiet_made / available,
-        "tokens_made_per_s": made,
-        "tokens_merged_per_s": merged,
+        "throughput_of_available_percent": 100 * made_per_s / quiet_made / available,
+        "tokens_made_per_s": made_per_s,
+        "tokens_merged_per_s": merged_per_s,
         "quiet_tokens_made_per_s": quiet_made,
         "quiet_tokens_merged_per_s": quiet_merged,
     }
@@ -186,7 +186,7 @@ def _next_outage(story: Story, outage: Outage) -> float:
     return min(later, default=float("inf"))
 
 
-def _joined(lives: Mapping[str, Records], outage: Outage, until: float) -> dict[str, Any] | None:
+def _joined(lives: Mapping[str, Records], outage: Outage, until: float) -> Record | None:
     """The record of a killed learner's first process that adopted all fragments."""
     if outage.fault.kind is not Kind.KILL:
         return None
@@ -197,7 +197,7 @@ def _joined(lives: Mapping[str, Records], outage: Outage, until: float) -> dict[
 
 
 def _contributed(
-    outage: Outage, rounds: Sequence[Committed], joined: dict[str, Any] | None
+    outage: Outage, rounds: Sequence[Committed], joined: Record | None
 ) -> float | None:
     kind, victim = outage.fault.kind, outage.fault.victim
     if kind is Kind.KILL and joined is None:
@@ -257,7 +257,8 @@ def _processes(
     for name, life in lives.items():
         incarnation, steps = "", 0
         ledger: dict[str, int] | None = None
-        for line in [*life, {"event": "started"}]:
+        after: Record = {"event": "started"}
+        for line in [*life, after]:
             if line["event"] == "started":
                 if incarnation:
                     yield name, incarnation, steps, ledger

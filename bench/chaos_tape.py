@@ -96,9 +96,3 @@ def quotas(count: int) -> list[Kind]:
 def _down_s(rng: random.Random, kind: Kind, down_max_s: float) -> float:
     low, high = (min(bound, down_max_s) for bound in DOWN_S[kind])
     return rng.uniform(low, high)
-
-
-def down_share(faults: Sequence[Fault], learners: int, seconds: float, *kinds: Kind) -> float:
-    """Share of the learners' time up to `seconds` that faults of these kinds take by the tape."""
-    taken_s = sum(min(f.ends_s, seconds) - f.at_s for f in faults if f.kind in kinds)
-    return taken_s / (learners * seconds)

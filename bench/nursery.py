@@ -73,6 +73,11 @@ class Nursery:
     ) -> None:
         self._end()
 
+    @property
+    def pid(self) -> int:
+        """Of the process whose children they are."""
+        return self._process.pid
+
     def start(self, name: str, argument: str) -> None:
         """Forks a child that does its work under this name."""
         self.running.add(name)

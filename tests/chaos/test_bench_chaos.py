@@ -1,0 +1,69 @@
+"""`narrows bench chaos` with real processes: every kind of fault, nothing lost, nobody left."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from running import wait_until
+
+from narrows.bench.chaos import ChaosOptions, run_chaos_bench
+from narrows.bench.nursery import Nursery
+
+pytestmark = pytest.mark.slow
+
+
+def test_faults_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "chaos.json"
+    options = ChaosOptions(
+        learners=4,
+        seconds=10.0,
+        fault_every_s=2.0,
+        down_max_s=2.0,
+        broker_kills=1,
+        step_s=0.05,
+        params=1 << 14,
+        keep=tmp_path / "run",
+        json=path,
+    )
+    run_chaos_bench(options)
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["learners"], row["faults"], row["broker_kills"]) == (4, 6, 1)
+    assert min(row["kills"], row["stops"], row["cuts"]) >= 1
+    assert row["digests_compared"] > 100
+    assert row["digests_different"] == row["versions_lost"] == 0
+    assert row["ledger_ok"] and row["replay_equal"] and row["problems"] == []
+    assert 0 < row["throughput_kept_percent"] and row["rejoin_median_s"] is not None
+    assert row["tokens_merged_per_s"] > 0
+    assert "throughput kept" in capsys.readouterr().out
+
+
+def test_a_nursery_starts_signals_and_ends_its_children(tmp_path: Path) -> None:
+    arguments = (str(tmp_path), str(1 << 14), "0.05")
+    with Nursery(tmp_path, "narrows.bench.chaos_learner", *arguments) as nursery:
+        # Nobody listens there: they wait to join.
+        for name in ("a", "b", "c"):
+            nursery.start(name, "tcp://127.0.0.1:1")
+        wait_until(lambda: (tmp_path / "c.life").exists(), "the children")
+        nursery.signal("a", signal.SIGSTOP)
+        nursery.signal("b", signal.SIGKILL)
+
+        def ended() -> bool:
+            nursery.look()
+            return bool(nursery.ended)
+
+        wait_until(ended, "the end of a child")
+        assert nursery.ended == [("b", -signal.SIGKILL)]
+        assert nursery.running == {"a", "c"}
+        nursery.start("b", "tcp://127.0.0.1:1")
+        assert nursery.running == {"a", "b", "c"}
+        pids = children(nursery.pid)
+        assert len(pids) >= 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def children(pid: int) -> list[int]:
+    """Processes whose parent this is."""
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
