@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -30,6 +31,8 @@ LEAVE_TIMEOUT_S: Final = 90.0
 
 FRAGMENTS: Final = 4
 HOST: Final = "127.0.0.1"
+OUTPUTS: Final = ("keep", "json")
+"""Options that say nothing about the run."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,6 @@ def run_chaos_bench(options: ChaosOptions) -> None:
         )
 
 
-OUTPUTS: Final = ("keep", "json")
-
-
 def _run(options: ChaosOptions, folder: Path, console: Console) -> Story:
     names = tuple(f"learner-{index:02d}" for index in range(options.learners))
     # One loopback address per learner: a Welcome names the data ports, not the host.
@@ -84,7 +84,7 @@ def _run(options: ChaosOptions, folder: Path, console: Console) -> Story:
         str(folder), str(options.params), str(options.step_s),
     )  # fmt: skip
     relays = Relays(HOST, (port, port + 1, port + 2), tuple(hosts.values()))
-    with Processes(folder) as processes, relays, nursery:
+    with _terminated_like_interrupted(), Processes(folder) as processes, relays, nursery:
         run = _Run(options, folder, console, processes, relays, nursery, hosts, port)
         run.join()
         run.story.quiet = run.watch("quiet", options.seconds * QUIET_SHARE)
@@ -92,6 +92,16 @@ def _run(options: ChaosOptions, folder: Path, console: Console) -> Story:
         run.heal()
         run.end()
     return run.story
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Generator[None]:
+    """SIGTERM too ends the children before it ends this process."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Run:

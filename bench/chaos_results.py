@@ -304,6 +304,8 @@ def _lines(row: Row) -> Iterable[tuple[str, str]]:
         f"{row['merges']}, {row['merges_per_s']:.2f} per second, longest pause "
         f"{row['longest_merge_gap_s']:.1f} s",
     )
+    if row["rejoins_interrupted"]:
+        yield "failed again before they were merged", str(row["rejoins_interrupted"])
     for key, label in (
         ("rejoin", "from the end of a fault to merged again"),
         ("rejoin_kill", "  killed"),

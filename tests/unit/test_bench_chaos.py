@@ -96,7 +96,12 @@ def test_participation_counts_the_dead_as_well() -> None:
 def test_a_killed_learner_is_back_when_its_new_process_is_merged() -> None:
     lives = {"a": life("a1", 0) + life("a2", 17), "b": life("b1", 0)}
     # A push of the process that was killed is merged after its death.
-    rounds = [merged(12, a="a1"), merged(16, a="a1", b="b1"), merged(18, b="b1"), merged(19, a="a2")]
+    rounds = [
+        merged(12, a="a1"),
+        merged(16, a="a1", b="b1"),
+        merged(18, b="b1"),
+        merged(19, a="a2"),
+    ]
     row = rejoins(story(outage(Kind.KILL, "a", 11, 15)), lives, rounds)
     assert row["rejoin_median_s"] == row["rejoin_kill_median_s"] == pytest.approx(4)
     assert row["adopt_kill_median_s"] == pytest.approx(2)
@@ -144,8 +149,6 @@ def test_a_balanced_ledger_is_accepted(records: Records, journal: dict[str, int]
 
 
 @pytest.mark.parametrize(("records", "journal", "text"), UNBALANCED)
-def test_an_unbalanced_ledger_is_told(
-    records: Records, journal: dict[str, int], text: str
-) -> None:
+def test_an_unbalanced_ledger_is_told(records: Records, journal: dict[str, int], text: str) -> None:
     told = problems({"a": records}, {("a", "a1", 0): journal["tokens"]})
     assert len(told) == 1 and text in told[0]
