@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from running import wait_until
+from running import HANG_S, wait_until
 
 from narrows.bench.chaos import ChaosOptions, run_chaos_bench
 from narrows.bench.nursery import Nursery
@@ -40,6 +43,25 @@ def test_faults_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "throughput kept" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_no_process_behind(tmp_path: Path, number: int) -> None:
+    folder = tmp_path / "run"
+    command = [
+        sys.executable, "-m", "narrows", "bench", "chaos", "--learners", "2", "--keep", str(folder),
+        "--seconds", "600", "--fault-every", "1s", "--step", "20ms", "--params", "16384",
+    ]  # fmt: skip
+    with (tmp_path / "output").open("wb") as output:
+        bench = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        wait_until(lambda: (folder / "learner-01.life").exists(), "the learners")
+        assert len(mentioning(folder)) >= 3
+        bench.send_signal(number)
+        assert bench.wait(HANG_S) == 130
+    finally:
+        bench.kill()
+    assert mentioning(folder) == []
+
+
 def test_a_nursery_starts_signals_and_ends_its_children(tmp_path: Path) -> None:
     arguments = (str(tmp_path), str(1 << 14), "0.05")
     with Nursery(tmp_path, "narrows.bench.chaos_learner", *arguments) as nursery:
@@ -67,3 +89,12 @@ def test_a_nursery_starts_signals_and_ends_its_children(tmp_path: Path) -> None:
 def children(pid: int) -> list[int]:
     """Processes whose parent this is."""
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def mentioning(folder: Path) -> list[int]:
+    """Processes with this folder in their command line."""
+    found: list[int] = []
+    for process in psutil.process_iter(["cmdline"]):
+        if str(folder) in " ".join(process.info["cmdline"] or ()):
+            found.append(process.pid)
+    return found
