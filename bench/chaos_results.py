@@ -16,6 +16,7 @@ from narrows.bench.chaos_learner import TOKENS_PER_STEP
 from narrows.bench.chaos_tape import Fault, Kind
 from narrows.bench.evidence import Evidence, compare_digests, lines_of, read_evidence
 from narrows.broker.records import Committed
+from narrows.proto.errors import ErrorCode, NarrowsError
 
 Row: TypeAlias = dict[str, Any]
 Record: TypeAlias = dict[str, Any]
@@ -61,8 +62,15 @@ class Story:
 
 
 def collect(folder: Path, story: Story, *, fragments: int) -> Row:
-    """The row of a run that has ended."""
+    """The row of a run that has ended. Raises NarrowsError if there was nothing to measure."""
     evidence = read_evidence(folder / "state", fragments=fragments)
+    for window in (story.quiet, story.chaos):
+        if not any(window.holds(r.at) for r in evidence.rounds):
+            raise NarrowsError(
+                ErrorCode.MISUSE,
+                f"nothing was merged within {window.seconds:.0f} s",
+                remedy="give it more --seconds, or a shorter --step",
+            )
     lives = {name: lines_of(folder / f"{name}.life") for name in story.names}
     digests = compare_digests(evidence.digests, [folder / f"{name}.jsonl" for name in story.names])
     unbalanced = [*evidence.audit.problems, *ledger_problems(lives, evidence, fragments)]

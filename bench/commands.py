@@ -196,7 +196,8 @@ def bench_chaos(
         File for the result.
     """
     need_torch()
-    from narrows.bench.chaos import ChaosOptions, run_chaos_bench
+    from narrows.bench.chaos import run_chaos_bench
+    from narrows.bench.chaos_run import ChaosOptions
     from narrows.proto.units import parse_duration_s
 
     every_s, down_max_s, step_s = map(parse_duration_s, (fault_every, down_max, step))

@@ -24,6 +24,7 @@ from narrows.proto.kernels import F32
 from narrows.proto.messages import LayoutEntry
 
 TENSORS: Final = 16
+WIDTH: Final = 1024
 FRAGMENTS: Final = 4
 STEP_S: Final = 0.002
 """Of an inner step, which does nothing: only the exchange shall take time."""
@@ -159,8 +160,8 @@ class Drift:
 
 
 def layout_of(params: int) -> tuple[LayoutEntry, ...]:
-    """TENSORS matrices, 1024 wide."""
-    shape = (params // TENSORS // 1024, 1024)
+    """Matrices of WIDTH columns, of `params` elements together: a multiple of TENSORS * WIDTH."""
+    shape = (params // TENSORS // WIDTH, WIDTH)
     return tuple(LayoutEntry(f"t{i}", shape, "float32", "rda") for i in range(TENSORS))
 
 

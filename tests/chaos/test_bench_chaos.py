@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 from running import HANG_S, wait_until
 
-from narrows.bench.chaos import ChaosOptions, run_chaos_bench
+from narrows.bench.chaos import run_chaos_bench
+from narrows.bench.chaos_run import ChaosOptions
 from narrows.bench.nursery import Nursery
 
 pytestmark = pytest.mark.slow
@@ -91,10 +91,13 @@ def children(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def mentioning(folder: Path) -> list[int]:
+def mentioning(folder: Path) -> list[str]:
     """Processes with this folder in their command line."""
-    found: list[int] = []
-    for process in psutil.process_iter(["cmdline"]):
-        if str(folder) in " ".join(process.info["cmdline"] or ()):
-            found.append(process.pid)
+    found: list[str] = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(folder) in path.read_text().replace("\0", " "):
+                found.append(path.parent.name)
+        except OSError:
+            continue  # It has ended.
     return found

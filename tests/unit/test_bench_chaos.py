@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from narrows.bench.chaos import run_chaos_bench
 from narrows.bench.chaos_learner import TOKENS_PER_STEP
 from narrows.bench.chaos_results import (
     Outage,
@@ -17,10 +18,12 @@ from narrows.bench.chaos_results import (
     rejoins,
     throughput,
 )
+from narrows.bench.chaos_run import ChaosOptions
 from narrows.bench.chaos_tape import Fault, Kind
 from narrows.bench.evidence import Evidence
 from narrows.broker.audit import Audit
 from narrows.broker.records import Committed, Contributor, Policy, Vector
+from narrows.proto.errors import ConfigError
 from narrows.proto.messages import Phase
 
 T = TOKENS_PER_STEP
@@ -152,3 +155,18 @@ def test_a_balanced_ledger_is_accepted(records: Records, journal: dict[str, int]
 def test_an_unbalanced_ledger_is_told(records: Records, journal: dict[str, int], text: str) -> None:
     told = problems({"a": records}, {("a", "a1", 0): journal["tokens"]})
     assert len(told) == 1 and text in told[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ChaosOptions(learners=0),
+        ChaosOptions(learners=255),
+        ChaosOptions(params=1000),
+        ChaosOptions(fault_every_s=0),
+        ChaosOptions(step_s=0),
+    ],
+)
+def test_what_cannot_be_run_is_refused(options: ChaosOptions) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        run_chaos_bench(options)
