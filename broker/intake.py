@@ -171,7 +171,7 @@ class Intake:
                 push = round_.incoming[name]
                 member = self.state.roster.get(name)
                 quiet_s = now - max(push.progress_at, push.asked_at)
-                if member is None or member.peer is None or quiet_s < REPAIR_S or push.complete:
+                if member is None or member.peer is None or quiet_s < REPAIR_S or push.here:
                     continue
                 push.asked_at = now
                 missing = msg.Missing(
