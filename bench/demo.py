@@ -5,10 +5,7 @@ from __future__ import annotations
 import io
 import json
 import signal
-import tempfile
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -23,10 +20,10 @@ from narrows.bench.demo_story import (
     Story,
 )
 from narrows.bench.demo_view import View
-from narrows.bench.processes import Processes
+from narrows.bench.processes import Processes, work_folder
 from narrows.broker.model import warm_up
 from narrows.broker.show import ask_status
-from narrows.proto.errors import BrokerUnreachable, ConfigError
+from narrows.proto.errors import BrokerUnreachable
 from narrows.proto.messages import Phase, Status
 
 POLL_S = 0.25
@@ -36,7 +33,7 @@ END_TIMEOUT_S = 120.0
 def run_demo(options: DemoOptions) -> None:
     """Runs the demo and prints the table. Raises NarrowsError if a process fails."""
     console = Console()
-    with _folder(options.keep) as folder:
+    with work_folder(options.keep, "demo") as folder:
         console.print("Compiling the kernels (once per machine) ...", highlight=False)
         warm_up()
         story = Story(victim=options.names[1])
@@ -167,15 +164,3 @@ def _alone_progress(folder: Path) -> dict[str, float]:
             except json.JSONDecodeError:
                 continue  # The line is being written.
     return {}
-
-
-@contextmanager
-def _folder(keep: Path | None) -> Generator[Path]:
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-        if any(keep.iterdir()):
-            raise ConfigError(f"{keep} is not empty", remedy="name a new folder with --keep")
-        yield keep
-        return
-    with tempfile.TemporaryDirectory(prefix="narrows-demo-") as folder:
-        yield Path(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariable
 
 from narrows.bench.baselines import Recipe, print_progress, train_data_parallel
 from narrows.bench.demo_story import PRESET, DemoOptions, Story
+from narrows.bench.evidence import compare_digests, lines_of
 from narrows.broker.checkpoint import StateDir, export
 from narrows.learner.corpus import fixed_windows, load_corpus
 from narrows.learner.gpt import GPT, parameter_count, preset, validation_loss
@@ -28,12 +29,13 @@ BF16_BYTES = 2
 def collect(options: DemoOptions, story: Story, folder: Path) -> Results:
     """Everything but the data-parallel baseline. Losses are nats per byte on validation text."""
     final = _final_status(folder / "broker.jsonl")
-    merges = [record for record in _lines(folder / "broker.jsonl") if record["event"] == "merged"]
+    merges = [record for record in lines_of(folder / "broker.jsonl") if record["event"] == "merged"]
     summaries = [json.loads((folder / f"{name}.json").read_text()) for name in options.names]
     alone = json.loads((folder / "alone.json").read_text())
     global_loss, parameters = evaluate_global(folder)
     wall_s = story.ended_at - story.started_at
-    compared, differing = compare_digests(merges, folder, options.names)
+    published = {(merge["fragment"], merge["version"]): merge["digest"] for merge in merges}
+    digests = compare_digests(published, [folder / f"{name}.jsonl" for name in options.names])
     up_bytes, down_bytes = final["up_bytes"], final["down_bytes"]
     parallel_bytes = data_parallel_bytes(options.learners, parameters, options.inner_steps)
     return {
@@ -61,8 +63,8 @@ def collect(options: DemoOptions, story: Story, folder: Path) -> Results:
         "overwritten_fraction": _overwritten(summaries),
         "blocked_fraction": sum(s["stats"]["code_s"] for s in summaries)
         / sum(s["loop_s"] for s in summaries),
-        "digests_compared": compared,
-        "digests_differing": differing,
+        "digests_compared": digests.compared,
+        "digests_differing": digests.different,
         "wall_s": wall_s,
         "corpus_digest": alone["corpus_digest"],
     }
@@ -104,21 +106,6 @@ def evaluate_global(folder: Path) -> tuple[float, int]:
     model.load_state_dict(load_file(path), strict=False)
     windows = fixed_windows(load_corpus(None).validation, context=model.config.context)
     return validation_loss(model, windows), parameter_count(model)
-
-
-def compare_digests(
-    merges: Iterable[Mapping[str, Any]], folder: Path, names: Iterable[str]
-) -> tuple[int, int]:
-    """(compared, differing) published copies of learners against the broker's."""
-    broker = {(merge["fragment"], merge["version"]): merge["digest"] for merge in merges}
-    compared = differing = 0
-    for name in names:
-        for record in _lines(folder / f"{name}.jsonl"):
-            expected = broker.get((record.get("fragment"), record.get("version")))
-            if record["event"] == "installed" and expected is not None:
-                compared += 1
-                differing += record["digest"] != expected
-    return compared, differing
 
 
 def show(console: Console, options: DemoOptions, results: Results) -> None:
@@ -188,21 +175,10 @@ def _rows(options: DemoOptions, results: Results) -> Iterable[tuple[str, str]]:
 
 
 def _final_status(path: Path) -> dict[str, Any]:
-    for record in _lines(path):
+    for record in lines_of(path):
         if record["event"] == "final":
             return dict(record["status"])
     raise NarrowsError(ErrorCode.MISUSE, f"the broker wrote no final status to {path}")
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Records of an events file; the last line of a killed process may be cut."""
-    records: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
 
 
 def _bits(summaries: list[Results], what: str) -> float:

@@ -24,6 +24,7 @@ from narrows.proto.kernels import F32
 from narrows.proto.messages import LayoutEntry
 
 TENSORS: Final = 16
+WIDTH: Final = 1024
 FRAGMENTS: Final = 4
 STEP_S: Final = 0.002
 """Of an inner step, which does nothing: only the exchange shall take time."""
@@ -131,7 +132,7 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-class _Drift:
+class Drift:
     """Parameters that move a little between adoption and snapshot; tensors one after another."""
 
     def __init__(self, layout: tuple[LayoutEntry, ...]) -> None:
@@ -158,11 +159,16 @@ class _Drift:
             self._x[place : place + piece.count] = part
 
 
+def layout_of(params: int) -> tuple[LayoutEntry, ...]:
+    """Matrices of WIDTH columns, of `params` elements together: a multiple of TENSORS * WIDTH."""
+    shape = (params // TENSORS // WIDTH, WIDTH)
+    return tuple(LayoutEntry(f"t{i}", shape, "float32", "rda") for i in range(TENSORS))
+
+
 def work(address: str, name: str, params: int, seconds: float, summary: Path) -> None:
     """One learner: steps that do nothing, until the time is over or the broker is gone."""
-    shape = (params // TENSORS // 1024, 1024)
-    layout = tuple(LayoutEntry(f"t{i}", shape, "float32", "rda") for i in range(TENSORS))
-    learner = Client(broker=address, name=name, layout=layout, frozen_digest=0, host=_Drift(layout))
+    layout = layout_of(params)
+    learner = Client(broker=address, name=name, layout=layout, frozen_digest=0, host=Drift(layout))
     try:
         learner.start()
         summary.with_suffix(".joined").touch()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from narrows.proto.errors import ErrorCode, NarrowsError
+from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 
 START_TIMEOUT_S = 120.0
 """A broker that does not serve after so long has failed to start."""
@@ -23,6 +27,34 @@ def environment() -> dict[str, str]:
     """One thread per process: five processes with a pool each are slow on two cores."""
     threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
     return {**os.environ, **dict.fromkeys(threads, "1"), "PYTHONUNBUFFERED": "1"}
+
+
+@contextmanager
+def work_folder(keep: Path | None, name: str) -> Generator[Path]:
+    """`keep`, which must be empty, or a temporary folder. Raises ConfigError."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        if any(keep.iterdir()):
+            raise ConfigError(f"{keep} is not empty", remedy="name a new folder with --keep")
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix=f"narrows-{name}-") as folder:
+        yield Path(folder)
+
+
+def free_ports() -> int:
+    """A port of 127.0.0.1 with two free ones after it."""
+    while True:
+        with socket.socket() as first:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+        try:
+            for number in (port, port + 1, port + 2):
+                with socket.socket() as each:
+                    each.bind(("127.0.0.1", number))
+        except (OSError, OverflowError):
+            continue
+        return port
 
 
 @dataclass

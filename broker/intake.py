@@ -174,7 +174,7 @@ class Intake:
                 member = self.state.roster.get(name)
                 quiet_s = now - max(push.progress_at, push.asked_at)
                 patience_s = min(REPAIR_S * 2.0**push.asks, REPAIR_MAX_S)
-                if member is None or member.peer is None or quiet_s < patience_s or push.complete:
+                if member is None or member.peer is None or quiet_s < patience_s or push.here:
                     continue
                 push.asked_at, push.asks = now, push.asks + 1
                 missing = msg.Missing(

@@ -41,6 +41,8 @@ class Awaited:
     """Seconds from the opening of a round to its contribution, mean + 3 deviations."""
     mean_s: float = 0.0
     """The mean alone."""
+    here: bool = False
+    """All of its push has arrived and is being decoded."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,10 @@ class QuorumRule:
         longest = opened_at + self.wait_fraction * self.sync_period_steps * step_s
         until = max([quorum_at + grace, *(self._arrival(w, opened_at, longest) for w in awaited)])
         missing = ", ".join(learner.name for learner in awaited)
+        if any(learner.here for learner in awaited):
+            # If that takes long, it is the broker that is late: its own delay would shut out
+            # those who were in time, and on a busy machine all but the first.
+            return Decision(Verdict.WAIT, f"{complete} contributions; being decoded: {missing}")
         if now >= until:
             return Decision(
                 Verdict.MERGE, f"{complete} contributions; waited long enough: {missing}"

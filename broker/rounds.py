@@ -34,6 +34,13 @@ class Incoming:
     def complete(self) -> bool:
         return self.announced is not None and self.assembly.complete
 
+    @property
+    def here(self) -> bool:
+        """Announced, and no element is missing that is not being decoded already."""
+        coming = sum(count for _, count, _ in self.decoding)
+        received = self.assembly.received + coming
+        return self.announced is not None and received >= self.assembly.elements
+
     def wants(self, header: Header) -> bool:
         """Notes that a chunk is going to be decoded; False if it has been, or is being.
 

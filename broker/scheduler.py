@@ -152,6 +152,7 @@ class Scheduler:
                 member.state is Liveness.LATE,
                 member.predicted_s(),
                 member.arrival.mean,
+                member.name in round_.incoming and round_.incoming[member.name].here,
             )
             for member in self.state.roster.ready()
             if member.name not in round_.contributed

@@ -39,6 +39,9 @@ from narrows.proto.frames import decode_control, decode_data, encode_control
 
 _log = logging.getLogger("narrows.broker")
 
+TURNS_BEHIND_MAX = 16
+"""Deadlines wait while there is more to read, but not for a peer that never stops sending."""
+
 
 class Service:
     """One broker process: sockets and state directory around one syncer."""
@@ -69,6 +72,8 @@ class Service:
         self._wake_read, self._wake_write = os.pipe()
         self._finished: str | None = None
         self._closed = False
+        self._unjudged = False
+        self._turns_behind = 0
         run = self.syncer.state
         run.uplink_port, run.downlink_port = self.wires.uplink_port, self.wires.downlink_port
         self.commits = None
@@ -116,21 +121,37 @@ class Service:
         self._drain_wake()
         while not self._results.empty():
             self._results.get()()
+        self._turns_behind = 0 if self._read() else self._turns_behind + 1
+        self.wires.read_subscriptions()
+        if self._turns_behind in (0, TURNS_BEHIND_MAX):
+            self._turns_behind = 0
+            self._judge()
+        self.downlink.pump(time.monotonic())
+
+    def _read(self) -> bool:
+        """Reads what has arrived, a bounded number of messages; True if that was all."""
+        drained = 0
         for _ in range(FRAMES_PER_TURN):
             received = self.wires.receive_control()
             if received is None:
+                drained += 1
                 break
             self._on_control(*received)
         for _ in range(FRAMES_PER_TURN):
             frames = self.wires.receive_data()
             if frames is None:
+                drained += 1
                 break
             self._on_data(frames)
-        self.wires.read_subscriptions()
-        deadline = self.syncer.next_deadline()
-        if deadline is not None and time.monotonic() >= deadline:
-            self._handle_event(ev.DeadlineReached())
-        self.downlink.pump(time.monotonic())
+        return drained == 2
+
+    def _judge(self) -> None:
+        """Lets the syncer see the time, now that it knows what has arrived."""
+        deadline, now = self.syncer.next_deadline(), time.monotonic()
+        if self._unjudged or (deadline is not None and now >= deadline):
+            self._unjudged = False
+            for effect in self.syncer.handle(ev.DeadlineReached(), now=now):
+                self._perform(effect)
 
     def _drain_wake(self) -> None:
         poller = zmq.Poller()
@@ -200,7 +221,8 @@ class Service:
         self.downlink.charge(learner, size_bytes * ACKNOWLEDGEMENT_SHARE, time.monotonic())
 
     def _handle_event(self, event: ev.Event) -> None:
-        for effect in self.syncer.handle(event, now=time.monotonic()):
+        self._unjudged = True
+        for effect in self.syncer.handle(event, now=time.monotonic(), more=True):
             self._perform(effect)
 
     # Effects.

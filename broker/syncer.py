@@ -69,8 +69,12 @@ class Syncer:
 
     # The three methods of a state machine.
 
-    def handle(self, event: ev.Event, *, now: float) -> list[ev.Effect]:
-        """Takes one event in; returns what is to be done, in order."""
+    def handle(self, event: ev.Event, *, now: float, more: bool = False) -> list[ev.Effect]:
+        """Takes one event in; returns what is to be done, in order.
+
+        `more`: others wait already. What time decides is left to the last of them, or a shell
+        that was held up would charge its own delay to all whose messages come after the first.
+        """
         effects: list[ev.Effect] = []
         match event:
             case ev.Received():
@@ -112,7 +116,7 @@ class Syncer:
                 effects = self.allowance.reload(config, now) + self.admission.welcome_all(now)
             case ev.DeadlineReached():
                 pass
-        return effects + self._advance(now)
+        return effects if more else effects + self._advance(now)
 
     def next_deadline(self) -> float | None:
         """When `handle(DeadlineReached())` is due if nothing else happens; None: it is over."""

@@ -6,12 +6,10 @@ threads of this process with real sockets; they live through every kill.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,14 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from running import LAYOUT, ToyHost, vector
 
+from narrows.bench.evidence import installed, read_evidence
+from narrows.bench.processes import free_ports
 from narrows.broker.audit import Audit
-from narrows.broker.config import BrokerConfig
 from narrows.broker.crash_points import NAMES, VARIABLE
-from narrows.broker.history import model_digest, opened
-from narrows.broker.records import Committed
-from narrows.broker.replay import read, recover
 from narrows.learner.client import Client
-from narrows.proto.config import override
 
 LEARNERS = ("a", "b", "c")
 STEP_S = 0.004
@@ -122,21 +117,6 @@ class Learners:
         self._stop.set()
         for thread in self._threads:
             thread.join()
-
-
-def free_ports() -> int:
-    """A port with two free ones after it."""
-    while True:
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-        try:
-            for number in (port, port + 1, port + 2):
-                with socket.socket() as each:
-                    each.bind(("127.0.0.1", number))
-        except (OSError, OverflowError):
-            continue
-        return port
 
 
 def start(folder: Path, port: int, log: IO[bytes], crash_at: str) -> subprocess.Popen[bytes]:
@@ -224,32 +204,16 @@ def _wait_for_death(broker: subprocess.Popen[bytes], rng: random.Random) -> None
 
 def check(folder: Path, learners: Learners, result: Result) -> None:
     """Compares the journal with what learners saw, and its replay with the last checkpoint."""
-    seen: dict[tuple[int, int], set[str]] = {}
-    for path in learners.seen_files:
-        for line in path.read_text().splitlines():
-            told = json.loads(line)
-            if told.get("event") == "installed":
-                key = told["fragment"], told["version"]
-                seen.setdefault(key, set()).add(told["digest"])
+    evidence = read_evidence(folder / "state", fragments=2)
+    audit, seen = evidence.audit, installed(learners.seen_files)
     result.versions_seen = len(seen)
-    audit, committed = Audit(), dict[tuple[int, int], str]()
-    with opened(folder / "state") as (state_dir, journal):
-        assert journal is not None
-        oldest, newest = state_dir.load_oldest(), state_dir.load()
-        assert oldest is not None and newest is not None
-        for state, fragment in zip(oldest.fragments, range(9), strict=False):
-            committed[fragment, state.version] = f"{state.digest:016x}"
-        for number, head, _ in read(journal, oldest.journal + 1):
-            audit.take(number, head)
-            if isinstance(head, Committed):
-                committed[head.fragment, head.version] = f"{head.digests[2]:016x}"
-        config = override(BrokerConfig(), {"fragments.count": 2})
-        again, as_run = recover(config, oldest, journal), recover(config, newest, journal)
-    result.versions_lost = sum(digests != {committed.get(key)} for key, digests in seen.items())
+    result.versions_lost = sum(
+        digests != {evidence.digests.get(key)} for key, digests in seen.items()
+    )
     result.pushes_merged_twice = sum("second time" in problem for problem in audit.problems)
     result.rounds, result.lives = audit.rounds, len(audit.epochs)
     result.problems += [*audit.problems, *unbalanced(audit, learners.ledgers)]
-    result.final_equals_replay = model_digest(again.model) == model_digest(as_run.model)
+    result.final_equals_replay = evidence.replay_equal
 
 
 def unbalanced(audit: Audit, ledgers: dict[str, dict[str, int]]) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import zmq
 from numpy.typing import NDArray
-from peer import sealed
+from peer import Peer, sealed
 from running import HANG_S, LAYOUT, ToyHost, broker_config, client, live_broker, vector, wait_until
 
 from narrows.broker.service import Service
@@ -197,3 +199,36 @@ def test_a_layout_that_no_broker_takes_is_refused_before_anything_is_sent() -> N
         with pytest.raises(ConfigError) as caught:
             lone("tcp://127.0.0.1:1", layout=layout, wait_s=1)
         assert caught.value.expected == expected
+
+
+@pytest.mark.slow
+def test_a_broker_that_stood_still_hears_everybody_before_it_judges(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Else it would charge its own delay to all whose messages it has not read yet.
+    config = broker_config(tmp_path, wan__streams=1, liveness__late="2s", liveness__lost="4s")
+    stands, goes_on = threading.Event(), threading.Event()
+
+    def stand_still() -> None:
+        stands.set()
+        goes_on.wait(HANG_S)
+
+    with (
+        caplog.at_level(logging.INFO, logger="narrows.broker"),
+        live_broker(config) as service,
+        Peer(service.wires.address, "a") as a,
+        Peer(service.wires.address, "b") as b,
+    ):
+        a.join()
+        a.found()
+        b.join()
+        service._later(stand_still)  # pyright: ignore[reportPrivateUsage]
+        assert stands.wait(HANG_S)
+        until = time.monotonic() + 5.0
+        for peer in (a, b):
+            peer.send(msg.Alive(0))
+        wait_until(lambda: time.monotonic() > until, "longer than a silent learner is kept")
+        goes_on.set()
+        names = [learner.name for learner in a.status().learners if learner.state != "lost"]
+    assert names == ["a", "b"]
+    assert "nothing heard" not in caplog.text

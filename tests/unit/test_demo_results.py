@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from narrows.bench.demo_results import compare_digests, data_parallel_bytes
+from narrows.bench.demo_results import data_parallel_bytes
 from narrows.bench.demo_view import SPARKS, sparkline
+from narrows.bench.evidence import Digests, compare_digests
 
 
 def test_two_learners_send_and_receive_the_whole_model_per_step() -> None:
@@ -15,10 +16,7 @@ def test_two_learners_send_and_receive_the_whole_model_per_step() -> None:
 
 
 def test_a_differing_copy_is_found(tmp_path: Path) -> None:
-    merges = [
-        {"fragment": 0, "version": 1, "digest": "aa"},
-        {"fragment": 0, "version": 2, "digest": "bb"},
-    ]
+    published = {(0, 1): "aa", (0, 2): "bb"}
     records = [
         {"event": "installed", "fragment": 0, "version": 0, "digest": "zz"},
         {"event": "installed", "fragment": 0, "version": 1, "digest": "aa"},
@@ -26,7 +24,7 @@ def test_a_differing_copy_is_found(tmp_path: Path) -> None:
     ]
     lines = [json.dumps(record) for record in records]
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + '\n{"event": "inst')
-    assert compare_digests(merges, tmp_path, ["a"]) == (2, 1)
+    assert compare_digests(published, [tmp_path / "a.jsonl"]) == Digests(2, 1, 1)
 
 
 def test_a_falling_loss_makes_a_falling_line() -> None:

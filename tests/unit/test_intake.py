@@ -101,6 +101,27 @@ def test_a_chunk_that_is_being_decoded_is_not_decoded_again() -> None:
     assert desk.do(ev.ChunkArrived(header, 52)) == [ev.Drop((52,))]
 
 
+def test_a_push_that_is_being_decoded_is_not_left_out() -> None:
+    # A broker that is short of CPU would else merge without what it has not looked at yet.
+    desk = Desk().running("a", "b")
+    desk.contribute("a")
+    desk.push("b")
+    header = desk.header("b", 0)
+    assert only(desk.do(ev.ChunkArrived(header, 77)), ev.Unpack)
+    assert not only(desk.wait(8.0), ev.StartMerge)
+    merge = one(desk.do(ev.ChunkUnpacked(header, 77)), ev.StartMerge)
+    assert [done.learner for done in merge.contributions] == ["a", "b"]
+
+
+def test_a_push_of_which_a_part_is_missing_is_waited_for_no_longer_than_ever() -> None:
+    desk = Desk().running("a", "b")
+    desk.contribute("a")
+    desk.push("b")
+    half = desk.header("b", 0, count=desk.header("b", 0).count // 2)
+    assert only(desk.do(ev.ChunkArrived(half, 77)), ev.Unpack)
+    assert only(desk.wait(8.0), ev.StartMerge)
+
+
 def test_a_flood_of_chunks_is_refused_before_it_is_decoded() -> None:
     desk = Desk().running("a", "b")
     first = desk.header("a", 0)

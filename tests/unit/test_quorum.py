@@ -125,3 +125,9 @@ def test_short_of_the_quorum_with_nobody_to_come_the_round_ends(
         declined=declined,
     )
     assert decision.verdict is Verdict.CLOSE
+
+
+def test_what_is_being_decoded_is_waited_for_whatever_the_time() -> None:
+    awaited = Awaited("b", True, True, 2.0, here=True)
+    assert decide(1000.0, [awaited]).verdict is Verdict.WAIT
+    assert decide(1000.0, [waiting(predicted_s=2.0)]).verdict is Verdict.MERGE

@@ -1,0 +1,106 @@
+"""`narrows bench chaos`: learners killed, stopped and cut off on a schedule; what it costs."""
+
+from __future__ import annotations
+
+import json
+import platform
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from narrows.bench import chaos_results, machine
+from narrows.bench.chaos_relay import Relays
+from narrows.bench.chaos_results import Story
+from narrows.bench.chaos_run import FRAGMENTS, HOST, ChaosOptions, Run
+from narrows.bench.loop import TENSORS, WIDTH
+from narrows.bench.nursery import Nursery
+from narrows.bench.processes import Processes, free_ports, work_folder
+from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
+
+QUIET_SHARE: Final = 0.2
+"""Of the time with faults, before it: the throughput that is 100%."""
+
+PARAMS_UNIT: Final = TENSORS * WIDTH
+LEARNERS_MAX: Final = 254
+"""Their relays listen at 127.77.0.1 and following."""
+
+OUTPUTS: Final = ("keep", "json")
+"""Options that say nothing about the run."""
+
+
+def run_chaos_bench(options: ChaosOptions) -> None:
+    """Runs broker and learners, lets them fail by the tape, prints, and writes what was asked for.
+
+    Raises NarrowsError if something was lost, differs, or did not come back.
+    """
+    _check(options)
+    console = Console()
+    with work_folder(options.keep, "chaos") as folder:
+        story = _run(options, folder, console)
+        row = chaos_results.collect(folder, story, fragments=FRAGMENTS)
+    chaos_results.show(console, row)
+    if options.json is not None:
+        head = {"bench": "chaos", **machine.describe(), "seed": options.seed}
+        settings = {key: value for key, value in asdict(options).items() if key not in OUTPUTS}
+        text = json.dumps(head | {"settings": settings, "rows": [row]}, indent=1)
+        options.json.write_text(text + "\n")
+    harm = row["problems"] or row["digests_different"] or row["versions_lost"]
+    if harm or not row["replay_equal"]:
+        raise NarrowsError(
+            ErrorCode.MISUSE,
+            "the run did not come through its faults unharmed",
+            remedy="run it again with --keep FOLDER and look at the logs",
+        )
+
+
+def _check(options: ChaosOptions) -> None:
+    """Raises ConfigError for what cannot be run."""
+    if platform.system() != "Linux":
+        raise ConfigError("this bench needs Linux", remedy="see the head of bench/chaos_relay.py")
+    for key, right, expected in (
+        ("learners", 1 <= options.learners <= LEARNERS_MAX, f"1 to {LEARNERS_MAX}"),
+        (
+            "params",
+            options.params > 0 and options.params % PARAMS_UNIT == 0,
+            f"a multiple of {PARAMS_UNIT}",
+        ),
+        ("fault-every", options.fault_every_s > 0, "more than 0 s"),
+        ("step", options.step_s > 0, "more than 0 s"),
+    ):
+        if not right:
+            raise ConfigError(f"--{key} is out of range", expected=expected)
+
+
+def _run(options: ChaosOptions, folder: Path, console: Console) -> Story:
+    names = tuple(f"learner-{index:02d}" for index in range(options.learners))
+    # One loopback address per learner: a Welcome names the data ports, not the host.
+    hosts = {name: f"127.77.0.{index + 1}" for index, name in enumerate(names)}
+    port = free_ports()
+    nursery = Nursery(
+        folder, "narrows.bench.chaos_learner",
+        str(folder), str(options.params), str(options.step_s),
+    )  # fmt: skip
+    relays = Relays(HOST, (port, port + 1, port + 2), tuple(hosts.values()))
+    with _terminated_like_interrupted(), Processes(folder) as processes, relays, nursery:
+        run = Run(options, folder, console, processes, relays, nursery, hosts, port)
+        run.join()
+        run.story.quiet = run.watch("quiet", options.seconds * QUIET_SHARE)
+        run.story.chaos = run.watch("faults", options.seconds, run.tape())
+        run.heal()
+        run.end()
+    return run.story
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Generator[None]:
+    """SIGTERM too ends the children before it ends this process."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,172 @@
+"""The arithmetic of the chaos bench, on lives and rounds made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from narrows.bench.chaos import run_chaos_bench
+from narrows.bench.chaos_learner import TOKENS_PER_STEP
+from narrows.bench.chaos_results import (
+    Outage,
+    Records,
+    Story,
+    Window,
+    ledger_problems,
+    participation,
+    rejoins,
+    throughput,
+)
+from narrows.bench.chaos_run import ChaosOptions
+from narrows.bench.chaos_tape import Fault, Kind
+from narrows.bench.evidence import Evidence
+from narrows.broker.audit import Audit
+from narrows.broker.records import Committed, Contributor, Policy, Vector
+from narrows.proto.errors import ConfigError
+from narrows.proto.messages import Phase
+
+T = TOKENS_PER_STEP
+
+
+def life(incarnation: str, joined: float, *steps: float) -> Records:
+    return [
+        {"time_s": joined - 1, "event": "started"},
+        {"time_s": joined, "event": "joined", "incarnation": incarnation},
+        *({"time_s": at, "event": "step"} for at in steps),
+    ]
+
+
+def merged(at: float, **incarnations: str) -> Committed:
+    contributors = tuple(
+        Contributor(name, incarnation, 1, T, 1, 1 / len(incarnations), T)
+        for name, incarnation in incarnations.items()
+    )
+    return Committed(
+        epoch=(0, 1),
+        fragment=0,
+        version=1,
+        reason="",
+        contributors=contributors,
+        policy=Policy("tokens", "mean", 0.0, 1.0, "sgd", 1.0, 0.0, False),
+        phase=Phase.RUNNING,
+        run_tokens=0,
+        publication=Vector("raw32", 0.0, ()),
+        contributions=(),
+        error_ratio=0.0,
+        digests=(0, 0, 0),
+        at=at,
+    )
+
+
+def story(*outages: Outage) -> Story:
+    return Story(("a", "b"), Window(0, 10), Window(10, 30), list(outages))
+
+
+def outage(kind: Kind, victim: str, began: float, ended: float) -> Outage:
+    return Outage(Fault(began - 10, kind, victim, ended - began), began, ended)
+
+
+def test_throughput_is_relative_to_the_quiet_time() -> None:
+    lives = {"a": life("a1", 0, *range(30)), "b": life("b1", 0, *range(20))}
+    rounds = [merged(at + 0.5, a="a1", b="b1") for at in range(10)]
+    rounds += [merged(at + 0.5, a="a1") for at in range(10, 30)]
+    row = throughput(story(outage(Kind.STOP, "b", 20, 35)), lives, rounds, 1)
+    # Quiet: two steps a second. Faults: 30 steps in 20 s. One of two is stopped half of the time.
+    assert row["throughput_kept_percent"] == pytest.approx(75)
+    assert row["merged_kept_percent"] == pytest.approx(50)
+    assert row["available_percent"] == pytest.approx(75)
+    assert row["throughput_of_available_percent"] == pytest.approx(100)
+
+
+def test_a_cut_line_takes_nobody_s_time() -> None:
+    lives = {"a": life("a1", 0, *range(30)), "b": life("b1", 0, *range(30))}
+    rounds = [merged(5, a="a1", b="b1"), merged(15, a="a1")]
+    row = throughput(story(outage(Kind.CUT, "b", 12, 18)), lives, rounds, 1)
+    assert row["available_percent"] == row["throughput_kept_percent"] == 100
+
+
+def test_participation_counts_the_dead_as_well() -> None:
+    rounds = [merged(5, a="a1", b="b1"), merged(12, a="a1", b="b1"), merged(20, a="a1")]
+    row = participation(story(), rounds)
+    assert row["participation_percent"] == pytest.approx(75)
+    assert row["participation_quiet_percent"] == 100
+    assert (row["participation_min"], row["merges"]) == (1, 2)
+    assert row["longest_merge_gap_s"] == pytest.approx(10)
+    assert row["merges_by_contributors"] == {"1": 1, "2": 1}
+
+
+def test_a_killed_learner_is_back_when_its_new_process_is_merged() -> None:
+    lives = {"a": life("a1", 0) + life("a2", 17), "b": life("b1", 0)}
+    # A push of the process that was killed is merged after its death.
+    rounds = [
+        merged(12, a="a1"),
+        merged(16, a="a1", b="b1"),
+        merged(18, b="b1"),
+        merged(19, a="a2"),
+    ]
+    row = rejoins(story(outage(Kind.KILL, "a", 11, 15)), lives, rounds)
+    assert row["rejoin_median_s"] == row["rejoin_kill_median_s"] == pytest.approx(4)
+    assert row["adopt_kill_median_s"] == pytest.approx(2)
+    assert row["rejoin_stop_median_s"] is None
+
+
+def test_one_that_fails_again_before_is_not_timed() -> None:
+    lives = {"a": life("a1", 0), "b": life("b1", 0)}
+    outages = (outage(Kind.STOP, "a", 11, 13), outage(Kind.CUT, "a", 14, 20))
+    row = rejoins(story(*outages), lives, [merged(12, b="b1"), merged(21, a="a1")])
+    assert row["rejoins_interrupted"] == 1
+    assert row["rejoin_stop_median_s"] is None
+    assert row["rejoin_cut_median_s"] == pytest.approx(1)
+
+
+def left(records: Records, **ledger: int) -> Records:
+    zeros = dict.fromkeys(("pending", "overwritten", "refused", "rolled_back", "skipped"), 0)
+    return [*records, {"time_s": 99, "event": "left", "ledger": {**zeros, **ledger}}]
+
+
+def problems(lives: dict[str, Records], tokens: dict[tuple[str, str, int], int]) -> list[str]:
+    audit = Audit()
+    audit.tokens = tokens
+    return list(ledger_problems(lives, Evidence(audit, (), {}, True), fragments=2))
+
+
+KILLED = life("a1", 0, 1, 2)
+BALANCED: list[tuple[Records, dict[str, Any]]] = [
+    (left(life("a1", 0, 1), logged=T, merged=T, overwritten=T), {"tokens": T}),
+    (left(life("a1", 0, 1), logged=T, merged=0, pending=T, overwritten=T), {"tokens": T}),
+    (KILLED, {"tokens": 4 * T}),
+]
+UNBALANCED: list[tuple[Records, dict[str, Any], str]] = [
+    (KILLED, {"tokens": 4 * T + 1}, "tokens merged, but"),
+    (left(life("a1", 0, 1), logged=T, merged=T, overwritten=0), {"tokens": T}, "one fate"),
+    (left(life("a1", 0, 1), logged=2 * T, merged=T, pending=3 * T), {"tokens": T}, "one fate"),
+    (left(life("a1", 0, 1), logged=T, merged=T, overwritten=T), {"tokens": 0}, "its ledger says"),
+    (life("a2", 0, 1), {"tokens": T}, "no such process"),
+]
+
+
+@pytest.mark.parametrize(("records", "journal"), BALANCED)
+def test_a_balanced_ledger_is_accepted(records: Records, journal: dict[str, int]) -> None:
+    assert problems({"a": records}, {("a", "a1", 0): journal["tokens"]}) == []
+
+
+@pytest.mark.parametrize(("records", "journal", "text"), UNBALANCED)
+def test_an_unbalanced_ledger_is_told(records: Records, journal: dict[str, int], text: str) -> None:
+    told = problems({"a": records}, {("a", "a1", 0): journal["tokens"]})
+    assert len(told) == 1 and text in told[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ChaosOptions(learners=0),
+        ChaosOptions(learners=255),
+        ChaosOptions(params=1000),
+        ChaosOptions(fault_every_s=0),
+        ChaosOptions(step_s=0),
+    ],
+)
+def test_what_cannot_be_run_is_refused(options: ChaosOptions) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        run_chaos_bench(options)
