@@ -26,7 +26,7 @@ export OMP_NUM_THREADS NUMBA_NUM_THREADS
 # The version of pyright is pinned; it need not ask a registry for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo test check fmt chaos chaos-broker venv
+.PHONY: help demo test check fmt chaos chaos-broker chaos-connections venv
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ chaos: $(READY)  ## SEEDS simulated runs with loss, delay, crashes and returns
 
 chaos-broker: $(READY)  ## KILLS times SIGKILL to a real broker under load, then everything is compared
 	$(BIN)/python tests/chaos/broker_kills.py $(KILLS)
+
+chaos-connections: $(READY)  ## ten thousand connections to a broker, half of them cut in mid-transfer
+	$(BIN)/python tests/chaos/connections.py 10000
 
 venv: $(READY)  ## only build .venv
 	@echo "ready: source $(BIN)/activate"

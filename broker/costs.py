@@ -13,12 +13,13 @@ from itertools import pairwise
 from typing import Final
 
 from narrows.proto import codecs
+from narrows.proto.budget import SEGMENT_BYTES, SEGMENT_OVERHEAD_BYTES
 from narrows.proto.frames import encode_header
 from narrows.proto.limits import PROTOCOL
 from narrows.proto.messages import DataKind, Header
 from narrows.proto.rate import AUTO
 
-PACKET_FACTOR: Final = 1 + 66 / 1448
+PACKET_FACTOR: Final = 1 + SEGMENT_OVERHEAD_BYTES / SEGMENT_BYTES
 """Ethernet, IP and TCP headers on full packets."""
 
 TOPIC_BYTES: Final = 34

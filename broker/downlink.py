@@ -76,6 +76,8 @@ class Downlink:
         self._orders: dict[int, list[Publish]] = {}
         """States that are being encoded, by fragment."""
         self._addressees: dict[str, _Addressee] = {}
+        self._incarnations: dict[str, str] = {}
+        """Newest by learner, lost ones too: their subscriptions are kept."""
         self._total = Budget(run.config.wan.total_down)
         self._looked_at = 0.0
         self.pump_at: float | None = None
@@ -86,6 +88,11 @@ class Downlink:
         served = min((each.served_bytes for each in self._addressees.values()), default=0)
         budget = Budget(self._run.config.wan.down)
         self._addressees[learner] = _Addressee(incarnation, outbox, budget, served)
+        before = self._incarnations.get(learner, incarnation)
+        self._incarnations[learner] = incarnation
+        if before != incarnation:
+            # One that is only cut off keeps its subscriptions, and does not send them again.
+            self._wires.subscribed -= self._topics(before)
 
     def set_rates(self, wan: WanSection, now: float) -> None:
         self._total.set_rate(wan.total_down, now)
@@ -244,8 +251,10 @@ class Downlink:
 
     def _listens(self, incarnation: str) -> bool:
         """The learner has subscribed to all of its streams."""
-        streams = range(self._run.settings.streams)
-        return all(topic_of(incarnation, s) in self._wires.subscribed for s in streams)
+        return self._topics(incarnation) <= self._wires.subscribed
+
+    def _topics(self, incarnation: str) -> set[bytes]:
+        return {topic_of(incarnation, s) for s in range(self._run.settings.streams)}
 
     def _header(self, name: str, to: _Addressee, departure: Departure[_Parcel]) -> Header:
         parcel = departure.item

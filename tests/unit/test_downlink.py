@@ -185,3 +185,13 @@ def test_learners_share_the_total_and_who_had_nothing_gets_no_more_than_its_part
         line.downlink.pump(line.downlink.pump_at or 0.0)
     after = [header.learner for header in line.sent.headers[before:]]
     assert abs(after.count("a") - after.count("b")) <= 2
+
+
+def test_the_topics_of_a_process_that_was_replaced_are_forgotten() -> None:
+    line = Line(1000)
+    assert line.sent.subscribed
+    line.downlink.forget("a")
+    line.downlink.admit("a", INCARNATION)
+    assert line.sent.subscribed
+    line.downlink.admit("a", "2" * 32)
+    assert not line.sent.subscribed
