@@ -31,6 +31,10 @@ STANDSTILL_S: Final = 1.0
 """A stream that has not moved for so long while others have is dead; at least four round trips."""
 
 
+ROUND_TRIP_S: Final = 0.4
+"""Assumed until one was seen."""
+
+
 class Lane(IntEnum):
     """What goes first: fragments of open rounds, then full-state transfers."""
 
@@ -222,7 +226,8 @@ class Outbox(Generic[Item]):
     @property
     def _patience_s(self) -> float:
         """An acknowledgement may be so late."""
-        return 2 * (min(self.delivery.round_trip_s, self.stall_s) + ACKNOWLEDGE_S)
+        trip_s = self.delivery.round_trip_s
+        return 2 * ((ROUND_TRIP_S if math.isinf(trip_s) else trip_s) + ACKNOWLEDGE_S)
 
     @property
     def _standstill_s(self) -> float:

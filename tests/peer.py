@@ -159,8 +159,11 @@ class Peer:
         for part in self.table:
             self.send(msg.Adopted(part.index, 0))
         # No round is opened before somebody has told how long a step takes.
-        self.send(msg.Report(2, 2, 0.001, None, (), msg.TokenLedger(), 0.0))
+        self._report()
         wait_until(lambda: len(self.status().rounds) == 2, "two open rounds")
+
+    def _report(self, *received: int) -> None:
+        self.send(msg.Report(2, 2, 0.001, None, received, msg.TokenLedger(), 0.0))
 
     def heads(self) -> list[msg.FragmentHead]:
         """Version and digest of each fragment as the broker sends it, checked."""
@@ -170,6 +173,7 @@ class Peer:
         self.send(msg.Fetch(fragment, -1))
         while True:
             header, payload = decode_data(_receive(self.downlink))
+            self._report(header.position)
             if (header.kind, header.fragment) == (msg.DataKind.STATE, fragment):
                 assert header.count == self.table[fragment].elements
                 part = self.table[fragment]
