@@ -150,3 +150,26 @@ def bench_journal(
     from narrows.bench.journal import run_journal_bench
 
     run_journal_bench(folder, json, params=params, learners=learners, rounds=rounds)
+
+
+@bench.command(name="wan")
+def bench_wan(
+    *, rows: Path = Path("runs/wan.jsonl"), json: Path | None = None, full: bool = False
+) -> None:
+    """Measure exchanges over a line of a given rate and delay, beside other systems (root, Linux).
+
+    Builds network namespaces whose links the kernel holds to a rate. About ten minutes on two
+    cores, a day with --full. What was interrupted goes on where it stopped.
+
+    Parameters
+    ----------
+    rows
+        File that gets one JSON line per cell; what is in it is not run again.
+    json
+        File for the rows of this selection.
+    full
+        The whole grid: 10 Mbit/s to unlimited, 0 to 100 ms, 1 to 64 M parameters, 2 and 4 learners.
+    """
+    from narrows.bench.wan import run_wan_bench
+
+    run_wan_bench(rows, json, full=full)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,19 +41,35 @@ class Processes:
     def __exit__(self, *_: object) -> None:
         self.stop_all()
 
-    def start(self, name: str, *arguments: str, module: str = "narrows") -> None:
-        """Starts `python -m module arguments...`; output goes to NAME.log, appended."""
-        command = [sys.executable, "-m", module, *arguments]
+    def start(
+        self, name: str, *arguments: str, module: str = "narrows", under: Sequence[str] = ()
+    ) -> None:
+        """Starts `python -m module arguments...`, `under` a command such as `ip netns exec SITE`;
+        output goes to NAME.log, appended."""
+        self.launch(name, [*under, *self.python(module), *arguments])
+
+    @staticmethod
+    def python(module: str) -> list[str]:
+        """The command that runs a module of ours."""
+        return [sys.executable, "-m", module]
+
+    def launch(self, name: str, command: Sequence[str], *, talks: bool = False) -> None:
+        """Starts any command; if it `talks`, its stdin and stdout are pipes, else as `start`."""
+        pipe = subprocess.PIPE if talks else None
         with (self.folder / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment()
+                command,
+                stdin=pipe,
+                stdout=pipe or log,
+                stderr=log,
+                env=environment(),
             )
 
-    def start_broker(self, *arguments: str, name: str = "broker") -> str:
+    def start_broker(self, *arguments: str, name: str = "broker", under: Sequence[str] = ()) -> str:
         """Starts a broker and returns its address once it serves."""
         ready = self.folder / f"{name}.ready"
         ready.unlink(missing_ok=True)
-        self.start(name, "broker", "--ready-file", str(ready), *arguments)
+        self.start(name, "broker", "--ready-file", str(ready), *arguments, under=under)
         deadline = time.monotonic() + START_TIMEOUT_S
         while not ready.exists():
             if self.running[name].poll() is not None or time.monotonic() > deadline:
@@ -107,3 +124,7 @@ class Processes:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for process in self.running.values():
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
