@@ -154,7 +154,12 @@ def bench_journal(
 
 @bench.command(name="wan")
 def bench_wan(
-    *, rows: Path = Path("runs/wan.jsonl"), json: Path | None = None, full: bool = False
+    *,
+    rows: Path = Path("runs/wan.jsonl"),
+    json: Path | None = None,
+    full: bool = False,
+    budget: bool = False,
+    training: bool = False,
 ) -> None:
     """Measure exchanges over a line of a given rate and delay, beside other systems (root, Linux).
 
@@ -169,7 +174,21 @@ def bench_wan(
         File for the rows of this selection.
     full
         The whole grid: 10 Mbit/s to unlimited, 0 to 100 ms, 1 to 64 M parameters, 2 and 4 learners.
+    budget
+        Instead: is the budget held on the wire and used, from 10 Mbit/s to 2 Gbit/s (15 minutes).
+    training
+        Instead: train over slow lines, beside data parallel over Gloo (20 minutes).
     """
-    from narrows.bench.wan import run_wan_bench
+    if budget:
+        from narrows.bench.wan_budget import run_budget_bench
 
-    run_wan_bench(rows, json, full=full)
+        run_budget_bench(rows, json)
+    elif training:
+        need_torch()
+        from narrows.bench.wan_training import run_training_bench
+
+        run_training_bench(rows, json)
+    else:
+        from narrows.bench.wan import run_wan_bench
+
+        run_wan_bench(rows, json, full=full)

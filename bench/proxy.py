@@ -75,6 +75,7 @@ class Proxy:
         self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
         self._open: set[_Connection] = set()
         self._listening: list[asyncio.Task[None]] = []
+        #: Connections that a fuse has ended.
         self.resets = 0
 
     def __enter__(self) -> Self:
@@ -151,8 +152,8 @@ class Proxy:
             ]
             connection.tasks = [self._loop.create_task(way) for way in ways]
             await asyncio.wait(connection.tasks, return_when=asyncio.FIRST_COMPLETED)
-            if any(t.done() and not t.cancelled() and t.exception() for t in connection.tasks):
-                self.resets += 1
+            if any(_error_of(task) for task in connection.tasks):
+                self.resets += any(isinstance(_error_of(t), _Blown) for t in connection.tasks)
                 connection.reset()
         except OSError:
             connection.reset()  # No broker is there.
@@ -160,6 +161,10 @@ class Proxy:
             self._open.discard(connection)
             connection.close()
             await asyncio.gather(*connection.tasks, return_exceptions=True)
+
+
+def _error_of(task: asyncio.Task[None]) -> BaseException | None:
+    return task.exception() if task.done() and not task.cancelled() else None
 
 
 class _Blown(Exception):

@@ -7,13 +7,9 @@ no launch floor, no grace. Bytes are what the line's queues counted.
 from __future__ import annotations
 
 import json
-import tempfile
-import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from rich.console import Console
@@ -21,14 +17,10 @@ from rich.table import Table
 
 from narrows.bench import machine, wan_cells, wan_peers
 from narrows.bench.lab import Lab, Meter, check_able, congestion_control
-from narrows.bench.processes import Processes
-from narrows.bench.rows import append_row, end_last_line, read_rows
-from narrows.bench.wan_cells import WARM_UP, Cell, key_of, key_of_cell
-from narrows.bench.wan_run import NarrowsRun
+from narrows.bench.rows import Row, outcome, run_missing
+from narrows.bench.wan_cells import WARM_UP, Cell
+from narrows.bench.wan_run import NarrowsRun, laboratory
 from narrows.proto.errors import NarrowsError
-
-START_S: Final = 240.0
-"""Beyond the exchanges themselves a cell may take so long: processes start, version 0 travels."""
 
 TABLE_COLUMNS: Final = 150
 
@@ -39,61 +31,52 @@ def run_wan_bench(rows_file: Path, json_file: Path | None, *, full: bool) -> Non
     Raises ConfigError without root. A cell that fails is told as such and run again next time.
     """
     check_able()
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=TABLE_COLUMNS)
-    rows = run_cells(wan_cells.full() if full else wan_cells.small(), rows_file, console)
+    cells = wan_cells.full() if full else wan_cells.small()
+    console = wide_console()
+    rows = run_missing(cells, rows_file, run_cell, console.print)
     for line in dict.fromkeys(row["line"] for row in rows):
         console.print(_table(line, [row for row in rows if row["line"] == line]))
-    if json_file is not None:
-        result = machine.describe() | {"bench": "wan", "rows": rows}
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(json_file, "wan", rows)
 
 
-def run_cells(cells: Sequence[Cell], path: Path, console: Console) -> list[dict[str, Any]]:
-    """The rows of all cells; those that `path` has already are not run again."""
-    known = {key_of(row): row for row in read_rows(path) if "failed" not in row}
-    end_last_line(path)
-    for number, cell in enumerate(cells, 1):
-        if key_of_cell(cell) in known:
-            continue
-        row = machine.describe() | asdict(cell) | {"line": cell.line} | run_cell(cell)
-        known[key_of_cell(cell)] = row
-        append_row(path, row)
-        console.print(f"{number}/{len(cells)} {cell.line}: {cell.name}: {_outcome(row)}")
-    return [known[key_of_cell(cell)] for cell in cells]
+def wide_console() -> Console:
+    """One whose tables are not folded when they go to a file."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=TABLE_COLUMNS, highlight=False)
 
 
-def run_cell(cell: Cell) -> dict[str, Any]:
+def write_result(path: Path | None, bench: str, rows: Sequence[Row]) -> None:
+    """The rows as the JSON of a bench, if there is a `path`."""
+    if path is not None:
+        result = machine.describe() | {"bench": bench, "rows": list(rows)}
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def run_cell(cell: Cell) -> Row:
     """Measures one cell, or says that it is computed, skipped or failed."""
     if cell.line_s > wan_cells.EXCHANGE_MAX_S:
-        return {"computed": True, "exchange_s_median": cell.line_s}
+        summary = f"{cell.line_s:.0f} s (computed)"
+        return {"computed": True, "exchange_s_median": cell.line_s, "summary": summary}
     peer = cell.system != "narrows"
     if peer and (reason := wan_peers.why_not(cell)):
         return {"skipped": reason}
-    limit_s = START_S + 4 * (cell.exchanges + WARM_UP) * max(cell.line_s, 1.0)
+    limit_s = 4 * (cell.exchanges + WARM_UP) * max(cell.line_s, 1.0)
+    lab = Lab(cell.learners, cell.rate_mbit_per_s * 1e6)
     try:
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            lab = stack.enter_context(Lab(cell.learners, cell.rate_mbit_per_s * 1e6))
-            processes = stack.enter_context(Processes(folder))
-            watch = threading.Timer(limit_s, processes.stop_all)
-            watch.start()
-            stack.callback(watch.cancel)
-            meter = stack.enter_context(lab.meter())
-            told = (
-                wan_peers.run_peer(cell, lab, processes, limit_s)
-                if peer
-                else NarrowsRun(cell, lab, processes).measure()
-            )
+        with laboratory(lab, limit_s) as processes, lab.meter() as meter:
+            if peer:
+                told = wan_peers.run_peer(cell, lab, processes, limit_s)
+            else:
+                told = NarrowsRun(cell, lab, processes).measure()
             return _figures(cell, lab, meter, told)
     except NarrowsError as error:
         return {"failed": str(error)}
 
 
-def _figures(cell: Cell, lab: Lab, meter: Meter, told: list[dict[str, Any]]) -> dict[str, Any]:
+def _figures(cell: Cell, lab: Lab, meter: Meter, told: list[Row]) -> Row:
     seconds = [each["seconds"] for each in told]
-    row: dict[str, Any] = {
+    row: Row = {
+        "summary": f"{np.median(seconds):.3f} s",
         "congestion_control": congestion_control(),
         "exchange_s": seconds,
         "exchange_s_median": float(np.median(seconds)),
@@ -122,31 +105,20 @@ def _figures(cell: Cell, lab: Lab, meter: Meter, told: list[dict[str, Any]]) -> 
     return row
 
 
-def _outcome(row: dict[str, Any]) -> str:
-    for word in ("failed", "skipped"):
-        if word in row:
-            return f"{word}: {row[word]}"
-    if "computed" in row:
-        return f"{row['exchange_s_median']:.0f} s (computed)"
-    return f"{row['exchange_s_median']:.3f} s"
-
-
-def _table(line: str, rows: Sequence[dict[str, Any]]) -> Table:
+def _table(line: str, rows: Sequence[Row]) -> Table:
     table = Table(title=line, box=None, pad_edge=False)
     headings = ("", "s/exchange", "p95", "bytes/rate", "MB up", "MB down", "peak Mbit/s", "cpu s",
                 "control p99 ms")  # fmt: skip
     for heading in headings:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading))
     for row in rows:
-        streams = f", {row['streams']} streams" if row["streams"] else ""
-        name = f"{row['system']} {row['variant']}{streams}"
         if "cpu_s_per_exchange" not in row:
-            table.add_row(name, _outcome(row))
+            table.add_row(row["name"], outcome(row))
             continue
         peak = max(row["up_peak_bits_per_s"], row["down_peak_bits_per_s"])
         p99_s = row.get("control_round_trip_s_p99")
         table.add_row(
-            name,
+            row["name"],
             f"{row['exchange_s_median']:.3f}",
             f"{row['exchange_s_p95']:.3f}",
             f"{row['line_s_per_exchange']:.3f}" if "line_s_per_exchange" in row else "-",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Final
+from typing import Final
 
 MILLION: Final = 1 << 20
 """Parameters of "1 M": powers of two make tensors of equal width."""
@@ -88,15 +88,6 @@ class Cell:
         else:  # All-reduce: each sends its share to the others and the sum of its own to them.
             share = 2 * (self.learners - 1) / self.learners
         return bits * share / (1e6 * self.rate_mbit_per_s)
-
-
-def key_of(row: Mapping[str, Any]) -> tuple[object, ...]:
-    """What makes a row the row of a cell."""
-    return tuple(row[name] for name in Cell.__dataclass_fields__)
-
-
-def key_of_cell(cell: Cell) -> tuple[object, ...]:
-    return key_of(asdict(cell))
 
 
 def small() -> list[Cell]:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import tempfile
+import threading
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 from narrows.bench import wan_cells
@@ -13,6 +18,23 @@ from narrows.bench.wan_cells import SETTINGS, WARM_UP, Cell
 from narrows.proto.errors import ErrorCode, NarrowsError
 
 PORT: Final = 7070
+
+START_S: Final = 240.0
+"""Beyond what is measured a cell may take so long: processes start, version 0 travels."""
+
+
+@contextmanager
+def laboratory(lab: Lab, limit_s: float) -> Generator[Processes]:
+    """Builds the lab and ends its processes after `limit_s` seconds and START_S, so that whoever
+    waits for one of them hears of its end."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="narrows-wan-")))
+        stack.enter_context(lab)
+        processes = stack.enter_context(Processes(folder))
+        watch = threading.Timer(START_S + limit_s, processes.stop_all)
+        watch.start()
+        stack.callback(watch.cancel)
+        yield processes
 
 
 class NarrowsRun:
