@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +34,10 @@ class Processes:
     running: dict[str, subprocess.Popen[bytes]] = field(
         default_factory=dict[str, subprocess.Popen[bytes]]
     )
+    prefix: tuple[str, ...] = ()
+    """Before every command; it must become that command, as `ip netns exec NAME` does."""
+    groups: bool = False
+    """A signal goes to a child's own children as well: some systems fork their members' parts."""
 
     def __enter__(self) -> Processes:
         return self
@@ -41,35 +45,26 @@ class Processes:
     def __exit__(self, *_: object) -> None:
         self.stop_all()
 
-    def start(
-        self, name: str, *arguments: str, module: str = "narrows", under: Sequence[str] = ()
-    ) -> None:
-        """Starts `python -m module arguments...`, `under` a command such as `ip netns exec SITE`;
-        output goes to NAME.log, appended."""
-        self.launch(name, [*under, *self.python(module), *arguments])
+    def start(self, name: str, *arguments: str, module: str = "narrows") -> None:
+        """Starts `python -m module arguments...`; output goes to NAME.log, appended."""
+        self.start_command(name, sys.executable, "-m", module, *arguments)
 
-    @staticmethod
-    def python(module: str) -> list[str]:
-        """The command that runs a module of ours."""
-        return [sys.executable, "-m", module]
-
-    def launch(self, name: str, command: Sequence[str], *, talks: bool = False) -> None:
-        """Starts any command; if it `talks`, its stdin and stdout are pipes, else as `start`."""
-        pipe = subprocess.PIPE if talks else None
+    def start_command(self, name: str, *command: str) -> None:
+        """Starts any command; output goes to NAME.log, appended."""
         with (self.folder / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
-                command,
-                stdin=pipe,
-                stdout=pipe or log,
-                stderr=log,
+                [*self.prefix, *command],
+                stdout=log,
+                stderr=subprocess.STDOUT,
                 env=environment(),
+                start_new_session=self.groups,
             )
 
-    def start_broker(self, *arguments: str, name: str = "broker", under: Sequence[str] = ()) -> str:
+    def start_broker(self, *arguments: str, name: str = "broker") -> str:
         """Starts a broker and returns its address once it serves."""
         ready = self.folder / f"{name}.ready"
         ready.unlink(missing_ok=True)
-        self.start(name, "broker", "--ready-file", str(ready), *arguments, under=under)
+        self.start(name, "broker", "--ready-file", str(ready), *arguments)
         deadline = time.monotonic() + START_TIMEOUT_S
         while not ready.exists():
             if self.running[name].poll() is not None or time.monotonic() > deadline:
@@ -82,7 +77,7 @@ class Processes:
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Sends a signal; after SIGKILL the process is waited for."""
         process = self.running[name]
-        process.send_signal(number)
+        self._send(process, number)
         if number == signal.SIGKILL:
             process.wait()
 
@@ -112,11 +107,18 @@ class Processes:
         text = path.read_text(errors="replace") if path.exists() else ""
         return " | ".join(text.splitlines()[-lines:])
 
+    def _send(self, process: subprocess.Popen[bytes], number: int) -> None:
+        if not self.groups:
+            process.send_signal(number)
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
     def stop_all(self) -> None:
         alive = [process for process in self.running.values() if process.poll() is None]
         for process in alive:
-            process.send_signal(signal.SIGCONT)
-            process.send_signal(signal.SIGTERM)
+            self._send(process, signal.SIGCONT)
+            self._send(process, signal.SIGTERM)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for process in alive:
             try:
@@ -124,7 +126,7 @@ class Processes:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for process in self.running.values():
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+        if self.groups:
+            # What outlived its parent; the group of an ended one that has no members is gone.
+            for process in self.running.values():
+                self._send(process, signal.SIGKILL)

@@ -16,13 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from narrows.bench import machine, wan_cells, wan_peers
-from narrows.bench.lab import Lab, Meter, check_able, congestion_control
-from narrows.bench.rows import Row, outcome, run_missing
+from narrows.bench.cells import Row, outcome, run_missing
+from narrows.bench.lab import Direction, Lab, Meter, check_able, congestion_control
 from narrows.bench.wan_cells import WARM_UP, Cell
-from narrows.bench.wan_run import NarrowsRun, laboratory
+from narrows.bench.wan_run import Exchange, NarrowsRun, line
 from narrows.proto.errors import NarrowsError
 
 TABLE_COLUMNS: Final = 150
+WAYS: Final[tuple[Direction, ...]] = ("up", "down")
 
 
 def run_wan_bench(rows_file: Path, json_file: Path | None, *, full: bool) -> None:
@@ -34,8 +35,8 @@ def run_wan_bench(rows_file: Path, json_file: Path | None, *, full: bool) -> Non
     cells = wan_cells.full() if full else wan_cells.small()
     console = wide_console()
     rows = run_missing(cells, rows_file, run_cell, console.print)
-    for line in dict.fromkeys(row["line"] for row in rows):
-        console.print(_table(line, [row for row in rows if row["line"] == line]))
+    for title in dict.fromkeys(row["line"] for row in rows):
+        console.print(_table(title, [row for row in rows if row["line"] == title]))
     write_result(json_file, "wan", rows)
 
 
@@ -63,32 +64,33 @@ def run_cell(cell: Cell) -> Row:
     limit_s = 4 * (cell.exchanges + WARM_UP) * max(cell.line_s, 1.0)
     lab = Lab(cell.learners, cell.rate_mbit_per_s * 1e6)
     try:
-        with laboratory(lab, limit_s) as processes, lab.meter() as meter:
+        with line(lab, limit_s) as at, lab.meter() as meter:
             if peer:
-                told = wan_peers.run_peer(cell, lab, processes, limit_s)
-            else:
-                told = NarrowsRun(cell, lab, processes).measure()
-            return _figures(cell, lab, meter, told)
+                return _figures(cell, meter, wan_peers.run_peer(cell, at, limit_s), [])
+            run = NarrowsRun(cell, at)
+            told = run.measure()
+            return _figures(cell, meter, told, run.probes())
     except NarrowsError as error:
         return {"failed": str(error)}
 
 
-def _figures(cell: Cell, lab: Lab, meter: Meter, told: list[Row]) -> Row:
-    seconds = [each["seconds"] for each in told]
+def _figures(cell: Cell, meter: Meter, told: Sequence[Exchange], probes: Sequence[float]) -> Row:
+    """`probes`: round trips of control messages since the start, in seconds."""
+    seconds = [each.seconds for each in told]
     row: Row = {
         "summary": f"{np.median(seconds):.3f} s",
         "congestion_control": congestion_control(),
         "exchange_s": seconds,
         "exchange_s_median": float(np.median(seconds)),
         "exchange_s_p95": float(np.percentile(seconds, 95)),
-        "cpu_s_per_exchange": float(np.mean([each["cpu_s"] for each in told])),
+        "cpu_s_per_exchange": float(np.mean([each.cpu_s for each in told])),
     }
-    span = {}
-    if "started_s" in told[0]:
-        span = {"since_s": told[0]["started_s"] - 0.1, "until_s": told[-1]["ended_s"] + 0.2}
-    up, down = (meter.rates(lab.learners[0].name, way, **span) for way in ("up", "down"))
     # The others say no times: their bytes are those of all exchanges, the first ones too.
-    count = cell.exchanges if span else cell.exchanges + WARM_UP
+    since_s, until_s, count = 0.0, 1e18, cell.exchanges + WARM_UP
+    first, last = told[0], told[-1]
+    if first.span_s is not None and last.span_s is not None:
+        since_s, until_s, count = first.span_s[0] - 0.1, last.span_s[1] + 0.2, cell.exchanges
+    up, down = (meter.rates("l0", way, since_s=since_s, until_s=until_s) for way in WAYS)
     row |= {
         "up_wire_bytes_per_exchange": up.wire_bytes / count,
         "down_wire_bytes_per_exchange": down.wire_bytes / count,
@@ -98,15 +100,15 @@ def _figures(cell: Cell, lab: Lab, meter: Meter, told: list[Row]) -> Row:
     if cell.rate_mbit_per_s:
         bits = 8 * max(up.wire_bytes, down.wire_bytes) / count
         row["line_s_per_exchange"] = bits / (cell.rate_mbit_per_s * 1e6)
-    if "probes" in told[0]:
-        trips = told[-1]["probes"][len(told[0]["probes"]) :]
+    if first.probes is not None and last.probes is not None:
+        trips = probes[first.probes : last.probes]
         row["control_probes"] = len(trips)
         row["control_round_trip_s_p99"] = float(np.percentile(trips, 99)) if trips else None
     return row
 
 
-def _table(line: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=line, box=None, pad_edge=False)
+def _table(title: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=title, box=None, pad_edge=False)
     headings = ("", "s/exchange", "p95", "bytes/rate", "MB up", "MB down", "peak Mbit/s", "cpu s",
                 "control p99 ms")  # fmt: skip
     for heading in headings:

@@ -17,11 +17,11 @@ import numpy as np
 from rich.table import Table
 
 from narrows.bench import wan_cells
+from narrows.bench.cells import Row, outcome, run_missing
 from narrows.bench.lab import Direction, Lab, check_able, congestion_control
-from narrows.bench.rows import Row, outcome, run_missing
 from narrows.bench.wan import wide_console, write_result
 from narrows.bench.wan_cells import MILLION
-from narrows.bench.wan_run import NarrowsRun, laboratory
+from narrows.bench.wan_run import NarrowsRun, line
 from narrows.proto.errors import NarrowsError
 from narrows.proto.units import format_bits_per_s
 
@@ -93,17 +93,14 @@ def run_cell(cell: BudgetCell) -> Row:
     founding_s = 2 * cell.params * 32 * cell.learners / (1e6 * cell.cap_mbit_per_s)
     limit_s = SETTLE_S + MEASURE_S + founding_s
     try:
-        with laboratory(lab, limit_s) as processes:
-            run = NarrowsRun(run_of, lab, processes)
+        with line(lab, limit_s) as at:
+            run = NarrowsRun(run_of, at)
             run.start(*cell.settings, endless=True)
             time.sleep(SETTLE_S)
             first = len(run.probes())
             with lab.meter() as meter:
                 time.sleep(MEASURE_S)
-            names = [site.name for site in lab.learners]
-            processes.check("broker", *names)
-            if any(processes.running[name].poll() is not None for name in names):
-                return {"failed": f"a learner ended: {processes.tail(names[0], 1)}"}
+            run.check()
             trips = run.probes()[first:]
             # The hub sends what learners receive.
             ways: dict[str, tuple[str, Direction]] = {"up": ("hub", "down"), "down": ("hub", "up")}
@@ -116,11 +113,11 @@ def run_cell(cell: BudgetCell) -> Row:
         row[f"{way}_peak_over_cap"] = rate.peak_bits_per_s / cap
         row[f"{way}_mean_over_cap"] = rate.mean_bits_per_s / cap
         row[f"{way}_windows"] = len(rate.windows_bits_per_s)
-    row["control_probes"] = len(trips)
-    row["control_round_trip_s_p99"] = float(np.percentile(trips, 99)) if trips else None
+    p99_s = float(np.percentile(trips, 99)) if trips else None
+    row["control_probes"], row["control_round_trip_s_p99"] = len(trips), p99_s
     row["holds"] = all(row[f"{way}_peak_over_cap"] <= PEAK_MAX for way in rates)
     row["uses"] = all(row[f"{way}_mean_over_cap"] >= MEAN_MIN for way in rates)
-    row["control_in_time"] = bool(trips) and row["control_round_trip_s_p99"] <= CONTROL_P99_MAX_S
+    row["control_in_time"] = p99_s is not None and p99_s <= CONTROL_P99_MAX_S
     row["summary"] = ", ".join(
         f"{way} {row[f'{way}_mean_over_cap']:.3f} (peak {row[f'{way}_peak_over_cap']:.3f})"
         for way in rates

@@ -2,7 +2,7 @@
 
 `PYTHON peer_scripts/NAME_exchange.py --rank R --world M --address HOST:PORT --params N
 --exchanges K --warmup W --variant V [--coordinator]` prints a JSON line per exchange and rank:
-rank, exchange, seconds, cpu_s.
+rank, exchange, seconds, cpu_s. The coordinator takes no part in the average; it runs at the hub.
 """
 
 from __future__ import annotations
@@ -14,19 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, cast
 
-from narrows.bench.lab import Lab
-from narrows.bench.processes import Processes
 from narrows.bench.wan_cells import WARM_UP, Cell
+from narrows.bench.wan_run import Exchange, Line, SiteProcesses
 from narrows.proto.errors import ConfigError, NarrowsError
 
-SCRIPTS: Final = Path(__file__).parent / "peer_scripts"
+SCRIPTS: Final = Path(__file__).resolve().parent / "peer_scripts"
 PORT: Final = 29500
-
-COORDINATED: Final = frozenset({"torchft", "hivemind"})
-"""They have a process that takes no part in the average; it runs at the hub."""
-
-SETTLE_S: Final = 2.0
-"""A coordinator gets so long to listen."""
+ENVIRONMENTS: Final = {"ddp_gloo": "ddp", "torchft": "torchft", "hivemind": "hivemind"}
 
 
 def python_of(system: str) -> Path:
@@ -36,7 +30,7 @@ def python_of(system: str) -> Path:
     except ModuleNotFoundError:
         raise ConfigError(f"{system} has no environment here") from None
     environment = cast(Callable[[str], Path], peers.environment)
-    return environment(system)
+    return environment(ENVIRONMENTS[system])
 
 
 def why_not(cell: Cell) -> str:
@@ -50,43 +44,33 @@ def why_not(cell: Cell) -> str:
     return ""
 
 
-def run_peer(cell: Cell, lab: Lab, processes: Processes, limit_s: float) -> list[dict[str, Any]]:
-    """Runs one cell; returns one dict per exchange: seconds of the slowest rank, cpu_s of all."""
-    python = python_of(cell.system)
-    coordinated = cell.system in COORDINATED
-    host = lab.hub if coordinated else lab.learners[0]
+def run_peer(cell: Cell, line: Line, limit_s: float) -> list[Exchange]:
+    """Runs one cell: seconds of the slowest member, processor seconds of all."""
 
     def command(rank: int) -> list[str]:
         return [
-            "env", "GLOO_SOCKET_IFNAME=eth0",
-            str(python), str(SCRIPTS / f"{cell.system}_exchange.py"),
+            str(python_of(cell.system)), str(SCRIPTS / f"{cell.system}_exchange.py"),
             "--rank", str(rank), "--world", str(cell.learners),
-            "--address", f"{host.address}:{PORT}", "--params", str(cell.params),
+            "--address", f"{line.lab.hub.address}:{PORT}", "--params", str(cell.params),
             "--exchanges", str(cell.exchanges), "--warmup", str(WARM_UP),
             "--variant", cell.variant,
         ]  # fmt: skip
 
-    if coordinated:
-        processes.launch("coordinator", [*lab.hub.under, *command(0), "--coordinator"])
-        time.sleep(SETTLE_S)
-    for rank, site in enumerate(lab.learners):
-        processes.launch(site.name, [*site.under, *command(rank)])
+    line.hub.start_command("coordinator", *command(0), "--coordinator")
+    for rank, (site, processes) in enumerate(line.learners):
+        processes.start_command(site.name, *command(rank))
     deadline = time.monotonic() + limit_s
-    for site in lab.learners:
+    for site, processes in line.learners:
         processes.wait(site.name, max(1.0, deadline - time.monotonic()))
         processes.check(site.name)
-    told = [row for site in lab.learners for row in _rows(processes, site.name)]
-    exchanges = sorted({row["exchange"] for row in told})
-    of_each = [[row for row in told if row["exchange"] == index] for index in exchanges]
+    told = [row for site, processes in line.learners for row in _rows(processes, site.name)]
+    of_each = [[row for row in told if row["exchange"] == i] for i in range(cell.exchanges)]
     return [
-        {
-            "seconds": max(row["seconds"] for row in rows),
-            "cpu_s": sum(row["cpu_s"] for row in rows),
-        }
+        Exchange(max(row["seconds"] for row in rows), sum(row["cpu_s"] for row in rows))
         for rows in of_each
     ]
 
 
-def _rows(processes: Processes, name: str) -> list[dict[str, Any]]:
+def _rows(processes: SiteProcesses, name: str) -> list[dict[str, Any]]:
     text = (processes.folder / f"{name}.log").read_text()
     return [json.loads(line) for line in text.splitlines() if line.startswith('{"')]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,10 @@ from typing import Any, Final
 
 from rich.table import Table
 
+from narrows.bench.cells import Row, outcome, run_missing
 from narrows.bench.lab import Lab, check_able, congestion_control
-from narrows.bench.processes import Processes
-from narrows.bench.rows import Row, outcome, run_missing
 from narrows.bench.wan import wide_console, write_result
-from narrows.bench.wan_run import PORT, laboratory
+from narrows.bench.wan_run import PORT, Line, SiteProcesses, line
 from narrows.learner.gpt import preset
 from narrows.proto.errors import ErrorCode, NarrowsError
 
@@ -78,9 +78,9 @@ def run_cell(cell: TrainingCell) -> Row:
     lab = Lab(LEARNERS, cell.rate_mbit_per_s * 1e6)
     run = _run_narrows if cell.system == "narrows" else _run_ddp
     try:
-        with laboratory(lab, cell.seconds + END_S) as processes, lab.meter() as meter:
-            told = run(cell, lab, processes)
-            up = meter.rates(lab.learners[0].name, "up")
+        with line(lab, cell.seconds + END_S) as at, lab.meter() as meter:
+            told = run(cell, at)
+            up = meter.rates("l0", "up")
     except NarrowsError as error:
         return {"failed": str(error)}
     loop_s = fmean(each["loop_s"] for each in told)
@@ -120,53 +120,49 @@ def _ratios(row: Row, found: Mapping[tuple[str, float], Row]) -> Row:
     }
 
 
-def _run_narrows(cell: TrainingCell, lab: Lab, processes: Processes) -> list[dict[str, Any]]:
-    broker = processes.start_broker(
-        "--listen", f"tcp://{lab.hub.address}:{PORT}", "--insecure",
-        "--state-dir", str(processes.folder / "state"),
+def _run_narrows(cell: TrainingCell, at: Line) -> list[dict[str, Any]]:
+    broker = at.hub.start_broker(
+        "--listen", f"tcp://{at.lab.hub.address}:{PORT}", "--insecure",
+        "--state-dir", str(at.hub.folder / "state"),
         "--set", f"run.learners_at_start={LEARNERS}",
         "--set", f"run.tokens_per_run_step={TOKENS_PER_STEP * LEARNERS}",
-        under=lab.hub.under,
     )  # fmt: skip
-    for site in lab.learners:
+    for site, processes in at.learners:
         processes.start(
             site.name, "learner", "--broker", broker, "--name", site.name,
             "--preset", cell.model, "--batch", str(cell.batch),
             "--json", str(processes.folder / f"{site.name}.json"),
-            under=site.under,
         )  # fmt: skip
-    names = [site.name for site in lab.learners]
-    for name in names:
-        _await_text(processes, name, ": step ")
+    for site, processes in at.learners:
+        _await_text(processes, site.name, ": step ")
     time.sleep(cell.seconds)
-    for name in names:
-        processes.kill(name, signal.SIGTERM)
-    return _summaries(processes, names)
+    for site, processes in at.learners:
+        processes.kill(site.name, signal.SIGTERM)
+    return _summaries(at)
 
 
-def _run_ddp(cell: TrainingCell, lab: Lab, processes: Processes) -> list[dict[str, Any]]:
-    names = [site.name for site in lab.learners]
-    for rank, site in enumerate(lab.learners):
-        processes.start(
-            site.name, "--rank", str(rank), "--world", str(LEARNERS),
-            "--address", f"{lab.learners[0].address}:{PORT}", "--model", cell.model,
+def _run_ddp(cell: TrainingCell, at: Line) -> list[dict[str, Any]]:
+    for rank, (site, processes) in enumerate(at.learners):
+        processes.start_command(
+            site.name, "env", "GLOO_SOCKET_IFNAME=eth0",
+            sys.executable, "-m", "narrows.bench.ddp_train",
+            "--rank", str(rank), "--world", str(LEARNERS),
+            "--address", f"{at.lab.learners[0].address}:{PORT}", "--model", cell.model,
             "--batch", str(cell.batch), "--seconds", str(cell.seconds),
             "--gradients", cell.system.split()[1],
             "--json-file", str(processes.folder / f"{site.name}.json"),
-            module="narrows.bench.ddp_train",
-            under=(*site.under, "env", "GLOO_SOCKET_IFNAME=eth0"),
         )  # fmt: skip
-    return _summaries(processes, names)
+    return _summaries(at)
 
 
-def _summaries(processes: Processes, names: Sequence[str]) -> list[dict[str, Any]]:
-    for name in names:
-        processes.wait(name, TRAIN_S + 2 * END_S)
-        processes.check(name)
-    return [json.loads((processes.folder / f"{name}.json").read_text()) for name in names]
+def _summaries(at: Line) -> list[dict[str, Any]]:
+    for site, processes in at.learners:
+        processes.wait(site.name, TRAIN_S + 2 * END_S)
+        processes.check(site.name)
+    return [json.loads((at.hub.folder / f"{s.name}.json").read_text()) for s, _ in at.learners]
 
 
-def _await_text(processes: Processes, name: str, text: str) -> None:
+def _await_text(processes: SiteProcesses, name: str, text: str) -> None:
     path = processes.folder / f"{name}.log"
     while text not in path.read_text():
         if processes.running[name].poll() is not None:
