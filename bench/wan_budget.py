@@ -33,6 +33,7 @@ SETTLE_S: Final = 5.0
 """Not counted: queues fill, TCP finds its window."""
 
 MEASURE_S: Final = 30.0
+WORK_S: Final = 1.0
 CAPS_MBIT_PER_S: Final = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)
 
 
@@ -64,8 +65,10 @@ class BudgetCell:
 
     @property
     def params(self) -> int:
-        """A second or more of work, which 16 fragments keep waiting in both directions."""
-        return MILLION * (1 if self.cap_mbit_per_s < 50 else 4 if self.cap_mbit_per_s < 500 else 16)
+        """A second of work. Fragments go round: what is on its way up is missing on its way down, so
+        that more would let the mean of one direction depend on where the measurement began."""
+        wanted = int(1e6 * self.cap_mbit_per_s * WORK_S / 32 / self.learners)
+        return min(max(wanted, 1 << 16), 16 * MILLION)
 
 
 def run_budget_bench(rows_file: Path, json_file: Path | None) -> None:
