@@ -175,7 +175,7 @@ def bench_wan(
     full
         The whole grid: 10 Mbit/s to unlimited, 0 to 100 ms, 1 to 64 M parameters, 2 and 4 learners.
     budget
-        Instead: is the budget held on the wire and used, from 10 Mbit/s to 2 Gbit/s (15 minutes).
+        Instead: is the budget held on the wire and used, from 10 Mbit/s to 2 Gbit/s (30 minutes).
     training
         Instead: train over slow lines, beside data parallel over Gloo (20 minutes).
     """
