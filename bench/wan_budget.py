@@ -2,9 +2,9 @@
 
 The line has at least twice the budget, so that what is seen is the budget and not the line. Work is
 always waiting: every learner answers every round at once, with raw float32. A fragment that is on
-its way up is missing on its way down, so that a mean tells something only of the narrower direction:
-each is limited alone, and rows with both limited say that both are held. On a line of exactly the
-budget the control messages alone matter. Windows are one second, ten per second.
+its way up is missing on its way down, so that a mean tells something of the narrower direction
+only: each is limited alone, and rows with both limited say that both are held. On a line of exactly
+the budget the control messages alone matter. Windows are one second, ten per second.
 """
 
 from __future__ import annotations
