@@ -32,11 +32,13 @@ C = TypeVar("C", bound=Cell)
 def run_missing(
     cells: Sequence[C], path: Path, run: Callable[[C], Row], say: Callable[[str], None]
 ) -> list[Row]:
-    """The rows of all cells in their order; what `path` has is not run again, unless it failed.
+    """The rows of all cells in their order; of those in `path` only what failed or was skipped is
+    run again.
 
     `run` returns the result alone; the row gets the machine, and the cell with its labels.
     """
-    known = {_key(row): row for row in read_rows(path) if "kind" in row and "failed" not in row}
+    found = [row for row in read_rows(path) if "kind" in row]
+    known = {_key(row): row for row in found if not {"failed", "skipped"} & row.keys()}
     end_last_line(path)
     rows: list[Row] = []
     for number, cell in enumerate(cells, 1):

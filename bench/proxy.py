@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Self
 
 from narrows.bench.lab import Direction
@@ -74,7 +75,8 @@ class Proxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
         self._open: set[_Connection] = set()
-        self._listening: list[asyncio.Task[None]] = []
+        self._listening: list[socket.socket] = []
+        self._carrying: set[asyncio.Task[None]] = set()
         #: Connections that a fuse has ended.
         self.resets = 0
 
@@ -112,6 +114,9 @@ class Proxy:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+        for listener in self._listening:
+            self._loop.remove_reader(listener)
+            listener.close()
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
@@ -126,16 +131,18 @@ class Proxy:
         for port in self._ports:
             listener = socket.create_server((self._host, port))
             listener.setblocking(False)
-            self._listening.append(self._loop.create_task(self._accept(listener, port)))
+            self._listening.append(listener)
+            self._loop.add_reader(listener, self._accept, listener, port)
 
-    async def _accept(self, listener: socket.socket, port: int) -> None:
-        carrying: set[asyncio.Task[None]] = set()
-        with listener:
-            while True:
-                learner, _ = await self._loop.sock_accept(listener)
-                task = self._loop.create_task(self._serve(learner, port))
-                carrying.add(task)
-                task.add_done_callback(carrying.discard)
+    def _accept(self, listener: socket.socket, port: int) -> None:
+        # No coroutine: one that is cancelled at the end can lose what it has just accepted.
+        with suppress(OSError):
+            learner, _ = listener.accept()
+            task = self._loop.create_task(self._serve(learner, port))
+            self._carrying.add(task)
+            task.add_done_callback(self._carrying.discard)
+            # A task that is cancelled before its first step closes nothing.
+            task.add_done_callback(partial(_close, learner))
 
     async def _serve(self, learner: socket.socket, port: int) -> None:
         broker = socket.socket()
@@ -161,6 +168,10 @@ class Proxy:
             self._open.discard(connection)
             connection.close()
             await asyncio.gather(*connection.tasks, return_exceptions=True)
+
+
+def _close(end: socket.socket, _: object) -> None:
+    end.close()
 
 
 def _error_of(task: asyncio.Task[None]) -> BaseException | None:
