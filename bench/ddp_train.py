@@ -61,7 +61,8 @@ class Rank:
         self.model, self.reader = model, reader
         self.parallel = DistributedDataParallel(_Loss(model))
         if bf16:
-            self.parallel.register_comm_hook(None, _bf16)  # pyright: ignore[reportUnknownMemberType]
+            parallel: Any = self.parallel
+            parallel.register_comm_hook(None, _bf16)
         self.peak = model.config.peak_learning_rate
         self.optimizer = make_optimizer(model, self.peak)
         self.steps = self.tokens = 0

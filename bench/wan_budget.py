@@ -150,12 +150,8 @@ def _table(rows: Sequence[Row]) -> Table:
             f"{row[f'{w}_{k}_over_cap']:.3f}" for w in ("up", "down") for k in ("mean", "peak")
         ]
         p99_s = row["control_round_trip_s_p99"]
-        words = ("holds", "uses", "control_in_time")
-        verdict = (
-            "ok"
-            if all(row[w] for w in words)
-            else "not: " + ", ".join(word for word in words if not row[word])
-        )
+        missed = [word for word in ("holds", "uses", "control_in_time") if not row.get(word, True)]
+        verdict = "not: " + ", ".join(missed) if missed else "ok"
         p99 = "-" if p99_s is None else f"{1000 * p99_s:.0f}"
         table.add_row(row["line"], row["name"], *shares, p99, verdict)
     return table

@@ -115,3 +115,14 @@ def test_without_root_the_lab_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -
 def test_rows_are_json(tmp_path: Path) -> None:
     rows = run_missing([CELL], tmp_path / "rows", lambda _: {"value": 1.5}, lambda _: None)
     assert json.loads(json.dumps(rows)) == rows
+
+
+def test_the_table_of_budgets_names_what_was_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = {f"{way}_{kind}_over_cap": 1.0 for way in ("up", "down") for kind in ("mean", "peak")}
+    told = shares | {"control_round_trip_s_p99": 0.1, "holds": True, "control_in_time": False}
+    monkeypatch.setattr(wan_budget, "run_cell", lambda _: dict(told))
+    monkeypatch.setattr(wan_budget, "check_able", lambda: None)
+    wan_budget.run_budget_bench(tmp_path / "rows", tmp_path / "json")
+    assert "not: control_in_time" in capsys.readouterr().out
