@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
@@ -88,13 +90,13 @@ def _measured(processes: Processes, learners: int, params: int, seconds: float) 
     for name in names:
         _wait_for(processes.folder / f"{name}.joined", processes, name)
     before, before_s = ask_status(address, timeout_s=10), time.monotonic()
-    broker_before_s = _cpu_s(processes.running["broker"].pid)
+    broker_before_s = cpu_s_of(processes.running["broker"].pid)
     for name in names:
         processes.wait(name, seconds + 120)
     processes.check(*names)
     status = ask_status(address, timeout_s=10)
     span_s = time.monotonic() - before_s
-    broker_s = _cpu_s(processes.running["broker"].pid) - broker_before_s
+    broker_s = cpu_s_of(processes.running["broker"].pid) - broker_before_s
     told = [json.loads((processes.folder / f"{name}.json").read_text()) for name in names]
     learner_s = sum(each["cpu_s"] for each in told) / learners
     merges = status.merges - before.merges
@@ -126,7 +128,7 @@ def _wait_for(path: Path, processes: Processes, name: str) -> None:
         time.sleep(0.05)
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s_of(pid: int) -> float:
     """User and system time of a process that runs, since its start."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -136,25 +138,25 @@ class Drift:
     """Parameters that move a little between adoption and snapshot; tensors one after another."""
 
     def __init__(self, layout: tuple[LayoutEntry, ...]) -> None:
-        elements = sum(entry.shape[0] * entry.shape[1] for entry in layout)
+        sizes = [math.prod(entry.shape) for entry in layout]
+        elements = sum(sizes)
         rng = np.random.default_rng(os.getpid())
         self._noise = DRIFT * rng.standard_normal(elements, np.float32)
         self._x = np.zeros(elements, np.float32)
-        self._tensor = layout[0].shape[0] * layout[0].shape[1]
+        self._first = [*accumulate(sizes, initial=0)]
 
     def snapshot(self, fragment: Fragment, out: F32) -> None:
         """See ParameterHost."""
         for piece in fragment.pieces:
-            place = slice(piece.tensor * self._tensor + piece.start, None)
+            first = self._first[piece.tensor] + piece.start
+            place = slice(first, first + piece.count)
             part = slice(piece.offset, piece.offset + piece.count)
-            np.subtract(
-                self._x[place][: piece.count], self._noise[place][: piece.count], out=out[part]
-            )
+            np.subtract(self._x[place], self._noise[place], out=out[part])
 
     def adopt(self, fragment: Fragment, values: F32) -> None:
         """See ParameterHost."""
         for piece in fragment.pieces:
-            place = piece.tensor * self._tensor + piece.start
+            place = self._first[piece.tensor] + piece.start
             part = values[piece.offset : piece.offset + piece.count]
             self._x[place : place + piece.count] = part
 

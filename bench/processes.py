@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,6 +65,10 @@ class Processes:
     running: dict[str, subprocess.Popen[bytes]] = field(
         default_factory=dict[str, subprocess.Popen[bytes]]
     )
+    prefix: tuple[str, ...] = ()
+    """Before every command; it must become that command, as `ip netns exec NAME` does."""
+    groups: bool = False
+    """A signal goes to a child's own children as well: some systems fork their members' parts."""
 
     def __enter__(self) -> Processes:
         return self
@@ -74,10 +78,17 @@ class Processes:
 
     def start(self, name: str, *arguments: str, module: str = "narrows") -> None:
         """Starts `python -m module arguments...`; output goes to NAME.log, appended."""
-        command = [sys.executable, "-m", module, *arguments]
+        self.start_command(name, sys.executable, "-m", module, *arguments)
+
+    def start_command(self, name: str, *command: str) -> None:
+        """Starts any command; output goes to NAME.log, appended."""
         with (self.folder / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment()
+                [*self.prefix, *command],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(),
+                start_new_session=self.groups,
             )
 
     def start_broker(self, *arguments: str, name: str = "broker") -> str:
@@ -97,7 +108,7 @@ class Processes:
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Sends a signal; after SIGKILL the process is waited for."""
         process = self.running[name]
-        process.send_signal(number)
+        self._send(process, number)
         if number == signal.SIGKILL:
             process.wait()
 
@@ -127,11 +138,18 @@ class Processes:
         text = path.read_text(errors="replace") if path.exists() else ""
         return " | ".join(text.splitlines()[-lines:])
 
+    def _send(self, process: subprocess.Popen[bytes], number: int) -> None:
+        if not self.groups:
+            process.send_signal(number)
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
     def stop_all(self) -> None:
         alive = [process for process in self.running.values() if process.poll() is None]
         for process in alive:
-            process.send_signal(signal.SIGCONT)
-            process.send_signal(signal.SIGTERM)
+            self._send(process, signal.SIGCONT)
+            self._send(process, signal.SIGTERM)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for process in alive:
             try:
@@ -139,3 +157,7 @@ class Processes:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self.groups:
+            # What outlived its parent; the group of an ended one that has no members is gone.
+            for process in self.running.values():
+                self._send(process, signal.SIGKILL)

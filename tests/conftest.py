@@ -1,6 +1,8 @@
-"""Options of the test suite."""
+"""Options of the test suite, and data for its processes."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -21,3 +23,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         seeds = range(first, first + count)
         blocks = [seeds[i : i + SEEDS_PER_TEST] for i in range(0, count, SEEDS_PER_TEST)]
         metafunc.parametrize("seeds", blocks, ids=[f"{b[0]}-{b[-1]}" for b in blocks])
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small text that is quick to load, the same for all learners."""
+    folder = tmp_path_factory.mktemp("data")
+    for index in range(40):
+        lines = (f"{index} times {n} is {index * n}, says file {index}." for n in range(400))
+        (folder / f"table-{index}.txt").write_text("\n".join(lines))
+    return folder

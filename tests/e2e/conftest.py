@@ -1,9 +1,8 @@
-"""A live broker with one honest learner, peers that say to it what no honest learner says, data."""
+"""A live broker with one honest learner, and peers that say what no honest learner says."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from pathlib import Path
 
 import pytest
 from peer import Peer, World
@@ -52,13 +51,3 @@ def member(world: World) -> Generator[Peer]:
         # Refused: the Bye before it has ended the session.
         while peer.receive(msg.Refuse).code != "unknown_session":
             pass
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small text that is quick to load, the same for all learners."""
-    folder = tmp_path_factory.mktemp("data")
-    for index in range(40):
-        lines = (f"{index} times {n} is {index * n}, says file {index}." for n in range(400))
-        (folder / f"table-{index}.txt").write_text("\n".join(lines))
-    return folder

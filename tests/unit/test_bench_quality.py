@@ -17,10 +17,11 @@ import torch
 from rich.console import Console
 
 from narrows.bench import quality, quality_cells, quality_run, trained
-from narrows.bench.quality import read_rows, run_jobs, run_quality_bench
+from narrows.bench.quality import run_jobs, run_quality_bench
 from narrows.bench.quality_cells import REPORTING_SEEDS
 from narrows.bench.quality_run import Cell, learner_name, run_cell
 from narrows.bench.quality_stats import STUDENT_T, paired
+from narrows.bench.rows import read_rows
 from narrows.bench.variants import POISONS, VARIANTS
 from narrows.broker.config import load_config
 from narrows.broker.model import version_zero

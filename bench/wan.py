@@ -1,0 +1,133 @@
+"""`narrows bench wan`: seconds per exchange over a line of a given rate and delay, beside others.
+
+An exchange runs from the first snapshot to the last learner's last adoption, fragments pipelined;
+no launch floor, no grace. Bytes are what the line's queues counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from narrows.bench import machine, wan_cells, wan_peers
+from narrows.bench.cells import Row, outcome, run_missing
+from narrows.bench.lab import Direction, Lab, Meter, check_able, congestion_control
+from narrows.bench.wan_cells import WARM_UP, Cell
+from narrows.bench.wan_run import Exchange, NarrowsRun, line
+from narrows.proto.errors import NarrowsError
+
+TABLE_COLUMNS: Final = 150
+WAYS: Final[tuple[Direction, ...]] = ("up", "down")
+
+
+def run_wan_bench(rows_file: Path, json_file: Path | None, *, full: bool) -> None:
+    """Runs the cells that `rows_file` does not have, prints them, and writes what was asked for.
+
+    Raises ConfigError without root. A cell that fails is told as such and run again next time.
+    """
+    check_able()
+    cells = wan_cells.full() if full else wan_cells.small()
+    console = wide_console()
+    rows = run_missing(cells, rows_file, run_cell, console.print)
+    for title in dict.fromkeys(row["line"] for row in rows):
+        console.print(_table(title, [row for row in rows if row["line"] == title]))
+    write_result(json_file, "wan", rows)
+
+
+def wide_console() -> Console:
+    """One whose tables are not folded when they go to a file."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=TABLE_COLUMNS, highlight=False)
+
+
+def write_result(path: Path | None, bench: str, rows: Sequence[Row]) -> None:
+    """The rows as the JSON of a bench, if there is a `path`."""
+    if path is not None:
+        result = machine.describe() | {"bench": bench, "rows": list(rows)}
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def run_cell(cell: Cell) -> Row:
+    """Measures one cell, or says that it is computed, skipped or failed."""
+    if cell.line_s > wan_cells.EXCHANGE_MAX_S:
+        summary = f"{cell.line_s:.0f} s (computed)"
+        return {"computed": True, "exchange_s_median": cell.line_s, "summary": summary}
+    peer = cell.system != "narrows"
+    if peer and (reason := wan_peers.why_not(cell)):
+        return {"skipped": reason}
+    limit_s = 4 * (cell.exchanges + WARM_UP) * max(cell.line_s, 1.0)
+    lab = Lab(cell.learners, cell.rate_mbit_per_s * 1e6)
+    try:
+        with line(lab, limit_s) as at, lab.meter() as meter:
+            if peer:
+                return _figures(cell, meter, wan_peers.run_peer(cell, at, limit_s), [])
+            run = NarrowsRun(cell, at)
+            told = run.measure()
+            return _figures(cell, meter, told, run.probes())
+    except NarrowsError as error:
+        return {"failed": str(error)}
+
+
+def _figures(cell: Cell, meter: Meter, told: Sequence[Exchange], probes: Sequence[float]) -> Row:
+    """`probes`: round trips of control messages since the start, in seconds."""
+    seconds = [each.seconds for each in told]
+    row: Row = {
+        "summary": f"{np.median(seconds):.3f} s",
+        "congestion_control": congestion_control(),
+        "exchange_s": seconds,
+        "exchange_s_median": float(np.median(seconds)),
+        "exchange_s_p95": float(np.percentile(seconds, 95)),
+        "cpu_s_per_exchange": float(np.mean([each.cpu_s for each in told])),
+    }
+    # The others say no times: their bytes are those of all exchanges, the first ones too.
+    since_s, until_s, count = 0.0, 1e18, cell.exchanges + WARM_UP
+    first, last = told[0], told[-1]
+    if first.span_s is not None and last.span_s is not None:
+        since_s, until_s, count = first.span_s[0] - 0.1, last.span_s[1] + 0.2, cell.exchanges
+    up, down = (meter.rates("l0", way, since_s=since_s, until_s=until_s) for way in WAYS)
+    row |= {
+        "up_wire_bytes_per_exchange": up.wire_bytes / count,
+        "down_wire_bytes_per_exchange": down.wire_bytes / count,
+        "up_peak_bits_per_s": up.peak_bits_per_s,
+        "down_peak_bits_per_s": down.peak_bits_per_s,
+    }
+    if cell.rate_mbit_per_s:
+        bits = 8 * max(up.wire_bytes, down.wire_bytes) / count
+        row["line_s_per_exchange"] = bits / (cell.rate_mbit_per_s * 1e6)
+    if first.probes is not None and last.probes is not None:
+        trips = probes[first.probes : last.probes]
+        row["control_probes"] = len(trips)
+        row["control_round_trip_s_p99"] = float(np.percentile(trips, 99)) if trips else None
+    return row
+
+
+def _table(title: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=title, box=None, pad_edge=False)
+    headings = ("", "s/exchange", "p95", "bytes/rate", "MB up", "MB down", "peak Mbit/s", "cpu s",
+                "control p99 ms")  # fmt: skip
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading))
+    for row in rows:
+        if "cpu_s_per_exchange" not in row:
+            table.add_row(row["name"], outcome(row))
+            continue
+        peak = max(row["up_peak_bits_per_s"], row["down_peak_bits_per_s"])
+        p99_s = row.get("control_round_trip_s_p99")
+        table.add_row(
+            row["name"],
+            f"{row['exchange_s_median']:.3f}",
+            f"{row['exchange_s_p95']:.3f}",
+            f"{row['line_s_per_exchange']:.3f}" if "line_s_per_exchange" in row else "-",
+            f"{row['up_wire_bytes_per_exchange'] / 1e6:.2f}",
+            f"{row['down_wire_bytes_per_exchange'] / 1e6:.2f}",
+            f"{peak / 1e6:.0f}",
+            f"{row['cpu_s_per_exchange']:.2f}",
+            "-" if p99_s is None else f"{1000 * p99_s:.0f}",
+        )
+    return table
