@@ -34,9 +34,7 @@ class PeerAbsent(NarrowsError):
 
     def __init__(self, name: str, reason: str, *, remedy: str = "") -> None:
         self.name = name
-        super().__init__(
-            ErrorCode.CONFIG, f"no environment for {name}", got=reason, remedy=remedy
-        )
+        super().__init__(ErrorCode.CONFIG, f"no environment for {name}", got=reason, remedy=remedy)
 
 
 def environment(name: str, cache: Path | None = None) -> Path:
@@ -86,8 +84,9 @@ def install_commands(python: Path, pinned: Path, torch_index: str) -> list[list[
     """torch first and alone, because `torch_index` may have little besides; then all the rest."""
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
     index = ["--index-url", torch_index] if torch_index else []
+    torch = next(line for line in pinned.read_text().splitlines() if line.startswith("torch=="))
     return [
-        [*pip, "--no-deps", "--constraint", str(pinned), *index, "torch"],
+        [*pip, "--no-deps", *index, torch],
         [*pip, "--requirement", str(pinned)],
     ]
 
