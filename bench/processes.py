@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +34,10 @@ class Processes:
     running: dict[str, subprocess.Popen[bytes]] = field(
         default_factory=dict[str, subprocess.Popen[bytes]]
     )
+    prefix: tuple[str, ...] = ()
+    """Before every command; it must become that command, as `ip netns exec NAME` does."""
+    groups: bool = False
+    """A signal goes to a child's own children as well: some systems fork their members' parts."""
 
     def __enter__(self) -> Processes:
         return self
@@ -42,10 +47,17 @@ class Processes:
 
     def start(self, name: str, *arguments: str, module: str = "narrows") -> None:
         """Starts `python -m module arguments...`; output goes to NAME.log, appended."""
-        command = [sys.executable, "-m", module, *arguments]
+        self.start_command(name, sys.executable, "-m", module, *arguments)
+
+    def start_command(self, name: str, *command: str) -> None:
+        """Starts any command; output goes to NAME.log, appended."""
         with (self.folder / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment()
+                [*self.prefix, *command],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(),
+                start_new_session=self.groups,
             )
 
     def start_broker(self, *arguments: str, name: str = "broker") -> str:
@@ -65,7 +77,7 @@ class Processes:
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Sends a signal; after SIGKILL the process is waited for."""
         process = self.running[name]
-        process.send_signal(number)
+        self._send(process, number)
         if number == signal.SIGKILL:
             process.wait()
 
@@ -95,11 +107,18 @@ class Processes:
         text = path.read_text(errors="replace") if path.exists() else ""
         return " | ".join(text.splitlines()[-lines:])
 
+    def _send(self, process: subprocess.Popen[bytes], number: int) -> None:
+        if not self.groups:
+            process.send_signal(number)
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
     def stop_all(self) -> None:
         alive = [process for process in self.running.values() if process.poll() is None]
         for process in alive:
-            process.send_signal(signal.SIGCONT)
-            process.send_signal(signal.SIGTERM)
+            self._send(process, signal.SIGCONT)
+            self._send(process, signal.SIGTERM)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for process in alive:
             try:
@@ -107,3 +126,7 @@ class Processes:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self.groups:
+            # What outlived its parent; the group of an ended one that has no members is gone.
+            for process in self.running.values():
+                self._send(process, signal.SIGKILL)

@@ -23,6 +23,7 @@ from narrows.bench import machine, quality_cells
 from narrows.bench.quality_cells import CHOOSING_SEEDS, REPORTING_SEEDS, rates_of
 from narrows.bench.quality_report import Row, rate_row, rate_table, reported, table
 from narrows.bench.quality_run import Cell, run_cell
+from narrows.bench.rows import append_row, end_last_line, read_rows
 from narrows.broker.model import warm_up
 from narrows.proto.config import nearest
 from narrows.proto.errors import ConfigError
@@ -126,7 +127,7 @@ def run_jobs(jobs: Sequence[Job], path: Path, *, workers: int, console: Console)
     if missing:
         warm_up()
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        _end_last_line(path)
+        end_last_line(path)
     started_s = time.monotonic()
     with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
         futures = {pool.submit(run_cell, *job): job for job in missing.values()}
@@ -134,8 +135,7 @@ def run_jobs(jobs: Sequence[Job], path: Path, *, workers: int, console: Console)
             for done, future in enumerate(as_completed(futures), 1):
                 row = machine.describe() | future.result()
                 known[_run_key(row)] = row
-                with path.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                append_row(path, row)
                 left_s = (time.monotonic() - started_s) / done * (len(missing) - done)
                 cell, seed = futures[future]
                 console.print(
@@ -151,27 +151,6 @@ def run_jobs(jobs: Sequence[Job], path: Path, *, workers: int, console: Console)
         known[_job_key(cell, seed)] | {"group": cell.group, "name": cell.name}
         for cell, seed in jobs
     ]
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a results file; a last line that was cut off is left out."""
-    if not path.exists():
-        return []
-    rows: list[Row] = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return rows
-
-
-def _end_last_line(path: Path) -> None:
-    """So that the next row does not continue one that was cut off."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.read_bytes().endswith(b"\n"):
-        with path.open("a") as file:
-            file.write("\n")
 
 
 def _run_key(row: Mapping[str, Any]) -> str:

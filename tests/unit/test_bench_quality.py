@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from narrows.bench import quality, quality_cells, quality_run, trained
-from narrows.bench.quality import read_rows, run_jobs, run_quality_bench
+from narrows.bench.quality import run_jobs, run_quality_bench
 from narrows.bench.quality_cells import REPORTING_SEEDS
 from narrows.bench.quality_run import Cell, learner_name, run_cell
 from narrows.bench.quality_stats import STUDENT_T, paired

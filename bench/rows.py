@@ -1,0 +1,35 @@
+"""Rows files of long benches, one JSON line per run: what was interrupted goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a results file; a last line that was cut off is left out."""
+    if not path.exists():
+        return []
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def end_last_line(path: Path) -> None:
+    """So that the next row does not continue one that was cut off."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.read_bytes().endswith(b"\n"):
+        with path.open("a") as file:
+            file.write("\n")
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Adds a row after the last whole line."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
