@@ -32,6 +32,11 @@ OUTER_RATE: Final = 0.4
 OUTER_MOMENTUM: Final = 0.6
 """Of every system with an outer optimizer: our defaults, tuned on this model (docs/quality.md)."""
 
+START: Final = "start"
+"""File that the bench writes when everybody is ready."""
+
+POLL_S: Final = 0.02
+
 ROUND_TIMEOUT_S: Final = 10.0
 """The longest that a system may wait for a member in one exchange, wherever it lets us say so."""
 
@@ -98,6 +103,12 @@ class Member:
             start_batch=training.start_step,
         )
 
+    def wait_for_start(self) -> None:
+        """Returns when everybody is there, so that none begins alone; at once for late-comers."""
+        tell_ready(self.training)
+        while not (self.training.folder / START).exists():
+            time.sleep(POLL_S)
+
     @property
     def done(self) -> bool:
         return self.step >= self.training.steps
@@ -124,7 +135,10 @@ class Member:
 
     def exchanged(self, members: int) -> None:
         """Tells that an exchange among so many members, this one included, is complete."""
-        tell_exchange(self.training, self.step, members)
+        path = self.training.folder / f"{self.training.name}.jsonl"
+        with path.open("a") as file:
+            record = {"time_s": time.time(), "step": self.step, "members": members}
+            file.write(json.dumps(record) + "\n")
 
     def finish(self) -> None:
         """Writes steps and validation loss (nats per byte); stays for the others until SIGTERM."""
@@ -136,11 +150,9 @@ class Member:
         stay()
 
 
-def tell_exchange(training: Training, step: int, members: int) -> None:
-    """Adds an exchange to what this process has told."""
-    with (training.folder / f"{training.name}.jsonl").open("a") as file:
-        record = {"time_s": time.time(), "step": step, "members": members}
-        file.write(json.dumps(record) + "\n")
+def tell_ready(training: Training) -> None:
+    """Tells that this process waits for the start."""
+    (training.folder / f"{training.name}.ready").touch()
 
 
 def stay() -> None:

@@ -72,12 +72,13 @@ def run_event(name: str, plan: Plan, event: Event) -> dict[str, Any]:
 
 
 def _start(system: System, plan: Plan, processes: Processes) -> None:
-    """All at once, as a scheduler would; scripts wait for their coordinator by themselves."""
+    """Returns with the first exchange. Raises NarrowsError if there is none."""
     system.start_coordinator(0)
     for rank in range(plan.members):
         system.start_member(rank, 0)
     deadline_s = time.monotonic() + 2 * STALL_MAX_S
     while not system.exchanges():
+        system.release()
         for name in processes.running:
             if processes.running[name].poll() is not None:
                 raise NarrowsError(

@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 from narrows.bench.demo_results import evaluate_global
 from narrows.bench.peer_envs import SCRIPTS, environment
+from narrows.bench.peer_member import START
 from narrows.bench.processes import Processes
 from narrows.learner.gpt import preset
 from narrows.proto.errors import NarrowsError
@@ -60,6 +61,10 @@ class System(Protocol):
 
     def start_member(self, rank: int, start_step: int) -> None:
         """`start_step` > 0: the member returns to a run that stands there."""
+        ...
+
+    def release(self) -> None:
+        """Lets everybody begin if everybody is ready; called again and again."""
         ...
 
     def exchanges(self) -> list[Exchange]:
@@ -117,6 +122,11 @@ class Scripted:
             *more,
         )  # fmt: skip
 
+    def release(self) -> None:
+        folder = self.processes.folder
+        if all((folder / f"{name}.ready").exists() for name in self.processes.running):
+            (folder / START).touch()
+
     def exchanges(self) -> list[Exchange]:
         # A coordinator that tells the exchanges knows best; else each member tells its own, and
         # those that were the same exchange have the same step.
@@ -173,6 +183,9 @@ class Ours:
             "--step-wait-s", str(self.plan.step_wait_s),
             "--json", str(self.processes.folder / f"{member_name(rank)}.json"),
         )  # fmt: skip
+
+    def release(self) -> None:
+        pass  # `run.learners_at_start` does it.
 
     def exchanges(self) -> list[Exchange]:
         return [

@@ -16,7 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.append(str(Path(__file__).resolve().parents[2] / "src"))
 
 from narrows.bench.peer_exchange import use_interface_of
-from narrows.bench.peer_member import ROUND_TIMEOUT_S, Member, stay, training_of
+from narrows.bench.peer_member import (
+    ROUND_TIMEOUT_S,
+    Member,
+    Training,
+    stay,
+    tell_ready,
+    training_of,
+)
 from narrows.learner.gpt import GPT
 
 
@@ -41,23 +48,30 @@ class ParallelMember(Member):
         return loss
 
 
-def main() -> None:
-    training = training_of()
-    store = dist.TCPStore(
+def store_of(training: Training) -> dist.TCPStore:
+    return dist.TCPStore(
         training.host, training.port, is_master=training.coordinator, wait_for_workers=False
     )
+
+
+def main() -> None:
+    training = training_of()
     if training.coordinator:
+        store = store_of(training)
+        print(f"store at port {store.port}", flush=True)
+        tell_ready(training)
         stay()
         return
+    member = ParallelMember(training)
+    member.wait_for_start()
     use_interface_of(training.host)
     dist.init_process_group(
         "gloo",
-        store=store,
+        store=store_of(training),
         rank=training.rank,
         world_size=training.world,
         timeout=timedelta(seconds=ROUND_TIMEOUT_S),
     )
-    member = ParallelMember(training)
     member.wrapped = DistributedDataParallel(Loss(member.model))
     while not member.done:
         member.train()

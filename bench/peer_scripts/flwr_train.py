@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 # Nothing outside is told that this runs.
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 
+import grpc
 import torch
 from flwr.client import NumPyClient, start_client
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
@@ -25,9 +27,12 @@ from narrows.bench.peer_member import (
     ROUND_TIMEOUT_S,
     Member,
     Training,
+    tell_ready,
     training_of,
 )
 from narrows.learner.gpt import GPT
+
+RETRY_S = 0.5
 
 
 def arrays_of(model: GPT) -> list[Any]:
@@ -87,6 +92,7 @@ def serve(training: Training) -> None:
     """A server that starts again begins with the first parameters: it keeps none by itself."""
     member = Member(training)
     rounds = (training.steps - training.start_step) // training.sync_steps
+    tell_ready(training)
     start_server(
         server_address=f"{training.host}:{training.port}",
         config=ServerConfig(num_rounds=rounds, round_timeout=ROUND_TIMEOUT_S),
@@ -101,10 +107,16 @@ def main() -> None:
         serve(training)
         return
     member = Member(training)
-    client = Client(member)
-    start_client(
-        server_address=f"{training.host}:{training.port}", client=client.to_client(), insecure=True
-    )
+    member.wait_for_start()
+    client, address = Client(member).to_client(), f"{training.host}:{training.port}"
+    while True:
+        try:
+            start_client(server_address=address, client=client, insecure=True)
+            break
+        except grpc.RpcError as error:
+            # A client ends with its server; here it comes back, as under a supervisor.
+            print(repr(error), flush=True)
+            time.sleep(RETRY_S)
     member.finish()
 
 

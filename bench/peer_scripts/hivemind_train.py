@@ -13,7 +13,14 @@ from hivemind.utils import get_dht_time
 # The environment of another system has no narrows.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "src"))
 
-from narrows.bench.peer_member import ROUND_TIMEOUT_S, Member, Training, stay, training_of
+from narrows.bench.peer_member import (
+    ROUND_TIMEOUT_S,
+    Member,
+    Training,
+    stay,
+    tell_ready,
+    training_of,
+)
 
 MATCHMAKING_S = 1.0
 """The default of 5 s is longer than a round of this model takes."""
@@ -81,11 +88,13 @@ def main() -> None:
     if training.coordinator:
         dht = start_dht(training, training.port, [])
         place.write_text(str(dht.get_visible_maddrs()[0]))
+        tell_ready(training)
         stay()
         dht.shutdown()
         return
-    dht = start_dht(training, 0, [place.read_text()])
     member = Member(training)
+    member.wait_for_start()
+    dht = start_dht(training, 0, [place.read_text()])
     averager = DecentralizedAverager(
         [p.detach().clone() for p in member.model.parameters()],
         dht,

@@ -25,6 +25,7 @@ from narrows.bench.peer_member import (
     Member,
     Training,
     stay,
+    tell_ready,
     training_of,
 )
 
@@ -33,6 +34,8 @@ MIN_REPLICAS = 1
 
 JOIN_TIMEOUT_MS = 1000
 """A quorum that is possible waits so long for members that are alive but not there yet."""
+
+QUORUM_RETRIES = 3
 
 
 def manager_of(training: Training, member: Member, own: TCPStore) -> Manager:
@@ -50,8 +53,9 @@ def manager_of(training: Training, member: Member, own: TCPStore) -> Manager:
         min_replica_size=MIN_REPLICAS,
         use_async_quorum=False,
         timeout=timedelta(seconds=ROUND_TIMEOUT_S),
-        # Longer than what it waits for: else the first round's late-comers kill the early ones.
-        quorum_timeout=timedelta(seconds=6 * ROUND_TIMEOUT_S),
+        quorum_timeout=timedelta(seconds=ROUND_TIMEOUT_S),
+        # By default a member ends with the first quorum that times out.
+        quorum_retries=QUORUM_RETRIES,
         rank=0,
         world_size=1,
         store_addr=training.host,
@@ -70,6 +74,7 @@ def main() -> None:
             min_replicas=MIN_REPLICAS,
             join_timeout_ms=JOIN_TIMEOUT_MS,
         )
+        tell_ready(training)
         stay()
         lighthouse.shutdown()
         return
@@ -77,6 +82,7 @@ def main() -> None:
     socket.gethostname = lambda: training.host
     use_interface_of(training.host)
     member = Member(training)
+    member.wait_for_start()
     own = TCPStore(training.host, 0, is_master=True, wait_for_workers=False)
     manager = manager_of(training, member, own)
     outer = torch.optim.SGD(
