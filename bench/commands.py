@@ -158,10 +158,10 @@ def bench_peers(
     rows: Path = Path("runs/peers.jsonl"),
     json: Path | None = None,
     members: int = 4,
-    steps: int = 1000,
+    steps: int = 800,
     sync_steps: int = 20,
     preset: str = "nano",
-    step_wait_s: float = 0.01,
+    step_wait_s: float = 0.02,
     systems: str = "",
 ) -> None:
     """Measure other systems beside ours: loss, bytes, seconds, and what a SIGKILL does to them.

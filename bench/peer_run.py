@@ -28,7 +28,7 @@ EVENTS: Final[tuple[Event, ...]] = ("none", "member_killed", "coordinator_killed
 KILL_AT: Final = 1 / 3
 """Share of the steps at which a process gets SIGKILL."""
 
-RETURN_AFTER_S: Final = 5.0
+RETURN_AFTER_S: Final = 3.0
 """Then it is started again."""
 
 STALL_MAX_S: Final = 45.0

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 # The environment of another system has no narrows.
@@ -48,8 +49,8 @@ class ParallelMember(Member):
         return loss
 
 
-def store_of(training: Training) -> dist.TCPStore:
-    return dist.TCPStore(
+def store_of(training: Training) -> TCPStore:
+    return TCPStore(
         training.host, training.port, is_master=training.coordinator, wait_for_workers=False
     )
 

@@ -21,6 +21,7 @@ from narrows.bench.quality import run_jobs, run_quality_bench
 from narrows.bench.quality_cells import REPORTING_SEEDS
 from narrows.bench.quality_run import Cell, learner_name, run_cell
 from narrows.bench.quality_stats import STUDENT_T, paired
+from narrows.bench.rows import read_rows
 from narrows.bench.variants import POISONS, VARIANTS
 from narrows.broker.config import load_config
 from narrows.broker.model import version_zero
