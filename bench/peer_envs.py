@@ -47,6 +47,8 @@ def environment(name: str, cache: Path | None = None) -> Path:
         raise ConfigError(
             "no such system", expected=" | ".join(PEERS), got=name, remedy=nearest(name, PEERS)
         )
+    if not SCRIPTS.is_dir():
+        raise _no_checkout(name, SCRIPTS)
     if name == "ddp":
         _check(name, Path(sys.executable), "torch.distributed")
         return Path(sys.executable)
@@ -66,12 +68,13 @@ def requirements(name: str) -> Path:
     """The pinned requirements of one system. Raises PeerAbsent outside a checkout."""
     path = REQUIREMENTS / f"{name}.txt"
     if not path.exists():
-        raise PeerAbsent(
-            name,
-            f"{path} is not there",
-            remedy="other systems are measured from a checkout: git clone, then make venv",
-        )
+        raise _no_checkout(name, path)
     return path
+
+
+def _no_checkout(name: str, missing: Path) -> PeerAbsent:
+    remedy = "other systems are measured from a checkout: git clone, then make venv"
+    return PeerAbsent(name, f"{missing} is not there", remedy=remedy)
 
 
 def cache_folder() -> Path:

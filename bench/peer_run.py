@@ -103,7 +103,7 @@ def _follow(system: System, plan: Plan, processes: Processes, event: Event) -> S
         now_s, newest = time.time(), system.exchanges()[-1]
         dead = _dead(system, survivors, processes)
         if dead:
-            story.gave_up = f"{dead} ended: {processes.tail(dead, 2)}"[-500:]
+            story.gave_up = f"{dead} ended: {processes.tail(dead, 1)}"[:300]
             break
         if now_s - max(newest.time_s, story.killed_s) > STALL_MAX_S:
             story.gave_up = f"no exchange for {STALL_MAX_S:.0f} s"
