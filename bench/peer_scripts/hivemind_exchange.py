@@ -26,8 +26,9 @@ COMPRESSIONS: dict[str, tuple[Any, float]] = {
 }
 """Class and largest relative error of the average."""
 
-MATCHMAKING_S = 1.0
-"""Before the clock starts; the default of 5 s would be the same for every size and line."""
+MATCHMAKING_S_PER_MEMBER = 0.5
+"""Before the clock starts. A group must be complete, so that more members need more time on a busy
+machine; the default of 5 s whatever their number would only make the bench longer."""
 
 POLL_S = 0.002
 
@@ -47,15 +48,15 @@ def start_dht(host: str, initial_peers: list[str]) -> DHT:
 class Averaging:
     """Steps of one averager in two halves: find the group, then average."""
 
-    def __init__(self, averager: DecentralizedAverager, world: int) -> None:
-        self.averager, self.world = averager, world
+    def __init__(self, averager: DecentralizedAverager, world: int, matchmaking_s: float) -> None:
+        self.averager, self.world, self.matchmaking_s = averager, world, matchmaking_s
         self.control: Any = None
 
     def prepare(self, values: Tensor) -> None:
         with self.averager.get_tensors() as tensors:
             tensors[0].copy_(values)
         self.control = self.averager.step(
-            scheduled_time=get_dht_time() + MATCHMAKING_S,
+            scheduled_time=get_dht_time() + self.matchmaking_s,
             timeout=MEETING_TIMEOUT.total_seconds(),
             require_trigger=True,
             wait=False,
@@ -83,6 +84,7 @@ def main() -> None:
         dht.shutdown()
         return
     dht = start_dht(task.host, [store.get(PLACE).decode()])
+    matchmaking_s = MATCHMAKING_S_PER_MEMBER * task.world
     compression, tolerance = COMPRESSIONS[task.variant]
     averager = DecentralizedAverager(
         [torch.zeros(task.params)],
@@ -91,11 +93,11 @@ def main() -> None:
         prefix="exchange",
         target_group_size=task.world,
         min_group_size=task.world,
-        min_matchmaking_time=MATCHMAKING_S,
-        request_timeout=MATCHMAKING_S / 2,
+        min_matchmaking_time=matchmaking_s,
+        request_timeout=matchmaking_s / 2,
         compression=compression(),
     )
-    averaging = Averaging(averager, task.world)
+    averaging = Averaging(averager, task.world, matchmaking_s)
     measure(task, store, averaging.average, tolerance=tolerance, prepare=averaging.prepare)
     averager.shutdown()
     dht.shutdown()

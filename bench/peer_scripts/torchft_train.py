@@ -94,8 +94,9 @@ def main() -> None:
             member.train(training.sync_steps)
             if manager.current_step() > committed:
                 member.exchanged(manager.num_participants())
-    member.finish()
+    # A member that is done but still beats would count as one that the others wait for.
     manager.shutdown(wait=False)
+    member.finish()
 
 
 if __name__ == "__main__":
