@@ -93,7 +93,7 @@ def data_parallel_bytes(learners: int, parameters: int, steps: int) -> int:
     return 2 * sent_per_learner * learners
 
 
-def evaluate_global(folder: Path) -> tuple[float, int]:
+def evaluate_global(folder: Path, preset_name: str = PRESET) -> tuple[float, int]:
     """Validation loss and parameter count of the global model in the broker's checkpoint."""
     with StateDir.open(folder / "broker") as state_dir:
         snapshot = state_dir.load()
@@ -101,7 +101,7 @@ def evaluate_global(folder: Path) -> tuple[float, int]:
         raise NarrowsError(ErrorCode.STATE_DAMAGED, "the broker left no checkpoint")
     path = folder / "global.safetensors"
     export(snapshot, path)
-    model = GPT(preset(PRESET))
+    model = GPT(preset(preset_name))
     # Tied weights travel under one name only.
     model.load_state_dict(load_file(path), strict=False)
     windows = fixed_windows(load_corpus(None).validation, context=model.config.context)

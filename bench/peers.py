@@ -1,0 +1,132 @@
+"""`narrows bench peers`: other systems and ours train the same model side by side, and are hurt.
+
+Every line of the rows file is one run of one system; what is in it is not run again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from narrows.bench import machine
+from narrows.bench.peer_envs import PEERS, PeerAbsent, requirements
+from narrows.bench.peer_run import EVENTS, run_event
+from narrows.bench.peer_systems import Plan
+from narrows.bench.rows import append_row, end_last_line, read_rows
+from narrows.proto.config import nearest
+from narrows.proto.errors import ConfigError, NarrowsError
+from narrows.proto.units import format_bytes
+
+SYSTEMS: Final = ("narrows", *PEERS)
+TABLE_COLUMNS: Final = 150
+
+
+def run_peers_bench(
+    rows_file: Path, json_file: Path | None, plan: Plan, *, systems: Sequence[str]
+) -> None:
+    """Runs what is missing, prints a table, and writes what was asked for.
+
+    `systems` empty: all. Raises ConfigError for an unknown one. One that cannot be had, or that
+    does not start, gets a row with `skipped`, and is tried again the next time.
+    """
+    names = chosen(systems)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=TABLE_COLUMNS)
+    known = {key_of(row): row for row in read_rows(rows_file)}
+    end_last_line(rows_file)
+    rows: list[dict[str, Any]] = []
+    for event in EVENTS:
+        # Event by event, system after system: drift of the machine hits all of them.
+        for name in names:
+            labels = {"system": name, "version": version_of(name), "event": event} | asdict(plan)
+            row = known.get(key_of(labels))
+            if row is None:
+                try:
+                    row = machine.describe() | labels | run_event(name, plan, event)
+                    append_row(rows_file, row)
+                except NarrowsError as error:
+                    row = labels | {"skipped": str(error)}
+                console.print(Text(told(row)))
+            rows.append(row)
+    console.print(table_of(rows))
+    if json_file is not None:
+        result = {"bench": "peers", "rows": rows}
+        json_file.write_text(json.dumps(machine.describe() | result, indent=1) + "\n")
+
+
+def chosen(systems: Sequence[str]) -> Sequence[str]:
+    """These systems, or all. Raises ConfigError for an unknown one."""
+    for name in systems:
+        if name not in SYSTEMS:
+            raise ConfigError(
+                "no such system",
+                expected=" | ".join(SYSTEMS),
+                got=repr(name),
+                remedy=nearest(name, SYSTEMS),
+            )
+    return systems or SYSTEMS
+
+
+def version_of(name: str) -> str:
+    """The pinned version; "" for what has no pins of its own."""
+    try:
+        pins = requirements(name).read_text().splitlines()
+    except PeerAbsent:
+        return ""
+    (pin,) = [line for line in pins if line.startswith(f"{name}==")]
+    return pin.partition("==")[2]
+
+
+def key_of(row: Mapping[str, Any]) -> str:
+    """What makes a run another run."""
+    names = ("system", "version", "event", *Plan.__dataclass_fields__)
+    return json.dumps([row[name] for name in names])
+
+
+def told(row: Mapping[str, Any]) -> str:
+    """One line of progress."""
+    head = f"{row['system']}, {row['event']}: "
+    if "skipped" in row:
+        return f"{head}skipped: {row['skipped']}"
+    loss = "no model" if row["loss"] is None else f"loss {row['loss']:.4f}"
+    return f"{head}{loss}, {row['seconds']:.1f} s, {format_bytes(row['bytes'])}"
+
+
+COLUMNS: Final = {
+    "loss": "loss",
+    "seconds": "s",
+    "went_on": "went on",
+    "recovered_after_s": "recovered after s",
+    "rejoined_after_s": "all back after s",
+    "longest_pause_s": "longest pause s",
+}
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Losses in nats per byte of validation text; bytes on the loopback interface."""
+    table = Table("system", "event", *COLUMNS.values(), "bytes", "note")
+    for row in rows:
+        cells = [_cell(row.get(name)) for name in COLUMNS]
+        size = format_bytes(row["bytes"]) if "bytes" in row else ""
+        table.add_row(
+            f"{row['system']} {row['version']}",
+            row["event"],
+            *cells,
+            size,
+            Text(row.get("skipped") or row["note"]),
+        )
+    return table
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
