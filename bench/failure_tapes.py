@@ -36,8 +36,8 @@ class Slices:
         """Durations in seconds, exponentiated Weibull with shape 1 and exponent 2: the longer of
         two exponential times. The paper names the family and no parameters; nothing but the mean
         matters to goodput, because slices are repaired independently of each other."""
-        longer = rng.exponential(size=(2, count)).max(axis=0) / 1.5
-        return self.repair_s * longer
+        longer: F64 = self.repair_s / 1.5 * rng.exponential(size=(2, count)).max(axis=0)
+        return longer
 
 
 @dataclass(frozen=True)

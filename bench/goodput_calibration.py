@@ -91,7 +91,10 @@ def _fits(
 
 def calibrated() -> Costs:
     """The best fit of both rows."""
-    (repair_s, reconfigure_s), (restart_s, checkpoint_s) = elastic_fits()[0], data_parallel_fits()[0]
+    (repair_s, reconfigure_s), (restart_s, checkpoint_s) = (
+        elastic_fits()[0],
+        data_parallel_fits()[0],
+    )
     return Costs(Slices(SLICE_CHIPS, repair_s), restart_s, checkpoint_s, reconfigure_s)
 
 

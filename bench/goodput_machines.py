@@ -1,9 +1,8 @@
 """Failures on the real state machines: a simulated run whose learners follow courses.
 
-The simulator's clock runs `TAPE_S` times slower than the tape: one second of the machines is one
-inner step and stands for 20 s of the tape, as long as a step of DeepSeek-V3 is taken to be in
-Streaming DiLoCo (arXiv 2501.18512). It makes a tape of a day affordable, and whatever the
-machines take for themselves (joining, beats, latency, merging) weighs 20 times as much as it would.
+The simulator's clock is slower than the tape: one second of the machines is one inner step and
+stands for `step_s` of the tape. It makes a tape of a day affordable, and whatever the machines
+take for themselves (joining, beats, latency, merging) weighs `step_s` times as much as it would.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from narrows.bench.failure_tapes import F64
 from narrows.bench.simulated_broker import Committed
 from narrows.bench.simulated_learner import LearnerSpec, SimulatedLearner
 from narrows.bench.simulation import Simulation
-from narrows.bench.stall_model import Course, full_course, uptime
+from narrows.bench.stall_model import NEVER, Course, full_course, uptime
 from narrows.bench.virtual import Faults
 from narrows.broker.config import BrokerConfig
 from narrows.proto.config import override
 
-TAPE_S: Final = 20.0
-"""Seconds of the tape per second of the machines."""
+STEP_S: Final = 20.0
+"""Seconds of the tape that an inner step takes, as long as one of DeepSeek-V3 is taken to be in
+Streaming DiLoCo (arXiv 2501.18512)."""
 
 LEAD_S: Final = 10.0
 """The machines' seconds before the tape begins: everybody joins."""
@@ -41,10 +41,12 @@ class Plan:
     """One learner: what it can do by time, and when its process is not there."""
 
     course: Course
-    absences_s: F64 = field(default_factory=lambda: np.empty((0, 2)))
+    absences_s: F64 = field(default_factory=lambda: NEVER)
     """(n, 2), in order: it is killed at the beginning of each and started at its end."""
-    step_s: float = 1.0
-    """Of the machines."""
+    lent: bool = False
+    """Its chips belong to somebody else while it is absent; else that time is lost."""
+    pace: float = 1.0
+    """How long its steps are in units of the run's."""
     ramp_steps: int = 0
     """Steps before a process that is not its first contributes."""
 
@@ -59,23 +61,21 @@ class PlannedLearner(SimulatedLearner):
 
     def step_lasts_s(self) -> float:
         self._begun_s = self._run.tape_s
-        wanted_s = super().step_lasts_s() * TAPE_S
-        return _when_trained(self._plan.course, self._begun_s, wanted_s) / TAPE_S
+        wanted_s = super().step_lasts_s() * self._run.step_s
+        return _when_trained(self._plan.course, self._begun_s, wanted_s) / self._run.step_s
 
     def step_tokens(self) -> int:
         begun_s = self._begun_s
-        tokens = round(self._share(begun_s) * self.spec.tokens_per_step)
+        course = self._plan.course
+        share = float(course.share[_segment(course, begun_s)])
+        tokens = round(share * self.spec.tokens_per_step)
         self._run.steps[self.spec.name].append((begun_s, self._run.tape_s, tokens))
         return tokens
-
-    def _share(self, at_s: float) -> float:
-        course = self._plan.course
-        return float(course.share[max(0, np.searchsorted(course.times_s, at_s, side="right") - 1)])
 
 
 def _when_trained(course: Course, begun_s: float, wanted_s: float) -> float:
     """Seconds from `begun_s` until so much has been trained; outside its span nothing stalls."""
-    segment = max(0, int(np.searchsorted(course.times_s, begun_s, side="right")) - 1)
+    segment = _segment(course, begun_s)
     at_s, left_s = begun_s, wanted_s
     while segment < len(course.times_s):
         last = segment + 1 == len(course.times_s)
@@ -87,29 +87,47 @@ def _when_trained(course: Course, begun_s: float, wanted_s: float) -> float:
     return at_s + left_s - begun_s
 
 
+def _segment(course: Course, at_s: float) -> int:
+    """Which segment holds a time; the first one also what was before."""
+    return max(0, int(np.searchsorted(course.times_s, at_s, side="right")) - 1)
+
+
 class PlannedRun(Simulation):
     """A decoupled run on a tape; `steps` are (begin, end, tokens) by learner, times of the tape."""
 
     def __init__(
-        self, plans: Sequence[Plan], span_s: float, seed: int, settings: Mapping[str, object]
+        self,
+        plans: Sequence[Plan],
+        span_s: float,
+        seed: int,
+        settings: Mapping[str, object],
+        *,
+        step_s: float = STEP_S,
     ) -> None:
-        self.span_s = span_s
+        self.span_s, self.step_s = span_s, step_s
         self.plans = {f"learner-{i:02}": plan for i, plan in enumerate(plans)}
         self.steps: dict[str, list[tuple[float, float, int]]] = {name: [] for name in self.plans}
         self.commits: list[Committed] = []
         at_start = sum(not _is_absent_at_first(plan) for plan in plans)
         own = {"run.learners_at_start": at_start, **SETTINGS, **settings}
-        specs = [_spec(name, plan) for name, plan in self.plans.items()]
+        specs = [
+            LearnerSpec(name, plan.pace, TOKENS_PER_STEP, self._joins_at_s(plan))
+            for name, plan in self.plans.items()
+        ]
         super().__init__(override(BrokerConfig(), own), seed, Faults(), specs)
         for name, plan in self.plans.items():
             for begin_s, end_s in plan.absences_s.tolist():
                 if begin_s > 0:
-                    kill = partial(self.kill_learner, name, (end_s - begin_s) / TAPE_S)
-                    self.clock.at(LEAD_S + begin_s / TAPE_S, kill)
+                    kill = partial(self.kill_learner, name, (end_s - begin_s) / step_s)
+                    self.clock.at(LEAD_S + begin_s / step_s, kill)
 
     @property
     def tape_s(self) -> float:
-        return (self.clock.now - LEAD_S) * TAPE_S
+        return (self.clock.now - LEAD_S) * self.step_s
+
+    def _joins_at_s(self, plan: Plan) -> float:
+        absent = _is_absent_at_first(plan)
+        return LEAD_S + float(plan.absences_s[0, 1]) / self.step_s if absent else 0.0
 
     def make_learner(self, spec: LearnerSpec) -> SimulatedLearner:
         if self.clock.now > 0:
@@ -124,20 +142,22 @@ class PlannedRun(Simulation):
 
     def play(self) -> None:
         """Runs to the end of the tape."""
-        self.run(LEAD_S + self.span_s / TAPE_S)
+        self.run(LEAD_S + self.span_s / self.step_s)
 
     # What came of it.
 
     def goodput(self, edges_s: F64) -> F64:
-        """Tokens of the steps between each two edges over those of learners that never fail."""
-        made = np.zeros(len(edges_s) - 1)
-        whole = 0.0
+        """Share of the allocated time between each two edges that went into steps: those that
+        end there, at their usual length and by their tokens."""
+        made_s, allocated_s = np.zeros(len(edges_s) - 1), np.zeros(len(edges_s) - 1)
         for name, plan in self.plans.items():
             ends_s = [end_s for _, end_s, _ in self.steps[name]]
-            tokens = [tokens for *_, tokens in self.steps[name]]
-            made += np.histogram(ends_s, edges_s, weights=tokens)[0]
-            whole += TOKENS_PER_STEP / (plan.step_s * TAPE_S)
-        shares: F64 = made / (whole * np.diff(edges_s))
+            tokens = np.array([tokens for *_, tokens in self.steps[name]])
+            full_steps = np.histogram(ends_s, edges_s, weights=tokens / TOKENS_PER_STEP)[0]
+            made_s += full_steps * plan.pace * self.step_s
+            gone_s = plan.absences_s if plan.lent else NEVER
+            allocated_s += np.diff(full_course(self.span_s, gone_s).up_s(edges_s))
+        shares: F64 = made_s / allocated_s
         return shares
 
     def uptime(self, edges_s: F64) -> F64:
@@ -155,12 +175,16 @@ class PlannedRun(Simulation):
         stalls_s = np.stack((planned.times_s[stalled], stops_s[stalled]), axis=1)
         return full_course(self.span_s, np.concatenate((stalls_s, np.reshape(pauses_s, (-1, 2)))))
 
+    def merged_tokens(self) -> tuple[F64, F64]:
+        """Times and tokens of the merges, a fragment's tokens as its share of the model's."""
+        count = self.config.fragments.count
+        tokens = [sum(done.tokens for done in commit.contributors) for commit in self.commits]
+        return self._commit_times_s(), np.array(tokens) / count
+
     def merged_share(self) -> float:
         """Share of the tokens trained that a merge took in."""
-        fragments = self.config.fragments.count
-        merged = sum(done.tokens for commit in self.commits for done in commit.contributors)
         made = sum(tokens for steps in self.steps.values() for *_, tokens in steps)
-        return merged / fragments / made
+        return float(self.merged_tokens()[1].sum()) / made
 
     def contributions(self) -> dict[str, int]:
         """Merges that each learner contributed to."""
@@ -172,15 +196,11 @@ class PlannedRun(Simulation):
 
     def longest_gap_s(self) -> float:
         """Longest time without a new version, seconds of the tape."""
-        times_s = [0.0, *((c.at_s - LEAD_S) * TAPE_S for c in self.commits), self.span_s]
-        return max(np.diff(times_s).tolist())
+        times_s = np.concatenate(([0.0], self._commit_times_s(), [self.span_s]))
+        return float(np.diff(times_s).max())
 
-
-def _spec(name: str, plan: Plan) -> LearnerSpec:
-    joins_at_s = 0.0
-    if _is_absent_at_first(plan):
-        joins_at_s = LEAD_S + float(plan.absences_s[0, 1]) / TAPE_S
-    return LearnerSpec(name, plan.step_s, TOKENS_PER_STEP, joins_at_s)
+    def _commit_times_s(self) -> F64:
+        return (np.array([commit.at_s for commit in self.commits]) - LEAD_S) * self.step_s
 
 
 def _is_absent_at_first(plan: Plan) -> bool:

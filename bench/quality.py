@@ -129,8 +129,7 @@ def run_jobs(jobs: Sequence[Job], path: Path, *, workers: int, console: Console)
         keyed, run_cell, path, key_of=_run_key, say=say, workers=workers, console=console
     )
     return [
-        rows[_job_key(cell, seed)] | {"group": cell.group, "name": cell.name}
-        for cell, seed in jobs
+        rows[_job_key(cell, seed)] | {"group": cell.group, "name": cell.name} for cell, seed in jobs
     ]
 
 

@@ -17,10 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from narrows.bench.failure_tapes import F64, Slices, Tape
+
+NEVER: Final[F64] = np.empty((0, 2))
+"""No times from and to."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def course(tape: Tape, stalls_s: F64) -> Course:
 
 def full_course(span_s: float, stalls_s: F64) -> Course:
     """The same for a job that has all of its chips whenever it trains."""
-    return _course(span_s, stalls_s, np.empty((0, 2)), 1)
+    return _course(span_s, stalls_s, NEVER, 1)
 
 
 def data_parallel(tape: Tape, costs: Costs) -> Course:
