@@ -57,15 +57,16 @@ class PlannedLearner(SimulatedLearner):
     def __init__(self, run: PlannedRun, spec: LearnerSpec) -> None:
         super().__init__(run.clock, run.random, run.faults, run, spec, run.layout)
         self._run, self._plan = run, run.plans[spec.name]
-        self._begun_s = 0.0
+        self.begun_s = 0.0
+        """When its newest step began, on the tape."""
 
     def step_lasts_s(self) -> float:
-        self._begun_s = self._run.tape_s
+        self.begun_s = self._run.tape_s
         wanted_s = super().step_lasts_s() * self._run.step_s
-        return _when_trained(self._plan.course, self._begun_s, wanted_s) / self._run.step_s
+        return _when_trained(self._plan.course, self.begun_s, wanted_s) / self._run.step_s
 
     def step_tokens(self) -> int:
-        begun_s = self._begun_s
+        begun_s = self.begun_s
         course = self._plan.course
         share = float(course.share[_segment(course, begun_s)])
         tokens = round(share * self.spec.tokens_per_step)
@@ -166,14 +167,20 @@ class PlannedRun(Simulation):
 
     def measured_course(self, name: str) -> Course:
         """When a learner trained: its stalls, and whatever lay between two of its steps."""
-        begins_s = [*(begin_s for begin_s, *_ in self.steps[name]), self.span_s]
         ends_s = [0.0, *(end_s for _, end_s, _ in self.steps[name])]
+        begins_s = [*(begin_s for begin_s, *_ in self.steps[name]), self._in_step_since(name)]
         pauses_s = [(e, b) for e, b in zip(ends_s, begins_s, strict=True) if b > e]
         planned = self.plans[name].course
         stalled = planned.up == 0
         stops_s = np.append(planned.times_s[1:], planned.span_s)
         stalls_s = np.stack((planned.times_s[stalled], stops_s[stalled]), axis=1)
         return full_course(self.span_s, np.concatenate((stalls_s, np.reshape(pauses_s, (-1, 2)))))
+
+    def _in_step_since(self, name: str) -> float:
+        """When the step began that a learner is in now; the end of the tape if it is in none."""
+        learner, steps = self.learners.get(name), self.steps[name]
+        begun_s = learner.begun_s if isinstance(learner, PlannedLearner) else self.span_s
+        return begun_s if not steps or begun_s >= steps[-1][1] else self.span_s
 
     def merged_tokens(self) -> tuple[F64, F64]:
         """Times and tokens of the merges, a fragment's tokens as its share of the model's."""
