@@ -118,7 +118,11 @@ def test_rows_pictures_and_going_on(
     ]
     varied = [replace(cell, span_s=SPAN_S) for cell in sweeps() if cell.learners == 4][:2]
     monkeypatch.setattr(jobs, "ProcessPoolExecutor", Threads)
-    monkeypatch.setattr(goodput, "table", lambda machines_s: small)
+
+    def tiny(machines_s: float) -> list[Cell]:
+        return small
+
+    monkeypatch.setattr(goodput, "table", tiny)
     monkeypatch.setattr(goodput, "sweeps", lambda: varied)
     rows_file, json_file = tmp_path / "rows.jsonl", tmp_path / "goodput.json"
     run_goodput_bench(rows_file, json_file, tmp_path / "g.svg", full=False, workers=1)
