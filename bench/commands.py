@@ -97,6 +97,39 @@ def bench_quality(
     run_quality_bench(rows, json, plot, full=full, workers=workers, groups=names)
 
 
+@bench.command(name="goodput")
+def bench_goodput(
+    *,
+    rows: Path = Path("runs/goodput.jsonl"),
+    json: Path | None = None,
+    plot: Path | None = None,
+    full: bool = False,
+    workers: int = 0,
+) -> None:
+    """Predict the useful share of up to 2.4 million chips, each interrupted once a year.
+
+    Failure tapes of a day on the real state machines in a simulation, and of a month on a model
+    of what stalls whom: minutes on two cores. What was interrupted goes on where it stopped.
+
+    Parameters
+    ----------
+    rows
+        File that gets one JSON line per cell; what is in it is not run again.
+    json
+        File for the cells: goodput and uptime in percent with 95% intervals.
+    plot
+        Picture of goodput by chips, and one of half an hour of failures beside it with
+        -time-lines in its name (needs the extra `bench`).
+    full
+        Tapes of ten days on the state machines; takes ten times as long.
+    workers
+        Processes, one cell each at a time; 0: one per core.
+    """
+    from narrows.bench.goodput import run_goodput_bench
+
+    run_goodput_bench(rows, json, plot, full=full, workers=workers)
+
+
 @bench.command(name="loop")
 def bench_loop(
     *,

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
+from narrows.bench.goodput_published import CHIPS
 from narrows.proto.errors import ConfigError
 
 SNR_DB_MAX: Final = 60.0
@@ -127,6 +128,40 @@ def bandwidth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set_xlabel("compute utilisation, %")
     axes.set_ylabel("Gbit/s")
     axes.legend(fontsize=7, ncols=3, loc="lower center")
+    _save(figure, axes, path)
+
+
+def goodput_by_chips(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Goodput against chips, a line per method; crosses are published. Rows of the goodput bench
+    without its sweep."""
+    figure, axes = _figure()
+    for method, learners in dict.fromkeys((row["method"], row["learners"]) for row in rows):
+        mine = [row for row in rows if (row["method"], row["learners"]) == (method, learners)]
+        chips = [row["chips"] for row in mine]
+        label = f"M = {learners}" if method == "decoupled" else method.replace("_", " ")
+        (line,) = axes.plot(chips, [row["goodput_percent"] for row in mine], "o-", label=label)
+        known = [(row["chips"], row["published_percent"]) for row in mine]
+        known = [point for point in known if point[1] is not None]
+        if known:
+            axes.plot(*zip(*known, strict=True), "x", color=line.get_color(), markersize=10)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(CHIPS, [f"{chips // 1000}k" for chips in CHIPS])
+    axes.set_xlabel("chips, each interrupted once a year")
+    axes.set_ylabel("goodput, %")
+    axes.set_ylim(0, 100)
+    axes.legend(fontsize=8)
+    _save(figure, axes, path)
+
+
+def time_lines(lines: Mapping[str, Sequence[tuple[float, float]]], path: Path) -> None:
+    """When each job trained: its stretches (begin, end) in seconds as a bar, the first on top."""
+    figure, axes = _figure()
+    for place, stretches in enumerate(lines.values()):
+        bars = [(begin_s / 60, (end_s - begin_s) / 60) for begin_s, end_s in stretches]
+        axes.broken_barh(bars, (place - 0.35, 0.7))
+    axes.set_yticks(range(len(lines)), list(lines))
+    axes.invert_yaxis()
+    axes.set_xlabel("minutes; gaps are stalls")
     _save(figure, axes, path)
 
 

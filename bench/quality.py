@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, TypeAlias
@@ -20,10 +17,10 @@ from typing import Any, Final, TypeAlias
 from rich.console import Console
 
 from narrows.bench import machine, quality_cells
+from narrows.bench.jobs import run_missing
 from narrows.bench.quality_cells import CHOOSING_SEEDS, REPORTING_SEEDS, rates_of
 from narrows.bench.quality_report import Row, rate_row, rate_table, reported, table
 from narrows.bench.quality_run import Cell, run_cell
-from narrows.bench.rows import append_row, end_last_line, read_rows
 from narrows.broker.model import warm_up
 from narrows.proto.config import nearest
 from narrows.proto.errors import ConfigError
@@ -117,39 +114,22 @@ def best_rate(cell: Cell, choices: Runs) -> Cell:
 def run_jobs(jobs: Sequence[Job], path: Path, *, workers: int, console: Console) -> list[Row]:
     """Runs what `path` (one JSON row per line) does not have yet; returns the rows of all jobs.
 
-    Each worker is a process with one thread; the machine's noise changes times, never losses.
+    The machine's noise changes times, never losses.
     """
-    known = {_run_key(row): row for row in read_rows(path)}
-    missing: dict[str, Job] = {}
+
+    def say(row: Row) -> str:
+        cell, seed = keyed[_run_key(row)]
+        return f"{cell.group}: {cell.name}, seed {seed}: {row['validation_loss']:.4f}"
+
+    keyed: dict[str, Job] = {}
     for job in jobs:
-        if (key := _job_key(*job)) not in known:
-            missing.setdefault(key, job)
-    if missing:
-        warm_up()
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        end_last_line(path)
-    started_s = time.monotonic()
-    with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
-        futures = {pool.submit(run_cell, *job): job for job in missing.values()}
-        try:
-            for done, future in enumerate(as_completed(futures), 1):
-                row = machine.describe() | future.result()
-                known[_run_key(row)] = row
-                append_row(path, row)
-                left_s = (time.monotonic() - started_s) / done * (len(missing) - done)
-                cell, seed = futures[future]
-                console.print(
-                    f"{done}/{len(missing)}, {left_s / 60:.0f} min left: {cell.group}:"
-                    f" {cell.name}, seed {seed}: {row['validation_loss']:.4f}",
-                    highlight=False,
-                )
-        except BaseException:
-            # Else the pool would run all that is left, and nobody would write it down.
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        keyed.setdefault(_job_key(*job), job)
+    warm_up()
+    rows = run_missing(
+        keyed, run_cell, path, key_of=_run_key, say=say, workers=workers, console=console
+    )
     return [
-        known[_job_key(cell, seed)] | {"group": cell.group, "name": cell.name}
-        for cell, seed in jobs
+        rows[_job_key(cell, seed)] | {"group": cell.group, "name": cell.name} for cell, seed in jobs
     ]
 
 

@@ -44,6 +44,11 @@ def paired(losses: Sequence[float], reference_losses: Sequence[float]) -> Paired
     n, mean = len(excess), fmean(excess)
     if n == 1:
         return Paired(mean, None, None, n)
-    quantile = STUDENT_T[min(n - 1, len(STUDENT_T)) - 1]
-    half = quantile * stdev(excess) / sqrt(n)
+    half = half_interval(excess)
     return Paired(mean, mean - half, mean + half, n)
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Half of the 95% interval of the mean of two or more values, Student's t."""
+    quantile = STUDENT_T[min(len(values) - 1, len(STUDENT_T)) - 1]
+    return quantile * stdev(values) / sqrt(len(values))

@@ -187,10 +187,18 @@ class SimulatedLearner(Host):
             self.blocked_s += IDLE_S if session.ready and not over else 0.0
             self.later(IDLE_S, self._train)
         else:
-            self.later(self.spec.step_s * self.random.uniform(0.9, 1.1), self._step)
+            self.later(self.step_lasts_s(), self._step)
+
+    def step_lasts_s(self) -> float:
+        """How long the step that begins now will take."""
+        return self.spec.step_s * self.random.uniform(0.9, 1.1)
+
+    def step_tokens(self) -> int:
+        """Of the step that ends now."""
+        return self.spec.tokens_per_step
 
     def _step(self) -> None:
-        self.handle(ev.StepTaken(self.spec.tokens_per_step))
+        self.handle(ev.StepTaken(self.step_tokens()))
         if self.alive:
             self._train()
 

@@ -112,9 +112,11 @@ class Host:
         deadline = self.machine.next_deadline()
         if deadline is not None and deadline < self._timer_at:
             self._timer_at = deadline
-            self.clock.at(deadline, lambda: self.do(self._wake))
+            self.clock.at(deadline, lambda: self.do(lambda: self._wake(deadline)))
 
-    def _wake(self) -> None:
+    def _wake(self, armed_for: float) -> None:
+        if armed_for != self._timer_at:
+            return  # An earlier one was armed since; else both would go on for ever.
         self._timer_at = math.inf
         deadline = self.machine.next_deadline()
         if deadline is not None and deadline <= self.clock.now:

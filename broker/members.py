@@ -81,7 +81,7 @@ class Member:
     @property
     def ready(self) -> bool:
         """Connected and holding every fragment: it can contribute."""
-        return self.connected and all(version >= 0 for version in self.held)
+        return self.connected and -1 not in self.held
 
     def predicted_s(self) -> float | None:
         """Seconds from the opening of a round within which a contribution is to be expected.

@@ -16,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from narrows.bench import jobs as bench_jobs
 from narrows.bench import quality, quality_cells, quality_run, trained
 from narrows.bench.quality import run_jobs, run_quality_bench
 from narrows.bench.quality_cells import REPORTING_SEEDS
@@ -268,7 +269,7 @@ Patched = Callable[[Callable[[Cell, int], dict[str, Any]]], None]
 @pytest.fixture
 def patched(monkeypatch: pytest.MonkeyPatch) -> Patched:
     """Replaces run_cell."""
-    monkeypatch.setattr(quality, "ProcessPoolExecutor", Threads)
+    monkeypatch.setattr(bench_jobs, "ProcessPoolExecutor", Threads)
     return lambda run: monkeypatch.setattr(quality, "run_cell", run)
 
 

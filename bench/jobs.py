@@ -1,0 +1,62 @@
+"""Jobs of a bench in processes of their own, one JSON line per result.
+
+What was interrupted goes on where it stopped: a job whose row is in the file is not run again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rich.console import Console
+
+from narrows.bench import machine
+from narrows.bench.rows import append_row, end_last_line, read_rows
+
+Row: TypeAlias = dict[str, Any]
+Arguments: TypeAlias = tuple[Any, ...]
+
+
+def run_missing(
+    jobs: Mapping[str, Arguments],
+    work: Callable[..., Row],
+    path: Path,
+    *,
+    key_of: Callable[[Row], str],
+    say: Callable[[Row], str],
+    workers: int,
+    console: Console,
+    cost_of: Callable[[str], float] = lambda key: 1.0,
+) -> dict[str, Row]:
+    """Runs `work(*arguments)` for every key that `path` has no row of; returns rows by key.
+
+    `key_of` finds a row's key again, `say` tells of it in half a line, `cost_of` is a job's time
+    in any unit. Each worker is a process with one thread.
+    """
+    known = {key_of(row): row for row in read_rows(path)}
+    missing = {key: job for key, job in jobs.items() if key not in known}
+    if missing:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        end_last_line(path)
+    started_s, done, whole = time.monotonic(), 0.0, sum(map(cost_of, missing))
+    with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
+        futures = {pool.submit(work, *job): key for key, job in missing.items()}
+        try:
+            for count, future in enumerate(as_completed(futures), 1):
+                row = machine.describe() | future.result()
+                known[key_of(row)] = row
+                append_row(path, row)
+                done += cost_of(futures[future])
+                left_s = (time.monotonic() - started_s) / done * (whole - done)
+                progress = f"{count}/{len(missing)}, {left_s / 60:.0f} min left"
+                console.print(f"{progress}: {say(row)}", highlight=False)
+        except BaseException:
+            # Else the pool would run all that is left, and nobody would write it down.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return {key: known[key] for key in jobs}
