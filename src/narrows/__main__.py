@@ -12,7 +12,8 @@ import cyclopts
 from cyclopts import Parameter
 
 from narrows import __version__
-from narrows.bench.commands import bench, need_torch
+from narrows.bench import system_commands
+from narrows.bench.commands import need_torch
 from narrows.broker.journal_command import journal
 from narrows.proto.errors import (
     BrokerUnreachable,
@@ -33,7 +34,7 @@ app = cyclopts.App(
 )
 
 
-app.command(bench)
+app.command(system_commands.bench)
 app.command(journal)
 
 

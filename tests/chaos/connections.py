@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
+from running import wait_until
 
 from narrows.proto import messages as msg
 from narrows.proto.codecs import codec_names
@@ -94,10 +95,8 @@ def run(count: int, folder: Path, *, samples: int = 10) -> Result:
 
 
 def _wait_for(ready: Path, broker: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + HANG_S
-    while not ready.exists():
-        assert broker.poll() is None and time.monotonic() < deadline, "the broker does not start"
-        time.sleep(0.02)
+    wait_until(lambda: ready.exists() or broker.poll() is not None, "the broker to serve")
+    assert ready.exists(), "the broker does not start"
 
 
 def _member(

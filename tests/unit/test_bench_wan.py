@@ -122,7 +122,11 @@ def test_the_table_of_budgets_names_what_was_missed(
 ) -> None:
     shares = {f"{way}_{kind}_over_cap": 1.0 for way in ("up", "down") for kind in ("mean", "peak")}
     told = shares | {"control_round_trip_s_p99": 0.1, "holds": True, "control_in_time": False}
-    monkeypatch.setattr(wan_budget, "run_cell", lambda _: dict(told))
+
+    def run_cell(_: object) -> Row:
+        return dict(told)
+
+    monkeypatch.setattr(wan_budget, "run_cell", run_cell)
     monkeypatch.setattr(wan_budget, "check_able", lambda: None)
     wan_budget.run_budget_bench(tmp_path / "rows", tmp_path / "json")
     assert "not: control_in_time" in capsys.readouterr().out
