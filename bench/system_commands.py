@@ -6,6 +6,9 @@ from pathlib import Path
 
 from narrows.bench.commands import bench, need_torch
 
+commands = bench
+"""All of them."""
+
 
 @bench.command(name="bandwidth")
 def bench_bandwidth(

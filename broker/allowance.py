@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from narrows.broker import events as ev
 from narrows.broker.config import BrokerConfig, settings
 from narrows.broker.founding import Founding
@@ -12,11 +14,13 @@ from narrows.broker.need import Need
 from narrows.broker.state import RunState
 from narrows.proto import messages as msg
 from narrows.proto.config import flatten
-from narrows.proto.delivery import ACKNOWLEDGE_BYTES, ACKNOWLEDGE_S
+from narrows.proto.delivery import ACKNOWLEDGE_BYTES, ACKNOWLEDGE_S, ACKNOWLEDGE_SOON_S
 from narrows.proto.units import format_bits_per_s
 
 RATES = ("wan.up", "wan.down", "wan.total_up", "wan.total_down")
 """Settings that may change while the broker runs."""
+
+NOTHING_NEW = "read again: the rates are what they were (those given as flags win over the file)"
 
 
 @dataclass
@@ -30,16 +34,17 @@ class Allowance:
         self.need = Need(self.state)
 
     def arrived(self, header: msg.Header, now: float) -> list[ev.Effect]:
-        """Data has come: its sender learns how much at once after a MiB, else within 0.1 s."""
+        """Data has come: its sender learns how much, the sooner the more it is."""
         member = self.state.roster.get(header.learner)
         if member is None or member.incarnation != header.incarnation or not member.connected:
             return []
         self.state.roster.heard(member, now)
         if member.acknowledge_at is None:
             member.acknowledge_at = now + ACKNOWLEDGE_S
-        if sum(member.received) - member.acknowledged < ACKNOWLEDGE_BYTES:
-            return []
-        return [self._progress(member)]
+        if sum(member.received) - member.acknowledged >= ACKNOWLEDGE_BYTES:
+            soon = member.acknowledged_at + ACKNOWLEDGE_SOON_S
+            member.acknowledge_at = min(member.acknowledge_at, max(now, soon))
+        return [self._progress(member, now)] if now >= member.acknowledge_at else []
 
     def advance(self, now: float) -> list[ev.Effect]:
         """Positions that are due, and rates that have changed."""
@@ -48,7 +53,7 @@ class Allowance:
             for member in self.state.roster.connected()
             if member.acknowledge_at is not None and now >= member.acknowledge_at
         ]
-        return [self._progress(member) for member in due] + self._divide(now)
+        return [self._progress(member, now) for member in due] + self._divide(now)
 
     def next_deadline(self) -> float | None:
         """When the next positions are due."""
@@ -56,24 +61,32 @@ class Allowance:
         times = [m.acknowledge_at for m in members if m.acknowledge_at is not None]
         return min(times, default=None)
 
-    def told(self, member: Member) -> None:
+    def told(self, member: Member, now: float) -> None:
         """A Beat with the positions has gone out."""
         member.acknowledged, member.acknowledge_at = sum(member.received), None
+        member.acknowledged_at = now
 
     def reload(self, config: BrokerConfig, now: float) -> list[ev.Effect]:
         """Takes the rates of a configuration that was read again; names what needs a restart."""
-        before, after = flatten(self.state.config), flatten(config)
-        changed = [key for key in after if after[key] != before.get(key)]
+        present, after = flatten(self.state.config), flatten(config)
+        changed = [key for key in after if after[key] != present.get(key)]
         rates = {key: float(str(after[key])) for key in changed if key in RATES}
         effects: list[ev.Effect] = []
         if others := [key for key in changed if key not in RATES]:
             text = f"read again, but {', '.join(others)} would need a restart of the broker"
             effects.append(ev.Note("warning", text))
         if not rates:
-            return [*effects, ev.Note("info", "read again: the rates are what they were")]
+            return [*effects, ev.Note("info", NOTHING_NEW)]
         streams = self.state.config.wan.streams
         config = replace(self.state.config, wan=replace(config.wan, streams=streams))
-        self.state.set_config(config, settings(config))
+        told = settings(config)
+        # The bits of codec auto follow at the next look: till then they are what they were.
+        before = self.state.settings
+        self.state.set_config(
+            config,
+            structs.replace(told, push_bits=before.push_bits, publish_bits=before.publish_bits),
+        )
+        self.founding.cut_finer()
         self.need.forget()
         text = ", ".join(f"{k} = {format_bits_per_s(rate)}" for k, rate in rates.items())
         effects += [ev.Note("info", f"read again: {text}"), self._rates_changed()]
@@ -92,9 +105,9 @@ class Allowance:
     def _rates_changed(self) -> ev.RatesChanged:
         return ev.RatesChanged(self.state.config.wan, self.state.settings)
 
-    def _progress(self, member: Member) -> ev.Effect:
+    def _progress(self, member: Member, now: float) -> ev.Effect:
         assert member.peer is not None
-        self.told(member)
+        self.told(member, now)
         return ev.Send(member.peer, msg.Progress(tuple(member.received)))
 
     def _divide(self, now: float) -> list[ev.Effect]:
@@ -104,7 +117,7 @@ class Allowance:
 
     def _beat(self, member: Member, now: float) -> ev.Effect:
         assert member.peer is not None
-        self.told(member)
+        self.told(member, now)
         return ev.Send(member.peer, self.state.beat(member, now))
 
     def _senders(self) -> set[str]:

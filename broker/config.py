@@ -304,7 +304,7 @@ def load_config(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
 
 def settings(config: BrokerConfig) -> RunSettings:
     """The part that the whole group shares, as a Welcome tells it."""
-    wan = config.wan
+    wan, count = config.wan, config.run.learners_at_start
     return RunSettings(
         mode=config.run.mode,
         fragment_count=config.fragments.count,
@@ -317,7 +317,7 @@ def settings(config: BrokerConfig) -> RunSettings:
         push_bits=config.codec.push_bits,
         publish_bits=config.codec.publish_bits,
         chunk_elements=config.codec.chunk_elements,
-        message_bytes=message_bytes(wan.up, wan.down, wan.total_up, wan.total_down),
+        message_bytes=message_bytes(wan.up, wan.down, wan.total_up / count, wan.total_down / count),
         streams=wan.streams,
         error_feedback=config.codec.error_feedback,
         tokens_per_run_step=config.run.tokens_per_run_step,

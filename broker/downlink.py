@@ -15,9 +15,9 @@ from narrows.broker.state import RunState
 from narrows.broker.wires import Traffic, Wires
 from narrows.proto.budget import Budget, wire_bytes
 from narrows.proto.frames import encode_header
-from narrows.proto.limits import PROTOCOL, PUBLICATIONS_KEPT
+from narrows.proto.limits import PAYLOAD_BYTES_MAX, PROTOCOL, PUBLICATIONS_KEPT
 from narrows.proto.messages import DataKind, Header
-from narrows.proto.outbox import Departure, Lane, Outbox
+from narrows.proto.outbox import STATE_FLOOR, Departure, Lane, Outbox
 from narrows.proto.socket_options import STREAM_WINDOW_BYTES
 from narrows.proto.transfer import EncodedChunk
 
@@ -52,6 +52,8 @@ class _Addressee:
     budget: Budget
     served_bytes: int = 0
     """Beside those of the others: who has had least is served next."""
+    is_active: bool = False
+    """It had something that might leave when it was looked at last."""
     states: dict[int, EncodedVersion] = field(default_factory=dict[int, EncodedVersion])
     """State last sent per fragment, while some of it is on its way: repair must come from the
     same version. Held longer, each would keep a copy of the fragment in memory."""
@@ -76,8 +78,11 @@ class Downlink:
         self._orders: dict[int, list[Publish]] = {}
         """States that are being encoded, by fragment."""
         self._addressees: dict[str, _Addressee] = {}
-        self._incarnations: dict[str, str] = {}
-        """Newest by learner, lost ones too: their subscriptions are kept."""
+        self._before: dict[str, _Addressee] = {}
+        """The last of each learner, lost ones too: what it was sent still counts."""
+        self._served_bytes = 0
+        """Of the one that was served last: who joins in begins there."""
+        self._owed_to_states = 0.0
         self._total = Budget(run.config.wan.total_down)
         self._looked_at = 0.0
         self.pump_at: float | None = None
@@ -85,18 +90,19 @@ class Downlink:
 
     def admit(self, learner: str, incarnation: str) -> None:
         outbox = Outbox[_Parcel](self._run.settings.streams, STREAM_WINDOW_BYTES)
-        served = min((each.served_bytes for each in self._addressees.values()), default=0)
-        budget = Budget(self._run.config.wan.down)
-        self._addressees[learner] = _Addressee(incarnation, outbox, budget, served)
-        before = self._incarnations.get(learner, incarnation)
-        self._incarnations[learner] = incarnation
-        if before != incarnation:
+        before = self._before.get(learner)
+        if before is not None and before.incarnation == incarnation:
+            outbox.start_at(before.outbox.positions)
+        elif before is not None:
             # One that is only cut off keeps its subscriptions, and does not send them again.
-            self._wires.subscribed -= self._topics(before)
+            self._wires.subscribed -= self._topics(before.incarnation)
+        budget = before.budget if before is not None else Budget(self._run.config.wan.down)
+        addressee = _Addressee(incarnation, outbox, budget)
+        self._addressees[learner] = self._before[learner] = addressee
 
     def set_rates(self, wan: WanSection, now: float) -> None:
         self._total.set_rate(wan.total_down, now)
-        for addressee in self._addressees.values():
+        for addressee in self._before.values():
             addressee.budget.set_rate(wan.down, now)
 
     def charge(self, learner: str, size_bytes: float, now: float) -> None:
@@ -105,8 +111,17 @@ class Downlink:
         if (addressee := self._addressees.get(learner)) is not None:
             addressee.budget.charge(size_bytes, now)
 
+    def received(self, learner: str, size_bytes: int, now: float) -> None:
+        """Bytes from a learner: TCP acknowledges them on the line that we send on."""
+        self._total.receive(size_bytes, now)
+        if (addressee := self._addressees.get(learner)) is not None:
+            addressee.budget.receive(size_bytes, now)
+
     def forget(self, learner: str) -> None:
-        self._addressees.pop(learner, None)
+        addressee = self._addressees.pop(learner, None)
+        if addressee is not None:
+            addressee.outbox.discard(lambda parcel: True)
+            addressee.states.clear()
 
     def acknowledge(self, learner: str, positions: tuple[int, ...], now: float) -> None:
         addressee = self._addressees.get(learner)
@@ -200,16 +215,12 @@ class Downlink:
         return sum(len(addressee.states) for addressee in self._addressees.values())
 
     def pump(self, now: float) -> None:
-        """Sends what credit and rates allow; of the learners that may have something, the one
-        that has had least is next."""
+        """Sends what credit and rates allow: fragments before states, and of the learners the one
+        that has had least."""
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
-            for addressee in self._addressees.values():
-                addressee.outbox.renew_stalled(now)
-        waiting = [(n, a) for n, a in self._addressees.items() if len(a.outbox)]
-        # Nobody may listen yet: pub/sub would drop silently what the credit lets go.
-        waiting = [(n, a) for n, a in waiting if self._listens(a.incarnation)]
-        self._level(waiting)
+            self._renew_stalled(now)
+        waiting = self._waiting()
         late: list[float] = []
         for _ in range(PARCELS_PER_PUMP):
             if not waiting:
@@ -217,25 +228,46 @@ class Downlink:
             if not self._total.is_open(now):
                 late.append(self._total.opens_at(now))
                 break
-            name, addressee = min(waiting, key=lambda entry: entry[1].served_bytes)
+            name = min(waiting, key=lambda n: self._turn_of(waiting[n]))
+            addressee = waiting[name]
             if not addressee.budget.is_open(now):
                 late.append(addressee.budget.opens_at(now))
             elif self._send_next(name, addressee, now):
                 continue
-            waiting.remove((name, addressee))
+            else:
+                addressee.is_active = False
+            del waiting[name]
         else:
             late.append(now)
         self.pump_at = min(late, default=None)
 
-    def _level(self, waiting: list[tuple[str, _Addressee]]) -> None:
-        """Who had nothing to be sent for a while does not get it all back at once."""
-        least = min((a.served_bytes for _, a in waiting), default=0)
+    def _renew_stalled(self, now: float) -> None:
         for addressee in self._addressees.values():
-            addressee.served_bytes = max(addressee.served_bytes, least)
+            # What was under way may still leave from a queue behind us, and leaves again from here.
+            lost = addressee.outbox.renew_stalled(now)
+            self._total.charge(lost, now)
+            addressee.budget.charge(lost, now)
+
+    def _waiting(self) -> dict[str, _Addressee]:
+        """Who has something to be sent. One that had nothing, or no credit, does not get what it
+        missed."""
+        waiting: dict[str, _Addressee] = {}
+        for name, addressee in self._addressees.items():
+            # Nobody may listen yet: pub/sub would drop silently what the credit lets go.
+            if addressee.outbox and self._listens(addressee.incarnation):
+                waiting[name] = addressee
+            if not addressee.is_active:
+                addressee.served_bytes = max(addressee.served_bytes, self._served_bytes)
+            addressee.is_active = name in waiting
+        return waiting
+
+    def _turn_of(self, addressee: _Addressee) -> tuple[bool, int]:
+        is_state = addressee.outbox.next_lane is Lane.STATE
+        return is_state is (self._owed_to_states <= 0), addressee.served_bytes
 
     def _send_next(self, name: str, addressee: _Addressee, now: float) -> bool:
         """False if credit lets nothing go."""
-        departure = addressee.outbox.take(now)
+        lane, departure = addressee.outbox.next_lane, addressee.outbox.take(now)
         if departure is None:
             return False
         topic = topic_of(addressee.incarnation, departure.stream)
@@ -243,8 +275,15 @@ class Downlink:
         payload = departure.item.chunk.payload
         self._wires.send_data(topic, header, payload)
         cost_bytes = wire_bytes(len(topic), len(header), len(payload))
-        self.charge(name, cost_bytes, now)
+        self._total.send(cost_bytes, now)
+        addressee.budget.send(cost_bytes, now)
+        self._served_bytes = addressee.served_bytes
         addressee.served_bytes += cost_bytes
+        if lane is Lane.STATE:
+            self._owed_to_states = max(0.0, self._owed_to_states - cost_bytes)
+        else:
+            self._owed_to_states += cost_bytes * STATE_FLOOR / (1 - STATE_FLOOR)
+            self._owed_to_states = min(self._owed_to_states, 1.0 * PAYLOAD_BYTES_MAX)
         traffic = self._traffic.setdefault(name, Traffic())
         traffic.down_bytes += len(topic) + len(header) + len(payload)
         return True

@@ -13,7 +13,9 @@ from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.fragments import build_table
 
 REPAIR_S = 1.0
-"""Missing chunks of version 0 are asked for after so long without progress."""
+ASKS_MAX = 3
+"""Missing chunks of version 0 are asked for after REPAIR_S without progress, then twice as late
+each time, up to 2**ASKS_MAX times."""
 
 
 @dataclass
@@ -31,6 +33,9 @@ class Founding:
     _making: bool = False
     """The shell is making version 0, or it stands."""
     _progress_at: float = 0.0
+    _asked_at: float = 0.0
+    _asks: int = 0
+    """Since the last progress."""
 
     def take_layout(self, hello: msg.Hello) -> None:
         """The first learner's layout becomes the run's. Raises NarrowsError if it cannot."""
@@ -81,11 +86,14 @@ class Founding:
         assembly = self._parts.get(header.fragment)
         if member.name != self.founder or self._making or assembly is None:
             return [ev.Drop((handle,))]
-        self._progress_at = now
+        self._progress_at, self._asks = now, 0
         try:
             arrival = assembly.add(header.offset, header.count, header.payload_digest, handle)
         except RemoteProtocolError as error:
-            return [ev.Drop((handle,)), *self.failed(error)]
+            if error.code is not ErrorCode.CHUNK_CONFLICT:
+                return [ev.Drop((handle,)), *self.failed(error)]
+            # The founder has cut it anew, for messages of another size.
+            return self._begin_anew(header, handle)
         if arrival is Arrival.DUPLICATE:
             return [ev.Drop((handle,))]
         if not all(self._parts[index].complete for index in sorted(self._parts)):
@@ -94,13 +102,27 @@ class Founding:
         handles = tuple(self._parts[index].handles for index in sorted(self._parts))
         return [ev.Found(self.state.layout, handles)]
 
+    def _begin_anew(self, header: msg.Header, handle: int) -> list[ev.Effect]:
+        elements = self.state.table[header.fragment].elements
+        before = self._parts[header.fragment].handles
+        anew = Assembly(elements, parts_max(elements, self.state.least_chunk_elements))
+        anew.add(header.offset, header.count, header.payload_digest, handle)
+        self._parts[header.fragment] = anew
+        return [ev.Drop(before)]
+
+    def cut_finer(self) -> None:
+        """Messages have become smaller: transfers may come in more chunks."""
+        for assembly in self._parts.values():
+            assembly.parts_max = parts_max(assembly.elements, self.state.least_chunk_elements)
+
     def missing(self, now: float) -> list[ev.Effect]:
         """Asks the founder again for what has not arrived, once nothing arrives any more."""
         founder = self.state.roster.get(self.founder)
         if founder is None or founder.peer is None or self._making:
             return []
-        if now < self._progress_at + REPAIR_S:
+        if now < max(self._progress_at, self._asked_at) + REPAIR_S * 2.0**self._asks:
             return []
+        self._asked_at, self._asks = now, min(self._asks + 1, ASKS_MAX)
         return [
             ev.Send(founder.peer, msg.Missing(msg.DataKind.FOUND, index, 0, 0, assembly.missing()))
             for index, assembly in sorted(self._parts.items())

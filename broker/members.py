@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
@@ -51,12 +51,13 @@ class Member:
     """Uplink stream positions seen: the credit that we give."""
     acknowledged: int = 0
     """Sum of the positions that were told last."""
+    acknowledged_at: float = 0.0
     acknowledge_at: float | None = None
     """When the next positions are due; None: nothing has come since."""
     up_bits_per_s: float = 0.0
     """What it may send, as told."""
-    keeps_bits_per_s: float = 0.0
-    """What it has confirmed."""
+    keeps_bits_per_s: float | None = None
+    """What it has confirmed; 0: it knows of no limit; None: it is new and sends nothing yet."""
     arrival: Smoothed = field(default_factory=Smoothed)
     """Seconds from the opening of a round to this learner's complete contribution."""
     contributions: int = 0
@@ -110,6 +111,12 @@ def check_name(name: str, incarnation: str) -> None:
         )
 
 
+def median_step_s(members: Sequence[Member]) -> float:
+    """Median step time of these learners, 0 if none has reported one."""
+    times = [member.step_s for member in members if member.step_s > 0]
+    return median(times) if times else 0.0
+
+
 @dataclass
 class Roster:
     """All members by name; iteration is in name order, so that no result depends on arrival."""
@@ -141,8 +148,7 @@ class Roster:
 
     def step_s(self) -> float:
         """Median step time of the ready learners, 0 if none has reported one."""
-        times = [member.step_s for member in self.ready() if member.step_s > 0]
-        return median(times) if times else 0.0
+        return median_step_s(self.ready())
 
     def is_superseded(self, name: str, incarnation: str) -> bool:
         return incarnation in self._superseded.get(name, ())

@@ -89,7 +89,7 @@ class Need:
         self._said.add(way)
         steps = math.ceil(period * needed / rate)
         text = (
-            f"wan.{way} is too little: {bits:.1f} bits per parameter every"
+            f"wan.{way} or wan.total_{way} is too little: {bits:.1f} bits per parameter every"
             f" {period} steps of {format_duration_s(step_s)} need {format_bits_per_s(needed)} per"
             f" learner, the budget gives {format_bits_per_s(rate)}: fragments are exchanged every"
             f" {steps} steps instead. Give more, set fragments.sync_period_steps = {steps}, or"

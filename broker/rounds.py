@@ -80,6 +80,12 @@ class Round:
         """The round as the wire tells it."""
         return OpenRound(self.fragment, self.base_version, self.attempt, self.at_step)
 
+    def cut_finer(self, parts_max: int) -> None:
+        """Messages have become smaller: pushes may come in more chunks."""
+        self.parts_max = parts_max
+        for push in self.incoming.values():
+            push.assembly.parts_max = parts_max
+
     def push_of(self, name: str, incarnation: str, push_id: int, now: float) -> Incoming:
         """The push that a message belongs to, entered if it is the learner's first.
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from narrows.broker import events as ev
-from narrows.broker.members import Liveness
+from narrows.broker.members import Liveness, Member, median_step_s
 from narrows.broker.quorum import Awaited, Decision, QuorumRule, Verdict
 from narrows.broker.rounds import Round
 from narrows.broker.state import RunState
@@ -142,7 +142,7 @@ class Scheduler:
                 self.adopting.append(member.name)
                 self._adopting_until = min(self._adopting_until, until)
 
-    def _awaited(self, round_: Round) -> list[Awaited]:
+    def _awaited(self, round_: Round, ready: list[Member]) -> list[Awaited]:
         """Who may still contribute: expected, alive, not declined; all, below the quorum."""
         short = len(round_.contributed) < round_.quorum
         return [
@@ -154,14 +154,14 @@ class Scheduler:
                 member.arrival.mean,
                 member.name in round_.incoming and round_.incoming[member.name].here,
             )
-            for member in self.state.roster.ready()
+            for member in ready
             if member.name not in round_.contributed
             and member.name not in round_.declined
             and (short or member.name in round_.expected)
         ]
 
-    def decision(self, round_: Round, now: float) -> Decision:
-        """What to do with a round now, and why."""
+    def decision(self, round_: Round, ready: list[Member], now: float) -> Decision:
+        """What to do with a round now, and why; `ready` are the learners that may contribute."""
         merge, ending = self.state.config.merge, self.state.phase is msg.Phase.ENDING
         rule = QuorumRule(
             quorum=round_.quorum,
@@ -178,21 +178,22 @@ class Scheduler:
             opened_at=round_.opened_at,
             quorum_at=round_.quorum_at,
             complete=len(round_.contributed),
-            awaited=self._awaited(round_),
-            step_s=self.state.roster.step_s(),
+            awaited=self._awaited(round_, ready),
+            step_s=median_step_s(ready),
             sync_s=self._sync_s.mean,
-            declined=sum(member.name in round_.declined for member in self.state.roster.ready()),
+            declined=sum(member.name in round_.declined for member in ready),
         )
 
     def decide(self, now: float) -> list[ev.Effect]:
         """Starts the merges whose time has come."""
         effects: list[ev.Effect] = []
         self._decide_at.clear()
+        ready = self.state.roster.ready()
         for index in sorted(self.state.rounds):
             round_ = self.state.rounds[index]
             if round_.merging or self.halted:
                 continue
-            decision = self.decision(round_, now)
+            decision = self.decision(round_, ready, now)
             self.waiting_for = f"fragment {index}: {decision.reason}"
             if decision.verdict is Verdict.GRACE and decision.until is not None:
                 self._decide_at[index] = decision.until
@@ -234,7 +235,7 @@ class Scheduler:
     def _count_missed(self, round_: Round, now: float) -> list[ev.Effect]:
         """Names learners that keep missing rounds, once, with the reason that can be seen."""
         effects: list[ev.Effect] = []
-        for awaited in self._awaited(round_):
+        for awaited in self._awaited(round_, self.state.roster.ready()):
             member = self.state.roster.get(awaited.name)
             assert member is not None
             member.missed_running += 1

@@ -33,7 +33,7 @@ from narrows.broker.state import refusal
 from narrows.broker.status import status
 from narrows.broker.wires import FRAMES_PER_TURN, Traffic, Wires
 from narrows.proto import messages as msg
-from narrows.proto.budget import ACKNOWLEDGEMENT_SHARE, wire_bytes
+from narrows.proto.budget import wire_bytes
 from narrows.proto.errors import ErrorCode, RemoteProtocolError, printable
 from narrows.proto.frames import decode_control, decode_data, encode_control
 
@@ -218,7 +218,7 @@ class Service:
 
     def _received_from(self, learner: str, size_bytes: int) -> None:
         self.traffic.setdefault(learner, Traffic()).up_bytes += size_bytes
-        self.downlink.charge(learner, size_bytes * ACKNOWLEDGEMENT_SHARE, time.monotonic())
+        self.downlink.received(learner, size_bytes, time.monotonic())
 
     def _handle_event(self, event: ev.Event) -> None:
         self._unjudged = True

@@ -16,6 +16,9 @@ from narrows.broker.members import Member
 IDLE_SHARE: Final = 1 / 32
 """Of an equal share stays with a learner that has nothing to send: it can begin at once."""
 
+TINY: Final = 1000.0
+"""In bit/s: 0 would be no limit."""
+
 IDLE_S: Final = 1.0
 """Who has sent nothing for so long is idle; less would tell everybody twice in each round."""
 
@@ -41,7 +44,7 @@ class Shares:
         """Sets the rate that a Welcome tells to one of the connected `members`."""
         member.up_bits_per_s = 0.0 if self.total else self.each
         if self.total:
-            self._raise(member, members, self._wanted(members, now)[member.name])
+            _Room(self.total, members).give(member, self._wanted(members, now)[member.name])
 
     def divide(self, members: Sequence[Member], active: set[str], now: float) -> list[Member]:
         """Sets the rates of the connected learners; returns those whose rate has changed.
@@ -65,8 +68,9 @@ class Shares:
         for member in members:
             told = member.up_bits_per_s
             member.up_bits_per_s = min(told, wanted[member.name]) if told else 0.0
+        room = _Room(self.total, members)
         for member in members:
-            self._raise(member, members, wanted[member.name])
+            room.give(member, wanted[member.name])
         return [member for member in members if member.up_bits_per_s != before[member.name]]
 
     def _wanted(self, members: Sequence[Member], now: float) -> dict[str, float]:
@@ -74,16 +78,37 @@ class Shares:
         if not members:
             return {}
         names = [m.name for m in members]
-        senders = [name for name in names if now < self._active_until.get(name, -1.0)]
-        senders = senders or names
+        senders = {name for name in names if now < self._active_until.get(name, -1.0)}
+        senders = senders or set(names)
         little = self.total / len(names) * IDLE_SHARE
         equal = (self.total - little * (len(names) - len(senders))) / len(senders)
         most = self.each or self.total
         return {name: min(most, equal if name in senders else little) for name in names}
 
-    def _raise(self, member: Member, members: Sequence[Member], wanted: float) -> None:
-        """As far as the others have confirmed that they leave room; a newcomer gets a little."""
-        others = sum(max(m.up_bits_per_s, m.keeps_bits_per_s) for m in members if m is not member)
-        little = self.total / len(members) * IDLE_SHARE
-        room = max(self.total - others, little if not member.up_bits_per_s else 0.0)
-        member.up_bits_per_s = max(member.up_bits_per_s, min(wanted, room))
+
+class _Room:
+    """What of the total is free, as far as learners have confirmed that they leave it."""
+
+    def __init__(self, total: float, members: Sequence[Member]) -> None:
+        self._total, self._count = total, len(members)
+        self._taken = sum(_taken(member) for member in members)
+        self._unlimited = sum(member.keeps_bits_per_s == 0.0 for member in members)
+
+    def give(self, member: Member, wanted: float) -> None:
+        """Raises its rate to what is wanted and free. A newcomer gets a little at once, all of
+        them together one IDLE_SHARE."""
+        own = _taken(member)
+        others = self._taken - own
+        if self._unlimited > (member.keeps_bits_per_s == 0.0):
+            others = max(others, self._total)  # Somebody still knows of no limit.
+        free = self._total - others
+        if not member.up_bits_per_s:
+            left = (IDLE_SHARE * self._total + min(free, 0.0)) / 2
+            free = max(free, min(IDLE_SHARE * self._total / self._count, left), TINY)
+        member.up_bits_per_s = max(member.up_bits_per_s, min(wanted, free))
+        self._taken += _taken(member) - own
+
+
+def _taken(member: Member) -> float:
+    """What it may be sending: as told, or as it still does."""
+    return max(member.up_bits_per_s, member.keeps_bits_per_s or 0.0)

@@ -16,6 +16,7 @@ from narrows.broker.run_clock import RunClock
 from narrows.broker.shares import Shares
 from narrows.broker.tally import Tally
 from narrows.proto import messages as msg
+from narrows.proto.assembly import parts_max
 from narrows.proto.budget import least_chunk_elements
 from narrows.proto.errors import NarrowsError
 from narrows.proto.fragments import Fragment
@@ -64,6 +65,8 @@ class RunState:
         """Other rates apply from now on."""
         self.config, self.settings = config, told
         self.least_chunk_elements = min(self.least_chunk_elements, least_chunk_elements(told))
+        for index, round_ in self.rounds.items():
+            round_.cut_finer(parts_max(self.table[index].elements, self.least_chunk_elements))
         self.shares.set_rates(config.wan.total_up, config.wan.up)
 
     @property

@@ -198,7 +198,7 @@ class Syncer:
 
     def _beat_to(self, member: Member, now: float) -> list[ev.Effect]:
         assert member.peer is not None
-        self.allowance.told(member)
+        self.allowance.told(member, now)
         return [ev.Send(member.peer, self.state.beat(member, now))]
 
     # Messages and chunks.
@@ -265,8 +265,9 @@ class Syncer:
 
     def _adopted(self, member: Member, fragment: int, version: int, now: float) -> None:
         if fragment < len(self.state.heads) and version <= self.state.heads[fragment].version:
+            if version > member.held[fragment]:  # It is told again after each Welcome.
+                self.scheduler.adopted(fragment, version, now)
             member.held[fragment] = version
-            self.scheduler.adopted(fragment, version, now)
 
     def _unpacked(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
         if header.kind is msg.DataKind.PUSH:

@@ -161,7 +161,8 @@ class Background:
                 self._on_data(frames)
             if self._steps or self._idle_s() <= 0:
                 self.handle(ev.DeadlineReached())
-            self.exchange.sender.pump(time.monotonic())
+            if self.session.online:  # Else nobody has given us a share of the line.
+                self.exchange.sender.pump(time.monotonic())
         while self._actions:  # Among them the Bye.
             self._actions.popleft()()
 
@@ -176,7 +177,11 @@ class Background:
     def _unsent_s(self) -> float:
         """Seconds until the rate lets the next message go."""
         pump_at = self.exchange.sender.pump_at
-        return IDLE_S if pump_at is None else max(pump_at - time.monotonic(), 0.0)
+        return (
+            IDLE_S
+            if pump_at is None or not self.session.online
+            else max(pump_at - time.monotonic(), 0.0)
+        )
 
     def step(self, tokens: int, loss: float | None) -> tuple[list[ev.Effect], dict[int, F32]]:
         """For the training thread: counts an inner step; as `hand_over` if there is more to do.

@@ -246,6 +246,7 @@ class Exchange:
 
     def _encode_founding(self, part: Fragment, values: F32, ranges: Ranges) -> None:
         assert self.settings is not None
+        again: list[Parcel] = []
         for chunk in encode_fragment(
             part,
             values,
@@ -254,11 +255,12 @@ class Exchange:
             chunk_elements=chunk_elements(self.settings, STATE_CODEC),
             reconstructed=np.empty_like(values),
         ):
-            self._post(partial(self._queue_founding, part.index, chunk, ranges))
-
-    def _queue_founding(self, fragment: int, chunk: EncodedChunk, ranges: Ranges) -> None:
-        parcel = Parcel(msg.DataKind.FOUND, fragment, 0, 0, STATE_CODEC, chunk)
-        self.sender.put_again([parcel], ranges, time.monotonic())
+            parcel = Parcel(msg.DataKind.FOUND, part.index, 0, 0, STATE_CODEC, chunk)
+            if ranges:
+                again.append(parcel)
+            else:
+                self._post(partial(self.sender.put, parcel))
+        self._post(lambda: self.sender.put_again(again, ranges, time.monotonic()))
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -117,7 +117,14 @@ class Link:
                 header.offset, header.count, header.payload_digest, handle
             )
         except RemoteProtocolError as error:
-            return [*effects, *drop, ev.Note("warning", f"fragment {self.index}: {error}")]
+            if error.code is not ErrorCode.CHUNK_CONFLICT:
+                return [*effects, *drop, ev.Note("warning", f"fragment {self.index}: {error}")]
+            # The broker has cut it anew, for messages of another size.
+            effects.append(ev.Drop(incoming.assembly.handles))
+            incoming.assembly = Assembly(self.fragment.elements)
+            arrival = incoming.assembly.add(
+                header.offset, header.count, header.payload_digest, handle
+            )
         incoming.push_id = max(incoming.push_id, header.push_id)
         if arrival is Arrival.DUPLICATE:
             return effects + drop

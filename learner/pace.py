@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from narrows.proto.delivery import ACKNOWLEDGE_BYTES, ACKNOWLEDGE_S
+from narrows.proto.delivery import ACKNOWLEDGE_BYTES, ACKNOWLEDGE_S, ACKNOWLEDGE_SOON_S
 from narrows.proto.messages import Report, RunSettings, TokenLedger
 from narrows.proto.schedule import first_step, is_lockstep
 from narrows.proto.smoothing import Smoothed
 
 REPORT_S = ACKNOWLEDGE_S
 IDLE_REPORT_S = 1.0
-URGENT_REPORT_S = 0.01
 """A Report with news goes out every REPORT_S, one without every IDLE_REPORT_S, one after
-ACKNOWLEDGE_BYTES every URGENT_REPORT_S, and at once when the rate has changed."""
+ACKNOWLEDGE_BYTES every ACKNOWLEDGE_SOON_S, and at once when the rate has changed."""
 
 EXTRAPOLATION_MAX_S = 60.0
 """The run's clock runs on by itself for at most so long after it was last told."""
@@ -54,6 +53,10 @@ class Pace:
         if self.run_step < start or (rolled_back and is_lockstep(settings)):
             self.offset = start - self.steps
 
+    def expect(self, streams: int) -> None:
+        """A new session: nothing has come on its streams."""
+        self.received, self._acknowledged = [0] * streams, 0
+
     def step(self, loss: float | None, now: float) -> None:
         self.steps += 1
         self._loss = loss
@@ -71,7 +74,7 @@ class Pace:
         if self._rate_changed:
             return self._reported_at
         if fresh_bytes >= ACKNOWLEDGE_BYTES:
-            return self._reported_at + URGENT_REPORT_S
+            return self._reported_at + ACKNOWLEDGE_SOON_S
         news = self.steps > self._reported_steps or fresh_bytes > 0
         return self._reported_at + (REPORT_S if news else IDLE_REPORT_S)
 

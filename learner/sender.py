@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from narrows.learner.uplink import Parcel, Ranges, touches
 from narrows.learner.wires import Wires
-from narrows.proto.budget import ACKNOWLEDGEMENT_SHARE, Budget, wire_bytes
+from narrows.proto.budget import Budget, wire_bytes
 from narrows.proto.frames import encode_header
 from narrows.proto.limits import PROTOCOL
 from narrows.proto.messages import DataKind, Epoch, Header
@@ -81,8 +81,8 @@ class Sender:
         self._outbox.acknowledge(positions, now)
 
     def received(self, size_bytes: int, now: float) -> None:
-        """TCP acknowledges what arrives, on the line that we send on."""
-        self._budget.charge(size_bytes * ACKNOWLEDGEMENT_SHARE, now)
+        """Data has come."""
+        self._budget.receive(size_bytes, now)
 
     def pump(self, now: float) -> None:
         """Sends what credit and rate allow."""
@@ -92,7 +92,8 @@ class Sender:
             self._control_bytes = control_bytes
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
-            self._outbox.renew_stalled(now)
+            # What was under way may still leave from a queue behind us, and leaves again from here.
+            self._budget.charge(self._outbox.renew_stalled(now), now)
         self.pump_at = None
         while self._wires.uplink_open:
             if not self._budget.is_open(now):
@@ -107,7 +108,7 @@ class Sender:
         parcel = departure.item
         header = encode_header(self._header(departure))
         sent = self._wires.send_data(departure.stream, header, parcel.chunk.payload)
-        self._budget.charge(wire_bytes(*sent), now)
+        self._budget.send(wire_bytes(*sent), now)
         sent_bytes = sum(sent)
         self.counters.data_up_bytes += sent_bytes
         if parcel.kind is DataKind.PUSH:

@@ -202,7 +202,7 @@ class Session:
         restarted = welcome.epoch > self.epoch
         effects: list[ev.Effect] = []
         if not self.online:
-            self._pace.received = [0] * welcome.settings.streams
+            self._pace.expect(welcome.settings.streams)
             if not first:
                 effects.append(ev.Note("info", f"back with the broker, epoch {welcome.epoch}"))
         self.run_id, self.epoch, self.settings = welcome.run_id, welcome.epoch, welcome.settings

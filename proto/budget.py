@@ -45,6 +45,9 @@ is kept from its core for longer than a few milliseconds."""
 BIN_S: Final = 0.01
 """Time is counted in such bins for the window."""
 
+BACK_SHARE: Final = 0.5
+"""Of a rate may be taken by the acknowledgements of what is received."""
+
 MESSAGE_S: Final = 0.01
 """The longest that one message may occupy the slowest rate that it uses, so that control never
 waits for long behind it."""
@@ -101,6 +104,9 @@ class Budget:
     _bins: deque[tuple[int, float]] = field(default_factory=deque[tuple[int, float]])
     """(number, bytes) of the bins of the last window, oldest first."""
     _window_bytes: float = 0.0
+    _largest_bytes: float = 0.0
+    """Of the messages: the next one may be as large."""
+    _back_at: float = -math.inf
 
     def is_open(self, now: float) -> bool:
         """Whether a message may leave."""
@@ -111,7 +117,8 @@ class Budget:
         if not self.bits_per_s:
             return now
         self._forget(now)
-        excess = self._window_bytes - self.bits_per_s / 8 * WINDOW_SHARE * WINDOW_S
+        room = self.bits_per_s / 8 * WINDOW_SHARE * WINDOW_S - self._largest_bytes
+        excess = self._window_bytes - max(0.0, room)
         if excess <= 0:
             return self._free_at
         gone_at = now
@@ -122,8 +129,21 @@ class Budget:
             gone_at = (number + 1) * BIN_S + WINDOW_S
         return max(self._free_at, gone_at)
 
+    def send(self, size_bytes: float, now: float) -> None:
+        """A message that waited is leaving."""
+        self._largest_bytes = max(self._largest_bytes, size_bytes)
+        self.charge(size_bytes, now)
+
+    def receive(self, size_bytes: float, now: float) -> None:
+        """TCP acknowledges what arrives on the line that we send on. At most half of the rate is
+        charged: where more comes than that, nobody could send at all."""
+        if self.bits_per_s:
+            most = self.bits_per_s / 8 * BACK_SHARE * min(now - self._back_at, WINDOW_S)
+            self._back_at = now
+            self.charge(min(size_bytes * ACKNOWLEDGEMENT_SHARE, most), now)
+
     def charge(self, size_bytes: float, now: float) -> None:
-        """So many bytes are leaving, whether or not they waited."""
+        """So many bytes are leaving that do not wait."""
         if not self.bits_per_s:
             return
         start = max(self._free_at, now - BURST_S)

@@ -14,8 +14,12 @@ from typing import Final, NamedTuple
 ACKNOWLEDGE_S: Final = 0.1
 """A receiver tells its positions so often while data comes."""
 
-ACKNOWLEDGE_BYTES: Final = 1 << 20
-"""It tells them at once after so many bytes: a fast sender's window must not end meanwhile."""
+ACKNOWLEDGE_BYTES: Final = 128 << 10
+ACKNOWLEDGE_SOON_S: Final = 0.01
+"""After so many bytes it tells them so often: the sooner, the less must be under way."""
+
+SLACK_S: Final = 0.02
+"""Allowed to a receiver on a busy machine beyond the round trip."""
 
 MEMORY_S: Final = 10.0
 """The rate is the largest, the round trip the smallest of at least so many last seconds."""
@@ -73,8 +77,8 @@ class Delivery:
     @property
     def window_bytes(self) -> float:
         """How much may be unacknowledged: twice what the line holds, so that a rate which has
-        risen is noticed, and what arrives between two acknowledgements."""
+        risen is noticed, and what arrives until the receiver says so."""
         rate = max(self._rates)
         if not rate:
             return WINDOW_START_BYTES
-        return max(WINDOW_MIN_BYTES, 2 * rate * (self.round_trip_s + ACKNOWLEDGE_S))
+        return max(WINDOW_MIN_BYTES, 2 * rate * (self.round_trip_s + SLACK_S))

@@ -64,6 +64,8 @@ class _Sent(NamedTuple, Generic[Item]):
 class _Stream(Generic[Item]):
     sent: int = 0
     acknowledged: int = 0
+    told: int = 0
+    """Newest position that the receiver has told; behind `acknowledged` where that was given up."""
     waits_since: float = 0.0
     """Of the last progress, or of the first message after a pause."""
     renewals: int = 0
@@ -89,7 +91,6 @@ class Outbox(Generic[Item]):
     """A peer without progress for so long has lost what was under way: then one message may leave
     to find out, the next after twice the time; all of the window after progress."""
     bytes_sent: int = 0
-    bytes_repeated: int = 0
     delivery: Delivery = field(default_factory=Delivery)
     _streams: list[_Stream[Item]] = field(default_factory=list[_Stream[Item]])
     _lanes: tuple[deque[tuple[Item, int]], ...] = ()
@@ -108,6 +109,25 @@ class Outbox(Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         """What waits to leave."""
         return (item for lane in self._lanes for item, _ in lane)
+
+    @property
+    def next_lane(self) -> Lane | None:
+        """What leaves next, None if nothing waits."""
+        fragments, states = self._lanes
+        if states and (not fragments or self._owed_to_states >= states[0][1]):
+            return Lane.STATE
+        return Lane.FRAGMENT if fragments else None
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Where the streams stand."""
+        return tuple(stream.sent for stream in self._streams)
+
+    def start_at(self, positions: tuple[int, ...]) -> None:
+        """Counts on from where an outbox before this one stood: what is still on its way from it
+        must not pass for credit."""
+        for stream, position in zip(self._streams, positions, strict=True):
+            stream.sent = stream.acknowledged = stream.told = position
 
     @property
     def idle(self) -> bool:
@@ -134,7 +154,7 @@ class Outbox(Generic[Item]):
 
     def take(self, now: float) -> Departure[Item] | None:
         """The next message that the credit lets go, on the emptiest stream that moves."""
-        lane = self._next_lane()
+        lane = self.next_lane
         if lane is None:
             return None
         item, size_bytes = self._lanes[lane][0]
@@ -151,12 +171,6 @@ class Outbox(Generic[Item]):
         self.bytes_sent += size_bytes
         stream.under_way.append(_Sent(item, lane, size_bytes, stream.sent, mark))
         return Departure(item, index, stream.sent)
-
-    def _next_lane(self) -> Lane | None:
-        fragments, states = self._lanes
-        if states and (not fragments or self._owed_to_states >= states[0][1]):
-            return Lane.STATE
-        return Lane.FRAGMENT if fragments else None
 
     def _settle_debt(self, lane: Lane, size_bytes: int) -> None:
         if not self._lanes[Lane.STATE]:
@@ -189,11 +203,14 @@ class Outbox(Generic[Item]):
         """Takes the receiver's stream positions in; nonsense (the future, too many) is ignored."""
         arrived, newest = 0, None
         for stream, position in zip(self._streams, positions, strict=False):
-            if not stream.acknowledged < position <= stream.sent:
+            if not stream.told < position <= stream.sent:
                 continue
+            stream.told, stream.renewals = position, 0
+            if position <= stream.acknowledged:
+                continue  # It was late, and has been queued again.
             arrived += position - stream.acknowledged
             stream.acknowledged = position
-            stream.waits_since, stream.renewals = now, 0
+            stream.waits_since = now
             while stream.under_way and stream.under_way[0].position <= position:
                 mark = stream.under_way.popleft().mark
                 newest = max(newest or mark, mark)
@@ -215,13 +232,7 @@ class Outbox(Generic[Item]):
                 stream.acknowledged = stream.sent
                 stream.waits_since, stream.renewals = now, stream.renewals + 1
                 self._queue_again(stream)
-        self.bytes_repeated += lost
         return lost
-
-    def next_stall(self) -> float | None:
-        """When `renew_stalled` may have something to do."""
-        waiting = [stream for stream in self._streams if stream.in_flight]
-        return min((stream.waits_since + self._standstill_s for stream in waiting), default=None)
 
     @property
     def _patience_s(self) -> float:

@@ -12,7 +12,6 @@ import cyclopts
 from cyclopts import Parameter
 
 from narrows import __version__
-from narrows.bench import system_commands
 from narrows.bench.commands import need_torch
 from narrows.broker.journal_command import journal
 from narrows.proto.errors import (
@@ -34,7 +33,7 @@ app = cyclopts.App(
 )
 
 
-app.command(system_commands.bench)
+app.command(commands)
 app.command(journal)
 
 

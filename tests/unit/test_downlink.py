@@ -195,3 +195,35 @@ def test_the_topics_of_a_process_that_was_replaced_are_forgotten() -> None:
     assert line.sent.subscribed
     line.downlink.admit("a", "2" * 32)
     assert not line.sent.subscribed
+
+
+def test_a_joiner_leaves_seven_eighths_to_the_fragments_of_others() -> None:
+    line = Line(256, {"wan.total_down": "1Mbit/s"})
+    line.sent.subscribed.add(topic_of("1" * 32, 0))
+    line.downlink.admit("b", "1" * 32)
+    for version in range(1, 9):
+        line.make(version)
+        line.publish(version)
+    line.downlink.publish(Publish("b", 0, 8, 0, (), DataKind.STATE), line.model)
+    for _ in range(60):
+        line.downlink.pump(line.downlink.pump_at or 0.0)
+    half = [header.learner for header in line.sent.headers[:64]]
+    assert 4 <= half.count("b") <= 24
+
+
+def test_who_had_no_credit_does_not_get_what_it_missed() -> None:
+    line = Line(256, {"wan.total_down": "1Mbit/s"})
+    line.sent.subscribed.add(topic_of("1" * 32, 0))
+    line.downlink.admit("b", "1" * 32)
+    now = 0.0
+    for version in range(1, 40):
+        line.make(version)
+        for name in ("a", "b"):
+            line.downlink.publish(Publish(name, 0, version, 0), line.model)
+        now += 0.5
+        line.downlink.pump(now)
+        for name in ("b",) if version < 30 else ("a", "b"):
+            told = [h.position for h in line.sent.headers if h.learner == name]
+            line.downlink.acknowledge(name, (max(told, default=0),), now)
+    late = [h.learner for h in line.sent.headers][-40:]
+    assert late.count("b") >= 10

@@ -8,7 +8,7 @@ import pytest
 from machines import Desk, incarnation_of
 
 from narrows.broker.members import Member
-from narrows.broker.shares import IDLE_S, IDLE_SHARE, Shares
+from narrows.broker.shares import IDLE_S, IDLE_SHARE, TINY, Shares
 from narrows.proto import messages as msg
 
 TOTAL = 1e9
@@ -71,8 +71,8 @@ def test_the_sum_never_exceeds_the_total_however_late_learners_obey(seed: int) -
             if random.random() < 0.3:
                 member.keeps_bits_per_s = member.up_bits_per_s
         # A newcomer may begin with a little before the others have made room.
-        room = TOTAL * (1 + IDLE_SHARE)
-        assert sum(max(m.up_bits_per_s, m.keeps_bits_per_s) for m in connected) <= room
+        room = TOTAL * (1 + IDLE_SHARE) + len(site) * TINY
+        assert sum(max(m.up_bits_per_s, m.keeps_bits_per_s or 0.0) for m in connected) <= room
         assert all(m.up_bits_per_s > 0 for m in connected)
 
 
@@ -86,3 +86,20 @@ def test_a_learner_is_told_its_share_and_the_others_theirs_once_it_keeps_to_it()
             desk.say(name, report, after_s=0.2)
     rates = [member.up_bits_per_s for member in told.values() if member is not None]
     assert rates == [5e8, 5e8]
+
+
+def test_a_crowd_of_newcomers_does_not_exceed_the_total() -> None:
+    shares, site = Shares(TOTAL, 0.0), members(64)
+    for count, member in enumerate(site, 1):
+        shares.admit(member, site[:count], 0.0)
+    assert sum(m.up_bits_per_s for m in site) <= TOTAL * (1 + IDLE_SHARE) + len(site) * TINY
+
+
+def test_a_total_that_is_new_waits_for_those_without_limit() -> None:
+    shares, site = Shares(0.0, 0.0), members(3)
+    settle(shares, site, set(), 0.0)
+    shares.set_rates(TOTAL, 0.0)
+    shares.divide(site, {m.name for m in site}, 10.0)
+    assert sum(m.up_bits_per_s for m in site) <= TOTAL * IDLE_SHARE + 3 * TINY
+    settle(shares, site, {m.name for m in site}, 10.1)
+    assert [round(m.up_bits_per_s) for m in site] == [round(TOTAL / 3)] * 3
