@@ -117,7 +117,8 @@ class Link:
                 header.offset, header.count, header.payload_digest, handle
             )
         except RemoteProtocolError as error:
-            if error.code is not ErrorCode.CHUNK_CONFLICT:
+            is_anew = error.code is ErrorCode.CHUNK_CONFLICT and key[0] is msg.DataKind.STATE
+            if not is_anew:
                 return [*effects, *drop, ev.Note("warning", f"fragment {self.index}: {error}")]
             # The broker has cut it anew, for messages of another size.
             effects.append(ev.Drop(incoming.assembly.handles))

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 
 from narrows import __version__
 from narrows.bench.commands import need_torch
+from narrows.bench.system_commands import commands
 from narrows.broker.journal_command import journal
 from narrows.proto.errors import (
     BrokerUnreachable,
