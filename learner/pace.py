@@ -10,10 +10,10 @@ from narrows.proto.messages import Report, RunSettings, TokenLedger
 from narrows.proto.schedule import first_step, is_lockstep
 from narrows.proto.smoothing import Smoothed
 
-REPORT_S = ACKNOWLEDGE_S
+REPORT_S = 0.1
 IDLE_REPORT_S = 1.0
-"""A Report with news goes out every REPORT_S, one without every IDLE_REPORT_S, one after
-ACKNOWLEDGE_BYTES every ACKNOWLEDGE_SOON_S, and at once when the rate has changed."""
+"""A Report with a step goes out every REPORT_S, one with nothing new every IDLE_REPORT_S, with data
+every ACKNOWLEDGE_S (after ACKNOWLEDGE_BYTES every ACKNOWLEDGE_SOON_S), at once with a new rate."""
 
 EXTRAPOLATION_MAX_S = 60.0
 """The run's clock runs on by itself for at most so long after it was last told."""
@@ -75,7 +75,9 @@ class Pace:
             return self._reported_at
         if fresh_bytes >= ACKNOWLEDGE_BYTES:
             return self._reported_at + ACKNOWLEDGE_SOON_S
-        news = self.steps > self._reported_steps or fresh_bytes > 0
+        if fresh_bytes > 0:
+            return self._reported_at + ACKNOWLEDGE_S
+        news = self.steps > self._reported_steps
         return self._reported_at + (REPORT_S if news else IDLE_REPORT_S)
 
     def keep_rate(self, bits_per_s: float) -> bool:

@@ -11,14 +11,14 @@ import math
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-ACKNOWLEDGE_S: Final = 0.1
+ACKNOWLEDGE_S: Final = 0.05
 """A receiver tells its positions so often while data comes."""
 
 ACKNOWLEDGE_BYTES: Final = 128 << 10
 ACKNOWLEDGE_SOON_S: Final = 0.01
 """After so many bytes it tells them so often: the sooner, the less must be under way."""
 
-SLACK_S: Final = 0.02
+SLACK_S: Final = 0.01
 """Allowed to a receiver on a busy machine beyond the round trip."""
 
 MEMORY_S: Final = 10.0
@@ -81,4 +81,5 @@ class Delivery:
         rate = max(self._rates)
         if not rate:
             return WINDOW_START_BYTES
-        return max(WINDOW_MIN_BYTES, 2 * rate * (self.round_trip_s + SLACK_S))
+        between_s = min(max(ACKNOWLEDGE_BYTES / rate, ACKNOWLEDGE_SOON_S), ACKNOWLEDGE_S)
+        return max(WINDOW_MIN_BYTES, 2 * rate * (self.round_trip_s + between_s + SLACK_S))
