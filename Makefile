@@ -2,6 +2,7 @@
 # Python 3.11 (with venv) and make.
 #
 #   make demo ARGS="--baselines"    more arguments for `narrows demo`
+#   make bench ARGS=--full          the long selections (as root: those with lines too)
 #   make test ARGS="-k fragments"   more arguments for pytest
 #   make chaos SEEDS=5000           more simulated runs with faults
 #   make chaos-broker KILLS=1000    more kills of a real broker
@@ -26,13 +27,16 @@ export OMP_NUM_THREADS NUMBA_NUM_THREADS
 # The version of pyright is pinned; it need not ask a registry for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo test check fmt chaos chaos-broker chaos-connections venv
+.PHONY: help demo bench test check fmt chaos chaos-broker chaos-connections venv
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## four learners train one model, one of them is killed and comes back
 	$(BIN)/narrows demo $(ARGS)
+
+bench: $(READY)  ## a small selection of every bench and a report; ARGS=--full: the long one
+	$(BIN)/narrows bench all $(ARGS)
 
 test: $(READY)  ## all tests, the slow ones too
 	$(BIN)/pytest -m "" $(ARGS)

@@ -87,7 +87,11 @@ def run_codec_bench(recording: Path | None, json_file: Path | None, plot: Path |
     lone = [row for each in data for row in lone_elements(each)]
     console.print(lone_table(lone))
     if json_file is not None:
-        result = machine.describe() | {"rows": [asdict(r) for r in rows], "lone_elements": lone}
+        result = machine.describe() | {
+            "bench": "codec",
+            "rows": [asdict(row) for row in rows],
+            "lone_elements": lone,
+        }
         json_file.write_text(json.dumps(result, indent=1) + "\n")
     if plot is not None:
         from narrows.bench.plots import rate_distortion

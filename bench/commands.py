@@ -66,6 +66,7 @@ def bench_quality(
     json: Path | None = None,
     plot: Path | None = None,
     full: bool = False,
+    short: bool = False,
     workers: int = 0,
     groups: str = "",
 ) -> None:
@@ -85,6 +86,8 @@ def bench_quality(
         -curves in its name (needs the extra `bench`).
     full
         Run the whole catalogue with 1000 steps per run.
+    short
+        Only the modes, with 150 steps per run: two minutes.
     workers
         Processes, one run each at a time; 0: one per core.
     groups
@@ -94,7 +97,7 @@ def bench_quality(
     from narrows.bench.quality import run_quality_bench
 
     names = [name.strip() for name in groups.split(",") if name.strip()]
-    run_quality_bench(rows, json, plot, full=full, workers=workers, groups=names)
+    run_quality_bench(rows, json, plot, full=full, short=short, workers=workers, groups=names)
 
 
 @bench.command(name="loop")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from narrows.bench import demo_results
+from narrows.bench import demo_results, machine
 from narrows.bench.demo_story import (
     KILL_AT,
     PRESET,
@@ -51,7 +51,8 @@ def run_demo(options: DemoOptions) -> None:
             console.print("Training data parallel at equal tokens ...", highlight=False)
             results |= demo_results.data_parallel(options, results)
         if options.json is not None:
-            options.json.write_text(json.dumps(results, indent=2) + "\n")
+            told = machine.describe() | {"bench": "demo"} | results
+            options.json.write_text(json.dumps(told, indent=2) + "\n")
         demo_results.show(console, options, results)
         if options.picture is not None:
             _draw(options, view, results, options.picture)

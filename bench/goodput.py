@@ -29,6 +29,7 @@ SEED: Final = 1
 TABLE_COLUMNS: Final = 150
 PICTURE_S: Final = 1800.0
 FULL_DAYS: Final = 10
+SHORT_S: Final = 20_000.0
 
 
 def run_goodput_bench(
@@ -37,16 +38,17 @@ def run_goodput_bench(
     plot: Path | None,
     *,
     full: bool,
+    short: bool,
     workers: int,
 ) -> None:
     """Runs what is missing, prints the tables, and writes what was asked for.
 
-    `workers` 0: one per core.
+    `short`: tapes of SHORT_S and no sweep. `workers` 0: one per core.
     """
     console = Console()
     if not console.is_terminal:
         console = Console(width=TABLE_COLUMNS)
-    cells = [*table(DAY_S * FULL_DAYS if full else DAY_S), *sweeps()]
+    cells = table(SHORT_S) if short else table(DAY_S * FULL_DAYS if full else DAY_S) + sweeps()
     rows = run_cells(cells, rows_file, workers=workers or os.cpu_count() or 1, console=console)
     set_relative_times(rows)
     results = [row for row in rows if row["method"] != "sweep"]

@@ -80,7 +80,7 @@ def run_journal_bench(
         )  # fmt: skip
     Console().print(shown)
     if json_file is not None:
-        result = machine.describe() | {"rows": [asdict(row) for row in rows]}
+        result = machine.describe() | {"bench": "journal", "rows": [asdict(row) for row in rows]}
         json_file.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -67,7 +67,8 @@ def run_loop_bench(*, learners: int, params: int, seconds: float, json_file: Pat
             f"{name:28s} {value:,.3f}" if isinstance(value, float) else f"{name:28s} {value:,}"
         )
     if json_file is not None:
-        json_file.write_text(json.dumps(machine.describe() | asdict(result), indent=1) + "\n")
+        told = machine.describe() | {"bench": "loop"} | asdict(result)
+        json_file.write_text(json.dumps(told, indent=1) + "\n")
 
 
 def _measured(processes: Processes, learners: int, params: int, seconds: float) -> Result:

@@ -87,7 +87,7 @@ def run_merge_bench(json_file: Path | None, plot: Path | None, *, large: bool) -
     console = Console()
     console.print(table(rows))
     if json_file is not None:
-        result = machine.describe() | {"rows": [asdict(row) for row in rows]}
+        result = machine.describe() | {"bench": "merge", "rows": [asdict(row) for row in rows]}
         json_file.write_text(json.dumps(result, indent=1) + "\n")
     if plot is not None:
         from narrows.bench.plots import merge_cost

@@ -23,6 +23,7 @@ def _figure() -> tuple[Any, Any]:
             "a plot needs matplotlib", remedy="pip install 'narrows[bench]'"
         ) from error
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "narrows"
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5))  # pyright: ignore[reportUnknownMemberType]
@@ -165,7 +166,64 @@ def time_lines(lines: Mapping[str, Sequence[tuple[float, float]]], path: Path) -
     _save(figure, axes, path)
 
 
+def contributors(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """In what share of the merges how many learners contributed; rows of the chaos bench."""
+    figure, axes = _figure()
+    for row in rows:
+        counts = {int(count): merges for count, merges in row["merges_by_contributors"].items()}
+        shares = [100 * merges / row["merges"] for merges in counts.values()]
+        label = f"{row['learners']} learners, {row['faults']} faults in {row['seconds']:.0f} s"
+        axes.bar(list(counts), shares, label=label)
+    axes.set_xlabel("learners that contributed to a merge")
+    axes.set_ylabel("merges, %")
+    axes.legend(fontsize=8)
+    _save(figure, axes, path)
+
+
+def exchange_seconds(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Seconds per exchange, a bar per line and system; rows of the wan bench with figures."""
+    _bars(rows, "exchange_s_median", "seconds per exchange", path)
+
+
+def training_rates(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Tokens per second, a bar per line and system; rows of the training bench with figures."""
+    _bars(rows, "tokens_per_s", "tokens per second", path)
+
+
+def _bars(rows: Sequence[Mapping[str, Any]], key: str, label: str, path: Path) -> None:
+    figure, axes = _figure()
+    names = [f"{row['line']}: {row['name']}" for row in rows]
+    bars = axes.barh(range(len(rows)), [row[key] for row in rows])
+    axes.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
+    axes.set_yticks(range(len(rows)), names, fontsize=6)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    _save(figure, axes, path)
+
+
+def loss_against_bytes(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Loss against bytes of every system that came to its end, a marker per event; rows of the
+    peers bench."""
+    figure, axes = _figure()
+    finished = [row for row in rows if row.get("loss") is not None]
+    systems = [*dict.fromkeys(row["system"] for row in finished)]
+    markers = {"none": "o", "member_killed": "^", "coordinator_killed": "s"}
+    for row in finished:
+        color, event = f"C{systems.index(row['system'])}", row["event"]
+        label = f"{row['system']}, {event.replace('_', ' ')}"
+        axes.plot(row["bytes"] / 1e6, row["loss"], markers[event], color=color, label=label)
+    axes.set_xscale("log")
+    axes.set_xlabel("MB on the wire, all members")
+    axes.set_ylabel("validation loss, nats per byte")
+    axes.legend(fontsize=7)
+    _save(figure, axes, path)
+
+
 def _save(figure: Any, axes: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
     axes.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path)
+    # Without the date, the same figures give the same file.
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)

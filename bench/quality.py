@@ -40,17 +40,20 @@ def run_quality_bench(
     plot: Path | None,
     *,
     full: bool,
+    short: bool,
     workers: int,
     groups: Sequence[str],
 ) -> None:
     """Runs what is missing, prints a table per group, and writes what was asked for.
 
-    `workers` 0: one per core. `groups` empty: all. Raises ConfigError for an unknown group.
+    `short`: the shortest selection instead. `workers` 0: one per core. `groups` empty: all. Raises
+    ConfigError for an unknown group.
     """
     console = Console()
     if not console.is_terminal:
         console = Console(width=TABLE_COLUMNS)
-    cells = of_groups(quality_cells.full() if full else quality_cells.small(), groups)
+    catalogue = quality_cells.full() if full else quality_cells.small()
+    cells = of_groups(quality_cells.short() if short else catalogue, groups)
 
     def run(cells: Iterable[Cell], seeds: Sequence[int]) -> Runs:
         distinct = {key_of(cell): cell for cell in cells}

@@ -26,6 +26,7 @@ RATES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Peaks of data parallel in units of the preset's. The best should not be the first or last."""
 
 SMALL_STEPS: Final = 500
+SHORT_STEPS: Final = 150
 SMALL: Final[Mapping[str, tuple[str, ...]]] = {
     "modes": ("decoupled", "streaming", "diloco, 0.7 / 0.9, raw32"),
     "outer": ("0.7 / 0.9",),
@@ -303,6 +304,11 @@ def small() -> list[Cell]:
         for cell in full()
         if cell.name in SMALL.get(cell.group, ())
     ]
+
+
+def short() -> list[Cell]:
+    """A look in minutes: the modes, in runs that are too short to say much."""
+    return [replace(cell, steps=SHORT_STEPS) for cell in small() if cell.group == "modes"]
 
 
 def rates_of(cell: Cell) -> list[Cell]:

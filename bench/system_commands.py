@@ -41,6 +41,7 @@ def bench_goodput(
     json: Path | None = None,
     plot: Path | None = None,
     full: bool = False,
+    short: bool = False,
     workers: int = 0,
 ) -> None:
     """Predict the useful share of up to 2.4 million chips, each interrupted once a year.
@@ -59,12 +60,14 @@ def bench_goodput(
         -time-lines in its name (needs the extra `bench`).
     full
         Tapes of ten days on the state machines; takes ten times as long.
+    short
+        Tapes of 20,000 s and no sweep: a minute, with wider intervals.
     workers
         Processes, one cell each at a time; 0: one per core.
     """
     from narrows.bench.goodput import run_goodput_bench
 
-    run_goodput_bench(rows, json, plot, full=full, workers=workers)
+    run_goodput_bench(rows, json, plot, full=full, short=short, workers=workers)
 
 
 @bench.command(name="chaos")
@@ -129,6 +132,7 @@ def bench_wan(
     rows: Path = Path("runs/wan.jsonl"),
     json: Path | None = None,
     full: bool = False,
+    short: bool = False,
     budget: bool = False,
     training: bool = False,
 ) -> None:
@@ -145,6 +149,8 @@ def bench_wan(
         File for the rows of this selection.
     full
         The whole grid: 10 Mbit/s to unlimited, 0 to 100 ms, 1 to 64 M parameters, 2 and 4 learners.
+    short
+        A few cells of the selection: two minutes.
     budget
         Instead: is the budget held on the wire and used, from 10 Mbit/s to 2 Gbit/s (30 minutes).
     training
@@ -153,16 +159,16 @@ def bench_wan(
     if budget:
         from narrows.bench.wan_budget import run_budget_bench
 
-        run_budget_bench(rows, json)
+        run_budget_bench(rows, json, short=short)
     elif training:
         need_torch()
         from narrows.bench.wan_training import run_training_bench
 
-        run_training_bench(rows, json)
+        run_training_bench(rows, json, short=short)
     else:
         from narrows.bench.wan import run_wan_bench
 
-        run_wan_bench(rows, json, full=full)
+        run_wan_bench(rows, json, full=full, short=short)
 
 
 @bench.command(name="peers")
@@ -208,3 +214,51 @@ def bench_peers(
     plan = Plan(members, steps, sync_steps, preset, step_wait_s)
     names = [name.strip() for name in systems.split(",") if name.strip()]
     run_peers_bench(rows, json, plan, systems=names)
+
+
+@bench.command(name="report")
+def bench_report(
+    folder: Path = Path("docs/results"),
+    *,
+    html: Path | None = None,
+    pictures: Path | None = None,
+    readme: Path | None = None,
+) -> None:
+    """Put the JSON files of all benches on one page, beside published figures.
+
+    A bench without a file is named on the page. Machine and commit of each file stand there, too.
+
+    Parameters
+    ----------
+    folder
+        Folder with what benches wrote with --json.
+    html
+        The page (default: report.html in the folder).
+    pictures
+        Folder for the plots as SVG and PNG (needs the extra `bench`).
+    readme
+        Text file: the table of results between the comments "results" and "/results" is replaced.
+    """
+    from narrows.bench.report import run_report
+
+    run_report(folder, html or folder / "report.html", pictures, readme)
+
+
+@bench.command(name="all")
+def bench_all(*, folder: Path | None = None, full: bool = False) -> None:
+    """Run a small selection of every bench, then the report: 20 minutes on two quiet cores.
+
+    Each bench writes its JSON into the folder. What was interrupted goes on where it stopped; a
+    bench that fails is told, the others run, and the command fails at the end.
+
+    Parameters
+    ----------
+    folder
+        For results, rows and report.html (default: runs/bench, with --full runs/bench-full).
+    full
+        The selections that the documents report, and the demo with its baselines: days.
+    """
+    need_torch()
+    from narrows.bench.everything import run_everything
+
+    run_everything(folder or Path("runs/bench-full" if full else "runs/bench"), full=full)

@@ -26,13 +26,14 @@ TABLE_COLUMNS: Final = 150
 WAYS: Final[tuple[Direction, ...]] = ("up", "down")
 
 
-def run_wan_bench(rows_file: Path, json_file: Path | None, *, full: bool) -> None:
+def run_wan_bench(rows_file: Path, json_file: Path | None, *, full: bool, short: bool) -> None:
     """Runs the cells that `rows_file` does not have, prints them, and writes what was asked for.
 
     Raises ConfigError without root. A cell that fails is told as such and run again next time.
     """
     check_able()
-    cells = wan_cells.full() if full else wan_cells.small()
+    selection = wan_cells.full() if full else wan_cells.small()
+    cells = wan_cells.short() if short else selection
     console = wide_console()
     rows = run_missing(cells, rows_file, run_cell, console.print)
     for title in dict.fromkeys(row["line"] for row in rows):

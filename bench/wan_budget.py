@@ -38,6 +38,7 @@ MEASURE_S: Final = 20.0
 WORK_S: Final = 3.0
 CAPS_MBIT_PER_S: Final = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)
 EXACT_MBIT_PER_S: Final = (10.0, 100.0, 1000.0)
+SHORT_MBIT_PER_S: Final = 100.0
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,15 @@ class BudgetCell:
         return min(max(wanted, 1 << 16), 16 * MILLION)
 
 
-def run_budget_bench(rows_file: Path, json_file: Path | None) -> None:
-    """Runs the cells that `rows_file` does not have, prints the table. Raises ConfigError."""
+def run_budget_bench(rows_file: Path, json_file: Path | None, *, short: bool) -> None:
+    """Runs the cells that `rows_file` does not have, prints the table. Raises ConfigError.
+
+    `short`: one budget of one learner alone.
+    """
     check_able()
     console = wide_console()
-    rows = run_missing(cells(), rows_file, run_cell, console.print)
+    chosen = [each for each in cells() if not short or _is_short(each)]
+    rows = run_missing(chosen, rows_file, run_cell, console.print)
     console.print(_table(rows))
     write_result(json_file, "wan-budget", rows)
 
@@ -91,6 +96,11 @@ def cells() -> list[BudgetCell]:
     single = [replace(cell, ways=(way,)) for cell in shares for way in WAYS]
     both = [cell for cell in shares if cell.cap_mbit_per_s in EXACT_MBIT_PER_S]
     return [*single, *both, *(BudgetCell(cap, 1, line_factor=1.0) for cap in EXACT_MBIT_PER_S)]
+
+
+def _is_short(cell: BudgetCell) -> bool:
+    alone = cell.learners == 1 and len(cell.ways) == 1
+    return alone and cell.cap_mbit_per_s == SHORT_MBIT_PER_S
 
 
 def run_cell(cell: BudgetCell) -> Row:

@@ -101,6 +101,15 @@ def small() -> list[Cell]:
     return [*cells, long, replace(long, streams=1)]
 
 
+def short() -> list[Cell]:
+    """A look in minutes: the same systems at 1 M parameters on one line."""
+    return [
+        replace(cell, params=MILLION)
+        for cell in small()
+        if (cell.rate_mbit_per_s, cell.round_trip_ms) == (100.0, 0.0)
+    ]
+
+
 def full() -> list[Cell]:
     """The grid. Lines are the outer loops, so that systems alternate on each."""
     cells: list[Cell] = []

@@ -35,6 +35,8 @@ END_S: Final = 120.0
 """Time to leave and to measure the model."""
 
 RATES_MBIT_PER_S: Final = (20.0, 100.0, 1000.0, 0.0)
+SHORT_S: Final = 10.0
+SHORT_MBIT_PER_S: Final = (20.0, 0.0)
 SYSTEMS: Final = ("narrows", "ddp f32", "ddp bf16")
 
 
@@ -63,11 +65,15 @@ class TrainingCell:
         return max(1, TOKENS_PER_STEP // preset(self.model).context)
 
 
-def run_training_bench(rows_file: Path, json_file: Path | None) -> None:
-    """Runs the cells that `rows_file` does not have, prints the table. Raises ConfigError."""
+def run_training_bench(rows_file: Path, json_file: Path | None, *, short: bool) -> None:
+    """Runs the cells that `rows_file` does not have, prints the table. Raises ConfigError.
+
+    `short`: two of the lines, SHORT_S instead of TRAIN_S.
+    """
     check_able()
     console = wide_console()
-    cells = [TrainingCell(system, rate) for rate in RATES_MBIT_PER_S for system in SYSTEMS]
+    rates, seconds = (SHORT_MBIT_PER_S, SHORT_S) if short else (RATES_MBIT_PER_S, TRAIN_S)
+    cells = [TrainingCell(system, rate, seconds=seconds) for rate in rates for system in SYSTEMS]
     rows = compared(run_missing(cells, rows_file, run_cell, console.print))
     console.print(_table(rows))
     write_result(json_file, "wan-training", rows)

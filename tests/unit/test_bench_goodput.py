@@ -125,7 +125,7 @@ def test_rows_pictures_and_going_on(
     monkeypatch.setattr(goodput, "table", tiny)
     monkeypatch.setattr(goodput, "sweeps", lambda: varied)
     rows_file, json_file = tmp_path / "rows.jsonl", tmp_path / "goodput.json"
-    run_goodput_bench(rows_file, json_file, tmp_path / "g.svg", full=False, workers=1)
+    run_goodput_bench(rows_file, json_file, tmp_path / "g.svg", full=False, short=False, workers=1)
     assert len(read_rows(rows_file)) == 5
     result = json.loads(json_file.read_text())
     assert result["bench"] == "goodput" and "machine" in result
@@ -146,5 +146,5 @@ def test_rows_pictures_and_going_on(
         pytest.fail(f"{cell} is in the file already")
 
     monkeypatch.setattr(goodput, "run_cell", run_again)
-    run_goodput_bench(rows_file, None, None, full=False, workers=1)
+    run_goodput_bench(rows_file, None, None, full=False, short=False, workers=1)
     assert len(read_rows(rows_file)) == 5

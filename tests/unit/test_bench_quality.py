@@ -345,7 +345,7 @@ def test_rows_have_their_keys_and_compare_with_the_best_rate(
     patched(counted := Counted())
     monkeypatch.setitem(quality_cells.GROUPS, "tiny", quality_cells.modes)
     paths = [tmp_path / name for name in ("rows.jsonl", "quality.json", "quality.svg")]
-    run_quality_bench(*paths, full=False, workers=1, groups=[])
+    run_quality_bench(*paths, full=False, short=False, workers=1, groups=[])
     result = json.loads(paths[1].read_text())
     assert result["bench"] == "quality" and "machine" in result
     rows = result["rows"]
@@ -379,7 +379,13 @@ def test_the_bench_in_processes_of_its_own(
     monkeypatch.setattr(quality, "REPORTING_SEEDS", (11, 12))
     json_file = tmp_path / "quality.json"
     run_quality_bench(
-        tmp_path / "rows.jsonl", json_file, None, full=False, workers=1, groups=["modes"]
+        tmp_path / "rows.jsonl",
+        json_file,
+        None,
+        full=False,
+        short=False,
+        workers=1,
+        groups=["modes"],
     )
     measure, row = json.loads(json_file.read_text())["rows"]
     assert row["loss_data_parallel"] == measure["loss"] < row["loss"] < 5

@@ -128,5 +128,5 @@ def test_the_table_of_budgets_names_what_was_missed(
 
     monkeypatch.setattr(wan_budget, "run_cell", run_cell)
     monkeypatch.setattr(wan_budget, "check_able", lambda: None)
-    wan_budget.run_budget_bench(tmp_path / "rows", tmp_path / "json")
+    wan_budget.run_budget_bench(tmp_path / "rows", tmp_path / "json", short=False)
     assert "not: control_in_time" in capsys.readouterr().out

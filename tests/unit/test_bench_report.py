@@ -1,0 +1,69 @@
+"""The report: missing files are named, text is escaped, the table in the README is replaced."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from narrows.bench.everything import long, small
+from narrows.bench.report import run_report
+from narrows.bench.report_files import BENCHES
+
+MACHINE = {"processor": "<b>x</b>", "cores": 2, "python": "3.11", "system": "Linux"}
+
+
+def exchange(system: str, **more: Any) -> dict[str, Any]:
+    told = {"system": system, "variant": "f32", "rate_mbit_per_s": 100.0, "round_trip_ms": 0}
+    cell = {**told, "params": 1 << 24, "learners": 2, "streams": 4, "window_bytes": 0}
+    return {"kind": "Cell", "cell": cell, "name": system, "line": "100 Mbit/s", **more}
+
+
+MEASURED = {
+    "exchange_s_median": 0.5, "exchange_s_p95": 0.6, "cpu_s_per_exchange": 0.1, "summary": "0.5 s",
+    "up_wire_bytes_per_exchange": 1e6, "down_wire_bytes_per_exchange": 1e6,
+    "up_peak_bits_per_s": 1e7, "down_peak_bits_per_s": 1e7, "control_round_trip_s_p99": None,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows = [exchange("narrows", **MEASURED), exchange("torchft", skipped="no <wheel>")]
+    result = {"bench": "wan", "commit": "abc", "machine": MACHINE, "rows": rows}
+    (tmp_path / "wan.json").write_text(json.dumps(result))
+    return tmp_path
+
+
+def test_what_is_missing_is_named_and_text_is_escaped(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_report(folder, folder / "page.html", None, None)
+    page, said = (folder / "page.html").read_text(), capsys.readouterr().out
+    assert "<b>x</b>" not in page and "&lt;b&gt;x" in page
+    assert "no &lt;wheel&gt;" in page
+    for bench in BENCHES:
+        assert bench in page
+        assert (f"{bench}: no file" in said) == (bench != "wan")
+
+
+def test_the_table_of_the_readme_is_replaced_and_stays_so(folder: Path) -> None:
+    readme = folder / "README.md"
+    readme.write_text("before\n<!-- results -->\nold\n<!-- /results -->\nafter\n")
+    run_report(folder, folder / "page.html", None, readme)
+    once = readme.read_text()
+    assert once.startswith("before\n") and once.endswith("after\n") and "old" not in once
+    run_report(folder, folder / "page.html", None, readme)
+    assert readme.read_text() == once
+
+
+def test_a_file_that_is_no_result_is_said_so(folder: Path) -> None:
+    (folder / "chaos.json").write_text("{")
+    run_report(folder, folder / "page.html", None, None)
+    assert "chaos.json" in (folder / "page.html").read_text()
+
+
+def test_the_small_selection_fits_and_every_part_is_reported() -> None:
+    assert sum(part.minutes for part in small()) <= 20
+    assert {part.name for part in long()} == set(BENCHES)
