@@ -34,6 +34,9 @@ STANDSTILL_S: Final = 1.0
 ROUND_TRIP_S: Final = 0.4
 """Assumed until one was seen."""
 
+ROUND_TRIP_MAX_S: Final = 1.0
+"""No line takes longer; what was measured over an outage does not say how long to be patient."""
+
 
 class Lane(IntEnum):
     """What goes first: fragments of open rounds, then full-state transfers."""
@@ -238,7 +241,8 @@ class Outbox(Generic[Item]):
     def _patience_s(self) -> float:
         """An acknowledgement may be so late."""
         trip_s = self.delivery.round_trip_s
-        return 2 * ((ROUND_TRIP_S if math.isinf(trip_s) else trip_s) + ACKNOWLEDGE_S)
+        expected_s = ROUND_TRIP_S if math.isinf(trip_s) else min(trip_s, ROUND_TRIP_MAX_S)
+        return 2 * (expected_s + ACKNOWLEDGE_S)
 
     @property
     def _standstill_s(self) -> float:

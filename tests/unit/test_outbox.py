@@ -227,3 +227,13 @@ def test_an_outbox_counts_on_from_the_one_before() -> None:
     taken = take_all(outbox, 1.0)
     outbox.acknowledge(before.positions, 1.1)
     assert outbox.in_flight == 10 * len(taken)
+
+
+def test_a_round_trip_over_an_outage_does_not_make_the_sender_patient() -> None:
+    outbox = filled(1, 1)
+    taken = take_all(outbox, 0.0)
+    outbox.acknowledge((taken[0].position,), 60.0)
+    outbox.put(7, 10)
+    take_all(outbox, 60.0)
+    assert list(outbox.coming(61.0)) == [7]
+    assert list(outbox.coming(63.0)) == []
