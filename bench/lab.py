@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -225,27 +226,32 @@ class Meter:
         """`own`: of each site's namespace, which counts what the site sends."""
         self._bridge = _Track(bridge)
         self._own = {name: _Track(counters) for name, counters in own.items()}
+        self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meter", daemon=True)
 
     def __enter__(self) -> Meter:
-        self._sample()
+        self.sample()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        self._sample()
+        self.sample()
         for track in (self._bridge, *self._own.values()):
             track.counters.close()
 
     def rates(
         self, site: str, direction: Direction, *, since_s: float = 0.0, until_s: float = 1e18
     ) -> Rates:
-        """Of a site, from the first to the last sample in this time (time.monotonic)."""
+        """Of a site, from the last sample before this time to the first one after it
+        (time.monotonic): a sample that came late hides no bytes."""
         track, device = (self._own[site], "eth0") if direction == "up" else (self._bridge, site)
-        samples = [(at, each[device]) for at, each in track.samples if since_s <= at <= until_s]
+        times_s = [at for at, _ in track.samples]
+        start = max(0, bisect_right(times_s, since_s) - 1)
+        end = bisect_left(times_s, until_s) + 1
+        samples = [(at, each[device]) for at, each in track.samples[start:end]]
         if len(samples) < 2:
             return Rates(0, 0.0, ())
         windows = zip(samples, samples[WINDOW_SAMPLES:], strict=False)
@@ -262,8 +268,10 @@ class Meter:
             # Who was held up does not catch up: windows would be shorter than a second.
             due_s = max(due_s, time.monotonic()) + SAMPLE_S
             self._over.wait(max(0.0, due_s - time.monotonic()))
-            self._sample()
+            self.sample()
 
-    def _sample(self) -> None:
-        for track in (self._bridge, *self._own.values()):
-            track.sample()
+    def sample(self) -> None:
+        """Reads the counters now: what is measured by itself is bounded by two of these."""
+        with self._lock:
+            for track in (self._bridge, *self._own.values()):
+                track.sample()

@@ -65,12 +65,15 @@ def run_cell(cell: Cell) -> Row:
     limit_s = 4 * (cell.exchanges + WARM_UP) * max(cell.line_s, 1.0)
     lab = Lab(cell.learners, cell.rate_mbit_per_s * 1e6)
     try:
-        with line(lab, limit_s) as at, lab.meter() as meter:
-            if peer:
-                return _figures(cell, meter, wan_peers.run_peer(cell, at, limit_s), [])
-            run = NarrowsRun(cell, at)
-            told = run.measure()
-            return _figures(cell, meter, told, run.probes())
+        with line(lab, limit_s) as at:
+            probes: list[float] = []
+            with lab.meter() as meter:
+                if peer:
+                    told = wan_peers.run_peer(cell, at, limit_s)
+                else:
+                    run = NarrowsRun(cell, at)
+                    told, probes = run.measure(meter), run.probes()
+            return _figures(cell, meter, told, probes)
     except NarrowsError as error:
         return {"failed": str(error)}
 
@@ -90,7 +93,7 @@ def _figures(cell: Cell, meter: Meter, told: Sequence[Exchange], probes: Sequenc
     since_s, until_s, count = 0.0, 1e18, cell.exchanges + WARM_UP
     first, last = told[0], told[-1]
     if first.span_s is not None and last.span_s is not None:
-        since_s, until_s, count = first.span_s[0] - 0.1, last.span_s[1] + 0.2, cell.exchanges
+        since_s, until_s, count = first.span_s[0], last.span_s[1], cell.exchanges
     up, down = (meter.rates("l0", way, since_s=since_s, until_s=until_s) for way in WAYS)
     row |= {
         "up_wire_bytes_per_exchange": up.wire_bytes / count,

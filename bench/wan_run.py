@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from narrows.bench import wan_cells
-from narrows.bench.lab import Lab, Site
+from narrows.bench.lab import Lab, Meter, Site
 from narrows.bench.loop import cpu_s_of
 from narrows.bench.processes import Processes, environment
 from narrows.bench.wan_cells import SETTINGS, WARM_UP, Cell
@@ -155,10 +155,15 @@ class NarrowsRun:
         _, first = self.line.learners[0]
         first.start("probe", self._dial(first, broker), module="narrows.bench.probe")
 
-    def measure(self) -> list[Exchange]:
+    def measure(self, meter: Meter) -> list[Exchange]:
         """All exchanges after the first few."""
         self.start()
-        return [self._exchange() for _ in range(WARM_UP + self.cell.exchanges)][WARM_UP:]
+        for _ in range(WARM_UP):
+            self._exchange()
+        meter.sample()
+        told = [self._exchange() for _ in range(self.cell.exchanges)]
+        meter.sample()
+        return told
 
     def _exchange(self) -> Exchange:
         broker = self.line.hub.running["broker"].pid

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from narrows.bench import wan_budget, wan_cells, wan_training
 from narrows.bench.cells import Row, run_missing
 from narrows.bench.exchanger import transformer_layout
-from narrows.bench.lab import Lab
+from narrows.bench.lab import Lab, Meter
+from narrows.bench.qdisc import Counters
 from narrows.bench.wan_cells import MILLION, Cell
 from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import build_table
@@ -30,6 +33,26 @@ def test_layouts_have_exactly_so_many_elements(params: int) -> None:
     if params >= MILLION:
         sizes = [fragment.elements for fragment in table]
         assert max(sizes) <= 1.5 * min(sizes), "an exchange would end with its largest fragment"
+
+
+def test_a_sample_that_came_late_hides_no_bytes() -> None:
+    class Growing:
+        bytes = 0
+
+        def read(self) -> dict[str, int]:
+            return {"eth0": self.bytes}
+
+    counters = Growing()
+    meter = Meter(cast(Counters, counters), {"l0": cast(Counters, counters)})
+    for counters.bytes in (0, 1000, 3000, 7000):
+        meter.sample()
+    times_s = [at for at, _ in meter._own["l0"].samples]
+    between_s = [(a + b) / 2 for a, b in pairwise(times_s)]
+    rates = meter.rates("l0", "up", since_s=between_s[1], until_s=between_s[2])
+    assert rates.wire_bytes == 6000, "all that can have been in this time"
+    at_samples = meter.rates("l0", "up", since_s=times_s[1], until_s=times_s[2])
+    assert at_samples.wire_bytes == 2000
+    assert meter.rates("l0", "up").wire_bytes == 7000
 
 
 def test_time_of_the_bytes_alone() -> None:
