@@ -6,7 +6,7 @@ import json
 import platform
 import signal
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -14,12 +14,12 @@ from typing import Final
 from rich.console import Console
 
 from narrows.bench import chaos_results, machine
-from narrows.bench.chaos_relay import Relays
 from narrows.bench.chaos_results import Story
 from narrows.bench.chaos_run import FRAGMENTS, HOST, ChaosOptions, Run
 from narrows.bench.loop import TENSORS, WIDTH
 from narrows.bench.nursery import Nursery
 from narrows.bench.processes import Processes, free_ports, work_folder
+from narrows.bench.proxy import Proxy
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 
 QUIET_SHARE: Final = 0.2
@@ -27,7 +27,7 @@ QUIET_SHARE: Final = 0.2
 
 PARAMS_UNIT: Final = TENSORS * WIDTH
 LEARNERS_MAX: Final = 254
-"""Their relays listen at 127.77.0.1 and following."""
+"""Their proxies listen at 127.77.0.1 and following."""
 
 OUTPUTS: Final = ("keep", "json")
 """Options that say nothing about the run."""
@@ -61,7 +61,11 @@ def run_chaos_bench(options: ChaosOptions) -> None:
 def _check(options: ChaosOptions) -> None:
     """Raises ConfigError for what cannot be run."""
     if platform.system() != "Linux":
-        raise ConfigError("this bench needs Linux", remedy="see the head of bench/chaos_relay.py")
+        raise ConfigError(
+            "this bench needs Linux",
+            expected="a machine to which all of 127.0.0.0/8 belongs",
+            got=platform.system(),
+        )
     for key, right, expected in (
         ("learners", 1 <= options.learners <= LEARNERS_MAX, f"1 to {LEARNERS_MAX}"),
         (
@@ -79,15 +83,20 @@ def _check(options: ChaosOptions) -> None:
 def _run(options: ChaosOptions, folder: Path, console: Console) -> Story:
     names = tuple(f"learner-{index:02d}" for index in range(options.learners))
     # One loopback address per learner: a Welcome names the data ports, not the host.
-    hosts = {name: f"127.77.0.{index + 1}" for index, name in enumerate(names)}
     port = free_ports()
+    ports = (port, port + 1, port + 2)
+    lines = {name: Proxy(f"127.77.0.{index + 1}", HOST, ports) for index, name in enumerate(names)}
     nursery = Nursery(
         folder, "narrows.bench.chaos_learner",
         str(folder), str(options.params), str(options.step_s),
     )  # fmt: skip
-    relays = Relays(HOST, (port, port + 1, port + 2), tuple(hosts.values()))
-    with _terminated_like_interrupted(), Processes(folder) as processes, relays, nursery:
-        run = Run(options, folder, console, processes, relays, nursery, hosts, port)
+    with ExitStack() as stack:
+        stack.enter_context(_terminated_like_interrupted())
+        processes = stack.enter_context(Processes(folder))
+        for proxy in lines.values():
+            stack.enter_context(proxy)
+        stack.enter_context(nursery)
+        run = Run(options, folder, console, processes, lines, nursery, port)
         run.join()
         run.story.quiet = run.watch("quiet", options.seconds * QUIET_SHARE)
         run.story.chaos = run.watch("faults", options.seconds, run.tape())

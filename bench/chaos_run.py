@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from rich.console import Console
 
-from narrows.bench.chaos_relay import Relays
 from narrows.bench.chaos_results import Outage, Story, Window
 from narrows.bench.chaos_tape import BROKER, Fault, Kind, draw
 from narrows.bench.nursery import Nursery
 from narrows.bench.processes import Processes
+from narrows.bench.proxy import Proxy
 from narrows.proto.errors import ErrorCode, NarrowsError
 
 LINE_S: Final = 5.0
@@ -55,15 +55,14 @@ class Run:
         folder: Path,
         console: Console,
         processes: Processes,
-        relays: Relays,
+        lines: Mapping[str, Proxy],
         nursery: Nursery,
-        hosts: dict[str, str],
         port: int,
     ) -> None:
         self._options, self._folder, self._console = options, folder, console
-        self._processes, self._relays, self._nursery = processes, relays, nursery
-        self._hosts, self._port = hosts, port
-        self.story = Story(tuple(hosts))
+        self._processes, self._lines, self._nursery = processes, lines, nursery
+        self._port = port
+        self.story = Story(tuple(lines))
         #: Faults that have not ended, by victim.
         self._down: dict[str, Outage] = {}
         self._merges = _Merges(folder / "broker.jsonl")
@@ -75,12 +74,12 @@ class Run:
     def join(self) -> None:
         """Starts everybody; returns once all have adopted the model and contribute."""
         self._processes.start_broker(*self._broker_arguments())
-        for name in self._hosts:
+        for name in self._lines:
             self._start(name)
         self._wait(
-            lambda: len(self._merges.newest) == len(self._hosts),
+            lambda: len(self._merges.newest) == len(self._lines),
             JOIN_TIMEOUT_S,
-            lambda: f"{sorted(self._hosts.keys() - self._merges.newest.keys())} did not join",
+            lambda: f"{sorted(self._lines.keys() - self._merges.newest.keys())} did not join",
         )
 
     def watch(
@@ -116,7 +115,7 @@ class Run:
         since = time.time()
 
         def missing() -> list[str]:
-            return [n for n in self._hosts if self._merges.newest.get(n, 0.0) < since]
+            return [n for n in self._lines if self._merges.newest.get(n, 0.0) < since]
 
         try:
             self._wait(
@@ -127,7 +126,7 @@ class Run:
 
     def end(self) -> None:
         """Learners leave in order, then the broker."""
-        for name in self._hosts:
+        for name in self._lines:
             self._nursery.signal(name, signal.SIGTERM)
         deadline = time.monotonic() + LEAVE_TIMEOUT_S
         while self._nursery.running and time.monotonic() < deadline:
@@ -148,9 +147,9 @@ class Run:
             case Kind.STOP:
                 self._nursery.signal(fault.victim, signal.SIGSTOP)
             case Kind.CUT:
-                self._relays.cut(self._hosts[fault.victim])
+                self._lines[fault.victim].hold("up", "down")
             case Kind.RESET:
-                self._relays.reset(self._hosts[fault.victim])
+                self._lines[fault.victim].refuse()
             case Kind.BROKER:
                 self._processes.kill(BROKER)
         outage = self._down[fault.victim] = Outage(fault, time.time())
@@ -166,7 +165,7 @@ class Run:
             case Kind.STOP:
                 self._nursery.signal(fault.victim, signal.SIGCONT)
             case Kind.CUT | Kind.RESET:
-                self._relays.restore(self._hosts[fault.victim])
+                self._lines[fault.victim].release()
             case Kind.BROKER:
                 self._processes.start(BROKER, BROKER, *self._broker_arguments())
         outage = self._down.pop(fault.victim)
@@ -176,7 +175,7 @@ class Run:
     # What goes on.
 
     def _start(self, name: str) -> None:
-        self._nursery.start(name, f"tcp://{self._hosts[name]}:{self._port}")
+        self._nursery.start(name, f"tcp://{self._lines[name].host}:{self._port}")
 
     def _broker_arguments(self) -> tuple[str, ...]:
         return (

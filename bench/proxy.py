@@ -70,12 +70,13 @@ class Proxy:
 
     def __init__(self, host: str, target: str, ports: Sequence[int], *, seed: int = 0) -> None:
         self.up, self.down = Way(), Way()
-        self._host, self._target, self._ports = host, target, tuple(ports)
+        self.host, self._target, self._ports = host, target, tuple(ports)
         self._random = random.Random(seed)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
         self._open: set[_Connection] = set()
         self._listening: list[socket.socket] = []
+        self._refuses = False
         self._carrying: set[asyncio.Task[None]] = set()
         #: Connections that a fuse has ended.
         self.resets = 0
@@ -102,13 +103,20 @@ class Proxy:
 
         self._loop.call_soon_threadsafe(reset)
 
+    def refuse(self) -> None:
+        """Resets every open connection, and each new one at once, until `release`."""
+        self._refuses = True
+        self.reset()
+
     def hold(self, *directions: Direction) -> None:
         """Lets nothing pass in these directions until `release`."""
         for direction in directions:
             (self.up if direction == "up" else self.down).holds = True
 
     def release(self) -> None:
-        """Lets everything pass again; what waited goes first, as TCP would send it again."""
+        """Takes connections and lets everything pass again; what waited goes first, as TCP would
+        send it again."""
+        self._refuses = False
         self.up.holds = self.down.holds = False
 
     def _run(self) -> None:
@@ -129,7 +137,7 @@ class Proxy:
 
     async def _listen(self) -> None:
         for port in self._ports:
-            listener = socket.create_server((self._host, port))
+            listener = socket.create_server((self.host, port))
             listener.setblocking(False)
             self._listening.append(listener)
             self._loop.add_reader(listener, self._accept, listener, port)
@@ -138,6 +146,9 @@ class Proxy:
         # No coroutine: one that is cancelled at the end can lose what it has just accepted.
         with suppress(OSError):
             learner, _ = listener.accept()
+            if self._refuses:
+                _reset(learner)
+                return
             task = self._loop.create_task(self._serve(learner, port))
             self._carrying.add(task)
             task.add_done_callback(self._carrying.discard)
@@ -152,6 +163,8 @@ class Proxy:
                 end.setblocking(False)
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._loop.sock_connect(broker, (self._target, port))
+            if self._refuses:
+                raise ConnectionResetError
             self._open.add(connection)
             ways = [
                 _Carrier(self._random, self.up, port, learner, broker).run(),
@@ -171,6 +184,12 @@ class Proxy:
 
 
 def _close(end: socket.socket, _: object) -> None:
+    end.close()
+
+
+def _reset(end: socket.socket) -> None:
+    """Closes with a reset."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_0)
     end.close()
 
 

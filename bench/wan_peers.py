@@ -7,30 +7,23 @@ rank, exchange, seconds, cpu_s. The coordinator takes no part in the average; it
 
 from __future__ import annotations
 
-import importlib
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
+from narrows.bench import peer_envs
 from narrows.bench.wan_cells import WARM_UP, Cell
 from narrows.bench.wan_run import Exchange, Line, SiteProcesses
-from narrows.proto.errors import ConfigError, NarrowsError
+from narrows.proto.errors import NarrowsError
 
-SCRIPTS: Final = Path(__file__).resolve().parent / "peer_scripts"
 PORT: Final = 29500
 ENVIRONMENTS: Final = {"ddp_gloo": "ddp", "torchft": "torchft", "hivemind": "hivemind"}
 
 
 def python_of(system: str) -> Path:
     """The interpreter of the system's environment, built if need be. Raises NarrowsError."""
-    try:
-        peers = importlib.import_module("narrows.bench.peer_envs")
-    except ModuleNotFoundError:
-        raise ConfigError(f"{system} has no environment here") from None
-    environment = cast(Callable[[str], Path], peers.environment)
-    return environment(ENVIRONMENTS[system])
+    return peer_envs.environment(ENVIRONMENTS[system])
 
 
 def why_not(cell: Cell) -> str:
@@ -49,7 +42,7 @@ def run_peer(cell: Cell, line: Line, limit_s: float) -> list[Exchange]:
 
     def command(rank: int) -> list[str]:
         return [
-            str(python_of(cell.system)), str(SCRIPTS / f"{cell.system}_exchange.py"),
+            str(python_of(cell.system)), str(peer_envs.SCRIPTS / f"{cell.system}_exchange.py"),
             "--rank", str(rank), "--world", str(cell.learners),
             "--address", f"{line.lab.hub.address}:{PORT}", "--params", str(cell.params),
             "--exchanges", str(cell.exchanges), "--warmup", str(WARM_UP),

@@ -122,3 +122,21 @@ def test_a_reset_ends_what_is_open_and_takes_new_connections() -> None:
         assert receive(client, 1) == b""
         with socket.create_connection(place, HANG_S) as again:
             assert again.getpeername() == place
+
+
+def test_a_refusal_ends_old_and_new_connections_until_the_release() -> None:
+    with socket.create_server((HOST, 0)) as broker:
+        broker.settimeout(HANG_S)
+        place = (FRONT, broker.getsockname()[1])
+        with Proxy(FRONT, HOST, [place[1]]) as proxy:
+            with socket.create_connection(place, HANG_S) as old, broker.accept()[0]:
+                old.sendall(b"x")
+                proxy.refuse()
+                with pytest.raises(ConnectionResetError):
+                    old.recv(1)
+            with pytest.raises(ConnectionError), socket.create_connection(place, HANG_S) as new:
+                new.recv(1)
+            proxy.release()
+            with socket.create_connection(place, HANG_S) as again, broker.accept()[0] as end:
+                again.sendall(b"back")
+                assert end.recv(9) == b"back"
