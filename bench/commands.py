@@ -69,6 +69,7 @@ def bench_quality(
     short: bool = False,
     workers: int = 0,
     groups: str = "",
+    collected: bool = False,
 ) -> None:
     """Measure how close settings come to data parallel at equal tokens, by test loss.
 
@@ -92,10 +93,15 @@ def bench_quality(
         Processes, one run each at a time; 0: one per core.
     groups
         Only these groups of cells, separated by commas, such as "modes,codec" (default: all).
+    collected
+        Run nothing: report all that is in `rows`, whichever selections and labels it came from.
     """
     need_torch()
-    from narrows.bench.quality import run_quality_bench
+    from narrows.bench.quality import report_collected, run_quality_bench
 
+    if collected:
+        report_collected(rows, json, plot)
+        return
     names = [name.strip() for name in groups.split(",") if name.strip()]
     run_quality_bench(rows, json, plot, full=full, short=short, workers=workers, groups=names)
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from narrows.bench import machine, quality_cells
 from narrows.bench.jobs import run_missing
 from narrows.bench.quality_cells import CHOOSING_SEEDS, REPORTING_SEEDS, rates_of
+from narrows.bench.quality_collected import collected
 from narrows.bench.quality_report import Row, rate_row, rate_table, reported, table
 from narrows.bench.quality_run import Cell, run_cell
 from narrows.broker.model import warm_up
@@ -49,9 +50,7 @@ def run_quality_bench(
     `short`: the shortest selection instead. `workers` 0: one per core. `groups` empty: all. Raises
     ConfigError for an unknown group.
     """
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=TABLE_COLUMNS)
+    console = _console()
     catalogue = quality_cells.full() if full else quality_cells.small()
     cells = of_groups(quality_cells.short() if short else catalogue, groups)
 
@@ -72,13 +71,45 @@ def run_quality_bench(
     rows = [report(each, each) for each in measures] + [*map(report, cells, best)]
     rates = [rate_row(each) for each in choices.values()]
     console.print(rate_table(rates))
-    for group in dict.fromkeys(row["group"] for row in rows):
-        console.print(table(group, [row for row in rows if row["group"] == group]))
-    if json_file is not None:
-        result = {"bench": "quality", "rows": rows, "data_parallel_rates": rates}
-        json_file.write_text(json.dumps(machine.describe() | result, indent=1) + "\n")
+    _show(console, rows)
+    _write(json_file, {"rows": rows, "data_parallel_rates": rates})
     if plot is not None:
         _draw(plot, rows, [best[0], *of_groups(cells, [cells[0].group])], runs)
+
+
+def report_collected(rows_file: Path, json_file: Path | None, plot: Path | None) -> None:
+    """Prints and writes what all runs of `rows_file` say together; runs nothing.
+
+    Raises ConfigError if there are none.
+    """
+    from narrows.bench.plots import loss_against_bits
+
+    rows = collected(rows_file)
+    if not rows:
+        raise ConfigError(
+            f"no cell of {rows_file} has data parallel of its shape and seeds beside it",
+            remedy="give the file of runs with --rows",
+        )
+    _show(_console(), rows)
+    _write(json_file, {"rows": rows})
+    if plot is not None:
+        loss_against_bits(rows, plot)
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=TABLE_COLUMNS)
+
+
+def _show(console: Console, rows: Sequence[Row]) -> None:
+    for group in dict.fromkeys(row["group"] for row in rows):
+        console.print(table(group, [row for row in rows if row["group"] == group]))
+
+
+def _write(path: Path | None, result: Row) -> None:
+    if path is not None:
+        described = machine.describe() | {"bench": "quality"} | result
+        path.write_text(json.dumps(described, indent=1) + "\n")
 
 
 def _draw(path: Path, rows: Sequence[Row], cells: Sequence[Cell], runs: Runs) -> None:

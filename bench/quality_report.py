@@ -8,12 +8,13 @@ from typing import Any, Final, TypeAlias
 
 from rich.table import Table
 
-from narrows.bench.quality_cells import question
+from narrows.bench.quality_cells import DATA_PARALLEL, GROUPS, question
 from narrows.bench.quality_run import Cell
 from narrows.bench.quality_stats import Paired, paired
 
 Row: TypeAlias = dict[str, Any]
 
+KNOWN: Final = (*GROUPS, DATA_PARALLEL)
 TEXT_COLUMNS: Final = ("cell", "model", "inner")
 
 
@@ -30,7 +31,9 @@ def reported(cell: Cell, runs: Sequence[Row], reference: Sequence[Row]) -> Row:
         "cell": cell.name,
         "group": cell.group,
         "model": cell.model,
+        "inner": cell.inner,
         "learners": cell.learners,
+        "steps": cell.steps,
         "mode": "data_parallel" if cell.data_parallel else str(cell.config().run.mode),
         "up_bits_per_param": mean("up_bits_per_param"),
         "down_bits_per_param": mean("down_bits_per_param"),
@@ -58,7 +61,7 @@ def rate_row(runs: Sequence[Row]) -> Row:
 def table(group: str, rows: Sequence[Row]) -> Table:
     """The rows of a group."""
     shown = _table(
-        f"{group}: {question(group)}",
+        f"{group}: {question(group)}" if group in KNOWN else group,
         ("cell", "model", "learners", "bits up", "bits down", "test loss", "over data parallel",
          "learners per merge", "virtual s"),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from narrows.bench import jobs as bench_jobs
 from narrows.bench import quality, quality_cells, quality_run, trained
-from narrows.bench.quality import run_jobs, run_quality_bench
+from narrows.bench.quality import report_collected, run_jobs, run_quality_bench
 from narrows.bench.quality_cells import REPORTING_SEEDS
 from narrows.bench.quality_run import Cell, learner_name, run_cell
 from narrows.bench.quality_stats import STUDENT_T, paired
@@ -46,8 +46,9 @@ TINY = Cell(
 HANG_S = 60.0
 
 ROW_KEYS = {
-    "cell", "group", "model", "learners", "mode", "up_bits_per_param", "down_bits_per_param",
-    "loss", "loss_data_parallel", "excess_percent", "ci_low_percent", "ci_high_percent", "seeds",
+    "cell", "group", "model", "inner", "learners", "steps", "mode",
+    "up_bits_per_param", "down_bits_per_param", "loss", "loss_data_parallel",
+    "excess_percent", "ci_low_percent", "ci_high_percent", "seeds",
     "contributors_mean", "virtual_s",
 }  # fmt: skip
 
@@ -367,6 +368,30 @@ def test_rows_have_their_keys_and_compare_with_the_best_rate(
     for path in (paths[2], tmp_path / "quality-curves.svg"):
         assert path.read_text().startswith("<?xml")
     assert "outer: Which" in capsys.readouterr().out
+
+
+def test_what_was_collected_is_compared_with_the_best_rate_that_was_not_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure = replace(TINY, group="own", name="data parallel", data_parallel=True)
+    rates = (0.016, 0.03, 0.004)
+    good, bad, dropped = (replace(measure, peak_learning_rate=rate) for rate in rates)
+    runs = [(bad, 11), (bad, 12), (good, 11), (good, 12), (dropped, 11)]
+    runs += [(replace(TINY, group="own", name="late"), seed) for seed in (11, 12, 13)]
+    runs += [(replace(TINY, group="own", name="long", steps=99), 11)]
+    rows = [fake(cell, seed) for cell, seed in runs]
+    rows[4]["validation_loss"] = 0.0
+    path, result = tmp_path / "rows.jsonl", tmp_path / "quality.json"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[5]]))
+    report_collected(path, result, None)
+    told = json.loads(result.read_text())["rows"]
+    assert all(set(row) == ROW_KEYS for row in told)
+    late = told[-1]
+    assert late["cell"] == "late" and late["seeds"] == [11, 12]
+    assert late["loss_data_parallel"] == pytest.approx(2 * (1 + 0.115))
+    assert "long" not in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no cell"):
+        report_collected(tmp_path / "none.jsonl", None, None)
 
 
 @pytest.mark.slow
