@@ -159,7 +159,7 @@ def _decoupled(cell: Cell, seed: int) -> Result:
     run.write_global(probe.model)
     shelf = run.shelf
     return Result(
-        _losses(probe.model),
+        losses_of(probe.model),
         up_bits_per_param=shelf.up_bits / shelf.up_elements,
         down_bits_per_param=shelf.down_bits / shelf.down_elements,
         contributors_mean=sum(len(merge.contributors) for merge in merges) / len(merges),
@@ -206,7 +206,7 @@ def _data_parallel(cell: Cell, seed: int) -> Result:
             optimizer.zero_grad()
         if (step + 1) % max(1, cell.steps // CURVE_POINTS) == 0:
             probe.append((step + 1.0, _curve_loss(model)))
-    return Result(_losses(model), curve=probe)
+    return Result(losses_of(model), curve=probe)
 
 
 def adamw(model: GPT, peak: float) -> list[torch.optim.Optimizer]:
@@ -242,7 +242,7 @@ def _windows(context: int) -> tuple[Bytes, Bytes]:
     )
 
 
-def _losses(model: GPT) -> tuple[float, float]:
+def losses_of(model: GPT) -> tuple[float, float]:
     """On the validation and the test text."""
     validation, test = _windows(model.config.context)
     return validation_loss(model, validation), validation_loss(model, test)

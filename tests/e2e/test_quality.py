@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 from running import HANG_S
-from safetensors.torch import load_file
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
-from narrows.bench import quality_run
 from narrows.bench.processes import Processes
-from narrows.bench.quality_run import Cell, learner_name, run_cell
+from narrows.bench.quality_run import Cell, learner_name, losses_of, run_cell
 from narrows.learner.gpt import GPT, preset
 
 pytestmark = pytest.mark.slow
@@ -45,6 +44,6 @@ def test_the_simulation_reaches_the_loss_of_real_processes(tmp_path: Path) -> No
     model = GPT(preset(CELL.model))
     # Tied weights travel under one name only.
     model.load_state_dict(load_file(file), strict=False)
-    validation, test = quality_run._losses(model)
+    validation, test = losses_of(model)
     assert validation == pytest.approx(simulated["validation_loss"], rel=TOLERANCE)
     assert test == pytest.approx(simulated["test_loss"], rel=TOLERANCE)
