@@ -46,7 +46,8 @@ def test_a_sample_that_came_late_hides_no_bytes() -> None:
     meter = Meter(cast(Counters, counters), {"l0": cast(Counters, counters)})
     for counters.bytes in (0, 1000, 3000, 7000):
         meter.sample()
-    times_s = [at for at, _ in meter._own["l0"].samples]
+    track = meter._own["l0"]  # pyright: ignore[reportPrivateUsage]
+    times_s = [at for at, _ in track.samples]
     between_s = [(a + b) / 2 for a, b in pairwise(times_s)]
     rates = meter.rates("l0", "up", since_s=between_s[1], until_s=between_s[2])
     assert rates.wire_bytes == 6000, "all that can have been in this time"
