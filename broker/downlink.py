@@ -240,6 +240,11 @@ class Downlink:
         else:
             late.append(now)
         self.pump_at = min(late, default=None)
+        idle = [addressee for addressee in self._addressees.values() if not addressee.outbox]
+        for addressee in idle:
+            addressee.budget.pause()
+        if len(idle) == len(self._addressees):
+            self._total.pause()
 
     def _renew_stalled(self, now: float) -> None:
         for addressee in self._addressees.values():

@@ -95,6 +95,11 @@ class Sender:
             # What was under way may still leave from a queue behind us, and leaves again from here.
             self._budget.charge(self._outbox.renew_stalled(now), now)
         self.pump_at = None
+        self._send_open(now)
+        if not len(self._outbox):
+            self._budget.pause()
+
+    def _send_open(self, now: float) -> None:
         while self._wires.uplink_open:
             if not self._budget.is_open(now):
                 self.pump_at = self._budget.opens_at(now) if len(self._outbox) else None

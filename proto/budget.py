@@ -42,6 +42,10 @@ BURST_S: Final = 0.1
 """Seconds of its rate that a sender that was late may make up for: on a busy machine a poll loop
 is kept from its core for longer than a few milliseconds."""
 
+PAUSE_BURST_S: Final = 0.02
+"""Likewise after a pause in which nothing waited: two messages. What was not used then is gone: at
+once it would overrun the queue of a line of just this rate, and take control messages with it."""
+
 BIN_S: Final = 0.01
 """Time is counted in such bins for the window."""
 
@@ -107,6 +111,7 @@ class Budget:
     _largest_bytes: float = 0.0
     """Of the messages: the next one may be as large."""
     _back_at: float = -math.inf
+    _paused: bool = False
 
     def is_open(self, now: float) -> bool:
         """Whether a message may leave."""
@@ -146,13 +151,18 @@ class Budget:
         """So many bytes are leaving that do not wait."""
         if not self.bits_per_s:
             return
-        start = max(self._free_at, now - BURST_S)
+        start = max(self._free_at, now - (PAUSE_BURST_S if self._paused else BURST_S))
+        self._paused = False
         self._free_at = start + 8 * size_bytes / (self.bits_per_s * SHARE_USED)
         number = math.floor(now / BIN_S)
         self._window_bytes += size_bytes
         if self._bins and self._bins[-1][0] == number:
             size_bytes += self._bins.pop()[1]
         self._bins.append((number, size_bytes))
+
+    def pause(self) -> None:
+        """Nothing waits to be sent."""
+        self._paused = True
 
     def _forget(self, now: float) -> None:
         while self._bins and (self._bins[0][0] + 1) * BIN_S + WINDOW_S <= now:

@@ -14,6 +14,7 @@ from narrows.proto.budget import (
     CUT,
     MESSAGE_BYTES_MIN,
     MESSAGE_S,
+    PAUSE_BURST_S,
     SHARE_USED,
     WINDOW_S,
     WINDOW_SHARE,
@@ -70,6 +71,22 @@ def test_what_a_late_sender_makes_up_for_is_bounded() -> None:
         budget.charge(1000, 50.0)
         sent += 1000
     assert sent <= 1e6 * BURST_S + 1000
+
+
+def test_after_a_pause_little_leaves_at_once() -> None:
+    budget = Budget(8e6)
+    budget.charge(1, 0.0)
+    budget.pause()
+    sent = 0
+    while budget.is_open(50.0):
+        budget.charge(1000, 50.0)
+        sent += 1000
+    assert sent <= 1e6 * PAUSE_BURST_S + 1000
+    late, more = 50.1, 0
+    while budget.is_open(late):
+        budget.charge(1000, late)
+        more += 1000
+    assert more > 1e6 * PAUSE_BURST_S + 1000, "this time it was late and had not paused"
 
 
 def test_control_never_waits_and_data_pays_for_it() -> None:
