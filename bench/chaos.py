@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import signal
 from collections.abc import Generator
@@ -44,11 +43,9 @@ def run_chaos_bench(options: ChaosOptions) -> None:
         story = _run(options, folder, console)
         row = chaos_results.collect(folder, story, fragments=FRAGMENTS)
     chaos_results.show(console, row)
-    if options.json is not None:
-        head = {"bench": "chaos", **machine.describe(), "seed": options.seed}
-        settings = {key: value for key, value in asdict(options).items() if key not in OUTPUTS}
-        text = json.dumps(head | {"settings": settings, "rows": [row]}, indent=1)
-        options.json.write_text(text + "\n")
+    settings = {key: value for key, value in asdict(options).items() if key not in OUTPUTS}
+    told = {"seed": options.seed, "settings": settings, "rows": [row]}
+    machine.write_result(options.json, "chaos", told)
     harm = row["problems"] or row["digests_different"] or row["versions_lost"]
     if harm or not row["replay_equal"]:
         raise NarrowsError(

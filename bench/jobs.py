@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 from rich.console import Console
 
 from narrows.bench import machine
-from narrows.bench.rows import append_row, end_last_line, read_rows
+from narrows.bench.rows import append_row, end_last_line, rows_by_key
+from narrows.proto.errors import ConfigError
 
 Row: TypeAlias = dict[str, Any]
 Arguments: TypeAlias = tuple[Any, ...]
@@ -36,9 +37,11 @@ def run_missing(
     """Runs `work(*arguments)` for every key that `path` has no row of; returns rows by key.
 
     `key_of` finds a row's key again, `say` tells of it in half a line, `cost_of` is a job's time
-    in any unit. Each worker is a process with one thread.
+    in any unit. Each worker is a process with one thread. Raises ConfigError without workers.
     """
-    known = {key_of(row): row for row in read_rows(path)}
+    if workers < 1:
+        raise ConfigError("--workers is out of range", expected="1 or more, 0: one per core")
+    known = rows_by_key(path, key_of)
     missing = {key: job for key, job in jobs.items() if key not in known}
     if missing:
         os.environ.setdefault("OMP_NUM_THREADS", "1")

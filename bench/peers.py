@@ -19,7 +19,7 @@ from narrows.bench import machine
 from narrows.bench.peer_envs import PEERS, PeerAbsent, requirements
 from narrows.bench.peer_run import EVENTS, run_event
 from narrows.bench.peer_systems import Plan
-from narrows.bench.rows import append_row, end_last_line, read_rows
+from narrows.bench.rows import append_row, end_last_line, rows_by_key
 from narrows.proto.config import nearest
 from narrows.proto.errors import ConfigError, NarrowsError
 from narrows.proto.units import format_bytes
@@ -40,7 +40,7 @@ def run_peers_bench(
     console = Console()
     if not console.is_terminal:
         console = Console(width=TABLE_COLUMNS)
-    known = {key_of(row): row for row in read_rows(rows_file)}
+    known = rows_by_key(rows_file, key_of)
     end_last_line(rows_file)
     rows: list[dict[str, Any]] = []
     for event in EVENTS:
@@ -57,9 +57,7 @@ def run_peers_bench(
                 console.print(Text(told(row)))
             rows.append(row)
     console.print(table_of(rows))
-    if json_file is not None:
-        result = {"bench": "peers", "rows": rows}
-        json_file.write_text(json.dumps(machine.describe() | result, indent=1) + "\n")
+    machine.write_result(json_file, "peers", {"seed": 0, "rows": rows})
 
 
 def chosen(systems: Sequence[str]) -> Sequence[str]:

@@ -74,9 +74,7 @@ def run_quality_bench(
     console.print(rate_table(rates))
     for group in dict.fromkeys(row["group"] for row in rows):
         console.print(table(group, [row for row in rows if row["group"] == group]))
-    if json_file is not None:
-        result = {"bench": "quality", "rows": rows, "data_parallel_rates": rates}
-        json_file.write_text(json.dumps(machine.describe() | result, indent=1) + "\n")
+    machine.write_result(json_file, "quality", {"rows": rows, "data_parallel_rates": rates})
     if plot is not None:
         _draw(plot, rows, [best[0], *of_groups(cells, [cells[0].group])], runs)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
     return rows
+
+
+def rows_by_key(path: Path, key_of: Callable[[dict[str, Any]], str]) -> dict[str, dict[str, Any]]:
+    """The rows of a results file that have a key; those of another bench or version have none."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in read_rows(path):
+        with suppress(KeyError):
+            found[key_of(row)] = row
+    return found
 
 
 def end_last_line(path: Path) -> None:
