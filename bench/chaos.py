@@ -70,7 +70,10 @@ def _check(options: ChaosOptions) -> None:
             options.params > 0 and options.params % PARAMS_UNIT == 0,
             f"a multiple of {PARAMS_UNIT}",
         ),
+        ("seconds", options.seconds > 0, "more than 0"),
         ("fault-every", options.fault_every_s > 0, "more than 0 s"),
+        ("down-max", options.down_max_s > 0, "more than 0 s"),
+        ("broker-kills", options.broker_kills >= 0, "0 or more"),
         ("step", options.step_s > 0, "more than 0 s"),
     ):
         if not right:
