@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from narrows.bench.chaos_tape import BROKER, Fault, Kind, draw
 from narrows.bench.nursery import Nursery
 from narrows.bench.processes import Processes
 from narrows.bench.proxy import Proxy
+from narrows.bench.rows import rows_in
 from narrows.proto.errors import ErrorCode, NarrowsError
 
 LINE_S: Final = 5.0
@@ -260,8 +260,7 @@ class _Merges:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
-        for line in whole.splitlines():
-            record = json.loads(line)
+        for record in rows_in(whole):
             if record["event"] == "merged":
                 self._count += 1
                 self._contributors += len(record["contributors"])

@@ -10,15 +10,16 @@ from typing import Any
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a results file; a last line that was cut off is left out."""
-    if not path.exists():
-        return []
+    """The rows of a file; [] if it is not there."""
+    return rows_in(path.read_text()) if path.exists() else []
+
+
+def rows_in(text: str | bytes) -> list[dict[str, Any]]:
+    """A row per line; one that was cut off, by an interruption or a SIGKILL, is left out."""
     rows: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines():
-        try:
+    for line in text.splitlines():
+        with suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
     return rows
 
 

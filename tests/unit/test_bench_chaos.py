@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from running import wait_until
 
 from narrows.bench.chaos import run_chaos_bench
 from narrows.bench.chaos_learner import TOKENS_PER_STEP
@@ -31,7 +32,7 @@ from narrows.bench.processes import Processes, free_ports
 from narrows.bench.proxy import Proxy
 from narrows.broker.audit import Audit
 from narrows.broker.records import Committed, Contributor, Policy, Vector
-from narrows.proto.errors import ConfigError
+from narrows.proto.errors import ConfigError, NarrowsError
 from narrows.proto.messages import Phase
 
 T = TOKENS_PER_STEP
@@ -216,3 +217,13 @@ def test_a_kill_that_ends_at_once_is_no_death_of_its_own(tmp_path: Path) -> None
     assert [outage.fault.kind for outage in run.story.outages] == [Kind.KILL]
     assert nursery.running == {"a"} and nursery.ended == [("a", -signal.SIGKILL)]
     assert run.story.problems == []
+
+
+def test_a_nursery_that_has_ended_is_told_in_one_line(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    ready.write_text('{"ready": true}')
+    # It says that it is ready and ends.
+    with Nursery(tmp_path, "json.tool", "--no-indent", str(ready)) as nursery:
+        wait_until(lambda: not Path(f"/proc/{nursery.pid}/cmdline").read_bytes(), "its end")
+        with pytest.raises(NarrowsError, match=r"has ended.*nursery\.log"):
+            nursery.start("a", "")

@@ -15,7 +15,7 @@ from narrows.bench.loopback import Loopback
 from narrows.bench.peer_envs import PeerAbsent
 from narrows.bench.peer_member import START, training_of
 from narrows.bench.peer_run import EVENTS, Story, judged
-from narrows.bench.peer_systems import COORDINATOR, Exchange, Ours, Plan, Scripted, lines_of
+from narrows.bench.peer_systems import COORDINATOR, Exchange, Ours, Plan, Scripted
 from narrows.bench.processes import Processes
 from narrows.bench.rows import read_rows
 from narrows.proto.errors import ConfigError
@@ -89,11 +89,6 @@ def test_our_exchanges_are_the_brokers_merges(tmp_path: Path) -> None:
         },
     )
     assert Ours(PLAN, Processes(tmp_path)).exchanges() == [Exchange(2.0, 7, 1)]
-
-
-def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "told").write_text('{"a": 1}\n{"a": ')
-    assert list(lines_of(tmp_path / "told")) == [{"a": 1}]
 
 
 def test_an_undisturbed_run_has_nothing_to_recover_from() -> None:
