@@ -6,10 +6,11 @@ What was interrupted goes on where it stopped: a job whose row is in the file is
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -47,7 +48,13 @@ def run_missing(
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         end_last_line(path)
     started_s, done, whole = time.monotonic(), 0.0, sum(map(cost_of, missing))
-    with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
+    # Ctrl-C reaches the workers as well: there it would end a job, and the next would begin.
+    with ProcessPoolExecutor(
+        workers,
+        mp_context=get_context("forkserver"),
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),
+    ) as pool:
         futures = {pool.submit(work, *job): key for key, job in missing.items()}
         try:
             for count, future in enumerate(as_completed(futures), 1):
@@ -59,7 +66,9 @@ def run_missing(
                 progress = f"{count}/{len(missing)}, {left_s / 60:.0f} min left"
                 console.print(f"{progress}: {say(row)}", highlight=False)
         except BaseException:
-            # Else the pool would run all that is left, and nobody would write it down.
+            # Else the pool would run what is left, for minutes, and nobody would write it down.
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in active_children():
+                worker.terminate()
             raise
     return {key: known[key] for key in jobs}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from running import wait_until
 
 from narrows.bench import machine
 from narrows.bench.jobs import run_missing
@@ -49,6 +51,22 @@ def test_rows_of_another_bench_are_none_of_ours(tmp_path: Path) -> None:
     append_row(path, {"system": "of another bench, or of an older version"})
     append_row(path, {"number": 3, "twice": "in the file already"})
     assert run(path, [3])["3"]["twice"] == "in the file already"
+
+
+def test_an_interruption_ends_what_is_under_way(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+
+    def interrupt(row: dict[str, Any]) -> str:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_missing(
+            {"1": ("{'number': 1}",), "2": ("__import__('signal').pause()",)}, eval, path,
+            key_of=lambda row: str(row["number"]), say=interrupt, workers=1,
+            console=Console(file=io.StringIO()),
+        )  # fmt: skip
+    assert [row["number"] for row in read_rows(path)] == [1]
+    wait_until(lambda: not active_children(), "the end of the workers")
 
 
 def test_workers_are_at_least_one(tmp_path: Path) -> None:
