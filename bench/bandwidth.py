@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -122,20 +121,17 @@ def run_bandwidth_bench(json_file: Path | None, plot: Path | None, *, wire: bool
         console.print()
     headlines = headline_rows(wire_rows)
     _show_headlines(console, headlines)
-    if json_file is not None:
-        result = {
-            "bench": "bandwidth",
-            **machine.describe(),
-            "seed": 0,
-            "source": published_bandwidth.TABLE_SOURCE,
-            "headline_source": published_bandwidth.HEADLINE_SOURCE,
-            "rows": [row.as_dict() for row in rows],
-            "headline": [asdict(row) for row in headlines],
-            "wire": [
-                {**asdict(row), "difference_percent": row.difference_percent} for row in wire_rows
-            ],
-        }
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    told = {
+        "seed": 0,
+        "source": published_bandwidth.TABLE_SOURCE,
+        "headline_source": published_bandwidth.HEADLINE_SOURCE,
+        "rows": [row.as_dict() for row in rows],
+        "headline": [asdict(row) for row in headlines],
+        "wire": [
+            {**asdict(row), "difference_percent": row.difference_percent} for row in wire_rows
+        ],
+    }
+    machine.write_result(json_file, "bandwidth", told)
     if plot is not None:
         from narrows.bench.plots import bandwidth
 

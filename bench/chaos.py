@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import signal
 from collections.abc import Generator
@@ -44,11 +43,9 @@ def run_chaos_bench(options: ChaosOptions) -> None:
         story = _run(options, folder, console)
         row = chaos_results.collect(folder, story, fragments=FRAGMENTS)
     chaos_results.show(console, row)
-    if options.json is not None:
-        head = {"bench": "chaos", **machine.describe(), "seed": options.seed}
-        settings = {key: value for key, value in asdict(options).items() if key not in OUTPUTS}
-        text = json.dumps(head | {"settings": settings, "rows": [row]}, indent=1)
-        options.json.write_text(text + "\n")
+    settings = {key: value for key, value in asdict(options).items() if key not in OUTPUTS}
+    told = {"seed": options.seed, "settings": settings, "rows": [row]}
+    machine.write_result(options.json, "chaos", told)
     harm = row["problems"] or row["digests_different"] or row["versions_lost"]
     if harm or not row["replay_equal"]:
         raise NarrowsError(
@@ -73,7 +70,10 @@ def _check(options: ChaosOptions) -> None:
             options.params > 0 and options.params % PARAMS_UNIT == 0,
             f"a multiple of {PARAMS_UNIT}",
         ),
+        ("seconds", options.seconds > 0, "more than 0"),
         ("fault-every", options.fault_every_s > 0, "more than 0 s"),
+        ("down-max", options.down_max_s > 0, "more than 0 s"),
+        ("broker-kills", options.broker_kills >= 0, "0 or more"),
         ("step", options.step_s > 0, "more than 0 s"),
     ):
         if not right:

@@ -14,7 +14,8 @@ from rich.table import Table
 
 from narrows.bench.chaos_learner import TOKENS_PER_STEP
 from narrows.bench.chaos_tape import Fault, Kind
-from narrows.bench.evidence import Evidence, compare_digests, lines_of, read_evidence
+from narrows.bench.evidence import Evidence, compare_digests, read_evidence
+from narrows.bench.rows import read_rows
 from narrows.broker.records import Committed
 from narrows.proto.errors import ErrorCode, NarrowsError
 
@@ -71,7 +72,7 @@ def collect(folder: Path, story: Story, *, fragments: int) -> Row:
                 f"nothing was merged within {window.seconds:.0f} s",
                 remedy="give it more --seconds, or a shorter --step",
             )
-    lives = {name: lines_of(folder / f"{name}.life") for name in story.names}
+    lives = {name: read_rows(folder / f"{name}.life") for name in story.names}
     digests = compare_digests(evidence.digests, [folder / f"{name}.jsonl" for name in story.names])
     unbalanced = [*evidence.audit.problems, *ledger_problems(lives, evidence, fragments)]
     kinds = Counter(outage.fault.kind for outage in story.outages)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from narrows.bench.chaos_tape import BROKER, Fault, Kind, draw
 from narrows.bench.nursery import Nursery
 from narrows.bench.processes import Processes
 from narrows.bench.proxy import Proxy
+from narrows.bench.rows import rows_in
 from narrows.proto.errors import ErrorCode, NarrowsError
 
 LINE_S: Final = 5.0
@@ -161,6 +161,8 @@ class Run:
             case Kind.KILL:
                 while fault.victim in self._nursery.running:
                     self._nursery.look(0.1)
+                # Before the fault is over: else its end would look like one without a cause.
+                self._take_ends()
                 self._start(fault.victim)
             case Kind.STOP:
                 self._nursery.signal(fault.victim, signal.SIGCONT)
@@ -200,15 +202,19 @@ class Run:
         self._nursery.look(0.05)
         if BROKER not in self._down:
             self._processes.check(BROKER)
+        self._take_ends()
+        self._merges.look()
+        if time.monotonic() - self._line_at >= LINE_S:
+            self._line_at = time.monotonic()
+            self._say(self._line(phase, now_s))
+
+    def _take_ends(self) -> None:
+        """Starts again whoever ended without being killed, and says so."""
         for name, code in self._news():
             outage = self._down.get(name)
             if outage is None or outage.fault.kind is not Kind.KILL:
                 self.story.problems.append(f"{name} ended by itself with code {code}")
                 self._start(name)
-        self._merges.look()
-        if time.monotonic() - self._line_at >= LINE_S:
-            self._line_at = time.monotonic()
-            self._say(self._line(phase, now_s))
 
     def _news(self) -> list[tuple[str, int]]:
         """Children that have ended since the last call."""
@@ -254,8 +260,7 @@ class _Merges:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
-        for line in whole.splitlines():
-            record = json.loads(line)
+        for record in rows_in(whole):
             if record["event"] == "merged":
                 self._count += 1
                 self._contributors += len(record["contributors"])

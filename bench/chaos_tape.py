@@ -67,7 +67,7 @@ def draw(
 
     One learner fails in each slot of `every_s`, at any instant in it; who is down already is
     passed over, and a slot in which everybody is passes without a fault. The broker's kills have
-    slots of their own.
+    slots of their own, and the same holds for it.
     """
     rng = random.Random(seed)
     faults: list[Fault] = []
@@ -79,9 +79,13 @@ def draw(
         up = [name for name in learners if name not in down]
         if up:
             faults.append(Fault(at_s, kind, rng.choice(up), _down_s(rng, kind, down_max_s)))
+    broker_up_s = 0.0
     for slot in range(broker_kills):
         at_s = (slot + rng.random()) * seconds / broker_kills
-        faults.append(Fault(at_s, Kind.BROKER, BROKER, _down_s(rng, Kind.BROKER, down_max_s)))
+        if at_s >= broker_up_s:
+            fault = Fault(at_s, Kind.BROKER, BROKER, _down_s(rng, Kind.BROKER, down_max_s))
+            broker_up_s = fault.ends_s
+            faults.append(fault)
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 

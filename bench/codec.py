@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -86,13 +85,8 @@ def run_codec_bench(recording: Path | None, json_file: Path | None, plot: Path |
         console.print(table(row for row in rows if row.data == each.name))
     lone = [row for each in data for row in lone_elements(each)]
     console.print(lone_table(lone))
-    if json_file is not None:
-        result = machine.describe() | {
-            "bench": "codec",
-            "rows": [asdict(row) for row in rows],
-            "lone_elements": lone,
-        }
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    told = {"rows": [asdict(row) for row in rows], "lone_elements": lone}
+    machine.write_result(json_file, "codec", told)
     if plot is not None:
         from narrows.bench.plots import rate_distortion
 

@@ -50,9 +50,7 @@ def run_demo(options: DemoOptions) -> None:
         if options.baselines:
             console.print("Training data parallel at equal tokens ...", highlight=False)
             results |= demo_results.data_parallel(options, results)
-        if options.json is not None:
-            told = machine.describe() | {"bench": "demo"} | results
-            options.json.write_text(json.dumps(told, indent=2) + "\n")
+        machine.write_result(options.json, "demo", results)
         demo_results.show(console, options, results)
         if options.picture is not None:
             _draw(options, view, results, options.picture)

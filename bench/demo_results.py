@@ -14,7 +14,8 @@ from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariable
 
 from narrows.bench.baselines import Recipe, print_progress, train_data_parallel
 from narrows.bench.demo_story import PRESET, DemoOptions, Story
-from narrows.bench.evidence import compare_digests, lines_of
+from narrows.bench.evidence import compare_digests
+from narrows.bench.rows import read_rows
 from narrows.broker.checkpoint import StateDir, export
 from narrows.learner.corpus import fixed_windows, load_corpus
 from narrows.learner.gpt import GPT, parameter_count, preset, validation_loss
@@ -29,7 +30,9 @@ BF16_BYTES = 2
 def collect(options: DemoOptions, story: Story, folder: Path) -> Results:
     """Everything but the data-parallel baseline. Losses are nats per byte on validation text."""
     final = _final_status(folder / "broker.jsonl")
-    merges = [record for record in lines_of(folder / "broker.jsonl") if record["event"] == "merged"]
+    merges = [
+        record for record in read_rows(folder / "broker.jsonl") if record["event"] == "merged"
+    ]
     summaries = [json.loads((folder / f"{name}.json").read_text()) for name in options.names]
     alone = json.loads((folder / "alone.json").read_text())
     global_loss, parameters = evaluate_global(folder)
@@ -175,7 +178,7 @@ def _rows(options: DemoOptions, results: Results) -> Iterable[tuple[str, str]]:
 
 
 def _final_status(path: Path) -> dict[str, Any]:
-    for record in lines_of(path):
+    for record in read_rows(path):
         if record["event"] == "final":
             return dict(record["status"])
     raise NarrowsError(ErrorCode.MISUSE, f"the broker wrote no final status to {path}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from narrows.bench.rows import read_rows
 from narrows.broker.audit import Audit
 from narrows.broker.config import BrokerConfig
 from narrows.broker.history import model_digest, opened
@@ -85,17 +85,6 @@ def installed(files: Iterable[Path]) -> dict[VersionKey, set[str]]:
 
 def _installations(files: Iterable[Path]) -> Iterator[tuple[VersionKey, str]]:
     for path in files:
-        for record in lines_of(path):
+        for record in read_rows(path):
             if record["event"] == "installed":
                 yield (record["fragment"], record["version"]), record["digest"]
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Records of an events file; the last line of a killed process may be cut."""
-    records: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records

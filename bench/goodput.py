@@ -56,13 +56,8 @@ def run_goodput_bench(
     console.print(percent_table("uptime, %", results, "uptime_percent", "uptime_"))
     for sweep in dict.fromkeys(row["sweep"] for row in rows if row["sweep"]):
         console.print(sweep_table(sweep, [row for row in rows if row["sweep"] == sweep]))
-    if json_file is not None:
-        head = machine.describe() | {
-            "bench": "goodput",
-            "seed": SEED,
-            "costs": asdict(calibrated()),
-        }
-        json_file.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+    told = {"seed": SEED, "costs": asdict(calibrated()), "rows": rows}
+    machine.write_result(json_file, "goodput", told)
     if plot is not None:
         from narrows.bench.plots import goodput_by_chips, time_lines
 

@@ -28,8 +28,9 @@ from narrows.bench.stall_model import (
 )
 
 BLOCKS: Final = 10
-"""A tape is cut into so many parts; their spread gives the interval of the mean. A part of the
-shortest tape is a little longer than a repair, so that parts hardly depend on each other."""
+"""A tape is cut into so many parts; their spread gives the interval of the mean. A part of a day
+is a little longer than a repair, so that parts hardly depend on each other; those of the sweep and
+of a short selection are shorter, and their intervals too narrow."""
 
 HOUR_S: Final = 3600.0
 

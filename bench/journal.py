@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
@@ -79,9 +78,7 @@ def run_journal_bench(
             f"{row.merge_ms_median:.0f}", f"{row.added_ms_median:.1f}", f"{row.added_ms_p99:.1f}",
         )  # fmt: skip
     Console().print(shown)
-    if json_file is not None:
-        result = machine.describe() | {"bench": "journal", "rows": [asdict(row) for row in rows]}
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    machine.write_result(json_file, "journal", {"rows": [asdict(row) for row in rows]})
 
 
 def _measured(mode: Mode, folder: Path | None, params: int, learners: int, rounds: int) -> Row:

@@ -66,9 +66,7 @@ def run_loop_bench(*, learners: int, params: int, seconds: float, json_file: Pat
         console.print(
             f"{name:28s} {value:,.3f}" if isinstance(value, float) else f"{name:28s} {value:,}"
         )
-    if json_file is not None:
-        told = machine.describe() | {"bench": "loop"} | asdict(result)
-        json_file.write_text(json.dumps(told, indent=1) + "\n")
+    machine.write_result(json_file, "loop", asdict(result))
 
 
 def _measured(processes: Processes, learners: int, params: int, seconds: float) -> Result:

@@ -1,12 +1,22 @@
-"""Where a result comes from: commit and machine, for every JSON that a bench writes."""
+"""The JSON that a bench writes: its results, and the commit and machine that they come from."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+
+def write_result(path: Path | None, bench: str, told: Mapping[str, Any]) -> None:
+    """Writes what a bench tells, if there is a `path`; makes its folder, so that no run is lost."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        result = {"bench": bench, **describe(), **told}
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def describe() -> dict[str, Any]:

@@ -86,9 +86,7 @@ def run_merge_bench(json_file: Path | None, plot: Path | None, *, large: bool) -
     rows = [_measured(*case) for case in [*cases, *([LARGE] if large else [])]]
     console = Console()
     console.print(table(rows))
-    if json_file is not None:
-        result = machine.describe() | {"bench": "merge", "rows": [asdict(row) for row in rows]}
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    machine.write_result(json_file, "merge", {"rows": [asdict(row) for row in rows]})
     if plot is not None:
         from narrows.bench.plots import merge_cost
 

@@ -51,6 +51,7 @@ class Nursery:
         with (self._folder / "nursery.log").open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
+                bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -94,11 +95,7 @@ class Nursery:
             return
         data = os.read(self._process.stdout.fileno(), READ_BYTES)
         if not data:
-            raise NarrowsError(
-                ErrorCode.MISUSE,
-                "the process that starts learners has ended",
-                remedy=f"see {self._folder / 'nursery.log'}",
-            )
+            raise self._has_ended()
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             told = json.loads(line)
@@ -115,8 +112,17 @@ class Nursery:
 
     def _tell(self, command: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        except BrokenPipeError:
+            raise self._has_ended() from None
+
+    def _has_ended(self) -> NarrowsError:
+        return NarrowsError(
+            ErrorCode.MISUSE,
+            "the process that starts learners has ended",
+            remedy=f"see {self._folder / 'nursery.log'}",
+        )
 
     def _end(self) -> None:
         """The end of its input makes the process kill its children and leave."""

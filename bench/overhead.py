@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from cyclopts import App
 
-from narrows.bench.machine import describe
+from narrows.bench.machine import write_result
 from narrows.bench.processes import Processes
 from narrows.learner import Learner
 from narrows.learner.corpus import Reader, load_corpus
@@ -48,9 +48,7 @@ def overhead(
     ratio = median(row["throughput_ratio"] for row in rows)
     held_up = median(row["blocked_fraction"] for row in rows)
     print(f"median: {ratio:.1%} of the plain loop's tokens/s, held up {held_up:.2%} of the time")
-    if json_file is not None:
-        result = {"bench": "overhead", **describe(), "seed": 0, "rows": rows}
-        json_file.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(json_file, "overhead", {"seed": 0, "rows": rows})
 
 
 def _row(loop: _Loop, address: str, index: int, steps: int) -> dict[str, Any]:

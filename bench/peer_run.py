@@ -45,6 +45,10 @@ class Story:
     returned_s: float = 0.0
     gave_up: str = ""
     """Why the run did not come to its end."""
+    gave_up_s: float = 0.0
+
+    def give_up(self, why: str) -> None:
+        self.gave_up, self.gave_up_s = why, time.time()
 
 
 def run_event(name: str, plan: Plan, event: Event) -> dict[str, Any]:
@@ -103,10 +107,10 @@ def _follow(system: System, plan: Plan, processes: Processes, event: Event) -> S
         now_s, newest = time.time(), system.exchanges()[-1]
         dead = _dead(system, survivors, processes)
         if dead:
-            story.gave_up = f"{dead} ended: {processes.tail(dead, 1)}"[:300]
+            story.give_up(f"{dead} ended: {processes.tail(dead, 1)}"[:300])
             break
         if now_s - max(newest.time_s, story.killed_s) > STALL_MAX_S:
-            story.gave_up = f"no exchange for {STALL_MAX_S:.0f} s"
+            story.give_up(f"no exchange for {STALL_MAX_S:.0f} s")
             break
         if killed and not story.killed_s and newest.step >= KILL_AT * plan.steps:
             processes.kill(killed)
@@ -160,6 +164,8 @@ def judged(
         if story.returned_s and each.time_s > story.returned_s and each.members == members
     ]
     times_s = [story.killed_s, *(each.time_s for each in after)]
+    if story.gave_up:
+        times_s.append(story.gave_up_s)
     pauses_s = [later - earlier for earlier, later in pairwise(times_s)]
     return row | {
         "went_on": bool(after),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from narrows.bench.demo_results import evaluate_global
 from narrows.bench.peer_envs import SCRIPTS, environment
 from narrows.bench.peer_member import START
 from narrows.bench.processes import Processes
+from narrows.bench.rows import read_rows
 from narrows.learner.gpt import preset
 from narrows.proto.errors import NarrowsError
 
@@ -131,10 +131,10 @@ class Scripted:
         # A coordinator that tells the exchanges knows best; else each member tells its own, and
         # those that were the same exchange have the same step.
         folder = self.processes.folder
-        told = list(lines_of(folder / f"{COORDINATOR}.jsonl"))
+        told = read_rows(folder / f"{COORDINATOR}.jsonl")
         if told:
             return [Exchange(**record) for record in told]
-        every = [record for path in folder.glob("member-*.jsonl") for record in lines_of(path)]
+        every = [record for path in folder.glob("member-*.jsonl") for record in read_rows(path)]
         first: dict[int, Exchange] = {}
         for record in sorted(every, key=lambda record: record["time_s"]):
             first.setdefault(record["step"], Exchange(**record))
@@ -194,7 +194,7 @@ class Ours:
                 record["run_tokens"] // self.plan.step_tokens,
                 len(record["contributors"]),
             )
-            for record in lines_of(self.processes.folder / "broker.jsonl")
+            for record in read_rows(self.processes.folder / "broker.jsonl")
             if record["event"] == "merged"
         ]
 
@@ -215,10 +215,3 @@ def system_of(name: str, plan: Plan, processes: Processes) -> System:
     if name == "narrows":
         return Ours(plan, processes)
     return Scripted(name, plan, processes, environment(name))
-
-
-def lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file that is being written; none if it is not there yet."""
-    text = path.read_text() if path.exists() else ""
-    for line in text[: text.rfind("\n") + 1].splitlines():
-        yield json.loads(line)

@@ -19,7 +19,8 @@ from narrows.bench import machine
 from narrows.bench.peer_envs import PEERS, PeerAbsent, requirements
 from narrows.bench.peer_run import EVENTS, run_event
 from narrows.bench.peer_systems import Plan
-from narrows.bench.rows import append_row, end_last_line, read_rows
+from narrows.bench.rows import append_row, end_last_line, rows_by_key
+from narrows.learner.gpt import preset
 from narrows.proto.config import nearest
 from narrows.proto.errors import ConfigError, NarrowsError
 from narrows.proto.units import format_bytes
@@ -33,14 +34,16 @@ def run_peers_bench(
 ) -> None:
     """Runs what is missing, prints a table, and writes what was asked for.
 
-    `systems` empty: all. Raises ConfigError for an unknown one. One that cannot be had, or that
+    `systems` empty: all. Raises ConfigError for an unknown one, and for a plan that not everybody
+    can follow. One that cannot be had, or that
     does not start, gets a row with `skipped`, and is tried again the next time.
     """
     names = chosen(systems)
+    check(plan)
     console = Console()
     if not console.is_terminal:
         console = Console(width=TABLE_COLUMNS)
-    known = {key_of(row): row for row in read_rows(rows_file)}
+    known = rows_by_key(rows_file, key_of)
     end_last_line(rows_file)
     rows: list[dict[str, Any]] = []
     for event in EVENTS:
@@ -57,9 +60,7 @@ def run_peers_bench(
                 console.print(Text(told(row)))
             rows.append(row)
     console.print(table_of(rows))
-    if json_file is not None:
-        result = {"bench": "peers", "rows": rows}
-        json_file.write_text(json.dumps(machine.describe() | result, indent=1) + "\n")
+    machine.write_result(json_file, "peers", {"seed": 0, "rows": rows})
 
 
 def chosen(systems: Sequence[str]) -> Sequence[str]:
@@ -73,6 +74,24 @@ def chosen(systems: Sequence[str]) -> Sequence[str]:
                 remedy=nearest(name, SYSTEMS),
             )
     return systems or SYSTEMS
+
+
+def check(plan: Plan) -> None:
+    """Raises ConfigError for what cannot be run, before any environment is built."""
+    preset(plan.preset)
+    for flag, right, expected in (
+        ("members", plan.members > 1, "2 or more: one of them is killed"),
+        ("sync-steps", plan.sync_steps > 0, "1 or more"),
+        ("step-wait-s", plan.step_wait_s >= 0, "0 or more"),
+    ):
+        if not right:
+            raise ConfigError(f"--{flag} is out of range", expected=expected)
+    if plan.steps < 1 or plan.steps % plan.sync_steps:
+        raise ConfigError(
+            "--steps is out of range",
+            expected=f"a multiple of --sync-steps, {plan.sync_steps}",
+            got=str(plan.steps),
+        )
 
 
 def version_of(name: str) -> str:

@@ -72,7 +72,7 @@ def run_quality_bench(
     rates = [rate_row(each) for each in choices.values()]
     console.print(rate_table(rates))
     _show(console, rows)
-    _write(json_file, {"rows": rows, "data_parallel_rates": rates})
+    machine.write_result(json_file, "quality", {"rows": rows, "data_parallel_rates": rates})
     if plot is not None:
         _draw(plot, rows, [best[0], *of_groups(cells, [cells[0].group])], runs)
 
@@ -91,7 +91,7 @@ def report_collected(rows_file: Path, json_file: Path | None, plot: Path | None)
             remedy="give the file of runs with --rows",
         )
     _show(_console(), rows)
-    _write(json_file, {"rows": rows})
+    machine.write_result(json_file, "quality", {"rows": rows})
     if plot is not None:
         loss_against_bits(rows, plot)
 
@@ -104,12 +104,6 @@ def _console() -> Console:
 def _show(console: Console, rows: Sequence[Row]) -> None:
     for group in dict.fromkeys(row["group"] for row in rows):
         console.print(table(group, [row for row in rows if row["group"] == group]))
-
-
-def _write(path: Path | None, result: Row) -> None:
-    if path is not None:
-        described = machine.describe() | {"bench": "quality"} | result
-        path.write_text(json.dumps(described, indent=1) + "\n")
 
 
 def _draw(path: Path, rows: Sequence[Row], cells: Sequence[Cell], runs: Runs) -> None:

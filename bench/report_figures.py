@@ -44,7 +44,7 @@ def _bandwidth(result: Result) -> Iterator[Figure]:
     if known:
         exact = sum(row["grid_steps_off"] == 0 for row in known)
         yield Figure(
-            "Gbit/s for a compute utilisation: published cells that our model gives exactly",
+            "Gbit/s for a compute utilisation: published cells that our model gives (fitted)",
             f"{exact} of {len(known)}", str(result.data["source"]), "model", f"{result.file} rows",
         )  # fmt: skip
     published = [row for row in result.rows("headline") if row["gbps_published"] is not None]
@@ -88,8 +88,13 @@ def _chaos(result: Result) -> Iterator[Figure]:
     place, row = found
     faults = f"{row['learners']} learners, {row['faults']} faults in {row['seconds']:.0f} s"
     available = f"{row['available_percent']:.1f}% available"
+    # Both: whoever is cut off makes steps that nobody merges.
+    kept = (
+        f"{row['throughput_kept_percent']:.1f}% of the steps, "
+        f"{row['merged_kept_percent']:.1f}% of the merged tokens"
+    )
     yield Figure(
-        f"throughput kept, {faults}", f"{row['throughput_kept_percent']:.1f}% ({available})",
+        f"throughput kept, {faults}, steps are timed waits", f"{kept} ({available})",
         f"{FAULTS_THROUGHPUT_PERCENT}%: {FAULTS_SOURCE}", "measured", place,
     )  # fmt: skip
     lowest = f"{row['participation_percent']:.1f}% in the mean, at least {row['participation_min']}"

@@ -18,6 +18,8 @@ BENCHES: Final = (
 )  # fmt: skip
 """In the order of the report."""
 
+NO_RESULT: Final = "no result of a bench"
+
 
 @dataclass(frozen=True)
 class Result:
@@ -93,8 +95,15 @@ def _read(path: Path) -> Result:
     """Raises ValueError for what is no result of a bench that is known."""
     data = json.loads(path.read_text())
     if not isinstance(data, dict):
-        raise ValueError("no result of a bench")
+        raise ValueError(NO_RESULT)
     found: Row = data  # pyright: ignore[reportUnknownVariableType]
+    listed: Any = found.get("rows", [])
+    parts: list[Any] = [
+        found.get("machine", {}),
+        *(listed if isinstance(listed, list) else [listed]),
+    ]
+    if not all(isinstance(part, dict) for part in parts):
+        raise ValueError(NO_RESULT)
     bench = str(found.get("bench", path.stem))
     if bench not in BENCHES:
         raise ValueError(f"of no bench that is known: {bench}")

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a results file; a last line that was cut off is left out."""
-    if not path.exists():
-        return []
+    """The rows of a file; [] if it is not there."""
+    return rows_in(path.read_text()) if path.exists() else []
+
+
+def rows_in(text: str | bytes) -> list[dict[str, Any]]:
+    """A row per line; one that was cut off, by an interruption or a SIGKILL, is left out."""
     rows: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines():
-        try:
+    for line in text.splitlines():
+        with suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
     return rows
+
+
+def rows_by_key(path: Path, key_of: Callable[[dict[str, Any]], str]) -> dict[str, dict[str, Any]]:
+    """The rows of a results file that have a key; those of another bench or version have none."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in read_rows(path):
+        with suppress(KeyError):
+            found[key_of(row)] = row
+    return found
 
 
 def end_last_line(path: Path) -> None:

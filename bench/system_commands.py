@@ -61,7 +61,7 @@ def bench_goodput(
     full
         Tapes of ten days on the state machines; takes ten times as long.
     short
-        Tapes of 20,000 s and no sweep: a minute, with wider intervals.
+        Tapes of 20,000 s and no sweep: a minute; too short for their intervals to be trusted.
     workers
         Processes, one cell each at a time; 0: one per core.
     """

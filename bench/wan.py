@@ -6,7 +6,6 @@ no launch floor, no grace. Bytes are what the line's queues counted.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -38,20 +37,13 @@ def run_wan_bench(rows_file: Path, json_file: Path | None, *, full: bool, short:
     rows = run_missing(cells, rows_file, run_cell, console.print)
     for title in dict.fromkeys(row["line"] for row in rows):
         console.print(_table(title, [row for row in rows if row["line"] == title]))
-    write_result(json_file, "wan", rows)
+    machine.write_result(json_file, "wan", {"rows": rows})
 
 
 def wide_console() -> Console:
     """One whose tables are not folded when they go to a file."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(width=TABLE_COLUMNS, highlight=False)
-
-
-def write_result(path: Path | None, bench: str, rows: Sequence[Row]) -> None:
-    """The rows as the JSON of a bench, if there is a `path`."""
-    if path is not None:
-        result = machine.describe() | {"bench": bench, "rows": list(rows)}
-        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def run_cell(cell: Cell) -> Row:

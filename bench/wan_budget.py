@@ -18,10 +18,10 @@ from typing import Final
 import numpy as np
 from rich.table import Table
 
-from narrows.bench import wan_cells
+from narrows.bench import machine, wan_cells
 from narrows.bench.cells import Row, outcome, run_missing
 from narrows.bench.lab import Direction, Lab, check_able, congestion_control
-from narrows.bench.wan import WAYS, wide_console, write_result
+from narrows.bench.wan import WAYS, wide_console
 from narrows.bench.wan_cells import MILLION
 from narrows.bench.wan_run import NarrowsRun, line
 from narrows.proto.errors import NarrowsError
@@ -87,7 +87,7 @@ def run_budget_bench(rows_file: Path, json_file: Path | None, *, short: bool) ->
     chosen = [each for each in cells() if not short or _is_short(each)]
     rows = run_missing(chosen, rows_file, run_cell, console.print)
     console.print(_table(rows))
-    write_result(json_file, "wan-budget", rows)
+    machine.write_result(json_file, "wan-budget", {"rows": rows})
 
 
 def cells() -> list[BudgetCell]:

@@ -19,9 +19,10 @@ from typing import Any, Final
 
 from rich.table import Table
 
+from narrows.bench import machine
 from narrows.bench.cells import Row, outcome, run_missing
 from narrows.bench.lab import Lab, check_able, congestion_control
-from narrows.bench.wan import wide_console, write_result
+from narrows.bench.wan import wide_console
 from narrows.bench.wan_run import PORT, Line, SiteProcesses, line
 from narrows.learner.gpt import preset
 from narrows.proto.errors import ErrorCode, NarrowsError
@@ -76,7 +77,7 @@ def run_training_bench(rows_file: Path, json_file: Path | None, *, short: bool) 
     cells = [TrainingCell(system, rate, seconds=seconds) for rate in rates for system in SYSTEMS]
     rows = compared(run_missing(cells, rows_file, run_cell, console.print))
     console.print(_table(rows))
-    write_result(json_file, "wan-training", rows)
+    machine.write_result(json_file, "wan-training", {"rows": rows})
 
 
 def run_cell(cell: TrainingCell) -> Row:

@@ -58,13 +58,18 @@ def run_broker(command: BrokerCommand) -> None:
 
 def configuration(command: BrokerCommand) -> BrokerConfig:
     """Defaults, preset, file, flags, in this order."""
-    flags = dict(command.flags)
-    for assignment in command.assignments:
+    return load_config(command.config, {**command.flags, **assigned(command.assignments)})
+
+
+def assigned(assignments: Sequence[str]) -> dict[str, object]:
+    """The values of `--set`, by dotted key. Raises ConfigError."""
+    values: dict[str, object] = {}
+    for assignment in assignments:
         key, equals, value = assignment.partition("=")
         if not equals:
             raise ConfigError("--set", expected="KEY=VALUE", got=repr(assignment))
-        flags[key.strip()] = _value(value.strip())
-    return load_config(command.config, flags)
+        values[key.strip()] = _value(value.strip())
+    return values
 
 
 def _value(text: str) -> object:

@@ -7,16 +7,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from rich.console import Console
 from rich.table import Table
 
 from narrows.broker import costs
-from narrows.broker.command import BrokerCommand, configuration
-from narrows.broker.config import BrokerConfig, FragmentsSection
+from narrows.broker.command import BrokerCommand, assigned, configuration
+from narrows.broker.config import BrokerConfig
 from narrows.broker.plan import Plan, Site
 from narrows.broker.planning import USABLE, Load, bottleneck, fits, loads_of, make_plan
+from narrows.proto.config import read_table
 from narrows.proto.errors import ConfigError
 from narrows.proto.messages import Mode
 from narrows.proto.units import (
@@ -83,15 +84,7 @@ def run_plan(command: PlanCommand) -> None:
 
 def _site(command: PlanCommand, config: BrokerConfig) -> Site:
     """Fragments and sync period are the plan's to choose unless they were set."""
-    wanted, default = config.fragments, FragmentsSection()
-    is_given = command.config is not None
-    count, period = (
-        value if is_given or value != usual else 0
-        for value, usual in (
-            (wanted.count, default.count),
-            (wanted.sync_period_steps, default.sync_period_steps),
-        )
-    )
+    given = _given(command)
     return Site(
         params=_parsed("--params", parse_count, command.params),
         step_s=_parsed("--step", parse_duration_s, command.step),
@@ -103,9 +96,18 @@ def _site(command: PlanCommand, config: BrokerConfig) -> Site:
         broker_memory_bytes=_parsed("--broker-memory", parse_bytes, command.broker_memory),
         broker_cores=command.broker_cores,
         disk_bytes_per_s=_parsed("--disk", parse_bytes, command.disk),
-        fragments=count,
-        sync_period_steps=period,
+        fragments=config.fragments.count if "count" in given else 0,
+        sync_period_steps=config.fragments.sync_period_steps if "sync_period_steps" in given else 0,
     )
+
+
+def _given(command: PlanCommand) -> set[str]:
+    """Keys of the section `fragments` that the file or `--set` names."""
+    table = read_table(command.config) if command.config else {}
+    of_file = cast(Mapping[str, object], table.get("fragments", {}))
+    section = "fragments."
+    keys = (key for key in assigned(command.assignments) if key.startswith(section))
+    return {*of_file, *(key.removeprefix(section) for key in keys)}
 
 
 def _parsed(flag: str, parse: Callable[[str], Any], text: str) -> Any:

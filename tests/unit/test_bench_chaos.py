@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import signal
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from running import wait_until
 
 from narrows.bench.chaos import run_chaos_bench
 from narrows.bench.chaos_learner import TOKENS_PER_STEP
@@ -18,12 +24,15 @@ from narrows.bench.chaos_results import (
     rejoins,
     throughput,
 )
-from narrows.bench.chaos_run import ChaosOptions
-from narrows.bench.chaos_tape import Fault, Kind
+from narrows.bench.chaos_run import HOST, ChaosOptions, Run
+from narrows.bench.chaos_tape import BROKER, Fault, Kind
 from narrows.bench.evidence import Evidence
+from narrows.bench.nursery import Nursery
+from narrows.bench.processes import Processes, free_ports
+from narrows.bench.proxy import Proxy
 from narrows.broker.audit import Audit
 from narrows.broker.records import Committed, Contributor, Policy, Vector
-from narrows.proto.errors import ConfigError
+from narrows.proto.errors import ConfigError, NarrowsError
 from narrows.proto.messages import Phase
 
 T = TOKENS_PER_STEP
@@ -165,8 +174,56 @@ def test_an_unbalanced_ledger_is_told(records: Records, journal: dict[str, int],
         ChaosOptions(params=1000),
         ChaosOptions(fault_every_s=0),
         ChaosOptions(step_s=0),
+        ChaosOptions(seconds=0),
+        ChaosOptions(down_max_s=0),
+        ChaosOptions(broker_kills=-1),
     ],
 )
 def test_what_cannot_be_run_is_refused(options: ChaosOptions) -> None:
     with pytest.raises(ConfigError, match="expected"):
         run_chaos_bench(options)
+
+
+class Names(Nursery):
+    """Children are names; one that gets a signal is dead when somebody looks."""
+
+    dying = ""
+
+    def start(self, name: str, argument: str) -> None:
+        assert name not in self.running
+        self.running.add(name)
+
+    def signal(self, name: str, number: int) -> None:
+        self.dying = name
+
+    def look(self, timeout_s: float = 0.0) -> None:
+        if self.dying:
+            self.running.discard(self.dying)
+            self.ended.append((self.dying, -signal.SIGKILL))
+            self.dying = ""
+
+
+def test_a_kill_that_ends_at_once_is_no_death_of_its_own(tmp_path: Path) -> None:
+    """As the last one of a tape, when everybody comes back right after it."""
+    nursery, options = Names(tmp_path, ""), ChaosOptions(seconds=1.0, fault_every_s=1.0)
+    console = Console(file=io.StringIO())
+    nursery.running.add("a")
+    with Processes(tmp_path) as processes, Proxy(HOST, HOST, [free_ports()]) as line:
+        processes.start_command(BROKER, sys.executable, "-c", "import signal; signal.pause()")
+        run = Run(options, tmp_path, console, processes, {"a": line}, nursery, 1)
+        for _, act in run.tape():
+            act()
+        run.watch("faults", 0.01)
+    assert [outage.fault.kind for outage in run.story.outages] == [Kind.KILL]
+    assert nursery.running == {"a"} and nursery.ended == [("a", -signal.SIGKILL)]
+    assert run.story.problems == []
+
+
+def test_a_nursery_that_has_ended_is_told_in_one_line(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    ready.write_text('{"ready": true}')
+    # It says that it is ready and ends.
+    with Nursery(tmp_path, "json.tool", "--no-indent", str(ready)) as nursery:
+        wait_until(lambda: not Path(f"/proc/{nursery.pid}/cmdline").read_bytes(), "its end")
+        with pytest.raises(NarrowsError, match=r"has ended.*nursery\.log"):
+            nursery.start("a", "")

@@ -104,7 +104,7 @@ def test_relative_times() -> None:
 class Threads(ThreadPoolExecutor):
     """Workers that start at once and see what a test has patched."""
 
-    def __init__(self, workers: int, mp_context: object) -> None:
+    def __init__(self, workers: int, **_: object) -> None:
         super().__init__(workers)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from narrows.bench.loopback import Loopback
 from narrows.bench.peer_envs import PeerAbsent
 from narrows.bench.peer_member import START, training_of
 from narrows.bench.peer_run import EVENTS, Story, judged
-from narrows.bench.peer_systems import COORDINATOR, Exchange, Ours, Plan, Scripted, lines_of
+from narrows.bench.peer_systems import COORDINATOR, Exchange, Ours, Plan, Scripted
 from narrows.bench.processes import Processes
 from narrows.bench.rows import read_rows
 from narrows.proto.errors import ConfigError
@@ -91,11 +91,6 @@ def test_our_exchanges_are_the_brokers_merges(tmp_path: Path) -> None:
     assert Ours(PLAN, Processes(tmp_path)).exchanges() == [Exchange(2.0, 7, 1)]
 
 
-def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "told").write_text('{"a": 1}\n{"a": ')
-    assert list(lines_of(tmp_path / "told")) == [{"a": 1}]
-
-
 def test_an_undisturbed_run_has_nothing_to_recover_from() -> None:
     row = judged([Exchange(1.0, 20, 2), Exchange(3.5, 100, 2)], 2, "none", Story())
     assert row["seconds"] == 2.5 and row["steps_done"] == 100 and row["went_on"] is None
@@ -120,6 +115,15 @@ def test_after_the_coordinator_any_exchange_counts() -> None:
     exchanges = [Exchange(1.0, 20, 2), Exchange(10.5, 40, 2), Exchange(15.0, 60, 2)]
     row = judged(exchanges, 2, "coordinator_killed", story)
     assert row["recovered_after_s"] == 0.5 and row["rejoined_after_s"] == 5.0
+
+
+def test_a_pause_until_a_run_is_given_up_is_one() -> None:
+    exchanges = [Exchange(1.0, 20, 2), Exchange(12.0, 40, 1)]
+    story = Story(killed_s=10.0, returned_s=13.0, gave_up="no exchange", gave_up_s=57.0)
+    row = judged(exchanges, 2, "member_killed", story)
+    assert row["went_on"] and row["recovered_after_s"] == 2.0 and row["longest_pause_s"] == 45.0
+    row = judged(exchanges[:1], 2, "coordinator_killed", story)
+    assert row["went_on"] is False and row["longest_pause_s"] == 47.0
 
 
 def test_rows_are_kept_and_absent_systems_are_skipped(
@@ -151,6 +155,22 @@ def test_an_unknown_system_is_refused() -> None:
     assert peers.chosen([]) == peers.SYSTEMS
     with pytest.raises(ConfigError, match="did you mean torchft"):
         peers.chosen(["narrows", "torchfft"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"members": 1},
+        {"steps": 0},
+        {"sync_steps": 0},
+        {"sync_steps": 30},
+        {"step_wait_s": -1.0},
+        {"preset": "huge"},
+    ],
+)
+def test_what_cannot_be_run_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        peers.run_peers_bench(tmp_path / "rows", None, replace(PLAN, **changes), systems=["ddp"])
 
 
 def test_versions_are_the_pins() -> None:

@@ -66,7 +66,7 @@ def few_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Threads(ThreadPoolExecutor):
     """Workers that start at once and see what a test has patched."""
 
-    def __init__(self, workers: int, mp_context: object) -> None:
+    def __init__(self, workers: int, **_: object) -> None:
         super().__init__(workers)
         stopped.clear()
 

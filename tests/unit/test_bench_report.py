@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from narrows.bench.everything import long, small
+from narrows.bench import everything
+from narrows.bench.everything import Part, long, small
 from narrows.bench.report import run_report
-from narrows.bench.report_files import BENCHES
+from narrows.bench.report_figures import figures_of
+from narrows.bench.report_files import BENCHES, Result
 
 MACHINE = {"processor": "<b>x</b>", "cores": 2, "python": "3.11", "system": "Linux"}
 
@@ -62,6 +66,59 @@ def test_a_file_that_is_no_result_is_said_so(folder: Path) -> None:
     (folder / "chaos.json").write_text("{")
     run_report(folder, folder / "page.html", None, None)
     assert "chaos.json" in (folder / "page.html").read_text()
+
+
+STRANGE: list[dict[str, Any]] = [
+    {"bench": "chaos", "machine": "mine", "rows": []},
+    {"bench": "chaos", "rows": ["no row"]},
+    {"bench": "chaos", "rows": 3},
+    {"bench": "chaos", "rows": [{}]},
+]
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+def test_a_file_of_another_shape_is_left_out(
+    folder: Path, strange: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "chaos.json").write_text(json.dumps(strange))
+    run_report(folder, folder / "page.html", None, None)
+    assert "left out: chaos.json" in capsys.readouterr().out
+
+
+def test_steps_kept_are_shown_with_what_was_merged(folder: Path) -> None:
+    shown = json.loads((Path(__file__).parents[2] / "docs/results/chaos.json").read_text())
+    (figure, *_) = figures_of(Result("chaos.json", "chaos", shown))
+    (row,) = shown["rows"]
+    steps, merged = row["throughput_kept_percent"], row["merged_kept_percent"]
+    assert f"{steps:.1f}% of the steps, {merged:.1f}% of the merged tokens" in figure.ours
+
+
+def parts_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, codes: dict[str, int]
+) -> tuple[list[str], list[str]]:
+    """Names of the parts that were run, and of those that failed."""
+    ran: list[str] = []
+
+    def run(part: Part, folder: Path) -> dict[str, object]:
+        ran.append(part.name)
+        (folder / f"{part.name}.json").write_text("{}")
+        told = {"part": part.name, "arguments": list(part.arguments), "commit": "abc"}
+        return {**told, "exit_code": codes.get(part.name, 0), "seconds": 1.0}
+
+    monkeypatch.setattr(everything, "_run", run)
+    parts = [Part(name, 1, ("bench", name)) for name in ("codec", "loop", "merge")]
+    failed = everything.run_parts(parts, folder, Console(file=io.StringIO()))
+    return ran, failed
+
+
+def test_what_failed_or_changed_is_run_again_and_nothing_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = parts_run(folder, monkeypatch, {"loop": 1})
+    assert first == (["codec", "loop", "merge"], ["loop"])
+    (folder / "merge.json").unlink()
+    assert parts_run(folder, monkeypatch, {}) == (["loop", "merge"], [])
+    assert parts_run(folder, monkeypatch, {}) == ([], [])
 
 
 def test_the_small_selection_fits_and_every_part_is_reported() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -57,6 +57,15 @@ def test_the_broker_s_kills_come_on_top() -> None:
     with_broker = tape(broker_kills=3)
     assert sum(fault.victim == BROKER for fault in with_broker) == 3
     assert tuple(fault for fault in with_broker if fault.victim != BROKER) == tape()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_broker_that_is_down_is_not_killed(seed: int) -> None:
+    faults = tape(seed, seconds=60.0, broker_kills=30)
+    kills = [fault for fault in faults if fault.victim == BROKER]
+    assert 5 < len(kills) < 30
+    for one, other in pairwise(kills):
+        assert one.ends_s <= other.at_s
 
 
 @pytest.mark.parametrize("count", range(10))

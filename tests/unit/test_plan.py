@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.costs import frame_bits, gaussian_bits, payload_bits
 from narrows.broker.plan import Plan, Site
-from narrows.broker.plan_command import verdict
+from narrows.broker.plan_command import PlanCommand, run_plan, verdict
 from narrows.broker.planning import USABLE, bottleneck, fits, loads_of, make_plan
 from narrows.proto.config import override
 from narrows.proto.errors import ConfigError
@@ -161,3 +164,24 @@ def test_frames_cost_a_header_per_chunk() -> None:
     )  # fmt: skip
     expected = 3.0 + 8 * 3 * (len(encode_header(header)) + 34) / 600
     assert frame_bits(3.0, 600, 256) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("how", ["file", "--set"])
+def test_what_is_set_to_its_default_is_kept(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file says what it names, and leaves the rest to the plan."""
+    file = tmp_path / "broker.toml"
+    file.write_text("[fragments]\ncount = 4\n[merge]\nquorum = 1\n")
+    set_it = how == "--set"
+    run_plan(
+        PlanCommand(
+            params="12e9", step="2s", learners=4, wan="2Gbit/s", broker_wan="",
+            broker_memory="64GB", broker_cores=16, disk="1GB",
+            config=None if set_it else file,
+            assignments=["fragments.count=4"] if set_it else [], as_json=True,
+        )
+    )  # fmt: skip
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fragments"] == 4
+    assert plan["sync_period_steps"] > 10
