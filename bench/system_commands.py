@@ -256,7 +256,7 @@ def bench_all(*, folder: Path | None = None, full: bool = False) -> None:
     folder
         For results, rows and report.html (default: runs/bench, with --full runs/bench-full).
     full
-        The selections that the documents report, and the demo with its baselines: half a day or more.
+        What the documents report, and the demo with its baselines: half a day or more.
     """
     need_torch()
     from narrows.bench.everything import run_everything
