@@ -20,6 +20,9 @@ FAULTS_THROUGHPUT_PERCENT: Final = 97.7
 FAULTS_PARTICIPATION_MIN: Final = 16
 FAULTS_REJOIN_S: Final = 149.0
 
+QUALITY_SEEDS: Final = 5
+"""Cells with fewer are in the tables only; the modes are always shown."""
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -182,11 +185,13 @@ def _peer(row: Row) -> str:
 
 def _quality(result: Result) -> Iterator[Figure]:
     for number, row in enumerate(result.rows()):
-        if row["group"] == "modes" or row["cell"] == "int4, rho 1":
+        measure = row["mode"] == "data_parallel"
+        if not measure and (row["group"] == "modes" or len(row["seeds"]) >= QUALITY_SEEDS):
             low, high = row["ci_low_percent"], row["ci_high_percent"]
             interval = "" if low is None else f" [{low:+.1f}, {high:+.1f}]"
             yield Figure(
-                f"test loss over data parallel: {row['cell']}, {row['learners']} learners",
+                f"test loss over data parallel: {row['cell']} ({row['learners']} learners,"
+                f" {row['steps']} steps, {row['up_bits_per_param']:.1f} bits, {row['model']})",
                 f"{row['excess_percent']:+.1f}%{interval}",
                 f"data parallel: {row['loss_data_parallel']:.4f} nats per byte", "measured",
                 f"{result.file} rows[{number}]",
