@@ -7,6 +7,7 @@ comes meanwhile waits for the next.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,10 @@ CLOSE_S: Final = 5.0
 
 RETRY_S: Final = 2.0
 """A journal that could not be written is tried again after so long."""
+
+SLOW_S: Final = 2.0
+SLOW_TOLD_S: Final = 60.0
+"""A disk that takes longer than SLOW_S for a sync is told so often."""
 
 PACE_ROUNDS: Final = 20
 """Rounds after which the pace is known."""
@@ -80,6 +85,7 @@ class Commits:
         self._closing = threading.Event()
         self._failing = False
         self._sync_waits = False
+        self._slow_told_at = -math.inf
         self.hangs = False
         """The disk did not answer when the journal was closed."""
         self.installed = journal.durable
@@ -190,15 +196,27 @@ class Commits:
         self._sync()
 
     def _sync(self) -> bool:
+        began_at = time.monotonic()
         try:
             self._journal.sync()
         except JournalError as error:
             self._fails(str(error))
             return False
+        self._tell_if_slow(began_at)
         if self._failing:
             self._failing = False
             self._post(lambda: ev.JournalWorks())
         return True
+
+    def _tell_if_slow(self, began_at: float) -> None:
+        now = time.monotonic()
+        if now - began_at >= SLOW_S and now - self._slow_told_at >= SLOW_TOLD_S:
+            self._slow_told_at = now
+            _log.warning(
+                "the disk took %.1f s to make rounds durable; they were published that much later,"
+                " learners trained on. Is something else writing to it?",
+                now - began_at,
+            )
 
     def _fails(self, reason: str) -> None:
         """Says so once, until it works again."""

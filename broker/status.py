@@ -60,7 +60,10 @@ def _waiting_for(syncer: Syncer) -> str:
         return f"{', '.join(adopting)} to adopt the fragments"
     if state.phase is not msg.Phase.ENDED and not state.roster.ready():
         return "a learner"
-    return syncer.scheduler.waiting_for if state.open_rounds() else ""
+    if state.open_rounds():
+        return syncer.scheduler.waiting_for
+    merging = ", ".join(map(str, sorted(state.rounds)))
+    return f"fragment {merging}: merged, then written to disk" if merging else ""
 
 
 def _state(member: Member) -> str:

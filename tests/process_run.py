@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,15 @@ class Run:
         """Everybody ends by itself, with exit code 0."""
         for name in (*names, "broker"):
             assert self.processes.wait(name, HANG_S) == 0, self.processes.tail(name, 20)
+
+    def leave(self, *names: str) -> None:
+        """Ends an endless run: the learners leave in order, then the broker stops."""
+        for name in names:
+            self.processes.kill(name, signal.SIGTERM)
+        for name in names:
+            assert self.processes.wait(name, HANG_S) == 0, self.processes.tail(name, 20)
+        self.processes.kill("broker", signal.SIGTERM)
+        assert self.processes.wait("broker", HANG_S) == 0, self.processes.tail("broker", 20)
 
     def summary(self, name: str) -> dict[str, Any]:
         return dict(json.loads((self.folder / f"{name}.json").read_text()))

@@ -212,10 +212,13 @@ def test_without_a_journal_the_first_learner_tells_what_was_lost(tmp_path: Path)
 
 
 class BadDisk:
-    """Makes every write of the journal fail while `broken` is set, or every sync."""
+    """Makes every write of the journal fail while `broken` is set, or every sync; a sync lasts
+    until it `works`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.broken = False
+        self.works = threading.Event()
+        self.works.set()
         original = DirectoryFiles.write
 
         def write(files: DirectoryFiles, handle: int, parts: Sequence[bytes | memoryview]) -> None:
@@ -228,6 +231,7 @@ class BadDisk:
         original_sync = DirectoryFiles.sync
 
         def sync(files: DirectoryFiles, handle: int) -> None:
+            self.works.wait(HANG_S)
             if self.broken_sync:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             original_sync(files, handle)
@@ -294,6 +298,30 @@ def test_on_a_bad_disk_nothing_is_published_and_training_goes_on(
     setattr(disk, what, False)
     wait_until(lambda: not service.syncer.lifecycle.journal_fails, "the disk to be used again")
     wait_until(lambda: service.syncer.state.version_sum > versions + 4, "new versions")
+
+
+@pytest.mark.parametrize("serving", ["stop"], indirect=True)
+def test_a_disk_that_stands_still_holds_versions_back_and_is_told(
+    serving: tuple[Service, Training],
+    disk: BadDisk,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("narrows.broker.commits.SLOW_S", 0.0)
+    service, training = serving
+    disk.works.clear()
+
+    def waits() -> bool:
+        told = ask_status(service.wires.address, timeout_s=HANG_S)
+        return told.waiting_for.endswith("merged, then written to disk")
+
+    wait_until(waits, "all rounds in flight to wait for the disk")
+    versions, steps = service.syncer.state.version_sum, training.steps
+    wait_until(lambda: training.steps > steps + 100, "the learner to train on")
+    assert service.syncer.state.version_sum == versions
+    disk.works.set()
+    wait_until(lambda: service.syncer.state.version_sum > versions + 4, "new versions")
+    assert "s to make rounds durable" in caplog.text
 
 
 @pytest.mark.parametrize("serving", ["serve"], indirect=True)

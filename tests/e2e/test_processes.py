@@ -1,4 +1,8 @@
-"""The main job with real processes: train, kill, return, restart, join late, unequal speeds."""
+"""The main job with real processes: train, kill, return, restart, join late, unequal speeds.
+
+Where something is waited for the run has no goal: learners train on while a disk stands still, and
+would be done before the broker has published what the test waits for.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ def run(tmp_path: Path, data: Path) -> Generator[Run]:
 
 
 def test_a_killed_learner_returns_under_its_name_and_contributes(run: Run) -> None:
-    run.broker("--goal-tokens", str(600 * STEP_TOKENS), "--set", "run.learners_at_start=2")
+    run.broker("--set", "run.learners_at_start=2")
     run.learner("a")
     run.learner("b")
     wait_until(lambda: run.contributions("b") >= 2, "contributions of both")
@@ -36,7 +40,9 @@ def test_a_killed_learner_returns_under_its_name_and_contributes(run: Run) -> No
     run.processes.kill("b")
     run.learner("b")
     wait_until(lambda: _is_newer(run.of("b"), first), "b to return and contribute")
-    run.finish("a", "b")
+    merges = run.merges()
+    wait_until(lambda: run.merges() >= merges + 20, "some more merges")
+    run.leave("a", "b")
     run.check_digests("a", "b")
     assert run.summary("a")["train_loss"] < 4.0  # Uniform bytes are ln 256 = 5.5.
     ledger = run.summary("a")["stats"]["ledger"]
@@ -51,21 +57,21 @@ def _is_newer(now: LearnerStatus | None, before: LearnerStatus) -> bool:
 
 
 def test_a_killed_broker_resumes_and_the_learners_come_back(run: Run) -> None:
-    goal = ("--goal-tokens", str(800 * STEP_TOKENS), "--set", "broker.checkpoint_versions=4")
-    run.broker(*goal)
+    often = ("--set", "broker.checkpoint_versions=4")
+    run.broker(*often)
     run.learner("a")
     run.learner("b")
     wait_until(lambda: run.merges() >= 10, "some merges")
     before = run.status()
     run.processes.kill("broker")
-    run.broker(*goal)
+    run.broker(*often)
     after = run.status()
     assert before is not None and after is not None
     assert after.run_id == before.run_id
     assert after.epoch > before.epoch
     assert sum(after.versions) >= sum(before.versions) - 8
     wait_until(lambda: run.contributions("a") and run.contributions("b"), "both to come back")
-    run.finish("a", "b")
+    run.leave("a", "b")
     run.check_digests("a", "b")
 
 
@@ -85,21 +91,18 @@ def test_sigterm_leaves_a_checkpoint_of_the_newest_versions(run: Run) -> None:
 
 
 def test_a_late_and_a_slow_learner_contribute(run: Run) -> None:
-    run.broker("--goal-tokens", str(700 * STEP_TOKENS))
+    run.broker()
     run.learner("fast")
     wait_until(lambda: run.merges() >= 6, "some merges")
     run.learner("slow", "--step-wait-s", "0.05")
     wait_until(lambda: run.contributions("slow") >= 2, "the slow one's contributions")
-    run.finish("fast", "slow")
+    run.leave("fast", "slow")
     run.check_digests("fast", "slow")
     assert run.summary("slow")["steps"] < run.summary("fast")["steps"]
 
 
 def test_a_frozen_learner_holds_nobody_up_and_comes_back(run: Run) -> None:
-    run.broker(
-        "--goal-tokens", str(1500 * STEP_TOKENS),
-        "--set", "liveness.late=0.5s", "--set", "liveness.lost=2s",
-    )  # fmt: skip
+    run.broker("--set", "liveness.late=0.5s", "--set", "liveness.lost=2s")
     run.learner("a")
     run.learner("b")
     wait_until(lambda: run.contributions("a") and run.contributions("b"), "both to contribute")
@@ -110,7 +113,7 @@ def test_a_frozen_learner_holds_nobody_up_and_comes_back(run: Run) -> None:
     before = run.contributions("b")
     run.processes.kill("b", signal.SIGCONT)
     wait_until(lambda: run.contributions("b") > before, "b to contribute again")
-    run.finish("a", "b")
+    run.leave("a", "b")
     run.check_digests("a", "b")
 
 
