@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -29,6 +29,8 @@ from narrows.learner.gpt import (
     set_learning_rate,
     validation_loss,
 )
+
+Inner: TypeAlias = Literal["adamw", "muon"]
 
 STEP_S = 1.0
 """Virtual seconds of a nominal inner step."""
@@ -64,7 +66,7 @@ class Cell:
     latency_s: Span = (0.001, 0.02)
     adoption: Adoption = "overwrite"
     ramp: bool = True
-    inner: Literal["adamw", "muon"] = "adamw"
+    inner: Inner = "adamw"
     variant: str = ""
     poison: str = ""
     """What learner 0 sends instead of its outer gradients."""
