@@ -123,12 +123,13 @@ def learner_name(index: int) -> str:
 
 def run_cell(cell: Cell, seed: int) -> dict[str, Any]:
     """Trains the cell with this seed (of the first parameters, the text's order and the
-    mishaps) and returns its row."""
+    mishaps) and returns its row, which names the text: another Python has another."""
     torch.set_num_threads(1)
     started_s = time.perf_counter()
     result = _data_parallel(cell, seed) if cell.data_parallel else _decoupled(cell, seed)
     result.wall_s = time.perf_counter() - started_s
     row: dict[str, Any] = {**asdict(cell), "seed": seed, **asdict(result)}
+    row["corpus_digest"] = _corpus().corpus_digest
     row["validation_loss"], row["test_loss"] = row.pop("losses")
     return row
 

@@ -183,6 +183,7 @@ def test_the_same_cell_twice_gives_the_same_losses(plain: dict[str, Any]) -> Non
     again = run_cell(TINY, 1)
     assert again.pop("wall_s") > 0
     assert again == {name: value for name, value in plain.items() if name != "wall_s"}
+    assert plain["corpus_digest"] == load_corpus().corpus_digest
     other = run_cell(TINY, 2)
     assert other["test_loss"] != again["test_loss"]
 
