@@ -11,7 +11,7 @@ from typing import Any, cast
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file; [] if it is not there."""
-    return rows_in(path.read_text()) if path.exists() else []
+    return rows_in(path.read_bytes()) if path.exists() else []
 
 
 def rows_in(text: str | bytes) -> list[dict[str, Any]]:
@@ -19,7 +19,7 @@ def rows_in(text: str | bytes) -> list[dict[str, Any]]:
     is what is no JSON object."""
     rows: list[object] = []
     for line in text.splitlines():
-        with suppress(json.JSONDecodeError):
+        with suppress(ValueError):
             rows.append(json.loads(line))
     return [cast("dict[str, Any]", row) for row in rows if isinstance(row, dict)]
 
