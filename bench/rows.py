@@ -14,7 +14,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows_in(path.read_bytes()) if path.exists() else []
 
 
-def rows_in(text: str | bytes) -> list[dict[str, Any]]:
+def rows_in(text: bytes) -> list[dict[str, Any]]:
     """A row per line; one that was cut off, by an interruption or a SIGKILL, is left out, and so
     is what is no JSON object."""
     rows: list[object] = []
