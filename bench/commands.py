@@ -79,7 +79,8 @@ def bench_quality(
     Parameters
     ----------
     rows
-        File that gets one JSON line per run; what is in it is not run again.
+        File that gets one JSON line per run; what is in it is not run again, whatever the
+        defaults were when it was run.
     json
         File for the cells: losses in nats per byte, excess in percent with 95% intervals.
     plot

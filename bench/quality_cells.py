@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from narrows.bench.quality_run import STEP_S, Cell
+from narrows.bench.quality_run import STEP_S, Cell, Inner
 from narrows.bench.variants import POISONS
 from narrows.learner.gpt import preset
 
@@ -311,20 +311,33 @@ def short() -> list[Cell]:
     return [replace(cell, steps=SHORT_STEPS) for cell in small() if cell.group == "modes"]
 
 
+class Shape(NamedTuple):
+    """What a cell and its data-parallel twins have in common."""
+
+    model: str
+    learners: int
+    steps: int
+    inner: Inner
+
+
+def shape_of(cell: Cell) -> Shape:
+    """Learners and steps of the run's clock: a goal of fewer tokens is one of fewer learners."""
+    run = cell.config().run
+    learners = run.tokens_per_run_step // cell.step_tokens
+    return Shape(cell.model, learners, run.goal_tokens // run.tokens_per_run_step, cell.inner)
+
+
 def rates_of(cell: Cell) -> list[Cell]:
     """The data-parallel twins of a cell at all rates: as many tokens in as many steps of the
     run's clock, the same model and inner optimizer."""
-    run, peak = cell.config().run, preset(cell.model).peak_learning_rate
+    shape, peak = shape_of(cell), preset(cell.model).peak_learning_rate
     return [
         Cell(
             DATA_PARALLEL,
             f"{factor:g} of the preset's rate",
-            model=cell.model,
-            learners=run.tokens_per_run_step // cell.step_tokens,
-            steps=run.goal_tokens // run.tokens_per_run_step,
+            **shape._asdict(),
             peak_learning_rate=factor * peak,
             data_parallel=True,
-            inner=cell.inner,
         )
         for factor in RATES
     ]

@@ -7,33 +7,35 @@ from pathlib import Path
 from statistics import fmean
 from typing import Final, TypeAlias
 
+from narrows.bench.quality_cells import Shape, shape_of
 from narrows.bench.quality_report import Row, reported
 from narrows.bench.quality_run import Cell
 from narrows.bench.rows import read_rows
 from narrows.learner.gpt import preset
 
-Shape: TypeAlias = tuple[object, ...]
-"""What a run and its measure have in common."""
+Values: TypeAlias = tuple[object, ...]
 
-SHAPE: Final = ("model", "learners", "steps", "inner")
+SHAPE: Final = Shape._fields
 LABELS: Final = ("group", "name", *SHAPE)
+NEEDED: Final = {*Cell.__dataclass_fields__, "seed", "validation_loss", "test_loss"}
+"""Names in a row of this bench; others may have left theirs in the file."""
 
 
 def collected(path: Path) -> list[Row]:
-    """A row per cell of the file, in the file's order, beside data parallel of the same shape.
+    """A row per cell of the file, in the file's order, beside data parallel at equal tokens.
 
     Cells are told apart by their labels: what is not in a cell's settings was as the defaults
     had it at the `commit` of its runs. Runs whose seed their measure lacks are left out.
     """
-    runs = read_rows(path)
+    runs = [run for run in read_rows(path) if NEEDED <= run.keys()]
     twins = _by(SHAPE, (run for run in runs if run["data_parallel"]))
     best = {shape: best_rate(each) for shape, each in twins.items()}
     rows: list[Row] = []
-    for labels, each in _by(LABELS, runs).items():
-        measure = best.get(labels[-len(SHAPE) :], {})
+    for each in _by(LABELS, runs).values():
+        cell = Cell(**{name: each[0][name] for name in Cell.__dataclass_fields__})
+        measure = best.get(shape_of(cell), {})
         paired = {run["seed"]: run for run in each if run["seed"] in measure}
         if paired:
-            cell = Cell(**{name: each[0][name] for name in Cell.__dataclass_fields__})
             rows.append(reported(cell, list(paired.values()), [measure[seed] for seed in paired]))
     return rows
 
@@ -54,9 +56,9 @@ def _preset_rate(run: Row) -> float:
     return preset(run["model"]).peak_learning_rate
 
 
-def _by(names: Sequence[str], runs: Iterable[Row]) -> dict[Shape, list[Row]]:
+def _by(names: Sequence[str], runs: Iterable[Row]) -> dict[Values, list[Row]]:
     """In order."""
-    found: dict[Shape, list[Row]] = {}
+    found: dict[Values, list[Row]] = {}
     for run in runs:
         found.setdefault(tuple(run[name] for name in names), []).append(run)
     return found

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -29,6 +29,8 @@ from narrows.learner.gpt import (
     set_learning_rate,
     validation_loss,
 )
+
+Inner: TypeAlias = Literal["adamw", "muon"]
 
 STEP_S = 1.0
 """Virtual seconds of a nominal inner step."""
@@ -64,7 +66,7 @@ class Cell:
     latency_s: Span = (0.001, 0.02)
     adoption: Adoption = "overwrite"
     ramp: bool = True
-    inner: Literal["adamw", "muon"] = "adamw"
+    inner: Inner = "adamw"
     variant: str = ""
     poison: str = ""
     """What learner 0 sends instead of its outer gradients."""
@@ -121,12 +123,13 @@ def learner_name(index: int) -> str:
 
 def run_cell(cell: Cell, seed: int) -> dict[str, Any]:
     """Trains the cell with this seed (of the first parameters, the text's order and the
-    mishaps) and returns its row."""
+    mishaps) and returns its row, which names the text: another Python has another."""
     torch.set_num_threads(1)
     started_s = time.perf_counter()
     result = _data_parallel(cell, seed) if cell.data_parallel else _decoupled(cell, seed)
     result.wall_s = time.perf_counter() - started_s
     row: dict[str, Any] = {**asdict(cell), "seed": seed, **asdict(result)}
+    row["corpus_digest"] = _corpus().corpus_digest
     row["validation_loss"], row["test_loss"] = row.pop("losses")
     return row
 

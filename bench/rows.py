@@ -6,21 +6,22 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file; [] if it is not there."""
-    return rows_in(path.read_text()) if path.exists() else []
+    return rows_in(path.read_bytes()) if path.exists() else []
 
 
-def rows_in(text: str | bytes) -> list[dict[str, Any]]:
-    """A row per line; one that was cut off, by an interruption or a SIGKILL, is left out."""
-    rows: list[dict[str, Any]] = []
+def rows_in(text: bytes) -> list[dict[str, Any]]:
+    """A row per line; one that was cut off, by an interruption or a SIGKILL, is left out, and so
+    is what is no JSON object."""
+    rows: list[object] = []
     for line in text.splitlines():
-        with suppress(json.JSONDecodeError):
+        with suppress(ValueError):
             rows.append(json.loads(line))
-    return rows
+    return [cast("dict[str, Any]", row) for row in rows if isinstance(row, dict)]
 
 
 def rows_by_key(path: Path, key_of: Callable[[dict[str, Any]], str]) -> dict[str, dict[str, Any]]:

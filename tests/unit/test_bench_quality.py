@@ -19,7 +19,7 @@ from rich.console import Console
 from narrows.bench import jobs as bench_jobs
 from narrows.bench import quality, quality_cells, quality_run, trained
 from narrows.bench.quality import report_collected, run_jobs, run_quality_bench
-from narrows.bench.quality_cells import REPORTING_SEEDS
+from narrows.bench.quality_cells import REPORTING_SEEDS, rates_of
 from narrows.bench.quality_run import Cell, learner_name, run_cell
 from narrows.bench.quality_stats import STUDENT_T, paired
 from narrows.bench.rows import read_rows
@@ -183,6 +183,7 @@ def test_the_same_cell_twice_gives_the_same_losses(plain: dict[str, Any]) -> Non
     again = run_cell(TINY, 1)
     assert again.pop("wall_s") > 0
     assert again == {name: value for name, value in plain.items() if name != "wall_s"}
+    assert plain["corpus_digest"] == load_corpus().corpus_digest
     other = run_cell(TINY, 2)
     assert other["test_loss"] != again["test_loss"]
 
@@ -392,6 +393,32 @@ def test_what_was_collected_is_compared_with_the_best_rate_that_was_not_dropped(
     assert "long" not in capsys.readouterr().out
     with pytest.raises(ConfigError, match="no cell"):
         report_collected(tmp_path / "none.jsonl", None, None)
+
+
+def test_what_was_collected_is_compared_with_as_many_tokens(tmp_path: Path) -> None:
+    # Learners that come and go share the goal of fewer that stay: theirs is the measure.
+    extra = next(cell for cell in quality_cells.scavenging() if cell.learners == 8)
+    twins = [rate for cell in (extra, replace(extra, settings={})) for rate in rates_of(cell)]
+    assert {twin.learners for twin in twins} == {4, 8}
+    rows = [fake(replace(cell, group="own"), 11) for cell in (*twins, extra)]
+    for row in rows:
+        row["test_loss"] = float(row["learners"])
+    path, result = tmp_path / "rows.jsonl", tmp_path / "quality.json"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report_collected(path, result, None)
+    assert json.loads(result.read_text())["rows"][-1]["loss_data_parallel"] == 4
+
+
+def test_rows_of_another_bench_are_left_out(tmp_path: Path) -> None:
+    path, result = tmp_path / "rows.jsonl", tmp_path / "quality.json"
+    others = [json.dumps({"bench": "goodput", "seed": 1}), "{"]
+    own = fake(replace(TINY, data_parallel=True), 11)
+    path.write_text("\n".join([*others, json.dumps(own)]) + "\n")
+    report_collected(path, result, None)
+    assert len(json.loads(result.read_text())["rows"]) == 1
+    path.write_text("\n".join(others))
+    with pytest.raises(ConfigError, match="no cell"):
+        report_collected(path, None, None)
 
 
 @pytest.mark.slow

@@ -46,6 +46,12 @@ def test_a_line_that_was_cut_off_is_left_out_and_ended(tmp_path: Path) -> None:
     assert read_rows(path) == [{"a": 1}, {"a": 2}]
 
 
+def test_what_is_no_row_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xff\xfe\n5\n[]\nnull\n{"a": 1}\n')
+    assert read_rows(path) == [{"a": 1}]
+
+
 def test_rows_of_another_bench_are_none_of_ours(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     append_row(path, {"system": "of another bench, or of an older version"})
