@@ -161,7 +161,7 @@ def weights() -> list[Cell]:
 
 def variants() -> list[Cell]:
     """What do outer rules gain that were proposed elsewhere?"""
-    rules = ("momentum warm-up", "momentum restart", "outer decay", "delayed nesterov", "heloco")
+    rules = ("momentum warm-up", "momentum restart", "outer decay", "heloco")
     return [_cell(rule, variant=rule) for rule in rules]
 
 

@@ -59,28 +59,6 @@ class OuterDecay(_Variant):
         return rule.step(state.global_, state.momentum, outer_grad)
 
 
-class DelayedNesterov(_Variant):
-    """Momentum is fed every second version only (Async Local-SGD, arXiv 2401.09135, Alg. 3).
-
-    The buffer of outer gradients lives beside the model: a variant need not survive a restart.
-    """
-
-    EVERY: Final = 2
-
-    def outer_step(self, part: Fragment, state: FragmentState, outer_grad: F32) -> tuple[F32, F32]:
-        buffers: dict[int, F32] = self.__dict__.setdefault("buffers", {})
-        outer = self.config.outer
-        total = buffers.get(part.index, np.zeros_like(outer_grad)) + outer_grad
-        momentum, step = state.momentum, outer_grad + outer.momentum / self.EVERY * state.momentum
-        if (state.version + 1) % self.EVERY:
-            buffers[part.index] = total
-        else:
-            buffers.pop(part.index, None)
-            momentum = (outer.momentum * state.momentum + total / self.EVERY).astype(np.float32)
-            step = outer_grad + outer.momentum * momentum
-        return (state.global_ - outer.rate * step).astype(np.float32), momentum
-
-
 class Heloco(_Variant):
     """Per piece, the part of the outer gradient that opposes the momentum is halved
     (HeLoCo, arXiv 2606.00271, the rule for negative cosines)."""
@@ -124,7 +102,6 @@ VARIANTS: Final[dict[str, type[_Variant]]] = {
     "momentum warm-up": MomentumWarmUp,
     "momentum restart": MomentumRestart,
     "outer decay": OuterDecay,
-    "delayed nesterov": DelayedNesterov,
     "heloco": Heloco,
     "median": Median,
     "trimmed mean": TrimmedMean,

@@ -75,6 +75,17 @@ class NarrowsError(Exception):
         self.remedy = remedy
         super().__init__(describe(code, message, expected=expected, got=got, remedy=remedy))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Worker processes of the benches hand their errors over; Exception would call __init__
+        # with the text alone.
+        return _rebuilt, (type(self), str(self)), self.__dict__
+
+
+def _rebuilt(kind: type[NarrowsError], text: str) -> NarrowsError:
+    error = kind.__new__(kind)
+    Exception.__init__(error, text)
+    return error
+
 
 class LocalProtocolError(NarrowsError):
     """We broke the rules: the caller used an interface wrongly."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import inspect
 from dataclasses import dataclass, field
@@ -262,3 +263,10 @@ def test_settings_carry_every_shared_value() -> None:
     assert {"push_rho", "publish_rho", "chunk_elements", "error_feedback"} <= names
     assert told.push_rho == config.codec.push_rho
     assert told.overlap_steps == config.fragments.overlap_steps
+
+
+def test_errors_can_be_handed_from_process_to_process() -> None:
+    error = ConfigError("no such key", expected="rate", got="rat", remedy="did you mean rate")
+    again = copy.copy(error)
+    assert type(again) is ConfigError and str(again) == str(error)
+    assert (again.code, again.got, again.remedy) == (error.code, "rat", error.remedy)
