@@ -8,7 +8,7 @@
 #   make chaos-broker KILLS=1000    more kills of a real broker
 #   make venv TORCH_INDEX=URL       take torch from this index (only torch, only at the first build)
 
-PYTHON ?= python3.11
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 SEEDS ?= 2000
 KILLS ?= 500
 ARGS ?=

@@ -44,6 +44,7 @@ def run_missing(
     for number, cell in enumerate(cells, 1):
         told = {"kind": type(cell).__name__, "cell": asdict(cell)}
         if (key := _key(told)) not in known:
+            say(f"{number}/{len(cells)} {cell.line}: {cell.name} ...")
             labels = {"name": cell.name, "line": cell.line}
             known[key] = machine.describe() | told | labels | run(cell)
             append_row(path, known[key])

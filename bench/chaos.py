@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import platform
-import signal
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -91,7 +89,6 @@ def _run(options: ChaosOptions, folder: Path, console: Console) -> Story:
         str(folder), str(options.params), str(options.step_s),
     )  # fmt: skip
     with ExitStack() as stack:
-        stack.enter_context(_terminated_like_interrupted())
         processes = stack.enter_context(Processes(folder))
         for proxy in lines.values():
             stack.enter_context(proxy)
@@ -103,13 +100,3 @@ def _run(options: ChaosOptions, folder: Path, console: Console) -> Story:
         run.heal()
         run.end()
     return run.story
-
-
-@contextmanager
-def _terminated_like_interrupted() -> Generator[None]:
-    """SIGTERM too ends the children before it ends this process."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

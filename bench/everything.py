@@ -159,7 +159,8 @@ def _run(part: Part, folder: Path) -> dict[str, object]:
         try:
             child.wait()
         except KeyboardInterrupt:
-            child.wait()  # It was interrupted as well, and ends what it has started.
+            child.terminate()  # It ends what it has started.
+            child.wait()
             raise
     return {
         "part": part.name,

@@ -47,6 +47,7 @@ def run_missing(
     if missing:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         end_last_line(path)
+    console.print(f"{len(jobs) - len(missing)} of {len(jobs)} runs are in {path}", markup=False)
     started_s, done, whole = time.monotonic(), 0.0, sum(map(cost_of, missing))
     # Ctrl-C reaches the workers as well: there it would end a job, and the next would begin.
     with ProcessPoolExecutor(
@@ -66,6 +67,7 @@ def run_missing(
                 progress = f"{count}/{len(missing)}, {left_s / 60:.0f} min left"
                 console.print(f"{progress}: {say(row)}", highlight=False)
         except BaseException:
+            console.print(f"{path} keeps what is done; the same command goes on", markup=False)
             # Else the pool would run what is left, for minutes, and nobody would write it down.
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in active_children():

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
@@ -148,11 +149,14 @@ def check_able() -> None:
 
 
 def remove_leftovers() -> None:
-    """Removes the namespaces of labs whose process is gone."""
+    """Removes the namespaces of labs whose process is gone, and ends what runs in them."""
     for line in _ip("netns", "list").splitlines():
         name = line.split()[0]
         pid = name.removeprefix(f"{PREFIX}-").split("-")[0]
         if name.startswith(f"{PREFIX}-") and not Path(f"/proc/{pid}").exists():
+            for left in _ip("netns", "pids", name).split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(left), signal.SIGKILL)
             _ip("netns", "delete", name)
 
 

@@ -233,7 +233,7 @@ def bench_report(
     folder
         Folder with what benches wrote with --json.
     html
-        The page (default: report.html in the folder).
+        The page (default: runs/report.html).
     pictures
         Folder for the plots as SVG and PNG (needs the extra `bench`).
     readme
@@ -241,7 +241,7 @@ def bench_report(
     """
     from narrows.bench.report import run_report
 
-    run_report(folder, html or folder / "report.html", pictures, readme)
+    run_report(folder, html or Path("runs/report.html"), pictures, readme)
 
 
 @bench.command(name="all")

@@ -73,7 +73,8 @@ class Allowance:
         rates = {key: float(str(after[key])) for key in changed if key in RATES}
         effects: list[ev.Effect] = []
         if others := [key for key in changed if key not in RATES]:
-            text = f"read again, but {', '.join(others)} would need a restart of the broker"
+            names = ", ".join(others)
+            text = f"read again; {names} stay as they are until the broker is started again"
             effects.append(ev.Note("warning", text))
         if not rates:
             return [*effects, ev.Note("info", NOTHING_NEW)]
@@ -88,7 +89,10 @@ class Allowance:
         )
         self.founding.cut_finer()
         self.need.forget()
-        text = ", ".join(f"{k} = {format_bits_per_s(rate)}" for k, rate in rates.items())
+        text = ", ".join(
+            f"{key} = {format_bits_per_s(rate) if rate else 'no limit'}"
+            for key, rate in rates.items()
+        )
         effects += [ev.Note("info", f"read again: {text}"), self._rates_changed()]
         return effects + self._divide(now)
 

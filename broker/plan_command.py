@@ -35,9 +35,9 @@ FORMATS: Final[Mapping[str, Callable[[float], str]]] = {
     "bit/s": format_bits_per_s,
     "bytes": format_bytes,
     "bytes/s": lambda value: f"{format_bytes(value)}/s",
-    "cores": lambda value: f"{value:.1f}",
-    "steps": lambda value: f"{value:.1f}",
-    "rounds": lambda value: f"{value:.1f}",
+    "cores": lambda value: f"{value:.1f} cores",
+    "steps": lambda value: f"{value:.1f} steps",
+    "rounds": lambda value: f"{value:.1f} rounds",
 }
 """By unit of a load."""
 
@@ -65,12 +65,12 @@ class PlanCommand:
     as_json: bool
 
 
-def run_plan(command: PlanCommand) -> None:
-    """Prints the plan. Raises ConfigError."""
+def run_plan(command: PlanCommand) -> bool:
+    """Prints the plan; whether it fits. Raises ConfigError."""
     config = configuration(BrokerCommand(command.config, {}, command.assignments, None, None))
     if config.run.mode is Mode.DILOCO:
         raise ConfigError(
-            "run.mode: in diloco all learners wait for the whole model to travel",
+            "narrows plan does not cover run.mode diloco, in which all wait for the whole model",
             expected="decoupled or streaming",
             got=str(config.run.mode),
         )
@@ -80,6 +80,7 @@ def run_plan(command: PlanCommand) -> None:
     else:
         console = Console(highlight=False)
         _show(console if console.is_terminal else Console(highlight=False, width=COLUMNS), plan)
+    return fits(plan) and plan.brokers == 1
 
 
 def _site(command: PlanCommand, config: BrokerConfig) -> Site:
@@ -221,15 +222,16 @@ def _load_table(loads: Sequence[Load]) -> Table:
 def verdict(plan: Plan) -> list[str]:
     """What is fullest and what to do about it, in sentences."""
     load = bottleneck(plan)
-    if fits(plan):
-        lines = [f"It fits. Fullest: {load.name}, {load.share:.0%}. For more: {load.remedy}."]
-    else:
-        lines = [_too_much(other) for other in loads_of(plan) if not other.fits]
+    lines: list[str] = []
     if plan.brokers > 1:
         lines.append(
-            f"One broker is not enough, {plan.brokers} are, each with fragments, a machine and a "
-            "line of its own; this version runs one broker per run."
+            "This version cannot run it: one broker is not enough, and it runs one per run."
+            f" {plan.brokers} are, each with fragments, a machine and a line of its own."
         )
+    if fits(plan):
+        lines.append(f"It fits. Fullest: {load.name}, {load.share:.0%}. For more: {load.remedy}.")
+    else:
+        lines += [_too_much(other) for other in loads_of(plan) if not other.fits]
     lines.append(
         "Times and cores are those of two virtual cores (docs/lab-notes.md); the bits are the "
         "entropy of Gaussian data, real outer gradients take up to 6% less."

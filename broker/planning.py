@@ -92,14 +92,23 @@ def _line_loads(plan: Plan) -> tuple[Load, ...]:
     up, down = plan.up_bits_per_s, plan.down_bits_per_s
     line, hub = plan.site.line_bits_per_s, plan.site.broker_line_bits_per_s
     peers = plan.site.learners / plan.brokers
-    own = "a longer sync period, coarser codes, or a faster line of the learners (--wan)"
-    hubs = "a longer sync period, coarser codes, or a faster line (--broker-wan)"
+    longer = _longer_period(plan, max(up, down) / line)
+    own = f"{longer}, coarser codes, or a faster line of the learners (--wan)"
+    longer = _longer_period(plan, peers * max(up, down) / hub)
+    hubs = f"{longer}, coarser codes, or a faster line (--broker-wan)"
     return (
         Load("line of a learner, out", up, line, "bit/s", own, is_shared=False),
         Load("line of a learner, in", down, line, "bit/s", own, is_shared=False),
         Load("line of the broker, in", peers * up, hub, "bit/s", hubs),
         Load("line of the broker, out", peers * down, hub, "bit/s", hubs),
     )
+
+
+def _longer_period(plan: Plan, share: float) -> str:
+    """What is sent falls as one over the sync period."""
+    if share <= USABLE:
+        return "a longer sync period"
+    return f"a sync period of {math.ceil(plan.sync_period_steps * share / USABLE)} steps"
 
 
 def _broker_loads(plan: Plan) -> tuple[Load, ...]:
@@ -134,7 +143,7 @@ def _time_loads(plan: Plan) -> tuple[Load, ...]:
         ),
         Load(
             "lateness of an update", plan.exchange_s / plan.site.step_s, LATE_STEPS_MAX,
-            "steps", "more fragments, or a faster line of the broker (--broker-wan)",
+            "steps", "more fragments (fragments.count) or faster lines (--wan, --broker-wan)",
             is_shared=False,
         ),
     )  # fmt: skip

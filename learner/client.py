@@ -109,7 +109,7 @@ class Client:
                 )
             if now - said_at >= SAY_S:
                 said_at = now
-                _log.info("waiting for %s", self._session.waits_for)
+                _log.info("waiting for %s (%s)", self._session.waits_for, self._broker)
 
     def boundary(self, tokens: int, loss: float | None) -> None:
         """Call after each inner step: adopts and snapshots what is due. Never waits for the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -198,7 +199,8 @@ def plan(
 ) -> None:
     """Say what a run will need before anything is started: rates, memory, disk, brokers.
 
-    Chooses fragments and sync period unless they are set; names the bottleneck and a remedy.
+    Chooses fragments and sync period unless they are set; names the bottleneck and a remedy. Exit
+    code 1 if it does not fit.
 
     Parameters
     ----------
@@ -232,7 +234,8 @@ def plan(
         params, step, learners, wan, broker_wan, broker_memory, broker_cores, disk, config,
         setting or [], json,
     )  # fmt: skip
-    run_plan(command)
+    if not run_plan(command):
+        sys.exit(EXIT_FAILURE)
 
 
 @app.command
@@ -297,6 +300,9 @@ def main() -> NoReturn:
         _fail("python -O removes the assertions that guard the model; run without it", EXIT_USAGE)
     logging.getLogger("numexpr").setLevel(logging.WARNING)  # It greets whoever loads Blosc2.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    if sys.argv[1:2] in (["bench"], ["demo"]):
+        # They end what they have started, processes and namespaces, however they are ended.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app(sys.argv[1:])
     except NarrowsError as error:

@@ -112,7 +112,7 @@ def test_what_was_interrupted_goes_on_and_failures_are_run_again(tmp_path: Path)
     assert run == [1, 2, 3, 2]
     assert [row["cell"]["number"] for row in again] == [3, 2, 1]
     assert all(row["value"] == 1 for row in again)
-    assert "failed: no" in said[1] and len(said) == 4
+    assert "failed: no" in said[3] and said[2].endswith("toy 2 ...") and len(said) == 8
 
 
 def test_training_is_compared_with_itself_and_with_data_parallel() -> None:

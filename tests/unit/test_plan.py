@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import ceil
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,11 @@ def test_what_does_not_fit_is_named_with_a_remedy() -> None:
     assert not fits(plan)
     text = " ".join(verdict(plan))
     assert "line of a learner, out takes" in text
-    assert "longer sync period" in text
+    assert f"a sync period of {ceil(plan.sync_period_steps * _share(plan))} steps" in text
+
+
+def _share(plan: Plan) -> float:
+    return max(load.share for load in loads_of(plan) if "learner" in load.name) / USABLE
 
 
 def test_settings_that_were_given_are_kept() -> None:

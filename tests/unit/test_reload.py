@@ -32,7 +32,7 @@ def test_what_needs_a_restart_is_named_and_left_as_it_is() -> None:
     desk = Desk().running("a")
     config = other(desk, streams=9)
     effects = desk.do(ev.ConfigRead(config))
-    assert "wan.streams would need a restart" in only(effects, ev.Note)[0].text
+    assert "wan.streams stay as they are" in only(effects, ev.Note)[0].text
     assert desk.state.settings.streams != 9
     assert not only(effects, ev.RatesChanged)
 
