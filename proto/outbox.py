@@ -38,6 +38,12 @@ ROUND_TRIP_MAX_S: Final = 1.0
 """No line takes longer; what was measured over an outage does not say how long to be patient."""
 
 
+LATE_FACTOR: Final = 1.5
+LATE_MAX_S: Final = 15.0
+"""After an acknowledgement that came later than a stall, a stall is so many times its delay, up to
+this; once one comes sooner again, as it was."""
+
+
 class Lane(IntEnum):
     """What goes first: fragments of open rounds, then full-state transfers."""
 
@@ -74,6 +80,8 @@ class _Stream(Generic[Item]):
     renewals: int = 0
     """Since the last progress."""
     under_way: deque[_Sent[Item]] = field(default_factory=lambda: deque())
+    given_up: deque[_Sent[Item]] = field(default_factory=lambda: deque())
+    """Queued again, but perhaps merely late."""
 
     @property
     def in_flight(self) -> int:
@@ -100,6 +108,8 @@ class Outbox(Generic[Item]):
     _owed_to_states: float = 0.0
     _moved_at: float = -math.inf
     """When anything was acknowledged last."""
+    _late_s: float = 0.0
+    """How late the last acknowledgement was that came after its messages were given up."""
 
     def __post_init__(self) -> None:
         assert self.stream_count > 0 and self.window_bytes > 0
@@ -200,7 +210,8 @@ class Outbox(Generic[Item]):
         return None if is_full or is_ahead else index
 
     def _stall_s(self, stream: _Stream[Item]) -> float:
-        return self.stall_s * 2.0 ** min(stream.renewals, DOUBLINGS_MAX)
+        stall_s = max(self.stall_s, min(LATE_FACTOR * self._late_s, LATE_MAX_S))
+        return stall_s * 2.0 ** min(stream.renewals, DOUBLINGS_MAX)
 
     def acknowledge(self, positions: tuple[int, ...], now: float) -> None:
         """Takes the receiver's stream positions in; nonsense (the future, too many) is ignored."""
@@ -210,7 +221,9 @@ class Outbox(Generic[Item]):
                 continue
             stream.told, stream.renewals = position, 0
             if position <= stream.acknowledged:
-                continue  # It was late, and has been queued again.
+                self._forget_late(stream, position, now)
+                continue
+            stream.given_up.clear()
             arrived += position - stream.acknowledged
             stream.acknowledged = position
             stream.waits_since = now
@@ -221,6 +234,8 @@ class Outbox(Generic[Item]):
             self._moved_at = now
         if newest is not None:
             self.delivery.arrive(arrived, newest, now)
+            if now - newest.sent_at < self.stall_s:
+                self._late_s = 0.0
 
     def renew_stalled(self, now: float) -> int:
         """Gives up what stands still: all of it if nothing moves any more, the streams that do not
@@ -248,7 +263,21 @@ class Outbox(Generic[Item]):
     def _standstill_s(self) -> float:
         return max(STANDSTILL_S, 2 * self._patience_s)
 
+    def _forget_late(self, stream: _Stream[Item], position: int, now: float) -> None:
+        """What was given up has arrived: it need not leave again. On a line that takes longer than
+        a stall nothing else would ever get past it."""
+        late: list[Item] = []
+        while stream.given_up and stream.given_up[0].position <= position:
+            sent = stream.given_up.popleft()
+            late.append(sent.item)
+            self._late_s = now - sent.mark.sent_at
+        for lane in self._lanes:
+            waiting = [entry for entry in lane if not any(entry[0] is item for item in late)]
+            lane.clear()
+            lane.extend(waiting)
+
     def _queue_again(self, stream: _Stream[Item]) -> None:
+        stream.given_up.extend(stream.under_way)
         while stream.under_way:
             sent = stream.under_way.pop()
             self._lanes[sent.lane].appendleft((sent.item, sent.size_bytes))
@@ -261,3 +290,4 @@ class Outbox(Generic[Item]):
             lane.extend(kept)
         for stream in self._streams:
             stream.under_way = deque(s for s in stream.under_way if not unwanted(s.item))
+            stream.given_up = deque(s for s in stream.given_up if not unwanted(s.item))

@@ -237,3 +237,26 @@ def test_a_round_trip_over_an_outage_does_not_make_the_sender_patient() -> None:
     take_all(outbox, 60.0)
     assert list(outbox.coming(61.0)) == [7]
     assert list(outbox.coming(63.0)) == []
+
+
+def test_a_line_that_takes_longer_than_a_stall_gets_everything_all_the_same() -> None:
+    """Nine seconds until an acknowledgement, five until what is under way is given up."""
+    outbox = Outbox[int](3, 40)
+    for item in range(60):
+        outbox.put(item, 10)
+    got, left = set[int](), 0
+    told: list[tuple[float, int, int]] = []
+    for second in range(600):
+        now = float(second)
+        for _, stream, position in [each for each in told if each[0] == now]:
+            places = [0, 0, 0]
+            places[stream] = position
+            outbox.acknowledge(tuple(places), now)
+        outbox.renew_stalled(now)
+        while (departure := outbox.take(now)) is not None:
+            left += 1
+            got.add(departure.item)
+            told.append((now + 9.0, departure.stream, departure.position))
+    assert got == set(range(60))
+    assert outbox.idle
+    assert left <= 2 * 60
