@@ -13,7 +13,7 @@ from narrows.proto.errors import ConfigError
 Row: TypeAlias = dict[str, Any]
 
 BENCHES: Final = (
-    "bandwidth", "goodput", "chaos", "wan", "wan-budget", "wan-training", "peers", "quality",
+    "quality", "bandwidth", "goodput", "chaos", "wan", "wan-budget", "wan-training", "peers",
     "codec", "merge", "loop", "journal", "demo",
 )  # fmt: skip
 """In the order of the report."""
