@@ -15,6 +15,7 @@ def test_a_real_run_takes_the_bits_that_a_plan_says() -> None:
     for row in rows:
         assert row.learners == LEARNERS
         assert row.exchanges > 0
-        assert abs(row.difference_percent) < 15
+        # The first outer gradients are sparse, and a slow disk leaves few others.
+        assert -30 < row.difference_percent < 5
         # First copies make up nearly all that is not an exchange.
         assert row.measured_other_bytes > 0.9 * row.modelled_first_copy_bytes

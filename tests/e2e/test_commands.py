@@ -153,9 +153,9 @@ def test_plan_answers_in_words_and_in_json(narrows: Run) -> None:
     assert plan["bottleneck"] in [load["name"] for load in plan["loads"]]
 
 
-def test_plan_that_does_not_fit_is_an_answer_too(narrows: Run) -> None:
+def test_a_plan_that_does_not_fit_is_told_by_the_exit_code_too(narrows: Run) -> None:
     code, output, _ = narrows(*PLAN, "20Mbit/s")
-    assert code == 0
+    assert code == 1
     assert "It does not fit" in output
 
 
