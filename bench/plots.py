@@ -70,6 +70,10 @@ def merge_cost(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     _save(figure, axes, path)
 
 
+EXCESS_SHOWN_PERCENT: Final = (-5.0, 30.0)
+"""What diverges would leave nothing to see of the rest."""
+
+
 def loss_against_bits(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Excess over data parallel against bits on the way up, a point with its interval per cell.
 
@@ -89,7 +93,8 @@ def loss_against_bits(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xlabel("bits per parameter on the way up")
     axes.set_ylabel("test loss over data parallel, %")
-    axes.legend(fontsize=8)
+    axes.set_ylim(*EXCESS_SHOWN_PERCENT)
+    axes.legend(fontsize=8, ncols=2)
     _save(figure, axes, path)
 
 
