@@ -77,18 +77,23 @@ EXCESS_SHOWN_PERCENT: Final = (-5.0, 30.0)
 def loss_against_bits(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Excess over data parallel against bits on the way up, a point with its interval per cell.
 
-    `rows` are those of the quality bench; data parallel itself is the zero line.
+    `rows` are those of the quality bench; data parallel itself is the zero line. Cells with one or
+    two seeds, whose intervals would hide the others, are shown only if there are no others.
     """
     figure, axes = _figure()
     cells = [row for row in rows if row["mode"] != "data_parallel"]
-    for group in dict.fromkeys(row["group"] for row in cells):
+    cells = [row for row in cells if len(row["seeds"]) > 2] or cells
+    style: dict[str, Any] = {"markersize": 4, "capsize": 2}
+    for number, group in enumerate(dict.fromkeys(row["group"] for row in cells)):
         mine = [row for row in cells if row["group"] == group]
         excess = [row["excess_percent"] for row in mine]
         # One seed has no interval.
         below = [e - (row["ci_low_percent"] or e) for e, row in zip(excess, mine, strict=True)]
         above = [(row["ci_high_percent"] or e) - e for e, row in zip(excess, mine, strict=True)]
         bits = [row["up_bits_per_param"] for row in mine]
-        axes.errorbar(bits, excess, (below, above), fmt="o", markersize=4, capsize=2, label=group)
+        axes.errorbar(
+            bits, excess, (below, above), fmt="os^"[number // 10 % 3], **style, label=group
+        )
     axes.axhline(0, linestyle="--", color="grey")
     axes.set_xscale("log", base=2)
     axes.set_xlabel("bits per parameter on the way up")
