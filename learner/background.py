@@ -155,6 +155,8 @@ class Background:
             self.wires.wait(min(self._idle_s(), self._unsent_s()))
             while self._actions:
                 self._actions.popleft()()
+            if self.wires.has_connected():
+                self.handle(ev.Connected())
             for frame in self.wires.receive_control():
                 self.receive_control(frame)
             for frames in self.wires.receive_data():

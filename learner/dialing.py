@@ -13,7 +13,8 @@ from narrows.proto.messages import Epoch, Hello, LayoutEntry, Refuse, Role
 
 HELLO_S = 0.25
 HELLO_MAX_S = 5.0
-"""A Hello is repeated after HELLO_S, then twice as late each time, for ever."""
+"""A Hello is repeated after HELLO_S, then twice as late each time, for ever; a new connection
+begins again."""
 
 QUIET_S = 4.0
 """Without a sign of the broker for so long the learner is offline and says Hello again."""
@@ -100,6 +101,11 @@ class Dialer:
         """Nothing is sent or expected any more."""
         return self.connection in (Connection.REFUSED, Connection.LEFT)
 
+    def connected(self, now: float) -> None:
+        """A socket that had dropped messages takes them again: a Hello among them is due now."""
+        if self.connection is Connection.JOINING:
+            self._hello_at, self._delay_s = now, HELLO_S
+
     def joined(self, now: float) -> None:
         """A Welcome came."""
         self.connection, self.heard_at, self._delay_s = Connection.JOINED, now, HELLO_S
@@ -118,6 +124,10 @@ class Dialer:
         """The session is gone; the next Hello is due at once, later ones with back-off."""
         if self.connection is Connection.JOINED:
             self.connection, self._hello_at, self._delay_s = Connection.JOINING, now, HELLO_S
+
+    def silent_s(self, now: float) -> float:
+        """Since when the broker was not heard; 0 before it ever was."""
+        return now - self.heard_at if self.heard_at is not None else 0.0
 
     def is_quiet(self, now: float) -> bool:
         """Joined, and yet nothing was heard for QUIET_S."""

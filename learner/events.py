@@ -18,6 +18,11 @@ class Received:
 
 
 @dataclass(frozen=True)
+class Connected:
+    """There is a connection for control messages again; what was sent without one is lost."""
+
+
+@dataclass(frozen=True)
 class ChunkArrived:
     """A data message whose payload is checked and decoded; `handle` names the content."""
 
@@ -97,6 +102,7 @@ class DeadlineReached:
 
 Event: TypeAlias = (
     Received
+    | Connected
     | ChunkArrived
     | Applied
     | ApplyFailed

@@ -80,6 +80,8 @@ class Session:
                 self.links.answer_again()
             case ev.LoopEnded():
                 self.leaving = True
+            case ev.Connected():
+                self._dialer.connected(now)
             case ev.DeadlineReached():
                 effects = self._look_for_broker(now)
         return effects + self._advance(now)
@@ -148,9 +150,7 @@ class Session:
         if is_lockstep(settings):
             due = next_snapshot(settings, self.links.adopted)
             return self._pace.run_step >= due + settings.overlap_steps
-        heard_at = self._dialer.heard_at
-        offline_s = now - heard_at if heard_at is not None else 0.0
-        return 0 < settings.max_offline_s < offline_s
+        return 0 < settings.max_offline_s < self._dialer.silent_s(now)
 
     def run_tokens(self, now: float) -> float:
         """The run's clock, extrapolated; monotone but for broker restarts."""
@@ -341,10 +341,9 @@ class Session:
     def _bye(self, now: float) -> list[ev.Effect]:
         if self._dialer.closed:
             return []
-        ended = self.phase is msg.Phase.ENDED
         effects = self.links.close()
         if self.online:
-            bye = msg.Bye("the run has ended" if ended else "the loop has ended")
-            effects += [self._report(now), ev.Send(bye)]
+            what = "run" if self.phase is msg.Phase.ENDED else "loop"
+            effects += [self._report(now), ev.Send(msg.Bye(f"the {what} has ended"))]
         self._dialer.connection = Connection.LEFT
         return [*effects, ev.Left()]

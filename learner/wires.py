@@ -26,6 +26,7 @@ class Wires:
     incarnation: str
     control_up_bytes: int = 0
     control_down_bytes: int = 0
+    _dropped: bool = False
     _uplinks: list[Socket] = field(default_factory=list[Socket])
     _downlinks: list[Socket] = field(default_factory=list[Socket])
     _listeners: list[int] = field(default_factory=list[int])
@@ -76,6 +77,13 @@ class Wires:
     def wake(self) -> None:
         os.write(self._wake_write, b"\0")
 
+    def has_connected(self) -> bool:
+        """True once after a control message was dropped, when there is a connection again."""
+        if not (self._dropped and self._control.poll(0, zmq.POLLOUT)):
+            return False
+        self._watch_for_connection(on=False)
+        return True
+
     def receive_control(self) -> Iterator[bytes]:
         for _ in range(FRAMES_PER_TURN if self._control in self._ready else 0):
             try:
@@ -94,11 +102,12 @@ class Wires:
                     break
 
     def send_control(self, frame: bytes) -> None:
-        """Sends, or drops the message if there is no connection: the session says Hello again
-        then, and tells anew what still matters."""
+        """Sends, or drops the message if there is no connection (`has_connected`): the session
+        says Hello again then, and tells anew what still matters."""
         try:
             self._control.send(frame, zmq.NOBLOCK)
         except zmq.Again:
+            self._watch_for_connection(on=True)
             return
         self.control_up_bytes += len(frame)
 
@@ -128,6 +137,10 @@ class Wires:
         socket.connect(str(self._address._replace(port=port)))
         self._poller.register(socket, zmq.POLLIN)
         return socket
+
+    def _watch_for_connection(self, *, on: bool) -> None:
+        self._dropped = on
+        self._poller.modify(self._control, zmq.POLLIN | (zmq.POLLOUT if on else 0))
 
     def _read_subscriptions(self, stream: int, socket: Socket) -> None:
         while True:

@@ -35,8 +35,8 @@ ROUND_TRIP_S: Final = 0.4
 """Assumed until one was seen."""
 
 ROUND_TRIP_MAX_S: Final = 1.0
-"""No line takes longer; what was measured over an outage does not say how long to be patient."""
-
+"""A round trip counts as at most this: what was measured over an outage does not say how long to
+be patient with what was sent. Acknowledgements that are later than a stall have LATE_FACTOR."""
 
 LATE_FACTOR: Final = 1.5
 LATE_MAX_S: Final = 15.0

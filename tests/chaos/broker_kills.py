@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -83,7 +83,7 @@ class Learners:
         self.seen_files = [folder / f"{name}.jsonl" for name in LEARNERS]
         self.ledgers: dict[str, dict[str, int]] = {}
         self._stop = threading.Event()
-        self._clients: list[Client] = []
+        self.joined: list[Client] = []
         self._threads = [
             threading.Thread(target=self._train, args=(address, name, seed, path))
             for seed, (name, path) in enumerate(zip(LEARNERS, self.seen_files, strict=True))
@@ -99,7 +99,7 @@ class Learners:
                 join_timeout_s=PATIENCE_S, events=path,
             )  # fmt: skip
             learner.start()
-            self._clients.append(learner)
+            self.joined.append(learner)
             while not self._stop.wait(STEP_S):
                 host.step(0.01)
                 host.x += np.float32(0.01)  # Never at rest: every push says something.
@@ -112,7 +112,7 @@ class Learners:
 
     def installed(self) -> int:
         """Sum of the newest versions held, over learners and fragments."""
-        return sum(sum(c.background.session.links.held) for c in list(self._clients))
+        return sum(sum(c.background.session.links.held) for c in list(self.joined))
 
     def stop(self) -> None:
         self._stop.set()
@@ -150,6 +150,8 @@ def run(
         broker = start(folder, port, log, "")
         learners = Learners(f"tcp://127.0.0.1:{port}", folder)
         _wait_for_progress(learners, broker, 0)
+        # One that joins only now and then would still be waiting when the last life is over.
+        _wait_for(lambda: len(learners.joined) == len(LEARNERS), learners, broker)
         broker.kill()
         broker.wait()
         for number in range(1, kills + 1):
@@ -188,11 +190,17 @@ def run(
 
 
 def _wait_for_progress(learners: Learners, broker: subprocess.Popen[bytes], before: int) -> None:
+    _wait_for(lambda: learners.installed() > before, learners, broker)
+
+
+def _wait_for(
+    condition: Callable[[], bool], learners: Learners, broker: subprocess.Popen[bytes]
+) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while learners.installed() <= before or learners.installed() == 0:
+    while not condition():
         assert broker.poll() is None, f"the broker ended with {broker.returncode}"
         assert not learners.errors, learners.errors
-        assert time.monotonic() < deadline, "no new version"
+        assert time.monotonic() < deadline, "no learner joins, or no new version"
         threading.Event().wait(0.01)
 
 

@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from peer import Peer, sealed
 from running import HANG_S, LAYOUT, ToyHost, broker_config, client, live_broker, vector, wait_until
 
+from narrows.bench.processes import free_ports
 from narrows.broker.service import Service
 from narrows.learner import events as ev
 from narrows.learner.client import Client
+from narrows.learner.wires import Wires
 from narrows.proto import messages as msg
 from narrows.proto.errors import BrokerUnreachable, ConfigError, ErrorCode, Refused
 from narrows.proto.fragments import Fragment
@@ -101,6 +103,30 @@ def step_until(learner: Client, condition: Callable[[], object]) -> None:
         pace.wait(0.01)
         learner.boundary(1, 1.0)
     raise AssertionError("stepped in vain")
+
+
+def test_a_connection_is_told_once_after_a_message_was_dropped() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = free_ports()
+    wires = Wires(f"tcp://127.0.0.1:{port}", "0" * 32)
+
+    def connected() -> bool:
+        wires.wait(0.05)
+        return wires.has_connected()
+
+    try:
+        assert not connected()  # Nothing was dropped yet.
+        wires.send_control(b"lost")
+        assert not connected()
+        router.bind(f"tcp://127.0.0.1:{port}")
+        wait_until(connected, "the connection")
+        wires.send_control(b"heard")
+        assert router.recv_multipart()[1:] == [b"heard"]
+        assert not connected()
+    finally:
+        wires.close()
+        context.destroy(linger=0)
 
 
 def test_a_push_settled_while_it_is_copied_is_neither_sent_nor_kept(service: Service) -> None:
