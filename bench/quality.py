@@ -21,7 +21,7 @@ from narrows.bench.jobs import run_missing
 from narrows.bench.quality_cells import CHOOSING_SEEDS, REPORTING_SEEDS, rates_of
 from narrows.bench.quality_collected import collected
 from narrows.bench.quality_report import Row, rate_row, rate_table, reported, table
-from narrows.bench.quality_run import Cell, run_cell
+from narrows.bench.quality_run import Cell, config_digest, run_cell
 from narrows.broker.model import warm_up
 from narrows.proto.config import nearest
 from narrows.proto.errors import ConfigError
@@ -170,14 +170,15 @@ def _job_key(cell: Cell, seed: int) -> str:
 
 
 def key_of(cell: Cell) -> str:
-    """What makes a cell another cell: everything about it but its labels."""
-    return _cell_key(asdict(cell))
+    """What makes a cell another cell: everything about it but its labels, and the defaults."""
+    return _cell_key({**asdict(cell), "config_digest": config_digest(cell)})
 
 
 def _cell_key(row: Mapping[str, Any]) -> str:
-    # JSON, because there tuples and the lists that they come back as are equal.
-    names = [name for name in Cell.__dataclass_fields__ if name not in ("group", "name")]
-    return json.dumps({name: row[name] for name in names}, sort_keys=True)
+    # JSON, because there tuples and the lists that they come back as are equal. A row of another
+    # version may lack a name: then it is another cell.
+    names = {*Cell.__dataclass_fields__, "config_digest"} - {"group", "name"}
+    return json.dumps({name: row.get(name) for name in names}, sort_keys=True)
 
 
 def jobs_of(cells: Iterable[Cell], seeds: Iterable[int]) -> list[Job]:

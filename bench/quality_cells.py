@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
+from narrows.bench.codings import CODINGS
 from narrows.bench.quality_run import STEP_S, Cell, Inner
 from narrows.bench.variants import POISONS
 from narrows.learner.gpt import preset
@@ -39,6 +40,8 @@ SMALL: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Cells of the short selection by group: ten runs of 500 steps times the reporting seeds, and the
 rates of one data-parallel twin."""
+
+_ONE_BY_ONE: Final = {"merge.grace_fraction": 0.0, "merge.wait_fraction": 0.0}
 
 AWAY_PERIOD_S: Final = 200.0 * STEP_S
 """Learners that come and go are away once in such a period."""
@@ -119,6 +122,8 @@ def codec() -> list[Cell]:
         _cell("publication raw32", {"codec.publish": "raw32"}),
         _cell("push raw32", {"codec.push": "raw32"}),
         _cell("auto, 2 bits", {"codec.push": "auto", "codec.publish": "auto", **two}),
+        *(_cell(f"int4, rho {rho:g}", _codec("int4-zstd", rho)) for rho in (1.5, 2.0, 3.0)),
+        *(_cell(name, variant=name) for name in CODINGS),
     ]
 
 
@@ -162,7 +167,9 @@ def weights() -> list[Cell]:
 def variants() -> list[Cell]:
     """What do outer rules gain that were proposed elsewhere?"""
     rules = ("momentum warm-up", "momentum restart", "outer decay", "heloco")
-    return [_cell(rule, variant=rule) for rule in rules]
+    delayed, name = "delayed nesterov", "K 1, no grace, no waits, 4:3:2:1, delayed nesterov"
+    one_by_one = _cell(name, _ONE_BY_ONE, step_s=_step_s(4, 3, 2, 1), variant=delayed)
+    return [*(_cell(rule, variant=rule) for rule in rules), one_by_one]
 
 
 def muon() -> list[Cell]:
@@ -210,11 +217,10 @@ APART: Final = _step_s(1.18, 1.18, 1.18, 1.18, 1, 1, 1, 1)
 
 def quorum() -> list[Cell]:
     """Is K = 1 enough, and what do the grace window and the waits for arrivals save?"""
-    no_grace, no_waits = {"merge.grace_fraction": 0.0}, {"merge.wait_fraction": 0.0}
     rules: dict[str, Mapping[str, object]] = {
         "K 1": {},
-        "K 1, no waits": no_waits,
-        "K 1, no grace, no waits": {**no_grace, **no_waits},
+        "K 1, no waits": {"merge.wait_fraction": 0.0},
+        "K 1, no grace, no waits": _ONE_BY_ONE,
         "K 4": {"merge.quorum": 4},
     }
     unequal = [

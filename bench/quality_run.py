@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from narrows.bench.baselines import accumulate
+from narrows.bench.codings import CODINGS
 from narrows.bench.simulated_broker import Committed
 from narrows.bench.simulated_learner import LearnerSpec
 from narrows.bench.trained import Adoption, TrainedSimulation, Training
@@ -29,6 +31,7 @@ from narrows.learner.gpt import (
     set_learning_rate,
     validation_loss,
 )
+from narrows.proto.frames import digest
 
 Inner: TypeAlias = Literal["adamw", "muon"]
 
@@ -129,9 +132,17 @@ def run_cell(cell: Cell, seed: int) -> dict[str, Any]:
     result = _data_parallel(cell, seed) if cell.data_parallel else _decoupled(cell, seed)
     result.wall_s = time.perf_counter() - started_s
     row: dict[str, Any] = {**asdict(cell), "seed": seed, **asdict(result)}
-    row["corpus_digest"] = _corpus().corpus_digest
+    row["corpus_digest"], row["config_digest"] = _corpus().corpus_digest, config_digest(cell)
     row["validation_loss"], row["test_loss"] = row.pop("losses")
     return row
+
+
+def config_digest(cell: Cell) -> str:
+    """Of every setting of the run's broker: a cell names only those that are not the defaults."""
+    if cell.data_parallel:
+        return ""
+    settings = json.dumps(asdict(cell.config()), default=str, sort_keys=True)
+    return f"{digest(settings.encode()):016x}"
 
 
 def _decoupled(cell: Cell, seed: int) -> Result:
@@ -149,6 +160,7 @@ def _decoupled(cell: Cell, seed: int) -> Result:
         ramp=cell.ramp,
         poison={learner_name(0): POISONS[cell.poison]} if cell.poison else {},
         make_global=model_maker(cell.variant, rounds),
+        coding=CODINGS.get(cell.variant),
     )
     run = TrainedSimulation(
         config, seed, Faults(until_s=0.0, latency_s=cell.latency_s), cell.specs(), training,

@@ -215,10 +215,15 @@ class SimulatedLearner(Host):
         source = f"{self.spec.name}/{self.incarnation}/{effect.push_id}"
         push = _Push(effect.fragment, version, Content(source, digest, 0), [])
         self._pushes[effect.push_id] = push
-        if self._fails():
-            self._work(lambda: self.handle(ev.EncodeFailed(effect.push_id, "not finite")))
+        reason = "not finite" if self._fails() else self.encode(effect)
+        if reason:
+            self._work(lambda: self.handle(ev.EncodeFailed(effect.push_id, reason)))
         else:
             self._work(lambda: self._encoded(effect.push_id))
+
+    def encode(self, effect: ev.Snapshot) -> str:
+        """Why the snapshot cannot be sent, "" if it can."""
+        return ""
 
     def _send(self, effect: ev.Send) -> None:
         self.world.to_broker(self, effect.message)

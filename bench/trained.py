@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import torch
 
+from narrows.bench.codings import Coding
 from narrows.bench.simulated_broker import SimulatedBroker, digest_of
 from narrows.bench.simulated_learner import LearnerSpec, SimulatedLearner
 from narrows.bench.simulation import Simulation
@@ -31,6 +32,7 @@ from narrows.learner.parameters import ModuleParameters
 from narrows.learner.uplink import PushWork, Residuals, encode_push
 from narrows.proto import messages as msg
 from narrows.proto.chunk import DecodedChunk
+from narrows.proto.errors import LocalProtocolError
 from narrows.proto.fragments import Fragment
 from narrows.proto.kernels import F32
 from narrows.proto.rate import RateControl, rate_control
@@ -64,6 +66,8 @@ class Training:
     poison: Mapping[str, Poison] = field(default_factory=dict[str, Poison])
     """By name of the learner."""
     make_global: ModelMaker = GlobalModel
+    coding: Coding | None = None
+    """Of the pushes, instead of a codec."""
 
 
 @dataclass
@@ -156,8 +160,7 @@ class TrainedLearner(SimulatedLearner):
         self.shelf.founding[digest] = self._local(effect.fragment)
         super()._send_founding(effect)
 
-    def _snapshot(self, effect: learner_events.Snapshot) -> None:
-        super()._snapshot(effect)
+    def encode(self, effect: learner_events.Snapshot) -> str:
         fragment, settings = effect.fragment, self.session.settings
         assert settings is not None
         base = self.shelf.published[fragment, effect.base_version]
@@ -166,12 +169,19 @@ class TrainedLearner(SimulatedLearner):
             local = self.training.poison[self.spec.name](base, local, self.random)
         lean = self.training.adoption == "lean"
         residual = None if lean else self._residuals.of(fragment)
-        rate = self._rates[fragment]
+        rate, coding = self._rates[fragment], self.training.coding
         work = PushWork(
             effect.push_id, self._table[fragment], effect.base_version, base, local, residual,
-            rate.codec, rate.rho,
+            "raw32" if coding else rate.codec, rate.rho,
         )  # fmt: skip
-        encode_push(work, settings, self._run.layout, work.chunks.append)
+        try:
+            if coding:
+                size = _encode_otherwise(coding, work, settings.chunk_elements)
+            else:
+                encode_push(work, settings, self._run.layout, work.chunks.append)
+                size = sum(len(chunk.payload) for chunk in work.chunks)
+        except LocalProtocolError as error:  # The learner has diverged.
+            return error.message
         if rate.target_bits is not None:
             rate.observe(work.bits_per_param, work.error_ratio())
         self._works[effect.push_id] = work
@@ -180,8 +190,9 @@ class TrainedLearner(SimulatedLearner):
             (chunk.offset, decode_chunk(work.fragment, work.codec, *_content(chunk)))
             for chunk in work.chunks
         ]
-        self.shelf.up_bits += 8 * sum(len(chunk.payload) for chunk in work.chunks)
+        self.shelf.up_bits += 8 * size
         self.shelf.up_elements += work.fragment.elements
+        return ""
 
     def _settle(self, effect: learner_events.SettlePush) -> None:
         super()._settle(effect)
@@ -212,6 +223,20 @@ class TrainedLearner(SimulatedLearner):
             case "overwrite":
                 pass
         self.parameters_of.adopt(self._table[fragment], values)
+
+
+def _encode_otherwise(coding: Coding, work: PushWork, cut: int) -> int:
+    """Fills in the chunks of what arrives and what is unsent; returns the bytes that it takes."""
+    assert isinstance(work.local, np.ndarray) and not isinstance(work.residual, torch.Tensor)
+    values = work.base - work.local
+    if work.residual is not None:
+        values += work.residual
+    sent, size = coding(work.fragment, values)
+    work.unsent = values - sent
+    for offset, count in work.fragment.chunks(cut):
+        payload = sent[offset : offset + count].tobytes()
+        work.chunks.append(EncodedChunk(offset, count, payload, 0))
+    return size
 
 
 def _content(chunk: EncodedChunk) -> tuple[int, int, bytes]:

@@ -1,6 +1,7 @@
 """What was proposed elsewhere and what an attacker would do: variants that only the bench knows.
 
-A variant changes one thing of the broker's GlobalModel, or the snapshot of one learner.
+A variant changes one thing of the broker's GlobalModel, the coding of steps in both directions,
+or the snapshot of one learner.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from typing import Final
 
 import numpy as np
 
+from narrows.bench.codings import CODINGS, Coding
 from narrows.bench.trained import ModelMaker, Poison
 from narrows.broker.checkpoint import FragmentState
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merge import Contribution, Merged
-from narrows.broker.model import GlobalModel
+from narrows.broker.model import EncodedVersion, GlobalModel, Outcome
 from narrows.broker.outer import outer_optimizer
 from narrows.proto.fragments import Fragment
 from narrows.proto.kernels import F32
-from narrows.proto.transfer import values_of
+from narrows.proto.transfer import EncodedChunk, digest_of, values_of
 
 
 class _Variant(GlobalModel):
@@ -57,6 +59,29 @@ class OuterDecay(_Variant):
         share = 1.0 - (2 / 3) * min(1.0, state.version / self.versions)
         rule = outer_optimizer(outer.optimizer, rate=outer.rate * share, momentum=outer.momentum)
         return rule.step(state.global_, state.momentum, outer_grad)
+
+
+class DelayedNesterov(_Variant):
+    """Every merge steps by its share, the momentum of M merges moves the last of them, for M
+    learners who are merged one by one (arXiv 2401.09135, algorithm 3 with c = 0)."""
+
+    def __init__(
+        self, config: BrokerConfig, table: Sequence[Fragment], states: Sequence[FragmentState]
+    ) -> None:
+        super().__init__(config, table, states)
+        self._sums = [np.zeros_like(state.global_) for state in states]
+
+    def outer_step(self, part: Fragment, state: FragmentState, outer_grad: F32) -> tuple[F32, F32]:
+        learners = np.float32(self.config.run.learners_at_start)
+        rate, beta = np.float32(self.config.outer.rate), np.float32(self.config.outer.momentum)
+        step, momentum = outer_grad / learners, state.momentum
+        total = self._sums[part.index]
+        total += outer_grad
+        if (state.version + 1) % int(learners) == 0:
+            momentum = beta * momentum + total / learners
+            step += beta * momentum
+            total[:] = 0.0
+        return state.global_ - rate * step, momentum
 
 
 class Heloco(_Variant):
@@ -97,14 +122,41 @@ class TrimmedMean(_Variant):
         return Merged(kept.mean(axis=0, dtype=np.float32), 0, empty)
 
 
+class Coded(_Variant):
+    """Publications with another coding; what it drops stays in global - published copy."""
+
+    coding: Coding
+
+    def published(
+        self,
+        part: Fragment,
+        version: int,
+        params: F32,
+        momentum: F32,
+        merged: Merged,
+        weights: tuple[float, ...],
+    ) -> Outcome:
+        copy = self.fragments[part.index].published
+        sent, size = self.coding(part, params - copy)
+        advanced = copy + sent
+        digest = digest_of(advanced)
+        # Nobody decodes it: the learners of the simulation take the copy from the shelf.
+        chunk = EncodedChunk(0, part.elements, bytes(size), 0)
+        publication = EncodedVersion(version, digest, "raw32", 0.0, (chunk,))
+        after = FragmentState(version, digest, params, momentum, advanced)
+        return Outcome(part.index, after, publication, 0.0, merged, weights)
+
+
 VARIANTS: Final[dict[str, type[_Variant]]] = {
     "": _Variant,
     "momentum warm-up": MomentumWarmUp,
     "momentum restart": MomentumRestart,
     "outer decay": OuterDecay,
+    "delayed nesterov": DelayedNesterov,
     "heloco": Heloco,
     "median": Median,
     "trimmed mean": TrimmedMean,
+    **dict.fromkeys(CODINGS, Coded),
 }
 
 
@@ -116,6 +168,8 @@ def model_maker(variant: str, versions: int) -> ModelMaker:
     ) -> GlobalModel:
         model = VARIANTS[variant](config, table, states)
         model.versions = max(1, versions)
+        if isinstance(model, Coded):
+            model.coding = CODINGS[variant]
         return model
 
     return make

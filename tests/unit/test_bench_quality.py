@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,13 @@ from rich.console import Console
 
 from narrows.bench import jobs as bench_jobs
 from narrows.bench import quality, quality_cells, quality_run, trained
+from narrows.bench.codings import CODINGS
 from narrows.bench.quality import report_collected, run_jobs, run_quality_bench
 from narrows.bench.quality_cells import REPORTING_SEEDS, rates_of
 from narrows.bench.quality_run import Cell, learner_name, run_cell
 from narrows.bench.quality_stats import STUDENT_T, paired
 from narrows.bench.rows import read_rows
 from narrows.bench.variants import POISONS, VARIANTS
-from narrows.broker.config import load_config
-from narrows.broker.model import version_zero
 from narrows.learner.corpus import Reader, fixed_windows, load_corpus
 from narrows.learner.gpt import (
     GPT,
@@ -34,9 +34,10 @@ from narrows.learner.gpt import (
     token_tensor,
     validation_loss,
 )
+from narrows.proto.codecs import codec, piece_scales
 from narrows.proto.errors import ConfigError
-from narrows.proto.fragments import build_table
-from narrows.proto.messages import LayoutEntry
+from narrows.proto.fragments import Fragment
+from narrows.proto.kernels import F32
 
 TINY = Cell(
     "tiny", "plain", learners=3, steps=24,
@@ -212,15 +213,19 @@ def test_what_is_changed_runs_and_matters(change: dict[str, Any], plain: dict[st
     assert row["test_loss"] != plain["test_loss"]
 
 
-def test_heloco_halves_what_opposes_the_momentum() -> None:
-    config = load_config(None, {"outer.optimizer": "sgd", "outer.rate": 1.0})
-    part = build_table([LayoutEntry("w", (4,), "float32", "mean")], 1)[0]
-    momentum = np.array([1, 2, 3, 4], np.float32)
-    state = replace(version_zero(np.zeros(4, np.float32)), momentum=momentum)
-    model = VARIANTS["heloco"](config, [part], [state])
-    for opposed, kept in ((-1.0, -0.5), (1.0, 1.0)):
-        params, _ = model.outer_step(part, state, np.float32(opposed) * momentum)
-        np.testing.assert_allclose(params, -np.float32(kept) * momentum, rtol=1e-6)
+def test_a_coding_that_is_the_codec_in_other_words_gives_the_same_losses(
+    monkeypatch: pytest.MonkeyPatch, plain: dict[str, Any]
+) -> None:
+    def step_per_piece(part: Fragment, values: F32) -> tuple[F32, int]:
+        sent = np.empty_like(values)
+        scales = piece_scales(values, part.bounds, 0.5)
+        return sent, len(codec("int4-zstd").encode(values, part.bounds, scales, sent))
+
+    monkeypatch.setitem(CODINGS, "step per piece", step_per_piece)
+    monkeypatch.setitem(VARIANTS, "step per piece", VARIANTS["a step per block"])
+    row = run_cell(replace(TINY, variant="step per piece"), 1)
+    for name in ("test_loss", "up_bits_per_param", "down_bits_per_param"):
+        assert row[name] == plain[name], name
 
 
 def test_a_poison_without_the_clip_does_more_harm(plain: dict[str, Any]) -> None:
@@ -228,6 +233,17 @@ def test_a_poison_without_the_clip_does_more_harm(plain: dict[str, Any]) -> None
     bare = replace(poisoned, settings={**TINY.settings, "merge.clip_ratio": 0.0})
     with_clip, without = run_cell(poisoned, 1)["test_loss"], run_cell(bare, 1)["test_loss"]
     assert plain["test_loss"] < with_clip < without
+
+
+def test_a_learner_that_has_diverged_declines_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def diverged(base: F32, local: F32, random: Random) -> F32:
+        return np.full_like(local, np.nan)
+
+    monkeypatch.setitem(POISONS, "noise", diverged)
+    row = run_cell(replace(TINY, poison="noise"), 1)
+    assert row["contributors_mean"] == 2 and math.isfinite(row["test_loss"])
 
 
 def test_data_parallel_learns_and_is_curved() -> None:
@@ -245,6 +261,7 @@ def fake(cell: Cell, seed: int) -> dict[str, Any]:
     loss += abs(cell.peak_learning_rate - 0.016)
     result = quality_run.Result((loss, 2 * loss), curve=[(12.0, 2.0), (24.0, 1.5)])
     row: dict[str, Any] = {**vars(cell), "seed": seed, **vars(result)}
+    row["config_digest"] = quality_run.config_digest(cell)
     row["validation_loss"], row["test_loss"] = row.pop("losses")
     return row
 

@@ -1,0 +1,58 @@
+"""How a fragment's step could be put into bits otherwise: codings that only the bench knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final, TypeAlias
+
+import numpy as np
+import zstandard
+
+from narrows.proto.codecs import codec, piece_scales
+from narrows.proto.fragments import Fragment
+from narrows.proto.kernels import F32, I64
+
+Coding: TypeAlias = Callable[[Fragment, F32], tuple[F32, int]]
+"""What arrives of a fragment's values (n,), and the bytes that it takes."""
+
+CODEC: Final = "int4-zstd"
+BLOCK: Final = 256
+
+
+def _quantised(values: F32, bounds: I64, rho: float) -> tuple[F32, int]:
+    sent = np.empty_like(values)
+    scales = piece_scales(values, bounds, rho)
+    return sent, len(codec(CODEC).encode(values, bounds, scales, sent))
+
+
+def _one_step(rho: float, part: Fragment, values: F32) -> tuple[F32, int]:
+    """One quantisation step for the whole fragment."""
+    return _quantised(values, np.array([0, values.size]), rho)
+
+
+def _step_per_block(rho: float, part: Fragment, values: F32) -> tuple[F32, int]:
+    """A quantisation step for every BLOCK elements."""
+    return _quantised(values, np.append(np.arange(0, values.size, BLOCK), values.size), rho)
+
+
+def _largest(density: float, part: Fragment, values: F32) -> tuple[F32, int]:
+    """The largest values of each piece, quantised with a step per piece, and a map of where they
+    are (top-k as in SparseLoCo, arXiv 2508.15706, but by piece)."""
+    is_kept = np.zeros(values.size, np.uint8)
+    for piece in part.pieces:
+        sizes = np.abs(values[piece.offset : piece.offset + piece.count])
+        count = max(1, round(density * piece.count))
+        is_kept[piece.offset + np.argpartition(sizes, -count)[-count:]] = 1
+    places = np.flatnonzero(is_kept)
+    kept, size = _quantised(values[places], np.searchsorted(places, part.bounds), 0.5)
+    sent = np.zeros_like(values)
+    sent[places] = kept
+    return sent, size + len(zstandard.compress(np.packbits(is_kept).tobytes()))
+
+
+CODINGS: Final[dict[str, Coding]] = {
+    "one step per fragment": partial(_one_step, 0.5),
+    "a step per block": partial(_step_per_block, 0.5),
+    **{f"largest {share:.0%}": partial(_largest, share) for share in (0.15, 0.05, 0.02)},
+}
