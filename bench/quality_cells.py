@@ -220,6 +220,7 @@ def quorum() -> list[Cell]:
     rules: dict[str, Mapping[str, object]] = {
         "K 1": {},
         "K 1, no waits": {"merge.wait_fraction": 0.0},
+        "K 1, no grace": {"merge.grace_fraction": 0.0},
         "K 1, no grace, no waits": _ONE_BY_ONE,
         "K 4": {"merge.quorum": 4},
     }
