@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -11,7 +10,7 @@ from typing import Final, Protocol
 from narrows.bench.demo_results import evaluate_global
 from narrows.bench.peer_envs import SCRIPTS, environment
 from narrows.bench.peer_member import START
-from narrows.bench.processes import Processes
+from narrows.bench.processes import Processes, free_ports
 from narrows.bench.rows import read_rows
 from narrows.learner.gpt import preset
 from narrows.proto.errors import NarrowsError
@@ -84,20 +83,12 @@ def member_name(rank: int) -> str:
     return f"member-{rank}"
 
 
-def free_port() -> int:
-    """A port of the loopback interface that nobody has; a coordinator returns to it."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class Scripted:
     """A system behind a script in bench/peer_scripts."""
 
     def __init__(self, name: str, plan: Plan, processes: Processes, python: Path) -> None:
         self.name, self.plan, self.processes, self.python = name, plan, processes, python
-        self.port = free_port()
+        self.port = free_ports()
 
     def start_coordinator(self, start_step: int) -> None:
         self._start(COORDINATOR, 0, start_step, "--coordinator")
@@ -159,11 +150,11 @@ class Ours:
 
     def __init__(self, plan: Plan, processes: Processes) -> None:
         self.plan, self.processes = plan, processes
-        self.address = f"tcp://{HOST}:0"
+        self.address = f"tcp://{HOST}:{free_ports()}"
 
     def start_coordinator(self, start_step: int) -> None:
         plan, folder = self.plan, self.processes.folder
-        self.address = self.processes.start_broker(
+        self.processes.start_broker(
             "--listen", self.address,
             "--state-dir", str(folder / "broker"),
             "--events", str(folder / "broker.jsonl"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,6 +22,11 @@ START_TIMEOUT_S = 120.0
 
 STOP_TIMEOUT_S = 30.0
 """Time to end in order after SIGTERM, before SIGKILL."""
+
+NOT_GIVEN_AWAY = (10_000, 32_000)
+"""Ports below those that Linux, macOS and Windows take for outgoing connections."""
+
+_RANDOM = random.SystemRandom()
 
 
 def environment() -> dict[str, str]:
@@ -43,16 +49,18 @@ def work_folder(keep: Path | None, name: str) -> Generator[Path]:
 
 
 def free_ports() -> int:
-    """A port of 127.0.0.1 with two free ones after it."""
+    """A port of 127.0.0.1 with two free ones after it: where a broker can come back.
+
+    Not one that the system gives away: while nobody listens there, it would become the near end
+    of some connection.
+    """
     while True:
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
+        port = _RANDOM.randrange(*NOT_GIVEN_AWAY)
         try:
             for number in (port, port + 1, port + 2):
                 with socket.socket() as each:
                     each.bind(("127.0.0.1", number))
-        except (OSError, OverflowError):
+        except OSError:
             continue
         return port
 

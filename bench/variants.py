@@ -78,10 +78,11 @@ class DelayedNesterov(_Variant):
         total = self._sums[part.index]
         total += outer_grad
         if (state.version + 1) % int(learners) == 0:
-            momentum = beta * momentum + total / learners
+            momentum = (beta * momentum + total / learners).astype(np.float32, copy=False)
             step += beta * momentum
             total[:] = 0.0
-        return state.global_ - rate * step, momentum
+        params: F32 = (state.global_ - rate * step).astype(np.float32, copy=False)
+        return params, momentum
 
 
 class Heloco(_Variant):

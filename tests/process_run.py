@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 from pathlib import Path
 from typing import Any
 
 from running import HANG_S
 
-from narrows.bench.processes import Processes
+from narrows.bench.processes import Processes, free_ports
 from narrows.broker.show import ask_status
-from narrows.proto.address import parse_address
 from narrows.proto.errors import BrokerUnreachable
 from narrows.proto.messages import LearnerStatus, Status
 
@@ -22,21 +20,15 @@ class Run:
 
     def __init__(self, folder: Path, data: Path, processes: Processes) -> None:
         self.folder, self.data, self.processes = folder, data, processes
-        self.address = ""
-
-    @property
-    def ports(self) -> tuple[int, int, int]:
-        """Control, uplink and downlink port of the broker that was started last."""
-        up, down = re.findall(r"data ports (\d+) and (\d+)", self.log("broker"))[-1]
-        return parse_address(self.address).port, int(up), int(down)
+        port = free_ports()
+        self.address = f"tcp://127.0.0.1:{port}"
+        self.ports = (port, port + 1, port + 2)
+        """Control, uplink and downlink port of the broker."""
 
     def broker(self, *arguments: str) -> None:
-        """Starts the broker, or starts it again on the ports that it had."""
-        if self.address:
-            _, up, down = self.ports
-            arguments += ("-s", f"broker.uplink_port={up}", "-s", f"broker.downlink_port={down}")
-        self.address = self.processes.start_broker(
-            "--listen", self.address or "tcp://127.0.0.1:0",
+        """Starts the broker, or starts it again."""
+        self.processes.start_broker(
+            "--listen", self.address,
             "--state-dir", str(self.folder / "state"),
             "--events", str(self.folder / "broker.jsonl"),
             "--set", "broker.beat_s=0.2",

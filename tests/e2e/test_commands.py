@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from peer import Peer
 from running import broker_config, live_broker
 
 from narrows.__main__ import main
+from narrows.bench.processes import free_ports
 from narrows.broker.service import Service
 
 Run = Callable[..., tuple[int, str, str]]
@@ -43,10 +43,7 @@ def service(tmp_path: Path) -> Generator[Service]:
 
 @pytest.fixture
 def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    return free_ports()
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("broker", "--help"), ("--version",)])

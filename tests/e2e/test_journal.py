@@ -25,6 +25,7 @@ from running import (
 )
 from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
 
+from narrows.bench.processes import free_ports
 from narrows.broker.audit import Audit
 from narrows.broker.checkpoint import StateDir
 from narrows.broker.epoch import begin_epoch
@@ -185,12 +186,12 @@ def test_rounds_of_a_journal_outlive_its_being_switched_off(tmp_path: Path) -> N
 
 
 def test_without_a_journal_the_first_learner_tells_what_was_lost(tmp_path: Path) -> None:
+    address = f"tcp://127.0.0.1:{free_ports()}"
     config = broker_config(
-        tmp_path, fragments__sync_period_steps=4, broker__journal="off",
-        broker__checkpoint_versions=1000,
+        tmp_path, broker__journal="off", broker__listen=address,
+        fragments__sync_period_steps=4, broker__checkpoint_versions=1000,
     )  # fmt: skip
     with live_broker(config) as service:
-        port = service.wires.address.rpartition(":")[2]
         host = ToyHost(vector(3))
         learner = client(service, "a", host)
         learner.start()
@@ -200,7 +201,7 @@ def test_without_a_journal_the_first_learner_tells_what_was_lost(tmp_path: Path)
             threading.Event().wait(0.003)
         vanish(service)
     again = broker_config(
-        tmp_path, broker__journal="off", broker__listen=f"tcp://127.0.0.1:{port}",
+        tmp_path, broker__journal="off", broker__listen=address,
         fragments__sync_period_steps=4,
     )  # fmt: skip
     with live_broker(again) as service:
