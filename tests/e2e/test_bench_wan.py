@@ -11,12 +11,15 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from select import select
 
 import pytest
-from running import HANG_S
+from bench_process import BenchProcess
+from running import HANG_S, wait_until
 
 from narrows.bench.lab import PREFIX, Lab, remove_leftovers
+from narrows.bench.rows import read_rows
 from narrows.bench.wan import run_cell
 from narrows.bench.wan_cells import Cell
 from narrows.bench.wan_training import TrainingCell
@@ -106,6 +109,27 @@ def test_what_a_killed_bench_left_is_ended_by_the_next_one() -> None:
             assert owners not in _namespaces()
             ended, _, _ = select([owner.stdout], [], [], HANG_S)
             assert ended and owner.stdout.read() == b""
+
+
+def test_sigterm_ends_the_line_and_keeps_what_is_done(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    command = ("-m", "narrows", "bench", "wan", "--short", "--rows", str(rows))
+    with BenchProcess(tmp_path, sys.executable, *command) as bench:
+        wait_until(lambda: read_rows(rows), "the first cell")
+
+        def all_started() -> bool:
+            """The probe is the last one, and at its site: `ip` has become Python."""
+            commands = bench.running().values()
+            return any("narrows.bench.probe" in each and each[0] != "ip" for each in commands)
+
+        wait_until(all_started, "the exchanges of the second cell")
+        assert len(bench.running()) >= 5 and f"{PREFIX}-{bench.pid}-" in _namespaces()
+        done = rows.read_bytes()
+        bench.interrupt(signal.SIGTERM)
+        assert "rows.jsonl keeps what is done; the same command goes on" in bench.output
+    assert f"{PREFIX}-{bench.pid}-" not in _namespaces()
+    assert list(bench.temporary.iterdir()) == []
+    assert rows.read_bytes() == done and len(read_rows(rows)) == 1
 
 
 def _namespaces() -> str:

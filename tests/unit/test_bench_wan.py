@@ -17,6 +17,7 @@ from narrows.bench.cells import Row, run_missing
 from narrows.bench.exchanger import transformer_layout
 from narrows.bench.lab import Lab, Meter
 from narrows.bench.qdisc import Counters
+from narrows.bench.rows import read_rows
 from narrows.bench.wan import wide_console
 from narrows.bench.wan_cells import MILLION, Cell
 from narrows.proto.errors import ConfigError
@@ -115,6 +116,20 @@ def test_what_was_interrupted_goes_on_and_failures_are_run_again(tmp_path: Path)
     assert [row["cell"]["number"] for row in again] == [3, 2, 1]
     assert all(row["value"] == 1 for row in again)
     assert "failed: no" in said[3] and said[2].endswith("toy 2 ...") and len(said) == 8
+
+
+def test_what_was_interrupted_says_that_it_goes_on(tmp_path: Path) -> None:
+    path, said = tmp_path / "rows.jsonl", list[str]()
+
+    def measure(cell: Toy) -> Row:
+        if cell.number == 2:
+            raise KeyboardInterrupt
+        return {"value": 1}
+
+    with pytest.raises(KeyboardInterrupt):
+        run_missing([Toy(1), Toy(2)], path, measure, said.append)
+    assert said[-1] == f"{path} keeps what is done; the same command goes on"
+    assert [row["cell"]["number"] for row in read_rows(path)] == [1]
 
 
 def test_training_is_compared_with_itself_and_with_data_parallel() -> None:
