@@ -46,7 +46,11 @@ def run_missing(
         if (key := _key(told)) not in known:
             say(f"{number}/{len(cells)} {cell.line}: {cell.name} ...")
             labels = {"name": cell.name, "line": cell.line}
-            known[key] = machine.describe() | told | labels | run(cell)
+            try:
+                known[key] = machine.describe() | told | labels | run(cell)
+            except BaseException:
+                say(f"{path} keeps what is done; the same command goes on")
+                raise
             append_row(path, known[key])
             say(f"{number}/{len(cells)} {cell.line}: {cell.name}: {outcome(known[key])}")
         rows.append(known[key])

@@ -56,8 +56,8 @@ def run_missing(
         initializer=signal.signal,
         initargs=(signal.SIGINT, signal.SIG_IGN),
     ) as pool:
-        futures = {pool.submit(work, *job): key for key, job in missing.items()}
         try:
+            futures = {pool.submit(work, *job): key for key, job in missing.items()}
             for count, future in enumerate(as_completed(futures), 1):
                 row = machine.describe() | future.result()
                 known[key_of(row)] = row

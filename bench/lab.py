@@ -112,7 +112,7 @@ class Lab:
 
     def _add_namespace(self, name: str) -> None:
         _ip("netns", "add", name)
-        self._undo.callback(_ip, "netns", "delete", name)
+        self._undo.callback(_remove, name)
         _ip("-n", name, "link", "set", "lo", "up")
 
     def _join(self, site: Site, rate_bits_per_s: float) -> None:
@@ -153,11 +153,25 @@ def remove_leftovers() -> None:
     for line in _ip("netns", "list").splitlines():
         name = line.split()[0]
         pid = name.removeprefix(f"{PREFIX}-").split("-")[0]
-        if name.startswith(f"{PREFIX}-") and not Path(f"/proc/{pid}").exists():
-            for left in _ip("netns", "pids", name).split():
-                with suppress(ProcessLookupError):
-                    os.kill(int(left), signal.SIGKILL)
-            _ip("netns", "delete", name)
+        if name.startswith(f"{PREFIX}-") and not _is_alive(pid):
+            _remove(name)
+
+
+def _is_alive(pid: str) -> bool:
+    """A zombie is not: in a container without init it stays for ever."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def _remove(name: str) -> None:
+    """A namespace lives as long as a process in it, but without its name nobody finds either."""
+    for left in _ip("netns", "pids", name).split():
+        with suppress(ProcessLookupError):
+            os.kill(int(left), signal.SIGKILL)
+    _ip("netns", "delete", name)
 
 
 def _bucket(rate_bits_per_s: float) -> tuple[str, ...]:

@@ -41,9 +41,12 @@ def run_wan_bench(rows_file: Path, json_file: Path | None, *, full: bool, short:
 
 
 def wide_console() -> Console:
-    """One whose tables are not folded when they go to a file."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=TABLE_COLUMNS, highlight=False)
+    """One whose tables are not folded when they go to a file; it prints what processes have said,
+    in which brackets are no markup."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = TABLE_COLUMNS
+    return console
 
 
 def run_cell(cell: Cell) -> Row:

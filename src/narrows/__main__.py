@@ -31,7 +31,9 @@ app = cyclopts.App(
     version=__version__,
     help="Train one network on several islands of compute over an ordinary network.",
     help_epilogue="Exit codes: 0 ok, 1 failure, 2 usage or configuration, 3 refused by the "
-    "peer, 4 broker not reachable.",
+    "peer, 4 broker not reachable, 130 interrupted.",
+    # Else it would end the process without a word, before main() could say why.
+    suppress_keyboard_interrupt=False,
 )
 
 

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from select import select
 
 import pytest
+from bench_process import BenchProcess
+from running import HANG_S, wait_until
 
-from narrows.bench.lab import Lab
+from narrows.bench.lab import PREFIX, Lab, remove_leftovers
+from narrows.bench.rows import read_rows
 from narrows.bench.wan import run_cell
 from narrows.bench.wan_cells import Cell
 from narrows.bench.wan_training import TrainingCell
@@ -42,6 +48,16 @@ import socket
 with socket.create_connection(("10.77.0.1", 9000)) as end:
     end.sendall(bytes({SIZE}))
 """
+INSIDE = ("sh", "-c", "echo inside; exec cat")
+"""Lives as long as its input."""
+
+OWNER = f"""
+import subprocess, sys
+from narrows.bench.lab import Lab
+with Lab(1, 0) as lab:
+    subprocess.Popen([*lab.learners[0].under, *{INSIDE}])
+    sys.stdin.read()
+"""
 CELL = Cell("narrows", "int4-zstd", 50, 0, 1 << 16, streams=2, exchanges=3)
 
 
@@ -62,11 +78,58 @@ def test_a_link_holds_its_rate_and_counts_whole_frames() -> None:
     assert other.wire_bytes < 20_000
 
 
-def test_no_namespace_is_left_behind_by_a_failure() -> None:
+def test_nothing_is_left_behind_by_a_failure() -> None:
+    started: list[subprocess.Popen[bytes]] = []
     with pytest.raises(ZeroDivisionError), Lab(1, 1e6) as lab:
         assert lab.hub.namespace in _namespaces()
+        command = [*lab.hub.under, *INSIDE]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        started.append(child)
+        assert child.stdout is not None and child.stdout.readline() == b"inside\n"
         raise ZeroDivisionError
     assert lab.hub.namespace not in _namespaces()
+    with started[0] as child:
+        assert child.wait(HANG_S) == -signal.SIGKILL
+
+
+def test_what_a_killed_bench_left_is_ended_by_the_next_one() -> None:
+    # Both share the pipes: they end when we close the one, the other closes when both have ended.
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"inside\n"
+        owners = f"{PREFIX}-{owner.pid}-"
+        remove_leftovers()
+        assert _namespaces().count(owners) == 3, "of a living one"
+        owner.kill()
+        os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)  # It stays as a zombie.
+        assert _namespaces().count(owners) == 3
+        with Lab(1, 0):
+            assert owners not in _namespaces()
+            ended, _, _ = select([owner.stdout], [], [], HANG_S)
+            assert ended and owner.stdout.read() == b""
+
+
+def test_sigterm_ends_the_line_and_keeps_what_is_done(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    command = ("-m", "narrows", "bench", "wan", "--short", "--rows", str(rows))
+    with BenchProcess(tmp_path, sys.executable, *command) as bench:
+        wait_until(lambda: read_rows(rows), "the first cell")
+
+        def all_started() -> bool:
+            """The probe is the last one, and at its site: `ip` has become Python."""
+            commands = bench.running().values()
+            return any("narrows.bench.probe" in each and each[0] != "ip" for each in commands)
+
+        wait_until(all_started, "the exchanges of the second cell")
+        assert len(bench.running()) >= 5 and f"{PREFIX}-{bench.pid}-" in _namespaces()
+        done = rows.read_bytes()
+        bench.interrupt(signal.SIGTERM)
+        assert "rows.jsonl keeps what is done; the same command goes on" in bench.output
+    assert f"{PREFIX}-{bench.pid}-" not in _namespaces()
+    assert list(bench.temporary.iterdir()) == []
+    assert rows.read_bytes() == done and len(read_rows(rows)) == 1
 
 
 def _namespaces() -> str:

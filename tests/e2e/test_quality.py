@@ -1,15 +1,20 @@
-"""The quality bench beside the system that it stands for: the same cell with real processes."""
+"""The quality bench beside the system that it stands for: the same cell with real processes; and
+what a signal leaves of it."""
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 
 import pytest
-from running import HANG_S
+from bench_process import BenchProcess
+from running import HANG_S, wait_until
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from narrows.bench.processes import Processes
 from narrows.bench.quality_run import Cell, learner_name, losses_of, run_cell
+from narrows.bench.rows import read_rows
 from narrows.learner.gpt import GPT, preset
 
 pytestmark = pytest.mark.slow
@@ -47,3 +52,15 @@ def test_the_simulation_reaches_the_loss_of_real_processes(tmp_path: Path) -> No
     validation, test = losses_of(model)
     assert validation == pytest.approx(simulated["validation_loss"], rel=TOLERANCE)
     assert test == pytest.approx(simulated["test_loss"], rel=TOLERANCE)
+
+
+def test_sigterm_ends_the_jobs_and_keeps_what_is_done(tmp_path: Path) -> None:
+    rows, script = tmp_path / "rows.jsonl", Path(__file__).with_name("endless_quality.py")
+    command = ("bench", "quality", "--short", "--workers", "2", "--rows", str(rows))
+    with BenchProcess(tmp_path, sys.executable, str(script), *command) as bench:
+        under_way = bench.temporary.glob
+        wait_until(lambda: len([*under_way("endless-*")]) == 2 and read_rows(rows), "the jobs")
+        done = rows.read_bytes()
+        bench.interrupt(signal.SIGTERM)
+        assert "rows.jsonl keeps what is done; the same command goes on" in bench.output
+    assert rows.read_bytes() == done and len(read_rows(rows)) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,27 @@ def test_an_interruption_ends_what_is_under_way(tmp_path: Path) -> None:
             console=Console(file=io.StringIO()),
         )  # fmt: skip
     assert [row["number"] for row in read_rows(path)] == [1]
+    wait_until(lambda: not active_children(), "the end of the workers")
+
+
+def test_an_interruption_of_the_start_ends_what_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, submitted = ProcessPoolExecutor.submit, list[str]()
+
+    def interrupt(pool: ProcessPoolExecutor, work: Any, job: str) -> Future[Any]:
+        submitted.append(job)
+        if len(submitted) == 2:
+            raise KeyboardInterrupt
+        return submit(pool, work, job)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", interrupt)
+    pause = "__import__('signal').pause()"
+    with pytest.raises(KeyboardInterrupt):
+        run_missing(
+            {"1": (pause,), "2": (pause,)}, eval, tmp_path / "rows.jsonl", key_of=str, say=str,
+            workers=2, console=Console(file=io.StringIO()),
+        )  # fmt: skip
     wait_until(lambda: not active_children(), "the end of the workers")
 
 

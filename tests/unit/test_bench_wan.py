@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from rich.table import Table
 
 from narrows.bench import wan_budget, wan_cells, wan_training
 from narrows.bench.cells import Row, run_missing
 from narrows.bench.exchanger import transformer_layout
 from narrows.bench.lab import Lab, Meter
 from narrows.bench.qdisc import Counters
+from narrows.bench.rows import read_rows
+from narrows.bench.wan import wide_console
 from narrows.bench.wan_cells import MILLION, Cell
 from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import build_table
@@ -115,6 +118,20 @@ def test_what_was_interrupted_goes_on_and_failures_are_run_again(tmp_path: Path)
     assert "failed: no" in said[3] and said[2].endswith("toy 2 ...") and len(said) == 8
 
 
+def test_what_was_interrupted_says_that_it_goes_on(tmp_path: Path) -> None:
+    path, said = tmp_path / "rows.jsonl", list[str]()
+
+    def measure(cell: Toy) -> Row:
+        if cell.number == 2:
+            raise KeyboardInterrupt
+        return {"value": 1}
+
+    with pytest.raises(KeyboardInterrupt):
+        run_missing([Toy(1), Toy(2)], path, measure, said.append)
+    assert said[-1] == f"{path} keeps what is done; the same command goes on"
+    assert [row["cell"]["number"] for row in read_rows(path)] == [1]
+
+
 def test_training_is_compared_with_itself_and_with_data_parallel() -> None:
     def row(name: str, rate: float, **told: float) -> Row:
         return {"name": name, "cell": {"rate_mbit_per_s": rate}, **told}
@@ -139,6 +156,12 @@ def test_without_root_the_lab_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -
 def test_rows_are_json(tmp_path: Path) -> None:
     rows = run_missing([CELL], tmp_path / "rows", lambda _: {"value": 1.5}, lambda _: None)
     assert json.loads(json.dumps(rows)) == rows
+
+
+def test_brackets_of_a_failure_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = "[rank0]: cannot open [/tmp/x]"
+    wide_console().print(failed, Table(failed))
+    assert capsys.readouterr().out.count(failed) == 2
 
 
 def test_the_table_of_budgets_names_what_was_missed(
