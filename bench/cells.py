@@ -48,7 +48,7 @@ def run_missing(
             labels = {"name": cell.name, "line": cell.line}
             try:
                 known[key] = machine.describe() | told | labels | run(cell)
-            except BaseException:
+            except KeyboardInterrupt:
                 say(f"{path} keeps what is done; the same command goes on")
                 raise
             append_row(path, known[key])

@@ -10,7 +10,7 @@ import numpy as np
 import zstandard
 
 from narrows.proto.codecs import codec, piece_scales
-from narrows.proto.fragments import Fragment
+from narrows.proto.fragments import Fragment, Piece
 from narrows.proto.kernels import F32, I64
 
 Coding: TypeAlias = Callable[[Fragment, F32], tuple[F32, int]]
@@ -37,22 +37,42 @@ def _step_per_block(rho: float, part: Fragment, values: F32) -> tuple[F32, int]:
 
 
 def _largest(density: float, part: Fragment, values: F32) -> tuple[F32, int]:
-    """The largest values of each piece, quantised with a step per piece, and a map of where they
-    are (top-k as in SparseLoCo, arXiv 2508.15706, but by piece)."""
-    is_kept = np.zeros(values.size, np.uint8)
-    for piece in part.pieces:
-        sizes = np.abs(values[piece.offset : piece.offset + piece.count])
-        count = max(1, round(density * piece.count))
-        is_kept[piece.offset + np.argpartition(sizes, -count)[-count:]] = 1
-    places = np.flatnonzero(is_kept)
+    """The largest values of each piece (top-k), quantised with a step per piece, and the gaps
+    between them. What is not sent stays with the sender, as always; nothing else of SparseLoCo
+    (arXiv 2508.15706), which has no outer momentum and forgets a part of what stays."""
+    places = np.sort(np.concatenate([_places(density, values, piece) for piece in part.pieces]))
     kept, size = _quantised(values[places], np.searchsorted(places, part.bounds), 0.5)
     sent = np.zeros_like(values)
     sent[places] = kept
-    return sent, size + len(zstandard.compress(np.packbits(is_kept).tobytes()))
+    return sent, size + len(zstandard.compress(_gap_bytes(places)))
 
+
+def _places(density: float, values: F32, piece: Piece) -> I64:
+    sizes = np.abs(values[piece.offset : piece.offset + piece.count])
+    count = max(1, round(density * piece.count))
+    largest: I64 = np.argpartition(sizes, -count)[-count:]
+    return piece.offset + largest
+
+
+def _gap_bytes(places: I64) -> bytes:
+    """A byte per gap, after one of 255 for every 255 in it."""
+    gaps = np.diff(places, prepend=-1) - 1
+    lengths = gaps // 255 + 1
+    coded = np.full(lengths.sum(), 255, np.uint8)
+    coded[np.cumsum(lengths) - 1] = gaps % 255
+    return coded.tobytes()
+
+
+_LARGEST: Final = {share: partial(_largest, share) for share in (0.15, 0.05, 0.02)}
 
 CODINGS: Final[dict[str, Coding]] = {
     "one step per fragment": partial(_one_step, 0.5),
     "a step per block": partial(_step_per_block, 0.5),
-    **{f"largest {share:.0%}": partial(_largest, share) for share in (0.15, 0.05, 0.02)},
+    **{f"largest {share:.0%}": coding for share, coding in _LARGEST.items()},
 }
+"""Of pushes and publications."""
+
+OF_PUSHES: Final[dict[str, Coding]] = {
+    f"largest {share:.0%} of pushes": coding for share, coding in _LARGEST.items()
+}
+"""Publications keep their codec."""

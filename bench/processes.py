@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -24,7 +25,8 @@ STOP_TIMEOUT_S = 30.0
 """Time to end in order after SIGTERM, before SIGKILL."""
 
 NOT_GIVEN_AWAY = (10_000, 32_000)
-"""Ports below those that Linux, macOS and Windows take for outgoing connections."""
+"""Ports below those that Linux, macOS and Windows take for outgoing connections, unless they are
+told otherwise."""
 
 _RANDOM = random.SystemRandom()
 
@@ -60,7 +62,9 @@ def free_ports() -> int:
             for number in (port, port + 1, port + 2):
                 with socket.socket() as each:
                     each.bind(("127.0.0.1", number))
-        except OSError:
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
             continue
         return port
 

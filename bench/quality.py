@@ -170,15 +170,17 @@ def _job_key(cell: Cell, seed: int) -> str:
 
 
 def key_of(cell: Cell) -> str:
-    """What makes a cell another cell: everything about it but its labels, and the defaults."""
+    """What makes a cell another cell: everything about it but its labels. The settings count with
+    the defaults of this version: once one of those is another, runs are made again."""
     return _cell_key({**asdict(cell), "config_digest": config_digest(cell)})
 
 
 def _cell_key(row: Mapping[str, Any]) -> str:
-    # JSON, because there tuples and the lists that they come back as are equal. A row of another
-    # version may lack a name: then it is another cell.
-    names = {*Cell.__dataclass_fields__, "config_digest"} - {"group", "name"}
-    return json.dumps({name: row.get(name) for name in names}, sort_keys=True)
+    # JSON, because there tuples and the lists that they come back as are equal. A row of an older
+    # version may lack a name.
+    names = Cell.__dataclass_fields__.keys() - {"group", "name", "settings"}
+    told = {name: row.get(name) for name in names}
+    return json.dumps(told | {"config": row.get("config_digest", "")}, sort_keys=True)
 
 
 def jobs_of(cells: Iterable[Cell], seeds: Iterable[int]) -> list[Job]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from narrows.bench.codings import CODINGS
+from narrows.bench.codings import CODINGS, OF_PUSHES
 from narrows.bench.quality_run import STEP_S, Cell, Inner
 from narrows.bench.variants import POISONS
 from narrows.learner.gpt import preset
@@ -123,7 +123,7 @@ def codec() -> list[Cell]:
         _cell("push raw32", {"codec.push": "raw32"}),
         _cell("auto, 2 bits", {"codec.push": "auto", "codec.publish": "auto", **two}),
         *(_cell(f"int4, rho {rho:g}", _codec("int4-zstd", rho)) for rho in (1.5, 2.0, 3.0)),
-        *(_cell(name, variant=name) for name in CODINGS),
+        *(_cell(name, variant=name) for name in (*CODINGS, *OF_PUSHES)),
     ]
 
 
@@ -138,22 +138,14 @@ def _codec(name: str, rho: float) -> dict[str, object]:
 
 def adoption() -> list[Cell]:
     """What becomes of the steps between snapshot and adoption?"""
-    return [
-        _cell("overwrite"),
-        _cell("blend", adoption="blend"),
-        _cell("carry", adoption="carry"),
-        _cell("lean", adoption="lean"),
-    ]
+    return [_cell(name, adoption=name) for name in ("overwrite", "blend", "carry", "lean")]
 
 
 def lateness() -> list[Cell]:
     """What does a slow line cost? Latency of every message, one way; a step takes 1 s."""
     late = [_cell(f"{s} s", latency_s=(float(s), float(s))) for s in (1, 5, 10)]
-    return [
-        *late,
-        _cell("5 s, blend", latency_s=(5.0, 5.0), adoption="blend"),
-        _cell("5 s, carry", latency_s=(5.0, 5.0), adoption="carry"),
-    ]
+    names = ("blend", "carry")
+    return late + [_cell(f"5 s, {n}", latency_s=(5.0, 5.0), adoption=n) for n in names]
 
 
 def weights() -> list[Cell]:
@@ -167,9 +159,11 @@ def weights() -> list[Cell]:
 def variants() -> list[Cell]:
     """What do outer rules gain that were proposed elsewhere?"""
     rules = ("momentum warm-up", "momentum restart", "outer decay", "heloco")
-    delayed, name = "delayed nesterov", "K 1, no grace, no waits, 4:3:2:1, delayed nesterov"
-    one_by_one = _cell(name, _ONE_BY_ONE, step_s=_step_s(4, 3, 2, 1), variant=delayed)
-    return [*(_cell(rule, variant=rule) for rule in rules), one_by_one]
+    # M times the rate, because a merge has all learners here: so the outer gain is the defaults'.
+    gain = {"outer.rate": BASE.learners * BASE.config().outer.rate}
+    name, late = "K 1, no grace, no waits, 4:3:2:1, delayed nesterov", "delayed nesterov"
+    alone = _cell(name, {**gain, **_ONE_BY_ONE}, step_s=_step_s(4, 3, 2, 1), variant=late)
+    return [*(_cell(rule, variant=rule) for rule in rules), _cell(late, gain, variant=late), alone]
 
 
 def muon() -> list[Cell]:

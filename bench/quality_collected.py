@@ -16,7 +16,7 @@ from narrows.learner.gpt import preset
 Values: TypeAlias = tuple[object, ...]
 
 SHAPE: Final = Shape._fields
-LABELS: Final = ("group", "name", *SHAPE)
+LABELS: Final = ("group", "name", *SHAPE, "config_digest")
 NEEDED: Final = {*Cell.__dataclass_fields__, "seed", "validation_loss", "test_loss"}
 """Names in a row of this bench; others may have left theirs in the file."""
 
@@ -24,10 +24,10 @@ NEEDED: Final = {*Cell.__dataclass_fields__, "seed", "validation_loss", "test_lo
 def collected(path: Path) -> list[Row]:
     """A row per cell of the file, in the file's order, beside data parallel at equal tokens.
 
-    Cells are told apart by their labels: what is not in a cell's settings was as the defaults
-    had it at the `commit` of its runs. Runs whose seed their measure lacks are left out.
+    Cells are told apart by their labels and by the defaults of their day, as far as a run tells
+    them: those before had them of their `commit`. Runs whose seed their measure lacks are left out.
     """
-    runs = [run for run in read_rows(path) if NEEDED <= run.keys()]
+    runs = [{"config_digest": ""} | run for run in read_rows(path) if NEEDED <= run.keys()]
     twins = _by(SHAPE, (run for run in runs if run["data_parallel"]))
     best = {shape: best_rate(each) for shape, each in twins.items()}
     rows: list[Row] = []

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from narrows.bench.baselines import accumulate
-from narrows.bench.codings import CODINGS
+from narrows.bench.codings import CODINGS, OF_PUSHES
 from narrows.bench.simulated_broker import Committed
 from narrows.bench.simulated_learner import LearnerSpec
 from narrows.bench.trained import Adoption, TrainedSimulation, Training
@@ -138,11 +138,13 @@ def run_cell(cell: Cell, seed: int) -> dict[str, Any]:
 
 
 def config_digest(cell: Cell) -> str:
-    """Of every setting of the run's broker: a cell names only those that are not the defaults."""
+    """Of the broker's settings, the defaults included, without those of its files and ports; ""
+    for data parallel."""
     if cell.data_parallel:
         return ""
-    settings = json.dumps(asdict(cell.config()), default=str, sort_keys=True)
-    return f"{digest(settings.encode()):016x}"
+    settings = asdict(cell.config())
+    del settings["broker"]
+    return f"{digest(json.dumps(settings, sort_keys=True).encode()):016x}"
 
 
 def _decoupled(cell: Cell, seed: int) -> Result:
@@ -160,7 +162,7 @@ def _decoupled(cell: Cell, seed: int) -> Result:
         ramp=cell.ramp,
         poison={learner_name(0): POISONS[cell.poison]} if cell.poison else {},
         make_global=model_maker(cell.variant, rounds),
-        coding=CODINGS.get(cell.variant),
+        coding=(CODINGS | OF_PUSHES).get(cell.variant),
     )
     run = TrainedSimulation(
         config, seed, Faults(until_s=0.0, latency_s=cell.latency_s), cell.specs(), training,

@@ -16,6 +16,7 @@ from narrows.bench.virtual import Clock, Faults, Line, Span
 from narrows.broker import events as broker_events
 from narrows.broker.config import BrokerConfig
 from narrows.broker.syncer import Resumed
+from narrows.learner import events as learner_events
 from narrows.proto import messages as msg
 
 LAYOUT = (
@@ -148,8 +149,10 @@ class Simulation:
         line = self._lines[name]
 
         def connect() -> None:
-            if self._lines.get(name) is line and not self._restarting:
+            learner = self.learners.get(name)
+            if learner and self._lines[name] is line and not (line.up or self._restarting):
                 line.connect()
+                learner.do(lambda: learner.handle(learner_events.Connected()))
 
         self.clock.at(self.clock.now + self.random.uniform(*delay_s), connect)
 

@@ -32,7 +32,7 @@ from narrows.learner.parameters import ModuleParameters
 from narrows.learner.uplink import PushWork, Residuals, encode_push
 from narrows.proto import messages as msg
 from narrows.proto.chunk import DecodedChunk
-from narrows.proto.errors import LocalProtocolError
+from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.fragments import Fragment
 from narrows.proto.kernels import F32
 from narrows.proto.rate import RateControl, rate_control
@@ -180,8 +180,10 @@ class TrainedLearner(SimulatedLearner):
             else:
                 encode_push(work, settings, self._run.layout, work.chunks.append)
                 size = sum(len(chunk.payload) for chunk in work.chunks)
-        except LocalProtocolError as error:  # The learner has diverged.
-            return error.message
+        except LocalProtocolError as error:
+            if error.code is not ErrorCode.NOT_FINITE:
+                raise
+            return error.message  # The learner has diverged.
         if rate.target_bits is not None:
             rate.observe(work.bits_per_param, work.error_ratio())
         self._works[effect.push_id] = work

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from narrows.bench.codings import CODINGS, Coding
+from narrows.bench.codings import CODINGS, OF_PUSHES, Coding
 from narrows.bench.trained import ModelMaker, Poison
 from narrows.broker.checkpoint import FragmentState
 from narrows.broker.config import BrokerConfig
@@ -62,8 +62,9 @@ class OuterDecay(_Variant):
 
 
 class DelayedNesterov(_Variant):
-    """Every merge steps by its share, the momentum of M merges moves the last of them, for M
-    learners who are merged one by one (arXiv 2401.09135, algorithm 3 with c = 0)."""
+    """Every merge steps by 1 / M of its outer gradient; the momentum of M merges is added to the
+    last of them, M learners (arXiv 2401.09135, algorithm 3 with c = 0, where a merge is one push).
+    """
 
     def __init__(
         self, config: BrokerConfig, table: Sequence[Fragment], states: Sequence[FragmentState]
@@ -158,6 +159,7 @@ VARIANTS: Final[dict[str, type[_Variant]]] = {
     "median": Median,
     "trimmed mean": TrimmedMean,
     **dict.fromkeys(CODINGS, Coded),
+    **dict.fromkeys(OF_PUSHES, _Variant),
 }
 
 

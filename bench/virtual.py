@@ -132,7 +132,7 @@ class Host:
 class Line:
     """The control connection of one learner process: in order and reliable while it is up.
 
-    What is sent while it is down waits for the next connection, as in a ZeroMQ dealer.
+    What is sent while it is down is lost, as with IMMEDIATE in a ZeroMQ dealer.
     """
 
     def __init__(self, clock: Clock, random: Random, faults: Faults, name: str) -> None:
@@ -140,7 +140,6 @@ class Line:
         self.generation = 0
         self.up = False
         self._arrivals = {True: 0.0, False: 0.0}
-        self._queued: list[tuple[msg.ControlMessage, Receive]] = []
 
     @property
     def peer(self) -> bytes:
@@ -148,12 +147,7 @@ class Line:
         return f"{self.name}#{self.generation}".encode()
 
     def connect(self) -> None:
-        if self.up:
-            return
         self.up = True
-        queued, self._queued = self._queued, []
-        for message, receive in queued:
-            self.send(message, receive, up=True)
 
     def cut(self) -> None:
         """Breaks the connection; what is in flight is lost."""
@@ -164,8 +158,6 @@ class Line:
     def send(self, message: msg.ControlMessage, receive: Receive, *, up: bool) -> None:
         """Delivers after a drawn delay, behind everything sent before; `up`: to the broker."""
         if not self.up:
-            if up:
-                self._queued.append((message, receive))
             return
         arrival = self.clock.now + self.random.uniform(*self.faults.latency_s)
         self._arrivals[up] = arrival = max(arrival, self._arrivals[up])

@@ -102,9 +102,9 @@ class Dialer:
         return self.connection in (Connection.REFUSED, Connection.LEFT)
 
     def connected(self, now: float) -> None:
-        """A socket that had dropped messages takes them again: a Hello among them is due now."""
+        """A Hello that was sent before is lost: the next one is due, spread over HELLO_S."""
         if self.connection is Connection.JOINING:
-            self._hello_at, self._delay_s = now, HELLO_S
+            self._hello_at, self._delay_s = now + HELLO_S * self.jitter(), HELLO_S
 
     def joined(self, now: float) -> None:
         """A Welcome came."""
@@ -126,7 +126,7 @@ class Dialer:
             self.connection, self._hello_at, self._delay_s = Connection.JOINING, now, HELLO_S
 
     def silent_s(self, now: float) -> float:
-        """Since when the broker was not heard; 0 before it ever was."""
+        """For how long the broker was not heard; 0 before it ever was."""
         return now - self.heard_at if self.heard_at is not None else 0.0
 
     def is_quiet(self, now: float) -> bool:

@@ -19,7 +19,7 @@ class Received:
 
 @dataclass(frozen=True)
 class Connected:
-    """There is a connection for control messages again; what was sent without one is lost."""
+    """There is a new connection for control messages; what was sent before may be lost."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class Wires:
     incarnation: str
     control_up_bytes: int = 0
     control_down_bytes: int = 0
-    _dropped: bool = False
+    _has_connected: bool = False
     _uplinks: list[Socket] = field(default_factory=list[Socket])
     _downlinks: list[Socket] = field(default_factory=list[Socket])
     _listeners: list[int] = field(default_factory=list[int])
@@ -42,6 +42,8 @@ class Wires:
         self._ready: set[Socket | int] = set()
         self._poller.register(self._wake_read, zmq.POLLIN)
         self._control = self._connect(zmq.DEALER, socket_options.DEALER, self._address.port)
+        self._monitor = self._control.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._poller.register(self._monitor, zmq.POLLIN)
 
     def open_streams(self, streams: int, uplink_port: int, downlink_port: int) -> None:
         """Connects the data sockets; the same ones again change nothing."""
@@ -70,6 +72,9 @@ class Wires:
         self._ready = {source for source, _ in self._poller.poll(math.ceil(timeout_s * 1000))}
         if self._wake_read in self._ready:
             os.read(self._wake_read, 4096)
+        while self._monitor in self._ready and self._monitor.poll(0):
+            self._monitor.recv_multipart()
+            self._has_connected = True
         for stream, socket in enumerate(self._uplinks):
             if socket in self._ready:
                 self._read_subscriptions(stream, socket)
@@ -78,10 +83,10 @@ class Wires:
         os.write(self._wake_write, b"\0")
 
     def has_connected(self) -> bool:
-        """True once after a control message was dropped, when there is a connection again."""
-        if not (self._dropped and self._control.poll(0, zmq.POLLOUT)):
+        """True once for every new control connection, when it takes messages."""
+        if not (self._has_connected and self._control.poll(0, zmq.POLLOUT)):
             return False
-        self._watch_for_connection(on=False)
+        self._has_connected = False
         return True
 
     def receive_control(self) -> Iterator[bytes]:
@@ -102,12 +107,11 @@ class Wires:
                     break
 
     def send_control(self, frame: bytes) -> None:
-        """Sends, or drops the message if there is no connection (`has_connected`): the session
-        says Hello again then, and tells anew what still matters."""
+        """Sends, or drops the message if there is no connection: the session says Hello again
+        then, and tells anew what still matters."""
         try:
             self._control.send(frame, zmq.NOBLOCK)
         except zmq.Again:
-            self._watch_for_connection(on=True)
             return
         self.control_up_bytes += len(frame)
 
@@ -119,7 +123,8 @@ class Wires:
         return len(topic), len(header), len(payload)
 
     def close(self) -> None:
-        for socket in (self._control, *self._uplinks, *self._downlinks):
+        self._control.disable_monitor()
+        for socket in (self._monitor, self._control, *self._uplinks, *self._downlinks):
             socket.close()
         self._context.term()
         os.close(self._wake_read)
@@ -137,10 +142,6 @@ class Wires:
         socket.connect(str(self._address._replace(port=port)))
         self._poller.register(socket, zmq.POLLIN)
         return socket
-
-    def _watch_for_connection(self, *, on: bool) -> None:
-        self._dropped = on
-        self._poller.modify(self._control, zmq.POLLIN | (zmq.POLLOUT if on else 0))
 
     def _read_subscriptions(self, stream: int, socket: Socket) -> None:
         while True:

@@ -17,9 +17,10 @@ COMMON: dict[str, int] = {
     "TCP_KEEPALIVE_CNT": 4,
     # Half-open handshakes (port scanners, slow-loris) are dropped.
     "HANDSHAKE_IVL": 10_000,
-    # The default never backs off: a hundred learners would hammer a restarting broker.
+    # The default never backs off: a hundred learners would hammer a restarting broker. But what
+    # it says last decides how long a broker is back before anybody notices.
     "RECONNECT_IVL": 100,
-    "RECONNECT_IVL_MAX": 5_000,
+    "RECONNECT_IVL_MAX": 2_000,
     # SNDBUF and RCVBUF stay alone: setting them switches the kernel's autotuning off.
 }
 

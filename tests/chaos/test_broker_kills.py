@@ -13,7 +13,7 @@ def test_nothing_that_a_learner_saw_is_lost(tmp_path: Path) -> None:
     result = run(12, 1, tmp_path)
     assert result.problems == []
     assert result.kills == 11 and result.lives >= 10
-    assert result.versions_seen > 20 and result.rounds >= result.versions_seen - 2
+    assert result.versions_seen >= result.kills and result.rounds >= result.versions_seen - 2
     assert result.versions_lost == 0
     assert result.pushes_merged_twice == 0
     assert result.final_equals_replay

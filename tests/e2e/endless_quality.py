@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from narrows.__main__ import main
 from narrows.bench import quality
-from narrows.bench.quality_run import Cell
+from narrows.bench.quality_run import Cell, config_digest
 
 
 def run_cell(cell: Cell, seed: int) -> dict[str, Any]:
@@ -24,7 +24,8 @@ def run_cell(cell: Cell, seed: int) -> dict[str, Any]:
     folder = Path(tempfile.gettempdir())
     with suppress(FileExistsError):
         (folder / "short").touch(exist_ok=False)
-        return {**asdict(cell), "seed": seed, "validation_loss": 5.0}
+        told = {"config_digest": config_digest(cell), "seed": seed, "validation_loss": 5.0}
+        return asdict(cell) | told
     (folder / f"endless-{os.getpid()}").touch()
     threading.Event().wait()
     raise AssertionError("nobody sets it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -24,7 +25,7 @@ from narrows.learner.wires import Wires
 from narrows.proto import messages as msg
 from narrows.proto.errors import BrokerUnreachable, ConfigError, ErrorCode, Refused
 from narrows.proto.fragments import Fragment
-from narrows.proto.frames import encode_control
+from narrows.proto.frames import decode_control, encode_control
 
 F32 = NDArray[np.float32]
 
@@ -105,9 +106,8 @@ def step_until(learner: Client, condition: Callable[[], object]) -> None:
     raise AssertionError("stepped in vain")
 
 
-def test_a_connection_is_told_once_after_a_message_was_dropped() -> None:
+def test_every_new_connection_is_told_once() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    router = context.socket(zmq.ROUTER)
     port = free_ports()
     wires = Wires(f"tcp://127.0.0.1:{port}", "0" * 32)
 
@@ -116,16 +116,37 @@ def test_a_connection_is_told_once_after_a_message_was_dropped() -> None:
         return wires.has_connected()
 
     try:
-        assert not connected()  # Nothing was dropped yet.
-        wires.send_control(b"lost")
-        assert not connected()
-        router.bind(f"tcp://127.0.0.1:{port}")
-        wait_until(connected, "the connection")
-        wires.send_control(b"heard")
-        assert router.recv_multipart()[1:] == [b"heard"]
-        assert not connected()
+        assert not connected()  # Nobody is there.
+        for message in (b"first life", b"second life"):
+            router = context.socket(zmq.ROUTER)
+            router.bind(f"tcp://127.0.0.1:{port}")
+            wait_until(connected, "the connection")
+            wires.send_control(message)
+            assert router.poll(int(1000 * HANG_S))
+            assert router.recv_multipart()[1:] == [message]
+            assert not connected()
+            router.close(linger=0)
     finally:
         wires.close()
+        context.destroy(linger=0)
+
+
+def test_a_broker_that_is_back_is_greeted_without_the_back_off() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = free_ports()
+    learner = lone(f"tcp://127.0.0.1:{port}", wait_s=HANG_S)
+    dialer = learner.background.session._dialer  # pyright: ignore[reportPrivateUsage]
+    try:
+        learner.background.start()
+        wait_until(lambda: dialer.next_deadline(), "a Hello to nobody")
+        with learner.background.changed:
+            dialer._hello_at = math.inf  # pyright: ignore[reportPrivateUsage]
+        router.bind(f"tcp://127.0.0.1:{port}")
+        assert router.poll(int(1000 * HANG_S)), "no Hello"
+        assert isinstance(decode_control(router.recv_multipart()[1]), msg.Hello)
+    finally:
+        learner.abort()
         context.destroy(linger=0)
 
 

@@ -26,6 +26,7 @@ from narrows.bench.quality_run import Cell, learner_name, run_cell
 from narrows.bench.quality_stats import STUDENT_T, paired
 from narrows.bench.rows import read_rows
 from narrows.bench.variants import POISONS, VARIANTS
+from narrows.broker.config import load_config
 from narrows.learner.corpus import Reader, fixed_windows, load_corpus
 from narrows.learner.gpt import (
     GPT,
@@ -310,6 +311,29 @@ def test_resuming_runs_nothing_twice(tmp_path: Path, patched: Patched) -> None:
     ]  # fmt: skip
     run([TINY, replace(TINY, adoption="carry", deaths=((1, 2.0, 3.0),))], path)
     assert len(counted.jobs) == 4
+
+
+def test_runs_with_other_defaults_are_made_again_and_told_apart(
+    tmp_path: Path, patched: Patched
+) -> None:
+    path, result, counted = tmp_path / "rows.jsonl", tmp_path / "quality.json", Counted()
+    patched(counted)
+    twin = replace(TINY, data_parallel=True)
+    rows = run([twin, TINY], path)
+    for row in rows:
+        if row["data_parallel"]:
+            del row["config_digest"]  # As rows were before there were digests.
+        else:
+            row |= {"config_digest": "other", "test_loss": 9.0}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run([twin, TINY], path)
+    assert counted.jobs[4:] == [("plain", 1), ("plain", 2)]
+    default = load_config(None, {}).outer.rate
+    run([replace(TINY, settings={**TINY.settings, "outer.rate": default})], path)
+    assert len(counted.jobs) == 6  # To say a default changes nothing.
+    report_collected(path, result, None)
+    losses = [row["loss"] for row in json.loads(result.read_text())["rows"]]
+    assert len(losses) == 3 and losses[1] == 9.0 and losses[2] < 3.0
 
 
 def test_a_cell_under_two_names_runs_once(tmp_path: Path, patched: Patched) -> None:

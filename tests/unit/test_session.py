@@ -31,7 +31,7 @@ def test_hello_is_repeated_with_back_off_until_somebody_answers() -> None:
     assert times == [0.25, 0.75, 1.75, 3.75, 7.75, 12.75, 17.75]
 
 
-def test_a_new_connection_is_greeted_at_once_and_begins_the_back_off_again() -> None:
+def test_a_new_connection_is_greeted_and_begins_the_back_off_again() -> None:
     seat = Seat()
     seat.wait(30)
     one(seat.do(ev.Connected(), after_s=0.1), msg.Hello)
