@@ -134,7 +134,7 @@ class MergeSection(Section):
     grace_max: Duration = 30.0
     """Longest grace window, a duration."""
     wait_fraction: Annotated[float, Range(0, 1)] = 0.25
-    """Longest wait for announced pushes until their predicted arrival, in units of H inner steps.
+    """Longest wait after quorum for pushes that are predicted to arrive, in units of H inner steps.
     Nobody is blocked by it; 0 merges slow learners rarely, 1 delays every adoption."""
     weights: Literal["tokens", "equal"] = "tokens"
     """tokens: tokens^2 / steps (Decoupled DiLoCo, arXiv 2604.21428, Sec. 3.2). equal: 1 / M."""

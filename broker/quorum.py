@@ -58,7 +58,7 @@ class QuorumRule:
     grace_fraction: float
     grace_max_s: float
     wait_fraction: float
-    """Longest wait for predicted arrivals, in units of H * step time."""
+    """Longest wait for predicted arrivals after the quorum, in units of H * step time."""
     sync_period_steps: int
 
     def grace_s(self, *, step_s: float, quorum_s: float, sync_s: float) -> float:
@@ -99,7 +99,8 @@ class QuorumRule:
         if complete < self.quorum or quorum_at is None:
             return Decision(Verdict.WAIT, f"{complete} of {self.quorum} contributions")
         grace = self.grace_s(step_s=step_s, quorum_s=quorum_at - opened_at, sync_s=sync_s)
-        longest = opened_at + self.wait_fraction * self.sync_period_steps * step_s
+        # Not from the opening: a line on which every push takes longer would merge one at a time.
+        longest = quorum_at + self.wait_fraction * self.sync_period_steps * step_s
         until = max([quorum_at + grace, *(self._arrival(w, opened_at, longest) for w in awaited)])
         missing = ", ".join(learner.name for learner in awaited)
         if any(learner.here for learner in awaited):

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 import pytest
 
+from narrows.bench.simulated_broker import Committed
+from narrows.bench.simulated_learner import LearnerSpec
+from narrows.bench.simulation import Simulation
+from narrows.bench.virtual import Faults
+from narrows.broker.config import load_config
 from narrows.broker.quorum import Awaited, Decision, QuorumRule, Verdict
 
 
@@ -87,11 +93,11 @@ def test_a_predicted_arrival_is_waited_for_beyond_the_grace() -> None:
 
 
 def test_a_prediction_is_waited_for_a_quarter_period_at_most() -> None:
-    assert decide(2.25, [waiting(predicted_s=60.0)]).until == 5.0
+    assert decide(2.25, [waiting(predicted_s=60.0)]).until == 6.0
 
 
 def test_a_learner_without_history_gets_the_longest_wait() -> None:
-    assert decide(2.25, [waiting(predicted_s=None)]).until == 5.0
+    assert decide(2.25, [waiting(predicted_s=None)]).until == 6.0
 
 
 def test_a_late_learner_whose_push_is_announced_is_waited_for() -> None:
@@ -131,3 +137,14 @@ def test_what_is_being_decoded_is_waited_for_whatever_the_time() -> None:
     awaited = Awaited("b", True, True, 2.0, here=True)
     assert decide(1000.0, [awaited]).verdict is Verdict.WAIT
     assert decide(1000.0, [waiting(predicted_s=2.0)]).verdict is Verdict.MERGE
+
+
+@pytest.mark.parametrize("latency_s", [1.0, 2.0, 10.0])
+def test_on_a_long_line_learners_are_merged_together(latency_s: float) -> None:
+    flags = {"run.goal_tokens": 400 * 200, "run.learners_at_start": 4, "fragments.count": 2}
+    faults = Faults(until_s=0.0, latency_s=(latency_s, latency_s))
+    learners = [LearnerSpec(name, step_s=1.0) for name in "abcd"]
+    run = Simulation(load_config(None, flags), 1, faults, learners)
+    run.run(10_000.0)
+    merges = [record for record in run.trace if isinstance(record, Committed)]
+    assert run.finished and fmean(len(merge.contributors) for merge in merges) > 3.5
