@@ -247,14 +247,8 @@ class Scheduler:
             running = member.missed_running >= MISSED_RUNNING_NAMED and since_s >= MISSED_NAMED_S
             if running and not member.missed_named:
                 member.missed_named = True
-                why = "its push was announced but not complete in time"
-                if not awaited.announced:
-                    why = "it did not answer in time"
-                if awaited.late:
-                    why = "nothing was heard from it"
-                text = (
-                    f"{member.name} missed {member.missed_running} rounds in {since_s:.0f} s: {why}"
-                )
+                missed = f"missed {member.missed_running} rounds in {since_s:.0f} s"
+                text = f"{member.name} {missed}: {_why_missed(awaited)}"
                 effects.append(ev.Note("warning", text))
         return effects
 
@@ -290,3 +284,12 @@ class Scheduler:
         names = ", ".join(sorted(round_.contributed))
         text = f"fragment {fragment}: merge of {names} dropped, nothing changed: {reason}"
         return [ev.Note("error", text)]
+
+
+def _why_missed(awaited: Awaited) -> str:
+    if awaited.late:
+        return "nothing was heard from it; is it alive, and its line up?"
+    longer = "a larger merge.wait_fraction or fragments.sync_period_steps waits for it"
+    if awaited.announced:
+        return f"its push was announced but not complete in time; if its line is slow, {longer}"
+    return f"it did not answer in time; if its steps are long, {longer}"
