@@ -143,9 +143,12 @@ def adoption() -> list[Cell]:
 
 def lateness() -> list[Cell]:
     """What does a slow line cost? Latency of every message, one way; a step takes 1 s."""
-    late = [_cell(f"{s} s", latency_s=(float(s), float(s))) for s in (1, 5, 10)]
-    names = ("blend", "carry")
-    return late + [_cell(f"5 s, {n}", latency_s=(5.0, 5.0), adoption=n) for n in names]
+    cells = [_cell(f"{s} s", latency_s=(float(s), float(s))) for s in (1, 5, 10)]
+    for cell in cells[:2]:
+        cells += [replace(cell, name=f"{cell.name}, {n}", adoption=n) for n in ("blend", "carry")]
+        longer: dict[str, object] = {"fragments.sync_period_steps": 20}
+        cells.append(replace(cell, name=f"{cell.name}, H 20", settings=longer))
+    return cells
 
 
 def weights() -> list[Cell]:
