@@ -1,10 +1,19 @@
-"""The virtual clock's hosts."""
+"""The virtual clock's hosts and lines."""
 
 from __future__ import annotations
 
 from random import Random
 
-from narrows.bench.virtual import Clock, Host
+import pytest
+
+from narrows.bench.simulated_learner import LearnerSpec
+from narrows.bench.simulation import Simulation
+from narrows.bench.virtual import Clock, Faults, Host
+from narrows.broker.config import load_config
+from narrows.learner.dialing import HELLO_S
+
+CONNECT_S = 0.5
+"""A simulated process connects again within it."""
 
 
 class Metronome:
@@ -40,3 +49,14 @@ def test_a_host_keeps_one_timer() -> None:
     wakes = (2000 - 901) // 10 + 1
     assert machine.due == 901 + 10 * wakes
     assert machine.asked == 100 + 3 * wakes
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_learner_greets_a_simulated_broker_that_was_away_for_long(seed: int) -> None:
+    config = load_config(None, {"run.learners_at_start": 2})
+    run = Simulation(config, seed, Faults(until_s=0.0), [LearnerSpec("a"), LearnerSpec("b")])
+    run.run(10.0)
+    run.kill_broker(60.0)
+    run.run(70.0 + CONNECT_S + 2 * HELLO_S)
+    # By its back-off alone it would say Hello every five seconds.
+    assert all(learner.session.online for learner in run.learners.values())
