@@ -107,7 +107,6 @@ def step_until(learner: Client, condition: Callable[[], object]) -> None:
 
 
 def test_every_new_connection_is_told_once() -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     port = free_ports()
     wires = Wires(f"tcp://127.0.0.1:{port}", "0" * 32)
 
@@ -118,17 +117,17 @@ def test_every_new_connection_is_told_once() -> None:
     try:
         assert not connected()  # Nobody is there.
         for message in (b"first life", b"second life"):
-            router = context.socket(zmq.ROUTER)
-            router.bind(f"tcp://127.0.0.1:{port}")
-            wait_until(connected, "the connection")
-            wires.send_control(message)
-            assert router.poll(int(1000 * HANG_S))
-            assert router.recv_multipart()[1:] == [message]
-            assert not connected()
-            router.close(linger=0)
+            # A context of its own: its end waits until the port is free, a socket's does not.
+            with zmq.Context() as life, life.socket(zmq.ROUTER) as router:
+                router.linger = 0
+                router.bind(f"tcp://127.0.0.1:{port}")
+                wait_until(connected, "the connection")
+                wires.send_control(message)
+                assert router.poll(int(1000 * HANG_S))
+                assert router.recv_multipart()[1:] == [message]
+                assert not connected()
     finally:
         wires.close()
-        context.destroy(linger=0)
 
 
 def test_a_broker_that_is_back_is_greeted_without_the_back_off() -> None:
