@@ -23,7 +23,6 @@ from narrows.broker.journal import Journal, JournalError
 from narrows.broker.model import GlobalModel, Outcome
 from narrows.broker.state import RunState
 from narrows.proto.scales import upper_halves
-from narrows.proto.transfer import digest_of
 from narrows.proto.units import format_bytes
 
 CLOSE_S: Final = 5.0
@@ -237,7 +236,7 @@ def committed(
     contributions: Sequence[tuple[str, Sequence[Chunk]]],
 ) -> list[bytes | memoryview]:
     """The record of a round: see records.Committed."""
-    publication, state = outcome.publication, outcome.state
+    publication = outcome.publication
     steps = [(c.offset, c.count, c.payload) for c in publication.chunks]
     vectors = [records.vector_of(codec, 0.0, chunks) for codec, chunks in contributions]
     blobs: list[bytes | memoryview] = [data for _, _, data in steps]
@@ -267,7 +266,7 @@ def committed(
         publication=records.vector_of(publication.codec, publication.rho, steps),
         contributions=tuple(vectors),
         error_ratio=outcome.error_ratio,
-        digests=(digest_of(state.global_), digest_of(state.momentum), state.digest),
+        digests=outcome.state.digests,
         at=time.time(),
     )
     return records.encode(head, blobs)

@@ -13,7 +13,7 @@ import os
 import queue
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -70,6 +70,7 @@ class Service:
         self.bad_frames = 0
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
         self._finished: str | None = None
         self._closed = False
         self._unjudged = False
@@ -154,9 +155,7 @@ class Service:
                 self._perform(effect)
 
     def _drain_wake(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake_read, zmq.POLLIN)
-        if poller.poll(0):
+        with suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
 
     def _later(self, action: Callable[[], None]) -> None:
