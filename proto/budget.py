@@ -28,8 +28,8 @@ seen by interface counters, nor sold by providers.)"""
 FRAME_OVERHEAD_BYTES: Final = 9
 """ZMTP 3.1: one byte of flags, up to eight of length."""
 
-ACKNOWLEDGEMENT_SHARE: Final = SEGMENT_OVERHEAD_BYTES / (2 * SEGMENT_BYTES)
-"""TCP acknowledges every second full segment: bytes back per byte received."""
+ACKNOWLEDGED_BYTES: Final = 2 * SEGMENT_BYTES
+"""TCP acknowledges every second full segment, and the end of a message by itself."""
 
 SHARE_USED: Final = 0.985
 """Of a rate, in the long run: the rest is room for what nobody here sees, retransmissions."""
@@ -140,12 +140,13 @@ class Budget:
         self.charge(size_bytes, now)
 
     def receive(self, size_bytes: float, now: float) -> None:
-        """TCP acknowledges what arrives on the line that we send on. At most half of the rate is
-        charged: where more comes than that, nobody could send at all."""
+        """TCP acknowledges a message that arrived on the line that we send on. At most half of the
+        rate is charged: where more comes than that, nobody could send at all."""
         if self.bits_per_s:
             most = self.bits_per_s / 8 * BACK_SHARE * min(now - self._back_at, WINDOW_S)
             self._back_at = now
-            self.charge(min(size_bytes * ACKNOWLEDGEMENT_SHARE, most), now)
+            acknowledgements = math.ceil(size_bytes / ACKNOWLEDGED_BYTES)
+            self.charge(min(acknowledgements * SEGMENT_OVERHEAD_BYTES, most), now)
 
     def charge(self, size_bytes: float, now: float) -> None:
         """So many bytes are leaving that do not wait."""
