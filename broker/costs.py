@@ -22,7 +22,7 @@ from narrows.proto.rate import AUTO
 PACKET_FACTOR: Final = 1 + SEGMENT_OVERHEAD_BYTES / SEGMENT_BYTES
 """Ethernet, IP and TCP headers on full packets."""
 
-TOPIC_BYTES: Final = 34
+TOPIC_BYTES: Final = 35
 """Of a downlink topic; uplink topics are shorter."""
 
 ENCODE_NS: Final = 1.5

@@ -14,7 +14,7 @@ from narrows.broker.model import EncodedVersion, GlobalModel
 from narrows.broker.state import RunState
 from narrows.broker.wires import Traffic, Wires
 from narrows.proto.budget import Budget, wire_bytes
-from narrows.proto.frames import encode_header
+from narrows.proto.frames import downlink_topic, encode_header
 from narrows.proto.limits import PAYLOAD_BYTES_MAX, PROTOCOL, PUBLICATIONS_KEPT
 from narrows.proto.messages import DataKind, Header
 from narrows.proto.outbox import STATE_FLOOR, Departure, Lane, Outbox
@@ -275,7 +275,7 @@ class Downlink:
         lane, departure = addressee.outbox.next_lane, addressee.outbox.take(now)
         if departure is None:
             return False
-        topic = topic_of(addressee.incarnation, departure.stream)
+        topic = downlink_topic(addressee.incarnation, departure.stream)
         header = encode_header(self._header(name, addressee, departure))
         payload = departure.item.chunk.payload
         self._wires.send_data(topic, header, payload)
@@ -298,7 +298,7 @@ class Downlink:
         return self._topics(incarnation) <= self._wires.subscribed
 
     def _topics(self, incarnation: str) -> set[bytes]:
-        return {topic_of(incarnation, s) for s in range(self._run.settings.streams)}
+        return {downlink_topic(incarnation, s) for s in range(self._run.settings.streams)}
 
     def _header(self, name: str, to: _Addressee, departure: Departure[_Parcel]) -> Header:
         parcel = departure.item
@@ -320,11 +320,6 @@ class Downlink:
             stream=departure.stream,
             position=departure.position,
         )
-
-
-def topic_of(incarnation: str, stream: int) -> bytes:
-    """The downlink topic of one stream of one learner's incarnation."""
-    return f"{incarnation}/{stream}".encode()
 
 
 def _touches(ranges: tuple[tuple[int, int], ...], offset: int, count: int) -> bool:

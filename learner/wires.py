@@ -11,6 +11,7 @@ import zmq
 
 from narrows.proto import socket_options
 from narrows.proto.address import parse_address
+from narrows.proto.frames import downlink_topic
 
 FRAMES_PER_TURN = 64
 """Messages read from one socket before the others get their turn."""
@@ -57,7 +58,7 @@ class Wires:
         self._uplinks = [
             self._connect(zmq.XPUB, socket_options.XPUB, uplink_port) for _ in range(streams)
         ]
-        topics = [f"{self.incarnation}/{stream}".encode() for stream in range(streams)]
+        topics = [downlink_topic(self.incarnation, stream) for stream in range(streams)]
         self._downlinks = [
             self._connect(zmq.SUB, socket_options.DATA, downlink_port, topic) for topic in topics
         ]

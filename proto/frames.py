@@ -54,6 +54,12 @@ def decode_control(frame: bytes | memoryview) -> ControlMessage:
     return message
 
 
+def downlink_topic(incarnation: str, stream: int) -> bytes:
+    """The topic of one stream of one learner's process. Two digits, because ZeroMQ matches
+    prefixes: a subscription to stream 1 must not take what stream 10 carries."""
+    return f"{incarnation}/{stream:02d}".encode()
+
+
 def encode_header(header: Header) -> bytes:
     """Header frame of a data message."""
     frame = _seal(_encoder.encode(header))

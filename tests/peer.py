@@ -17,7 +17,14 @@ from narrows.broker.service import Service
 from narrows.proto import messages as msg
 from narrows.proto.codecs import codec_names
 from narrows.proto.fragments import Fragment, build_table
-from narrows.proto.frames import decode_control, decode_data, digest, encode_control, encode_header
+from narrows.proto.frames import (
+    decode_control,
+    decode_data,
+    digest,
+    downlink_topic,
+    encode_control,
+    encode_header,
+)
 from narrows.proto.limits import PROTOCOL
 from narrows.proto.transfer import (
     STATE_CODEC,
@@ -101,7 +108,7 @@ class Peer:
         self.uplink = self._context.socket(zmq.XPUB)
         self.uplink.connect(f"{host}:{self.welcome.uplink_port}")
         self.downlink = self._context.socket(zmq.SUB)
-        self.downlink.setsockopt(zmq.SUBSCRIBE, f"{self.incarnation}/0".encode())
+        self.downlink.setsockopt(zmq.SUBSCRIBE, downlink_topic(self.incarnation, 0))
         self.downlink.connect(f"{host}:{self.welcome.downlink_port}")
         assert _receive(self.uplink) == [b"\1"]
         return self.welcome

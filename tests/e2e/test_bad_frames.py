@@ -11,7 +11,7 @@ from peer import Frames, Peer, World, closes, packed, sealed
 from running import HANG_S, wait_until
 
 from narrows.proto import messages as msg
-from narrows.proto.frames import encode_control
+from narrows.proto.frames import downlink_topic, encode_control
 from narrows.proto.limits import CONTROL_BYTES_MAX, PAYLOAD_BYTES_MAX
 
 ASK = encode_control(msg.AskStatus())
@@ -99,7 +99,7 @@ def test_noise_on_the_downlink_silences_nobody(world: World, mallory: Peer) -> N
     try:
         noise = context.socket(zmq.XSUB)
         noise.connect(f"tcp://127.0.0.1:{world.service.wires.downlink_port}")
-        topic = f"{world.good.incarnation}/0".encode()
+        topic = downlink_topic(world.good.incarnation, 0)
         for first in (b"", b"\5", b"\2", b"x"):
             noise.send(first + topic)
         noise.send(b"\1last")

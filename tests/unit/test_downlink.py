@@ -10,7 +10,7 @@ import numpy as np
 from machines import EPOCH, RUN
 
 from narrows.broker.config import load_config
-from narrows.broker.downlink import PARCELS_PER_PUMP, Downlink, topic_of
+from narrows.broker.downlink import PARCELS_PER_PUMP, Downlink
 from narrows.broker.events import Publish
 from narrows.broker.merge import Merged
 from narrows.broker.model import EncodedVersion, GlobalModel, encode_state, version_zero
@@ -19,7 +19,7 @@ from narrows.broker.syncer import Syncer
 from narrows.broker.wires import Wires
 from narrows.proto.budget import BURST_S, wire_bytes
 from narrows.proto.fragments import build_table
-from narrows.proto.frames import decode_data
+from narrows.proto.frames import decode_data, downlink_topic
 from narrows.proto.limits import PUBLICATIONS_KEPT
 from narrows.proto.messages import DataKind, Header, LayoutEntry
 
@@ -32,7 +32,7 @@ INCARNATION = "0" * 32
 class Sent:
     """In the place of the sockets: what left, by header."""
 
-    subscribed: set[bytes] = field(default_factory=lambda: {topic_of(INCARNATION, 0)})
+    subscribed: set[bytes] = field(default_factory=lambda: {downlink_topic(INCARNATION, 0)})
     headers: list[Header] = field(default_factory=list[Header])
     wire_bytes: int = 0
 
@@ -171,7 +171,7 @@ def test_the_rate_of_a_learner_holds() -> None:
 
 def test_learners_share_the_total_and_who_had_nothing_gets_no_more_than_its_part() -> None:
     line = Line(256, {"wan.total_down": "1Mbit/s"})
-    line.sent.subscribed.add(topic_of("1" * 32, 0))
+    line.sent.subscribed.add(downlink_topic("1" * 32, 0))
     for version in range(1, 8):
         line.make(version)
         line.publish(version)
@@ -199,7 +199,7 @@ def test_the_topics_of_a_process_that_was_replaced_are_forgotten() -> None:
 
 def test_a_joiner_leaves_seven_eighths_to_the_fragments_of_others() -> None:
     line = Line(256, {"wan.total_down": "1Mbit/s"})
-    line.sent.subscribed.add(topic_of("1" * 32, 0))
+    line.sent.subscribed.add(downlink_topic("1" * 32, 0))
     line.downlink.admit("b", "1" * 32)
     for version in range(1, 9):
         line.make(version)
@@ -213,7 +213,7 @@ def test_a_joiner_leaves_seven_eighths_to_the_fragments_of_others() -> None:
 
 def test_who_had_no_credit_does_not_get_what_it_missed() -> None:
     line = Line(256, {"wan.total_down": "1Mbit/s"})
-    line.sent.subscribed.add(topic_of("1" * 32, 0))
+    line.sent.subscribed.add(downlink_topic("1" * 32, 0))
     line.downlink.admit("b", "1" * 32)
     now = 0.0
     for version in range(1, 40):

@@ -1,0 +1,45 @@
+"""Both ends of the sockets, without the state machines."""
+
+from __future__ import annotations
+
+import pytest
+from running import wait_until
+
+from narrows.broker import wires as broker_wires
+from narrows.learner import wires as learner_wires
+from narrows.proto.frames import downlink_topic
+from narrows.proto.limits import STREAMS_MAX
+
+
+@pytest.mark.parametrize("streams", [1, 12, STREAMS_MAX])
+def test_what_leaves_on_a_stream_arrives_there_alone(streams: int) -> None:
+    broker = broker_wires.Wires.bind(
+        "tcp://127.0.0.1:0", uplink_port=0, downlink_port=0, insecure=False
+    )
+    learner = learner_wires.Wires(broker.address, "0" * 32)
+    topics = {downlink_topic("0" * 32, stream) for stream in range(streams)}
+    received: list[list[bytes]] = []
+
+    def all_subscribed() -> bool:
+        broker.read_subscriptions()
+        return broker.subscribed >= topics
+
+    def last_arrived() -> bool:
+        learner.wait(0.05)
+        received.extend(learner.receive_data())
+        return sum(frames[1] == b"last" for frames in received) >= streams
+
+    try:
+        learner.open_streams(streams, broker.uplink_port, broker.downlink_port)
+        wait_until(all_subscribed, "the subscriptions")
+        # A stream is in order: after its last message nothing of the first is on its way.
+        for header in (b"first", b"last"):
+            for topic in sorted(topics):
+                broker.send_data(topic, header, b"")
+        wait_until(last_arrived, "what was sent")
+        assert sorted(frames[:2] for frames in received) == sorted(
+            [topic, header] for topic in topics for header in (b"first", b"last")
+        )
+    finally:
+        learner.close()
+        broker.close()
