@@ -22,6 +22,8 @@ class Incoming:
     incarnation: str
     push_id: int
     assembly: Assembly
+    codec: str = ""
+    """Of its chunks: the first one's."""
     decoding: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
     """Chunks that are being decoded: offset, count, digest."""
     announced: Push | None = None
@@ -44,12 +46,22 @@ class Incoming:
     def wants(self, header: Header) -> bool:
         """Notes that a chunk is going to be decoded; False if it has been, or is being.
 
-        Raises RemoteProtocolError BAD_RANGE for more chunks than anybody needs.
+        Raises RemoteProtocolError BAD_RANGE for more chunks than anybody needs, CHUNK_CONFLICT for
+        another codec than that of the push: the journal keeps one.
         """
+        if self.codec and header.codec != self.codec:
+            raise RemoteProtocolError(
+                ErrorCode.CHUNK_CONFLICT,
+                f"push {self.push_id} of {self.learner}",
+                expected=f"{self.codec}, as its first chunk",
+                got=header.codec,
+                remedy="one push has one codec",
+            )
         chunk = (header.offset, header.count, header.payload_digest)
         if chunk in self.decoding or self.assembly.has(*chunk):
             return False
         self.assembly.check_room(len(self.decoding))
+        self.codec = header.codec
         self.decoding.add(chunk)
         return True
 

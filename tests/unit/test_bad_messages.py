@@ -176,6 +176,20 @@ def test_same_range_with_other_bytes_is_refused_and_frees_the_push() -> None:
     assert not desk.round.incoming
 
 
+def test_a_chunk_in_another_codec_than_its_push_is_refused_and_frees_the_push() -> None:
+    desk = Desk(codec__push="auto").running("a", "b")
+    desk.push("a")
+    first = desk.handle + 1
+    desk.chunk("a", 0, count=600, codec="int4-zstd")
+    effects = desk.chunk("a", 0, offset=600, count=400, codec="int8-zstd")
+    refuse = one(effects, msg.Refuse)
+    assert refuse.code == ErrorCode.CHUNK_CONFLICT and refuse.remedy
+    assert ("int4-zstd" in refuse.expected, refuse.got) == (True, "int8-zstd")
+    dropped = {handle for drop in only(effects, ev.Drop) for handle in drop.handles}
+    assert dropped == {first, first + 1}
+    assert not desk.round.incoming and not desk.round.contributed
+
+
 def test_overlap_that_differs_is_refused() -> None:
     desk = Desk().running("a", "b")
     desk.chunk("a", 0, count=600)
