@@ -264,6 +264,7 @@ class Background:
         self._perform(effects)
 
     def receive_control(self, frame: bytes) -> None:
+        self.exchange.sender.received(len(frame), time.monotonic())
         try:
             message = decode_control(frame)
         except RemoteProtocolError as error:

@@ -81,7 +81,7 @@ class Sender:
         self._outbox.acknowledge(positions, now)
 
     def received(self, size_bytes: int, now: float) -> None:
-        """Data has come."""
+        """A message has come."""
         self._budget.receive(size_bytes, now)
 
     def pump(self, now: float) -> None:
