@@ -141,12 +141,12 @@ class Coded(_Variant):
         copy = self.fragments[part.index].published
         sent, size = self.coding(part, params - copy)
         advanced = copy + sent
-        digest = digest_of(advanced)
+        digests = digest_of(params), digest_of(momentum), digest_of(advanced)
         # Nobody decodes it: the learners of the simulation take the copy from the shelf.
         chunk = EncodedChunk(0, part.elements, bytes(size), 0)
-        publication = EncodedVersion(version, digest, "raw32", 0.0, (chunk,))
-        after = FragmentState(version, digest, params, momentum, advanced)
-        return Outcome(part.index, after, publication, 0.0, merged, weights)
+        publication = EncodedVersion(version, digests[2], "raw32", 0.0, (chunk,))
+        after = FragmentState(version, digests[2], params, momentum, advanced)
+        return Outcome(part.index, after, digests, publication, 0.0, merged, weights)
 
 
 VARIANTS: Final[dict[str, type[_Variant]]] = {

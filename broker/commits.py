@@ -266,7 +266,7 @@ def committed(
         publication=records.vector_of(publication.codec, publication.rho, steps),
         contributions=tuple(vectors),
         error_ratio=outcome.error_ratio,
-        digests=outcome.state.digests,
+        digests=outcome.digests,
         at=time.time(),
     )
     return records.encode(head, blobs)

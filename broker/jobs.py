@@ -144,8 +144,6 @@ class Jobs:
                 self._post(lambda: finish(failed, None))
                 return
             state = outcome.state
-            if self._commits is not None:
-                _ = state.digests  # The record will hold them; the loop's thread must not wait.
             merged = ev.Merged(effect.fragment, state.version, state.digest, outcome.merged.clipped)
             self._post(lambda: commit(merged, outcome))
 

@@ -66,6 +66,9 @@ class Outcome:
 
     fragment: int
     state: FragmentState
+    digests: tuple[int, int, int]
+    """xxh3_64 of the state's `global`, `momentum` and `published`: a worker makes them, because a
+    large fragment takes seconds that the loop's thread does not have."""
     publication: EncodedVersion
     error_ratio: float
     """See transfer.error_ratio; 0 unless the codec follows a rate."""
@@ -191,10 +194,10 @@ class GlobalModel:
         ratio = 0.0
         if rate.target_bits is not None:
             ratio = error_ratio(part, chunks, lambda at: params[at] - advanced[at])
-        digest = digest_of(advanced)
-        after = FragmentState(version, digest, params, momentum, advanced)
-        publication = EncodedVersion(version, digest, rate.codec, rate.rho, chunks)
-        return Outcome(part.index, after, publication, ratio, merged, weights)
+        digests = digest_of(params), digest_of(momentum), digest_of(advanced)
+        after = FragmentState(version, digests[2], params, momentum, advanced)
+        publication = EncodedVersion(version, digests[2], rate.codec, rate.rho, chunks)
+        return Outcome(part.index, after, digests, publication, ratio, merged, weights)
 
     def install(self, outcome: Outcome) -> None:
         """Makes an outcome the current state."""

@@ -137,7 +137,7 @@ def outcome_of(model: GlobalModel, head: Committed, blobs: memoryview) -> Outcom
     )
     state = FragmentState(head.version, digests[2], params, momentum, published)
     weights = tuple(each.weight for each in head.contributors)
-    return Outcome(head.fragment, state, publication, head.error_ratio, merged, weights)
+    return Outcome(head.fragment, state, digests, publication, head.error_ratio, merged, weights)
 
 
 def merged_of(

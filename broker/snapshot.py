@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -102,11 +101,6 @@ class FragmentState:
     momentum: F32
     published: F32
     """The copy that every learner holds."""
-
-    @cached_property
-    def digests(self) -> tuple[int, int, int]:
-        """xxh3_64 of each array, in the order of `blocks_of`: a second for 10 GB, only once."""
-        return digest(_bytes_of(self.global_)), digest(_bytes_of(self.momentum)), self.digest
 
 
 @dataclass(frozen=True)
