@@ -30,7 +30,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .PHONY: help demo bench test check fmt chaos chaos-broker chaos-connections venv
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## four learners train one model, one of them is killed and comes back
 	$(BIN)/narrows demo $(ARGS)

@@ -14,7 +14,7 @@ STEPS = 1500
 """Inner steps per learner."""
 
 SYNC_PERIOD_STEPS = 16
-"""H. A little below the broker's default, because the run is short."""
+"""H: docs/lab-notes.md, "Settings of the demo"."""
 
 KILL_AT, RETURN_AT = 0.40, 0.60
 """Shares of the run at which a learner is killed and started again."""

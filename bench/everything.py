@@ -64,7 +64,7 @@ def small() -> list[Part]:
 
 
 def long() -> list[Part]:
-    """The selections that the documents report."""
+    """Longer selections: half a day."""
     demo = Part("demo", 6, ("demo", "--baselines", "--plain"))
     return [
         demo,

@@ -41,8 +41,8 @@ class BrokerSection(Section):
     downlink_port: Annotated[int, Range(0, 65535)] = 0
     """Port that sends publications. 0: control port + 2, or a free one if that is 0."""
     state_dir: str = "runs/broker"
-    """Directory of run.json and the checkpoints; one broker at a time, about three float32 copies
-    of the model per generation, two to three generations."""
+    """Directory of run.json, checkpoints and journal; one broker at a time. A checkpoint is about
+    three float32 copies of the model, and there are two or three."""
     insecure: bool = False
     """Allow to listen beyond loopback although connections are neither encrypted nor checked."""
     init: str = ""

@@ -1,7 +1,6 @@
 """Places at which a test ends the process as a power cut would: `NARROWS_CRASH_AT=NAME:N`.
 
-N is the visit of the place at which it happens. Without the variable a visit costs a dictionary
-look-up.
+N is the visit of the place at which it happens. Without the variable a visit costs one comparison.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The smallest training loop that takes part in a run: any module, any optimizer, one address.
 
-narrows broker --goal-tokens 2e6
+narrows broker --goal-tokens 2e6 --set run.learners_at_start=2
 python examples/train.py site-a & python examples/train.py site-b
 """
 
@@ -27,7 +27,7 @@ def batches() -> Iterator[torch.Tensor]:
 
 def train(name: str) -> None:
     model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 256))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     with Learner(model, optimizer, broker="tcp://127.0.0.1:7070", name=name) as learner:
         for step, batch in enumerate(learner.until_end(batches())):
             logits = model(batch[:, :-1])
