@@ -17,7 +17,8 @@ def need_torch() -> None:
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(
             "this command needs PyTorch",
-            remedy="pip install 'narrows[learner]' (the broker and `narrows status` do without)",
+            remedy="pip install '.[learner]' in the checkout"
+            " (the broker and `narrows status` do without)",
         )
 
 

@@ -20,7 +20,7 @@ def _figure() -> tuple[Any, Any]:
         import matplotlib
     except ImportError as error:
         raise ConfigError(
-            "a plot needs matplotlib", remedy="pip install 'narrows[bench]'"
+            "a plot needs matplotlib", remedy="pip install '.[bench]' in the checkout"
         ) from error
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "narrows"

@@ -33,7 +33,7 @@ def run_report(folder: Path, html: Path, pictures: Path | None, readme: Path | N
         drawn = find_spec("matplotlib") is not None
         sections, unread = sections_of(found, place if drawn else None)
     if not drawn:
-        console.print("no pictures: pip install 'narrows[bench]'", markup=False)
+        console.print("no pictures: pip install '.[bench]' in the checkout", markup=False)
     html.parent.mkdir(parents=True, exist_ok=True)
     html.write_text(page(sections, found.missing, unread))
     if readme is not None:

@@ -52,7 +52,7 @@ class WorkerOptions:
     data: Path | None = None
     """Folder with text files; None: the sources of Python's standard library."""
     preset: str = "tiny"
-    """Size of the model: nano, micro, tiny, small or medium. All learners of a run need the same."""
+    """Size of the model: nano, micro, tiny, small or medium. The same for all learners of a run."""
     part: str = "1/1"
     """i/n: read the i-th of n disjoint parts of the text."""
     batch: int = 0
