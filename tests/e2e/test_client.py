@@ -149,6 +149,19 @@ def test_a_broker_that_is_back_is_greeted_without_the_back_off() -> None:
         context.destroy(linger=0)
 
 
+def test_a_control_message_that_arrives_is_charged_for_its_acknowledgement() -> None:
+    learner = lone(f"tcp://127.0.0.1:{free_ports()}", wait_s=HANG_S)
+    sender = learner.background.exchange.sender
+    try:
+        sender.set_rate(1e6, time.monotonic())
+        budget = sender._budget  # pyright: ignore[reportPrivateUsage]
+        assert budget._window_bytes == 0  # pyright: ignore[reportPrivateUsage]
+        learner.background.receive_control(encode_control(msg.Probe(1)))
+        assert budget._window_bytes == 66  # pyright: ignore[reportPrivateUsage]
+    finally:
+        learner.abort()
+
+
 def test_a_push_settled_while_it_is_copied_is_neither_sent_nor_kept(service: Service) -> None:
     host = WatchedHost(vector(1))
     learner = client(service, "slow", host)
