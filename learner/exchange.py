@@ -87,10 +87,13 @@ class Exchange:
         self._pool.submit(guarded)
 
     def open_streams(self, effect: ev.OpenStreams) -> None:
-        settings = effect.settings
-        if self.settings is None:
+        settings, before = effect.settings, self.settings
+        self.table = effect.table
+        # A broker may come back with other settings.
+        if before is None or before.error_feedback != settings.error_feedback:
             self._residuals = Residuals(settings.error_feedback)
-            self.table = effect.table
+        coding = settings.push_codec, settings.push_rho
+        if before is None or (before.push_codec, before.push_rho) != coding:
             self._rates = [
                 rate_control(settings.push_codec, rho=settings.push_rho, bits=settings.push_bits)
                 for _ in effect.table

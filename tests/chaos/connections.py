@@ -23,7 +23,7 @@ from running import wait_until
 
 from narrows.proto import messages as msg
 from narrows.proto.codecs import codec_names
-from narrows.proto.frames import decode_control, encode_control
+from narrows.proto.frames import decode_control, downlink_topic, encode_control
 from narrows.proto.limits import PROTOCOL
 
 NAMES = 20
@@ -115,7 +115,7 @@ def _member(
         if known is not None:
             downlink.connect(address.rsplit(":", 1)[0] + f":{known.downlink_port}")
             for stream in range(STREAMS):
-                downlink.setsockopt(zmq.SUBSCRIBE, f"{incarnation}/{stream}".encode())
+                downlink.setsockopt(zmq.SUBSCRIBE, downlink_topic(incarnation, stream))
         control.connect(address)
         control.send(encode_control(hello))
         while control.poll(1000 * int(HANG_S)):

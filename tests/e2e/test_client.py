@@ -18,6 +18,7 @@ from peer import Peer, sealed
 from running import HANG_S, LAYOUT, ToyHost, broker_config, client, live_broker, vector, wait_until
 
 from narrows.bench.processes import free_ports
+from narrows.broker.members import Roster
 from narrows.broker.service import Service
 from narrows.learner import events as ev
 from narrows.learner.client import Client
@@ -160,6 +161,29 @@ def test_a_control_message_that_arrives_is_charged_for_its_acknowledgement() -> 
         assert budget._window_bytes == 66  # pyright: ignore[reportPrivateUsage]
     finally:
         learner.abort()
+
+
+def test_a_broker_that_returns_with_another_codec_is_answered_in_it(tmp_path: Path) -> None:
+    flags: dict[str, object] = {
+        "broker__listen": f"tcp://127.0.0.1:{free_ports()}",
+        "fragments__sync_period_steps": 4,
+        "merge__quorum": 1,
+    }
+    learner: Client | None = None
+    for codec in ("int4-zstd", "int8-zstd", "auto"):
+        with live_broker(broker_config(tmp_path, codec__push=codec, **flags)) as service:
+            if learner is None:
+                learner = client(service, "a", ToyHost(vector(1)))
+                learner.start()
+            roster = service.syncer.state.roster
+
+            def has_contributed(roster: Roster = roster) -> bool:
+                member = roster.get("a")
+                return member is not None and member.contributions > 1
+
+            step_until(learner, has_contributed)
+    assert learner is not None
+    learner.abort()
 
 
 def test_a_push_settled_while_it_is_copied_is_neither_sent_nor_kept(service: Service) -> None:

@@ -9,6 +9,7 @@ from machines import SETTINGS
 from msgspec import structs
 
 from narrows.proto.budget import (
+    BACK_SHARE,
     BIN_S,
     BURST_S,
     CUT,
@@ -101,7 +102,6 @@ def test_control_never_waits_and_data_pays_for_it() -> None:
 @pytest.mark.parametrize(("size_bytes", "acknowledgements"), [(40, 1), (4200, 2), (28_960, 10)])
 def test_every_message_that_arrives_is_acknowledged(size_bytes: int, acknowledgements: int) -> None:
     budget, rate = Budget(1e6), 1e6
-    budget.charge(0, 0.0)
     budget.receive(size_bytes, 1.0)
     paid_at = 1.0 - BURST_S + 8 * 66 * acknowledgements / (rate * SHARE_USED)
     assert budget.opens_at(1.0) == pytest.approx(paid_at)
@@ -112,6 +112,8 @@ def test_acknowledgements_take_no_more_than_half_of_a_rate() -> None:
     for bin_number in range(1, 201):
         budget.receive(10**9, bin_number / 100)
     assert budget.is_open(2.0)
+    charged = budget._window_bytes  # pyright: ignore[reportPrivateUsage]
+    assert charged == pytest.approx(BACK_SHARE * 1e6 / 8 * WINDOW_S, rel=0.02)
 
 
 def test_a_debt_is_one_of_bytes() -> None:
