@@ -59,7 +59,7 @@ chaos-broker: $(READY)  ## KILLS times SIGKILL to a real broker under load, then
 	$(BIN)/python tests/chaos/broker_kills.py $(KILLS)
 
 chaos-connections: $(READY)  ## ten thousand connections to a broker, half of them cut in mid-transfer
-	$(BIN)/python tests/chaos/connections.py 10000
+	PYTHONPATH=tests $(BIN)/python tests/chaos/connections.py 10000
 
 venv: $(READY)  ## only build .venv
 	@echo "ready: source $(BIN)/activate"
