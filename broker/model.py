@@ -68,7 +68,7 @@ class Outcome:
     state: FragmentState
     digests: tuple[int, int, int]
     """xxh3_64 of the state's `global`, `momentum` and `published`: a worker makes them, because a
-    large fragment takes seconds that the loop's thread does not have."""
+    fragment of many GB takes longer than the loop's thread may stand still."""
     publication: EncodedVersion
     error_ratio: float
     """See transfer.error_ratio; 0 unless the codec follows a rate."""

@@ -1,6 +1,6 @@
 """The smallest training loop that takes part in a run: any module, any optimizer, one address.
 
-narrows broker --goal-tokens 2e6 --set run.learners_at_start=2
+narrows broker --goal-tokens 2e6 --set run.learners_at_start=2 --state-dir runs/example
 python examples/train.py site-a & python examples/train.py site-b
 """
 

@@ -170,20 +170,22 @@ def test_a_broker_that_returns_with_another_codec_is_answered_in_it(tmp_path: Pa
         "merge__quorum": 1,
     }
     learner: Client | None = None
-    for codec in ("int4-zstd", "int8-zstd", "auto"):
-        with live_broker(broker_config(tmp_path, codec__push=codec, **flags)) as service:
-            if learner is None:
-                learner = client(service, "a", ToyHost(vector(1)))
-                learner.start()
-            roster = service.syncer.state.roster
+    try:
+        for codec in ("int4-zstd", "int8-zstd", "auto"):
+            with live_broker(broker_config(tmp_path, codec__push=codec, **flags)) as service:
+                if learner is None:
+                    learner = client(service, "a", ToyHost(vector(1)))
+                    learner.start()
+                roster = service.syncer.state.roster
 
-            def has_contributed(roster: Roster = roster) -> bool:
-                member = roster.get("a")
-                return member is not None and member.contributions > 1
+                def has_contributed(roster: Roster = roster) -> bool:
+                    member = roster.get("a")
+                    return member is not None and member.contributions > 1
 
-            step_until(learner, has_contributed)
-    assert learner is not None
-    learner.abort()
+                step_until(learner, has_contributed)
+    finally:
+        if learner is not None:
+            learner.abort()
 
 
 def test_a_push_settled_while_it_is_copied_is_neither_sent_nor_kept(service: Service) -> None:
