@@ -6,7 +6,8 @@ by what they make of the same failures.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -27,6 +28,8 @@ class Slices:
     chips: int
     repair_s: float
     """Mean time until a slice is back."""
+    gather_s: float
+    """How long a job waits, once a slice is back, to take in with it what comes back meanwhile."""
 
     def count(self, chips: int) -> int:
         """Slices of a cluster."""
@@ -57,9 +60,20 @@ class Tape:
         kept = self.slice_[mine] - first, self.failed_s[mine], self.back_s[mine]
         return Tape(self.span_s, stop - first, *kept)
 
+    def gathered(self, gather_s: float) -> Tape:
+        """The same with slices out until they are taken in: the first that is back waits
+        `gather_s`, and all that come back meanwhile are taken in together with it."""
+        taken_in_s, due_s = self.back_s.copy(), -math.inf
+        for i in np.argsort(self.back_s).tolist():
+            if self.back_s[i] > due_s:
+                due_s = float(self.back_s[i]) + gather_s
+            taken_in_s[i] = due_s
+        return replace(self, back_s=taken_in_s)
+
 
 def failure_tape(chips: int, span_s: float, seed: int, slices: Slices) -> Tape:
-    """Poisson failures, one per chip and `CHIP_FAILURE_S`; a slice that is out cannot fail."""
+    """Poisson failures, one per chip and `CHIP_FAILURE_S`; a slice that is out or still to be
+    taken in cannot fail."""
     rng = np.random.default_rng([seed, chips])
     count, start_s = slices.count(chips), -WARM_UP_REPAIRS * slices.repair_s
     failures = rng.poisson(chips * (span_s - start_s) / CHIP_FAILURE_S)
@@ -70,6 +84,6 @@ def failure_tape(chips: int, span_s: float, seed: int, slices: Slices) -> Tape:
     counts = np.zeros(failures, bool)
     for i in range(failures):
         if failed_s[i] >= present_s[slice_[i]]:
-            present_s[slice_[i]] = back_s[i]
+            present_s[slice_[i]] = back_s[i] + slices.gather_s
             counts[i] = True
     return Tape(span_s, count, slice_[counts], failed_s[counts], back_s[counts])

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 import numpy as np
@@ -17,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from narrows.bench import machine
-from narrows.bench.goodput_calibration import calibrated
-from narrows.bench.goodput_cells import DAY_S, HEADLINE, Cell, sweeps, table
+from narrows.bench.goodput_calibration import FITTED_CONSTANTS, calibrated
+from narrows.bench.goodput_cells import DAY_S, DAYS, HEADLINE, Cell, sweeps, table
 from narrows.bench.goodput_machines import PlannedRun
-from narrows.bench.goodput_published import CHIPS, SCAVENGING_TIMES
+from narrows.bench.goodput_published import CHIPS, LEARNERS, PREDICTED, SCAVENGING_TIMES
 from narrows.bench.goodput_run import courses_of, plans_of, run_cell
 from narrows.bench.jobs import Row, run_missing
 from narrows.bench.stall_model import Course
@@ -48,16 +49,19 @@ def run_goodput_bench(
     console = Console()
     if not console.is_terminal:
         console = Console(width=TABLE_COLUMNS)
-    cells = table(SHORT_S) if short else table(DAY_S * FULL_DAYS if full else DAY_S) + sweeps()
+    days = FULL_DAYS if full else DAYS
+    cells = table(SHORT_S) if short else table(DAY_S * days) + sweeps()
     rows = run_cells(cells, rows_file, workers=workers or os.cpu_count() or 1, console=console)
     set_relative_times(rows)
     results = [row for row in rows if row["method"] != "sweep"]
     console.print(percent_table("goodput, % (published)", results, "goodput_percent", ""))
     console.print(percent_table("uptime, %", results, "uptime_percent", "uptime_"))
+    distances = agreement(results)
+    console.print(agreement_table(distances))
     for sweep in dict.fromkeys(row["sweep"] for row in rows if row["sweep"]):
         console.print(sweep_table(sweep, [row for row in rows if row["sweep"] == sweep]))
-    told = {"seed": SEED, "costs": asdict(calibrated()), "rows": rows}
-    machine.write_result(json_file, "goodput", told)
+    told = {"seed": SEED, "costs": asdict(calibrated()), "fitted_constants": FITTED_CONSTANTS}
+    machine.write_result(json_file, "goodput", told | {"agreement": distances, "rows": rows})
     if plot is not None:
         from narrows.bench.plots import goodput_by_chips, time_lines
 
@@ -99,6 +103,39 @@ def set_relative_times(rows: Sequence[Row]) -> None:
         (alone,) = (each for each in mine if each["added"] == 0)
         row["relative_time"] = row["goal_s"] / alone["goal_s"]
         row["published_relative_time"] = SCAVENGING_TIMES[25 * row["added"]]
+
+
+def agreement(rows: Sequence[Row]) -> list[Row]:
+    """How far these rows are from the published cells, in points, by what was fitted to them."""
+    groups: dict[str, tuple[str, Sequence[int]]] = {
+        "data parallel, fitted": ("data_parallel", [1]),
+        "elastic, fitted": ("elastic", [1]),
+        "decoupled, fitted": ("decoupled", [m for m in LEARNERS if m != PREDICTED]),
+        f"decoupled, M = {PREDICTED}, predicted": ("decoupled", [PREDICTED]),
+        "decoupled, all": ("decoupled", LEARNERS),
+    }
+    found: list[Row] = []
+    for name, (method, learners) in groups.items():
+        points = [
+            abs(row["goodput_percent"] - row["published_percent"])
+            for row in rows
+            if row["method"] == method and row["learners"] in learners
+        ]
+        if points:
+            mean, worst = fmean(points), max(points)
+            found.append(
+                {"cells_of": name, "cells": len(points), "mean_points": mean, "worst_points": worst}
+            )
+    return found
+
+
+def agreement_table(groups: Sequence[Row]) -> Table:
+    """`agreement` for reading."""
+    shown = _table("distance from the published cells, points", ("", "cells", "mean", "worst"))
+    for each in groups:
+        distances = (f"{each[name]:.1f}" for name in ("mean_points", "worst_points"))
+        shown.add_row(each["cells_of"], str(each["cells"]), *distances)
+    return shown
 
 
 def percent_table(title: str, rows: Sequence[Row], key: str, prefix: str) -> Table:

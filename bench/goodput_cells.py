@@ -10,8 +10,11 @@ from narrows.bench.goodput_machines import STEP_S
 from narrows.bench.goodput_published import CHIPS, LEARNERS, Place
 
 MONTH_S: Final = 30 * 86_400.0
+QUARTER_S: Final = 3 * MONTH_S
 DAY_S: Final = 100_000.0
-"""A little more than a day: the tapes of the real machines."""
+"""A little more than a day."""
+DAYS: Final = 2
+"""Tapes of the real machines, in units of DAY_S."""
 
 Method: TypeAlias = Literal["data_parallel", "elastic", "decoupled", "sweep"]
 
@@ -47,7 +50,7 @@ class Cell:
 def table(machines_s: float) -> list[Cell]:
     """Every published cell; the machines play tapes of `machines_s`."""
     alone: tuple[Method, ...] = ("data_parallel", "elastic")
-    cells = [Cell(method, 1, chips, MONTH_S) for method in alone for chips in CHIPS]
+    cells = [Cell(method, 1, chips, QUARTER_S) for method in alone for chips in CHIPS]
     for learners in LEARNERS:
         cells += [Cell("decoupled", learners, chips, machines_s) for chips in CHIPS]
     return cells

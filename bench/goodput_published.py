@@ -24,8 +24,8 @@ DECOUPLED_PERCENT: Final[Mapping[int, Sequence[int]]] = {
 
 LEARNERS: Final = tuple(DECOUPLED_PERCENT)
 
-TOLERANCE_POINTS: Final = 2.0
-"""How far the calibrated model may be from any cell of these two rows."""
+PREDICTED: Final = 2
+"""The learners of the row that no constant is fitted to."""
 
 
 class Place(NamedTuple):

@@ -28,9 +28,8 @@ from narrows.bench.stall_model import (
 )
 
 BLOCKS: Final = 10
-"""A tape is cut into so many parts; their spread gives the interval of the mean. A part of a day
-is a little longer than a repair, so that parts hardly depend on each other; those of the sweep and
-of a short selection are shorter, and their intervals too narrow."""
+"""A tape is cut into so many parts; their spread gives the interval of the mean. Every part is
+longer than a slice is out, so that parts hardly depend on each other."""
 
 HOUR_S: Final = 3600.0
 

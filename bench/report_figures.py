@@ -68,7 +68,8 @@ def _goodput(result: Result) -> Iterator[Figure]:
     for method, learners, fitted in (
         ("data_parallel", 1, " (fitted)"),
         ("elastic", 1, " (fitted)"),
-        ("decoupled", 8, ""),
+        ("decoupled", 8, " (fitted)"),
+        ("decoupled", 2, " (predicted)"),
     ):
         found = result.find(method=method, learners=learners, chips=1_200_000)
         if found:
@@ -81,6 +82,15 @@ def _goodput(result: Result) -> Iterator[Figure]:
                 f"{row['goodput_percent']:.1f}% ±{half:.1f}",
                 "" if published is None else f"{published:g}% (arXiv 2604.21428)",
                 "model" if row["source"] == "stall model" else "simulated", place,
+            )  # fmt: skip
+    for name in ("decoupled, fitted", "decoupled, M = 2, predicted"):
+        found = result.find("agreement", cells_of=name)
+        if found:
+            place, row = found
+            yield Figure(
+                f"goodput, distance from {row['cells']} published cells: {name}",
+                f"{row['mean_points']:.1f} points in the mean, {row['worst_points']:.1f} at worst",
+                "whole percents (arXiv 2604.21428)", "simulated", place,
             )  # fmt: skip
 
 

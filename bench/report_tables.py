@@ -123,6 +123,11 @@ SHAPES: Final[Mapping[str, Sequence[Shape]]] = {
             Column("to", "ci_high_percent", _PERCENT), Column("published", "published_percent"),
             Column("uptime %", "uptime_percent", _PERCENT), Column("source", "source"),
         ), keep=lambda row: row["method"] != "sweep"),
+        Shape("Goodput: distance from the published cells, points",
+              "four constants fitted to all rows but that which is predicted", (
+            Column("cells of", "cells_of"), Column("cells", "cells"),
+            Column("mean", "mean_points", _PERCENT), Column("worst", "worst_points", _PERCENT),
+        ), "agreement"),
         Shape("Goodput, one thing varied", "the real state machines on simulated failures", (
             Column("sweep", "sweep"), Column("variant", "name"),
             Column("goodput %", "goodput_percent", _PERCENT),

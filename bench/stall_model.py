@@ -7,8 +7,9 @@ DiLoCo, arXiv 2604.21428, Sec. 2). What is lost to a failure:
 - data parallel: everything stops, restarts from the newest checkpoint on spare chips, and does
   again what was not in it;
 - elastic data parallel: everything stops while the job goes on without the slice, and once more
-  when the slice is back; in between the slice is missing;
-- decoupled: the same as elastic, but only of the learner that the slice belongs to.
+  to take in slices that are back, those of some minutes together; in between the slice is missing;
+- decoupled: the same as elastic, but only of the learner that the slice belongs to. So the goodput
+  of M learners on N chips is that of one elastic job on N/M.
 
 What happens during a stall is absorbed by it.
 """
@@ -37,7 +38,7 @@ class Costs:
     checkpoint_s: float
     """Data parallel: a checkpoint is written after each restart and so often."""
     reconfigure_s: float
-    """Elastic: how long a job stops while a slice leaves, and while one returns."""
+    """Elastic: how long a job stops while a slice leaves, and while some are taken in."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,9 @@ def data_parallel(tape: Tape, costs: Costs) -> Course:
 
 def elastic(tape: Tape, costs: Costs) -> Course:
     """One job, or one learner, that goes on without a slice."""
-    changes_s = np.sort(np.concatenate((tape.failed_s, tape.back_s)))
-    return course(tape, absorbed(changes_s, lambda up_s: costs.reconfigure_s))
+    gathered = tape.gathered(costs.slices.gather_s)
+    changes_s = np.sort(np.concatenate((gathered.failed_s, gathered.back_s)))
+    return course(gathered, absorbed(changes_s, lambda up_s: costs.reconfigure_s))
 
 
 def absorbed(causes_s: F64, length_s: Callable[[float], float]) -> F64:

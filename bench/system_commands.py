@@ -44,10 +44,11 @@ def bench_goodput(
     short: bool = False,
     workers: int = 0,
 ) -> None:
-    """Predict the useful share of up to 2.4 million chips, each interrupted once a year.
+    """Simulate the useful share of up to 2.4 million chips, each interrupted once a year.
 
-    Failure tapes of a day on the real state machines in a simulation, and of a month on a model
-    of what stalls whom: minutes on two cores. What was interrupted goes on where it stopped.
+    Failure tapes of two days on the real state machines in a simulation, and of three months on a
+    model of what stalls whom, whose four constants are fitted to published figures: some ten
+    minutes on two cores. What was interrupted goes on where it stopped.
 
     Parameters
     ----------
@@ -59,7 +60,7 @@ def bench_goodput(
         Picture of goodput by chips, and one of half an hour of failures beside it with
         -time-lines in its name (needs the extra `bench`).
     full
-        Tapes of ten days on the state machines; takes ten times as long.
+        Tapes of ten days on the state machines; takes five times as long.
     short
         Tapes of 20,000 s and no sweep: a minute; too short for their intervals to be trusted.
     workers

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from narrows.bench import goodput, jobs
-from narrows.bench.goodput import run_goodput_bench, set_relative_times
+from narrows.bench.goodput import agreement, run_goodput_bench, set_relative_times
 from narrows.bench.goodput_cells import Cell, sweeps, table
 from narrows.bench.goodput_machines import STEP_S, Plan, PlannedRun
 from narrows.bench.goodput_run import plans_of, run_cell
@@ -93,6 +93,23 @@ def test_every_published_cell_and_no_sweep_claims_to_be_one() -> None:
     assert all(plans_of(replace(cell, span_s=SPAN_S), 1) for cell in sweeps())
 
 
+def test_distances_by_hand() -> None:
+    rows = [
+        {"method": method, "learners": m, "goodput_percent": ours, "published_percent": theirs}
+        for method, m, ours, theirs in (
+            ("data_parallel", 1, 50.0, 52.0), ("decoupled", 4, 94.0, 93.0),
+            ("decoupled", 8, 97.0, 94.0), ("decoupled", 2, 80.0, 80.5),
+        )
+    ]  # fmt: skip
+    found = {each.pop("cells_of"): tuple(each.values()) for each in agreement(rows)}
+    assert found == {
+        "data parallel, fitted": (1, 2, 2),
+        "decoupled, fitted": (2, 2, 3),
+        "decoupled, M = 2, predicted": (1, 0.5, 0.5),
+        "decoupled, all": (3, 1.5, 3),
+    }
+
+
 def test_relative_times() -> None:
     rows = [{"sweep": "scavenging", "added": a, "goal_s": 100.0 - 5 * a} for a in (0, 2)]
     rows.append({"sweep": "", "added": 0, "goal_s": 7.0})
@@ -138,6 +155,11 @@ def test_rows_pictures_and_going_on(
         assert row["ci_low_percent"] <= row["goodput_percent"] <= row["ci_high_percent"]
         assert row["uptime_ci_low_percent"] <= row["uptime_percent"] <= 100.5
     assert [row["published_percent"] for row in rows[:3]] == [72, 88, 94]
+    distances = {each["cells_of"]: each["cells"] for each in result["agreement"]}
+    assert distances == {
+        "data parallel, fitted": 1, "elastic, fitted": 1,
+        "decoupled, M = 2, predicted": 1, "decoupled, all": 1,
+    }  # fmt: skip
     for name in ("g.svg", "g-time-lines.svg"):
         assert (tmp_path / name).read_text().startswith("<?xml")
     assert "M = 2" in capsys.readouterr().out
