@@ -161,7 +161,7 @@ def _commits(
     fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     segment_bytes = config.broker.journal_segment
     journal = Journal.open(DirectoryFiles(fd), run_id="bench", segment_bytes=segment_bytes)
-    state = Syncer(config, run_id="bench", epoch=(1, 1), now=0.0).state
+    state = Syncer(config, run_id="bench", epoch=(1, 1, 1), now=0.0).state
     state.phase = Phase.RUNNING
     return Commits(journal, state, posted.put, serve_on=False)
 

@@ -140,7 +140,7 @@ class SimulatedLearner(Host):
             ev.Left: self._left,
             ev.Note: self._note,
         }
-        self._run_id, self._epoch = "", (0, 0)
+        self._run_id, self._epoch = "", (0, 0, 0)
         self.arm()
         self.later(0.0, self._train)
 

@@ -57,7 +57,11 @@ class Simulation:
         self.finished = ""
         """Why the broker ended in order, "" while it has not."""
         self._on_message = on_message
-        self._epoch = (0, 0)
+        self._life = 0
+        self._starts = 0
+        self._copies: list[tuple[int, Resumed | None]] = []
+        """Life and checkpoint in the state directory before each start of the broker."""
+        self._restore = -1
         self._lines: dict[str, Line] = {}
         self._stream_arrivals: dict[tuple[str, bool, int], float] = {}
         self._restarting = False
@@ -85,12 +89,27 @@ class Simulation:
 
     def start_broker(self) -> None:
         """Starts a life of the broker from what the one before had made durable."""
-        durable = self.broker.durable if self.broker else None
-        self._epoch = (0, self._epoch[1] + 1)
-        self._restarting = False
-        self.broker = self.make_broker(self._epoch, durable)
+        self._copies.append((self._life, self.broker.durable if self.broker else None))
+        self._life, durable = self._copies[self._copy_to_start()]
+        self._life, self._starts = self._life + 1, self._starts + 1
+        self._restarting, self._restore = False, -1
+        self.broker = self.make_broker((0, self._life, self._starts), durable)
         for name in self.learners:
             self._reconnect(name, (0.0, 0.5))
+
+    def _copy_to_start(self) -> int:
+        """Which copy of the state directory the next life begins from; -1: the newest."""
+        faults = self.faults
+        if self._restore < 0 and faults.restores and self.clock.now < faults.until_s:
+            if self.random.random() < faults.restores:
+                return self.random.randrange(len(self._copies))
+        return self._restore
+
+    def restore_broker(self, start: int, down_s: float) -> None:
+        """SIGKILL, and a restart from what the state directory held before start `start` (from 0)
+        after `down_s`."""
+        self._restore = start
+        self.kill_broker(down_s)
 
     def kill_broker(self, down_s: float) -> None:
         """SIGKILL, and a restart from the newest checkpoint after `down_s`."""

@@ -45,6 +45,8 @@ class Faults:
     pause_s: Span = (0.2, 6.0)
     broker_crashes_per_s: float = 0.0
     broker_down_s: Span = (0.1, 8.0)
+    restores: float = 0.0
+    """Share of the broker's returns that begin from an older copy of its state directory."""
     latency_s: Span = (0.001, 0.02)
     """Of every message, faults or not."""
     work_s: Span = (0.001, 0.03)

@@ -34,6 +34,10 @@ class Admission:
     founding: Founding
     _contests: dict[str, _Contest] = field(default_factory=dict[str, _Contest])
     _nonce: int = 0
+    _lost: dict[int, int] = field(default_factory=dict[int, int])
+    """The newest version by fragment that the operator was told of as lost."""
+    _copy_told: bool = False
+    """The operator was told that this state directory is an older copy."""
 
     def hello(self, event: ev.Received, now: float) -> list[ev.Effect]:
         """A Hello: refused with the reason, contested, or admitted."""
@@ -166,13 +170,13 @@ class Admission:
                 got=hello.run_id,
                 remedy="start the learner again to join this run with this run's model",
             )
-        if hello.epoch > state.epoch:
+        if hello.epoch[0] > state.epoch[0]:
             raise RemoteProtocolError(
                 ErrorCode.WRONG_EPOCH,
-                f"{hello.name!r} has seen a newer epoch of this run",
-                expected=f"at most {state.epoch}",
-                got=str(hello.epoch),
-                remedy="this broker was replaced: stop it, or restore the newest state directory",
+                f"{hello.name!r} has followed a broker of a higher term",
+                expected=f"term {state.epoch[0]} at most",
+                got=f"term {hello.epoch[0]}",
+                remedy="this broker was replaced: stop it",
             )
         settings = state.settings
         needed = codecs_of(settings.push_codec) | codecs_of(settings.publish_codec)
@@ -260,21 +264,30 @@ class Admission:
         ]
 
     def _history_lost(self, hello: msg.Hello) -> list[ev.Effect]:
-        """A learner holds a version that this broker has lost: it was not durable after all."""
-        heads = self.state.heads
-        newer = [
-            f"version {version} of fragment {index}, the broker {head.version}"
-            for index, (version, head) in enumerate(zip(hello.versions, heads, strict=False))
-            if version > head.version
-        ]
-        if not newer or hello.run_id != self.state.run_id:
+        """A learner has seen what this state directory does not hold. Told as far as it is news;
+        the learner finds out from the Welcome and goes back."""
+        state = self.state
+        here = state.versions or (-1,) * len(hello.versions)
+        ahead = {
+            index: (version, own)
+            for index, (version, own) in enumerate(zip(hello.versions, here, strict=False))
+            if version > own
+        }
+        # A life that was not before this one, or has its number: one of another copy.
+        is_copy = hello.epoch[:2] >= state.epoch[:2] and hello.epoch != state.epoch
+        if hello.run_id != state.run_id or not (ahead or is_copy):
             return []
-        self.state.tally.history_lost += 1
-        text = f"history_lost: {hello.name} holds {'; '.join(newer[:3])}. Learners go back to that"
-        is_journaled = self.state.config.broker.journal != "off"
-        if is_journaled:
-            text += "; the end of the journal is gone, see to the disk"
-        return [ev.Note("error" if is_journaled else "warning", text)]
+        state.tally.history_lost += 1
+        news = is_copy and not self._copy_told
+        news |= any(v > self._lost.get(index, -1) for index, (v, _) in ahead.items())
+        if not news:
+            return []
+        self._copy_told |= is_copy
+        self._lost |= {index: max(v, self._lost.get(index, -1)) for index, (v, _) in ahead.items()}
+        is_journaled = state.config.broker.journal != "off"
+        level = "error" if is_journaled and not is_copy else "warning"
+        why = _why_lost(hello, is_copy=is_copy, is_journaled=is_journaled)
+        return [ev.Note(level, f"history_lost: {why}. {_what_is_lost(hello.name, ahead)}")]
 
     def _welcome(self, member: Member, now: float) -> list[ev.Effect]:
         state = self.state
@@ -285,3 +298,35 @@ class Admission:
         elif not member.ready and member.adopting_since is None:
             member.adopting_since = now
         return [ev.Send(member.peer, state.welcome(member, role, now)), *effects]
+
+
+def _why_lost(hello: msg.Hello, *, is_copy: bool, is_journaled: bool) -> str:
+    """How it can be that a learner has seen more than the state directory holds."""
+    if is_copy:
+        epoch = "{}.{}".format(*hello.epoch)
+        return (
+            "the state directory was restored from an older copy, it does not know the epoch"
+            f" {epoch} that {hello.name} has followed"
+        )
+    if is_journaled:
+        return (
+            "the state directory was restored from an older copy, or the disk has lost the end of"
+            " the journal"
+        )
+    return "what came after the last checkpoint is gone, there is no journal"
+
+
+def _what_is_lost(name: str, ahead: dict[int, tuple[int, int]]) -> str:
+    """`ahead`: the learner's version and the broker's, by fragment."""
+    if not ahead:
+        return f"{name} holds no newer version; where its copies differ it takes the broker's"
+    listed = [
+        f"of fragment {index} by {version - own} ({version}, here {own if own >= 0 else 'none'})"
+        for index, (version, own) in ahead.items()
+    ]
+    more = f" and of {len(listed) - 3} others" if len(listed) > 3 else ""
+    total = sum(version - own for version, own in ahead.values())
+    return (
+        f"{name} is ahead {', '.join(listed[:3])}{more}; versions lost: {total}. Learners go back"
+        " to the broker's by themselves"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from narrows.broker.records import Began, Committed, Fate, Head
-from narrows.proto.messages import Epoch
+from narrows.broker.snapshot import Start
 
 
 @dataclass
@@ -14,7 +14,7 @@ class Audit:
 
     rounds: int = 0
     contributions: int = 0
-    epochs: list[Epoch] = field(default_factory=list[Epoch])
+    epochs: list[Start] = field(default_factory=list[Start])
     tokens: dict[tuple[str, str, int], int] = field(default_factory=dict[tuple[str, str, int], int])
     """Merged, by learner, incarnation and fragment; those before the journal's beginning too."""
     lost: int = 0

@@ -114,7 +114,7 @@ class Commits:
     def note(self, fate: ev.Fate) -> None:
         """Appends what became of a learner or a push; it is soon durable."""
         head = records.Fate(
-            self._run.epoch, fate.what, fate.learner, fate.incarnation, fate.fragment,
+            self._run.epoch[:2], fate.what, fate.learner, fate.incarnation, fate.fragment,
             fate.push_id, fate.reason, time.time(),
         )  # fmt: skip
         self._append(records.encode(head))
@@ -244,7 +244,7 @@ def committed(
     if model.policy.is_rounded:
         blobs.append(upper_halves(outcome.merged.outer_grad).data.cast("B"))
     head = records.Committed(
-        epoch=run.epoch,
+        epoch=run.epoch[:2],
         fragment=effect.fragment,
         version=effect.version,
         reason=effect.reason,

@@ -99,8 +99,8 @@ def _header_bytes(params: int, chunk: int) -> int:
     return len(
         encode_header(
             Header(
-                PROTOCOL, digits, (1, 1), DataKind.PUBLICATION, "learner", digits, 100, 1000, 1000,
-                params, chunk, "int4-zstd", digest, digest, 0, params,
+                PROTOCOL, digits, (1, 1, 1 << 62), DataKind.PUBLICATION, "learner", digits, 100,
+                1000, 1000, params, chunk, "int4-zstd", digest, digest, 0, params,
             )
         )
     )  # fmt: skip

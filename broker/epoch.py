@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass
+from typing import Final
 
 from narrows.broker import records
 from narrows.broker.checkpoint import Snapshot, StateDir
@@ -22,6 +23,9 @@ from narrows.proto import messages as msg
 from narrows.proto.config import flatten
 from narrows.proto.errors import ConfigError, ErrorCode
 from narrows.proto.frames import digest
+
+NONCE_BITS: Final = 62
+"""What an integer of the wire holds: no two lives of a run will ever share one."""
 
 _log = logging.getLogger("narrows.broker")
 
@@ -46,8 +50,9 @@ class Begun:
 def begin_epoch(config: BrokerConfig, state_dir: StateDir, *, now: float) -> Begun:
     """Recovers what is durable and begins the next epoch.
 
-    The epoch is on disk when this returns: whatever a learner hears from now on is newer than
-    all that it heard from the life before. Raises NarrowsError if the state is damaged, or was
+    The epoch is on disk when this returns, but for its nonce, which no other life has: whatever a
+    learner hears from now on is told from all that it heard from lives before, those of copies of
+    this directory too. Raises NarrowsError if the state is damaged, or was
     made with another fragment count, and OSError.
     """
     state_dir.keep_first = config.broker.journal_keep
@@ -84,7 +89,7 @@ def begin_epoch(config: BrokerConfig, state_dir: StateDir, *, now: float) -> Beg
     syncer = Syncer(
         config,
         run_id=run.run_id,
-        epoch=run.epoch,
+        epoch=(*run.epoch, secrets.randbits(NONCE_BITS)),
         now=now,
         resumed=_resumed(snapshot, history) if snapshot is not None and history else None,
         from_file=bool(config.broker.init) and snapshot is None,

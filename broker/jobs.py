@@ -232,7 +232,7 @@ class Jobs:
         run = self._run
         return Snapshot(
             run_id=run.run_id,
-            epoch=run.epoch,
+            epoch=run.epoch[:2],
             layout=run.layout,
             frozen_digest=run.frozen_digest,
             fragment_count=run.settings.fragment_count,

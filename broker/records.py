@@ -15,7 +15,8 @@ from msgspec import Struct
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.durable import Damaged
-from narrows.proto.messages import Epoch, Phase
+from narrows.broker.snapshot import Start
+from narrows.proto.messages import Phase
 
 FORMAT: Final = 1
 HEAD_LENGTH_BYTES: Final = 4
@@ -31,7 +32,7 @@ class Began(_Head, frozen=True, tag="began"):
     """A life of the broker."""
 
     format: int
-    epoch: Epoch
+    epoch: Start
     config_digest: str
     versions: tuple[int, ...]
     """With which it begins, by fragment; empty before version 0."""
@@ -80,7 +81,7 @@ class Committed(_Head, frozen=True, tag="committed"):
     """A round: with this record the version exists. Blobs: the publication's chunks, then those of
     each contribution, or the merged outer gradient (bfloat16) if only that is kept."""
 
-    epoch: Epoch
+    epoch: Start
     fragment: int
     version: int
     reason: str
@@ -101,7 +102,7 @@ class Committed(_Head, frozen=True, tag="committed"):
 class Fate(_Head, frozen=True, tag="fate"):
     """A learner joined or left, or a push was refused or expired."""
 
-    epoch: Epoch
+    epoch: Start
     what: Literal["joined", "left", "refused", "expired"]
     learner: str
     incarnation: str

@@ -19,12 +19,13 @@ from narrows.broker.journal import Journal
 from narrows.broker.merge import Contribution, Merged
 from narrows.broker.model import EncodedVersion, GlobalModel, Outcome
 from narrows.broker.records import Committed, Head, decode, payloads
+from narrows.broker.snapshot import Start
 from narrows.broker.state import MergedPushes
 from narrows.proto.chunk import DecodedChunk
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.frames import digest
-from narrows.proto.messages import Epoch, Phase
+from narrows.proto.messages import Phase
 from narrows.proto.scales import widened
 from narrows.proto.transfer import EncodedChunk, advance_copy, decode_chunk, digest_of
 
@@ -40,7 +41,7 @@ class History:
     phase: Phase
     run_tokens: int
     merged_pushes: MergedPushes
-    epoch: Epoch
+    epoch: Start
     replayed: int = 0
     """Rounds that came from the journal."""
     newest: int = 0

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from narrows.proto.errors import ErrorCode
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest
 from narrows.proto.kernels import F32
-from narrows.proto.messages import DtypeName, Epoch, LayoutEntry, Phase
+from narrows.proto.messages import Count, DtypeName, LayoutEntry, Phase
 from narrows.proto.rounding import round_to_dtype
 
 FORMAT: Final = 1
@@ -40,13 +40,17 @@ _DTYPES: Final[Mapping[DtypeName, tuple[str, int]]] = {
 
 Sealed = TypeVar("Sealed", "RunRecord", "Manifest")
 
+Start: TypeAlias = tuple[Count, Count]
+"""(term, life): an epoch as files have it. The nonce is for peers: it tells this directory's lives
+from those of its copies, of which a file cannot know."""
+
 
 class RunRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """Which run this directory belongs to, and its newest epoch."""
 
     format: int
     run_id: str
-    epoch: Epoch
+    epoch: Start
     config_digest: str
     """Of the configuration that the epoch began with; told, not enforced."""
     digest: str = ""
@@ -77,7 +81,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     format: int
     run_id: str
-    epoch: Epoch
+    epoch: Start
     phase: Phase
     run_tokens: int
     frozen_digest: int
@@ -108,7 +112,7 @@ class Snapshot:
     """Everything that a checkpoint holds."""
 
     run_id: str
-    epoch: Epoch
+    epoch: Start
     layout: tuple[LayoutEntry, ...]
     frozen_digest: int
     fragment_count: int

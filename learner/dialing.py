@@ -125,6 +125,11 @@ class Dialer:
         if self.connection is Connection.JOINED:
             self.connection, self._hello_at, self._delay_s = Connection.JOINING, now, HELLO_S
 
+    def other_count(self, now: int, before: int) -> Refused:
+        """The broker came back with another number of fragments."""
+        what, remedy = f"the broker now has {now} fragments", "start the learner again"
+        return Refused(ErrorCode.LAYOUT_MISMATCH, what, expected=str(before), remedy=remedy)
+
     def silent_s(self, now: float) -> float:
         """For how long the broker was not heard; 0 before it ever was."""
         return now - self.heard_at if self.heard_at is not None else 0.0

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from narrows.proto.errors import NarrowsError
 from narrows.proto.fragments import Fragment
-from narrows.proto.messages import ControlMessage, DataKind, Header, RunSettings
+from narrows.proto.messages import ControlMessage, DataKind, Epoch, Header, RunSettings
 
 # Events from the network and the workers.
 
@@ -139,7 +139,7 @@ class Identify:
     """Data headers carry this run id and epoch from now on."""
 
     run_id: str
-    epoch: tuple[int, int]
+    epoch: Epoch
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,10 @@ class Links:
     def welcomed(
         self, heads: Sequence[msg.FragmentHead], *, restarted: bool, now: float
     ) -> list[ev.Effect]:
-        """The broker admits this learner (again)."""
+        """The broker admits this learner (again). It has no heads before version 0 stands: if it
+        `restarted`, what is held here is not of its history."""
+        if restarted and not heads:
+            heads = [msg.FragmentHead(-1, 0)] * len(self)
         effects: list[ev.Effect] = []
         for link, head in zip(self._links, heads, strict=False):
             effects += link.welcomed(head, restarted=restarted, now=now)

@@ -38,7 +38,7 @@ class Sender:
         self._wires, self._name, self._incarnation = wires, name, incarnation
         self.counters = Counters()
         self._run_id: str = ""
-        self._epoch: Epoch = (0, 0)
+        self._epoch: Epoch = (0, 0, 0)
         self._outbox = Outbox[Parcel](1, STREAM_WINDOW_BYTES)
         self._budget = Budget()
         self._control_bytes = 0

@@ -16,7 +16,7 @@ from narrows.learner.ledger import Ledger
 from narrows.learner.links import Links
 from narrows.learner.pace import Pace, RunTime
 from narrows.proto import messages as msg
-from narrows.proto.errors import OF_ONE_MESSAGE, RETRYABLE, ErrorCode, Refused
+from narrows.proto.errors import OF_ONE_MESSAGE, RETRYABLE, Refused
 from narrows.proto.fragments import build_table
 from narrows.proto.schedule import is_lockstep, next_snapshot
 
@@ -30,7 +30,7 @@ class Session:
         """`jitter` returns numbers in [0, 1) that spread retries."""
         self.identity = identity
         self.run_id = ""
-        self.epoch: msg.Epoch = (0, 0)
+        self.epoch: msg.Epoch = (0, 0, 0)
         self.settings: msg.RunSettings | None = None
         self.phase = msg.Phase.FOUNDING
         self.links = Links()
@@ -160,8 +160,12 @@ class Session:
     # Messages.
 
     def _message(self, message: msg.ControlMessage, now: float) -> list[ev.Effect]:
-        if isinstance(message, msg.Welcome | msg.Beat) and message.epoch < self.epoch:
-            return []  # A broker that was replaced.
+        if isinstance(message, msg.Welcome | msg.Beat) and message.epoch != self.epoch:
+            # Left over from before, or another life answers at the address: only the Welcome to a
+            # new Hello says which. A lower term was replaced.
+            if self.online or message.epoch[0] < self.epoch[0]:
+                self._rejoin(now)
+                return []
         if not isinstance(message, msg.Refuse):
             self._dialer.heard_at = now
         match message:
@@ -172,9 +176,6 @@ class Session:
             case msg.Probe(nonce):
                 return [ev.Send(msg.Alive(nonce))]
             case _ if not self.online:
-                return []
-            case msg.Beat() if message.epoch != self.epoch:
-                self._rejoin(now)
                 return []
             case msg.Beat():
                 acknowledge = ev.Acknowledge(message.received)
@@ -195,16 +196,15 @@ class Session:
         if first:
             self.links = Links(build_table(self.identity.layout, welcome.settings.fragment_count))
         elif self.settings and welcome.settings.fragment_count != self.settings.fragment_count:
-            what = f"the broker now has {welcome.settings.fragment_count} fragments"
-            expected, again = str(self.settings.fragment_count), "start the learner again"
-            code = ErrorCode.LAYOUT_MISMATCH
-            return self._fail(Refused(code, what, expected=expected, remedy=again))
-        restarted = welcome.epoch > self.epoch
+            counts = welcome.settings.fragment_count, self.settings.fragment_count
+            return self._fail(self._dialer.other_count(*counts))
+        restarted = welcome.epoch != self.epoch
         effects: list[ev.Effect] = []
         if not self.online:
             self._pace.expect(welcome.settings.streams)
             if not first:
-                effects.append(ev.Note("info", f"back with the broker, epoch {welcome.epoch}"))
+                epoch = "{}.{}".format(*welcome.epoch)
+                effects.append(ev.Note("info", f"back with the broker, epoch {epoch}"))
         self.run_id, self.epoch, self.settings = welcome.run_id, welcome.epoch, welcome.settings
         self._dialer.joined(now)
         ports = (welcome.uplink_port, welcome.downlink_port)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-PROTOCOL = 1
-"""Version of the wire format; peers must agree exactly (version 1 has no predecessor)."""
+PROTOCOL = 2
+"""Version of the wire format; peers must agree exactly."""
 
 CONTROL_BYTES_MAX = 4 << 20
 """A control message. The largest is Hello with its layout: 30,000 tensors of 100 bytes each."""

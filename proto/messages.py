@@ -94,7 +94,7 @@ class Hello(_Control, frozen=True):
     run_id: Text
     """The run this learner belongs to, "" on its first Hello."""
     epoch: Epoch
-    """Highest epoch seen, (0, 0) on the first Hello."""
+    """The one that it followed last, (0, 0, 0) on the first Hello."""
     layout: tuple[LayoutEntry, ...]
     frozen_digest: int
     """xxh3_64 over names and bytes of the parameters that do not travel; 0: none."""

@@ -41,8 +41,9 @@ Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]
 Positions: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=STREAMS_MAX)]
 Ranges: TypeAlias = Annotated[tuple[tuple[Elements, Elements], ...], Meta(max_length=RANGES_MAX)]
 
-Epoch: TypeAlias = tuple[Count, Count]
-"""(term, life): a broker restart raises life, a promotion raises term. Compared as a tuple."""
+Epoch: TypeAlias = tuple[Count, Count, Count]
+"""(term, life, nonce): a promotion raises term, each start of a state directory its life and draws
+a nonce. Only terms are ordered: a copy of the directory counts its lives on from an older one."""
 
 MergeLaw: TypeAlias = Literal["mean", "rda"]
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]

@@ -19,7 +19,9 @@ from narrows.proto.limits import PROTOCOL
 from narrows.proto.transfer import STATE_CODEC
 
 RUN = "run"
-EPOCH = (0, 1)
+EPOCH = (0, 1, 7)
+NEXT_EPOCH = (0, 2, 3)
+"""Of the next life of the broker. Nonces are random: this one is lower."""
 LAYOUT = (
     msg.LayoutEntry("weight", (25, 40), "float32", "rda"),
     msg.LayoutEntry("bias", (1000,), "float32", "mean"),
@@ -60,7 +62,7 @@ def hello(name: str, **fields: object) -> msg.Hello:
         "name": name,
         "incarnation": incarnation_of(name),
         "run_id": "",
-        "epoch": (0, 0),
+        "epoch": (0, 0, 0),
         "layout": LAYOUT,
         "frozen_digest": 0,
         "codecs": codec_names(),
@@ -280,6 +282,13 @@ class Seat:
             "up_bits_per_s": 0.0,
         }
         return self.hear(make(msg.Welcome, values, fields))
+
+    def restarted(
+        self, versions: Sequence[int] = (0, 0), *, epoch: msg.Epoch = NEXT_EPOCH, **fields: object
+    ) -> list[lev.Effect]:
+        """The Welcome of another life of the broker, which did not know the session."""
+        self.hear(msg.Refuse("unknown_session", "no session"))
+        return self.welcome(versions, epoch=epoch, **fields)
 
     def beat(
         self,

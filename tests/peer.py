@@ -81,7 +81,7 @@ class Peer:
             name=self.name,
             incarnation=self.incarnation,
             run_id="",
-            epoch=(0, 0),
+            epoch=(0, 0, 0),
             layout=LAYOUT,
             frozen_digest=0,
             codecs=codec_names(),

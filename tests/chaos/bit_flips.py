@@ -69,7 +69,7 @@ def make(path: Path) -> State:
         journal = Journal.open(files, run_id=run.run_id, segment_bytes=SEGMENT_BYTES)
         journal.append(encode(Began(FORMAT, run.epoch, run.config_digest, (), 0.0)))
         journal.sync()
-        syncer = Syncer(config, run_id=run.run_id, epoch=run.epoch, now=0.0)
+        syncer = Syncer(config, run_id=run.run_id, epoch=(*run.epoch, 7), now=0.0)
         syncer.state.phase = Phase.RUNNING
         digests = [model_digest(model)]
         for version in range(ROUNDS + 1):
@@ -141,7 +141,8 @@ def fate_of(state: State) -> str:
 
 def _told_by_a_learner(syncer: Syncer) -> bool:
     """The first learner that joins holds the newest version: it must be noticed."""
-    hello = Identity("a", "1" * 32, LAYOUT, 0).hello(syncer.state.run_id, (1, 1), 9, 900, (ROUNDS,))
+    identity, run_id = Identity("a", "1" * 32, LAYOUT, 0), syncer.state.run_id
+    hello = identity.hello(run_id, (1, 1, 7), 9, 900, (ROUNDS,))
     effects = syncer.handle(Received(b"a", hello), now=0.0)
     return any(isinstance(e, Note) and e.text.startswith("history_lost") for e in effects)
 

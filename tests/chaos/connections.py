@@ -108,7 +108,7 @@ def _member(
     """Joins as a new process of one of the names, subscribes, and is gone without a Bye."""
     incarnation = secrets.token_hex(16)
     hello = msg.Hello(
-        PROTOCOL, f"site-{number % NAMES}", incarnation, "", (0, 0), LAYOUT, 0, codec_names(),
+        PROTOCOL, f"site-{number % NAMES}", incarnation, "", (0, 0, 0), LAYOUT, 0, codec_names(),
         0, 0, (),
     )  # fmt: skip
     with context.socket(zmq.DEALER) as control, context.socket(zmq.SUB) as downlink:

@@ -29,7 +29,7 @@ def cut(frames: list[bytes]) -> Frames:
 
 
 def other_version(frames: list[bytes]) -> Frames:
-    return [frames[0], sealed(frames[1][12:], 2), frames[2]]
+    return [frames[0], sealed(frames[1][12:], 1), frames[2]]
 
 
 def more_fields(frames: list[bytes]) -> Frames:
@@ -62,7 +62,7 @@ def test_damaged_data_is_counted_by_code(world: World, member: Peer, case: str) 
 
 
 UNTOLD: dict[str, tuple[dict[str, object], str]] = {
-    "other protocol": ({"protocol": 2}, "protocol_version"),
+    "other protocol": ({"protocol": 1}, "protocol_version"),
     "nobody's name": ({"learner": "nobody"}, "old_incarnation"),
     "huge name": ({"learner": "n" * 500}, "old_incarnation"),
     "good's name": ({"learner": "good"}, "old_incarnation"),
@@ -86,7 +86,7 @@ def test_data_of_nobody_in_particular_is_counted(world: World, member: Peer, cas
 
 CHUNKS: dict[str, tuple[dict[str, object], str, str, str]] = {
     "other run": ({"run_id": "0" * 16}, "wrong_run", "", "0" * 16),
-    "other epoch": ({"epoch": (0, 7)}, "wrong_epoch", "(1, 1)", "(0, 7)"),
+    "other epoch": ({"epoch": (1, 1, 7)}, "wrong_epoch", "(1, 1, ", "(1, 1, 7)"),
     "no such fragment": ({"fragment": 2}, "bad_fragment", "below 2", "2"),
     "far fragment": ({"fragment": 1 << 62}, "bad_fragment", "below 2", str(1 << 62)),
     "beyond the end": ({"offset": 212, "count": 5}, "bad_range", "0..216", "212+5"),

@@ -18,7 +18,7 @@ def other_layout() -> tuple[msg.LayoutEntry, ...]:
 
 
 HELLOS: dict[str, tuple[dict[str, object], str, str, str]] = {
-    "other protocol": ({"protocol": 2}, "protocol_version", "1", "2"),
+    "other protocol": ({"protocol": 1}, "protocol_version", "2", "1"),
     "no name": ({"name": ""}, "bad_name", "1 to 64", "''"),
     "path as name": ({"name": "../../etc/passwd"}, "bad_name", "1 to 64", "etc/passwd"),
     "control characters": ({"name": "a\x1b[2J\n"}, "bad_name", "1 to 64", r"'a\x1b[2J\n'"),
@@ -26,8 +26,7 @@ HELLOS: dict[str, tuple[dict[str, object], str, str, str]] = {
     "huge name": ({"name": "n" * 1_000_000}, "bad_message", "", "1024"),
     "incarnation": ({"incarnation": "1"}, "bad_name", "32 hex digits", "'1'"),
     "other run": ({"run_id": "0" * 16}, "wrong_run", "", "0" * 16),
-    "future epoch": ({"epoch": (1, 99)}, "wrong_epoch", "at most (1, 1)", "(1, 99)"),
-    "future term": ({"epoch": (5, 0)}, "wrong_epoch", "at most (1, 1)", "(5, 0)"),
+    "future term": ({"epoch": (5, 0, 0)}, "wrong_epoch", "term 1 at most", "term 5"),
     "codecs": ({"codecs": ("raw32", "lz4")}, "unknown_codec", "int4-zstd", "raw32, lz4"),
     "other model": ({"layout": other_layout()}, "layout_mismatch", "2 tensors", "shape (24, 17)"),
     "no model": ({"layout": ()}, "bad_message", "1 to 30000", "0"),
@@ -95,7 +94,7 @@ def test_without_a_session_nothing_is_taken(mallory: Peer) -> None:
 
 
 BROKER_SENDS: tuple[msg.ControlMessage, ...] = (
-    msg.Beat((1, 1), msg.Phase.ENDED, (9, 9), (), 10**9, 1.0, (), 0.0),
+    msg.Beat((1, 1, 1), msg.Phase.ENDED, (9, 9), (), 10**9, 1.0, (), 0.0),
     msg.Refuse("layout_mismatch", "go away"),
     msg.Probe(1),
 )

@@ -246,10 +246,10 @@ def test_the_clock_in_steps_is_0_before_the_first_step_and_never_falls(service: 
 
 
 def test_another_version_is_final_for_who_joins(tmp_path: Path) -> None:
-    with answering(sealed(b"", protocol=2)) as address, pytest.raises(Refused) as caught:
+    with answering(sealed(b"", protocol=1)) as address, pytest.raises(Refused) as caught:
         lone(address, wait_s=HANG_S).start()
     assert caught.value.code == ErrorCode.PROTOCOL_VERSION
-    assert (caught.value.expected, caught.value.got) == ("1", "2")
+    assert (caught.value.expected, caught.value.got) == ("2", "1")
 
 
 def test_another_version_is_passed_over_by_who_trains(service: Service) -> None:
@@ -257,7 +257,7 @@ def test_another_version_is_passed_over_by_who_trains(service: Service) -> None:
     learner.start()
     service.stop("to be replaced")
     wait_until(lambda: not learner.background.session.online, "the learner to be offline")
-    tell(learner, sealed(b"", protocol=2))
+    tell(learner, sealed(b"", protocol=1))
     learner.boundary(1, 1.0)
     learner.abort()
 

@@ -68,7 +68,7 @@ def test_a_killed_broker_resumes_and_the_learners_come_back(run: Run) -> None:
     after = run.status()
     assert before is not None and after is not None
     assert after.run_id == before.run_id
-    assert after.epoch > before.epoch
+    assert after.epoch[:2] > before.epoch[:2]
     assert sum(after.versions) >= sum(before.versions) - 8
     wait_until(lambda: run.contributions("a") and run.contributions("b"), "both to come back")
     run.leave("a", "b")

@@ -1,6 +1,6 @@
 """The bits that peers must agree on, stored: payloads decode and codes come out as ever.
 
-`codecs.json` belongs to protocol version 1. What zstd and Blosc2 make of them may change with
+`codecs.json` belongs to protocol version 2. What zstd and Blosc2 make of them may change with
 the library, so payloads are compared after decoding, and the codes before compression.
 """
 

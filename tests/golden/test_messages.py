@@ -1,4 +1,4 @@
-"""Protocol version 1 byte by byte: stored frames decode to their messages and come out again.
+"""Protocol version 2 byte by byte: stored frames decode to their messages and come out again.
 
 If this fails, the wire format has changed: raise PROTOCOL, say so in PROTOCOL.md, and only then
 make new frames with `python tests/golden/test_messages.py`.
@@ -16,13 +16,15 @@ import pytest
 
 from narrows.proto import frames
 from narrows.proto import messages as msg
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.limits import PROTOCOL
 
 FILE = Path(__file__).with_name("messages.json")
+VERSION_1 = Path(__file__).with_name("messages-version-1.json")
 Message: TypeAlias = msg.ControlMessage | msg.Header
 
 INCARNATION = "0123456789abcdef0123456789abcdef"
-EPOCH: msg.Epoch = (1, 3)
+EPOCH: msg.Epoch = (1, 3, 2**62 - 1)
 PAYLOAD = b"Narrows"
 LAYOUT = (
     msg.LayoutEntry("embedding.weight", (256, 64), "bfloat16", "mean"),
@@ -166,8 +168,8 @@ def decode(name: str, frame: bytes) -> Message:
     return frames.decode_control(frame)
 
 
-def stored() -> dict[str, str]:
-    loaded: dict[str, str] = json.loads(FILE.read_text(encoding="utf-8"))
+def stored(path: Path = FILE) -> dict[str, str]:
+    loaded: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
     return loaded
 
 
@@ -192,11 +194,20 @@ def test_another_library_reads_the_body(message: Message) -> None:
     assert plain == json.loads(msgspec.json.encode(message))
 
 
+@pytest.mark.parametrize("name", stored(VERSION_1))
+def test_version_1_is_refused_by_name(name: str) -> None:
+    with pytest.raises(RemoteProtocolError) as caught:
+        decode(name, bytes.fromhex(stored(VERSION_1)[name]))
+    assert caught.value.code == ErrorCode.PROTOCOL_VERSION
+    assert (caught.value.expected, caught.value.got) == ("2", "1")
+    assert "the same narrows version" in caught.value.remedy
+
+
 def test_a_frame_by_hand() -> None:
     """Probe(5), written down from PROTOCOL.md: map of type and nonce, behind the envelope."""
     body = b"\x82" + b"\xa4type" + b"\xa5probe" + b"\xa5nonce" + b"\x05"
     frame = bytes.fromhex(stored()["Probe"])
-    assert frame[:4] == b"NRW\x01"
+    assert frame[:4] == b"NRW\x02"
     assert frame[12:] == body
     assert int.from_bytes(frame[4:12], "little") == frames.digest(body)
 

@@ -11,6 +11,7 @@ from chaos.bit_flips import config_of
 from narrows.broker.checkpoint import StateDir
 from narrows.broker.epoch import begin_epoch
 from narrows.broker.history import Changes, audit, model_digest, replay
+from narrows.proto.messages import Epoch
 
 STORED = Path(__file__).with_name("state-format-1")
 DIGEST = "3901b13112cdce72311fbc4a04bf14fa"
@@ -30,10 +31,22 @@ def test_a_broker_resumes_from_it(state: Path) -> None:
     assert begun.model is not None
     assert [fragment.version for fragment in begun.model.fragments] == [6]
     assert model_digest(begun.model) == DIGEST
-    assert begun.syncer.state.epoch == (1, 2)
+    assert begun.syncer.state.epoch[:2] == (1, 2)
 
 
 def test_it_can_be_audited_and_replayed(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     audit(state)
     replay(state, Changes())
     assert f"6 rounds replayed, every digest as it was\nmodel {DIGEST}" in capsys.readouterr().out
+
+
+def test_two_copies_begin_lives_of_one_number_that_are_told_apart(tmp_path: Path) -> None:
+    epochs: list[Epoch] = []
+    for name in ("copy", "another"):
+        shutil.copytree(STORED, tmp_path / name)
+        with StateDir.open(tmp_path / name) as state_dir:
+            begun = begin_epoch(config_of(tmp_path / name), state_dir, now=0.0)
+            begun.close()
+        epochs.append(begun.syncer.state.epoch)
+    assert epochs[0][:2] == epochs[1][:2] == (1, 2)
+    assert epochs[0] != epochs[1]

@@ -74,6 +74,7 @@ def draw_faults(random: Random) -> Faults:
         freezes_per_s=some(0.1),
         pauses_per_s=some(0.1),
         broker_crashes_per_s=some(0.15),
+        restores=some(1.0),
     )
 
 

@@ -140,6 +140,19 @@ def broker_restart() -> Transcript:
     return story
 
 
+def backup_restored() -> Transcript:
+    """A life of the broker is lost: the next one begins from a backup, under the same number."""
+    story = Transcript(*TWO, run__learners_at_start=2, broker__checkpoint_versions=1)
+    story.run(6.0)
+    story.say("the broker is killed, its state directory copied; it is started again after 1 s")
+    story.simulation.kill_broker(1.0)
+    story.run(11.0)
+    story.say("the broker is killed, and started from the copy after 1 s")
+    story.simulation.restore_broker(1, 1.0)
+    story.run(17.0)
+    return story
+
+
 def goal_and_end() -> Transcript:
     """At the goal every fragment gets a last round, everybody adopts it and says Bye."""
     story = Transcript(*TWO, run__learners_at_start=2, run__goal_tokens=1500)
@@ -158,7 +171,15 @@ def diloco() -> Transcript:
 
 @pytest.mark.parametrize(
     "story",
-    [join_and_founding, round_with_grace, kill_and_rejoin, broker_restart, goal_and_end, diloco],
+    [
+        join_and_founding,
+        round_with_grace,
+        kill_and_rejoin,
+        broker_restart,
+        backup_restored,
+        goal_and_end,
+        diloco,
+    ],
     ids=lambda story: story.__name__,
 )
 def test_transcript(story: Callable[[], Transcript], request: pytest.FixtureRequest) -> None:

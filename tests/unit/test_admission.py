@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from machines import ELEMENTS, EPOCH, RUN, Desk, hello, incarnation_of, one, only
 
 from narrows.broker import events as ev
@@ -242,7 +243,7 @@ def test_a_resumed_run_welcomes_with_its_versions() -> None:
     heads = (msg.FragmentHead(3, 30), msg.FragmentHead(2, 20))
     resumed = Resumed(before.state.layout, 0, heads, 5000, Phase.RUNNING)
     desk = Desk(resumed=resumed)
-    welcome = one(desk.say("a", hello("a", run_id=RUN, epoch=(0, 0), tokens=900)), msg.Welcome)
+    welcome = one(desk.say("a", hello("a", run_id=RUN, epoch=(0, 0, 0), tokens=900)), msg.Welcome)
     assert (welcome.fragments, welcome.run_tokens) == (heads, 5000)
     # Publications of the old epoch are gone: whoever lacks one gets the state.
     publish = one(desk.say("a", msg.Fetch(0, 2)), ev.Publish)
@@ -252,14 +253,91 @@ def test_a_resumed_run_welcomes_with_its_versions() -> None:
 def test_a_broker_that_was_replaced_stops_serving() -> None:
     """Two brokers of one run would make two models."""
     desk = Desk().running("a")
-    newer = hello("b", run_id=desk.state.run_id, epoch=(desk.state.epoch[0] + 1, 1))
+    newer = hello("b", run_id=desk.state.run_id, epoch=(desk.state.epoch[0] + 1, 1, 1))
     effects = desk.do(ev.Received(b"b", newer))
     assert any(
         note.level == "error" and "serves this run" in note.text for note in only(effects, ev.Note)
     )
     assert {type(send.message) for send in only(effects, ev.Send)} >= {msg.Refuse, msg.Bye}
     assert not desk.do(ev.Received(b"c", hello("c")))
-    other_run = hello("b", run_id="f" * 16, epoch=(9, 9))
+    other_run = hello("b", run_id="f" * 16, epoch=(9, 9, 9))
     desk = Desk().running("a")
     desk.do(ev.Received(b"b", other_run))
     assert not desk.syncer.lifecycle.stopping
+
+
+def resumed_at(*versions: int, **settings: object) -> Desk:
+    """A broker that begins its life with these versions."""
+    before = Desk().running("a")
+    heads = tuple(msg.FragmentHead(version, 10 * version) for version in versions)
+    resumed = Resumed(before.state.layout, 0, heads, 5000, Phase.RUNNING)
+    return Desk("decoupled", resumed=resumed, **settings)
+
+
+def returns(desk: Desk, name: str, epoch: msg.Epoch, versions: tuple[int, ...]) -> list[ev.Note]:
+    """The lines that the return of a learner writes; it is admitted."""
+    effects = desk.say(name, hello(name, run_id=RUN, epoch=epoch, versions=versions))
+    assert one(effects, msg.Welcome).epoch == desk.state.epoch
+    return [note for note in only(effects, ev.Note) if note.text.startswith("history_lost: ")]
+
+
+@pytest.mark.parametrize("epoch", [(0, 1, 8), (0, 5, 8)], ids=["number again", "higher number"])
+def test_a_restored_copy_is_named_with_what_is_lost(epoch: msg.Epoch) -> None:
+    desk = resumed_at(6, 5)
+    (note,) = returns(desk, "a", epoch, (31, 30))
+    assert note.level == "warning"
+    assert "restored from an older copy" in note.text
+    assert f"does not know the epoch 0.{epoch[1]} that a has followed" in note.text
+    assert "fragment 0 by 25 (31, here 6), of fragment 1 by 25 (30, here 5)" in note.text
+    assert "versions lost: 50." in note.text and "disk" not in note.text
+    # Once is enough, unless more was lost than was known.
+    assert not returns(desk, "b", epoch, (31, 29))
+    (more,) = returns(desk, "c", epoch, (33, 3))
+    assert "fragment 0 by 27 (33, here 6); versions lost: 27." in more.text
+    assert desk.state.tally.history_lost == 3
+
+
+def test_a_copy_that_lacks_no_version_is_named_too() -> None:
+    desk = resumed_at(6, 5)
+    (note,) = returns(desk, "a", (0, 1, 8), (6, 5))
+    assert "restored from an older copy" in note.text and "no newer version" in note.text
+    assert not returns(desk, "b", (0, 1, 8), (6, 5))
+
+
+def test_a_life_before_this_one_lost_its_end() -> None:
+    """An older copy, or a disk that has lost what it said was written: nobody can tell."""
+    desk = resumed_at(6, 5)
+    assert not returns(desk, "a", (0, 0, 8), (6, 5))
+    (note,) = returns(desk, "b", (0, 0, 8), (6, 6))
+    assert note.level == "error"
+    assert "older copy, or the disk has lost the end of the journal" in note.text
+    assert "fragment 1 by 1 (6, here 5); versions lost: 1." in note.text
+
+
+def test_without_a_journal_what_came_after_the_checkpoint_is_lost() -> None:
+    desk = resumed_at(6, 5, broker__journal="off")
+    (note,) = returns(desk, "a", (0, 0, 8), (9, 5))
+    assert note.level == "warning" and "there is no journal" in note.text
+
+
+def test_a_copy_from_before_version_0_has_lost_everything() -> None:
+    desk = Desk()
+    (note,) = returns(desk, "a", (0, 1, 8), (3, 3))
+    assert "(3, here none)" in note.text and "versions lost: 8." in note.text
+
+
+def test_a_learner_of_this_life_or_of_another_run_has_lost_nothing() -> None:
+    desk = resumed_at(6, 5)
+    assert not returns(desk, "a", EPOCH, (6, 5))
+    effects = desk.say("x", hello("x", run_id="f" * 16, epoch=(0, 9, 9), versions=(9, 9)))
+    assert one(effects, msg.Refuse).code == ErrorCode.WRONG_RUN
+
+
+def test_a_push_of_another_life_with_the_same_number_is_never_merged() -> None:
+    """Its base has the broker's version and other bytes."""
+    desk = Desk().running("a", "b")
+    other = (desk.state.epoch[0], desk.state.epoch[1], desk.state.epoch[2] + 1)
+    desk.push("a")
+    refuse = one(desk.chunk("a", 0, epoch=other), msg.Refuse)
+    assert (refuse.code, refuse.push_id) == (ErrorCode.WRONG_EPOCH, 1)
+    assert not desk.round.contributed and not desk.round.incoming

@@ -40,12 +40,11 @@ def other_layout() -> tuple[msg.LayoutEntry, ...]:
 
 
 HELLOS: list[tuple[ErrorCode, dict[str, object], str, str]] = [
-    (ErrorCode.PROTOCOL_VERSION, {"protocol": 2}, "1", "2"),
+    (ErrorCode.PROTOCOL_VERSION, {"protocol": 1}, "2", "1"),
     (ErrorCode.BAD_NAME, {"name": "../evil"}, "1 to 64 of A-Z", "'../evil'"),
     (ErrorCode.BAD_NAME, {"incarnation": "xyz"}, "32 hex digits", "'xyz'"),
     (ErrorCode.WRONG_RUN, {"run_id": "another"}, RUN, "another"),
-    (ErrorCode.WRONG_EPOCH, {"run_id": RUN, "epoch": (0, 2)}, "at most (0, 1)", "(0, 2)"),
-    (ErrorCode.WRONG_EPOCH, {"run_id": RUN, "epoch": (1, 0)}, "at most (0, 1)", "(1, 0)"),
+    (ErrorCode.WRONG_EPOCH, {"run_id": RUN, "epoch": (1, 0, 0)}, "term 0 at most", "term 1"),
     (ErrorCode.UNKNOWN_CODEC, {"codecs": ("raw32",)}, "int4-zstd", "raw32"),
     (ErrorCode.LAYOUT_MISMATCH, {"layout": other_layout()}, "2 tensors", "'weight': shape"),
     (ErrorCode.LAYOUT_MISMATCH, {"frozen_digest": 7}, "2 tensors", "frozen"),
@@ -101,8 +100,9 @@ def test_old_incarnation_is_refused() -> None:
 
 CHUNKS: list[tuple[ErrorCode, dict[str, object], str, str]] = [
     (ErrorCode.WRONG_RUN, {"run_id": "another"}, RUN, "another"),
-    (ErrorCode.WRONG_EPOCH, {"epoch": (0, 0)}, "(0, 1)", "(0, 0)"),
-    (ErrorCode.WRONG_EPOCH, {"epoch": (0, 2)}, "(0, 1)", "(0, 2)"),
+    (ErrorCode.WRONG_EPOCH, {"epoch": (0, 0, 7)}, "(0, 1, 7)", "(0, 0, 7)"),
+    (ErrorCode.WRONG_EPOCH, {"epoch": (0, 2, 7)}, "(0, 1, 7)", "(0, 2, 7)"),
+    (ErrorCode.WRONG_EPOCH, {"epoch": (0, 1, 8)}, "(0, 1, 7)", "(0, 1, 8)"),
     (ErrorCode.BAD_FRAGMENT, {"fragment": 2}, "below 2", "2"),
     (ErrorCode.BAD_RANGE, {"offset": 1, "count": 1000}, "0..1000", "1+1000"),
     (ErrorCode.UNKNOWN_CODEC, {"codec": "int8-zstd"}, "int4-zstd", "int8-zstd"),
@@ -302,7 +302,8 @@ def test_learner_drops_data_that_is_not_for_it() -> None:
     seat = Seat().joined()
     strange: list[dict[str, object]] = [
         {"run_id": "another"},
-        {"epoch": (0, 0)},
+        {"epoch": (0, 0, 0)},
+        {"epoch": (0, 1, 8)},
         {"incarnation": incarnation_of("a", 2)},
         {"kind": msg.DataKind.PUSH},
         {"version": 0},
@@ -318,7 +319,7 @@ def test_learner_drops_data_that_is_not_for_it() -> None:
 
 def test_learner_ignores_a_broker_that_was_replaced() -> None:
     seat = Seat().joined()
-    seat.welcome(epoch=(0, 2))
+    seat.restarted()
     before = seat.session.phase, [link.known for link in seat.session.links]
     seat.beat((9, 9), phase=msg.Phase.ENDED, epoch=EPOCH)
     assert before == (seat.session.phase, [link.known for link in seat.session.links])

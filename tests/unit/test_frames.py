@@ -149,7 +149,7 @@ def test_refused_control_frames(frame: bytes, code: ErrorCode) -> None:
 def test_a_message_that_is_too_large_is_not_sent() -> None:
     tensor = msg.LayoutEntry("x" * 500, (1,), "float32", "mean")
     layout = (tensor,) * 10_000
-    hello = msg.Hello(PROTOCOL, "a", "0" * 32, "", (0, 0), layout, 0, (), 0, 0, ())
+    hello = msg.Hello(PROTOCOL, "a", "0" * 32, "", (0, 0, 0), layout, 0, (), 0, 0, ())
     with pytest.raises(RemoteProtocolError) as caught:
         encode_control(hello)
     assert caught.value.code is ErrorCode.TOO_LARGE
@@ -159,7 +159,7 @@ def header_of(**changes: object) -> msg.Header:
     header = msg.Header(
         protocol=PROTOCOL,
         run_id="run",
-        epoch=(0, 1),
+        epoch=(0, 1, 2),
         kind=msg.DataKind.PUSH,
         learner="a",
         incarnation="0" * 32,

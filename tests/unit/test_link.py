@@ -134,7 +134,7 @@ def test_a_duplicate_while_it_is_applied_is_dropped() -> None:
 def test_a_result_from_before_a_restart_is_ignored() -> None:
     seat = Seat().joined()
     seat.data(0, 1)
-    seat.welcome((0, 0), epoch=(0, 2))
+    seat.restarted((0, 0))
     assert not only(seat.do(ev.Applied(0, 1, digest(0, 1))), ev.Install)
     assert seat.session.links[0].held == 0
 
@@ -175,7 +175,7 @@ def test_a_push_merged_but_not_adopted_before_a_restart_keeps_its_outcome() -> N
     seat.beat((0, 0), open_round(0, 0))
     seat.step()
     seat.receive(0, 1, push_id=1)
-    seat.welcome((1, 0), epoch=(0, 2))
+    seat.restarted((1, 0))
     seat.do(ev.BoundaryReached())
     assert seat.session.ledger.total().merged == 100
 
@@ -188,7 +188,7 @@ def test_a_push_that_was_open_at_a_restart_learns_its_outcome_from_the_state(
     seat = Seat().joined()
     seat.beat((0, 0), open_round(0, 0))
     seat.step()
-    effects = seat.welcome((1, 0), epoch=(0, 2))
+    effects = seat.restarted((1, 0))
     assert not only(effects, ev.SettlePush)
     effects = seat.receive(0, 1, kind=STATE, push_id=told)
     assert one(effects, ev.SettlePush) == ev.SettlePush(1, merged=merged)
@@ -200,7 +200,7 @@ def test_a_push_that_was_open_at_a_restart_without_news_is_given_up() -> None:
     seat = Seat().joined()
     seat.beat((0, 0), open_round(0, 0))
     seat.step()
-    effects = seat.welcome((0, 0), epoch=(0, 2))
+    effects = seat.restarted((0, 0))
     assert one(effects, ev.SettlePush) == ev.SettlePush(1, merged=False)
 
 
@@ -211,7 +211,7 @@ def test_a_push_merged_and_lost_with_the_broker_is_rolled_back() -> None:
     seat.receive(0, 1, push_id=1)
     seat.do(ev.BoundaryReached())
     assert seat.session.ledger.total().merged == 100
-    seat.welcome((0, 0), epoch=(0, 2))
+    seat.restarted((0, 0))
     total = seat.session.ledger.total()
     assert (total.merged, total.rolled_back) == (0, 100)
 

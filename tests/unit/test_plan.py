@@ -164,8 +164,8 @@ def test_bits_of_codecs_that_do_not_quantise_are_their_width() -> None:
 
 def test_frames_cost_a_header_per_chunk() -> None:
     header = Header(
-        PROTOCOL, "0" * 32, (1, 1), DataKind.PUBLICATION, "learner", "0" * 32, 100, 1000, 1000,
-        600, 256, "int4-zstd", (1 << 64) - 1, (1 << 64) - 1, 0, 600,
+        PROTOCOL, "0" * 32, (1, 1, 1 << 62), DataKind.PUBLICATION, "learner", "0" * 32, 100, 1000,
+        1000, 600, 256, "int4-zstd", (1 << 64) - 1, (1 << 64) - 1, 0, 600,
     )  # fmt: skip
     expected = 3.0 + 8 * 3 * (len(encode_header(header)) + 35) / 600
     assert frame_bits(3.0, 600, 256) == pytest.approx(expected)

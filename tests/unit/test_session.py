@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from machines import EPOCH, SETTINGS, Seat, one, only, open_round
+from machines import EPOCH, NEXT_EPOCH, SETTINGS, Seat, digest, one, only, open_round
 
 from narrows.learner import events as ev
 from narrows.learner.session import Connection
@@ -68,7 +68,7 @@ def test_a_founder_sends_every_fragment_once_per_epoch() -> None:
     assert not founded()
     seat.hear(msg.Missing(msg.DataKind.FOUND, 1, 0, 0, ((5, 6),)))
     assert founded() == [ev.SendFounding(1, ((5, 6),))]
-    seat.welcome((), role=Role.FOUND, epoch=(0, 2))
+    seat.restarted((), role=Role.FOUND)
     assert len(founded()) == 2
 
 
@@ -203,7 +203,7 @@ def test_training_pauses_only_after_max_offline() -> None:
 
 def test_a_new_epoch_in_a_beat_means_hello() -> None:
     seat = Seat().joined()
-    assert one(seat.beat((0, 0), epoch=(0, 2)), msg.Hello).epoch == EPOCH
+    assert one(seat.beat((0, 0), epoch=NEXT_EPOCH), msg.Hello).epoch == EPOCH
 
 
 def test_a_rejoin_tells_the_open_push_and_what_is_adopted_again() -> None:
@@ -218,7 +218,7 @@ def test_a_rejoin_tells_the_open_push_and_what_is_adopted_again() -> None:
 
 def test_a_restarted_broker_with_the_same_versions_is_told_what_is_adopted() -> None:
     seat = Seat().joined((3, 3))
-    effects = seat.welcome((3, 3), epoch=(0, 2))
+    effects = seat.restarted((3, 3))
     assert not only(effects, msg.Fetch)
     assert [a.version for a in only(effects, msg.Adopted)] == [3, 3]
 
@@ -226,10 +226,78 @@ def test_a_restarted_broker_with_the_same_versions_is_told_what_is_adopted() -> 
 def test_a_restarted_broker_with_older_versions_rolls_back() -> None:
     seat = Seat().joined((3, 3))
     seat.step(tokens=70)
-    effects = seat.welcome((2, 3), epoch=(0, 2))
+    effects = seat.restarted((2, 3))
     assert one(effects, msg.Fetch) == msg.Fetch(0, -1)
     seat.receive(0, 2, kind=msg.DataKind.STATE)
     assert one(seat.step(tokens=30), ev.Adopt) == ev.Adopt(0, 2)
+    assert seat.session.ledger.total().rolled_back == 100
+
+
+@pytest.mark.parametrize("epoch", [(0, 1, 8), (0, 0, 9)], ids=["number again", "lower number"])
+def test_a_restored_broker_is_followed_and_what_it_lacks_is_rolled_back(epoch: msg.Epoch) -> None:
+    """It counts its lives on from an older state; only the nonce tells that it is another one."""
+    seat = Seat().joined((3, 3))
+    seat.beat((3, 3), open_round(0, 3))
+    push = one(seat.step(tokens=70), msg.Push)
+    seat.receive(0, 4, push_id=push.push_id)
+    seat.do(ev.BoundaryReached())
+    assert seat.session.ledger.total().merged == 70
+    effects = seat.restarted((2, 3), epoch=epoch)
+    assert seat.session.epoch == epoch
+    assert one(effects, msg.Fetch) == msg.Fetch(0, -1)
+    seat.beat((2, 3), open_round(0, 2), epoch=epoch)
+    assert not only(seat.step(tokens=30), msg.Push)
+    seat.receive(0, 2, kind=msg.DataKind.STATE)
+    assert one(seat.do(ev.BoundaryReached()), ev.Adopt) == ev.Adopt(0, 2)
+    total = seat.session.ledger.total()
+    assert (total.merged, total.rolled_back) == (0, 100)
+    assert one(seat.step(), msg.Push).base_version == 2
+
+
+def test_an_equal_version_of_another_history_is_given_up() -> None:
+    """No push may be made on it: the broker could not tell it from its own."""
+    seat = Seat().joined((3, 3))
+    heads = (msg.FragmentHead(3, 12345), msg.FragmentHead(3, digest(1, 3)))
+    effects = seat.restarted(epoch=(0, 1, 8), fragments=heads, rounds=(open_round(0, 3),))
+    assert one(effects, msg.Fetch) == msg.Fetch(0, -1)
+    assert not only(seat.step(), ev.Snapshot)
+
+
+def test_what_another_life_left_behind_only_makes_the_learner_ask_again() -> None:
+    """Messages of two connections are not read in the order in which they were sent."""
+    seat = Seat().joined((3, 3))
+    seat.restarted((3, 3))
+    effects = seat.welcome((0, 0), epoch=EPOCH)
+    assert one(effects, msg.Hello).epoch == NEXT_EPOCH
+    assert not only(effects, ev.Identify)
+    effects = seat.welcome((3, 3), epoch=NEXT_EPOCH)
+    assert seat.session.online and not only(effects, msg.Fetch)
+    assert seat.session.ledger.total().rolled_back == 0
+    effects = seat.beat((9, 9), epoch=EPOCH)
+    assert one(effects, msg.Hello).epoch == NEXT_EPOCH
+    assert [link.known for link in seat.session.links] == [3, 3]
+
+
+def test_a_lower_term_is_never_followed() -> None:
+    seat = Seat()
+    seat.do(ev.DeadlineReached())
+    seat.welcome(epoch=(2, 1, 7))
+    for epoch in ((1, 9, 9), (0, 9, 9)):
+        seat.restarted((0, 0), epoch=epoch)
+        assert not seat.session.online and seat.session.epoch == (2, 1, 7)
+
+
+def test_a_broker_restored_from_before_version_0_is_given_one_again() -> None:
+    seat = Seat().joined((3, 3))
+    seat.step(tokens=50)
+    seat.restarted((), epoch=(0, 1, 8), role=Role.FOUND, phase=Phase.FOUNDING)
+    assert [link.held for link in seat.session.links] == [-1, -1]
+    assert len(only(seat.do(ev.BoundaryReached()), ev.SendFounding)) == 2
+    effects = seat.welcome((0, 0), epoch=(0, 1, 8))
+    assert only(effects, msg.Fetch) == [msg.Fetch(0, -1), msg.Fetch(1, -1)]
+    for index in (0, 1):
+        seat.receive(index, 0, kind=msg.DataKind.STATE)
+    assert len(only(seat.do(ev.BoundaryReached()), ev.Adopt)) == 2
     assert seat.session.ledger.total().rolled_back == 100
 
 
@@ -280,7 +348,7 @@ def test_in_lockstep_a_roll_back_does_not_block_for_ever() -> None:
     seat = Seat(settings=LOCKSTEP).joined((10, 10))
     for _ in range(3):
         seat.step()
-    seat.welcome((2, 2), epoch=(0, 2))
+    seat.restarted((2, 2))
     for index in (0, 1):
         seat.receive(index, 2, kind=msg.DataKind.STATE)
     seat.do(ev.BoundaryReached())
