@@ -27,7 +27,7 @@ from narrows.proto.messages import Count, DtypeName, LayoutEntry, Phase
 from narrows.proto.rounding import round_to_dtype
 
 FORMAT: Final = 1
-"""Of everything in a state directory; other formats are refused, not guessed at."""
+"""Of everything in a state directory; other formats are refused by name, not guessed at."""
 
 JSON_BYTES_MAX: Final = 64 << 20
 """A manifest of the longest layout is a quarter of it."""
@@ -205,7 +205,8 @@ def sealed(content: Sealed) -> Sealed:
 
 
 def read_sealed(directory_fd: int, name: str, kind: type[Sealed]) -> Sealed:
-    """A JSON file as it was sealed. Raises FileNotFoundError, Damaged."""
+    """A JSON file as it was sealed. Raises FileNotFoundError, Damaged, and StateError if it is of
+    another format and whole."""
     with open_file(directory_fd, name) as (fd, size_bytes):
         if size_bytes > JSON_BYTES_MAX:
             raise Damaged(f"{name}: {size_bytes} bytes")
@@ -214,12 +215,29 @@ def read_sealed(directory_fd: int, name: str, kind: type[Sealed]) -> Sealed:
     try:
         content = msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        _refuse_other_format(name, data)
         raise Damaged(f"{name}: {error}") from error
     if content.format != FORMAT:
-        raise Damaged(f"{name}: format {content.format}, this version reads {FORMAT}")
+        _refuse_other_format(name, data)
     if content != sealed(content):
         raise Damaged(f"{name}: does not match its digest")
     return content
+
+
+def _refuse_other_format(name: str, data: bytearray) -> None:
+    """Raises StateError if another version of Narrows has sealed this: then it is not damaged, and
+    neither a second copy nor an older checkpoint may take its place."""
+    try:
+        fields = msgspec.json.decode(data, type=dict[str, object])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return
+    seal = digest(msgspec.json.encode(fields | {"digest": ""}))
+    if fields.get("format") != FORMAT and fields.get("digest") == f"{seal:016x}":
+        raise StateError(
+            ErrorCode.STATE_DAMAGED, f"{name} cannot be read",
+            expected=f"format {FORMAT}", got=f"format {fields.get('format')}",
+            remedy="use the version of Narrows that wrote it",
+        )  # fmt: skip
 
 
 def read_fragment(directory_fd: int, index: int, entry: FragmentEntry) -> FragmentState:

@@ -29,6 +29,7 @@ from safetensors.torch import load_file as load_torch  # pyright: ignore[reportU
 from narrows.broker.checkpoint import StateDir, StateError, export
 from narrows.proto.errors import ConfigError, ErrorCode
 from narrows.proto.fragments import build_table
+from narrows.proto.frames import digest
 from narrows.proto.messages import DtypeName, LayoutEntry
 
 # What is written is what comes back.
@@ -133,12 +134,34 @@ def test_without_any_record_nothing_is_guessed(tmp_path: Path) -> None:
     assert caught.value.code == ErrorCode.STATE_DAMAGED and caught.value.remedy
 
 
-def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:
-    path = prepared(tmp_path)
-    for name in ("run.json", "run.copy.json"):
-        (path / name).write_text((path / name).read_text().replace('"format":1', '"format":2'))
-    with StateDir.open(path) as state, pytest.raises(StateError, match="format 2"):
+def seal_as_of_another_version(file: Path) -> None:
+    """What a later Narrows might write: another format with a field that is not known here."""
+    fields: dict[str, object] = json.loads(file.read_text())
+    fields |= {"format": 2, "added": [1, 2]}
+    text = json.dumps({**fields, "digest": ""}, separators=(",", ":"))
+    fields["digest"] = f"{digest(text.encode()):016x}"
+    file.write_text(json.dumps(fields, separators=(",", ":")))
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.copy.json", "checkpoint-00000002/manifest.json"])
+def test_a_format_of_the_future_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    """It is no damage: neither a copy nor an older checkpoint may take its place."""
+    path = prepared(tmp_path, 1, 2)
+    seal_as_of_another_version(path / name)
+    with StateDir.open(path) as state, pytest.raises(StateError) as caught:
         state.load()
+    assert name.split("/")[-1] in caught.value.message
+    assert (caught.value.expected, caught.value.got) == ("format 1", "format 2")
+    assert "the version of Narrows that wrote it" in caught.value.remedy
+
+
+def test_a_flipped_format_is_damage(tmp_path: Path) -> None:
+    path = prepared(tmp_path, 1, 2)
+    file = path / "checkpoint-00000002" / "manifest.json"
+    file.write_text(file.read_text().replace('"format":1', '"format":3'))
+    with StateDir.open(path) as state:
+        assert same(state.load(), snapshot(1))
+        assert "does not match its digest" in state.warnings[0]
 
 
 # Locking.
