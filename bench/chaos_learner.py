@@ -14,7 +14,7 @@ from typing import Any, Final
 from narrows.bench.loop import Drift, layout_of
 from narrows.bench.nursery import serve
 from narrows.learner.client import Client
-from narrows.learner.learner import RAMP_STEPS_MIN
+from narrows.learner.ramp import RAMP_STEPS_MIN
 from narrows.proto.codecs import warm_up
 
 TOKENS_PER_STEP: Final = 1000

@@ -27,8 +27,8 @@ from narrows.broker.syncer import Resumed
 from narrows.learner import events as learner_events
 from narrows.learner.corpus import Corpus, Reader
 from narrows.learner.gpt import GPT, learning_rate, set_learning_rate, token_tensor
-from narrows.learner.learner import ramp_steps
 from narrows.learner.parameters import ModuleParameters
+from narrows.learner.ramp import ramp_steps
 from narrows.learner.uplink import PushWork, Residuals, encode_push
 from narrows.proto import messages as msg
 from narrows.proto.chunk import DecodedChunk

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -15,17 +14,16 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from narrows.learner.client import Client
 from narrows.learner.device import parameters_of
+from narrows.learner.ramp import ramp_steps
 from narrows.learner.step_log import HostLoss, Loss, StepLog
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 
 Batch = TypeVar("Batch")
 
-RAMP_STEPS_MIN = 20
-"""In a trial, full rate with empty moments gained nothing for 20 steps."""
 LOG_REMEDY = "Add before optimizer.step(): learner.log(tokens=batch.numel(), loss=loss)"
 
 _log = logging.getLogger("narrows.learner")
@@ -62,7 +60,8 @@ class Exchange(Protocol):
 class Learner:
     """Joins a training loop to the run of a broker; see the example in the README.
 
-    Entering blocks until every fragment is adopted and raises BrokerUnreachable after
+    Entering looks whether the optimizers have their state (else the learning rate ramps up, see
+    `lr_scale`), blocks until every fragment is adopted, and raises BrokerUnreachable after
     `join_timeout_s` seconds; after that an outage never raises. From then on each step of the
     optimizer, of several the last one, is a boundary at which fragments are read and adopted.
     Leaving answers what is in flight, for at most `leave_timeout_s` seconds (None: for ever), and
@@ -94,7 +93,7 @@ class Learner:
         self._optimizers = _listed(optimizer)
         self._parameters = parameters_of(model, merge_laws, device_encoding)
         self._leave_timeout_s = leave_timeout_s
-        self._ramp_steps = ramp_steps(self._optimizers)
+        self._ramp_steps = 0
         self._connect = functools.partial(
             connect,
             broker=broker,
@@ -104,7 +103,6 @@ class Learner:
             host=self._parameters,
             join_timeout_s=join_timeout_s,
             events=None if events is None else Path(events),
-            contribute_after_steps=self._ramp_steps,
         )
         self._exchange: Exchange | None = None
         self._undo = ExitStack()
@@ -117,7 +115,9 @@ class Learner:
     def __enter__(self) -> Self:
         if self._exchange is not None:
             raise _misuse("a Learner can be entered once", remedy="Make a new one to join again.")
-        self._exchange = self._connect()
+        # Not sooner: between the constructor and here the optimizers' state may be loaded.
+        self._ramp_steps = ramp_steps(self._optimizers)
+        self._exchange = self._connect(contribute_after_steps=self._ramp_steps)
         try:
             self._exchange.start()
         except BaseException:
@@ -207,9 +207,10 @@ class Learner:
         """Factor for the learning rate of the next step, above 0 and at most 1.
 
         It rises step by step for a learner that came to a run under way without the inner state
-        of its optimizers, and is 1 for every other one.
+        of its optimizers, and is 1 for every other one. Before joining: as if it came to one.
         """
-        return min(1.0, (self._steps + 1) / max(1, self._ramp_steps))
+        steps = ramp_steps(self._optimizers) if self._exchange is None else self._ramp_steps
+        return min(1.0, (self._steps + 1) / max(1, steps))
 
     @property
     def health(self) -> str:
@@ -300,25 +301,6 @@ class Learner:
             yield
         finally:
             self._code_s += time.perf_counter() - started
-
-
-def ramp_steps(optimizers: Sequence[Optimizer]) -> int:
-    """Steps until the optimizers' empty moments mean something: 1/(1 - beta2), at least 20.
-
-    The largest over the optimizers, 0 if each has its state (or, as plain SGD, keeps none).
-    """
-    return max((_ramp_steps(o) for o in optimizers if not o.state and _keeps_state(o)), default=0)
-
-
-def _ramp_steps(optimizer: Optimizer) -> int:
-    beta2s = [float(g["betas"][1]) for g in optimizer.param_groups if len(g.get("betas", ())) > 1]
-    # 1 / (1 - 0.999) is a little more than 1000 in floating point.
-    horizons = [math.ceil(1 / (1 - beta2) - 1e-6) for beta2 in beta2s if beta2 < 1]
-    return max([RAMP_STEPS_MIN, *horizons])
-
-
-def _keeps_state(optimizer: Optimizer) -> bool:
-    return not isinstance(optimizer, SGD) or any(g["momentum"] for g in optimizer.param_groups)
 
 
 def _listed(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from narrows.learner import Learner, LocalProtocolError, Refused
-from narrows.learner.learner import ramp_steps
 from narrows.learner.parameters import ModuleParameters
+from narrows.learner.ramp import ramp_steps
 from narrows.learner.step_log import Logged, detached
 from narrows.proto.errors import ErrorCode
 from narrows.proto.fragments import build_table
@@ -512,6 +512,20 @@ def test_no_ramp_for_one_of_the_first_or_with_inner_state() -> None:
         return optimizer
 
     loop = Loop(warm, versions=3)
+    with loop.learner as learner:
+        assert learner.lr_scale == 1.0
+    assert loop.recorder.options["contribute_after_steps"] == 0
+
+
+def test_the_optimizers_state_may_be_loaded_until_the_block_is_entered() -> None:
+    source = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+    stepped = Adam(source.parameters())
+    source(torch.ones(2, 3)).sum().backward()
+    stepped.step()  # pyright: ignore[reportUnknownMemberType]
+    loop = Loop(lambda p: Adam(p), versions=3)
+    assert loop.learner.lr_scale == 1 / 1000
+    loop.optimizers[0].load_state_dict(stepped.state_dict())
+    assert loop.learner.lr_scale == 1.0
     with loop.learner as learner:
         assert learner.lr_scale == 1.0
     assert loop.recorder.options["contribute_after_steps"] == 0
