@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from narrows.learner import events as ev
+from narrows.learner.arriving import Arriving
 from narrows.learner.ledger import FragmentAccount
 from narrows.proto import messages as msg
-from narrows.proto.assembly import Arrival, Assembly
-from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.errors import ErrorCode
 from narrows.proto.fragments import Fragment
 from narrows.proto.limits import PUBLICATIONS_KEPT
-
-AHEAD_MAX = 64
-"""Publications kept while the state below them is still on its way."""
 
 REPAIR_S = 0.5
 REPAIR_MAX_S = 8.0
@@ -28,13 +24,6 @@ class Pushed:
     announced: msg.Push
     merged: bool | None = None
     refused: bool = False
-
-
-@dataclass
-class _Incoming:
-    assembly: Assembly
-    digest: int
-    push_id: int
 
 
 @dataclass
@@ -63,9 +52,9 @@ class Link:
     check_at: float = 0.0
     delay_s: float = REPAIR_S
     progressed: bool = False
-    _incoming: dict[tuple[msg.DataKind, int], _Incoming] = field(
-        default_factory=dict[tuple[msg.DataKind, int], _Incoming]
-    )
+
+    def __post_init__(self) -> None:
+        self._arriving = Arriving(self.fragment)
 
     @property
     def index(self) -> int:
@@ -93,42 +82,15 @@ class Link:
 
     def take(self, header: msg.Header, handle: int) -> list[ev.Effect]:
         """A decoded chunk of a publication or state."""
-        drop: list[ev.Effect] = [ev.Drop((handle,))]
         newest = max(self.held, self.known) + PUBLICATIONS_KEPT
-        if not self.held < header.version <= newest:
-            return drop
-        key = (header.kind, header.version)
-        incoming = self._incoming.get(key)
-        if incoming is not None and self.applying is not None and self.applying[0] == key[1]:
-            return drop  # A duplicate of what is being applied.
-        effects: list[ev.Effect] = []
-        if incoming is None or incoming.digest != header.result_digest:
-            effects += [ev.Drop(incoming.assembly.handles)] if incoming else []
-            effects += self._forget(
-                lambda kind, version: (
-                    kind is msg.DataKind.PUBLICATION and version < header.version - AHEAD_MAX
-                )
-            )
-            assembly = Assembly(self.fragment.elements)
-            incoming = _Incoming(assembly, header.result_digest, header.push_id)
-            self._incoming[key] = incoming
-        try:
-            arrival = incoming.assembly.add(
-                header.offset, header.count, header.payload_digest, handle
-            )
-        except RemoteProtocolError as error:
-            is_anew = error.code is ErrorCode.CHUNK_CONFLICT and key[0] is msg.DataKind.STATE
-            if not is_anew:
-                return [*effects, *drop, ev.Note("warning", f"fragment {self.index}: {error}")]
-            # The broker has cut it anew, for messages of another size.
-            effects.append(ev.Drop(incoming.assembly.handles))
-            incoming.assembly = Assembly(self.fragment.elements)
-            arrival = incoming.assembly.add(
-                header.offset, header.count, header.payload_digest, handle
-            )
-        incoming.push_id = max(incoming.push_id, header.push_id)
-        if arrival is Arrival.DUPLICATE:
-            return effects + drop
+        is_applying = self.applying is not None and self.applying[0] == header.version
+        if not self.held < header.version <= newest or (
+            is_applying and (header.kind, header.version) in self._arriving
+        ):
+            return [ev.Drop((handle,))]
+        effects, is_new = self._arriving.add(header, handle)
+        if not is_new:
+            return effects
         # Publications beyond a gap are no progress: they come whether or not it is filled.
         next_one = self.held >= 0 and header.version == self.held + 1
         self.progressed |= next_one or header.kind is msg.DataKind.STATE
@@ -138,33 +100,25 @@ class Link:
         """Applies the next complete publication, or a complete newer state."""
         if self.applying is not None:
             return []
-        states = [
-            version
-            for (kind, version), incoming in self._incoming.items()
-            if kind is msg.DataKind.STATE and incoming.assembly.complete and version > self.held
-        ]
-        key = (msg.DataKind.PUBLICATION, self.held + 1)
-        following = self._incoming.get(key)
-        if states:
-            key = (msg.DataKind.STATE, max(states))
-        elif self.held < 0 or following is None or not following.assembly.complete:
+        key = self._arriving.next_complete(self.held)
+        if key is None:
             return []
-        incoming = self._incoming[key]
-        self.applying = (key[1], incoming.digest)
-        handles = incoming.assembly.handles
-        return [ev.Apply(self.index, key[1], key[0], handles, incoming.digest)]
+        kind, version = key
+        handles, digest = self._arriving.content(key)
+        self.applying = (version, digest)
+        return [ev.Apply(self.index, version, kind, handles, digest)]
 
     def applied(self, version: int, digest: int) -> list[ev.Effect]:
         """The published copy is `version` now; settles the push that it answers."""
         if self.applying != (version, digest):
             return []  # From before a broker restart.
         self.applying = None
-        told = max((i.push_id for (_, v), i in self._incoming.items() if v == version), default=0)
+        told = self._arriving.merged_push(version)
         self.held, self.held_digest, self.fresh = version, digest, True
         self.known = max(self.known, version)
         self.delay_s, self.progressed = REPAIR_S, False
         effects: list[ev.Effect] = [ev.Install(self.index, version)]
-        effects += self._forget(lambda _, other: other <= version)
+        effects += self._arriving.forget(lambda _, other: other <= version)
         if self.push is not None and version > self.push.announced.base_version:
             effects += self.settle(merged=told == self.push.announced.push_id)
         return effects + self.apply_next()
@@ -188,10 +142,9 @@ class Link:
             self.progressed = False
             return []
         self.delay_s = min(self.delay_s * 2, REPAIR_MAX_S)
-        for (kind, version), incoming in sorted(self._incoming.items()):
-            if kind is msg.DataKind.STATE or version == self.held + 1:
-                ranges = incoming.assembly.missing()
-                return [ev.Send(msg.Missing(kind, self.index, version, 0, ranges))]
+        if begun := self._arriving.missing(self.held):
+            (kind, version), ranges = begun
+            return [ev.Send(msg.Missing(kind, self.index, version, 0, ranges))]
         return [ev.Send(msg.Fetch(self.index, self.held))]
 
     # Uplink.
@@ -328,18 +281,11 @@ class Link:
 
     def held_handles(self) -> list[int]:
         """Payloads that have arrived and are not applied."""
-        return [h for incoming in self._incoming.values() for h in incoming.assembly.handles]
+        return self._arriving.handles()
 
     def forget_all(self) -> list[ev.Effect]:
         """Drops everything that has arrived and is not applied."""
-        return self._forget(lambda kind, version: True)
-
-    def _forget(self, unwanted: Callable[[msg.DataKind, int], bool]) -> list[ev.Effect]:
-        effects: list[ev.Effect] = []
-        for key in sorted(self._incoming):
-            if unwanted(*key):
-                effects.append(ev.Drop(self._incoming.pop(key).assembly.handles))
-        return effects
+        return self._arriving.forget(lambda kind, version: True)
 
     def check(self) -> None:
         assert self.known >= self.held or self.held < 0, (self.known, self.held)

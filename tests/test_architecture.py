@@ -61,6 +61,7 @@ PURE = (
     "broker/status.py",
     "broker/syncer.py",
     "broker/tally.py",
+    "learner/arriving.py",
     "learner/dialing.py",
     "learner/events.py",
     "learner/ledger.py",

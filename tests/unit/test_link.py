@@ -6,7 +6,7 @@ import pytest
 from machines import Seat, digest, one, only, open_round
 
 from narrows.learner import events as ev
-from narrows.learner.link import AHEAD_MAX
+from narrows.learner.arriving import AHEAD_MAX
 from narrows.proto import messages as msg
 
 STATE = msg.DataKind.STATE
