@@ -18,6 +18,9 @@ from narrows.proto.fragments import Fragment
 from narrows.proto.outbox import Lane, Outbox
 from narrows.proto.transfer import STATE_CODEC
 
+TORN = (-1, 0)
+"""In place of version and digest: the parameters hold a part of what was to be adopted."""
+
 IDLE_S = 0.1
 """The training thread looks around so often while it waits."""
 
@@ -147,8 +150,16 @@ class SimulatedLearner(Host):
     def handle(self, event: ev.Event) -> None:
         effects = self.session.handle(event, now=self.clock.now)
         self.session.check()
+        failed: list[ev.Copy] = []
         for effect in effects:
-            self._perform[type(effect)](effect)
+            if isinstance(effect, ev.Copy) and self._copy_fails():
+                failed.append(effect)
+                if isinstance(effect, ev.Adopt):
+                    self.parameters[effect.fragment] = TORN
+            else:
+                self._perform[type(effect)](effect)
+        for copy in failed:
+            self.handle(ev.CopyFailed(copy, "MemoryError: simulated"))
         self._pump()
         self.arm()
 
@@ -246,6 +257,11 @@ class SimulatedLearner(Host):
 
     def _work(self, action: Callable[[], None]) -> None:
         self.later(self.random.uniform(*self.faults.work_s), action)
+
+    def _copy_fails(self) -> bool:
+        # What fails while the process leaves ends it with an error, in place of the final model.
+        share = 0.0 if self.session.leaving else self.faults.copies
+        return share > 0 and self.clock.now < self.faults.until_s and self.random.random() < share
 
     def _fails(self) -> bool:
         return self.clock.now < self.faults.until_s and self.random.random() < self.faults.damage

@@ -31,6 +31,8 @@ class Faults:
     slow_s: float = 1.0
     damage: float = 0.0
     """Share of decoded chunks, merges, encodings and checkpoints that fail."""
+    copies: float = 0.0
+    """Share of the copies out of and into a learner's parameters that fail, half made."""
     breaks_per_s: float = 0.0
     """Control connections that break; messages in flight are lost."""
     break_s: Span = (0.05, 3.0)

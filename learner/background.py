@@ -50,10 +50,6 @@ _AT_STEP = ev.BoundaryReached()
 """The boundary of an inner step, as opposed to one at which training waits."""
 
 
-COPIES = (ev.Adopt, ev.Snapshot, ev.SendFounding)
-"""What only the training thread may do: its parameters are read or written."""
-
-
 class ParameterHost(Protocol):
     """The model's parameters; called on the training thread."""
 
@@ -185,7 +181,7 @@ class Background:
             else max(pump_at - time.monotonic(), 0.0)
         )
 
-    def step(self, tokens: int, loss: float | None) -> tuple[list[ev.Effect], dict[int, F32]]:
+    def step(self, tokens: int, loss: float | None) -> tuple[list[ev.Copy], dict[int, F32]]:
         """For the training thread: counts an inner step; as `hand_over` if there is more to do.
 
         Most steps need no lock: the background counts them with its next event. Waiting for a
@@ -206,7 +202,7 @@ class Background:
         self._wants_boundary = self.session.wants_boundary
         return effects
 
-    def hand_over(self, event: ev.Event) -> tuple[list[ev.Effect], dict[int, F32]]:
+    def hand_over(self, event: ev.Event) -> tuple[list[ev.Copy], dict[int, F32]]:
         """For the training thread: handles its event and returns the effects that are its own,
         with the published copies as they are now; the others are performed in the background.
 
@@ -217,10 +213,10 @@ class Background:
                 raise self.error
             effects = self._handle(event)
             published = dict(self.exchange.published)
-        others = [e for e in effects if not isinstance(e, COPIES)]
+        others = [e for e in effects if not isinstance(e, ev.Copy)]
         if others:
             self.later(lambda: self._perform(others), wake=event is not _AT_STEP)
-        return [e for e in effects if isinstance(e, COPIES)], published
+        return [e for e in effects if isinstance(e, ev.Copy)], published
 
     def start_push(self, effect: ev.Snapshot, local: F32 | DeviceSnapshot, base: F32) -> None:
         """For the training thread: a snapshot is taken; encode and send it."""

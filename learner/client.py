@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from msgspec import structs
 from narrows.learner import events as ev
 from narrows.learner.background import F32, Background, ParameterHost
 from narrows.learner.device import DeviceParameters, DeviceSnapshot
+from narrows.learner.exchange import OUT_OF_MEMORY, reason_of
 from narrows.learner.session import Connection
 from narrows.learner.uplink import Ranges
 from narrows.proto import messages as msg
@@ -72,6 +74,7 @@ class Client:
         #: Sum of the versions adopted when the learner joined: 0 if the run began with it.
         self.joined_version_sum = 0
         self._run_step = 0.0
+        self._joined = False
 
     def start(self) -> None:
         """Blocks until every fragment is adopted, and says meanwhile what it waits for.
@@ -88,6 +91,7 @@ class Client:
         self.joined_version_sum = sum(link.adopted for link in self._session.links)
         if self.joined_version_sum == 0:
             self._session.contribute_after_steps = 0  # Everybody starts here: no ramp.
+        self._joined = True
         _log.info("joined run %s at versions %s", self._session.run_id, self._versions())
 
     def _versions(self) -> str:
@@ -113,7 +117,10 @@ class Client:
 
     def boundary(self, tokens: int, loss: float | None) -> None:
         """Call after each inner step: adopts and snapshots what is due. Never waits for the
-        network, except in the lockstep modes or after `max_offline`. Raises Refused."""
+        network, except in the lockstep modes or after `max_offline`.
+
+        Raises Refused, and what the parameters raise when they are copied, but for a lack of
+        memory: what could not be copied is copied at a later boundary, or its round declined."""
         self._copy(*self.background.step(tokens, loss))
         if self._session.must_wait(time.monotonic()):
             self._wait()
@@ -201,14 +208,32 @@ class Client:
         """Hands an event of the training thread over and does its copies."""
         self._copy(*self.background.hand_over(event))
 
-    def _copy(self, copies: list[ev.Effect], published: dict[int, F32]) -> None:
-        for copy in copies:
-            if isinstance(copy, ev.Snapshot):
-                self._snapshot(copy, published[copy.fragment])
-            elif isinstance(copy, ev.Adopt):
-                self._adopt(copy.fragment, copy.version, published[copy.fragment])
-            elif isinstance(copy, ev.SendFounding):
-                self._found(copy.fragment, copy.ranges)
+    def _copy(self, copies: Sequence[ev.Copy], published: dict[int, F32]) -> None:
+        """The session takes all copies as made: what is not, it must hear before anything else."""
+        for place, copy in enumerate(copies):
+            try:
+                self._make(copy, published)
+            except BaseException as error:
+                passes = isinstance(error, OUT_OF_MEMORY) and self._is_training
+                for undone in copies[place : place + 1] if passes else copies[place:]:
+                    self.background.hand_over(ev.CopyFailed(undone, reason_of(error)))
+                if not passes:
+                    raise
+
+    @property
+    def _is_training(self) -> bool:
+        """There will be another boundary, at which a copy can be made that failed."""
+        over = self._session.connection in (Connection.LEFT, Connection.REFUSED)
+        return self._joined and not over
+
+    def _make(self, copy: ev.Copy, published: dict[int, F32]) -> None:
+        match copy:
+            case ev.Snapshot(fragment):
+                self._snapshot(copy, published[fragment])
+            case ev.Adopt(fragment, version):
+                self._adopt(fragment, version, published[fragment])
+            case ev.SendFounding(fragment, ranges):
+                self._found(fragment, ranges)
 
     def _adopt(self, fragment: int, version: int, values: F32) -> None:
         started = time.perf_counter()

@@ -41,11 +41,13 @@ class Applied:
 
 @dataclass(frozen=True)
 class ApplyFailed:
-    """The published copy would not have the digest that the broker told; it is unchanged."""
+    """The published copy is unchanged: the next one would not have the digest that the broker told,
+    or, with a `reason`, it could not be made here."""
 
     fragment: int
     version: int
     digest: int
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,17 @@ class EncodeFailed:
     """A snapshot cannot be sent, for example because it is not finite."""
 
     push_id: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class CopyFailed:
+    """A copy was not made, or only half of it; of version 0 also when it cannot be encoded.
+
+    Between the effect and this event nobody may stand at a boundary.
+    """
+
+    copy: Copy
     reason: str
 
 
@@ -107,6 +120,7 @@ Event: TypeAlias = (
     | Applied
     | ApplyFailed
     | EncodeFailed
+    | CopyFailed
     | StepTaken
     | StepSkipped
     | BoundaryReached
@@ -238,6 +252,9 @@ class Note:
     level: str
     text: str
 
+
+Copy: TypeAlias = Adopt | Snapshot | SendFounding
+"""What only the training thread may do: its parameters are read or written."""
 
 Effect: TypeAlias = (
     Send

@@ -7,6 +7,7 @@ reports through `post`, which hands an event to the background thread.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from narrows.learner import events as ev
@@ -40,6 +42,17 @@ from narrows.proto.transfer import (
 )
 
 F32: TypeAlias = NDArray[np.float32]
+
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+"""Passes by itself, and says nothing about what could not be done."""
+
+_log = logging.getLogger("narrows.learner")
+
+
+def reason_of(error: BaseException) -> str:
+    """An error as the broker and the log are told it; its kind comes first, before a colon."""
+    text = str(error) if isinstance(error, NarrowsError) else f"{type(error).__name__}: {error}"
+    return text.removesuffix(": ")[:500]
 
 
 class Exchange:
@@ -74,17 +87,34 @@ class Exchange:
         #: The newest result of an apply; replaced by the next one if the session refuses it.
         self._applied: tuple[F32, int] | None = None
         self._handle = 0
+        #: Kinds of unexpected errors that were logged.
+        self._seen: set[type[Exception]] = set()
 
-    def _submit(self, work: Callable[[], None]) -> None:
-        """Runs `work` on the pool; an unexpected error ends the background thread, loudly."""
+    def _submit(self, work: Callable[[], None], failed: Callable[[str], ev.Event | None]) -> None:
+        """Runs `work` on the pool; an error there is handed on as the event `failed(reason)`.
+
+        Until the learner holds every fragment it has nothing to go on with: then an error ends the
+        background thread, and is raised where the learner joins.
+        """
 
         def guarded() -> None:
             try:
                 work()
             except Exception as error:
-                self._post(partial(_raise, error))
+                if len(self.published) < len(self.table):
+                    self._post(partial(_raise, error))
+                    return
+                self._trace(error)
+                event = failed(reason_of(error))
+                self._post(lambda: event)
 
         self._pool.submit(guarded)
+
+    def _trace(self, error: Exception) -> None:
+        """Logs where an error came from, unless it is a usual one or was seen before."""
+        usual = isinstance(error, (NarrowsError, *OUT_OF_MEMORY)) or type(error) in self._seen
+        self._seen.add(type(error))
+        _log.log(logging.DEBUG if usual else logging.ERROR, "in a worker:", exc_info=error)
 
     def open_streams(self, effect: ev.OpenStreams) -> None:
         settings, before = effect.settings, self.settings
@@ -152,7 +182,11 @@ class Exchange:
         base = None
         if effect.kind is msg.DataKind.PUBLICATION:
             base = self.published[effect.fragment]
-        self._submit(lambda: self._apply(effect, part, chunks, base))
+        told = (effect.fragment, effect.version, effect.digest)
+        self._submit(
+            lambda: self._apply(effect, part, chunks, base),
+            lambda reason: ev.ApplyFailed(*told, reason),
+        )
 
     def _apply(
         self,
@@ -204,7 +238,7 @@ class Exchange:
             rate.rho,
         )
         self.pushes[effect.push_id] = work
-        self._submit(lambda: self._encode(work))
+        self._submit(lambda: self._encode(work), partial(ev.EncodeFailed, work.push_id))
 
     def _encode(self, work: PushWork) -> None:
         assert self.settings is not None
@@ -212,11 +246,7 @@ class Exchange:
         def ready(chunk: EncodedChunk) -> None:
             self._post(lambda: self._queue_push(work, chunk))
 
-        try:
-            encode_push(work, self.settings, self._layout, ready)
-        except NarrowsError as error:
-            failed = ev.EncodeFailed(work.push_id, str(error)[:500])
-            self._post(lambda: failed)
+        encode_push(work, self.settings, self._layout, ready)
 
     def _queue_push(self, work: PushWork, chunk: EncodedChunk) -> None:
         if not work.settled:
@@ -226,7 +256,12 @@ class Exchange:
             if chunk.offset + chunk.count == work.fragment.elements:
                 rate = self._rates[work.fragment.index]
                 if rate.target_bits is not None:
-                    rate.observe(work.bits_per_param, work.error_ratio())
+                    # What it takes to look may lie on a device: not on this thread.
+                    self._submit(lambda: self._observe(work, rate), lambda _: None)
+
+    def _observe(self, work: PushWork, rate: RateControl) -> None:
+        bits, ratio = work.bits_per_param, work.error_ratio()
+        self._post(lambda: rate.observe(bits, ratio))
 
     def resend(self, push_id: int, ranges: Ranges) -> None:
         """Queues the chunks that touch these ranges again, unless they are on their way."""
@@ -245,7 +280,11 @@ class Exchange:
 
     def found(self, fragment: int, values: F32, ranges: Ranges) -> None:
         """Encodes the parameters of a fragment, or these ranges of them, as version 0."""
-        self._submit(lambda: self._encode_founding(self.table[fragment], values, ranges))
+        again = ev.SendFounding(fragment, ranges)
+        self._submit(
+            lambda: self._encode_founding(self.table[fragment], values, ranges),
+            partial(ev.CopyFailed, again),
+        )
 
     def _encode_founding(self, part: Fragment, values: F32, ranges: Ranges) -> None:
         assert self.settings is not None

@@ -123,11 +123,18 @@ class Link:
             effects += self.settle(merged=told == self.push.announced.push_id)
         return effects + self.apply_next()
 
-    def apply_failed(self, version: int, digest: int) -> list[ev.Effect]:
-        """The result was not what the broker has: start over from its state."""
+    def apply_failed(self, version: int, digest: int, reason: str) -> list[ev.Effect]:
+        """The result was not what the broker has: start over from its state.
+
+        With a `reason` there is no result: what has arrived is applied later (see `ask`).
+        """
         if self.applying != (version, digest):
             return []
-        self.applying, self.check_at, self.progressed = None, 0.0, False
+        self.applying, self.progressed = None, False
+        if reason:
+            self.known = max(self.known, version)
+            return []
+        self.check_at = 0.0
         # A fresh copy that was not adopted yet is given up as well: the state is newer.
         self.held, self.fresh = -1, False
         note = f"fragment {self.index}: version {version} has another digest, fetching the state"
@@ -142,6 +149,8 @@ class Link:
             self.progressed = False
             return []
         self.delay_s = min(self.delay_s * 2, REPAIR_MAX_S)
+        if again := self.apply_next():
+            return again
         if begun := self._arriving.missing(self.held):
             (kind, version), ranges = begun
             return [ev.Send(msg.Missing(kind, self.index, version, 0, ranges))]
@@ -162,6 +171,8 @@ class Link:
         effects = self.settle(merged=False)
         self.account.adopt(version, merged=merged, refused=refused, rolled_back=self.fallen_back)
         self.adopted, self.fresh, self.fallen_back, self.push = self.held, False, False, None
+        if self.answered[0] == self.held:
+            self.answered = (-1, -1)  # Declined after the first attempt to adopt it.
         adopted = ev.Send(msg.Adopted(self.index, self.held))
         return [*effects, ev.Adopt(self.index, self.held), adopted]
 
@@ -172,6 +183,12 @@ class Link:
         announced, tokens = self.push.announced, self.push.announced.tokens
         merged = tokens if self.push.merged else 0
         return announced.base_version + 1, merged, tokens if self.push.refused else 0
+
+    def adopt_failed(self, reason: str) -> list[ev.Effect]:
+        """The parameters may hold a part: they are due again, and nothing is pushed before."""
+        # Without a copy that can be trusted its state is on the way: that will be fresh.
+        self.fresh = self.held >= 0
+        return self.decline(reason)
 
     def close(self) -> list[ev.Effect]:
         """The learner leaves: drops what has arrived, accounts for the last push."""
@@ -235,9 +252,8 @@ class Link:
 
     def encode_failed(self, reason: str) -> list[ev.Effect]:
         """The push cannot be sent: declines instead."""
-        note = ev.Note("error", f"fragment {self.index} is not sent: {reason}")
         self.answered = (-1, -1)
-        return [note, *self.settle(merged=False), *self.decline(reason)]
+        return [*self.settle(merged=False), *self.decline(reason)]
 
     # A new session.
 

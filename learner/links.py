@@ -25,6 +25,8 @@ class Links:
         #: What of version 0 the broker waits for: ranges by fragment, () for all elements.
         self.to_found: dict[int, Ranges] = {}
         self._founded_in: msg.Epoch | None = None
+        #: What goes wrong at a fragment, by kind, until a push of it is merged again.
+        self._ails: dict[int, str] = {}
 
     def __iter__(self) -> Iterator[Link]:
         return iter(self._links)
@@ -142,6 +144,47 @@ class Links:
             if reason or (stopped and link.account.steps == 0 and not link.fresh):
                 effects += link.decline(reason or "no step since it adopted")
         return effects
+
+    def applied(self, fragment: int, version: int, digest: int) -> list[ev.Effect]:
+        """See Link.applied."""
+        effects = self._links[fragment].applied(version, digest)
+        if any(isinstance(effect, ev.SettlePush) and effect.merged for effect in effects):
+            self._ails.pop(fragment, None)
+        return effects
+
+    def apply_failed(self, event: ev.ApplyFailed) -> list[ev.Effect]:
+        """See Link.apply_failed."""
+        link = self._links[event.fragment]
+        effects = link.apply_failed(event.version, event.digest, event.reason)
+        if event.reason:
+            effects.append(self._note(link.index, "cannot be applied now", event.reason))
+        return effects
+
+    def encode_failed(self, push_id: int, reason: str) -> list[ev.Effect]:
+        """The push cannot be sent."""
+        link = self.pushed(push_id)
+        if link is None:
+            return []
+        return [self._note(link.index, "is not sent", reason), *link.encode_failed(reason)]
+
+    def copy_failed(self, copy: ev.Copy, reason: str) -> list[ev.Effect]:
+        """Nothing is taken to be done that was not: what was to be copied is due again."""
+        match copy:
+            case ev.Snapshot(_, _, push_id):
+                return self.encode_failed(push_id, reason)
+            case ev.Adopt(fragment):
+                note = self._note(fragment, "is not adopted, again at the next boundary", reason)
+                return [note, *self._links[fragment].adopt_failed(reason)]
+            case ev.SendFounding(fragment, ranges):
+                self.to_found.setdefault(fragment, ranges)
+                return [self._note(fragment, "is not founded, again at the next boundary", reason)]
+
+    def _note(self, fragment: int, what: str, reason: str) -> ev.Note:
+        """Loud for the first of its kind: a lack of memory would else be told with every round."""
+        kind = reason.partition(":")[0]
+        level = "debug" if kind in self._ails.values() else "error"
+        self._ails[fragment] = kind
+        return ev.Note(level, f"fragment {fragment} {what}: {reason}")
 
     def answer_again(self) -> None:
         """Rounds that were only declined may be answered after all."""

@@ -56,12 +56,13 @@ class Session:
             case ev.ChunkArrived(header, handle):
                 effects = self._chunk(header, handle, now)
             case ev.Applied(fragment, version, digest):
-                effects = self.links[fragment].applied(version, digest)
-            case ev.ApplyFailed(fragment, version, digest):
-                effects = self.links[fragment].apply_failed(version, digest)
+                effects = self.links.applied(fragment, version, digest)
+            case ev.ApplyFailed():
+                effects = self.links.apply_failed(event)
             case ev.EncodeFailed(push_id, reason):
-                link = self.links.pushed(push_id)
-                effects = link.encode_failed(reason) if link else []
+                effects = self.links.encode_failed(push_id, reason)
+            case ev.CopyFailed(copy, reason):
+                effects = self.links.copy_failed(copy, reason)
             case ev.StepTaken(tokens, loss, at_boundary):
                 self._pace.step(loss, now)
                 self.ledger.step(tokens)

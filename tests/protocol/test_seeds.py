@@ -75,6 +75,7 @@ def draw_faults(random: Random) -> Faults:
         pauses_per_s=some(0.1),
         broker_crashes_per_s=some(0.15),
         restores=some(1.0),
+        copies=some(0.3),
     )
 
 

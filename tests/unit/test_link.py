@@ -225,6 +225,126 @@ def test_a_failed_encoding_declines() -> None:
     assert one(effects, ev.SettlePush) == ev.SettlePush(1, merged=False)
 
 
+def test_a_snapshot_that_fails_declines_and_the_next_attempt_is_answered() -> None:
+    seat = Seat().joined()
+    seat.beat((0, 0), open_round(0, 0))
+    copy = one(seat.step(), ev.Snapshot)
+    effects = seat.do(ev.CopyFailed(copy, "MemoryError: full"))
+    assert one(effects, msg.Decline).reason == "MemoryError: full"
+    assert one(effects, ev.SettlePush) == ev.SettlePush(1, merged=False)
+    assert not only(seat.step(), ev.Snapshot)
+    seat.beat((0, 0), open_round(0, 0, attempt=2))
+    assert one(seat.step(), ev.Snapshot) == ev.Snapshot(0, 0, 2)
+
+
+def test_a_half_adopted_fragment_is_adopted_again_before_anything_is_pushed() -> None:
+    seat = Seat().joined()
+    seat.beat((1, 0))
+    seat.receive(0, 1)
+    copy = one(seat.step(), ev.Adopt)
+    seat.do(ev.CopyFailed(copy, "MemoryError: full"))
+    seat.beat((1, 0), open_round(0, 1))
+    assert seat.session.wants_boundary
+    effects = seat.step()
+    assert not only(effects, ev.Snapshot)
+    assert one(effects, msg.Adopted) == msg.Adopted(0, 1)
+    # With a round open, nobody waits for what cannot be pushed.
+    effects = seat.do(ev.CopyFailed(one(effects, ev.Adopt), "MemoryError: full"))
+    assert one(effects, msg.Decline).base_version == 1
+    effects = seat.step()
+    assert one(effects, ev.Adopt) == ev.Adopt(0, 1) and not only(effects, ev.Snapshot)
+    effects = seat.step()  # With the whole copy in place it is answered after all.
+    assert one(effects, ev.Snapshot).base_version == 1
+    assert (one(effects, msg.Push).tokens, one(effects, msg.Push).steps) == (100, 1)
+
+
+def test_a_half_adopted_fragment_takes_the_newer_version_that_has_come() -> None:
+    seat = Seat().joined()
+    seat.beat((1, 0))
+    seat.receive(0, 1)
+    copy = one(seat.step(), ev.Adopt)
+    seat.receive(0, 2)
+    seat.do(ev.CopyFailed(copy, "MemoryError: full"))
+    assert one(seat.step(), ev.Adopt) == ev.Adopt(0, 2)
+
+
+def test_a_half_adopted_fragment_without_a_copy_waits_for_its_state() -> None:
+    seat = Seat().joined()
+    seat.beat((1, 0))
+    seat.receive(0, 1)
+    copy = one(seat.step(), ev.Adopt)
+    one(seat.data(0, 2), ev.Apply)
+    seat.do(ev.ApplyFailed(0, 2, digest(0, 2)))
+    seat.do(ev.CopyFailed(copy, "MemoryError: full"))
+    seat.beat((2, 0), open_round(0, 1))
+    effects = seat.step()
+    assert not only(effects, ev.Adopt) and not only(effects, ev.Snapshot)
+    seat.receive(0, 2, kind=STATE)
+    assert one(seat.step(), ev.Adopt) == ev.Adopt(0, 2)
+
+
+def test_version_zero_that_cannot_be_read_is_read_at_the_next_boundary() -> None:
+    seat = Seat()
+    seat.do(ev.DeadlineReached())
+    seat.welcome((), role=msg.Role.FOUND)
+    first, second = only(seat.do(ev.BoundaryReached()), ev.SendFounding)
+    seat.do(ev.CopyFailed(second, "MemoryError: full"))
+    assert only(seat.do(ev.BoundaryReached()), ev.SendFounding) == [second]
+    assert not only(seat.do(ev.BoundaryReached()), ev.SendFounding)
+    assert first != second
+
+
+def test_what_cannot_be_applied_now_is_applied_later_and_not_sent_again() -> None:
+    seat = Seat().joined()
+    apply = one(seat.data(0, 1), ev.Apply)
+    told = (0, 1, digest(0, 1))
+    times: list[float] = []
+    effects = seat.do(ev.ApplyFailed(*told, "MemoryError: full"))
+    start = seat.now
+    while len(times) < 5:
+        if again := only(effects, ev.Apply):
+            assert again == [apply]
+            times.append(seat.now - start)
+            effects = seat.do(ev.ApplyFailed(*told, "MemoryError: full"))
+        else:
+            seat.beat((1, 0))
+            effects = seat.wait(0.25)
+        assert not only(effects, msg.Fetch) and not only(effects, msg.Missing)
+    assert times == [0.5, 1.0, 2.0, 4.0, 8.0]
+    while not only(effects, ev.Apply):
+        seat.beat((1, 0))
+        effects = seat.wait(0.25)
+    effects = seat.do(ev.Applied(*told))
+    assert one(effects, ev.Install).version == 1
+    assert one(seat.step(), ev.Adopt) == ev.Adopt(0, 1)
+
+
+def test_a_lack_of_memory_is_told_once_until_a_push_is_merged_again() -> None:
+    seat = Seat().joined()
+
+    levels: list[str] = []
+
+    def attempt(number: int) -> list[ev.Snapshot]:
+        seat.beat((0, 0), open_round(0, 0, number), open_round(1, 0, number))
+        return only(seat.step(), ev.Snapshot)
+
+    def fail(copy: ev.Snapshot, reason: str) -> None:
+        levels.append(one(seat.do(ev.CopyFailed(copy, reason)), ev.Note).level)
+
+    for number in range(1, 4):
+        for copy in attempt(number):
+            fail(copy, f"MemoryError: {number} bytes")
+    assert levels == ["error", "debug", "debug", "debug", "debug", "debug"]
+    fail(attempt(4)[0], "not_finite: something else")
+    assert levels.pop() == "error"
+    for copy in attempt(5):
+        seat.receive(copy.fragment, 1, push_id=copy.push_id)
+    seat.do(ev.BoundaryReached())
+    seat.beat((1, 1), open_round(0, 1))
+    fail(one(seat.step(), ev.Snapshot), "MemoryError: again")
+    assert levels.pop() == "error"
+
+
 def test_missing_chunks_of_the_open_push_are_sent_again() -> None:
     seat = Seat().joined()
     seat.beat((0, 0), open_round(0, 0))
