@@ -2,6 +2,17 @@
 
 The bits are those of the kernels on the CPU: the same operations in float32, each rounded once,
 and a rms from the same samples, summed on the host.
+
+On a GPU this happens on a stream beside that of training, in the order of these rules:
+
+- Memory belongs to the stream on which it was allocated: torch hands it out again as soon as nobody
+  refers to it, although work that was queued there before may still use it. So what encoding fills
+  is allocated on the stream beside training, too; on training's it could be memory to which an
+  unfinished kernel of training still writes.
+- What training's stream has made (base, parameters) is read after an event recorded there, and made
+  known to the stream beside (`record_stream`), so that it is not handed out while it is read.
+- Streams belong to devices. A thread's current device need not be that of the parameters, and on a
+  worker's thread it is cuda:0: a stream is always asked for by the device of a tensor.
 """
 
 from __future__ import annotations
@@ -54,7 +65,7 @@ class DeviceParameters(ModuleParameters):
         ready = None
         if local.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record()
+            ready.record(torch.cuda.current_stream(local.device))
         return DeviceSnapshot(self._adopted[fragment.index], local, ready)
 
     def _gathered(self, fragment: Fragment) -> Tensor:
@@ -88,6 +99,11 @@ class DeviceSnapshot:
     ready: torch.cuda.Event | None
     """When `local` is complete; the training thread does not wait for it."""
 
+    def empty(self) -> Tensor:
+        """(n,) float32, uninitialised, for what encoding fills."""
+        with beside_training(self.local.device):
+            return torch.empty_like(self.local)
+
     def encode(
         self,
         fragment: Fragment,
@@ -98,8 +114,8 @@ class DeviceSnapshot:
         chunk_elements: int,
         unsent: Tensor,
     ) -> Iterator[EncodedChunk]:
-        """As transfer.encode_push: (base - local) + residual, chunk by chunk; `unsent` (n,) on the
-        device gets what is not sent. Runs beside the training stream.
+        """As transfer.encode_push: (base - local) + residual, chunk by chunk; `unsent`, from
+        `empty`, gets what is not sent. Runs beside the training stream.
 
         Raises LocalProtocolError NOT_FINITE.
         """
@@ -109,7 +125,7 @@ class DeviceSnapshot:
             count = min(block, fragment.elements - start)
             part = slice(start, start + count)
             # A generator must not leave a stream current while its caller goes on.
-            with self._beside_training():
+            with self._after_snapshot():
                 coded = self._coded(fragment, part, residual, scales, codec_name, unsent[part])
             for offset in range(start, start + count, chunk_elements):
                 yield self._chunk(
@@ -126,14 +142,14 @@ class DeviceSnapshot:
         if not codec(codec_name).quantised:
             return np.ones(len(fragment.pieces), np.float32)
         places, bounds = sample_places(fragment.bounds, RMS_SAMPLES_MAX)
-        with self._beside_training():
+        with self._after_snapshot():
             where = torch.from_numpy(places).to(self.local.device)  # pyright: ignore
             samples = self._value(where, residual).cpu().numpy()
         scales = piece_scales(samples, bounds, rho)
         for piece in np.flatnonzero(scales == 0):
             # What the samples miss must travel all the same.
             part = slice(int(fragment.bounds[piece]), int(fragment.bounds[piece + 1]))
-            with self._beside_training():
+            with self._after_snapshot():
                 whole = self._value(part, residual).cpu().numpy()
             scales[piece] = piece_scales(whole, np.array([0, whole.size]), rho)[0]
         return scales
@@ -193,27 +209,35 @@ class DeviceSnapshot:
         return EncodedChunk(offset, coded.size, payload, digest(payload))
 
     @contextmanager
-    def _beside_training(self) -> Generator[None]:
-        """On a GPU a stream of its own, which waits for the snapshot and not for training."""
-        if self.ready is None:
+    def _after_snapshot(self) -> Generator[None]:
+        """Beside training; waits for the snapshot and not for what training does after it."""
+        with beside_training(self.local.device) as stream:
+            if stream is not None and self.ready is not None:
+                stream.wait_event(self.ready)
+                # Their memory belongs to the training stream, which may go on to use it again.
+                self.base.record_stream(stream)
+                self.local.record_stream(stream)
             yield
-            return
-        stream = _stream(self.local.device)
-        with torch.cuda.stream(stream):
-            stream.wait_event(self.ready)
-            # Their memory belongs to the training stream, which may go on to use it again.
-            self.base.record_stream(stream)
-            self.local.record_stream(stream)
-            yield
+
+
+@contextmanager
+def beside_training(device: torch.device) -> Generator[torch.cuda.Stream | None]:
+    """What is queued and allocated in the block belongs to a stream of our own; None on a CPU.
+
+    There is one per device: what one push leaves is read by the next on the same stream.
+    """
+    if device.type != "cuda":
+        yield None
+        return
+    if device not in _streams:
+        # Several workers may come here at once; only one of their streams is kept.
+        _streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    stream = _streams[device]
+    with torch.cuda.stream(stream):  # Makes its device the current one, too.
+        yield stream
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device]
 
 
 def _in_host_memory(codes: Tensor) -> NDArray[np.int8]:

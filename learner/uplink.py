@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from narrows.learner.device import DeviceSnapshot
+from narrows.learner.device import DeviceSnapshot, beside_training
 from narrows.proto import transfer
 from narrows.proto.budget import chunk_elements
 from narrows.proto.buffers import empty_f32
@@ -66,11 +66,12 @@ class PushWork:
         assert unsent is not None
 
         def at(places: I64) -> F32:
-            if isinstance(unsent, Tensor):
+            if isinstance(unsent, np.ndarray):
+                return unsent[places]
+            with beside_training(unsent.device):
                 where = torch.from_numpy(places).to(unsent.device)  # pyright: ignore
                 sampled: F32 = unsent[where].cpu().numpy()
-                return sampled
-            return unsent[places]
+            return sampled
 
         return transfer.error_ratio(self.fragment, self.chunks, at)
 
@@ -131,7 +132,7 @@ def _encoded(work: PushWork, layout: Sequence[LayoutEntry], cut: int) -> Iterato
     part, local, residual = work.fragment, work.local, work.residual
     if isinstance(local, DeviceSnapshot):
         assert not isinstance(residual, np.ndarray)
-        work.unsent = unsent = torch.empty_like(local.local)
+        work.unsent = unsent = local.empty()
         return local.encode(
             part,
             residual,
