@@ -44,7 +44,8 @@ class Audit:
         before = self._versions.get(head.fragment, head.version - 1)
         if head.version != before + 1:
             text = f"record {number}: version {head.version} of fragment {head.fragment}"
-            self.problems.append(f"{text} after {before}")
+            gap = "; those between were never written" if head.version > before else ""
+            self.problems.append(f"{text} after {before}{gap}")
         self._versions[head.fragment] = head.version
         if abs(sum(each.weight for each in head.contributors) - 1) > 1e-9:
             self.problems.append(f"record {number}: weights do not sum to 1")

@@ -24,7 +24,14 @@ from typing import Final, NoReturn, Self
 
 import msgspec
 
-from narrows.broker.durable import Damaged, StateError, directory, lock, make_directory, write_file
+from narrows.broker.durable import (
+    Damaged,
+    StateError,
+    directory,
+    lock,
+    make_directory,
+    write_file,
+)
 from narrows.broker.snapshot import (
     FORMAT,
     FragmentState,
@@ -51,6 +58,10 @@ _NUMBER: Final = re.compile(r"\bcheckpoint-([0-9]{8,18})\b")
 _LEFTOVER: Final = re.compile(r"\.(new|old)-[a-z0-9.-]+")
 _OWN_FILE: Final = re.compile(r"manifest\.json|fragment-[0-9]{5,}\.safetensors")
 _RECORDS: Final = ("run.copy.json", "run.json")
+
+# Remedies, by what was asked for when the damage was met.
+_GONE: Final = "restore the directory from a backup, or start a new run in an empty state_dir"
+_KEPT: Final = "check the disk; the checkpoint before it and the journal still hold everything"
 
 
 class StateDir:
@@ -119,7 +130,8 @@ class StateDir:
             except Damaged as problem:
                 problems.append(str(problem))
         if not records and (problems or self._generations()):
-            self._raise_damaged("the run and its epoch are lost", problems or ["no run.json"])
+            what = "the run and its epoch cannot be read"
+            self._raise_damaged(what, problems or ["no run.json"])
         self._warn(problems)
         return max(records, key=lambda record: record.epoch, default=None)
 
@@ -172,7 +184,7 @@ class StateDir:
             self._read(number, lambda state: None)
         except Damaged as problem:
             self._remove(number)
-            self._raise_damaged("a checkpoint reads back differently", [str(problem)])
+            self._raise_damaged("a checkpoint reads back differently", [str(problem)], _KEPT)
         self._remove_older(number)
         return number
 
@@ -184,7 +196,7 @@ class StateDir:
                 with directory(self._fd, _generation_name(number)) as fd:
                     manifests.append(read_sealed(fd, "manifest.json", Manifest))
             except (OSError, Damaged) as problem:
-                self._raise_damaged("a checkpoint cannot be read", [str(problem)])
+                self._raise_damaged("a checkpoint cannot be read", [str(problem)], _KEPT)
         return 1 + min((manifest.journal for manifest in manifests), default=0)
 
     @property
@@ -235,7 +247,10 @@ class StateDir:
             try:
                 return snapshot_of(self._read(number, fragments.append), fragments)
             except Damaged as problem:
-                self._raise_damaged("the oldest checkpoint is damaged", [str(problem)])
+                remedy = (
+                    "restore that checkpoint from a backup; the broker may need newer ones only"
+                )
+                self._raise_damaged("the oldest checkpoint is damaged", [str(problem)], remedy)
         return None
 
     def _generations(self) -> list[int]:
@@ -288,8 +303,9 @@ class StateDir:
     def _warn(self, problems: Sequence[str]) -> None:
         self.warnings += [text for text in problems if text not in self.warnings]
 
-    def _raise_damaged(self, message: str, problems: Sequence[str]) -> NoReturn:
-        remedy = "restore the directory from a backup, or start a new run in an empty state_dir"
+    def _raise_damaged(
+        self, message: str, problems: Sequence[str], remedy: str = _GONE
+    ) -> NoReturn:
         got = "; ".join(problems)
         raise StateError(ErrorCode.STATE_DAMAGED, f"{self.path}: {message}", got=got, remedy=remedy)
 

@@ -24,6 +24,10 @@ class StateError(NarrowsError):
     """The state directory cannot be used: STATE_LOCKED or STATE_DAMAGED."""
 
 
+class RecordsLost(StateError):
+    """Records of the journal are needed that are gone, or that do not say what they should."""
+
+
 class Damaged(Exception):
     """One file or generation is not what was written; the text says which and why."""
 

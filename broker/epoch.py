@@ -12,7 +12,7 @@ from typing import Final
 from narrows.broker import records
 from narrows.broker.checkpoint import Snapshot, StateDir
 from narrows.broker.config import BrokerConfig
-from narrows.broker.durable import StateError
+from narrows.broker.durable import RecordsLost, StateError
 from narrows.broker.files import DirectoryFiles
 from narrows.broker.journal import Journal
 from narrows.broker.model import GlobalModel
@@ -57,6 +57,8 @@ def begin_epoch(config: BrokerConfig, state_dir: StateDir, *, now: float) -> Beg
     """
     state_dir.keep_first = config.broker.journal_keep
     snapshot = state_dir.load()
+    for warning in state_dir.warnings:
+        _log.error("%s", warning)  # Also where nothing comes of the start.
     if snapshot is not None and snapshot.fragment_count != config.fragments.count:
         raise ConfigError(
             f"the checkpoint in {state_dir.path} has another fragment count",
@@ -66,25 +68,22 @@ def begin_epoch(config: BrokerConfig, state_dir: StateDir, *, now: float) -> Beg
         )
     settings = json.dumps(flatten(config), sort_keys=True).encode()
     run = state_dir.begin_epoch(secrets.token_hex(8), f"{digest(settings):016x}")
-    journal = _open_journal(config, state_dir, run)
-    history = None
+    journal, history = None, None
     try:
+        journal = _open_journal(config, state_dir, run)
         if snapshot is not None:
             history = recover(config, snapshot, journal)
         elif journal is not None:
             _check_new(state_dir, journal)
         if journal is not None and config.broker.journal != "off":
             _begin_record(journal, run, history)
-    except BaseException:
+    except BaseException as error:
         if journal is not None:
             journal.close()
+        if isinstance(error, RecordsLost) and snapshot is not None:
+            raise _last_resort(error, state_dir, snapshot) from error
         raise
-    if history is not None and history.gaps:
-        _log.error(
-            "%d rounds of the journal follow some that were never written; they are lost",
-            history.gaps,
-        )
-    for warning in [*state_dir.warnings, *(journal.warnings if journal is not None else [])]:
+    for warning in journal.warnings if journal is not None else []:
         _log.error("%s", warning)
     syncer = Syncer(
         config,
@@ -94,6 +93,10 @@ def begin_epoch(config: BrokerConfig, state_dir: StateDir, *, now: float) -> Beg
         resumed=_resumed(snapshot, history) if snapshot is not None and history else None,
         from_file=bool(config.broker.init) and snapshot is None,
     )
+    if history is not None and history.gaps:
+        text = "%d rounds of the journal follow one that was never written; they are lost"
+        _log.error(text, history.gaps)
+        syncer.lifecycle.checkpoint_wanted = True  # The next start need not meet the gap again.
     _tell(state_dir, run, syncer, history)
     newest = history.newest if history is not None else 0
     if journal is not None and config.broker.journal == "off":
@@ -111,6 +114,17 @@ def _open_journal(config: BrokerConfig, state_dir: StateDir, run: RunRecord) -> 
         run_id=run.run_id,
         segment_bytes=config.broker.journal_segment,
     )
+
+
+def _last_resort(error: RecordsLost, state_dir: StateDir, snapshot: Snapshot) -> RecordsLost:
+    """The same error, with what a start can do without a backup and what that costs."""
+    versions = [state.version for state in snapshot.fragments]
+    return RecordsLost(
+        error.code, error.message, expected=error.expected, got=error.got,
+        remedy=f"{error.remedy}. Without one, move {state_dir.path}/journal away: the run then "
+        f"goes on from its newest whole checkpoint, versions {min(versions)} to {max(versions)}, "
+        "and all rounds since are lost",
+    )  # fmt: skip
 
 
 def _check_new(state_dir: StateDir, journal: Journal) -> None:

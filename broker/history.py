@@ -143,6 +143,8 @@ def export_model(path: Path, target: Path) -> None:
             raise ConfigError(f"{path}: no checkpoint yet")
         history = recover(_config(snapshot), snapshot, journal)
         _warn(journal)
+        if history.gaps:
+            print(f"warning: {history.gaps} rounds {_GAP}, and are left out")
     export(replace(snapshot, fragments=tuple(history.model.fragments)), target)
     versions = _versions(history.model.fragments)
     print(f"{target}: versions {versions}, {history.replayed} rounds from the journal")
@@ -171,6 +173,7 @@ def model_digest(model: GlobalModel) -> str:
 
 
 def _tell_equal(again: History, as_run: History) -> None:
+    _check_whole(again.gaps)
     print(f"{again.replayed} rounds replayed, every digest as it was")
     print(f"model {model_digest(again.model)}")
     if model_digest(again.model) != model_digest(as_run.model):
@@ -190,8 +193,10 @@ def _tell_different(
     for number, head, blobs in read(journal, oldest.journal + 1):
         if not isinstance(head, Committed):
             continue
-        if head.version <= model.fragments[head.fragment].version:
+        before = model.fragments[head.fragment].version
+        if head.version <= before:
             continue
+        _check_whole(head.version - before - 1)
         rounds += 1
         published = _merge_again(model, head, blobs, changes, number)
         if published != head.digests[2] and not differs:
@@ -238,10 +243,25 @@ def _code_as_then(model: GlobalModel, head: Committed) -> None:
 
 
 def _config(snapshot: Snapshot) -> BrokerConfig:
-    """Records bring their own policy, and publications their codec."""
+    """Records bring their own policy, and publications their codec. Gaps are counted: who looks at
+    a run is told of them, and need not decide anything."""
     config = BrokerConfig()
     fragments = replace(config.fragments, count=snapshot.fragment_count)
-    return replace(config, fragments=fragments)
+    return replace(
+        config, fragments=fragments, broker=replace(config.broker, journal_errors="serve")
+    )
+
+
+_GAP = "of the journal follow one that was published and never written"
+"""What `journal_errors = "serve"` may leave behind."""
+
+
+def _check_whole(gaps: int) -> None:
+    if gaps:
+        raise NarrowsError(
+            ErrorCode.STATE_DAMAGED, f"{gaps} rounds {_GAP}: they cannot be made again",
+            remedy="`narrows export` writes the newest model all the same",
+        )  # fmt: skip
 
 
 def _needed(journal: Journal | None, path: Path) -> Journal:

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, Self
 
 from narrows.broker.durable import Damaged
 from narrows.broker.files import Files
-from narrows.broker.recovered import Recovered, lost, recover, supersede
+from narrows.broker.recovered import Recovered, lost, recover, supersede, unreadable
 from narrows.broker.segments import (
     RECORD_HEADER_BYTES,
     RUN_ID_BYTES_MAX,
@@ -134,8 +134,10 @@ class Journal:
         try:
             for run in runs:
                 yield from read_records(self._files, run, first)
-        except (OSError, Damaged) as error:
-            raise lost("the journal cannot be read any more", str(error)) from error
+        except OSError as error:
+            raise unreadable("the journal cannot be read any more", error) from error
+        except Damaged as error:
+            raise lost("the journal has changed since it was opened", str(error)) from error
 
     # Writing.
 

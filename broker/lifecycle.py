@@ -31,7 +31,7 @@ class Lifecycle:
     journal_fails: bool = False
     """Merged rounds wait for the disk."""
     checkpoint_wanted: bool = False
-    """The journal has a gap."""
+    """The journal has a gap, or the last one failed."""
     _stop_by: float | None = None
     _durable_phase: msg.Phase | None = None
     _writing_phase: msg.Phase | None = None
@@ -84,6 +84,7 @@ class Lifecycle:
 
     def checkpoint_failed(self, reason: str, now: float) -> list[ev.Effect]:
         self._writing_phase, self._retry_at = None, now + RETRY_S
+        self.checkpoint_wanted = True
         effects: list[ev.Effect] = [ev.Note("error", f"checkpoint failed: {reason}")]
         if self.stopping:
             where = "in the journal" if self._is_journalled else "NOT on disk"

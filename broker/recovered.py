@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from narrows.broker.durable import Damaged, StateError
+from narrows.broker.durable import Damaged, RecordsLost, StateError
 from narrows.broker.files import Files
 from narrows.broker.segments import Segment, scan_segment, segment_name, segment_number
 from narrows.proto.errors import ErrorCode
@@ -45,20 +45,26 @@ def recover(files: Files, run_id: str) -> Recovered:
             else:
                 found.empty.append(segment_name(number))
     except (OSError, Damaged) as error:
-        raise StateError(
-            ErrorCode.STATE_DAMAGED, "the journal cannot be read", got=str(error),
-            remedy="check the disk and the rights of the state directory, then start again",
-        ) from error  # fmt: skip
+        raise unreadable("the journal cannot be read", error) from error
     _judge(found)
     return found
 
 
-def lost(message: str, found: str) -> StateError:
-    """Records are needed that are not there."""
-    remedy = (
-        "restore the file from a backup, or start from a checkpoint that is newer than the damage"
-    )
-    return StateError(ErrorCode.STATE_DAMAGED, message, got=found, remedy=remedy)
+def unreadable(message: str, problem: Exception) -> StateError:
+    """The disk does not give the files; nobody knows yet whether they are damaged."""
+    return StateError(
+        ErrorCode.STATE_DAMAGED, message, got=str(problem),
+        remedy="check the disk and the rights of the state directory, then start again",
+    )  # fmt: skip
+
+
+def lost(message: str, found: str, *, expected: str = "") -> RecordsLost:
+    """Records are needed that are not there. What can be done without a backup depends on who
+    needs them: the broker's start adds it."""
+    return RecordsLost(
+        ErrorCode.STATE_DAMAGED, message, expected=expected, got=found,
+        remedy="restore the state directory from a backup",
+    )  # fmt: skip
 
 
 def supersede(runs: list[Segment], segment: Segment) -> None:

@@ -14,11 +14,12 @@ import numpy as np
 
 from narrows.broker.checkpoint import FragmentState, Snapshot
 from narrows.broker.config import BrokerConfig
-from narrows.broker.durable import Damaged, StateError
+from narrows.broker.durable import Damaged, RecordsLost, StateError
 from narrows.broker.journal import Journal
 from narrows.broker.merge import Contribution, Merged
 from narrows.broker.model import EncodedVersion, GlobalModel, Outcome
 from narrows.broker.records import Committed, Head, decode, payloads
+from narrows.broker.recovered import lost
 from narrows.broker.snapshot import Start
 from narrows.broker.state import MergedPushes
 from narrows.proto.chunk import DecodedChunk
@@ -47,7 +48,8 @@ class History:
     newest: int = 0
     """The newest record that was read."""
     gaps: int = 0
-    """Rounds that follow one which was published and never written (journal_errors = "serve")."""
+    """Rounds that follow one which was published and never written (journal_errors = "serve"):
+    nothing can be made of them."""
 
 
 def recover(config: BrokerConfig, snapshot: Snapshot, journal: Journal | None) -> History:
@@ -94,11 +96,11 @@ def apply(history: History, head: Committed, blobs: memoryview, number: int) -> 
     version = model.fragments[head.fragment].version
     if head.version <= version:
         return
-    if head.version > version + 1 and model.config.broker.journal_errors == "serve":
+    if head.version != version + 1:
+        if model.config.broker.journal_errors != "serve":
+            raise _gap(number, head, version)
         history.gaps += 1
         return
-    if head.version != version + 1:
-        raise _damaged(number, f"version {head.version} of fragment {head.fragment}", version + 1)
     try:
         outcome = outcome_of(model, head, blobs)
     except (Damaged, RemoteProtocolError) as problem:
@@ -169,12 +171,18 @@ def _decoded(
     return [(o, decode_chunk(part, codec, o, count, data)) for o, count, data in chunks]
 
 
-def _damaged(number: int, got: str, version: int | None = None) -> StateError:
+def _damaged(number: int, got: str) -> RecordsLost:
+    return lost(f"record {number} of the journal", got, expected="a round that follows")
+
+
+def _gap(number: int, head: Committed, version: int) -> StateError:
+    """The journal is whole, so the versions between were never in it: no backup has them, and all
+    that the others need is leave to go on without."""
     return StateError(
         ErrorCode.STATE_DAMAGED,
-        f"record {number} of the journal",
-        expected="a round that follows" if version is None else f"version {version}",
-        got=got,
-        remedy="restore the state directory from a backup; or remove its folder `journal`, which "
-        "loses the rounds since the newest checkpoint",
+        f"record {number} of the journal follows a round that was published and never written",
+        expected=f"version {version + 1} of fragment {head.fragment}",
+        got=f"version {head.version}",
+        remedy="start the broker once with --set broker.journal_errors=serve: it goes on without "
+        f"the versions of that fragment after {version} and keeps all other rounds",
     )

@@ -18,7 +18,14 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from narrows.broker.durable import Damaged, StateError, directory, open_file, read_into, write_file
+from narrows.broker.durable import (
+    Damaged,
+    StateError,
+    directory,
+    open_file,
+    read_into,
+    write_file,
+)
 from narrows.proto.errors import ErrorCode
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from running import (
@@ -28,10 +29,14 @@ from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariable
 from narrows.bench.processes import free_ports
 from narrows.broker.audit import Audit
 from narrows.broker.checkpoint import StateDir
+from narrows.broker.durable import Damaged, RecordsLost, StateError
 from narrows.broker.epoch import begin_epoch
+from narrows.broker.events import JournalGap
 from narrows.broker.files import DirectoryFiles
 from narrows.broker.history import Changes, audit, export_model, model_digest, opened, replay, show
+from narrows.broker.journal import Journal
 from narrows.broker.model import GlobalModel
+from narrows.broker.records import Committed, decode
 from narrows.broker.replay import read
 from narrows.broker.service import Service
 from narrows.broker.show import ask_status
@@ -94,9 +99,12 @@ def test_the_audit_finds_nothing_wrong_and_what_is_made_wrong(
     for head in [*heads, heads[-1]]:
         found.take(0, head)
     assert found.fates["joined"] == 2 and len(found.epochs) == 1
-    rounds = [head for head in heads if hasattr(head, "contributors")]
+    rounds = [head for head in heads if isinstance(head, Committed)]
     found.take(1, rounds[-1])
     assert any("second time" in problem for problem in found.problems)
+    assert not any("never written" in problem for problem in found.problems)
+    found.take(2, msgspec.structs.replace(rounds[-1], version=rounds[-1].version + 2))
+    assert any("never written" in problem for problem in found.problems)
 
 
 def test_the_journal_can_be_read(ended: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,6 +215,76 @@ def test_without_a_journal_the_first_learner_tells_what_was_lost(tmp_path: Path)
     with live_broker(again) as service:
         wait_until(lambda: service.syncer.state.tally.history_lost, "the learner to tell")
         learner.abort()
+
+
+# Rounds that were published and never written.
+
+
+def without_a_round(ended: Path, state: Path) -> tuple[int, ...]:
+    """A copy with nothing but version 0 and a journal that lacks a round of fragment 0, as after
+    `journal_errors = "serve"` and a crash; the versions that are left without those after it."""
+    shutil.copytree(ended, state)
+    newest = sorted(state.glob("checkpoint-*"))[1:]
+    for path in newest:
+        shutil.rmtree(path)
+    left, missing = [0, 0], False
+    with StateDir.open(state) as state_dir:
+        assert state_dir.run is not None
+        whole = DirectoryFiles(state_dir.journal_directory())
+        run_id = state_dir.run.run_id
+        records = list(Journal.open(whole, run_id=run_id, segment_bytes=65536).records(1))
+        for name in whole.names():
+            whole.unlink(name)
+        journal = Journal.open(whole, run_id=run_id, segment_bytes=65536)
+        for record in records:
+            head = decode(record.body)[0]
+            if isinstance(head, Committed) and head.fragment == 0 and head.version == 1:
+                missing = True
+                continue
+            if isinstance(head, Committed) and not (head.fragment == 0 and missing):
+                left[head.fragment] = head.version
+            journal.append([record.body])
+        journal.sync()
+        journal.close()
+    assert left[0] == 0 < left[1]
+    return tuple(left)
+
+
+def test_a_gap_names_what_loses_least_and_that_works(
+    ended: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = tmp_path / "state"
+    left = without_a_round(ended, state)
+    stops = broker_config(tmp_path)
+    serves = broker_config(tmp_path, broker__journal_errors="serve")
+    with StateDir.open(state) as state_dir, pytest.raises(StateError) as caught:
+        begin_epoch(stops, state_dir, now=0.0)
+    assert "published and never written" in str(caught.value)
+    assert "--set broker.journal_errors=serve" in caught.value.remedy
+    assert "remove" not in caught.value.remedy and "move" not in caught.value.remedy
+    # Done as told: what follows the gap is given up, all else is there.
+    with live_broker(serves) as service:
+        assert service.syncer.state.versions == left
+    assert "follow one that was never written; they are lost" in caplog.text
+    # Once is enough.
+    with live_broker(stops) as service:
+        assert service.syncer.state.versions == left
+
+
+def test_the_model_after_a_gap_can_be_exported_but_not_replayed(
+    ended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "state"
+    left = without_a_round(ended, state)
+    export_model(state, tmp_path / "model.safetensors")
+    told = capsys.readouterr().out
+    assert f"versions {min(left)}..{max(left)}" in told
+    assert "follow one that was published and never written, and are left out" in told
+    with pytest.raises(NarrowsError, match="never written") as caught:
+        replay(state, Changes())
+    assert "export" in caught.value.remedy
+    with pytest.raises(NarrowsError, match="never written"):
+        replay(state, Changes(merge="rda"))
 
 
 # Disks that fail.
@@ -415,3 +493,63 @@ def serving_stop(tmp_path: Path) -> Generator[tuple[Service, Training]]:
             yield service, training
         finally:
             training.stop()
+
+
+# What each refusal advises, where it is printed.
+
+
+def test_a_damaged_record_names_the_folder_to_move_and_the_price(
+    ended: Path, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    shutil.copytree(ended, state)
+    for path in sorted(state.glob("checkpoint-*"))[1:]:
+        shutil.rmtree(path)
+    config = broker_config(tmp_path)
+    segment = sorted((state / "journal").iterdir())[0]
+    content = bytearray(segment.read_bytes())
+    content[2000] ^= 1
+    segment.write_bytes(content)
+    with StateDir.open(state) as state_dir, pytest.raises(RecordsLost) as caught:
+        begin_epoch(config, state_dir, now=0.0)
+    remedy = caught.value.remedy
+    assert "backup" in remedy and "versions 0 to 0, and all rounds since are lost" in remedy
+    # Done as told.
+    moved = re.search(r"move (\S+) away", remedy)
+    assert moved
+    Path(moved[1]).rename(tmp_path / "away")
+    with live_broker(config) as service:
+        assert service.syncer.state.versions == (0, 0)
+
+
+def test_who_only_reads_is_not_told_to_throw_anything_away(ended: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    shutil.copytree(ended, state)
+    oldest = sorted(state.glob("checkpoint-*"))[0]
+    (oldest / "manifest.json").write_text("{}")
+    with pytest.raises(NarrowsError, match="the oldest checkpoint is damaged") as caught:
+        replay(state, Changes())
+    assert "new run" not in caught.value.remedy and "the broker" in caught.value.remedy
+
+
+def test_a_checkpoint_that_fails_is_tried_again_and_advises_nothing_drastic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+
+    def read(_self: StateDir, number: int, _take: object) -> object:
+        raise Damaged(f"checkpoint-{number}: another bit")
+
+    monkeypatch.setattr("narrows.broker.lifecycle.RETRY_S", 0.05)
+    with live_broker(broker_config(tmp_path, broker__checkpoint_versions=1_000_000)) as service:
+        training = Training(service)
+        try:
+            wait_until(lambda: service.syncer.state.version_sum > 0, "the first version")
+            monkeypatch.setattr(StateDir, "_read", read)
+            service._post(lambda: JournalGap("the test"))  # pyright: ignore[reportPrivateUsage]
+            wait_until(lambda: caplog.text.count("checkpoint failed") > 1, "it to be tried again")
+        finally:
+            monkeypatch.undo()
+            training.stop()
+    told = [r.getMessage() for r in caplog.records if "checkpoint failed" in r.getMessage()]
+    assert all("new run" not in text and "backup" not in text for text in told)
+    assert "check the disk" in told[0]
