@@ -27,7 +27,7 @@ from narrows.proto.limits import (
 )
 from narrows.proto.messages import Mode, RunSettings
 from narrows.proto.rate import setting_names
-from narrows.proto.units import Amount, BitRate, Duration, format_bits_per_s
+from narrows.proto.units import Amount, BitRate, Duration, Size, written
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class BrokerSection(Section):
     journal_keep: bool = False
     """Keep all of it, and the first checkpoint, for `narrows journal replay`; else it is cut back
     to the older of the two checkpoints that are kept."""
-    journal_segment: Annotated[Amount, Range(1 << 12, 1 << 40)] = 64 << 20
-    """Bytes per file of the journal; a broker takes the room of one at its start."""
-    beat_s: Annotated[float, Range(0.01, 60)] = 1.0
+    journal_segment: Annotated[Size, Range(1 << 12, 1 << 40)] = 64 << 20
+    """Size of one file of the journal; a broker takes the room of one at its start."""
+    beat: Annotated[Duration, Range(0.01, 60)] = 1.0
     """Seconds between two beats to each learner. Beats repeat the state, so one that is lost costs
     this much delay."""
 
@@ -226,8 +226,8 @@ class WanSection(Section):
             if 0 < (rate := getattr(self, name)) < RATE_MIN:
                 raise ConfigError(
                     f"{name}: too little for control messages alone",
-                    expected=f"0 (no limit), or at least {format_bits_per_s(RATE_MIN)}",
-                    got=format_bits_per_s(rate),
+                    expected=f"0 (no limit), or at least {written('bits_per_s', RATE_MIN)}",
+                    got=written("bits_per_s", rate),
                 )
 
 
@@ -247,11 +247,11 @@ class LivenessSection(Section):
         if not 0 < self.late < self.lost:
             raise ConfigError(
                 "late: not before lost",
-                expected=f"more than 0 s, less than lost = {self.lost:g} s",
-                got=f"{self.late:g} s",
+                expected=f"more than 0, less than lost = {written('duration', self.lost)}",
+                got=written("duration", self.late),
             )
         if self.probe <= 0:
-            raise ConfigError("probe: no time to answer", expected="more than 0 s", got="0 s")
+            raise ConfigError("probe: no time to answer", expected="more than 0", got="0")
 
 
 @dataclass(frozen=True)

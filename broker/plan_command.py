@@ -58,7 +58,7 @@ class PlanCommand:
     broker_memory: str
     broker_cores: int
     disk: str
-    """Bytes per second."""
+    """A size per second; "/s" may be left out."""
     config: Path | None
     assignments: Sequence[str]
     """KEY=VALUE texts of `--set`."""
@@ -96,7 +96,7 @@ def _site(command: PlanCommand, config: BrokerConfig) -> Site:
         ),
         broker_memory_bytes=_parsed("--broker-memory", parse_bytes, command.broker_memory),
         broker_cores=command.broker_cores,
-        disk_bytes_per_s=_parsed("--disk", parse_bytes, command.disk),
+        disk_bytes_per_s=_parsed("--disk", parse_bytes, command.disk.strip().removesuffix("/s")),
         fragments=config.fragments.count if "count" in given else 0,
         sync_period_steps=config.fragments.sync_period_steps if "sync_period_steps" in given else 0,
     )

@@ -123,7 +123,7 @@ class Syncer:
         if self.lifecycle.finished:
             return None
         times: list[float | None] = [
-            self._beat_at + self.state.config.broker.beat_s,
+            self._beat_at + self.state.config.broker.beat,
             self.state.roster.next_deadline(),
             self.admission.next_deadline(),
             self.allowance.next_deadline(),
@@ -175,7 +175,7 @@ class Syncer:
     def _beat(self, now: float) -> list[ev.Effect]:
         """Tells the state to everybody on change, and every second."""
         state = self.state
-        due = now >= self._beat_at + state.config.broker.beat_s
+        due = now >= self._beat_at + state.config.broker.beat
         # A round that is over needs no Beat of its own: its publication tells the version.
         told = (state.phase, frozenset(state.open_rounds()))
         if told[0] is self._told[0] and told[1] <= self._told[1] and not due:

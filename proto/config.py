@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from narrows.proto.errors import ConfigError
-from narrows.proto.units import PARSERS
+from narrows.proto.units import PARSERS, written
 
 _KINDS: Final[Mapping[object, str]] = {
     bool: "true or false",
@@ -32,6 +32,10 @@ _KINDS: Final[Mapping[object, str]] = {
     str: "a text",
 }
 _EXAMPLES: Final = {"duration": '"1.5s"', "bytes": '"64MiB"', "bits_per_s": '"2Gbit/s"'}
+_BASE_UNITS: Final = {"duration": "s", "bytes": "B", "bits_per_s": "bit/s"}
+_TAKES: Final = {
+    "duration": "a duration", "bytes": "a size", "bits_per_s": "a bit rate", "count": "a count",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,10 @@ class Range:
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return f"{self.low:g} to {self.high:g}"
+    def told(self, unit: str) -> str:
+        """In the units of the setting: "4KiB to 1TiB"."""
+        low, high = (written(unit, n) if unit else f"{n:g}" for n in (self.low, self.high))
+        return f"{low} to {high}"
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,9 @@ class Section:
             for note in notes:
                 # A range is written so that NaN is outside of it.
                 if isinstance(note, Range) and not note.low <= value <= note.high:
-                    raise ConfigError(f"{name}: out of range", expected=str(note), got=_show(value))
+                    unit = _unit(notes)
+                    got = written(unit, value) if unit and value >= 0 else _show(value)
+                    raise ConfigError(f"{name}: out of range", expected=note.told(unit), got=got)
 
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -108,6 +116,42 @@ def flatten(instance: Section, prefix: str = "") -> dict[str, object]:
     return flat
 
 
+def described(cls: type[Section], prefix: str = "") -> list[tuple[str, str, str]]:
+    """Dotted key, default and what it takes, of every setting; the default as `--set` reads it."""
+    rows: list[tuple[str, str, str]] = []
+    defaults = cls()
+    for name, (kind, notes) in _fields(cls).items():
+        value = getattr(defaults, name)
+        if isinstance(value, Section):
+            rows += described(type(value), f"{prefix}{name}.")
+        else:
+            rows.append((prefix + name, _as_set(value, _unit(notes)), _takes(kind, notes)))
+    return rows
+
+
+def _as_set(value: object, unit: str) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if unit:
+        return written(unit, cast(float, value))
+    return str(value) or '""'
+
+
+def _takes(kind: object, notes: tuple[object, ...]) -> str:
+    unit = _unit(notes)
+    bounds = [note.told(unit) for note in notes if isinstance(note, Range)]
+    if bounds and not unit:
+        return bounds[0]
+    if unit or kind in _KINDS:
+        return ", ".join([_TAKES[unit] if unit else _KINDS[kind], *bounds])
+    *names, last = _choices(kind)
+    return f"{', '.join(names)} or {last}"
+
+
+def _unit(notes: tuple[object, ...]) -> str:
+    return next((note for note in notes if isinstance(note, str)), "")
+
+
 def nearest(name: str, names: Sequence[str]) -> str:
     """A remedy that names the most similar of `names`; "" if nothing is similar."""
     matches = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
@@ -150,7 +194,7 @@ def _behind(prefix: str, error: ConfigError) -> ConfigError:
 
 def _convert(value: object, kind: object, notes: tuple[object, ...], key: str) -> object:
     """A value as the field holds it; the checks of Section see the result."""
-    unit = next((note for note in notes if isinstance(note, str)), "")
+    unit = _unit(notes)
     if unit and isinstance(value, str):
         try:
             return PARSERS[unit](value)
@@ -158,7 +202,11 @@ def _convert(value: object, kind: object, notes: tuple[object, ...], key: str) -
             raise _behind(f"{key}: ", error) from error
     if unit in _EXAMPLES and value != 0:
         expected = f"a text with a unit, such as {_EXAMPLES[unit]}"
-        raise ConfigError(f"{key}: without a unit", expected=expected, got=_show(value))
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        remedy = f'write "{value}{_BASE_UNITS[unit]}"' if is_number else ""
+        raise ConfigError(
+            f"{key}: without a unit", expected=expected, got=_show(value), remedy=remedy
+        )
     if isinstance(kind, type) and issubclass(kind, StrEnum) and isinstance(value, str):
         if value not in list(kind):
             names = [str(name) for name in kind]
@@ -184,11 +232,13 @@ def _is(value: object, kind: object) -> bool:
 
 
 def _expected(kind: object) -> str:
-    if kind in _KINDS:
-        return _KINDS[kind]
+    return _KINDS[kind] if kind in _KINDS else "one of " + ", ".join(_choices(kind))
+
+
+def _choices(kind: object) -> list[str]:
     if isinstance(kind, type) and issubclass(kind, StrEnum):
-        return "one of " + ", ".join(kind)
-    return "one of " + ", ".join(str(name) for name in get_args(kind))
+        return list(kind)
+    return [str(name) for name in get_args(kind)]
 
 
 def _show(value: object) -> str:

@@ -1,4 +1,8 @@
-"""Values with units as people write them ("1.5s", "64MiB", "2Gbit/s", "12e9"), both ways."""
+"""Values with units as people write them ("1.5s", "64MiB", "2Gbit/s", "12e9"), both ways.
+
+kB, MB, GB are powers of ten, KiB, MiB, GiB powers of two. A bare K, M or G is refused for sizes: it
+means the one for a disk and the other for memory.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,15 @@ BYTES: Final = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
 BITS_PER_S: Final = {
     "bit/s": 1, "kbit/s": 10**3, "Mbit/s": 10**6, "Gbit/s": 10**9, "Tbit/s": 10**12,
 }  # fmt: skip
+ALIASES: Final = {"KB": "kB"}
 COUNTS: Final = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+_WORDS: Final[tuple[tuple[Mapping[str, int | Fraction], Mapping[str, str]], ...]] = (
+    (BYTES, {"byte": "B"}),
+    (SECONDS, {"sec": "s", "second": "s", "minute": "min", "hr": "h", "hour": "h", "day": "d"}),
+    (COUNTS, {"thousand": "k", "million": "M", "billion": "B", "trillion": "T"}),
+)
+"""What people write instead of a unit, without a plural's s."""
 
 # Two digits of exponent are enough, and keep a short text from asking for a gigabyte of digits.
 _VALUE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,2})?)\s*([A-Za-z/]*)\s*")
@@ -43,7 +55,10 @@ def parse_duration_s(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in "64MiB", "2GB", "512B" or "0". Raises ConfigError, also for parts of a byte."""
+    """Bytes in "64MiB", "2GB", "512B" or "0": one meaning for each unit, wherever a size is read.
+
+    Raises ConfigError, also for parts of a byte.
+    """
     return _whole(text, _parse(text, BYTES, "a size", "64MiB"), "a whole number of bytes")
 
 
@@ -72,21 +87,63 @@ def _parse(text: str, units: Mapping[str, int | Fraction], what: str, example: s
     expected = f'{what} such as "{example}"; units: {", ".join(filter(None, units))}'
     if match is None:
         raise ConfigError(f"not {what}", expected=expected, got=repr(text[:64]))
-    number, unit = Fraction(match[1]), match[2]
+    number, unit = Fraction(match[1]), ALIASES.get(match[2], match[2])
     if unit in units:
         return number * units[unit]
     if not unit and number == 0:
         return number
-    near = [name for name in units if unit and name.lower() == unit.lower()]
     message = f"{what} with an unknown unit" if unit else f"{what} without a unit"
-    remedy = f"write {match[1]}{near[0]}" if near else ""
+    near = " or ".join(match[1] + name for name in _near(unit, units))
+    remedy = f"write {near}" if near else ""
     raise ConfigError(message, expected=expected, got=repr(text[:64]), remedy=remedy)
+
+
+def _near(unit: str, units: Mapping[str, int | Fraction]) -> list[str]:
+    """The units that somebody may have meant; none if it is one of another kind, since bits are no
+    bytes."""
+    others = (kind for kind in (SECONDS, BYTES, BITS_PER_S) if kind is not units)
+    if not unit or any(unit in kind for kind in others):
+        return []
+    low = unit.lower()
+    same = [name for name in units if name.lower() == low]
+    word = next((words.get(low.removesuffix("s")) for kind, words in _WORDS if kind is units), None)
+    begun = [name for name in units if name.lower().startswith(low)]
+    return same or ([word] if word else begun)
 
 
 def _whole(text: str, value: Fraction, expected: str) -> int:
     if value.denominator != 1:
         raise ConfigError("not a whole number", expected=expected, got=repr(text[:64]))
     return value.numerator
+
+
+# Writing: what `PARSERS` read again as the same value.
+
+_UNITS: Final[Mapping[str, Mapping[str, int | Fraction]]] = {
+    "duration": SECONDS, "bytes": BYTES, "bits_per_s": BITS_PER_S, "count": COUNTS,
+}  # fmt: skip
+
+
+def written(kind: str, value: float) -> str:
+    """The shortest text that is read as exactly this value: "64MiB", "1.5s", "0".
+
+    `kind` as in the annotation of a field; `value` is finite and not negative.
+    """
+    if value == 0:
+        return "0"
+    exact, texts = Fraction(repr(value)), list[str]()
+    for unit, size in _UNITS[kind].items():
+        number = exact / size
+        whole = number.denominator == 1
+        texts.append(f"{number.numerator if whole else repr(float(number))}{unit}")
+    return min((text for text in texts if _is_read_as(kind, text, value)), key=len)
+
+
+def _is_read_as(kind: str, text: str, value: float) -> bool:
+    try:
+        return PARSERS[kind](text) == value
+    except ConfigError:  # Parts of a byte.
+        return False
 
 
 # Formatting: (unit, its size, the number from which on the next unit is used).

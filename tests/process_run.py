@@ -31,7 +31,7 @@ class Run:
             "--listen", self.address,
             "--state-dir", str(self.folder / "state"),
             "--events", str(self.folder / "broker.jsonl"),
-            "--set", "broker.beat_s=0.2",
+            "--set", "broker.beat=200ms",
             *arguments,
         )  # fmt: skip
 

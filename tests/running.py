@@ -74,7 +74,7 @@ def broker_config(folder: Path, **flags: object) -> BrokerConfig:
     defaults: dict[str, object] = {
         "broker.listen": "tcp://127.0.0.1:0",
         "broker.state_dir": str(folder / "state"),
-        "broker.beat_s": 0.1,
+        "broker.beat": "100ms",
         "fragments.count": 2,
     }
     if named.get("run.mode") == "diloco":

@@ -194,7 +194,7 @@ def plan(
     broker_wan: str = "",
     broker_memory: str = "256GiB",
     broker_cores: int = 4,
-    disk: str = "500MB",
+    disk: str = "500MB/s",
     config: Path | None = None,
     setting: Annotated[list[str], Parameter(name=["--set", "-s"], negative="")] | None = None,
     json: bool = False,
@@ -221,7 +221,7 @@ def plan(
     broker_cores
         Cores of the broker's machine.
     disk
-        Bytes per second that the broker's disk writes, such as 500MB.
+        What the broker's disk writes per second, such as 500MB/s.
     config
         TOML file of the broker: its settings instead of the defaults.
     setting

@@ -53,7 +53,7 @@ class State:
 
 
 def config_of(path: Path) -> BrokerConfig:
-    flags = {"broker.state_dir": str(path), "fragments.count": 1, "broker.journal_segment": 4096}
+    flags = {"broker.state_dir": str(path), "fragments.count": 1, "broker.journal_segment": "4KiB"}
     return load_config(None, flags)
 
 

@@ -44,10 +44,10 @@ COMPARED_LIFE_S = 6.0
 SETTINGS = {
     "fragments.count": "2",
     "fragments.sync_period_steps": "4",
-    "broker.beat_s": "0.05",
+    "broker.beat": "50ms",
     "broker.checkpoint_versions": "40",
     "broker.journal_keep": "true",
-    "broker.journal_segment": "65536",
+    "broker.journal_segment": "64KiB",
     "run.max_offline": "0",
 }
 

@@ -50,7 +50,7 @@ def run_to_its_goal(folder: Path, **flags: object) -> Path:
         "run__learners_at_start": 2,
         "fragments__sync_period_steps": 6,
         "merge__quorum": 2,
-        "broker__journal_segment": 65536,
+        "broker__journal_segment": "64KiB",
         "broker__checkpoint_versions": 8,
         **flags,
     }
@@ -149,7 +149,7 @@ def models(folder: Path, **flags: object) -> tuple[str, str, int]:
     """The digest of the model in a broker that ends without a word, that of the one which comes
     after it, and how many rounds that one took from the journal."""
     config = broker_config(
-        folder, fragments__sync_period_steps=4, broker__journal_segment=65536,
+        folder, fragments__sync_period_steps=4, broker__journal_segment="64KiB",
         broker__checkpoint_versions=1000, **flags,
     )  # fmt: skip
     with live_broker(config) as service:

@@ -48,6 +48,38 @@ def test_reading_is_exact(whole: int, digits: str, unit: str) -> None:
     assert units.parse_duration_s(f"{whole}.{digits}{unit}") == float(exact)
 
 
+@pytest.mark.parametrize("kind", ["bytes", "count"])
+@given(value=st.integers(0, 1 << 62))
+def test_whole_numbers_are_written_as_they_are_read(kind: str, value: int) -> None:
+    again = units.PARSERS[kind](units.written(kind, value))
+    assert again == value and isinstance(again, int)
+
+
+@pytest.mark.parametrize("kind", ["duration", "bits_per_s"])
+@given(value=st.floats(0, 1e18, allow_subnormal=False).filter(lambda v: v == 0 or v > 1e-90))
+def test_times_and_rates_are_written_as_they_are_read(kind: str, value: float) -> None:
+    assert units.PARSERS[kind](units.written(kind, value)) == value
+
+
+@given(
+    number=st.integers(1, 10**6),
+    unit=st.sampled_from(sorted(units.BYTES)),
+    spelled=st.text("kKMGTibBytes/", min_size=1, max_size=6),
+)
+def test_sizes_have_one_meaning_or_none(number: int, unit: str, spelled: str) -> None:
+    size = units.parse_bytes(f"{number}{unit}")
+    assert size == number * units.BYTES[unit]
+    assert (size // number) % (1024 if "i" in unit else 10) == (1 if unit == "B" else 0)
+    try:
+        units.parse_bytes(f"{number}{spelled}")
+    except ConfigError as error:
+        # A remedy can be followed.
+        for each in error.remedy.removeprefix("write ").split(" or ") if error.remedy else []:
+            assert units.parse_bytes(each) > 0
+    else:
+        assert spelled in (*units.BYTES, "KB")
+
+
 @given(text=st.text(max_size=40), pair=st.sampled_from(PAIRS))
 def test_any_text_is_a_value_or_a_configuration_error(
     text: str, pair: tuple[Callable[[float], str], Callable[[str], float]]

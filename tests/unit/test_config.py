@@ -14,8 +14,9 @@ from typing import Annotated, Literal
 import pytest
 
 from narrows.broker import config as broker_config
+from narrows.broker.command import assigned
 from narrows.broker.config import BrokerConfig, MergeSection, load_config, preset, settings
-from narrows.proto.config import Range, Section, flatten, load, override
+from narrows.proto.config import Range, Section, described, flatten, load, override
 from narrows.proto.errors import ConfigError
 from narrows.proto.messages import Mode
 from narrows.proto.units import Amount, BitRate, Duration, Size
@@ -98,10 +99,16 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ),
         (
             "[inner]\nwait = 3", "inner.wait: without a unit",
-            'a text with a unit, such as "1.5s"', "3", "",
+            'a text with a unit, such as "1.5s"', "3", 'write "3s"',
         ),
+        (
+            "[inner]\nsize = 4096", "inner.size: without a unit",
+            'a text with a unit, such as "64MiB"', "4096", 'write "4096B"',
+        ),
+        ("[inner]\nsize = '2KiB'\nwait = '1y'", "inner.wait: a duration with an unknown unit",
+         'a duration such as "1.5s"; units: us, ms, s, min, h, d', "'1y'", ""),
         ("[inner]\ntokens = 1.5", "inner.tokens: wrong type", "a whole number", "1.5", ""),
-        ("[inner]\ntokens = -1", "inner.tokens: out of range", "0 to 1e+12", "-1", ""),
+        ("[inner]\ntokens = -1", "inner.tokens: out of range", "0 to 1T", "-1", ""),
     ],
 )  # fmt: skip
 def test_refusals_name_file_key_expected_and_got(
@@ -180,6 +187,10 @@ def test_every_field_of_the_broker_has_a_docstring() -> None:
         ("broker.uplink_port", 7070, "broker.uplink_port: one port twice"),
         ("broker.downlink_port", 65536, "broker.downlink_port: out of range"),
         ("broker.state_dir", "", "broker.state_dir: empty"),
+        ("broker.journal_segment", "64M", "broker.journal_segment: a size with an unknown unit"),
+        ("broker.journal_segment", 65536, "broker.journal_segment: without a unit"),
+        ("broker.journal_segment", "1KiB", "broker.journal_segment: out of range"),
+        ("broker.beat", "1us", "broker.beat: out of range"),
         ("broker.checkpoint_versions", 0, "broker.checkpoint_versions: out of range"),
         ("run.mode", "dilocco", "run.mode: unknown value"),
         ("run.goal_tokens", "-1", "run.goal_tokens: not a count"),
@@ -212,6 +223,34 @@ def test_the_broker_refuses(key: str, value: object, message: str) -> None:
 )
 def test_addresses_that_are_fine(listen: str) -> None:
     assert override(BrokerConfig(), {"broker.listen": listen}).broker.listen == listen
+
+
+def test_a_range_is_told_in_the_units_of_the_setting() -> None:
+    with pytest.raises(ConfigError) as caught:
+        override(BrokerConfig(), {"broker.journal_segment": "1KiB"})
+    assert (caught.value.expected, caught.value.got) == ("4KiB to 1TiB", "1KiB")
+    with pytest.raises(ConfigError) as caught:
+        override(BrokerConfig(), {"broker.beat": "2min"})
+    assert (caught.value.expected, caught.value.got) == ("10ms to 60s", "120s")
+
+
+def test_every_size_time_and_rate_of_the_broker_takes_a_unit() -> None:
+    """No setting says its unit in its name or in its docstring alone."""
+    kinds = {key: takes for key, _, takes in described(BrokerConfig)}
+    assert kinds["broker.journal_segment"] == "a size, 4KiB to 1TiB"
+    assert kinds["broker.beat"] == "a duration, 10ms to 60s"
+    assert kinds["merge.grace_max"] == "a duration"
+    assert kinds["wan.up"] == "a bit rate, 0 to 1000Tbit/s"
+    assert kinds["run.mode"] == "decoupled, streaming or diloco"
+    endings = ("_s", "_ms", "_bytes", "_bits_per_s")
+    assert not [key for key in flatten(BrokerConfig()) if key.endswith(endings)]
+
+
+def test_the_defaults_can_be_set_as_they_are_shown() -> None:
+    shown = described(BrokerConfig)
+    assert [key for key, _, _ in shown] == list(flatten(BrokerConfig()))
+    told = assigned([f"{key}={default}" for key, default, _ in shown])
+    assert override(BrokerConfig(), told) == BrokerConfig()
 
 
 def test_two_values_that_belong_together_can_change_together() -> None:

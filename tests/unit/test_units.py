@@ -30,7 +30,16 @@ def test_durations(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size_bytes"),
-    [("64MiB", 64 << 20), ("2GB", 2 * 10**9), ("512B", 512), ("0", 0), ("1.5KiB", 1536)],
+    [
+        ("64MiB", 64 << 20),
+        ("2GB", 2 * 10**9),
+        ("512B", 512),
+        ("0", 0),
+        ("1.5KiB", 1536),
+        # Both spellings of a thousand bytes.
+        ("3kB", 3000),
+        ("3KB", 3000),
+    ],
 )
 def test_sizes(text: str, size_bytes: int) -> None:
     value = units.parse_bytes(text)
@@ -92,6 +101,58 @@ def test_a_unit_in_the_wrong_case_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         units.parse_bits_per_s("2gbit/s")
     assert caught.value.remedy == "write 2Gbit/s"
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "remedy"),
+    [
+        # Whoever writes 64M for a size means one of two numbers: which, only they know.
+        (units.parse_bytes, "64M", "write 64MB or 64MiB"),
+        (units.parse_bytes, "4k", "write 4kB or 4KiB"),
+        (units.parse_bytes, "4K", "write 4kB or 4KiB"),
+        (units.parse_bytes, "2Gi", "write 2GiB"),
+        (units.parse_bytes, "64mib", "write 64MiB"),
+        (units.parse_bytes, "10 bytes", "write 10B"),
+        (units.parse_duration_s, "5m", "write 5ms or 5min"),
+        (units.parse_duration_s, "5sec", "write 5s"),
+        (units.parse_duration_s, "2hours", "write 2h"),
+        (units.parse_count, "3K", "write 3k"),
+        (units.parse_count, "12 billion", "write 12B"),
+        # Bits are not bytes: no such guess.
+        (units.parse_bits_per_s, "2GB", ""),
+        (units.parse_bytes, "2Gbit/s", ""),
+        (units.parse_duration_s, "3 parsecs", ""),
+    ],
+)
+def test_the_nearest_units_are_named(
+    parse: Callable[[str], float], text: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match="unknown unit") as caught:
+        parse(text)
+    assert caught.value.remedy == remedy
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        ("bytes", 64 << 20, "64MiB"),
+        ("bytes", 500 * 10**6, "500MB"),
+        ("bytes", 65537, "65537B"),
+        ("bytes", 1 << 40, "1TiB"),
+        ("bytes", 0, "0"),
+        ("duration", 3600.0, "1h"),
+        ("duration", 0.02, "20ms"),
+        ("duration", 1.5, "1.5s"),
+        ("duration", 2.0, "2s"),
+        ("bits_per_s", 2e9, "2Gbit/s"),
+        ("bits_per_s", 1e15, "1000Tbit/s"),
+        ("count", 12 * 10**9, "12B"),
+        ("count", 12_345, "12345"),
+    ],
+)
+def test_values_are_written_exactly(kind: str, value: float, text: str) -> None:
+    assert units.written(kind, value) == text
+    assert units.PARSERS[kind](text) == value
 
 
 @pytest.mark.parametrize(
