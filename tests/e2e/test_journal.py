@@ -296,12 +296,15 @@ class BadDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.broken = False
+        self.refused = 0
+        """Writes that failed."""
         self.works = threading.Event()
         self.works.set()
         original = DirectoryFiles.write
 
         def write(files: DirectoryFiles, handle: int, parts: Sequence[bytes | memoryview]) -> None:
             if self.broken:
+                self.refused += 1
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             original(files, handle, parts)
 
@@ -473,6 +476,10 @@ def test_a_round_that_the_queue_refuses_does_not_exist(
     commits = service.commits
     assert commits is not None
     disk.broken = True
+    # A queue that was full before has said that the journal fails, too: only when the disk has
+    # refused and the loop has seen all that was durable before, nothing more can come.
+    wait_until(lambda: disk.refused, "the disk to refuse")
+    ask_status(service.wires.address, timeout_s=HANG_S)
     wait_until(lambda: service.syncer.lifecycle.journal_fails, "the failure to be noticed")
     versions, steps = service.syncer.state.version_sum, training.steps
     wait_until(lambda: training.steps > steps + 50, "the learner to train on")
