@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any, Final
 
 from rich.console import Console
-from rich.table import Table
 
 from narrows.bench import machine, published_bandwidth
 from narrows.bench.bandwidth_model import (
@@ -30,6 +29,7 @@ from narrows.bench.bandwidth_model import (
 )
 from narrows.bench.bandwidth_wire import CASES, WireRow, measure
 from narrows.broker.costs import PACKET_FACTOR, gaussian_bits
+from narrows.broker.tables import Table, show, terminal
 
 SITES: Final = 8
 STEP_S: Final = 1.0
@@ -42,9 +42,6 @@ DECODED_PARAMS: Final = 5.04e9
 """With it both published figures come out; nobody has said how many parameters they are for."""
 
 ASKED_PARAMS: Final = 5e9
-COLUMNS: Final = 140
-"""Where there is no terminal."""
-
 FINE_RHO, COARSE_RHO = 0.5, 1.0
 
 
@@ -107,9 +104,7 @@ class Headline:
 
 def run_bandwidth_bench(json_file: Path | None, plot: Path | None, *, wire: bool) -> None:
     """Prints the tables and writes what was asked for. `wire`: also run real processes."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=COLUMNS)
+    console = terminal()
     rows = table_rows()
     _show_table(console, rows)
     console.print()
@@ -208,16 +203,7 @@ def _bits(wire_rows: Sequence[WireRow], direction: str, rho: float) -> float:
 def _show_table(console: Console, rows: Sequence[Row]) -> None:
     source = published_bandwidth.TABLE_SOURCE
     console.print(f"Gbit/s for a compute utilisation: model / {source}")
-    table = Table(box=None, pad_edge=False)
-    table.add_column("model")
-    table.add_column("method")
-    for target in published_bandwidth.TARGETS_PERCENT:
-        table.add_column(f"{target} %", justify="right")
-    for setup in SETUPS:
-        for method in METHODS:
-            mine = [row for row in rows if (row.model, row.method) == (setup.name, method.name)]
-            table.add_row(setup.name, method.name, *map(_cell, mine))
-    console.print(table)
+    show(console, utilization_table(rows))
     known = [row for row in rows if row.grid_steps_off is not None]
     exact = sum(row.grid_steps_off == 0 for row in known)
     worst = max(abs(row.grid_steps_off or 0) for row in known)
@@ -226,6 +212,17 @@ def _show_table(console: Console, rows: Sequence[Row]) -> None:
         f"{exact} of {len(known)} published cells are the model's grid point, the others at most "
         f"{worst} grid step off (*); mean difference {apart:.1f} %. Predictions: every row of 100B."
     )
+
+
+def utilization_table(rows: Sequence[Row]) -> Table:
+    """Models and methods by target."""
+    targets = [f"{target} %" for target in published_bandwidth.TARGETS_PERCENT]
+    table = Table(("model", "method", *targets), keys=2)
+    for setup in SETUPS:
+        for method in METHODS:
+            mine = [row for row in rows if (row.model, row.method) == (setup.name, method.name)]
+            table.add(setup.name, method.name, *map(_cell, mine))
+    return table
 
 
 def _cell(row: Row) -> str:
@@ -241,40 +238,51 @@ def _cell(row: Row) -> str:
 
 def _show_wire(console: Console, rows: Sequence[WireRow]) -> None:
     console.print("Bits per parameter and exchange, ZeroMQ frames: arithmetic and real runs")
-    table = Table(box=None, pad_edge=False)
-    for heading in ("model", "params", "rho", "way", "exchanges", "modelled", "measured",
-                    "difference",
-                    "first copies", "measured, with control"):  # fmt: skip
-        table.add_column(heading, justify="right")
+    show(console, wire_table(rows))
+
+
+def wire_table(rows: Sequence[WireRow]) -> Table:
+    """Real runs beside the arithmetic; copies in bytes."""
+    table = Table(
+        ("model", "params", "rho", "way", "exchanges", "modelled", "measured", "difference",
+         "first copies", "measured, with control"),
+        keys=4,
+    )  # fmt: skip
     for row in rows:
-        table.add_row(
+        table.add(
             row.preset, f"{row.params:,}", f"{row.rho:g}", row.direction, f"{row.exchanges:,}",
             f"{row.modelled_bits_per_param:.3f}", f"{row.measured_bits_per_param:.3f}",
             f"{row.difference_percent:+.1f} %", f"{row.modelled_first_copy_bytes:,}",
             f"{row.measured_other_bytes:,}",
         )  # fmt: skip
-    console.print(table)
+    return table
 
 
 def _show_headlines(console: Console, rows: Sequence[Headline]) -> None:
     source = published_bandwidth.HEADLINE_SOURCE
     console.print(f"One site of {SITES}, {STEP_S:g} s per step. Published: {source}")
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "params", "H", "bits up", "down", "factor", "CU %", "Gbit/s up", "down",
-                    "broker, each way", "published"):  # fmt: skip
-        table.add_column(heading, justify="right" if heading else "left")
+    show(console, headline_table(rows))
+    console.print(
+        f"Nobody published the model's size: {DECODED_PARAMS:.3g} parameters, int4, P = H = 24, "
+        "data parallel at 95 % utilisation and a step of 1 s give both figures; other settings do "
+        "too. Ours: headers of all layers included, steady state, first copies not."
+    )
+
+
+def headline_table(rows: Sequence[Headline]) -> Table:
+    """Rates of one site."""
+    table = Table(
+        ("", "params", "H", "bits up", "down", "factor", "CU %", "Gbit/s up", "down",
+         "broker, each way", "published"),
+        keys=3,
+    )  # fmt: skip
     for row in rows:
-        published = "" if row.gbps_published is None else f"{row.gbps_published:g}"
-        table.add_row(
+        published = "-" if row.gbps_published is None else f"{row.gbps_published:g}"
+        table.add(
             row.what, f"{row.params:.3g}", str(row.sync_period_steps),
             f"{row.up_bits_per_param:.2f}", f"{row.down_bits_per_param:.2f}",
             f"{row.traffic_factor:g}", f"{row.compute_utilization_percent:g}",
             f"{row.up_gbps:.3g}", f"{row.down_gbps:.3g}",
             f"{row.hub_gbps:.3g}" if row.hub_gbps else "-", published,
         )  # fmt: skip
-    console.print(table)
-    console.print(
-        f"Nobody published the model's size: {DECODED_PARAMS:.3g} parameters, int4, P = H = 24, "
-        "data parallel at 95 % utilisation and a step of 1 s give both figures; other settings do "
-        "too. Ours: headers of all layers included, steady state, first copies not."
-    )
+    return table

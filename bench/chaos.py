@@ -17,6 +17,7 @@ from narrows.bench.loop import TENSORS, WIDTH
 from narrows.bench.nursery import Nursery
 from narrows.bench.processes import Processes, free_ports, work_folder
 from narrows.bench.proxy import Proxy
+from narrows.broker.tables import terminal
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 
 QUIET_SHARE: Final = 0.2
@@ -36,7 +37,7 @@ def run_chaos_bench(options: ChaosOptions) -> None:
     Raises NarrowsError if something was lost, differs, or did not come back.
     """
     _check(options)
-    console = Console()
+    console = terminal()
     with work_folder(options.keep, "chaos") as folder:
         story = _run(options, folder, console)
         row = chaos_results.collect(folder, story, fragments=FRAGMENTS)

@@ -10,13 +10,15 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from narrows.bench.chaos_learner import TOKENS_PER_STEP
 from narrows.bench.chaos_tape import Fault, Kind
 from narrows.bench.evidence import Evidence, compare_digests, read_evidence
 from narrows.bench.rows import read_rows
+from narrows.broker import tables
 from narrows.broker.records import Committed
+from narrows.broker.tables import Facts
 from narrows.proto.errors import ErrorCode, NarrowsError
 
 Row: TypeAlias = dict[str, Any]
@@ -282,12 +284,17 @@ def _processes(
 
 def show(console: Console, row: Row) -> None:
     """Prints the row as a table."""
-    table = Table(title="What the faults cost", show_header=False, box=None, title_justify="left")
-    for label, text in _lines(row):
-        table.add_row(label, text)
-    console.print(table)
+    tables.show(console, facts(row))
     for problem in row["problems"]:
-        console.print(f"[bold red]{problem}[/bold red]", highlight=False)
+        console.print(Text(problem, "bold red"), soft_wrap=True)
+
+
+def facts(row: Row) -> Facts:
+    """What a run has shown."""
+    shown = Facts("What the faults cost")
+    for label, text in _lines(row):
+        shown.add(label, text, "bold red" if text.isupper() or "DIFFERS" in text else "")
+    return shown
 
 
 def _lines(row: Row) -> Iterable[tuple[str, str]]:
@@ -299,7 +306,7 @@ def _lines(row: Row) -> Iterable[tuple[str, str]]:
     )
     yield (
         "throughput kept: steps made",
-        f"[bold]{row['throughput_kept_percent']:.1f}%[/bold] of the quiet rate; "
+        f"{row['throughput_kept_percent']:.1f}% of the quiet rate; "
         f"{row['available_percent']:.1f}% was available",
     )
     yield "throughput kept: tokens merged", f"{row['merged_kept_percent']:.1f}%"
@@ -331,4 +338,4 @@ def _lines(row: Row) -> Iterable[tuple[str, str]]:
         f"{row['digests_compared']} compared, {row['digests_different']} different, "
         f"{row['versions_lost']} lost; replay {'equal' if row['replay_equal'] else 'DIFFERS'}",
     )
-    yield "token ledger", "balanced" if row["ledger_ok"] else "[bold red]NOT BALANCED[/bold red]"
+    yield "token ledger", "balanced" if row["ledger_ok"] else "NOT BALANCED"

@@ -11,14 +11,13 @@ from statistics import median
 from typing import Any, Final
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from narrows.bench import machine
 from narrows.bench.codec_baselines import Baseline, baselines
 from narrows.bench.outer_grads import Data, drawn, drawn_names, recorded
 from narrows.broker.merge import Contribution, merge, weighted_sums
 from narrows.broker.model import warm_up
+from narrows.broker.tables import Table, show, terminal
 from narrows.proto.codecs import codec
 from narrows.proto.fragments import Fragment
 from narrows.proto.kernels import F32
@@ -41,7 +40,6 @@ CONTRIBUTORS: Final = 4
 """Pushes that are decoded and summed together."""
 
 LONE_ROUNDS: Final = 8
-TABLE_COLUMNS: Final = 120
 
 
 @dataclass(frozen=True)
@@ -72,9 +70,7 @@ def run_codec_bench(recording: Path | None, json_file: Path | None, plot: Path |
     data = [drawn(name, ELEMENTS) for name in drawn_names()]
     data.append(recorded(recording) if recording else recorded())
     rows: list[Row] = []
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=TABLE_COLUMNS)
+    console = terminal()
     for each in data:
         for threads in (1, 2):
             memcpy = _memcpy(each, threads)
@@ -82,9 +78,9 @@ def run_codec_bench(recording: Path | None, json_file: Path | None, plot: Path |
                 rows.append(_ours(each, name, rho, threads, memcpy))
         memcpy = _memcpy(each, 1)
         rows += [_theirs(each, baseline, memcpy) for baseline in baselines()]
-        console.print(table(row for row in rows if row.data == each.name))
+        show(console, table(row for row in rows if row.data == each.name))
     lone = [row for each in data for row in lone_elements(each)]
-    console.print(lone_table(lone))
+    show(console, lone_table(lone))
     told = {"rows": [asdict(row) for row in rows], "lone_elements": lone}
     machine.write_result(json_file, "codec", told)
     if plot is not None:
@@ -258,16 +254,17 @@ def _params_per_s(work: Callable[[int], None], count: int, threads: int) -> floa
 
 def table(rows: Iterator[Row]) -> Table:
     """For people: speeds in G params/s."""
-    shown = Table(box=None, pad_edge=False)
-    for heading in ("data", "codec", "rho", "threads", "bits", "SNR dB", "Shannon", "encode G/s",
-                    "decode+add G/s", "decode+merge G/s", "memcpy G/s"):  # fmt: skip
-        shown.add_column(heading, justify="left" if heading in ("data", "codec") else "right")
+    shown = Table(
+        ("data", "codec", "rho", "threads", "bits", "SNR dB", "Shannon", "encode G/s",
+         "decode+add G/s", "decode+merge G/s", "memcpy G/s"),
+        keys=4,
+    )  # fmt: skip
 
     def number(value: float | None, digits: int, unit: float = 1.0) -> str:
         return "-" if value is None else f"{value / unit:.{digits}f}"
 
     for row in rows:
-        shown.add_row(
+        shown.add(
             row.data, row.codec, number(row.rho, 2), str(row.threads),
             number(row.wire_bits_per_param, 2), number(row.snr_db, 1),
             number(row.shannon_bits_at_snr, 2), number(row.encode_params_per_s, 3, 1e9),
@@ -280,10 +277,9 @@ def table(rows: Iterator[Row]) -> Table:
 
 def lone_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The unsent share of a lone large element by exchange."""
-    shown = Table(title="unsent share of one element of 100 rms", box=None, pad_edge=False)
-    for heading in ("data", "codec", "rho", *map(str, range(1, LONE_ROUNDS + 1))):
-        shown.add_column(heading)
+    headings = ("data", "codec", "rho", *map(str, range(1, LONE_ROUNDS + 1)))
+    shown = Table(headings, keys=3, title="unsent share of one element of 100 rms")
     for row in rows:
         shares = [f"{share:.0%}" for share in row["unsent_share_by_round"]]
-        shown.add_row(row["data"], row["codec"], str(row["rho"]), *shares)
+        shown.add(row["data"], row["codec"], str(row["rho"]), *shares)
     return shown

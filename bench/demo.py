@@ -23,6 +23,7 @@ from narrows.bench.demo_view import View
 from narrows.bench.processes import Processes, work_folder
 from narrows.broker.model import warm_up
 from narrows.broker.show import ask_status
+from narrows.broker.tables import terminal
 from narrows.proto.errors import BrokerUnreachable
 from narrows.proto.messages import Phase, Status
 
@@ -32,9 +33,9 @@ END_TIMEOUT_S = 120.0
 
 def run_demo(options: DemoOptions) -> None:
     """Runs the demo and prints the table. Raises NarrowsError if a process fails."""
-    console = Console()
+    console = terminal()
     with work_folder(options.keep, "demo") as folder:
-        console.print("Compiling the kernels (once per machine) ...", highlight=False)
+        console.print("Compiling the kernels (once per machine) ...")
         warm_up()
         story = Story(victim=options.names[1])
         with Processes(folder) as processes:
@@ -42,16 +43,16 @@ def run_demo(options: DemoOptions) -> None:
             story.started_at = time.monotonic()
             with View(console, options, story, live=not options.plain) as view:
                 _follow(options, processes, address, story, view, folder)
-            console.print("The run has ended; measuring the models ...", highlight=False)
+            console.print("The run has ended; measuring the models ...")
             for name in [*options.names, "broker"]:
                 processes.wait(name, END_TIMEOUT_S)
             processes.wait("alone", 10 * END_TIMEOUT_S)
         results = demo_results.collect(options, story, folder)
         if options.baselines:
-            console.print("Training data parallel at equal tokens ...", highlight=False)
-            results |= demo_results.data_parallel(options, results)
+            console.print("Training data parallel at equal tokens ...")
+            results |= demo_results.data_parallel(options, results, say=console.print)
         machine.write_result(options.json, "demo", results)
-        demo_results.show(console, options, results)
+        demo_results.show(console, results)
         if options.picture is not None:
             _draw(options, view, results, options.picture)
 
@@ -62,7 +63,7 @@ def _draw(options: DemoOptions, view: View, results: demo_results.Results, path:
     if view.moment is not None:
         paper.print(view.moment)
         paper.rule()
-    demo_results.show(paper, options, results)
+    demo_results.show(paper, results)
     paper.save_svg(str(path), title="make demo")
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
-from narrows.bench.baselines import Recipe, print_progress, train_data_parallel
+from narrows.bench.baselines import Progress, Recipe, train_data_parallel
 from narrows.bench.demo_story import PRESET, DemoOptions, Story
 from narrows.bench.evidence import compare_digests
 from narrows.bench.rows import read_rows
+from narrows.broker import tables
 from narrows.broker.checkpoint import StateDir, export
+from narrows.broker.tables import Facts, Line, wrapped
 from narrows.learner.corpus import fixed_windows, load_corpus
 from narrows.learner.gpt import GPT, parameter_count, preset, validation_loss
 from narrows.proto.errors import ErrorCode, NarrowsError
@@ -25,6 +26,8 @@ from narrows.proto.units import format_bits_per_s, format_bytes, format_count, f
 Results: TypeAlias = dict[str, Any]
 
 BF16_BYTES = 2
+
+GLOBAL = "validation loss, global model"
 
 
 def collect(options: DemoOptions, story: Story, folder: Path) -> Results:
@@ -73,14 +76,16 @@ def collect(options: DemoOptions, story: Story, folder: Path) -> Results:
     }
 
 
-def data_parallel(options: DemoOptions, results: Results) -> Results:
+def data_parallel(options: DemoOptions, results: Results, *, say: Callable[[str], None]) -> Results:
     """Trains with data parallelism at equal tokens; `recovered` is the share of its advantage
-    over one learner alone that the global model has."""
+    over one learner alone that the global model has. `say` is told how far it is."""
+
+    def report(told: Progress) -> None:
+        say(f"step {told['step']} of {told['steps']}, training loss {told['train_loss']:.3f}")
+
     torch.set_num_threads(1)  # More threads than free cores would spin against each other.
     recipe = Recipe(steps=options.inner_steps, preset=PRESET)
-    baseline = train_data_parallel(
-        load_corpus(None), recipe, names=options.names, report=print_progress
-    )
+    baseline = train_data_parallel(load_corpus(None), recipe, names=options.names, report=report)
     loss = baseline.record["loss"]
     recovered = (results["loss_alone"] - results["loss_global"]) / (results["loss_alone"] - loss)
     return {"loss_data_parallel": loss, "recovered": recovered}
@@ -111,24 +116,31 @@ def evaluate_global(folder: Path, preset_name: str = PRESET) -> tuple[float, int
     return validation_loss(model, windows), parameter_count(model)
 
 
-def show(console: Console, options: DemoOptions, results: Results) -> None:
+def show(console: Console, results: Results) -> None:
     """Prints the last table and the line that says how few bits it took."""
-    table = Table(title="What it came to", show_header=False, box=None, title_justify="left")
-    for label, text in _rows(options, results):
-        table.add_row(label, text)
-    console.print(table)
+    tables.show(console, facts(results))
     moved = results["up_bytes"] + results["down_bytes"]
-    console.print(
-        f"\n{format_bytes(moved)} went over the wire; data parallelism (bf16 ring all-reduce in "
+    text = (
+        f"{format_bytes(moved)} went over the wire; data parallelism (bf16 ring all-reduce in "
         f"every step) would have moved {format_bytes(results['data_parallel_bytes'])}: "
-        f"[bold]{results['traffic_ratio']:.0f} times as much[/bold].",
-        highlight=False,
+        f"{results['traffic_ratio']:.0f} times as much."
     )
+    told = wrapped(text, tables.width_of(console))
+    tables.show_lines(console, [Line(""), *(Line(line, "bold") for line in told)])
 
 
-def _rows(options: DemoOptions, results: Results) -> Iterable[tuple[str, str]]:
+def facts(results: Results) -> Facts:
+    """The last table."""
+    shown = Facts("What it came to")
+    for label, text in _rows(results):
+        bad = "bold red" if "DIFFER" in text else ""
+        shown.add(label, text, "bold" if label == GLOBAL else bad)
+    return shown
+
+
+def _rows(results: Results) -> Iterable[tuple[str, str]]:
     gain = results["loss_alone"] - results["loss_global"]
-    yield "validation loss, global model", f"[bold]{results['loss_global']:.4f}[/bold] nats/byte"
+    yield GLOBAL, f"{results['loss_global']:.4f} nats/byte"
     yield (
         "  one learner alone, as many own steps",
         f"{results['loss_alone']:.4f}  ({gain:+.4f} worse)",
@@ -168,7 +180,7 @@ def _rows(options: DemoOptions, results: Results) -> Iterable[tuple[str, str]]:
     yield (
         "copies compared with the broker's, bit for bit",
         f"{results['digests_compared']}, "
-        + ("all equal" if not differing else f"[bold red]{differing} DIFFER[/bold red]"),
+        + ("all equal" if not differing else f"{differing} DIFFER"),
     )
     yield (
         "size and time",

@@ -11,15 +11,17 @@ from typing import Any, Self
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from narrows.bench.demo_story import DemoOptions, Story
-from narrows.proto.messages import LearnerStatus, Status
+from narrows.broker.tables import Table
+from narrows.proto.messages import Status
 from narrows.proto.units import format_bytes, format_count, format_duration_s
 
 SPARKS = "▁▂▃▄▅▆▇█"
-SPARK_COUNT = 24
+SPARK_COUNT = 20
+STYLES = {"lost": "bold red", "late": "yellow", "joining": "yellow"}
+"""By state of a learner."""
 PLAIN_S = 5.0
 """Without a live display, one line so often."""
 
@@ -63,7 +65,7 @@ class View:
             self._live.update(self._picture(status, alone))
         elif time.monotonic() - self._told_at >= PLAIN_S:
             self._told_at = time.monotonic()
-            self._console.print(self._line(status), highlight=False, soft_wrap=True)
+            self._console.print(self._line(status))
 
     def _line(self, status: Status) -> str:
         share = status.run_tokens / self._options.goal_tokens
@@ -103,33 +105,29 @@ class View:
         parts.append(Text(event or status.waiting_for, style="bold yellow" if event else "dim"))
         return Group(*parts)
 
-    def _table(self, status: Status, alone: dict[str, Any]) -> Table:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for heading in ("learner", "state", "step", "training loss", "", "merged", "up", "down"):
-            table.add_column(heading, no_wrap=True)
+    def _table(self, status: Status, alone: dict[str, Any]) -> Text:
+        table = Table(
+            ("learner", "state", "step", "loss", "its course", "merged", "up", "down"), keys=2,
+            left=("its course",),
+        )  # fmt: skip
         for learner in status.learners:
-            table.add_row(*self._row(learner))
+            loss = "-" if learner.loss is None else f"{learner.loss:.3f}"
+            table.add(
+                learner.name,
+                learner.state,
+                str(learner.step),
+                loss,
+                sparkline(list(self._losses.get(learner.name, ()))),
+                str(learner.contributions),
+                format_bytes(learner.up_bytes),
+                format_bytes(learner.down_bytes),
+                style=STYLES.get(learner.state, ""),
+            )
         if alone:
             loss = f"{alone['train_loss']:.3f}" if "train_loss" in alone else "-"
-            table.add_row("(one alone)", "", str(alone.get("step", "")), loss, style="dim")
-        return table
-
-    def _row(self, learner: LearnerStatus) -> list[Text | str]:
-        gone = learner.state == "lost"
-        state = Text(learner.state, style="bold red" if gone else "green")
-        if learner.state in ("late", "joining"):
-            state.stylize("yellow")
-        loss = "-" if learner.loss is None else f"{learner.loss:.3f}"
-        return [
-            learner.name,
-            state,
-            str(learner.step),
-            loss,
-            sparkline(list(self._losses.get(learner.name, ()))),
-            str(learner.contributions),
-            format_bytes(learner.up_bytes),
-            format_bytes(learner.down_bytes),
-        ]
+            table.add("(one alone)", "", str(alone.get("step", "")), loss, style="dim")
+        lines = table.lines(self._console.width)
+        return Text("\n").join([Text(line.text, line.style) for line in lines])
 
     def _totals(self, status: Status) -> Text:
         versions = f"{min(status.versions)}..{max(status.versions)}" if status.versions else "-"

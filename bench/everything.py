@@ -20,6 +20,7 @@ from narrows.bench.lab import check_able
 from narrows.bench.processes import environment
 from narrows.bench.report import run_report
 from narrows.bench.rows import append_row, end_last_line, read_rows
+from narrows.broker.tables import terminal
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 
 ROWS: Final = "{rows}"
@@ -101,7 +102,7 @@ def run_everything(folder: Path, *, full: bool) -> None:
     Raises NarrowsError at the end, with their names, if parts failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    failed = run_parts(long() if full else small(), folder, Console(highlight=False))
+    failed = run_parts(long() if full else small(), folder, terminal())
     run_report(folder, folder / "report.html", None, None)
     if failed:
         raise NarrowsError(

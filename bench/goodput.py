@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from narrows.bench import machine
 from narrows.bench.goodput_calibration import FITTED_CONSTANTS, calibrated
@@ -25,9 +24,9 @@ from narrows.bench.goodput_published import CHIPS, LEARNERS, PREDICTED, SCAVENGI
 from narrows.bench.goodput_run import courses_of, plans_of, run_cell
 from narrows.bench.jobs import Row, run_missing
 from narrows.bench.stall_model import Course
+from narrows.broker.tables import Table, show, terminal
 
 SEED: Final = 1
-TABLE_COLUMNS: Final = 150
 PICTURE_S: Final = 1800.0
 FULL_DAYS: Final = 10
 SHORT_S: Final = 20_000.0
@@ -46,20 +45,18 @@ def run_goodput_bench(
 
     `short`: tapes of SHORT_S and no sweep. `workers` 0: one per core.
     """
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=TABLE_COLUMNS)
+    console = terminal()
     days = FULL_DAYS if full else DAYS
     cells = table(SHORT_S) if short else table(DAY_S * days) + sweeps()
     rows = run_cells(cells, rows_file, workers=workers or os.cpu_count() or 1, console=console)
     set_relative_times(rows)
     results = [row for row in rows if row["method"] != "sweep"]
-    console.print(percent_table("goodput, % (published)", results, "goodput_percent", ""))
-    console.print(percent_table("uptime, %", results, "uptime_percent", "uptime_"))
+    show(console, percent_table("goodput, % (published)", results, "goodput_percent", ""))
+    show(console, percent_table("uptime, %", results, "uptime_percent", "uptime_"))
     distances = agreement(results)
-    console.print(agreement_table(distances))
+    show(console, agreement_table(distances))
     for sweep in dict.fromkeys(row["sweep"] for row in rows if row["sweep"]):
-        console.print(sweep_table(sweep, [row for row in rows if row["sweep"] == sweep]))
+        show(console, sweep_table(sweep, [row for row in rows if row["sweep"] == sweep]))
     told = {"seed": SEED, "costs": asdict(calibrated()), "fitted_constants": FITTED_CONSTANTS}
     machine.write_result(json_file, "goodput", told | {"agreement": distances, "rows": rows})
     if plot is not None:
@@ -131,21 +128,21 @@ def agreement(rows: Sequence[Row]) -> list[Row]:
 
 def agreement_table(groups: Sequence[Row]) -> Table:
     """`agreement` for reading."""
-    shown = _table("distance from the published cells, points", ("", "cells", "mean", "worst"))
+    shown = Table(("", "cells", "mean", "worst"), title="distance from the published cells, points")
     for each in groups:
         distances = (f"{each[name]:.1f}" for name in ("mean_points", "worst_points"))
-        shown.add_row(each["cells_of"], str(each["cells"]), *distances)
+        shown.add(each["cells_of"], str(each["cells"]), *distances)
     return shown
 
 
 def percent_table(title: str, rows: Sequence[Row], key: str, prefix: str) -> Table:
     """Methods by chips, with half of the interval."""
-    shown = _table(title, ("method", *(f"{chips // 1000}k" for chips in CHIPS)))
+    shown = Table(("method", *(f"{chips // 1000}k" for chips in CHIPS)), title=title)
     for method, learners in dict.fromkeys((row["method"], row["learners"]) for row in rows):
         of = {r["chips"]: r for r in rows if (r["method"], r["learners"]) == (method, learners)}
         entries = [_entry(of[chips], key, prefix) for chips in CHIPS if chips in of]
         name = f"M = {learners}" if method == "decoupled" else method.replace("_", " ")
-        shown.add_row(name, *entries)
+        shown.add(name, *entries)
     return shown
 
 
@@ -163,16 +160,10 @@ def sweep_table(sweep: str, rows: Sequence[Row]) -> Table:
         if name in rows[0]
     ]
     names = ("goodput_percent", "uptime_percent", "merged_percent", "contributors_mean", *own)
-    shown = _table(f"sweep: {sweep}", ("variant", *(name.replace("_", " ") for name in names)))
+    headings = ("variant", *(name.replace("_", " ") for name in names))
+    shown = Table(headings, title=f"sweep: {sweep}")
     for row in rows:
-        shown.add_row(row["name"], *(f"{row[name]:.2f}" for name in names))
-    return shown
-
-
-def _table(title: str, headings: Sequence[str]) -> Table:
-    shown = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for i, heading in enumerate(headings):
-        shown.add_column(heading, justify="right" if i else "left")
+        shown.add(row["name"], *(f"{row[name]:.2f}" for name in names))
     return shown
 
 

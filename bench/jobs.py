@@ -65,7 +65,7 @@ def run_missing(
                 done += cost_of(futures[future])
                 left_s = (time.monotonic() - started_s) / done * (whole - done)
                 progress = f"{count}/{len(missing)}, {left_s / 60:.0f} min left"
-                console.print(f"{progress}: {say(row)}", highlight=False)
+                console.print(f"{progress}: {say(row)}", markup=False)
         except BaseException:
             console.print(f"{path} keeps what is done; the same command goes on", markup=False)
             # Else the pool would run what is left, for minutes, and nobody would write it down.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -13,8 +13,6 @@ from statistics import median, quantiles
 from typing import Final
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from narrows.bench import machine
 from narrows.broker import events as ev
@@ -26,6 +24,7 @@ from narrows.broker.journal import Journal
 from narrows.broker.model import GlobalModel, Outcome, version_zero, warm_up
 from narrows.broker.records import Mode
 from narrows.broker.syncer import Syncer
+from narrows.broker.tables import Table, show, terminal
 from narrows.proto.chunk import DecodedChunk
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.messages import LayoutEntry, Phase
@@ -69,16 +68,19 @@ def run_journal_bench(
     """Measures the modes, prints, and writes what was asked for. `folder`: on which disk."""
     warm_up()
     rows = [_measured(mode, folder, params, learners, rounds) for mode in MODES]
-    shown = Table(box=None, pad_edge=False)
-    for heading in ("journal", "rounds/s", "bytes/round", "merge ms", "added ms", "p99"):
-        shown.add_column(heading, justify="right")
+    show(terminal(), table(rows))
+    machine.write_result(json_file, "journal", {"rows": [asdict(row) for row in rows]})
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """A row per mode."""
+    shown = Table(("journal", "rounds/s", "bytes/round", "merge ms", "added ms", "p99"))
     for row in rows:
-        shown.add_row(
+        shown.add(
             row.journal, f"{row.rounds_per_s:.2f}", format_bytes(int(row.bytes_per_round)),
             f"{row.merge_ms_median:.0f}", f"{row.added_ms_median:.1f}", f"{row.added_ms_p99:.1f}",
         )  # fmt: skip
-    Console().print(shown)
-    machine.write_result(json_file, "journal", {"rows": [asdict(row) for row in rows]})
+    return shown
 
 
 def _measured(mode: Mode, folder: Path | None, params: int, learners: int, rounds: int) -> Row:

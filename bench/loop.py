@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from rich.console import Console
 
 from narrows.bench import machine
 from narrows.bench.processes import Processes
 from narrows.broker.show import ask_status
+from narrows.broker.tables import Facts, show, terminal
 from narrows.learner.client import Client
 from narrows.proto.errors import BrokerUnreachable
 from narrows.proto.fragments import Fragment
@@ -61,12 +61,16 @@ def run_loop_bench(*, learners: int, params: int, seconds: float, json_file: Pat
     """Runs broker and learners as processes, prints, and writes what was asked for."""
     with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
         result = _measured(processes, learners, params, seconds)
-    console = Console()
-    for name, value in asdict(result).items():
-        console.print(
-            f"{name:28s} {value:,.3f}" if isinstance(value, float) else f"{name:28s} {value:,}"
-        )
+    show(terminal(), facts(result))
     machine.write_result(json_file, "loop", asdict(result))
+
+
+def facts(result: Result) -> Facts:
+    """Every figure under its name."""
+    shown = Facts()
+    for name, value in asdict(result).items():
+        shown.add(name, f"{value:,.3f}" if isinstance(value, float) else f"{value:,}")
+    return shown
 
 
 def _measured(processes: Processes, learners: int, params: int, seconds: float) -> Result:

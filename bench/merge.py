@@ -13,8 +13,6 @@ from statistics import median
 from typing import Any, Final
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from narrows.bench import machine
 from narrows.bench.processes import environment
@@ -23,6 +21,7 @@ from narrows.broker.config import BrokerConfig
 from narrows.broker.events import Contributed
 from narrows.broker.merge import Contribution, Merged
 from narrows.broker.model import GlobalModel, version_zero, warm_up
+from narrows.broker.tables import Table, show, terminal
 from narrows.proto.buffers import empty_f32
 from narrows.proto.chunk import DecodedChunk
 from narrows.proto.errors import ErrorCode, NarrowsError
@@ -84,8 +83,7 @@ def run_merge_bench(json_file: Path | None, plot: Path | None, *, large: bool) -
     """Measures each row in a process of its own, prints, and writes what was asked for."""
     cases = [(m, n, 1) for n in PARAMS for m in LEARNERS]
     rows = [_measured(*case) for case in [*cases, *([LARGE] if large else [])]]
-    console = Console()
-    console.print(table(rows))
+    show(terminal(), table(rows))
     machine.write_result(json_file, "merge", {"rows": [asdict(row) for row in rows]})
     if plot is not None:
         from narrows.bench.plots import merge_cost
@@ -214,14 +212,15 @@ def _resident_bytes(name: str) -> int:
 
 def table(rows: list[Row]) -> Table:
     """For people."""
-    shown = Table(box=None, pad_edge=False)
     stages = [f"{stage} %" for stage in STAGES]
-    for heading in ("learners", "params", "fragments", "s/round", "M params/s",
-                    "ns/param/learner", "peak", "formula", *stages):  # fmt: skip
-        shown.add_column(heading, justify="right")
+    shown = Table(
+        ("learners", "params", "fragments", "s/round", "M params/s", "ns/param/learner", "peak",
+         "formula", *stages),
+        keys=3,
+    )  # fmt: skip
     for row in rows:
         part = row.params / row.fragments
-        shown.add_row(
+        shown.add(
             str(row.learners), format_count(row.params), str(row.fragments),
             f"{row.seconds_per_round:.3f}", f"{row.params_per_s / 1e6:.0f}",
             f"{1e9 * row.seconds_per_round / part / row.learners:.2f}",

@@ -11,22 +11,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from narrows.bench import machine
 from narrows.bench.peer_envs import PEERS, PeerAbsent, requirements
 from narrows.bench.peer_run import EVENTS, run_event
 from narrows.bench.peer_systems import Plan
 from narrows.bench.rows import append_row, end_last_line, rows_by_key
+from narrows.broker.tables import Table, show, terminal
 from narrows.learner.gpt import preset
 from narrows.proto.config import nearest
 from narrows.proto.errors import ConfigError, NarrowsError
 from narrows.proto.units import format_bytes
 
 SYSTEMS: Final = ("narrows", *PEERS)
-TABLE_COLUMNS: Final = 150
 
 
 def run_peers_bench(
@@ -40,9 +36,7 @@ def run_peers_bench(
     """
     names = chosen(systems)
     check(plan)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=TABLE_COLUMNS)
+    console = terminal()
     known = rows_by_key(rows_file, key_of)
     end_last_line(rows_file)
     rows: list[dict[str, Any]] = []
@@ -57,9 +51,9 @@ def run_peers_bench(
                     append_row(rows_file, row)
                 except NarrowsError as error:
                     row = labels | {"skipped": str(error)}
-                console.print(Text(told(row)))
+                console.print(told(row))
             rows.append(row)
-    console.print(table_of(rows))
+    show(console, table_of(rows))
     machine.write_result(json_file, "peers", {"seed": 0, "rows": rows})
 
 
@@ -131,21 +125,20 @@ COLUMNS: Final = {
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Losses in nats per byte of validation text; bytes on the loopback interface."""
-    table = Table("system", "event", *COLUMNS.values(), "bytes", "note")
+    table = Table(("system", "event", *COLUMNS.values(), "bytes"), keys=2)
     for row in rows:
+        keys = f"{row['system']} {row['version']}".rstrip(), row["event"]
+        if "skipped" in row:
+            table.add(*keys, note=f"skipped: {row['skipped']}")
+            continue
         cells = [_cell(row.get(name)) for name in COLUMNS]
-        size = format_bytes(row["bytes"]) if "bytes" in row else ""
-        table.add_row(
-            f"{row['system']} {row['version']}",
-            row["event"],
-            *cells,
-            size,
-            Text(row.get("skipped") or row["note"]),
-        )
+        table.add(*keys, *cells, format_bytes(row["bytes"]), note=row["note"])
     return table
 
 
 def _cell(value: Any) -> str:
     if value is None:
-        return ""
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:.3f}" if isinstance(value, float) else str(value)

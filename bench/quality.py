@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from rich.console import Console
 
@@ -23,6 +23,7 @@ from narrows.bench.quality_collected import collected
 from narrows.bench.quality_report import Row, rate_row, rate_table, reported, table
 from narrows.bench.quality_run import Cell, config_digest, run_cell
 from narrows.broker.model import warm_up
+from narrows.broker.tables import show, terminal
 from narrows.proto.config import nearest
 from narrows.proto.errors import ConfigError
 
@@ -31,8 +32,6 @@ Job: TypeAlias = tuple[Cell, int]
 
 Runs: TypeAlias = dict[str, list[Row]]
 """The runs of each cell, by `cell_key`, in the order of the seeds."""
-
-TABLE_COLUMNS: Final = 150
 
 
 def run_quality_bench(
@@ -50,7 +49,7 @@ def run_quality_bench(
     `short`: the shortest selection instead. `workers` 0: one per core. `groups` empty: all. Raises
     ConfigError for an unknown group.
     """
-    console = _console()
+    console = terminal()
     catalogue = quality_cells.full() if full else quality_cells.small()
     cells = of_groups(quality_cells.short() if short else catalogue, groups)
 
@@ -70,7 +69,7 @@ def run_quality_bench(
     measures = {key_of(each): each for each in best}.values()
     rows = [report(each, each) for each in measures] + [*map(report, cells, best)]
     rates = [rate_row(each) for each in choices.values()]
-    console.print(rate_table(rates))
+    show(console, rate_table(rates))
     _show(console, rows)
     machine.write_result(json_file, "quality", {"rows": rows, "data_parallel_rates": rates})
     if plot is not None:
@@ -90,20 +89,15 @@ def report_collected(rows_file: Path, json_file: Path | None, plot: Path | None)
             f"no cell of {rows_file} has data parallel of its shape and seeds beside it",
             remedy="give the file of runs with --rows",
         )
-    _show(_console(), rows)
+    _show(terminal(), rows)
     machine.write_result(json_file, "quality", {"rows": rows})
     if plot is not None:
         loss_against_bits(rows, plot)
 
 
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=TABLE_COLUMNS)
-
-
 def _show(console: Console, rows: Sequence[Row]) -> None:
     for group in dict.fromkeys(row["group"] for row in rows):
-        console.print(table(group, [row for row in rows if row["group"] == group]))
+        show(console, table(group, [row for row in rows if row["group"] == group]))
 
 
 def _draw(path: Path, rows: Sequence[Row], cells: Sequence[Cell], runs: Runs) -> None:

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, Final, TypeAlias
 
-from rich.table import Table
-
 from narrows.bench.quality_cells import DATA_PARALLEL, GROUPS, question
 from narrows.bench.quality_run import Cell
 from narrows.bench.quality_stats import Paired, paired
+from narrows.broker.tables import Table
 
 Row: TypeAlias = dict[str, Any]
 
 KNOWN: Final = (*GROUPS, DATA_PARALLEL)
-TEXT_COLUMNS: Final = ("cell", "model", "inner")
 
 
 def reported(cell: Cell, runs: Sequence[Row], reference: Sequence[Row]) -> Row:
@@ -60,20 +58,21 @@ def rate_row(runs: Sequence[Row]) -> Row:
 
 def table(group: str, rows: Sequence[Row]) -> Table:
     """The rows of a group."""
-    shown = _table(
-        f"{group}: {question(group)}" if group in KNOWN else group,
+    shown = Table(
         ("cell", "model", "learners", "bits up", "bits down", "test loss", "over data parallel",
          "learners per merge", "virtual s"),
+        keys=2,
+        title=f"{group}: {question(group)}" if group in KNOWN else group,
     )  # fmt: skip
     for row in rows:
         if row["mode"] == "data_parallel":
-            what_it_took = ("", "", "")
+            what_it_took = ("-", "-", "-")
         else:
             interval = row["ci_low_percent"], row["ci_high_percent"]
             excess = Paired(row["excess_percent"], *interval, len(row["seeds"]))
             contributors = f"{row['contributors_mean']:.2f}"
             what_it_took = (str(excess), contributors, f"{row['virtual_s']:.0f}")
-        shown.add_row(
+        shown.add(
             row["cell"], row["model"], str(row["learners"]), f"{row['up_bits_per_param']:.2f}",
             f"{row['down_bits_per_param']:.2f}", f"{row['loss']:.4f}", *what_it_took,
         )  # fmt: skip
@@ -82,20 +81,14 @@ def table(group: str, rows: Sequence[Row]) -> Table:
 
 def rate_table(rows: Sequence[Row]) -> Table:
     """What the measure was chosen from: `rate_row`s."""
-    shown = _table(
-        "data parallel: mean validation loss",
+    shown = Table(
         ("model", "learners", "steps", "inner", "rate", "validation loss"),
+        left=("inner",),
+        title="data parallel: mean validation loss",
     )
     for row in rows:
-        shown.add_row(
+        shown.add(
             row["model"], str(row["learners"]), str(row["steps"]), row["inner"],
             f"{row['peak_learning_rate']:g}", f"{row['validation_loss']:.4f}",
         )  # fmt: skip
-    return shown
-
-
-def _table(title: str, headings: Sequence[str]) -> Table:
-    shown = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for heading in headings:
-        shown.add_column(heading, justify="left" if heading in TEXT_COLUMNS else "right")
     return shown

@@ -8,13 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console
-
 from narrows.bench.report_figures import BEGIN, END, Figure, figures_of, markdown, rewritten
 from narrows.bench.report_files import Folder, read_folder
 from narrows.bench.report_page import NEXT_STEP, Section, page
 from narrows.bench.report_pictures import draw
 from narrows.bench.report_tables import tables_of
+from narrows.broker.tables import terminal
 from narrows.proto.errors import ConfigError
 
 OLD: Final = "its rows are not those of this version"
@@ -25,7 +24,7 @@ def run_report(folder: Path, html: Path, pictures: Path | None, readme: Path | N
 
     Says what is missing. Raises ConfigError without the folder, or without the README's comments.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal()
     found = read_folder(folder)
     with tempfile.TemporaryDirectory() as scratch:
         place = pictures or Path(scratch)

@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from narrows.bench import machine, wan_cells, wan_peers
 from narrows.bench.cells import Row, outcome, run_missing
 from narrows.bench.lab import Direction, Lab, Meter, check_able, congestion_control
 from narrows.bench.wan_cells import WARM_UP, Cell
 from narrows.bench.wan_run import Exchange, NarrowsRun, line
+from narrows.broker.tables import Table, show, terminal
 from narrows.proto.errors import NarrowsError
 
-TABLE_COLUMNS: Final = 150
 WAYS: Final[tuple[Direction, ...]] = ("up", "down")
 
 
@@ -33,20 +31,11 @@ def run_wan_bench(rows_file: Path, json_file: Path | None, *, full: bool, short:
     check_able()
     selection = wan_cells.full() if full else wan_cells.small()
     cells = wan_cells.short() if short else selection
-    console = wide_console()
+    console = terminal()
     rows = run_missing(cells, rows_file, run_cell, console.print)
     for title in dict.fromkeys(row["line"] for row in rows):
-        console.print(_table(title, [row for row in rows if row["line"] == title]))
+        show(console, table(title, [row for row in rows if row["line"] == title]))
     machine.write_result(json_file, "wan", {"rows": rows})
-
-
-def wide_console() -> Console:
-    """One whose tables are not folded when they go to a file; it prints what processes have said,
-    in which brackets are no markup."""
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = TABLE_COLUMNS
-    return console
 
 
 def run_cell(cell: Cell) -> Row:
@@ -106,19 +95,20 @@ def _figures(cell: Cell, meter: Meter, told: Sequence[Exchange], probes: Sequenc
     return row
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=title, box=None, pad_edge=False)
-    headings = ("", "s/exchange", "p95", "bytes/rate", "MB up", "MB down", "peak Mbit/s", "cpu s",
-                "control p99 ms")  # fmt: skip
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=bool(heading))
+def table(title: str, rows: Sequence[Row]) -> Table:
+    """The cells of one line."""
+    shown = Table(
+        ("", "s/exchange", "p95", "bytes/rate", "MB up", "MB down", "peak Mbit/s", "cpu s",
+         "control p99 ms"),
+        title=title,
+    )  # fmt: skip
     for row in rows:
         if "cpu_s_per_exchange" not in row:
-            table.add_row(row["name"], outcome(row))
+            shown.add(row["name"], note=outcome(row))
             continue
         peak = max(row["up_peak_bits_per_s"], row["down_peak_bits_per_s"])
         p99_s = row.get("control_round_trip_s_p99")
-        table.add_row(
+        shown.add(
             row["name"],
             f"{row['exchange_s_median']:.3f}",
             f"{row['exchange_s_p95']:.3f}",
@@ -129,4 +119,4 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
             f"{row['cpu_s_per_exchange']:.2f}",
             "-" if p99_s is None else f"{1000 * p99_s:.0f}",
         )
-    return table
+    return shown

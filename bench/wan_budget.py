@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from rich.table import Table
 
 from narrows.bench import machine, wan_cells
 from narrows.bench.cells import Row, outcome, run_missing
 from narrows.bench.lab import Direction, Lab, check_able, congestion_control
-from narrows.bench.wan import WAYS, wide_console
+from narrows.bench.wan import WAYS
 from narrows.bench.wan_cells import MILLION
 from narrows.bench.wan_run import NarrowsRun, line
+from narrows.broker.tables import Table, show, terminal
 from narrows.proto.errors import NarrowsError
 from narrows.proto.units import format_bits_per_s
 
@@ -83,10 +83,10 @@ def run_budget_bench(rows_file: Path, json_file: Path | None, *, short: bool) ->
     `short`: one budget of one learner alone.
     """
     check_able()
-    console = wide_console()
+    console = terminal()
     chosen = [each for each in cells() if not short or _is_short(each)]
     rows = run_missing(chosen, rows_file, run_cell, console.print)
-    console.print(_table(rows))
+    show(console, table(rows))
     machine.write_result(json_file, "wan-budget", {"rows": rows})
 
 
@@ -147,21 +147,21 @@ def run_cell(cell: BudgetCell) -> Row:
     return row
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    table = Table(title="shares of the budget, one-second windows", box=None, pad_edge=False)
-    headings = ("budget", "", "up mean", "peak", "down mean", "peak", "control p99 ms", "")
-    for heading in headings:
-        table.add_column(heading, justify="right")
+def table(rows: Sequence[Row]) -> Table:
+    """All budgets."""
+    headings = ("budget", "", "up mean", "peak", "down mean", "peak", "control p99 ms", "holds")
+    title = "shares of the budget, one-second windows"
+    shown = Table(headings, keys=2, title=title)
     for row in rows:
         if "holds" not in row:
-            table.add_row(row["line"], row["name"], outcome(row))
+            shown.add(row["line"], row["name"], note=outcome(row))
             continue
         shares = [
             f"{row[f'{w}_{k}_over_cap']:.3f}" for w in ("up", "down") for k in ("mean", "peak")
         ]
         p99_s = row["control_round_trip_s_p99"]
         missed = [word for word in ("holds", "uses", "control_in_time") if not row.get(word, True)]
-        verdict = "not: " + ", ".join(missed) if missed else "ok"
+        verdict = "not: " + ", ".join(missed) if missed else ""
         p99 = "-" if p99_s is None else f"{1000 * p99_s:.0f}"
-        table.add_row(row["line"], row["name"], *shares, p99, verdict)
-    return table
+        shown.add(row["line"], row["name"], *shares, p99, "no" if missed else "yes", note=verdict)
+    return shown

@@ -17,13 +17,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-from rich.table import Table
-
 from narrows.bench import machine
 from narrows.bench.cells import Row, outcome, run_missing
 from narrows.bench.lab import Lab, check_able, congestion_control
-from narrows.bench.wan import wide_console
 from narrows.bench.wan_run import PORT, Line, SiteProcesses, line
+from narrows.broker.tables import Table, show, terminal
 from narrows.learner.gpt import preset
 from narrows.proto.errors import ErrorCode, NarrowsError
 
@@ -72,11 +70,11 @@ def run_training_bench(rows_file: Path, json_file: Path | None, *, short: bool) 
     `short`: two of the lines, SHORT_S instead of TRAIN_S.
     """
     check_able()
-    console = wide_console()
+    console = terminal()
     rates, seconds = (SHORT_MBIT_PER_S, SHORT_S) if short else (RATES_MBIT_PER_S, TRAIN_S)
     cells = [TrainingCell(system, rate, seconds=seconds) for rate in rates for system in SYSTEMS]
     rows = compared(run_missing(cells, rows_file, run_cell, console.print))
-    console.print(_table(rows))
+    show(console, table(rows))
     machine.write_result(json_file, "wan-training", {"rows": rows})
 
 
@@ -178,29 +176,21 @@ def _await_text(processes: SiteProcesses, name: str, text: str) -> None:
         time.sleep(0.1)
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    table = Table(box=None, pad_edge=False)
+def table(rows: Sequence[Row]) -> Table:
+    """All lines and systems."""
     headings = (
-        "line",
-        "",
-        "tokens/s",
-        "loss",
-        "kB up/step",
-        "r",
-        "of unlimited",
-        "x data parallel",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="right")
+        "line", "system", "tokens/s", "loss", "kB up/step", "r", "of unlimited", "x data parallel",
+    )  # fmt: skip
+    shown = Table(headings, keys=2)
     for row in rows:
         if "tokens_per_s" not in row:
-            table.add_row(row["line"], row["name"], outcome(row))
+            shown.add(row["line"], row["name"], note=outcome(row))
             continue
 
         def share(key: str, row: Row = row) -> str:
             return f"{row[key]:.2f}" if key in row else "-"
 
-        table.add_row(
+        shown.add(
             row["line"],
             row["name"],
             f"{row['tokens_per_s']:,.0f}",
@@ -210,4 +200,4 @@ def _table(rows: Sequence[Row]) -> Table:
             share("of_its_own_unlimited_rate"),
             share("times_data_parallel"),
         )
-    return table
+    return shown

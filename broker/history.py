@@ -20,6 +20,7 @@ from narrows.broker.journal import Journal
 from narrows.broker.model import GlobalModel
 from narrows.broker.records import Began, Committed, Fate, Head, Policy, payloads
 from narrows.broker.replay import History, merged_of, read, recover
+from narrows.broker.tables import Line, show_lines, terminal, width_of, wrapped
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.fragments import build_table
 from narrows.proto.units import format_bytes
@@ -80,10 +81,12 @@ def opened(path: Path) -> Generator[tuple[StateDir, Journal | None]]:
 
 
 def show(path: Path) -> None:
-    """Prints the journal, a line per record."""
+    """Prints the journal, a line per record; a narrow terminal gets it broken and indented."""
+    console = terminal()
     with opened(path) as (_, journal):
         for number, head, blobs in read(_needed(journal, path), _first(journal)):
-            print(f"{number:8d}  {_line(head, len(blobs))}")
+            text = f"{number:8d}  {_line(head, len(blobs))}"
+            show_lines(console, map(Line, wrapped(text, width_of(console), more=" " * 10)))
         _warn(journal)
 
 

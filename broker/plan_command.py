@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from rich.console import Console
-from rich.table import Table
 
 from narrows.broker import costs
 from narrows.broker.command import BrokerCommand, assigned, configuration
 from narrows.broker.config import BrokerConfig
 from narrows.broker.plan import Plan, Site
 from narrows.broker.planning import USABLE, Load, bottleneck, fits, loads_of, make_plan
+from narrows.broker.tables import Facts, Table, show, terminal
 from narrows.proto.config import read_table
 from narrows.proto.errors import ConfigError
 from narrows.proto.messages import Mode
@@ -40,9 +40,6 @@ FORMATS: Final[Mapping[str, Callable[[float], str]]] = {
     "rounds": lambda value: f"{value:.1f} rounds",
 }
 """By unit of a load."""
-
-COLUMNS: Final = 140
-"""Where there is no terminal."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +75,7 @@ def run_plan(command: PlanCommand) -> bool:
     if command.as_json:
         print(json.dumps(as_dict(plan), indent=2))
     else:
-        console = Console(highlight=False)
-        _show(console if console.is_terminal else Console(highlight=False, width=COLUMNS), plan)
+        _show(terminal(), plan)
     return fits(plan) and plan.brokers == 1
 
 
@@ -163,19 +159,20 @@ def _show(console: Console, plan: Plan) -> None:
         f"{format_duration_s(site.step_s)}, lines of {format_bits_per_s(site.line_bits_per_s)} "
         f"(learner) and {format_bits_per_s(site.broker_line_bits_per_s)} (broker) each way\n"
     )
-    console.print(_facts(plan))
+    show(console, facts(plan))
     console.print()
-    console.print(_load_table(loads_of(plan)))
+    show(console, load_table(loads_of(plan)))
     console.print()
     for line in verdict(plan):
-        console.print(line, soft_wrap=True)
+        console.print(line)
 
 
-def _facts(plan: Plan) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
+def facts(plan: Plan) -> Facts:
+    """What was chosen and what it takes."""
+    shown = Facts()
     for label, text in _lines(plan):
-        table.add_row(label, text)
-    return table
+        shown.add(label, text)
+    return shown
 
 
 def _lines(plan: Plan) -> list[tuple[str, str]]:
@@ -208,14 +205,14 @@ def _lines(plan: Plan) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _load_table(loads: Sequence[Load]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "needed", "there is", "share"):
-        table.add_column(heading, justify="right" if heading else "left")
+def load_table(loads: Sequence[Load]) -> Table:
+    """What each thing needs of what there is."""
+    table = Table(("", "needed", "there is", "share"))
     for load in loads:
-        show = FORMATS[load.unit]
+        form = FORMATS[load.unit]
         mark = "" if load.fits else "  too much"
-        table.add_row(load.name, show(load.needed), show(load.available), f"{load.share:.0%}{mark}")
+        told = form(load.needed), form(load.available), f"{load.share:.0%}{mark}"
+        table.add(load.name, *told)
     return table
 
 
@@ -240,8 +237,8 @@ def verdict(plan: Plan) -> list[str]:
 
 
 def _too_much(load: Load) -> str:
-    show = FORMATS[load.unit]
+    form = FORMATS[load.unit]
     return (
-        f"It does not fit: {load.name} takes {show(load.needed)}, and of {show(load.available)} "
+        f"It does not fit: {load.name} takes {form(load.needed)}, and of {form(load.available)} "
         f"only {USABLE:.0%} can be planned with. What helps: {load.remedy}."
     )

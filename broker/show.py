@@ -6,18 +6,14 @@ from collections.abc import Callable
 
 import msgspec
 import zmq
-from rich.console import Console
-from rich.table import Table
 
+from narrows.broker.tables import Table, show, terminal
 from narrows.proto import socket_options
 from narrows.proto.address import parse_address
 from narrows.proto.errors import BrokerUnreachable, ErrorCode, RemoteProtocolError
 from narrows.proto.frames import decode_control, encode_control
 from narrows.proto.messages import AskStatus, LearnerStatus, Status
 from narrows.proto.units import format_bytes, format_count, format_duration_s
-
-TABLE_COLUMNS = 140
-"""Width of the whole table; a narrower terminal gets the columns that matter most."""
 
 
 def ask_status(broker: str, *, timeout_s: float) -> Status:
@@ -54,16 +50,14 @@ def show_status(broker: str, *, as_json: bool, timeout_s: float) -> None:
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=TABLE_COLUMNS)
-    console.print(headline(status), highlight=False)
+    console = terminal()
+    console.print(headline(status))
     if status.waiting_for:
-        console.print(f"waiting: {status.waiting_for}", highlight=False)
+        console.print(f"waiting: {status.waiting_for}")
     if status.contributions_refused:
         refused = ", ".join(f"{code} {n}" for code, n in status.contributions_refused.items())
-        console.print(f"refused: {refused}", highlight=False)
-    console.print(learner_table(status.learners, narrow=console.width < TABLE_COLUMNS))
+        console.print(f"refused: {refused}")
+    show(console, learner_table(status.learners))
 
 
 def headline(status: Status) -> str:
@@ -102,16 +96,11 @@ COLUMNS: dict[str, Callable[[LearnerStatus], str]] = {
     "down": lambda s: format_bytes(s.down_bytes),
     "from": lambda s: s.address,
 }
-WIDE_ONLY = ("s/step", "refused", "overwritten", "from")
 
 
-def learner_table(learners: tuple[LearnerStatus, ...], *, narrow: bool) -> Table:
+def learner_table(learners: tuple[LearnerStatus, ...]) -> Table:
     """One row per learner."""
-    headings = [h for h in COLUMNS if not (narrow and h in WIDE_ONLY)]
-    table = Table(box=None, pad_edge=False)
-    for heading in headings:
-        text = heading in ("learner", "state")
-        table.add_column(heading, justify="left" if text else "right", no_wrap=True)
+    table = Table(tuple(COLUMNS), keys=2, left=("from",))
     for learner in learners:
-        table.add_row(*(COLUMNS[heading](learner) for heading in headings))
+        table.add(*(cell(learner) for cell in COLUMNS.values()))
     return table

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from rich.table import Table
 
 from narrows.bench import wan_budget, wan_cells, wan_training
 from narrows.bench.cells import Row, run_missing
@@ -18,7 +17,6 @@ from narrows.bench.exchanger import transformer_layout
 from narrows.bench.lab import Lab, Meter
 from narrows.bench.qdisc import Counters
 from narrows.bench.rows import read_rows
-from narrows.bench.wan import wide_console
 from narrows.bench.wan_cells import MILLION, Cell
 from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import build_table
@@ -156,12 +154,6 @@ def test_without_root_the_lab_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -
 def test_rows_are_json(tmp_path: Path) -> None:
     rows = run_missing([CELL], tmp_path / "rows", lambda _: {"value": 1.5}, lambda _: None)
     assert json.loads(json.dumps(rows)) == rows
-
-
-def test_brackets_of_a_failure_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    failed = "[rank0]: cannot open [/tmp/x]"
-    wide_console().print(failed, Table(failed))
-    assert capsys.readouterr().out.count(failed) == 2
 
 
 def test_the_table_of_budgets_names_what_was_missed(

@@ -124,9 +124,7 @@ def test_a_unit_in_the_wrong_case_is_named() -> None:
         (units.parse_duration_s, "3 parsecs", ""),
     ],
 )
-def test_the_nearest_units_are_named(
-    parse: Callable[[str], float], text: str, remedy: str
-) -> None:
+def test_the_nearest_units_are_named(parse: Callable[[str], float], text: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match="unknown unit") as caught:
         parse(text)
     assert caught.value.remedy == remedy
