@@ -267,7 +267,7 @@ def test_the_live_display_fits_a_narrow_terminal() -> None:
     view = View(console, options, Story(victim="site-b", killed_at=1.0), live=True)
     learners = tuple(learner(name) for name in options.names)
     status = Status(
-        run_id="0" * 16, epoch=(1, 1), mode=Mode.DECOUPLED, phase=Phase.RUNNING, uptime_s=10.0,
+        run_id="0" * 16, epoch=(1, 1, 7), mode=Mode.DECOUPLED, phase=Phase.RUNNING, uptime_s=10.0,
         goal_tokens=options.goal_tokens, run_tokens=options.goal_tokens // 2, tokens_per_s=1e4,
         versions=(1, 2, 3, 4), rounds=(), merges=10, contributions_merged=35, norms_clipped=0,
         mean_contributors_per_merge=3.5, longest_merge_gap_s=1.0, up_bytes=10**9,
