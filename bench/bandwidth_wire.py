@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
-from narrows.bench.processes import Processes
+from narrows.bench.processes import Processes, work_folder
 from narrows.broker.config import BrokerConfig, CodecSection
 from narrows.broker.costs import FIRST_COPY_BYTES, frame_bits, payload_bits
 
@@ -56,7 +54,7 @@ def measure(steps: int = STEPS, cases: Sequence[tuple[str, float]] = CASES) -> l
 
 
 def _case(preset: str, rho: float, steps: int) -> Iterator[WireRow]:
-    with tempfile.TemporaryDirectory() as name, Processes(Path(name)) as processes:
+    with work_folder(None, "bandwidth") as folder, Processes(folder) as processes:
         summaries = _run(processes, preset, rho, steps)
     params = int(summaries[0]["parameters"])
     config = BrokerConfig()

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -16,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from narrows.bench import machine
-from narrows.bench.processes import Processes
+from narrows.bench.processes import Processes, work_folder
 from narrows.broker.show import ask_status
 from narrows.broker.tables import Facts, show, terminal
 from narrows.learner.client import Client
@@ -59,7 +58,7 @@ class Result:
 
 def run_loop_bench(*, learners: int, params: int, seconds: float, json_file: Path | None) -> None:
     """Runs broker and learners as processes, prints, and writes what was asked for."""
-    with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
+    with work_folder(None, "loop") as folder, Processes(folder) as processes:
         result = _measured(processes, learners, params, seconds)
     show(terminal(), facts(result))
     machine.write_result(json_file, "loop", asdict(result))

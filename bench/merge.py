@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from narrows.bench import machine
+from narrows.bench.failures import reason_of
 from narrows.bench.processes import environment
 from narrows.broker.checkpoint import FragmentState
 from narrows.broker.config import BrokerConfig
@@ -96,7 +97,7 @@ def _measured(learners: int, params: int, fragments: int) -> Row:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     if done.returncode:
         raise NarrowsError(
-            ErrorCode.MISUSE, f"the merge of {learners} learners failed", got=done.stderr[-500:]
+            ErrorCode.MISUSE, f"the merge of {learners} learners failed", got=reason_of(done.stderr)
         )
     return Row(**json.loads(done.stdout))
 

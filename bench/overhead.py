@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from cyclopts import App
 
 from narrows.bench.machine import write_result
-from narrows.bench.processes import Processes
+from narrows.bench.processes import Processes, work_folder
 from narrows.learner import Learner
 from narrows.learner.corpus import Reader, load_corpus
 from narrows.learner.gpt import GPT, make_optimizer, preset, token_tensor
@@ -37,8 +36,7 @@ def overhead(
     """
     logging.getLogger("narrows").setLevel(logging.WARNING)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as name, Processes(Path(name)) as processes:
-        folder = Path(name)
+    with work_folder(None, "overhead") as folder, Processes(folder) as processes:
         address = processes.start_broker(
             "--listen", "tcp://127.0.0.1:0", "--state-dir", str(folder / "state")
         )

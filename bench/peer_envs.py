@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Final
 
+from narrows.bench.failures import reason_of
 from narrows.proto.config import nearest
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 
@@ -26,7 +28,6 @@ SCRIPTS: Final = Path(__file__).resolve().parent / "peer_scripts"
 REQUIREMENTS: Final = Path(__file__).resolve().parent / "peer_requirements"
 BUILD_TIMEOUT_S: Final = 1800.0
 IMPORT_TIMEOUT_S: Final = 120.0
-LINES_SHOWN: Final = 3
 
 
 class PeerAbsent(NarrowsError):
@@ -118,17 +119,13 @@ def _run(name: str, command: list[str], timeout_s: float) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PeerAbsent(name, str(error), remedy=_REMEDY) from None
     if result.returncode:
-        raise PeerAbsent(name, reason_in(result.stderr or result.stdout), remedy=_REMEDY)
+        said = result.stdout + result.stderr
+        log = Path(tempfile.mkdtemp(prefix="narrows-failed-")) / f"{name}.log"
+        log.write_text(said)
+        raise PeerAbsent(name, f"{reason_of(said)}; its log: {log}", remedy=_REMEDY)
 
 
 _REMEDY: Final = (
     "a package index must be in reach and have wheels for this Python and platform; TORCH_INDEX"
     " names one for torch, NARROWS_PEER_CACHE a folder with environments built elsewhere"
 )
-
-
-def reason_in(output: str) -> str:
-    """The last errors of a failed command, or its last lines, in one line."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR:")]
-    return " | ".join(line[:200] for line in (errors or lines)[-LINES_SHOWN:])

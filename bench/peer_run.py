@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+from narrows.bench.failures import ProcessFailed, log_of, logs_kept
 from narrows.bench.loopback import own_loopback
 from narrows.bench.peer_systems import (
     COORDINATOR,
@@ -20,7 +21,6 @@ from narrows.bench.peer_systems import (
     system_of,
 )
 from narrows.bench.processes import Processes
-from narrows.proto.errors import ErrorCode, NarrowsError
 
 Event: TypeAlias = Literal["none", "member_killed", "coordinator_killed"]
 EVENTS: Final[tuple[Event, ...]] = ("none", "member_killed", "coordinator_killed")
@@ -47,14 +47,18 @@ class Story:
     """Why the run did not come to its end."""
     gave_up_s: float = 0.0
 
-    def give_up(self, why: str) -> None:
-        self.gave_up, self.gave_up_s = why, time.time()
+    witness: str = ""
+    """Process whose log may say more."""
+
+    def give_up(self, witness: str, why: str) -> None:
+        self.witness, self.gave_up, self.gave_up_s = witness, why, time.time()
 
 
 def run_event(name: str, plan: Plan, event: Event) -> dict[str, Any]:
     """The row of one run. Raises PeerAbsent, or NarrowsError if it did not even start."""
     with (
         tempfile.TemporaryDirectory(prefix="narrows-peers-") as folder,
+        logs_kept(Path(folder)),
         own_loopback() as loopback,
         Processes(Path(folder), prefix=loopback.prefix, groups=True) as processes,
     ):
@@ -64,7 +68,9 @@ def run_event(name: str, plan: Plan, event: Event) -> dict[str, Any]:
         story = _follow(system, plan, processes, event)
         exchanges = system.exchanges()
         loss = system.loss() if not story.gave_up else None
-        note = story.gave_up
+        note = ""
+        if story.gave_up:
+            note = f"{name}: {story.gave_up}; {log_of(Path(folder), story.witness)}"
         carried_bytes = loopback.carried_bytes() - before_bytes
     return {
         "loss": loss,
@@ -85,15 +91,11 @@ def _start(system: System, plan: Plan, processes: Processes) -> None:
         system.release()
         for name in processes.running:
             if processes.running[name].poll() is not None:
-                raise NarrowsError(
-                    ErrorCode.MISUSE, f"{name} ended before the run began", got=processes.tail(name)
-                )
+                said = processes.reason(name)
+                raise ProcessFailed(name, f"{name} ended before the run began: {said}")
         if time.monotonic() > deadline_s:
-            raise NarrowsError(
-                ErrorCode.MISUSE,
-                "no exchange at all",
-                got=" | ".join(processes.tail(name, 2) for name in processes.running),
-            )
+            name = next(iter(processes.running))
+            raise ProcessFailed(name, f"no exchange at all; {name}: {processes.reason(name)}")
         time.sleep(POLL_S)
 
 
@@ -107,10 +109,10 @@ def _follow(system: System, plan: Plan, processes: Processes, event: Event) -> S
         now_s, newest = time.time(), system.exchanges()[-1]
         dead = _dead(system, survivors, processes)
         if dead:
-            story.give_up(f"{dead} ended: {processes.tail(dead, 1)}"[:300])
+            story.give_up(dead, f"{dead} ended: {processes.reason(dead)}")
             break
         if now_s - max(newest.time_s, story.killed_s) > STALL_MAX_S:
-            story.give_up(f"no exchange for {STALL_MAX_S:.0f} s")
+            story.give_up(next(iter(processes.running)), f"no exchange for {STALL_MAX_S:.0f} s")
             break
         if killed and not story.killed_s and newest.step >= KILL_AT * plan.steps:
             processes.kill(killed)

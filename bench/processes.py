@@ -16,7 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
+from narrows.bench.failures import ProcessFailed, ended, logs_kept, reason_of
+from narrows.proto.errors import ConfigError
 
 START_TIMEOUT_S = 120.0
 """A broker that does not serve after so long has failed to start."""
@@ -39,14 +40,16 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def work_folder(keep: Path | None, name: str) -> Generator[Path]:
-    """`keep`, which must be empty, or a temporary folder. Raises ConfigError."""
+    """`keep`, which must be empty, or a temporary folder, of which only the logs of a failure
+    stay. Raises ConfigError."""
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         if any(keep.iterdir()):
             raise ConfigError(f"{keep} is not empty", remedy="name a new folder with --keep")
-        yield keep
+        with logs_kept(keep, stays=True):
+            yield keep
         return
-    with tempfile.TemporaryDirectory(prefix=f"narrows-{name}-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"narrows-{name}-") as folder, logs_kept(Path(folder)):
         yield Path(folder)
 
 
@@ -111,9 +114,7 @@ class Processes:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not ready.exists():
             if self.running[name].poll() is not None or time.monotonic() > deadline:
-                raise NarrowsError(
-                    ErrorCode.BROKER_UNREACHABLE, f"the broker did not start: {self.tail(name)}"
-                )
+                raise ProcessFailed(name, f"the broker did not start: {self.reason(name)}")
             time.sleep(0.02)
         return ready.read_text().strip()
 
@@ -129,26 +130,27 @@ class Processes:
         try:
             return self.running[name].wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise NarrowsError(
-                ErrorCode.MISUSE,
-                f"{name} is still running after {timeout_s:.0f} s",
-                got=self.tail(name),
-            ) from None
+            raise ProcessFailed(name, f"{name} is still running after {timeout_s:.0f} s") from None
 
     def check(self, *names: str, but: str = "") -> None:
         """Raises NarrowsError if one of these, `but` one, has ended with a failure."""
         for name in names:
             code = self.running[name].poll()
             if name != but and code:
-                raise NarrowsError(
-                    ErrorCode.MISUSE, f"{name} ended with code {code}", got=self.tail(name)
-                )
+                raise ended(name, code, self.log(name))
+
+    def reason(self, name: str) -> str:
+        """Why a child has failed, in one line of its own."""
+        return reason_of(self.log(name))
 
     def tail(self, name: str, lines: int = 5) -> str:
-        """The last lines of a child's output."""
+        """The last lines of a child's output, for tests."""
+        return " | ".join(self.log(name).splitlines()[-lines:])
+
+    def log(self, name: str) -> str:
+        """All that a child has said."""
         path = self.folder / f"{name}.log"
-        text = path.read_text(errors="replace") if path.exists() else ""
-        return " | ".join(text.splitlines()[-lines:])
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def _send(self, process: subprocess.Popen[bytes], number: int) -> None:
         if not self.groups:

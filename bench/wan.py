@@ -59,7 +59,7 @@ def run_cell(cell: Cell) -> Row:
                     told, probes = run.measure(meter), run.probes()
             return _figures(cell, meter, told, probes)
     except NarrowsError as error:
-        return {"failed": str(error)}
+        return {"failed": f"{cell.system}: {error}"}
 
 
 def _figures(cell: Cell, meter: Meter, told: Sequence[Exchange], probes: Sequence[float]) -> Row:

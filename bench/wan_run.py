@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from narrows.bench import wan_cells
+from narrows.bench.failures import ProcessFailed, ended, logs_kept
 from narrows.bench.lab import Lab, Meter, Site
 from narrows.bench.loop import cpu_s_of
 from narrows.bench.processes import Processes, environment
 from narrows.bench.wan_cells import SETTINGS, WARM_UP, Cell
-from narrows.proto.errors import ErrorCode, NarrowsError
 
 PORT: Final = 7070
 
@@ -82,9 +82,9 @@ class SiteProcesses(Processes):
                 if pipe is not None:
                     pipe.close()
 
-    def _ended(self, name: str) -> NarrowsError:
-        said = self.tail(name, 1)
-        return NarrowsError(ErrorCode.MISUSE, f"{name} ended or took too long", got=said)
+    def _ended(self, name: str) -> ProcessFailed:
+        # What remains of it is read until its end; then it has ended.
+        return ended(name, self.running[name].wait(), self.log(name))
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,7 @@ def line(lab: Lab, limit_s: float) -> Generator[Line]:
     waits for one of them hears of its end."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="narrows-wan-")))
+        stack.enter_context(logs_kept(folder))
         stack.enter_context(lab)
         sites = (lab.hub, *lab.learners)
         each = [SiteProcesses(folder, prefix=site.under, groups=True) for site in sites]
@@ -185,8 +186,8 @@ class NarrowsRun:
         self.line.hub.check("broker")
         for site, processes in self.line.learners:
             if processes.running[site.name].poll() is not None:
-                said = processes.tail(site.name, 1)
-                raise NarrowsError(ErrorCode.MISUSE, f"{site.name} has ended", got=said)
+                code = processes.running[site.name].wait()
+                raise ended(site.name, code, processes.log(site.name))
 
     def probes(self) -> list[float]:
         """Round trips of control messages so far, in seconds."""

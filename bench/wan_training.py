@@ -19,11 +19,12 @@ from typing import Any, Final
 
 from narrows.bench import machine
 from narrows.bench.cells import Row, outcome, run_missing
+from narrows.bench.failures import ProcessFailed
 from narrows.bench.lab import Lab, check_able, congestion_control
 from narrows.bench.wan_run import PORT, Line, SiteProcesses, line
 from narrows.broker.tables import Table, show, terminal
 from narrows.learner.gpt import preset
-from narrows.proto.errors import ErrorCode, NarrowsError
+from narrows.proto.errors import NarrowsError
 
 LEARNERS: Final = 2
 TOKENS_PER_STEP: Final = 1024
@@ -87,7 +88,7 @@ def run_cell(cell: TrainingCell) -> Row:
             told = run(cell, at)
             up = meter.rates("l0", "up")
     except NarrowsError as error:
-        return {"failed": str(error)}
+        return {"failed": f"{cell.system}: {error}"}
     loop_s = fmean(each["loop_s"] for each in told)
     row: Row = {
         "congestion_control": congestion_control(),
@@ -171,8 +172,8 @@ def _await_text(processes: SiteProcesses, name: str, text: str) -> None:
     path = processes.folder / f"{name}.log"
     while text not in path.read_text():
         if processes.running[name].poll() is not None:
-            said = processes.tail(name)
-            raise NarrowsError(ErrorCode.MISUSE, f"{name} ended before its first step", got=said)
+            said = processes.reason(name)
+            raise ProcessFailed(name, f"{name} ended before its first step: {said}")
         time.sleep(0.1)
 
 

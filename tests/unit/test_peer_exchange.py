@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from narrows.bench import peer_envs, peer_exchange
-from narrows.bench.peer_envs import PeerAbsent, environment, install_commands, reason_in
+from narrows.bench.peer_envs import PeerAbsent, environment, install_commands
 from narrows.proto.errors import ConfigError
 
 PINNED = sorted(path.stem for path in peer_envs.REQUIREMENTS.glob("*.txt"))
@@ -132,8 +132,3 @@ def test_what_cannot_be_built_is_absent_with_a_reason(
     with pytest.raises(PeerAbsent, match=r"torch==0\.0\.0.*TORCH_INDEX") as failure:
         environment("flwr", tmp_path)
     assert failure.value.name == "flwr"
-
-
-def test_the_reason_is_the_last_errors() -> None:
-    assert reason_in("a\nERROR: no wheel\nb\n") == "ERROR: no wheel"
-    assert reason_in("a\n\nb\n") == "a | b"
