@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import queue
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -36,6 +35,7 @@ from narrows.proto import messages as msg
 from narrows.proto.budget import wire_bytes
 from narrows.proto.errors import ErrorCode, RemoteProtocolError, printable
 from narrows.proto.frames import decode_control, decode_data, encode_control
+from narrows.proto.wake import WakePipe
 
 _log = logging.getLogger("narrows.broker")
 
@@ -69,8 +69,7 @@ class Service:
         self.traffic: dict[str, Traffic] = {}
         self.bad_frames = 0
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
+        self._wake = WakePipe()
         self._finished: str | None = None
         self._closed = False
         self._unjudged = False
@@ -92,7 +91,7 @@ class Service:
         poller = zmq.Poller()
         for source in (self.wires.control, self.wires.uplink, self.wires.downlink):
             poller.register(source, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
+        poller.register(self._wake.source, zmq.POLLIN)
         try:
             while self._finished is None:
                 deadline = self.syncer.next_deadline()
@@ -119,7 +118,7 @@ class Service:
         self._later(lambda: self._handle_event(ev.ConfigRead(config)))
 
     def _turn(self) -> None:
-        self._drain_wake()
+        self._wake.drain()
         while not self._results.empty():
             self._results.get()()
         self._turns_behind = 0 if self._read() else self._turns_behind + 1
@@ -154,15 +153,11 @@ class Service:
             for effect in self.syncer.handle(ev.DeadlineReached(), now=now):
                 self._perform(effect)
 
-    def _drain_wake(self) -> None:
-        with suppress(BlockingIOError):
-            os.read(self._wake_read, 4096)
-
     def _later(self, action: Callable[[], None]) -> None:
         """Has `action` run on the loop's thread."""
         self._results.put(action)
         if not self._closed:
-            os.write(self._wake_write, b"\0")
+            self._wake.wake()
 
     def _post(self, work: Callable[[], ev.Event | None]) -> None:
         """Runs `work` on the loop's thread and handles the event that it returns."""
@@ -304,8 +299,7 @@ class Service:
         self.wires.close()
         self.state_dir.close()
         self._closed = True  # A signal may still come.
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._wake.close()
         if self._events is not None:
             self._events.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -12,6 +11,7 @@ import zmq
 from narrows.proto import socket_options
 from narrows.proto.address import parse_address
 from narrows.proto.frames import downlink_topic
+from narrows.proto.wake import WakePipe
 
 FRAMES_PER_TURN = 64
 """Messages read from one socket before the others get their turn."""
@@ -38,10 +38,10 @@ class Wires:
         self._address = parse_address(self.broker)
         self._context: zmq.Context[Socket] = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
-        self._wake_read, self._wake_write = os.pipe()
+        self._wake = WakePipe()
         # Asking a socket that has nothing costs an exception: only the ready ones are read.
         self._ready: set[Socket | int] = set()
-        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._poller.register(self._wake.source, zmq.POLLIN)
         self._control = self._connect(zmq.DEALER, socket_options.DEALER, self._address.port)
         self._monitor = self._control.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -71,8 +71,8 @@ class Wires:
     def wait(self, timeout_s: float) -> None:
         """Sleeps until something arrives, `wake` is called, or the time is over."""
         self._ready = {source for source, _ in self._poller.poll(math.ceil(timeout_s * 1000))}
-        if self._wake_read in self._ready:
-            os.read(self._wake_read, 4096)
+        if self._wake.source in self._ready:
+            self._wake.drain()
         while self._monitor in self._ready and self._monitor.poll(0):
             self._monitor.recv_multipart()
             self._has_connected = True
@@ -81,7 +81,7 @@ class Wires:
                 self._read_subscriptions(stream, socket)
 
     def wake(self) -> None:
-        os.write(self._wake_write, b"\0")
+        self._wake.wake()
 
     def has_connected(self) -> bool:
         """True once for every new control connection, when it takes messages."""
@@ -128,8 +128,7 @@ class Wires:
         for socket in (self._monitor, self._control, *self._uplinks, *self._downlinks):
             socket.close()
         self._context.term()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._wake.close()
 
     def _connect(
         self, kind: int, options: dict[str, int], port: int, topic: bytes | None = None

@@ -1,0 +1,52 @@
+"""Waking the thread that owns the sockets: never blocks, whatever it is busy with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from running import HANG_S, LAYOUT, ToyHost, broker_config, vector
+
+from narrows.broker.service import Service
+from narrows.learner.background import Background
+
+WAKES = 70_000
+"""More bytes than a pipe holds (65,536 on Linux)."""
+
+
+def repeat(action: Callable[[], None]) -> None:
+    """Runs `action` WAKES times; fails if it blocks."""
+
+    def run() -> None:
+        for _ in range(WAKES):
+            action()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(HANG_S)
+    assert not thread.is_alive(), "waking blocks while nobody reads"
+
+
+def test_a_learner_is_woken_while_its_background_thread_is_busy() -> None:
+    ran: list[int] = []
+    background = Background(
+        broker="tcp://127.0.0.1:9",
+        name="a",
+        layout=LAYOUT,
+        frozen_digest=0,
+        host=ToyHost(vector(1)),
+        contribute_after_steps=0,
+        events=None,
+    )
+    # Not started, it reads as little as one that is busy. The encoders post once per chunk.
+    repeat(lambda: background.later(lambda: ran.append(1)))
+    background.start()
+    background.close()
+    assert len(ran) == WAKES
+
+
+def test_a_broker_is_woken_while_its_loop_is_busy(tmp_path: Path) -> None:
+    service = Service(broker_config(tmp_path))
+    repeat(lambda: service.stop("the test is over"))
+    assert service.run() == "the test is over"
