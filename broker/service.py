@@ -34,6 +34,7 @@ from narrows.broker.wires import FRAMES_PER_TURN, Traffic, Wires
 from narrows.proto import messages as msg
 from narrows.proto.budget import wire_bytes
 from narrows.proto.errors import ErrorCode, RemoteProtocolError, printable
+from narrows.proto.event_file import EventFile
 from narrows.proto.frames import decode_control, decode_data, encode_control
 from narrows.proto.wake import WakePipe
 
@@ -64,7 +65,7 @@ class Service:
             begun = begin_epoch(config, self.state_dir, now=time.monotonic())
             self.syncer = begun.syncer
             undo.callback(begun.close)
-            self._events = events.open("a", buffering=1) if events else None
+            self._events = EventFile(events, _log) if events else None
             undo.pop_all()
         self.traffic: dict[str, Traffic] = {}
         self.bad_frames = 0
@@ -274,7 +275,7 @@ class Service:
     def _record(self, record: dict[str, object]) -> None:
         """One line in the events file: for benches, not for recovery."""
         if self._events is not None:
-            self._events.write(json.dumps({"time_s": time.time(), **record}) + "\n")
+            self._events.write(record)
 
     def _record_merge(self, effect: ev.StartMerge, outcome: Outcome) -> None:
         run = self.syncer.state

@@ -6,7 +6,6 @@ reports through `post`, which hands an event to the background thread.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from narrows.proto import messages as msg
 from narrows.proto.budget import chunk_elements
 from narrows.proto.chunk import DecodedChunk
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
+from narrows.proto.event_file import EventFile
 from narrows.proto.fragments import Fragment
 from narrows.proto.frames import decode_data
 from narrows.proto.rate import RateControl, codecs_of, rate_control
@@ -71,7 +71,7 @@ class Exchange:
         self._wires = wires
         self._name, self._layout = name, layout
         self._post = post
-        self._records = records.open("a", buffering=1) if records else None
+        self._records = EventFile(records, _log) if records else None
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="narrows-codec")
         self.sender = Sender(wires, name=name, incarnation=incarnation)
         self.counters = self.sender.counters
@@ -212,15 +212,15 @@ class Exchange:
         self.published[fragment], digest = self._applied
         self._applied = None
         if self._records is not None:
-            record = {
-                "time_s": time.time(),
-                "event": "installed",
-                "learner": self._name,
-                "fragment": fragment,
-                "version": version,
-                "digest": f"{digest:016x}",
-            }
-            self._records.write(json.dumps(record) + "\n")
+            self._records.write(
+                {
+                    "event": "installed",
+                    "learner": self._name,
+                    "fragment": fragment,
+                    "version": version,
+                    "digest": f"{digest:016x}",
+                }
+            )
 
     # Up.
 

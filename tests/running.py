@@ -83,9 +83,9 @@ def broker_config(folder: Path, **flags: object) -> BrokerConfig:
 
 
 @contextmanager
-def live_broker(config: BrokerConfig) -> Generator[Service]:
+def live_broker(config: BrokerConfig, *, events: Path | None = None) -> Generator[Service]:
     """A serving broker; its thread's error, if any, is raised at the end."""
-    service = Service(config)
+    service = Service(config, events=events)
     errors: list[BaseException] = []
 
     def serve() -> None:

@@ -72,7 +72,7 @@ PURE = (
 )
 
 #: The exceptions in proto/: what the shells of both sides need, and nothing that decides.
-SHARED_SHELLS = ("proto/wake.py",)
+SHARED_SHELLS = ("proto/event_file.py", "proto/wake.py")
 
 #: Modules of broker/ and learner/ that own sockets.
 SOCKETS = ("broker/service.py", "broker/show.py", "broker/wires.py", "learner/wires.py")
