@@ -13,6 +13,7 @@ from types import FrameType
 
 from narrows.broker.config import BrokerConfig, load_config
 from narrows.broker.service import Service
+from narrows.proto.compiled import uncached_advice
 from narrows.proto.errors import ConfigError
 
 _log = logging.getLogger("narrows.broker")
@@ -34,6 +35,8 @@ class BrokerCommand:
 def run_broker(command: BrokerCommand) -> None:
     """Serves until the run has ended or a signal comes. Raises NarrowsError."""
     config = configuration(command)
+    if advice := uncached_advice():
+        _log.warning("%s", advice)
     service = Service(config, events=command.events)
     _stop_on_signals(service)
     _reload_on_signal(service, command)

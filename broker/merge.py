@@ -20,9 +20,10 @@ import numpy as np
 
 from narrows.proto.buffers import empty_f32
 from narrows.proto.chunk import DecodedChunk, float_square_sums
+from narrows.proto.compiled import kernel
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.fragments import Fragment
-from narrows.proto.kernels import F32, F64, I8, I64, RUN, kernel, read_only
+from narrows.proto.kernels import F32, F64, I8, I64, RUN, read_only
 
 NORM_MIN: Final = 2.0**-100
 """A piece with a smaller norm counts as zero: dividing by it would overflow float32."""

@@ -14,9 +14,10 @@ from typing import Final, Protocol, TypeAlias
 import numpy as np
 
 from narrows.proto.buffers import empty_f32
+from narrows.proto.compiled import kernel
 from narrows.proto.config import nearest
 from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
-from narrows.proto.kernels import F32, kernel, read_only
+from narrows.proto.kernels import F32, read_only
 
 
 class OuterOptimizer(Protocol):

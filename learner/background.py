@@ -22,6 +22,7 @@ from narrows.learner.session import Identity, Session
 from narrows.learner.wires import Wires
 from narrows.proto import messages as msg
 from narrows.proto.codecs import warm_up
+from narrows.proto.compiled import uncached_advice
 from narrows.proto.errors import (
     ConfigError,
     ErrorCode,
@@ -115,6 +116,8 @@ class Background:
 
     def start(self) -> None:
         """Loads the kernels first: later it would hold the interpreter up while training runs."""
+        if advice := uncached_advice():
+            _log.warning("%s", advice)
         warm_up()
         self._thread.start()
 

@@ -9,13 +9,12 @@ outputs as writable arrays, because numba compiles once per combination of the t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, TypeAlias, TypeVar, cast
+from typing import Final, TypeAlias, TypeVar
 
-import numba  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 from numpy.typing import NDArray
 
+from narrows.proto.compiled import kernel
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 
 F32: TypeAlias = NDArray[np.float32]
@@ -48,7 +47,6 @@ NOTHING.setflags(write=False)
 ONE: Final = np.float32(1)
 ZERO: Final = np.float32(0)
 
-Function = TypeVar("Function", bound=Callable[..., object])
 Element = TypeVar("Element", bound=np.generic)
 
 
@@ -93,16 +91,6 @@ def check_arrays(count: int, **arrays: F32) -> None:
                 expected=f"float32 ({count},)" + (", contiguous, writable" if is_output else ""),
                 got=f"{array.dtype} {array.shape}",
             )
-
-
-_njit: Callable[..., Callable[[object], object]] = numba.njit  # pyright: ignore
-
-
-def kernel(function: Function) -> Function:
-    """Compiles a strict loop at its first call, and keeps the result on disk."""
-    # The numpy error model lets loops with a division vectorise: no check for a zero divisor.
-    compile_lazily = _njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-    return cast(Function, compile_lazily(function))
 
 
 @kernel

@@ -8,7 +8,7 @@ import logging
 import os
 import resource
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -38,7 +38,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     def opened(path: Path, *args: Any, **kwargs: Any) -> Any:
         if switch[0]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(path, *args, **kwargs)
+        return cast(Any, real)(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", opened)
     return switch
