@@ -84,6 +84,22 @@ def test_founding_goes_on_without_the_founder_once_everything_is_here() -> None:
     assert one(desk.do(ev.CheckpointWritten(0)), msg.Welcome).role is Role.ADOPT
 
 
+def test_version_0_is_of_one_process_though_its_name_was_taken_over() -> None:
+    """The new process has parameters of its own: a version 0 of halves would be no model at all."""
+    desk = Desk()
+    desk.say("a", hello("a"))
+    desk.chunk("a", 0, kind=FOUND, codec=STATE_CODEC)
+    desk.say("x", hello("a", incarnation=incarnation_of("a", 2)))
+    effects = desk.wait(2.1)
+    assert one(effects, msg.Welcome).role is Role.FOUND
+    assert one(effects, ev.Drop).handles == (1,)
+    for fragment in (1, 0):
+        effects = desk.chunk(
+            "a", fragment, incarnation=incarnation_of("a", 2), kind=FOUND, codec=STATE_CODEC
+        )
+    assert one(effects, ev.Found).handles == ((3,), (2,))
+
+
 def test_a_repeated_hello_of_the_founder_does_not_start_over() -> None:
     desk = Desk()
     desk.say("a", hello("a"))

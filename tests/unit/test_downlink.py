@@ -197,6 +197,27 @@ def test_the_topics_of_a_process_that_was_replaced_are_forgotten() -> None:
     assert not line.sent.subscribed
 
 
+def test_positions_go_on_for_a_process_that_rejoins_and_begin_anew_for_another_one() -> None:
+    """A learner that was only cut off goes on telling positions from before: beside a count that
+    began at 0 they would acknowledge what has not arrived, or never reach what has."""
+    line = Line(1000)
+    line.make(1)
+    line.publish(1)
+    line.downlink.pump(0.0)
+    before = line.sent.headers[-1].position
+    line.downlink.forget("a")
+    line.downlink.admit("a", INCARNATION)
+    line.publish(1)
+    line.downlink.pump(0.1)
+    again = [header.position for header in line.sent.headers[4:]]
+    assert len(again) == 4 and again[-1] == 2 * before and min(again) > before
+    line.sent.subscribed.add(downlink_topic("1" * 32, 0))
+    line.downlink.admit("a", "1" * 32)
+    line.publish(1)
+    line.downlink.pump(0.2)
+    assert line.sent.headers[-1].position == before
+
+
 def test_a_joiner_leaves_seven_eighths_to_the_fragments_of_others() -> None:
     line = Line(256, {"wan.total_down": "1Mbit/s"})
     line.sent.subscribed.add(downlink_topic("1" * 32, 0))

@@ -316,6 +316,22 @@ def test_a_learner_that_became_slower_is_waited_for_again() -> None:
     assert merged_of_b >= 12
 
 
+def test_what_an_old_process_contributed_is_not_credited_to_the_new_one() -> None:
+    """A publication names the addressee's own last merged push: a new process counts from 1 again,
+    and would keep a remainder that belongs to another push, or see its own taken for a late copy.
+    """
+    desk = Desk().running("a", "b")
+    desk.contribute("a", push_id=3)
+    desk.do(ev.PeerLost(b"a"))
+    desk.say("x", hello("a", incarnation=incarnation_of("a", 2)))
+    merge = one(desk.contribute("b"), ev.StartMerge)
+    assert merge.contributions[0].incarnation == incarnation_of("a")
+    published = {publish.learner: publish.push_id for publish in only(merged(desk), ev.Publish)}
+    assert published == {"a": 0, "b": 1}
+    member = desk.state.roster.get("a")
+    assert member is not None and member.contributions == 0
+
+
 def test_an_old_process_cannot_push_under_a_name_taken_over() -> None:
     desk = Desk().running("a", "b")
     desk.do(ev.PeerLost(b"a"))

@@ -121,6 +121,21 @@ def test_another_digest_means_fetching_the_state() -> None:
     assert one(seat.step(), ev.Adopt).version == 1
 
 
+def test_nothing_is_pushed_from_a_copy_that_is_not_to_be_trusted() -> None:
+    """After a failed digest the base may be the one that is wrong, and an outer gradient is only
+    right against the base that the broker has."""
+    seat = Seat().joined()
+    seat.beat((0, 0), open_round(0, 0))
+    one(seat.data(0, 1), ev.Apply)
+    seat.do(ev.ApplyFailed(0, 1, digest(0, 1)))
+    assert seat.session.links[0].round == open_round(0, 0)
+    assert not only(seat.step(), ev.Snapshot)
+    seat.receive(0, 1, kind=STATE)
+    seat.beat((1, 0), open_round(0, 1))
+    seat.step()
+    assert one(seat.step(), ev.Snapshot).base_version == 1
+
+
 def test_a_duplicate_while_it_is_applied_is_dropped() -> None:
     seat = Seat().joined()
     apply = one(seat.data(0, 1), ev.Apply)
