@@ -185,6 +185,13 @@ def test_in_lockstep_a_joiner_that_cannot_adopt_is_not_waited_for_for_ever() -> 
     assert 0 in desk.state.rounds
 
 
+def test_outside_lockstep_nobody_waits_for_a_joiner_to_adopt() -> None:
+    desk = Desk().running("a")
+    desk.say("c", hello("c"))
+    assert desk.syncer.scheduler.adopting == []
+    assert "adopt" not in status(desk.syncer, {}, desk.now).waiting_for
+
+
 def test_version_0_from_a_file_needs_no_founder() -> None:
     syncer = Syncer(BrokerConfig(), run_id=RUN, epoch=EPOCH, now=0.0, from_file=True)
     effects = syncer.handle(ev.Received(b"a", hello("a")), now=0.0)

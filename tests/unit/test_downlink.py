@@ -134,6 +134,20 @@ def test_an_encoded_state_serves_others_while_it_is_on_its_way() -> None:
     assert line.encodings == 2
 
 
+def test_who_still_waits_for_an_older_state_shares_the_new_one_too() -> None:
+    """Each encoding of a state costs a copy of the fragment in memory, and a core."""
+    line = Line(1000)
+    line.publish(0, DataKind.STATE)
+    line.make(1)
+    line.downlink.admit("b", "1" * 32)
+    line.downlink.publish(Publish("b", 0, 1, 0, (), DataKind.STATE), line.model)
+    assert line.encodings == 2
+    line.publish(1, DataKind.STATE)
+    assert line.encodings == 2
+    line.downlink.pump(0.0)
+    assert {header.version for header in line.sent.headers} == {1}
+
+
 def test_what_is_on_its_way_is_not_sent_twice() -> None:
     line = Line(1000)
     line.make(1)

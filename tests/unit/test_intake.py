@@ -39,6 +39,14 @@ def test_a_decline_of_an_earlier_attempt_means_nothing() -> None:
     assert not only(desk.contribute("b"), ev.StartMerge)
 
 
+def test_who_leaves_is_written_down_with_its_incarnation_and_the_reason() -> None:
+    desk = Desk().running("a", "b")
+    fate = one(desk.do(ev.PeerLost(b"a")), ev.Fate)
+    assert fate == ev.Fate("left", "a", incarnation_of("a"), reason="its connection closed")
+    fate = one(desk.say("b", msg.Bye("done")), ev.Fate)
+    assert fate == ev.Fate("left", "b", incarnation_of("b"), reason="said Bye (done)")
+
+
 def test_nobody_waits_for_a_learner_that_is_gone() -> None:
     desk = Desk().running("a", "b")
     desk.contribute("b")
@@ -71,6 +79,23 @@ def test_missing_chunks_are_asked_for_once_nothing_arrives() -> None:
     desk.chunk("a", 0, count=600)
     asked = only(desk.wait(2.5), msg.Missing)
     assert asked[0] == msg.Missing(msg.DataKind.PUSH, 0, 0, 1, ((600, ELEMENTS[0] - 600),))
+
+
+def test_what_is_missing_is_asked_for_twice_as_late_each_time() -> None:
+    """What is only late is not sent twice, and a line that is slow is not filled with repeats."""
+    desk = Desk().running("a", "b")
+    desk.push("a")
+    desk.chunk("a", 0, count=600)
+    begun, asked = desk.now, list[float]()
+    for _ in range(100):
+        effects = desk.say("a", msg.Alive(0)) + desk.say("b", msg.Alive(0), after_s=0.25)
+        if only(effects, msg.Missing):
+            asked.append(desk.now - begun)
+    gaps = [later - earlier for earlier, later in zip([0.0, *asked], asked, strict=False)]
+    # Whoever looks once a second is up to a second late.
+    assert [int(gap) for gap in gaps[:4]] == [1, 2, 4, 8] and max(gaps) < 9.5
+    desk.chunk("a", 0, offset=600, count=100)
+    assert only(desk.wait(2.5), msg.Missing)  # Progress begins the count again.
 
 
 def test_a_late_copy_of_a_contribution_is_dropped_without_a_refusal() -> None:
@@ -255,6 +280,38 @@ def test_stop_lets_a_merge_end_and_keeps_it() -> None:
     assert not only(desk.do(ev.StopRequested("SIGTERM")), ev.Finish)
     assert only(merged(desk), ev.WriteCheckpoint)
     assert only(desk.do(ev.CheckpointWritten(1)), ev.Finish)
+
+
+def test_the_positions_that_a_learner_reports_give_the_downlink_credit() -> None:
+    """Else nothing more leaves for it once the window is full."""
+    desk = Desk().running("a")
+    report = msg.Report(3, 300, 1.0, None, (77, 5), msg.TokenLedger(), 0.0)
+    assert one(desk.say("a", report), ev.Acknowledge) == ev.Acknowledge("a", (77, 5))
+
+
+def test_the_time_to_an_adoption_shortens_the_grace() -> None:
+    """grace_fraction * (overlap - time to the quorum - time from a merge to its adoption): what is
+    given to those who are late must not come out of the time to be early."""
+
+    def grace_s(adopted_after_s: float) -> float:
+        desk = Desk(
+            fragments__overlap_steps=8, merge__wait_fraction=0.0, merge__grace_fraction=1.0
+        ).running("a", "b")
+        for name in "ab":
+            desk.contribute(name, desk.round.fragment)
+        desk.now += adopted_after_s
+        merged(desk)
+        for name in "ab":
+            desk.say(name, msg.Adopted(0, 1))
+        while not desk.state.open_rounds():
+            for name in "ab":
+                desk.say(name, msg.Alive(0), after_s=0.5)
+        desk.contribute("a", desk.round.fragment, push_id=2)
+        decided = desk.syncer.scheduler.decision(desk.round, desk.state.roster.ready(), desk.now)
+        assert decided.until is not None and desk.round.quorum_at is not None
+        return decided.until - desk.round.quorum_at
+
+    assert grace_s(0.0) - grace_s(2.0) == 2.0
 
 
 def test_credit_is_given_back_at_once_after_much() -> None:
