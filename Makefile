@@ -6,11 +6,15 @@
 #   make test ARGS="-k fragments"   more arguments for pytest
 #   make chaos SEEDS=5000           more simulated runs with faults
 #   make chaos-broker KILLS=1000    more kills of a real broker
+#   make mutation SEED=2 COUNT=60    planted errors, another list of them for each seed
 #   make venv TORCH_INDEX=URL       take torch from this index (only torch, only at the first build)
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 SEEDS ?= 2000
 KILLS ?= 500
+SEED ?= 1
+COUNT ?= 60
+REPORT ?= runs/mutation.json
 ARGS ?=
 
 VENV := .venv
@@ -27,7 +31,7 @@ export OMP_NUM_THREADS NUMBA_NUM_THREADS
 # The version of pyright is pinned; it need not ask a registry for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo bench test check fmt chaos chaos-broker chaos-connections venv
+.PHONY: help demo bench test check fmt chaos chaos-broker chaos-connections mutation venv
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +64,9 @@ chaos-broker: $(READY)  ## KILLS times SIGKILL to a real broker under load, then
 
 chaos-connections: $(READY)  ## ten thousand connections to a broker, half of them cut in mid-transfer
 	PYTHONPATH=tests $(BIN)/python tests/chaos/connections.py 10000
+
+mutation: $(READY)  ## COUNT small errors drawn by SEED: which of them do the tests notice?
+	$(BIN)/python tests/mutation/run.py --seed $(SEED) --count $(COUNT) --report $(REPORT) $(ARGS)
 
 venv: $(READY)  ## only build .venv
 	@echo "ready: source $(BIN)/activate"

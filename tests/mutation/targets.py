@@ -1,0 +1,88 @@
+"""Which modules are mutated, and which tests belong to each, the most telling first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FAST = ("tests/unit", "tests/property", "tests/protocol", "tests/golden", "tests/test_paper.py")
+"""Here is what a mutant has to survive besides the tests of its module: all that import it."""
+
+DECISIONS = ("tests/protocol/test_transcripts.py", "tests/protocol/test_seeds.py")
+SOCKETS = (
+    "tests/e2e/test_client.py", "tests/e2e/test_wires.py", "tests/e2e/test_learner.py",
+    "tests/e2e/test_bad_data.py", "tests/e2e/test_bad_messages.py", "tests/e2e/test_bad_frames.py",
+    "tests/e2e/test_journal.py", "tests/e2e/test_oracles.py", "tests/e2e/test_commands.py",
+)  # fmt: skip
+PROCESSES = (
+    "tests/e2e/test_client.py", "tests/e2e/test_processes.py", "tests/chaos/test_broker_kills.py",
+    "tests/chaos/test_proxy.py", "tests/chaos/test_connections.py",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """One module and its tests."""
+
+    path: str
+    near: tuple[str, ...]
+    """Fast tests of the module itself."""
+    sockets: tuple[str, ...] = SOCKETS
+    """Quick ones with real sockets and files."""
+    slow: tuple[str, ...] = PROCESSES
+    """Of these only what is marked slow."""
+
+
+def _unit(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/unit/test_{name}.py" for name in names)
+
+
+TARGETS = {
+    "syncer": Target(
+        "broker/syncer.py",
+        (
+            *_unit("intake", "admission", "bad_messages", "quorum", "reload", "members", "shares"),
+            *DECISIONS,
+        ),
+    ),
+    "intake": Target(
+        "broker/intake.py",
+        (*_unit("intake", "rounds", "bad_messages", "quorum", "reload", "admission"), *DECISIONS),
+    ),
+    "scheduler": Target(
+        "broker/scheduler.py",
+        (*_unit("quorum", "intake", "rounds", "reload", "admission"), *DECISIONS),
+    ),
+    "downlink": Target(
+        "broker/downlink.py",
+        (*_unit("downlink", "outbox", "reload"), "tests/protocol/test_transcripts.py"),
+    ),
+    "journal": Target(
+        "broker/journal.py",
+        (
+            *_unit("journal"),
+            "tests/golden/test_journal.py",
+            "tests/property/test_journal.py",
+            *_unit("journal_faults"),
+        ),
+        (
+            "tests/e2e/test_journal.py",
+            "tests/e2e/test_commands.py",
+            "tests/chaos/test_bit_flips.py",
+        ),
+        ("tests/chaos/test_broker_kills.py", "tests/e2e/test_processes.py"),
+    ),
+    "merge": Target(
+        "broker/merge.py",
+        (*_unit("merge"), "tests/golden/test_merge.py", "tests/property/test_merge.py"),
+        ("tests/e2e/test_oracles.py", "tests/e2e/test_journal.py"),
+        ("tests/unit/test_merge.py", "tests/golden/test_merge.py"),
+    ),
+    "session": Target(
+        "learner/session.py",
+        (*_unit("session", "link", "bad_messages"), *DECISIONS),
+    ),
+    "link": Target(
+        "learner/link.py",
+        (*_unit("link", "session", "ledger", "bad_messages"), *DECISIONS),
+    ),
+}
