@@ -151,6 +151,7 @@ def test_a_test_meets_what_its_imports_lead_to() -> None:
     [
         (0, "tests/a.py::b PASSED [1%]", Outcome(True)),
         (1, "tests/a.py::b PASSED\ntests/a.py::c FAILED\nFAILED tests/a.py::c", "tests/a.py::c"),
+        (1, "FAILED tests/a.py::c[1 (2)] - AssertionError: no - no", "tests/a.py::c[1 (2)]"),
         (2, "ERROR tests/a.py - SyntaxError: no\n!!! stopping", "tests/a.py"),
         (-9, "tests/a.py::b PASSED [1%]\ntests/a.py::c[1 2] ", "tests/a.py::c[1 2]"),
     ],

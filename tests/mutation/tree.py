@@ -115,7 +115,7 @@ def outcome(code: int, output: str) -> Outcome:
         return Outcome(True)
     if code in (3, 4):
         raise RuntimeError(f"pytest did not run:\n{output[-3000:]}")
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     if failed:
         return Outcome(False, failed[0])
     begun = re.findall(r"^(tests/\S+::.+?)(?: (?:[A-Z]+|Timeout) .*)?$", output, re.MULTILINE)
