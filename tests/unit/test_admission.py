@@ -134,6 +134,21 @@ def test_a_founder_whose_version_0_cannot_be_made_is_refused_the_others_start_ag
     assert one(desk.say("b", hello("b")), msg.Welcome).role is Role.FOUND
 
 
+def test_a_founder_whose_chunk_does_not_decode_is_refused_and_the_next_one_founds() -> None:
+    """It would send the same bytes again, and the run would never begin."""
+    desk = Desk()
+    desk.say("a", hello("a"))
+    desk.say("b", hello("b"))
+    desk.chunk("a", 1, kind=FOUND, codec=STATE_CODEC)
+    header = desk.header("a", 0, kind=FOUND, codec=STATE_CODEC)
+    assert only(desk.do(ev.ChunkArrived(header, 50)), ev.Unpack)
+    effects = desk.do(ev.ChunkDamaged(header, 50, ErrorCode.BAD_PAYLOAD, "no"))
+    codes = [refuse.code for refuse in only(effects, msg.Refuse)]
+    assert codes == [ErrorCode.BAD_PAYLOAD, ErrorCode.UNKNOWN_SESSION]
+    assert sorted(h for drop in only(effects, ev.Drop) for h in drop.handles) == [1, 50]
+    assert one(desk.say("b", hello("b")), msg.Welcome).role is Role.FOUND
+
+
 def test_one_connection_speaks_for_one_learner() -> None:
     desk = Desk()
     desk.say("a", hello("a"))
