@@ -7,32 +7,82 @@ from dataclasses import dataclass, field
 from narrows.proto.limits import TOKENS_MAX
 
 RATE_RATIO_MAX = 8.0
-"""A learner's tokens are accepted at up to this multiple of its own average rate."""
+"""A learner's tokens are accepted at up to this multiple of its own average."""
 
 FIRST_REPORT_TOKENS_MAX = 1 << 24
-"""Accepted from the first report, which has no average to be compared with: more than any
-learner makes in the second before it."""
+"""Accepted from each of the first two reports with tokens, which have no average to be compared
+with: more than any learner makes in the second before one."""
 
 BURST_S = 60.0
-"""Allowance that may pile up while a learner's reports are delayed."""
+"""Seconds since the last report with tokens that count; one that was cut off for up to eight times
+as long is accepted at once."""
+
+RESTS_S = 2.0
+"""Without tokens for so long, and for 8 reports of the usual distance: it makes none now."""
 
 
 @dataclass
 class _Account:
     reported: int
     accepted: int
-    first_at: float
-    last_at: float
-    allowance: float
-    first_accepted: int = 0
+    heard_at: float
+    since: float | None = None
+    """When the first tokens came, later by all pauses since: the average begins there. What came
+    with that report took nobody knows how long: a wait for other learners, a compilation."""
+    grown_at: float = 0.0
+    """When the last tokens came."""
+    made: int = 0
+    """Tokens after `since`, as far as they were plausible when they came."""
+    growths: int = 0
+    """Reports that brought them."""
+    allowance: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Average tokens per second; 0 before the second report with tokens."""
+        seconds = self.grown_at - self.since if self.since is not None else 0.0
+        return self.made / seconds if seconds > 0 else 0.0
+
+    def plausible(self, now: float) -> float:
+        """Most that a report may bring now: 8 times an average one, or 8 times what the average
+        rate makes of the time since the last one.
+
+        The first lets a learner go on where it was after an evaluation or a slow step; the second
+        accepts what was made while reports were lost.
+        """
+        if not self.growths:
+            return FIRST_REPORT_TOKENS_MAX
+        waited_s = min(now - self.grown_at, BURST_S)
+        return RATE_RATIO_MAX * max(self.made / self.growths, self.rate * waited_s)
+
+    def grow(self, tokens: int, now: float) -> None:
+        """A report has brought so many new tokens: learns the average."""
+        plausible = self.plausible(now)
+        if self.since is None:
+            self.since = self.grown_at = now
+        else:
+            fair = min(tokens, int(plausible))
+            if self.rate > 0:
+                # A pause is no slowness: a distance counts as at most 8 times what it should be.
+                usual_s = RATE_RATIO_MAX * fair / self.rate
+                self.since += max(0.0, now - self.grown_at - usual_s)
+            self.made, self.growths, self.grown_at = self.made + fair, self.growths + 1, now
+        self.allowance = max(self.allowance, plausible)
+
+    def rests(self, now: float) -> bool:
+        """It makes no tokens now: it evaluates, waits, or is cut off."""
+        if self.since is None or not self.growths:
+            return True
+        usual_s = (self.grown_at - self.since) / self.growths
+        return now - self.grown_at > max(RESTS_S, RATE_RATIO_MAX * usual_s)
 
 
 @dataclass
 class RunClock:
     """Accepted tokens of the run and their rate.
 
-    Reports are cumulative per incarnation, so a lost or repeated one changes nothing. What a
-    report claims beyond 8x the learner's average is not lost: it is accepted as time passes.
+    Reports are cumulative per incarnation, so a lost or repeated one changes nothing. What one
+    claims beyond 8 times the learner's average is not lost: it is accepted as time passes.
     """
 
     run_tokens: int = 0
@@ -41,7 +91,7 @@ class RunClock:
     def join(self, incarnation: str, tokens: int, now: float) -> None:
         """Starts to count an incarnation that has already reported `tokens` (0 at first)."""
         if incarnation not in self._accounts:
-            self._accounts[incarnation] = _Account(tokens, tokens, now, now, 0.0, tokens)
+            self._accounts[incarnation] = _Account(tokens, tokens, now)
 
     def keep(self, incarnations: set[str]) -> None:
         """Forgets all others; their accepted tokens stay."""
@@ -50,28 +100,26 @@ class RunClock:
     def report(self, incarnation: str, tokens: int, now: float) -> None:
         """Takes a cumulative token count in."""
         account = self._accounts[incarnation]
-        account.reported = max(account.reported, tokens)
-        elapsed_s = now - account.first_at
-        mean_rate = (account.accepted - account.first_accepted) / elapsed_s if elapsed_s > 0 else 0
-        grown = account.allowance + RATE_RATIO_MAX * mean_rate * (now - account.last_at)
-        account.allowance = min(grown, RATE_RATIO_MAX * mean_rate * BURST_S)
-        account.last_at = now
-        wanted = account.reported - account.accepted
-        if account.accepted == account.first_accepted:
-            granted = min(wanted, FIRST_REPORT_TOKENS_MAX)  # It sets the average.
-        else:
-            granted = min(wanted, int(account.allowance))
-            account.allowance -= granted
+        rate, waited_s = account.rate, now - account.heard_at
+        grown = account.allowance + RATE_RATIO_MAX * rate * waited_s
+        account.allowance = min(grown, RATE_RATIO_MAX * rate * BURST_S)
+        account.heard_at = now
+        known = max(account.reported, account.accepted)
+        if is_growth := tokens > known:
+            account.grow(tokens - known, now)
+        account.reported = tokens  # The last word: a wild count that was a mistake is taken back.
+        granted = min(max(tokens - account.accepted, 0), int(account.allowance))
         account.accepted += granted
+        # What was not needed does not pile up, or a wild report would get it all.
+        account.allowance = 0.0 if is_growth else account.allowance - granted
         self.run_tokens = min(self.run_tokens + granted, TOKENS_MAX)
 
     def tokens_per_s(self, incarnations: list[str], now: float) -> float:
-        """Sum of the average rates of the incarnations named."""
+        """Sum of the average rates of the incarnations named, of those that make tokens now."""
         rate = 0.0
         for incarnation in incarnations:
             account = self._accounts.get(incarnation)
-            if account:
+            if account and account.since is not None and not account.rests(now):
                 # In the first second the time says more about the network than about the rate.
-                elapsed_s = max(now - account.first_at, 1.0)
-                rate += (account.accepted - account.first_accepted) / elapsed_s
+                rate += account.made / max(account.grown_at - account.since, 1.0)
         return rate

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from narrows.broker.run_clock import RunClock
 
 
@@ -67,8 +69,53 @@ def test_a_first_report_cannot_reach_any_goal() -> None:
     assert run.run_tokens <= 1 << 24
 
 
-def test_the_rate_of_a_learner_that_has_just_joined_is_bounded() -> None:
+def test_the_rate_of_a_learner_that_has_just_begun_is_bounded() -> None:
     run = RunClock()
     run.join("a", 0, 0.0)
-    run.report("a", 1_000_000, 0.0005)
-    assert run.tokens_per_s(["a"], 0.0005) == 1_000_000
+    run.report("a", 1000, 500.0)
+    assert run.tokens_per_s(["a"], 500.0) == 0.0, "nobody knows what the first tokens took"
+    run.report("a", 2000, 500.0005)
+    assert run.tokens_per_s(["a"], 500.0005) == 1000.0
+
+
+@pytest.mark.parametrize("idle_s", [0.0, 60.0, 1800.0])
+def test_a_learner_that_waited_for_others_counts_from_its_first_tokens_on(idle_s: float) -> None:
+    """It was counted at an eighth of its tokens, half an hour long, and then all at once."""
+    run = RunClock()
+    run.join("a", 0, 0.0)
+    for second in range(int(idle_s)):
+        run.report("a", 0, float(second))
+    for step in range(1, 100):
+        run.report("a", 10_000 * step, idle_s + step)
+        assert run.run_tokens == 10_000 * step
+    assert run.tokens_per_s(["a"], idle_s + 99) == 10_000.0
+
+
+def test_a_learner_that_evaluates_makes_no_tokens_and_goes_on_at_its_rate() -> None:
+    run = clock()
+    for second in range(11, 611):
+        run.report("a", 1000, float(second))
+    assert run.tokens_per_s(["a"], 610.0) == 0.0, "the others' clocks would run ahead"
+    for second in range(1, 11):
+        run.report("a", 1000 + 100 * second, 610.0 + second)
+        assert run.run_tokens == 1000 + 100 * second
+    assert run.tokens_per_s(["a"], 620.0) == pytest.approx(100.0, rel=0.5)
+
+
+def test_a_wild_count_that_was_a_mistake_is_taken_back() -> None:
+    run = clock()
+    run.report("a", 1 << 62, 11.0)
+    before = run.run_tokens
+    for second in range(12, 100):
+        run.report("a", 100 * second, float(second))
+    assert run.run_tokens == max(before, 9900)
+
+
+def test_what_honest_reports_did_not_need_does_not_pile_up_for_a_wild_one() -> None:
+    """An hour of honest reports used to leave eight minutes' worth of tokens to a wild one."""
+    run = RunClock()
+    run.join("a", 0, 0.0)
+    for second in range(1, 3601):
+        run.report("a", 100 * second, float(second))
+    run.report("a", 1 << 62, 3601.0)
+    assert run.run_tokens <= 360_000 + 8 * 100 * 1.01
