@@ -41,13 +41,18 @@ class Intake:
         return effects
 
     def _decline_refused(self, member: Member, message: msg.Push) -> list[ev.Effect]:
-        """A push of which a chunk was refused before it was announced will not come."""
-        if message.push_id not in member.refused_pushes:
+        """A push that was refused, perhaps for a chunk that came before it, will not come; who
+        announces it again may have missed the refusal."""
+        if message.push_id not in member.refused_pushes or member.peer is None:
             return []
         told = msg.Decline(
             message.fragment, message.base_version, message.attempt, "its push was refused"
         )
-        return self.decline(member, told)
+        error = RemoteProtocolError(
+            ErrorCode.NO_ROUND, f"push {message.push_id} of {member.name} was refused before"
+        )
+        refuse = refusal(error, fragment=message.fragment, push_id=message.push_id)
+        return [*self.decline(member, told), ev.Send(member.peer, refuse)]
 
     def decline(self, member: Member, message: msg.Decline) -> list[ev.Effect]:
         """The learner will not contribute; about a round that is gone this means nothing."""
@@ -145,7 +150,7 @@ class Intake:
         push = round_.incoming.get(member.name) if round_ else None
         if round_ and push and (push.incarnation, push.push_id) == (member.incarnation, push_id):
             effects.append(ev.Drop(round_.drop_push(member.name)))
-            # Nobody waits for it; should the round be opened again, it may answer again.
+            # Nobody waits for it; while the round is open, it may answer again.
             round_.declined[member.name] = f"its push was refused: {error.code}"
         if member.peer is not None:
             refuse = refusal(error, fragment=fragment, push_id=push_id)
@@ -261,6 +266,8 @@ class Intake:
     def _settle(self, round_: Round, member: Member, now: float) -> None:
         push = round_.incoming.get(member.name)
         if push is not None and round_.settle_if_complete(push, now):
-            member.arrival.add(now - round_.opened_at)
+            if member.name in round_.expected and not push.declined_before:
+                # Who evaluated or was not here would seem to take as long for every push.
+                member.arrival.add(now - round_.opened_at)
             member.missed_running, member.missed_named = 0, False
             member.contributed_at = now

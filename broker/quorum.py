@@ -79,21 +79,22 @@ class QuorumRule:
         awaited: Sequence[Awaited],
         step_s: float,
         sync_s: float,
-        declined: int = 0,
+        declined: Sequence[str] = (),
     ) -> Decision:
         """The decision for one round.
 
-        `quorum_at` is when the K-th contribution was complete, `declined` how many live learners
-        have declined: below the quorum they are asked again, by opening the round anew.
+        `quorum_at` is when the K-th contribution was complete, `declined` which live learners have
+        declined and why: below the quorum the round waits for them, who push when they can.
         """
         if not awaited:
-            if complete == 0:
-                return Decision(Verdict.CLOSE, "no learner has anything to contribute")
-            if complete < self.quorum and (self.closing or declined):
-                return Decision(Verdict.CLOSE, f"{complete} of {self.quorum}, the others declined")
             if complete >= self.quorum:
                 return Decision(Verdict.MERGE, f"all {complete} expected contributions are here")
-        if self.everybody and awaited:
+            if self.closing or not (complete or declined):
+                return Decision(Verdict.CLOSE, "no learner has anything to contribute")
+            others = ", ".join(declined) or "nobody else is here"
+            have = f"{complete} of {self.quorum} contributions"
+            return Decision(Verdict.WAIT, f"{have}; {others}")
+        if self.everybody:
             names = ", ".join(learner.name for learner in awaited)
             return Decision(Verdict.WAIT, f"waits for {names}: every live learner must answer")
         if complete < self.quorum or quorum_at is None:

@@ -27,6 +27,8 @@ class Incoming:
     decoding: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
     """Chunks that are being decoded: offset, count, digest."""
     announced: Push | None = None
+    declined_before: bool = False
+    """Its learner had declined: nobody waited for it."""
     progress_at: float = 0.0
     asked_at: float = 0.0
     asks: int = 0
@@ -153,7 +155,7 @@ class Round:
                 got=f"{message.tokens} tokens, {message.steps} steps",
             )
         push.announced = message
-        self.declined.pop(push.learner, None)
+        push.declined_before |= self.declined.pop(push.learner, None) is not None
 
     def add_chunk(self, push: Incoming, header: Header, handle: int, now: float) -> Arrival:
         """Takes a decoded chunk in."""

@@ -21,6 +21,9 @@ ADOPTION_WAIT_S = 60.0
 REOPEN_S = 0.5
 """A round that was closed without a merge is opened again after so long at the earliest."""
 
+REASON_CHARACTERS = 60
+"""Of a peer's reason, as operators see it."""
+
 MISSED_FACTOR = 1.5
 """A contribution that was missed counts as one that took so much longer than the wait."""
 
@@ -181,7 +184,11 @@ class Scheduler:
             awaited=self._awaited(round_, ready),
             step_s=median_step_s(ready),
             sync_s=self._sync_s.mean,
-            declined=sum(member.name in round_.declined for member in ready),
+            declined=[
+                f"{member.name} declined ({round_.declined[member.name][:REASON_CHARACTERS]})"
+                for member in ready
+                if member.name in round_.declined
+            ],
         )
 
     def decide(self, now: float) -> list[ev.Effect]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from narrows.learner import events as ev
 from narrows.learner.ledger import FragmentAccount, Ledger
 from narrows.learner.link import Link
 from narrows.proto import messages as msg
+from narrows.proto.errors import ErrorCode
 from narrows.proto.fragments import Fragment
 from narrows.proto.terms import Ranges
 
 FETCHES_MAX = 4
 """Whole fragments that a joiner fetches at the same time, so that each gets done."""
+
+RETRY_S = 5.0
+"""After a push that failed, rounds that are still open are answered anew after so long."""
 
 
 class Links:
@@ -27,6 +32,8 @@ class Links:
         self._founded_in: msg.Epoch | None = None
         #: What goes wrong at a fragment, by kind, until a push of it is merged again.
         self._ails: dict[int, str] = {}
+        #: When rounds to which a push has failed are answered anew.
+        self.retry_at = math.inf
 
     def __iter__(self) -> Iterator[Link]:
         return iter(self._links)
@@ -160,18 +167,19 @@ class Links:
             effects.append(self._note(link.index, "cannot be applied now", event.reason))
         return effects
 
-    def encode_failed(self, push_id: int, reason: str) -> list[ev.Effect]:
+    def encode_failed(self, push_id: int, reason: str, now: float) -> list[ev.Effect]:
         """The push cannot be sent."""
         link = self.pushed(push_id)
+        self.retry_at = min(self.retry_at, now + RETRY_S)
         if link is None:
             return []
         return [self._note(link.index, "is not sent", reason), *link.encode_failed(reason)]
 
-    def copy_failed(self, copy: ev.Copy, reason: str) -> list[ev.Effect]:
+    def copy_failed(self, copy: ev.Copy, reason: str, now: float) -> list[ev.Effect]:
         """Nothing is taken to be done that was not: what was to be copied is due again."""
         match copy:
             case ev.Snapshot(_, _, push_id):
-                return self.encode_failed(push_id, reason)
+                return self.encode_failed(push_id, reason, now)
             case ev.Adopt(fragment):
                 note = self._note(fragment, "is not adopted, again at the next boundary", reason)
                 return [note, *self._links[fragment].adopt_failed(reason)]
@@ -187,10 +195,23 @@ class Links:
         return ev.Note(level, f"fragment {fragment} {what}: {reason}")
 
     def answer_again(self) -> None:
-        """Rounds that were only declined may be answered after all."""
+        """Rounds that were declined, or to which the push has failed, may be answered after all."""
         for link in self._links:
-            if link.push is None:
+            if link.push is None or link.push.merged is False:
                 link.answered = (-1, -1)
+
+    def refused(self, refuse: msg.Refuse, now: float) -> list[ev.Effect]:
+        """The broker does not take a push."""
+        link = self.pushed(refuse.push_id)
+        if refuse.code != ErrorCode.PUSH_CONFLICT:  # That stays so until there is a version.
+            self.retry_at = min(self.retry_at, now + RETRY_S)
+        return link.refused(refuse) if link else []
+
+    def retry(self, now: float) -> None:
+        """The broker does not ask again while a round is open: what failed is tried again here."""
+        if now >= self.retry_at:
+            self.retry_at = math.inf
+            self.answer_again()
 
     def pushed(self, push_id: int) -> Link | None:
         """The link whose newest push this is."""

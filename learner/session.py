@@ -60,9 +60,9 @@ class Session:
             case ev.ApplyFailed():
                 effects = self.links.apply_failed(event)
             case ev.EncodeFailed(push_id, reason):
-                effects = self.links.encode_failed(push_id, reason)
+                effects = self.links.encode_failed(push_id, reason, now)
             case ev.CopyFailed(copy, reason):
-                effects = self.links.copy_failed(copy, reason)
+                effects = self.links.copy_failed(copy, reason, now)
             case ev.StepTaken(tokens, loss, at_boundary):
                 self._pace.step(loss, now)
                 self.ledger.step(tokens)
@@ -93,7 +93,7 @@ class Session:
         if deadline is None or not self.online:
             return deadline
         checks = [link.check_at for link in self.links.fetching()]
-        return min(deadline, self._pace.report_at(), *checks)
+        return min(deadline, self._pace.report_at(), self.links.retry_at, *checks)
 
     def check(self) -> None:
         """Asserts every invariant; cheap enough for every event of a test."""
@@ -231,8 +231,7 @@ class Session:
 
     def _refused(self, refuse: msg.Refuse, now: float) -> list[ev.Effect]:
         if refuse.push_id:
-            link = self.links.pushed(refuse.push_id)
-            return link.refused(refuse) if link else []
+            return self.links.refused(refuse, now)
         if refuse.code in OF_ONE_MESSAGE and self.settings is not None:
             return [ev.Note("warning", f"a message of ours was refused: {refuse.message}")]
         if refuse.code in RETRYABLE:
@@ -310,6 +309,7 @@ class Session:
             effects.append(ev.Send(self.identity.hello(*told)))
         if not self.online:
             return effects
+        self.links.retry(now)
         effects += [e for link in self.links.fetching() for e in link.ask(now, self._jitter())]
         stopped = self.leaving or self.should_stop
         effects += self.links.decline(self._warming or self._paused, stopped=stopped)

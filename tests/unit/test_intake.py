@@ -66,11 +66,8 @@ def test_a_refused_push_is_not_waited_for_and_may_be_made_again() -> None:
     desk.push("a")
     desk.do(ev.ChunkArrived(desk.header("a", 0), 5))
     desk.do(ev.ChunkDamaged(desk.header("a", 0), 5, ErrorCode.BAD_PAYLOAD, "no"))
-    assert not desk.state.rounds
-    desk.report("a", step=3, tokens=300)
-    desk.wait(9.0)
-    again = desk.round.open_round()
-    assert (again.fragment, again.base_version) in ((0, 0), (1, 0))
+    assert desk.round.declined == {"a": "its push was refused: bad_payload"}
+    assert only(desk.contribute("a", push_id=2), ev.StartMerge)
 
 
 def test_missing_chunks_are_asked_for_once_nothing_arrives() -> None:
@@ -204,15 +201,6 @@ def test_missing_ranges_of_a_publication_are_sent_again() -> None:
     missing = msg.Missing(msg.DataKind.PUBLICATION, 0, 1, 0, ((900, 500), (5000, 1)))
     publish = one(desk.say("a", missing), ev.Publish)
     assert (publish.version, publish.ranges) == (1, ((900, 100),))
-
-
-def test_all_below_the_quorum_are_asked_again_when_the_others_declined() -> None:
-    desk = Desk(merge__quorum=2).running("a", "b")
-    desk.contribute("a")
-    first = desk.round
-    effects = desk.say("b", msg.Decline(0, 0, 1, "evaluating"))
-    assert one(effects, ev.Drop).handles == (desk.handle,)
-    assert desk.state.rounds.get(0) is not first
 
 
 def test_goal_gives_each_fragment_one_last_round_of_everybody() -> None:

@@ -35,7 +35,12 @@ def waiting(
 
 
 def decide(
-    now: float, awaited: Sequence[Awaited], *, complete: int = 1, declined: int = 0, **fields: bool
+    now: float,
+    awaited: Sequence[Awaited],
+    *,
+    complete: int = 1,
+    declined: Sequence[str] = (),
+    **fields: bool,
 ) -> Decision:
     """The round was opened at 0, its first contribution was complete at 1; steps take 1 s."""
     quorum_at = 1.0 if complete else None
@@ -116,21 +121,19 @@ def test_in_lockstep_the_quorum_holds_too() -> None:
     assert decision.verdict is Verdict.WAIT
 
 
-@pytest.mark.parametrize(("declined", "closing"), [(1, False), (0, True)])
-def test_short_of_the_quorum_with_nobody_to_come_the_round_ends(
-    declined: int, closing: bool
-) -> None:
-    decision = rule(quorum=2, closing=closing).decide(
-        9.0,
-        opened_at=0.0,
-        quorum_at=None,
-        complete=1,
-        awaited=[],
-        step_s=1.0,
-        sync_s=0.0,
-        declined=declined,
-    )
-    assert decision.verdict is Verdict.CLOSE
+def test_short_of_the_quorum_the_round_waits_for_who_declined_until_the_end() -> None:
+    declined = ("b declined (evaluating)",)
+    decision = decide(9.0, [], complete=0, declined=declined)
+    assert decision == Decision(Verdict.WAIT, "0 of 1 contributions; b declined (evaluating)")
+    assert decide(9.0, [], complete=0, declined=declined, closing=True).verdict is Verdict.CLOSE
+
+
+def test_contributions_below_the_quorum_are_given_up_at_the_end_only() -> None:
+    for closing, verdict in ((False, Verdict.WAIT), (True, Verdict.CLOSE)):
+        decision = rule(quorum=2, closing=closing).decide(
+            9.0, opened_at=0.0, quorum_at=None, complete=1, awaited=[], step_s=1.0, sync_s=0.0
+        )
+        assert decision.verdict is verdict
 
 
 def test_what_is_being_decoded_is_waited_for_whatever_the_time() -> None:

@@ -35,7 +35,7 @@ def test_the_first_hello_claims_no_run_and_no_epoch() -> None:
     """A learner that claimed an epoch would be refused by a broker that is younger, or would take
     its first Welcome for another life of a broker that it has never met."""
     hello = one(Seat().do(ev.DeadlineReached()), msg.Hello)
-    assert (hello.run_id, hello.epoch, hello.versions) == ("", (0, 0), ())
+    assert (hello.run_id, hello.epoch, hello.versions) == ("", (0, 0, 0), ())
 
 
 def test_a_new_connection_is_greeted_and_begins_the_back_off_again() -> None:
