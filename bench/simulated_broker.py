@@ -148,6 +148,7 @@ class SimulatedBroker(Host):
             ev.Admit: self._admit,
             ev.Acknowledge: self._acknowledge,
             ev.Forget: self._forget,
+            ev.Erase: self._ignore,
             ev.Fate: self._ignore,
             ev.RatesChanged: self._ignore,
             ev.WriteCheckpoint: self._checkpoint,
@@ -278,7 +279,7 @@ class SimulatedBroker(Host):
 
         self._work(done)
 
-    def _ignore(self, _: ev.Fate | ev.RatesChanged) -> None:
+    def _ignore(self, _: ev.Erase | ev.Fate | ev.RatesChanged) -> None:
         """The simulated broker keeps no journal, and its lines are wide."""
 
     def _finish(self, effect: ev.Finish) -> None:

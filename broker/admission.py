@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from narrows.broker import events as ev
+from narrows.broker.forgetting import forget_at, forget_gone
 from narrows.broker.founding import Founding
 from narrows.broker.members import Member, check_name
 from narrows.broker.state import RunState, drop_pushes, refusal
@@ -101,12 +102,13 @@ class Admission:
         return [ev.Send(newcomer.peer, refusal(error)), note]
 
     def expire(self, now: float) -> list[ev.Effect]:
-        """Gives contested names whose holder did not answer to the newcomer."""
+        """Gives contested names whose holder did not answer to the newcomer; forgets who is gone
+        for long."""
         effects: list[ev.Effect] = []
         for name in sorted(self._contests):
             if now >= self._contests[name].until:
                 effects += self._award(name, now)
-        return effects
+        return effects + forget_gone(self.state, now)
 
     def _award(self, name: str, now: float) -> list[ev.Effect]:
         """The newcomer gets the name, if there is one."""
@@ -114,7 +116,8 @@ class Admission:
         return self._admit(contest.newcomer, contest.hello, now) if contest else []
 
     def next_deadline(self) -> float | None:
-        return min((contest.until for contest in self._contests.values()), default=None)
+        times = [contest.until for contest in self._contests.values()]
+        return min([*times, *forget_at(self.state)], default=None)
 
     def lost(self, member: Member, now: float) -> list[ev.Effect]:
         """A learner is gone: whoever claims its name gets it; the next founder is asked."""
@@ -216,12 +219,9 @@ class Admission:
             return self._refused(event, error)
         count = len(state.table)
         before = state.roster.get(hello.name)
-        if before is not None and before.incarnation == hello.incarnation:
-            if before.connected and before.peer == event.peer:
-                return self._welcome(before, now)  # A Hello that was repeated.
-            if len(before.held) == count:
-                state.roster.move(before, event.peer, event.address, now)
-                return self._enter(before, hello, "is back", now)
+        is_same = before is not None and before.incarnation == hello.incarnation
+        if before is not None and is_same and before.connected and before.peer == event.peer:
+            return self._welcome(before, now)  # A Hello that was repeated.
         member = Member(
             hello.name,
             hello.incarnation,
@@ -238,6 +238,9 @@ class Admission:
             contributed_at=now,
         )
         try:
+            if before is not None and is_same and len(before.held) == count:
+                state.roster.move(before, event.peer, event.address, now)
+                return self._enter(before, hello, "is back", now)
             state.roster.admit(member)
         except RemoteProtocolError as error:
             return self._refused(event, error)

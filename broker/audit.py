@@ -21,6 +21,8 @@ class Audit:
     """Versions that a life of the broker had and the next one had not."""
     fates: dict[str, int] = field(default_factory=dict[str, int])
     problems: list[str] = field(default_factory=list[str])
+    _forgotten: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    """Learners and incarnations whose tokens are counted from 0 again if they return."""
     _pushes: set[tuple[str, str, int]] = field(default_factory=set[tuple[str, str, int]])
     _versions: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -36,6 +38,8 @@ class Audit:
                 self._versions[fragment] = version
         elif isinstance(head, Fate):
             self.fates[head.what] = self.fates.get(head.what, 0) + 1
+            if head.what == "forgotten":
+                self._forgotten.add((head.learner, head.incarnation))
         else:
             self._round(number, head)
 
@@ -57,6 +61,8 @@ class Audit:
             self._pushes.add(push)
             account = each.learner, each.incarnation, head.fragment
             known = self.tokens.get(account)
+            if account[:2] in self._forgotten and each.merged_tokens == each.tokens:
+                known = 0
             if known is not None and each.merged_tokens != known + each.tokens:
                 self.problems.append(
                     f"record {number}: {each.merged_tokens} tokens of {account} after {known}"

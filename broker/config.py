@@ -239,6 +239,9 @@ class LivenessSection(Section):
     """Nothing heard for so long: the learner is not waited for beyond the grace window."""
     lost: Duration = 10.0
     """Nothing heard for so long: it is dead, and "all live learners" is one less. Above `late`."""
+    forget: Duration = 21600.0
+    """A learner that is gone is remembered for so long, with the pushes of it that were merged: one
+    that comes back later is new, and does not know whether its last push was. At least `lost`."""
     probe: Duration = 2.0
     """Time that the holder of a name has to answer when a newcomer claims it."""
 
@@ -249,6 +252,12 @@ class LivenessSection(Section):
                 "late: not before lost",
                 expected=f"more than 0, less than lost = {written('duration', self.lost)}",
                 got=written("duration", self.late),
+            )
+        if self.forget < self.lost:
+            raise ConfigError(
+                "forget: before the learner is lost",
+                expected=f"at least lost = {self.lost:g} s",
+                got=f"{self.forget:g} s",
             )
         if self.probe <= 0:
             raise ConfigError("probe: no time to answer", expected="more than 0", got="0")

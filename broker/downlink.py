@@ -94,8 +94,8 @@ class Downlink:
         if before is not None and before.incarnation == incarnation:
             outbox.start_at(before.outbox.positions)
         elif before is not None:
-            # One that is only cut off keeps its subscriptions, and does not send them again.
-            self._wires.subscribed -= self._topics(before.incarnation)
+            self._wires.subscribed.let_go(self._topics(before.incarnation))
+        self._wires.subscribed.keep(self._topics(incarnation))
         budget = before.budget if before is not None else Budget(self._run.config.wan.down)
         addressee = _Addressee(incarnation, outbox, budget)
         self._addressees[learner] = self._before[learner] = addressee
@@ -122,6 +122,13 @@ class Downlink:
         if addressee is not None:
             addressee.outbox.discard(lambda parcel: True)
             addressee.states.clear()
+
+    def erase(self, learner: str) -> None:
+        """A learner that is gone is not expected back: what it was sent counts no more."""
+        self.forget(learner)
+        before = self._before.pop(learner, None)
+        if before is not None:
+            self._wires.subscribed.let_go(self._topics(before.incarnation))
 
     def acknowledge(self, learner: str, positions: tuple[int, ...], now: float) -> None:
         addressee = self._addressees.get(learner)
@@ -295,7 +302,7 @@ class Downlink:
 
     def _listens(self, incarnation: str) -> bool:
         """The learner has subscribed to all of its streams."""
-        return self._topics(incarnation) <= self._wires.subscribed
+        return self._wires.subscribed.has(self._topics(incarnation))
 
     def _topics(self, incarnation: str) -> set[bytes]:
         return {downlink_topic(incarnation, s) for s in range(self._run.settings.streams)}

@@ -258,10 +258,17 @@ class Forget:
 
 
 @dataclass(frozen=True)
+class Erase:
+    """A name is forgotten: whoever comes with it is new."""
+
+    learner: str
+
+
+@dataclass(frozen=True)
 class Fate:
     """What became of a learner or of a push: for the journal."""
 
-    what: Literal["joined", "left", "refused", "expired"]
+    what: Literal["joined", "left", "forgotten", "refused", "expired"]
     learner: str
     incarnation: str
     fragment: int = -1
@@ -300,6 +307,7 @@ Effect: TypeAlias = (
     | Acknowledge
     | RatesChanged
     | Forget
+    | Erase
     | Fate
     | WriteCheckpoint
     | Finish

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
@@ -124,6 +124,11 @@ class Roster:
     late_s: float
     lost_s: float
     _members: dict[str, Member] = field(default_factory=dict[str, Member])
+    _present: dict[str, Member] = field(default_factory=dict[str, Member])
+    """Those with a connection: a thousand that are gone must not slow every event down."""
+    _gone: dict[str, float] = field(default_factory=dict[str, float])
+    """Names whose learner is gone, longest first, and when they were heard from last; those too
+    that only a life of the broker before this one has met."""
     _names: dict[Peer, str] = field(default_factory=dict[Peer, str])
     _superseded: dict[str, deque[str]] = field(default_factory=dict[str, deque[str]])
 
@@ -141,10 +146,10 @@ class Roster:
         return self._members[name] if name is not None else None
 
     def connected(self) -> list[Member]:
-        return [member for member in self if member.connected]
+        return [member for member in self._present.values() if member.connected]
 
     def ready(self) -> list[Member]:
-        return [member for member in self if member.ready]
+        return [member for member in self._present.values() if member.ready]
 
     def step_s(self) -> float:
         """Median step time of the ready learners, 0 if none has reported one."""
@@ -155,17 +160,8 @@ class Roster:
 
     def admit(self, member: Member) -> Member | None:
         """Enters a member and returns the one it replaces (same name), if any."""
+        self._check_room(member.name)
         before = self._members.get(member.name)
-        if before is None and len(self._members) >= LEARNERS_MAX:
-            self._drop_lost()
-        if before is None and len(self._members) >= LEARNERS_MAX:
-            raise RemoteProtocolError(
-                ErrorCode.OVER_CAPACITY,
-                "too many learners",
-                expected=f"at most {LEARNERS_MAX}",
-                got=member.name,
-                remedy="wait until one leaves",
-            )
         if before is not None and before is not member:
             self.disconnect(before)
             if before.incarnation != member.incarnation:
@@ -175,11 +171,24 @@ class Roster:
         self._members[member.name] = member
         if before is None:
             self._members = dict(sorted(self._members.items()))
+        self._present = dict(sorted({**self._present, member.name: member}.items()))
+        self._gone.pop(member.name, None)
         self._names[member.peer] = member.name
         return before
 
+    def _check_room(self, name: str) -> None:
+        if name not in self._present and len(self._present) >= LEARNERS_MAX:
+            raise RemoteProtocolError(
+                ErrorCode.OVER_CAPACITY,
+                "too many learners",
+                expected=f"at most {LEARNERS_MAX}",
+                got=name,
+                remedy="wait until one leaves",
+            )
+
     def move(self, member: Member, peer: Peer, address: str, now: float) -> None:
         """The same process is back on this connection."""
+        self._check_room(member.name)
         self.disconnect(member)
         member.peer, member.address, member.heard_at = peer, address, now
         member.state, member.left = Liveness.LIVE, False
@@ -191,6 +200,9 @@ class Roster:
             self._names.pop(member.peer, None)
         member.peer = None
         member.state = Liveness.LOST
+        if self._members.get(member.name) is member:
+            self._present.pop(member.name, None)
+            self.remember([member.name], member.heard_at)
 
     def heard(self, member: Member, now: float) -> bool:
         """Notes a sign of life; returns True if the member was late before."""
@@ -223,8 +235,21 @@ class Roster:
         ]
         return min(times, default=None)
 
-    def _drop_lost(self) -> None:
-        for member in list(self):
-            if not member.connected:
-                del self._members[member.name]
-                self._superseded.pop(member.name, None)
+    # Who is gone.
+
+    def remember(self, names: Iterable[str], heard_at: float) -> None:
+        """Their learners are gone since."""
+        for name in names:
+            self._gone.pop(name, None)
+            self._gone[name] = heard_at
+
+    @property
+    def gone(self) -> Mapping[str, float]:
+        """Names and when they were heard from, the longest gone first."""
+        return self._gone
+
+    def forget(self, name: str) -> None:
+        """Nothing is kept of a learner that is gone."""
+        del self._gone[name]
+        self._members.pop(name, None)
+        self._superseded.pop(name, None)

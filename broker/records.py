@@ -100,10 +100,10 @@ class Committed(_Head, frozen=True, tag="committed"):
 
 
 class Fate(_Head, frozen=True, tag="fate"):
-    """A learner joined or left, or a push was refused or expired."""
+    """A learner joined, left or was forgotten, or a push was refused or expired."""
 
     epoch: Start
-    what: Literal["joined", "left", "refused", "expired"]
+    what: Literal["joined", "left", "forgotten", "refused", "expired"]
     learner: str
     incarnation: str
     fragment: int

@@ -271,9 +271,10 @@ class Scheduler:
         self._end_round(round_)
         for done in round_.contributions():
             member = state.roster.get(done.learner)
-            if member is not None and member.incarnation == done.incarnation:
-                member.last_merged[index] = done.push_id
-                member.contributions += 1
+            if member is None or member.incarnation != done.incarnation:
+                continue  # It was replaced or forgotten: it cannot come back to ask.
+            member.last_merged[index] = done.push_id
+            member.contributions += 1
             key = done.learner, done.incarnation, index
             tokens = state.merged_pushes.get(key, (0, 0))[1] + done.tokens
             state.merged_pushes[key] = done.push_id, tokens

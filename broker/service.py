@@ -250,6 +250,8 @@ class Service:
                 self.downlink.set_rates(wan, time.monotonic())
             case ev.Forget(learner):
                 self.downlink.forget(learner)
+            case ev.Erase(learner):
+                self._erase(learner)
             case ev.Fate():
                 if self.commits is not None:
                     self.commits.note(effect)
@@ -257,6 +259,13 @@ class Service:
                 self.jobs.save()
             case ev.Finish(reason):
                 self._finished = reason
+
+    def _erase(self, learner: str) -> None:
+        self.downlink.erase(learner)
+        if (entry := self.traffic.pop(learner, None)) is not None:
+            total = self.traffic.setdefault("", Traffic())  # No learner has this name.
+            total.up_bytes += entry.up_bytes
+            total.down_bytes += entry.down_bytes
 
     def _send(self, peer: bytes, message: msg.ControlMessage) -> None:
         frame = encode_control(message)

@@ -345,4 +345,6 @@ class Syncer:
         state.phase, state.epoch_resumed = resumed.phase, True
         state.first_kept = [head.version + 1 for head in resumed.heads]
         state.merged_pushes = dict(resumed.merged_pushes)
+        names = sorted({name for name, _, _ in resumed.merged_pushes})
+        state.roster.remember(names, state.tally.started_at)
         self.lifecycle.resumed(resumed.checkpoint_sum)

@@ -6,13 +6,10 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from narrows.broker.subscriptions import Subscriptions
 from narrows.proto import socket_options
 from narrows.proto.address import Address, parse_listen
 from narrows.proto.errors import ErrorCode, NarrowsError
-from narrows.proto.limits import TOPIC_BYTES_MAX
-
-TOPICS_MAX = 1 << 18
-"""Topics remembered: LEARNERS_MAX x STREAMS_MAX, a few lives each; more is a flood."""
 
 FRAMES_PER_TURN = 64
 """Messages read from one socket before the others get their turn."""
@@ -37,8 +34,8 @@ class Wires:
     address: str
     uplink_port: int
     downlink_port: int
-    subscribed: set[bytes] = field(default_factory=set[bytes])
-    """Topics that somebody has subscribed to; before that, nobody would receive them."""
+    subscribed: Subscriptions = field(default_factory=Subscriptions)
+    """Before somebody has subscribed to a topic, nobody would receive it."""
 
     @classmethod
     def bind(cls, listen: str, *, uplink_port: int, downlink_port: int, insecure: bool) -> Wires:
@@ -82,12 +79,9 @@ class Wires:
         """Notes who listens on the downlink."""
         while True:
             try:
-                frame = self.downlink.recv(zmq.NOBLOCK)
+                self.subscribed.take(self.downlink.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            # Unsubscriptions are not believed: anybody could silence a learner with one.
-            if frame[:1] == b"\x01" and len(self.subscribed) < TOPICS_MAX:
-                self.subscribed.add(frame[1 : 1 + TOPIC_BYTES_MAX])
 
     def send_control(self, peer: bytes, frame: bytes) -> bool:
         """False if the peer's connection is gone."""

@@ -1,8 +1,9 @@
-"""Thousands of connections, half of them cut in mid-transfer: `python connections.py COUNT`.
+"""Thousands of connections, half of them cut in mid-transfer: `python connections.py COUNT NAMES`.
 
-Every second one is a learner that says Hello under one of a few names, subscribes and is gone; the
-others speak ZMTP by hand, send half of a message to the uplink and reset the connection. What a
-broker holds must not grow with their number: file descriptors, resident memory.
+Every second one is a learner that says Hello under one of NAMES names (20), subscribes and is gone;
+the others speak ZMTP by hand, send half of a message to the uplink and reset the connection. What a
+broker holds must not grow with their number, nor with that of the names beyond the thousand that it
+remembers: file descriptors, resident memory.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Sample:
     connections: int
     descriptors: int
     resident_bytes: int
+    seconds: float
+    """Since the start."""
 
 
 @dataclass
@@ -62,7 +65,7 @@ class Result:
         )
 
 
-def run(count: int, folder: Path, *, samples: int = 10) -> Result:
+def run(count: int, folder: Path, *, samples: int = 10, names: int = NAMES) -> Result:
     """Connects `count` times to a broker in `folder`."""
     ready, result = folder / "ready", Result()
     log = (folder / "broker.log").open("w")
@@ -77,14 +80,15 @@ def run(count: int, folder: Path, *, samples: int = 10) -> Result:
     try:
         _wait_for(ready, broker)
         address = ready.read_text().strip()
-        welcome = _member(context, address, 0)
+        welcome = _member(context, address, "site-0")
         for number in range(1, count + 1):
             if number % 2:
-                welcome = _member(context, address, number, welcome)
+                welcome = _member(context, address, f"site-{number // 2 % names}", welcome)
             else:
                 _cut_short("127.0.0.1", welcome.uplink_port)
             if number % (count // samples) == 0:
-                result.samples.append(_sample(number, broker.pid))
+                seconds = time.monotonic() - started
+                result.samples.append(_sample(number, broker.pid, seconds))
     finally:
         context.destroy()
         broker.terminate()
@@ -102,14 +106,13 @@ def _wait_for(ready: Path, broker: subprocess.Popen[bytes]) -> None:
 def _member(
     context: zmq.Context[zmq.Socket[bytes]],
     address: str,
-    number: int,
+    name: str,
     known: msg.Welcome | None = None,
 ) -> msg.Welcome:
     """Joins as a new process of one of the names, subscribes, and is gone without a Bye."""
     incarnation = secrets.token_hex(16)
     hello = msg.Hello(
-        PROTOCOL, f"site-{number % NAMES}", incarnation, "", (0, 0, 0), LAYOUT, 0, codec_names(),
-        0, 0, (),
+        PROTOCOL, name, incarnation, "", (0, 0, 0), LAYOUT, 0, codec_names(), 0, 0, (),
     )  # fmt: skip
     with context.socket(zmq.DEALER) as control, context.socket(zmq.SUB) as downlink:
         if known is not None:
@@ -138,18 +141,21 @@ def _cut_short(host: str, port: int) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def _sample(connections: int, pid: int) -> Sample:
+def _sample(connections: int, pid: int, seconds: float) -> Sample:
     descriptors = len(os.listdir(f"/proc/{pid}/fd"))
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return Sample(connections, descriptors, pages * os.sysconf("SC_PAGE_SIZE"))
+    return Sample(connections, descriptors, pages * os.sysconf("SC_PAGE_SIZE"), seconds)
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as where:
-        outcome = run(int(sys.argv[1]) if len(sys.argv) > 1 else 10_000, Path(where))
+        counts = [int(argument) for argument in sys.argv[1:]]
+        outcome = run(
+            counts[0] if counts else 10_000, Path(where), names=[*counts, NAMES, NAMES][1]
+        )
     for sample in outcome.samples:
         print(f"{sample.connections:6}  {sample.descriptors:4} descriptors"
-              f"  {sample.resident_bytes / 2**20:7.1f} MiB")  # fmt: skip
+              f"  {sample.resident_bytes / 2**20:7.1f} MiB  {sample.seconds:6.1f} s")  # fmt: skip
     print(f"{outcome.seconds:.0f} s; {outcome.descriptors_grown:+} descriptors,"
           f" {outcome.bytes_per_connection:+.0f} bytes per connection in the second half;"
           f" the broker ended with {outcome.exit_code}")  # fmt: skip

@@ -106,9 +106,7 @@ def test_the_rate_is_known_from_the_second_step_on(
             assert 0.4 * tokens / step_s <= rate <= 2.5 * tokens / step_s
 
 
-@given(
-    st.lists(st.tuples(st.floats(0.01, 60.0), st.integers(0, 1 << 62)), min_size=1, max_size=50)
-)
+@given(st.lists(st.tuples(st.floats(0.01, 60.0), st.integers(0, 1 << 62)), min_size=1, max_size=50))
 def test_the_clock_never_exceeds_what_was_reported_and_never_falls(
     told: list[tuple[float, int]],
 ) -> None:

@@ -208,6 +208,7 @@ def test_every_field_of_the_broker_has_a_docstring() -> None:
         ("codec.chunk_elements", 1 << 21, "codec.chunk_elements: out of range"),
         ("wan.streams", 65, "wan.streams: out of range"),
         ("liveness.late", "10s", "liveness.late: not before lost"),
+        ("liveness.forget", "9s", "liveness.forget: before the learner is lost"),
         ("liveness.probe", 0, "liveness.probe: no time to answer"),
     ],
 )

@@ -15,6 +15,7 @@ from narrows.broker.events import Publish
 from narrows.broker.merge import Merged
 from narrows.broker.model import EncodedVersion, GlobalModel, encode_state, version_zero
 from narrows.broker.state import RunState
+from narrows.broker.subscriptions import Subscriptions
 from narrows.broker.syncer import Syncer
 from narrows.broker.wires import Wires
 from narrows.proto.budget import BURST_S, wire_bytes
@@ -32,9 +33,18 @@ INCARNATION = "0" * 32
 class Sent:
     """In the place of the sockets: what left, by header."""
 
-    subscribed: set[bytes] = field(default_factory=lambda: {downlink_topic(INCARNATION, 0)})
+    subscribed: Subscriptions = field(default_factory=Subscriptions)
     headers: list[Header] = field(default_factory=list[Header])
     wire_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.subscribe(INCARNATION)
+
+    def subscribe(self, incarnation: str) -> None:
+        self.subscribed.take(b"\1" + downlink_topic(incarnation, 0))
+
+    def unsubscribe(self, incarnation: str) -> None:
+        self.subscribed.take(b"\0" + downlink_topic(incarnation, 0))
 
     def send_data(self, topic: bytes, header: bytes, payload: bytes) -> None:
         self.wire_bytes += wire_bytes(len(topic), len(header), len(payload))
@@ -185,7 +195,7 @@ def test_the_rate_of_a_learner_holds() -> None:
 
 def test_learners_share_the_total_and_who_had_nothing_gets_no_more_than_its_part() -> None:
     line = Line(256, {"wan.total_down": "1Mbit/s"})
-    line.sent.subscribed.add(downlink_topic("1" * 32, 0))
+    line.sent.subscribe("1" * 32)
     for version in range(1, 8):
         line.make(version)
         line.publish(version)
@@ -203,12 +213,29 @@ def test_learners_share_the_total_and_who_had_nothing_gets_no_more_than_its_part
 
 def test_the_topics_of_a_process_that_was_replaced_are_forgotten() -> None:
     line = Line(1000)
-    assert line.sent.subscribed
+    line.sent.unsubscribe(INCARNATION)  # Not believed: anybody can send it.
+    assert len(line.sent.subscribed) == 1
     line.downlink.forget("a")
     line.downlink.admit("a", INCARNATION)
-    assert line.sent.subscribed
+    assert len(line.sent.subscribed) == 1
     line.downlink.admit("a", "2" * 32)
-    assert not line.sent.subscribed
+    assert len(line.sent.subscribed) == 0
+
+
+def test_the_topics_of_a_learner_that_is_not_expected_back_are_forgotten() -> None:
+    line = Line(1000)
+    line.downlink.erase("a")
+    line.sent.unsubscribe(INCARNATION)
+    assert len(line.sent.subscribed) == 0
+    # One that still listens is heard again: it will not subscribe a second time.
+    line.sent.subscribe(INCARNATION)
+    line.downlink.admit("a", INCARNATION)
+    line.downlink.erase("a")
+    assert len(line.sent.subscribed) == 1
+    line.downlink.admit("a", INCARNATION)
+    line.publish(0, DataKind.STATE)
+    line.downlink.pump(0.0)
+    assert line.sent.headers
 
 
 def test_positions_go_on_for_a_process_that_rejoins_and_begin_anew_for_another_one() -> None:
@@ -225,7 +252,7 @@ def test_positions_go_on_for_a_process_that_rejoins_and_begin_anew_for_another_o
     line.downlink.pump(0.1)
     again = [header.position for header in line.sent.headers[4:]]
     assert len(again) == 4 and again[-1] == 2 * before and min(again) > before
-    line.sent.subscribed.add(downlink_topic("1" * 32, 0))
+    line.sent.subscribe("1" * 32)
     line.downlink.admit("a", "1" * 32)
     line.publish(1)
     line.downlink.pump(0.2)
@@ -234,7 +261,7 @@ def test_positions_go_on_for_a_process_that_rejoins_and_begin_anew_for_another_o
 
 def test_a_joiner_leaves_seven_eighths_to_the_fragments_of_others() -> None:
     line = Line(256, {"wan.total_down": "1Mbit/s"})
-    line.sent.subscribed.add(downlink_topic("1" * 32, 0))
+    line.sent.subscribe("1" * 32)
     line.downlink.admit("b", "1" * 32)
     for version in range(1, 9):
         line.make(version)
@@ -248,7 +275,7 @@ def test_a_joiner_leaves_seven_eighths_to_the_fragments_of_others() -> None:
 
 def test_who_had_no_credit_does_not_get_what_it_missed() -> None:
     line = Line(256, {"wan.total_down": "1Mbit/s"})
-    line.sent.subscribed.add(downlink_topic("1" * 32, 0))
+    line.sent.subscribe("1" * 32)
     line.downlink.admit("b", "1" * 32)
     now = 0.0
     for version in range(1, 40):

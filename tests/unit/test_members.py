@@ -100,7 +100,10 @@ def test_capacity_is_bounded_and_the_lost_make_room() -> None:
     assert first is not None
     members.disconnect(first)
     members.admit(member("one-more"))
-    assert len(members) == LEARNERS_MAX
+    assert len(members.connected()) == LEARNERS_MAX
+    with pytest.raises(RemoteProtocolError) as error:
+        members.move(first, b"new", "tcp://new", 105.0)
+    assert error.value.code is ErrorCode.OVER_CAPACITY
 
 
 def test_step_time_is_the_median_of_the_ready() -> None:

@@ -1,0 +1,63 @@
+"""Learners that do not return: what is known of them is forgotten, and when. [pure]
+
+What a name leaves behind is the member, its account in the run's clock, and for each fragment its
+last merged push, by which it would learn on its return whether the remainder of that push counts.
+A name that comes back after it was forgotten is new: an open push of it is refused as stale or
+collected anew, but never merged twice, since a merge makes its base version old.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+from narrows.broker import events as ev
+from narrows.broker.state import RunState
+from narrows.proto.limits import LEARNERS_MAX
+
+GONE_MAX = LEARNERS_MAX
+"""Names of learners that are gone: more are forgotten sooner, the longest gone first."""
+
+MERGED_PUSHES_MAX = 1 << 17
+"""Merged pushes that are remembered, a name and a fragment each, if forgetting those that are gone
+suffices: 200 bytes of a checkpoint's manifest, which is read up to 64 MiB."""
+
+
+def forget_at(state: RunState) -> list[float]:
+    """When the next name is due: one time, or none."""
+    first = islice(state.roster.gone.values(), 1)
+    return [heard_at + state.config.liveness.forget for heard_at in first]
+
+
+def forget_gone(state: RunState, now: float) -> list[ev.Effect]:
+    """Forgets the names that are due, and those that are too many."""
+    names = _due(state, now)
+    if not names:
+        return []
+    forgotten = sorted({key[:2] for key in state.merged_pushes if key[0] in names})
+    state.merged_pushes = {
+        key: value for key, value in state.merged_pushes.items() if key[0] not in names
+    }
+    for name in names:
+        state.roster.forget(name)
+    state.clock.keep({member.incarnation for member in state.roster})
+    return [
+        *(ev.Erase(name) for name in names),
+        *(ev.Fate("forgotten", name, incarnation) for name, incarnation in forgotten),
+    ]
+
+
+def _due(state: RunState, now: float) -> list[str]:
+    gone = state.roster.gone
+    too_many = len(gone) - GONE_MAX
+    pushes_over = len(state.merged_pushes) - MERGED_PUSHES_MAX
+    pushes = Counter(key[0] for key in state.merged_pushes) if pushes_over > 0 else Counter[str]()
+    names: list[str] = []
+    for name, heard_at in gone.items():
+        # The same sum as in forget_at, so that no rounding makes it come too early.
+        is_due = now >= heard_at + state.config.liveness.forget
+        if not is_due and len(names) >= too_many and pushes_over <= 0:
+            break
+        pushes_over -= pushes[name]
+        names.append(name)
+    return names
