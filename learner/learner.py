@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from narrows.learner.client import Client
 from narrows.learner.device import parameters_of
+from narrows.learner.gradients import GradientWatch
 from narrows.learner.ramp import ramp_steps
 from narrows.learner.step_log import HostLoss, Loss, StepLog
 from narrows.proto.errors import ErrorCode, LocalProtocolError
@@ -125,8 +126,14 @@ class Learner:
             raise
         if not self._exchange.joined_version_sum:
             self._ramp_steps = 0
-        for optimizer in self._optimizers:
-            self._watch_zero_grad(optimizer)
+        watch = GradientWatch(
+            self._parameters.module,
+            self._optimizers,
+            steps=lambda: self._step_log.steps,
+            cleared=self._on_zero_grad,
+            withheld=self._on_withheld,
+        )
+        self._undo.enter_context(watch.start())
         hooks = [o.register_step_post_hook(self._on_part_step) for o in self._optimizers[:-1]]
         hooks.append(self._optimizers[-1].register_step_post_hook(self._on_step))
         for hook in hooks:
@@ -144,7 +151,7 @@ class Learner:
             self._abort()
             return
         try:
-            self._step_log.discard()
+            self._step_log.close()
             self._warn_of_buffers()
             self._client.finish(self._leave_timeout_s)
         except BaseException:
@@ -170,6 +177,16 @@ class Learner:
         """
         with self._timed():
             self._step_log.add(tokens, loss)
+
+    def discard(self) -> None:
+        """What was logged since the last step is not learned from, and counts as skipped.
+
+        Call it when the loop drops gradients by hand (`p.grad = None`). A `zero_grad()` of the
+        optimizer or the model without a step says the same, and so does a step that a
+        torch.amp.GradScaler withholds.
+        """
+        with self._timed():
+            self._step_log.discard()
 
     @contextmanager
     def pause(self, reason: str = "evaluating") -> Generator[None]:
@@ -257,24 +274,9 @@ class Learner:
         with self._timed():
             self._step_log.cleared()
 
-    def _watch_zero_grad(self, optimizer: Optimizer) -> None:
-        original = optimizer.zero_grad
-        own = vars(optimizer)
-        before = own.get("zero_grad")
-
-        @functools.wraps(original)
-        def zero_grad(*args: Any, **kwargs: Any) -> None:
-            self._on_zero_grad()
-            original(*args, **kwargs)
-
-        def restore() -> None:
-            # Somebody who wrapped it after us keeps theirs.
-            if own.get("zero_grad") is zero_grad:
-                own.pop("zero_grad")
-                own.update({} if before is None else {"zero_grad": before})
-
-        own["zero_grad"] = zero_grad
-        self._undo.callback(restore)
+    def _on_withheld(self) -> None:
+        with self._timed():
+            self._step_log.withheld()
 
     def _warn_of_buffers(self) -> None:
         new = [n for n in self._parameters.changed_buffers() if n not in self._buffers_named]

@@ -42,16 +42,21 @@ class Logged:
 class StepLog:
     """Collects what is logged until a step takes it; tells `skipped` what was thrown away.
 
-    Gradients that are cleared without a step between (AMP skips steps that overflow) take their
-    tokens with them. But many loops clear between forward and backward: there, what was logged
-    before still counts. Which of the two it is shows when the clearing follows a step: then it
-    threw nothing away. Otherwise what was logged before is lost if more is logged before the step.
+    A step that AMP withholds throws away what was logged for it. So do gradients that are cleared
+    without a step between. But many loops clear between forward and backward: there, what was
+    logged before still counts. Which of the two it is shows when the clearing follows a step, made
+    or withheld: then it threw nothing away. Otherwise what was logged before is lost if more is
+    logged before the step.
     """
 
     def __init__(self, skipped: Callable[[int], None]) -> None:
         self._skipped = skipped
+        #: Steps of optimizers, of several each.
+        self.steps = 0
         #: What an optimizer has stepped on, of several not the last one.
         self._used = Logged()
+        #: For a step that was withheld; of several optimizers another one may still make it.
+        self._withheld = Logged()
         #: Logged before the gradients were last cleared, and since.
         self._before = Logged()
         self._since = Logged()
@@ -62,7 +67,9 @@ class StepLog:
 
     def add(self, tokens: int, loss: Loss | None) -> None:
         """See Learner.log; never waits for a device."""
-        self._since.add(_counted(tokens), None if loss is None else detached(loss))
+        count, value = _counted(tokens), None if loss is None else detached(loss)
+        self._withheld = self._throw_away(self._withheld)
+        self._since.add(count, value)
 
     def cleared(self) -> None:
         """The gradients were cleared."""
@@ -75,13 +82,14 @@ class StepLog:
 
     def stepped(self) -> None:
         """An optimizer has made a step on what is logged so far."""
-        if self._since.tokens and not self._before_counts:
-            self._throw_away(self._before)
-            self._before = Logged()
-        self._used.merge(self._before)
-        self._used.merge(self._since)
-        self._before, self._since = Logged(), Logged()
-        self._stepped, self._before_counts = True, False
+        self.steps += 1
+        self._used.merge(self._withheld)
+        self._used.merge(self._gathered())
+        self._withheld = Logged()
+
+    def withheld(self) -> None:
+        """An optimizer did not make the step on what is logged so far."""
+        self._withheld.merge(self._gathered())
 
     def take(self) -> Logged:
         """A step is complete: what it learned from; no tokens if nothing was logged."""
@@ -90,12 +98,29 @@ class StepLog:
         return taken
 
     def discard(self) -> None:
+        """No optimizer steps on what is logged so far."""
+        self.withheld()
+        self._withheld = self._throw_away(self._withheld)
+
+    def close(self) -> None:
         """No further step will be made."""
         self._throw_away(self.take())
 
-    def _throw_away(self, logged: Logged) -> None:
+    def _gathered(self) -> Logged:
+        """What the gradients hold that a step would be made on now; begins anew."""
+        if self._since.tokens and not self._before_counts:
+            self._before = self._throw_away(self._before)
+        gathered = self._before
+        gathered.merge(self._since)
+        self._before, self._since = Logged(), Logged()
+        self._stepped, self._before_counts = True, False
+        return gathered
+
+    def _throw_away(self, logged: Logged) -> Logged:
+        """Returns an empty one to take its place."""
         if logged.tokens:
             self._skipped(logged.tokens)
+        return Logged()
 
 
 class HostLoss:

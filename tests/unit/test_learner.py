@@ -272,18 +272,175 @@ def test_tokens_thrown_away_without_a_step_are_told_in_every_order_of_a_loop(
     assert sum(int(str(tokens)) for tokens in skipped) == 2 + 4 + 32
 
 
-def test_a_step_that_amp_skips_is_told() -> None:
-    loop = Loop()
+def drop_by_optimizer(loop: Loop) -> None:
+    loop.zero_grad()
+
+
+def drop_by_model(loop: Loop) -> None:
+    loop.model.zero_grad()
+
+
+def drop_in_place(loop: Loop) -> None:
+    loop.model.zero_grad(set_to_none=False)
+
+
+def drop_by_hand(loop: Loop) -> None:
+    for parameter in loop.model.parameters():
+        parameter.grad = None
+
+
+DROPS = [drop_by_optimizer, drop_by_model, drop_in_place, drop_by_hand]
+
+
+@pytest.mark.parametrize("drop", DROPS)
+@pytest.mark.parametrize("place", ["first", "before backward", "last"])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("optimizer_count", [1, 2])
+def test_a_step_that_amp_withholds_is_told_however_gradients_are_dropped(
+    drop: Callable[[Loop], None], place: str, parts: int, optimizer_count: int
+) -> None:
+    loop = Loop(*[sgd] * optimizer_count)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with loop.learner:
+        for tokens, broken in [(1, True), (10, False), (20, True), (40, True), (80, False)]:
+            for part in range(parts):
+                if place == "first" and part == 0:
+                    drop(loop)
+                loss = loop.loss() * (float("inf") if broken else 1.0)
+                loop.log(tokens)
+                if place == "before backward" and part == 0:
+                    drop(loop)
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            for optimizer in loop.optimizers:
+                scaler.step(optimizer)  # pyright: ignore[reportUnknownMemberType]
+            scaler.update()
+            if place == "last":
+                drop(loop)
+    boundaries = [call for call in told(loop) if call[0] == "boundary"]
+    skipped = [call[1] for call in told(loop) if call[0] == "skipped"]
+    assert boundaries == [("boundary", 10 * parts), ("boundary", 80 * parts)]
+    assert sum(int(str(tokens)) for tokens in skipped) == (1 + 20 + 40) * parts
+
+
+def test_a_step_that_a_fused_optimizer_skips_counts_with_its_own_tokens_only() -> None:
+    """It looks whether gradients are finite where they are: nothing on the host knows."""
+    loop = Loop(lambda parameters: SGD(parameters, lr=0.1, fused=True))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     with loop.learner:
         for tokens, broken in [(10, False), (20, True), (30, False)]:
-            loop.zero_grad()
+            loop.model.zero_grad()
             loss = loop.loss() * (float("inf") if broken else 1.0)
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             loop.log(tokens)
             scaler.step(loop.optimizers[0])  # pyright: ignore[reportUnknownMemberType]
             scaler.update()
+    assert told(loop) == [("boundary", 10), ("boundary", 20), ("boundary", 30)]
+
+
+def test_of_two_optimizers_one_may_be_withheld() -> None:
+    """What either of them has stepped on was learned from."""
+    for broken in (0, 1):
+        loop = Loop(sgd, sgd)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        with loop.learner:
+            for tokens, breaks in [(10, True), (20, False)]:
+                loop.zero_grad()
+                scaler.scale(loop.loss()).backward()  # type: ignore[no-untyped-call]
+                loop.log(tokens)
+                if breaks:
+                    for parameter in loop.model[broken].parameters():
+                        parameter.grad = torch.full_like(parameter, torch.inf)
+                for optimizer in loop.optimizers:
+                    scaler.step(optimizer)  # pyright: ignore[reportUnknownMemberType]
+                scaler.update()
+        assert told(loop) == (
+            [("boundary", 10), ("boundary", 20)] if not broken else [("boundary", 30)]
+        )
+
+
+def test_a_scaler_and_an_optimizer_of_somebody_else_change_nothing() -> None:
+    loop, others = Loop(), Loop()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with loop.learner:
+        loop.log(10)
+        scaler.scale(others.loss() * float("inf")).backward()  # type: ignore[no-untyped-call]
+        scaler.step(others.optimizers[0])  # pyright: ignore[reportUnknownMemberType]
+        others.model.zero_grad()
+        loop.log(20)
+        loop.step()
+    assert told(loop) == [("boundary", 30)]
+
+
+def test_a_scaler_that_is_switched_off_changes_nothing() -> None:
+    loop = Loop()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with loop.learner:
+        for tokens in (10, 20):
+            loop.model.zero_grad()
+            loop.backward()
+            loop.log(tokens)
+            scaler.step(loop.optimizers[0])  # pyright: ignore[reportUnknownMemberType]
+    assert told(loop) == [("boundary", 10), ("boundary", 20)]
+
+
+@pytest.mark.parametrize("drop", DROPS[:3])
+def test_a_batch_that_the_loop_drops_is_told(drop: Callable[[Loop], None]) -> None:
+    loop = Loop()
+    with loop.learner:
+        for tokens, finite in [(10, True), (20, False), (30, True)]:
+            loop.backward()
+            loop.log(tokens)
+            if not finite:
+                drop(loop)
+                continue
+            loop.step()
+            drop(loop)
     assert told(loop) == [("boundary", 10), ("skipped", 20), ("boundary", 30)]
+
+
+def test_a_batch_may_be_dropped_by_name() -> None:
+    loop = Loop()
+    with loop.learner as learner:
+        for tokens, finite in [(10, True), (20, False), (30, True)]:
+            loop.backward()
+            loop.log(tokens)
+            if finite:
+                loop.step()
+            else:
+                learner.discard()
+            drop_by_hand(loop)
+        learner.discard()
+    assert told(loop) == [("boundary", 10), ("skipped", 20), ("boundary", 30)]
+
+
+def test_what_an_optimizer_has_stepped_on_cannot_be_dropped() -> None:
+    loop = Loop(sgd, sgd)
+    with loop.learner as learner:
+        loop.log(10)
+        loop.optimizers[0].step()  # pyright: ignore[reportUnknownMemberType]
+        loop.log(5)
+        learner.discard()
+        loop.optimizers[1].step()  # pyright: ignore[reportUnknownMemberType]
+    assert told(loop) == [("skipped", 5), ("boundary", 10)]
+
+
+def test_the_model_inside_a_wrapper_is_watched_too() -> None:
+    model = nn.Sequential(nn.Linear(3, 4))
+    wrapper: Any = torch.compile(model, backend="eager")  # pyright: ignore[reportUnknownMemberType]
+    for outer, inner in ((wrapper, model), (model, wrapper)):
+        recorder: list[Recorder] = []
+
+        def connect(recorder: list[Recorder] = recorder, **options: Any) -> Recorder:
+            recorder.append(Recorder(**options))
+            return recorder[0]
+
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with Learner(outer, optimizer, broker="", name="a", connect=connect) as learner:
+            learner.log(tokens=10)
+            inner.zero_grad()
+            learner.log(tokens=20)
+            inner.zero_grad()
+        assert recorder[0].calls[1:] == [("skipped", 10), ("skipped", 20), ("finish", 60.0)]
 
 
 def test_optimizers_that_step_at_unequal_rates_lose_no_tokens() -> None:
@@ -394,6 +551,21 @@ def test_a_logged_loss_keeps_neither_graph_nor_memory() -> None:
         assert leaf() is None
     assert isinstance(logged.loss, OnDevice)
     assert logged.loss.as_subclass(Tensor).item() == 2.5
+
+
+def test_leaving_restores_torch_in_any_order() -> None:
+    methods = [(nn.Module, "zero_grad"), (torch.amp.GradScaler, "step")]
+    before = [vars(owner)[name] for owner, name in methods]
+    loops = [Loop(), Loop()]
+    for loop in loops:
+        loop.learner.__enter__()
+    assert [vars(owner)[name] for owner, name in methods] != before
+    for loop in loops:
+        loop.learner.__exit__(None, None, None)
+    for loop in loops:
+        loop.model.zero_grad()
+        assert loop.calls == [("start",), ("finish", 60.0)]
+    assert [vars(owner)[name] for owner, name in methods] == before
 
 
 def test_leaving_restores_the_optimizers() -> None:
