@@ -13,7 +13,9 @@ from types import FrameType
 
 from narrows.broker.config import BrokerConfig, load_config
 from narrows.broker.service import Service
+from narrows.broker.tables import Table
 from narrows.proto.compiled import uncached_advice
+from narrows.proto.config import described
 from narrows.proto.errors import ConfigError
 
 _log = logging.getLogger("narrows.broker")
@@ -62,6 +64,16 @@ def run_broker(command: BrokerCommand) -> None:
 def configuration(command: BrokerCommand) -> BrokerConfig:
     """Defaults, preset, file, flags, in this order."""
     return load_config(command.config, {**command.flags, **assigned(command.assignments)})
+
+
+def settings_help() -> str:
+    """Every setting as `--set` takes it, its default, and what else it may be, in Markdown."""
+    table = Table(("setting", "default", "takes"), left=("default", "takes"))
+    for row in described(BrokerConfig):
+        table.add(*row)
+    lines = "\n".join(line.text for line in table.lines(None))
+    head = "Settings of --config and --set; broker/config.py has the reason of each:"
+    return f"{head}\n\n```text\n{lines}\n```"
 
 
 def assigned(assignments: Sequence[str]) -> dict[str, object]:

@@ -38,6 +38,10 @@ _TAKES: Final = {
 }  # fmt: skip
 
 
+ENDLESS: Final = 1e16
+"""A bound beyond this only keeps a number within 64 bits: nobody wants all of its digits."""
+
+
 @dataclass(frozen=True)
 class Range:
     """Bounds of a number, both included."""
@@ -47,8 +51,13 @@ class Range:
 
     def told(self, unit: str) -> str:
         """In the units of the setting: "4KiB to 1TiB"."""
-        low, high = (written(unit, n) if unit else f"{n:g}" for n in (self.low, self.high))
-        return f"{low} to {high}"
+        return " to ".join(_bound(n, unit) for n in (self.low, self.high))
+
+
+def _bound(number: float, unit: str) -> str:
+    if unit and number < ENDLESS:
+        return written(unit, number)
+    return str(int(number)) if number == int(number) and number < ENDLESS else f"{number:.3g}"
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,17 @@ from narrows.proto.errors import (
     Refused,
 )
 
+EXIT_CODES = (
+    "Exit codes: 0 ok, 1 failure, 2 usage or configuration, 3 refused by the peer, 4 broker not "
+    "reachable, 130 interrupted."
+)
 EXIT_FAILURE, EXIT_USAGE, EXIT_REFUSED, EXIT_UNREACHABLE = 1, 2, 3, 4
 
 app = cyclopts.App(
     name="narrows",
     version=__version__,
     help="Train one network on several islands of compute over an ordinary network.",
-    help_epilogue="Exit codes: 0 ok, 1 failure, 2 usage or configuration, 3 refused by the "
-    "peer, 4 broker not reachable, 130 interrupted.",
+    help_epilogue=EXIT_CODES,
     # Else it would end the process without a word, before main() could say why.
     suppress_keyboard_interrupt=False,
 )
@@ -305,6 +308,10 @@ def main() -> NoReturn:
     if sys.argv[1:2] in (["bench"], ["demo"]):
         # They end what they have started, processes and namespaces, however they are ended.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if sys.argv[1:2] == ["broker"] and {"--help", "-h"} & set(sys.argv):
+        from narrows.broker.command import settings_help
+
+        app["broker"].help_epilogue = f"{settings_help()}\n\n{EXIT_CODES}"
     try:
         app(sys.argv[1:])
     except NarrowsError as error:

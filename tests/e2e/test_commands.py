@@ -13,7 +13,9 @@ from running import broker_config, live_broker
 
 from narrows.__main__ import main
 from narrows.bench.processes import free_ports
+from narrows.broker.config import BrokerConfig
 from narrows.broker.service import Service
+from narrows.proto.config import described
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -51,6 +53,16 @@ def test_help(narrows: Run, arguments: tuple[str, ...]) -> None:
     code, output, _ = narrows(*arguments)
     assert code == 0
     assert output
+
+
+def test_the_help_of_the_broker_shows_every_setting_with_its_unit(narrows: Run) -> None:
+    _, output, _ = narrows("broker", "--help")
+    lines = [line.split() for line in output.splitlines()]
+    for key, default, takes in described(BrokerConfig):
+        (row,) = (line for line in lines if line[:1] == [key])
+        assert row[1] == default and takes.split()[0] in row, key
+    assert ["broker.journal_segment", "64MiB", "a", "size,", "4KiB", "to", "1TiB"] in lines
+    assert "Exit codes" in output
 
 
 @pytest.mark.parametrize(
