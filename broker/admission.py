@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from narrows.broker import events as ev
-from narrows.broker.forgetting import forget_at, forget_gone
+from narrows.broker.forgetting import forget_at, forget_gone, forget_older
 from narrows.broker.founding import Founding
 from narrows.broker.members import Member, check_name
 from narrows.broker.state import RunState, drop_pushes, refusal
@@ -244,13 +244,8 @@ class Admission:
             state.roster.admit(member)
         except RemoteProtocolError as error:
             return self._refused(event, error)
-        state.merged_pushes = {
-            key: value
-            for key, value in state.merged_pushes.items()
-            if key[0] != hello.name or key[1] == hello.incarnation
-        }
         state.clock.keep({each.incarnation for each in state.roster})
-        effects = drop_pushes(state, member.name)
+        effects = forget_older(state, member) + drop_pushes(state, member.name)
         if before is not None:
             effects += self.founding.taken_over(member.name)
         return effects + self._enter(member, hello, "rejoined" if before else "joined", now)

@@ -9,9 +9,11 @@ collected anew, but never merged twice, since a merge makes its base version old
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import islice
 
 from narrows.broker import events as ev
+from narrows.broker.members import Member
 from narrows.broker.state import RunState
 from narrows.proto.limits import LEARNERS_MAX
 
@@ -34,17 +36,28 @@ def forget_gone(state: RunState, now: float) -> list[ev.Effect]:
     names = _due(state, now)
     if not names:
         return []
-    forgotten = sorted({key[:2] for key in state.merged_pushes if key[0] in names})
-    state.merged_pushes = {
-        key: value for key, value in state.merged_pushes.items() if key[0] not in names
-    }
     for name in names:
         state.roster.forget(name)
     state.clock.keep({member.incarnation for member in state.roster})
-    return [
-        *(ev.Erase(name) for name in names),
-        *(ev.Fate("forgotten", name, incarnation) for name, incarnation in forgotten),
-    ]
+    erased: list[ev.Effect] = [ev.Erase(name) for name in names]
+    return erased + _forget_pushes(state, lambda name, _: name in names)
+
+
+def forget_older(state: RunState, member: Member) -> list[ev.Effect]:
+    """Of a name only the newest process is remembered: the others are refused as superseded."""
+    return _forget_pushes(
+        state, lambda name, process: name == member.name and process != member.incarnation
+    )
+
+
+def _forget_pushes(state: RunState, is_over: Callable[[str, str], bool]) -> list[ev.Effect]:
+    """Forgets the merged pushes of these names and incarnations. The audit of the journal has to
+    know: one that is merged all the same begins to count its tokens again."""
+    over = {key[:2] for key in state.merged_pushes if is_over(*key[:2])}
+    if over:
+        pushes = state.merged_pushes.items()
+        state.merged_pushes = {key: push for key, push in pushes if key[:2] not in over}
+    return [ev.Fate("forgotten", name, process) for name, process in sorted(over)]
 
 
 def _due(state: RunState, now: float) -> list[str]:

@@ -12,7 +12,7 @@ from narrows.broker import events as ev
 from narrows.broker import forgetting
 from narrows.broker.audit import Audit
 from narrows.broker.forgetting import GONE_MAX
-from narrows.broker.records import Fate
+from narrows.broker.records import Committed, Contributor, Fate, Policy, Vector
 from narrows.broker.status import status
 from narrows.broker.subscriptions import TOPICS_MAX, Subscriptions
 from narrows.broker.syncer import Resumed
@@ -33,6 +33,17 @@ QUIET: dict[str, Any] = {
 
 def merge(desk: Desk, fragment: int = 0) -> list[ev.Effect]:
     return desk.do(ev.Merged(fragment, desk.state.heads[fragment].version + 1, 7, 0))
+
+
+def committed(version: int, *, tokens: int, merged_tokens: int) -> Committed:
+    """The record of a round of fragment 0 with one push of b."""
+    who = Contributor("b", "1" * 32, version, tokens, 1, 1.0, merged_tokens)
+    policy = Policy("tokens", "layout", 3.0, 0.5, "sgd", 1.0, 0.0, is_rounded=False)
+    vector = Vector("int4-zstd", 0.5, ())
+    return Committed(
+        (0, 1), 0, version, "", (who,), policy, msg.Phase.RUNNING, 0, vector, (), 0.0, (0, 0, 0),
+        0.0,
+    )  # fmt: skip
 
 
 def contributed(desk: Desk, name: str) -> None:
@@ -160,9 +171,21 @@ def test_only_the_newest_process_of_a_name_is_remembered() -> None:
 def test_the_late_merge_of_a_replaced_process_leaves_nothing_behind() -> None:
     desk = Desk(merge__quorum=2).running("a", "b")
     desk.contribute("a")
-    desk.do(ev.PeerLost(b"a"))
-    desk.say("new", hello("a", incarnation=incarnation_of("a", 2)))
     desk.contribute("b")
+    merge(desk)
+    while desk.state.rounds.get(0) is None:
+        desk.wait(1.0)
+        for name in "ab":
+            desk.say(name, msg.Alive(0))
+        desk.state.rounds.pop(1, None)
+    desk.push("a", push_id=2)
+    desk.chunk("a", 0, push_id=2)
+    desk.do(ev.PeerLost(b"a"))
+    effects = desk.say("new", hello("a", incarnation=incarnation_of("a", 2)))
+    # The next record counts its tokens from 0 on.
+    assert only(effects, ev.Fate)[0] == ev.Fate("forgotten", "a", incarnation_of("a"))
+    desk.push("b", push_id=2)
+    desk.chunk("b", 0, push_id=2)
     merge(desk)
     assert {key[:2] for key in desk.state.merged_pushes} == {("b", incarnation_of("b"))}
 
@@ -218,11 +241,16 @@ def test_of_a_model_with_many_fragments_fewer_names_are_remembered(
 
 
 def test_the_audit_counts_the_tokens_of_a_forgotten_process_anew() -> None:
-    audit = Audit()
-    audit.tokens["b", "1" * 32, 0] = 500
-    fate = Fate((0, 1), "forgotten", "b", "1" * 32, -1, 0, "", 0.0)
-    audit.take(1, fate)
-    assert audit.fates == {"forgotten": 1}
+    for forgotten, problems in ((False, 1), (True, 0)):
+        audit = Audit()
+        audit.take(1, committed(1, tokens=500, merged_tokens=500))
+        if forgotten:
+            audit.take(2, Fate((0, 1), "forgotten", "b", "1" * 32, -1, 0, "", 0.0))
+        audit.take(3, committed(2, tokens=70, merged_tokens=70))
+        audit.take(4, committed(3, tokens=30, merged_tokens=100))
+        assert len(audit.problems) == problems
+        audit.take(5, committed(4, tokens=30, merged_tokens=200))
+        assert len(audit.problems) == problems + 1
 
 
 # Subscriptions.
