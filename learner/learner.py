@@ -21,6 +21,7 @@ from narrows.learner.device import parameters_of
 from narrows.learner.gradients import GradientWatch
 from narrows.learner.ramp import ramp_steps
 from narrows.learner.step_log import HostLoss, Loss, StepLog
+from narrows.learner.strangers import StrangerWatch
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 
 Batch = TypeVar("Batch")
@@ -109,6 +110,7 @@ class Learner:
         self._undo = ExitStack()
         self._step_log = StepLog(lambda tokens: self._client.skipped(tokens))
         self._losses = HostLoss()
+        self._strangers = StrangerWatch(self._parameters, self._optimizers)
         self._steps = 0
         self._buffers_named: set[str] = set()
         self._code_s = 0.0
@@ -116,6 +118,7 @@ class Learner:
     def __enter__(self) -> Self:
         if self._exchange is not None:
             raise _misuse("a Learner can be entered once", remedy="Make a new one to join again.")
+        self._strangers.start()
         # Not sooner: between the constructor and here the optimizers' state may be loaded.
         self._ramp_steps = ramp_steps(self._optimizers)
         self._exchange = self._connect(contribute_after_steps=self._ramp_steps)
@@ -264,11 +267,13 @@ class Learner:
             if not logged.tokens:
                 raise _misuse("the optimizer made a step without logged tokens", remedy=LOG_REMEDY)
             self._steps += 1
+            self._strangers.check()
             self._parameters.check_adopted()
             self._client.boundary(logged.tokens, self._losses.newest(logged.loss))
-            # A buffer that changes at all has mostly done so by the first step; look ever rarer.
+            # What changes at all has mostly done so by the first step; look ever rarer.
             if self._steps & (self._steps - 1) == 0:
                 self._warn_of_buffers()
+                self._strangers.check_model()
 
     def _on_zero_grad(self) -> None:
         with self._timed():

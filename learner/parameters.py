@@ -93,6 +93,11 @@ class ModuleParameters:
         """Where the parameters are."""
         return {tensor.device for tensor in self._tensors}
 
+    def strangers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those whose memory is no part of the layout."""
+        own = {_memory(tensor) for tensor in self._tensors}
+        return [tensor for tensor in tensors if _memory(tensor) not in own]
+
     def check_adopted(self) -> None:
         """Call at each boundary, before anything is adopted there.
 

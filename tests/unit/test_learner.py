@@ -740,6 +740,110 @@ def test_buffers_that_change_are_warned_of_once(caplog: pytest.LogCaptureFixture
     ]
 
 
+def frozen_first(last: nn.Module | None = None) -> Loop:
+    """The first layer does not require gradients when the Learner is made."""
+
+    def freeze(parameters: list[nn.Parameter]) -> Optimizer:
+        for parameter in parameters[:2]:
+            parameter.requires_grad_(False)
+        return SGD(parameters, lr=0.1)
+
+    return Loop(freeze, last=last)
+
+
+def first_layer(loop: Loop) -> nn.Module:
+    layer: nn.Module = loop.model[0]
+    return layer
+
+
+def train_steps(loop: Loop, count: int) -> None:
+    for _ in range(count):
+        loop.backward()
+        loop.log(1)
+        loop.step()
+        loop.zero_grad()
+
+
+def test_parameters_unfrozen_later_are_named_at_the_next_step() -> None:
+    loop = frozen_first()
+    with pytest.raises(LocalProtocolError) as caught, loop.learner:
+        train_steps(loop, 5)  # No power of two: every step looks.
+        first_layer(loop).requires_grad_(True)
+        train_steps(loop, 1)
+    assert caught.value.code == ErrorCode.MISUSE
+    assert "'0.weight', '0.bias'" in caught.value.message
+    assert "before the Learner is made" in caught.value.remedy
+    assert [call[0] for call in loop.calls].count("boundary") == 5
+
+
+def test_parameters_unfrozen_before_entering_are_named_before_joining() -> None:
+    loop = frozen_first()
+    first_layer(loop).requires_grad_(True)
+    with pytest.raises(LocalProtocolError, match=r"'0\.weight', '0\.bias'"), loop.learner:
+        pytest.fail("the body must not run")
+    assert loop._recorder is None  # pyright: ignore[reportPrivateUsage]
+
+
+def test_parameters_unfrozen_for_an_optimizer_of_their_own_are_found_where_buffers_are() -> None:
+    loop = frozen_first()
+    loop.optimizers[0].param_groups[0]["params"] = [*loop.model[1].parameters()]
+    with pytest.raises(LocalProtocolError, match=r"'0\.weight', '0\.bias'"), loop.learner:
+        train_steps(loop, 3)
+        first_layer(loop).requires_grad_(True)
+        train_steps(loop, 1)
+
+
+@pytest.mark.parametrize("of_the_model", [True, False])
+def test_parameters_added_later_are_named(of_the_model: bool) -> None:
+    loop = Loop()
+    with pytest.raises(LocalProtocolError) as caught, loop.learner:
+        train_steps(loop, 2)
+        added = nn.Parameter(torch.zeros(2, 3))
+        if of_the_model:
+            first_layer(loop).register_parameter("adapter", added)
+        loop.optimizers[0].add_param_group({"params": [added]})
+        train_steps(loop, 1)
+    name = "'0.adapter'" if of_the_model else "one of shape (2, 3) outside of the model"
+    assert name in caught.value.message
+
+
+def test_a_parameter_that_was_replaced_is_named() -> None:
+    loop = Loop()
+    with pytest.raises(LocalProtocolError, match=r"'1\.weight'"), loop.learner:
+        train_steps(loop, 3)
+        loop.model[1].register_parameter("weight", nn.Parameter(torch.zeros(4, 4)))
+        train_steps(loop, 1)
+
+
+def test_parameters_outside_of_the_model_from_the_start_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They may be meant to stay: a head of each learner's own, a temperature."""
+    loop = Loop()
+    loop.optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(2, 3))]})
+    with caplog.at_level(logging.WARNING, "narrows.learner"), loop.learner:
+        train_steps(loop, 5)
+    (record,) = caplog.records
+    assert "one of shape (2, 3) outside of the model" in record.getMessage()
+
+
+def test_parameters_that_are_frozen_tied_or_moved_are_no_reason_to_stop() -> None:
+    def tie(parameters: list[nn.Parameter]) -> Optimizer:
+        parameters[3].data = parameters[1].data
+        return SGD(parameters, lr=0.1)
+
+    loop = Loop(tie)
+    with loop.learner:
+        train_steps(loop, 2)
+        first_layer(loop).requires_grad_(False)
+        train_steps(loop, 2)
+        first_layer(loop).requires_grad_(True)
+        weight = next(loop.model[1].parameters())
+        weight.data = weight.data.clone()
+        train_steps(loop, 4)
+    assert [call[0] for call in loop.calls].count("boundary") == 8
+
+
 def test_master_weights_are_found_in_the_loop() -> None:
     class Stubborn(SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
