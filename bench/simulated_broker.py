@@ -95,6 +95,8 @@ class Committed:
     epoch: msg.Epoch
     fragment: int
     version: int
+    base: int
+    """Digest of the version before."""
     digest: int
     contributors: tuple[Contributor, ...]
     live: int
@@ -251,6 +253,7 @@ class SimulatedBroker(Host):
                     epoch,
                     effect.fragment,
                     effect.version,
+                    before,
                     digest,
                     who,
                     live,

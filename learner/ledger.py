@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from narrows.proto.messages import TokenLedger
 
-MERGED_VERSIONS_KEPT = 1024
-"""Merged tokens are remembered by version for so long, in case a broker falls back."""
+MERGED_PUSHES_KEPT = 1024
+"""Merged tokens are remembered by push for so long, in case a broker falls back."""
 
 
 @dataclass
@@ -22,17 +22,17 @@ class FragmentAccount:
     overwritten: int = 0
     refused: int = 0
     rolled_back: int = 0
-    _merged_by_version: dict[int, int] = field(default_factory=dict[int, int])
+    _merged_by_push: dict[int, int] = field(default_factory=dict[int, int])
 
     def step(self, tokens: int) -> None:
         self.tokens += tokens
         self.steps += 1
 
-    def adopt(self, version: int, *, merged: int, refused: int, rolled_back: bool) -> None:
+    def adopt(self, push_id: int, *, merged: int, refused: int, rolled_back: bool) -> None:
         """Settles all tokens since the last adoption, whose parameters are replaced.
 
-        `merged` of them are in a push that was merged into `version`, `refused` in one that the
-        broker refused.
+        The push `push_id` held some of them: `merged` if it was merged, `refused` if the broker
+        refused it.
         """
         rest = self.tokens - merged - refused
         assert rest >= 0 and min(merged, refused) >= 0, (self.tokens, merged, refused)
@@ -43,22 +43,22 @@ class FragmentAccount:
         else:
             self.overwritten += rest
         if merged:
-            self._merged_by_version[version] = merged
-            if len(self._merged_by_version) > MERGED_VERSIONS_KEPT:
-                del self._merged_by_version[min(self._merged_by_version)]
+            self._merged_by_push[push_id] = merged
+            if len(self._merged_by_push) > MERGED_PUSHES_KEPT:
+                del self._merged_by_push[min(self._merged_by_push)]
         self.tokens = self.steps = 0
 
-    def close(self, version: int, *, merged: int, refused: int) -> None:
+    def close(self, push_id: int, *, merged: int, refused: int) -> None:
         """Settles a last push whose version is never adopted; what is left stays pending."""
         pending = self.tokens - merged - refused
         self.tokens = merged + refused
-        self.adopt(version, merged=merged, refused=refused, rolled_back=False)
+        self.adopt(push_id, merged=merged, refused=refused, rolled_back=False)
         self.tokens = pending
 
-    def roll_back(self, version: int) -> None:
-        """The broker has fallen back to `version`: what was merged after it is undone."""
-        for lost in sorted(v for v in self._merged_by_version if v > version):
-            tokens = self._merged_by_version.pop(lost)
+    def roll_back(self, push_id: int) -> None:
+        """The broker's history holds our pushes up to this one: what was merged later is undone."""
+        for lost in sorted(each for each in self._merged_by_push if each > push_id):
+            tokens = self._merged_by_push.pop(lost)
             self.merged -= tokens
             self.rolled_back += tokens
 

@@ -45,6 +45,8 @@ class Link:
     push: Pushed | None = None
     fallen_back: bool = False
     """The broker's history differs from ours since its restart; its State replaces our copy."""
+    unproven: bool = False
+    """The State that is on its way names our last push in the history of a restarted broker."""
     fresh: bool = False
     """The published copy is newer than (or other than) the parameters."""
     applying: tuple[int, int] | None = None
@@ -114,6 +116,11 @@ class Link:
             return []  # From before a broker restart.
         self.applying = None
         told = self._arriving.merged_push(version)
+        if self.unproven:  # What was merged after that push is lost.
+            self.account.roll_back(told)
+            if self.push is not None and self.push.merged and self.push.announced.push_id > told:
+                self.push = None
+            self.unproven = False
         self.held, self.held_digest, self.fresh = version, digest, True
         self.known = max(self.known, version)
         self.delay_s, self.progressed = REPAIR_S, False
@@ -167,9 +174,9 @@ class Link:
 
     def adopt(self) -> list[ev.Effect]:
         """The parameters take the published copy; every token since has its fate."""
-        version, merged, refused = self._outcome()
+        push_id, merged, refused = self._outcome()
         effects = self.settle(merged=False)
-        self.account.adopt(version, merged=merged, refused=refused, rolled_back=self.fallen_back)
+        self.account.adopt(push_id, merged=merged, refused=refused, rolled_back=self.fallen_back)
         self.adopted, self.fresh, self.fallen_back, self.push = self.held, False, False, None
         if self.answered[0] == self.held:
             self.answered = (-1, -1)  # Declined after the first attempt to adopt it.
@@ -177,12 +184,12 @@ class Link:
         return [*effects, ev.Adopt(self.index, self.held), adopted]
 
     def _outcome(self) -> tuple[int, int, int]:
-        """Of the push: the version that it made if merged, its tokens merged and refused."""
+        """Of the push: its id, its tokens merged and refused."""
         if self.push is None:
-            return self.held, 0, 0
+            return 0, 0, 0
         announced, tokens = self.push.announced, self.push.announced.tokens
         merged = tokens if self.push.merged else 0
-        return announced.base_version + 1, merged, tokens if self.push.refused else 0
+        return announced.push_id, merged, tokens if self.push.refused else 0
 
     def adopt_failed(self, reason: str) -> list[ev.Effect]:
         """The parameters may hold a part: they are due again, and nothing is pushed before."""
@@ -192,8 +199,8 @@ class Link:
 
     def close(self) -> list[ev.Effect]:
         """The learner leaves: drops what has arrived, accounts for the last push."""
-        version, merged, refused = self._outcome()
-        self.account.close(version, merged=merged, refused=refused)
+        push_id, merged, refused = self._outcome()
+        self.account.close(push_id, merged=merged, refused=refused)
         effects = [*self.settle(merged=False), *self.forget_all()]
         self.push = None
         return effects
@@ -228,14 +235,8 @@ class Link:
         assert round_ is not None
         effects = self.settle(merged=False)
         self.answered = (round_.base_version, round_.attempt)
-        push = msg.Push(
-            self.index,
-            *self.answered,
-            push_id,
-            self.fragment.elements,
-            self.account.tokens,
-            self.account.steps,
-        )
+        counts = (self.fragment.elements, self.account.tokens, self.account.steps)
+        push = msg.Push(self.index, *self.answered, push_id, *counts)
         self.push = Pushed(push)
         return [*effects, ev.Snapshot(self.index, self.adopted, push_id), ev.Send(push)]
 
@@ -287,12 +288,11 @@ class Link:
                 self.push = None
             return effects
         if head.version < self.adopted or self.held >= head.version:
-            self.account.roll_back(head.version)
             self.fallen_back, self.push = True, None
         elif self.push is not None and not self.push.merged and not may_be_merged:
             self.push = None
         # Even a newer history may have left ours before our version: take the whole state.
-        self.held, self.fresh = -1, False
+        self.held, self.fresh, self.unproven = -1, False, True
         return effects
 
     def held_handles(self) -> list[int]:

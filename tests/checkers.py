@@ -26,6 +26,7 @@ def check_safety(simulation: Simulation) -> None:
     check_versions(simulation)
     check_digests(simulation)
     check_ledgers(simulation)
+    check_merged(simulation)
     check_payloads(simulation)
 
 
@@ -89,6 +90,21 @@ def check_ledgers(simulation: Simulation) -> None:
         assert told <= merged[learner.incarnation], (learner.spec.name, told)
         if one_epoch and learner.spec.name in simulation.ended:
             assert told == merged[learner.incarnation], (learner.spec.name, told)
+
+
+def check_merged(simulation: Simulation) -> None:
+    """What a learner believes merged is in the history of the parameters that it holds, whatever
+    has become of the lives of the broker that it followed."""
+    made = {commit.digest: commit for commit in commits(simulation)}
+    for learner in simulation.learners.values():
+        for index, (_, digest) in learner.parameters.items():
+            held = 0
+            while digest in made:
+                merged = made[digest].contributors
+                held += sum(c.tokens for c in merged if c.incarnation == learner.incarnation)
+                digest = made[digest].base
+            told = learner.session.links[index].account.merged
+            assert told <= held, f"{learner.spec.name}, fragment {index}: {told} of {held}"
 
 
 def contributors(simulation: Simulation) -> Iterator[Contributor]:

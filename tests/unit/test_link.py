@@ -227,8 +227,26 @@ def test_a_push_merged_and_lost_with_the_broker_is_rolled_back() -> None:
     seat.do(ev.BoundaryReached())
     assert seat.session.ledger.total().merged == 100
     seat.restarted((0, 0))
+    seat.receive(0, 0, kind=STATE)
     total = seat.session.ledger.total()
     assert (total.merged, total.rolled_back) == (0, 100)
+
+
+@pytest.mark.parametrize(("told", "merged"), [(0, 0), (1, 100), (2, 130)])
+def test_what_was_merged_is_what_the_history_of_the_broker_holds(told: int, merged: int) -> None:
+    """Even if that is further by now than the one in which it was merged: others have gone on."""
+    seat = Seat().joined()
+    for push_id, tokens in ((1, 100), (2, 30)):
+        seat.beat((push_id - 1, 0), open_round(0, push_id - 1))
+        seat.step(tokens=tokens)
+        seat.receive(0, push_id, push_id=push_id)
+        if push_id == 1:
+            seat.do(ev.BoundaryReached())
+    seat.restarted((9, 0))
+    seat.receive(0, 9, kind=STATE, push_id=told)
+    seat.do(ev.BoundaryReached())
+    total = seat.session.ledger.total()
+    assert (total.merged, total.rolled_back + total.overwritten) == (merged, 130 - merged)
 
 
 def test_a_failed_encoding_declines() -> None:
