@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import cast
 
+import pytest
+
+from narrows.bench import demo_results
+from narrows.bench.baselines import Baseline, Report
 from narrows.bench.demo_results import data_parallel_bytes
+from narrows.bench.demo_story import DemoOptions
 from narrows.bench.demo_view import SPARKS, sparkline
 from narrows.bench.evidence import Digests, compare_digests
+from narrows.learner.gpt import GPT
 
 
 def test_two_learners_send_and_receive_the_whole_model_per_step() -> None:
@@ -32,3 +39,20 @@ def test_a_falling_loss_makes_a_falling_line() -> None:
     assert line == SPARKS[::-1]
     assert sparkline([1.0]) == ""
     assert sparkline([2.0, 2.0]) == SPARKS[0] * 2
+
+
+def test_the_baseline_tells_its_progress_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(*_: object, report: Report, **__: object) -> Baseline:
+        report({"step": 20, "steps": 1500, "train_loss": 3.14159, "tokens": 1})
+        return Baseline(cast(GPT, None), {"loss": 2.0})
+
+    monkeypatch.setattr(demo_results, "train_data_parallel", train)
+    said: list[str] = []
+    results = demo_results.data_parallel(
+        DemoOptions(), {"loss_alone": 3.0, "loss_global": 2.5}, say=said.append
+    )
+    assert said == ["step 20 of 1500, training loss 3.142"]
+    assert capsys.readouterr().out == ""
+    assert results == {"loss_data_parallel": 2.0, "recovered": 0.5}
