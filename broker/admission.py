@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from narrows.broker import events as ev
+from narrows.broker.config import BrokerSection
 from narrows.broker.forgetting import forget_at, forget_gone, forget_older
 from narrows.broker.founding import Founding
 from narrows.broker.members import Member, check_name
 from narrows.broker.state import RunState, drop_pushes, refusal
 from narrows.proto import messages as msg
-from narrows.proto.codecs import codec_names
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.layout import check_layout, differences
 from narrows.proto.limits import PROTOCOL
-from narrows.proto.rate import codecs_of
+from narrows.proto.rate import codecs_of, setting_names
 
 
 @dataclass
@@ -185,12 +185,16 @@ class Admission:
         needed = codecs_of(settings.push_codec) | codecs_of(settings.publish_codec)
         missing = needed - set(hello.codecs)
         if missing:
+            shared = ", ".join(
+                name for name in setting_names() if codecs_of(name) <= set(hello.codecs)
+            )
             raise RemoteProtocolError(
                 ErrorCode.UNKNOWN_CODEC,
                 f"{hello.name!r} lacks a codec of this run",
                 expected=", ".join(sorted(missing)),
                 got=", ".join(hello.codecs[:16]),
-                remedy=f"set [codec] at the broker to one of: {', '.join(codec_names())}",
+                remedy="install the same narrows version on the broker and on every learner, or "
+                f"set codec.push and codec.publish to what all have: {shared or 'none'}",
             )
         check_layout(hello.layout)
         if state.layout:
@@ -282,9 +286,9 @@ class Admission:
             return []
         self._copy_told |= is_copy
         self._lost |= {index: max(v, self._lost.get(index, -1)) for index, (v, _) in ahead.items()}
-        is_journaled = state.config.broker.journal != "off"
-        level = "error" if is_journaled and not is_copy else "warning"
-        why = _why_lost(hello, is_copy=is_copy, is_journaled=is_journaled)
+        broker = state.config.broker
+        level = "error" if broker.journal != "off" and not is_copy else "warning"
+        why = _why_lost(hello, broker, is_copy=is_copy)
         return [ev.Note(level, f"history_lost: {why}. {_what_is_lost(hello.name, ahead)}")]
 
     def _welcome(self, member: Member, now: float) -> list[ev.Effect]:
@@ -298,7 +302,7 @@ class Admission:
         return [ev.Send(member.peer, state.welcome(member, role, now)), *effects]
 
 
-def _why_lost(hello: msg.Hello, *, is_copy: bool, is_journaled: bool) -> str:
+def _why_lost(hello: msg.Hello, broker: BrokerSection, *, is_copy: bool) -> str:
     """How it can be that a learner has seen more than the state directory holds."""
     if is_copy:
         epoch = "{}.{}".format(*hello.epoch)
@@ -306,12 +310,13 @@ def _why_lost(hello: msg.Hello, *, is_copy: bool, is_journaled: bool) -> str:
             "the state directory was restored from an older copy, it does not know the epoch"
             f" {epoch} that {hello.name} has followed"
         )
-    if is_journaled:
-        return (
-            "the state directory was restored from an older copy, or the disk has lost the end of"
-            " the journal"
-        )
-    return "what came after the last checkpoint is gone, there is no journal"
+    if broker.journal == "off":
+        return "what came after the last checkpoint is gone, there is no journal"
+    why = "the state directory was restored from an older copy, or the disk has lost the end of"
+    why += " the journal"
+    if broker.journal_errors == "serve":
+        why += ", or it was published while the journal could not be written"
+    return why
 
 
 def _what_is_lost(name: str, ahead: dict[int, tuple[int, int]]) -> str:

@@ -14,6 +14,7 @@ from types import FrameType
 from narrows.broker.config import BrokerConfig, load_config
 from narrows.broker.service import Service
 from narrows.broker.tables import Table
+from narrows.proto.address import parse_listen
 from narrows.proto.compiled import uncached_advice
 from narrows.proto.config import described
 from narrows.proto.errors import ConfigError
@@ -50,7 +51,8 @@ def run_broker(command: BrokerCommand) -> None:
         wires.downlink_port,
         config.broker.state_dir,
     )
-    _log.info("join with: narrows learner --broker %s --name NAME", wires.address)
+    address = join_address(wires.address)
+    _log.info("join with: narrows learner --broker %s --name NAME", address)
     if command.ready_file is not None:
         temporary = command.ready_file.with_suffix(".tmp")
         temporary.write_text(wires.address + "\n")
@@ -59,6 +61,12 @@ def run_broker(command: BrokerCommand) -> None:
     if service.hangs:
         _log.error("the disk does not answer; leaving without the journal's last records")
         os._exit(1)
+
+
+def join_address(listen: str) -> str:
+    """What learners dial. Nobody can dial a wildcard: the operator knows the machine's name."""
+    host, port = parse_listen(listen)
+    return f"tcp://HOST:{port}" if host in ("*", "0.0.0.0", "[::]") else listen
 
 
 def configuration(command: BrokerCommand) -> BrokerConfig:

@@ -269,7 +269,7 @@ def _check_whole(gaps: int) -> None:
 
 def _needed(journal: Journal | None, path: Path) -> Journal:
     if journal is None:
-        raise ConfigError(f"{path} holds no journal", remedy='the broker ran with journal = "off"')
+        raise ConfigError(f"{path} holds no journal", remedy='was the run\'s broker.journal "off"?')
     return journal
 
 

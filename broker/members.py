@@ -182,7 +182,7 @@ class Roster:
                 ErrorCode.OVER_CAPACITY,
                 "too many learners",
                 expected=f"at most {LEARNERS_MAX}",
-                got=name,
+                got=f"{LEARNERS_MAX} and {name}",
                 remedy="wait until one leaves",
             )
 

@@ -11,6 +11,7 @@ from msgspec import structs
 from narrows.broker import events as ev
 from narrows.broker.state import RunState
 from narrows.proto.budget import SHARE_USED
+from narrows.proto.codecs import codec
 from narrows.proto.messages import RunSettings
 from narrows.proto.rate import AUTO, expected_bits
 from narrows.proto.units import format_bits_per_s, format_duration_s
@@ -88,14 +89,23 @@ class Need:
             return []
         self._said.add(way)
         steps = math.ceil(period * needed / rate)
+        fewer = self._fewer_bits("push" if way == "up" else "publish")
         text = (
             f"wan.{way} or wan.total_{way} is too little: {bits:.1f} bits per parameter every"
             f" {period} steps of {format_duration_s(step_s)} need {format_bits_per_s(needed)} per"
             f" learner, the budget gives {format_bits_per_s(rate)}: fragments are exchanged every"
-            f" {steps} steps instead. Give more, set fragments.sync_period_steps = {steps}, or"
-            " have fewer bits sent (codec.push_rho and publish_rho, or codec auto)"
+            f" {steps} steps instead. Give more, or set fragments.sync_period_steps = {steps}"
+            f"{fewer}"
         )
         return [ev.Note("warning", text)]
+
+    def _fewer_bits(self, what: str) -> str:
+        """What sends fewer bits; "" if as few are sent as can be."""
+        name = getattr(self.state.settings, f"{what}_codec")
+        if name == AUTO:
+            return ""
+        coarser = f"a larger codec.{what}_rho or " if codec(name).quantised else ""
+        return f', or have fewer bits sent: {coarser}codec.{what} = "{AUTO}"'
 
 
 def _narrower(*rates: float) -> float:

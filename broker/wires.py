@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import zmq
 
@@ -130,19 +133,26 @@ def _socket(
     return socket
 
 
+_NOT_OURS: Final = "listen on an address of this machine"
+_CANNOT_BIND: Final[Mapping[int | None, tuple[ErrorCode, str]]] = {
+    errno.EADDRINUSE: (
+        ErrorCode.PORT_IN_USE,
+        "stop the other process (is a broker running already?) or choose another --listen port; a "
+        "broker uses that port and the two after it",
+    ),
+    errno.EACCES: (ErrorCode.CONFIG, "choose a port from 1024 on: this user may not take the port"),
+}
+
+
 def _bind(socket: zmq.Socket[bytes], host: str, port: int, what: str) -> int:
     try:
         socket.bind(f"tcp://{host}:{port or '*'}")
     except zmq.ZMQError as error:
-        in_use = error.errno == zmq.EADDRINUSE
+        code, remedy = _CANNOT_BIND.get(error.errno, (ErrorCode.CONFIG, _NOT_OURS))
         raise NarrowsError(
-            ErrorCode.PORT_IN_USE if in_use else ErrorCode.CONFIG,
-            f"cannot bind the {what} port",
-            expected=f"tcp://{host}:{port} to be free and local",
-            got=str(error),
-            remedy="stop the other process (is a broker running already?) or choose another "
-            "--listen port; a broker uses that port and the two after it",
-        ) from error
+            code, f"cannot bind the {what} port",
+            expected=f"tcp://{host}:{port} to be free and local", got=str(error), remedy=remedy,
+        ) from error  # fmt: skip
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
     return int(endpoint.decode().rstrip("\0").rsplit(":", 1)[1])

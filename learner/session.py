@@ -187,7 +187,7 @@ class Session:
                 return self._missing(message)
             case msg.Bye(reason):
                 self._rejoin(now)
-                note = f"the broker said Bye ({reason}); training goes on, joining again"
+                note = f"the broker said Bye ({reason}); joining again"
             case _:
                 note = f"unexpected {type(message).__name__} from the broker"
         return [ev.Note("warning", note)]
@@ -296,7 +296,7 @@ class Session:
             return []
         self._rejoin(now)
         quiet = f"nothing heard from the broker for {QUIET_S:.0f} s"
-        return [ev.Note("warning", f"{quiet}; training goes on")]
+        return [ev.Note("warning", f"{quiet}; joining again")]
 
     # What every event may have made possible.
 

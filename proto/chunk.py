@@ -128,5 +128,6 @@ def not_finite(what: str) -> LocalProtocolError:
     return LocalProtocolError(
         ErrorCode.NOT_FINITE,
         f"{what}: not finite, or too large",
-        remedy="training has diverged here; nothing of it will be merged",
+        remedy="training has diverged here, and nothing of it is merged: start this learner again, "
+        "with a lower learning rate if it was not the data",
     )
