@@ -138,7 +138,7 @@ class SimulatedLearner(Host):
             ev.Resend: self._resend,
             ev.SettlePush: self._settle,
             ev.Acknowledge: self._acknowledge,
-            ev.SetRate: self._ignore,
+            **dict.fromkeys((ev.Redial, ev.SetRate), self._ignore),
             ev.Fail: self._fail,
             ev.Left: self._left,
             ev.Note: self._note,

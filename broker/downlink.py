@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 from weakref import WeakValueDictionary
@@ -253,12 +253,22 @@ class Downlink:
         if len(idle) == len(self._addressees):
             self._total.pause()
 
+    def reconnect(self, topics: Set[bytes], now: float) -> None:
+        """Somebody has subscribed to these topics (again): who was cut off is tried at once. That
+        a stranger may do so for others costs a message each, and only while they are cut off."""
+        for addressee in self._addressees.values():
+            for stream in addressee.outbox.dead:
+                if downlink_topic(addressee.incarnation, stream) in topics:
+                    self._charge_lost(addressee, addressee.outbox.reconnect(stream, now), now)
+
     def _renew_stalled(self, now: float) -> None:
         for addressee in self._addressees.values():
-            # What was under way may still leave from a queue behind us, and leaves again from here.
-            lost = addressee.outbox.renew_stalled(now)
-            self._total.charge(lost, now)
-            addressee.budget.charge(lost, now)
+            self._charge_lost(addressee, addressee.outbox.renew_stalled(now), now)
+
+    def _charge_lost(self, addressee: _Addressee, lost_bytes: int, now: float) -> None:
+        """What was under way may still leave from a queue behind us, and leaves again from here."""
+        self._total.charge(lost_bytes, now)
+        addressee.budget.charge(lost_bytes, now)
 
     def _waiting(self) -> dict[str, _Addressee]:
         """Who has something to be sent. One that had nothing, or no credit, does not get what it

@@ -123,7 +123,8 @@ class Service:
         while not self._results.empty():
             self._results.get()()
         self._turns_behind = 0 if self._read() else self._turns_behind + 1
-        self.wires.read_subscriptions()
+        if topics := self.wires.read_subscriptions():
+            self.downlink.reconnect(topics, time.monotonic())
         if self._turns_behind in (0, TURNS_BEHIND_MAX):
             self._turns_behind = 0
             self._judge()

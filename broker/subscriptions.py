@@ -33,15 +33,20 @@ class Subscriptions:
         """Somebody has subscribed to each of them."""
         return topics <= self._listeners.keys()
 
-    def take(self, frame: bytes) -> None:
-        """Notes what a subscriber sends: 1 or 0 and the topic; noise means nothing."""
+    def take(self, frame: bytes) -> Set[bytes]:
+        """Notes what a subscriber sends: 1 or 0 and the topic; noise means nothing.
+
+        Returns the topic if it is subscribed to (again).
+        """
         topic = frame[1 : 1 + TOPIC_BYTES_MAX]
         if frame[:1] == b"\x01":
             if topic in self._kept or topic in self or len(self) < TOPICS_MAX:
                 self._listeners[topic] = self._listeners.get(topic, 0) + 1
+                return {topic}
         elif frame[:1] == b"\x00" and topic in self:
             self._listeners[topic] = max(self._listeners[topic] - 1, 0)
             self._drop_unheard([topic])
+        return frozenset()
 
     def keep(self, topics: Set[bytes]) -> None:
         """They belong to a learner."""

@@ -78,13 +78,15 @@ class Wires:
         except zmq.Again:
             return None
 
-    def read_subscriptions(self) -> None:
-        """Notes who listens on the downlink."""
+    def read_subscriptions(self) -> set[bytes]:
+        """Notes who listens on the downlink; returns the topics that are subscribed to (again)."""
+        topics: set[bytes] = set()
         while True:
             try:
-                self.subscribed.take(self.downlink.recv(zmq.NOBLOCK))
+                frame = self.downlink.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return topics
+            topics |= self.subscribed.take(frame)
 
     def send_control(self, peer: bytes, frame: bytes) -> bool:
         """False if the peer's connection is gone."""

@@ -296,6 +296,8 @@ class Background:
                     _log.log(getattr(logging, level.upper()), "%s", printable(text))
                 case ev.Identify(run_id, epoch):
                     self.exchange.sender.identify(run_id, epoch)
+                case ev.Redial():
+                    self.wires.redial()
                 case ev.OpenStreams():
                     self.exchange.open_streams(effect)
                 case ev.Apply():

@@ -6,15 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from narrows.learner import events as ev
 from narrows.proto.codecs import codec_names
 from narrows.proto.errors import ErrorCode, Refused
 from narrows.proto.limits import PROTOCOL
-from narrows.proto.messages import Epoch, Hello, LayoutEntry, Refuse, Role
+from narrows.proto.messages import ControlMessage, Epoch, Hello, LayoutEntry, Refuse, Role
 
 HELLO_S = 0.25
 HELLO_MAX_S = 5.0
 """A Hello is repeated after HELLO_S, then twice as late each time, for ever; a new connection
 begins again."""
+
+REDIAL_S = 5.0
+REDIAL_MAX_S = 60.0
+"""A connection on which Hellos have no answer for REDIAL_S is given up for a new one: a firewall or
+a proxy may have forgotten it. The next one gets twice the time, until something is heard: a large
+Hello needs it on a slow line."""
 
 QUIET_S = 4.0
 """Without a sign of the broker for so long the learner is offline and says Hello again."""
@@ -95,6 +102,9 @@ class Dialer:
     """Why the broker does not admit this learner for now."""
     _hello_at: float = 0.0
     _delay_s: float = HELLO_S
+    _asked_at: float | None = None
+    """When the first Hello without an answer was said on this connection."""
+    _redial_s: float = REDIAL_S
 
     @property
     def closed(self) -> bool:
@@ -105,6 +115,13 @@ class Dialer:
         """A Hello that was sent before is lost: the next one is due, spread over HELLO_S."""
         if self.connection is Connection.JOINING:
             self._hello_at, self._delay_s = now + HELLO_S * self.jitter(), HELLO_S
+        self._asked_at = None
+
+    def heard(self, message: ControlMessage, now: float) -> None:
+        """A message came: the connection works; a refusal is no sign of a session."""
+        self._asked_at, self._redial_s = None, REDIAL_S
+        if not isinstance(message, Refuse):
+            self.heard_at = now
 
     def joined(self, now: float) -> None:
         """A Welcome came."""
@@ -146,6 +163,15 @@ class Dialer:
         self._hello_at = now + self._delay_s * (1 + self.jitter())
         self._delay_s = min(self._delay_s * 2, HELLO_MAX_S)
         return True
+
+    def redial(self, now: float) -> list[ev.Effect]:
+        """Comes before each Hello: is it to be said on a new connection?"""
+        if self._asked_at is None:
+            self._asked_at = now
+        if now < self._asked_at + self._redial_s:
+            return []
+        self._asked_at, self._redial_s = now, min(2 * self._redial_s, REDIAL_MAX_S)
+        return [ev.Redial()]
 
     def next_deadline(self) -> float | None:
         if self.closed:

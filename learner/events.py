@@ -139,6 +139,11 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Redial:
+    """Give up all connections, which may only look alive; dial the control port anew."""
+
+
+@dataclass(frozen=True)
 class OpenStreams:
     """Connect the data sockets; the fragment table is fixed from now on."""
 
@@ -258,6 +263,7 @@ Copy: TypeAlias = Adopt | Snapshot | SendFounding
 
 Effect: TypeAlias = (
     Send
+    | Redial
     | OpenStreams
     | Identify
     | SendFounding

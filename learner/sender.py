@@ -90,6 +90,8 @@ class Sender:
         if control_bytes > self._control_bytes:
             self._budget.charge(wire_bytes(control_bytes - self._control_bytes), now)
             self._control_bytes = control_bytes
+        for stream in self._wires.take_reconnected():
+            self._budget.charge(self._outbox.reconnect(stream, now), now)
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
             # What was under way may still leave from a queue behind us, and leaves again from here.

@@ -167,8 +167,7 @@ class Session:
             if self.online or message.epoch[0] < self.epoch[0]:
                 self._rejoin(now)
                 return []
-        if not isinstance(message, msg.Refuse):
-            self._dialer.heard_at = now
+        self._dialer.heard(message, now)
         match message:
             case msg.Welcome():
                 return self._welcome(message, now)
@@ -305,6 +304,7 @@ class Session:
         if self._dialer.closed or self._leave():
             return effects + self._bye(now)
         if self._dialer.hello_due(now):
+            effects += self._dialer.redial(now)
             told = (self.run_id, self.epoch, self.steps, self.tokens, self.links.held)
             effects.append(ev.Send(self.identity.hello(*told)))
         if not self.online:

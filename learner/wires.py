@@ -32,6 +32,7 @@ class Wires:
     _downlinks: list[Socket] = field(default_factory=list[Socket])
     _listeners: list[int] = field(default_factory=list[int])
     """Subscriptions per uplink stream: without one a message would be dropped silently."""
+    _reconnected: set[int] = field(default_factory=set[int])
     _ports: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
@@ -42,9 +43,14 @@ class Wires:
         # Asking a socket that has nothing costs an exception: only the ready ones are read.
         self._ready: set[Socket | int] = set()
         self._poller.register(self._wake.source, zmq.POLLIN)
-        self._control = self._connect(zmq.DEALER, socket_options.DEALER, self._address.port)
-        self._monitor = self._control.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._poller.register(self._monitor, zmq.POLLIN)
+        self._open_control()
+
+    def redial(self) -> None:
+        """Gives the control connection up for a new one, and has the next Welcome do the same with
+        the data's: what has made the one look alive only may have met them as well."""
+        self._close_control(linger=0)
+        self._open_control()
+        self._ports = (0, 0)
 
     def open_streams(self, streams: int, uplink_port: int, downlink_port: int) -> None:
         """Connects the data sockets; the same ones again change nothing."""
@@ -55,18 +61,24 @@ class Wires:
             socket.close(linger=0)
         self._ports = (uplink_port, downlink_port)
         self._listeners = [0] * streams
-        self._uplinks = [
-            self._connect(zmq.XPUB, socket_options.XPUB, uplink_port) for _ in range(streams)
-        ]
-        topics = [downlink_topic(self.incarnation, stream) for stream in range(streams)]
-        self._downlinks = [
-            self._connect(zmq.SUB, socket_options.DATA, downlink_port, topic) for topic in topics
-        ]
+        self._uplinks = [self._make(zmq.XPUB, socket_options.XPUB) for _ in range(streams)]
+        self._downlinks = [self._make(zmq.SUB, socket_options.DATA) for _ in range(streams)]
+        for socket in self._uplinks:
+            self._connect(socket, uplink_port)
+        for stream, socket in enumerate(self._downlinks):
+            socket.setsockopt(zmq.SUBSCRIBE, downlink_topic(self.incarnation, stream))
+            self._connect(socket, downlink_port)
 
     @property
     def uplink_open(self) -> bool:
         """The broker listens on every uplink stream."""
         return bool(self._listeners) and all(count > 0 for count in self._listeners)
+
+    def take_reconnected(self) -> list[int]:
+        """Uplink streams on which the broker has subscribed since the last call."""
+        streams = sorted(self._reconnected)
+        self._reconnected.clear()
+        return streams
 
     def wait(self, timeout_s: float) -> None:
         """Sleeps until something arrives, `wake` is called, or the time is over."""
@@ -124,24 +136,36 @@ class Wires:
         return len(topic), len(header), len(payload)
 
     def close(self) -> None:
-        self._control.disable_monitor()
-        for socket in (self._monitor, self._control, *self._uplinks, *self._downlinks):
+        self._close_control()
+        for socket in (*self._uplinks, *self._downlinks):
             socket.close()
         self._context.term()
         self._wake.close()
 
-    def _connect(
-        self, kind: int, options: dict[str, int], port: int, topic: bytes | None = None
-    ) -> Socket:
+    def _open_control(self) -> None:
+        self._control = self._make(zmq.DEALER, socket_options.DEALER)
+        # Before it connects: the event of a quick handshake would be missed.
+        self._monitor = self._control.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._has_connected = False
+        self._connect(self._control, self._address.port)
+
+    def _close_control(self, linger: int | None = None) -> None:
+        self._control.disable_monitor()
+        for socket in (self._monitor, self._control):
+            self._poller.unregister(socket)
+            socket.close(linger=linger)
+
+    def _make(self, kind: int, options: dict[str, int]) -> Socket:
         socket = self._context.socket(kind)
         for name, value in options.items():
             socket.setsockopt(getattr(zmq, name), value)
-        if topic is not None:
-            socket.setsockopt(zmq.SUBSCRIBE, topic)
         socket.setsockopt(zmq.IPV6, self._address.is_ipv6)
+        return socket
+
+    def _connect(self, socket: Socket, port: int) -> None:
         socket.connect(str(self._address._replace(port=port)))
         self._poller.register(socket, zmq.POLLIN)
-        return socket
 
     def _read_subscriptions(self, stream: int, socket: Socket) -> None:
         while True:
@@ -149,4 +173,7 @@ class Wires:
                 frame = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._listeners[stream] += 1 if frame[:1] == b"\x01" else -1
+            is_new = frame[:1] == b"\x01"
+            self._listeners[stream] += 1 if is_new else -1
+            if is_new:
+                self._reconnected.add(stream)

@@ -246,10 +246,26 @@ class Outbox(Generic[Item]):
                 continue
             stands_still = stream.waits_since + self._standstill_s <= min(now, self._moved_at)
             if stands_still or now - stream.waits_since >= self._stall_s(stream):
-                lost += stream.in_flight
-                stream.acknowledged = stream.sent
-                stream.waits_since, stream.renewals = now, stream.renewals + 1
-                self._queue_again(stream)
+                lost += self._give_up(stream, now)
+        return lost
+
+    @property
+    def dead(self) -> tuple[int, ...]:
+        """Streams that have stood still and have not moved since."""
+        return tuple(index for index, stream in enumerate(self._streams) if stream.renewals)
+
+    def reconnect(self, index: int, now: float) -> int:
+        """A stream has a new connection: if it is a dead one, what it was tried with last is lost,
+        and the next try is due now. Returns how many bytes are queued again."""
+        is_dead = index in self.dead and self._streams[index].in_flight
+        return self._give_up(self._streams[index], now) if is_dead else 0
+
+    def _give_up(self, stream: _Stream[Item], now: float) -> int:
+        """Queues what is under way again, in front."""
+        lost = stream.in_flight
+        stream.acknowledged = stream.sent
+        stream.waits_since, stream.renewals = now, stream.renewals + 1
+        self._queue_again(stream)
         return lost
 
     @property

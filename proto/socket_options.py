@@ -10,11 +10,20 @@ STREAM_WINDOW_BYTES = 32 << 20
 COMMON: dict[str, int] = {
     # A socket must never keep a process from ending; Bye gets this long to leave.
     "LINGER": 1000,
-    # NAT and firewalls forget idle connections; probe before they do.
+    # A connection on which nothing is acknowledged for so long, neither data nor probes, is closed
+    # and dialled again: a firewall may have forgotten it, and the kernel alone would try for a
+    # quarter of an hour. (A peer that is frozen with full buffers is not seen by this, nor by
+    # ZeroMQ's heartbeats: progress is.)
+    "TCP_MAXRT": 20_000,
+    # Who only receives has nothing to be acknowledged: probes find out for it, within MAXRT. They
+    # also keep NAT and firewalls from forgetting an idle connection.
     "TCP_KEEPALIVE": 1,
-    "TCP_KEEPALIVE_IDLE": 60,
-    "TCP_KEEPALIVE_INTVL": 15,
-    "TCP_KEEPALIVE_CNT": 4,
+    "TCP_KEEPALIVE_IDLE": 10,
+    "TCP_KEEPALIVE_INTVL": 5,
+    "TCP_KEEPALIVE_CNT": 2,
+    # A first packet that is lost is sent again after 1, 2, 4, ... 64 s: over an outage that is
+    # longer than the outage. A new attempt begins sooner.
+    "CONNECT_TIMEOUT": 5_000,
     # Half-open handshakes (port scanners, slow-loris) are dropped.
     "HANDSHAKE_IVL": 10_000,
     # The default never backs off: a hundred learners would hammer a restarting broker. But what
@@ -52,9 +61,6 @@ DATA: dict[str, int] = {
     # that keeps to no credit costs at most so many messages per connection.
     "RCVHWM": 64,
     "MAXMSGSIZE": PAYLOAD_BYTES_MAX,
-    # A connection whose data nobody acknowledges is closed and dialled again. (A peer that is
-    # frozen with full buffers is not seen by this, nor by ZeroMQ's heartbeats: progress is.)
-    "TCP_MAXRT": 20_000,
 }
 
 XPUB: dict[str, int] = {

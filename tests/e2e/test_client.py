@@ -131,6 +131,27 @@ def test_every_new_connection_is_told_once() -> None:
         wires.close()
 
 
+def test_a_connection_that_swallows_everything_is_given_up() -> None:
+    """As behind a proxy that acknowledges what it never delivers: the kernel sees no failure."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    learner = lone(f"tcp://127.0.0.1:{port}", wait_s=HANG_S)
+    dialer = learner.background.session._dialer  # pyright: ignore[reportPrivateUsage]
+    dialer._redial_s = 0.5  # pyright: ignore[reportPrivateUsage]
+    peers: set[bytes] = set()
+    try:
+        learner.background.start()
+        while len(peers) < 2:
+            assert router.poll(int(1000 * HANG_S)), "no other connection"
+            peer, frame = router.recv_multipart()
+            assert isinstance(decode_control(frame), msg.Hello)
+            peers.add(peer)
+    finally:
+        learner.abort()
+        context.destroy(linger=0)
+
+
 def test_a_broker_that_is_back_is_greeted_without_the_back_off() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)

@@ -11,6 +11,50 @@ from narrows.proto.frames import downlink_topic
 from narrows.proto.limits import STREAMS_MAX
 
 
+def test_a_new_dial_replaces_every_connection() -> None:
+    broker = broker_wires.Wires.bind(
+        "tcp://127.0.0.1:0", uplink_port=0, downlink_port=0, insecure=False
+    )
+    learner = learner_wires.Wires(broker.address, "0" * 32)
+    ports = broker.uplink_port, broker.downlink_port
+    subscribed = 0
+    heard: list[bytes] = []
+
+    def all_stand() -> bool:
+        nonlocal subscribed
+        learner.wait(0.05)
+        assert broker.receive_data() is None  # Its socket subscribes when it is looked at.
+        subscribed += len(broker.read_subscriptions())
+        return learner.uplink_open and subscribed == 2
+
+    def control_stands() -> bool:
+        learner.wait(0.05)
+        return learner.has_connected()
+
+    def has_heard() -> bool:
+        received = broker.receive_control()
+        heard.extend(received[2] if received else ())
+        return received is not None
+
+    try:
+        for message in (b"first", b"second"):
+            wait_until(control_stands, "the control connection")
+            learner.send_control(message)
+            wait_until(has_heard, "the message")
+            subscribed = 0
+            learner.open_streams(2, *ports)
+            wait_until(all_stand, "the data connections")
+            assert learner.take_reconnected() == [0, 1] and not learner.take_reconnected()
+            learner.open_streams(2, *ports)  # Once more changes nothing.
+            assert learner.uplink_open
+            learner.redial()
+            assert not learner.has_connected()
+        assert heard == [b"first", b"second"]
+    finally:
+        learner.close()
+        broker.close()
+
+
 @pytest.mark.parametrize("streams", [1, 12, STREAMS_MAX])
 def test_what_leaves_on_a_stream_arrives_there_alone(streams: int) -> None:
     broker = broker_wires.Wires.bind(

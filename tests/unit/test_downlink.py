@@ -100,6 +100,29 @@ def test_a_learner_that_falls_behind_gets_the_newest_state_instead() -> None:
     assert sorted(set(after)) == list(range(max(states) + 1, 60))
 
 
+def test_who_was_cut_off_is_tried_as_soon_as_it_subscribes_again() -> None:
+    line = Line(1000)
+    line.publish(0, DataKind.STATE)
+    times = [0.0, 6.0, 7.0]
+    sent: list[int] = []
+    for now in times:
+        line.downlink.pump(now)
+        sent.append(len(line.sent.headers))
+    assert sent == [4, 5, 5], "one message tries a dead stream"
+    line.downlink.reconnect({downlink_topic("1" * 32, 0), downlink_topic(INCARNATION, 1)}, 7.0)
+    line.downlink.pump(7.0)
+    assert len(line.sent.headers) == 5
+    line.downlink.reconnect({downlink_topic(INCARNATION, 0)}, 7.0)
+    line.downlink.pump(7.0)
+    assert len(line.sent.headers) == 6
+    line.downlink.acknowledge("a", (line.sent.headers[-1].position,), 7.1)
+    line.downlink.pump(7.1)
+    assert len(line.sent.headers) == 9
+    line.downlink.reconnect({downlink_topic(INCARNATION, 0)}, 7.2)
+    line.downlink.pump(7.2)
+    assert len(line.sent.headers) == 9, "a stream that moves loses nothing"
+
+
 def test_a_state_is_held_until_all_of_it_has_arrived() -> None:
     line = Line(1000)
     line.publish(0, DataKind.STATE)

@@ -85,6 +85,24 @@ def test_a_peer_that_acknowledges_nothing_gets_ever_fewer_single_messages() -> N
     assert len(drain(outbox, now=1000.0)) == 100
 
 
+def test_a_dead_stream_is_tried_at_once_over_a_new_connection() -> None:
+    outbox = Outbox[str](2, 1000, stall_s=5.0)
+    for item in "abcd":
+        outbox.put(item, 10)
+    drain(outbox, now=0.0)
+    assert outbox.reconnect(0, 1.0) == 0, "it may be merely late"
+    assert outbox.renew_stalled(5.0) == 40 and list(outbox.dead) == [0, 1]
+    tried = [stream for _, stream, _ in drain(outbox, now=5.0)]
+    assert sorted(tried) == [0, 1]
+    assert drain(outbox, now=9.0) == []
+    assert outbox.reconnect(0, 9.0) == 10
+    ((_, stream, position),) = drain(outbox, now=9.0)
+    assert stream == 0
+    outbox.acknowledge((position,), 9.1)
+    assert list(outbox.dead) == [1] and len(drain(outbox, now=9.1)) == 2
+    assert outbox.reconnect(0, 9.2) == 0
+
+
 def test_progress_keeps_a_stream_from_stalling() -> None:
     outbox = Outbox[str](1, 20, stall_s=5.0)
     outbox.put("a", 10)

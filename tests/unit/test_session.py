@@ -47,6 +47,37 @@ def test_a_new_connection_is_greeted_and_begins_the_back_off_again() -> None:
     assert not only(seat.do(ev.Connected()), msg.Hello)
 
 
+def redials(seat: Seat, seconds: float) -> list[float]:
+    """Seconds from now at which the session has everything dialled anew."""
+    start, times = seat.now, list[float]()
+    while (deadline := seat.session.next_deadline()) is not None and deadline <= start + seconds:
+        seat.now = max(seat.now, deadline)
+        effects = seat.do(ev.DeadlineReached())
+        kinds = [type(e.message) if isinstance(e, ev.Send) else type(e) for e in effects]
+        if ev.Redial in kinds:
+            assert kinds.index(ev.Redial) < kinds.index(msg.Hello)
+            times.append(seat.now - start)
+    seat.now = start + seconds
+    return times
+
+
+def test_a_connection_without_answers_is_given_up_ever_more_patiently() -> None:
+    seat = Seat().joined()
+    assert redials(seat, 200) == [11.75, 21.75, 41.75, 81.75, 141.75]
+    seat.hear(msg.Refuse("over_capacity", "full"))
+    assert redials(seat, 9) == [6.75], "any answer says that this connection works"
+    seat.welcome()
+    assert redials(seat, 3.9) == []
+
+
+def test_a_new_connection_has_its_own_time_to_answer() -> None:
+    seat = Seat().joined()
+    seat.wait(10)
+    seat.do(ev.Connected())
+    assert redials(seat, 4.9) == []
+    assert len(redials(seat, 10)) == 1
+
+
 def test_a_joiner_fetches_adopts_and_is_ready() -> None:
     seat = Seat()
     seat.do(ev.DeadlineReached())
