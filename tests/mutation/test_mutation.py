@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,8 @@ from mutation.imports import reaching
 from mutation.operators import OPERATORS, mutants
 from mutation.run import Drawn, draw, flat, known_equivalent, stages
 from mutation.targets import FAST, TARGETS
-from mutation.tree import ROOT, Outcome, Tree, outcome
+from mutation.tree import ROOT, Outcome, Tree, end_all, outcome
+from running import HANG_S
 
 SAMPLES: list[tuple[str, str, list[str]]] = [
     ("negated_condition", "if a:\n    b = c", ["if not (a):"]),
@@ -169,6 +174,19 @@ def test_a_test_that_hangs_is_named() -> None:
 def test_tests_that_cannot_run_at_all_are_no_verdict() -> None:
     with pytest.raises(RuntimeError, match="no such option"):
         outcome(4, "no such option")
+
+
+def test_what_a_test_leaves_behind_is_ended_and_nothing_else() -> None:
+    command = [sys.executable, "-c", "import signal; signal.pause()"]
+    marked = {**os.environ, "NARROWS_MUTATION": "of this test"}
+    with (
+        subprocess.Popen(command, env=marked, start_new_session=True) as left,
+        subprocess.Popen(command) as other,
+    ):
+        end_all("NARROWS_MUTATION=of this test")
+        assert left.wait(HANG_S) == -signal.SIGKILL
+        assert other.poll() is None
+        other.kill()
 
 
 @pytest.mark.slow

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import resource
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,10 @@ SLOW_TEST_S = 400
 
 RUN_S = 3000
 """What the limit of a test does not see: a module that never ends while it is imported."""
+
+OUTPUT_BYTES_MAX = 64 << 20
+
+MARK = "NARROWS_MUTATION"
 
 WHERE = "import narrows.broker.model as m; m.warm_up(); print(m.__file__)"
 
@@ -55,7 +61,8 @@ class Tree:
         own = {"PYTHONPATH": path, "NUMBA_CACHE_DIR": str(folder / "numba")}
         one = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
         one |= {"PYTHONDONTWRITEBYTECODE": ""}
-        self._environment = os.environ | own | one
+        self._mark = f"{MARK}={secrets.token_hex(16)}"
+        self._environment = os.environ | own | one | dict([self._mark.split("=")])
         self._stamp_s = 1_000_000_000
         command = [sys.executable, "-c", WHERE]
         found = subprocess.run(
@@ -86,27 +93,34 @@ class Tree:
             "-o", f"faulthandler_timeout={test_s}", "-o", "faulthandler_exit_on_timeout=true",
             *arguments,
         ]  # fmt: skip
-        process = subprocess.Popen(
-            command, cwd=self.root, env=self._environment, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        resource.prlimit(process.pid, resource.RLIMIT_DATA, (DATA_BYTES_MAX, DATA_BYTES_MAX))
+        # Into a file: what endless processes print would fill the memory of this one.
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(
+                command, cwd=self.root, env=self._environment, start_new_session=True,
+                stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            resource.prlimit(process.pid, resource.RLIMIT_DATA, (DATA_BYTES_MAX, DATA_BYTES_MAX))
+            try:
+                code = process.wait(timeout=RUN_S)
+            except subprocess.TimeoutExpired:
+                return Outcome(False, "nothing: it never ended", hung=True)
+            finally:
+                process.kill()
+                process.wait()
+                end_all(self._mark)
+            output.seek(0)
+            return outcome(code, output.read(OUTPUT_BYTES_MAX).decode(errors="replace"))
+
+
+def end_all(mark: str) -> None:
+    """Ends every process that has inherited this environment variable: a test that hangs or is
+    killed leaves what it has started, some of it in sessions of its own."""
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            output, _ = process.communicate(timeout=RUN_S)
-        except subprocess.TimeoutExpired:
-            return Outcome(False, "nothing: it never ended", hung=True)
-        finally:
-            _end(process)
-        return outcome(process.returncode, output)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Ends pytest and what it has started: they are a session of their own."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
+            if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            continue
 
 
 def outcome(code: int, output: str) -> Outcome:

@@ -167,6 +167,16 @@ def test_a_round_is_answered_only_once_its_base_is_adopted() -> None:
     assert one(seat.step(), ev.Snapshot).base_version == 1
 
 
+def test_a_step_without_tokens_is_no_work_to_push() -> None:
+    """A push of no tokens would be refused; the step counts with the next one that has some."""
+    seat = Seat().joined()
+    seat.beat((0, 0), open_round(0, 0))
+    effects = seat.step(tokens=0)
+    assert not only(effects, ev.Snapshot) and not only(effects, msg.Decline)
+    push = one(seat.step(tokens=5), msg.Push)
+    assert (push.tokens, push.steps) == (5, 2)
+
+
 def test_a_new_attempt_is_answered_with_all_the_work_since_the_base() -> None:
     seat = Seat().joined()
     seat.beat((0, 0), open_round(0, 0))
