@@ -8,12 +8,12 @@ from random import Random
 from typing import Protocol
 
 from narrows.bench.simulated_broker import MESSAGE_BYTES, WINDOW_BYTES, Content, Parcel, digest_of
+from narrows.bench.simulated_records import Adopted, Failed, Installed
 from narrows.bench.virtual import Clock, Faults, Host, Noted
 from narrows.learner import events as ev
 from narrows.learner.dialing import Identity
 from narrows.learner.session import Session
 from narrows.proto import messages as msg
-from narrows.proto.errors import NarrowsError
 from narrows.proto.fragments import Fragment
 from narrows.proto.outbox import Lane, Outbox
 from narrows.proto.transfer import STATE_CODEC
@@ -36,42 +36,6 @@ class LearnerSpec:
     contribute_after_steps: int = 0
     leaves_after_steps: int = 0
     """Its loop ends after so many steps; 0: at the end of the run."""
-
-
-@dataclass(frozen=True)
-class Installed:
-    """A learner's published copy of a fragment is `version` now."""
-
-    at_s: float
-    learner: str
-    incarnation: str
-    epoch: msg.Epoch
-    fragment: int
-    version: int
-    digest: int
-
-
-@dataclass(frozen=True)
-class Adopted:
-    """The learner's parameters hold this version now."""
-
-    at_s: float
-    learner: str
-    incarnation: str
-    epoch: msg.Epoch
-    fragment: int
-    version: int
-    digest: int
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A learner was refused for good."""
-
-    at_s: float
-    learner: str
-    incarnation: str
-    error: NarrowsError
 
 
 class World(Protocol):

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from narrows.bench.simulated_broker import Committed, Contributor
-from narrows.bench.simulated_learner import Adopted, Failed, Installed, SimulatedLearner
+from narrows.bench.simulated_learner import SimulatedLearner
+from narrows.bench.simulated_records import Adopted, Failed, Installed
 from narrows.bench.simulation import Simulation
 from narrows.broker.merge import token_weights
 from narrows.proto.messages import Epoch, Phase

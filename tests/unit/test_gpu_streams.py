@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from narrows.broker.config import load_config, settings
-from narrows.learner.device import DeviceParameters, parameters_of
+from narrows.learner.device import DeviceParameters, DeviceSnapshot, parameters_of
 from narrows.learner.parameters import ModuleParameters
 from narrows.learner.uplink import PushWork, Remainder, Residuals, encode_push
 from narrows.proto.fragments import Fragment, build_table
@@ -61,13 +61,13 @@ class Pushes:
         self.parameters.adopt(self.part, base)
         train(self.parameters.module, number)
         if isinstance(self.parameters, DeviceParameters):
-            local: object = self.parameters.capture(self.part)
+            local: DeviceSnapshot | F32 = self.parameters.capture(self.part)
         else:
             local = np.empty(self.part.elements, np.float32)
             self.parameters.snapshot(self.part, local)
         train(self.parameters.module, -number)  # Training goes on while it is encoded.
         residual = self.residuals.of(0)
-        work = PushWork(number, self.part, 0, base, local, residual, self.codec, 0.3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        work = PushWork(number, self.part, 0, base, local, residual, self.codec, 0.3)
         encode_push(work, SETTINGS, self.parameters.layout, work.chunks.append)
         error = 0.0 if self.codec == "f32-blosc2" else work.error_ratio()
         self.residuals.settle(work, merged=True)
