@@ -122,8 +122,7 @@ class Budget:
         if not self.bits_per_s:
             return now
         self._forget(now)
-        room = self.bits_per_s / 8 * WINDOW_SHARE * WINDOW_S - self._largest_bytes
-        excess = self._window_bytes - max(0.0, room)
+        excess = self._window_bytes - (self._per_window_bytes - self._largest_bytes)
         if excess <= 0:
             return self._free_at
         gone_at = now
@@ -136,8 +135,18 @@ class Budget:
 
     def send(self, size_bytes: float, now: float) -> None:
         """A message that waited is leaving."""
-        self._largest_bytes = max(self._largest_bytes, size_bytes)
+        if self._has_room_for(size_bytes):
+            self._largest_bytes = max(self._largest_bytes, size_bytes)
         self.charge(size_bytes, now)
+
+    @property
+    def _per_window_bytes(self) -> float:
+        return self.bits_per_s / 8 * WINDOW_SHARE * WINDOW_S
+
+    def _has_room_for(self, size_bytes: float) -> bool:
+        """False for a message that was cut for a larger rate: if room were kept in each window for
+        another one like it, control messages alone would hold it back for ever."""
+        return size_bytes <= self._per_window_bytes / 2
 
     def receive(self, size_bytes: float, now: float) -> None:
         """TCP acknowledges a message that arrived on the line that we send on. At most half of the
@@ -177,3 +186,5 @@ class Budget:
             self._bins.clear()
             self._window_bytes = 0.0
         self.bits_per_s = bits_per_s
+        if not self._has_room_for(self._largest_bytes):
+            self._largest_bytes = 0.0

@@ -125,6 +125,36 @@ def test_a_debt_is_one_of_bytes() -> None:
     assert budget.is_open(10.0)
 
 
+@pytest.mark.parametrize("before", [0.0, 1e9])
+def test_a_rate_that_is_lowered_lets_data_go_between_control_messages(before: float) -> None:
+    """What left before was cut for another rate: no second of this one has room for as much."""
+    budget, rate = Budget(before), 1e6
+    budget.send(1_000_000, 0.0)
+    budget.set_rate(rate, 10.0)
+    data = control = 0
+    for hundredth in range(10_000):
+        now = 100.0 + hundredth / 100
+        if hundredth % 10 == 0:
+            budget.charge(300, now)
+            control += 300
+        if budget.is_open(now):
+            budget.send(4600, now)
+            data += 4600
+    assert 0.95 * rate * 100 <= 8 * (data + control) <= rate * 100
+
+
+def test_a_message_larger_than_a_second_of_the_rate_leaves_between_control_messages() -> None:
+    """A push keeps the cut that it was begun with."""
+    budget, now, left = Budget(1e5), 0.0, 0
+    while now < 100.0:
+        budget.charge(300, now)
+        if budget.is_open(now):
+            budget.send(30_000, now)
+            left += 1
+        now += 0.5
+    assert left >= 30
+
+
 def test_without_a_rate_nothing_waits() -> None:
     budget = Budget()
     budget.charge(1 << 40, 1.0)
