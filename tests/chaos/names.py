@@ -40,6 +40,8 @@ class Sample:
 class Soak(Desk):
     """A desk that does not check itself after each event, which would take most of the time."""
 
+    now: float
+
     def do(self, event: ev.Event, after_s: float = 0.0) -> list[ev.Effect]:
         self.now += after_s
         return self.syncer.handle(event, now=self.now)
