@@ -25,7 +25,7 @@ def test_names_leave_nothing_behind_in_a_real_broker(tmp_path: Path) -> None:
     """Beyond those that are remembered: the last quarter of the connections adds nothing."""
     result = connections.run(4 * (GONE_MAX + 100), tmp_path, samples=4, names=1 << 20)
     assert result.exit_code == 0
-    assert abs(result.descriptors_grown) <= 4
+    assert result.descriptors_grown <= 2 * connections.SLACK
     *_, before, last = result.samples
     grown = last.resident_bytes - before.resident_bytes
     assert grown / (last.connections - before.connections) < 5_000
