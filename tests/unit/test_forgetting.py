@@ -63,7 +63,12 @@ def gone() -> Desk:
 
 @pytest.mark.parametrize("end", [msg.Bye("the loop has ended"), None])
 def test_a_learner_that_is_gone_is_forgotten_after_some_hours(end: msg.Bye | None) -> None:
-    slow = {**QUIET, "liveness__late": "4h", "liveness__lost": "5h", "liveness__forget": "6h"}
+    slow: dict[str, Any] = {
+        **QUIET,
+        "liveness__late": "4h",
+        "liveness__lost": "5h",
+        "liveness__forget": "6h",
+    }
     desk = Desk(**slow).running("a", "b")
     desk.say("a", msg.Decline(0, 0, 1, "evaluating"))
     contributed(desk, "b")
