@@ -9,9 +9,12 @@ from narrows.proto.limits import TOKENS_MAX
 RATE_RATIO_MAX = 8.0
 """A learner's tokens are accepted at up to this multiple of its own average."""
 
-FIRST_REPORT_TOKENS_MAX = 1 << 24
-"""Accepted from each of the first two reports with tokens, which have no average to be compared
-with: more than any learner makes in the second before one."""
+FIRST_REPORTS = 8
+"""So many reports with tokens make an average: a single one may hold a part of a step's tokens."""
+
+FIRST_TOKENS_MAX = 1 << 24
+"""Accepted from the first report with tokens, and from the FIRST_REPORTS after it together: more
+than any learner makes in the second before a report."""
 
 BURST_S = 60.0
 """Seconds since the last report with tokens that count; one that was cut off for up to eight times
@@ -51,9 +54,11 @@ class _Account:
         accepts what was made while reports were lost.
         """
         if not self.growths:
-            return FIRST_REPORT_TOKENS_MAX
+            return FIRST_TOKENS_MAX
         waited_s = min(now - self.grown_at, BURST_S)
-        return RATE_RATIO_MAX * max(self.made / self.growths, self.rate * waited_s)
+        usual = RATE_RATIO_MAX * max(self.made / self.growths, self.rate * waited_s)
+        is_known = self.growths >= FIRST_REPORTS
+        return usual if is_known else max(usual, FIRST_TOKENS_MAX - self.made)
 
     def grow(self, tokens: int, now: float) -> None:
         """A report has brought so many new tokens: learns the average."""

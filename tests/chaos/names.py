@@ -83,7 +83,7 @@ class Soak(Desk):
 
 def run(count: int, *, samples: int = 10) -> list[Sample]:
     """Has `count` names come and go."""
-    soak = Soak(fragments__sync_period_steps=3, broker__beat=10.0)
+    soak = Soak(fragments__sync_period_steps=3, broker__beat="10s")
     soak.found("stays")
     found: list[Sample] = []
     began, since = time.monotonic(), 0

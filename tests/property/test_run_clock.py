@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrows.broker.run_clock import FIRST_REPORT_TOKENS_MAX, RATE_RATIO_MAX, RunClock
+from narrows.broker.run_clock import FIRST_REPORTS, FIRST_TOKENS_MAX, RATE_RATIO_MAX, RunClock
 
 IDLE_REPORT_S = 1.0
 
@@ -16,6 +16,14 @@ tokens_of_a_step = st.integers(1, 1 << 17)
 waits = st.floats(0.0, 100_000.0)
 pauses = st.dictionaries(st.integers(0, 60), st.floats(0.0, 3600.0), max_size=3)
 """Seconds by the number of steps before the pause."""
+
+
+def test_a_wild_first_report_lets_in_no_more_than_its_allowance() -> None:
+    clock = RunClock()
+    clock.join("a", 0, 0.0)
+    clock.report("a", 1, 1.0)
+    clock.report("a", 1 << 62, 2.0)
+    assert clock.run_tokens == 1 + FIRST_TOKENS_MAX
 
 
 def logged(
@@ -56,7 +64,7 @@ def test_what_an_honest_learner_reports_is_counted_at_once(
     clock = RunClock()
     clock.join("a", 0, 0.0)
     per_report = (spacing_s / step_s + 1) * tokens
-    if per_report > FIRST_REPORT_TOKENS_MAX:
+    if per_report > FIRST_TOKENS_MAX:
         return
     for now, told in reports(logged(waits_s, step_s, tokens, {}), [spacing_s]):
         clock.report("a", told, now)
@@ -84,7 +92,7 @@ def test_reports_that_are_lost_are_made_up_for_by_the_next(
     clock.join("a", 0, 0.0)
     spacing_s = [0.1] * 2000
     spacing_s[after] = lost_s
-    if (lost_s / step_s + 1) * tokens > FIRST_REPORT_TOKENS_MAX:
+    if (lost_s / step_s + 1) * tokens > FIRST_TOKENS_MAX:
         return
     for now, told in reports(logged(waits_s, step_s, tokens, {}), spacing_s):
         clock.report("a", told, now)
@@ -120,7 +128,13 @@ def test_the_clock_never_exceeds_what_was_reported_and_never_falls(
         before = clock.run_tokens
 
 
-@given(waits, steps, st.integers(1, 1000), st.integers(2, 150), st.integers(1 << 40, 1 << 62))
+@given(
+    waits,
+    steps,
+    st.integers(1, 1000),
+    st.integers(FIRST_REPORTS + 1, 150),
+    st.integers(1 << 40, 1 << 62),
+)
 def test_a_wild_report_drives_the_clock_at_eight_times_the_average_rate(
     waits_s: float, step_s: float, tokens: int, number: int, wild: int
 ) -> None:

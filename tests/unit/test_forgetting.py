@@ -26,7 +26,7 @@ QUIET: dict[str, Any] = {
     "liveness__lost": "10h",
     "liveness__late": "9h",
     "liveness__forget": "10h",
-    "broker__beat": 60.0,
+    "broker__beat": "60s",
 }
 """For tests that do not want to say for hours that a learner lives."""
 
