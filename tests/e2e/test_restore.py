@@ -111,6 +111,7 @@ def test_learners_that_are_several_lives_ahead_go_back_and_the_run_lives(run: Ru
     both_merge(run)
     stop_broker(run)
     shutil.copytree(state, copy)
+    lost = None
     for _ in range(2):
         run.broker()
         both_merge(run)

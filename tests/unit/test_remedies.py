@@ -81,8 +81,11 @@ def test_fewer_bits_are_advised_where_they_can_be_had(
     codec: str, advised: list[str], not_advised: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk = Desk(wan__up="100kbit/s", codec__push=codec).running("a")
-    # As fast as the toy model is small.
-    monkeypatch.setattr(Roster, "step_s", lambda _: 1e-6)
+
+    def step_s(_: Roster) -> float:
+        return 1e-6  # As fast as the toy model is small.
+
+    monkeypatch.setattr(Roster, "step_s", step_s)
     notes = [note.text for note in only(Need(desk.state).warn(), bev.Note)]
     assert len(notes) == 1 and notes[0].startswith("wan.up or wan.total_up is too little")
     assert all(text in notes[0] for text in advised)
