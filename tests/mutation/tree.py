@@ -90,8 +90,8 @@ class Tree:
         """Runs pytest until a test fails or hangs. Raises RuntimeError if it cannot run at all."""
         command = [
             sys.executable, "-m", "pytest", "-x", "-v", "--tb=no", "-p", "no:cacheprovider",
-            "-o", f"faulthandler_timeout={test_s}", "-o", "faulthandler_exit_on_timeout=true",
-            *arguments,
+            "--hypothesis-seed=1", "-o", f"faulthandler_timeout={test_s}",
+            "-o", "faulthandler_exit_on_timeout=true", *arguments,
         ]  # fmt: skip
         # Into a file: what endless processes print would fill the memory of this one.
         with tempfile.TemporaryFile() as output:
