@@ -31,7 +31,7 @@ export OMP_NUM_THREADS NUMBA_NUM_THREADS
 # The version of pyright is pinned; it need not ask a registry for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo bench test check fmt chaos chaos-broker chaos-connections chaos-names mutation venv
+.PHONY: help demo bench test check fmt chaos chaos-broker chaos-connections chaos-names chaos-end mutation venv
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ chaos-broker: $(READY)  ## KILLS times SIGKILL to a real broker under load, then
 
 chaos-connections: $(READY)  ## ten thousand connections to a broker, half of them cut in mid-transfer
 	PYTHONPATH=tests $(BIN)/python tests/chaos/connections.py 10000
+
+chaos-end: $(READY)  ## the end of a run: 1.5 million parameters at 100 kbit/s, a long step, a hang, a trickle
+	for case in slow-line long-step hung trickle; do $(BIN)/python tests/chaos/end_of_run.py $$case || exit; done
 
 chaos-names: $(READY)  ## a hundred thousand learners come and go in virtual time, five thousand for real
 	PYTHONPATH=tests $(BIN)/python tests/chaos/names.py 100000

@@ -50,6 +50,8 @@ class Way:
     A connection then carries this much per round trip: what a congestion window does."""
     holds: bool = False
     """Nothing passes; connections stay open. Both ways: a black hole."""
+    trickles: set[int] = field(default_factory=set[int])
+    """Ports whose connections pass one byte a second."""
     carried: dict[int, int] = field(default_factory=dict[int, int])
     """Bytes passed on so far, by port."""
     fuses: dict[int, int] = field(default_factory=dict[int, int])
@@ -222,6 +224,9 @@ class _Connection:
         self.broker.close()
 
 
+TRICKLE_S: Final = 1.0
+"""From byte to byte of a connection that trickles."""
+
 HOLD_LOOK_S: Final = 0.01
 """While a way holds, it looks for its release so often."""
 
@@ -298,6 +303,10 @@ class _Carrier:
     async def _send(self, data: bytes) -> None:
         cut = self._way.cut_length(self._port, len(data))
         for piece in self._slices(data[:cut]):
+            while self._port in self._way.trickles and piece:
+                await self._loop.sock_sendall(self._sink, piece[:1])
+                piece = piece[1:]
+                await asyncio.sleep(TRICKLE_S)
             await self._loop.sock_sendall(self._sink, piece)
         carried = self._way.carried
         carried[self._port] = carried.get(self._port, 0) + (len(data) if cut is None else cut)

@@ -156,8 +156,8 @@ class SimulatedLearner(Host):
             self.handle(ev.Continued())
         limit = self.spec.leaves_after_steps
         over = session.should_stop or (limit and session.steps >= limit)
-        if not session.ready or session.must_wait(now) or over or session.leaving:
-            ends = over and session.ready and not session.leaving
+        if not session.ready or session.must_wait(now) or over or session.farewell.asked:
+            ends = over and session.ready and not session.farewell.asked
             self.handle(ev.LoopEnded() if ends else ev.BoundaryReached())
             self.blocked_s += IDLE_S if session.ready and not over else 0.0
             self.later(IDLE_S, self._train)
@@ -224,7 +224,7 @@ class SimulatedLearner(Host):
 
     def _copy_fails(self) -> bool:
         # What fails while the process leaves ends it with an error, in place of the final model.
-        share = 0.0 if self.session.leaving else self.faults.copies
+        share = 0.0 if self.session.farewell.asked else self.faults.copies
         return share > 0 and self.clock.now < self.faults.until_s and self.random.random() < share
 
     def _fails(self) -> bool:

@@ -299,6 +299,7 @@ class Admission:
             role, effects = self.founding.role(member, now)
         elif not member.ready and member.adopting_since is None:
             member.adopting_since = now
+            member.down.expect(now)
         return [ev.Send(member.peer, state.welcome(member, role, now)), *effects]
 
 

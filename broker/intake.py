@@ -33,6 +33,7 @@ class Intake:
         try:
             round_ = self._round(member, message.fragment, message.base_version)
             effects = self._supersede(round_, member, message.push_id)
+            self._expect(member, now)
             push = round_.push_of(member.name, member.incarnation, message.push_id, now)
             round_.announce(push, message)
         except RemoteProtocolError as error:
@@ -75,6 +76,7 @@ class Intake:
             return drop
         if header.stream < len(member.received):
             member.received[header.stream] = header.position
+            member.up.move(member.received, now)
         push = header.kind is msg.DataKind.PUSH
         if push and self._is_settled(member, header.fragment, header.push_id):
             return drop
@@ -96,6 +98,7 @@ class Intake:
             return [], True
         round_ = self._round(member, header.fragment, header.version)
         effects = self._supersede(round_, member, header.push_id)
+        self._expect(member, now)
         push = round_.push_of(member.name, member.incarnation, header.push_id, now)
         is_wanted = push.wants(header)
         if is_wanted:
@@ -271,3 +274,12 @@ class Intake:
                 member.arrival.add(now - round_.opened_at)
             member.missed_running, member.missed_named = 0, False
             member.contributed_at = now
+            if not self._is_sending(member):
+                member.up.settle()
+
+    def _expect(self, member: Member, now: float) -> None:
+        """Bytes of a push are awaited: the time until they come tells the learner's rate."""
+        member.up.expect(now, anew=not self._is_sending(member))
+
+    def _is_sending(self, member: Member) -> bool:
+        return any(member.name in round_.incoming for round_ in self.state.rounds.values())

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from narrows.broker import events as ev
 from narrows.broker.scheduler import Scheduler
 from narrows.broker.state import RunState
+from narrows.broker.waiting import Waiting
 from narrows.proto import messages as msg
+from narrows.proto.limits import TEXT_CHARACTERS_MAX
 
 STOP_S = 20.0
 """A process that is to stop waits so long for the disk."""
@@ -39,11 +41,16 @@ class Lifecycle:
     _retry_at: float | None = None
     _seen_at: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.waiting = Waiting(self.state, self.started_at)
+
     def resumed(self, checkpoint_sum: int | None) -> None:
         """The state is that of a checkpoint, with the rounds of the journal after it."""
         version_sum = self.state.version_sum
         self.checkpoint_sum = version_sum if checkpoint_sum is None else checkpoint_sum
         self._durable_phase = self.state.phase
+        if self.state.phase in (msg.Phase.ENDING, msg.Phase.ENDED):
+            self.waiting.begin(self.started_at)
         if self.state.phase is msg.Phase.ENDING:
             self.scheduler.final_due = list(range(len(self.state.heads)))
 
@@ -114,9 +121,7 @@ class Lifecycle:
         return [ev.Note("info", "the journal is written again")]
 
     def next_deadline(self) -> float | None:
-        times: list[float | None] = [self._retry_at, self._stop_by]
-        if self.state.phase in (msg.Phase.ENDING, msg.Phase.ENDED):
-            times.append(self._last_return_at())
+        times = [self._retry_at, self._stop_by, self.waiting.next_deadline()]
         return min((time for time in times if time and time > self._seen_at), default=None)
 
     # Phases.
@@ -132,12 +137,13 @@ class Lifecycle:
         self.scheduler.launched_at = now
         return [ev.Note("info", f"the run begins with {joined} learners")]
 
-    def reach_goal(self) -> list[ev.Effect]:
+    def reach_goal(self, now: float) -> list[ev.Effect]:
+        """From the goal on the last rounds are opened, and learners may be given up."""
         state = self.state
         goal = state.settings.goal_tokens
         if state.phase is not msg.Phase.RUNNING or not goal or state.clock.run_tokens < goal:
-            return []
-        state.phase = msg.Phase.ENDING
+            return self.waiting.look(now)
+        self._enter(msg.Phase.ENDING, now)
         self.scheduler.final_due = list(range(len(state.heads)))
         return [ev.Note("info", f"goal of {goal} tokens reached: one last round per fragment")]
 
@@ -146,33 +152,20 @@ class Lifecycle:
         state = self.state
         self._seen_at = now
         if state.phase is msg.Phase.ENDING:
-            if not self._anybody(now):
+            if not self.waiting.anybody():
                 self.scheduler.final_due.clear()  # Nobody is left who could contribute.
             if not self.scheduler.final_due and not state.rounds:
-                state.phase = msg.Phase.ENDED
+                self._enter(msg.Phase.ENDED, now)
                 return [ev.Note("info", "the run has ended")]
         durable = self.checkpoint_sum == state.version_sum and self._durable_phase is state.phase
-        if state.phase is not msg.Phase.ENDED or not durable or self._anybody(now):
+        if state.phase is not msg.Phase.ENDED or not durable or self.waiting.anybody():
             return []
-        return self._finish("the run has ended, all learners have the final model")
+        outcome = self.waiting.outcome()
+        return [*self._say_bye(outcome), *self._finish(outcome)]
 
-    def _anybody(self, now: float) -> bool:
-        """Somebody is connected, or was so lately that the final model is kept for them."""
-        last_return_at = self._last_return_at()
-        waiting = last_return_at is not None and now < last_return_at
-        return waiting or bool(self.state.roster.connected())
-
-    def _last_return_at(self) -> float | None:
-        """Until when learners that were cut off may come back; None: nobody was."""
-        lost_s = self.state.config.liveness.lost
-        times = [
-            member.heard_at + lost_s
-            for member in self.state.roster
-            if not member.connected and not member.left
-        ]
-        if self.state.epoch_resumed:
-            times.append(self.started_at + lost_s)
-        return max(times, default=None)
+    def _enter(self, phase: msg.Phase, now: float) -> None:
+        self.state.phase = phase
+        self.waiting.begin(now)
 
     # The end of the process.
 
@@ -182,8 +175,11 @@ class Lifecycle:
             return []
         self.stopping = reason
         self.scheduler.halted = True
+        return self._say_bye(reason)
+
+    def _say_bye(self, reason: str) -> list[ev.Effect]:
         return [
-            ev.Send(member.peer, msg.Bye(reason))
+            ev.Send(member.peer, msg.Bye(reason[:TEXT_CHARACTERS_MAX]))
             for member in self.state.roster.connected()
             if member.peer is not None
         ]

@@ -13,6 +13,7 @@ from narrows.broker.events import Peer
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.limits import LEARNERS_MAX, NAME_PATTERN
 from narrows.proto.messages import TokenLedger
+from narrows.proto.patience import Flow
 from narrows.proto.smoothing import Smoothed
 
 INCARNATION_PATTERN = r"\A[0-9a-f]{32}\Z"
@@ -49,6 +50,10 @@ class Member:
     ledger: TokenLedger = field(default_factory=TokenLedger)
     received: list[int] = field(default_factory=list[int])
     """Uplink stream positions seen: the credit that we give."""
+    up: Flow = field(default_factory=Flow)
+    """Bytes of its pushes."""
+    down: Flow = field(default_factory=Flow)
+    """Bytes that it has acknowledged."""
     acknowledged: int = 0
     """Sum of the positions that were told last."""
     acknowledged_at: float = 0.0
@@ -74,6 +79,8 @@ class Member:
     """When its last contribution was complete, or it joined."""
     left: bool = False
     """It said Bye, or was refused: nobody waits for its return."""
+    given_up: bool = False
+    """The end of the run goes on without it."""
 
     @property
     def connected(self) -> bool:
@@ -150,6 +157,10 @@ class Roster:
 
     def ready(self) -> list[Member]:
         return [member for member in self._present.values() if member.ready]
+
+    def counted_on(self) -> list[Member]:
+        """Who is waited for in a round."""
+        return [member for member in self.ready() if not member.given_up]
 
     def step_s(self) -> float:
         """Median step time of the ready learners, 0 if none has reported one."""

@@ -208,6 +208,17 @@ class Round:
         self.contributed.clear()
         return handles
 
+    def awaits(self, name: str) -> bool:
+        """A contribution of this learner may still come: it was asked, or all are below the
+        quorum, and it has neither contributed nor declined, nor is its push being decoded."""
+        asked = name in self.expected or len(self.contributed) < self.quorum
+        over = self.merging or name in self.contributed or name in self.declined
+        return asked and not over and not self.is_here(name)
+
+    def is_here(self, name: str) -> bool:
+        """All of the learner's push has arrived; the rest is ours to do."""
+        return name in self.incoming and self.incoming[name].here
+
     def has(self, incarnation: str, push_id: int, name: str) -> bool:
         """True if this very push is a complete contribution already."""
         done = self.contributed.get(name)

@@ -155,7 +155,7 @@ class Scheduler:
                 member.state is Liveness.LATE,
                 member.predicted_s(),
                 member.arrival.mean,
-                member.name in round_.incoming and round_.incoming[member.name].here,
+                round_.is_here(member.name),
             )
             for member in ready
             if member.name not in round_.contributed
@@ -195,7 +195,7 @@ class Scheduler:
         """Starts the merges whose time has come."""
         effects: list[ev.Effect] = []
         self._decide_at.clear()
-        ready = self.state.roster.ready()
+        ready = self.state.roster.counted_on()
         for index in sorted(self.state.rounds):
             round_ = self.state.rounds[index]
             if round_.merging or self.halted:
@@ -205,18 +205,24 @@ class Scheduler:
             if decision.verdict is Verdict.GRACE and decision.until is not None:
                 self._decide_at[index] = decision.until
             elif decision.verdict is Verdict.CLOSE:
-                effects += self._close(round_, now)
+                effects += self._close(round_, decision, now)
             elif decision.verdict is Verdict.MERGE:
                 effects += self._start_merge(round_, decision, now)
         return effects
 
-    def _close(self, round_: Round, now: float) -> list[ev.Effect]:
+    def _close(self, round_: Round, decision: Decision, now: float) -> list[ev.Effect]:
         """Ends a round without a merge."""
         self._end_round(round_)
         if not round_.last:
             self._reopen_at = now + REOPEN_S
+        names = ", ".join(sorted(round_.contributed))
         handles = round_.discard()
-        return [ev.Drop(handles)] if handles else []
+        effects: list[ev.Effect] = [ev.Drop(handles)] if handles else []
+        if round_.last and names:
+            what = f"the last round of fragment {round_.fragment} ends without a merge"
+            text = f"{what}, the work of {names} is dropped: {decision.reason}"
+            effects.append(ev.Note("warning", text))
+        return effects
 
     def _end_round(self, round_: Round) -> None:
         del self.state.rounds[round_.fragment]
@@ -242,7 +248,7 @@ class Scheduler:
     def _count_missed(self, round_: Round, now: float) -> list[ev.Effect]:
         """Names learners that keep missing rounds, once, with the reason that can be seen."""
         effects: list[ev.Effect] = []
-        for awaited in self._awaited(round_, self.state.roster.ready()):
+        for awaited in self._awaited(round_, self.state.roster.counted_on()):
             member = self.state.roster.get(awaited.name)
             assert member is not None
             member.missed_running += 1
@@ -282,6 +288,9 @@ class Scheduler:
             ev.Publish(member.name, index, event.version, member.last_merged[index])
             for member in state.roster.connected()
         ]
+        before = tuple(head.version - (i == index) for i, head in enumerate(state.heads))
+        for member in state.roster.connected():
+            member.down.expect(now, anew=tuple(member.held) == before)
         return effects
 
     def merge_failed(self, fragment: int, reason: str, now: float) -> list[ev.Effect]:

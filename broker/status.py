@@ -62,6 +62,8 @@ def _waiting_for(syncer: Syncer) -> str:
         return "a learner"
     if state.open_rounds():
         return syncer.scheduler.waiting_for
+    if state.phase is msg.Phase.ENDED and (names := syncer.lifecycle.waiting.holders_up):
+        return f"{', '.join(names)} to take the final model"
     merging = ", ".join(map(str, sorted(state.rounds)))
     return f"fragment {merging}: merged, then written to disk" if merging else ""
 
@@ -69,6 +71,8 @@ def _waiting_for(syncer: Syncer) -> str:
 def _state(member: Member) -> str:
     if member.left:
         return "left"
+    if member.given_up and member.connected:
+        return "given up"
     return str(member.state) if member.ready or not member.connected else "joining"
 
 

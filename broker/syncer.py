@@ -159,10 +159,9 @@ class Syncer:
         effects = self.admission.expire(now)
         for member in self.state.roster.age(now):
             effects += self._aged(member, now)
-        begun = self.lifecycle.begin(now)
-        if begun:
+        if begun := self.lifecycle.begin(now):
             effects += begun + self.admission.welcome_all(now)
-        effects += self.lifecycle.reach_goal()
+        effects += self.lifecycle.reach_goal(now)
         effects += self.scheduler.decide(now)
         self.scheduler.launch(now)
         effects += self.lifecycle.end(now)
@@ -261,6 +260,7 @@ class Syncer:
         member.step, member.tokens = report.step, report.tokens
         member.step_s, member.loss, member.ledger = report.step_s, report.loss, report.ledger
         member.keeps_bits_per_s = report.up_bits_per_s
+        member.down.move(report.received, now)
         self.state.clock.report(member.incarnation, report.tokens, now)
 
     def _adopted(self, member: Member, fragment: int, version: int, now: float) -> None:

@@ -11,6 +11,7 @@ from narrows.proto.errors import (
     LocalProtocolError,
     NarrowsError,
     Refused,
+    Unfinished,
 )
 
 if TYPE_CHECKING:
@@ -34,4 +35,5 @@ __all__ = [
     "LocalProtocolError",
     "NarrowsError",
     "Refused",
+    "Unfinished",
 ]

@@ -6,13 +6,16 @@ waiting happen behind its back. One lock guards the session; nobody copies while
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from msgspec import structs
 
 from narrows.learner import events as ev
@@ -20,10 +23,11 @@ from narrows.learner.background import F32, Background, ParameterHost
 from narrows.learner.device import DeviceParameters, DeviceSnapshot
 from narrows.learner.exchange import OUT_OF_MEMORY, reason_of
 from narrows.learner.session import Connection
-from narrows.learner.uplink import Ranges
+from narrows.learner.uplink import Ranges, rounded_base
 from narrows.proto import messages as msg
 from narrows.proto.buffers import empty_f32
-from narrows.proto.errors import BrokerUnreachable
+from narrows.proto.errors import BrokerUnreachable, Unfinished
+from narrows.proto.fragments import Fragment
 
 __all__ = ["Client", "ParameterHost"]
 
@@ -139,18 +143,29 @@ class Client:
     def finish(self, timeout_s: float | None = None) -> None:
         """Answers what is in flight, adopts the final versions at the end of a run, says Bye.
 
-        Raises Refused if the broker does not want this learner any more."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._at_boundary(ev.LoopEnded())
+        Waits for the broker as long as `learner.leaving` says, at most `timeout_s`. Raises Refused
+        if the broker does not want this learner any more, Unfinished if the run has reached its
+        goal and the learner does not get the final model."""
+        said_at = time.monotonic()
+        self._at_boundary(ev.LoopEnded(math.inf if timeout_s is None else timeout_s))
         while self._session.connection not in (Connection.LEFT, Connection.REFUSED):
             self._at_boundary(ev.BoundaryReached())
             self.background.wait(0.05)
-            if deadline is not None and time.monotonic() > deadline:
-                _log.warning("left without Bye; was waiting for %s", self._session.waits_for)
-                break
+            if time.monotonic() - said_at >= SAY_S:
+                said_at = time.monotonic()
+                session = self._session
+                here = session.farewell.waits_for(session.phase, session.links)
+                _log.info("leaving waits for %s", here if session.online else session.waits_for)
         self.abort()
         if self.background.error is not None:
             raise self.background.error
+        if self._session.should_stop and not self._session.farewell.final:
+            lacks = self._session.farewell.lacks
+            raise Unfinished(f"left without {lacks}", got=f"versions {self._versions()}")
+        if self.settings.goal_tokens and not self._session.should_stop:
+            _log.warning(
+                "left at %.0f%% of the run's goal: this is not its final model", 100 * self.progress
+            )
 
     def abort(self) -> None:
         """Leaves at once; control messages that were sent already get the linger time."""
@@ -190,6 +205,29 @@ class Client:
     @property
     def health(self) -> str:
         return str(self._session.connection)
+
+    def standing(self) -> dict[str, str]:
+        """What a file with the parameters says of them: are they the final model of which run?
+
+        Compared bit by bit with what the broker has published: a step too many, or weights that
+        were put in their place, are not the run's.
+        """
+        session = self._session
+        is_final = session.farewell.final and all(map(self._holds, self._exchange.table))
+        return {
+            "narrows.final": str(is_final).lower(),
+            "narrows.run": session.run_id,
+            "narrows.versions": json.dumps(session.links.adopted),
+            "narrows.run_tokens": str(int(self.run_tokens)),
+            "narrows.goal_tokens": str(self.settings.goal_tokens),
+        }
+
+    def _holds(self, part: Fragment) -> bool:
+        local = empty_f32(part.elements)
+        self._host.snapshot(part, local)
+        layout = self._session.identity.layout
+        published = rounded_base(part, self._exchange.published[part.index], layout)
+        return bool(np.array_equal(local.view(np.uint32), published.view(np.uint32)))
 
     def stats(self) -> dict[str, Any]:
         """Counters: bytes both ways, seconds of the training thread, the token ledger."""

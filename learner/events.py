@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -105,7 +106,9 @@ class Continued:
 
 @dataclass(frozen=True)
 class LoopEnded:
-    """The training loop is over: answer what is in flight, then leave."""
+    """The training loop is over: answer what is in flight, then leave; after `within_s` anyway."""
+
+    within_s: float = math.inf
 
 
 @dataclass(frozen=True)

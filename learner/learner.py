@@ -37,7 +37,6 @@ class Exchange(Protocol):
     @property
     def joined_version_sum(self) -> int:
         """Sum of the fragments' versions adopted at the first join; 0: the run began with us."""
-        ...
 
     @property
     def should_stop(self) -> bool: ...
@@ -57,6 +56,7 @@ class Exchange(Protocol):
     def finish(self, timeout_s: float | None) -> None: ...
     def abort(self) -> None: ...
     def stats(self) -> Mapping[str, Any]: ...
+    def standing(self) -> Mapping[str, str]: ...
 
 
 class Learner:
@@ -66,8 +66,9 @@ class Learner:
     `lr_scale`), blocks until every fragment is adopted, and raises BrokerUnreachable after
     `join_timeout_s` seconds; after that an outage never raises. From then on each step of the
     optimizer, of several the last one, is a boundary at which fragments are read and adopted.
-    Leaving answers what is in flight, for at most `leave_timeout_s` seconds (None: for ever), and
-    says Bye; when the body raised it leaves at once.
+    Leaving answers what is in flight, takes the final model of a run that has reached its goal (or
+    raises Unfinished) and says Bye. It waits while the broker speaks and for a while after, at most
+    `leave_timeout_s` seconds if they are given; when the body raised it leaves at once.
 
     `merge_laws` is described at ModuleParameters. `events` is a file that gets one JSON line per
     event. `device_encoding` is whether pushes are encoded where the parameters are, for 8 bytes of
@@ -86,7 +87,7 @@ class Learner:
         name: str,
         merge_laws: Mapping[str, str] | None = None,
         join_timeout_s: float = 60.0,
-        leave_timeout_s: float | None = 60.0,
+        leave_timeout_s: float | None = None,
         events: str | os.PathLike[str] | None = None,
         device_encoding: bool | None = None,
         connect: Callable[..., Exchange] = Client,
@@ -242,8 +243,8 @@ class Learner:
         return self._parameters.state_dict()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the model's state as safetensors; see ModuleParameters.save."""
-        self._parameters.save(path)
+        """Writes a safetensors file; its metadata tell if it is final: see Client.standing."""
+        self._parameters.save(path, self._exchange.standing() if self._exchange else None)
 
     def stats(self) -> dict[str, Any]:
         """Counters of the client; `code_s` are the training thread's seconds in our code between
@@ -324,15 +325,14 @@ def _listed(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 
 def _refuse_several_ranks() -> None:
     distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        ranks = distributed.get_world_size()
-        if ranks > 1:
-            raise _misuse(
-                "torch.distributed is initialised with several ranks",
-                expected="world size 1",
-                got=str(ranks),
-                remedy="A learner is one process: several ranks are not supported yet.",
-            )
+    is_initialized = distributed.is_available() and distributed.is_initialized()
+    if is_initialized and (ranks := distributed.get_world_size()) > 1:
+        raise _misuse(
+            "torch.distributed is initialised with several ranks",
+            expected="world size 1",
+            got=str(ranks),
+            remedy="A learner is one process: several ranks are not supported yet.",
+        )
 
 
 def _misuse(message: str, **detail: str) -> LocalProtocolError:

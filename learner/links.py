@@ -63,11 +63,14 @@ class Links:
         return tuple(max(link.held, 0) for link in self._links) if self.ready else ()
 
     @property
-    def current(self) -> bool:
-        """The parameters are the newest versions that the broker has told, and nothing else."""
-        return not any(
-            link.behind or link.fresh or link.applying or link.account.steps for link in self._links
-        )
+    def unfinished(self) -> list[Link]:
+        """Of these the parameters are not the newest version that the broker has told, or hold
+        more than that."""
+        return [
+            link
+            for link in self._links
+            if link.behind or link.fresh or link.applying or link.account.steps
+        ]
 
     @property
     def wants_boundary(self) -> bool:
@@ -75,9 +78,9 @@ class Links:
         return bool(self.to_found) or any(link.fresh or link.unanswered for link in self._links)
 
     @property
-    def push_open(self) -> bool:
-        """The outcome of a push is not known yet."""
-        return any(link.push is not None and link.push.merged is None for link in self._links)
+    def pushing(self) -> list[Link]:
+        """Of these the outcome of a push is not known yet."""
+        return [link for link in self._links if link.push and link.push.merged is None]
 
     def fetching(self) -> list[Link]:
         """Links that are behind; of those that hold nothing only the first few."""

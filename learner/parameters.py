@@ -137,14 +137,15 @@ class ModuleParameters:
         state: dict[str, Any] = self.module.state_dict()
         return {clean_name(name): value for name, value in state.items()}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], told: Mapping[str, str] | None = None) -> None:
         """Writes `state_dict()` as safetensors, for a strict `load_state_dict`; missing folders
-        are made, and an older file is replaced only by a complete one."""
+        are made, and an older file is replaced only by a complete one. Its metadata are `told`."""
+        metadata = {"format": "pt", "narrows.final": "false", **(told or {})}
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            save_file(_separate(self.state_dict()), unfinished, metadata={"format": "pt"})
+            save_file(_separate(self.state_dict()), unfinished, metadata=metadata)
             os.replace(unfinished, target)
         finally:
             unfinished.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from narrows.learner import events as ev
 from narrows.learner.dialing import QUIET_S, WAITS_FOR, Connection, Dialer, Identity, error_of
+from narrows.learner.leaving import Leaving, is_ending
 from narrows.learner.ledger import Ledger
 from narrows.learner.links import Links
 from narrows.learner.pace import Pace, RunTime
@@ -35,7 +36,7 @@ class Session:
         self.phase = msg.Phase.FOUNDING
         self.links = Links()
         self.contribute_after_steps = identity.contribute_after_steps
-        self.leaving = False
+        self.farewell = Leaving()
         self.waits_for = "an answer from the broker"
         self._dialer = Dialer(jitter)
         self._pace = Pace()
@@ -79,13 +80,15 @@ class Session:
             case ev.Continued():
                 self._paused = ""
                 self.links.answer_again()
-            case ev.LoopEnded():
-                self.leaving = True
+            case ev.LoopEnded(within_s):
+                self.farewell.ask(within_s, now)
             case ev.Connected():
                 self._dialer.connected(now)
             case ev.DeadlineReached():
                 effects = self._look_for_broker(now)
-        return effects + self._advance(now)
+        effects += self._advance(now)
+        self.farewell.note(effects, now)
+        return effects
 
     def next_deadline(self) -> float | None:
         """When `handle(DeadlineReached())` is due if nothing else happens."""
@@ -135,7 +138,7 @@ class Session:
     @property
     def should_stop(self) -> bool:
         """The goal is reached: no further inner step counts."""
-        return self.phase in (msg.Phase.ENDING, msg.Phase.ENDED)
+        return is_ending(self.phase)
 
     @property
     def wants_boundary(self) -> bool:
@@ -272,13 +275,13 @@ class Session:
     def _boundary(self) -> list[ev.Effect]:
         """The parameters may be touched: adopt what is new, then answer the open rounds."""
         rolled_back = any(link.fallen_back and link.fresh for link in self.links)
-        effects = self.links.adopt(final=self.leaving and self.phase is msg.Phase.ENDED)
+        effects = self.links.adopt(final=self.farewell.asked and self.phase is msg.Phase.ENDED)
         if effects and self.ready and self.settings is not None:
             self._pace.realign(self.settings, self.links.adopted, rolled_back=rolled_back)
         effects += self.links.found()
         if self._warming or not self.online or self._paused:
             return effects
-        last = self.leaving or self.should_stop
+        last = self.farewell.asked or self.should_stop
         return effects + self.links.snapshot(self._pace.run_step, any_step=last)
 
     @property
@@ -301,7 +304,8 @@ class Session:
 
     def _advance(self, now: float) -> list[ev.Effect]:
         effects: list[ev.Effect] = []
-        if self._dialer.closed or self._leave():
+        silent_s = None if self.online else self._dialer.silent_s(now)
+        if self._dialer.closed or self.farewell.may_go(self.phase, self.links, silent_s, now):
             return effects + self._bye(now)
         if self._dialer.hello_due(now):
             effects += self._dialer.redial(now)
@@ -311,7 +315,7 @@ class Session:
             return effects
         self.links.retry(now)
         effects += [e for link in self.links.fetching() for e in link.ask(now, self._jitter())]
-        stopped = self.leaving or self.should_stop
+        stopped = self.farewell.asked or self.should_stop
         effects += self.links.decline(self._warming or self._paused, stopped=stopped)
         if now >= self._pace.report_at():
             effects.append(self._report(now))
@@ -328,23 +332,11 @@ class Session:
 
     # The end.
 
-    def _leave(self) -> bool:
-        """True if the learner may go: nothing of its own is open, and the end is adopted.
-
-        Without a broker there is nobody to say Bye to, unless the final model is still due.
-        """
-        if self.phase is msg.Phase.ENDED:
-            return self.leaving and self.links.current
-        if not self.leaving or self.phase is msg.Phase.ENDING:
-            return False
-        return not (self.online and self.links.push_open)
-
     def _bye(self, now: float) -> list[ev.Effect]:
         if self._dialer.closed:
             return []
-        effects = self.links.close()
+        effects = [*self.farewell.go(self.phase, self.links), *self.links.close()]
         if self.online:
-            what = "run" if self.phase is msg.Phase.ENDED else "loop"
-            effects += [self._report(now), ev.Send(msg.Bye(f"the {what} has ended"))]
+            effects += [self._report(now), ev.Send(msg.Bye(self.farewell.reason(self.phase)))]
         self._dialer.connection = Connection.LEFT
         return [*effects, ev.Left()]

@@ -43,6 +43,7 @@ class ErrorCode(StrEnum):
     STATE_LOCKED = "state_locked"
     STATE_DAMAGED = "state_damaged"
     JOURNAL_FAILED = "journal_failed"
+    UNFINISHED = "unfinished"
     MISUSE = "misuse"
 
 
@@ -113,6 +114,20 @@ class BrokerUnreachable(NarrowsError):
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
         super().__init__(ErrorCode.BROKER_UNREACHABLE, message, remedy=remedy)
+
+
+class Unfinished(NarrowsError):
+    """The run is over for this learner, and its parameters are not the run's final model."""
+
+    def __init__(self, message: str, *, got: str) -> None:
+        super().__init__(
+            ErrorCode.UNFINISHED,
+            message,
+            expected="the run's final model",
+            got=got,
+            remedy="when the run has ended, the broker has it: `narrows export`. A file that is"
+            " saved from here is marked as not final",
+        )
 
 
 def describe(

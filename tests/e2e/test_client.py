@@ -234,7 +234,7 @@ def test_a_refusal_while_leaving_is_raised(
     learner.start()
     # Pushes are announced and never sent: leaving waits for their outcome.
     monkeypatch.setattr(learner.background.exchange, "start_push", ignored)
-    step_until(learner, lambda: learner.background.session.links.push_open)
+    step_until(learner, lambda: learner.background.session.links.pushing)
     superseded = encode_control(msg.Refuse("superseded", "a newer process has taken the name"))
 
     def superseded_while_waiting(_timeout_s: float) -> None:

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors import safe_open
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-from narrows.learner import Learner, LocalProtocolError, Refused
+from narrows.learner import Learner, LocalProtocolError, Refused, Unfinished
 from narrows.learner.parameters import ModuleParameters
 from narrows.learner.ramp import ramp_steps
 from narrows.learner.step_log import Logged, detached
@@ -73,6 +74,9 @@ class Recorder:
 
     def stats(self) -> dict[str, Any]:
         return {"up_bytes": 3, "code_s": -1.0}
+
+    def standing(self) -> dict[str, str]:
+        return {"narrows.final": "true", "narrows.versions": "[4, 3]"}
 
     def adopt_all(self, change: Callable[[F32], F32]) -> None:
         for fragment in build_table(self.host.layout, 2):
@@ -162,7 +166,7 @@ def test_a_whole_life() -> None:
     assert [call[0] for call in loop.calls] == ["start", "boundary", "boundary", "finish"]
     assert [call[1] for call in loop.calls[1:3]] == [10, 20]
     assert all(isinstance(call[2], float) for call in loop.calls[1:3])
-    assert loop.calls[-1] == ("finish", 60.0)
+    assert loop.calls[-1] == ("finish", None)
 
 
 def test_what_the_connection_is_made_with(tmp_path: Path) -> None:
@@ -440,7 +444,7 @@ def test_the_model_inside_a_wrapper_is_watched_too() -> None:
             inner.zero_grad()
             learner.log(tokens=20)
             inner.zero_grad()
-        assert recorder[0].calls[1:] == [("skipped", 10), ("skipped", 20), ("finish", 60.0)]
+        assert recorder[0].calls[1:] == [("skipped", 10), ("skipped", 20), ("finish", None)]
 
 
 def test_optimizers_that_step_at_unequal_rates_lose_no_tokens() -> None:
@@ -564,7 +568,7 @@ def test_leaving_restores_torch_in_any_order() -> None:
         loop.learner.__exit__(None, None, None)
     for loop in loops:
         loop.model.zero_grad()
-        assert loop.calls == [("start",), ("finish", 60.0)]
+        assert loop.calls == [("start",), ("finish", None)]
     assert [vars(owner)[name] for owner, name in methods] == before
 
 
@@ -577,7 +581,7 @@ def test_leaving_restores_the_optimizers() -> None:
         loop.log(3)
     loop.zero_grad()
     loop.step()
-    assert loop.calls == [("start",), ("skipped", 3), ("finish", 60.0)]
+    assert loop.calls == [("start",), ("skipped", 3), ("finish", None)]
     assert "zero_grad" not in vars(loop.optimizers[0])
     assert vars(loop.optimizers[1])["zero_grad"] is mine
 
@@ -877,6 +881,33 @@ def test_adopted_and_final_values_reach_the_file(tmp_path: Path) -> None:
     loop.model.load_state_dict(loaded, strict=True)
     assert all((value == 1).all() for value in loaded.values())
     assert learner.state_dict().keys() == loaded.keys()
+
+
+def test_a_file_tells_whether_it_is_final(tmp_path: Path) -> None:
+    learner = Loop().learner
+
+    def saved() -> dict[str, str]:
+        learner.save(tmp_path / "model.safetensors")
+        with safe_open(tmp_path / "model.safetensors", "pt") as file:
+            return dict(file.metadata())
+
+    assert saved() == {"format": "pt", "narrows.final": "false"}
+    with learner:
+        pass
+    assert saved() == {"format": "pt", "narrows.final": "true", "narrows.versions": "[4, 3]"}
+
+
+def test_an_end_without_the_final_model_is_raised_unless_the_body_did() -> None:
+    def unfinished() -> None:
+        raise Unfinished("left without the last rounds of the run", got="versions 3..4")
+
+    def fail(recorder: Recorder) -> None:
+        recorder.on["finish"] = unfinished
+
+    with pytest.raises(Unfinished, match="narrows export"), Loop(prepare=fail).learner:
+        pass
+    with pytest.raises(ZeroDivisionError), Loop(prepare=fail).learner:
+        raise ZeroDivisionError
 
 
 def test_without_optimizers_or_with_something_else() -> None:

@@ -1,0 +1,328 @@
+"""Whom the end of a run waits for: hung learners, slow lines, absent ones; and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from machines import RUN, Desk, hello, incarnation_of, only
+
+from narrows.broker import events as ev
+from narrows.broker.members import Member
+from narrows.broker.status import status
+from narrows.broker.syncer import Resumed
+from narrows.proto import messages as msg
+from narrows.proto import patience
+from narrows.proto.messages import Phase
+from narrows.proto.patience import Flow
+
+GOAL = 10**6
+LOST_S = 10.0
+"""liveness.lost: nobody is given up sooner."""
+
+
+def at_the_goal(
+    *names: str, prepare: Callable[[Desk], None] = lambda desk: None, **settings: Any
+) -> Desk:
+    """The last rounds are open; everybody reports, nobody has contributed yet.
+
+    `prepare` makes the time before, of which the machine knows only what it keeps.
+    """
+    desk = Desk(run__goal_tokens=GOAL, **settings).running(*names)
+    prepare(desk)
+    desk.state.clock.run_tokens = GOAL
+    desk.say(names[0], msg.Alive(0))
+    assert is_ending(desk)
+    return desk
+
+
+def is_ending(desk: Desk) -> bool:
+    return desk.state.phase is Phase.ENDING
+
+
+def pass_time(desk: Desk, seconds: float, *names: str) -> list[ev.Effect]:
+    """Everybody's background thread reports once a second."""
+    effects: list[ev.Effect] = []
+    for _ in range(round(seconds)):
+        effects += desk.wait(1.0)
+        for name in names:
+            effects += desk.say(name, msg.Alive(0))
+    return effects
+
+
+def notes(effects: list[ev.Effect], *words: str) -> list[str]:
+    found = only(effects, ev.Note)
+    return [note.text for note in found if all(word in note.text for word in words)]
+
+
+def member(desk: Desk, name: str) -> Member:
+    found = desk.state.roster.get(name)
+    assert found is not None
+    return found
+
+
+def contribute(desk: Desk, name: str) -> list[ev.Effect]:
+    """To every open round that waits for the learner; what is merged is written at once."""
+    effects: list[ev.Effect] = []
+    for index in sorted(desk.state.rounds):
+        if index in desk.state.rounds and desk.state.rounds[index].awaits(name):
+            effects += desk.contribute(
+                name, index, push_id=member(desk, name).last_merged[index] + 1
+            )
+    return effects
+
+
+def merge(desk: Desk, effects: list[ev.Effect]) -> list[ev.Effect]:
+    """The merges that were begun end."""
+    done: list[ev.Effect] = []
+    for begun in only(effects, ev.StartMerge):
+        done += desk.do(ev.Merged(begun.fragment, begun.version, 7, 0))
+    return effects + (merge(desk, done) if done else [])
+
+
+def end_with(desk: Desk, *names: str) -> list[ev.Effect]:
+    """These contribute to all last rounds; then the run has ended and is durable."""
+    effects: list[ev.Effect] = []
+    while is_ending(desk):
+        for name in names:
+            effects += merge(desk, contribute(desk, name))
+        effects += merge(desk, pass_time(desk, 1, *names))
+    return effects + desk.do(ev.CheckpointWritten(desk.state.version_sum))
+
+
+def leave(desk: Desk, name: str) -> list[ev.Effect]:
+    """The learner takes the final model and goes."""
+    desk.adopt(name)
+    return desk.say(name, msg.Bye("the run has ended"))
+
+
+def slow_line(desk: Desk, name: str, bytes_per_s: float) -> None:
+    """The history of a learner's lines."""
+    for way in ("up", "down"):
+        flow = Flow()
+        flow.move((1,), desk.now - 30)
+        flow.expect(desk.now - 30)
+        for second in range(30):
+            flow.move((2 + int(bytes_per_s * second),), desk.now - 30 + second)
+        setattr(member(desk, name), way, flow)
+
+
+def test_a_learner_that_hangs_and_reports_does_not_hold_the_last_rounds() -> None:
+    desk = at_the_goal("a", "hung")
+    contribute(desk, "a")
+    assert not only(pass_time(desk, LOST_S - 2, "a", "hung"), ev.StartMerge)
+    assert not member(desk, "hung").given_up
+    effects = pass_time(desk, 4, "a", "hung")
+    assert [merge.fragment for merge in only(effects, ev.StartMerge)] == [0, 1]
+    (note,) = notes(effects, "hung", "fragments 0, 1")
+    assert "10 s" in note
+    told = {learner.name: learner.state for learner in status(desk.syncer, {}, desk.now).learners}
+    assert told == {"a": "live", "hung": "given up"}
+
+
+def test_whoever_is_given_up_is_not_waited_for_again_in_the_next_rounds() -> None:
+    desk = at_the_goal("a", "hung", merge__rounds_in_flight=1)
+    contribute(desk, "a")
+    merge(desk, pass_time(desk, LOST_S + 2, "a", "hung"))
+    assert desk.state.rounds
+    for _ in range(3):
+        if is_ending(desk):
+            begun = contribute(desk, "a")
+            assert only(begun, ev.StartMerge)
+            merge(desk, begun)
+    assert desk.state.phase is Phase.ENDED
+
+
+def test_three_usual_rounds_are_waited_for() -> None:
+    def slow_rounds(desk: Desk) -> None:
+        member(desk, "slow").arrival.add(20.0)
+
+    desk = at_the_goal("a", "slow", prepare=slow_rounds)
+    contribute(desk, "a")
+    assert not notes(pass_time(desk, 58, "a", "slow"), "goes on without")
+    assert only(pass_time(desk, 4, "a", "slow"), ev.StartMerge)
+
+
+def test_a_learner_without_history_has_three_of_its_own_steps() -> None:
+    """Else the whole work of a run whose goal comes before its first round would be lost."""
+
+    def long_steps(desk: Desk) -> None:
+        pass_time(desk, 60, "a")
+        desk.report("a", step=3, tokens=300, step_s=30.0)
+
+    desk = at_the_goal("a", prepare=long_steps)
+    desk.report("a", step=20, tokens=6000, step_s=30.0)
+    assert not notes(pass_time(desk, 85, "a"), "goes on without")
+    assert notes(pass_time(desk, 10, "a"), "goes on without")
+
+
+def test_a_step_time_that_nobody_can_have_had_holds_nothing_up() -> None:
+    def lie(desk: Desk) -> None:
+        desk.report("liar", step=2, tokens=200, step_s=1e9)
+
+    desk = at_the_goal("a", "liar", prepare=lie)
+    contribute(desk, "a")
+    assert only(pass_time(desk, 60, "a", "liar"), ev.StartMerge)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "is_waited_for"), [(10, True), (1, False)])
+def test_a_push_is_waited_for_at_its_usual_rate_only(
+    monkeypatch: pytest.MonkeyPatch, bytes_per_s: int, is_waited_for: bool
+) -> None:
+    """500 bytes at 10 bytes a second take far longer than three rounds."""
+    monkeypatch.setattr(patience, "RATE_MIN", 8)
+    desk = at_the_goal("a", "slow", prepare=lambda desk: slow_line(desk, "slow", 10.0))
+    contribute(desk, "a")
+    for index in sorted(desk.state.rounds):
+        desk.push("slow", index, push_id=1 + index)
+    at, effects = member(desk, "slow").up.moved + 2, list[ev.Effect]()
+    for tenth in range(10):
+        effects += pass_time(desk, 5, "a", "slow")
+        at += 5 * bytes_per_s
+        place = {"offset": 100 * tenth, "count": 100}
+        effects += desk.chunk("slow", 0, push_id=1, position=at, **place)
+    assert bool(notes(effects, "slow", "goes on without")) is not is_waited_for
+    merge = only(effects, ev.StartMerge)[0]
+    names = [done.learner for done in merge.contributions]
+    assert names == (["a", "slow"] if is_waited_for else ["a"])
+
+
+@pytest.mark.parametrize(("bytes_per_s", "is_waited_for"), [(10, True), (1, False)])
+def test_the_final_model_is_waited_for_at_the_usual_rate_only(
+    monkeypatch: pytest.MonkeyPatch, bytes_per_s: int, is_waited_for: bool
+) -> None:
+    monkeypatch.setattr(patience, "RATE_MIN", 8)
+    desk = at_the_goal("a", "slow", prepare=lambda desk: slow_line(desk, "slow", 10.0))
+    end_with(desk, "a", "slow")
+    leave(desk, "a")
+    position, effects = member(desk, "slow").down.moved + 2, list[ev.Effect]()
+    for _ in range(40):
+        position += bytes_per_s
+        report = msg.Report(20, 4000, 1.0, None, (position,), msg.TokenLedger(), 0.0)
+        effects += desk.say("slow", report, after_s=1.0)
+        if not only(effects, ev.Finish):
+            waits_for = status(desk.syncer, {}, desk.now).waiting_for
+            assert waits_for == "slow to take the final model"
+    assert bool(only(effects, ev.Finish)) is not is_waited_for
+    if is_waited_for:
+        assert only(leave(desk, "slow"), ev.Finish)
+
+
+def test_a_learner_that_never_takes_the_final_model_is_named() -> None:
+    desk = at_the_goal("a", "hung")
+    for _ in range(round(LOST_S) + 5):
+        merge(desk, contribute(desk, "a"))
+        merge(desk, pass_time(desk, 1, "a", "hung"))
+    desk.do(ev.CheckpointWritten(desk.state.version_sum))
+    effects = leave(desk, "a") + pass_time(desk, LOST_S + 2, "hung")
+    (finish,) = only(effects, ev.Finish)
+    assert finish.reason == (
+        "the run has ended, 1 of 2 learners have the final model: "
+        "hung has not adopted fragments 0, 1"
+    )
+    assert only(effects, msg.Bye)
+    assert desk.syncer.next_deadline() is None
+
+
+def test_a_learner_that_comes_back_from_a_long_step_counts_again() -> None:
+    """Given up at the first of its last rounds, it is there for the second one."""
+    desk = at_the_goal("a", "slow", merge__rounds_in_flight=1)
+    contribute(desk, "a")
+    merge(desk, pass_time(desk, LOST_S + 2, "a", "slow"))
+    assert member(desk, "slow").given_up
+    contribute(desk, "slow")
+    assert not member(desk, "slow").given_up
+    assert only(contribute(desk, "a"), ev.StartMerge)
+
+
+def test_a_learner_that_was_cut_off_in_the_end_is_named() -> None:
+    desk = at_the_goal("a", "b")
+    desk.do(ev.PeerLost(b"b"))
+    end_with(desk, "a")
+    effects = leave(desk, "a") + pass_time(desk, LOST_S)
+    (finish,) = only(effects, ev.Finish)
+    assert "1 of 2 learners" in finish.reason
+    assert "b has not adopted fragments 0, 1" in finish.reason
+
+
+def test_a_learner_that_died_long_before_does_not_belong_to_the_end() -> None:
+    def die(desk: Desk) -> None:
+        member(desk, "b").arrival.add(1.0)
+        desk.do(ev.PeerLost(b"b"))
+        pass_time(desk, 20 * LOST_S, "a")
+
+    desk = at_the_goal("a", "b", prepare=die)
+    end_with(desk, "a")
+    (finish,) = only(leave(desk, "a"), ev.Finish)
+    assert finish.reason == "the run has ended, all learners have the final model"
+
+
+def test_a_joiner_that_hangs_does_not_hold_the_end() -> None:
+    """It has no work; a learner of before a restart, which looks the same, may have some."""
+    desk = at_the_goal("a")
+    desk.say("new", hello("new"))
+    desk.say("a", msg.Bye("stopped"))
+    pass_time(desk, LOST_S - 2, "new")
+    assert is_ending(desk)
+    pass_time(desk, 4, "new")
+    assert desk.state.phase is Phase.ENDED
+
+
+def finished_run() -> Desk:
+    """A broker that was started again after the end."""
+    heads = (msg.FragmentHead(3, 1), msg.FragmentHead(3, 2))
+    return Desk(resumed=Resumed(hello("a").layout, 0, heads, 1000, Phase.ENDED))
+
+
+def test_a_broker_started_on_a_finished_run_does_not_claim_that_anybody_came() -> None:
+    desk = finished_run()
+    assert not only(desk.wait(LOST_S - 1), ev.Finish)
+    (finish,) = only(desk.wait(2.0), ev.Finish)
+    assert finish.reason == "the run has ended, no learner has come for the final model"
+
+
+def test_who_comes_back_to_a_finished_run_is_waited_for() -> None:
+    desk = finished_run()
+    desk.say("a", hello("a", run_id=RUN), after_s=5.0)
+    assert not only(pass_time(desk, LOST_S - 2, "a"), ev.Finish)
+    (finish,) = only(leave(desk, "a"), ev.Finish)
+    assert finish.reason == "the run has ended, all learners have the final model"
+
+
+def test_work_that_the_last_round_drops_is_told() -> None:
+    desk = at_the_goal("a", "hung", merge__quorum=2)
+    effects: list[ev.Effect] = []
+    while is_ending(desk):
+        for index in sorted(desk.state.rounds):
+            if desk.state.rounds[index].awaits("a"):
+                effects += desk.contribute("a", index, push_id=desk.handle + 1)
+        effects += pass_time(desk, 1, "a", "hung")
+    for index in (0, 1):
+        what = f"the last round of fragment {index} ends without a merge, the work of a is dropped"
+        assert len(notes(effects, what)) == 1
+
+
+def test_names_do_not_fill_the_log() -> None:
+    names = [f"n{number:02}" for number in range(15)]
+    desk = at_the_goal("a", *names)
+    for name in names:
+        desk.do(ev.PeerLost(name.encode()))
+    end_with(desk, "a")
+    effects = leave(desk, "a") + pass_time(desk, LOST_S)
+    (finish,) = only(effects, ev.Finish)
+    assert "1 of 16 learners" in finish.reason
+    assert finish.reason.endswith("n09 has not adopted fragments 0, 1 and 5 more")
+
+
+def test_the_restart_of_a_learner_begins_its_wait_anew() -> None:
+    desk = at_the_goal("a", "b")
+    end_with(desk, "a", "b")
+    leave(desk, "a")
+    pass_time(desk, LOST_S - 3, "b")
+    desk.do(ev.PeerLost(b"b"))
+    again = hello("b", incarnation=incarnation_of("b", 2))
+    desk.do(ev.Received(b"b", again, "tcp://b"), after_s=2.0)
+    assert not only(pass_time(desk, LOST_S - 2, "b"), ev.Finish)
+    (finish,) = only(leave(desk, "b"), ev.Finish)
+    assert finish.reason == "the run has ended, all learners have the final model"
