@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
+import pytest
 from machines import EPOCH, RUN
 
 from narrows.broker.config import load_config
@@ -18,7 +19,7 @@ from narrows.broker.state import RunState
 from narrows.broker.subscriptions import Subscriptions
 from narrows.broker.syncer import Syncer
 from narrows.broker.wires import Wires
-from narrows.proto.budget import BURST_S, wire_bytes
+from narrows.proto.budget import BURST_S, PAUSE_BURST_S, wire_bytes
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import decode_data, downlink_topic
 from narrows.proto.limits import PUBLICATIONS_KEPT
@@ -181,6 +182,28 @@ def test_who_still_waits_for_an_older_state_shares_the_new_one_too() -> None:
     assert {header.version for header in line.sent.headers} == {1}
 
 
+def test_nothing_is_kept_for_a_learner_that_is_lost() -> None:
+    """What was queued for it is as large as the model, and many may come and go."""
+    line = Line(1000)
+    line.publish(0, DataKind.STATE)
+    before = line.downlink._addressees["a"]  # pyright: ignore[reportPrivateUsage]
+    assert before.outbox and before.states
+    line.downlink.forget("a")
+    assert not before.outbox and not before.states
+    line.downlink.forget("a")  # One that is not there is no matter.
+
+
+def test_as_many_publications_may_wait_as_are_kept() -> None:
+    """A learner that is only a little late gets steps: a state is ten times as large."""
+    line = Line(1000)
+    for version in range(1, PUBLICATIONS_KEPT + 1):
+        line.make(version)
+        line.publish(version)
+    line.downlink.pump(0.0)
+    assert {header.kind for header in line.sent.headers} == {DataKind.PUBLICATION}
+    assert len(line.sent.headers) == 4 * PUBLICATIONS_KEPT
+
+
 def test_what_is_on_its_way_is_not_sent_twice() -> None:
     line = Line(1000)
     line.make(1)
@@ -214,6 +237,22 @@ def test_the_rate_of_a_learner_holds() -> None:
         assert 8 * line.sent.wire_bytes <= 1e6 * (now + BURST_S) + 8 * 1514
     assert len(line.sent.headers) == 7 * 16
     assert 8 * line.sent.wire_bytes >= 0.95 * 1e6 * now
+
+
+@pytest.mark.parametrize("limit", ["wan.down", "wan.total_down"])
+def test_after_a_pause_the_line_is_not_flooded(limit: str) -> None:
+    """Who had nothing to send has not saved it up: routers' queues are short."""
+    line = Line(256, {limit: "1Mbit/s"})
+    line.make(1)
+    line.publish(1)
+    while line.downlink.pump_at is not None or not line.sent.headers:
+        line.downlink.pump(line.downlink.pump_at or 0.0)
+    assert len(line.sent.headers) == 16
+    before = line.sent.wire_bytes
+    line.make(2)
+    line.publish(2)
+    line.downlink.pump(30.0)
+    assert 0 < 8 * (line.sent.wire_bytes - before) <= 1e6 * PAUSE_BURST_S + 8 * 1514
 
 
 def test_learners_share_the_total_and_who_had_nothing_gets_no_more_than_its_part() -> None:

@@ -198,7 +198,7 @@ def test_missing_ranges_of_a_publication_are_sent_again() -> None:
     desk = Desk().running("a")
     desk.contribute("a")
     merged(desk)
-    missing = msg.Missing(msg.DataKind.PUBLICATION, 0, 1, 0, ((900, 500), (5000, 1)))
+    missing = msg.Missing(msg.DataKind.PUBLICATION, 0, 1, 0, ((900, 500), (30, 0), (5000, 1)))
     publish = one(desk.say("a", missing), ev.Publish)
     assert (publish.version, publish.ranges) == (1, ((900, 100),))
 

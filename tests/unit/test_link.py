@@ -8,6 +8,7 @@ from machines import Seat, digest, one, only, open_round
 from narrows.learner import events as ev
 from narrows.learner.arriving import AHEAD_MAX
 from narrows.proto import messages as msg
+from narrows.proto.limits import PUBLICATIONS_KEPT
 
 STATE = msg.DataKind.STATE
 
@@ -152,6 +153,15 @@ def test_a_result_from_before_a_restart_is_ignored() -> None:
     seat.restarted((0, 0))
     assert not only(seat.do(ev.Applied(0, 1, digest(0, 1))), ev.Install)
     assert seat.session.links[0].held == 0
+
+
+def test_only_versions_that_may_be_needed_are_kept() -> None:
+    """What is held already, or beyond all that the broker could send, would stay for ever."""
+    seat = Seat().joined((3, 3))
+    for version in (2, 3, 3 + PUBLICATIONS_KEPT + 1):
+        assert one(seat.data(0, version, count=10), ev.Drop).handles == (seat.handle,)
+    for version in (4, 3 + PUBLICATIONS_KEPT):
+        assert not only(seat.data(0, version, count=10), ev.Drop)
 
 
 def test_a_conflicting_chunk_is_dropped_with_a_note() -> None:

@@ -125,6 +125,18 @@ def test_tiny_norms_neither_overflow_nor_poison() -> None:
     assert result == pytest.approx([0, 1.6], rel=1e-6)
 
 
+def test_the_smallest_norm_that_counts_is_a_norm() -> None:
+    """From 2^-100 on, that included: which norms count decides bits that are promised."""
+    least = 2.0**-100
+    four = given(PLANE, [least, 0], [least, 0], [least, 0], [64 * least, 0])
+    assert merge(PLANE, four, [0.25] * 4).clipped == 1
+    both = merge(PLANE, given(PLANE, [least, 0], [0, least]), [0.5, 0.5]).outer_grad
+    assert both / np.float32(least) == pytest.approx([math.sqrt(0.5)] * 2, rel=1e-6)
+    below = least * 0.999
+    both = merge(PLANE, given(PLANE, [below, 0], [0, below]), [0.5, 0.5]).outer_grad
+    assert both / np.float32(below) == pytest.approx([0.5] * 2, rel=1e-6)
+
+
 def test_huge_values_stay_finite() -> None:
     result = merge(PLANE, given(PLANE, [3e38, 0], [3e38, 0]), [0.5, 0.5]).outer_grad
     assert result == pytest.approx([3e38, 0], rel=1e-6)

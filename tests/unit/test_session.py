@@ -241,6 +241,16 @@ def test_silence_of_the_broker_means_hello_again() -> None:
     assert not seat.session.must_wait(seat.now)
 
 
+def test_a_broker_that_is_gone_is_told_to_the_user() -> None:
+    for effects, text in (
+        (Seat().joined().wait(4.0), "nothing heard from the broker for 4 s; training goes on"),
+        (Seat().joined().hear(msg.Bye("update")), "the broker said Bye (update); training goes on"),
+        (Seat().joined().hear(msg.Alive(1)), "unexpected Alive from the broker"),
+    ):
+        note = one(effects, ev.Note)
+        assert note.level == "warning" and note.text.startswith(text)
+
+
 def test_training_pauses_only_after_max_offline() -> None:
     seat = Seat().joined()
     seat.wait(3590.0)
