@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from narrows.bench.simulated_broker import Committed, Contributor
-from narrows.bench.simulated_learner import SimulatedLearner
+from narrows.bench.simulated_learner import TORN, SimulatedLearner
 from narrows.bench.simulated_records import Adopted, Failed, Installed
 from narrows.bench.simulation import Simulation
 from narrows.broker.merge import token_weights
@@ -98,7 +98,9 @@ def check_merged(simulation: Simulation) -> None:
     has become of the lives of the broker that it followed."""
     made = {commit.digest: commit for commit in commits(simulation)}
     for learner in simulation.learners.values():
-        for index, (_, digest) in learner.parameters.items():
+        for index, adopted in learner.parameters.items():
+            # After a copy that failed, the parameters are due to be the published copy.
+            digest = (learner.published[index] if adopted == TORN else adopted)[1]
             held = 0
             while digest in made:
                 merged = made[digest].contributors
