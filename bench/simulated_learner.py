@@ -14,6 +14,7 @@ from narrows.learner import events as ev
 from narrows.learner.dialing import Identity
 from narrows.learner.session import Session
 from narrows.proto import messages as msg
+from narrows.proto.assembly import touches
 from narrows.proto.fragments import Fragment
 from narrows.proto.outbox import Lane, Outbox
 from narrows.proto.transfer import STATE_CODEC
@@ -281,7 +282,7 @@ class SimulatedLearner(Host):
         kind = msg.DataKind.FOUND
         self._outbox.discard(lambda p: p.kind is kind and p.fragment == effect.fragment)
         for parcel in self._parcels(kind, effect.fragment, 0, 0, content):
-            if not effect.ranges or touches(effect.ranges, parcel):
+            if not effect.ranges or touches(effect.ranges, parcel.offset, parcel.elements):
                 self._outbox.put(parcel, MESSAGE_BYTES, Lane.STATE)
 
     def _encoded(self, push_id: int) -> None:
@@ -299,7 +300,7 @@ class SimulatedLearner(Host):
         if push is not None:
             self._outbox.discard(lambda parcel: parcel.push_id == effect.push_id)
             for parcel in push.sent:
-                if touches(effect.ranges, parcel):
+                if touches(effect.ranges, parcel.offset, parcel.elements):
                     self._outbox.put(parcel, MESSAGE_BYTES)
 
     def _settle(self, effect: ev.SettlePush) -> None:
@@ -323,8 +324,3 @@ class SimulatedLearner(Host):
 def contents_need_base(effect: ev.Apply) -> bool:
     """A publication builds on the copy before, a state on nothing."""
     return effect.kind is msg.DataKind.PUBLICATION
-
-
-def touches(ranges: tuple[tuple[int, int], ...], parcel: Parcel) -> bool:
-    stop = parcel.offset + parcel.elements
-    return any(o < stop and parcel.offset < o + count for o, count in ranges)

@@ -9,10 +9,12 @@ from typing import TypeAlias
 from weakref import WeakValueDictionary
 
 from narrows.broker.config import WanSection
+from narrows.broker.data_path import Deaf
 from narrows.broker.events import Publish
 from narrows.broker.model import EncodedVersion, GlobalModel
 from narrows.broker.state import RunState
 from narrows.broker.wires import Traffic, Wires
+from narrows.proto.assembly import touches
 from narrows.proto.budget import Budget, wire_bytes
 from narrows.proto.frames import downlink_topic, encode_header
 from narrows.proto.limits import PAYLOAD_BYTES_MAX, PROTOCOL, PUBLICATIONS_KEPT
@@ -52,6 +54,8 @@ class _Addressee:
     budget: Budget
     served_bytes: int = 0
     """Beside those of the others: who has had least is served next."""
+    listens: bool = False
+    """It has subscribed to all of its streams; unsubscriptions are not believed."""
     is_active: bool = False
     """It had something that might leave when it was looked at last."""
     states: dict[int, EncodedVersion] = field(default_factory=dict[int, EncodedVersion])
@@ -68,11 +72,12 @@ class Downlink:
         run: RunState,
         traffic: dict[str, Traffic],
         encode_state: EncodeState,
+        warn: Callable[[str], None],
     ) -> None:
         self._wires = wires
         self._run = run
         self._traffic = traffic
-        self._encode_state = encode_state
+        self._encode_state, self._warn, self._deaf = encode_state, warn, Deaf()
         self._encoded: WeakValueDictionary[int, EncodedVersion] = WeakValueDictionary()
         """Newest encoded state by fragment, as long as it is on its way to somebody."""
         self._orders: dict[int, list[Publish]] = {}
@@ -208,7 +213,7 @@ class Downlink:
             if (parcel.kind, parcel.fragment, parcel.version) == what
         }
         for chunk in version.chunks:
-            wanted = not order.ranges or _touches(order.ranges, chunk.offset, chunk.count)
+            wanted = not order.ranges or touches(order.ranges, chunk.offset, chunk.count)
             if wanted and chunk.offset not in coming:
                 parcel = _Parcel(
                     order.kind, order.fragment, version.version, order.push_id, version.codec,
@@ -216,17 +221,13 @@ class Downlink:
                 )  # fmt: skip
                 addressee.outbox.put(parcel, len(chunk.payload), lane)
 
-    @property
-    def states_held(self) -> int:
-        """Fragments' copies that are kept for transfers under way."""
-        return sum(len(addressee.states) for addressee in self._addressees.values())
-
     def pump(self, now: float) -> None:
         """Sends what credit and rates allow: fragments before states, and of the learners the one
         that has had least."""
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
             self._renew_stalled(now)
+            self._name_deaf(now)
         waiting = self._waiting()
         late: list[float] = []
         for _ in range(PARCELS_PER_PUMP):
@@ -270,13 +271,19 @@ class Downlink:
         self._total.charge(lost_bytes, now)
         addressee.budget.charge(lost_bytes, now)
 
+    def _name_deaf(self, now: float) -> None:
+        each = self._addressees.items()
+        deaf = {a.incarnation: name for name, a in each if not self._listens(a)}
+        for text in self._deaf.look(deaf, self._run.downlink_port, now):
+            self._warn(text)
+
     def _waiting(self) -> dict[str, _Addressee]:
         """Who has something to be sent. One that had nothing, or no credit, does not get what it
         missed."""
         waiting: dict[str, _Addressee] = {}
         for name, addressee in self._addressees.items():
             # Nobody may listen yet: pub/sub would drop silently what the credit lets go.
-            if addressee.outbox and self._listens(addressee.incarnation):
+            if addressee.outbox and self._listens(addressee):
                 waiting[name] = addressee
             if not addressee.is_active:
                 addressee.served_bytes = max(addressee.served_bytes, self._served_bytes)
@@ -310,9 +317,10 @@ class Downlink:
         traffic.down_bytes += len(topic) + len(header) + len(payload)
         return True
 
-    def _listens(self, incarnation: str) -> bool:
+    def _listens(self, to: _Addressee) -> bool:
         """The learner has subscribed to all of its streams."""
-        return self._wires.subscribed.has(self._topics(incarnation))
+        to.listens = to.listens or self._wires.subscribed.has(self._topics(to.incarnation))
+        return to.listens
 
     def _topics(self, incarnation: str) -> set[bytes]:
         return {downlink_topic(incarnation, s) for s in range(self._run.settings.streams)}
@@ -337,7 +345,3 @@ class Downlink:
             stream=departure.stream,
             position=departure.position,
         )
-
-
-def _touches(ranges: tuple[tuple[int, int], ...], offset: int, count: int) -> bool:
-    return any(start < offset + count and offset < start + length for start, length in ranges)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from narrows.broker import data_path
 from narrows.broker import events as ev
 from narrows.broker.members import Member
 from narrows.broker.state import RunState, refusal
@@ -123,7 +124,7 @@ class Founding:
         if now < max(self._progress_at, self._asked_at) + REPAIR_S * 2.0**self._asks:
             return []
         self._asked_at, self._asks = now, min(self._asks + 1, ASKS_MAX)
-        return [
+        return data_path.silent(founder, self._progress_at, self.state.uplink_port, now) + [
             ev.Send(founder.peer, msg.Missing(msg.DataKind.FOUND, index, 0, 0, assembly.missing()))
             for index, assembly in sorted(self._parts.items())
             if not assembly.complete

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from narrows.broker import data_path
 from narrows.broker import events as ev
 from narrows.broker.members import Member
 from narrows.broker.rounds import Round
@@ -39,7 +40,7 @@ class Intake:
         except RemoteProtocolError as error:
             return self.refuse(member, error, message.fragment, message.push_id)
         self._settle(round_, member, now)
-        return effects
+        return effects + data_path.announced(member, self.state.uplink_port, now)
 
     def _decline_refused(self, member: Member, message: msg.Push) -> list[ev.Effect]:
         """A push that was refused, perhaps for a chunk that came before it, will not come; who
@@ -74,6 +75,7 @@ class Intake:
             # There is no session to answer to: an old process, or one that never joined.
             self.state.tally.refuse(ErrorCode.OLD_INCARNATION)
             return drop
+        data_path.arrived(member)
         if header.stream < len(member.received):
             member.received[header.stream] = header.position
             member.up.move(member.received, now)

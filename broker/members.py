@@ -69,6 +69,12 @@ class Member:
     refused: int = 0
     refused_pushes: deque[int] = field(default_factory=lambda: deque[int](maxlen=16))
     """Push ids refused lately: one Refuse per push, not one per chunk."""
+    announced: int = 0
+    """Pushes announced since data has come."""
+    silent_since: float = 0.0
+    """When the first of them was."""
+    silence_named: bool = False
+    """The operator has been told that no data comes."""
     missed_running: int = 0
     """Rounds missed in a row."""
     missed_named: bool = False
@@ -203,6 +209,7 @@ class Roster:
         self.disconnect(member)
         member.peer, member.address, member.heard_at = peer, address, now
         member.state, member.left = Liveness.LIVE, False
+        member.announced, member.silence_named = 0, False
         self.admit(member)
 
     def disconnect(self, member: Member) -> None:

@@ -83,7 +83,13 @@ class Service:
             self.commits = Commits(begun.journal, run, self._post, serve_on=serve_on)
         self.jobs = Jobs(config, run, self.state_dir, self._post, self.commits, begun.journaled)
         self.jobs.model = begun.model
-        self.downlink = Downlink(self.wires, run, self.traffic, self.jobs.encode_state)
+        self.downlink = Downlink(
+            self.wires,
+            run,
+            self.traffic,
+            self.jobs.encode_state,
+            lambda text: self._note("warning", text),
+        )
 
     # The loop.
 

@@ -22,12 +22,16 @@ from narrows.learner import events as ev
 from narrows.learner.background import F32, Background, ParameterHost
 from narrows.learner.device import DeviceParameters, DeviceSnapshot
 from narrows.learner.exchange import OUT_OF_MEMORY, reason_of
+from narrows.learner.joining import DataPath, JoinWatch, Line
 from narrows.learner.session import Connection
-from narrows.learner.uplink import Ranges, rounded_base
+from narrows.learner.uplink import rounded_base
 from narrows.proto import messages as msg
+from narrows.proto.assembly import Ranges
+from narrows.proto.budget import chunk_elements
 from narrows.proto.buffers import empty_f32
-from narrows.proto.errors import BrokerUnreachable, Unfinished
+from narrows.proto.errors import Unfinished
 from narrows.proto.fragments import Fragment
+from narrows.proto.transfer import STATE_CODEC
 
 __all__ = ["Client", "ParameterHost"]
 
@@ -84,7 +88,8 @@ class Client:
         """Blocks until every fragment is adopted, and says meanwhile what it waits for.
 
         Raises Refused if the broker refuses this learner, or has not admitted it within
-        `join_timeout_s`; BrokerUnreachable after that time without a sign of a broker.
+        `join_timeout_s`; BrokerUnreachable after that time without a sign of a broker, or with
+        data due and a data port, which it names, that lets nothing through.
         """
         try:
             self.background.start()
@@ -103,21 +108,32 @@ class Client:
         return f"{min(adopted)}..{max(adopted)}"
 
     def _join(self) -> None:
-        heard_at = said_at = time.monotonic()
-        while not self._session.ready:
+        said_at = time.monotonic()
+        watch = JoinWatch(self._broker, self._join_timeout_s, said_at)
+        while not (self._session.ready and self.background.wires.uplink_open):
             self._at_boundary(ev.BoundaryReached())
             self.background.wait(0.1)
             now = time.monotonic()
-            heard_at = now if self._session.online else heard_at
-            if now - heard_at > self._join_timeout_s:
-                raise self._session.not_admitted or BrokerUnreachable(
-                    f"no broker answered at {self._broker} for {self._join_timeout_s:g} s",
-                    remedy="is `narrows broker` running, is the address right, does a firewall "
-                    "block the port? A longer join timeout waits longer",
-                )
+            if (error := watch.look(self._data_path(), now)) is not None:
+                raise self._session.not_admitted or error
             if now - said_at >= SAY_S:
                 said_at = now
                 _log.info("waiting for %s (%s)", self._session.waits_for, self._broker)
+
+    def _data_path(self) -> DataPath | None:
+        """What is seen of the data connections; None without a session."""
+        exchange, wires = self._exchange, self.background.wires
+        with self.background.changed:
+            if not self._session.online or exchange.settings is None:
+                return None
+            up_port, down_port = wires.ports
+            sender, waits = exchange.sender, bool(self._session.links.fetching())
+            came_bytes = exchange.counters.data_down_bytes
+            return DataPath(
+                Line(up_port, wires.uplink_open, sender.is_due, sender.told_bytes),
+                Line(down_port, wires.downlink_open, waits, came_bytes),
+                4 * chunk_elements(exchange.settings, STATE_CODEC),
+            )
 
     def boundary(self, tokens: int, loss: float | None) -> None:
         """Call after each inner step: adopts and snapshots what is due. Never waits for the

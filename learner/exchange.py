@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from narrows.learner import events as ev
 from narrows.learner.device import DeviceSnapshot
 from narrows.learner.sender import Sender
-from narrows.learner.uplink import Parcel, PushWork, Ranges, Residuals, encode_push
+from narrows.learner.uplink import Parcel, PushWork, Residuals, encode_push
 from narrows.learner.wires import Wires
 from narrows.proto import messages as msg
+from narrows.proto.assembly import Ranges
 from narrows.proto.budget import chunk_elements
 from narrows.proto.chunk import DecodedChunk
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError

@@ -64,7 +64,8 @@ class Learner:
 
     Entering looks whether the optimizers have their state (else the learning rate ramps up, see
     `lr_scale`), blocks until every fragment is adopted, and raises BrokerUnreachable after
-    `join_timeout_s` seconds; after that an outage never raises. From then on each step of the
+    `join_timeout_s` seconds without a broker, or without progress on data that is due; after that
+    an outage never raises. From then on each step of the
     optimizer, of several the last one, is a boundary at which fragments are read and adopted.
     Leaving answers what is in flight, takes the final model of a run that has reached its goal (or
     raises Unfinished) and says Bye. It waits while the broker speaks and for a while after, at most

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from narrows.learner.uplink import Parcel, Ranges, touches
+from narrows.learner.uplink import Parcel
 from narrows.learner.wires import Wires
+from narrows.proto.assembly import Ranges, touches
 from narrows.proto.budget import Budget, wire_bytes
 from narrows.proto.frames import encode_header
 from narrows.proto.limits import PROTOCOL
@@ -79,6 +80,16 @@ class Sender:
 
     def acknowledge(self, positions: tuple[int, ...], now: float) -> None:
         self._outbox.acknowledge(positions, now)
+
+    @property
+    def is_due(self) -> bool:
+        """Something waits to leave, or to be acknowledged."""
+        return not self._outbox.idle
+
+    @property
+    def told_bytes(self) -> int:
+        """What the broker has told to have received."""
+        return self._outbox.told_bytes
 
     def received(self, size_bytes: int, now: float) -> None:
         """A message has come."""

@@ -24,7 +24,6 @@ F32: TypeAlias = NDArray[np.float32]
 I64: TypeAlias = NDArray[np.int64]
 Remainder: TypeAlias = F32 | Tensor
 """(n,), where the push was encoded."""
-Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -153,8 +152,3 @@ def _encoded(work: PushWork, layout: Sequence[LayoutEntry], cut: int) -> Iterato
         chunk_elements=cut,
         unsent=remainder,
     )
-
-
-def touches(ranges: Ranges, offset: int, count: int) -> bool:
-    """True if [offset, offset + count) shares an element with one of the ranges."""
-    return any(start < offset + count and offset < start + length for start, length in ranges)

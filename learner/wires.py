@@ -32,8 +32,13 @@ class Wires:
     _downlinks: list[Socket] = field(default_factory=list[Socket])
     _listeners: list[int] = field(default_factory=list[int])
     """Subscriptions per uplink stream: without one a message would be dropped silently."""
+    _monitors: dict[Socket, Socket] = field(default_factory=dict[Socket, Socket])
+    """What tells of new connections, and of which socket."""
+    _unconnected: set[Socket] = field(default_factory=set[Socket])
+    """Downlinks that have never been connected."""
     _reconnected: set[int] = field(default_factory=set[int])
-    _ports: tuple[int, int] = (0, 0)
+    ports: tuple[int, int] = (0, 0)
+    """Of uplink and downlink, once the streams are open."""
 
     def __post_init__(self) -> None:
         self._address = parse_address(self.broker)
@@ -45,28 +50,35 @@ class Wires:
         self._poller.register(self._wake.source, zmq.POLLIN)
         self._open_control()
 
+    @property
+    def downlink_open(self) -> bool:
+        """Every downlink stream has had a connection."""
+        return bool(self._downlinks) and not self._unconnected
+
     def redial(self) -> None:
         """Gives the control connection up for a new one, and has the next Welcome do the same with
         the data's: what has made the one look alive only may have met them as well."""
-        self._close_control(linger=0)
+        self._drop(self._control, linger=0)
         self._open_control()
-        self._ports = (0, 0)
+        self.ports = (0, 0)
 
     def open_streams(self, streams: int, uplink_port: int, downlink_port: int) -> None:
         """Connects the data sockets; the same ones again change nothing."""
-        if (self._ports, len(self._uplinks)) == ((uplink_port, downlink_port), streams):
+        if (self.ports, len(self._uplinks)) == ((uplink_port, downlink_port), streams):
             return
         for socket in (*self._uplinks, *self._downlinks):
-            self._poller.unregister(socket)
-            socket.close(linger=0)
-        self._ports = (uplink_port, downlink_port)
+            self._drop(socket, linger=0)
+        self.ports = (uplink_port, downlink_port)
         self._listeners = [0] * streams
         self._uplinks = [self._make(zmq.XPUB, socket_options.XPUB) for _ in range(streams)]
-        self._downlinks = [self._make(zmq.SUB, socket_options.DATA) for _ in range(streams)]
+        downlinks = [self._make(zmq.SUB, socket_options.DATA) for _ in range(streams)]
+        self._unconnected = set(downlinks)  # First: the training thread may look at any time.
+        self._downlinks = downlinks
         for socket in self._uplinks:
             self._connect(socket, uplink_port)
         for stream, socket in enumerate(self._downlinks):
             socket.setsockopt(zmq.SUBSCRIBE, downlink_topic(self.incarnation, stream))
+            self._watch(socket)
             self._connect(socket, downlink_port)
 
     @property
@@ -85,9 +97,8 @@ class Wires:
         self._ready = {source for source, _ in self._poller.poll(math.ceil(timeout_s * 1000))}
         if self._wake.source in self._ready:
             self._wake.drain()
-        while self._monitor in self._ready and self._monitor.poll(0):
-            self._monitor.recv_multipart()
-            self._has_connected = True
+        for monitor in [each for each in self._monitors if each in self._ready]:
+            self._read_monitor(monitor)
         for stream, socket in enumerate(self._uplinks):
             if socket in self._ready:
                 self._read_subscriptions(stream, socket)
@@ -136,25 +147,44 @@ class Wires:
         return len(topic), len(header), len(payload)
 
     def close(self) -> None:
-        self._close_control()
-        for socket in (*self._uplinks, *self._downlinks):
-            socket.close()
+        for socket in (self._control, *self._uplinks, *self._downlinks):
+            self._drop(socket)
         self._context.term()
         self._wake.close()
 
     def _open_control(self) -> None:
         self._control = self._make(zmq.DEALER, socket_options.DEALER)
-        # Before it connects: the event of a quick handshake would be missed.
-        self._monitor = self._control.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._poller.register(self._monitor, zmq.POLLIN)
+        self._watch(self._control)
         self._has_connected = False
         self._connect(self._control, self._address.port)
 
-    def _close_control(self, linger: int | None = None) -> None:
-        self._control.disable_monitor()
-        for socket in (self._monitor, self._control):
-            self._poller.unregister(socket)
-            socket.close(linger=linger)
+    def _watch(self, socket: Socket) -> None:
+        """Before it connects, or the event of a quick handshake would be missed."""
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._monitors[monitor] = socket
+        self._poller.register(monitor, zmq.POLLIN)
+
+    def _unwatch(self, socket: Socket) -> None:
+        socket.disable_monitor()
+        for monitor in [each for each, watched in self._monitors.items() if watched is socket]:
+            del self._monitors[monitor]
+            self._poller.unregister(monitor)
+            monitor.close(linger=0)
+
+    def _read_monitor(self, monitor: Socket) -> None:
+        socket = self._monitors[monitor]
+        while monitor.poll(0):
+            monitor.recv_multipart()
+        if socket is self._control:
+            self._has_connected = True
+        else:
+            self._unconnected.discard(socket)
+            self._unwatch(socket)  # Whether it was connected once is all that is asked.
+
+    def _drop(self, socket: Socket, linger: int | None = None) -> None:
+        self._unwatch(socket)
+        self._poller.unregister(socket)
+        socket.close(linger=linger)
 
     def _make(self, kind: int, options: dict[str, int]) -> Socket:
         socket = self._context.socket(kind)

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.limits import CHUNKS_OF_A_REGULAR_CUT_MAX, RANGES_MAX
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""(offset, count) in elements."""
+
+
+def touches(ranges: Ranges, offset: int, count: int) -> bool:
+    """True if [offset, offset + count) shares an element with one of the ranges."""
+    return any(start < offset + count and offset < start + length for start, length in ranges)
 
 
 class Arrival(Enum):

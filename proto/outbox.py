@@ -148,6 +148,11 @@ class Outbox(Generic[Item]):
         return not len(self) and not self.in_flight
 
     @property
+    def told_bytes(self) -> int:
+        """What the receiver has told to have seen, whatever was given up meanwhile."""
+        return sum(stream.told for stream in self._streams)
+
+    @property
     def in_flight(self) -> int:
         """Bytes that are not acknowledged."""
         return sum(stream.in_flight for stream in self._streams)

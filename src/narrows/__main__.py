@@ -149,7 +149,7 @@ def learner(
     step_wait_s
         Seconds added to every inner step, to act as a slower machine.
     join_timeout_s
-        Seconds to wait for a broker.
+        Seconds to wait for a broker, and for its data ports to let something through.
     events
         File that gets one JSON line per version installed.
     json

@@ -131,6 +131,38 @@ def test_every_new_connection_is_told_once() -> None:
         wires.close()
 
 
+@pytest.mark.parametrize("direction", ["uplink", "downlink"])
+def test_a_data_port_without_an_answer_ends_the_join(service: Service, direction: str) -> None:
+    closed = free_ports()
+    setattr(service.syncer.state, f"{direction}_port", closed)
+    learner = lone(service.wires.address, wait_s=2.0)
+    with pytest.raises(BrokerUnreachable, match=rf" {closed} \({direction}: no connection\)"):
+        learner.start()
+
+
+def test_who_waits_for_others_has_nothing_due(tmp_path: Path) -> None:
+    config = broker_config(tmp_path, run__learners_at_start=2)
+    with live_broker(config) as service:
+        first = lone(service.wires.address, wait_s=HANG_S)
+        started = threading.Thread(target=first.start)
+        started.start()
+
+        def is_at_rest() -> bool:
+            path = first._data_path()  # pyright: ignore[reportPrivateUsage]
+            lines = (path.uplink, path.downlink) if path else ()
+            return bool(lines) and all(line.is_open and not line.is_due for line in lines)
+
+        wait_until(lambda: service.syncer.state.heads, "version 0")
+        wait_until(is_at_rest, "the end of what is due")
+        assert started.is_alive() and first.health == "joined"
+        second = client(service, "b", ToyHost(vector(1)))
+        second.start()
+        started.join(HANG_S)
+        assert not started.is_alive()
+        for learner in (first, second):
+            learner.abort()
+
+
 def test_a_connection_that_swallows_everything_is_given_up() -> None:
     """As behind a proxy that acknowledges what it never delivers: the kernel sees no failure."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

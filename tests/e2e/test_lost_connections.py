@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from routed_line import RoutedLine, needs_namespaces
-from running import wait_until
+from running import HANG_S, wait_until
 
 from narrows.bench.processes import Processes
 from narrows.bench.rows import read_rows
@@ -28,13 +29,13 @@ class Sites:
         self.far = Processes(folder, prefix=line.under(line.far))
         self.near = Processes(folder, prefix=line.under(line.near))
 
-    def start(self) -> None:
+    def start(self, *arguments: str) -> None:
         self.far.start_broker(
             "--listen", f"tcp://{self.line.far_address}:{CONTROL}", "--insecure",
             "--state-dir", str(self.folder / "state"), "--events", str(self.folder / "far.jsonl"),
             "--set", "fragments.sync_period_steps=8",
         )  # fmt: skip
-        self.start_learner()
+        self.start_learner(*arguments)
 
     def start_learner(self, *arguments: str) -> None:
         self.near.start(
@@ -87,3 +88,23 @@ def test_a_learner_comes_back_over_new_connections(
     back_s = min(at for at in sites.installed_at() if at > merged_at) - lost_at
     record_property("back_s", round(back_s, 1))
     print(json.dumps({"ports": ports, "back_s": round(back_s, 1)}))
+
+
+@pytest.mark.parametrize(
+    ("port", "broker_says"),
+    [
+        (UPLINK, f"no data has come from a for .*port {UPLINK}"),
+        (DOWNLINK, f"a has not subscribed .*port {DOWNLINK}"),
+    ],
+)
+def test_a_blocked_data_port_is_named_by_both_sides(
+    sites: Sites, port: int, broker_says: str
+) -> None:
+    sites.line.lose_port(port)
+    sites.start("--join-timeout-s", "45")
+    assert sites.near.wait("a", HANG_S) == 4, sites.near.tail("a", 20)
+    told = sites.near.tail("a", 1)
+    assert f"{port} (" in told and f"{UPLINK + DOWNLINK - port} (" not in told
+    assert "no connection" in told and "firewall" in told
+    warnings = [line for line in sites.log("broker").splitlines() if "WARNING" in line]
+    assert sum(re.search(broker_says, line) is not None for line in warnings) == 1, warnings

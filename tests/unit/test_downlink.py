@@ -68,13 +68,22 @@ class Line:
         self.model = GlobalModel(config, table, [version_zero(np.ones(ELEMENTS, np.float32))])
         self.sent = Sent()
         self.encodings = 0
-        self.downlink = Downlink(cast(Wires, self.sent), self.state, {}, self.encode)
+        self.warnings: list[str] = []
+        self.downlink = Downlink(
+            cast(Wires, self.sent), self.state, {}, self.encode, self.warnings.append
+        )
         self.downlink.admit("a", INCARNATION)
 
     def encode(self, fragment: int, done: Callable[[EncodedVersion], None]) -> None:
         self.encodings += 1
         part, chunk_elements = self.model.table[fragment], self.state.settings.chunk_elements
         done(encode_state(part, self.model.fragments[fragment], chunk_elements))
+
+    @property
+    def states_held(self) -> int:
+        """Copies of the fragment that are kept for transfers under way."""
+        addressees = self.downlink._addressees  # pyright: ignore[reportPrivateUsage]
+        return sum(len(addressee.states) for addressee in addressees.values())
 
     def publish(self, version: int, kind: DataKind = DataKind.PUBLICATION) -> None:
         self.downlink.publish(Publish("a", 0, version, 0, (), kind), self.model)
@@ -124,16 +133,34 @@ def test_who_was_cut_off_is_tried_as_soon_as_it_subscribes_again() -> None:
     assert len(line.sent.headers) == 9, "a stream that moves loses nothing"
 
 
+def test_who_does_not_subscribe_is_named_once_with_the_port() -> None:
+    line = Line(1000)
+    line.state.downlink_port = 7072
+    line.sent.subscribed = Subscriptions()
+    line.downlink.admit("b", "1" * 32)
+    line.downlink.pump(0.5)
+    line.downlink.pump(10.0)
+    line.sent.subscribe("1" * 32)
+    for now in (19.0, 21.0, 60.0, 90.0):
+        line.downlink.pump(now)
+    assert len(line.warnings) == 1
+    assert line.warnings[0].startswith("a has not subscribed to the downlink (port 7072) for 20 s")
+    line.downlink.admit("a", "2" * 32)  # Another process of this name: another session.
+    for now in (100.0, 121.0, 150.0):
+        line.downlink.pump(now)
+    assert len(line.warnings) == 2
+
+
 def test_a_state_is_held_until_all_of_it_has_arrived() -> None:
     line = Line(1000)
     line.publish(0, DataKind.STATE)
     line.downlink.pump(0.0)
-    assert line.downlink.states_held == 1
+    assert line.states_held == 1
     position = line.sent.headers[-1].position
     line.downlink.acknowledge("a", (position - 1,), 0.1)
-    assert line.downlink.states_held == 1
+    assert line.states_held == 1
     line.downlink.acknowledge("a", (position,), 0.1)
-    assert line.downlink.states_held == 0
+    assert line.states_held == 0
 
 
 def test_a_state_is_encoded_once_for_all_who_wait_for_it() -> None:
@@ -155,7 +182,7 @@ def test_a_state_is_encoded_once_for_all_who_wait_for_it() -> None:
     assert [(h.kind, h.offset) for h in line.sent.headers] == [
         (DataKind.STATE, offset) for offset in range(0, ELEMENTS, 1000)
     ]
-    assert line.downlink.states_held == 1
+    assert line.states_held == 1
 
 
 def test_an_encoded_state_serves_others_while_it_is_on_its_way() -> None:
