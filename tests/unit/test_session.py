@@ -243,8 +243,8 @@ def test_silence_of_the_broker_means_hello_again() -> None:
 
 def test_a_broker_that_is_gone_is_told_to_the_user() -> None:
     for effects, text in (
-        (Seat().joined().wait(4.0), "nothing heard from the broker for 4 s; training goes on"),
-        (Seat().joined().hear(msg.Bye("update")), "the broker said Bye (update); training goes on"),
+        (Seat().joined().wait(4.0), "nothing heard from the broker for 4 s; joining again"),
+        (Seat().joined().hear(msg.Bye("update")), "the broker said Bye (update); joining again"),
         (Seat().joined().hear(msg.Alive(1)), "unexpected Alive from the broker"),
     ):
         note = one(effects, ev.Note)
