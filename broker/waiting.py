@@ -163,16 +163,18 @@ class Waiting:
         return f"{what} in {waited_s}, {moved} came; its rounds usually take {usual_s}"
 
     def outcome(self) -> str:
-        """Who has the final model, now that nobody is waited for any more."""
+        """Who has the final model, as far as it was told, now that nobody is waited for."""
         have = [member for member in self.state.roster if not self._lacks(member)]
-        lacking = [
-            f"{member.name} has not adopted {_fragments(self._lacks(member))}"
+        others = [
+            f"{member.name} ({_fragments(self._lacks(member))})"
             for member in self.state.roster
             if self._lacks(member) and member.heard_at >= self.ending_since
         ]
-        if lacking:
-            count = f"{len(have)} of {len(have) + len(lacking)} learners"
-            return f"the run has ended, {count} have the final model: {_listed(lacking)}"
+        if others:
+            count = f"{len(have)} of {len(have) + len(others)} learners"
+            return (
+                f"the run has ended, {count} have the final model; not adopted: {_listed(others)}"
+            )
         if have:
             return "the run has ended, all learners have the final model"
         return "the run has ended, no learner has come for the final model"

@@ -228,14 +228,14 @@ class Client:
         Compared bit by bit with what the broker has published: a step too many, or weights that
         were put in their place, are not the run's.
         """
-        session = self._session
+        session, settings = self._session, self._session.settings
         is_final = session.farewell.final and all(map(self._holds, self._exchange.table))
         return {
             "narrows.final": str(is_final).lower(),
             "narrows.run": session.run_id,
             "narrows.versions": json.dumps(session.links.adopted),
             "narrows.run_tokens": str(int(self.run_tokens)),
-            "narrows.goal_tokens": str(self.settings.goal_tokens),
+            "narrows.goal_tokens": str(settings.goal_tokens if settings else 0),
         }
 
     def _holds(self, part: Fragment) -> bool:

@@ -42,7 +42,7 @@ def test_one_that_hangs_does_not_hold_the_end(tmp_path: Path) -> None:
     outcome = of("hung", tmp_path, 20_000)
     assert outcome.final == {"a": "true", "b": "true"}
     assert outcome.same == {"a": True, "b": True}
-    assert "2 of 3 learners have the final model: hung has not adopted" in outcome.log
+    assert "2 of 3 learners have the final model; not adopted: hung" in outcome.log
 
 
 def test_a_trickle_does_not_hold_the_end_and_its_learner_is_told(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from running import HANG_S, broker_config, live_broker
+from safetensors import safe_open
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 
@@ -82,9 +83,20 @@ def train(service: Service, name: str, *, compile_it: bool, folder: Path) -> lis
                 optimizer.step()  # pyright: ignore[reportUnknownMemberType]
                 optimizer.zero_grad()
             losses.append(loss.item())
+            if len(losses) == 1:
+                learner.save(folder / f"{name}-checkpoint.safetensors")
             pace.wait(0.005)  # Nothing else would let the others keep up on one core.
     learner.save(folder / f"{name}.safetensors")
+    with torch.no_grad():
+        model.hidden.bias[0] += 1
+    learner.save(folder / f"{name}-changed.safetensors")
     return losses
+
+
+def told(path: Path) -> dict[str, str]:
+    """What a saved file says of itself."""
+    with safe_open(path, "pt") as file:
+        return dict(file.metadata())
 
 
 def test_tied_and_half_precision_weights_two_optimizers_and_compile(
@@ -110,8 +122,8 @@ def test_tied_and_half_precision_weights_two_optimizers_and_compile(
         thread.join(HANG_S)
         assert not thread.is_alive(), "a learner hangs"
     assert not errors, errors
-    for told in losses.values():
-        assert sum(told[-10:]) < 0.7 * sum(told[:10])
+    for values in losses.values():
+        assert sum(values[-10:]) < 0.7 * sum(values[:10])
     assert [entry.name for entry in service.syncer.state.layout] == [
         "table.weight",
         "hidden.weight",
@@ -125,3 +137,11 @@ def test_tied_and_half_precision_weights_two_optimizers_and_compile(
         assert fresh.hidden.weight.dtype == torch.bfloat16
     for name in states[0]:
         assert torch.equal(states[0][name], states[1][name]), name
+    for name in losses:
+        final = told(tmp_path / f"{name}.safetensors")
+        assert final["narrows.final"] == "true"
+        assert final["narrows.versions"] == str(list(service.syncer.state.versions))
+        assert final["narrows.run"] == service.syncer.state.run_id
+        assert final["narrows.goal_tokens"] == str(BATCH * 400)
+        for other in ("checkpoint", "changed"):
+            assert told(tmp_path / f"{name}-{other}.safetensors")["narrows.final"] == "false"

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from checkers import check_end, check_progress, check_safety
 
-from narrows.bench.simulated_learner import LearnerSpec
+from narrows.bench.simulated_learner import LearnerSpec, SimulatedLearner
 from narrows.bench.simulation import Simulation
 from narrows.bench.virtual import Faults
 from narrows.broker.config import BrokerConfig, preset
@@ -21,7 +21,25 @@ MEASURED_S = 30.0
 END_S = 400.0
 
 
-def draw(seed: int) -> Simulation:
+class Hanging(SimulatedLearner):
+    """Its training thread never comes back from its last step; the rest of it lives on."""
+
+    def _train(self) -> None:
+        if not self.session.should_stop:
+            super()._train()
+
+
+class SeededRun(Simulation):
+    """A run in which one learner may hang at the end."""
+
+    hanging = ""
+
+    def make_learner(self, spec: LearnerSpec) -> SimulatedLearner:
+        kind = Hanging if spec.name == self.hanging else SimulatedLearner
+        return kind(self.clock, self.random, self.faults, self, spec, self.layout)
+
+
+def draw(seed: int) -> SeededRun:
     """A run whose mode, learners and faults all follow from the seed."""
     random = Random(seed)
     mode = random.choice([Mode.DECOUPLED, Mode.DECOUPLED, Mode.STREAMING, Mode.DILOCO])
@@ -54,7 +72,10 @@ def draw(seed: int) -> Simulation:
             "run.learners_at_start": random.choice([1, len(learners)]),
         },
     )
-    return Simulation(config, seed, draw_faults(random), learners)
+    simulation = SeededRun(config, seed, draw_faults(random), learners)
+    if ends and len(learners) > 1 and random.random() < 0.25:
+        simulation.hanging = learners[-1].name
+    return simulation
 
 
 def draw_faults(random: Random) -> Faults:
@@ -87,7 +108,7 @@ def run(seed: int) -> None:
     if simulation.config.run.goal_tokens:
         simulation.run(END_S)
         check_safety(simulation)
-        check_end(simulation)
+        check_end(simulation, simulation.hanging)
     else:
         healed_s = FAULTS_UNTIL_S + HEALING_S
         simulation.run(healed_s + MEASURED_S)

@@ -218,8 +218,8 @@ def test_a_learner_that_never_takes_the_final_model_is_named() -> None:
     effects = leave(desk, "a") + pass_time(desk, LOST_S + 2, "hung")
     (finish,) = only(effects, ev.Finish)
     assert finish.reason == (
-        "the run has ended, 1 of 2 learners have the final model: "
-        "hung has not adopted fragments 0, 1"
+        "the run has ended, 1 of 2 learners have the final model;"
+        " not adopted: hung (fragments 0, 1)"
     )
     assert only(effects, msg.Bye)
     assert desk.syncer.next_deadline() is None
@@ -243,7 +243,7 @@ def test_a_learner_that_was_cut_off_in_the_end_is_named() -> None:
     effects = leave(desk, "a") + pass_time(desk, LOST_S)
     (finish,) = only(effects, ev.Finish)
     assert "1 of 2 learners" in finish.reason
-    assert "b has not adopted fragments 0, 1" in finish.reason
+    assert "not adopted: b (fragments 0, 1)" in finish.reason
 
 
 def test_a_learner_that_died_long_before_does_not_belong_to_the_end() -> None:
@@ -312,7 +312,7 @@ def test_names_do_not_fill_the_log() -> None:
     effects = leave(desk, "a") + pass_time(desk, LOST_S)
     (finish,) = only(effects, ev.Finish)
     assert "1 of 16 learners" in finish.reason
-    assert finish.reason.endswith("n09 has not adopted fragments 0, 1 and 5 more")
+    assert finish.reason.endswith("n09 (fragments 0, 1) and 5 more")
 
 
 def test_the_restart_of_a_learner_begins_its_wait_anew() -> None:
