@@ -153,10 +153,12 @@ class Waiting:
     # What is said.
 
     def _why(self, member: Member, patience: Patience, now: float) -> str:
-        rounds = self._rounds_of(member)
-        what = f"it has not taken the newest version of {_fragments(self._lacks(member))}"
+        rounds, lacks = self._rounds_of(member), self._lacks(member)
+        what = f"it has not adopted the newest version of {_fragments(lacks)}"
         if self.state.phase is msg.Phase.ENDING and rounds:
             what = f"it has not contributed to the last round of {_fragments(rounds)}"
+        elif not lacks:
+            what = "it has the final model and has not left"
         waited_s = format_duration_s(now - patience.begun_at)
         moved = format_bytes(sum(way.moved_bytes for way in patience.ways))
         usual_s = format_duration_s(patience.round_s)
@@ -176,7 +178,9 @@ class Waiting:
                 f"the run has ended, {count} have the final model; not adopted: {_listed(others)}"
             )
         if have:
-            return "the run has ended, all learners have the final model"
+            # Of those that a broker before this one knew, only who came back is known.
+            which = "that came back " if self.state.epoch_resumed else ""
+            return f"the run has ended, all learners {which}have the final model"
         return "the run has ended, no learner has come for the final model"
 
 

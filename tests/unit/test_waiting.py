@@ -287,6 +287,17 @@ def test_who_comes_back_to_a_finished_run_is_waited_for() -> None:
     desk.say("a", hello("a", run_id=RUN), after_s=5.0)
     assert not only(pass_time(desk, LOST_S - 2, "a"), ev.Finish)
     (finish,) = only(leave(desk, "a"), ev.Finish)
+    assert finish.reason == "the run has ended, all learners that came back have the final model"
+
+
+def test_a_learner_that_has_the_final_model_and_stays_does_not_hold_the_end() -> None:
+    """It evaluates before it leaves, perhaps."""
+    desk = at_the_goal("a")
+    end_with(desk, "a")
+    desk.adopt("a")
+    effects = pass_time(desk, 4 * LOST_S, "a")
+    assert notes(effects, "a: it has the final model and has not left")
+    (finish,) = only(effects, ev.Finish)
     assert finish.reason == "the run has ended, all learners have the final model"
 
 
