@@ -162,23 +162,22 @@ class Client:
         Waits for the broker as long as `learner.leaving` says, at most `timeout_s`. Raises Refused
         if the broker does not want this learner any more, Unfinished if the run has reached its
         goal and the learner does not get the final model."""
-        said_at = time.monotonic()
+        said_at, session = time.monotonic(), self._session
         self._at_boundary(ev.LoopEnded(math.inf if timeout_s is None else timeout_s))
-        while self._session.connection not in (Connection.LEFT, Connection.REFUSED):
-            self._at_boundary(ev.BoundaryReached())
-            self.background.wait(0.05)
+        while session.connection not in (Connection.LEFT, Connection.REFUSED):
             if time.monotonic() - said_at >= SAY_S:
                 said_at = time.monotonic()
-                session = self._session
                 here = session.farewell.waits_for(session.phase, session.links)
                 _log.info("leaving waits for %s", here if session.online else session.waits_for)
+            self._at_boundary(ev.BoundaryReached())
+            self.background.wait(0.05)
         self.abort()
         if self.background.error is not None:
             raise self.background.error
-        if self._session.should_stop and not self._session.farewell.final:
-            lacks = self._session.farewell.lacks
+        if session.should_stop and not session.farewell.final:
+            lacks = session.farewell.lacks
             raise Unfinished(f"left without {lacks}", got=f"versions {self._versions()}")
-        if self.settings.goal_tokens and not self._session.should_stop:
+        if self.settings.goal_tokens and not session.should_stop:
             _log.warning(
                 "left at %.0f%% of the run's goal: this is not its final model", 100 * self.progress
             )

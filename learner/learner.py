@@ -37,6 +37,7 @@ class Exchange(Protocol):
     @property
     def joined_version_sum(self) -> int:
         """Sum of the fragments' versions adopted at the first join; 0: the run began with us."""
+        ...
 
     @property
     def should_stop(self) -> bool: ...
@@ -67,9 +68,9 @@ class Learner:
     `join_timeout_s` seconds without a broker, or without progress on data that is due; after that
     an outage never raises. From then on each step of the
     optimizer, of several the last one, is a boundary at which fragments are read and adopted.
-    Leaving answers what is in flight, takes the final model of a run that has reached its goal (or
-    raises Unfinished) and says Bye. It waits while the broker speaks and for a while after, at most
-    `leave_timeout_s` seconds if they are given; when the body raised it leaves at once.
+    Leaving takes the final model of a run that has reached its goal, or raises Unfinished; it waits
+    while the broker speaks and a minute more, but no longer than `leave_timeout_s` (None: no such
+    limit). When the body raised it leaves at once.
 
     `merge_laws` is described at ModuleParameters. `events` is a file that gets one JSON line per
     event. `device_encoding` is whether pushes are encoded where the parameters are, for 8 bytes of
@@ -248,8 +249,7 @@ class Learner:
         self._parameters.save(path, self._exchange.standing() if self._exchange else None)
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the client; `code_s` are the training thread's seconds in our code between
-        joining and leaving, those in which a lockstep mode waited included."""
+        """Counters of the client; `code_s`: the training thread's seconds in our code, waiting too."""
         return {**self._client.stats(), "code_s": self._code_s}
 
     @property

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from chaos.end_of_run import metadata
 from running import HANG_S, broker_config, live_broker
-from safetensors import safe_open
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 
@@ -93,12 +93,6 @@ def train(service: Service, name: str, *, compile_it: bool, folder: Path) -> lis
     return losses
 
 
-def told(path: Path) -> dict[str, str]:
-    """What a saved file says of itself."""
-    with safe_open(path, "pt") as file:
-        return dict(file.metadata())
-
-
 def test_tied_and_half_precision_weights_two_optimizers_and_compile(
     service: Service, tmp_path: Path
 ) -> None:
@@ -138,10 +132,10 @@ def test_tied_and_half_precision_weights_two_optimizers_and_compile(
     for name in states[0]:
         assert torch.equal(states[0][name], states[1][name]), name
     for name in losses:
-        final = told(tmp_path / f"{name}.safetensors")
+        final = metadata(tmp_path / f"{name}.safetensors")
         assert final["narrows.final"] == "true"
         assert final["narrows.versions"] == str(list(service.syncer.state.versions))
         assert final["narrows.run"] == service.syncer.state.run_id
         assert final["narrows.goal_tokens"] == str(BATCH * 400)
         for other in ("checkpoint", "changed"):
-            assert told(tmp_path / f"{name}-{other}.safetensors")["narrows.final"] == "false"
+            assert metadata(tmp_path / f"{name}-{other}.safetensors")["narrows.final"] == "false"
