@@ -245,16 +245,6 @@ def test_copies_share_one_segment_however_large_they_are() -> None:
     assert contents(opened(disk)) == [*story.bodies, b"next"]
 
 
-def test_a_sync_of_nothing_leaves_the_disk_alone() -> None:
-    disk = FakeDisk()
-    journal = opened(disk)
-    journal.append([b"one"])
-    journal.sync()
-    before = len(disk.calls)
-    journal.sync()
-    assert len(disk.calls) == before
-
-
 def test_copies_are_not_held_up_by_a_small_queue() -> None:
     disk = FakeDisk()
     Story(disk).follow((append(90, 90, 90), sync))

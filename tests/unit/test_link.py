@@ -91,6 +91,19 @@ def test_a_state_beats_the_publications_below_it() -> None:
     assert not any(link.held_handles() for link in seat.session.links)
 
 
+def test_a_state_that_is_cut_anew_begins_again_with_the_new_chunks() -> None:
+    """The broker cuts anew when its rate changes; of both cuts together nothing could be made."""
+    seat = Seat()
+    seat.do(ev.DeadlineReached())
+    seat.welcome((5, 0))
+    seat.data(0, 5, kind=STATE, count=600)
+    effects = seat.data(0, 5, kind=STATE, count=500, payload_digest=77)
+    assert one(effects, ev.Drop).handles == (1,)
+    assert not only(effects, ev.Note)
+    apply = one(seat.data(0, 5, kind=STATE, offset=500, count=500), ev.Apply)
+    assert apply.handles == (2, 3)
+
+
 def test_publications_wait_for_the_state_below_them() -> None:
     seat = Seat()
     seat.do(ev.DeadlineReached())
