@@ -267,6 +267,26 @@ def test_the_rate_of_a_learner_holds() -> None:
 
 
 @pytest.mark.parametrize("limit", ["wan.down", "wan.total_down"])
+@pytest.mark.parametrize("what", ["control", "acknowledgements"])
+def test_what_does_not_wait_for_the_budget_is_paid_from_it(limit: str, what: str) -> None:
+    """The rate is a promise for the line, not for the data alone."""
+
+    def waits(learner: str) -> bool:
+        line = Line(256, {limit: "1Mbit/s"})
+        line.make(1)
+        if what == "control":
+            line.downlink.charge(learner, 62_500, 1.0)
+        else:
+            line.downlink.received(learner, 100_000_000, 1.0)
+        line.publish(1)
+        line.downlink.pump(1.0)
+        return not line.sent.headers
+
+    assert waits("a")
+    assert waits("one that has left") is (limit == "wan.total_down")
+
+
+@pytest.mark.parametrize("limit", ["wan.down", "wan.total_down"])
 def test_after_a_pause_the_line_is_not_flooded(limit: str) -> None:
     """Who had nothing to send has not saved it up: routers' queues are short."""
     line = Line(256, {limit: "1Mbit/s"})
