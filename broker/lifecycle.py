@@ -43,6 +43,7 @@ class Lifecycle:
 
     def __post_init__(self) -> None:
         self.waiting = Waiting(self.state, self.started_at)
+        self.scheduler.absent = self.waiting.absent
 
     def resumed(self, checkpoint_sum: int | None) -> None:
         """The state is that of a checkpoint, with the rounds of the journal after it."""

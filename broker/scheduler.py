@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from narrows.broker import events as ev
@@ -46,6 +47,10 @@ class Scheduler:
     adopting: list[str] = field(default_factory=list[str])
     """Lockstep: learners that the next round waits for while they adopt."""
     _adopting_until: float = math.inf
+    absent: Callable[[float], Mapping[str, float]] = field(default=lambda now: {})
+    """Who was cut off and may come back to the end, by name until when; "": anybody."""
+    _return_by: float = 0.0
+    """Until when the last rounds are not opened, because anybody may come back to them."""
     final_due: list[int] = field(default_factory=list[int])
     """Fragments whose last round is still to come; filled when the goal is reached."""
     _next_fragment: int = 0
@@ -80,7 +85,7 @@ class Scheduler:
         """
         state = self.state
         if state.lockstep or state.phase is msg.Phase.ENDING:
-            return self._reopen_at
+            return max(self._reopen_at, self._return_by)
         spacing = state.settings.sync_period_steps / state.settings.fragment_count
         return max(self._reopen_at, self.launched_at + spacing * state.roster.step_s())
 
@@ -113,11 +118,12 @@ class Scheduler:
         """Opens the rounds that are due; the next Beat tells them."""
         state = self.state
         self._find_adopting(now)
+        ending = state.phase is msg.Phase.ENDING
+        self._return_by = self.absent(now).get("", 0.0) if ending else 0.0
         while self._can_launch():
             index = self._next_due()
             if index is None or now < self._launch_at():
                 return
-            ending = state.phase is msg.Phase.ENDING
             self._attempts[index] = self._attempts.get(index, 0) + 1
             state.rounds[index] = Round(
                 fragment=index,
@@ -166,6 +172,8 @@ class Scheduler:
     def decision(self, round_: Round, ready: list[Member], now: float) -> Decision:
         """What to do with a round now, and why; `ready` are the learners that may contribute."""
         merge, ending = self.state.config.merge, self.state.phase is msg.Phase.ENDING
+        if ending and (absent := [name for name in self.absent(now) if round_.awaits(name)]):
+            return Decision(Verdict.WAIT, f"may come back: {', '.join(absent)}")
         rule = QuorumRule(
             quorum=round_.quorum,
             everybody=self.state.lockstep or ending,

@@ -65,7 +65,7 @@ class Waiting:
             member.given_up = True
             text = self._why(member, wait.patience, now)
             effects.append(ev.Note("warning", f"the end goes on without {member.name}: {text}"))
-        self._await_return(now)
+        self._until |= self.absent(now)
         return effects
 
     def next_deadline(self) -> float | None:
@@ -138,17 +138,18 @@ class Waiting:
         others = max((other.arrival.mean for other in self.state.roster), default=0.0)
         return max(others, min(member.step_s, now - member.joined_at))
 
-    def _await_return(self, now: float) -> None:
-        """Who was cut off lately may come back; after a start anybody may."""
-        lost_s = self.state.config.liveness.lost
+    def absent(self, now: float) -> dict[str, float]:
+        """Who was cut off lately may come back, by name until when; "": after a start anybody."""
+        lost_s, until_by_name = self.state.config.liveness.lost, dict[str, float]()
         for member in self.state.roster:
             if member.connected or member.left or member.given_up:
                 continue
             absence = Patience(member.heard_at, self._round_s(member, now), lost_s)
             if now < (until := absence.until(now)):
-                self._until[member.name] = until
+                until_by_name[member.name] = until
         if self.state.epoch_resumed and now < self.started_at + lost_s:
-            self._until[""] = self.started_at + lost_s
+            until_by_name[""] = self.started_at + lost_s
+        return until_by_name
 
     # What is said.
 

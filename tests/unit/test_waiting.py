@@ -236,6 +236,24 @@ def test_a_learner_that_comes_back_from_a_long_step_counts_again() -> None:
     assert only(contribute(desk, "a"), ev.StartMerge)
 
 
+def test_the_last_rounds_wait_for_a_learner_that_is_cut_off_for_an_instant() -> None:
+    desk = at_the_goal("a", "b")
+    contribute(desk, "a")
+    effects = desk.do(ev.PeerLost(b"b")) + pass_time(desk, 1, "a")
+    assert not only(effects, ev.StartMerge) and len(desk.state.rounds) == 2
+    desk.say("b", hello("b"))
+    merges = only(contribute(desk, "b"), ev.StartMerge)
+    assert [[c.learner for c in each.contributions] for each in merges] == [["a", "b"]] * 2
+
+
+def test_alone_and_cut_off_for_an_instant_a_learner_keeps_its_last_rounds() -> None:
+    desk = at_the_goal("a")
+    desk.do(ev.PeerLost(b"a"))
+    desk.wait(1.0)
+    desk.say("a", hello("a"))
+    assert [each.fragment for each in only(contribute(desk, "a"), ev.StartMerge)] == [0, 1]
+
+
 def test_a_learner_that_was_cut_off_in_the_end_is_named() -> None:
     desk = at_the_goal("a", "b")
     desk.do(ev.PeerLost(b"b"))
