@@ -98,8 +98,6 @@ class Client:
             self.abort()
             raise
         self.joined_version_sum = sum(link.adopted for link in self._session.links)
-        if self.joined_version_sum == 0:
-            self._session.contribute_after_steps = 0  # Everybody starts here: no ramp.
         self._joined = True
         _log.info("joined run %s at versions %s", self._session.run_id, self._versions())
 

@@ -275,7 +275,10 @@ class Session:
     def _boundary(self) -> list[ev.Effect]:
         """The parameters may be touched: adopt what is new, then answer the open rounds."""
         rolled_back = any(link.fallen_back and link.fresh for link in self.links)
+        was_ready = self.ready
         effects = self.links.adopt(final=self.farewell.asked and self.phase is msg.Phase.ENDED)
+        if self.ready and not was_ready and not any(self.links.adopted):
+            self.contribute_after_steps = 0  # Everybody starts here: nobody warms up.
         if effects and self.ready and self.settings is not None:
             self._pace.realign(self.settings, self.links.adopted, rolled_back=rolled_back)
         effects += self.links.found()
@@ -287,8 +290,8 @@ class Session:
     @property
     def _warming(self) -> str:
         """Why a newcomer does not contribute yet; in the lockstep modes everybody must."""
-        free = self.settings is not None and is_lockstep(self.settings)
-        if free or self.steps >= self.contribute_after_steps:
+        lockstep = self.settings is not None and is_lockstep(self.settings)
+        if lockstep or self.steps >= self.contribute_after_steps:
             return ""
         return f"warming up, {self.steps} of {self.contribute_after_steps} steps"
 

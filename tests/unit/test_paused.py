@@ -202,3 +202,17 @@ def test_a_long_pause_of_one_costs_no_pushes_and_both_go_on_afterwards(quorum: i
     assert state.version_sum - versions > 40
     late = [record for record in run.trace if isinstance(record, Committed) and record.at_s > 720.0]
     assert all(len(record.contributors) == 2 for record in late)
+
+
+def test_who_begins_with_the_run_answers_the_rounds_that_are_open_already() -> None:
+    """Another learner may have contributed before this one joined; with an optimizer without state
+    it would warm up in a run under way, but not in one at version 0."""
+    seat = Seat(warm_up_steps=20)
+    seat.do(ev.DeadlineReached())
+    seat.welcome((0, 0), rounds=(open_round(0, 0), open_round(1, 0)))
+    for index in range(2):
+        seat.receive(index, 0, kind=msg.DataKind.STATE)
+    effects = seat.do(ev.BoundaryReached())
+    effects += seat.do(ev.StepTaken(10))
+    assert not only(effects, msg.Decline)
+    assert [push.fragment for push in only(effects, msg.Push)] == [0, 1]

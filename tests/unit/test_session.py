@@ -188,8 +188,8 @@ def test_a_new_attempt_is_answered_with_all_the_work_since_the_base() -> None:
 
 
 def test_a_newcomer_declines_until_it_is_warm_and_then_answers() -> None:
-    seat = Seat(warm_up_steps=2).joined()
-    effects = seat.beat((0, 0), open_round(0, 0))
+    seat = Seat(warm_up_steps=2).joined((1, 1))
+    effects = seat.beat((1, 1), open_round(0, 1))
     assert one(effects, msg.Decline).reason == "warming up, 0 of 2 steps"
     effects = seat.step()
     assert not only(effects, msg.Decline) and not only(effects, msg.Push)
