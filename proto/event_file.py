@@ -69,7 +69,8 @@ class EventFile:
             self.close()
             self._file = None
             self._path.replace(self._path.with_name(self._path.name + ".1"))
-            self._is_torn = False
+            # Also for the case that the new file cannot be opened now: there is none to rotate.
+            self._is_torn, self._size_bytes = False, 0
         if self._file is None:
             self._open()
         assert self._file is not None

@@ -84,6 +84,25 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
     assert Path(os.devnull).is_char_device()
 
 
+def test_a_file_that_cannot_be_opened_anew_is_opened_later(
+    tmp_path: Path, full: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one before has been moved away already: there is none to move again."""
+    path = tmp_path / "events.jsonl"
+    full[0] = False
+    events = EventFile(path, LOG, bytes_max=100)
+    for number in range(2):
+        events.write({"number": number})
+    full[0] = True
+    for number in range(2, 6):
+        events.write({"number": number})
+    full[0] = False
+    for number in range(6, 8):
+        events.write({"number": number})
+    events.close()
+    assert numbers(path)[-1] == 7 and len(said(caplog)) == 1
+
+
 def test_a_full_disk_is_told_once_and_left_again(
     tmp_path: Path, full: list[bool], caplog: pytest.LogCaptureFixture
 ) -> None:
