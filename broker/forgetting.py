@@ -8,7 +8,6 @@ collected anew, but never merged twice, since a merge makes its base version old
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 
@@ -62,15 +61,13 @@ def _forget_pushes(state: RunState, is_over: Callable[[str, str], bool]) -> list
 
 def _due(state: RunState, now: float) -> list[str]:
     gone = state.roster.gone
-    too_many = len(gone) - GONE_MAX
-    pushes_over = len(state.merged_pushes) - MERGED_PUSHES_MAX
-    pushes = Counter(key[0] for key in state.merged_pushes) if pushes_over > 0 else Counter[str]()
+    # By the most that they can hold, not by a count: this runs with every event.
+    held_max = max(1, MERGED_PUSHES_MAX // max(1, len(state.heads)))
+    too_many = len(gone) - min(GONE_MAX, held_max)
     names: list[str] = []
     for name, heard_at in gone.items():
         # The same sum as in forget_at, so that no rounding makes it come too early.
-        is_due = now >= heard_at + state.config.liveness.forget
-        if not is_due and len(names) >= too_many and pushes_over <= 0:
+        if now < heard_at + state.config.liveness.forget and len(names) >= too_many:
             break
-        pushes_over -= pushes[name]
         names.append(name)
     return names
