@@ -249,7 +249,7 @@ class Learner:
         self._parameters.save(path, self._exchange.standing() if self._exchange else None)
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the client; `code_s`: seconds of the training thread in our code, waits too."""
+        """Counters of the client; `code_s`: seconds of the training thread in our code."""
         return {**self._client.stats(), "code_s": self._code_s}
 
     @property
