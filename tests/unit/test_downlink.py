@@ -295,9 +295,11 @@ def test_after_a_pause_the_line_is_not_flooded(limit: str) -> None:
     while line.downlink.pump_at is not None or not line.sent.headers:
         line.downlink.pump(line.downlink.pump_at or 0.0)
     assert len(line.sent.headers) == 16
+    line.downlink.acknowledge("a", (line.sent.headers[-1].position,), 1.0)
     before = line.sent.wire_bytes
-    line.make(2)
-    line.publish(2)
+    for version in range(2, 7):
+        line.make(version)
+        line.publish(version)
     line.downlink.pump(30.0)
     assert 0 < 8 * (line.sent.wire_bytes - before) <= 1e6 * PAUSE_BURST_S + 8 * 1514
 
