@@ -10,6 +10,7 @@ import argparse
 import json
 import queue
 import random
+import subprocess
 import sys
 import tempfile
 import threading
@@ -203,10 +204,17 @@ def work(tree: Tree, todo: queue.SimpleQueue[tuple[int, Drawn] | None], report: 
         )  # fmt: skip
 
 
+def commit() -> str:
+    """The working tree's commit, "" outside a repository; "+" at its end: with changes."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip()
+
+
 def run(seed: int, count: int, jobs: int, file: Path, only: Sequence[int] = ()) -> Report:
     """Examines the mutants of this seed, or those of these numbers only."""
     texts = {name: (ROOT / target.path).read_text() for name, target in TARGETS.items()}
-    report = Report(file, {"seed": seed, "count": count})
+    report = Report(file, {"seed": seed, "count": count, "commit": commit()})
     todo: queue.SimpleQueue[tuple[int, Drawn] | None] = queue.SimpleQueue()
     for number, drawn in enumerate(draw(texts, seed, count), 1):
         if not only or number in only:

@@ -56,23 +56,22 @@ class Tree:
     def __init__(self, folder: Path) -> None:
         self.root = folder / "tree"
         shutil.copytree(ROOT, self.root, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
-        # Caches of compiled kernels are this copy's own: one that is shared would hide a mutant.
-        path = os.pathsep.join([str(self.root / "src"), str(self.root / "tests")])
-        own = {"PYTHONPATH": path, "NUMBA_CACHE_DIR": str(folder / "numba")}
-        one = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-        one |= {"PYTHONDONTWRITEBYTECODE": ""}
         self._mark = f"{MARK}={secrets.token_hex(16)}"
-        self._environment = os.environ | own | one | dict([self._mark.split("=")])
         self._stamp_s = 1_000_000_000
-        command = [sys.executable, "-c", WHERE]
+        self._environment = os.environ | {
+            MARK: self._mark.partition("=")[2],
+            "PYTHONPATH": os.pathsep.join(str(self.root / name) for name in ("src", "tests")),
+            # The compiled kernels are this copy's own: from a shared cache no mutant would be seen.
+            "NUMBA_CACHE_DIR": str(folder / "numba"),
+            "PYTHONDONTWRITEBYTECODE": "",  # Each run would else compile all modules again.
+            "PYTHONSAFEPATH": "1",
+            "OMP_NUM_THREADS": "1",
+            "NUMBA_NUM_THREADS": "1",
+        }
         found = subprocess.run(
-            command,
-            env=self._environment,
-            cwd=self.root,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
+            [sys.executable, "-c", WHERE], env=self._environment, cwd=self.root,
+            check=True, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         assert Path(found.stdout.strip()).resolve().is_relative_to(self.root.resolve()), found
 
     def text(self, path: str) -> str:

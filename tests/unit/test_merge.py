@@ -253,7 +253,11 @@ print([digest(each.data.cast("B")) for each in (merged, params, momentum)])
 @pytest.mark.slow
 def test_the_bits_do_not_depend_on_the_processor(tmp_path: Path) -> None:
     def printed(**environment: str) -> str:
-        named = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])} | environment
+        paths = [
+            str(Path(__file__).parents[1]),
+            *os.environ.get("PYTHONPATH", "").split(os.pathsep),
+        ]
+        named = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | environment
         command = [sys.executable, "-P", "-c", PRINT_DIGEST]
         return subprocess.run(
             command, env=named, capture_output=True, text=True, timeout=300, check=True
