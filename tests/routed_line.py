@@ -14,6 +14,8 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
+from narrows.bench.lab import PREFIX, remove_leftovers
+
 needs_namespaces = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("ss") is None,
     reason="network namespaces need root and iproute2",
@@ -26,12 +28,13 @@ class RoutedLine:
     far_address = "10.78.2.2"
 
     def __init__(self) -> None:
-        run = f"narrows-test-{os.getpid()}"
+        run = f"{PREFIX}-{os.getpid()}"
         self.near, self.router, self.far = (f"{run}-{site}" for site in ("near", "router", "far"))
         self._undo = ExitStack()
         self._rules = 0
 
     def __enter__(self) -> RoutedLine:
+        remove_leftovers()
         try:
             for name in (self.near, self.router, self.far):
                 _ip("netns", "add", name)
