@@ -37,12 +37,15 @@ class Waiting:
     started_at: float
     ending_since: float = math.inf
     """Who has been gone since before does not belong to the end."""
+    _took_part: set[str] = field(default_factory=set[str])
+    """Names that were connected when a phase of the end began."""
     _waits: dict[str, _Wait] = field(default_factory=dict[str, _Wait])
     _until: dict[str, float] = field(default_factory=dict[str, float])
 
     def begin(self, now: float) -> None:
         """The phase is another one: what was waited for in the one before is over."""
         self.ending_since = min(self.ending_since, now)
+        self._took_part |= {member.name for member in self.state.roster.connected()}
         self._waits.clear()
         for member in self.state.roster:
             member.given_up = False
@@ -171,7 +174,8 @@ class Waiting:
         others = [
             f"{member.name} ({_fragments(self._lacks(member))})"
             for member in self.state.roster
-            if self._lacks(member) and member.heard_at >= self.ending_since
+            if self._lacks(member)
+            and (member.name in self._took_part or member.heard_at >= self.ending_since)
         ]
         if others:
             count = f"{len(have)} of {len(have) + len(others)} learners"

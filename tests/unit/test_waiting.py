@@ -264,6 +264,19 @@ def test_a_learner_that_was_cut_off_in_the_end_is_named() -> None:
     assert "not adopted: b (fragments 0, 1)" in finish.reason
 
 
+def test_a_learner_that_was_silent_when_the_goal_came_is_named() -> None:
+    """It was connected still, as one that is stopped is until it counts as lost."""
+
+    def stand_still(desk: Desk) -> None:
+        pass_time(desk, LOST_S - 2, "a")
+
+    desk = at_the_goal("a", "b", prepare=stand_still)
+    end_with(desk, "a")
+    effects = leave(desk, "a") + pass_time(desk, 2 * LOST_S)
+    (finish,) = only(effects, ev.Finish)
+    assert "not adopted: b (fragments 0, 1)" in finish.reason
+
+
 def test_a_learner_that_died_long_before_does_not_belong_to_the_end() -> None:
     def die(desk: Desk) -> None:
         member(desk, "b").arrival.add(1.0)
