@@ -122,10 +122,11 @@ def examine(tree: Tree, drawn: Drawn) -> Outcome:
         for stage in stages(TARGETS[drawn.target]):
             arguments = stage.arguments
             while not (outcome := tree.test(arguments, test_s=stage.test_s)).passed:
-                alone = ("-m", "", outcome.test)
-                if not outcome.test.startswith("tests/"):
-                    return outcome
-                if not stage.repeat or not tree.test(alone, test_s=stage.test_s).passed:
+                named = outcome.test.startswith("tests/")
+                # Where no test ran at all, the tests must at least be found without the mutant.
+                alone = ("-m", "", outcome.test) if named else (*arguments, "--collect-only")
+                repeats = stage.repeat and named
+                if not repeats or not tree.test(alone, test_s=stage.test_s).passed:
                     tree.write(path, original)
                     without = tree.test(alone, test_s=stage.test_s)
                     tree.write(path, mutated)
