@@ -224,11 +224,13 @@ def at_the_goal(*names: str) -> Desk:
     return desk
 
 
-def decline_all(desk: Desk, name: str) -> None:
-    """The learner has no work for the last rounds; one that was open before comes again."""
+def decline_all(desk: Desk, *names: str) -> None:
+    """The learners have no work for the last rounds; one that was open before comes again."""
     while desk.state.phase is Phase.ENDING:
         for round_ in desk.state.open_rounds():
-            desk.say(name, msg.Decline(round_.fragment, round_.base_version, round_.attempt, ""))
+            decline = msg.Decline(round_.fragment, round_.base_version, round_.attempt, "")
+            for name in names:
+                desk.say(name, decline)
         desk.wait(0.5)
 
 
@@ -245,8 +247,8 @@ def test_the_end() -> None:
 
 def test_the_end_waits_a_while_for_a_learner_that_was_cut_off() -> None:
     desk = at_the_goal("a", "b")
+    decline_all(desk, "a", "b")
     desk.do(ev.PeerLost(b"b"))
-    decline_all(desk, "a")
     assert desk.state.phase is Phase.ENDED
     desk.do(ev.CheckpointWritten(0))
     assert not only(desk.say("a", msg.Bye("")), ev.Finish)
