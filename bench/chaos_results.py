@@ -290,7 +290,7 @@ def show(console: Console, row: Row) -> None:
 
 
 def facts(row: Row) -> Facts:
-    """What a run has shown."""
+    """Findings of one run."""
     shown = Facts("What the faults cost")
     for label, text in _lines(row):
         shown.add(label, text, "bold red" if text.isupper() or "DIFFERS" in text else "")

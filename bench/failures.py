@@ -1,4 +1,4 @@
-"""What a failed process said, in one line, and where the rest of it can be read."""
+"""The last words of a failed process, in one line, and where the rest of it can be read."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Target(NamedTuple):
     """One published cell, and how far a fit may be from it."""
 
     chips: float
-    """Of one job or learner."""
+    """Figures of one job or learner."""
     percent: float
     tolerance_points: float
 

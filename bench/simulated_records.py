@@ -1,4 +1,4 @@
-"""What the learners of a simulated run leave in its trace."""
+"""Records that the learners of a simulated run leave in its trace."""
 
 from __future__ import annotations
 

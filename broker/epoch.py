@@ -25,7 +25,7 @@ from narrows.proto.errors import ConfigError, ErrorCode
 from narrows.proto.frames import digest
 
 NONCE_BITS: Final = 62
-"""What an integer of the wire holds: no two lives of a run will ever share one."""
+"""As much as an integer of the wire holds: no two lives of a run will ever share one."""
 
 _log = logging.getLogger("narrows.broker")
 

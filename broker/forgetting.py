@@ -43,7 +43,7 @@ def forget_gone(state: RunState, now: float) -> list[ev.Effect]:
 
 
 def forget_older(state: RunState, member: Member) -> list[ev.Effect]:
-    """Of a name only the newest process is remembered: the others are refused as superseded."""
+    """Forgets older processes of a name: they are refused as superseded."""
     return _forget_pushes(
         state, lambda name, process: name == member.name and process != member.incarnation
     )
