@@ -64,7 +64,7 @@ def run_broker(command: BrokerCommand) -> None:
 
 
 def join_address(listen: str) -> str:
-    """The address that learners dial. Nobody can dial a wildcard: the operator knows the machine's name."""
+    """Address that learners dial. Nobody can dial a wildcard: the operator knows the name."""
     host, port = parse_listen(listen)
     return f"tcp://HOST:{port}" if host in ("*", "0.0.0.0", "[::]") else listen
 

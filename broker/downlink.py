@@ -267,7 +267,7 @@ class Downlink:
             self._charge_lost(addressee, addressee.outbox.renew_stalled(now), now)
 
     def _charge_lost(self, addressee: _Addressee, lost_bytes: int, now: float) -> None:
-        """Bytes that were under way may still leave from a queue behind us, and leaves again from here."""
+        """They may still leave from a queue behind us, and leave again from here."""
         self._total.charge(lost_bytes, now)
         addressee.budget.charge(lost_bytes, now)
 
