@@ -15,7 +15,7 @@ import numpy as np
 from narrows.bench import machine
 from narrows.bench.codec_baselines import Baseline, baselines
 from narrows.bench.outer_grads import Data, drawn, drawn_names, recorded
-from narrows.broker.merge import Contribution, merge, weighted_sums
+from narrows.broker.merge import DecodedVector, merge, weighted_sums
 from narrows.broker.model import warm_up
 from narrows.broker.tables import Table, show, terminal
 from narrows.proto.codecs import codec
@@ -192,13 +192,11 @@ def _encoded(
 
 def decoded(
     fragment: Fragment, name: str, payloads: Sequence[Sequence[EncodedChunk]]
-) -> list[Contribution]:
+) -> list[DecodedVector]:
     """What the broker makes of pushes on arrival: payloads checked and decoded."""
     return [
-        Contribution(
+        DecodedVector(
             str(number),
-            1,
-            1,
             [
                 (c.offset, decode_chunk(fragment, name, c.offset, c.count, c.payload))
                 for c in chunks

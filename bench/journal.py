@@ -18,7 +18,8 @@ from narrows.bench import machine
 from narrows.broker import events as ev
 from narrows.broker.commits import Chunk, Commits
 from narrows.broker.config import BrokerConfig
-from narrows.broker.events import Contributed, StartMerge
+from narrows.broker.contribution import Contribution
+from narrows.broker.events import StartMerge
 from narrows.broker.files import DirectoryFiles
 from narrows.broker.journal import Journal
 from narrows.broker.model import GlobalModel, Outcome, version_zero, warm_up
@@ -57,7 +58,7 @@ class Row:
 class _Contributions:
     """What learners have sent for a fragment, decoded and as it travelled."""
 
-    contributed: tuple[Contributed, ...]
+    contributed: tuple[Contribution, ...]
     chunks: dict[int, tuple[int, DecodedChunk]]
     travelled: list[tuple[str, list[Chunk]]]
 
@@ -170,7 +171,7 @@ def _commits(
 
 def _contributions(part: Fragment, learners: int, rng: np.random.Generator) -> _Contributions:
     chunks: dict[int, tuple[int, DecodedChunk]] = {}
-    contributed: list[Contributed] = []
+    contributed: list[Contribution] = []
     travelled: list[tuple[str, list[Chunk]]] = []
     for learner in range(learners):
         values = 1e-3 * rng.standard_normal(part.elements, np.float32)
@@ -185,7 +186,7 @@ def _contributions(part: Fragment, learners: int, rng: np.random.Generator) -> _
             decoded = decode_chunk(part, "int4-zstd", chunk.offset, chunk.count, chunk.payload)
             chunks[len(chunks)] = (chunk.offset, decoded)
         name = f"{learner:03}"
-        contributed.append(Contributed(name, "0" * 32, 1, 1000, 10, tuple(handles)))
+        contributed.append(Contribution(name, "0" * 32, 1, 1000, 10, tuple(handles)))
         travelled.append(("int4-zstd", own))
     return _Contributions(tuple(contributed), chunks, travelled)
 

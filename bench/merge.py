@@ -17,11 +17,10 @@ import numpy as np
 from narrows.bench import machine
 from narrows.bench.failures import reason_of
 from narrows.bench.processes import environment
-from narrows.broker.checkpoint import FragmentState
 from narrows.broker.config import BrokerConfig
-from narrows.broker.events import Contributed
-from narrows.broker.merge import Contribution, Merged
-from narrows.broker.model import GlobalModel, version_zero, warm_up
+from narrows.broker.contribution import Contribution
+from narrows.broker.merge import DecodedVector, Merged
+from narrows.broker.model import FragmentState, GlobalModel, version_zero, warm_up
 from narrows.broker.tables import Table, show, terminal
 from narrows.proto.buffers import empty_f32
 from narrows.proto.chunk import DecodedChunk
@@ -108,7 +107,7 @@ class _TimedModel(GlobalModel):
     sums_s = outer_step_s = 0.0
 
     def merged(
-        self, part: Fragment, contributions: Sequence[Contribution], weights: Sequence[float]
+        self, part: Fragment, contributions: Sequence[DecodedVector], weights: Sequence[float]
     ) -> Merged:
         started = time.perf_counter()
         result = super().merged(part, contributions, weights)
@@ -177,11 +176,11 @@ def measure(learners: int, params: int, fragments: int) -> Row:
 
 def _contributions(
     part: Fragment, learners: int, version: int
-) -> tuple[list[Contributed], dict[int, tuple[int, DecodedChunk]], float]:
+) -> tuple[list[Contribution], dict[int, tuple[int, DecodedChunk]], float]:
     """Different codes of every learner, coded chunk by chunk so that no copy is held long; and the
     seconds that decoding took."""
     chunks: dict[int, tuple[int, DecodedChunk]] = {}
-    contributed: list[Contributed] = []
+    contributed: list[Contribution] = []
     decode_s = 0.0
     # Memory from the pool, which the merge uses afterwards: the bench itself must not be the peak.
     values, sent = empty_f32(part.elements), empty_f32(part.elements)
@@ -199,7 +198,7 @@ def _contributions(
             decoded = decode_chunk(part, "int4-zstd", chunk.offset, chunk.count, chunk.payload)
             decode_s += time.perf_counter() - started
             chunks[len(chunks)] = (chunk.offset, decoded)
-        contributed.append(Contributed(f"{learner:03}", "0" * 32, 1, 1000, 10, tuple(handles)))
+        contributed.append(Contribution(f"{learner:03}", "0" * 32, 1, 1000, 10, tuple(handles)))
     return contributed, chunks, decode_s
 
 

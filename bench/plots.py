@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-from narrows.bench.goodput_published import CHIPS
 from narrows.proto.errors import ConfigError
 
 SNR_DB_MAX: Final = 60.0
@@ -156,7 +155,8 @@ def goodput_by_chips(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         if known:
             axes.plot(*zip(*known, strict=True), "x", color=line.get_color(), markersize=10)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(CHIPS, [f"{chips // 1000}k" for chips in CHIPS])
+    shown = sorted({row["chips"] for row in rows})
+    axes.set_xticks(shown, [f"{chips // 1000}k" for chips in shown])
     axes.set_xlabel("chips, each interrupted once a year")
     axes.set_ylabel("goodput, %")
     axes.set_ylim(0, 100)

@@ -20,9 +20,8 @@ from narrows.bench.simulated_learner import LearnerSpec, SimulatedLearner
 from narrows.bench.simulation import Simulation
 from narrows.bench.virtual import Faults
 from narrows.broker import events as broker_events
-from narrows.broker.checkpoint import FragmentState
 from narrows.broker.config import BrokerConfig
-from narrows.broker.model import GlobalModel, version_zero
+from narrows.broker.model import FragmentState, GlobalModel, version_zero
 from narrows.broker.syncer import Resumed
 from narrows.learner import events as learner_events
 from narrows.learner.corpus import Corpus, Reader

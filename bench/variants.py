@@ -16,10 +16,9 @@ import numpy as np
 
 from narrows.bench.codings import CODINGS, OF_PUSHES, Coding
 from narrows.bench.trained import ModelMaker, Poison
-from narrows.broker.checkpoint import FragmentState
 from narrows.broker.config import BrokerConfig
-from narrows.broker.merge import Contribution, Merged
-from narrows.broker.model import EncodedVersion, GlobalModel, Outcome
+from narrows.broker.merge import DecodedVector, Merged
+from narrows.broker.model import EncodedVersion, FragmentState, GlobalModel, Outcome
 from narrows.broker.outer import outer_optimizer
 from narrows.proto.fragments import Fragment
 from narrows.proto.kernels import F32
@@ -105,7 +104,7 @@ class Median(_Variant):
     """Coordinate-wise median of the contributions."""
 
     def merged(
-        self, part: Fragment, contributions: Sequence[Contribution], weights: Sequence[float]
+        self, part: Fragment, contributions: Sequence[DecodedVector], weights: Sequence[float]
     ) -> Merged:
         values = np.stack([values_of(part, each.chunks) for each in contributions])
         empty = np.zeros((len(part.pieces), len(contributions)))
@@ -116,7 +115,7 @@ class TrimmedMean(_Variant):
     """Coordinate-wise mean without the largest and the smallest value, from three on."""
 
     def merged(
-        self, part: Fragment, contributions: Sequence[Contribution], weights: Sequence[float]
+        self, part: Fragment, contributions: Sequence[DecodedVector], weights: Sequence[float]
     ) -> Merged:
         values = np.sort(np.stack([values_of(part, each.chunks) for each in contributions]), axis=0)
         kept = values[1:-1] if len(values) > 2 else values

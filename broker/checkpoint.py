@@ -32,9 +32,9 @@ from narrows.broker.durable import (
     make_directory,
     write_file,
 )
+from narrows.broker.model import FragmentState
 from narrows.broker.snapshot import (
     FORMAT,
-    FragmentState,
     Manifest,
     RunRecord,
     Snapshot,
@@ -50,7 +50,7 @@ from narrows.broker.snapshot import (
 )
 from narrows.proto.errors import ConfigError, ErrorCode
 
-__all__ = ["FragmentState", "RunRecord", "Snapshot", "StateDir", "StateError", "export"]
+__all__ = ["RunRecord", "Snapshot", "StateDir", "StateError", "export"]
 
 GENERATIONS_KEPT: Final = 2
 _GENERATION: Final = re.compile(r"checkpoint-([0-9]{8,18})")

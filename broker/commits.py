@@ -18,7 +18,7 @@ from typing import Final, NoReturn
 
 from narrows.broker import events as ev
 from narrows.broker import records
-from narrows.broker.crash_points import reach
+from narrows.broker.contribution import Contribution
 from narrows.broker.journal import Journal, JournalError
 from narrows.broker.model import GlobalModel, Outcome
 from narrows.broker.state import RunState
@@ -77,8 +77,11 @@ class Commits:
         post: Callable[[Callable[[], ev.Event | None]], None],
         *,
         serve_on: bool,
+        reach: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """`serve_on`: a round exists even if the disk does not take it."""
+        """`serve_on`: a round exists even if the disk does not take it. `reach` is told each place
+        of crash_points.NAMES."""
+        self._reach = reach
         self._journal, self._run, self._post, self._serve_on = journal, run, post, serve_on
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="narrows-journal")
         self._closing = threading.Event()
@@ -104,11 +107,11 @@ class Commits:
         `contributions` are codec and chunks of each contributor, none in a journal of merged outer
         gradients. Called on the loop's thread.
         """
-        reach("merged")
+        self._reach("merged")
         body = committed(self._run, effect, outcome, model, contributions)
         self._written.add(sum(map(len, body)))
         number = self._append(body)
-        reach("appended")
+        self._reach("appended")
         self._submit(lambda: self._make_durable(number, body, done))
 
     def note(self, fate: ev.Fate) -> None:
@@ -128,7 +131,7 @@ class Commits:
         def work() -> None:
             try:
                 self._journal.cut_before(number)
-                reach("journal_cut")
+                self._reach("journal_cut")
             except JournalError as error:
                 _log.warning("%s", error)  # It is tried again after the next checkpoint.
 
@@ -178,7 +181,7 @@ class Commits:
                 break
             if self._closing.wait(RETRY_S):
                 return  # It never existed: nobody has seen it.
-        reach("durable")
+        self._reach("durable")
 
         def exists() -> ev.Event:
             event = done()
@@ -272,6 +275,6 @@ def committed(
     return records.encode(head, blobs)
 
 
-def _tokens_before(run: RunState, done: ev.Contributed, fragment: int) -> int:
+def _tokens_before(run: RunState, done: Contribution, fragment: int) -> int:
     """Tokens of this process that were merged into the fragment before."""
     return run.merged_pushes.get((done.learner, done.incarnation, fragment), (0, 0))[1]

@@ -1,6 +1,6 @@
 """Places at which a test ends the process as a power cut would: `NARROWS_CRASH_AT=NAME:N`.
 
-N is the visit of the place at which it happens. Without the variable a visit costs one comparison.
+N is the visit of the place at which it happens.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Final
 
 VARIABLE: Final = "NARROWS_CRASH_AT"
@@ -17,15 +18,20 @@ NAMES: Final = (
 )  # fmt: skip
 """In the order of a round's life, then those of a checkpoint."""
 
-_place, _, _visit = os.environ.get(VARIABLE, "").partition(":")
-_visits: Counter[str] = Counter()
 
+def crash_points(environment: Mapping[str, str]) -> Callable[[str], None]:
+    """The function that the broker calls with the name of each place it reaches.
 
-def reach(name: str) -> None:
-    """Says that the process is at this place; the end of it if that was asked for."""
-    assert name in NAMES
-    if name != _place:
-        return
-    _visits[name] += 1
-    if _visits[name] == int(_visit or 1):
-        os.kill(os.getpid(), signal.SIGKILL)
+    It kills the process at the visit that the variable names; without the variable it does nothing.
+    """
+    place, _, visit = environment.get(VARIABLE, "").partition(":")
+    visits: Counter[str] = Counter()
+
+    def reach(name: str) -> None:
+        assert name in NAMES
+        if name == place:
+            visits[name] += 1
+            if visits[name] == int(visit or 1):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return reach

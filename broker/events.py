@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from narrows.broker.config import BrokerConfig, WanSection
+from narrows.broker.contribution import Contribution
 from narrows.proto.messages import ControlMessage, DataKind, Header, LayoutEntry, RunSettings
 
 Peer: TypeAlias = bytes
@@ -191,24 +192,12 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Contributed:
-    """A complete contribution as the merge needs it."""
-
-    learner: str
-    incarnation: str
-    push_id: int
-    tokens: int
-    steps: int
-    handles: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class StartMerge:
     """Merge into `fragment`, making `version`. Contributions are in learner-name order."""
 
     fragment: int
     version: int
-    contributions: tuple[Contributed, ...]
+    contributions: tuple[Contribution, ...]
     reason: str
 
 

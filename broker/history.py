@@ -1,29 +1,26 @@
-"""`narrows journal` and `narrows export`: what a state directory tells of its run."""
+"""The history of a run as its state directory has it: opened, checked, and merged again."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 import xxhash
 
-from narrows.broker.audit import Audit
-from narrows.broker.checkpoint import FragmentState, Snapshot, StateDir, export
+from narrows.broker.checkpoint import Snapshot, StateDir
 from narrows.broker.config import BrokerConfig
 from narrows.broker.durable import Damaged, StateError
 from narrows.broker.files import DirectoryFiles
 from narrows.broker.journal import Journal
 from narrows.broker.model import GlobalModel
-from narrows.broker.records import Began, Committed, Fate, Head, Policy, payloads
-from narrows.broker.replay import History, merged_of, read, recover
-from narrows.broker.tables import Line, show_lines, terminal, width_of, wrapped
+from narrows.broker.policy import Policy
+from narrows.broker.records import Committed, payloads
+from narrows.broker.replay import merged_of, read
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.fragments import build_table
-from narrows.proto.units import format_bytes
 
 LAWS = {"avg": "mean", "rda": "layout"}
 """What `--merge` may say, and the merge law that it means."""
@@ -80,92 +77,6 @@ def opened(path: Path) -> Generator[tuple[StateDir, Journal | None]]:
         yield state_dir, journal
 
 
-def show(path: Path) -> None:
-    """Prints the journal, a line per record; a narrow terminal gets it broken and indented."""
-    console = terminal()
-    with opened(path) as (_, journal):
-        for number, head, blobs in read(_needed(journal, path), _first(journal)):
-            text = f"{number:8d}  {_line(head, len(blobs))}"
-            show_lines(console, map(Line, wrapped(text, width_of(console), more=" " * 10)))
-        _warn(journal)
-
-
-def audit(path: Path) -> None:
-    """Checks what the records must add up to. Raises NarrowsError naming what does not."""
-    found = Audit()
-    with opened(path) as (_, journal):
-        first = _first(journal)
-        for number, head, _blobs in read(_needed(journal, path), first):
-            found.take(number, head)
-        _warn(journal)
-    if first > 1:
-        print(f"from record {first} on: earlier ones were cut back, see broker.journal_keep")
-    fates = ", ".join(f"{count} {what}" for what, count in sorted(found.fates.items()))
-    print(
-        f"{found.rounds} rounds, {found.contributions} contributions, {len(found.epochs)} starts of"
-        f" the broker{'; ' if fates else ''}{fates}"
-    )
-    if found.problems:
-        raise NarrowsError(
-            ErrorCode.STATE_DAMAGED, f"{len(found.problems)} things do not add up",
-            got="; ".join(found.problems[:5]),
-        )  # fmt: skip
-    if found.rounds:
-        print("every version once and in order, every push at most once, all weights sum to 1")
-
-
-def replay(path: Path, changes: Changes, target: Path | None = None) -> None:
-    """Makes the versions again from the oldest checkpoint on, as they were or with changes; the
-    model that comes out is written to `target`."""
-    check_target(target)
-    with opened(path) as (state_dir, journal):
-        oldest, newest = state_dir.load_oldest(), state_dir.load()
-        if oldest is None or newest is None:
-            raise ConfigError(f"{path}: no checkpoint to begin with")
-        journal = _needed(journal, path)
-        config = _config(oldest)
-        as_run = recover(config, newest, journal)
-        print(f"from versions {_versions(oldest.fragments)} on")
-        if changes == Changes():
-            again = recover(config, oldest, journal)
-            _tell_equal(again, as_run)
-            model = again.model
-        else:
-            model = _tell_different(config, oldest, journal, changes, as_run)
-        _warn(journal)
-    if target is not None:
-        export(replace(newest, fragments=tuple(model.fragments)), target)
-
-
-def export_model(path: Path, target: Path) -> None:
-    """Writes the newest global model as safetensors under the names of its tensors."""
-    check_target(target)
-    with opened(path) as (state_dir, journal):
-        snapshot = state_dir.load()
-        if snapshot is None:
-            raise ConfigError(f"{path}: no checkpoint yet")
-        history = recover(_config(snapshot), snapshot, journal)
-        _warn(journal)
-        if history.gaps:
-            print(f"warning: {history.gaps} rounds {_GAP}, and are left out")
-    export(replace(snapshot, fragments=tuple(history.model.fragments)), target)
-    versions = _versions(history.model.fragments)
-    print(f"{target}: versions {versions}, {history.replayed} rounds from the journal")
-
-
-def check_target(target: Path | None) -> None:
-    """Raises ConfigError if no file can be written there."""
-    if target is not None and target.is_dir():
-        raise ConfigError(f"{target} is a directory", expected="the name of a file")
-    if target is not None and not target.parent.is_dir():
-        raise ConfigError(f"{target.parent} is no directory", remedy="make it first")
-
-
-def _versions(fragments: Sequence[FragmentState]) -> str:
-    versions = [state.version for state in fragments]
-    return f"{min(versions)}..{max(versions)}"
-
-
 def model_digest(model: GlobalModel) -> str:
     """xxh3_128 (hex) over global parameters, momentum and published copies of all fragments."""
     hasher = xxhash.xxh3_128()
@@ -175,22 +86,20 @@ def model_digest(model: GlobalModel) -> str:
     return hasher.hexdigest()
 
 
-def _tell_equal(again: History, as_run: History) -> None:
-    _check_whole(again.gaps)
-    print(f"{again.replayed} rounds replayed, every digest as it was")
-    print(f"model {model_digest(again.model)}")
-    if model_digest(again.model) != model_digest(as_run.model):
-        raise NarrowsError(
-            ErrorCode.STATE_DAMAGED, "the newest checkpoint is another model",
-            expected=model_digest(again.model), got=model_digest(as_run.model),
-        )  # fmt: skip
-    print("equal to the newest checkpoint and the rounds after it")
+@dataclass(frozen=True)
+class MergedAgain:
+    """A history under other rules."""
+
+    model: GlobalModel
+    rounds: int
+    differs: str
+    """The first round that came out differently; empty: none."""
 
 
-def _tell_different(
-    config: BrokerConfig, oldest: Snapshot, journal: Journal, changes: Changes, as_run: History
-) -> GlobalModel:
-    """The same contributions merged under another policy."""
+def merge_again(
+    config: BrokerConfig, oldest: Snapshot, journal: Journal, changes: Changes
+) -> MergedAgain:
+    """Merges the same contributions again, with changes. Raises NarrowsError."""
     model = GlobalModel(config, build_table(oldest.layout, len(oldest.fragments)), oldest.fragments)
     differs, rounds = "", 0
     for number, head, blobs in read(journal, oldest.journal + 1):
@@ -199,15 +108,12 @@ def _tell_different(
         before = model.fragments[head.fragment].version
         if head.version <= before:
             continue
-        _check_whole(head.version - before - 1)
+        check_whole(head.version - before - 1)
         rounds += 1
         published = _merge_again(model, head, blobs, changes, number)
         if published != head.digests[2] and not differs:
             differs = f"record {number}, version {head.version} of fragment {head.fragment}"
-    print(f"{rounds} rounds merged again")
-    print(f"model {model_digest(model)}, of the run {model_digest(as_run.model)}")
-    print(f"different from {differs} on" if differs else "no difference")
-    return model
+    return MergedAgain(model, rounds, differs)
 
 
 def _merge_again(
@@ -245,9 +151,11 @@ def _code_as_then(model: GlobalModel, head: Committed) -> None:
     model.configure(replace(model.config, codec=codec))
 
 
-def _config(snapshot: Snapshot) -> BrokerConfig:
-    """Records bring their own policy, and publications their codec. Gaps are counted: who looks at
-    a run is told of them, and need not decide anything."""
+def config_of(snapshot: Snapshot) -> BrokerConfig:
+    """A configuration that reads any history: records bring their policy and their codec.
+
+    Gaps are counted and told, so that whoever looks at a run need not decide anything.
+    """
     config = BrokerConfig()
     fragments = replace(config.fragments, count=snapshot.fragment_count)
     return replace(
@@ -255,44 +163,26 @@ def _config(snapshot: Snapshot) -> BrokerConfig:
     )
 
 
-_GAP = "of the journal follow one that was published and never written"
+GAP = "of the journal follow one that was published and never written"
 """What `journal_errors = "serve"` may leave behind."""
 
 
-def _check_whole(gaps: int) -> None:
+def check_whole(gaps: int) -> None:
+    """Raises NarrowsError if rounds are missing: what follows them cannot be made again."""
     if gaps:
         raise NarrowsError(
-            ErrorCode.STATE_DAMAGED, f"{gaps} rounds {_GAP}: they cannot be made again",
+            ErrorCode.STATE_DAMAGED, f"{gaps} rounds {GAP}: they cannot be made again",
             remedy="`narrows export` writes the newest model all the same",
         )  # fmt: skip
 
 
-def _needed(journal: Journal | None, path: Path) -> Journal:
+def needed(journal: Journal | None, path: Path) -> Journal:
+    """The journal. Raises ConfigError if there is none."""
     if journal is None:
         raise ConfigError(f"{path} holds no journal", remedy='was the run\'s broker.journal "off"?')
     return journal
 
 
-def _first(journal: Journal | None) -> int:
+def first_record(journal: Journal | None) -> int:
+    """Number of the oldest record that is kept."""
     return journal.first if journal is not None else 1
-
-
-def _warn(journal: Journal | None) -> None:
-    for warning in journal.warnings if journal is not None else []:
-        print(f"warning: {warning}")
-
-
-def _line(head: Head, blob_bytes: int) -> str:
-    at = datetime.fromtimestamp(head.at, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    if isinstance(head, Began):
-        return f"{at}  epoch {head.epoch[0]}.{head.epoch[1]} begins"
-    if isinstance(head, Fate):
-        where = f", push {head.push_id} of fragment {head.fragment}" if head.push_id else ""
-        why = f": {head.reason}" if head.reason not in ("", head.what) else ""
-        return f"{at}  {head.learner} {head.what}{where}{why}"
-    who = ", ".join(f"{c.learner} {c.weight:.0%}" for c in head.contributors)
-    return (
-        f"{at}  fragment {head.fragment} version {head.version} from {who} ({head.reason});"
-        f" {head.policy.optimizer} {head.policy.rate:g}/{head.policy.momentum:g},"
-        f" {format_bytes(blob_bytes)}, published {head.digests[2]:016x}"
-    )

@@ -10,8 +10,7 @@ import numpy as np
 import safetensors
 from safetensors import SafetensorError, safe_open
 
-from narrows.broker.checkpoint import FragmentState
-from narrows.broker.model import version_zero
+from narrows.broker.model import FragmentState, version_zero
 from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import Fragment
 from narrows.proto.kernels import F32

@@ -16,7 +16,6 @@ from narrows.broker import events as ev
 from narrows.broker.checkpoint import Snapshot, StateDir
 from narrows.broker.commits import Chunk, Commits
 from narrows.broker.config import BrokerConfig
-from narrows.broker.crash_points import reach
 from narrows.broker.initial import from_file
 from narrows.broker.model import (
     EncodedVersion,
@@ -48,9 +47,12 @@ class Jobs:
         state_dir: StateDir,
         post: Callable[[Callable[[], ev.Event | None]], None],
         commits: Commits | None,
-        journaled: int = 0,
+        journaled: int,
+        reach: Callable[[str], None],
     ) -> None:
-        """`journaled`: the newest record that the model holds, where no journal is written."""
+        """`journaled`: the newest record that the model holds, where no journal is written.
+        `reach` is told each place of crash_points.NAMES."""
+        self._reach = reach
         self._journaled = journaled
         self._commits = commits
         self._keeps_payloads = commits is not None and config.broker.journal == "full"
@@ -97,7 +99,7 @@ class Jobs:
 
             def unpacked() -> ev.Event:
                 self._chunks[handle] = (header.offset, chunk)
-                reach("unpacked")
+                self._reach("unpacked")
                 return ev.ChunkUnpacked(header, handle)
 
             self._post(unpacked)
@@ -159,7 +161,7 @@ class Jobs:
             if outcome is not None:
                 model.install(outcome)
                 done(outcome)
-                reach("installed")
+                self._reach("installed")
             return event
 
         self._submit(self._pool, work)
@@ -192,7 +194,7 @@ class Jobs:
         snapshot = self._snapshot()
 
         def work() -> None:
-            reach("checkpoint_begun")
+            self._reach("checkpoint_begun")
             try:
                 self._state_dir.save(snapshot)
                 needed_from = self._state_dir.journal_needed_from()
@@ -201,7 +203,7 @@ class Jobs:
                 self._post(lambda: failed)
                 return
             written = ev.CheckpointWritten(sum(state.version for state in snapshot.fragments))
-            reach("checkpoint_written")
+            self._reach("checkpoint_written")
             self._post(lambda: written)
             if self._commits is not None and not self._config.broker.journal_keep:
                 self._commits.cut_before(needed_from)

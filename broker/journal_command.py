@@ -18,7 +18,7 @@ def show(state_dir: Path) -> None:
     state_dir
         Directory of the broker, which must not be running.
     """
-    from narrows.broker.history import show
+    from narrows.broker.journal_report import show
 
     show(state_dir)
 
@@ -32,7 +32,7 @@ def audit(state_dir: Path) -> None:
     state_dir
         Directory of the broker, which must not be running.
     """
-    from narrows.broker.history import audit
+    from narrows.broker.journal_report import audit
 
     audit(state_dir)
 
@@ -66,6 +66,7 @@ def replay(
     to
         Safetensors file for the model that comes out.
     """
-    from narrows.broker.history import Changes, replay
+    from narrows.broker.history import Changes
+    from narrows.broker.journal_report import replay
 
     replay(state_dir, Changes(merge, outer, outer_rate, outer_momentum), to)

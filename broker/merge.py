@@ -39,14 +39,10 @@ SLICE: Final = 1024 * RUN
 
 
 @dataclass(frozen=True)
-class Contribution:
-    """A complete contribution of one learner to one fragment."""
+class DecodedVector:
+    """The outer gradient of one fragment that a learner contributes, decoded."""
 
     learner: str
-    tokens: int
-    """Tokens since the base was adopted (c_tokens)."""
-    steps: int
-    """Inner steps since then (c_steps)."""
     chunks: Sequence[tuple[int, DecodedChunk]]
     """(offset, chunk) in offset order, covering the fragment without gap or overlap."""
 
@@ -103,7 +99,7 @@ def _limited(weights: list[float], share_max: float) -> list[float]:
 
 def merge(
     fragment: Fragment,
-    contributions: Sequence[Contribution],
+    contributions: Sequence[DecodedVector],
     weights: Sequence[float],
     *,
     clip_ratio: float = 3.0,
@@ -135,7 +131,7 @@ def merge(
     return Merged(mean, int(np.count_nonzero(clips < 1.0)), norms)
 
 
-def _norms(fragment: Fragment, contributions: Sequence[Contribution]) -> F64:
+def _norms(fragment: Fragment, contributions: Sequence[DecodedVector]) -> F64:
     """(k, M) norms per piece and learner: square sums of chunks, added in offset order."""
     squares = np.zeros((len(fragment.pieces), len(contributions)))
     for column, contribution in enumerate(contributions):
@@ -162,7 +158,7 @@ def _clips(norms: F64, clip_ratio: float) -> F64:
 
 
 def weighted_sums(
-    fragment: Fragment, contributions: Sequence[Contribution], mean_factors: F64, units: F64
+    fragment: Fragment, contributions: Sequence[DecodedVector], mean_factors: F64, units: F64
 ) -> tuple[F32, F32]:
     """sum of mean_factors * v (n,) and, of the pieces where units is not 0, sum of units * v (n,).
 
@@ -214,7 +210,7 @@ def _cut(
 
 
 def _in_cache_order(
-    contributions: Sequence[Contribution],
+    contributions: Sequence[DecodedVector],
 ) -> Iterator[tuple[int, int, DecodedChunk, int, int]]:
     """(column, offset, chunk, first, end): elements first..end of a chunk at `offset`, such that
     every element meets the learners in name order.
@@ -267,7 +263,7 @@ def _sum_over_learners(terms: F64) -> F64:
 
 
 def _check(
-    fragment: Fragment, contributions: Sequence[Contribution], weights: Sequence[float]
+    fragment: Fragment, contributions: Sequence[DecodedVector], weights: Sequence[float]
 ) -> None:
     names = [each.learner for each in contributions]
     if not names or names != sorted(set(names)):

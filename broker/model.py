@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from narrows.broker import merge as merge_module
 from narrows.broker import outer
-from narrows.broker.checkpoint import FragmentState
 from narrows.broker.config import BrokerConfig, settings
-from narrows.broker.events import Contributed
-from narrows.broker.merge import Contribution, Merged, merge, token_weights
+from narrows.broker.contribution import Contribution
+from narrows.broker.merge import DecodedVector, Merged, merge, token_weights
 from narrows.broker.outer import outer_optimizer
-from narrows.broker.records import policy_of
+from narrows.broker.policy import policy_of
 from narrows.proto import codecs
 from narrows.proto.budget import chunk_elements
 from narrows.proto.buffers import empty_f32
@@ -40,6 +39,20 @@ from narrows.proto.transfer import (
 F32: TypeAlias = NDArray[np.float32]
 Handles: TypeAlias = Mapping[int, tuple[int, DecodedChunk]]
 """Decoded chunks with their offsets, by handle."""
+
+
+@dataclass(frozen=True, eq=False)
+class FragmentState:
+    """One fragment at one version; the arrays are float32 (n,) and never written to again."""
+
+    version: int
+    digest: int
+    """xxh3_64 of `published`."""
+    global_: F32
+    """The model that users evaluate and export."""
+    momentum: F32
+    published: F32
+    """The copy that every learner holds."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +134,7 @@ class GlobalModel:
         return self._publications[fragment].get(version)
 
     def merge(
-        self, fragment: int, version: int, contributed: Sequence[Contributed], chunks: Handles
+        self, fragment: int, version: int, contributed: Sequence[Contribution], chunks: Handles
     ) -> Outcome:
         """Merges contributions (in learner-name order) and makes the next version.
 
@@ -130,9 +143,7 @@ class GlobalModel:
         """
         part = self.table[fragment]
         contributions = [
-            Contribution(
-                done.learner, done.tokens, done.steps, [chunks[handle] for handle in done.handles]
-            )
+            DecodedVector(done.learner, [chunks[handle] for handle in done.handles])
             for done in contributed
         ]
         weights = token_weights(
@@ -145,7 +156,7 @@ class GlobalModel:
         return self.published(part, version, params, momentum, merged, tuple(weights))
 
     def merged(
-        self, part: Fragment, contributions: Sequence[Contribution], weights: Sequence[float]
+        self, part: Fragment, contributions: Sequence[DecodedVector], weights: Sequence[float]
     ) -> Merged:
         """The outer gradient out of contributions, as the policy wants it."""
         policy = self.policy

@@ -13,6 +13,7 @@ from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
+from narrows.broker.config import OUTER_OPTIMIZERS
 from narrows.proto.buffers import empty_f32
 from narrows.proto.compiled import kernel
 from narrows.proto.config import nearest
@@ -108,6 +109,7 @@ def warm_up() -> None:
 
 Maker: TypeAlias = Callable[[float, float], OuterOptimizer]
 _OPTIMIZERS: Final[dict[str, Maker]] = {"nesterov": Nesterov, "sgd": Sgd}
+assert tuple(_OPTIMIZERS) == OUTER_OPTIMIZERS
 
 
 def outer_optimizer(name: str, *, rate: float, momentum: float) -> OuterOptimizer:
@@ -117,18 +119,13 @@ def outer_optimizer(name: str, *, rate: float, momentum: float) -> OuterOptimize
             "no such outer optimizer",
             expected=f"one of {', '.join(_OPTIMIZERS)}",
             got=repr(name),
-            remedy=nearest(name, optimizer_names()),
+            remedy=nearest(name, OUTER_OPTIMIZERS),
         )
     if not 0 < rate < np.inf:
         raise ConfigError("outer rate", expected="a positive number", got=str(rate))
     if not 0 <= momentum < 1:
         raise ConfigError("outer momentum", expected="0 up to but not 1", got=str(momentum))
     return _OPTIMIZERS[name](rate, momentum)
-
-
-def optimizer_names() -> tuple[str, ...]:
-    """Names of all outer optimizers."""
-    return tuple(_OPTIMIZERS)
 
 
 def _check(*arrays: F32) -> None:

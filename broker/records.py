@@ -13,8 +13,8 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from narrows.broker.config import BrokerConfig
 from narrows.broker.durable import Damaged
+from narrows.broker.policy import Policy
 from narrows.broker.snapshot import Start
 from narrows.proto.messages import Phase
 
@@ -38,20 +38,6 @@ class Began(_Head, frozen=True, tag="began"):
     """With which it begins, by fragment; empty before version 0."""
     at: float
     """Seconds since 1970, of this and every record; for people."""
-
-
-class Policy(Struct, frozen=True, forbid_unknown_fields=True):
-    """How contributions become the next version; names as in the configuration."""
-
-    weights: Literal["tokens", "equal"]
-    law: Literal["layout", "mean"]
-    clip_ratio: float
-    share_max: float
-    optimizer: str
-    rate: float
-    momentum: float
-    is_rounded: bool
-    """The merged outer gradient is rounded to bfloat16 before the outer step."""
 
 
 class Contributor(Struct, frozen=True, forbid_unknown_fields=True):
@@ -154,18 +140,3 @@ def payloads(
             chunks.append((offset, count, bytes(blobs[place : place + size_bytes])))
             place += size_bytes
         yield chunks
-
-
-def policy_of(config: BrokerConfig) -> Policy:
-    """The policy of a configuration."""
-    merge, outer = config.merge, config.outer
-    return Policy(
-        weights=merge.weights,
-        law=merge.law,
-        clip_ratio=merge.clip_ratio,
-        share_max=merge.share_max,
-        optimizer=outer.optimizer,
-        rate=outer.rate,
-        momentum=outer.momentum,
-        is_rounded=config.broker.journal == "merged",
-    )

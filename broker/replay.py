@@ -12,12 +12,12 @@ from typing import Final
 
 import numpy as np
 
-from narrows.broker.checkpoint import FragmentState, Snapshot
+from narrows.broker.checkpoint import Snapshot
 from narrows.broker.config import BrokerConfig
 from narrows.broker.durable import Damaged, RecordsLost, StateError
 from narrows.broker.journal import Journal
-from narrows.broker.merge import Contribution, Merged
-from narrows.broker.model import EncodedVersion, GlobalModel, Outcome
+from narrows.broker.merge import DecodedVector, Merged
+from narrows.broker.model import EncodedVersion, FragmentState, GlobalModel, Outcome
 from narrows.broker.records import Committed, Head, decode, payloads
 from narrows.broker.recovered import lost
 from narrows.broker.snapshot import Start
@@ -157,7 +157,7 @@ def merged_of(
             raise Damaged(f"{halves.size} elements of a merged outer gradient of {part.elements}")
         return Merged(widened(halves), 0, np.zeros((0, 0)))
     contributions = [
-        Contribution(who.learner, who.tokens, who.steps, _decoded(part, vector.codec, chunks))
+        DecodedVector(who.learner, _decoded(part, vector.codec, chunks))
         for who, vector, chunks in zip(
             head.contributors, head.contributions, vectors[1:], strict=True
         )

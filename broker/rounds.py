@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from narrows.broker.events import Contributed
+from narrows.broker.contribution import Contribution
 from narrows.proto.assembly import Arrival, Assembly
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.messages import Header, OpenRound, Push
@@ -85,7 +85,7 @@ class Round:
     last: bool = False
     """The fragment's last round of the run."""
     incoming: dict[str, Incoming] = field(default_factory=dict[str, Incoming])
-    contributed: dict[str, Contributed] = field(default_factory=dict[str, Contributed])
+    contributed: dict[str, Contribution] = field(default_factory=dict[str, Contribution])
     declined: dict[str, str] = field(default_factory=dict[str, str])
     quorum_at: float | None = None
     merging: bool = False
@@ -169,7 +169,7 @@ class Round:
         if not push.complete or push.learner in self.contributed or self.merging:
             return False
         assert push.announced is not None
-        self.contributed[push.learner] = Contributed(
+        self.contributed[push.learner] = Contribution(
             push.learner,
             push.incarnation,
             push.push_id,
@@ -224,6 +224,6 @@ class Round:
         done = self.contributed.get(name)
         return done is not None and (done.incarnation, done.push_id) == (incarnation, push_id)
 
-    def contributions(self) -> tuple[Contributed, ...]:
+    def contributions(self) -> tuple[Contribution, ...]:
         """In learner-name order: sums must not depend on arrival."""
         return tuple(self.contributed[name] for name in sorted(self.contributed))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import queue
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from narrows.broker import events as ev
 from narrows.broker.checkpoint import StateDir
 from narrows.broker.commits import Commits
 from narrows.broker.config import BrokerConfig
-from narrows.broker.crash_points import reach
+from narrows.broker.crash_points import crash_points
 from narrows.broker.downlink import Downlink
 from narrows.broker.epoch import begin_epoch
 from narrows.broker.initial import check_file
@@ -75,13 +76,18 @@ class Service:
         self._closed = False
         self._unjudged = False
         self._turns_behind = 0
+        self._reach = crash_points(os.environ)
         run = self.syncer.state
         run.uplink_port, run.downlink_port = self.wires.uplink_port, self.wires.downlink_port
         self.commits = None
         if begun.journal is not None:
             serve_on = config.broker.journal_errors == "serve"
-            self.commits = Commits(begun.journal, run, self._post, serve_on=serve_on)
-        self.jobs = Jobs(config, run, self.state_dir, self._post, self.commits, begun.journaled)
+            self.commits = Commits(
+                begun.journal, run, self._post, serve_on=serve_on, reach=self._reach
+            )
+        self.jobs = Jobs(
+            config, run, self.state_dir, self._post, self.commits, begun.journaled, self._reach
+        )
         self.jobs.model = begun.model
         self.downlink = Downlink(
             self.wires,
@@ -215,7 +221,7 @@ class Service:
             return
         if self.syncer.state.roster.get(header.learner) is not None:
             self._received_from(header.learner, sum(map(len, frames)))
-        reach("received")
+        self._reach("received")
         self._handle_event(ev.ChunkArrived(header, self.jobs.keep(frames[2])))
 
     def _received_from(self, learner: str, size_bytes: int) -> None:
@@ -246,7 +252,7 @@ class Service:
             case ev.Publish():
                 assert self.jobs.model is not None
                 self.downlink.publish(effect, self.jobs.model)
-                reach("published")
+                self._reach("published")
             case ev.Admit(learner, incarnation):
                 self.downlink.admit(learner, incarnation)
             case ev.Acknowledge(learner, positions):

@@ -26,6 +26,7 @@ from narrows.broker.durable import (
     read_into,
     write_file,
 )
+from narrows.broker.model import FragmentState
 from narrows.proto.errors import ErrorCode
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest
@@ -98,20 +99,6 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     merged_pushes: tuple[MergedPush, ...]
     digest: str = ""
     """xxh3_64 (hex) of this manifest with an empty digest."""
-
-
-@dataclass(frozen=True, eq=False)
-class FragmentState:
-    """One fragment at one version; the arrays are float32 (n,) and never written to again."""
-
-    version: int
-    digest: int
-    """xxh3_64 of `published`."""
-    global_: F32
-    """The model that users evaluate and export."""
-    momentum: F32
-    published: F32
-    """The copy that every learner holds."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from narrows.broker.checkpoint import FragmentState, Snapshot, StateDir, StateError
+from narrows.broker.checkpoint import Snapshot, StateDir, StateError
+from narrows.broker.model import FragmentState
 from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest

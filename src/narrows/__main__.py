@@ -294,7 +294,7 @@ def export_(state_dir: Path, *, to: Path) -> None:
     to
         File to write; replaced only by a complete one.
     """
-    from narrows.broker.history import export_model
+    from narrows.broker.journal_report import export_model
 
     export_model(state_dir, to)
 

@@ -18,9 +18,10 @@ import numpy as np
 from narrows.broker.checkpoint import Snapshot, StateDir
 from narrows.broker.commits import committed
 from narrows.broker.config import BrokerConfig, load_config
+from narrows.broker.contribution import Contribution
 from narrows.broker.durable import StateError
 from narrows.broker.epoch import begin_epoch
-from narrows.broker.events import Contributed, Note, Received, StartMerge
+from narrows.broker.events import Note, Received, StartMerge
 from narrows.broker.files import DirectoryFiles
 from narrows.broker.history import model_digest
 from narrows.broker.journal import Journal
@@ -92,7 +93,7 @@ def _round(
 ) -> None:
     part = model.table[0]
     chunks: dict[int, tuple[int, DecodedChunk]] = {}
-    contributed: list[Contributed] = []
+    contributed: list[Contribution] = []
     travelled: list[tuple[str, list[tuple[int, int, bytes]]]] = []
     for learner in ("a", "b"):
         values = 0.01 * rng.standard_normal(20, np.float32)
@@ -102,7 +103,7 @@ def _round(
         )  # fmt: skip
         handle = len(chunks)
         chunks[handle] = (0, decode_chunk(part, "int4-zstd", 0, 20, chunk.payload))
-        contributed.append(Contributed(learner, "0" * 32, version, 100, 5, (handle,)))
+        contributed.append(Contribution(learner, "0" * 32, version, 100, 5, (handle,)))
         travelled.append(("int4-zstd", [(0, 20, chunk.payload)]))
     effect = StartMerge(0, version, tuple(contributed), "a test")
     outcome = model.merge(0, version, contributed, chunks)

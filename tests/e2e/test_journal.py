@@ -33,8 +33,9 @@ from narrows.broker.durable import Damaged, RecordsLost, StateError
 from narrows.broker.epoch import begin_epoch
 from narrows.broker.events import JournalGap
 from narrows.broker.files import DirectoryFiles
-from narrows.broker.history import Changes, audit, export_model, model_digest, opened, replay, show
+from narrows.broker.history import Changes, model_digest, opened
 from narrows.broker.journal import Journal
+from narrows.broker.journal_report import audit, export_model, replay, show
 from narrows.broker.model import GlobalModel
 from narrows.broker.records import Committed, decode
 from narrows.broker.replay import read

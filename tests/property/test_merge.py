@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from merge_cases import F32, contribution, one_fragment, slow_merge
 
-from narrows.broker.merge import Contribution, merge, token_weights
+from narrows.broker.merge import DecodedVector, merge, token_weights
 
 FRAGMENT = one_fragment((40, "rda"), (3, "mean"), (90, "rda"), (1, "rda"))
 
@@ -35,7 +35,7 @@ def vectors(draw: st.DrawFn, count_min: int = 1, count_max: int = 6) -> list[F32
     return found
 
 
-def named(found: list[F32], codec_name: str = "raw32") -> list[Contribution]:
+def named(found: list[F32], codec_name: str = "raw32") -> list[DecodedVector]:
     return [
         contribution(f"{i:02d}", FRAGMENT, v, codec_name=codec_name) for i, v in enumerate(found)
     ]
@@ -75,7 +75,7 @@ def test_order_of_arrival_does_not_matter(found: list[F32], random: Random, law:
     ones = named(found)
     weights = dict(zip((one.learner for one in ones), random_weights(len(ones), 1), strict=True))
 
-    def merged(arrived: list[Contribution]) -> bytes:
+    def merged(arrived: list[DecodedVector]) -> bytes:
         ordered = sorted(arrived, key=lambda one: one.learner)
         shares = [weights[one.learner] for one in ordered]
         result = merge(FRAGMENT, ordered, shares, law="mean" if law == "mean" else "layout")

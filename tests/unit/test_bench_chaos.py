@@ -31,7 +31,8 @@ from narrows.bench.nursery import Nursery
 from narrows.bench.processes import Processes, free_ports
 from narrows.bench.proxy import Proxy
 from narrows.broker.audit import Audit
-from narrows.broker.records import Committed, Contributor, Policy, Vector
+from narrows.broker.policy import Policy
+from narrows.broker.records import Committed, Contributor, Vector
 from narrows.proto.errors import ConfigError, NarrowsError
 from narrows.proto.messages import Phase
 

@@ -12,7 +12,8 @@ from narrows.broker import events as ev
 from narrows.broker import forgetting
 from narrows.broker.audit import Audit
 from narrows.broker.forgetting import GONE_MAX
-from narrows.broker.records import Committed, Contributor, Fate, Policy, Vector
+from narrows.broker.policy import Policy
+from narrows.broker.records import Committed, Contributor, Fate, Vector
 from narrows.broker.status import status
 from narrows.broker.subscriptions import TOPICS_MAX, Subscriptions
 from narrows.broker.syncer import Resumed

@@ -14,7 +14,7 @@ import pytest
 from merge_cases import F32, contribution, decoded, one_fragment, slow_merge
 
 from narrows.broker import merge as merge_module
-from narrows.broker.merge import Contribution, merge, token_weights, warm_up
+from narrows.broker.merge import DecodedVector, merge, token_weights, warm_up
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.messages import LayoutEntry
@@ -23,7 +23,7 @@ PLANE = one_fragment((2, "rda"))
 MIXED = one_fragment((300, "rda"), (7, "mean"), (1200, "rda"), (1, "mean"), (64, "mean"))
 
 
-def given(fragment: Fragment, *vectors: object) -> list[Contribution]:
+def given(fragment: Fragment, *vectors: object) -> list[DecodedVector]:
     return [
         contribution(f"learner-{i}", fragment, np.array(vector, np.float32))
         for i, vector in enumerate(vectors)
@@ -274,7 +274,7 @@ def test_the_bits_do_not_depend_on_the_processor(tmp_path: Path) -> None:
 # Misuse.
 
 
-def misuse(contributions: list[Contribution], weights: list[float]) -> str:
+def misuse(contributions: list[DecodedVector], weights: list[float]) -> str:
     with pytest.raises(LocalProtocolError) as caught:
         merge(PLANE, contributions, weights)
     assert caught.value.code == ErrorCode.MISUSE
@@ -284,7 +284,7 @@ def misuse(contributions: list[Contribution], weights: list[float]) -> str:
 def test_misuse_is_refused() -> None:
     a, b = given(PLANE, [1, 0], [0, 1])
     wide = given(one_fragment((3, "mean")), [1, 2, 3])[0]
-    hole = Contribution("learner-0", 1, 1, [(1, chunk) for _, chunk in a.chunks])
+    hole = DecodedVector("learner-0", [(1, chunk) for _, chunk in a.chunks])
     assert "contributions" in misuse([], [])
     assert "contributions" in misuse([b, a], [0.5, 0.5])
     assert "contributions" in misuse([a, a], [0.5, 0.5])
@@ -293,7 +293,7 @@ def test_misuse_is_refused() -> None:
     assert "weights" in misuse([a, b], [1.5, -0.5])
     assert "chunks of learner-0" in misuse([wide], [1.0])
     assert "chunks of learner-0" in misuse([hole], [1.0])
-    assert "chunks of x" in misuse([Contribution("x", 1, 1, [])], [1.0])
+    assert "chunks of x" in misuse([DecodedVector("x", [])], [1.0])
 
 
 def test_warm_up_compiles_exactly_what_a_merge_uses() -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
 
 from narrows.broker.config import BrokerConfig
-from narrows.broker.events import Contributed
+from narrows.broker.contribution import Contribution
 from narrows.broker.initial import from_file
 from narrows.broker.model import GlobalModel, version_zero
 from narrows.proto.chunk import DecodedChunk
@@ -44,9 +44,9 @@ def new_model(config: BrokerConfig = CONFIG) -> GlobalModel:
 
 def contributions(
     outer_grads: dict[str, F32], codec: str = "int4-zstd"
-) -> tuple[list[Contributed], Chunks]:
+) -> tuple[list[Contribution], Chunks]:
     chunks: Chunks = {}
-    contributed: list[Contributed] = []
+    contributed: list[Contribution] = []
     for name, values in sorted(outer_grads.items()):
         handles: list[int] = []
         for chunk in encode_fragment(
@@ -56,7 +56,7 @@ def contributions(
             handles.append(len(chunks))
             decoded = decode_chunk(PART, codec, chunk.offset, chunk.count, chunk.payload)
             chunks[len(chunks)] = (chunk.offset, decoded)
-        contributed.append(Contributed(name, "0" * 32, 1, 1000, 10, tuple(handles)))
+        contributed.append(Contribution(name, "0" * 32, 1, 1000, 10, tuple(handles)))
     return contributed, chunks
 
 
