@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, cast
 
 from narrows.proto.address import parse_listen
-from narrows.proto.budget import message_bytes
+from narrows.proto.codec import setting_names
 from narrows.proto.config import Range, Section, nearest, override, read_table
 from narrows.proto.errors import ConfigError
+from narrows.proto.flow import message_bytes
 from narrows.proto.limits import (
     CHUNK_ELEMENTS_MAX,
     FRAGMENTS_MAX,
@@ -25,7 +26,6 @@ from narrows.proto.limits import (
     TOKENS_MAX,
 )
 from narrows.proto.messages import Mode, RunSettings
-from narrows.proto.rate import setting_names
 from narrows.proto.units import Amount, BitRate, Duration, Size, written
 
 OUTER_OPTIMIZERS: Final = ("nesterov", "sgd")

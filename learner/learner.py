@@ -16,12 +16,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from narrows.learner.client import Client
-from narrows.learner.device import parameters_of
-from narrows.learner.gradients import GradientWatch
-from narrows.learner.ramp import ramp_steps
-from narrows.learner.step_log import HostLoss, Loss, StepLog
-from narrows.learner.strangers import StrangerWatch
+from narrows.learner.module import (
+    GradientWatch,
+    HostLoss,
+    Loss,
+    StepLog,
+    StrangerWatch,
+    parameters_of,
+    ramp_steps,
+)
+from narrows.learner.transport import Client
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 
 Batch = TypeVar("Batch")
@@ -32,7 +36,7 @@ _log = logging.getLogger("narrows.learner")
 
 
 class Exchange(Protocol):
-    """What a Learner needs of narrows.learner.client.Client."""
+    """What a Learner needs of narrows.learner.transport.client.Client."""
 
     @property
     def joined_version_sum(self) -> int:

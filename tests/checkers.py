@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from narrows.bench.simulated_broker import Committed, Contributor
-from narrows.bench.simulated_learner import TORN, SimulatedLearner
-from narrows.bench.simulated_records import Adopted, Failed, Installed
-from narrows.bench.simulation import Simulation
-from narrows.broker.merge import token_weights
+from narrows.bench.sim.broker import Committed, Contributor
+from narrows.bench.sim.learner import TORN, SimulatedLearner
+from narrows.bench.sim.simulated_records import Adopted, Failed, Installed
+from narrows.bench.sim.simulation import Simulation
+from narrows.broker.merging.merge import token_weights
 from narrows.proto.messages import Epoch, Phase
 
 THAW_S = 5.0

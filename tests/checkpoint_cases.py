@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from narrows.broker.checkpoint import Snapshot, StateDir, StateError
-from narrows.broker.model import FragmentState
+from narrows.broker.merging.model import FragmentState
+from narrows.broker.storage.checkpoint import Snapshot, StateDir, StateError
 from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from narrows.broker.merge import DecodedVector
-from narrows.proto.chunk import DecodedChunk
-from narrows.proto.codecs import codec, piece_scales
+from narrows.broker.merging.merge import DecodedVector
+from narrows.proto.codec.chunk import DecodedChunk
+from narrows.proto.codec.codecs import codec, piece_scales
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.messages import LayoutEntry, MergeLaw
 

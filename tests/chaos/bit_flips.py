@@ -15,25 +15,25 @@ from pathlib import Path
 
 import numpy as np
 
-from narrows.broker.checkpoint import Snapshot, StateDir
-from narrows.broker.commits import committed
 from narrows.broker.config import BrokerConfig, load_config
-from narrows.broker.contribution import Contribution
-from narrows.broker.durable import StateError
-from narrows.broker.epoch import begin_epoch
-from narrows.broker.events import Note, Received, StartMerge
-from narrows.broker.files import DirectoryFiles
-from narrows.broker.history import model_digest
-from narrows.broker.journal import Journal
-from narrows.broker.model import GlobalModel, version_zero
-from narrows.broker.records import FORMAT, Began, encode
-from narrows.broker.syncer import Syncer
-from narrows.learner.dialing import Identity
-from narrows.proto.chunk import DecodedChunk
+from narrows.broker.merging.contribution import Contribution
+from narrows.broker.merging.model import GlobalModel, version_zero
+from narrows.broker.storage.checkpoint import Snapshot, StateDir
+from narrows.broker.storage.disk import DirectoryFiles
+from narrows.broker.storage.durable_files import StateError
+from narrows.broker.storage.history import model_digest
+from narrows.broker.storage.journal import Journal
+from narrows.broker.storage.records import FORMAT, Began, encode
+from narrows.broker.storage.recovery import begin_epoch
+from narrows.broker.storage.writer import committed
+from narrows.broker.syncer.events import Note, Received, StartMerge
+from narrows.broker.syncer.machine import Syncer
+from narrows.learner.session.connection import Identity
+from narrows.proto.codec.chunk import DecodedChunk
+from narrows.proto.codec.transfer import decode_chunk, encode_fragment
 from narrows.proto.errors import NarrowsError
 from narrows.proto.fragments import build_table
 from narrows.proto.messages import LayoutEntry, Phase
-from narrows.proto.transfer import decode_chunk, encode_fragment
 
 LAYOUT = (
     LayoutEntry("weight", (4, 4), "float32", "rda"),

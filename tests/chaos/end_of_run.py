@@ -24,10 +24,11 @@ import torch
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import nn
 
-from narrows.bench.processes import Processes, free_ports
-from narrows.bench.proxy import Proxy
-from narrows.broker.checkpoint import StateDir
-from narrows.learner import Learner, Unfinished, leaving
+from narrows.bench.kit.processes import Processes, free_ports
+from narrows.bench.kit.proxy import Proxy
+from narrows.broker.storage.checkpoint import StateDir
+from narrows.learner import Learner, Unfinished
+from narrows.learner.session import leaving
 from narrows.proto.fragments import build_table
 
 HANG_S = 900.0

@@ -15,9 +15,9 @@ import pytest
 from process_run import Run
 from running import HANG_S, wait_until
 
-from narrows.bench.lab import Direction
-from narrows.bench.processes import Processes
-from narrows.bench.proxy import Proxy, Way
+from narrows.bench.kit.lab import Direction
+from narrows.bench.kit.processes import Processes
+from narrows.bench.kit.proxy import Proxy, Way
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,8 @@ from typing import Any
 from unittest.mock import patch
 
 from narrows.__main__ import main
-from narrows.bench import quality
-from narrows.bench.quality_run import Cell, config_digest
+from narrows.bench.quality import bench as quality
+from narrows.bench.quality.run import Cell, config_digest
 
 
 def run_cell(cell: Cell, seed: int) -> dict[str, Any]:

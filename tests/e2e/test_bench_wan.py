@@ -18,12 +18,12 @@ import pytest
 from bench_process import BenchProcess
 from running import HANG_S, wait_until
 
-from narrows.bench.lab import PREFIX, Lab, remove_leftovers
-from narrows.bench.rows import read_rows
-from narrows.bench.wan import run_cell
-from narrows.bench.wan_cells import Cell
-from narrows.bench.wan_training import TrainingCell
-from narrows.bench.wan_training import run_cell as run_training_cell
+from narrows.bench.kit.lab import PREFIX, Lab, remove_leftovers
+from narrows.bench.kit.rows import read_rows
+from narrows.bench.wan.bench import run_cell
+from narrows.bench.wan.cells import Cell
+from narrows.bench.wan.training import TrainingCell
+from narrows.bench.wan.training import run_cell as run_training_cell
 
 pytestmark = [
     pytest.mark.slow,
@@ -53,7 +53,7 @@ INSIDE = ("sh", "-c", "echo inside; exec cat")
 
 OWNER = f"""
 import subprocess, sys
-from narrows.bench.lab import Lab
+from narrows.bench.kit.lab import Lab
 with Lab(1, 0) as lab:
     subprocess.Popen([*lab.learners[0].under, *{INSIDE}])
     sys.stdin.read()
@@ -120,7 +120,7 @@ def test_sigterm_ends_the_line_and_keeps_what_is_done(tmp_path: Path) -> None:
         def all_started() -> bool:
             """The probe is the last one, and at its site: `ip` has become Python."""
             commands = bench.running().values()
-            return any("narrows.bench.probe" in each and each[0] != "ip" for each in commands)
+            return any("narrows.bench.kit.probe" in each and each[0] != "ip" for each in commands)
 
         wait_until(all_started, "the exchanges of the second cell")
         assert len(bench.running()) >= 5 and f"{PREFIX}-{bench.pid}-" in _namespaces()

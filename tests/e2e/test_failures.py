@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from running import HANG_S, ToyHost, broker_config, client, live_broker, vector
 
-from narrows.broker.service import Service
-from narrows.learner.client import Client
-from narrows.learner.uplink import encode_push
+from narrows.broker.process.service import Service
+from narrows.learner.transport.client import Client
+from narrows.learner.transport.push import encode_push
+from narrows.proto.codec.transfer import advance_copy
 from narrows.proto.fragments import Fragment
-from narrows.proto.transfer import advance_copy
 
 F32 = NDArray[np.float32]
 
@@ -140,7 +140,7 @@ def test_an_encoding_that_fails_is_declined_and_told_once(
     try:
         train_until(learner, host, progress(service, 1))
         with caplog.at_level(logging.INFO, "narrows.learner"):
-            monkeypatch.setattr("narrows.learner.exchange.encode_push", failing)
+            monkeypatch.setattr("narrows.learner.transport.datapath.encode_push", failing)
             train_until(learner, host, lambda: failed == 4)
             train_until(learner, host, progress(service, 3))
         (line,) = told(caplog, "is not sent")
@@ -167,7 +167,7 @@ def test_a_publication_that_cannot_be_applied_is_applied_later(
     learner.start()
     try:
         with caplog.at_level(logging.INFO, "narrows.learner"):
-            monkeypatch.setattr("narrows.learner.exchange.advance_copy", failing)
+            monkeypatch.setattr("narrows.learner.transport.datapath.advance_copy", failing)
             train_until(learner, host, lambda: failed == 3)
             train_until(learner, host, progress(service, 3))
         assert len(told(caplog, "no room for the copy")) == 1
@@ -198,6 +198,6 @@ def test_what_fails_before_training_is_raised(
     def failing(*_: Any, **__: Any) -> None:
         raise MemoryError("no room for version 0")
 
-    monkeypatch.setattr("narrows.learner.exchange.encode_fragment", failing)
+    monkeypatch.setattr("narrows.learner.transport.datapath.encode_fragment", failing)
     with pytest.raises(MemoryError, match="no room for version 0"):
         client(service, "a", ToyHost(vector(1))).start()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from running import wait_until
 
-from narrows.broker import wires as broker_wires
-from narrows.learner import wires as learner_wires
+from narrows.broker.process import sockets as broker_wires
+from narrows.learner.transport import sockets as learner_wires
 from narrows.proto.frames import downlink_topic
 from narrows.proto.limits import STREAMS_MAX
 

@@ -14,14 +14,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from narrows.broker.config import load_config
-from narrows.broker.contribution import Contribution
-from narrows.broker.merge import DecodedVector, merge, token_weights
-from narrows.broker.model import GlobalModel, version_zero
-from narrows.proto.chunk import DecodedChunk, float_square_sums
+from narrows.broker.merging.contribution import Contribution
+from narrows.broker.merging.merge import DecodedVector, merge_vectors, token_weights
+from narrows.broker.merging.model import GlobalModel, version_zero
+from narrows.proto.codec.chunk import DecodedChunk, float_square_sums
+from narrows.proto.codec.kernels import F32, F64
+from narrows.proto.codec.transfer import decode_chunk, encode_fragment
 from narrows.proto.fragments import build_table
-from narrows.proto.kernels import F32, F64
 from narrows.proto.messages import LayoutEntry
-from narrows.proto.transfer import decode_chunk, encode_fragment
 
 LAYOUT = (
     LayoutEntry("embedding", (37, 64), "float32", "mean"),
@@ -151,7 +151,7 @@ def test_a_merge_has_the_bits_of_its_twin() -> None:
     model = GlobalModel(CONFIG, TABLE, [version_zero(awkward(0))])
     outcome = model.merge(0, 1, contributed, chunks)
     contributions = [DecodedVector(d.learner, [chunks[h] for h in d.handles]) for d in contributed]
-    merged = merge(PART, contributions, weights)
+    merged = merge_vectors(PART, contributions, weights)
     assert merged.clipped >= 3
     twin = twin_merge(vectors, weights, merged.norms)
     assert merged.outer_grad.tobytes() == twin.tobytes()

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrows.broker.config import BrokerConfig
-from narrows.broker.plan import Plan, Site
-from narrows.broker.planning import fits, loads_of, make_plan
+from narrows.broker.planning.capacity import fits, loads_of, make_plan
+from narrows.broker.planning.demand import Plan, Site
 
 CONFIG = BrokerConfig()
 untimed = settings(deadline=None)

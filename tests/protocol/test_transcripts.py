@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from narrows.bench.simulated_broker import Committed
-from narrows.bench.simulated_learner import LearnerSpec
-from narrows.bench.simulation import Simulation
-from narrows.bench.virtual import Faults, Noted
+from narrows.bench.sim.broker import Committed
+from narrows.bench.sim.learner import LearnerSpec
+from narrows.bench.sim.simulation import Simulation
+from narrows.bench.sim.virtual import Faults, Noted
 from narrows.broker.config import BrokerConfig, preset
 from narrows.proto import messages as msg
 from narrows.proto.config import override

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from narrows.bench import published_bandwidth as published
-from narrows.bench.bandwidth import Row, headline_rows, run_bandwidth_bench, table_rows
-from narrows.bench.bandwidth_model import (
+from narrows.bench.bandwidth import published
+from narrows.bench.bandwidth.bench import Row, headline_rows, run_bandwidth_bench, table_rows
+from narrows.bench.bandwidth.model import (
     GRID_GBPS,
     METHODS,
     SETUPS,
@@ -22,7 +22,7 @@ from narrows.bench.bandwidth_model import (
     nearest_index,
     reaching,
 )
-from narrows.bench.bandwidth_wire import WireRow
+from narrows.bench.bandwidth.wire import WireRow
 
 ONE_STEP_BELOW = {
     ("1B", "overlap", 95),

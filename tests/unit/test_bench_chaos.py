@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 from running import wait_until
 
-from narrows.bench.chaos import run_chaos_bench
-from narrows.bench.chaos_learner import TOKENS_PER_STEP
-from narrows.bench.chaos_results import (
+from narrows.bench.chaos.bench import run_chaos_bench
+from narrows.bench.chaos.learner import TOKENS_PER_STEP
+from narrows.bench.chaos.results import (
     Outage,
     Records,
     Story,
@@ -24,15 +24,15 @@ from narrows.bench.chaos_results import (
     rejoins,
     throughput,
 )
-from narrows.bench.chaos_run import HOST, ChaosOptions, Run
-from narrows.bench.chaos_tape import BROKER, Fault, Kind
-from narrows.bench.evidence import Evidence
-from narrows.bench.nursery import Nursery
-from narrows.bench.processes import Processes, free_ports
-from narrows.bench.proxy import Proxy
-from narrows.broker.audit import Audit
-from narrows.broker.policy import Policy
-from narrows.broker.records import Committed, Contributor, Vector
+from narrows.bench.chaos.run import HOST, ChaosOptions, Run
+from narrows.bench.chaos.tape import BROKER, Fault, Kind
+from narrows.bench.kit.evidence import Evidence
+from narrows.bench.kit.nursery import Nursery
+from narrows.bench.kit.processes import Processes, free_ports
+from narrows.bench.kit.proxy import Proxy
+from narrows.broker.merging.policy import Policy
+from narrows.broker.storage.audit import Audit
+from narrows.broker.storage.records import Committed, Contributor, Vector
 from narrows.proto.errors import ConfigError, NarrowsError
 from narrows.proto.messages import Phase
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from narrows.bench import goodput, jobs
-from narrows.bench.goodput import agreement, run_goodput_bench, set_relative_times
-from narrows.bench.goodput_cells import Cell, sweeps, table
-from narrows.bench.goodput_machines import STEP_S, Plan, PlannedRun
-from narrows.bench.goodput_run import plans_of, run_cell
-from narrows.bench.rows import read_rows
-from narrows.bench.stall_model import NEVER, full_course
+from narrows.bench.goodput import bench as goodput
+from narrows.bench.goodput.bench import agreement, run_goodput_bench, set_relative_times
+from narrows.bench.goodput.cells import Cell, sweeps, table
+from narrows.bench.goodput.machines import STEP_S, Plan, PlannedRun
+from narrows.bench.goodput.run import plans_of, run_cell
+from narrows.bench.goodput.stall_model import NEVER, full_course
+from narrows.bench.kit import runner as jobs
+from narrows.bench.kit.rows import read_rows
 
 SPAN_S = 4000.0
 EDGES_S = np.array([0.0, SPAN_S])

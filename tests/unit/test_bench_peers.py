@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from narrows.bench import peers
-from narrows.bench.loopback import Loopback
-from narrows.bench.peer_envs import PeerAbsent
-from narrows.bench.peer_member import START, training_of
-from narrows.bench.peer_run import EVENTS, Story, judged
-from narrows.bench.peer_systems import COORDINATOR, Exchange, Ours, Plan, Scripted
-from narrows.bench.processes import Processes
-from narrows.bench.rows import read_rows
+from narrows.bench.kit.loopback import Loopback
+from narrows.bench.kit.processes import Processes
+from narrows.bench.kit.rows import read_rows
+from narrows.bench.peers import bench as peers
+from narrows.bench.peers.envs import PeerAbsent
+from narrows.bench.peers.member import START, training_of
+from narrows.bench.peers.run import EVENTS, Story, judged
+from narrows.bench.peers.systems import COORDINATOR, Exchange, Ours, Plan, Scripted
 from narrows.proto.errors import ConfigError
 
 PLAN = Plan(members=2, steps=100, sync_steps=20, preset="nano", step_wait_s=0.0)

@@ -17,28 +17,25 @@ import pytest
 import torch
 from rich.console import Console
 
-from narrows.bench import jobs as bench_jobs
-from narrows.bench import quality, quality_cells, quality_run, trained
-from narrows.bench.codings import CODINGS
-from narrows.bench.quality import report_collected, run_jobs, run_quality_bench
-from narrows.bench.quality_cells import REPORTING_SEEDS, rates_of
-from narrows.bench.quality_run import Cell, learner_name, run_cell
-from narrows.bench.quality_stats import STUDENT_T, paired
-from narrows.bench.rows import read_rows
-from narrows.bench.variants import POISONS, VARIANTS
+from narrows.bench.codec.codings import CODINGS
+from narrows.bench.kit import runner as bench_jobs
+from narrows.bench.kit.rows import read_rows
+from narrows.bench.kit.stats import STUDENT_T, paired
+from narrows.bench.quality import bench as quality
+from narrows.bench.quality import catalogue as quality_cells
+from narrows.bench.quality import run as quality_run
+from narrows.bench.quality.bench import report_collected, run_jobs, run_quality_bench
+from narrows.bench.quality.catalogue import REPORTING_SEEDS, rates_of
+from narrows.bench.quality.run import Cell, learner_name, run_cell
+from narrows.bench.quality.variants import POISONS, VARIANTS
+from narrows.bench.sim import trained
 from narrows.broker.config import load_config
-from narrows.learner.corpus import Reader, fixed_windows, load_corpus
-from narrows.learner.gpt import (
-    GPT,
-    make_optimizer,
-    preset,
-    token_tensor,
-    validation_loss,
-)
-from narrows.proto.codecs import codec, piece_scales
+from narrows.learner.reference.corpus import Reader, fixed_windows, load_corpus
+from narrows.learner.reference.gpt import GPT, make_optimizer, preset, token_tensor, validation_loss
+from narrows.proto.codec.codecs import codec, piece_scales
+from narrows.proto.codec.kernels import F32
 from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import Fragment
-from narrows.proto.kernels import F32
 
 TINY = Cell(
     "tiny", "plain", learners=3, steps=24,

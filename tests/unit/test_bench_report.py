@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from narrows.bench import everything
-from narrows.bench.everything import Part, long, small
-from narrows.bench.report import run_report
-from narrows.bench.report_figures import figures_of
-from narrows.bench.report_files import BENCHES, Result
+from narrows.bench.everything import bench as everything
+from narrows.bench.everything.bench import Part, long, small
+from narrows.bench.report.bench import run_report
+from narrows.bench.report.figures import figures_of
+from narrows.bench.report.files import BENCHES, Result
 
 MACHINE = {"processor": "<b>x</b>", "cores": 2, "python": "3.11", "system": "Linux"}
 

@@ -11,13 +11,15 @@ from typing import cast
 
 import pytest
 
-from narrows.bench import wan_budget, wan_cells, wan_training
-from narrows.bench.cells import Row, run_missing
-from narrows.bench.exchanger import transformer_layout
-from narrows.bench.lab import Lab, Meter
-from narrows.bench.qdisc import Counters
-from narrows.bench.rows import read_rows
-from narrows.bench.wan_cells import MILLION, Cell
+from narrows.bench.kit.cells import Row, run_missing
+from narrows.bench.kit.lab import Lab, Meter
+from narrows.bench.kit.qdisc import Counters
+from narrows.bench.kit.rows import read_rows
+from narrows.bench.wan import budget as wan_budget
+from narrows.bench.wan import cells as wan_cells
+from narrows.bench.wan import training as wan_training
+from narrows.bench.wan.cells import MILLION, Cell
+from narrows.bench.wan.exchanger import transformer_layout
 from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import build_table
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from machines import SETTINGS
 from msgspec import structs
 
-from narrows.proto.budget import (
+from narrows.proto.codec.codecs import codec, codec_names
+from narrows.proto.flow.budget import (
     BACK_SHARE,
     BIN_S,
     BURST_S,
@@ -25,7 +26,6 @@ from narrows.proto.budget import (
     message_bytes,
     wire_bytes,
 )
-from narrows.proto.codecs import codec, codec_names
 from narrows.proto.limits import PAYLOAD_BYTES_MAX
 
 Sizes = st.lists(st.integers(100, 12_500), min_size=50, max_size=300)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from machines import Desk, hello, only
 
-from narrows.broker import events as ev
+from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
+from narrows.proto.codec.transfer import STATE_CODEC
 from narrows.proto.messages import DataKind
-from narrows.proto.transfer import STATE_CODEC
 
 UPLINK_PORT = 7071
 

@@ -11,15 +11,15 @@ import pytest
 from machines import EPOCH, RUN
 
 from narrows.broker.config import load_config
-from narrows.broker.downlink import PARCELS_PER_PUMP, Downlink
-from narrows.broker.events import Publish
-from narrows.broker.merge import Merged
-from narrows.broker.model import EncodedVersion, GlobalModel, encode_state, version_zero
-from narrows.broker.state import RunState
-from narrows.broker.subscriptions import Subscriptions
-from narrows.broker.syncer import Syncer
-from narrows.broker.wires import Wires
-from narrows.proto.budget import BURST_S, PAUSE_BURST_S, wire_bytes
+from narrows.broker.merging.merge import Merged
+from narrows.broker.merging.model import EncodedVersion, GlobalModel, encode_state, version_zero
+from narrows.broker.process.downlink import PARCELS_PER_PUMP, Downlink
+from narrows.broker.process.sockets import Wires
+from narrows.broker.process.subscriptions import Subscriptions
+from narrows.broker.syncer.events import Publish
+from narrows.broker.syncer.machine import Syncer
+from narrows.broker.syncer.run import RunState
+from narrows.proto.flow.budget import BURST_S, PAUSE_BURST_S, wire_bytes
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import decode_data, downlink_topic
 from narrows.proto.limits import PUBLICATIONS_KEPT

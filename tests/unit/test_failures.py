@@ -12,14 +12,16 @@ from typing import cast
 
 import pytest
 
-from narrows.bench import peer_run, wan, wan_peers
-from narrows.bench.failures import logs_kept, reason_of
-from narrows.bench.lab import Lab, Site
-from narrows.bench.peer_run import run_event
-from narrows.bench.peer_systems import Exchange, Plan
-from narrows.bench.processes import Processes, work_folder
-from narrows.bench.wan_cells import MILLION, Cell
-from narrows.bench.wan_run import Line, SiteProcesses
+from narrows.bench.kit.failures import logs_kept, reason_of
+from narrows.bench.kit.lab import Lab, Site
+from narrows.bench.kit.processes import Processes, work_folder
+from narrows.bench.peers import run as peer_run
+from narrows.bench.peers.run import run_event
+from narrows.bench.peers.systems import Exchange, Plan
+from narrows.bench.wan import bench as wan
+from narrows.bench.wan import peers as wan_peers
+from narrows.bench.wan.cells import MILLION, Cell
+from narrows.bench.wan.run import Line, SiteProcesses
 from narrows.proto.errors import NarrowsError
 
 OFF = "the average is off by 0.012, at most 0.01 is fine"

@@ -8,16 +8,16 @@ import msgspec
 import pytest
 from machines import Desk, Seat, hello, incarnation_of, one, only, open_round
 
-from narrows.broker import events as ev
-from narrows.broker import forgetting
-from narrows.broker.audit import Audit
-from narrows.broker.forgetting import GONE_MAX
-from narrows.broker.policy import Policy
-from narrows.broker.records import Committed, Contributor, Fate, Vector
-from narrows.broker.status import status
-from narrows.broker.subscriptions import TOPICS_MAX, Subscriptions
-from narrows.broker.syncer import Resumed
-from narrows.learner import events as lev
+from narrows.broker.merging.policy import Policy
+from narrows.broker.process.subscriptions import TOPICS_MAX, Subscriptions
+from narrows.broker.storage.audit import Audit
+from narrows.broker.storage.records import Committed, Contributor, Fate, Vector
+from narrows.broker.syncer import events as ev
+from narrows.broker.syncer import forgetting
+from narrows.broker.syncer.forgetting import GONE_MAX
+from narrows.broker.syncer.machine import Resumed
+from narrows.broker.syncer.status import status_of
+from narrows.learner.session import events as lev
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode
 from narrows.proto.limits import TOPIC_BYTES_MAX
@@ -84,7 +84,7 @@ def test_a_learner_that_is_gone_is_forgotten_after_some_hours(end: msg.Bye | Non
     assert one(effects, ev.Fate) == ev.Fate("forgotten", "b", incarnation_of("b"))
     assert desk.state.merged_pushes == {}
     assert desk.state.roster.get("b") is None
-    told = status(desk.syncer, {}, desk.now)
+    told = status_of(desk.syncer, {}, desk.now)
     assert [learner.name for learner in told.learners] == ["a"]
 
 
@@ -224,7 +224,7 @@ def test_names_that_come_and_go_leave_a_bounded_number_behind(
         desk.state.merged_pushes[name, incarnation_of(name), 0] = (1, 100)
         desk.report(name, step=1, tokens=10)
         desk.say(name, msg.Bye("preempted"))
-        told = len(msgspec.msgpack.encode(status(desk.syncer, {}, desk.now)))
+        told = len(msgspec.msgpack.encode(status_of(desk.syncer, {}, desk.now)))
         sizes.append((len(desk.state.roster), len(desk.state.merged_pushes), told))
     assert sizes[-1] == sizes[most] == (most + 1, most, sizes[most][2])
     assert desk.state.roster.get("job-00000") is None

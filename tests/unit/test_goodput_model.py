@@ -9,9 +9,8 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from narrows.bench import goodput_calibration
-from narrows.bench.failure_tapes import F64, Slices, Tape, failure_tape
-from narrows.bench.goodput_calibration import (
+from narrows.bench.goodput import calibration as goodput_calibration
+from narrows.bench.goodput.calibration import (
     ALONE_POINTS,
     calibrated,
     data_parallel_fits,
@@ -21,8 +20,8 @@ from narrows.bench.goodput_calibration import (
     fit_range_percent,
     missing_share,
 )
-from narrows.bench.goodput_cells import QUARTER_S, Cell, Method
-from narrows.bench.goodput_published import (
+from narrows.bench.goodput.cells import QUARTER_S, Cell, Method
+from narrows.bench.goodput.published import (
     CHIP_FAILURE_S,
     CHIPS,
     DECOUPLED_PERCENT,
@@ -30,8 +29,8 @@ from narrows.bench.goodput_published import (
     PREDICTED,
     published_percent,
 )
-from narrows.bench.goodput_run import courses_of, run_cell
-from narrows.bench.stall_model import (
+from narrows.bench.goodput.run import courses_of, run_cell
+from narrows.bench.goodput.stall_model import (
     NEVER,
     Costs,
     absorbed,
@@ -42,6 +41,7 @@ from narrows.bench.stall_model import (
     goodput,
     uptime,
 )
+from narrows.bench.goodput.tapes import F64, Slices, Tape, failure_tape
 
 SLICES = Slices(256, 5000.0, gather_s=20.0)
 COSTS = Costs(SLICES, restart_s=50.0, checkpoint_s=80.0, reconfigure_s=10.0)

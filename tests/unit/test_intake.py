@@ -5,12 +5,12 @@ from __future__ import annotations
 from machines import ELEMENTS, Desk, hello, incarnation_of, one, only
 from msgspec import structs
 
-from narrows.broker import events as ev
+from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
+from narrows.proto.codec.transfer import STATE_CODEC
 from narrows.proto.errors import ErrorCode
 from narrows.proto.limits import PUBLICATIONS_KEPT
 from narrows.proto.messages import Phase
-from narrows.proto.transfer import STATE_CODEC
 
 
 def merged(desk: Desk, fragment: int = 0) -> list[ev.Effect]:

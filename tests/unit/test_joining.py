@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from narrows.learner.joining import DataPath, JoinWatch, Line
+from narrows.learner.session.joining import DataPath, JoinWatch, Line
 
 UP, DOWN = Line(7071, True, False, 0), Line(7072, True, False, 0)
 MESSAGE_BYTES = 2_000_000

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from machines import EPOCH, Seat, one, only, open_round
 
-from narrows.learner import events as ev
-from narrows.learner.leaving import BROKER_S
+from narrows.learner.session import events as ev
+from narrows.learner.session.leaving import BROKER_S
 from narrows.proto import messages as msg
-from narrows.proto import patience
+from narrows.proto.flow import patience
 from narrows.proto.messages import Phase
 
 

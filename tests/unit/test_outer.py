@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from narrows.broker.config import OUTER_OPTIMIZERS
-from narrows.broker.outer import outer_optimizer
+from narrows.broker.merging.outer import outer_optimizer
 from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
 
 F32 = NDArray[np.float32]

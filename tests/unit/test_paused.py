@@ -7,15 +7,15 @@ from collections import Counter
 import pytest
 from machines import Desk, Seat, hello, one, only, open_round
 
-from narrows.bench.simulated_broker import Committed
-from narrows.bench.simulated_learner import LearnerSpec
-from narrows.bench.simulation import Simulation
-from narrows.bench.virtual import Faults
-from narrows.broker import events as bev
+from narrows.bench.sim.broker import Committed
+from narrows.bench.sim.learner import LearnerSpec
+from narrows.bench.sim.simulation import Simulation
+from narrows.bench.sim.virtual import Faults
 from narrows.broker.config import load_config
-from narrows.broker.status import status
-from narrows.learner import events as ev
-from narrows.learner.links import RETRY_S
+from narrows.broker.syncer import events as bev
+from narrows.broker.syncer.status import status_of
+from narrows.learner.session import events as ev
+from narrows.learner.session.fragments import RETRY_S
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode
 
@@ -72,10 +72,10 @@ def test_the_time_that_nobody_waited_is_not_how_long_a_contribution_takes() -> N
 
 def test_status_names_who_is_waited_for() -> None:
     desk = half()
-    told = status(desk.syncer, {}, desk.now).waiting_for
+    told = status_of(desk.syncer, {}, desk.now).waiting_for
     assert told == "fragment 0: 1 of 2 contributions; b declined (evaluating)"
     desk.do(bev.PeerLost(b"b"))
-    told = status(desk.syncer, {}, desk.now).waiting_for
+    told = status_of(desk.syncer, {}, desk.now).waiting_for
     assert told == "fragment 0: 1 of 2 contributions; nobody else is here"
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from narrows.broker.cli.plan import PlanCommand, run_plan, verdict
 from narrows.broker.config import BrokerConfig
-from narrows.broker.costs import frame_bits, gaussian_bits, payload_bits
-from narrows.broker.plan import Plan, Site
-from narrows.broker.plan_command import PlanCommand, run_plan, verdict
-from narrows.broker.planning import USABLE, bottleneck, fits, loads_of, make_plan
+from narrows.broker.planning.capacity import USABLE, bottleneck, fits, loads_of, make_plan
+from narrows.broker.planning.costs import frame_bits, gaussian_bits, payload_bits
+from narrows.broker.planning.demand import Plan, Site
 from narrows.proto.config import override
 from narrows.proto.errors import ConfigError
 from narrows.proto.frames import encode_header

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from narrows.broker.config import BrokerConfig
-from narrows.proto import limits, messages, terms, transfer
-from narrows.proto.codecs import codec, codec_names
+from narrows.proto import limits, messages, terms
+from narrows.proto.codec import transfer
+from narrows.proto.codec.codecs import codec, codec_names
+from narrows.proto.codec.zstd_frame import frame_bytes_max
 from narrows.proto.errors import RETRYABLE, ErrorCode
 from narrows.proto.frames import ENVELOPE_BYTES, MAGIC
-from narrows.proto.zstd_frame import frame_bytes_max
 
-DOCUMENT = Path(transfer.__file__).with_name("PROTOCOL.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).resolve().parents[2] / "proto/PROTOCOL.md").read_text(encoding="utf-8")
 
 #: Structures that the document describes besides the control messages.
 PARTS: tuple[type[msgspec.Struct], ...] = (

@@ -7,12 +7,12 @@ from statistics import fmean
 
 import pytest
 
-from narrows.bench.simulated_broker import Committed
-from narrows.bench.simulated_learner import LearnerSpec
-from narrows.bench.simulation import Simulation
-from narrows.bench.virtual import Faults
+from narrows.bench.sim.broker import Committed
+from narrows.bench.sim.learner import LearnerSpec
+from narrows.bench.sim.simulation import Simulation
+from narrows.bench.sim.virtual import Faults
 from narrows.broker.config import load_config
-from narrows.broker.quorum import Awaited, Decision, QuorumRule, Verdict
+from narrows.broker.syncer.quorum import Awaited, Decision, QuorumRule, Verdict
 
 
 def rule(*, quorum: int = 1, everybody: bool = False, closing: bool = False) -> QuorumRule:

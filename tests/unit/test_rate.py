@@ -6,11 +6,17 @@ import numpy as np
 import pytest
 from coding import QUANTISED
 
-from narrows.bench.codec import snr_db
-from narrows.bench.outer_grads import Data, drawn, recorded
-from narrows.proto.codecs import codec_names
-from narrows.proto.rate import AUTO, RateControl, codecs_of, rate_control, setting_names
-from narrows.proto.transfer import encode_fragment, error_ratio
+from narrows.bench.codec.bench import snr_db
+from narrows.bench.kit.outer_grads import Data, drawn, recorded
+from narrows.proto.codec.bit_control import (
+    AUTO,
+    RateControl,
+    codecs_of,
+    rate_control,
+    setting_names,
+)
+from narrows.proto.codec.codecs import codec_names
+from narrows.proto.codec.transfer import encode_fragment, error_ratio
 
 
 def exchange(data: Data, control: RateControl) -> tuple[float, float]:

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from machines import EPOCH, NEXT_EPOCH, SETTINGS, Seat, digest, one, only, open_round
 
-from narrows.learner import events as ev
-from narrows.learner.session import Connection
+from narrows.learner.session import events as ev
+from narrows.learner.session.connection import Connection
 from narrows.proto import messages as msg
 from narrows.proto.messages import Mode, Phase, Role
 

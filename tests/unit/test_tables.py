@@ -14,30 +14,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from narrows.bench import (
-    bandwidth,
-    bandwidth_wire,
-    chaos_results,
-    codec,
-    demo_results,
-    goodput,
-    journal,
-    loop,
-    merge,
-    peers,
-    quality_report,
-    wan,
-    wan_budget,
-    wan_training,
-)
-from narrows.bench.demo_story import DemoOptions, Story
-from narrows.bench.demo_view import View
-from narrows.broker import plan_command
+from narrows.bench.bandwidth import bench as bandwidth
+from narrows.bench.bandwidth import wire as bandwidth_wire
+from narrows.bench.chaos import results as chaos_results
+from narrows.bench.codec import bench as codec
+from narrows.bench.demo import results as demo_results
+from narrows.bench.demo.story import DemoOptions, Story
+from narrows.bench.demo.view import View
+from narrows.bench.goodput import bench as goodput
+from narrows.bench.journal import bench as journal
+from narrows.bench.loop import bench as loop
+from narrows.bench.merge import bench as merge
+from narrows.bench.peers import bench as peers
+from narrows.bench.quality import report as quality_report
+from narrows.bench.wan import bench as wan
+from narrows.bench.wan import budget as wan_budget
+from narrows.bench.wan import training as wan_training
+from narrows.broker.cli import plan as plan_command
+from narrows.broker.cli.status import learner_table
+from narrows.broker.cli.tables import Facts, Table, show, terminal, wrapped
 from narrows.broker.config import BrokerConfig
-from narrows.broker.plan import Site
-from narrows.broker.planning import loads_of, make_plan
-from narrows.broker.show import learner_table
-from narrows.broker.tables import Facts, Table, show, terminal, wrapped
+from narrows.broker.planning.capacity import loads_of, make_plan
+from narrows.broker.planning.demand import Site
 from narrows.proto.messages import LearnerStatus, Mode, Phase, Status, TokenLedger
 
 ROOT = Path(__file__).resolve().parents[2]

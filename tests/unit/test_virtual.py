@@ -6,11 +6,11 @@ from random import Random
 
 import pytest
 
-from narrows.bench.simulated_learner import LearnerSpec
-from narrows.bench.simulation import Simulation
-from narrows.bench.virtual import Clock, Faults, Host
+from narrows.bench.sim.learner import LearnerSpec
+from narrows.bench.sim.simulation import Simulation
+from narrows.bench.sim.virtual import Clock, Faults, Host
 from narrows.broker.config import load_config
-from narrows.learner.dialing import HELLO_S
+from narrows.learner.session.connection import HELLO_S
 
 CONNECT_S = 0.5
 """A simulated process connects again within it."""

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from machines import RUN, Desk, hello, incarnation_of, only
 
-from narrows.broker import events as ev
-from narrows.broker.members import Member
-from narrows.broker.status import status
-from narrows.broker.syncer import Resumed
+from narrows.broker.syncer import events as ev
+from narrows.broker.syncer.machine import Resumed
+from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.status import status_of
 from narrows.proto import messages as msg
-from narrows.proto import patience
+from narrows.proto.flow import patience
+from narrows.proto.flow.patience import Flow
 from narrows.proto.messages import Phase
-from narrows.proto.patience import Flow
 
 GOAL = 10**6
 LOST_S = 10.0
@@ -117,7 +117,9 @@ def test_a_learner_that_hangs_and_reports_does_not_hold_the_last_rounds() -> Non
     assert [merge.fragment for merge in only(effects, ev.StartMerge)] == [0, 1]
     (note,) = notes(effects, "hung", "fragments 0, 1")
     assert "10 s" in note
-    told = {learner.name: learner.state for learner in status(desk.syncer, {}, desk.now).learners}
+    told = {
+        learner.name: learner.state for learner in status_of(desk.syncer, {}, desk.now).learners
+    }
     assert told == {"a": "live", "hung": "given up"}
 
 
@@ -202,7 +204,7 @@ def test_the_final_model_is_waited_for_at_the_usual_rate_only(
         report = msg.Report(20, 4000, 1.0, None, (position,), msg.TokenLedger(), 0.0)
         effects += desk.say("slow", report, after_s=1.0)
         if not only(effects, ev.Finish):
-            waits_for = status(desk.syncer, {}, desk.now).waiting_for
+            waits_for = status_of(desk.syncer, {}, desk.now).waiting_for
             assert waits_for == "slow to take the final model"
     assert bool(only(effects, ev.Finish)) is not is_waited_for
     if is_waited_for:
