@@ -63,6 +63,7 @@ class Session:
             case ev.EncodeFailed(push_id, reason):
                 effects = self.links.encode_failed(push_id, reason, now)
             case ev.CopyFailed(copy, reason):
+                self.farewell.copying = False
                 effects = self.links.copy_failed(copy, reason, now)
             case ev.StepTaken(tokens, loss, at_boundary):
                 self._pace.step(loss, now)
@@ -277,6 +278,7 @@ class Session:
         rolled_back = any(link.fallen_back and link.fresh for link in self.links)
         was_ready = self.ready
         effects = self.links.adopt(final=self.farewell.asked and self.phase is msg.Phase.ENDED)
+        self.farewell.copying = bool(effects)  # Who stands here again has made all copies.
         if self.ready and not was_ready and not any(self.links.adopted):
             self.contribute_after_steps = 0  # Everybody starts here: nobody warms up.
         if effects and self.ready and self.settings is not None:

@@ -439,6 +439,7 @@ def test_bye_only_with_the_final_model_adopted() -> None:
     seat.beat((1, 0), phase=Phase.ENDED)
     assert not only(seat.do(ev.LoopEnded()), msg.Bye)
     assert not only(seat.receive(0, 1), msg.Bye)
+    assert not only(seat.do(ev.BoundaryReached()), msg.Bye)
     effects = seat.do(ev.BoundaryReached())
     kinds = [type(effect) for effect in effects]
     assert one(effects, msg.Bye).reason == "the run has ended"
@@ -456,6 +457,8 @@ def test_a_step_after_the_last_round_is_undone_before_leaving() -> None:
     assert not only(seat.do(ev.LoopEnded()), msg.Bye)
     effects = seat.do(ev.BoundaryReached())
     assert [(a.fragment, a.version) for a in only(effects, ev.Adopt)] == [(0, 0), (1, 0)]
+    assert not only(effects, msg.Bye)
+    effects = seat.do(ev.BoundaryReached())
     assert one(effects, msg.Report).ledger.overwritten == 14
     assert one(effects, msg.Bye).reason == "the run has ended"
 
