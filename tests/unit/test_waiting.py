@@ -12,6 +12,7 @@ from narrows.broker import events as ev
 from narrows.broker.members import Member
 from narrows.broker.status import status
 from narrows.broker.syncer import Resumed
+from narrows.broker.waiting import LIVES_MAX
 from narrows.proto import messages as msg
 from narrows.proto import patience
 from narrows.proto.messages import Phase
@@ -368,3 +369,21 @@ def test_the_restart_of_a_learner_begins_its_wait_anew() -> None:
     assert not only(pass_time(desk, LOST_S - 2, "b"), ev.Finish)
     (finish,) = only(leave(desk, "b"), ev.Finish)
     assert finish.reason == "the run has ended, all learners have the final model"
+
+
+def test_a_learner_that_crashes_again_and_again_does_not_hold_the_end() -> None:
+    desk = at_the_goal("a", "b")
+    end_with(desk, "a", "b")
+    effects = leave(desk, "a")
+    life = 1
+    while not only(effects, ev.Finish):
+        life += 1
+        assert life < 10, "each life of the learner is waited for as if it were the first"
+        effects = desk.do(ev.PeerLost(b"b"))
+        again = hello("b", incarnation=incarnation_of("b", life))
+        effects += desk.do(ev.Received(b"b", again, "tcp://b"), after_s=LOST_S / 2)
+        effects += pass_time(desk, LOST_S / 2, "b")
+    assert life == LIVES_MAX + 1
+    assert len(notes(effects, "without b: it was started 4 times while the end waited for it")) == 1
+    (finish,) = only(effects, ev.Finish)
+    assert "not adopted: b (fragments 0, 1)" in finish.reason
