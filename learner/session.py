@@ -313,7 +313,7 @@ class Session:
         if self._dialer.closed or self.farewell.may_go(self.phase, self.links, silent_s, now):
             return effects + self._bye(now)
         if self._dialer.hello_due(now):
-            effects += self._dialer.redial(now)
+            effects += self._dialer.redial(self.identity, now)
             told = (self.run_id, self.epoch, self.steps, self.tokens, self.links.held)
             effects.append(ev.Send(self.identity.hello(*told)))
         if not self.online:
