@@ -60,7 +60,8 @@ class Waiting:
     def look(self, now: float) -> list[ev.Effect]:
         """Gives up those whose time is over."""
         self._until.clear()
-        if self.state.phase not in (msg.Phase.ENDING, msg.Phase.ENDED):
+        ending = self.state.phase in (msg.Phase.ENDING, msg.Phase.ENDED)
+        if not ending or self.state.phase is not self.state.told_phase:
             return []
         effects: list[ev.Effect] = []
         for member in self.state.roster.connected():
