@@ -222,8 +222,7 @@ class SimulatedLearner(Host):
         self.later(self.random.uniform(*self.faults.work_s), action)
 
     def _copy_fails(self) -> bool:
-        # What fails while the process leaves ends it with an error, in place of the final model.
-        share = 0.0 if self.session.farewell.asked else self.faults.copies
+        share = self.faults.copies
         return share > 0 and self.clock.now < self.faults.until_s and self.random.random() < share
 
     def _fails(self) -> bool:

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.run import RunState
+from narrows.proto.codec import codecs_of
+from narrows.proto.flow import chunk_elements, push_bytes_max
+from narrows.proto.limits import RATE_MIN
 
 SILENT_S = 20.0
 """A learner that has data to send, or none to receive it on, is named after so long."""
@@ -41,12 +45,14 @@ class Deaf:
         ]
 
 
-def announced(member: Member, port: int, now: float) -> list[ev.Effect]:
+def announced(state: RunState, member: Member, now: float) -> list[ev.Effect]:
     """A learner says that a push comes."""
     if member.announced == 0:
         member.silent_since = now
     member.announced += 1
-    return silent(member, member.silent_since, port, now) if member.announced >= PUSHES_MIN else []
+    if member.announced < PUSHES_MIN:
+        return []
+    return silent(state, member, member.silent_since, state.settings.push_codec, now)
 
 
 def arrived(member: Member) -> None:
@@ -54,13 +60,25 @@ def arrived(member: Member) -> None:
     member.announced = 0
 
 
-def silent(member: Member, since: float, port: int, now: float) -> list[ev.Effect]:
-    """A learner has had data to send, and nothing has come."""
-    if member.silence_named or now - since < SILENT_S:
+def silent(
+    state: RunState, member: Member, since: float, codec: str, now: float
+) -> list[ev.Effect]:
+    """A learner has had data in this codec to send, and nothing has come."""
+    if member.silence_named or now - since < max(SILENT_S, _message_s(state, codec)):
         return []
     member.silence_named = True
     text = (
         f"no data has come from {member.name} for {now - since:.0f} s, although it has some to "
-        f"send (uplink, port {port}): {REMEDY}"
+        f"send (uplink, port {state.uplink_port}): {REMEDY}"
     )
     return [ev.Note("warning", text)]
+
+
+def _message_s(state: RunState, codec: str) -> float:
+    """Time of the largest regular message on the slowest line that a budget can name."""
+    largest = max((fragment.elements for fragment in state.table), default=0)
+    sizes = (
+        push_bytes_max(name, min(largest, chunk_elements(state.settings, name)))
+        for name in codecs_of(codec)
+    )
+    return 8 * max(sizes) / RATE_MIN

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member
@@ -15,6 +15,10 @@ from narrows.proto.units import format_bytes, format_duration_s
 
 NAMED_MAX = 10
 """Names in one line of the log."""
+
+LIVES_MAX: Final = 3
+"""So many processes of a name are waited for in a phase of the end: the next one would crash as the
+ones before it did."""
 
 Progress: TypeAlias = tuple[str, float, int]
 """Incarnation, when its last contribution was complete, sum of the versions that it has adopted."""
@@ -39,6 +43,8 @@ class Waiting:
     """Who has been gone since before does not belong to the end."""
     _took_part: set[str] = field(default_factory=set[str])
     """Names that were connected when a phase of the end began."""
+    _lives: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+    """Incarnations by name that were connected in this phase of the end."""
     _waits: dict[str, _Wait] = field(default_factory=dict[str, _Wait])
     _until: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -46,6 +52,7 @@ class Waiting:
         """The phase is another one: what was waited for in the one before is over."""
         self.ending_since = min(self.ending_since, now)
         self._took_part |= {member.name for member in self.state.roster.connected()}
+        self._lives.clear()
         self._waits.clear()
         for member in self.state.roster:
             member.given_up = False
@@ -53,10 +60,18 @@ class Waiting:
     def look(self, now: float) -> list[ev.Effect]:
         """Gives up those whose time is over."""
         self._until.clear()
-        if self.state.phase not in (msg.Phase.ENDING, msg.Phase.ENDED):
+        ending = self.state.phase in (msg.Phase.ENDING, msg.Phase.ENDED)
+        if not ending or self.state.phase is not self.state.told_phase:
             return []
         effects: list[ev.Effect] = []
         for member in self.state.roster.connected():
+            lives = self._lives.setdefault(member.name, set())
+            lives.add(member.incarnation)
+            if len(lives) > LIVES_MAX:
+                effects += self._give_up(
+                    member, f"it was started {len(lives)} times while the end waited for it"
+                )
+                continue
             wait = self._wait_for(member, now)
             if wait is None or member.given_up:
                 continue
@@ -65,11 +80,15 @@ class Waiting:
             if now < until:
                 self._until[member.name] = until
                 continue
-            member.given_up = True
-            text = self._why(member, wait.patience, now)
-            effects.append(ev.Note("warning", f"the end goes on without {member.name}: {text}"))
+            effects += self._give_up(member, self._why(member, wait.patience, now))
         self._until |= self.absent(now)
         return effects
+
+    def _give_up(self, member: Member, why: str) -> list[ev.Effect]:
+        if member.given_up:
+            return []
+        member.given_up = True
+        return [ev.Note("warning", f"the end goes on without {member.name}: {why}")]
 
     def next_deadline(self) -> float | None:
         return min(self._until.values(), default=None)

@@ -9,6 +9,7 @@ from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.run import RunState, refusal
 from narrows.proto import messages as msg
+from narrows.proto.codec import STATE_CODEC
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.flow import Arrival, Assembly, parts_max
 from narrows.proto.fragments import build_table
@@ -124,7 +125,7 @@ class Founding:
         if now < max(self._progress_at, self._asked_at) + REPAIR_S * 2.0**self._asks:
             return []
         self._asked_at, self._asks = now, min(self._asks + 1, ASKS_MAX)
-        return data_path.silent(founder, self._progress_at, self.state.uplink_port, now) + [
+        return data_path.silent(self.state, founder, self._progress_at, STATE_CODEC, now) + [
             ev.Send(founder.peer, msg.Missing(msg.DataKind.FOUND, index, 0, 0, assembly.missing()))
             for index, assembly in sorted(self._parts.items())
             if not assembly.complete

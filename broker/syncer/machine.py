@@ -176,7 +176,7 @@ class Syncer:
         state = self.state
         due = now >= self._beat_at + state.config.broker.beat
         # A round that is over needs no Beat of its own: its publication tells the version.
-        told = (state.phase, frozenset(state.open_rounds()))
+        told = (state.told_phase, frozenset(state.open_rounds()))
         if told[0] is self._told[0] and told[1] <= self._told[1] and not due:
             return []
         self._told = told

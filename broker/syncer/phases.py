@@ -20,7 +20,11 @@ RETRY_S = 10.0
 
 @dataclass
 class Lifecycle:
-    """FOUNDING -> RUNNING (version 0 durable) -> ENDING (goal) -> ENDED (last rounds over)."""
+    """FOUNDING -> RUNNING (version 0 durable) -> ENDING (goal) -> ENDED (last rounds over).
+
+    ENDED is told once it is durable: the journal keeps the last versions, but not that no more
+    come. A broker that was started again would open the last rounds anew.
+    """
 
     state: RunState
     scheduler: Scheduler
@@ -50,6 +54,7 @@ class Lifecycle:
         version_sum = self.state.version_sum
         self.checkpoint_sum = version_sum if checkpoint_sum is None else checkpoint_sum
         self._durable_phase = self.state.phase
+        self.state.end_told = self.state.phase is msg.Phase.ENDED
         if self.state.phase in (msg.Phase.ENDING, msg.Phase.ENDED):
             self.waiting.begin(self.started_at)
         if self.state.phase is msg.Phase.ENDING:
@@ -149,7 +154,7 @@ class Lifecycle:
         return [ev.Note("info", f"goal of {goal} tokens reached: one last round per fragment")]
 
     def end(self, now: float) -> list[ev.Effect]:
-        """ENDING becomes ENDED when every last round is over; then everyone says Bye."""
+        """ENDING becomes ENDED when every last round is over; once told, everyone says Bye."""
         state = self.state
         self._seen_at = now
         if state.phase is msg.Phase.ENDING:
@@ -157,12 +162,22 @@ class Lifecycle:
                 self.scheduler.final_due.clear()  # Nobody is left who could contribute.
             if not self.scheduler.final_due and not state.rounds:
                 self._enter(msg.Phase.ENDED, now)
-                return [ev.Note("info", "the run has ended")]
         durable = self.checkpoint_sum == state.version_sum and self._durable_phase is state.phase
-        if state.phase is not msg.Phase.ENDED or not durable or self.waiting.anybody():
+        if state.phase is not msg.Phase.ENDED:
             return []
+        effects = [] if state.end_told else self._tell_end(durable, now)
+        if not durable or self.waiting.anybody():
+            return effects
         outcome = self.waiting.outcome()
-        return [*self._say_bye(outcome), *self._finish(outcome)]
+        return [*effects, *self._say_bye(outcome), *self._finish(outcome)]
+
+    def _tell_end(self, durable: bool, now: float) -> list[ev.Effect]:
+        serve = self.state.config.broker.journal_errors == "serve" and self._retry_at is not None
+        if not durable and not serve:
+            return []
+        self.state.end_told = True
+        self.waiting.begin(now)
+        return [ev.Note("info", "the run has ended"), *self.waiting.look(now)]
 
     def _enter(self, phase: msg.Phase, now: float) -> None:
         self.state.phase = phase

@@ -39,7 +39,7 @@ class Intake:
         except RemoteProtocolError as error:
             return self.refuse(member, error, message.fragment, message.push_id)
         self._settle(round_, member, now)
-        return effects + data_path.announced(member, self.state.uplink_port, now)
+        return effects + data_path.announced(self.state, member, now)
 
     def _decline_refused(self, member: Member, message: msg.Push) -> list[ev.Effect]:
         """A push that was refused, perhaps for a chunk that came before it, will not come; who

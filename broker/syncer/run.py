@@ -37,6 +37,8 @@ class RunState:
     tally: Tally
     clock: RunClock = field(default_factory=RunClock)
     phase: msg.Phase = msg.Phase.FOUNDING
+    end_told: bool = False
+    """The end is durable: whoever leaves now leaves with the model that a restart has as well."""
     layout: tuple[msg.LayoutEntry, ...] = ()
     """Empty until the first learner (or the checkpoint) has brought it."""
     frozen_digest: int = 0
@@ -74,6 +76,12 @@ class RunState:
         return is_lockstep(self.settings)
 
     @property
+    def told_phase(self) -> msg.Phase:
+        """The phase that learners and users hear of."""
+        is_early = self.phase is msg.Phase.ENDED and not self.end_told
+        return msg.Phase.ENDING if is_early else self.phase
+
+    @property
     def versions(self) -> tuple[int, ...]:
         return tuple(head.version for head in self.heads)
 
@@ -109,7 +117,7 @@ class RunState:
         """What a learner is told on change and every second."""
         return msg.Beat(
             epoch=self.epoch,
-            phase=self.phase,
+            phase=self.told_phase,
             versions=tuple(head.version for head in self.told_heads()),
             rounds=self.open_rounds(),
             run_tokens=self.clock.run_tokens,
@@ -129,7 +137,7 @@ class RunState:
             downlink_port=self.downlink_port,
             fragments=self.told_heads(),
             rounds=self.open_rounds(),
-            phase=self.phase,
+            phase=self.told_phase,
             run_tokens=self.clock.run_tokens,
             tokens_per_s=self.tokens_per_s(now),
             step=self.first_step(),

@@ -24,7 +24,7 @@ def status_of(syncer: Syncer, traffic: Mapping[str, Bytes], now: float) -> msg.S
     return msg.Status(
         run_id=state.run_id,
         epoch=state.epoch,
-        phase=state.phase,
+        phase=state.told_phase,
         mode=state.settings.mode,
         uptime_s=now - tally.started_at,
         versions=state.versions,
@@ -62,6 +62,8 @@ def _waiting_for(syncer: Syncer) -> str:
         return "a learner"
     if state.open_rounds():
         return syncer.scheduler.waiting_for
+    if state.phase is not state.told_phase:
+        return "the disk: the final checkpoint"
     if state.phase is msg.Phase.ENDED and (names := syncer.lifecycle.waiting.holders_up):
         return f"{', '.join(names)} to take the final model"
     merging = ", ".join(map(str, sorted(state.rounds)))

@@ -9,7 +9,8 @@ from enum import StrEnum
 from narrows.learner.session import events as ev
 from narrows.proto.codec import codec_names
 from narrows.proto.errors import ErrorCode, Refused
-from narrows.proto.limits import PROTOCOL
+from narrows.proto.frames import encode_control
+from narrows.proto.limits import PROTOCOL, RATE_MIN
 from narrows.proto.messages import ControlMessage, Epoch, Hello, LayoutEntry, Refuse, Role
 
 HELLO_S = 0.25
@@ -20,8 +21,8 @@ begins again."""
 REDIAL_S = 5.0
 REDIAL_MAX_S = 60.0
 """A connection on which Hellos have no answer for REDIAL_S is given up for a new one: a firewall or
-a proxy may have forgotten it. The next one gets twice the time, until something is heard: a large
-Hello needs it on a slow line."""
+a proxy may have forgotten it. The next one gets twice the time, until something is heard, but at
+most REDIAL_MAX_S, or twice the time of a Hello on the slowest line if that is longer."""
 
 QUIET_S = 4.0
 """Without a sign of the broker for so long the learner is offline and says Hello again."""
@@ -67,6 +68,11 @@ class Identity:
             tokens=tokens,
             versions=versions,
         )
+
+    @property
+    def hello_s(self) -> float:
+        """Time that a Hello takes on the slowest line that a budget can name."""
+        return 8 * len(encode_control(self.hello("", (0, 0, 0), 0, 0))) / RATE_MIN
 
 
 def error_of(refuse: Refuse) -> Refused:
@@ -164,13 +170,14 @@ class Dialer:
         self._delay_s = min(self._delay_s * 2, HELLO_MAX_S)
         return True
 
-    def redial(self, now: float) -> list[ev.Effect]:
+    def redial(self, identity: Identity, now: float) -> list[ev.Effect]:
         """Comes before each Hello: is it to be said on a new connection?"""
         if self._asked_at is None:
             self._asked_at = now
         if now < self._asked_at + self._redial_s:
             return []
-        self._asked_at, self._redial_s = now, min(2 * self._redial_s, REDIAL_MAX_S)
+        self._asked_at = now
+        self._redial_s = min(2 * self._redial_s, max(REDIAL_MAX_S, 2 * identity.hello_s))
         return [ev.Redial()]
 
     def next_deadline(self) -> float | None:

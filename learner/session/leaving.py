@@ -35,6 +35,8 @@ class Leaving:
     """The training loop is over."""
     final: bool = False
     """The learner has left, and its parameters are the run's final model."""
+    copying: bool = False
+    """The training thread adopts copies now: it has not said yet whether one fails."""
     lacks: str = ""
     """What the learner has left without, "" for nothing."""
     _asked_at: float = 0.0
@@ -52,7 +54,7 @@ class Leaving:
 
     def ask(self, within_s: float, now: float) -> None:
         """The loop has ended; the learner is to be gone after `within_s` whatever happens."""
-        self.asked, self._asked_at, self._by = True, now, now + within_s
+        self.asked, self.copying, self._asked_at, self._by = True, False, now, now + within_s
 
     def note(self, effects: Sequence[ev.Effect], now: float) -> None:
         """Learns what is usual from what the session does."""
@@ -79,7 +81,7 @@ class Leaving:
 
         `silent_s`: for how long a broker that is gone has been; None: it is here.
         """
-        if not self.asked:
+        if not self.asked or self.copying:
             return False
         if phase is msg.Phase.ENDED and not links.unfinished:
             self.final = True

@@ -1,7 +1,6 @@
 """The session: joins, answers rounds, adopts versions, survives outages, leaves in order. [pure]
 
-The learner's state machine: events come in with `now`, effects go out in order. `fragment` does the
-work of each fragment, `connection` says Hello, `reporting` reports.
+Events come in with `now`, effects go out in order.
 """
 
 from __future__ import annotations
@@ -67,6 +66,7 @@ class Session:
             case ev.EncodeFailed(push_id, reason):
                 effects = self.links.encode_failed(push_id, reason, now)
             case ev.CopyFailed(copy, reason):
+                self.farewell.copying = False
                 effects = self.links.copy_failed(copy, reason, now)
             case ev.StepTaken(tokens, loss, at_boundary):
                 self._pace.step(loss, now)
@@ -281,6 +281,7 @@ class Session:
         rolled_back = any(link.fallen_back and link.fresh for link in self.links)
         was_ready = self.ready
         effects = self.links.adopt(final=self.farewell.asked and self.phase is msg.Phase.ENDED)
+        self.farewell.copying = bool(effects)  # Who stands here again has made all copies.
         if self.ready and not was_ready and not any(self.links.adopted):
             self.contribute_after_steps = 0  # Everybody starts here: nobody warms up.
         if effects and self.ready and self.settings is not None:
@@ -315,7 +316,7 @@ class Session:
         if self._dialer.closed or self.farewell.may_go(self.phase, self.links, silent_s, now):
             return effects + self._bye(now)
         if self._dialer.hello_due(now):
-            effects += self._dialer.redial(now)
+            effects += self._dialer.redial(self.identity, now)
             told = (self.run_id, self.epoch, self.steps, self.tokens, self.links.held)
             effects.append(ev.Send(self.identity.hello(*told)))
         if not self.online:

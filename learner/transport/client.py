@@ -262,17 +262,18 @@ class Client:
             try:
                 self._make(copy, published)
             except BaseException as error:
-                passes = isinstance(error, OUT_OF_MEMORY) and self._is_training
+                passes = isinstance(error, OUT_OF_MEMORY) and self._joined
                 for undone in copies[place : place + 1] if passes else copies[place:]:
                     self.background.hand_over(ev.CopyFailed(undone, reason_of(error)))
-                if not passes:
+                if not passes or self._leaves_quietly:
                     raise
 
     @property
-    def _is_training(self) -> bool:
-        """There will be another boundary, at which a copy can be made that failed."""
-        over = self._session.connection in (Connection.LEFT, Connection.REFUSED)
-        return self._joined and not over
+    def _leaves_quietly(self) -> bool:
+        """No boundary comes at which a copy that failed is made, nor does `finish` raise."""
+        session = self._session
+        over = session.connection in (Connection.LEFT, Connection.REFUSED)
+        return over and (session.farewell.final or not session.should_stop)
 
     def _make(self, copy: ev.Copy, published: dict[int, F32]) -> None:
         match copy:
@@ -285,13 +286,13 @@ class Client:
 
     def _adopt(self, fragment: int, version: int, values: F32) -> None:
         started = time.perf_counter()
-        self._host.adopt(self._exchange.table[fragment], values)
+        self._host.adopt(self._session.links[fragment].fragment, values)
         self._times.adopt_s += time.perf_counter() - started
         self._times.versions_adopted += version > 0
 
     def _snapshot(self, effect: ev.Snapshot, base: F32) -> None:
         started = time.perf_counter()
-        part = self._exchange.table[effect.fragment]
+        part = self._session.links[effect.fragment].fragment
         local: F32 | DeviceSnapshot
         if isinstance(self._host, DeviceParameters):
             local = self._host.capture(part)
@@ -302,7 +303,7 @@ class Client:
         self.background.start_push(effect, local, base)
 
     def _found(self, fragment: int, ranges: Ranges) -> None:
-        part = self._exchange.table[fragment]
+        part = self._session.links[fragment].fragment
         values = empty_f32(part.elements)
         self._host.snapshot(part, values)
         self.background.later(lambda: self._exchange.found(fragment, values, ranges))
