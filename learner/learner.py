@@ -35,7 +35,7 @@ LOG_REMEDY = "Add before optimizer.step(): learner.log(tokens=batch.numel(), los
 _log = logging.getLogger("narrows.learner")
 
 
-class Exchange(Protocol):
+class ClientInterface(Protocol):
     """What a Learner needs of narrows.learner.transport.client.Client."""
 
     @property
@@ -96,7 +96,7 @@ class Learner:
         leave_timeout_s: float | None = None,
         events: str | os.PathLike[str] | None = None,
         device_encoding: bool | None = None,
-        connect: Callable[..., Exchange] = Client,
+        connect: Callable[..., ClientInterface] = Client,
     ) -> None:
         _refuse_several_ranks()
         self._optimizers = _listed(optimizer)
@@ -113,7 +113,7 @@ class Learner:
             join_timeout_s=join_timeout_s,
             events=None if events is None else Path(events),
         )
-        self._exchange: Exchange | None = None
+        self._exchange: ClientInterface | None = None
         self._undo = ExitStack()
         self._step_log = StepLog(lambda tokens: self._client.skipped(tokens))
         self._losses = HostLoss()
@@ -257,7 +257,7 @@ class Learner:
         return {**self._client.stats(), "code_s": self._code_s}
 
     @property
-    def _client(self) -> Exchange:
+    def _client(self) -> ClientInterface:
         if self._exchange is None:
             raise _misuse(
                 "the learner has not joined yet", remedy="Use it inside: with Learner(...) as l:"

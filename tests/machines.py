@@ -321,7 +321,7 @@ class Seat:
             "position": 1000,
         }
         header = make(msg.Header, values, fields)
-        return self.do(lev.ChunkArrived(header, self.handle))
+        return self.do(lev.ChunkDecoded(header, self.handle))
 
     def receive(self, fragment: int, version: int, **fields: object) -> list[lev.Effect]:
         """A whole publication or state arrives and is applied."""

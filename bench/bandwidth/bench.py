@@ -47,7 +47,7 @@ FINE_RHO, COARSE_RHO = 0.5, 1.0
 
 
 @dataclass(frozen=True)
-class Row:
+class BandwidthRow:
     """A cell of the table: one model, method and target."""
 
     model: str
@@ -134,18 +134,18 @@ def run_bandwidth_bench(json_file: Path | None, plot: Path | None, *, wire: bool
         bandwidth([asdict(row) for row in rows], plot)
 
 
-def table_rows() -> list[Row]:
+def table_rows() -> list[BandwidthRow]:
     """Every cell of the published table, and those of the rows that were held back."""
     return [row for setup in SETUPS for method in METHODS for row in _rows(setup, method)]
 
 
-def _rows(setup: Setup, method: Method) -> Iterator[Row]:
+def _rows(setup: Setup, method: Method) -> Iterator[BandwidthRow]:
     utilization = compute_utilization(setup, method, GRID_GBPS)
     targets = published_bandwidth.TARGETS_PERCENT
     known = published_bandwidth.TABLE.get((setup.name, method.name), (None,) * len(targets))
     for target, published in zip(targets, known, strict=True):
         printed, reached = printed_index(utilization, target), reaching(utilization, target)
-        yield Row(
+        yield BandwidthRow(
             model=setup.name,
             params=int(setup.params),
             method=method.name,
@@ -201,7 +201,7 @@ def _bits(wire_rows: Sequence[WireRow], direction: str, rho: float) -> float:
     return PACKET_FACTOR * max(mine, key=lambda row: row.params).measured_bits_per_param
 
 
-def _show_table(console: Console, rows: Sequence[Row]) -> None:
+def _show_table(console: Console, rows: Sequence[BandwidthRow]) -> None:
     source = published_bandwidth.TABLE_SOURCE
     console.print(f"Gbit/s for a compute utilisation: model / {source}")
     show(console, utilization_table(rows))
@@ -215,7 +215,7 @@ def _show_table(console: Console, rows: Sequence[Row]) -> None:
     )
 
 
-def utilization_table(rows: Sequence[Row]) -> Table:
+def utilization_table(rows: Sequence[BandwidthRow]) -> Table:
     """Models and methods by target."""
     targets = [f"{target} %" for target in published_bandwidth.TARGETS_PERCENT]
     table = Table(("model", "method", *targets), keys=2)
@@ -226,7 +226,7 @@ def utilization_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _cell(row: Row) -> str:
+def _cell(row: BandwidthRow) -> str:
     """Ours / theirs, and the difference below."""
     if row.difference_gbps is None:
         return f"{row.gbps:.1f}\npredicted"

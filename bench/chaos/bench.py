@@ -11,7 +11,7 @@ from typing import Final
 from rich.console import Console
 
 from narrows.bench.chaos import results as chaos_results
-from narrows.bench.chaos.results import Story
+from narrows.bench.chaos.results import ChaosStory
 from narrows.bench.chaos.run import FRAGMENTS, HOST, ChaosOptions, Run
 from narrows.bench.kit import machine
 from narrows.bench.kit.nursery import Nursery
@@ -80,7 +80,7 @@ def _check(options: ChaosOptions) -> None:
             raise ConfigError(f"--{key} is out of range", expected=expected)
 
 
-def _run(options: ChaosOptions, folder: Path, console: Console) -> Story:
+def _run(options: ChaosOptions, folder: Path, console: Console) -> ChaosStory:
     names = tuple(f"learner-{index:02d}" for index in range(options.learners))
     # One loopback address per learner: a Welcome names the data ports, not the host.
     port = free_ports()

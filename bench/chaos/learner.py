@@ -26,7 +26,7 @@ FINISH_TIMEOUT_S: Final = 30.0
 
 
 @dataclass
-class _Stop:
+class _StopSignal:
     asked: bool = False
 
     def on_signal(self, *_: object) -> None:
@@ -45,7 +45,7 @@ class Life:
 
 def learn(folder: Path, params: int, step_s: float, name: str, broker: str) -> None:
     """One life of a learner: joins, steps until SIGTERM, leaves in order and tells its ledger."""
-    stop = _Stop()
+    stop = _StopSignal()
     signal.signal(signal.SIGTERM, stop.on_signal)
     life, layout = Life(folder / f"{name}.life"), layout_of(params)
     life.tell("started")

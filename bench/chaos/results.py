@@ -18,7 +18,7 @@ from narrows.bench.kit.evidence import Evidence, compare_digests, read_evidence
 from narrows.bench.kit.rows import read_rows
 from narrows.broker.cli import tables
 from narrows.broker.cli.tables import Facts
-from narrows.broker.storage import Committed
+from narrows.broker.storage import RoundRecord
 from narrows.proto.errors import ErrorCode, NarrowsError
 
 Row: TypeAlias = dict[str, Any]
@@ -53,7 +53,7 @@ class Outage:
 
 
 @dataclass
-class Story:
+class ChaosStory:
     """What was done to the processes."""
 
     names: tuple[str, ...]
@@ -64,7 +64,7 @@ class Story:
     """What must not happen: a learner that ends by itself, one that does not come back."""
 
 
-def collect(folder: Path, story: Story, *, fragments: int) -> Row:
+def collect(folder: Path, story: ChaosStory, *, fragments: int) -> Row:
     """The row of a run that has ended. Raises NarrowsError if there was nothing to measure."""
     evidence = read_evidence(folder / "state", fragments=fragments)
     for window in (story.quiet, story.chaos):
@@ -101,7 +101,7 @@ def collect(folder: Path, story: Story, *, fragments: int) -> Row:
 
 
 def throughput(
-    story: Story, lives: Mapping[str, Records], rounds: Sequence[Committed], fragments: int
+    story: ChaosStory, lives: Mapping[str, Records], rounds: Sequence[RoundRecord], fragments: int
 ) -> Row:
     """Steps made and tokens merged per second under faults, relative to the quiet minutes before.
 
@@ -131,7 +131,7 @@ def throughput(
     }
 
 
-def _seconds_within(story: Story, *kinds: Kind) -> float:
+def _seconds_within(story: ChaosStory, *kinds: Kind) -> float:
     """Learner-seconds of the run with faults that such faults took."""
     return sum(
         max(0.0, min(outage.ended, story.chaos.end) - outage.began)
@@ -140,7 +140,7 @@ def _seconds_within(story: Story, *kinds: Kind) -> float:
     )
 
 
-def participation(story: Story, rounds: Sequence[Committed]) -> Row:
+def participation(story: ChaosStory, rounds: Sequence[RoundRecord]) -> Row:
     """Contributors per merge, of all learners of the run, dead or not."""
     learners = len(story.names)
     counts = [len(r.contributors) for r in rounds if story.chaos.holds(r.at)]
@@ -160,7 +160,7 @@ def participation(story: Story, rounds: Sequence[Committed]) -> Row:
     }
 
 
-def rejoins(story: Story, lives: Mapping[str, Records], rounds: Sequence[Committed]) -> Row:
+def rejoins(story: ChaosStory, lives: Mapping[str, Records], rounds: Sequence[RoundRecord]) -> Row:
     """Seconds from the end of each fault to the victim's next merged contribution (the broker's:
     to the next merge); of a kill also to the adoption of all fragments.
 
@@ -191,7 +191,7 @@ def rejoins(story: Story, lives: Mapping[str, Records], rounds: Sequence[Committ
     }
 
 
-def _next_outage(story: Story, outage: Outage) -> float:
+def _next_outage(story: ChaosStory, outage: Outage) -> float:
     victim = outage.fault.victim
     later = (o.began for o in story.outages if o.fault.victim == victim and o.began > outage.began)
     return min(later, default=float("inf"))
@@ -208,7 +208,7 @@ def _joined(lives: Mapping[str, Records], outage: Outage, until: float) -> Recor
 
 
 def _contributed(
-    outage: Outage, rounds: Sequence[Committed], joined: Record | None
+    outage: Outage, rounds: Sequence[RoundRecord], joined: Record | None
 ) -> float | None:
     kind, victim = outage.fault.kind, outage.fault.victim
     if kind is Kind.KILL and joined is None:

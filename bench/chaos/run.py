@@ -11,7 +11,7 @@ from typing import Final
 
 from rich.console import Console
 
-from narrows.bench.chaos.results import Outage, Story, Window
+from narrows.bench.chaos.results import ChaosStory, Outage, Window
 from narrows.bench.chaos.tape import BROKER, Fault, Kind, draw
 from narrows.bench.kit.nursery import Nursery
 from narrows.bench.kit.processes import Processes
@@ -62,7 +62,7 @@ class Run:
         self._options, self._folder, self._console = options, folder, console
         self._processes, self._lines, self._nursery = processes, lines, nursery
         self._port = port
-        self.story = Story(tuple(lines))
+        self.story = ChaosStory(tuple(lines))
         #: Faults that have not ended, by victim.
         self._down: dict[str, Outage] = {}
         self._merges = _Merges(folder / "broker.jsonl")

@@ -21,7 +21,7 @@ DEVIATIONS: Final = 6.0
 
 
 @dataclass(frozen=True)
-class Baseline:
+class CodecBaseline:
     """A way to code values (n,) float32 to a message and back."""
 
     name: str
@@ -32,16 +32,16 @@ class Baseline:
     """Of the message on the wire."""
 
 
-def baselines() -> list[Baseline]:
+def baselines() -> list[CodecBaseline]:
     """Those that this environment can run."""
     found = [
-        Baseline("zstd float32", lambda v: _zstd(v.data), _float32),
-        Baseline("zstd bf16", lambda v: _zstd(_bf16(v).data), _of_bf16),
-        Baseline("blosc2 float32", blosc2_chunk.compress, _blosc2_float32),
-        Baseline("blosc2 bf16", lambda v: _blosc2(_bf16(v)), _blosc2_bf16),
-        Baseline("absmax int8, by 256", partial(_absmax, 127), _of_absmax, _absmax_bytes),
-        Baseline("absmax int4, by 256", partial(_absmax, 7), _of_absmax, _absmax_bytes),
-        Baseline("uniform 8 bit, numpy", _uniform8, lambda m: m[1][m[0]], _uniform8_bytes),
+        CodecBaseline("zstd float32", lambda v: _zstd(v.data), _float32),
+        CodecBaseline("zstd bf16", lambda v: _zstd(_bf16(v).data), _of_bf16),
+        CodecBaseline("blosc2 float32", blosc2_chunk.compress, _blosc2_float32),
+        CodecBaseline("blosc2 bf16", lambda v: _blosc2(_bf16(v)), _blosc2_bf16),
+        CodecBaseline("absmax int8, by 256", partial(_absmax, 127), _of_absmax, _absmax_bytes),
+        CodecBaseline("absmax int4, by 256", partial(_absmax, 7), _of_absmax, _absmax_bytes),
+        CodecBaseline("uniform 8 bit, numpy", _uniform8, lambda m: m[1][m[0]], _uniform8_bytes),
     ]
     for optional in (_eager_torch, _hivemind, _torchao):
         try:
@@ -124,7 +124,7 @@ def _uniform8_bytes(message: tuple[Any, F32]) -> int:
     return int(message[0].size) + 4 * BUCKETS
 
 
-def _eager_torch() -> list[Baseline]:
+def _eager_torch() -> list[CodecBaseline]:
     """All that a push does, in eager torch: difference, residual, rms, codes, remainder, zstd."""
     import torch
 
@@ -146,18 +146,20 @@ def _eager_torch() -> list[Baseline]:
         return _zstd(packed.numpy().data), sent
 
     return [
-        Baseline("eager torch, our int4", encode, lambda m: m[1].numpy(), lambda m: len(m[0]) + 2)
+        CodecBaseline(
+            "eager torch, our int4", encode, lambda m: m[1].numpy(), lambda m: len(m[0]) + 2
+        )
     ]
 
 
-def _hivemind() -> list[Baseline]:
+def _hivemind() -> list[CodecBaseline]:
     """hivemind's own compressors, where it is installed."""
     import torch
 
     rules: Any = import_module("hivemind.compression")
 
-    def named(name: str, rule: Any) -> Baseline:
-        return Baseline(
+    def named(name: str, rule: Any) -> CodecBaseline:
+        return CodecBaseline(
             f"hivemind {name}",
             lambda v: rule.compress(torch.from_numpy(v)),  # pyright: ignore
             lambda m: rule.extract(m).numpy(),
@@ -170,7 +172,7 @@ def _hivemind() -> list[Baseline]:
     ]
 
 
-def _torchao() -> list[Baseline]:
+def _torchao() -> list[CodecBaseline]:
     """torchao's quantisers by block of 256, where it is installed."""
     import torch
 
@@ -194,4 +196,4 @@ def _torchao() -> list[Baseline]:
     def size_bytes(message: tuple[Any, Any, Any]) -> int:
         return int(message[0].numel()) // 2 + 4 * int(message[1].numel())
 
-    return [Baseline("torchao int4, by 256", encode, decode, size_bytes)]
+    return [CodecBaseline("torchao int4, by 256", encode, decode, size_bytes)]

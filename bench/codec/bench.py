@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from narrows.bench.codec.baselines import Baseline, baselines
+from narrows.bench.codec.baselines import CodecBaseline, baselines
 from narrows.bench.kit import machine
 from narrows.bench.kit.outer_grads import Data, drawn, drawn_names, recorded
 from narrows.broker.cli.tables import Table, show, terminal
@@ -40,7 +40,7 @@ LONE_ROUNDS: Final = 8
 
 
 @dataclass(frozen=True)
-class Row:
+class CodecRow:
     """One codec on one kind of data. Speeds are parameters per second, all threads together."""
 
     data: str
@@ -66,7 +66,7 @@ def run_codec_bench(recording: Path | None, json_file: Path | None, plot: Path |
     warm_up()
     data = [drawn(name, ELEMENTS) for name in drawn_names()]
     data.append(recorded(recording) if recording else recorded())
-    rows: list[Row] = []
+    rows: list[CodecRow] = []
     console = terminal()
     for each in data:
         for threads in (1, 2):
@@ -130,7 +130,7 @@ def _push(
     )  # fmt: skip
 
 
-def _ours(data: Data, name: str, rho: float, threads: int, memcpy: float) -> Row:
+def _ours(data: Data, name: str, rho: float, threads: int, memcpy: float) -> CodecRow:
     fragment, values = data.fragment, data.values
     sent = np.empty_like(values)
     chunks = list(
@@ -161,7 +161,7 @@ def _ours(data: Data, name: str, rho: float, threads: int, memcpy: float) -> Row
             fragment, decoded(fragment, name, payloads), [1 / CONTRIBUTORS] * CONTRIBUTORS
         )
 
-    return Row(
+    return CodecRow(
         data.name,
         name,
         rho if quantised else None,
@@ -205,14 +205,14 @@ def decoded(
     ]
 
 
-def _theirs(data: Data, baseline: Baseline, memcpy: float) -> Row:
+def _theirs(data: Data, baseline: CodecBaseline, memcpy: float) -> CodecRow:
     message = baseline.encode(data.values)
     snr = snr_db(data.values, baseline.decode(message))
 
     def encode(_: int) -> None:
         baseline.encode(data.values)
 
-    return Row(
+    return CodecRow(
         data.name,
         baseline.name,
         None,
@@ -249,7 +249,7 @@ def _params_per_s(work: Callable[[int], None], count: int, threads: int) -> floa
     return count * threads / median(times)
 
 
-def table(rows: Iterator[Row]) -> Table:
+def table(rows: Iterator[CodecRow]) -> Table:
     """For people: speeds in G params/s."""
     shown = Table(
         ("data", "codec", "rho", "threads", "bits", "SNR dB", "Shannon", "encode G/s",

@@ -17,7 +17,7 @@ from narrows.bench.demo.story import (
     RETURN_AT,
     SYNC_PERIOD_STEPS,
     DemoOptions,
-    Story,
+    DemoStory,
 )
 from narrows.bench.demo.view import View
 from narrows.bench.kit import machine
@@ -38,7 +38,7 @@ def run_demo(options: DemoOptions) -> None:
     with work_folder(options.keep, "demo") as folder:
         console.print("Compiling the kernels (once per machine) ...")
         warm_up()
-        story = Story(victim=options.names[1])
+        story = DemoStory(victim=options.names[1])
         with Processes(folder) as processes:
             address = _start(options, processes, folder)
             story.started_at = time.monotonic()
@@ -113,7 +113,7 @@ def _follow(
     options: DemoOptions,
     processes: Processes,
     address: str,
-    story: Story,
+    story: DemoStory,
     view: View,
     folder: Path,
 ) -> None:
@@ -146,7 +146,7 @@ def _follow(
     story.ended_at = time.monotonic()
 
 
-def _note_victim(story: Story, status: Status, now: float) -> None:
+def _note_victim(story: DemoStory, status: Status, now: float) -> None:
     for learner in status.learners:
         if learner.loss is not None:
             story.losses.setdefault(learner.name, []).append((now, learner.loss))

@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
-from narrows.bench.demo.story import PRESET, DemoOptions, Story
+from narrows.bench.demo.story import PRESET, DemoOptions, DemoStory
 from narrows.bench.kit.evidence import compare_digests
 from narrows.bench.kit.rows import read_rows
 from narrows.bench.quality.baselines import Progress, Recipe, train_data_parallel
 from narrows.broker.cli import tables
-from narrows.broker.cli.tables import Facts, Line, wrapped
+from narrows.broker.cli.tables import Facts, TextLine, wrapped
 from narrows.broker.storage import StateDir, export_tensors
 from narrows.learner.reference.corpus import fixed_windows, load_corpus
 from narrows.learner.reference.gpt import GPT, parameter_count, preset, validation_loss
@@ -30,7 +30,7 @@ BF16_BYTES = 2
 GLOBAL = "validation loss, global model"
 
 
-def collect(options: DemoOptions, story: Story, folder: Path) -> Results:
+def collect(options: DemoOptions, story: DemoStory, folder: Path) -> Results:
     """Everything but the data-parallel baseline. Losses are nats per byte on validation text."""
     final = _final_status(folder / "broker.jsonl")
     merges = [
@@ -126,7 +126,7 @@ def show(console: Console, results: Results) -> None:
         f"{results['traffic_ratio']:.0f} times as much."
     )
     told = wrapped(text, tables.width_of(console))
-    tables.show_lines(console, [Line(""), *(Line(line, "bold") for line in told)])
+    tables.show_lines(console, [TextLine(""), *(TextLine(line, "bold") for line in told)])
 
 
 def facts(results: Results) -> Facts:

@@ -59,7 +59,7 @@ class DemoOptions:
 
 
 @dataclass
-class Story:
+class DemoStory:
     """What happened, for the display and the results."""
 
     victim: str

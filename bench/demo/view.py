@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from narrows.bench.demo.story import DemoOptions, Story
+from narrows.bench.demo.story import DemoOptions, DemoStory
 from narrows.broker.cli.tables import Table
 from narrows.proto.messages import Status
 from narrows.proto.units import format_bytes, format_count, format_duration_s
@@ -29,7 +29,9 @@ PLAIN_S = 5.0
 class View:
     """Shows the run while it lasts; use as a context manager."""
 
-    def __init__(self, console: Console, options: DemoOptions, story: Story, *, live: bool) -> None:
+    def __init__(
+        self, console: Console, options: DemoOptions, story: DemoStory, *, live: bool
+    ) -> None:
         self._console, self._options, self._story = console, options, story
         is_live = live and console.is_terminal
         self._live = Live(console=console, refresh_per_second=4) if is_live else None

@@ -28,7 +28,7 @@ ROWS: Final = "{rows}"
 
 
 @dataclass(frozen=True)
-class Part:
+class BenchPart:
     """One bench as it is called."""
 
     name: str
@@ -47,7 +47,7 @@ class Part:
         return [sys.executable, "-m", "narrows", *arguments, "--json", result]
 
 
-def small() -> list[Part]:
+def small() -> list[BenchPart]:
     """A look at everything in 20 minutes; the demo is a command of its own."""
     return [
         _part("bandwidth", 1),
@@ -64,9 +64,9 @@ def small() -> list[Part]:
     ]  # fmt: skip
 
 
-def long() -> list[Part]:
+def long() -> list[BenchPart]:
     """Longer selections: half a day."""
-    demo = Part("demo", 6, ("demo", "--baselines", "--plain"))
+    demo = BenchPart("demo", 6, ("demo", "--baselines", "--plain"))
     return [
         demo,
         _part("bandwidth", 1),
@@ -82,16 +82,16 @@ def long() -> list[Part]:
     ]
 
 
-def _part(name: str, minutes: float, *arguments: str) -> Part:
-    return Part(name, minutes, ("bench", name, *arguments))
+def _part(name: str, minutes: float, *arguments: str) -> BenchPart:
+    return BenchPart(name, minutes, ("bench", name, *arguments))
 
 
-def _lines(wan: float, budget: float, training: float, *arguments: str) -> list[Part]:
+def _lines(wan: float, budget: float, training: float, *arguments: str) -> list[BenchPart]:
     """The parts that need a line, by minutes."""
     kinds = (("wan", wan, ()), ("wan-budget", budget, ("--budget",)),
              ("wan-training", training, ("--training",)))  # fmt: skip
     return [
-        Part(name, minutes, ("bench", "wan", "--rows", ROWS, *flags, *arguments), root=True)
+        BenchPart(name, minutes, ("bench", "wan", "--rows", ROWS, *flags, *arguments), root=True)
         for name, minutes, flags in kinds
     ]
 
@@ -112,7 +112,7 @@ def run_everything(folder: Path, *, full: bool) -> None:
         )
 
 
-def run_parts(parts: Sequence[Part], folder: Path, console: Console) -> list[str]:
+def run_parts(parts: Sequence[BenchPart], folder: Path, console: Console) -> list[str]:
     """Runs the parts that have not ended well yet; returns the names of those that fail."""
     record = folder / "parts.jsonl"
     done = {row["part"]: row for row in read_rows(record) if row["exit_code"] == 0}
@@ -136,7 +136,7 @@ def run_parts(parts: Sequence[Part], folder: Path, console: Console) -> list[str
     return failed
 
 
-def why_not(part: Part) -> str:
+def why_not(part: BenchPart) -> str:
     """Why it cannot run here; "" if it can."""
     if part.root:
         try:
@@ -146,13 +146,13 @@ def why_not(part: Part) -> str:
     return ""
 
 
-def _open(part: Part, folder: Path, done: Mapping[str, Mapping[str, object]]) -> bool:
+def _open(part: BenchPart, folder: Path, done: Mapping[str, Mapping[str, object]]) -> bool:
     row = done.get(part.name)
     same = row is not None and row["arguments"] == list(part.arguments)
     return not same or not (folder / f"{part.name}.json").exists()
 
 
-def _run(part: Part, folder: Path) -> dict[str, object]:
+def _run(part: BenchPart, folder: Path) -> dict[str, object]:
     # What an earlier run left would stand in the report as if this one had written it.
     (folder / f"{part.name}.json").unlink(missing_ok=True)
     began = time.monotonic()

@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from narrows.bench.goodput.calibration import FITTED_CONSTANTS, calibrated
-from narrows.bench.goodput.cells import DAY_S, DAYS, HEADLINE, Cell, sweeps, table
+from narrows.bench.goodput.cells import DAY_S, DAYS, HEADLINE, GoodputCell, sweeps, table
 from narrows.bench.goodput.machines import PlannedRun
 from narrows.bench.goodput.published import CHIPS, LEARNERS, PREDICTED, SCAVENGING_TIMES
 from narrows.bench.goodput.run import courses_of, plans_of, run_cell
@@ -66,7 +66,9 @@ def run_goodput_bench(
         time_lines(half_an_hour(), plot.with_stem(f"{plot.stem}-time-lines"))
 
 
-def run_cells(cells: Sequence[Cell], path: Path, *, workers: int, console: Console) -> list[Row]:
+def run_cells(
+    cells: Sequence[GoodputCell], path: Path, *, workers: int, console: Console
+) -> list[Row]:
     """The rows of the cells, run where `path` has none yet."""
     head = {"seed": SEED, "costs": asdict(calibrated())}
     keyed = {_key(head | asdict(cell)): cell for cell in cells}
@@ -89,7 +91,7 @@ def run_cells(cells: Sequence[Cell], path: Path, *, workers: int, console: Conso
 
 def _key(row: Mapping[str, Any]) -> str:
     """What makes a cell another cell, and the costs that it was run with."""
-    names = ["seed", "costs", *Cell.__dataclass_fields__]
+    names = ["seed", "costs", *GoodputCell.__dataclass_fields__]
     return json.dumps({name: row[name] for name in names}, sort_keys=True)
 
 
@@ -170,7 +172,7 @@ def sweep_table(sweep: str, rows: Sequence[Row]) -> Table:
 def half_an_hour() -> dict[str, list[tuple[float, float]]]:
     """When whom the headline's tape lets train: the data-parallel jobs by the model, the learners
     as the machines did."""
-    cell = Cell("decoupled", *HEADLINE, PICTURE_S)
+    cell = GoodputCell("decoupled", *HEADLINE, PICTURE_S)
     lines = {
         method.replace("_", " "): stretches(
             courses_of(replace(cell, method=method, learners=1), PICTURE_S, SEED)[0]

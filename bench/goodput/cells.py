@@ -16,14 +16,14 @@ DAY_S: Final = 100_000.0
 DAYS: Final = 2
 """Tapes of the real machines, in units of DAY_S."""
 
-Method: TypeAlias = Literal["data_parallel", "elastic", "decoupled", "sweep"]
+GoodputMethod: TypeAlias = Literal["data_parallel", "elastic", "decoupled", "sweep"]
 
 
 @dataclass(frozen=True)
-class Cell:
+class GoodputCell:
     """One row; a sweep's fields are left alone in the table."""
 
-    method: Method
+    method: GoodputMethod
     learners: int
     chips: int
     """Of the whole cluster; 0: nothing fails."""
@@ -47,12 +47,12 @@ class Cell:
         return Place(self.method, self.learners, self.chips)
 
 
-def table(machines_s: float) -> list[Cell]:
+def table(machines_s: float) -> list[GoodputCell]:
     """Every published cell; the machines play tapes of `machines_s`."""
-    alone: tuple[Method, ...] = ("data_parallel", "elastic")
-    cells = [Cell(method, 1, chips, QUARTER_S) for method in alone for chips in CHIPS]
+    alone: tuple[GoodputMethod, ...] = ("data_parallel", "elastic")
+    cells = [GoodputCell(method, 1, chips, QUARTER_S) for method in alone for chips in CHIPS]
     for learners in LEARNERS:
-        cells += [Cell("decoupled", learners, chips, machines_s) for chips in CHIPS]
+        cells += [GoodputCell("decoupled", learners, chips, machines_s) for chips in CHIPS]
     return cells
 
 
@@ -61,14 +61,14 @@ NO_WAITING: Final[dict[str, object]] = {"merge.grace_fraction": 0.0, "merge.wait
 SWEEP_S: Final = 30_000.0
 
 
-def sweeps() -> list[Cell]:
+def sweeps() -> list[GoodputCell]:
     """Variants of the headline cell, then runs without failures."""
     return [*_quorums(), *_restarts(), *_steps(), *_speeds(), *_scavenging()]
 
 
-def _quorums() -> list[Cell]:
+def _quorums() -> list[GoodputCell]:
     return [
-        Cell(
+        GoodputCell(
             "sweep", *HEADLINE, SWEEP_S, "quorum", f"K = {quorum}, {text}",
             {"merge.quorum": quorum, **settings},
         )
@@ -77,9 +77,9 @@ def _quorums() -> list[Cell]:
     ]  # fmt: skip
 
 
-def _restarts() -> list[Cell]:
+def _restarts() -> list[GoodputCell]:
     return [
-        Cell(
+        GoodputCell(
             "sweep", *HEADLINE, SWEEP_S, "restart", f"learners restart, ramp of {ramp} steps",
             restarts=True, ramp_steps=ramp,
         )
@@ -87,14 +87,16 @@ def _restarts() -> list[Cell]:
     ]  # fmt: skip
 
 
-def _steps() -> list[Cell]:
+def _steps() -> list[GoodputCell]:
     return [
-        Cell("sweep", *HEADLINE, SWEEP_S, "step", f"inner steps of {step_s:g} s", step_s=step_s)
+        GoodputCell(
+            "sweep", *HEADLINE, SWEEP_S, "step", f"inner steps of {step_s:g} s", step_s=step_s
+        )
         for step_s in (5.0, 10.0, 40.0)
     ]
 
 
-def _speeds() -> list[Cell]:
+def _speeds() -> list[GoodputCell]:
     everybody: dict[str, object] = {"run.mode": "streaming"}
     rules: list[tuple[str, dict[str, object]]] = [
         ("streaming: all wait for all", everybody),
@@ -102,14 +104,14 @@ def _speeds() -> list[Cell]:
         ("K = 1, grace", {}),
     ]
     return [
-        Cell("sweep", 8, 0, SWEEP_S, "speeds", name, settings, slow=1.18)
+        GoodputCell("sweep", 8, 0, SWEEP_S, "speeds", name, settings, slow=1.18)
         for name, settings in rules
     ]
 
 
-def _scavenging() -> list[Cell]:
+def _scavenging() -> list[GoodputCell]:
     return [
-        Cell(
+        GoodputCell(
             "sweep", 4, 0, DAY_S, "scavenging", f"+{25 * added}% every second hour",
             ramp_steps=20, added=added,
         )

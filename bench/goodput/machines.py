@@ -16,7 +16,7 @@ import numpy as np
 
 from narrows.bench.goodput.stall_model import NEVER, Course, full_course, uptime
 from narrows.bench.goodput.tapes import F64
-from narrows.bench.sim.broker import Committed
+from narrows.bench.sim.broker import SimulatedRound
 from narrows.bench.sim.learner import LearnerSpec, SimulatedLearner
 from narrows.bench.sim.simulation import Simulation
 from narrows.bench.sim.virtual import Faults
@@ -37,7 +37,7 @@ SETTINGS: Final[Mapping[str, object]] = {"broker.checkpoint_versions": 1_000_000
 
 
 @dataclass(frozen=True)
-class Plan:
+class MachinePlan:
     """One learner: what it can do by time, and when its process is not there."""
 
     course: Course
@@ -98,7 +98,7 @@ class PlannedRun(Simulation):
 
     def __init__(
         self,
-        plans: Sequence[Plan],
+        plans: Sequence[MachinePlan],
         span_s: float,
         seed: int,
         settings: Mapping[str, object],
@@ -108,7 +108,7 @@ class PlannedRun(Simulation):
         self.span_s, self.step_s = span_s, step_s
         self.plans = {f"learner-{i:02}": plan for i, plan in enumerate(plans)}
         self.steps: dict[str, list[tuple[float, float, int]]] = {name: [] for name in self.plans}
-        self.commits: list[Committed] = []
+        self.commits: list[SimulatedRound] = []
         at_start = sum(not _is_absent_at_first(plan) for plan in plans)
         own = {"run.learners_at_start": at_start, **SETTINGS, **settings}
         specs = [
@@ -126,7 +126,7 @@ class PlannedRun(Simulation):
     def tape_s(self) -> float:
         return (self.clock.now - LEAD_S) * self.step_s
 
-    def _joins_at_s(self, plan: Plan) -> float:
+    def _joins_at_s(self, plan: MachinePlan) -> float:
         absent = _is_absent_at_first(plan)
         return LEAD_S + float(plan.absences_s[0, 1]) / self.step_s if absent else 0.0
 
@@ -138,7 +138,7 @@ class PlannedRun(Simulation):
 
     def record(self, record: object) -> None:
         """Of a run this long only the merges within the tape are kept."""
-        if isinstance(record, Committed) and self.tape_s > 0:
+        if isinstance(record, SimulatedRound) and self.tape_s > 0:
             self.commits.append(record)
 
     def play(self) -> None:
@@ -210,5 +210,5 @@ class PlannedRun(Simulation):
         return (np.array([commit.at_s for commit in self.commits]) - LEAD_S) * self.step_s
 
 
-def _is_absent_at_first(plan: Plan) -> bool:
+def _is_absent_at_first(plan: MachinePlan) -> bool:
     return bool(len(plan.absences_s)) and float(plan.absences_s[0, 0]) <= 0

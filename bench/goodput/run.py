@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from narrows.bench.goodput.calibration import calibrated, fit_range_percent
-from narrows.bench.goodput.cells import MONTH_S, Cell
-from narrows.bench.goodput.machines import TOKENS_PER_STEP, Plan, PlannedRun
+from narrows.bench.goodput.cells import MONTH_S, GoodputCell
+from narrows.bench.goodput.machines import TOKENS_PER_STEP, MachinePlan, PlannedRun
 from narrows.bench.goodput.published import published_percent
 from narrows.bench.goodput.stall_model import (
     NEVER,
@@ -34,13 +34,13 @@ longer than a slice is out, so that parts hardly depend on each other."""
 HOUR_S: Final = 3600.0
 
 
-def run_cell(cell: Cell, seed: int) -> Row:
+def run_cell(cell: GoodputCell, seed: int) -> Row:
     """Plays the cell; `goodput_percent` and `uptime_percent` with 95% intervals."""
     measure = _by_model if cell.method in ("data_parallel", "elastic") else _by_machines
     return {"seed": seed, **asdict(cell), "costs": asdict(calibrated()), **measure(cell, seed)}
 
 
-def courses_of(cell: Cell, span_s: float, seed: int) -> list[Course]:
+def courses_of(cell: GoodputCell, span_s: float, seed: int) -> list[Course]:
     """What each learner can do by time on the cell's tape."""
     costs = calibrated()
     tape = failure_tape(cell.chips, span_s, seed, costs.slices)
@@ -49,36 +49,36 @@ def courses_of(cell: Cell, span_s: float, seed: int) -> list[Course]:
     return [elastic(tape.part(i, cell.learners), costs) for i in range(cell.learners)]
 
 
-def plans_of(cell: Cell, seed: int) -> list[Plan]:
+def plans_of(cell: GoodputCell, seed: int) -> list[MachinePlan]:
     """One plan per learner, those added last."""
     if cell.restarts:
         return _restarting(cell, seed)
     if cell.chips:
-        return [Plan(course) for course in courses_of(cell, cell.span_s, seed)]
+        return [MachinePlan(course) for course in courses_of(cell, cell.span_s, seed)]
     free = full_course(cell.span_s, NEVER)
     pace = (1.0, cell.slow)
     begins_s = np.arange(0.0, cell.span_s, 2 * HOUR_S)
     absences_s = np.stack((begins_s, begins_s + HOUR_S), axis=1)
-    plans = [Plan(free, pace=pace[i % 2]) for i in range(cell.learners)]
-    added = Plan(free, absences_s, lent=True, ramp_steps=cell.ramp_steps)
+    plans = [MachinePlan(free, pace=pace[i % 2]) for i in range(cell.learners)]
+    added = MachinePlan(free, absences_s, lent=True, ramp_steps=cell.ramp_steps)
     return [*plans, *([added] * cell.added)]
 
 
-def _restarting(cell: Cell, seed: int) -> list[Plan]:
+def _restarting(cell: GoodputCell, seed: int) -> list[MachinePlan]:
     """Its process dies at a failure and comes back with all of its chips, but without what it
     knew: it joins and fetches the model."""
     costs = calibrated()
     tape = failure_tape(cell.chips, cell.span_s, seed, costs.slices)
-    plans: list[Plan] = []
+    plans: list[MachinePlan] = []
     for index in range(cell.learners):
         stalls_s = absorbed(tape.part(index, cell.learners).failed_s, lambda up: costs.restart_s)
         absences_s = stalls_s[stalls_s[:, 0] > 0]
         course = full_course(cell.span_s, absences_s)
-        plans.append(Plan(course, absences_s, ramp_steps=cell.ramp_steps))
+        plans.append(MachinePlan(course, absences_s, ramp_steps=cell.ramp_steps))
     return plans
 
 
-def _by_model(cell: Cell, seed: int) -> Row:
+def _by_model(cell: GoodputCell, seed: int) -> Row:
     courses = courses_of(cell, cell.span_s, seed)
     return {
         "source": "stall model",
@@ -89,7 +89,7 @@ def _by_model(cell: Cell, seed: int) -> Row:
     }  # fmt: skip
 
 
-def _by_machines(cell: Cell, seed: int) -> Row:
+def _by_machines(cell: GoodputCell, seed: int) -> Row:
     run = PlannedRun(plans_of(cell, seed), cell.span_s, seed, cell.settings, step_s=cell.step_s)
     run.play()
     row = {
@@ -127,7 +127,7 @@ def _measured(
     return row
 
 
-def _beside(cell: Cell, seed: int) -> Row:
+def _beside(cell: GoodputCell, seed: int) -> Row:
     """The stall model alone: on the same tape, on one of a month, and under all other fits."""
     same = courses_of(cell, cell.span_s, seed)
     month = courses_of(cell, MONTH_S, seed)
@@ -153,7 +153,7 @@ def _by_speed(run: PlannedRun) -> Row:
     }
 
 
-def _goal_time(cell: Cell, run: PlannedRun) -> Row:
+def _goal_time(cell: GoodputCell, run: PlannedRun) -> Row:
     """Time until as many tokens are merged as the permanent learners train in half of the tape."""
     goal = cell.learners * TOKENS_PER_STEP * cell.span_s / 2 / cell.step_s
     times_s, tokens = run.merged_tokens()

@@ -32,7 +32,7 @@ CHUNK_ELEMENTS: Final = 1 << 18
 
 
 @dataclass(frozen=True)
-class Row:
+class JournalRow:
     """Rounds one after the other, as fast as they go: merge, journal, publication."""
 
     journal: str
@@ -67,7 +67,7 @@ def run_journal_bench(
     machine.write_result(json_file, "journal", {"rows": [asdict(row) for row in rows]})
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[JournalRow]) -> Table:
     """A row per mode."""
     shown = Table(("journal", "rounds/s", "bytes/round", "merge ms", "added ms", "p99"))
     for row in rows:
@@ -78,7 +78,9 @@ def table(rows: Sequence[Row]) -> Table:
     return shown
 
 
-def _measured(mode: Mode, folder: Path | None, params: int, learners: int, rounds: int) -> Row:
+def _measured(
+    mode: Mode, folder: Path | None, params: int, learners: int, rounds: int
+) -> JournalRow:
     config = BrokerConfig()
     config = replace(config, broker=replace(config.broker, journal=mode))
     fragments = max(1, params // (1 << 23))
@@ -99,7 +101,7 @@ def _measured(mode: Mode, folder: Path | None, params: int, learners: int, round
 
 def _timed(
     mode: Mode, place: Path, model: GlobalModel, sent: _Contributions, params: int, rounds: int
-) -> Row:
+) -> JournalRow:
     posted: SimpleQueue[Callable[[], ev.Event | None]] = SimpleQueue()
     commits = _commits(place, model.config, posted) if mode != "off" else None
     added_s, merge_s = list[float](), list[float]()
@@ -119,7 +121,7 @@ def _timed(
     if commits is not None:
         commits.close()
     written = sum(_used_bytes(path, path.stat().st_size) for path in place.rglob("journal-*.log"))
-    return Row(
+    return JournalRow(
         journal=mode,
         params=params,
         learners=len(sent.contributed),

@@ -9,7 +9,14 @@ from typing import TypeAlias
 
 from narrows.bench.kit.rows import read_rows
 from narrows.broker.config import BrokerConfig
-from narrows.broker.storage import Audit, Committed, model_digest, opened_run, read_records, recover
+from narrows.broker.storage import (
+    Audit,
+    RoundRecord,
+    model_digest,
+    opened_run,
+    read_records,
+    recover,
+)
 from narrows.proto.config import override
 from narrows.proto.errors import ErrorCode, NarrowsError
 
@@ -22,7 +29,7 @@ class Evidence:
     """The journal of a run from its first checkpoint on."""
 
     audit: Audit
-    rounds: tuple[Committed, ...]
+    rounds: tuple[RoundRecord, ...]
     digests: dict[VersionKey, str]
     """Of the published copies, the oldest checkpoint's and those of all rounds after it."""
     replay_equal: bool
@@ -33,7 +40,7 @@ def read_evidence(state_dir: Path, *, fragments: int) -> Evidence:
     """Reads and replays the journal of a broker that has ended, written with `journal_keep`.
 
     Raises NarrowsError if there is nothing to read."""
-    audit, rounds, digests = Audit(), list[Committed](), dict[VersionKey, str]()
+    audit, rounds, digests = Audit(), list[RoundRecord](), dict[VersionKey, str]()
     with opened_run(state_dir) as (checkpoints, journal):
         oldest, newest = checkpoints.load_oldest(), checkpoints.load()
         if journal is None or oldest is None or newest is None:
@@ -42,7 +49,7 @@ def read_evidence(state_dir: Path, *, fragments: int) -> Evidence:
             digests[fragment, state.version] = f"{state.digest:016x}"
         for number, head, _ in read_records(journal, oldest.journal + 1):
             audit.take(number, head)
-            if isinstance(head, Committed):
+            if isinstance(head, RoundRecord):
                 rounds.append(head)
                 digests[head.fragment, head.version] = f"{head.digests[2]:016x}"
         config = override(BrokerConfig(), {"fragments.count": fragments})

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from narrows.bench.kit.qdisc import Counters
+from narrows.bench.kit.qdisc import QueueCounters
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 
 Direction: TypeAlias = Literal["up", "down"]
@@ -46,7 +46,7 @@ QUEUE_S: Final = 0.05
 
 
 @dataclass(frozen=True)
-class Site:
+class LabSite:
     """One place on the line."""
 
     name: str
@@ -96,11 +96,11 @@ class Lab:
     def meter(self) -> Meter:
         """Counts at every link while its block lasts."""
         sites = (self.hub, *self.learners)
-        own = {site.name: Counters(site.namespace) for site in sites}
-        return Meter(Counters(self._bridge), own)
+        own = {site.name: QueueCounters(site.namespace) for site in sites}
+        return Meter(QueueCounters(self._bridge), own)
 
-    def _site(self, name: str, number: int) -> Site:
-        return Site(name, f"{self._run}-{name}", f"10.77.0.{number}")
+    def _site(self, name: str, number: int) -> LabSite:
+        return LabSite(name, f"{self._run}-{name}", f"10.77.0.{number}")
 
     def _build(self) -> None:
         self._add_namespace(self._bridge)
@@ -115,7 +115,7 @@ class Lab:
         self._undo.callback(_remove, name)
         _ip("-n", name, "link", "set", "lo", "up")
 
-    def _join(self, site: Site, rate_bits_per_s: float) -> None:
+    def _join(self, site: LabSite, rate_bits_per_s: float) -> None:
         port, bridge = site.name, self._bridge
         _ip("-n", bridge, "link", "add", port, "type", "veth",
             "peer", "name", "eth0", "netns", site.namespace)  # fmt: skip
@@ -216,7 +216,7 @@ class Rates:
 class _Track:
     """Samples of one namespace's counters, with the time of each."""
 
-    counters: Counters
+    counters: QueueCounters
     samples: list[tuple[float, Mapping[str, int]]] = field(
         default_factory=list[tuple[float, Mapping[str, int]]]
     )
@@ -240,7 +240,7 @@ class _Track:
 class Meter:
     """Samples the links' counters on a thread of its own while the block lasts."""
 
-    def __init__(self, bridge: Counters, own: Mapping[str, Counters]) -> None:
+    def __init__(self, bridge: QueueCounters, own: Mapping[str, QueueCounters]) -> None:
         """`own`: of each site's namespace, which counts what the site sends."""
         self._bridge = _Track(bridge)
         self._own = {name: _Track(counters) for name, counters in own.items()}

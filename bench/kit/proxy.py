@@ -34,7 +34,7 @@ START_TIMEOUT_S: Final = 10.0
 
 
 @dataclass
-class Way:
+class ProxyWay:
     """One direction of a line; what is changed holds from the next block on."""
 
     delay_s: float = 0.0
@@ -71,7 +71,7 @@ class Proxy:
     """Carries `ports` from `host` to `target` while the block lasts, on a thread of its own."""
 
     def __init__(self, host: str, target: str, ports: Sequence[int], *, seed: int = 0) -> None:
-        self.up, self.down = Way(), Way()
+        self.up, self.down = ProxyWay(), ProxyWay()
         self.host, self._target, self._ports = host, target, tuple(ports)
         self._random = random.Random(seed)
         self._loop = asyncio.new_event_loop()
@@ -237,7 +237,7 @@ class _Carrier:
     def __init__(
         self,
         chance: random.Random,
-        way: Way,
+        way: ProxyWay,
         port: int,
         source: socket.socket,
         sink: socket.socket,

@@ -33,7 +33,7 @@ ATTRIBUTE: Final = struct.Struct("=HH")
 REPLY_BYTES_MAX: Final = 1 << 16
 
 
-class Counters:
+class QueueCounters:
     """Bytes that the root queues of one namespace have let go, by interface."""
 
     def __init__(self, namespace: str) -> None:

@@ -35,7 +35,7 @@ DRIFT: Final = np.float32(1e-3)
 
 
 @dataclass(frozen=True)
-class Result:
+class LoopResult:
     """Rates over the time in which all learners took part. Wire: payloads and headers."""
 
     learners: int
@@ -64,7 +64,7 @@ def run_loop_bench(*, learners: int, params: int, seconds: float, json_file: Pat
     machine.write_result(json_file, "loop", asdict(result))
 
 
-def facts(result: Result) -> Facts:
+def facts(result: LoopResult) -> Facts:
     """Every figure under its name."""
     shown = Facts()
     for name, value in asdict(result).items():
@@ -72,7 +72,7 @@ def facts(result: Result) -> Facts:
     return shown
 
 
-def _measured(processes: Processes, learners: int, params: int, seconds: float) -> Result:
+def _measured(processes: Processes, learners: int, params: int, seconds: float) -> LoopResult:
     address = processes.start_broker(
         "--listen", "tcp://127.0.0.1:0",
         "--state-dir", str(processes.folder / "state"),
@@ -111,7 +111,7 @@ def _measured(processes: Processes, learners: int, params: int, seconds: float) 
     up_bits, down_bits = (
         8 * (getattr(status, name) - getattr(before, name)) for name in ("up_bytes", "down_bytes")
     )
-    return Result(
+    return LoopResult(
         learners,
         params,
         span_s,

@@ -24,7 +24,7 @@ from narrows.broker.merging import (
     DecodedVector,
     FragmentState,
     GlobalModel,
-    Merged,
+    MergeResult,
     version_zero,
     warm_up,
 )
@@ -58,7 +58,7 @@ STAGES: Final = ("decode", "sums", "outer_step", "publication")
 
 
 @dataclass(frozen=True)
-class Row:
+class MergeRow:
     """Merges of whole rounds: payloads of contributions in, new state and publication out."""
 
     learners: int
@@ -94,14 +94,14 @@ def run_merge_bench(json_file: Path | None, plot: Path | None, *, large: bool) -
         merge_cost([asdict(row) for row in rows], plot)
 
 
-def _measured(learners: int, params: int, fragments: int) -> Row:
+def _measured(learners: int, params: int, fragments: int) -> MergeRow:
     command = [sys.executable, "-m", __name__, str(learners), str(params), str(fragments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     if done.returncode:
         raise NarrowsError(
             ErrorCode.MISUSE, f"the merge of {learners} learners failed", got=reason_of(done.stderr)
         )
-    return Row(**json.loads(done.stdout))
+    return MergeRow(**json.loads(done.stdout))
 
 
 class _TimedModel(GlobalModel):
@@ -111,7 +111,7 @@ class _TimedModel(GlobalModel):
 
     def merged(
         self, part: Fragment, contributions: Sequence[DecodedVector], weights: Sequence[float]
-    ) -> Merged:
+    ) -> MergeResult:
         started = time.perf_counter()
         result = super().merged(part, contributions, weights)
         self.sums_s += time.perf_counter() - started
@@ -124,7 +124,7 @@ class _TimedModel(GlobalModel):
         return result
 
 
-def measure(learners: int, params: int, fragments: int) -> Row:
+def measure(learners: int, params: int, fragments: int) -> MergeRow:
     """One row, in this process."""
     warm_up()
     before_bytes = _resident_bytes("VmRSS")
@@ -162,7 +162,7 @@ def measure(learners: int, params: int, fragments: int) -> Row:
         + MERGE_BYTES_PER_PARAM * part_params
         + CODE_BYTES_PER_PARAM * part_params * learners
     )
-    return Row(
+    return MergeRow(
         learners=learners,
         params=params,
         fragments=fragments,
@@ -213,7 +213,7 @@ def _resident_bytes(name: str) -> int:
     raise NarrowsError(ErrorCode.MISUSE, "this system does not tell a process's memory")
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[MergeRow]) -> Table:
     """For people."""
     stages = [f"{stage} %" for stage in STAGES]
     shown = Table(

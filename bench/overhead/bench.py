@@ -41,7 +41,7 @@ def overhead(
         address = processes.start_broker(
             "--listen", "tcp://127.0.0.1:0", "--state-dir", str(folder / "state")
         )
-        loop = _Loop(preset_name)
+        loop = _TimedLoop(preset_name)
         loop.plain(steps)  # Warm caches and clocks up.
         rows = [_row(loop, address, index, steps) for index in range(rounds)]
     ratio = median(row["throughput_ratio"] for row in rows)
@@ -50,7 +50,7 @@ def overhead(
     write_result(json_file, "overhead", {"seed": 0, "rows": rows})
 
 
-def _row(loop: _Loop, address: str, index: int, steps: int) -> dict[str, Any]:
+def _row(loop: _TimedLoop, address: str, index: int, steps: int) -> dict[str, Any]:
     """One pair; the order changes from row to row."""
     if index % 2:
         joined = loop.joined(address, steps)
@@ -68,7 +68,7 @@ def _row(loop: _Loop, address: str, index: int, steps: int) -> dict[str, Any]:
     return row
 
 
-class _Loop:
+class _TimedLoop:
     """The reference model's training loop."""
 
     def __init__(self, preset_name: str) -> None:

@@ -15,7 +15,7 @@ from narrows.bench.kit import machine
 from narrows.bench.kit.rows import append_row, end_last_line, rows_by_key
 from narrows.bench.peers.envs import PEERS, PeerAbsent, requirements
 from narrows.bench.peers.run import EVENTS, run_event
-from narrows.bench.peers.systems import Plan
+from narrows.bench.peers.systems import PeerPlan
 from narrows.broker.cli.tables import Table, show, terminal
 from narrows.learner.reference.gpt import preset
 from narrows.proto.config import nearest
@@ -26,7 +26,7 @@ SYSTEMS: Final = ("narrows", *PEERS)
 
 
 def run_peers_bench(
-    rows_file: Path, json_file: Path | None, plan: Plan, *, systems: Sequence[str]
+    rows_file: Path, json_file: Path | None, plan: PeerPlan, *, systems: Sequence[str]
 ) -> None:
     """Runs what is missing, prints a table, and writes what was asked for.
 
@@ -70,7 +70,7 @@ def chosen(systems: Sequence[str]) -> Sequence[str]:
     return systems or SYSTEMS
 
 
-def check(plan: Plan) -> None:
+def check(plan: PeerPlan) -> None:
     """Raises ConfigError for what cannot be run, before any environment is built."""
     preset(plan.preset)
     for flag, right, expected in (
@@ -100,7 +100,7 @@ def version_of(name: str) -> str:
 
 def key_of(row: Mapping[str, Any]) -> str:
     """What makes a run another run."""
-    names = ("system", "version", "event", *Plan.__dataclass_fields__)
+    names = ("system", "version", "event", *PeerPlan.__dataclass_fields__)
     return json.dumps([row[name] for name in names])
 
 

@@ -44,8 +44,8 @@ def bench_peers(
     """
     need_torch()
     from narrows.bench.peers.bench import run_peers_bench
-    from narrows.bench.peers.systems import Plan
+    from narrows.bench.peers.systems import PeerPlan
 
-    plan = Plan(members, steps, sync_steps, preset, step_wait_s)
+    plan = PeerPlan(members, steps, sync_steps, preset, step_wait_s)
     names = [name.strip() for name in systems.split(",") if name.strip()]
     run_peers_bench(rows, json, plan, systems=names)

@@ -42,7 +42,7 @@ ROUND_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(frozen=True)
-class Training:
+class PeerTraining:
     """What one process of a training run is told."""
 
     rank: int
@@ -70,7 +70,7 @@ class Training:
         return "coordinator" if self.coordinator else f"member-{self.rank}"
 
 
-def training_of(arguments: Sequence[str] | None = None) -> Training:
+def training_of(arguments: Sequence[str] | None = None) -> PeerTraining:
     """The command line of a training script."""
     parser = argparse.ArgumentParser(description="one member of a training run")
     for name in ("rank", "world", "port", "steps", "sync-steps", "start-step"):
@@ -80,13 +80,13 @@ def training_of(arguments: Sequence[str] | None = None) -> Training:
     parser.add_argument("--step-wait-s", type=float, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--coordinator", action="store_true")
-    return Training(**vars(parser.parse_args(arguments)))
+    return PeerTraining(**vars(parser.parse_args(arguments)))
 
 
-class Member:
+class PeerMember:
     """The inner loop of one member, and what it tells the bench."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: PeerTraining) -> None:
         torch.set_num_threads(1)
         config = preset(training.preset)
         corpus = load_corpus()
@@ -150,7 +150,7 @@ class Member:
         stay()
 
 
-def tell_ready(training: Training) -> None:
+def tell_ready(training: PeerTraining) -> None:
     """Tells that this process waits for the start."""
     (training.folder / f"{training.name}.ready").touch()
 

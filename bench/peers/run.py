@@ -13,10 +13,17 @@ from typing import Any, Final, Literal, TypeAlias
 from narrows.bench.kit.failures import ProcessFailed, log_of, logs_kept
 from narrows.bench.kit.loopback import own_loopback
 from narrows.bench.kit.processes import Processes
-from narrows.bench.peers.systems import COORDINATOR, Exchange, Plan, System, member_name, system_of
+from narrows.bench.peers.systems import (
+    COORDINATOR,
+    PeerExchange,
+    PeerPlan,
+    System,
+    member_name,
+    system_of,
+)
 
-Event: TypeAlias = Literal["none", "member_killed", "coordinator_killed"]
-EVENTS: Final[tuple[Event, ...]] = ("none", "member_killed", "coordinator_killed")
+PeerEvent: TypeAlias = Literal["none", "member_killed", "coordinator_killed"]
+EVENTS: Final[tuple[PeerEvent, ...]] = ("none", "member_killed", "coordinator_killed")
 
 KILL_AT: Final = 1 / 3
 """Share of the steps at which a process gets SIGKILL."""
@@ -31,7 +38,7 @@ POLL_S: Final = 0.1
 
 
 @dataclass
-class Story:
+class PeerStory:
     """When what happened, in Unix time; 0: it did not."""
 
     killed_s: float = 0.0
@@ -47,7 +54,7 @@ class Story:
         self.witness, self.gave_up, self.gave_up_s = witness, why, time.time()
 
 
-def run_event(name: str, plan: Plan, event: Event) -> dict[str, Any]:
+def run_event(name: str, plan: PeerPlan, event: PeerEvent) -> dict[str, Any]:
     """The row of one run. Raises PeerAbsent, or NarrowsError if it did not even start."""
     with (
         tempfile.TemporaryDirectory(prefix="narrows-peers-") as folder,
@@ -74,7 +81,7 @@ def run_event(name: str, plan: Plan, event: Event) -> dict[str, Any]:
     }
 
 
-def _start(system: System, plan: Plan, processes: Processes) -> None:
+def _start(system: System, plan: PeerPlan, processes: Processes) -> None:
     """Returns with the first exchange. Raises NarrowsError if there is none."""
     system.start_coordinator(0)
     for rank in range(plan.members):
@@ -92,9 +99,9 @@ def _start(system: System, plan: Plan, processes: Processes) -> None:
         time.sleep(POLL_S)
 
 
-def _follow(system: System, plan: Plan, processes: Processes, event: Event) -> Story:
+def _follow(system: System, plan: PeerPlan, processes: Processes, event: PeerEvent) -> PeerStory:
     """Watches a run to its end; kills the process that `event` names and starts it again."""
-    story = Story()
+    story = PeerStory()
     victim = {"member_killed": member_name(plan.members - 1), "coordinator_killed": COORDINATOR}
     killed = victim.get(event, "")
     survivors = [rank for rank in range(plan.members) if member_name(rank) != killed]
@@ -130,7 +137,7 @@ def _dead(system: System, survivors: Sequence[int], processes: Processes) -> str
 
 
 def judged(
-    exchanges: Sequence[Exchange], members: int, event: Event, story: Story
+    exchanges: Sequence[PeerExchange], members: int, event: PeerEvent, story: PeerStory
 ) -> dict[str, Any]:
     """What the exchanges say: see docs/benchmarks.md, "Other systems", for the definitions."""
     first, last = exchanges[0], exchanges[-1]

@@ -21,7 +21,7 @@ BROKER_READY_S: Final = 30.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class PeerPlan:
     """What every system is asked to do."""
 
     members: int
@@ -40,7 +40,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class PeerExchange:
     """One completed exchange; for a decoupled system the merge of one fragment."""
 
     time_s: float
@@ -66,7 +66,7 @@ class System(Protocol):
         """Lets everybody begin if everybody is ready; called again and again."""
         ...
 
-    def exchanges(self) -> list[Exchange]:
+    def exchanges(self) -> list[PeerExchange]:
         """What has been exchanged so far, in order of time."""
         ...
 
@@ -86,7 +86,7 @@ def member_name(rank: int) -> str:
 class Scripted:
     """A system behind a script in bench/peers/scripts."""
 
-    def __init__(self, name: str, plan: Plan, processes: Processes, python: Path) -> None:
+    def __init__(self, name: str, plan: PeerPlan, processes: Processes, python: Path) -> None:
         self.name, self.plan, self.processes, self.python = name, plan, processes, python
         self.port = free_ports()
 
@@ -118,17 +118,17 @@ class Scripted:
         if all((folder / f"{name}.ready").exists() for name in self.processes.running):
             (folder / START).touch()
 
-    def exchanges(self) -> list[Exchange]:
+    def exchanges(self) -> list[PeerExchange]:
         # A coordinator that tells the exchanges knows best; else each member tells its own, and
         # those that were the same exchange have the same step.
         folder = self.processes.folder
         told = read_rows(folder / f"{COORDINATOR}.jsonl")
         if told:
-            return [Exchange(**record) for record in told]
+            return [PeerExchange(**record) for record in told]
         every = [record for path in folder.glob("member-*.jsonl") for record in read_rows(path)]
-        first: dict[int, Exchange] = {}
+        first: dict[int, PeerExchange] = {}
         for record in sorted(every, key=lambda record: record["time_s"]):
-            first.setdefault(record["step"], Exchange(**record))
+            first.setdefault(record["step"], PeerExchange(**record))
         return list(first.values())
 
     def finished(self, rank: int) -> bool:
@@ -148,7 +148,7 @@ class Scripted:
 class Ours:
     """Broker and reference workers, with the defaults of both but for H."""
 
-    def __init__(self, plan: Plan, processes: Processes) -> None:
+    def __init__(self, plan: PeerPlan, processes: Processes) -> None:
         self.plan, self.processes = plan, processes
         self.address = f"tcp://{HOST}:{free_ports()}"
 
@@ -178,9 +178,9 @@ class Ours:
     def release(self) -> None:
         pass  # `run.learners_at_start` does it.
 
-    def exchanges(self) -> list[Exchange]:
+    def exchanges(self) -> list[PeerExchange]:
         return [
-            Exchange(
+            PeerExchange(
                 record["time_s"],
                 record["run_tokens"] // self.plan.step_tokens,
                 len(record["contributors"]),
@@ -201,7 +201,7 @@ class Ours:
             return None
 
 
-def system_of(name: str, plan: Plan, processes: Processes) -> System:
+def system_of(name: str, plan: PeerPlan, processes: Processes) -> System:
     """Raises PeerAbsent if it cannot be had here."""
     if name == "narrows":
         return Ours(plan, processes)

@@ -22,13 +22,13 @@ from narrows.bench.quality import catalogue as quality_cells
 from narrows.bench.quality.catalogue import CHOOSING_SEEDS, REPORTING_SEEDS, rates_of
 from narrows.bench.quality.collected import collected
 from narrows.bench.quality.report import Row, rate_row, rate_table, reported, table
-from narrows.bench.quality.run import Cell, config_digest, run_cell
+from narrows.bench.quality.run import QualityCell, config_digest, run_cell
 from narrows.broker.cli.tables import show, terminal
 from narrows.broker.merging import warm_up
 from narrows.proto.config import nearest
 from narrows.proto.errors import ConfigError
 
-Job: TypeAlias = tuple[Cell, int]
+Job: TypeAlias = tuple[QualityCell, int]
 """A cell and a seed."""
 
 Runs: TypeAlias = dict[str, list[Row]]
@@ -54,7 +54,7 @@ def run_quality_bench(
     catalogue = quality_cells.full() if full else quality_cells.small()
     cells = of_groups(quality_cells.short() if short else catalogue, groups)
 
-    def run(cells: Iterable[Cell], seeds: Sequence[int]) -> Runs:
+    def run(cells: Iterable[QualityCell], seeds: Sequence[int]) -> Runs:
         distinct = {key_of(cell): cell for cell in cells}
         jobs = jobs_of(distinct.values(), seeds)
         rows = run_jobs(jobs, rows_file, workers=workers or os.cpu_count() or 1, console=console)
@@ -64,7 +64,7 @@ def run_quality_bench(
     best = [best_rate(cell, choices) for cell in cells]
     runs = run([*best, *cells], REPORTING_SEEDS)
 
-    def report(cell: Cell, reference: Cell) -> Row:
+    def report(cell: QualityCell, reference: QualityCell) -> Row:
         return reported(cell, runs[key_of(cell)], runs[key_of(reference)])
 
     measures = {key_of(each): each for each in best}.values()
@@ -101,7 +101,7 @@ def _show(console: Console, rows: Sequence[Row]) -> None:
         show(console, table(group, [row for row in rows if row["group"] == group]))
 
 
-def _draw(path: Path, rows: Sequence[Row], cells: Sequence[Cell], runs: Runs) -> None:
+def _draw(path: Path, rows: Sequence[Row], cells: Sequence[QualityCell], runs: Runs) -> None:
     """All rows in `path`, the curves of `cells` beside it."""
     from narrows.bench.kit.plots import loss_against_bits, loss_curves
 
@@ -110,7 +110,7 @@ def _draw(path: Path, rows: Sequence[Row], cells: Sequence[Cell], runs: Runs) ->
     loss_curves(curves, path.with_stem(f"{path.stem}-curves"))
 
 
-def of_groups(cells: Sequence[Cell], groups: Sequence[str]) -> list[Cell]:
+def of_groups(cells: Sequence[QualityCell], groups: Sequence[str]) -> list[QualityCell]:
     """The cells of these groups, or all. Raises ConfigError."""
     known = tuple(dict.fromkeys(cell.group for cell in cells))
     for group in groups:
@@ -124,10 +124,10 @@ def of_groups(cells: Sequence[Cell], groups: Sequence[str]) -> list[Cell]:
     return [cell for cell in cells if not groups or cell.group in groups]
 
 
-def best_rate(cell: Cell, choices: Runs) -> Cell:
+def best_rate(cell: QualityCell, choices: Runs) -> QualityCell:
     """Data parallel at the rate whose mean validation loss is the lowest."""
 
-    def loss(rate: Cell) -> float:
+    def loss(rate: QualityCell) -> float:
         return fmean(run["validation_loss"] for run in choices[key_of(rate)])
 
     best = min(rates_of(cell), key=loss)
@@ -160,11 +160,11 @@ def _run_key(row: Mapping[str, Any]) -> str:
     return f"{row['seed']} {_cell_key(row)}"
 
 
-def _job_key(cell: Cell, seed: int) -> str:
+def _job_key(cell: QualityCell, seed: int) -> str:
     return f"{seed} {key_of(cell)}"
 
 
-def key_of(cell: Cell) -> str:
+def key_of(cell: QualityCell) -> str:
     """What makes a cell another cell: everything about it but its labels. The settings count with
     the defaults of this version: once one of those is another, runs are made again."""
     return _cell_key({**asdict(cell), "config_digest": config_digest(cell)})
@@ -173,12 +173,12 @@ def key_of(cell: Cell) -> str:
 def _cell_key(row: Mapping[str, Any]) -> str:
     # JSON, because there tuples and the lists that they come back as are equal. A row of an older
     # version may lack a name.
-    names = Cell.__dataclass_fields__.keys() - {"group", "name", "settings"}
+    names = QualityCell.__dataclass_fields__.keys() - {"group", "name", "settings"}
     told = {name: row.get(name) for name in names}
     return json.dumps(told | {"config": row.get("config_digest", "")}, sort_keys=True)
 
 
-def jobs_of(cells: Iterable[Cell], seeds: Iterable[int]) -> list[Job]:
+def jobs_of(cells: Iterable[QualityCell], seeds: Iterable[int]) -> list[Job]:
     """Every cell with every seed, seed by seed: an early look sees all cells."""
     cells = list(cells)
     return [(cell, seed) for seed in seeds for cell in cells]

@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from narrows.bench.codec.codings import CODINGS, OF_PUSHES
-from narrows.bench.quality.run import STEP_S, Cell, Inner
+from narrows.bench.quality.run import STEP_S, Inner, QualityCell
 from narrows.bench.quality.variants import POISONS
 from narrows.learner.reference.gpt import preset
 
-BASE: Final = Cell("", "defaults")
+BASE: Final = QualityCell("", "defaults")
 
 CHOOSING_SEEDS: Final = (1, 2, 3)
 """Judged on the validation text: what is picked with them is not reported with them."""
@@ -47,11 +47,11 @@ AWAY_PERIOD_S: Final = 200.0 * STEP_S
 """Learners that come and go are away once in such a period."""
 
 
-def _cell(name: str, settings: Mapping[str, object] | None = None, **changes: Any) -> Cell:
+def _cell(name: str, settings: Mapping[str, object] | None = None, **changes: Any) -> QualityCell:
     return replace(BASE, name=name, settings=settings or {}, **changes)
 
 
-def modes() -> list[Cell]:
+def modes() -> list[QualityCell]:
     """How far are the modes from data parallel, the classic method included?"""
     raw = {"codec.push": "raw32", "codec.publish": "raw32"}
     published = {"run.mode": "diloco", "outer.rate": 0.7, "outer.momentum": 0.9, **raw}
@@ -63,13 +63,13 @@ def modes() -> list[Cell]:
     ]
 
 
-def inner_rate() -> list[Cell]:
+def inner_rate() -> list[QualityCell]:
     """Does the decoupled run want another peak learning rate than data parallel?"""
     peak = preset(BASE.model).peak_learning_rate
     return [_cell(f"{each:g} of the preset's", peak_learning_rate=each * peak) for each in RATES]
 
 
-def outer() -> list[Cell]:
+def outer() -> list[QualityCell]:
     """Which outer rate and momentum (Nesterov)?"""
     return [
         _cell(f"{rate} / {momentum}", {"outer.rate": rate, "outer.momentum": momentum})
@@ -78,7 +78,7 @@ def outer() -> list[Cell]:
     ]
 
 
-def sync_period() -> list[Cell]:
+def sync_period() -> list[QualityCell]:
     """How does the loss rise with H, and which outer gain suits which H?"""
     return [
         _cell(
@@ -94,12 +94,12 @@ def sync_period() -> list[Cell]:
     ]
 
 
-def fragments() -> list[Cell]:
+def fragments() -> list[QualityCell]:
     """Into how many fragments?"""
     return [_cell(f"P {count}", {"fragments.count": count}) for count in (1, 2, 4, 8, 16)]
 
 
-def merge_law() -> list[Cell]:
+def merge_law() -> list[QualityCell]:
     """Radial-directional averaging or the mean?"""
     return [
         _cell(f"{law}, {learners} learners", {"merge.law": law}, learners=learners)
@@ -108,7 +108,7 @@ def merge_law() -> list[Cell]:
     ]
 
 
-def codec() -> list[Cell]:
+def codec() -> list[QualityCell]:
     """What do fewer bits cost, and does the residual help?"""
     off = {"codec.error_feedback": False}
     two = {"codec.push_bits": 2.0, "codec.publish_bits": 2.0}
@@ -136,12 +136,12 @@ def _codec(name: str, rho: float) -> dict[str, object]:
     }
 
 
-def adoption() -> list[Cell]:
+def adoption() -> list[QualityCell]:
     """What becomes of the steps between snapshot and adoption?"""
     return [_cell(name, adoption=name) for name in ("overwrite", "blend", "carry", "lean")]
 
 
-def lateness() -> list[Cell]:
+def lateness() -> list[QualityCell]:
     """What does a slow line cost? Latency of every message, one way; a step takes 1 s."""
     cells = [_cell(f"{s} s", latency_s=(float(s), float(s))) for s in (1, 5, 10)]
     for cell in cells[:2]:
@@ -151,7 +151,7 @@ def lateness() -> list[Cell]:
     return cells
 
 
-def weights() -> list[Cell]:
+def weights() -> list[QualityCell]:
     """Token weights or equal ones, where learners differ?"""
     return [
         _cell(f"{rule}, 4:3:2:1", {"merge.weights": rule}, step_s=_step_s(4, 3, 2, 1))
@@ -159,7 +159,7 @@ def weights() -> list[Cell]:
     ]
 
 
-def variants() -> list[Cell]:
+def variants() -> list[QualityCell]:
     """What do outer rules gain that were proposed elsewhere?"""
     rules = ("momentum warm-up", "momentum restart", "outer decay", "heloco")
     # M times the rate, because a merge has all learners here: so the outer gain is the defaults'.
@@ -169,7 +169,7 @@ def variants() -> list[Cell]:
     return [*(_cell(rule, variant=rule) for rule in rules), _cell(late, gain, variant=late), alone]
 
 
-def muon() -> list[Cell]:
+def muon() -> list[QualityCell]:
     """Is a decoupled run as good as data parallel when the inner optimizer is Muon?"""
     peak = preset(BASE.model).peak_learning_rate
     return [
@@ -178,12 +178,12 @@ def muon() -> list[Cell]:
     ]
 
 
-def learners() -> list[Cell]:
+def learners() -> list[QualityCell]:
     """How does it go with the number of learners?"""
     return [_cell(f"{count} learners", learners=count) for count in (2, 4, 8)]
 
 
-def size() -> list[Cell]:
+def size() -> list[QualityCell]:
     """What of it holds for a model of another size?"""
     return [
         _cell("decoupled", model="micro"),
@@ -194,7 +194,7 @@ def size() -> list[Cell]:
     ]
 
 
-def speeds() -> list[Cell]:
+def speeds() -> list[QualityCell]:
     """What do unequal learners cost? The tokens per second of all together are the same."""
     return [
         _cell("4:3:2:1", step_s=_step_s(4, 3, 2, 1)),
@@ -212,7 +212,7 @@ APART: Final = _step_s(1.18, 1.18, 1.18, 1.18, 1, 1, 1, 1)
 """Two kinds of machines, as in Decoupled DiLoCo (arXiv 2604.21428)."""
 
 
-def quorum() -> list[Cell]:
+def quorum() -> list[QualityCell]:
     """Is K = 1 enough, and what do the grace window and the waits for arrivals save?"""
     rules: dict[str, Mapping[str, object]] = {
         "K 1": {},
@@ -231,7 +231,7 @@ def quorum() -> list[Cell]:
     return unequal + apart
 
 
-def deaths() -> list[Cell]:
+def deaths() -> list[QualityCell]:
     """What does a learner cost that dies, and what is the ramp after its return worth?"""
     half = _away(3, share=0.5)
     often = _away(3, share=0.025)
@@ -251,7 +251,7 @@ def _away(learner: int, *, share: float) -> tuple[tuple[int, float, float], ...]
     return tuple((learner, AWAY_PERIOD_S * i - away_s, away_s) for i in periods if share)
 
 
-def scavenging() -> list[Cell]:
+def scavenging() -> list[QualityCell]:
     """How much sooner is the goal reached with four extra learners, part of the time?
 
     The goal is that of four learners, whoever contributes: compare `virtual s`.
@@ -265,10 +265,10 @@ def scavenging() -> list[Cell]:
     return cells
 
 
-def poison() -> list[Cell]:
+def poison() -> list[QualityCell]:
     """One of eight learners sends something else: what do the clip and robust merges save?"""
     no_clip = {"merge.clip_ratio": 0.0}
-    cells: list[Cell] = []
+    cells: list[QualityCell] = []
     for kind in ("", *POISONS):
         name = kind or "nobody"
         cells += [
@@ -280,7 +280,7 @@ def poison() -> list[Cell]:
     return cells
 
 
-_MAKERS: Final[Sequence[Callable[[], list[Cell]]]] = (
+_MAKERS: Final[Sequence[Callable[[], list[QualityCell]]]] = (
     modes, inner_rate, outer, sync_period, fragments, merge_law, codec, adoption, lateness, weights,
     variants, muon, learners, size, speeds, quorum, deaths, scavenging, poison,
 )  # fmt: skip
@@ -296,12 +296,12 @@ def question(group: str) -> str:
     return (GROUPS[group].__doc__ or "").split("\n")[0]
 
 
-def full() -> list[Cell]:
+def full() -> list[QualityCell]:
     """Everything."""
     return [replace(cell, group=name) for name, make in GROUPS.items() for cell in make()]
 
 
-def small() -> list[Cell]:
+def small() -> list[QualityCell]:
     """What fits into a quarter of an hour on two cores."""
     return [
         replace(cell, steps=SMALL_STEPS)
@@ -310,12 +310,12 @@ def small() -> list[Cell]:
     ]
 
 
-def short() -> list[Cell]:
+def short() -> list[QualityCell]:
     """A look in minutes: the modes, in runs that are too short to say much."""
     return [replace(cell, steps=SHORT_STEPS) for cell in small() if cell.group == "modes"]
 
 
-class Shape(NamedTuple):
+class ModelShape(NamedTuple):
     """What a cell and its data-parallel twins have in common."""
 
     model: str
@@ -324,19 +324,19 @@ class Shape(NamedTuple):
     inner: Inner
 
 
-def shape_of(cell: Cell) -> Shape:
+def shape_of(cell: QualityCell) -> ModelShape:
     """Learners and steps of the run's clock: a goal of fewer tokens is one of fewer learners."""
     run = cell.config().run
     learners = run.tokens_per_run_step // cell.step_tokens
-    return Shape(cell.model, learners, run.goal_tokens // run.tokens_per_run_step, cell.inner)
+    return ModelShape(cell.model, learners, run.goal_tokens // run.tokens_per_run_step, cell.inner)
 
 
-def rates_of(cell: Cell) -> list[Cell]:
+def rates_of(cell: QualityCell) -> list[QualityCell]:
     """The data-parallel twins of a cell at all rates: as many tokens in as many steps of the
     run's clock, the same model and inner optimizer."""
     shape, peak = shape_of(cell), preset(cell.model).peak_learning_rate
     return [
-        Cell(
+        QualityCell(
             DATA_PARALLEL,
             f"{factor:g} of the preset's rate",
             **shape._asdict(),

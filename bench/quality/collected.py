@@ -8,16 +8,16 @@ from statistics import fmean
 from typing import Final, TypeAlias
 
 from narrows.bench.kit.rows import read_rows
-from narrows.bench.quality.catalogue import Shape, shape_of
+from narrows.bench.quality.catalogue import ModelShape, shape_of
 from narrows.bench.quality.report import Row, reported
-from narrows.bench.quality.run import Cell
+from narrows.bench.quality.run import QualityCell
 from narrows.learner.reference.gpt import preset
 
 Values: TypeAlias = tuple[object, ...]
 
-SHAPE: Final = Shape._fields
+SHAPE: Final = ModelShape._fields
 LABELS: Final = ("group", "name", *SHAPE, "config_digest")
-NEEDED: Final = {*Cell.__dataclass_fields__, "seed", "validation_loss", "test_loss"}
+NEEDED: Final = {*QualityCell.__dataclass_fields__, "seed", "validation_loss", "test_loss"}
 """Names in a row of this bench; others may have left theirs in the file."""
 
 
@@ -32,7 +32,7 @@ def collected(path: Path) -> list[Row]:
     best = {shape: best_rate(each) for shape, each in twins.items()}
     rows: list[Row] = []
     for each in _by(LABELS, runs).values():
-        cell = Cell(**{name: each[0][name] for name in Cell.__dataclass_fields__})
+        cell = QualityCell(**{name: each[0][name] for name in QualityCell.__dataclass_fields__})
         measure = best.get(shape_of(cell), {})
         paired = {run["seed"]: run for run in each if run["seed"] in measure}
         if paired:

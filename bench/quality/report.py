@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 
 from narrows.bench.kit.stats import Paired, paired
 from narrows.bench.quality.catalogue import DATA_PARALLEL, GROUPS, question
-from narrows.bench.quality.run import Cell
+from narrows.bench.quality.run import QualityCell
 from narrows.broker.cli.tables import Table
 
 Row: TypeAlias = dict[str, Any]
@@ -16,7 +16,7 @@ Row: TypeAlias = dict[str, Any]
 KNOWN: Final = (*GROUPS, DATA_PARALLEL)
 
 
-def reported(cell: Cell, runs: Sequence[Row], reference: Sequence[Row]) -> Row:
+def reported(cell: QualityCell, runs: Sequence[Row], reference: Sequence[Row]) -> Row:
     """The runs of a cell on the test text beside those of its measure, same order of seeds."""
     losses = [run["test_loss"] for run in runs]
     reference_losses = [run["test_loss"] for run in reference]

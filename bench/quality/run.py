@@ -14,7 +14,7 @@ import torch
 from narrows.bench.codec.codings import CODINGS, OF_PUSHES
 from narrows.bench.quality.baselines import accumulate
 from narrows.bench.quality.variants import POISONS, model_maker
-from narrows.bench.sim.broker import Committed
+from narrows.bench.sim.broker import SimulatedRound
 from narrows.bench.sim.learner import LearnerSpec
 from narrows.bench.sim.trained import Adoption, TrainedSimulation, Training
 from narrows.bench.sim.virtual import Faults, Span
@@ -44,7 +44,7 @@ CURVE_POINTS = 10
 
 
 @dataclass(frozen=True)
-class Cell:
+class QualityCell:
     """One setting to try. What is not given is as the defaults of `narrows broker` have it."""
 
     group: str
@@ -103,7 +103,7 @@ class Cell:
 
 
 @dataclass
-class Result:
+class QualityResult:
     """What one run of a cell reached; losses in nats per byte."""
 
     losses: tuple[float, float]
@@ -124,7 +124,7 @@ def learner_name(index: int) -> str:
     return f"learner-{index}"
 
 
-def run_cell(cell: Cell, seed: int) -> dict[str, Any]:
+def run_cell(cell: QualityCell, seed: int) -> dict[str, Any]:
     """Trains the cell with this seed (of the first parameters, the text's order and the
     mishaps) and returns its row, which names the text: another Python has another."""
     torch.set_num_threads(1)
@@ -137,7 +137,7 @@ def run_cell(cell: Cell, seed: int) -> dict[str, Any]:
     return row
 
 
-def config_digest(cell: Cell) -> str:
+def config_digest(cell: QualityCell) -> str:
     """Of the broker's settings, the defaults included, without those of its files and ports; ""
     for data parallel."""
     if cell.data_parallel:
@@ -147,7 +147,7 @@ def config_digest(cell: Cell) -> str:
     return f"{digest(json.dumps(settings, sort_keys=True).encode()):016x}"
 
 
-def _decoupled(cell: Cell, seed: int) -> Result:
+def _decoupled(cell: QualityCell, seed: int) -> QualityResult:
     shape, config = preset(cell.model), cell.config()
     rounds = cell.steps // config.fragments.sync_period_steps
     probe = _Probe(shape, cell.steps)
@@ -172,10 +172,10 @@ def _decoupled(cell: Cell, seed: int) -> Result:
         run.clock.at(at_s, partial(run.kill_learner, learner_name(learner), down_s))
     run.run(100.0 * STEP_S * cell.steps)
     assert run.finished, "the goal was not reached"
-    merges = [record for record in run.trace if isinstance(record, Committed)]
+    merges = [record for record in run.trace if isinstance(record, SimulatedRound)]
     run.write_global(probe.model)
     shelf = run.shelf
-    return Result(
+    return QualityResult(
         losses_of(probe.model),
         up_bits_per_param=shelf.up_bits / shelf.up_elements,
         down_bits_per_param=shelf.down_bits / shelf.down_elements,
@@ -204,7 +204,7 @@ class _Probe:
             self.curve.append((step, _curve_loss(self.model)))
 
 
-def _data_parallel(cell: Cell, seed: int) -> Result:
+def _data_parallel(cell: QualityCell, seed: int) -> QualityResult:
     shape, corpus = preset(cell.model), _corpus()
     peak = cell.peak_learning_rate or shape.peak_learning_rate
     model, probe = GPT(shape, seed=seed), list[tuple[float, float]]()
@@ -223,7 +223,7 @@ def _data_parallel(cell: Cell, seed: int) -> Result:
             optimizer.zero_grad()
         if (step + 1) % max(1, cell.steps // CURVE_POINTS) == 0:
             probe.append((step + 1.0, _curve_loss(model)))
-    return Result(losses_of(model), curve=probe)
+    return QualityResult(losses_of(model), curve=probe)
 
 
 def adamw(model: GPT, peak: float) -> list[torch.optim.Optimizer]:

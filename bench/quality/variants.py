@@ -22,7 +22,7 @@ from narrows.broker.merging import (
     EncodedVersion,
     FragmentState,
     GlobalModel,
-    Merged,
+    MergeResult,
     Outcome,
     outer_optimizer,
 )
@@ -110,10 +110,10 @@ class Median(_Variant):
 
     def merged(
         self, part: Fragment, contributions: Sequence[DecodedVector], weights: Sequence[float]
-    ) -> Merged:
+    ) -> MergeResult:
         values = np.stack([values_of(part, each.chunks) for each in contributions])
         empty = np.zeros((len(part.pieces), len(contributions)))
-        return Merged(np.median(values, axis=0).astype(np.float32), 0, empty)
+        return MergeResult(np.median(values, axis=0).astype(np.float32), 0, empty)
 
 
 class TrimmedMean(_Variant):
@@ -121,11 +121,11 @@ class TrimmedMean(_Variant):
 
     def merged(
         self, part: Fragment, contributions: Sequence[DecodedVector], weights: Sequence[float]
-    ) -> Merged:
+    ) -> MergeResult:
         values = np.sort(np.stack([values_of(part, each.chunks) for each in contributions]), axis=0)
         kept = values[1:-1] if len(values) > 2 else values
         empty = np.zeros((len(part.pieces), len(contributions)))
-        return Merged(kept.mean(axis=0, dtype=np.float32), 0, empty)
+        return MergeResult(kept.mean(axis=0, dtype=np.float32), 0, empty)
 
 
 class Coded(_Variant):
@@ -139,7 +139,7 @@ class Coded(_Variant):
         version: int,
         params: F32,
         momentum: F32,
-        merged: Merged,
+        merged: MergeResult,
         weights: tuple[float, ...],
     ) -> Outcome:
         copy = self.fragments[part.index].published

@@ -10,7 +10,7 @@ from typing import Final
 
 from narrows.bench.report.figures import BEGIN, END, Figure, figures_of, markdown, rewritten
 from narrows.bench.report.files import Folder, read_folder
-from narrows.bench.report.page import NEXT_STEP, Section, page
+from narrows.bench.report.page import NEXT_STEP, PageSection, page
 from narrows.bench.report.pictures import draw
 from narrows.bench.report.tables import tables_of
 from narrows.broker.cli.tables import terminal
@@ -46,12 +46,12 @@ def run_report(folder: Path, html: Path, pictures: Path | None, readme: Path | N
     console.print(f"{len(sections)} files, written to {html}", markup=False)
 
 
-def sections_of(found: Folder, pictures: Path | None) -> tuple[list[Section], list[str]]:
+def sections_of(found: Folder, pictures: Path | None) -> tuple[list[PageSection], list[str]]:
     """What each file says, and the files that cannot be shown with the reason.
 
     `pictures`: where they are written; None: there are none.
     """
-    sections, unread = list[Section](), list(found.unread)
+    sections, unread = list[PageSection](), list(found.unread)
     for result in found.results:
         try:
             figures, tables = figures_of(result), tables_of(result)
@@ -59,7 +59,7 @@ def sections_of(found: Folder, pictures: Path | None) -> tuple[list[Section], li
         except (LookupError, TypeError, ValueError) as error:
             unread.append(f"{result.file}: {OLD}: {type(error).__name__} {error}")
             continue
-        sections.append(Section(result, figures, tables, svg.read_text() if svg else ""))
+        sections.append(PageSection(result, figures, tables, svg.read_text() if svg else ""))
     return sections, unread
 
 

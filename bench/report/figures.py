@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from narrows.bench.report.files import Result, Row
+from narrows.bench.report.files import ResultFile, Row
 from narrows.proto.units import format_bytes
 
 Nature: TypeAlias = Literal["measured", "model", "simulated", "measured bits, arithmetic"]
@@ -37,12 +37,12 @@ class Figure:
     """File and row."""
 
 
-def figures_of(result: Result) -> list[Figure]:
+def figures_of(result: ResultFile) -> list[Figure]:
     """The figures of a file; what it does not have is left out."""
     return list(FIGURES[result.bench](result))
 
 
-def _bandwidth(result: Result) -> Iterator[Figure]:
+def _bandwidth(result: ResultFile) -> Iterator[Figure]:
     known = [row for row in result.rows() if row["grid_steps_off"] is not None]
     if known:
         exact = sum(row["grid_steps_off"] == 0 for row in known)
@@ -64,7 +64,7 @@ def _bandwidth(result: Result) -> Iterator[Figure]:
             )  # fmt: skip
 
 
-def _goodput(result: Result) -> Iterator[Figure]:
+def _goodput(result: ResultFile) -> Iterator[Figure]:
     for method, learners, fitted in (
         ("data_parallel", 1, " (fitted)"),
         ("elastic", 1, " (fitted)"),
@@ -94,7 +94,7 @@ def _goodput(result: Result) -> Iterator[Figure]:
             )  # fmt: skip
 
 
-def _chaos(result: Result) -> Iterator[Figure]:
+def _chaos(result: ResultFile) -> Iterator[Figure]:
     found = result.find()
     if found is None:
         return
@@ -128,7 +128,7 @@ def _chaos(result: Result) -> Iterator[Figure]:
     )  # fmt: skip
 
 
-def _wan(result: Result) -> Iterator[Figure]:
+def _wan(result: ResultFile) -> Iterator[Figure]:
     for line in dict.fromkeys(row["line"] for row in result.rows()):
         found = result.find(line=line, name="narrows int4-zstd, 4 streams")
         if found and not found[1].get("computed"):
@@ -149,7 +149,7 @@ def _exchange(row: Row) -> str:
     return f"{row['name']} {row['exchange_s_median']:.3f}{computed}"
 
 
-def _budget(result: Result) -> Iterator[Figure]:
+def _budget(result: ResultFile) -> Iterator[Figure]:
     for word, what in (("holds", "budgets held"), ("uses", "budgets used to 95%")):
         told = [row[word] for row in result.rows() if word in row]
         if told:
@@ -157,7 +157,7 @@ def _budget(result: Result) -> Iterator[Figure]:
             yield Figure(f"{what} on the wire", count, "", "measured", f"{result.file} rows")
 
 
-def _training(result: Result) -> Iterator[Figure]:
+def _training(result: ResultFile) -> Iterator[Figure]:
     for line in dict.fromkeys(row["line"] for row in result.rows()):
         found, parallel = result.find(line=line, name="narrows"), result.find(
             line=line, name="ddp f32"
@@ -170,7 +170,7 @@ def _training(result: Result) -> Iterator[Figure]:
             )  # fmt: skip
 
 
-def _peers(result: Result) -> Iterator[Figure]:
+def _peers(result: ResultFile) -> Iterator[Figure]:
     for event, what in (
         ("none", "undisturbed"),
         ("member_killed", "SIGKILL of a member"),
@@ -193,7 +193,7 @@ def _peer(row: Row) -> str:
     return told if row["went_on"] is not False else f"{told}, did not go on"
 
 
-def _quality(result: Result) -> Iterator[Figure]:
+def _quality(result: ResultFile) -> Iterator[Figure]:
     for number, row in enumerate(result.rows()):
         measure = row["mode"] == "data_parallel"
         if not measure and (row["group"] == "modes" or len(row["seeds"]) >= QUALITY_SEEDS):
@@ -208,7 +208,7 @@ def _quality(result: Result) -> Iterator[Figure]:
             )  # fmt: skip
 
 
-def _codec(result: Result) -> Iterator[Figure]:
+def _codec(result: ResultFile) -> Iterator[Figure]:
     for rho in (0.5, 1.0):
         found = result.find(data="recorded", codec="int4-zstd", rho=rho, threads=1)
         if found:
@@ -228,7 +228,7 @@ def _codec(result: Result) -> Iterator[Figure]:
             )  # fmt: skip
 
 
-def _merge(result: Result) -> Iterator[Figure]:
+def _merge(result: ResultFile) -> Iterator[Figure]:
     rows = result.rows()
     number = max(range(len(rows)), key=lambda i: (rows[i]["params"], rows[i]["learners"]))
     row = rows[number]
@@ -240,7 +240,7 @@ def _merge(result: Result) -> Iterator[Figure]:
     )  # fmt: skip
 
 
-def _loop(result: Result) -> Iterator[Figure]:
+def _loop(result: ResultFile) -> Iterator[Figure]:
     found = result.find()
     if found:
         place, row = found
@@ -250,7 +250,7 @@ def _loop(result: Result) -> Iterator[Figure]:
         )
 
 
-def _journal(result: Result) -> Iterator[Figure]:
+def _journal(result: ResultFile) -> Iterator[Figure]:
     off, full = result.find(journal="off"), result.find(journal="full")
     if off and full:
         yield Figure(
@@ -259,7 +259,7 @@ def _journal(result: Result) -> Iterator[Figure]:
         )  # fmt: skip
 
 
-def _demo(result: Result) -> Iterator[Figure]:
+def _demo(result: ResultFile) -> Iterator[Figure]:
     row = result.data
     parallel, alone = row.get("loss_data_parallel"), f"one learner alone: {row['loss_alone']:.4f}"
     beside = alone if parallel is None else f"data parallel: {parallel:.4f}; {alone}"
@@ -275,7 +275,7 @@ def _demo(result: Result) -> Iterator[Figure]:
     )  # fmt: skip
 
 
-FIGURES: Final[Mapping[str, Callable[[Result], Iterator[Figure]]]] = {
+FIGURES: Final[Mapping[str, Callable[[ResultFile], Iterator[Figure]]]] = {
     "bandwidth": _bandwidth, "goodput": _goodput, "chaos": _chaos, "wan": _wan,
     "wan-budget": _budget, "wan-training": _training, "peers": _peers, "quality": _quality,
     "codec": _codec, "merge": _merge, "loop": _loop, "journal": _journal, "demo": _demo,

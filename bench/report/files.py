@@ -22,7 +22,7 @@ NO_RESULT: Final = "no result of a bench"
 
 
 @dataclass(frozen=True)
-class Result:
+class ResultFile:
     """One file that a bench wrote with --json."""
 
     file: str
@@ -61,7 +61,7 @@ class Result:
 class Folder:
     """What was found."""
 
-    results: Sequence[Result]
+    results: Sequence[ResultFile]
     """In the order of BENCHES, then by name."""
     unread: Sequence[str]
     """Files that are no results, each with the reason."""
@@ -81,7 +81,7 @@ def read_folder(folder: Path) -> Folder:
             expected="a folder of JSON files",
             remedy="run `narrows bench all`, or a bench with --json FOLDER/NAME.json",
         )
-    results, unread = list[Result](), list[str]()
+    results, unread = list[ResultFile](), list[str]()
     for path in sorted(folder.glob("*.json")):
         try:
             results.append(_read(path))
@@ -91,7 +91,7 @@ def read_folder(folder: Path) -> Folder:
     return Folder(results, unread)
 
 
-def _read(path: Path) -> Result:
+def _read(path: Path) -> ResultFile:
     """Raises ValueError for what is no result of a bench that is known."""
     data = json.loads(path.read_text())
     if not isinstance(data, dict):
@@ -107,7 +107,7 @@ def _read(path: Path) -> Result:
     bench = str(found.get("bench", path.stem))
     if bench not in BENCHES:
         raise ValueError(f"of no bench that is known: {bench}")
-    return Result(path.name, bench, found)
+    return ResultFile(path.name, bench, found)
 
 
 def _flat(row: Row) -> Row:

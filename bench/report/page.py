@@ -9,8 +9,8 @@ from string import Template
 from typing import Final
 
 from narrows.bench.report.figures import Figure
-from narrows.bench.report.files import BENCHES, Result
-from narrows.bench.report.tables import Table
+from narrows.bench.report.files import BENCHES, ResultFile
+from narrows.bench.report.tables import ReportTable
 
 LONG_ROWS: Final = 24
 """Longer tables are folded."""
@@ -47,17 +47,17 @@ NEXT_STEP: Final = "run `narrows bench all`, or this bench with --json"
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """What one file says."""
 
-    result: Result
+    result: ResultFile
     figures: Sequence[Figure]
-    tables: Sequence[Table]
+    tables: Sequence[ReportTable]
     svg: str = ""
     """The picture, as matplotlib wrote it."""
 
 
-def page(sections: Sequence[Section], missing: Sequence[str], unread: Sequence[str]) -> str:
+def page(sections: Sequence[PageSection], missing: Sequence[str], unread: Sequence[str]) -> str:
     """The whole page. `missing`: benches without a file; `unread`: files, each with the reason."""
     figures = [figure for section in sections for figure in section.figures]
     absent = [f"{bench}: no file; {NEXT_STEP}" for bench in missing]
@@ -69,7 +69,7 @@ def page(sections: Sequence[Section], missing: Sequence[str], unread: Sequence[s
     )
 
 
-def _link(result: Result) -> str:
+def _link(result: ResultFile) -> str:
     return f'<a href="#{escape(result.file)}">{escape(result.file)}</a>'
 
 
@@ -79,14 +79,14 @@ def _figures(figures: Sequence[Figure]) -> str:
     return table(headings, rows)
 
 
-def _section(section: Section) -> str:
+def _section(section: PageSection) -> str:
     result = section.result
     head = f'<h2 id="{escape(result.file)}">{escape(_title(result))}</h2>'
     origin = f'<p class="origin">{escape(result.file)}: {escape(result.origin)}</p>'
     return "\n".join([head, origin, _inline(section.svg), *map(_table, section.tables)])
 
 
-def _title(result: Result) -> str:
+def _title(result: ResultFile) -> str:
     assert result.bench in BENCHES, f"no such bench: {result.bench}"
     return result.bench.replace("-", " ").capitalize()
 
@@ -96,7 +96,7 @@ def _inline(svg: str) -> str:
     return svg[svg.find("<svg") :] if "<svg" in svg else ""
 
 
-def _table(shown: Table) -> str:
+def _table(shown: ReportTable) -> str:
     nature = f'<p class="nature">{escape(shown.nature)}</p>'
     body = _wide(table(shown.headings, shown.rows))
     if len(shown.rows) > LONG_ROWS:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from narrows.bench.kit import plots
-from narrows.bench.report.files import Result, Row
+from narrows.bench.report.files import ResultFile, Row
 
 SUFFIXES: Final = (".svg", ".png")
 
@@ -36,7 +36,7 @@ PICTURES: Final[Mapping[str, tuple[Draw, Callable[[Row], bool]]]] = {
 """How the rows of a bench are drawn, and which of them. The others are not drawn."""
 
 
-def draw(result: Result, folder: Path) -> Path | None:
+def draw(result: ResultFile, folder: Path) -> Path | None:
     """Writes the picture as SVG and PNG; returns the SVG, None if there is nothing to draw.
 
     Raises ConfigError without matplotlib.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from narrows.bench.report.files import Result, Row
+from narrows.bench.report.files import ResultFile, Row
 
 Show: TypeAlias = Callable[[Row], str]
 
@@ -31,7 +31,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Shape:
+class TableShape:
     """A table of some rows of a file."""
 
     title: str
@@ -43,7 +43,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """Ready to be written."""
 
     title: str
@@ -52,13 +52,13 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-def tables_of(result: Result) -> list[Table]:
+def tables_of(result: ResultFile) -> list[ReportTable]:
     """The tables of a file; those without rows are left out."""
     made = [_made(shape, result) for shape in SHAPES[result.bench]]
     return [table for table in made if table.rows]
 
 
-def _made(shape: Shape, result: Result) -> Table:
+def _made(shape: TableShape, result: ResultFile) -> ReportTable:
     rows = [row for row in result.rows(shape.key) if shape.keep(row)]
     notes = [_note(row) for row in rows]
     headings = [column.heading for column in shape.columns]
@@ -66,7 +66,7 @@ def _made(shape: Shape, result: Result) -> Table:
     if any(notes):
         headings.append("note")
         cells = [[*row, note] for row, note in zip(cells, notes, strict=True)]
-    return Table(shape.title, shape.nature, headings, cells)
+    return ReportTable(shape.title, shape.nature, headings, cells)
 
 
 def _note(row: Row) -> str:
@@ -87,16 +87,16 @@ _MEASURED: Final = "measured"
 _STEPS: Final = "{:.0f}"
 _PERCENT: Final = "{:.1f}"
 
-SHAPES: Final[Mapping[str, Sequence[Shape]]] = {
+SHAPES: Final[Mapping[str, Sequence[TableShape]]] = {
     "bandwidth": (
-        Shape("Gbit/s for a compute utilisation", "model; published values beside it", (
+        TableShape("Gbit/s for a compute utilisation", "model; published values beside it", (
             Column("model", "model"), Column("method", "method"),
             Column("utilisation %", "compute_utilization_percent"),
             Column("Gbit/s", "gbps", "{:.2f}"),
             Column("published", "gbps_published"),
             Column("difference %", "difference_percent", "{:+.1f}"),
         )),
-        Shape("One site of several: the headline",
+        TableShape("One site of several: the headline",
               "arithmetic, with the bits of the next table if there is one", (
             Column("", "what"), Column("params", "params", "{:.3g}"), Column("sites", "sites"),
             Column("H", "sync_period_steps"), Column("bits up", "up_bits_per_param", "{:.2f}"),
@@ -105,7 +105,7 @@ SHAPES: Final[Mapping[str, Sequence[Shape]]] = {
             Column("at the broker, each way", "hub_gbps", "{:.3g}"),
             Column("published", "gbps_published"),
         ), "headline"),
-        Shape("Bits per parameter of real runs", "measured, beside arithmetic", (
+        TableShape("Bits per parameter of real runs", "measured, beside arithmetic", (
             Column("model", "preset"), Column("params", "params", "{:,}"), Column("rho", "rho"),
             Column("way", "direction"), Column("exchanges", "exchanges"),
             Column("arithmetic", "modelled_bits_per_param", "{:.3f}"),
@@ -114,7 +114,7 @@ SHAPES: Final[Mapping[str, Sequence[Shape]]] = {
         ), "wire"),
     ),
     "goodput": (
-        Shape("Goodput and uptime",
+        TableShape("Goodput and uptime",
               "model: a stall model, or the real machines on simulated failures", (
             Column("method", "method"), Column("learners", "learners"),
             Column("chips", "chips", "{:,}"),
@@ -123,12 +123,12 @@ SHAPES: Final[Mapping[str, Sequence[Shape]]] = {
             Column("to", "ci_high_percent", _PERCENT), Column("published", "published_percent"),
             Column("uptime %", "uptime_percent", _PERCENT), Column("source", "source"),
         ), keep=lambda row: row["method"] != "sweep"),
-        Shape("Goodput: distance from the published cells, points",
+        TableShape("Goodput: distance from the published cells, points",
               "four constants fitted to all rows but that which is predicted", (
             Column("cells of", "cells_of"), Column("cells", "cells"),
             Column("mean", "mean_points", _PERCENT), Column("worst", "worst_points", _PERCENT),
         ), "agreement"),
-        Shape("Goodput, one thing varied", "the real state machines on simulated failures", (
+        TableShape("Goodput, one thing varied", "the real state machines on simulated failures", (
             Column("sweep", "sweep"), Column("variant", "name"),
             Column("goodput %", "goodput_percent", _PERCENT),
             Column("uptime %", "uptime_percent", _PERCENT),
@@ -139,7 +139,7 @@ SHAPES: Final[Mapping[str, Sequence[Shape]]] = {
         ), keep=_of("method", "sweep")),
     ),
     "chaos": (
-        Shape("Faults", "measured; inner steps are timed waits", (
+        TableShape("Faults", "measured; inner steps are timed waits", (
             Column("learners", "learners"), Column("s", "seconds", _STEPS),
             Column("faults", "faults"),
             Column("kills", "kills"), Column("stops", "stops"), Column("cuts", "cuts"),
@@ -156,7 +156,7 @@ SHAPES: Final[Mapping[str, Sequence[Shape]]] = {
         )),
     ),
     "wan": (
-        Shape("Exchanges over a line", "measured; rows marked so are computed", (
+        TableShape("Exchanges over a line", "measured; rows marked so are computed", (
             Column("line", "line"), Column("", "name"),
             Column("s/exchange", "exchange_s_median", "{:.3f}"),
             Column("p95", "exchange_s_p95", "{:.3f}"),
@@ -168,7 +168,7 @@ SHAPES: Final[Mapping[str, Sequence[Shape]]] = {
         )),
     ),
     "wan-budget": (
-        Shape("Shares of the budget, windows of one second", _MEASURED, (
+        TableShape("Shares of the budget, windows of one second", _MEASURED, (
             Column("budget", "line"), Column("", "name"),
             Column("up mean", "up_mean_over_cap", "{:.3f}"),
             Column("peak", "up_peak_over_cap", "{:.3f}"),
@@ -180,7 +180,7 @@ SHAPES: Final[Mapping[str, Sequence[Shape]]] = {
         )),
     ),
     "wan-training": (
-        Shape("Training over a line", _MEASURED, (
+        TableShape("Training over a line", _MEASURED, (
             Column("line", "line"), Column("", "name"),
             Column("tokens/s", "tokens_per_s", "{:,.0f}"),
             Column("loss", "validation_loss", "{:.3f}"),
@@ -191,7 +191,7 @@ SHAPES: Final[Mapping[str, Sequence[Shape]]] = {
         )),
     ),
     "peers": (
-        Shape("Other systems beside ours, hurt and not", "measured, one run per row", (
+        TableShape("Other systems beside ours, hurt and not", "measured, one run per row", (
             Column("system", "system"), Column("version", "version"), Column("event", "event"),
             Column("loss", "loss", "{:.4f}"), Column("s", "seconds", "{:.1f}"),
             Column("MB", "bytes", "{:,.1f}", 1e-6), Column("went on", "went_on"),
@@ -201,7 +201,7 @@ SHAPES: Final[Mapping[str, Sequence[Shape]]] = {
         )),
     ),
     "quality": (
-        Shape("Test loss over data parallel at equal tokens",
+        TableShape("Test loss over data parallel at equal tokens",
               "measured on small models; time is virtual", (
             Column("group", "group"), Column("cell", "cell"), Column("model", "model"),
             Column("learners", "learners"), Column("bits up", "up_bits_per_param", "{:.2f}"),
@@ -213,7 +213,7 @@ SHAPES: Final[Mapping[str, Sequence[Shape]]] = {
         )),
     ),
     "codec": (
-        Shape("Codecs", _MEASURED, (
+        TableShape("Codecs", _MEASURED, (
             Column("data", "data"), Column("codec", "codec"), Column("rho", "rho"),
             Column("threads", "threads"),
             Column("bits", "wire_bits_per_param", "{:.2f}"), Column("SNR dB", "snr_db", "{:.1f}"),
@@ -224,7 +224,7 @@ SHAPES: Final[Mapping[str, Sequence[Shape]]] = {
         )),
     ),
     "merge": (
-        Shape("Merges", "measured; memory beside its formula", (
+        TableShape("Merges", "measured; memory beside its formula", (
             Column("learners", "learners"), Column("params", "params", "{:,}"),
             Column("fragments", "fragments"),
             Column("ms per round", "seconds_per_round", "{:.1f}", 1e3),
@@ -234,7 +234,7 @@ SHAPES: Final[Mapping[str, Sequence[Shape]]] = {
         )),
     ),
     "loop": (
-        Shape("The whole exchange on loopback", _MEASURED, (
+        TableShape("The whole exchange on loopback", _MEASURED, (
             Column("learners", "learners"), Column("params", "params", "{:,}"),
             Column("rounds/s", "rounds_per_s", "{:.2f}"),
             Column("M params merged/s", "params_merged_per_s", "{:.1f}", 1e-6),
@@ -245,7 +245,7 @@ SHAPES: Final[Mapping[str, Sequence[Shape]]] = {
         )),
     ),
     "journal": (
-        Shape("What the journal costs", _MEASURED, (
+        TableShape("What the journal costs", _MEASURED, (
             Column("journal", "journal"), Column("params", "params", "{:,}"),
             Column("learners", "learners"),
             Column("rounds/s", "rounds_per_s", "{:.2f}"),
@@ -256,7 +256,7 @@ SHAPES: Final[Mapping[str, Sequence[Shape]]] = {
         )),
     ),
     "demo": (
-        Shape("The demo", "measured; data parallelism's bytes are computed", (
+        TableShape("The demo", "measured; data parallelism's bytes are computed", (
             Column("learners", "learners"), Column("steps", "steps"),
             Column("params", "parameters", "{:,}"),
             Column("tokens", "tokens", "{:,}"), Column("loss", "loss_global", "{:.4f}"),

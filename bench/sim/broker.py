@@ -26,7 +26,7 @@ MESSAGE_BYTES = 1000
 WINDOW_BYTES = 16_000
 
 
-class Contributor(NamedTuple):
+class SimulatedContributor(NamedTuple):
     """Whose push was merged."""
 
     learner: str
@@ -88,7 +88,7 @@ class Parcel(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Committed:
+class SimulatedRound:
     """Version `version` of a fragment exists."""
 
     at_s: float
@@ -98,13 +98,13 @@ class Committed:
     base: int
     """Digest of the version before."""
     digest: int
-    contributors: tuple[Contributor, ...]
+    contributors: tuple[SimulatedContributor, ...]
     live: int
     """Learners that were ready."""
     reason: str
 
 
-class World(Protocol):
+class BrokerWorld(Protocol):
     """What a broker process needs of the simulation."""
 
     def to_learner(self, peer: bytes, message: msg.ControlMessage) -> bool: ...
@@ -123,7 +123,7 @@ class SimulatedBroker(Host):
         clock: Clock,
         random: Random,
         faults: Faults,
-        world: World,
+        world: BrokerWorld,
         config: BrokerConfig,
         *,
         epoch: msg.Epoch,
@@ -151,7 +151,7 @@ class SimulatedBroker(Host):
             ev.Acknowledge: self._acknowledge,
             ev.Forget: self._forget,
             ev.Erase: self._ignore,
-            ev.Fate: self._ignore,
+            ev.LogFate: self._ignore,
             ev.RatesChanged: self._ignore,
             ev.WriteCheckpoint: self._checkpoint,
             ev.Finish: self._finish,
@@ -233,7 +233,7 @@ class SimulatedBroker(Host):
             assert contents == {Content(source, before, 0)}, (contents, source, before)
         handles = tuple(h for done in effect.contributions for h in done.handles)
         who = tuple(
-            Contributor(c.learner, c.incarnation, c.push_id, c.tokens, c.steps)
+            SimulatedContributor(c.learner, c.incarnation, c.push_id, c.tokens, c.steps)
             for c in effect.contributions
         )
         live, failed = len(self.syncer.state.roster.ready()), self._fails()
@@ -248,7 +248,7 @@ class SimulatedBroker(Host):
             self._kept.pop((effect.fragment, effect.version - PUBLICATIONS_KEPT), None)
             epoch = self.syncer.state.epoch
             self.world.record(
-                Committed(
+                SimulatedRound(
                     self.clock.now,
                     epoch,
                     effect.fragment,
@@ -282,7 +282,7 @@ class SimulatedBroker(Host):
 
         self._work(done)
 
-    def _ignore(self, _: ev.Erase | ev.Fate | ev.RatesChanged) -> None:
+    def _ignore(self, _: ev.Erase | ev.LogFate | ev.RatesChanged) -> None:
         """The simulated broker keeps no journal, and its lines are wide."""
 
     def _finish(self, effect: ev.Finish) -> None:

@@ -8,7 +8,7 @@ from random import Random
 from typing import Protocol
 
 from narrows.bench.sim.broker import MESSAGE_BYTES, WINDOW_BYTES, Content, Parcel, digest_of
-from narrows.bench.sim.simulated_records import Adopted, Failed, Installed
+from narrows.bench.sim.simulated_records import AdoptionRecord, Failed, Installed
 from narrows.bench.sim.virtual import Clock, Faults, Host, Noted
 from narrows.learner.session import Identity, Session
 from narrows.learner.session import events as ev
@@ -37,7 +37,7 @@ class LearnerSpec:
     """Its loop ends after so many steps; 0: at the end of the run."""
 
 
-class World(Protocol):
+class LearnerWorld(Protocol):
     """What a learner process needs of the simulation."""
 
     def to_broker(self, learner: SimulatedLearner, message: msg.ControlMessage) -> None: ...
@@ -66,7 +66,7 @@ class SimulatedLearner(Host):
         clock: Clock,
         random: Random,
         faults: Faults,
-        world: World,
+        world: LearnerWorld,
         spec: LearnerSpec,
         layout: tuple[msg.LayoutEntry, ...],
     ) -> None:
@@ -135,7 +135,7 @@ class SimulatedLearner(Host):
     def receive_data(self, header: msg.Header, content: Content) -> None:
         self._handle += 1
         self.store[self._handle] = content
-        self.handle(ev.ChunkArrived(header, self._handle))
+        self.handle(ev.ChunkDecoded(header, self._handle))
 
     def pause(self, seconds: float) -> None:
         """The training thread evaluates for a while."""
@@ -180,7 +180,7 @@ class SimulatedLearner(Host):
         version, digest = self.published[effect.fragment]
         assert version == effect.version, (version, effect)
         self.parameters[effect.fragment] = (version, digest)
-        self.world.record(Adopted(*self._where(), effect.fragment, version, digest))
+        self.world.record(AdoptionRecord(*self._where(), effect.fragment, version, digest))
 
     def _snapshot(self, effect: ev.Snapshot) -> None:
         version, digest = self.parameters[effect.fragment]

@@ -22,7 +22,7 @@ class Installed:
 
 
 @dataclass(frozen=True)
-class Adopted:
+class AdoptionRecord:
     """The learner's parameters hold this version now."""
 
     at_s: float

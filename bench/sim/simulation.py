@@ -12,7 +12,7 @@ from random import Random
 
 from narrows.bench.sim.broker import Content, SimulatedBroker
 from narrows.bench.sim.learner import LearnerSpec, SimulatedLearner
-from narrows.bench.sim.virtual import Clock, Faults, Line, Span
+from narrows.bench.sim.virtual import Clock, ControlLine, Faults, Span
 from narrows.broker.config import BrokerConfig
 from narrows.broker.syncer import Resumed
 from narrows.broker.syncer import events as broker_events
@@ -62,7 +62,7 @@ class Simulation:
         self._copies: list[tuple[int, Resumed | None]] = []
         """Life and checkpoint in the state directory before each start of the broker."""
         self._restore = -1
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, ControlLine] = {}
         self._stream_arrivals: dict[tuple[str, bool, int], float] = {}
         self._restarting = False
         self._down_s = 0.0
@@ -130,7 +130,7 @@ class Simulation:
         """Starts a new incarnation of a learner."""
         if name in self.ended or name in self.learners:
             return
-        line = self._lines[name] = Line(
+        line = self._lines[name] = ControlLine(
             self.clock, self.random, self.faults, f"{name}/{self.random.getrandbits(32):x}"
         )
         if not self._restarting:

@@ -31,11 +31,11 @@ from narrows.learner.transport import PushWork, Residuals, encode_push
 from narrows.proto import messages as msg
 from narrows.proto.codec import (
     F32,
+    BitControl,
     DecodedChunk,
     EncodedChunk,
-    RateControl,
     decode_chunk,
-    rate_control,
+    make_bit_control,
 )
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.fragments import Fragment
@@ -110,7 +110,7 @@ class TrainedLearner(SimulatedLearner):
         self._run = run
         self._reader: Reader | None = None
         self._residuals = Residuals(False)
-        self._rates: list[RateControl] = []
+        self._rates: list[BitControl] = []
         self._works: dict[int, PushWork] = {}
         self._snapshots: dict[int, F32] = {}
         self._remainders: dict[int, F32] = {}
@@ -153,7 +153,9 @@ class TrainedLearner(SimulatedLearner):
             settings = effect.settings
             self._residuals = Residuals(settings.error_feedback)
             self._rates = [
-                rate_control(settings.push_codec, rho=settings.push_rho, bits=settings.push_bits)
+                make_bit_control(
+                    settings.push_codec, rho=settings.push_rho, bits=settings.push_bits
+                )
                 for _ in effect.table
             ]
 

@@ -133,7 +133,7 @@ class Host:
         raise NotImplementedError
 
 
-class Line:
+class ControlLine:
     """The control connection of one learner process: in order and reliable while it is up.
 
     What is sent while it is down is lost, as with IMMEDIATE in a ZeroMQ dealer.

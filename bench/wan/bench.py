@@ -17,8 +17,8 @@ from narrows.bench.kit.cells import Row, outcome, run_missing
 from narrows.bench.kit.lab import Direction, Lab, Meter, check_able, congestion_control
 from narrows.bench.wan import cells as wan_cells
 from narrows.bench.wan import peers as wan_peers
-from narrows.bench.wan.cells import WARM_UP, Cell
-from narrows.bench.wan.run import Exchange, NarrowsRun, line
+from narrows.bench.wan.cells import WARM_UP, WanCell
+from narrows.bench.wan.run import ExchangeTimes, NarrowsRun, line
 from narrows.broker.cli.tables import Table, show, terminal
 from narrows.proto.errors import NarrowsError
 
@@ -40,7 +40,7 @@ def run_wan_bench(rows_file: Path, json_file: Path | None, *, full: bool, short:
     machine.write_result(json_file, "wan", {"rows": rows})
 
 
-def run_cell(cell: Cell) -> Row:
+def run_cell(cell: WanCell) -> Row:
     """Measures one cell, or says that it is computed, skipped or failed."""
     if cell.line_s > wan_cells.EXCHANGE_MAX_S:
         summary = f"{cell.line_s:.0f} s (computed)"
@@ -64,7 +64,9 @@ def run_cell(cell: Cell) -> Row:
         return {"failed": f"{cell.system}: {error}"}
 
 
-def _figures(cell: Cell, meter: Meter, told: Sequence[Exchange], probes: Sequence[float]) -> Row:
+def _figures(
+    cell: WanCell, meter: Meter, told: Sequence[ExchangeTimes], probes: Sequence[float]
+) -> Row:
     """`probes`: round trips of control messages since the start, in seconds."""
     seconds = [each.seconds for each in told]
     row: Row = {

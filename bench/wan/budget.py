@@ -108,7 +108,7 @@ def run_cell(cell: BudgetCell) -> Row:
     """Measures one budget, or says why it failed."""
     line_bits_per_s = 1e6 * cell.cap_mbit_per_s * cell.line_factor
     lab = Lab(cell.learners, line_bits_per_s, hub_rate_bits_per_s=line_bits_per_s)
-    run_of = wan_cells.Cell(
+    run_of = wan_cells.WanCell(
         "narrows", "raw32", line_bits_per_s / 1e6, 0, cell.params, cell.learners, streams=4
     )
     founding_s = 2 * cell.params * 32 * cell.learners / (1e6 * cell.cap_mbit_per_s)

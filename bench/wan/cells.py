@@ -46,7 +46,7 @@ PEERS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class WanCell:
     """One system on one line."""
 
     system: str
@@ -90,18 +90,18 @@ class Cell:
         return bits * share / (1e6 * self.rate_mbit_per_s)
 
 
-def small() -> list[Cell]:
+def small() -> list[WanCell]:
     """Ten minutes: one size on two lines beside the others, and what several streams are for."""
-    cells: list[Cell] = []
+    cells: list[WanCell] = []
     for rate in (100.0, 1000.0):
-        narrows = Cell("narrows", "int4-zstd", rate, 0, 4 * MILLION, streams=4)
+        narrows = WanCell("narrows", "int4-zstd", rate, 0, 4 * MILLION, streams=4)
         cells += [replace(narrows, variant=variant) for variant in ("int4-zstd", "raw32")]
         cells += _peers(narrows)
-    long = Cell("narrows", "int4-zstd", 100, 100, 4 * MILLION, streams=4, window_bytes=128 << 10)
+    long = WanCell("narrows", "int4-zstd", 100, 100, 4 * MILLION, streams=4, window_bytes=128 << 10)
     return [*cells, long, replace(long, streams=1)]
 
 
-def short() -> list[Cell]:
+def short() -> list[WanCell]:
     """A look in minutes: the same systems at 1 M parameters on one line."""
     return [
         replace(cell, params=MILLION)
@@ -110,22 +110,22 @@ def short() -> list[Cell]:
     ]
 
 
-def full() -> list[Cell]:
+def full() -> list[WanCell]:
     """The grid. Lines are the outer loops, so that systems alternate on each."""
-    cells: list[Cell] = []
+    cells: list[WanCell] = []
     rates, trips, sizes = (10.0, 100.0, 20.0, 1000.0, 0.0), (0.0, 20.0, 100.0), (1, 4, 16, 64)
     for rate, trip, size, learners in product(sorted(rates), trips, sizes, (2, 4)):
-        narrows = Cell("narrows", "", rate, trip, size * MILLION, learners)
+        narrows = WanCell("narrows", "", rate, trip, size * MILLION, learners)
         cells += [
             replace(narrows, variant=variant, streams=streams)
             for variant, streams in product(SETTINGS, (1, 4, 16))
         ]
         cells += _peers(narrows)
-    window = Cell("narrows", "int4-zstd", 1000, 100, 16 * MILLION, window_bytes=1 << 20)
+    window = WanCell("narrows", "int4-zstd", 1000, 100, 16 * MILLION, window_bytes=1 << 20)
     return [*cells, *(replace(window, streams=streams) for streams in (1, 4, 16))]
 
 
-def _peers(line: Cell) -> list[Cell]:
+def _peers(line: WanCell) -> list[WanCell]:
     return [
         replace(line, system=system, variant=variant, streams=0)
         for system, variants in PEERS.items()

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from narrows.bench.peers import envs as peer_envs
-from narrows.bench.wan.cells import WARM_UP, Cell
-from narrows.bench.wan.run import Exchange, Line, SiteProcesses
+from narrows.bench.wan.cells import WARM_UP, WanCell
+from narrows.bench.wan.run import ExchangeTimes, ShapedLine, SiteProcesses
 from narrows.proto.errors import NarrowsError
 
 PORT: Final = 29500
@@ -26,7 +26,7 @@ def python_of(system: str) -> Path:
     return peer_envs.environment(ENVIRONMENTS[system])
 
 
-def why_not(cell: Cell) -> str:
+def why_not(cell: WanCell) -> str:
     """Why a cell of another system cannot be run; "" if it can."""
     if cell.round_trip_ms:
         return "the delay comes from a proxy, which can stand in front of our three ports only"
@@ -37,7 +37,7 @@ def why_not(cell: Cell) -> str:
     return ""
 
 
-def run_peer(cell: Cell, line: Line, limit_s: float) -> list[Exchange]:
+def run_peer(cell: WanCell, line: ShapedLine, limit_s: float) -> list[ExchangeTimes]:
     """Runs one cell: seconds of the slowest member, processor seconds of all."""
 
     def command(rank: int) -> list[str]:
@@ -59,7 +59,7 @@ def run_peer(cell: Cell, line: Line, limit_s: float) -> list[Exchange]:
     told = [row for site, processes in line.learners for row in _rows(processes, site.name)]
     of_each = [[row for row in told if row["exchange"] == i] for i in range(cell.exchanges)]
     return [
-        Exchange(max(row["seconds"] for row in rows), sum(row["cpu_s"] for row in rows))
+        ExchangeTimes(max(row["seconds"] for row in rows), sum(row["cpu_s"] for row in rows))
         for rows in of_each
     ]
 

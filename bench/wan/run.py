@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from narrows.bench.kit.failures import ProcessFailed, ended, logs_kept
-from narrows.bench.kit.lab import Lab, Meter, Site
+from narrows.bench.kit.lab import Lab, LabSite, Meter
 from narrows.bench.kit.processes import Processes, environment
 from narrows.bench.loop.bench import cpu_s_of
 from narrows.bench.wan import cells as wan_cells
-from narrows.bench.wan.cells import SETTINGS, WARM_UP, Cell
+from narrows.bench.wan.cells import SETTINGS, WARM_UP, WanCell
 
 PORT: Final = 7070
 
@@ -27,7 +27,7 @@ START_S: Final = 240.0
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeTimes:
     """One exchange of all learners with everything."""
 
     seconds: float
@@ -88,16 +88,16 @@ class SiteProcesses(Processes):
 
 
 @dataclass(frozen=True)
-class Line:
+class ShapedLine:
     """A lab with the processes at its sites."""
 
     lab: Lab
     hub: SiteProcesses
-    learners: list[tuple[Site, SiteProcesses]]
+    learners: list[tuple[LabSite, SiteProcesses]]
 
 
 @contextmanager
-def line(lab: Lab, limit_s: float) -> Generator[Line]:
+def line(lab: Lab, limit_s: float) -> Generator[ShapedLine]:
     """Builds the lab and ends its processes after `limit_s` seconds and START_S, so that whoever
     waits for one of them hears of its end."""
     with ExitStack() as stack:
@@ -117,13 +117,13 @@ def line(lab: Lab, limit_s: float) -> Generator[Line]:
         watch = threading.Timer(START_S + limit_s, stop)
         watch.start()
         stack.callback(watch.cancel)
-        yield Line(lab, each[0], list(zip(lab.learners, each[1:], strict=True)))
+        yield ShapedLine(lab, each[0], list(zip(lab.learners, each[1:], strict=True)))
 
 
 class NarrowsRun:
     """Broker at the hub, an exchanger per learner, a probe beside the first one."""
 
-    def __init__(self, cell: Cell, line: Line) -> None:
+    def __init__(self, cell: WanCell, line: ShapedLine) -> None:
         self.cell, self.line = cell, line
 
     def start(self, *settings: str, endless: bool = False) -> None:
@@ -156,7 +156,7 @@ class NarrowsRun:
         _, first = self.line.learners[0]
         first.start("probe", self._dial(first, broker), module="narrows.bench.kit.probe")
 
-    def measure(self, meter: Meter) -> list[Exchange]:
+    def measure(self, meter: Meter) -> list[ExchangeTimes]:
         """All exchanges after the first few."""
         self.start()
         for _ in range(WARM_UP):
@@ -166,7 +166,7 @@ class NarrowsRun:
         meter.sample()
         return told
 
-    def _exchange(self) -> Exchange:
+    def _exchange(self) -> ExchangeTimes:
         broker = self.line.hub.running["broker"].pid
         broker_s = cpu_s_of(broker)
         for site, processes in self.line.learners:
@@ -174,7 +174,7 @@ class NarrowsRun:
         each = [processes.hear(site.name) for site, processes in self.line.learners]
         started_s = min(row["started_s"] for row in each)
         ended_s = max(row["ended_s"] for row in each)
-        return Exchange(
+        return ExchangeTimes(
             seconds=ended_s - started_s,
             cpu_s=sum(row["cpu_s"] for row in each) + cpu_s_of(broker) - broker_s,
             span_s=(started_s, ended_s),

@@ -21,7 +21,7 @@ from narrows.bench.kit import machine
 from narrows.bench.kit.cells import Row, outcome, run_missing
 from narrows.bench.kit.failures import ProcessFailed
 from narrows.bench.kit.lab import Lab, check_able, congestion_control
-from narrows.bench.wan.run import PORT, Line, SiteProcesses, line
+from narrows.bench.wan.run import PORT, ShapedLine, SiteProcesses, line
 from narrows.broker.cli.tables import Table, show, terminal
 from narrows.learner.reference.gpt import preset
 from narrows.proto.errors import NarrowsError
@@ -126,7 +126,7 @@ def _ratios(row: Row, found: Mapping[tuple[str, float], Row]) -> Row:
     }
 
 
-def _run_narrows(cell: TrainingCell, at: Line) -> list[dict[str, Any]]:
+def _run_narrows(cell: TrainingCell, at: ShapedLine) -> list[dict[str, Any]]:
     broker = at.hub.start_broker(
         "--listen", f"tcp://{at.lab.hub.address}:{PORT}", "--insecure",
         "--state-dir", str(at.hub.folder / "state"),
@@ -147,7 +147,7 @@ def _run_narrows(cell: TrainingCell, at: Line) -> list[dict[str, Any]]:
     return _summaries(at)
 
 
-def _run_ddp(cell: TrainingCell, at: Line) -> list[dict[str, Any]]:
+def _run_ddp(cell: TrainingCell, at: ShapedLine) -> list[dict[str, Any]]:
     for rank, (site, processes) in enumerate(at.learners):
         processes.start_command(
             site.name, "env", "GLOO_SOCKET_IFNAME=eth0",
@@ -161,7 +161,7 @@ def _run_ddp(cell: TrainingCell, at: Line) -> list[dict[str, Any]]:
     return _summaries(at)
 
 
-def _summaries(at: Line) -> list[dict[str, Any]]:
+def _summaries(at: ShapedLine) -> list[dict[str, Any]]:
     for site, processes in at.learners:
         processes.wait(site.name, TRAIN_S + 2 * END_S)
         processes.check(site.name)

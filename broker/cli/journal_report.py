@@ -7,17 +7,17 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from narrows.broker.cli.tables import Line, show_lines, terminal, width_of, wrapped
+from narrows.broker.cli.tables import TextLine, show_lines, terminal, width_of, wrapped
 from narrows.broker.merging import FragmentState, GlobalModel
 from narrows.broker.storage import (
     GAP,
     Audit,
-    Began,
     Changes,
-    Fate,
+    FateRecord,
     Head,
     History,
     Journal,
+    LifeRecord,
     MergedAgain,
     check_whole,
     config_of,
@@ -42,7 +42,7 @@ def show(path: Path) -> None:
             needed_journal(journal, path), first_record(journal)
         ):
             text = f"{number:8d}  {_line(head, len(blobs))}"
-            show_lines(console, map(Line, wrapped(text, width_of(console), more=" " * 10)))
+            show_lines(console, map(TextLine, wrapped(text, width_of(console), more=" " * 10)))
         _warn(journal)
 
 
@@ -141,9 +141,9 @@ def _warn(journal: Journal | None) -> None:
 
 def _line(head: Head, blob_bytes: int) -> str:
     at = datetime.fromtimestamp(head.at, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    if isinstance(head, Began):
+    if isinstance(head, LifeRecord):
         return f"{at}  epoch {head.epoch[0]}.{head.epoch[1]} begins"
-    if isinstance(head, Fate):
+    if isinstance(head, FateRecord):
         where = f", push {head.push_id} of fragment {head.fragment}" if head.push_id else ""
         why = f": {head.reason}" if head.reason not in ("", head.what) else ""
         return f"{at}  {head.learner} {head.what}{where}{why}"

@@ -17,7 +17,7 @@ from narrows.broker.config import BrokerConfig
 from narrows.broker.planning import (
     USABLE,
     Load,
-    Plan,
+    RunPlan,
     Site,
     bottleneck,
     costs,
@@ -128,7 +128,7 @@ def _parsed(flag: str, parse: Callable[[str], Any], text: str) -> Any:
         ) from error
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
+def as_dict(plan: RunPlan) -> dict[str, Any]:
     """JSON-ready; units are in the names."""
     return {
         "fits": fits(plan),
@@ -160,7 +160,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _show(console: Console, plan: Plan) -> None:
+def _show(console: Console, plan: RunPlan) -> None:
     site = plan.site
     console.print(
         f"{format_count(site.params)} parameters, {site.learners} learners, a step of "
@@ -175,7 +175,7 @@ def _show(console: Console, plan: Plan) -> None:
         console.print(line)
 
 
-def facts(plan: Plan) -> Facts:
+def facts(plan: RunPlan) -> Facts:
     """What was chosen and what it takes."""
     shown = Facts()
     for label, text in _lines(plan):
@@ -183,7 +183,7 @@ def facts(plan: Plan) -> Facts:
     return shown
 
 
-def _lines(plan: Plan) -> list[tuple[str, str]]:
+def _lines(plan: RunPlan) -> list[tuple[str, str]]:
     learners, spacing_s = plan.site.learners, plan.spacing_s
     up, down = plan.up_bits_per_s, plan.down_bits_per_s
     journal = plan.journal_bytes_per_s * 3600
@@ -224,7 +224,7 @@ def load_table(loads: Sequence[Load]) -> Table:
     return table
 
 
-def verdict(plan: Plan) -> list[str]:
+def verdict(plan: RunPlan) -> list[str]:
     """What is fullest and what to do about it, in sentences."""
     load = bottleneck(plan)
     lines: list[str] = []

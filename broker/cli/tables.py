@@ -21,7 +21,7 @@ TEXT_COLUMNS_MIN: Final = 24
 """A text that has less room than this beside its label goes below it."""
 
 
-class Line(NamedTuple):
+class TextLine(NamedTuple):
     """One line as it is printed, unbroken."""
 
     text: str
@@ -54,10 +54,10 @@ class Table:
         assert missing >= 0, f"{len(cells)} cells under {len(self.headings)} headings"
         self.rows.append(Row((*cells, *[""] * missing), note, style))
 
-    def lines(self, width: int | None) -> Iterator[Line]:
+    def lines(self, width: int | None) -> Iterator[TextLine]:
         """For a terminal of so many columns; None: as wide as need be."""
         if self.title:
-            yield from (Line(part, "bold") for part in wrapped(self.title, width))
+            yield from (TextLine(part, "bold") for part in wrapped(self.title, width))
         keys = range(self.keys)
         if width is None:
             layout = [[*keys, *self._values()]]
@@ -70,7 +70,7 @@ class Table:
             yield from self._blocks(width)
         for number, part in enumerate(layout):
             if number:
-                yield Line("")
+                yield TextLine("")
             yield from self._grid(part, width, is_first=number == 0, is_stacked=is_stacked)
 
     def _values(self) -> range:
@@ -96,7 +96,7 @@ class Table:
 
     def _grid(
         self, part: Sequence[int], width: int | None, *, is_first: bool, is_stacked: bool
-    ) -> Iterator[Line]:
+    ) -> Iterator[TextLine]:
         """The columns of a part; if they are stacked, below the keys of each row."""
         sizes, indent = self._sizes(), INDENT if is_stacked else ""
 
@@ -104,13 +104,13 @@ class Table:
             texts = [self._aligned(cells[c], c, sizes[c]) for c in part]
             return (indent + GAP.join(texts)).rstrip()
 
-        def above(cells: Sequence[str], style: str) -> Iterator[Line]:
+        def above(cells: Sequence[str], style: str) -> Iterator[TextLine]:
             text = GAP.join(cell for cell in cells[: self.keys] if cell) if is_stacked else ""
-            yield from (Line(each, style) for each in wrapped(text, width))
+            yield from (TextLine(each, style) for each in wrapped(text, width))
 
         if any(self.headings):
             yield from above(self.headings, "bold")
-            yield Line(line(self.headings), "bold")
+            yield TextLine(line(self.headings), "bold")
         for row in self.rows:
             has_values = any(row.cells[c] for c in self._values())
             if row.note and not is_first and not has_values:
@@ -120,23 +120,23 @@ class Table:
             for depth in range(max(len(split[c]) for c in part)):
                 text = line([c[depth] if depth < len(c) else "" for c in split])
                 if text:
-                    yield Line(text, row.style)
+                    yield TextLine(text, row.style)
             if is_first:
-                yield from (Line(t, row.style) for t in wrapped(row.note, width, indent=INDENT))
+                yield from (TextLine(t, row.style) for t in wrapped(row.note, width, indent=INDENT))
 
     def _aligned(self, text: str, column: int, size: int) -> str:
         words = column < self.keys or self.headings[column] in self.left
         return text.ljust(size) if words else text.rjust(size)
 
-    def _blocks(self, width: int | None) -> Iterator[Line]:
+    def _blocks(self, width: int | None) -> Iterator[TextLine]:
         for number, row in enumerate(self.rows):
             if number:
-                yield Line("")
+                yield TextLine("")
             for column, (heading, cell) in enumerate(zip(self.headings, row.cells, strict=True)):
                 text = f"{heading}: {cell}" if heading and cell else cell
                 indent = GAP if column >= self.keys else ""
-                yield from (Line(t, row.style) for t in wrapped(text, width, indent=indent))
-            yield from (Line(t, row.style) for t in wrapped(row.note, width, indent=GAP))
+                yield from (TextLine(t, row.style) for t in wrapped(text, width, indent=indent))
+            yield from (TextLine(t, row.style) for t in wrapped(row.note, width, indent=GAP))
 
 
 def _width(sizes: Sequence[int], part: Sequence[int]) -> int:
@@ -154,21 +154,21 @@ class Facts:
         """One fact."""
         self.rows.append(Row((label, text), style=style))
 
-    def lines(self, width: int | None) -> Iterator[Line]:
+    def lines(self, width: int | None) -> Iterator[TextLine]:
         """For a terminal of so many columns; None: one line each."""
         if self.title:
-            yield from (Line(part, "bold") for part in wrapped(self.title, width))
+            yield from (TextLine(part, "bold") for part in wrapped(self.title, width))
         size = max((len(row.cells[0]) for row in self.rows), default=0)
         below = width is not None and width - size - len(GAP) < TEXT_COLUMNS_MIN
         for row in self.rows:
             label, text = row.cells
             if below:
-                yield Line(label, row.style)
-                yield from (Line(t, row.style) for t in wrapped(text, width, indent=INDENT))
+                yield TextLine(label, row.style)
+                yield from (TextLine(t, row.style) for t in wrapped(text, width, indent=INDENT))
             else:
                 first, *more = wrapped(text, width, indent=" " * (size + len(GAP))) or [""]
-                yield Line((label.ljust(size) + GAP + first.lstrip()).rstrip(), row.style)
-                yield from (Line(t, row.style) for t in more)
+                yield TextLine((label.ljust(size) + GAP + first.lstrip()).rstrip(), row.style)
+                yield from (TextLine(t, row.style) for t in more)
 
 
 def wrapped(text: str, width: int | None, *, indent: str = "", more: str = "") -> list[str]:
@@ -205,7 +205,7 @@ def show(console: Console, table: Table | Facts) -> None:
     show_lines(console, table.lines(width_of(console)))
 
 
-def show_lines(console: Console, lines: Iterable[Line]) -> None:
+def show_lines(console: Console, lines: Iterable[TextLine]) -> None:
     """Prints lines as they are."""
     for line in lines:
         console.print(Text(line.text, line.style), soft_wrap=True)

@@ -1,7 +1,7 @@
 """The arithmetic of a round: contributions in, the next version of a fragment out. [pure]"""
 
 from narrows.broker.merging.contribution import Contribution
-from narrows.broker.merging.merge import DecodedVector, Merged, merge_vectors, weighted_sums
+from narrows.broker.merging.merge import DecodedVector, MergeResult, merge_vectors, weighted_sums
 from narrows.broker.merging.model import (
     EncodedVersion,
     FragmentState,
@@ -21,7 +21,7 @@ __all__ = [
     "EncodedVersion",
     "FragmentState",
     "GlobalModel",
-    "Merged",
+    "MergeResult",
     "Outcome",
     "Policy",
     "encode_state",

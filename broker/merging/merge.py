@@ -56,7 +56,7 @@ class DecodedVector:
 
 
 @dataclass(frozen=True, eq=False)
-class Merged:
+class MergeResult:
     """The result of a merge of M contributions to a fragment of n elements in k pieces."""
 
     outer_grad: F32
@@ -112,7 +112,7 @@ def merge_vectors(
     *,
     clip_ratio: float = 3.0,
     law: Literal["layout", "mean"] = "layout",
-) -> Merged:
+) -> MergeResult:
     """The merged outer gradient (n,), float32.
 
     Per piece, with norms from three non-zero contributors on clipped to `clip_ratio` times their
@@ -136,7 +136,7 @@ def merge_vectors(
     mean, direction = weighted_sums(fragment, contributions, mean_factors, units)
     if direction.size:
         _replace_mean(fragment, mean, direction, mean_factors * norms, units * norms)
-    return Merged(mean, int(np.count_nonzero(clips < 1.0)), norms)
+    return MergeResult(mean, int(np.count_nonzero(clips < 1.0)), norms)
 
 
 def _norms(fragment: Fragment, contributions: Sequence[DecodedVector]) -> F64:

@@ -13,7 +13,7 @@ from narrows.broker.config import BrokerConfig, settings
 from narrows.broker.merging import merge as merge_module
 from narrows.broker.merging import outer
 from narrows.broker.merging.contribution import Contribution
-from narrows.broker.merging.merge import DecodedVector, Merged, merge_vectors, token_weights
+from narrows.broker.merging.merge import DecodedVector, MergeResult, merge_vectors, token_weights
 from narrows.broker.merging.outer import outer_optimizer
 from narrows.broker.merging.policy import policy_of
 from narrows.proto.codec import (
@@ -27,7 +27,7 @@ from narrows.proto.codec import (
     encode_fragment,
     encode_step,
     error_ratio,
-    rate_control,
+    make_bit_control,
     round_to_dtype,
     values_of,
 )
@@ -85,7 +85,7 @@ class Outcome:
     publication: EncodedVersion
     error_ratio: float
     """See transfer.error_ratio; 0 unless the codec follows a rate."""
-    merged: Merged
+    merged: MergeResult
     weights: tuple[float, ...]
     """Of the contributions, in learner-name order."""
 
@@ -111,7 +111,7 @@ class GlobalModel:
         self.config, codec = config, config.codec
         self.told = settings(config)
         self._rates = [
-            rate_control(codec.publish, rho=codec.publish_rho, bits=codec.publish_bits)
+            make_bit_control(codec.publish, rho=codec.publish_rho, bits=codec.publish_bits)
             for _ in self.table
         ]
 
@@ -157,7 +157,7 @@ class GlobalModel:
 
     def merged(
         self, part: Fragment, contributions: Sequence[DecodedVector], weights: Sequence[float]
-    ) -> Merged:
+    ) -> MergeResult:
         """The outer gradient out of contributions, as the policy wants it."""
         policy = self.policy
         merged = merge_vectors(
@@ -186,7 +186,7 @@ class GlobalModel:
         version: int,
         params: F32,
         momentum: F32,
-        merged: Merged,
+        merged: MergeResult,
         weights: tuple[float, ...],
     ) -> Outcome:
         """Codes global - published copy; what the code drops stays in that difference. Changes

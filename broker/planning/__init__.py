@@ -9,14 +9,14 @@ from narrows.broker.planning.costs import (
     gaussian_bits,
     payload_bits,
 )
-from narrows.broker.planning.demand import Plan, Site
+from narrows.broker.planning.demand import RunPlan, Site
 
 __all__ = [
     "FIRST_COPY_BYTES",
     "PACKET_FACTOR",
     "USABLE",
     "Load",
-    "Plan",
+    "RunPlan",
     "Site",
     "bottleneck",
     "costs",

@@ -8,7 +8,7 @@ from typing import Final
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.planning import costs
-from narrows.broker.planning.demand import Plan, Site
+from narrows.broker.planning.demand import RunPlan, Site
 
 USABLE: Final = 0.8
 """Share of every resource that a plan may fill: repairs, joiners and bursts take the rest."""
@@ -41,31 +41,31 @@ class Load:
         return self.share <= USABLE
 
 
-def loads_of(plan: Plan) -> tuple[Load, ...]:
+def loads_of(plan: RunPlan) -> tuple[Load, ...]:
     """Every resource, of one learner or of one broker."""
     return (*_line_loads(plan), *_broker_loads(plan), *_time_loads(plan))
 
 
-def fits(plan: Plan) -> bool:
+def fits(plan: RunPlan) -> bool:
     """Whether no resource is filled beyond USABLE."""
     return all(load.fits for load in loads_of(plan))
 
 
-def bottleneck(plan: Plan) -> Load:
+def bottleneck(plan: RunPlan) -> Load:
     """What is fullest."""
     return max(loads_of(plan), key=lambda load: load.share)
 
 
-def make_plan(site: Site, config: BrokerConfig) -> Plan:
+def make_plan(site: Site, config: BrokerConfig) -> RunPlan:
     """As few brokers as hold the model in memory, and the shortest sync period at which all else
     suffices; if none is long enough the longest, with more brokers."""
     periods = (site.sync_period_steps,) if site.sync_period_steps else SYNC_PERIODS
-    plans = [_enough_memory(Plan(site, config, period)) for period in periods]
+    plans = [_enough_memory(RunPlan(site, config, period)) for period in periods]
     plan = next((plan for plan in plans if fits(plan)), plans[-1])
     return _enough_brokers(plan)
 
 
-def _enough_brokers(plan: Plan) -> Plan:
+def _enough_brokers(plan: RunPlan) -> RunPlan:
     """The same with more brokers if that helps where they share; unchanged if it does not."""
     brokers = plan.brokers
     while True:
@@ -80,7 +80,7 @@ def _enough_brokers(plan: Plan) -> Plan:
         brokers = min(max(brokers + 1, wanted), plan.fragments)
 
 
-def _enough_memory(plan: Plan) -> Plan:
+def _enough_memory(plan: RunPlan) -> RunPlan:
     """The same with the smallest number of brokers whose memory suffices; 1 if none does: each
     owns whole fragments, so that a fragment too large to be merged stays too large."""
     free = USABLE * plan.site.broker_memory_bytes - plan.round_memory_bytes
@@ -88,7 +88,7 @@ def _enough_memory(plan: Plan) -> Plan:
     return replace(plan, brokers=brokers if brokers <= plan.fragments else 1)
 
 
-def _line_loads(plan: Plan) -> tuple[Load, ...]:
+def _line_loads(plan: RunPlan) -> tuple[Load, ...]:
     up, down = plan.up_bits_per_s, plan.down_bits_per_s
     line, hub = plan.site.line_bits_per_s, plan.site.broker_line_bits_per_s
     peers = plan.site.learners / plan.brokers
@@ -104,14 +104,14 @@ def _line_loads(plan: Plan) -> tuple[Load, ...]:
     )
 
 
-def _longer_period(plan: Plan, share: float) -> str:
+def _longer_period(plan: RunPlan, share: float) -> str:
     """What is sent falls as one over the sync period."""
     if share <= USABLE:
         return "a longer sync period"
     return f"a sync period of {math.ceil(plan.sync_period_steps * share / USABLE)} steps"
 
 
-def _broker_loads(plan: Plan) -> tuple[Load, ...]:
+def _broker_loads(plan: RunPlan) -> tuple[Load, ...]:
     site, peers = plan.site, plan.site.learners / plan.brokers
     cores = peers * (plan.up_bits_per_s + plan.down_bits_per_s) / costs.BITS_PER_CORE_S
     disk = plan.disk_bytes_per_s / plan.brokers
@@ -134,7 +134,7 @@ def _broker_loads(plan: Plan) -> tuple[Load, ...]:
     )  # fmt: skip
 
 
-def _time_loads(plan: Plan) -> tuple[Load, ...]:
+def _time_loads(plan: RunPlan) -> tuple[Load, ...]:
     return (
         Load(
             "rounds in flight", plan.round_s / plan.spacing_s / plan.brokers,

@@ -70,7 +70,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """The answer for one sync period and number of brokers, each with a machine and a line of its
     own. Rates in bit/s on the wire, headers of every layer included."""
 

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from narrows.broker.config import WanSection
 from narrows.broker.merging import EncodedVersion, GlobalModel
-from narrows.broker.process.sockets import Traffic, Wires
+from narrows.broker.process.sockets import BrokerSockets, Traffic
 from narrows.broker.syncer import Deaf, Publish, RunState
 from narrows.proto.codec import EncodedChunk
 from narrows.proto.flow import STATE_FLOOR, Budget, Departure, Lane, Outbox, touches, wire_bytes
@@ -64,7 +64,7 @@ class Downlink:
 
     def __init__(
         self,
-        wires: Wires,
+        wires: BrokerSockets,
         run: RunState,
         traffic: dict[str, Traffic],
         encode_state: EncodeState,

@@ -23,7 +23,7 @@ from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import Outcome
 from narrows.broker.process.crash_points import crash_points
 from narrows.broker.process.downlink import Downlink
-from narrows.broker.process.sockets import FRAMES_PER_TURN, Traffic, Wires
+from narrows.broker.process.sockets import FRAMES_PER_TURN, BrokerSockets, Traffic
 from narrows.broker.process.workers import Jobs
 from narrows.broker.storage import Commits, StateDir, begin_epoch, check_initial
 from narrows.broker.syncer import events as ev
@@ -49,7 +49,7 @@ class Service:
         with ExitStack() as undo:
             if config.broker.init:
                 check_initial(Path(config.broker.init))
-            self.wires = Wires.bind(
+            self.wires = BrokerSockets.bind(
                 config.broker.listen,
                 uplink_port=config.broker.uplink_port,
                 downlink_port=config.broker.downlink_port,
@@ -260,7 +260,7 @@ class Service:
                 self.downlink.forget(learner)
             case ev.Erase(learner):
                 self._erase(learner)
-            case ev.Fate():
+            case ev.LogFate():
                 if self.commits is not None:
                     self.commits.note(effect)
             case ev.WriteCheckpoint():

@@ -27,7 +27,7 @@ class Traffic:
 
 
 @dataclass
-class Wires:
+class BrokerSockets:
     """ROUTER for control, SUB for the uplink, XPUB for the downlink."""
 
     context: zmq.Context[zmq.Socket[bytes]]
@@ -41,7 +41,9 @@ class Wires:
     """Before somebody has subscribed to a topic, nobody would receive it."""
 
     @classmethod
-    def bind(cls, listen: str, *, uplink_port: int, downlink_port: int, insecure: bool) -> Wires:
+    def bind(
+        cls, listen: str, *, uplink_port: int, downlink_port: int, insecure: bool
+    ) -> BrokerSockets:
         """Binds all three. Raises ConfigError for a bad address, PORT_IN_USE for a taken port."""
         host, port = address = _listen_address(listen, insecure=insecure)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2)

@@ -21,7 +21,14 @@ from narrows.broker.merging import (
     from_chunks,
     warm_up,
 )
-from narrows.broker.storage import Chunk, Commits, MergedPush, Snapshot, StateDir, read_initial
+from narrows.broker.storage import (
+    CheckpointContent,
+    Chunk,
+    Commits,
+    MergedPush,
+    StateDir,
+    read_initial,
+)
 from narrows.broker.syncer import RunState
 from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
@@ -224,11 +231,11 @@ class Jobs:
 
         pool.submit(guarded)
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> CheckpointContent:
         """References to arrays that are never changed in place: cheap and consistent."""
         assert self.model is not None
         run = self._run
-        return Snapshot(
+        return CheckpointContent(
             run_id=run.run_id,
             epoch=run.epoch[:2],
             layout=run.layout,

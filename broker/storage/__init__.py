@@ -1,7 +1,7 @@
 """What the broker keeps on disk: journal, checkpoints, and the way back from them."""
 
 from narrows.broker.storage.audit import Audit
-from narrows.broker.storage.checkpoint import Snapshot, StateDir, export_tensors
+from narrows.broker.storage.checkpoint import CheckpointContent, StateDir, export_tensors
 from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.history import (
     GAP,
@@ -18,7 +18,7 @@ from narrows.broker.storage.history import (
 from narrows.broker.storage.initial import check_initial, read_initial
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import MergedPush
-from narrows.broker.storage.records import Began, Committed, Fate, Head, Mode
+from narrows.broker.storage.records import FateRecord, Head, LifeRecord, Mode, RoundRecord
 from narrows.broker.storage.recovery import begin_epoch
 from narrows.broker.storage.replay import History, read_records, recover
 from narrows.broker.storage.writer import Chunk, Commits
@@ -26,20 +26,20 @@ from narrows.broker.storage.writer import Chunk, Commits
 __all__ = [
     "GAP",
     "Audit",
-    "Began",
     "Changes",
+    "CheckpointContent",
     "Chunk",
     "Commits",
-    "Committed",
     "DirectoryFiles",
-    "Fate",
+    "FateRecord",
     "Head",
     "History",
     "Journal",
+    "LifeRecord",
     "MergedAgain",
     "MergedPush",
     "Mode",
-    "Snapshot",
+    "RoundRecord",
     "StateDir",
     "begin_epoch",
     "check_initial",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from narrows.broker.storage.manifest import Start
-from narrows.broker.storage.records import Began, Committed, Fate, Head
+from narrows.broker.storage.records import FateRecord, Head, LifeRecord, RoundRecord
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Audit:
 
     def take(self, number: int, head: Head) -> None:
         """Takes a record in."""
-        if isinstance(head, Began):
+        if isinstance(head, LifeRecord):
             if self.epochs and head.epoch <= self.epochs[-1]:
                 self.problems.append(f"record {number}: epoch {head.epoch} after {self.epochs[-1]}")
             self.epochs.append(head.epoch)
@@ -36,14 +36,14 @@ class Audit:
                 if version < self._versions.get(fragment, version):
                     self.lost += self._versions[fragment] - version
                 self._versions[fragment] = version
-        elif isinstance(head, Fate):
+        elif isinstance(head, FateRecord):
             self.fates[head.what] = self.fates.get(head.what, 0) + 1
             if head.what == "forgotten":
                 self._forgotten.add((head.learner, head.incarnation))
         else:
             self._round(number, head)
 
-    def _round(self, number: int, head: Committed) -> None:
+    def _round(self, number: int, head: RoundRecord) -> None:
         self.rounds += 1
         before = self._versions.get(head.fragment, head.version - 1)
         if head.version != before + 1:

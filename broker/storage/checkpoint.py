@@ -35,9 +35,9 @@ from narrows.broker.storage.durable_files import (
 )
 from narrows.broker.storage.manifest import (
     FORMAT,
+    CheckpointContent,
     Manifest,
     RunRecord,
-    Snapshot,
     blocks_of,
     export_tensors,
     fragment_header,
@@ -50,7 +50,7 @@ from narrows.broker.storage.manifest import (
 )
 from narrows.proto.errors import ConfigError, ErrorCode
 
-__all__ = ["RunRecord", "Snapshot", "StateDir", "StateError", "export_tensors"]
+__all__ = ["CheckpointContent", "RunRecord", "StateDir", "StateError", "export_tensors"]
 
 GENERATIONS_KEPT: Final = 2
 _GENERATION: Final = re.compile(r"checkpoint-([0-9]{8,18})")
@@ -158,7 +158,7 @@ class StateDir:
 
     # Generations.
 
-    def save(self, snapshot: Snapshot) -> int:
+    def save(self, snapshot: CheckpointContent) -> int:
         """Writes a generation and returns its number; then it is durable and was read back.
 
         Older generations but one are removed only after that. Raises OSError if the disk fails,
@@ -216,7 +216,7 @@ class StateDir:
         self._journal_fd = os.open("journal", flags, dir_fd=self._fd)
         return self._journal_fd
 
-    def load(self) -> Snapshot | None:
+    def load(self) -> CheckpointContent | None:
         """The newest generation that is whole, None if there is none at all.
 
         Generations that had to be passed over are named in `warnings`. Raises StateError
@@ -240,7 +240,7 @@ class StateDir:
             self._raise_damaged("no checkpoint is whole", problems)
         return None
 
-    def load_oldest(self) -> Snapshot | None:
+    def load_oldest(self) -> CheckpointContent | None:
         """The oldest generation that is kept, None if there is none. Raises StateError."""
         for number in reversed(self._generations()):
             fragments: list[FragmentState] = []

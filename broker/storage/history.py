@@ -12,11 +12,11 @@ import xxhash
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import GlobalModel, Policy
-from narrows.broker.storage.checkpoint import Snapshot, StateDir
+from narrows.broker.storage.checkpoint import CheckpointContent, StateDir
 from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.durable_files import Damaged, StateError
 from narrows.broker.storage.journal import Journal
-from narrows.broker.storage.records import Committed, payloads
+from narrows.broker.storage.records import RoundRecord, payloads
 from narrows.broker.storage.replay import merged_of, read_records
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.fragments import build_table
@@ -96,13 +96,13 @@ class MergedAgain:
 
 
 def merge_again(
-    config: BrokerConfig, oldest: Snapshot, journal: Journal, changes: Changes
+    config: BrokerConfig, oldest: CheckpointContent, journal: Journal, changes: Changes
 ) -> MergedAgain:
     """Merges the same contributions again, with changes. Raises NarrowsError."""
     model = GlobalModel(config, build_table(oldest.layout, len(oldest.fragments)), oldest.fragments)
     differs, rounds = "", 0
     for number, head, blobs in read_records(journal, oldest.journal + 1):
-        if not isinstance(head, Committed):
+        if not isinstance(head, RoundRecord):
             continue
         before = model.fragments[head.fragment].version
         if head.version <= before:
@@ -116,7 +116,7 @@ def merge_again(
 
 
 def _merge_again(
-    model: GlobalModel, head: Committed, blobs: memoryview, changes: Changes, number: int
+    model: GlobalModel, head: RoundRecord, blobs: memoryview, changes: Changes, number: int
 ) -> int:
     """Installs the version that the changes make of a round; the digest of its published copy."""
     part = model.table[head.fragment]
@@ -139,7 +139,7 @@ def _merge_again(
     return outcome.state.digest
 
 
-def _code_as_then(model: GlobalModel, head: Committed) -> None:
+def _code_as_then(model: GlobalModel, head: RoundRecord) -> None:
     """The publication is coded as the round's was: codec, step, cut into chunks."""
     codec = replace(
         model.config.codec,
@@ -150,7 +150,7 @@ def _code_as_then(model: GlobalModel, head: Committed) -> None:
     model.configure(replace(model.config, codec=codec))
 
 
-def config_of(snapshot: Snapshot) -> BrokerConfig:
+def config_of(snapshot: CheckpointContent) -> BrokerConfig:
     """A configuration that reads any history: records bring their policy and their codec.
 
     Gaps are counted and told, so that whoever looks at a run need not decide anything.

@@ -101,7 +101,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class CheckpointContent:
     """Everything that a checkpoint holds."""
 
     run_id: str
@@ -149,7 +149,7 @@ def blocks_of(state: FragmentState) -> list[memoryview]:
     return [_bytes_of(array) for array in (state.global_, state.momentum, state.published)]
 
 
-def manifest_of(snapshot: Snapshot) -> Manifest:
+def manifest_of(snapshot: CheckpointContent) -> Manifest:
     """The sealed manifest of a snapshot.
 
     Raises StateError if the snapshot does not fit together: such a thing is not written.
@@ -175,9 +175,9 @@ def manifest_of(snapshot: Snapshot) -> Manifest:
     )  # fmt: skip
 
 
-def snapshot_of(manifest: Manifest, fragments: list[FragmentState]) -> Snapshot:
+def snapshot_of(manifest: Manifest, fragments: list[FragmentState]) -> CheckpointContent:
     """The snapshot that a manifest describes."""
-    return Snapshot(
+    return CheckpointContent(
         run_id=manifest.run_id,
         epoch=manifest.epoch,
         layout=manifest.layout,
@@ -257,7 +257,7 @@ def read_fragment(directory_fd: int, index: int, entry: FragmentEntry) -> Fragme
     )  # fmt: skip
 
 
-def export_tensors(snapshot: Snapshot, path: Path) -> None:
+def export_tensors(snapshot: CheckpointContent, path: Path) -> None:
     """Writes the global fragments as safetensors with the layout's names, shapes and dtypes.
 
     The file appears whole or not at all. Tied names and buffers are not in it: the broker does not

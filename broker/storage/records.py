@@ -24,11 +24,11 @@ HEAD_LENGTH_BYTES: Final = 4
 Mode: TypeAlias = Literal["full", "merged", "off"]
 
 
-class _Head(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+class _RecordHead(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
     pass
 
 
-class Began(_Head, frozen=True, tag="began"):
+class LifeRecord(_RecordHead, frozen=True, tag="began"):
     """A life of the broker."""
 
     format: int
@@ -40,7 +40,7 @@ class Began(_Head, frozen=True, tag="began"):
     """Seconds since 1970, of this and every record; for people."""
 
 
-class Contributor(Struct, frozen=True, forbid_unknown_fields=True):
+class ContributorRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """One learner's part in a round, in learner-name order."""
 
     learner: str
@@ -53,7 +53,7 @@ class Contributor(Struct, frozen=True, forbid_unknown_fields=True):
     """Of this process into this fragment, this push included."""
 
 
-class Vector(Struct, frozen=True, forbid_unknown_fields=True):
+class VectorRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """Values of a fragment as they travelled; a blob per chunk."""
 
     codec: str
@@ -63,7 +63,7 @@ class Vector(Struct, frozen=True, forbid_unknown_fields=True):
     """(offset, elements, payload bytes)."""
 
 
-class Committed(_Head, frozen=True, tag="committed"):
+class RoundRecord(_RecordHead, frozen=True, tag="committed"):
     """A round: with this record the version exists. Blobs: the publication's chunks, then those of
     each contribution, or the merged outer gradient (bfloat16) if only that is kept."""
 
@@ -71,12 +71,12 @@ class Committed(_Head, frozen=True, tag="committed"):
     fragment: int
     version: int
     reason: str
-    contributors: tuple[Contributor, ...]
+    contributors: tuple[ContributorRecord, ...]
     policy: Policy
     phase: Phase
     run_tokens: int
-    publication: Vector
-    contributions: tuple[Vector, ...]
+    publication: VectorRecord
+    contributions: tuple[VectorRecord, ...]
     """Empty in a journal of merged outer gradients."""
     error_ratio: float
     """Of the publication, for its rate control; see transfer.error_ratio."""
@@ -85,7 +85,7 @@ class Committed(_Head, frozen=True, tag="committed"):
     at: float
 
 
-class Fate(_Head, frozen=True, tag="fate"):
+class FateRecord(_RecordHead, frozen=True, tag="fate"):
     """A learner joined, left or was forgotten, or a push was refused or expired."""
 
     epoch: Start
@@ -100,7 +100,7 @@ class Fate(_Head, frozen=True, tag="fate"):
     at: float
 
 
-Head: TypeAlias = Began | Committed | Fate
+Head: TypeAlias = LifeRecord | RoundRecord | FateRecord
 _decoder = msgspec.msgpack.Decoder(Head)
 
 
@@ -117,18 +117,20 @@ def decode(body: memoryview) -> tuple[Head, memoryview]:
         head = _decoder.decode(body[HEAD_LENGTH_BYTES:end])
     except msgspec.DecodeError as error:
         raise Damaged(f"a record of the journal: {error}") from error
-    if isinstance(head, Began) and head.format != FORMAT:
+    if isinstance(head, LifeRecord) and head.format != FORMAT:
         raise Damaged(f"a journal of format {head.format}, this version reads {FORMAT}")
     return head, body[end:]
 
 
-def vector_of(codec: str, rho: float, chunks: Sequence[tuple[int, int, bytes]]) -> Vector:
+def vector_of(codec: str, rho: float, chunks: Sequence[tuple[int, int, bytes]]) -> VectorRecord:
     """The description of (offset, elements, payload) chunks whose payloads are the blobs."""
-    return Vector(codec, rho, tuple((offset, count, len(data)) for offset, count, data in chunks))
+    return VectorRecord(
+        codec, rho, tuple((offset, count, len(data)) for offset, count, data in chunks)
+    )
 
 
 def payloads(
-    vectors: Sequence[Vector], blobs: memoryview
+    vectors: Sequence[VectorRecord], blobs: memoryview
 ) -> Iterator[list[tuple[int, int, bytes]]]:
     """(offset, elements, payload) of each vector's chunks. Raises Damaged if they do not fit."""
     place = 0

@@ -12,7 +12,7 @@ from typing import Final
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import GlobalModel
 from narrows.broker.storage import records
-from narrows.broker.storage.checkpoint import Snapshot, StateDir
+from narrows.broker.storage.checkpoint import CheckpointContent, StateDir
 from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.durable_files import RecordsLost, StateError
 from narrows.broker.storage.journal import Journal
@@ -116,7 +116,9 @@ def _open_journal(config: BrokerConfig, state_dir: StateDir, run: RunRecord) -> 
     )
 
 
-def _last_resort(error: RecordsLost, state_dir: StateDir, snapshot: Snapshot) -> RecordsLost:
+def _last_resort(
+    error: RecordsLost, state_dir: StateDir, snapshot: CheckpointContent
+) -> RecordsLost:
     """The same error, with what a start can do without a backup and what that costs."""
     versions = [state.version for state in snapshot.fragments]
     return RecordsLost(
@@ -130,7 +132,7 @@ def _last_resort(error: RecordsLost, state_dir: StateDir, snapshot: Snapshot) ->
 def _check_new(state_dir: StateDir, journal: Journal) -> None:
     """Rounds without any checkpoint: not a new run, but one whose checkpoints are lost."""
     if any(
-        isinstance(head, records.Committed) for _, head, _ in read_records(journal, journal.first)
+        isinstance(head, records.RoundRecord) for _, head, _ in read_records(journal, journal.first)
     ):
         raise StateError(
             ErrorCode.STATE_DAMAGED,
@@ -143,7 +145,7 @@ def _begin_record(journal: Journal, run: RunRecord, history: History | None) -> 
     if history is not None:
         journal.continue_after(history.newest)
     states = history.model.fragments if history is not None else ()
-    began = records.Began(
+    began = records.LifeRecord(
         records.FORMAT, run.epoch, run.config_digest, tuple(s.version for s in states), time.time()
     )
     journal.append(records.encode(began))
@@ -163,7 +165,7 @@ def _tell(state_dir: StateDir, run: RunRecord, syncer: Syncer, history: History 
         )
 
 
-def _resumed(snapshot: Snapshot, history: History) -> Resumed:
+def _resumed(snapshot: CheckpointContent, history: History) -> Resumed:
     fragments = history.model.fragments
     return Resumed(
         layout=snapshot.layout,

@@ -18,14 +18,14 @@ from narrows.broker.merging import (
     EncodedVersion,
     FragmentState,
     GlobalModel,
-    Merged,
+    MergeResult,
     Outcome,
 )
-from narrows.broker.storage.checkpoint import Snapshot
+from narrows.broker.storage.checkpoint import CheckpointContent
 from narrows.broker.storage.durable_files import Damaged, RecordsLost, StateError
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import Start
-from narrows.broker.storage.records import Committed, Head, decode, payloads
+from narrows.broker.storage.records import Head, RoundRecord, decode, payloads
 from narrows.broker.storage.scan import lost
 from narrows.broker.syncer import MergedPushes
 from narrows.proto.codec import (
@@ -63,7 +63,7 @@ class History:
     nothing can be made of them."""
 
 
-def recover(config: BrokerConfig, snapshot: Snapshot, journal: Journal | None) -> History:
+def recover(config: BrokerConfig, snapshot: CheckpointContent, journal: Journal | None) -> History:
     """The newest state: a checkpoint and the rounds that the journal has after it.
 
     Raises StateError STATE_DAMAGED if a record is lost, or does not give the digests it states.
@@ -82,7 +82,7 @@ def recover(config: BrokerConfig, snapshot: Snapshot, journal: Journal | None) -
     own = model.policy
     for number, head, blobs in read_records(journal, snapshot.journal + 1):
         history.newest = number
-        if isinstance(head, Committed):
+        if isinstance(head, RoundRecord):
             apply(history, head, blobs, number)
     model.policy = own
     model.forget_publications()
@@ -99,7 +99,7 @@ def read_records(journal: Journal, first: int) -> Iterator[tuple[int, Head, memo
         yield record.number, head, blobs
 
 
-def apply(history: History, head: Committed, blobs: memoryview, number: int) -> None:
+def apply(history: History, head: RoundRecord, blobs: memoryview, number: int) -> None:
     """Makes a committed round part of the state, unless a checkpoint has it already."""
     model = history.model
     if head.fragment >= len(model.table):
@@ -128,7 +128,7 @@ def apply(history: History, head: Committed, blobs: memoryview, number: int) -> 
         history.merged_pushes[key] = done.push_id, done.merged_tokens
 
 
-def outcome_of(model: GlobalModel, head: Committed, blobs: memoryview) -> Outcome:
+def outcome_of(model: GlobalModel, head: RoundRecord, blobs: memoryview) -> Outcome:
     """The outcome that was committed, computed again. Raises Damaged unless the digests agree."""
     part, before = model.table[head.fragment], model.fragments[head.fragment]
     model.policy = head.policy
@@ -157,16 +157,16 @@ def outcome_of(model: GlobalModel, head: Committed, blobs: memoryview) -> Outcom
 def merged_of(
     model: GlobalModel,
     part: Fragment,
-    head: Committed,
+    head: RoundRecord,
     vectors: list[list[tuple[int, int, bytes]]],
     blobs: memoryview,
-) -> Merged:
+) -> MergeResult:
     """The merged outer gradient: from the contributions, or as it was kept."""
     if not head.contributions:
         halves = np.frombuffer(blobs[sum(len(data) for _, _, data in vectors[0]) :], np.uint16)
         if halves.size != part.elements:
             raise Damaged(f"{halves.size} elements of a merged outer gradient of {part.elements}")
-        return Merged(widened(halves), 0, np.zeros((0, 0)))
+        return MergeResult(widened(halves), 0, np.zeros((0, 0)))
     contributions = [
         DecodedVector(who.learner, _decoded(part, vector.codec, chunks))
         for who, vector, chunks in zip(
@@ -186,7 +186,7 @@ def _damaged(number: int, got: str) -> RecordsLost:
     return lost(f"record {number} of the journal", got, expected="a round that follows")
 
 
-def _gap(number: int, head: Committed, version: int) -> StateError:
+def _gap(number: int, head: RoundRecord, version: int) -> StateError:
     """The journal is whole, so the versions between were never in it: no backup has them, and all
     that the others need is leave to go on without."""
     return StateError(

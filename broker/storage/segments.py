@@ -93,7 +93,7 @@ class Segment:
     damage: str = ""
 
 
-class _Head(NamedTuple):
+class _SegmentHead(NamedTuple):
     body_bytes: int
     number: int
     durable: int
@@ -238,12 +238,12 @@ def _scan_records(window: _Window, segment: Segment) -> None:
         offset += 1
 
 
-def _take_notice(segment: Segment, head: _Head) -> None:
+def _take_notice(segment: Segment, head: _SegmentHead) -> None:
     segment.newest = max(segment.newest, head.number)
     segment.proven = max(segment.proven, head.durable)
 
 
-def _heads(window: _Window, segment: Segment) -> Iterator[tuple[int, _Head]]:
+def _heads(window: _Window, segment: Segment) -> Iterator[tuple[int, _SegmentHead]]:
     """Offset and header of one record after the other as long as they verify, bodies aside."""
     offset, number = SEGMENT_HEADER_BYTES, segment.first
     while (head := _head_at(window, offset, segment.salt)) and head.number == number:
@@ -254,7 +254,7 @@ def _heads(window: _Window, segment: Segment) -> Iterator[tuple[int, _Head]]:
         offset, number = stop, number + 1
 
 
-def _head_at(window: _Window, offset: int, salt: int) -> _Head | None:
+def _head_at(window: _Window, offset: int, salt: int) -> _SegmentHead | None:
     content = window.at(offset, RECORD_HEADER_BYTES)
     if len(content) < RECORD_HEADER_BYTES or bytes(content[: len(_MARKER)]) != _MARKER:
         return None
@@ -262,10 +262,10 @@ def _head_at(window: _Window, offset: int, salt: int) -> _Head | None:
     if xxhash.xxh3_64_intdigest(content[: _RECORD.size], salt) != digest:
         return None
     _, *fields = _RECORD.unpack_from(content)
-    return _Head(*fields)
+    return _SegmentHead(*fields)
 
 
-def _body_verifies(window: _Window, offset: int, head: _Head) -> bool:
+def _body_verifies(window: _Window, offset: int, head: _SegmentHead) -> bool:
     start = offset + RECORD_HEADER_BYTES
     hasher = xxhash.xxh3_64()
     for piece in window.pieces(start, start + head.body_bytes):

@@ -113,9 +113,9 @@ class Commits:
         self._reach("appended")
         self._submit(lambda: self._make_durable(number, body, done))
 
-    def note(self, fate: ev.Fate) -> None:
+    def note(self, fate: ev.LogFate) -> None:
         """Appends what became of a learner or a push; it is soon durable."""
-        head = records.Fate(
+        head = records.FateRecord(
             self._run.epoch[:2], fate.what, fate.learner, fate.incarnation, fate.fragment,
             fate.push_id, fate.reason, time.time(),
         )  # fmt: skip
@@ -245,13 +245,13 @@ def committed(
     blobs += [data for _, chunks in contributions for _, _, data in chunks]
     if model.policy.is_rounded:
         blobs.append(upper_halves(outcome.merged.outer_grad).data.cast("B"))
-    head = records.Committed(
+    head = records.RoundRecord(
         epoch=run.epoch[:2],
         fragment=effect.fragment,
         version=effect.version,
         reason=effect.reason,
         contributors=tuple(
-            records.Contributor(
+            records.ContributorRecord(
                 c.learner,
                 c.incarnation,
                 c.push_id,

@@ -260,7 +260,7 @@ class Admission:
         return [
             ev.Admit(member.name, member.incarnation),
             ev.Note("info", f"{member.name} {verb} from {member.address or '?'}"),
-            ev.Fate("joined", member.name, member.incarnation, reason=verb),
+            ev.LogFate("joined", member.name, member.incarnation, reason=verb),
             *self._history_lost(hello),
             *self._welcome(member, now),
         ]

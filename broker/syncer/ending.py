@@ -20,12 +20,12 @@ LIVES_MAX: Final = 3
 """So many processes of a name are waited for in a phase of the end: the next one would crash as the
 ones before it did."""
 
-Progress: TypeAlias = tuple[str, float, int]
+EndProgress: TypeAlias = tuple[str, float, int]
 """Incarnation, when its last contribution was complete, sum of the versions that it has adopted."""
 
 
 class _Wait(NamedTuple):
-    progress: Progress
+    progress: EndProgress
     patience: Patience
 
 

@@ -254,7 +254,7 @@ class Erase:
 
 
 @dataclass(frozen=True)
-class Fate:
+class LogFate:
     """What became of a learner or of a push: for the journal."""
 
     what: Literal["joined", "left", "forgotten", "refused", "expired"]
@@ -297,7 +297,7 @@ Effect: TypeAlias = (
     | RatesChanged
     | Forget
     | Erase
-    | Fate
+    | LogFate
     | WriteCheckpoint
     | Finish
     | Note

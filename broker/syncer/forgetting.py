@@ -56,7 +56,7 @@ def _forget_pushes(state: RunState, is_over: Callable[[str, str], bool]) -> list
     if over:
         pushes = state.merged_pushes.items()
         state.merged_pushes = {key: push for key, push in pushes if key[:2] not in over}
-    return [ev.Fate("forgotten", name, process) for name, process in sorted(over)]
+    return [ev.LogFate("forgotten", name, process) for name, process in sorted(over)]
 
 
 def _due(state: RunState, now: float) -> list[str]:

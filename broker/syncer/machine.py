@@ -290,7 +290,7 @@ class Syncer:
         return [
             ev.Forget(member.name),
             ev.Note("info", f"{member.name} left: {reason}"),
-            ev.Fate("left", member.name, member.incarnation, reason=reason),
+            ev.LogFate("left", member.name, member.incarnation, reason=reason),
             *drop_pushes(self.state, member.name),
             *self.admission.lost(member, now),
         ]

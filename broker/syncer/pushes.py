@@ -148,7 +148,9 @@ class Intake:
         member.refused += 1
         self.state.tally.refuse(error.code)
         effects: list[ev.Effect] = [
-            ev.Fate("refused", member.name, member.incarnation, fragment, push_id, str(error.code))
+            ev.LogFate(
+                "refused", member.name, member.incarnation, fragment, push_id, str(error.code)
+            )
         ]
         round_ = self.state.rounds.get(fragment)
         push = round_.incoming.get(member.name) if round_ else None

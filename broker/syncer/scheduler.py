@@ -240,7 +240,7 @@ class Scheduler:
     def _start_merge(self, round_: Round, decision: Decision, now: float) -> list[ev.Effect]:
         effects = self._count_missed(round_, now)
         effects += [
-            ev.Fate("expired", name, push.incarnation, round_.fragment, push.push_id)
+            ev.LogFate("expired", name, push.incarnation, round_.fragment, push.push_id)
             for name, push in sorted(round_.incoming.items())
         ]
         handles = round_.close()

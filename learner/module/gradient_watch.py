@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from narrows.learner.module.parameters import unwrapped
 
-Method: TypeAlias = Callable[..., Any]
+AnyMethod: TypeAlias = Callable[..., Any]
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class GradientWatch:
             undo.callback(shared.add(self))
         return undo
 
-    def _telling(self, original: Method) -> Method:
+    def _telling(self, original: AnyMethod) -> AnyMethod:
         def zero_grad(*arguments: Any, **options: Any) -> Any:
             self.cleared()
             return original(*arguments, **options)
@@ -57,7 +57,7 @@ class _Shared:
     """A method of a class of torch's, wrapped as long as anybody watches."""
 
     def __init__(
-        self, owner: type, name: str, wrapper: Callable[[Method, list[GradientWatch]], Method]
+        self, owner: type, name: str, wrapper: Callable[[AnyMethod, list[GradientWatch]], AnyMethod]
     ) -> None:
         self._owner, self._name, self._wrapper = owner, name, wrapper
         self._watches: list[GradientWatch] = []
@@ -72,7 +72,7 @@ class _Shared:
             self._watches.append(watch)
         return functools.partial(self._remove, watch)
 
-    def _telling(self, original: Method) -> Method:
+    def _telling(self, original: AnyMethod) -> AnyMethod:
         return self._wrapper(original, self._watches)
 
     def _remove(self, watch: GradientWatch) -> None:
@@ -82,7 +82,7 @@ class _Shared:
                 self._undo.close()
 
 
-def _module_clears(original: Method, watches: list[GradientWatch]) -> Method:
+def _module_clears(original: AnyMethod, watches: list[GradientWatch]) -> AnyMethod:
     def zero_grad(self: nn.Module, *arguments: Any, **options: Any) -> Any:
         inside = unwrapped(self)
         for watch in [watch for watch in watches if watch.module is inside]:
@@ -92,7 +92,7 @@ def _module_clears(original: Method, watches: list[GradientWatch]) -> Method:
     return zero_grad
 
 
-def _scaler_steps(original: Method, watches: list[GradientWatch]) -> Method:
+def _scaler_steps(original: AnyMethod, watches: list[GradientWatch]) -> AnyMethod:
     def step(self: GradScaler, optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
         before = [
             (watch, watch.steps())
@@ -112,7 +112,7 @@ _MODULE_CLEARS = _Shared(nn.Module, "zero_grad", _module_clears)
 _SCALER_STEPS = _Shared(GradScaler, "step", _scaler_steps)
 
 
-def _wrap(owner: Any, name: str, wrapper: Callable[[Method], Method]) -> Callable[[], None]:
+def _wrap(owner: Any, name: str, wrapper: Callable[[AnyMethod], AnyMethod]) -> Callable[[], None]:
     """Puts wrapper(method) in the place of a method; returns what puts the method back."""
     own: Any = owner.__dict__
     before = own.get(name)

@@ -2,15 +2,15 @@
 
 from narrows.learner.session import events
 from narrows.learner.session.connection import Connection, Identity
-from narrows.learner.session.joining import DataPath, JoinWatch, Line
+from narrows.learner.session.joining import DataConnection, DataConnections, JoinWatch
 from narrows.learner.session.machine import Session
 
 __all__ = [
     "Connection",
-    "DataPath",
+    "DataConnection",
+    "DataConnections",
     "Identity",
     "JoinWatch",
-    "Line",
     "Session",
     "events",
 ]

@@ -24,7 +24,7 @@ class Connected:
 
 
 @dataclass(frozen=True)
-class ChunkArrived:
+class ChunkDecoded:
     """A data message whose payload is checked and decoded; `handle` names the content."""
 
     header: Header
@@ -119,7 +119,7 @@ class DeadlineReached:
 Event: TypeAlias = (
     Received
     | Connected
-    | ChunkArrived
+    | ChunkDecoded
     | Applied
     | ApplyFailed
     | EncodeFailed

@@ -9,7 +9,7 @@ from narrows.proto.limits import RATE_MIN
 
 
 @dataclass(frozen=True)
-class Line:
+class DataConnection:
     """One direction of the data path."""
 
     port: int
@@ -22,11 +22,11 @@ class Line:
 
 
 @dataclass(frozen=True)
-class DataPath:
+class DataConnections:
     """What a learner with a session sees of its data connections."""
 
-    uplink: Line
-    downlink: Line
+    uplink: DataConnection
+    downlink: DataConnection
     message_bytes: int
     """The largest regular message."""
 
@@ -42,7 +42,7 @@ class _Direction:
     has_opened: bool = False
     _progress: int = 0
 
-    def look(self, line: Line, now: float) -> None:
+    def look(self, line: DataConnection, now: float) -> None:
         progressed = line.progress != self._progress or (line.is_open and not self.has_opened)
         if progressed or (line.is_open and not line.is_due):
             self.since = now
@@ -54,7 +54,7 @@ class _Direction:
         patience_s = max(timeout_s, message_s) if self.has_opened else timeout_s
         return now - self.since > patience_s
 
-    def told(self, line: Line) -> str:
+    def told(self, line: DataConnection) -> str:
         return f"{line.port} ({self.name}: {self.nothing if self.has_opened else 'no connection'})"
 
 
@@ -72,7 +72,7 @@ class JoinWatch:
         self._heard_at = self.started_at
         self._begin(self.started_at)
 
-    def look(self, path: DataPath | None, now: float) -> BrokerUnreachable | None:
+    def look(self, path: DataConnections | None, now: float) -> BrokerUnreachable | None:
         """`path`: None without a session. Returns what to raise, None to wait on."""
         if path is None:
             self._begin(now)

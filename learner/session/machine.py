@@ -52,12 +52,12 @@ class Session:
     def handle(self, event: ev.Event, *, now: float) -> list[ev.Effect]:
         """Takes one event in; returns what is to be done, in order."""
         if self._dialer.closed:
-            return [ev.Drop((event.handle,))] if isinstance(event, ev.ChunkArrived) else []
+            return [ev.Drop((event.handle,))] if isinstance(event, ev.ChunkDecoded) else []
         effects: list[ev.Effect] = []
         match event:
             case ev.Received(message):
                 effects = self._message(message, now)
-            case ev.ChunkArrived(header, handle):
+            case ev.ChunkDecoded(header, handle):
                 effects = self._chunk(header, handle, now)
             case ev.Applied(fragment, version, digest):
                 effects = self.links.applied(fragment, version, digest)

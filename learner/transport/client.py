@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import structs
 
 from narrows.learner.module import DeviceParameters, DeviceSnapshot
-from narrows.learner.session import Connection, DataPath, JoinWatch, Line
+from narrows.learner.session import Connection, DataConnection, DataConnections, JoinWatch
 from narrows.learner.session import events as ev
 from narrows.learner.transport.datapath import OUT_OF_MEMORY, reason_of
 from narrows.learner.transport.push import rounded_base
@@ -115,7 +115,7 @@ class Client:
                 said_at = now
                 _log.info("waiting for %s (%s)", self._session.waits_for, self._broker)
 
-    def _data_path(self) -> DataPath | None:
+    def _data_path(self) -> DataConnections | None:
         """What is seen of the data connections; None without a session."""
         exchange, wires = self._exchange, self.background.wires
         with self.background.changed:
@@ -124,9 +124,9 @@ class Client:
             up_port, down_port = wires.ports
             sender, waits = exchange.sender, bool(self._session.links.fetching())
             came_bytes = exchange.counters.data_down_bytes
-            return DataPath(
-                Line(up_port, wires.uplink_open, sender.is_due, sender.told_bytes),
-                Line(down_port, wires.downlink_open, waits, came_bytes),
+            return DataConnections(
+                DataConnection(up_port, wires.uplink_open, sender.is_due, sender.told_bytes),
+                DataConnection(down_port, wires.downlink_open, waits, came_bytes),
                 4 * chunk_elements(exchange.settings, STATE_CODEC),
             )
 

@@ -22,19 +22,19 @@ from narrows.learner.module import DeviceSnapshot
 from narrows.learner.session import events as ev
 from narrows.learner.transport.push import Parcel, PushWork, Residuals, encode_push
 from narrows.learner.transport.sender import Sender
-from narrows.learner.transport.sockets import Wires
+from narrows.learner.transport.sockets import LearnerSockets
 from narrows.proto import messages as msg
 from narrows.proto.codec import (
     STATE_CODEC,
+    BitControl,
     DecodedChunk,
     EncodedChunk,
-    RateControl,
     advance_copy,
     codecs_of,
     decode_chunk,
     digest_of,
     encode_fragment,
-    rate_control,
+    make_bit_control,
     values_of,
 )
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
@@ -57,12 +57,12 @@ def reason_of(error: BaseException) -> str:
     return text.removesuffix(": ")[:500]
 
 
-class Exchange:
+class DataPath:
     """What one learner sends, receives and holds, by fragment."""
 
     def __init__(
         self,
-        wires: Wires,
+        wires: LearnerSockets,
         *,
         name: str,
         incarnation: str,
@@ -82,7 +82,7 @@ class Exchange:
         #: The published copy per fragment. Arrays are replaced, never changed in place.
         self.published: dict[int, F32] = {}
         self._residuals = Residuals(False)
-        self._rates: list[RateControl] = []
+        self._rates: list[BitControl] = []
         #: Pushes whose outcome is open, by id.
         self.pushes: dict[int, PushWork] = {}
         self._chunks: dict[int, tuple[int, DecodedChunk]] = {}
@@ -127,7 +127,9 @@ class Exchange:
         coding = settings.push_codec, settings.push_rho
         if before is None or (before.push_codec, before.push_rho) != coding:
             self._rates = [
-                rate_control(settings.push_codec, rho=settings.push_rho, bits=settings.push_bits)
+                make_bit_control(
+                    settings.push_codec, rho=settings.push_rho, bits=settings.push_bits
+                )
                 for _ in effect.table
             ]
         for rate in self._rates:
@@ -138,7 +140,7 @@ class Exchange:
 
     # Down.
 
-    def receive(self, frames: list[bytes]) -> ev.ChunkArrived:
+    def receive(self, frames: list[bytes]) -> ev.ChunkDecoded:
         """Checks and decodes a data message. Raises RemoteProtocolError."""
         header, payload = decode_data(frames)
         if self.settings is None or header.fragment >= len(self.table):
@@ -171,7 +173,7 @@ class Exchange:
             self.counters.publication_elements += header.count
         self._handle += 1
         self._chunks[self._handle] = (header.offset, chunk)
-        return ev.ChunkArrived(header, self._handle)
+        return ev.ChunkDecoded(header, self._handle)
 
     def drop(self, handles: Sequence[int]) -> None:
         for handle in handles:
@@ -261,7 +263,7 @@ class Exchange:
                     # What it takes to look may lie on a device: not on this thread.
                     self._submit(lambda: self._observe(work, rate), lambda _: None)
 
-    def _observe(self, work: PushWork, rate: RateControl) -> None:
+    def _observe(self, work: PushWork, rate: BitControl) -> None:
         bits, ratio = work.bits_per_param, work.error_ratio()
         self._post(lambda: rate.observe(bits, ratio))
 

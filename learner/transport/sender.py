@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from narrows.learner.transport.push import Parcel
-from narrows.learner.transport.sockets import Wires
+from narrows.learner.transport.sockets import LearnerSockets
 from narrows.proto.flow import Budget, Departure, Lane, Outbox, Ranges, touches, wire_bytes
 from narrows.proto.frames import encode_header
 from narrows.proto.limits import PROTOCOL
@@ -18,7 +18,7 @@ LOOK_S = 0.25
 
 
 @dataclass
-class Counters:
+class DataCounters:
     """Bytes are those of ZeroMQ frames: topic, header and payload."""
 
     data_up_bytes: int = 0
@@ -33,9 +33,9 @@ class Counters:
 class Sender:
     """Queues parcels and sends them as credit and rate allow. Used by one thread."""
 
-    def __init__(self, wires: Wires, *, name: str, incarnation: str) -> None:
+    def __init__(self, wires: LearnerSockets, *, name: str, incarnation: str) -> None:
         self._wires, self._name, self._incarnation = wires, name, incarnation
-        self.counters = Counters()
+        self.counters = DataCounters()
         self._run_id: str = ""
         self._epoch: Epoch = (0, 0, 0)
         self._outbox = Outbox[Parcel](1, STREAM_WINDOW_BYTES)

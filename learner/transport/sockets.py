@@ -20,7 +20,7 @@ Socket = zmq.Socket[bytes]
 
 
 @dataclass
-class Wires:
+class LearnerSockets:
     """All sockets, for use by one thread; `wake` may be called by any."""
 
     broker: str

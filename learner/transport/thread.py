@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from narrows.learner.module import DeviceSnapshot
 from narrows.learner.session import Identity, Session
 from narrows.learner.session import events as ev
-from narrows.learner.transport.datapath import Exchange
-from narrows.learner.transport.sockets import Wires
+from narrows.learner.transport.datapath import DataPath
+from narrows.learner.transport.sockets import LearnerSockets
 from narrows.proto import messages as msg
 from narrows.proto.codec import uncached_advice, warm_up
 from narrows.proto.errors import (
@@ -93,8 +93,8 @@ class Background:
         )
         _check_hello(identity)
         self.session = Session(identity, jitter=random.Random().random)
-        self.wires = Wires(broker, identity.incarnation)
-        self.exchange = Exchange(
+        self.wires = LearnerSockets(broker, identity.incarnation)
+        self.exchange = DataPath(
             self.wires,
             name=name,
             incarnation=identity.incarnation,

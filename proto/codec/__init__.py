@@ -4,10 +4,10 @@ from narrows.proto.codec import blosc2_chunk, codecs, transfer
 from narrows.proto.codec.bfloat16 import round_to_dtype
 from narrows.proto.codec.bit_control import (
     AUTO,
-    RateControl,
+    BitControl,
     codecs_of,
     expected_bits,
-    rate_control,
+    make_bit_control,
     setting_names,
 )
 from narrows.proto.codec.buffers import empty_f32
@@ -39,10 +39,10 @@ __all__ = [
     "RMS_SAMPLES_MAX",
     "RUN",
     "STATE_CODEC",
+    "BitControl",
     "DecodedChunk",
     "EncodedChunk",
     "QuantisedCodec",
-    "RateControl",
     "advance_copy",
     "all_finite",
     "blosc2_chunk",
@@ -60,9 +60,9 @@ __all__ = [
     "expected_bits",
     "float_square_sums",
     "kernel",
+    "make_bit_control",
     "not_finite",
     "piece_scales",
-    "rate_control",
     "read_only",
     "round_to_dtype",
     "sample_places",

@@ -42,7 +42,7 @@ alternate."""
 
 
 @dataclass
-class RateControl:
+class BitControl:
     """Codec and step of one fragment in one direction."""
 
     codec: str
@@ -91,11 +91,11 @@ class RateControl:
             self.codec = COARSE
 
 
-def rate_control(setting: str, *, rho: float, bits: float) -> RateControl:
+def make_bit_control(setting: str, *, rho: float, bits: float) -> BitControl:
     """For a codec's name: fixed, with this `rho`. For AUTO: aims at `bits` per parameter."""
     if setting != AUTO:
-        return RateControl(setting, rho, None)
-    control = RateControl(COARSE, 1.0, bits)
+        return BitControl(setting, rho, None)
+    control = BitControl(COARSE, 1.0, bits)
     control.set_rho(2.0 ** (GAUSSIAN_BITS - bits))
     return control
 

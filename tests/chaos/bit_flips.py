@@ -18,12 +18,12 @@ import numpy as np
 from narrows.broker.config import BrokerConfig, load_config
 from narrows.broker.merging.contribution import Contribution
 from narrows.broker.merging.model import GlobalModel, version_zero
-from narrows.broker.storage.checkpoint import Snapshot, StateDir
+from narrows.broker.storage.checkpoint import CheckpointContent, StateDir
 from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.durable_files import StateError
 from narrows.broker.storage.history import model_digest
 from narrows.broker.storage.journal import Journal
-from narrows.broker.storage.records import FORMAT, Began, encode
+from narrows.broker.storage.records import FORMAT, LifeRecord, encode
 from narrows.broker.storage.recovery import begin_epoch
 from narrows.broker.storage.writer import committed
 from narrows.broker.syncer.events import Note, Received, StartMerge
@@ -68,7 +68,7 @@ def make(path: Path) -> State:
         run = state_dir.begin_epoch("0" * 16, "0" * 16)
         files = DirectoryFiles(state_dir.journal_directory())
         journal = Journal.open(files, run_id=run.run_id, segment_bytes=SEGMENT_BYTES)
-        journal.append(encode(Began(FORMAT, run.epoch, run.config_digest, (), 0.0)))
+        journal.append(encode(LifeRecord(FORMAT, run.epoch, run.config_digest, (), 0.0)))
         journal.sync()
         syncer = Syncer(config, run_id=run.run_id, epoch=(*run.epoch, 7), now=0.0)
         syncer.state.phase = Phase.RUNNING
@@ -79,7 +79,7 @@ def make(path: Path) -> State:
                 digests.append(model_digest(model))
             if version in (0, CHECKPOINT_AFTER):
                 state_dir.save(
-                    Snapshot(
+                    CheckpointContent(
                         run.run_id, run.epoch, LAYOUT, 0, 1, 100 * version, Phase.RUNNING,
                         tuple(model.fragments), journal.durable,
                     )

@@ -18,7 +18,7 @@ from running import HANG_S, ToyHost, broker_config, client, live_broker, vector
 from narrows.broker.process.service import Service
 from narrows.learner.session import events as ev
 from narrows.learner.transport.client import Client
-from narrows.learner.transport.datapath import Exchange
+from narrows.learner.transport.datapath import DataPath
 from narrows.learner.transport.push import encode_push
 from narrows.proto.codec.transfer import advance_copy
 from narrows.proto.errors import Unfinished
@@ -184,18 +184,18 @@ def test_version_0_is_read_as_soon_as_it_is_asked_for(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The training thread may be faster than the background, which prepares to send it."""
-    read, opened = threading.Event(), Exchange.open_streams
+    read, opened = threading.Event(), DataPath.open_streams
 
     class Host(ToyHost):
         def snapshot(self, fragment: Fragment, out: F32) -> None:
             super().snapshot(fragment, out)
             read.set()
 
-    def open_late(exchange: Exchange, effect: ev.OpenStreams) -> None:
+    def open_late(exchange: DataPath, effect: ev.OpenStreams) -> None:
         assert read.wait(HANG_S)
         opened(exchange, effect)
 
-    monkeypatch.setattr(Exchange, "open_streams", open_late)
+    monkeypatch.setattr(DataPath, "open_streams", open_late)
     learner = client(service, "a", Host(vector(1)))
     learner.start()
     learner.abort()

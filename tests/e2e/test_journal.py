@@ -37,7 +37,7 @@ from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.durable_files import Damaged, RecordsLost, StateError
 from narrows.broker.storage.history import Changes, model_digest, opened_run
 from narrows.broker.storage.journal import Journal
-from narrows.broker.storage.records import Committed, decode
+from narrows.broker.storage.records import RoundRecord, decode
 from narrows.broker.storage.recovery import begin_epoch
 from narrows.broker.storage.replay import read_records
 from narrows.broker.syncer.events import JournalGap
@@ -100,7 +100,7 @@ def test_the_audit_finds_nothing_wrong_and_what_is_made_wrong(
     for head in [*heads, heads[-1]]:
         found.take(0, head)
     assert found.fates["joined"] == 2 and len(found.epochs) == 1
-    rounds = [head for head in heads if isinstance(head, Committed)]
+    rounds = [head for head in heads if isinstance(head, RoundRecord)]
     found.take(1, rounds[-1])
     assert any("second time" in problem for problem in found.problems)
     assert not any("never written" in problem for problem in found.problems)
@@ -239,10 +239,10 @@ def without_a_round(ended: Path, state: Path) -> tuple[int, ...]:
         journal = Journal.open(whole, run_id=run_id, segment_bytes=65536)
         for record in records:
             head = decode(record.body)[0]
-            if isinstance(head, Committed) and head.fragment == 0 and head.version == 1:
+            if isinstance(head, RoundRecord) and head.fragment == 0 and head.version == 1:
                 missing = True
                 continue
-            if isinstance(head, Committed) and not (head.fragment == 0 and missing):
+            if isinstance(head, RoundRecord) and not (head.fragment == 0 and missing):
                 left[head.fragment] = head.version
             journal.append([record.body])
         journal.sync()

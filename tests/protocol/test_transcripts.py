@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from narrows.bench.sim.broker import Committed
+from narrows.bench.sim.broker import SimulatedRound
 from narrows.bench.sim.learner import LearnerSpec
 from narrows.bench.sim.simulation import Simulation
 from narrows.bench.sim.virtual import Faults, Noted
@@ -67,7 +67,7 @@ class Transcript:
             if isinstance(record, Noted):
                 text = f"{record.process:>6}            {record.level}: {record.text}"
                 self.lines.append(f"{record.at_s:7.3f}  {text}")
-            elif isinstance(record, Committed):
+            elif isinstance(record, SimulatedRound):
                 who = ", ".join(f"{c.learner}/{c.push_id}" for c in record.contributors)
                 text = f"merged fragment {record.fragment} version {record.version} from {who}"
                 self.lines.append(f"{record.at_s:7.3f}  broker            {text} ({record.reason})")

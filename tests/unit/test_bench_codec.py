@@ -67,9 +67,9 @@ def test_shannon_bound_and_snr() -> None:
 
 @pytest.mark.parametrize("baseline", baselines(), ids=lambda each: each.name)
 def test_a_baseline_sends_what_it_says(baseline: object) -> None:
-    from narrows.bench.codec.baselines import Baseline
+    from narrows.bench.codec.baselines import CodecBaseline
 
-    assert isinstance(baseline, Baseline)
+    assert isinstance(baseline, CodecBaseline)
     values = drawn("laplace", 1 << 16).values
     message = baseline.encode(values)
     sent = baseline.decode(message)

@@ -13,8 +13,8 @@ from peer import encoded
 from running import HANG_S
 
 from narrows.learner.session import events as ev
-from narrows.learner.transport.datapath import Exchange
-from narrows.learner.transport.sockets import Wires
+from narrows.learner.transport.datapath import DataPath
+from narrows.learner.transport.sockets import LearnerSockets
 from narrows.proto.codec.transfer import STATE_CODEC, digest_of
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import encode_header
@@ -36,8 +36,8 @@ class Receiver:
 
     def __init__(self) -> None:
         self.posted: queue.SimpleQueue[Callable[[], ev.Event | None]] = queue.SimpleQueue()
-        self.exchange = Exchange(
-            cast(Wires, NoWires()),
+        self.exchange = DataPath(
+            cast(LearnerSockets, NoWires()),
             name="a",
             incarnation=incarnation_of("a"),
             layout=LAYOUT,

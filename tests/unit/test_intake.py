@@ -41,10 +41,10 @@ def test_a_decline_of_an_earlier_attempt_means_nothing() -> None:
 
 def test_who_leaves_is_written_down_with_its_incarnation_and_the_reason() -> None:
     desk = Desk().running("a", "b")
-    fate = one(desk.do(ev.PeerLost(b"a")), ev.Fate)
-    assert fate == ev.Fate("left", "a", incarnation_of("a"), reason="its connection closed")
-    fate = one(desk.say("b", msg.Bye("done")), ev.Fate)
-    assert fate == ev.Fate("left", "b", incarnation_of("b"), reason="said Bye (done)")
+    fate = one(desk.do(ev.PeerLost(b"a")), ev.LogFate)
+    assert fate == ev.LogFate("left", "a", incarnation_of("a"), reason="its connection closed")
+    fate = one(desk.say("b", msg.Bye("done")), ev.LogFate)
+    assert fate == ev.LogFate("left", "b", incarnation_of("b"), reason="said Bye (done)")
 
 
 def test_nobody_waits_for_a_learner_that_is_gone() -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from machines import Desk, Seat, hello, one, only, open_round
 
-from narrows.bench.sim.broker import Committed
+from narrows.bench.sim.broker import SimulatedRound
 from narrows.bench.sim.learner import LearnerSpec
 from narrows.bench.sim.simulation import Simulation
 from narrows.bench.sim.virtual import Faults
@@ -200,7 +200,9 @@ def test_a_long_pause_of_one_costs_no_pushes_and_both_go_on_afterwards(quorum: i
     versions = state.version_sum
     run.run(800.0)
     assert state.version_sum - versions > 40
-    late = [record for record in run.trace if isinstance(record, Committed) and record.at_s > 720.0]
+    late = [
+        record for record in run.trace if isinstance(record, SimulatedRound) and record.at_s > 720.0
+    ]
     assert all(len(record.contributors) == 2 for record in late)
 
 

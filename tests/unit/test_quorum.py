@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from narrows.bench.sim.broker import Committed
+from narrows.bench.sim.broker import SimulatedRound
 from narrows.bench.sim.learner import LearnerSpec
 from narrows.bench.sim.simulation import Simulation
 from narrows.bench.sim.virtual import Faults
@@ -149,5 +149,5 @@ def test_on_a_long_line_learners_are_merged_together(latency_s: float) -> None:
     learners = [LearnerSpec(name, step_s=1.0) for name in "abcd"]
     run = Simulation(load_config(None, flags), 1, faults, learners)
     run.run(10_000.0)
-    merges = [record for record in run.trace if isinstance(record, Committed)]
+    merges = [record for record in run.trace if isinstance(record, SimulatedRound)]
     assert run.finished and fmean(len(merge.contributors) for merge in merges) > 3.5

@@ -19,7 +19,7 @@ from narrows.bench.bandwidth import wire as bandwidth_wire
 from narrows.bench.chaos import results as chaos_results
 from narrows.bench.codec import bench as codec
 from narrows.bench.demo import results as demo_results
-from narrows.bench.demo.story import DemoOptions, Story
+from narrows.bench.demo.story import DemoOptions, DemoStory
 from narrows.bench.demo.view import View
 from narrows.bench.goodput import bench as goodput
 from narrows.bench.journal import bench as journal
@@ -105,7 +105,7 @@ def peer_tables() -> list[Table]:
 
 def codec_tables() -> list[Table]:
     told = json.loads((ROOT / "docs" / "results" / "codec.json").read_text())
-    rows = [codec.Row(**row) for row in told["rows"]]
+    rows = [codec.CodecRow(**row) for row in told["rows"]]
     return [codec.table(iter(rows)), codec.lone_table(told["lone_elements"])]
 
 
@@ -141,9 +141,9 @@ def bandwidth_tables() -> list[Table]:
 
 
 def loop_facts() -> list[Facts]:
-    names = loop.Result.__dataclass_fields__
+    names = loop.LoopResult.__dataclass_fields__
     (told,) = results("loop")
-    return [loop.facts(loop.Result(**{k: v for k, v in told.items() if k in names}))]
+    return [loop.facts(loop.LoopResult(**{k: v for k, v in told.items() if k in names}))]
 
 
 def plan_tables() -> list[Table | Facts]:
@@ -175,8 +175,10 @@ PRINTERS: dict[str, Callable[[], Iterable[Table | Facts]]] = {
     "bench wan --training": training_tables,
     "bench peers": peer_tables,
     "bench codec": codec_tables,
-    "bench merge": lambda: [merge.table([merge.Row(**row) for row in results("merge")])],
-    "bench journal": lambda: [journal.table([journal.Row(**row) for row in results("journal")])],
+    "bench merge": lambda: [merge.table([merge.MergeRow(**row) for row in results("merge")])],
+    "bench journal": lambda: [
+        journal.table([journal.JournalRow(**row) for row in results("journal")])
+    ],
     "bench goodput": goodput_tables,
     "bench quality": quality_tables,
     "bench bandwidth": bandwidth_tables,
@@ -262,7 +264,7 @@ def test_brackets_of_a_failure_are_no_markup(capsys: pytest.CaptureFixture[str])
 def test_the_live_display_fits_a_narrow_terminal() -> None:
     options = DemoOptions(learners=4, steps=10)
     console = on_terminal(NARROW)
-    view = View(console, options, Story(victim="site-b", killed_at=1.0), live=True)
+    view = View(console, options, DemoStory(victim="site-b", killed_at=1.0), live=True)
     learners = tuple(learner(name) for name in options.names)
     status = Status(
         run_id="0" * 16, epoch=(1, 1, 7), mode=Mode.DECOUPLED, phase=Phase.RUNNING, uptime_s=10.0,

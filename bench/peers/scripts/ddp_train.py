@@ -19,8 +19,8 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "src"))
 from narrows.bench.peers.exchange import use_interface_of
 from narrows.bench.peers.member import (
     ROUND_TIMEOUT_S,
-    Member,
-    Training,
+    PeerMember,
+    PeerTraining,
     stay,
     tell_ready,
     training_of,
@@ -39,7 +39,7 @@ class Loss(nn.Module):
         return self.model.loss(x, y)
 
 
-class ParallelMember(Member):
+class ParallelMember(PeerMember):
     """A member whose gradients are averaged while they are computed."""
 
     wrapped: DistributedDataParallel
@@ -49,7 +49,7 @@ class ParallelMember(Member):
         return loss
 
 
-def store_of(training: Training) -> TCPStore:
+def store_of(training: PeerTraining) -> TCPStore:
     return TCPStore(
         training.host, training.port, is_master=training.coordinator, wait_for_workers=False
     )

@@ -25,8 +25,8 @@ from narrows.bench.peers.member import (
     OUTER_MOMENTUM,
     OUTER_RATE,
     ROUND_TIMEOUT_S,
-    Member,
-    Training,
+    PeerMember,
+    PeerTraining,
     tell_ready,
     training_of,
 )
@@ -45,10 +45,10 @@ def install(model: GPT, arrays: list[Any]) -> None:
             parameter.copy_(torch.from_numpy(array.copy()))
 
 
-class Client(NumPyClient):
+class FlowerMember(NumPyClient):
     """A member: a round is `sync_steps` inner steps from the server's parameters."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: PeerMember) -> None:
         self.member = member
 
     def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, Any]:
@@ -62,7 +62,7 @@ class Client(NumPyClient):
 class Strategy(FedAvgM):
     """FedAvgM that tells each round and keeps the newest parameters."""
 
-    def __init__(self, training: Training, member: Member) -> None:
+    def __init__(self, training: PeerTraining, member: PeerMember) -> None:
         self.training, self.member = training, member
         super().__init__(
             fraction_evaluate=0.0,
@@ -88,9 +88,9 @@ class Strategy(FedAvgM):
         return parameters, metrics
 
 
-def serve(training: Training) -> None:
+def serve(training: PeerTraining) -> None:
     """A server that starts again begins with the first parameters: it keeps none by itself."""
-    member = Member(training)
+    member = PeerMember(training)
     rounds = (training.steps - training.start_step) // training.sync_steps
     tell_ready(training)
     start_server(
@@ -106,9 +106,9 @@ def main() -> None:
     if training.coordinator:
         serve(training)
         return
-    member = Member(training)
+    member = PeerMember(training)
     member.wait_for_start()
-    client, address = Client(member).to_client(), f"{training.host}:{training.port}"
+    client, address = FlowerMember(member).to_client(), f"{training.host}:{training.port}"
     while True:
         try:
             start_client(server_address=address, client=client, insecure=True)

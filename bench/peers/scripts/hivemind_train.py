@@ -15,8 +15,8 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "src"))
 
 from narrows.bench.peers.member import (
     ROUND_TIMEOUT_S,
-    Member,
-    Training,
+    PeerMember,
+    PeerTraining,
     stay,
     tell_ready,
     training_of,
@@ -26,7 +26,7 @@ MATCHMAKING_S = 1.0
 """The default of 5 s is longer than a round of this model takes."""
 
 
-def start_dht(training: Training, port: int, initial_peers: list[str]) -> DHT:
+def start_dht(training: PeerTraining, port: int, initial_peers: list[str]) -> DHT:
     """A node that asks nobody outside."""
     identity = {"identity_path": str(training.folder / "identity")} if port else {}
     return DHT(
@@ -43,7 +43,7 @@ def start_dht(training: Training, port: int, initial_peers: list[str]) -> DHT:
 class Rounds:
     """Looks for the group while the member trains, averages when it is ready."""
 
-    def __init__(self, member: Member, averager: DecentralizedAverager) -> None:
+    def __init__(self, member: PeerMember, averager: DecentralizedAverager) -> None:
         self.member, self.averager = member, averager
         self.parameters = [p.data for p in member.model.parameters()]
         self.control: Any = None
@@ -92,7 +92,7 @@ def main() -> None:
         stay()
         dht.shutdown()
         return
-    member = Member(training)
+    member = PeerMember(training)
     member.wait_for_start()
     dht = start_dht(training, 0, [place.read_text()])
     averager = DecentralizedAverager(

@@ -22,8 +22,8 @@ from narrows.bench.peers.member import (
     OUTER_MOMENTUM,
     OUTER_RATE,
     ROUND_TIMEOUT_S,
-    Member,
-    Training,
+    PeerMember,
+    PeerTraining,
     stay,
     tell_ready,
     training_of,
@@ -38,7 +38,7 @@ JOIN_TIMEOUT_MS = 1000
 QUORUM_RETRIES = 3
 
 
-def manager_of(training: Training, member: Member, own: TCPStore) -> Manager:
+def manager_of(training: PeerTraining, member: PeerMember, own: TCPStore) -> Manager:
     def state() -> dict[str, Any]:
         return {"model": member.model.state_dict(), "inner": member.optimizer.state_dict()}
 
@@ -81,7 +81,7 @@ def main() -> None:
     # State for returning members is offered at the host's name, which nobody may know.
     socket.gethostname = lambda: training.host
     use_interface_of(training.host)
-    member = Member(training)
+    member = PeerMember(training)
     member.wait_for_start()
     own = TCPStore(training.host, 0, is_master=True, wait_for_workers=False)
     manager = manager_of(training, member, own)
