@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
 from narrows.proto.layout import element_count
 from narrows.proto.limits import FRAGMENTS_MAX
-from narrows.proto.messages import LayoutEntry, MergeLaw
+from narrows.proto.messages import LayoutEntry, MergeRule
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Whole rows of one tensor within a fragment; scales and merge laws hold per piece."""
+    """Whole rows of one tensor within a fragment; scales and merge rules hold per piece."""
 
     tensor: int
     """Index in the layout."""
@@ -34,7 +34,7 @@ class Piece:
     count: int
     offset: int
     """First element within the fragment."""
-    law: MergeLaw
+    rule: MergeRule
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,6 @@ def _fragment(index: int, share: list[_Part], layout: Sequence[LayoutEntry]) -> 
     pieces: list[Piece] = []
     offset = 0
     for tensor, start, count in sorted(share):
-        pieces.append(Piece(tensor, start, count, offset, layout[tensor].law))
+        pieces.append(Piece(tensor, start, count, offset, layout[tensor].rule))
         offset += count
     return Fragment(index, tuple(pieces), offset)

@@ -150,7 +150,7 @@ def _line(head: Head, blob_bytes: int) -> str:
     who = ", ".join(f"{c.learner} {c.weight:.0%}" for c in head.contributors)
     return (
         f"{at}  fragment {head.fragment} version {head.version} from {who} ({head.reason});"
-        f" {head.policy.optimizer} {head.policy.rate:g}/{head.policy.momentum:g},"
+        f" {head.policy.optimizer} {head.policy.outer_lr:g}/{head.policy.momentum:g},"
         f" {format_bytes(blob_bytes)}, published {head.digests[2]:016x}"
     )
 

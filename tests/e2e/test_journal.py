@@ -82,7 +82,7 @@ def test_a_replay_under_another_merge_says_from_where_on_it_differs(
     assert "different from record" in told and "version 1 of fragment" in told
     replay(ended, Changes(merge="rda"))
     assert "no difference" in capsys.readouterr().out
-    replay(ended, Changes(rate=0.1))
+    replay(ended, Changes(outer_lr=0.1))
     assert "different from record" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="avg or rda"):
         replay(ended, Changes(merge="median"))
