@@ -16,7 +16,7 @@ from rich.text import Text
 from narrows.bench.demo_story import DemoOptions, Story
 from narrows.broker.tables import Table
 from narrows.proto.messages import Status
-from narrows.proto.units import format_bytes, format_count, format_duration_s
+from narrows.proto.units import counted, format_bytes, format_count, format_duration_s
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_COUNT = 20
@@ -73,8 +73,8 @@ class View:
         losses = [learner.loss for learner in status.learners if learner.loss is not None]
         loss = f"{sum(losses) / len(losses):.3f}" if losses else "-"
         return (
-            f"{share:4.0%}  {live} learners live  loss {loss}  {status.merges} merges of "
-            f"{status.mean_contributors_per_merge:.2f}  "
+            f"{share:4.0%}  {counted(live, 'learner')} live  loss {loss}  "
+            f"{counted(status.merges, 'merge')} of {status.mean_contributors_per_merge:.2f}  "
             f"wire {format_bytes(status.up_bytes + status.down_bytes)}{self._event()}"
         )
 
@@ -132,7 +132,7 @@ class View:
     def _totals(self, status: Status) -> Text:
         versions = f"{min(status.versions)}..{max(status.versions)}" if status.versions else "-"
         return Text(
-            f"\nversions {versions}   {status.merges} merges, "
+            f"\nversions {versions}   {counted(status.merges, 'merge')}, "
             f"{status.mean_contributors_per_merge:.2f} contributors each   "
             f"{format_count(status.tokens_per_s)} tokens/s   wire: up "
             f"{format_bytes(status.up_bytes)}, down {format_bytes(status.down_bytes)}"

@@ -23,7 +23,7 @@ from narrows.broker.replay import History, merged_of, read, recover
 from narrows.broker.tables import Line, show_lines, terminal, width_of, wrapped
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.fragments import build_table
-from narrows.proto.units import format_bytes
+from narrows.proto.units import counted, format_bytes
 
 LAWS = {"avg": "mean", "rda": "layout"}
 """What `--merge` may say, and the merge law that it means."""
@@ -102,12 +102,12 @@ def audit(path: Path) -> None:
         print(f"from record {first} on: earlier ones were cut back, see broker.journal_keep")
     fates = ", ".join(f"{count} {what}" for what, count in sorted(found.fates.items()))
     print(
-        f"{found.rounds} rounds, {found.contributions} contributions, {len(found.epochs)} starts of"
-        f" the broker{'; ' if fates else ''}{fates}"
+        f"{counted(found.rounds, 'round')}, {counted(found.contributions, 'contribution')}, "
+        f"{counted(len(found.epochs), 'start')} of the broker{'; ' if fates else ''}{fates}"
     )
     if found.problems:
         raise NarrowsError(
-            ErrorCode.STATE_DAMAGED, f"{len(found.problems)} things do not add up",
+            ErrorCode.STATE_DAMAGED, f"{counted(len(found.problems), 'error')} in the journal",
             got="; ".join(found.problems[:5]),
         )  # fmt: skip
     if found.rounds:
@@ -147,10 +147,10 @@ def export_model(path: Path, target: Path) -> None:
         history = recover(_config(snapshot), snapshot, journal)
         _warn(journal)
         if history.gaps:
-            print(f"warning: {history.gaps} rounds {_GAP}, and are left out")
+            print(f"warning: {counted(history.gaps, 'round')} {_GAP}: left out")
     export(replace(snapshot, fragments=tuple(history.model.fragments)), target)
     versions = _versions(history.model.fragments)
-    print(f"{target}: versions {versions}, {history.replayed} rounds from the journal")
+    print(f"{target}: versions {versions}, {counted(history.replayed, 'round')} from the journal")
 
 
 def check_target(target: Path | None) -> None:
@@ -177,7 +177,7 @@ def model_digest(model: GlobalModel) -> str:
 
 def _tell_equal(again: History, as_run: History) -> None:
     _check_whole(again.gaps)
-    print(f"{again.replayed} rounds replayed, every digest as it was")
+    print(f"{counted(again.replayed, 'round')} replayed, every digest as it was")
     print(f"model {model_digest(again.model)}")
     if model_digest(again.model) != model_digest(as_run.model):
         raise NarrowsError(
@@ -204,7 +204,7 @@ def _tell_different(
         published = _merge_again(model, head, blobs, changes, number)
         if published != head.digests[2] and not differs:
             differs = f"record {number}, version {head.version} of fragment {head.fragment}"
-    print(f"{rounds} rounds merged again")
+    print(f"{counted(rounds, 'round')} merged again")
     print(f"model {model_digest(model)}, of the run {model_digest(as_run.model)}")
     print(f"different from {differs} on" if differs else "no difference")
     return model
@@ -255,14 +255,14 @@ def _config(snapshot: Snapshot) -> BrokerConfig:
     )
 
 
-_GAP = "of the journal follow one that was published and never written"
+_GAP = "of the journal came after one that was published and never written"
 """What `journal_errors = "serve"` may leave behind."""
 
 
 def _check_whole(gaps: int) -> None:
     if gaps:
         raise NarrowsError(
-            ErrorCode.STATE_DAMAGED, f"{gaps} rounds {_GAP}: they cannot be made again",
+            ErrorCode.STATE_DAMAGED, f"{counted(gaps, 'round')} {_GAP}: they cannot be made again",
             remedy="`narrows export` writes the newest model all the same",
         )  # fmt: skip
 
