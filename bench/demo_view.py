@@ -75,19 +75,8 @@ class View:
         return (
             f"{share:4.0%}  {counted(live, 'learner')} live  loss {loss}  "
             f"{counted(status.merges, 'merge')} of {status.mean_contributors_per_merge:.2f}  "
-            f"wire {format_bytes(status.up_bytes + status.down_bytes)}{self._event()}"
-        )
-
-    def _event(self) -> str:
-        """The chapter of the story that is on."""
-        story = self._story
-        if story.killed_at is None:
-            return ""
-        if story.returned_at is None:
-            return f"   {story.victim} was killed (SIGKILL); the others train on"
-        if story.contributed_at is None:
-            return f"   {story.victim} is back under its old name, warming up"
-        return f"   {story.victim} contributes again after {story.rejoin_s:.1f} s"
+            f"wire {format_bytes(status.up_bytes + status.down_bytes)}   {self._story.chapter}"
+        ).rstrip()
 
     def _picture(self, status: Status, alone: dict[str, Any]) -> Group:
         share = min(status.run_tokens / self._options.goal_tokens, 1.0)
@@ -101,7 +90,7 @@ class View:
         parts: list[Any] = [head, ProgressBar(total=1.0, completed=share, width=72), Text("")]
         parts.append(self._table(status, alone))
         parts.append(self._totals(status))
-        event = self._event().strip()
+        event = self._story.chapter
         parts.append(Text(event or status.waiting_for, style="bold yellow" if event else "dim"))
         return Group(*parts)
 
