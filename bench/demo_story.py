@@ -19,7 +19,7 @@ SYNC_PERIOD_STEPS = 16
 KILL_AT, RETURN_AT = 0.40, 0.60
 """Shares of the run at which a learner is killed and started again."""
 
-ROOM = 2.0
+ROOM = 1.5
 """Nobody is killed if the rest of the run is shorter than so many times the start of a learner, and
 who was killed is started again before it is."""
 
