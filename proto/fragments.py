@@ -21,6 +21,7 @@ from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
 from narrows.proto.layout import element_count
 from narrows.proto.limits import FRAGMENTS_MAX
 from narrows.proto.messages import LayoutEntry, MergeRule
+from narrows.proto.units import counted
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def build_table(layout: Sequence[LayoutEntry], fragment_count: int) -> tuple[Fra
     if len(parts) < fragment_count:
         possible = _largest_possible(layout, fragment_count)
         raise ConfigError(
-            f"fragments.count: this model cannot be cut into {fragment_count} fragments",
+            f"fragments.count: this model cannot be cut into {counted(fragment_count, 'fragment')}",
             expected=f"at most {possible}",
             got=str(fragment_count),
             remedy=f"set fragments.count = {possible}: only whole rows of a tensor are cut off",

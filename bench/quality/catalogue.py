@@ -281,8 +281,8 @@ def poison() -> list[QualityCell]:
 
 
 _MAKERS: Final[Sequence[Callable[[], list[QualityCell]]]] = (
-    modes, inner_rate, outer, sync_period, fragments, merge_rule, codec, adoption, lateness, weights,
-    variants, muon, learners, size, speeds, quorum, deaths, scavenging, poison,
+    modes, inner_rate, outer, sync_period, fragments, merge_rule, codec, adoption, lateness,
+    weights, variants, muon, learners, size, speeds, quorum, deaths, scavenging, poison,
 )  # fmt: skip
 GROUPS: Final = {make.__name__.replace("_", " "): make for make in _MAKERS}
 

@@ -20,6 +20,7 @@ from narrows.broker.storage.records import RoundRecord, payloads
 from narrows.broker.storage.replay import merged_of, read_records
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.fragments import build_table
+from narrows.proto.units import counted
 
 RULES = {"avg": "mean", "rda": "layout"}
 """What `--merge` may say, and the merge rule that it means."""
@@ -162,7 +163,7 @@ def config_of(snapshot: CheckpointContent) -> BrokerConfig:
     )
 
 
-GAP = "of the journal follow one that was published and never written"
+GAP = "of the journal came after one that was published and never written"
 """What `journal_errors = "serve"` may leave behind."""
 
 
@@ -170,7 +171,7 @@ def check_whole(gaps: int) -> None:
     """Raises NarrowsError if rounds are missing: what follows them cannot be made again."""
     if gaps:
         raise NarrowsError(
-            ErrorCode.STATE_DAMAGED, f"{gaps} rounds {GAP}: they cannot be made again",
+            ErrorCode.STATE_DAMAGED, f"{counted(gaps, 'round')} {GAP}: they cannot be made again",
             remedy="`narrows export` writes the newest model all the same",
         )  # fmt: skip
 

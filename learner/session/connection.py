@@ -12,6 +12,7 @@ from narrows.proto.errors import ErrorCode, Refused
 from narrows.proto.frames import encode_control
 from narrows.proto.limits import PROTOCOL, RATE_MIN
 from narrows.proto.messages import ControlMessage, Epoch, Hello, LayoutEntry, Refuse, Role
+from narrows.proto.units import counted
 
 HELLO_S = 0.25
 HELLO_MAX_S = 5.0
@@ -150,7 +151,7 @@ class Dialer:
 
     def other_count(self, now: int, before: int) -> Refused:
         """The broker came back with another number of fragments."""
-        what, remedy = f"the broker now has {now} fragments", "start the learner again"
+        what, remedy = f"the broker now has {counted(now, 'fragment')}", "start the learner again"
         return Refused(ErrorCode.LAYOUT_MISMATCH, what, expected=str(before), remedy=remedy)
 
     def silent_s(self, now: float) -> float:
