@@ -13,7 +13,7 @@ from narrows.broker.merging.model import (
     warm_up,
 )
 from narrows.broker.merging.outer import outer_optimizer
-from narrows.broker.merging.policy import Policy
+from narrows.broker.merging.policy import Policy, policy_of
 
 __all__ = [
     "Contribution",
@@ -28,6 +28,7 @@ __all__ = [
     "from_chunks",
     "merge_vectors",
     "outer_optimizer",
+    "policy_of",
     "version_zero",
     "warm_up",
     "weighted_sums",

@@ -58,7 +58,13 @@ class Service:
             undo.callback(self.wires.close)
             self.state_dir = StateDir.open(Path(config.broker.state_dir))
             undo.callback(self.state_dir.close)
-            begun = begin_epoch(config, self.state_dir, now=time.monotonic())
+            begun = begin_epoch(
+                config,
+                self.state_dir,
+                now=time.monotonic(),
+                uplink_port=self.wires.uplink_port,
+                downlink_port=self.wires.downlink_port,
+            )
             self.syncer = begun.syncer
             undo.callback(begun.close)
             self._events = EventFile(events, _log) if events else None
@@ -73,7 +79,6 @@ class Service:
         self._turns_behind = 0
         self._reach = crash_points(os.environ)
         run = self.syncer.state
-        run.uplink_port, run.downlink_port = self.wires.uplink_port, self.wires.downlink_port
         self.commits = None
         if begun.journal is not None:
             serve_on = config.broker.journal_errors == "serve"
@@ -81,9 +86,8 @@ class Service:
                 begun.journal, run, self._post, serve_on=serve_on, reach=self._reach
             )
         self.jobs = Jobs(
-            config, run, self.state_dir, self._post, self.commits, begun.journaled, self._reach
+            config, run, self.state_dir, self._post, self.commits, begun, reach=self._reach
         )
-        self.jobs.model = begun.model
         self.downlink = Downlink(
             self.wires,
             run,
@@ -252,9 +256,9 @@ class Service:
                 self.downlink.admit(learner, incarnation)
             case ev.Acknowledge(learner, positions):
                 self.downlink.acknowledge(learner, positions, time.monotonic())
-            case ev.RatesChanged(wan, told):
+            case ev.RatesChanged(wan, settings):
                 if self.jobs.model is not None:
-                    self.jobs.model.tell(told)
+                    self.jobs.model.follow(settings)
                 self.downlink.set_rates(wan, time.monotonic())
             case ev.Forget(learner):
                 self.downlink.forget(learner)
@@ -302,8 +306,8 @@ class Service:
                 "fragment": effect.fragment,
                 "version": effect.version,
                 "digest": f"{outcome.state.digest:016x}",
-                "contributors": [done.learner for done in effect.contributions],
-                "tokens": sum(done.tokens for done in effect.contributions),
+                "contributors": [each.learner for each in effect.contributions],
+                "tokens": sum(each.tokens for each in effect.contributions),
                 "live": len(run.roster.ready()),
                 "run_tokens": run.clock.run_tokens,
                 "reason": effect.reason,

@@ -1,14 +1,18 @@
-"""Who joins: Hello, contested names, Welcome. [pure]"""
+"""Admission of learners: Hello, contested names, Welcome. [pure]"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from narrows.broker.config import BrokerSection
+from narrows.broker.syncer import data_path, serving
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.forgetting import forget_at, forget_gone, forget_older
 from narrows.broker.syncer.founding import Founding
-from narrows.broker.syncer.members import Member, check_name
+from narrows.broker.syncer.member import Copies, Member, Session, Uplink
+from narrows.broker.syncer.participation import Participation
+from narrows.broker.syncer.phases import RunPhase
+from narrows.broker.syncer.roster import check_name
 from narrows.broker.syncer.run import RunState, drop_pushes, refusal
 from narrows.proto import messages as msg
 from narrows.proto.codec import codecs_of, setting_names
@@ -36,10 +40,10 @@ class Admission:
     founding: Founding
     _contests: dict[str, _Contest] = field(default_factory=dict[str, _Contest])
     _nonce: int = 0
-    _lost: dict[int, int] = field(default_factory=dict[int, int])
-    """The newest version by fragment that the operator was told of as lost."""
-    _copy_told: bool = False
-    """The operator was told that this state directory is an older copy."""
+    _named_lost: dict[int, int] = field(default_factory=dict[int, int])
+    """Newest version per fragment that the operator's log has as lost."""
+    _copy_named: bool = False
+    """The operator's log says that this state directory is an older copy."""
 
     def hello(self, event: ev.Received, now: float) -> list[ev.Effect]:
         """A Hello: refused with the reason, contested, or admitted."""
@@ -62,8 +66,8 @@ class Admission:
     def _contest(
         self, event: ev.Received, hello: msg.Hello, holder: Member, now: float
     ) -> list[ev.Effect]:
-        """Somebody else holds the name: the holder is probed."""
-        assert holder.peer is not None
+        """Probes the live holder of a name that a newcomer claims."""
+        assert holder.connected and holder.incarnation != hello.incarnation
         contest = self._contests.get(hello.name)
         if contest is not None:
             # The newcomer repeats its Hello, perhaps on a new connection; a third one waits.
@@ -76,7 +80,7 @@ class Admission:
         return [ev.Send(holder.peer, msg.Probe(self._nonce))]
 
     def _probe_again(self, hello: msg.Hello, peer: ev.Peer, now: float) -> list[ev.Effect]:
-        """The holder of a contested name came back on another connection: ask it there."""
+        """Asks the holder of a contested name again, on the connection on which it came back."""
         contest = self._contests.get(hello.name)
         if contest is None:
             return []
@@ -93,8 +97,8 @@ class Admission:
             ErrorCode.NAME_IN_USE,
             f"the name {member.name!r} is held by a live learner",
             expected="a name of its own for every learner",
-            got=f"{member.name!r}, held from {member.address or 'unknown address'} "
-            f"for {now - member.joined_at:.0f} s",
+            got=f"{member.name!r}, held from {member.session.address or 'unknown address'} "
+            f"for {now - member.session.joined_at:.0f} s",
             remedy="choose another --name, or stop the other process first",
         )
         self.state.tally.refuse(error.code)
@@ -112,19 +116,26 @@ class Admission:
         return effects + forget_gone(self.state, now)
 
     def _award(self, name: str, now: float) -> list[ev.Effect]:
-        """The newcomer gets the name, if there is one."""
+        """Gives a contested name to the newcomer, if there is one."""
         contest = self._contests.pop(name, None)
-        return self._admit(contest.newcomer, contest.hello, now) if contest else []
+        if contest is None:
+            return []
+        try:
+            # Its connection may speak for another name by now, which it joined under meanwhile.
+            self._check(contest.hello, contest.newcomer.peer)
+        except NarrowsError as error:
+            return self._refused(contest.newcomer, error)
+        return self._admit(contest.newcomer, contest.hello, now)
 
     def next_deadline(self) -> float | None:
         times = [contest.until for contest in self._contests.values()]
         return min([*times, *forget_at(self.state)], default=None)
 
     def lost(self, member: Member, now: float) -> list[ev.Effect]:
-        """A learner is gone: whoever claims its name gets it; the next founder is asked."""
+        """A learner is gone: gives its name to a newcomer and asks the next founder."""
         effects = self._award(member.name, now)
         holder = self.state.roster.get(member.name)
-        if self.state.phase is not msg.Phase.FOUNDING or (holder is not None and holder.connected):
+        if self.state.phase is not RunPhase.FOUNDING or (holder is not None and holder.connected):
             return effects
         effects += self.founding.lost(member)
         waiting = self.state.roster.connected()
@@ -133,7 +144,7 @@ class Admission:
         )
 
     def welcome_all(self, now: float) -> list[ev.Effect]:
-        """Version 0 is durable: everybody who waits may adopt it."""
+        """Sends the state that the group shares to everybody: it has changed."""
         effects: list[ev.Effect] = []
         for member in self.state.roster.connected():
             effects += self._welcome(member, now)
@@ -203,15 +214,15 @@ class Admission:
 
     def _check_layout(self, hello: msg.Hello) -> None:
         state = self.state
-        found = differences(state.layout, hello.layout)
-        if not found and hello.frozen_digest != state.frozen_digest:
-            found = ["the frozen (not trained) parameters differ"]
-        if found:
+        different = differences(state.layout, hello.layout)
+        if not different and hello.frozen_digest != state.frozen_digest:
+            different = ["the frozen (not trained) parameters differ"]
+        if different:
             raise RemoteProtocolError(
                 ErrorCode.LAYOUT_MISMATCH,
                 f"the model of {hello.name!r} is not the run's model",
                 expected=f"{counted(len(state.layout), 'tensor')} as in the run",
-                got="; ".join(found),
+                got="; ".join(different),
                 remedy="start every learner with the same model code and configuration; another "
                 "model needs a run of its own, that is a broker with another --state-dir",
             )
@@ -227,24 +238,22 @@ class Admission:
         is_same = before is not None and before.incarnation == hello.incarnation
         if before is not None and is_same and before.connected and before.peer == event.peer:
             return self._welcome(before, now)  # A Hello that was repeated.
+        last_merged = [
+            state.merged_pushes.get((hello.name, hello.incarnation, index), (0, 0))[0]
+            for index in range(count)
+        ]
         member = Member(
             hello.name,
             hello.incarnation,
-            event.peer,
-            event.address,
-            now,
-            now,
-            held=[-1] * count,
-            last_merged=[
-                state.merged_pushes.get((hello.name, hello.incarnation, index), (0, 0))[0]
-                for index in range(count)
-            ],
-            received=[0] * state.settings.streams,
-            contributed_at=now,
+            Session(event.peer, event.address, heard_at=now, joined_at=now),
+            Copies([-1] * count),
+            Uplink([0] * state.settings.streams),
+            Participation(last_merged, contributed_at=now),
         )
         try:
-            if before is not None and is_same and len(before.held) == count:
+            if before is not None and is_same and len(before.copies.held) == count:
                 state.roster.move(before, event.peer, event.address, now)
+                data_path.begin(before)
                 return self._enter(before, hello, "is back", now)
             state.roster.admit(member)
         except RemoteProtocolError as error:
@@ -260,15 +269,15 @@ class Admission:
         self.state.shares.admit(member, self.state.roster.connected(), now)
         return [
             ev.Admit(member.name, member.incarnation),
-            ev.Note("info", f"{member.name} {verb} from {member.address or '?'}"),
+            ev.Note("info", f"{member.name} {verb} from {member.session.address or '?'}"),
             ev.LogFate("joined", member.name, member.incarnation, reason=verb),
             *self._history_lost(hello),
             *self._welcome(member, now),
         ]
 
     def _history_lost(self, hello: msg.Hello) -> list[ev.Effect]:
-        """A learner has seen what this state directory does not hold. Told as far as it is news;
-        the learner finds out from the Welcome and goes back."""
+        """Warns once if a learner has seen versions or epochs that this state directory lacks. The
+        learner finds out from the Welcome and goes back by itself."""
         state = self.state
         here = state.versions or (-1,) * len(hello.versions)
         ahead = {
@@ -276,17 +285,18 @@ class Admission:
             for index, (version, own) in enumerate(zip(hello.versions, here, strict=False))
             if version > own
         }
-        # A life that was not before this one, or has its number: one of another copy.
+        # An epoch that this directory did not count before its own was counted in another copy.
         is_copy = hello.epoch[:2] >= state.epoch[:2] and hello.epoch != state.epoch
         if hello.run_id != state.run_id or not (ahead or is_copy):
             return []
         state.tally.history_lost += 1
-        news = is_copy and not self._copy_told
-        news |= any(v > self._lost.get(index, -1) for index, (v, _) in ahead.items())
+        named = self._named_lost
+        news = is_copy and not self._copy_named
+        news |= any(v > named.get(index, -1) for index, (v, _) in ahead.items())
         if not news:
             return []
-        self._copy_told |= is_copy
-        self._lost |= {index: max(v, self._lost.get(index, -1)) for index, (v, _) in ahead.items()}
+        self._copy_named |= is_copy
+        named |= {index: max(v, named.get(index, -1)) for index, (v, _) in ahead.items()}
         broker = state.config.broker
         level = "error" if broker.journal != "off" and not is_copy else "warning"
         why = _why_lost(hello, broker, is_copy=is_copy)
@@ -294,18 +304,16 @@ class Admission:
 
     def _welcome(self, member: Member, now: float) -> list[ev.Effect]:
         state = self.state
-        assert member.peer is not None
         role, effects = msg.Role.ADOPT, list[ev.Effect]()
-        if state.phase is msg.Phase.FOUNDING:
+        if state.phase is RunPhase.FOUNDING:
             role, effects = self.founding.role(member, now)
-        elif not member.ready and member.adopting_since is None:
-            member.adopting_since = now
-            member.down.expect(now)
+        else:
+            serving.begin_adoption(member, now)
         return [ev.Send(member.peer, state.welcome(member, role, now)), *effects]
 
 
 def _why_lost(hello: msg.Hello, broker: BrokerSection, *, is_copy: bool) -> str:
-    """How it can be that a learner has seen more than the state directory holds."""
+    """Explains how a learner can have seen more than the state directory holds."""
     if is_copy:
         epoch = "{}.{}".format(*hello.epoch)
         return (
@@ -322,7 +330,8 @@ def _why_lost(hello: msg.Hello, broker: BrokerSection, *, is_copy: bool) -> str:
 
 
 def _what_is_lost(name: str, ahead: dict[int, tuple[int, int]]) -> str:
-    """`ahead`: the learner's version and the broker's, by fragment."""
+    """Lists lost versions; `ahead` has the learner's version and the broker's, by fragment."""
+    assert all(version > own for version, own in ahead.values())
     if not ahead:
         return f"{name} holds no newer version; where its copies differ it takes the broker's"
     listed = [

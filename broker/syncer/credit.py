@@ -10,7 +10,7 @@ from narrows.broker.config import BrokerConfig, settings
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.bits import Need
 from narrows.broker.syncer.founding import Founding
-from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.member import Member
 from narrows.broker.syncer.run import RunState
 from narrows.proto import messages as msg
 from narrows.proto.config import flatten
@@ -39,32 +39,32 @@ class Allowance:
         if member is None or member.incarnation != header.incarnation or not member.connected:
             return []
         self.state.roster.heard(member, now)
-        if member.acknowledge_at is None:
-            member.acknowledge_at = now + ACKNOWLEDGE_S
-        if sum(member.received) - member.acknowledged >= ACKNOWLEDGE_BYTES:
-            soon = member.acknowledged_at + ACKNOWLEDGE_SOON_S
-            member.acknowledge_at = min(member.acknowledge_at, max(now, soon))
-        return [self._progress(member, now)] if now >= member.acknowledge_at else []
+        if member.credit.due_at is None:
+            member.credit.due_at = now + ACKNOWLEDGE_S
+        if sum(member.uplink.positions) - member.credit.acknowledged_bytes >= ACKNOWLEDGE_BYTES:
+            soon = member.credit.acknowledged_at + ACKNOWLEDGE_SOON_S
+            member.credit.due_at = min(member.credit.due_at, max(now, soon))
+        return [self._progress(member, now)] if now >= member.credit.due_at else []
 
     def advance(self, now: float) -> list[ev.Effect]:
         """Positions that are due, and rates that have changed."""
         due = [
             member
             for member in self.state.roster.connected()
-            if member.acknowledge_at is not None and now >= member.acknowledge_at
+            if member.credit.due_at is not None and now >= member.credit.due_at
         ]
         return [self._progress(member, now) for member in due] + self._divide(now)
 
     def next_deadline(self) -> float | None:
         """When the next positions are due."""
         members = self.state.roster.connected()
-        times = [m.acknowledge_at for m in members if m.acknowledge_at is not None]
+        times = [m.credit.due_at for m in members if m.credit.due_at is not None]
         return min(times, default=None)
 
-    def told(self, member: Member, now: float) -> None:
-        """A Beat with the positions has gone out."""
-        member.acknowledged, member.acknowledge_at = sum(member.received), None
-        member.acknowledged_at = now
+    def acknowledged(self, member: Member, now: float) -> None:
+        """Notes that a Beat or Progress with the positions has gone out."""
+        member.credit.acknowledged_bytes, member.credit.due_at = sum(member.uplink.positions), None
+        member.credit.acknowledged_at = now
 
     def reload(self, config: BrokerConfig, now: float) -> list[ev.Effect]:
         """Takes the rates of a configuration that was read again; names what needs a restart."""
@@ -110,9 +110,8 @@ class Allowance:
         return ev.RatesChanged(self.state.config.wan, self.state.settings)
 
     def _progress(self, member: Member, now: float) -> ev.Effect:
-        assert member.peer is not None
-        self.told(member, now)
-        return ev.Send(member.peer, msg.Progress(tuple(member.received)))
+        self.acknowledged(member, now)
+        return ev.Send(member.peer, msg.Progress(tuple(member.uplink.positions)))
 
     def _divide(self, now: float) -> list[ev.Effect]:
         members = self.state.roster.connected()
@@ -120,8 +119,7 @@ class Allowance:
         return [self._beat(member, now) for member in changed]
 
     def _beat(self, member: Member, now: float) -> ev.Effect:
-        assert member.peer is not None
-        self.told(member, now)
+        self.acknowledged(member, now)
         return ev.Send(member.peer, self.state.beat(member, now))
 
     def _senders(self) -> set[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from narrows.broker.syncer import events as ev
-from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.member import Member
 from narrows.broker.syncer.run import RunState
 from narrows.proto.limits import LEARNERS_MAX
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from narrows.broker.syncer import data_path
 from narrows.broker.syncer import events as ev
-from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.member import Member
 from narrows.broker.syncer.run import RunState, refusal
 from narrows.proto import messages as msg
 from narrows.proto.codec import STATE_CODEC
@@ -120,7 +120,7 @@ class Founding:
     def missing(self, now: float) -> list[ev.Effect]:
         """Asks the founder again for what has not arrived, once nothing arrives any more."""
         founder = self.state.roster.get(self.founder)
-        if founder is None or founder.peer is None or self._making:
+        if founder is None or founder.session.peer is None or self._making:
             return []
         if now < max(self._progress_at, self._asked_at) + REPAIR_S * 2.0**self._asks:
             return []
@@ -154,11 +154,10 @@ class Founding:
         effects.append(ev.Note("error", f"version 0 cannot be made: {error}"))
         again = RemoteProtocolError(ErrorCode.UNKNOWN_SESSION, "founding starts again")
         for member in self.state.roster.connected():
-            assert member.peer is not None
-            member.left = member.name == by
-            refuse = refusal(error if member.left else again)
+            is_cause = member.name == by
+            refuse = refusal(error if is_cause else again)
             effects += [ev.Send(member.peer, refuse), ev.Forget(member.name)]
-            self.state.roster.disconnect(member)
+            self.state.roster.disconnect(member, left=is_cause)
         return effects
 
     def held_handles(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from narrows.broker.syncer import data_path
 from narrows.broker.syncer import events as ev
-from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.member import Member
 from narrows.broker.syncer.rounds import Round
 from narrows.broker.syncer.run import RunState, refusal
 from narrows.proto import messages as msg
@@ -44,7 +44,7 @@ class Intake:
     def _decline_refused(self, member: Member, message: msg.Push) -> list[ev.Effect]:
         """A push that was refused, perhaps for a chunk that came before it, will not come; who
         announces it again may have missed the refusal."""
-        if message.push_id not in member.refused_pushes or member.peer is None:
+        if message.push_id not in member.uplink.refused_pushes or member.session.peer is None:
             return []
         told = msg.Decline(
             message.fragment, message.base_version, message.attempt, "its push was refused"
@@ -75,9 +75,9 @@ class Intake:
             self.state.tally.refuse(ErrorCode.OLD_INCARNATION)
             return drop
         data_path.arrived(member)
-        if header.stream < len(member.received):
-            member.received[header.stream] = header.position
-            member.up.move(member.received, now)
+        if header.stream < len(member.uplink.positions):
+            member.uplink.positions[header.stream] = header.position
+            member.uplink.flow.move(member.uplink.positions, now)
         push = header.kind is msg.DataKind.PUSH
         if push and self._is_settled(member, header.fragment, header.push_id):
             return drop
@@ -142,10 +142,10 @@ class Intake:
         self, member: Member, error: NarrowsError, fragment: int, push_id: int
     ) -> list[ev.Effect]:
         """Tells the learner once per push why it is not merged; what has arrived of it goes."""
-        if push_id and push_id in member.refused_pushes:
+        if push_id and push_id in member.uplink.refused_pushes:
             return []
-        member.refused_pushes.append(push_id)
-        member.refused += 1
+        member.uplink.refused_pushes.append(push_id)
+        member.uplink.refused += 1
         self.state.tally.refuse(error.code)
         effects: list[ev.Effect] = [
             ev.LogFate(
@@ -158,7 +158,7 @@ class Intake:
             effects.append(ev.Drop(round_.drop_push(member.name)))
             # Nobody waits for it; while the round is open, it may answer again.
             round_.declined[member.name] = f"its push was refused: {error.code}"
-        if member.peer is not None:
+        if member.session.peer is not None:
             refuse = refusal(error, fragment=fragment, push_id=push_id)
             effects.append(ev.Send(member.peer, refuse))
         return effects
@@ -168,12 +168,15 @@ class Intake:
 
         A refusal would make the learner believe that its merged push was lost.
         """
-        if push_id in member.refused_pushes:
+        if push_id in member.uplink.refused_pushes:
             return True
         round_ = self.state.rounds.get(fragment)
         if round_ is not None and round_.has(member.incarnation, push_id, member.name):
             return True
-        return fragment < len(member.last_merged) and 0 < push_id <= member.last_merged[fragment]
+        return (
+            fragment < len(member.participation.last_merged)
+            and 0 < push_id <= member.participation.last_merged[fragment]
+        )
 
     def repair(self, now: float) -> list[ev.Effect]:
         """Asks for the chunks that are missing from announced pushes without progress."""
@@ -185,7 +188,12 @@ class Intake:
                 member = self.state.roster.get(name)
                 quiet_s = now - max(push.progress_at, push.asked_at)
                 patience_s = min(REPAIR_S * 2.0**push.asks, REPAIR_MAX_S)
-                if member is None or member.peer is None or quiet_s < patience_s or push.here:
+                if (
+                    member is None
+                    or member.session.peer is None
+                    or quiet_s < patience_s
+                    or push.here
+                ):
                     continue
                 push.asked_at, push.asks = now, push.asks + 1
                 missing = msg.Missing(
@@ -272,17 +280,15 @@ class Intake:
     def _settle(self, round_: Round, member: Member, now: float) -> None:
         push = round_.incoming.get(member.name)
         if push is not None and round_.settle_if_complete(push, now):
-            if member.name in round_.expected and not push.declined_before:
-                # Who evaluated or was not here would seem to take as long for every push.
-                member.arrival.add(now - round_.opened_at)
-            member.missed_running, member.missed_named = 0, False
-            member.contributed_at = now
+            # A learner that evaluated or was not here would seem to take as long for every push.
+            is_usual = member.name in round_.expected and not push.declined_before
+            member.participation.complete(now - round_.opened_at if is_usual else None, now)
             if not self._is_sending(member):
-                member.up.settle()
+                member.uplink.flow.settle()
 
     def _expect(self, member: Member, now: float) -> None:
         """Bytes of a push are awaited: the time until they come tells the learner's rate."""
-        member.up.expect(now, anew=not self._is_sending(member))
+        member.uplink.flow.expect(now, anew=not self._is_sending(member))
 
     def _is_sending(self, member: Member) -> bool:
         return any(member.name in round_.incoming for round_ in self.state.rounds.values())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.member import Member
 
 IDLE_SHARE: Final = 1 / 32
 """Of an equal share stays with a learner that has nothing to send: it can begin at once."""
@@ -92,14 +92,14 @@ class _Room:
     def __init__(self, total: float, members: Sequence[Member]) -> None:
         self._total, self._count = total, len(members)
         self._taken = sum(_taken(member) for member in members)
-        self._unlimited = sum(member.keeps_bits_per_s == 0.0 for member in members)
+        self._unlimited = sum(member.kept_bits_per_s == 0.0 for member in members)
 
     def give(self, member: Member, wanted: float) -> None:
         """Raises its rate to what is wanted and free. A newcomer gets a little at once, all of
         them together one IDLE_SHARE."""
         own = _taken(member)
         others = self._taken - own
-        if self._unlimited > (member.keeps_bits_per_s == 0.0):
+        if self._unlimited > (member.kept_bits_per_s == 0.0):
             others = max(others, self._total)  # Somebody still knows of no limit.
         free = self._total - others
         if not member.up_bits_per_s:
@@ -111,4 +111,4 @@ class _Room:
 
 def _taken(member: Member) -> float:
     """What it may be sending: as told, or as it still does."""
-    return max(member.up_bits_per_s, member.keeps_bits_per_s or 0.0)
+    return max(member.up_bits_per_s, member.kept_bits_per_s or 0.0)

@@ -1,6 +1,6 @@
-"""The state that the parts of the syncer share. [pure]
+"""The state that the modules of the syncer share. [pure]
 
-Nothing here decides anything; `syncer`, `admission` and `intake` do.
+Nothing here decides anything: `machine` and the modules that it names do.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import TypeAlias
 from narrows.broker.config import BrokerConfig
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.clock import RunClock
-from narrows.broker.syncer.members import Member, Roster
+from narrows.broker.syncer.member import Member
+from narrows.broker.syncer.phases import RunPhase, Turn, next_phase
 from narrows.broker.syncer.rates import Shares
+from narrows.broker.syncer.roster import Roster
 from narrows.broker.syncer.rounds import Round
-from narrows.broker.syncer.tally import Tally
 from narrows.proto import messages as msg
 from narrows.proto.errors import NarrowsError
 from narrows.proto.flow import least_chunk_elements, parts_max
@@ -23,6 +24,41 @@ from narrows.proto.schedule import first_step, is_lockstep, snapshot_step
 
 MergedPushes: TypeAlias = dict[tuple[str, str, int], tuple[int, int]]
 """Last merged push, and tokens of all merged ones, by learner, incarnation and fragment."""
+
+
+@dataclass
+class Tally:
+    """Counts since the broker started, for operators and benches. Times on the caller's clock."""
+
+    started_at: float
+    merges: int = 0
+    contributions_merged: int = 0
+    refused: dict[str, int] = field(default_factory=dict[str, int])
+    """Refused messages by error code."""
+    norms_clipped: int = 0
+    history_lost: int = 0
+    """Joins of learners that had seen versions or epochs which the broker's state lacks."""
+    longest_gap_s: float = 0.0
+    last_merge_at: float | None = None
+
+    def merged(self, contributors: int, clipped: int, now: float) -> None:
+        """Counts one merge."""
+        assert contributors >= 1 and clipped >= 0
+        if self.last_merge_at is not None:
+            assert now >= self.last_merge_at
+            self.longest_gap_s = max(self.longest_gap_s, now - self.last_merge_at)
+        self.last_merge_at = now
+        self.merges += 1
+        self.contributions_merged += contributors
+        self.norms_clipped += clipped
+
+    def refuse(self, code: str) -> None:
+        """Counts one refused message."""
+        self.refused[code] = self.refused.get(code, 0) + 1
+
+    @property
+    def mean_contributors(self) -> float:
+        return self.contributions_merged / self.merges if self.merges else 0.0
 
 
 @dataclass
@@ -36,9 +72,7 @@ class RunState:
     roster: Roster
     tally: Tally
     clock: RunClock = field(default_factory=RunClock)
-    phase: msg.Phase = msg.Phase.FOUNDING
-    end_told: bool = False
-    """The end is durable: whoever leaves now leaves with the model that a restart has as well."""
+    phase: RunPhase = RunPhase.FOUNDING
     layout: tuple[msg.LayoutEntry, ...] = ()
     """Empty until the first learner (or the checkpoint) has brought it."""
     frozen_digest: int = 0
@@ -52,7 +86,7 @@ class RunState:
     rounds: dict[int, Round] = field(default_factory=dict[int, Round])
     """Open rounds by fragment."""
     least_chunk_elements: int = 0
-    """The smallest cut that was told in this epoch: with it a transfer may have begun."""
+    """The smallest chunk size announced in this epoch: a transfer may have begun with it."""
     epoch_resumed: bool = False
     """The state came from a checkpoint: learners of the epoch before may still come back."""
     uplink_port: int = 0
@@ -62,24 +96,22 @@ class RunState:
         self.least_chunk_elements = least_chunk_elements(self.settings)
         self.shares = Shares(self.config.wan.total_up, self.config.wan.up)
 
-    def set_config(self, config: BrokerConfig, told: msg.RunSettings) -> None:
+    def set_config(self, config: BrokerConfig, settings: msg.RunSettings) -> None:
         """Other rates apply from now on."""
-        self.config, self.settings = config, told
-        self.least_chunk_elements = min(self.least_chunk_elements, least_chunk_elements(told))
+        self.config, self.settings = config, settings
+        self.least_chunk_elements = min(self.least_chunk_elements, least_chunk_elements(settings))
         for index, round_ in self.rounds.items():
             round_.cut_finer(parts_max(self.table[index].elements, self.least_chunk_elements))
         self.shares.set_rates(config.wan.total_up, config.wan.up)
+
+    def turn(self, turn: Turn) -> None:
+        """Goes on to the next phase, the only way there is."""
+        self.phase = next_phase(self.phase, turn)
 
     @property
     def lockstep(self) -> bool:
         """All live learners contribute at a named step."""
         return is_lockstep(self.settings)
-
-    @property
-    def told_phase(self) -> msg.Phase:
-        """The phase that learners and users hear of."""
-        is_early = self.phase is msg.Phase.ENDED and not self.end_told
-        return msg.Phase.ENDING if is_early else self.phase
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -105,9 +137,9 @@ class RunState:
         """Inner step at which a newcomer starts to count in the lockstep modes."""
         return first_step(self.settings, self.versions) if self.lockstep and self.heads else 0
 
-    def told_heads(self) -> tuple[msg.FragmentHead, ...]:
+    def visible_heads(self) -> tuple[msg.FragmentHead, ...]:
         """The newest versions; none before version 0 is handed out."""
-        return () if self.phase is msg.Phase.FOUNDING else tuple(self.heads)
+        return () if self.phase is RunPhase.FOUNDING else tuple(self.heads)
 
     def tokens_per_s(self, now: float) -> float:
         live = [member.incarnation for member in self.roster.ready()]
@@ -117,12 +149,12 @@ class RunState:
         """What a learner is told on change and every second."""
         return msg.Beat(
             epoch=self.epoch,
-            phase=self.told_phase,
-            versions=tuple(head.version for head in self.told_heads()),
+            phase=self.phase.visible,
+            versions=tuple(head.version for head in self.visible_heads()),
             rounds=self.open_rounds(),
             run_tokens=self.clock.run_tokens,
             tokens_per_s=self.tokens_per_s(now),
-            received=tuple(member.received),
+            received=tuple(member.uplink.positions),
             up_bits_per_s=member.up_bits_per_s,
         )
 
@@ -135,9 +167,9 @@ class RunState:
             settings=self.settings,
             uplink_port=self.uplink_port,
             downlink_port=self.downlink_port,
-            fragments=self.told_heads(),
+            fragments=self.visible_heads(),
             rounds=self.open_rounds(),
-            phase=self.told_phase,
+            phase=self.phase.visible,
             run_tokens=self.clock.run_tokens,
             tokens_per_s=self.tokens_per_s(now),
             step=self.first_step(),

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from narrows.broker.syncer import events as ev
-from narrows.broker.syncer.members import Liveness, Member, median_step_s
+from narrows.broker.syncer import serving
+from narrows.broker.syncer.member import Liveness, Member, median_step_s
+from narrows.broker.syncer.phases import RunPhase
 from narrows.broker.syncer.quorum import Awaited, Decision, QuorumRule, Verdict
 from narrows.broker.syncer.rounds import Round
 from narrows.broker.syncer.run import RunState
@@ -24,14 +26,6 @@ REOPEN_S = 0.5
 
 REASON_CHARACTERS = 60
 """Of a peer's reason, as operators see it."""
-
-MISSED_FACTOR = 1.5
-"""A contribution that was missed counts as one that took so much longer than the wait."""
-
-MISSED_RUNNING_NAMED = 3
-MISSED_NAMED_S = 10.0
-"""A learner that missed so many rounds running, for so long, is named in the log: where rounds
-are quick a healthy one misses some."""
 
 
 @dataclass
@@ -84,18 +78,18 @@ class Scheduler:
         In the lockstep modes the snapshot's step takes care of that; at the end nothing does.
         """
         state = self.state
-        if state.lockstep or state.phase is msg.Phase.ENDING:
+        if state.lockstep or state.phase is RunPhase.ENDING:
             return max(self._reopen_at, self._return_by)
         spacing = state.settings.sync_period_steps / state.settings.fragment_count
         return max(self._reopen_at, self.launched_at + spacing * state.roster.step_s())
 
     def _can_launch(self) -> bool:
         state = self.state
-        if self.halted or state.phase not in (msg.Phase.RUNNING, msg.Phase.ENDING):
+        if self.halted or state.phase not in (RunPhase.RUNNING, RunPhase.ENDING):
             return False
         if len(state.rounds) >= state.config.merge.rounds_in_flight or not state.roster.ready():
             return False
-        if state.phase is msg.Phase.ENDING:
+        if state.phase is RunPhase.ENDING:
             return any(index not in state.rounds for index in self.final_due)
         if state.lockstep:
             # A learner that is still adopting would miss a round that all must contribute to.
@@ -106,7 +100,7 @@ class Scheduler:
         """The fragment whose turn it is, None if it is in flight already."""
         state = self.state
         free = [index for index in range(len(state.heads)) if index not in state.rounds]
-        if state.phase is msg.Phase.ENDING:
+        if state.phase is RunPhase.ENDING:
             free = [index for index in free if index in self.final_due]
             return free[0] if free else None
         if state.lockstep:
@@ -118,7 +112,7 @@ class Scheduler:
         """Opens the rounds that are due; the next Beat tells them."""
         state = self.state
         self._find_adopting(now)
-        ending = state.phase is msg.Phase.ENDING
+        ending = state.phase is RunPhase.ENDING
         self._return_by = self.absent(now).get("", 0.0) if ending else 0.0
         while self._can_launch():
             index = self._next_due()
@@ -146,7 +140,7 @@ class Scheduler:
         self.adopting.clear()
         self._adopting_until = math.inf
         for member in self.state.roster.connected():
-            until = (member.adopting_since or now) + ADOPTION_WAIT_S
+            until = (member.copies.adopting_since or now) + ADOPTION_WAIT_S
             if self.state.lockstep and not member.ready and now < until:
                 self.adopting.append(member.name)
                 self._adopting_until = min(self._adopting_until, until)
@@ -158,9 +152,9 @@ class Scheduler:
             Awaited(
                 member.name,
                 member.name in round_.incoming and bool(round_.incoming[member.name].announced),
-                member.state is Liveness.LATE,
+                member.session.liveness is Liveness.LATE,
                 member.predicted_s(),
-                member.arrival.mean,
+                member.participation.arrival.mean,
                 round_.is_here(member.name),
             )
             for member in ready
@@ -171,7 +165,7 @@ class Scheduler:
 
     def decision(self, round_: Round, ready: list[Member], now: float) -> Decision:
         """What to do with a round now, and why; `ready` are the learners that may contribute."""
-        merge, ending = self.state.config.merge, self.state.phase is msg.Phase.ENDING
+        merge, ending = self.state.config.merge, self.state.phase is RunPhase.ENDING
         if ending and (absent := [name for name in self.absent(now) if round_.awaits(name)]):
             return Decision(Verdict.WAIT, f"may come back: {', '.join(absent)}")
         rule = QuorumRule(
@@ -259,16 +253,10 @@ class Scheduler:
         for awaited in self._awaited(round_, self.state.roster.counted_on()):
             member = self.state.roster.get(awaited.name)
             assert member is not None
-            member.missed_running += 1
-            if not awaited.late:
-                # It would have come later than now: predictions that know only those who were in
-                # time would leave a learner that became slower out for ever.
-                member.arrival.add(MISSED_FACTOR * (now - round_.opened_at))
-            since_s = now - member.contributed_at
-            running = member.missed_running >= MISSED_RUNNING_NAMED and since_s >= MISSED_NAMED_S
-            if running and not member.missed_named:
-                member.missed_named = True
-                missed = f"missed {member.missed_running} rounds in {since_s:.0f} s"
+            # A learner that is late may be cut off: that says nothing about its pace.
+            waited_s = None if awaited.late else now - round_.opened_at
+            member.participation.miss(waited_s)
+            if missed := member.participation.name_misses(now):
                 text = f"{member.name} {missed}: {_why_missed(awaited)}"
                 effects.append(ev.Note("warning", text))
         return effects
@@ -283,22 +271,19 @@ class Scheduler:
         self._merge_started.pop((index, event.version - PUBLICATIONS_KEPT), None)
         state.tally.merged(len(round_.contributed), event.clipped, now)
         self._end_round(round_)
-        for done in round_.contributions():
-            member = state.roster.get(done.learner)
-            if member is None or member.incarnation != done.incarnation:
+        for contribution in round_.contributions():
+            member = state.roster.get(contribution.learner)
+            if member is None or member.incarnation != contribution.incarnation:
                 continue  # It was replaced or forgotten: it cannot come back to ask.
-            member.last_merged[index] = done.push_id
-            member.contributions += 1
-            key = done.learner, done.incarnation, index
-            tokens = state.merged_pushes.get(key, (0, 0))[1] + done.tokens
-            state.merged_pushes[key] = done.push_id, tokens
+            member.participation.merge(index, contribution.push_id)
+            key = contribution.learner, contribution.incarnation, index
+            tokens = state.merged_pushes.get(key, (0, 0))[1] + contribution.tokens
+            state.merged_pushes[key] = contribution.push_id, tokens
         effects: list[ev.Effect] = [
-            ev.Publish(member.name, index, event.version, member.last_merged[index])
+            ev.Publish(member.name, index, event.version, member.participation.last_merged[index])
             for member in state.roster.connected()
         ]
-        before = tuple(head.version - (i == index) for i, head in enumerate(state.heads))
-        for member in state.roster.connected():
-            member.down.expect(now, anew=tuple(member.held) == before)
+        serving.expect_adoptions(state, index, now)
         return effects
 
     def merge_failed(self, fragment: int, reason: str, now: float) -> list[ev.Effect]:
