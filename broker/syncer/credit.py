@@ -1,4 +1,7 @@
-"""What learners may send: the credit that their positions give, and their rates. [pure]"""
+"""Permission to send: acknowledged uplink positions, and the learners' rates. [pure]
+
+This module alone writes `Member.credit`; `rates` sets the rates that it asks for.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ NOTHING_NEW = "read again: the rates are what they were (those given as flags wi
 
 @dataclass
 class Allowance:
-    """Tells learners how far and how fast they may go on."""
+    """Lets learners know how far and how fast they may go on."""
 
     state: RunState
     founding: Founding
@@ -34,7 +37,7 @@ class Allowance:
         self.need = Need(self.state)
 
     def arrived(self, header: msg.Header, now: float) -> list[ev.Effect]:
-        """Data has come: its sender learns how much, the sooner the more it is."""
+        """Data has come: acknowledges it at once or later, the sooner the more it is."""
         member = self.state.roster.get(header.learner)
         if member is None or member.incarnation != header.incarnation or not member.connected:
             return []
@@ -47,7 +50,7 @@ class Allowance:
         return [self._progress(member, now)] if now >= member.credit.due_at else []
 
     def advance(self, now: float) -> list[ev.Effect]:
-        """Positions that are due, and rates that have changed."""
+        """Sends the acknowledgements that are due, and the rates that have changed."""
         due = [
             member
             for member in self.state.roster.connected()
@@ -56,7 +59,7 @@ class Allowance:
         return [self._progress(member, now) for member in due] + self._divide(now)
 
     def next_deadline(self) -> float | None:
-        """When the next positions are due."""
+        """Time at which the next acknowledgement is due."""
         members = self.state.roster.connected()
         times = [m.credit.due_at for m in members if m.credit.due_at is not None]
         return min(times, default=None)
@@ -64,6 +67,7 @@ class Allowance:
     def acknowledged(self, member: Member, now: float) -> None:
         """Notes that a Beat or Progress with the positions has gone out."""
         member.credit.acknowledged_bytes, member.credit.due_at = sum(member.uplink.positions), None
+        assert now >= member.credit.acknowledged_at
         member.credit.acknowledged_at = now
 
     def reload(self, config: BrokerConfig, now: float) -> list[ev.Effect]:
@@ -80,12 +84,12 @@ class Allowance:
             return [*effects, ev.Note("info", NOTHING_NEW)]
         streams = self.state.config.wan.streams
         config = replace(self.state.config, wan=replace(config.wan, streams=streams))
-        told = settings(config)
-        # The bits of codec auto follow at the next look: till then they are what they were.
+        renewed = settings(config)
+        # The bits of codec auto follow at the next look. Until then they stay.
         before = self.state.settings
         self.state.set_config(
             config,
-            structs.replace(told, push_bits=before.push_bits, publish_bits=before.publish_bits),
+            structs.replace(renewed, push_bits=before.push_bits, publish_bits=before.publish_bits),
         )
         self.founding.cut_finer()
         self.need.forget()
@@ -97,12 +101,12 @@ class Allowance:
         return effects + self._divide(now)
 
     def adapt(self) -> list[ev.Effect]:
-        """Under codec auto the bits follow the budget; where they cannot, the operator is told."""
+        """Lets the bits of codec auto follow the budget; warns where they cannot."""
         effects: list[ev.Effect] = []
-        told = self.need.affordable()
-        if told != self.state.settings:
-            self.state.settings = told
-            text = f"{told.push_bits:.2f} up, {told.publish_bits:.2f} down"
+        affordable = self.need.affordable()
+        if affordable != self.state.settings:
+            self.state.settings = affordable
+            text = f"{affordable.push_bits:.2f} up, {affordable.publish_bits:.2f} down"
             effects = [ev.Note("info", f"bits per parameter: {text}"), self._rates_changed()]
         return effects + self.need.warn()
 

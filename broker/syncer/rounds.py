@@ -1,7 +1,11 @@
-"""One round: who was asked, what has arrived, who declined. [pure]
+"""One round: learners asked, pushes that arrive, contributions, refusals to take part. [pure]
 
-A round is the collection of contributions to (fragment, base version). It is state, told in
-every Beat, so that no lost message can lose it.
+A round is the collection of contributions to (fragment, base version). It is part of the state that
+every Beat repeats, so that no lost message can lose it.
+
+The words for a learner's work, in the order of time: `Push` is the message that announces it,
+`Incoming` is the push while it arrives, `Contribution` is the complete push, `Outcome` is what a
+merge makes of several.
 """
 
 from __future__ import annotations
@@ -16,23 +20,23 @@ from narrows.proto.messages import Header, OpenRound, Push
 
 @dataclass
 class Incoming:
-    """A push on its way: its announcement and its chunks, whichever come first."""
+    """A push that is arriving: its announcement and its chunks, in any order."""
 
     learner: str
     incarnation: str
     push_id: int
     assembly: Assembly
     codec: str = ""
-    """Of its chunks: the first one's."""
+    """Codec of its first chunk, which all others must have."""
     decoding: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
     """Chunks that are being decoded: offset, count, digest."""
     announced: Push | None = None
     declined_before: bool = False
-    """Its learner had declined: nobody waited for it."""
+    """Its learner had declined before, so nobody waited for it."""
     progress_at: float = 0.0
     asked_at: float = 0.0
     asks: int = 0
-    """Since the last progress."""
+    """Requests for missing chunks since the last progress."""
 
     @property
     def complete(self) -> bool:
@@ -46,10 +50,10 @@ class Incoming:
         return self.announced is not None and received >= self.assembly.elements
 
     def wants(self, header: Header) -> bool:
-        """Notes that a chunk is going to be decoded; False if it has been, or is being.
+        """Notes that a chunk is going to be decoded; False if it has been, or is being, decoded.
 
-        Raises RemoteProtocolError BAD_RANGE for more chunks than anybody needs, CHUNK_CONFLICT for
-        another codec than that of the push: the journal keeps one.
+        Raises RemoteProtocolError BAD_RANGE for more chunks than a push needs, and CHUNK_CONFLICT
+        for a second codec: the journal keeps one per push.
         """
         if self.codec and header.codec != self.codec:
             raise RemoteProtocolError(
@@ -81,9 +85,9 @@ class Round:
     opened_at: float
     quorum: int
     expected: set[str]
-    """Learners that were asked; used for membership tests only, never iterated."""
+    """Learners that were ready at the opening; for membership tests only, never iterated."""
     last: bool = False
-    """The fragment's last round of the run."""
+    """True for the fragment's last round of the run."""
     incoming: dict[str, Incoming] = field(default_factory=dict[str, Incoming])
     contributed: dict[str, Contribution] = field(default_factory=dict[str, Contribution])
     declined: dict[str, str] = field(default_factory=dict[str, str])
@@ -91,34 +95,38 @@ class Round:
     merging: bool = False
 
     def open_round(self) -> OpenRound:
-        """The round as the wire tells it."""
+        """Returns the round as it travels."""
+        assert not self.merging
         return OpenRound(self.fragment, self.base_version, self.attempt, self.at_step)
 
     def cut_finer(self, parts_max: int) -> None:
-        """Messages have become smaller: pushes may come in more chunks."""
+        """Allows more chunks per push: messages have become smaller."""
+        assert parts_max >= self.parts_max, "the smallest chunk size of an epoch never grows"
         self.parts_max = parts_max
         for push in self.incoming.values():
             push.assembly.parts_max = parts_max
 
     def push_of(self, name: str, incarnation: str, push_id: int, now: float) -> Incoming:
-        """The push that a message belongs to, entered if it is the learner's first.
+        """Returns the push that a message belongs to, entered if it is the learner's first.
 
-        Raises RemoteProtocolError PUSH_CONFLICT if the learner has another push in this round:
-        at most one contribution per (learner, fragment, base version), the first complete one.
+        Raises RemoteProtocolError PUSH_CONFLICT if the learner has another push in this round. A
+        round has at most one contribution per learner, the first complete one.
         """
-        done = self.contributed.get(name)
-        if done is not None and (done.incarnation, done.push_id) != (incarnation, push_id):
+        assert not self.merging
+        complete = self.contributed.get(name)
+        own = (incarnation, push_id)
+        if complete is not None and (complete.incarnation, complete.push_id) != own:
             raise RemoteProtocolError(
                 ErrorCode.PUSH_CONFLICT,
                 f"{name} has already contributed to fragment {self.fragment}",
-                expected=f"push {done.push_id}",
+                expected=f"push {complete.push_id}",
                 got=f"push {push_id}",
             )
         push = self.incoming.get(name)
         if push is None:
             assembly = Assembly(self.elements, self.parts_max)
             push = Incoming(name, incarnation, push_id, assembly, progress_at=now, asked_at=now)
-            if done is None and not self.merging:
+            if complete is None:
                 self.incoming[name] = push
         if push.push_id != push_id:
             raise RemoteProtocolError(
@@ -130,7 +138,10 @@ class Round:
         return push
 
     def announce(self, push: Incoming, message: Push) -> None:
-        """Takes an announcement in; the same one again changes nothing."""
+        """Takes an announcement in; the same one again changes nothing.
+
+        Raises RemoteProtocolError BAD_RANGE, BAD_TOKENS or PUSH_CONFLICT.
+        """
         if message.elements != self.elements:
             raise RemoteProtocolError(
                 ErrorCode.BAD_RANGE,
@@ -158,7 +169,8 @@ class Round:
         push.declined_before |= self.declined.pop(push.learner, None) is not None
 
     def add_chunk(self, push: Incoming, header: Header, handle: int, now: float) -> Arrival:
-        """Takes a decoded chunk in."""
+        """Takes a decoded chunk in. Raises RemoteProtocolError if it does not fit the others."""
+        assert not self.merging and self.incoming.get(push.learner) is push
         push.decoding.discard((header.offset, header.count, header.payload_digest))
         arrival = push.assembly.add(header.offset, header.count, header.payload_digest, handle)
         push.progress_at = now
@@ -168,7 +180,7 @@ class Round:
         """Turns a complete push into a contribution; True if this one did."""
         if not push.complete or push.learner in self.contributed or self.merging:
             return False
-        assert push.announced is not None
+        assert push.announced is not None and push.announced.tokens >= 1
         self.contributed[push.learner] = Contribution(
             push.learner,
             push.incarnation,
@@ -180,10 +192,11 @@ class Round:
         self.incoming.pop(push.learner, None)
         if self.quorum_at is None and len(self.contributed) >= self.quorum:
             self.quorum_at = now
+        assert push.learner not in self.incoming
         return True
 
     def supersede(self, name: str, incarnation: str, push_id: int) -> tuple[int, ...]:
-        """Drops an unfinished push that a newer one of the same learner replaces."""
+        """Drops an unfinished push that a newer push of the same learner replaces."""
         push = self.incoming.get(name)
         if push is None:
             return ()
@@ -192,38 +205,47 @@ class Round:
         return self.drop_push(name)
 
     def drop_push(self, name: str) -> tuple[int, ...]:
-        """Forgets an unfinished push; returns the payloads that nobody needs any more."""
+        """Forgets an unfinished push; returns its payloads."""
+        assert not self.merging or name not in self.incoming
         push = self.incoming.pop(name, None)
         return push.assembly.handles if push else ()
 
     def close(self) -> tuple[int, ...]:
-        """Ends the collection; returns the payloads of the unfinished pushes."""
-        return tuple(handle for name in sorted(self.incoming) for handle in self.drop_push(name))
+        """Drops all unfinished pushes; returns their payloads."""
+        names = sorted(self.incoming)
+        handles = tuple(handle for name in names for handle in self.drop_push(name))
+        assert not self.incoming
+        return handles
 
     def discard(self) -> tuple[int, ...]:
         """Gives the round up; returns the payloads of all its pushes."""
         handles = self.close()
-        for done in self.contributions():
-            handles += done.handles
+        for contribution in self.contributions():
+            handles += contribution.handles
         self.contributed.clear()
         return handles
 
     def awaits(self, name: str) -> bool:
-        """A contribution of this learner may still come: it was asked, or all are below the
-        quorum, and it has neither contributed nor declined, nor is its push being decoded."""
+        """True if a contribution of this learner may still come.
+
+        It was asked, or the round is below the quorum and takes anybody. It has neither contributed
+        nor declined, and its push is not merely being decoded.
+        """
         asked = name in self.expected or len(self.contributed) < self.quorum
         over = self.merging or name in self.contributed or name in self.declined
         return asked and not over and not self.is_here(name)
 
     def is_here(self, name: str) -> bool:
-        """All of the learner's push has arrived; the rest is ours to do."""
+        """True if all of the learner's push has arrived, and only decoding is left to do."""
         return name in self.incoming and self.incoming[name].here
 
     def has(self, incarnation: str, push_id: int, name: str) -> bool:
         """True if this very push is a complete contribution already."""
-        done = self.contributed.get(name)
-        return done is not None and (done.incarnation, done.push_id) == (incarnation, push_id)
+        complete = self.contributed.get(name)
+        if complete is None:
+            return False
+        return (complete.incarnation, complete.push_id) == (incarnation, push_id)
 
     def contributions(self) -> tuple[Contribution, ...]:
-        """In learner-name order: sums must not depend on arrival."""
+        """Contributions in learner-name order: sums must not depend on the order of arrival."""
         return tuple(self.contributed[name] for name in sorted(self.contributed))

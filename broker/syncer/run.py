@@ -23,7 +23,7 @@ from narrows.proto.fragments import Fragment
 from narrows.proto.schedule import first_step, is_lockstep, snapshot_step
 
 MergedPushes: TypeAlias = dict[tuple[str, str, int], tuple[int, int]]
-"""Last merged push, and tokens of all merged ones, by learner, incarnation and fragment."""
+"""Last merged push and tokens of all merged pushes, by learner, incarnation and fragment."""
 
 
 @dataclass
@@ -73,16 +73,17 @@ class RunState:
     tally: Tally
     clock: RunClock = field(default_factory=RunClock)
     phase: RunPhase = RunPhase.FOUNDING
+    """Written by `turn`, and by a restart before the first event."""
     layout: tuple[msg.LayoutEntry, ...] = ()
     """Empty until the first learner (or the checkpoint) has brought it."""
     frozen_digest: int = 0
     table: tuple[Fragment, ...] = ()
     heads: list[msg.FragmentHead] = field(default_factory=list[msg.FragmentHead])
-    """Newest version and digest per fragment; empty while founding."""
+    """Newest version and digest per fragment; empty until version 0 stands."""
     first_kept: list[int] = field(default_factory=list[int])
     """First version published in this epoch, per fragment: older ones cannot be resent."""
     merged_pushes: MergedPushes = field(default_factory=dict[tuple[str, str, int], tuple[int, int]])
-    """From all lives of the broker, of the newest process of each name."""
+    """Pushes of the newest process of each name, in all lives of the broker."""
     rounds: dict[int, Round] = field(default_factory=dict[int, Round])
     """Open rounds by fragment."""
     least_chunk_elements: int = 0
@@ -90,14 +91,17 @@ class RunState:
     epoch_resumed: bool = False
     """The state came from a checkpoint: learners of the epoch before may still come back."""
     uplink_port: int = 0
+    """TCP port of the uplink; 0 in a simulation."""
     downlink_port: int = 0
+    """TCP port of the downlink; 0 in a simulation."""
 
     def __post_init__(self) -> None:
         self.least_chunk_elements = least_chunk_elements(self.settings)
         self.shares = Shares(self.config.wan.total_up, self.config.wan.up)
 
     def set_config(self, config: BrokerConfig, settings: msg.RunSettings) -> None:
-        """Other rates apply from now on."""
+        """Takes other rates and message sizes, which apply from now on."""
+        assert settings.fragment_count == self.settings.fragment_count
         self.config, self.settings = config, settings
         self.least_chunk_elements = min(self.least_chunk_elements, least_chunk_elements(settings))
         for index, round_ in self.rounds.items():
@@ -105,12 +109,12 @@ class RunState:
         self.shares.set_rates(config.wan.total_up, config.wan.up)
 
     def turn(self, turn: Turn) -> None:
-        """Goes on to the next phase, the only way there is."""
+        """Goes on to the next phase; nothing else changes the phase of a run."""
         self.phase = next_phase(self.phase, turn)
 
     @property
     def lockstep(self) -> bool:
-        """All live learners contribute at a named step."""
+        """True in the modes in which all live learners contribute at a named step."""
         return is_lockstep(self.settings)
 
     @property
@@ -122,7 +126,7 @@ class RunState:
         return sum(self.versions)
 
     def open_rounds(self) -> tuple[msg.OpenRound, ...]:
-        """The rounds that still take contributions, by fragment."""
+        """Rounds that still take contributions, in the order of fragments."""
         return tuple(
             self.rounds[index].open_round()
             for index in sorted(self.rounds)
@@ -131,6 +135,7 @@ class RunState:
 
     def at_step(self, fragment: int) -> int:
         """Inner step of the next snapshot of a fragment in the lockstep modes."""
+        assert self.lockstep
         return snapshot_step(self.settings, fragment, self.heads[fragment].version)
 
     def first_step(self) -> int:
@@ -138,7 +143,7 @@ class RunState:
         return first_step(self.settings, self.versions) if self.lockstep and self.heads else 0
 
     def visible_heads(self) -> tuple[msg.FragmentHead, ...]:
-        """The newest versions; none before version 0 is handed out."""
+        """Newest versions as learners may know them; none before version 0 is handed out."""
         return () if self.phase is RunPhase.FOUNDING else tuple(self.heads)
 
     def tokens_per_s(self, now: float) -> float:
@@ -146,7 +151,8 @@ class RunState:
         return self.clock.tokens_per_s(live, now)
 
     def beat(self, member: Member, now: float) -> msg.Beat:
-        """What a learner is told on change and every second."""
+        """Beat for one learner, sent on change and every second."""
+        assert member.connected
         return msg.Beat(
             epoch=self.epoch,
             phase=self.phase.visible,
@@ -159,7 +165,8 @@ class RunState:
         )
 
     def welcome(self, member: Member, role: msg.Role, now: float) -> msg.Welcome:
-        """Everything that the group shares, for a learner that (re)joins."""
+        """Welcome for one learner: everything that the group shares."""
+        assert member.connected
         return msg.Welcome(
             run_id=self.run_id,
             epoch=self.epoch,
@@ -178,7 +185,7 @@ class RunState:
 
 
 def refusal(error: NarrowsError, *, fragment: int = -1, push_id: int = 0) -> msg.Refuse:
-    """An error as the message that its causer gets."""
+    """Turns an error into the message for its sender."""
 
     def cut(text: str) -> str:
         return text[:1000]
@@ -195,6 +202,6 @@ def refusal(error: NarrowsError, *, fragment: int = -1, push_id: int = 0) -> msg
 
 
 def drop_pushes(state: RunState, name: str) -> list[ev.Effect]:
-    """Forgets what a learner has begun to push; complete contributions stay."""
+    """Drops the unfinished pushes of a learner; its complete contributions stay."""
     handles = [h for index in sorted(state.rounds) for h in state.rounds[index].drop_push(name)]
     return [ev.Drop(tuple(handles))] if handles else []
