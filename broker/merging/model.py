@@ -1,4 +1,8 @@
-"""The global model in memory: parameters, momentum, published copies, recent publications."""
+"""The global model in memory: parameters, momentum, published copies, recent publications. [pure]
+
+A version is made in two steps: `merge` computes an Outcome on a worker and changes nothing, and
+`install` makes it the current state once it is durable.
+"""
 
 from __future__ import annotations
 
@@ -55,11 +59,17 @@ class FragmentState:
     published: F32
     """The copy that every learner holds."""
 
+    def __post_init__(self) -> None:
+        assert self.version >= 0
+        assert self.global_.shape == self.momentum.shape == self.published.shape
+
 
 @dataclass(frozen=True)
 class EncodedVersion:
-    """`version` of a fragment as it travels: the step from the version before (a publication), or
-    the whole published copy (a state)."""
+    """A version of a fragment as it travels.
+
+    A publication is the step from the version before; a state is the whole published copy.
+    """
 
     version: int
     digest: int
@@ -69,19 +79,20 @@ class EncodedVersion:
 
     @property
     def bits_per_param(self) -> float:
-        """On the wire, headers left out."""
+        """Bits on the wire, without headers, per parameter."""
         elements = sum(chunk.count for chunk in self.chunks)
+        assert elements > 0
         return 8 * sum(len(chunk.payload) for chunk in self.chunks) / elements
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a merge made; nothing is changed until it is installed."""
+    """The next version of a fragment; nothing is changed until it is installed."""
 
     fragment: int
     state: FragmentState
     digests: tuple[int, int, int]
-    """xxh3_64 of the state's `global`, `momentum` and `published`: a worker makes them, because a
+    """xxh3_64 of the state's `global`, `momentum` and `published`. A worker makes them, because a
     fragment of many GB takes longer than the loop's thread may stand still."""
     publication: EncodedVersion
     error_ratio: float
@@ -105,6 +116,8 @@ class GlobalModel:
     ) -> None:
         self.table = tuple(table)
         self.fragments = list(fragments)
+        sizes = [state.published.size for state in self.fragments]
+        assert sizes == [fragment.elements for fragment in self.table]
         self.configure(config)
         self._publications: list[dict[int, EncodedVersion]] = [{} for _ in self.table]
 
@@ -124,16 +137,19 @@ class GlobalModel:
             rate.aim(settings.publish_bits)
 
     def forget_publications(self) -> None:
-        """After a replay: learners that were there fetch states."""
+        """Drops the publications that a replay made: learners that were there fetch states."""
         self._publications = [{} for _ in self.table]
 
     def set_rate(self, fragment: int, codec: str, rho: float) -> None:
-        """Lets the rate control of a fragment go on from where it was."""
+        """Lets the bit control of a fragment go on from where it was."""
+        assert rho > 0.0
         self._rates[fragment].resume(codec, rho)
 
     def publication(self, fragment: int, version: int) -> EncodedVersion | None:
-        """A publication that is still kept."""
-        return self._publications[fragment].get(version)
+        """Returns a publication, or None if it is not kept any more."""
+        kept = self._publications[fragment].get(version)
+        assert kept is None or kept.version == version
+        return kept
 
     def merge(
         self,
@@ -148,6 +164,7 @@ class GlobalModel:
         Runs on a worker thread; reads the current state and changes nothing.
         Raises FloatingPointError if a parameter would not be finite.
         """
+        assert [each.learner for each in contributed] == sorted({c.learner for c in contributed})
         fragment = self.table[index]
         contributions = [
             DecodedVector(each.learner, [chunks[handle] for handle in each.handles])
@@ -268,14 +285,16 @@ def encode_state(fragment: Fragment, state: FragmentState, chunk_elements: int) 
 
 
 def version_zero(values: F32) -> FragmentState:
-    """A fragment before its first outer step: nothing published differs from it."""
+    """Makes a fragment before its first outer step: the published copy is the same."""
+    assert values.ndim == 1 and values.dtype == np.float32
     return FragmentState(0, digest_of(values), values, np.zeros_like(values), values)
 
 
 def from_chunks(
     table: Sequence[Fragment], handles: Sequence[Sequence[int]], chunks: Handles
 ) -> list[FragmentState]:
-    """Version 0 from the founder's chunks."""
+    """Makes version 0 from the founder's chunks."""
+    assert len(table) == len(handles)
     return [
         version_zero(values_of(fragment, [chunks[handle] for handle in own]))
         for fragment, own in zip(table, handles, strict=True)

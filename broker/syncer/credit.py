@@ -131,7 +131,7 @@ class Allowance:
         names = {
             name
             for round_ in self.state.rounds.values()
-            for name, push in round_.incoming.items()
-            if not push.complete
+            for name, incoming in round_.incoming.items()
+            if not incoming.complete
         }
         return names if self.state.heads else {self.founding.founder}

@@ -30,6 +30,7 @@ class Lifecycle:
 
     state: RunState
     scheduler: Scheduler
+    waiting: Waiting
     started_at: float
     checkpoint_sum: int = -1
     """Sum of the versions in the newest durable checkpoint."""
@@ -46,10 +47,6 @@ class Lifecycle:
     """Phase in the checkpoint that is being written, None if none is."""
     _retry_at: float | None = None
     _seen_at: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.waiting = Waiting(self.state, self.started_at)
-        self.scheduler.absent = self.waiting.absent
 
     def resumed(self, checkpoint_sum: int | None) -> None:
         """Goes on from a checkpoint and the rounds that the journal has after it.
@@ -93,6 +90,7 @@ class Lifecycle:
         return [ev.WriteCheckpoint()]
 
     def checkpoint_written(self, version_sum: int) -> list[ev.Effect]:
+        """A checkpoint is durable that holds this sum of versions."""
         assert self._writing_phase is not None, "one checkpoint is written at a time"
         assert self.checkpoint_sum <= version_sum <= self.state.version_sum
         founding = self.checkpoint_sum < 0
@@ -106,6 +104,7 @@ class Lifecycle:
         return []
 
     def checkpoint_failed(self, reason: str, now: float) -> list[ev.Effect]:
+        """Tries again later, or gives up if the process is to stop."""
         assert self._writing_phase is not None
         self._writing_phase, self._retry_at = None, now + RETRY_S
         self.checkpoint_wanted = True
@@ -118,6 +117,7 @@ class Lifecycle:
     # The journal.
 
     def journal_failed(self, reason: str) -> list[ev.Effect]:
+        """Warns that merged rounds are not durable."""
         self.journal_fails = True
         serve = self.state.config.broker.journal_errors == "serve"
         meanwhile = "versions are published all the same" if serve else "nothing is published"
@@ -125,7 +125,7 @@ class Lifecycle:
         return [ev.Note("error", text)]
 
     def journal_gap(self, reason: str) -> list[ev.Effect]:
-        """A round exists that the journal did not take: only a checkpoint makes it durable."""
+        """Wants a checkpoint: nothing else makes a round durable that the journal did not take."""
         self.checkpoint_wanted = True
         return self.journal_failed(reason) if not self.journal_fails else []
 
@@ -134,6 +134,7 @@ class Lifecycle:
         return self.state.config.broker.journal != "off" and not self.journal_fails
 
     def journal_works(self) -> list[ev.Effect]:
+        """The journal takes records again."""
         self.journal_fails = False
         return [ev.Note("info", "the journal is written again")]
 
@@ -144,7 +145,7 @@ class Lifecycle:
     # Phases.
 
     def begin(self, now: float) -> list[ev.Effect]:
-        """The run begins once version 0 is durable and enough learners wait for it."""
+        """Begins the run once version 0 is durable and enough learners wait for it."""
         state = self.state
         wanted = state.config.run.learners_at_start
         joined = len(state.roster.connected())
@@ -155,7 +156,7 @@ class Lifecycle:
         return [ev.Note("info", f"the run begins with {counted(joined, 'learner')}")]
 
     def reach_goal(self, now: float) -> list[ev.Effect]:
-        """From the goal on the last rounds are opened, and learners may be given up."""
+        """Begins the end at the goal: last rounds are opened, and learners may be given up."""
         state = self.state
         goal = state.settings.goal_tokens
         if state.phase is not RunPhase.RUNNING or not goal or state.clock.run_tokens < goal:
@@ -231,5 +232,7 @@ class Lifecycle:
         return any(round_.merging for round_ in self.state.rounds.values())
 
     def _finish(self, reason: str) -> list[ev.Effect]:
+        """Lets the process exit; no deadline is due any more."""
+        assert reason
         self.finished = True
         return [ev.Finish(reason)]

@@ -15,6 +15,7 @@ from narrows.broker.syncer import events as ev
 from narrows.broker.syncer import serving
 from narrows.broker.syncer.admission import Admission
 from narrows.broker.syncer.credit import Allowance
+from narrows.broker.syncer.ending import Waiting
 from narrows.broker.syncer.founding import Founding
 from narrows.broker.syncer.lifecycle import Lifecycle
 from narrows.broker.syncer.member import Liveness, Member
@@ -81,8 +82,9 @@ class Syncer:
         self.admission = Admission(self.state, self.founding)
         self.intake = Intake(self.state)
         self.allowance = Allowance(self.state, self.founding)
-        self.scheduler = Scheduler(self.state, launched_at=now)
-        self.lifecycle = Lifecycle(self.state, self.scheduler, started_at=now)
+        waiting = Waiting(self.state, started_at=now)
+        self.scheduler = Scheduler(self.state, waiting, launched_at=now)
+        self.lifecycle = Lifecycle(self.state, self.scheduler, waiting, started_at=now)
         #: Phase and rounds in the last Beat.
         self._last_beat = (msg.Phase.FOUNDING, frozenset[msg.OpenRound]())
         self._beat_at = self._now = now

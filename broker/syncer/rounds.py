@@ -103,10 +103,10 @@ class Round:
         """Allows more chunks per push: messages have become smaller."""
         assert parts_max >= self.parts_max, "the smallest chunk size of an epoch never grows"
         self.parts_max = parts_max
-        for push in self.incoming.values():
-            push.assembly.parts_max = parts_max
+        for incoming in self.incoming.values():
+            incoming.assembly.parts_max = parts_max
 
-    def push_of(self, name: str, incarnation: str, push_id: int, now: float) -> Incoming:
+    def incoming_of(self, name: str, incarnation: str, push_id: int, now: float) -> Incoming:
         """Returns the push that a message belongs to, entered if it is the learner's first.
 
         Raises RemoteProtocolError PUSH_CONFLICT if the learner has another push in this round. A
@@ -122,22 +122,22 @@ class Round:
                 expected=f"push {complete.push_id}",
                 got=f"push {push_id}",
             )
-        push = self.incoming.get(name)
-        if push is None:
+        incoming = self.incoming.get(name)
+        if incoming is None:
             assembly = Assembly(self.elements, self.parts_max)
-            push = Incoming(name, incarnation, push_id, assembly, progress_at=now, asked_at=now)
+            incoming = Incoming(name, incarnation, push_id, assembly, progress_at=now, asked_at=now)
             if complete is None:
-                self.incoming[name] = push
-        if push.push_id != push_id:
+                self.incoming[name] = incoming
+        if incoming.push_id != push_id:
             raise RemoteProtocolError(
                 ErrorCode.PUSH_CONFLICT,
                 f"{name} has a newer push for fragment {self.fragment}",
-                expected=f"push {push.push_id}",
+                expected=f"push {incoming.push_id}",
                 got=f"push {push_id}",
             )
-        return push
+        return incoming
 
-    def announce(self, push: Incoming, message: Push) -> None:
+    def announce(self, incoming: Incoming, message: Push) -> None:
         """Takes an announcement in; the same one again changes nothing.
 
         Raises RemoteProtocolError BAD_RANGE, BAD_TOKENS or PUSH_CONFLICT.
@@ -145,75 +145,75 @@ class Round:
         if message.elements != self.elements:
             raise RemoteProtocolError(
                 ErrorCode.BAD_RANGE,
-                f"push {message.push_id} of {push.learner}",
+                f"push {message.push_id} of {incoming.learner}",
                 expected=f"{self.elements} elements in fragment {self.fragment}",
                 got=str(message.elements),
             )
         if message.tokens < 1 or message.steps < 1:
             raise RemoteProtocolError(
                 ErrorCode.BAD_TOKENS,
-                f"push {message.push_id} of {push.learner}",
+                f"push {message.push_id} of {incoming.learner}",
                 expected="at least one token and one step",
                 got=f"{message.tokens} tokens, {message.steps} steps",
                 remedy="log the tokens of each step before optimizer.step()",
             )
-        before = push.announced
+        before = incoming.announced
         if before is not None and (before.tokens, before.steps) != (message.tokens, message.steps):
             raise RemoteProtocolError(
                 ErrorCode.PUSH_CONFLICT,
-                f"push {message.push_id} of {push.learner} was announced differently",
+                f"push {message.push_id} of {incoming.learner} was announced differently",
                 expected=f"{before.tokens} tokens, {before.steps} steps",
                 got=f"{message.tokens} tokens, {message.steps} steps",
             )
-        push.announced = message
-        push.declined_before |= self.declined.pop(push.learner, None) is not None
+        incoming.announced = message
+        incoming.declined_before |= self.declined.pop(incoming.learner, None) is not None
 
-    def add_chunk(self, push: Incoming, header: Header, handle: int, now: float) -> Arrival:
+    def add_chunk(self, incoming: Incoming, header: Header, handle: int, now: float) -> Arrival:
         """Takes a decoded chunk in. Raises RemoteProtocolError if it does not fit the others."""
-        assert not self.merging and self.incoming.get(push.learner) is push
-        push.decoding.discard((header.offset, header.count, header.payload_digest))
-        arrival = push.assembly.add(header.offset, header.count, header.payload_digest, handle)
-        push.progress_at = now
+        assert not self.merging and self.incoming.get(incoming.learner) is incoming
+        incoming.decoding.discard((header.offset, header.count, header.payload_digest))
+        arrival = incoming.assembly.add(header.offset, header.count, header.payload_digest, handle)
+        incoming.progress_at = now
         return arrival
 
-    def settle_if_complete(self, push: Incoming, now: float) -> bool:
+    def settle_if_complete(self, incoming: Incoming, now: float) -> bool:
         """Turns a complete push into a contribution; True if this one did."""
-        if not push.complete or push.learner in self.contributed or self.merging:
+        if not incoming.complete or incoming.learner in self.contributed or self.merging:
             return False
-        assert push.announced is not None and push.announced.tokens >= 1
-        self.contributed[push.learner] = Contribution(
-            push.learner,
-            push.incarnation,
-            push.push_id,
-            push.announced.tokens,
-            push.announced.steps,
-            push.assembly.handles,
+        assert incoming.announced is not None and incoming.announced.tokens >= 1
+        self.contributed[incoming.learner] = Contribution(
+            incoming.learner,
+            incoming.incarnation,
+            incoming.push_id,
+            incoming.announced.tokens,
+            incoming.announced.steps,
+            incoming.assembly.handles,
         )
-        self.incoming.pop(push.learner, None)
+        self.incoming.pop(incoming.learner, None)
         if self.quorum_at is None and len(self.contributed) >= self.quorum:
             self.quorum_at = now
-        assert push.learner not in self.incoming
+        assert incoming.learner not in self.incoming
         return True
 
     def supersede(self, name: str, incarnation: str, push_id: int) -> tuple[int, ...]:
         """Drops an unfinished push that a newer push of the same learner replaces."""
-        push = self.incoming.get(name)
-        if push is None:
+        incoming = self.incoming.get(name)
+        if incoming is None:
             return ()
-        if push.incarnation == incarnation and push.push_id >= push_id:
+        if incoming.incarnation == incarnation and incoming.push_id >= push_id:
             return ()
-        return self.drop_push(name)
+        return self.drop_incoming(name)
 
-    def drop_push(self, name: str) -> tuple[int, ...]:
+    def drop_incoming(self, name: str) -> tuple[int, ...]:
         """Forgets an unfinished push; returns its payloads."""
         assert not self.merging or name not in self.incoming
-        push = self.incoming.pop(name, None)
-        return push.assembly.handles if push else ()
+        incoming = self.incoming.pop(name, None)
+        return incoming.assembly.handles if incoming else ()
 
     def close(self) -> tuple[int, ...]:
         """Drops all unfinished pushes; returns their payloads."""
         names = sorted(self.incoming)
-        handles = tuple(handle for name in names for handle in self.drop_push(name))
+        handles = tuple(handle for name in names for handle in self.drop_incoming(name))
         assert not self.incoming
         return handles
 

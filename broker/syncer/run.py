@@ -203,5 +203,5 @@ def refusal(error: NarrowsError, *, fragment: int = -1, push_id: int = 0) -> msg
 
 def drop_pushes(state: RunState, name: str) -> list[ev.Effect]:
     """Drops the unfinished pushes of a learner; its complete contributions stay."""
-    handles = [h for index in sorted(state.rounds) for h in state.rounds[index].drop_push(name)]
+    handles = [h for index in sorted(state.rounds) for h in state.rounds[index].drop_incoming(name)]
     return [ev.Drop(tuple(handles))] if handles else []
