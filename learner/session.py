@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from narrows.learner import events as ev
-from narrows.learner.dialing import QUIET_S, WAITS_FOR, Connection, Dialer, Identity, error_of
+from narrows.learner.dialing import WAITS_FOR, Connection, Dialer, Identity, error_of
 from narrows.learner.leaving import Leaving, is_ending
 from narrows.learner.ledger import Ledger
 from narrows.learner.links import Links
@@ -20,6 +20,7 @@ from narrows.proto import messages as msg
 from narrows.proto.errors import OF_ONE_MESSAGE, RETRYABLE, Refused
 from narrows.proto.fragments import build_table
 from narrows.proto.schedule import is_lockstep, next_snapshot
+from narrows.proto.timing import QUIET_S
 
 __all__ = ["Connection", "Identity", "Session"]
 

@@ -27,7 +27,8 @@ from torch import nn
 from narrows.bench.processes import Processes, free_ports
 from narrows.bench.proxy import Proxy
 from narrows.broker.checkpoint import StateDir
-from narrows.learner import Learner, Unfinished, leaving
+from narrows.learner import Learner, Unfinished
+from narrows.proto import timing
 from narrows.proto.fragments import build_table
 
 HANG_S = 900.0
@@ -100,7 +101,7 @@ class Outcome:
 def run(case: Case, folder: Path, *, parameters: int, lost_s: float, broker_s: float) -> Outcome:
     """Runs a case; its processes leave their logs in `folder`.
 
-    `lost_s`: liveness.lost; `broker_s`: in place of `learner.leaving.BROKER_S`.
+    `lost_s`: liveness.lost; `broker_s`: in place of `timing.BROKER_GONE_S`.
     """
     started, outcome = time.monotonic(), Outcome()
     with Processes(folder) as processes, ExitStack() as stack:
@@ -214,7 +215,7 @@ def _main(case: str, parameters: float = 1.5e6, lost_s: float = 10.0) -> None:
     with tempfile.TemporaryDirectory(prefix="narrows-end-") as folder:
         outcome = run(
             CASES[case](3 * lost_s), Path(folder),
-            parameters=int(parameters), lost_s=lost_s, broker_s=leaving.BROKER_S,
+            parameters=int(parameters), lost_s=lost_s, broker_s=timing.BROKER_GONE_S,
         )  # fmt: skip
     print(outcome.log)
     print(f"{case}: {parameters:,.0f} parameters, {outcome.seconds:.0f} s")
@@ -231,7 +232,7 @@ def _main(case: str, parameters: float = 1.5e6, lost_s: float = 10.0) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "learn":
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-        leaving.BROKER_S = float(sys.argv[8])  # type: ignore[misc]
+        timing.BROKER_GONE_S = float(sys.argv[8])  # type: ignore[misc]
         learn(
             sys.argv[2], sys.argv[3], Path(sys.argv[4]), int(sys.argv[5]),
             float(sys.argv[6]), float(sys.argv[7]),

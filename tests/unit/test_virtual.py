@@ -10,7 +10,7 @@ from narrows.bench.simulated_learner import LearnerSpec
 from narrows.bench.simulation import Simulation
 from narrows.bench.virtual import Clock, Faults, Host
 from narrows.broker.config import load_config
-from narrows.learner.dialing import HELLO_S
+from narrows.proto.timing import HELLO_S
 
 CONNECT_S = 0.5
 """A simulated process connects again within it."""
