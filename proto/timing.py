@@ -133,7 +133,7 @@ STREAM_LOOK_S: Final = 0.25
 # Rates.
 
 RATE_WINDOW_S: Final = 1.0
-"""Length of the window in which no more than RATE_WINDOW_SHARE of the rate leaves."""
+"""Length of the window in which no more than WINDOW_SHARE of the rate leaves."""
 
 RATE_BURST_S: Final = 0.1
 """Seconds of its rate that a sender that was late may make up for: on a busy machine a poll loop
