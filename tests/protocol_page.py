@@ -7,9 +7,9 @@ writes them into the page; test_protocol_document.py compares the page with them
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import msgspec
@@ -127,7 +127,7 @@ def worked() -> str:
     """The round as a table, element by element."""
     made = exchange()
     head = ["element", *map(str, range(BASE.size))]
-    rows: list[tuple[str, Sequence[Any]]] = [
+    rows: list[tuple[str, Iterable[Any]]] = [
         ("span", [0] * 6 + [1]),
         ("published copy, version 0", BASE),
         ("local of `a`", LOCAL),
@@ -153,7 +153,7 @@ def _step_scales(made: Round) -> str:
     return _listed(_decoded(made.publication).scales)
 
 
-def _listed(values: Sequence[Any] | F32) -> str:
+def _listed(values: Iterable[Any]) -> str:
     return ", ".join(map(_number, values))
 
 
@@ -314,10 +314,25 @@ def _envelope(frame: bytes) -> list[Line]:
     return [(frame[:4], "magic, protocol"), (frame[4:12], "digest of the body")]
 
 
+class Unpacker(Protocol):
+    """What is used of msgpack.Unpacker."""
+
+    def feed(self, data: bytes) -> None: ...
+    def tell(self) -> int: ...
+    def unpack(self) -> object: ...
+    def read_map_header(self) -> int: ...
+    def read_array_header(self) -> int: ...
+
+
+def _unpacker(body: bytes) -> Unpacker:
+    unpacker = cast(Unpacker, msgpack.Unpacker())  # pyright: ignore
+    unpacker.feed(body)
+    return unpacker
+
+
 def _map_lines(body: bytes, indent: str = "") -> list[Line]:
     """A map: its head, then one line for each key with its value; maps inside are opened."""
-    unpacker: Any = msgpack.Unpacker()  # pyright: ignore
-    unpacker.feed(body)
+    unpacker = _unpacker(body)
     count = unpacker.read_map_header()
     lines: list[Line] = [(body[: unpacker.tell()], f"{indent}map of {count}")]
     for _ in range(count):
@@ -336,8 +351,7 @@ def _map_lines(body: bytes, indent: str = "") -> list[Line]:
 
 def _array_lines(body: bytes) -> list[Line]:
     """The data header: its values in order, with the names of the fields."""
-    unpacker: Any = msgpack.Unpacker()  # pyright: ignore
-    unpacker.feed(body)
+    unpacker = _unpacker(body)
     count = unpacker.read_array_header()
     lines: list[Line] = [(body[: unpacker.tell()], f"array of {count}")]
     for name in msg.Header.__struct_fields__:

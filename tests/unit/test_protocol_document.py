@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import Enum
 from itertools import takewhile
 from pathlib import Path
@@ -153,20 +153,30 @@ def test_data_kinds_and_their_numbers() -> None:
     assert told == [(kind.value, kind.name) for kind in messages.DataKind]
 
 
+def bound(text: str) -> float:
+    """A number, the name of a limit, or the number below one."""
+    name, _, less = text.partition(" − ")  # noqa: RUF001
+    value = getattr(limits, name) if name.isupper() else number(name)
+    return float(value) - float(less or 0)
+
+
 def test_bounds_of_the_types() -> None:
-    meanings = {name: meaning for name, meaning in table("type", "meaning")}
-    for name, bound in (
-        ("Count", limits.TOKENS_MAX),
-        ("Elements", limits.ELEMENTS_MAX),
-        ("Version", limits.VERSION_MAX),
-    ):
-        assert number(meanings[name].removeprefix("integer, 0 to ")) == bound
-    for name, bound in (
-        ("Text", limits.TEXT_CHARACTERS_MAX),
-        ("Positions", limits.STREAMS_MAX),
-        ("Ranges", limits.RANGES_MAX),
-    ):
-        assert re.findall(r"up to (\d+)", meanings[name]) == [str(bound)]
+    meanings = {row[0]: row[1] for row in table("type", "meaning")}
+    told = {
+        name: (bound(match[1]), bound(match[2]))
+        for name, meaning in meanings.items()
+        if (match := re.match(r"(?:integer|float), (\S+) to ([^,;]+)", meaning))
+    }
+    metas = {name: get_args(kind)[1:] for name, kind in vars(terms).items() if get_args(kind)}
+    bounds = {
+        name: (meta[0].ge, meta[0].le)
+        for name, meta in metas.items()
+        if meta and isinstance(meta[0], msgspec.Meta) and meta[0].ge is not None
+    }
+    assert told == bounds
+    for name in ("Text", "Positions", "Ranges"):
+        match = re.search(r"up to ([A-Z_]+)", meanings[name])
+        assert match and bound(match[1]) == get_args(getattr(terms, name))[1].max_length, name
 
 
 def test_every_error_code_is_listed_in_order() -> None:
@@ -188,7 +198,7 @@ def number(text: str) -> float:
 
 
 #: Constants that are neither a limit nor a time, by the name that the document gives them.
-AMOUNTS: Mapping[str, float] = {
+AMOUNTS: dict[str, object] = {
     "KEEPALIVE_PROBES": socket_options.COMMON["TCP_KEEPALIVE_CNT"],
     "FETCHES_MAX": links.FETCHES_MAX,
     "GONE_MAX": forgetting.GONE_MAX,
