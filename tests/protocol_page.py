@@ -158,7 +158,7 @@ def _listed(values: Iterable[Any]) -> str:
 
 
 def _number(value: Any) -> str:
-    if isinstance(value, np.floating):
+    if isinstance(value, np.float32):
         return np.format_float_positional(value, trim="-")
     return str(value)
 
