@@ -9,116 +9,33 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, Final, Protocol, TypeAlias, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from protocol_exchange import (
+    BASE,
+    EPOCH,
+    FRAGMENT,
+    INCARNATION,
+    LOCAL,
+    Round,
+    decoded,
+    exchange,
+    header,
+    hello,
+    welcome,
+)
 
-from narrows.broker.merge import Contribution, merge, token_weights
-from narrows.broker.outer import outer_optimizer
 from narrows.proto import messages as msg
 from narrows.proto import transfer
-from narrows.proto.codecs import RMS_SAMPLES_MAX, codec_names
+from narrows.proto.codecs import RMS_SAMPLES_MAX
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import ENVELOPE_BYTES, downlink_topic, encode_control, encode_header
 from narrows.proto.kernels import sample_places
-from narrows.proto.limits import PAYLOAD_BYTES_MAX, PROTOCOL
 
-F32: TypeAlias = NDArray[np.float32]
 PAGE: Final = Path(transfer.__file__).with_name("PROTOCOL.md")
-
-RUN_ID, INCARNATION = "5f2a9c01b3d4e6f7", "0123456789abcdef0123456789abcdef"
-EPOCH: msg.Epoch = (1, 1, 77)
-LAYOUT = (
-    msg.LayoutEntry("w", (2, 3), "float32", "mean"),
-    msg.LayoutEntry("b", (1,), "float32", "mean"),
-)
-CODEC, RHO = "int4-zstd", 0.5
-FRAGMENT = build_table(LAYOUT, 1)[0]
-BASE = np.array([0.5, -1.0, 0.25, 2.0, 0.0, -0.0, 1.5], np.float32)
-LOCAL = np.array([0.25, -0.5, 0.125, 1.25, 0.25, -0.0625, 2.0], np.float32)
-OTHER = np.array([0.375, -0.75, 0.375, 1.75, 0.125, 0.0, 1.75], np.float32)
-SETTINGS = msg.RunSettings(
-    mode=msg.Mode.DECOUPLED,
-    fragment_count=1,
-    sync_period_steps=10,
-    overlap_steps=2,
-    push_codec=CODEC,
-    publish_codec=CODEC,
-    push_rho=RHO,
-    publish_rho=RHO,
-    push_bits=3.0,
-    publish_bits=3.0,
-    chunk_elements=262144,
-    message_bytes=PAYLOAD_BYTES_MAX,
-    streams=1,
-    error_feedback=True,
-    tokens_per_run_step=0,
-    goal_tokens=0,
-    max_offline_s=3600.0,
-)
-
-
-class Pushed(NamedTuple):
-    """A push and what it holds, by element."""
-
-    chunk: transfer.EncodedChunk
-    outer_grad: F32
-    codes: NDArray[np.int8]
-    scales: F32
-    values: F32
-    unsent: F32
-
-
-class Round(NamedTuple):
-    """What one round computes."""
-
-    ours: Pushed
-    other: Pushed
-    mean: F32
-    momentum: F32
-    params: F32
-    publication: transfer.EncodedChunk
-    step_codes: NDArray[np.int8]
-    copy: F32
-
-
-def pushed(local: F32) -> Pushed:
-    unsent = np.empty_like(BASE)
-    (chunk,) = transfer.encode_push(
-        FRAGMENT, BASE, local, None,
-        codec_name=CODEC, rho=RHO, chunk_elements=BASE.size, unsent=unsent,
-    )  # fmt: skip
-    decoded = transfer.decode_chunk(FRAGMENT, CODEC, 0, BASE.size, chunk.payload)
-    values = transfer.values_of(FRAGMENT, [(0, decoded)])
-    return Pushed(chunk, BASE - local, decoded.whole_codes(), decoded.scales, values, unsent)
-
-
-def exchange() -> Round:
-    """Two learners push to version 0 of the only fragment; version 1 results."""
-    ours, other = pushed(LOCAL), pushed(OTHER)
-    contributions = [
-        Contribution(name, tokens, steps, [(0, _decoded(push.chunk))])
-        for name, tokens, steps, push in (("a", 48, 3, ours), ("b", 32, 2, other))
-    ]
-    weights = token_weights([(each.tokens, each.steps) for each in contributions], rule="tokens")
-    mean = merge(FRAGMENT, contributions, weights).outer_grad
-    optimizer = outer_optimizer("nesterov", rate=0.4, momentum=0.6)
-    params, momentum = optimizer.step(BASE, np.zeros_like(BASE), mean)
-    copy = np.empty_like(BASE)
-    (publication,) = transfer.encode_step(
-        FRAGMENT, params, BASE,
-        codec_name=CODEC, rho=RHO, chunk_elements=BASE.size, advanced=copy,
-    )  # fmt: skip
-    codes = _decoded(publication).whole_codes()
-    return Round(ours, other, mean, momentum, params, publication, codes, copy)
-
-
-def _decoded(chunk: transfer.EncodedChunk) -> Any:
-    return transfer.decode_chunk(FRAGMENT, CODEC, 0, BASE.size, chunk.payload)
-
 
 # Worked numbers.
 
@@ -150,17 +67,16 @@ def worked() -> str:
 
 
 def _step_scales(made: Round) -> str:
-    return _listed(_decoded(made.publication).scales)
+    return _listed(decoded(made.publication).scales)
 
 
 def _listed(values: Iterable[Any]) -> str:
     return ", ".join(map(_number, values))
 
 
-def _number(value: Any) -> str:
-    if isinstance(value, np.float32):
-        return np.format_float_positional(value, trim="-")
-    return str(value)
+def _number(value: object) -> str:
+    """The shortest text of a whole number or a float32."""
+    return str(value).removesuffix(".0")
 
 
 def table() -> str:
@@ -206,75 +122,23 @@ def dump() -> str:
     announced = msg.Push(0, 0, 1, 1, BASE.size, 48, 3)
     ledger = msg.TokenLedger(logged=64, merged=48, overwritten=16)
     parts = [
-        _control("→", _hello()),
-        _control("←", _welcome(heads[0])),
+        _control("→", hello()),
+        _control("←", welcome(heads[0])),
         _control("→", msg.Fetch(0, -1), "The learner holds nothing yet."),
         _section("← STATE of version 0, payload frame (topic and header as in message 10)",
                  _blosc2_lines(state.payload)),
         _control("→", msg.Adopted(0, 0)),
         _control("←", beat, "The round is open: fragment 0, base version 0, attempt 1."),
         _control("→", announced),
-        _data("→ uplink", b"u", _header(msg.DataKind.PUSH, 0, 1, push, 0, push), push),
+        _data("→ uplink", b"u", header(msg.DataKind.PUSH, 0, 1, push, 0, push), push),
         _control("←", msg.Progress((len(push.payload),))),
         _data("← downlink", downlink_topic(INCARNATION, 0),
-              _header(msg.DataKind.PUBLICATION, 1, 1, publication, heads[1], state), publication),
+              header(msg.DataKind.PUBLICATION, 1, 1, publication, heads[1], state), publication),
         _control("→", msg.Adopted(0, 1)),
         _control("→", msg.Report(4, 64, 0.5, 1.5, (received,), ledger, 0.0)),
         _control("→", msg.Bye("the loop has ended")),
     ]  # fmt: skip
     return "\n\n".join(f"**{number}** {part}" for number, part in enumerate(parts, 1))
-
-
-def _hello() -> msg.Hello:
-    return msg.Hello(PROTOCOL, "a", INCARNATION, "", (0, 0, 0), LAYOUT, 0, codec_names(), 0, 0, ())
-
-
-def _welcome(digest: int) -> msg.Welcome:
-    return msg.Welcome(
-        run_id=RUN_ID,
-        epoch=EPOCH,
-        role=msg.Role.ADOPT,
-        settings=SETTINGS,
-        uplink_port=7071,
-        downlink_port=7072,
-        fragments=(msg.FragmentHead(0, digest),),
-        rounds=(),
-        phase=msg.Phase.RUNNING,
-        run_tokens=0,
-        tokens_per_s=0.0,
-        step=0,
-        up_bits_per_s=0.0,
-    )
-
-
-def _header(
-    kind: msg.DataKind,
-    version: int,
-    push_id: int,
-    chunk: transfer.EncodedChunk,
-    result_digest: int,
-    before: transfer.EncodedChunk,
-) -> msg.Header:
-    """`before`: what the stream has carried besides this chunk, or the chunk itself."""
-    others = 0 if before is chunk else len(before.payload)
-    return msg.Header(
-        protocol=PROTOCOL,
-        run_id=RUN_ID,
-        epoch=EPOCH,
-        kind=kind,
-        learner="a",
-        incarnation=INCARNATION,
-        fragment=0,
-        version=version,
-        push_id=push_id,
-        offset=0,
-        count=chunk.count,
-        codec=CODEC,
-        payload_digest=chunk.payload_digest,
-        result_digest=result_digest,
-        stream=0,
-        position=others + len(chunk.payload),
-    )
 
 
 def _control(arrow: str, message: msg.ControlMessage, text: str = "") -> str:
@@ -283,11 +147,11 @@ def _control(arrow: str, message: msg.ControlMessage, text: str = "") -> str:
     return _section(title, [*_envelope(frame), *_map_lines(frame[ENVELOPE_BYTES:])])
 
 
-def _data(arrow: str, topic: bytes, header: msg.Header, chunk: transfer.EncodedChunk) -> str:
-    frame = encode_header(header)
+def _data(arrow: str, topic: bytes, head: msg.Header, chunk: transfer.EncodedChunk) -> str:
+    frame = encode_header(head)
     sizes = f"{len(topic)}, {len(frame)} and {len(chunk.payload)} bytes"
     parts = [
-        f"{arrow}: {header.kind.name}, three frames of {sizes}. Topic `{topic.decode()}`, header:",
+        f"{arrow}: {head.kind.name}, three frames of {sizes}. Topic `{topic.decode()}`, header:",
         _block([*_envelope(frame), *_array_lines(frame[ENVELOPE_BYTES:])]),
         "payload:",
         _block(_int4_lines(chunk)),
@@ -369,14 +233,14 @@ def _int4_lines(chunk: transfer.EncodedChunk) -> list[Line]:
     payload = chunk.payload
     packed_bytes = (chunk.count + 1) // 2
     assert payload[4:8] == b"\x28\xb5\x2f\xfd" and len(payload) == 13 + packed_bytes
-    scales = _listed(_decoded(chunk).scales)
+    scales = _listed(decoded(chunk).scales)
     return [
         (payload[:4], f"scales of spans 0 and 1, bfloat16: {scales}"),
         (payload[4:8], "zstd: magic"),
         (payload[8:9], "zstd: descriptor, content size in one byte, no checksum"),
         (payload[9:10], f"zstd: content size {payload[9]}"),
         (payload[10:13], "zstd: block header, last, stored, 4 bytes"),
-        (payload[13:], f"packed codes: {_listed(_decoded(chunk).whole_codes())}"),
+        (payload[13:], f"packed codes: {_listed(decoded(chunk).whole_codes())}"),
     ]
 
 

@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from enum import Enum
-from itertools import takewhile
-from pathlib import Path
 from typing import get_args
 
 import msgspec
 import numpy as np
+import protocol_exchange
 import protocol_page
 import pytest
+from protocol_tables import DOCUMENT, number, table
 
-from narrows.broker import forgetting, merge, run_clock, shares
 from narrows.broker.config import BrokerConfig
-from narrows.learner import links
-from narrows.proto import (
-    budget,
-    codecs,
-    delivery,
-    kernels,
-    limits,
-    messages,
-    outbox,
-    patience,
-    scales,
-    socket_options,
-    terms,
-    timing,
-    transfer,
-    zstd_frame,
-)
+from narrows.proto import limits, messages, terms, transfer
 from narrows.proto.codecs import codec, codec_names
 from narrows.proto.errors import RETRYABLE, ErrorCode
 from narrows.proto.frames import ENVELOPE_BYTES, MAGIC
 from narrows.proto.zstd_frame import frame_bytes_max
-
-DOCUMENT = Path(transfer.__file__).with_name("PROTOCOL.md").read_text(encoding="utf-8")
 
 #: Structures that the document describes besides the control messages.
 PARTS: tuple[type[msgspec.Struct], ...] = (
@@ -50,23 +30,6 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     messages.LearnerStatus,
     messages.Header,
 )
-
-
-def tables(text: str) -> Iterator[list[list[str]]]:
-    """Every table: its rows of cells, the head first."""
-    lines = iter(text.splitlines())
-    for line in lines:
-        if line.startswith("|"):
-            rows = [line, *takewhile(lambda each: each.startswith("|"), lines)]
-            yield [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-
-
-def table(*head: str) -> list[list[str]]:
-    """The rows of the only table whose head begins so."""
-    found = [rows[2:] for rows in tables(DOCUMENT) if tuple(rows[0][: len(head)]) == head]
-    assert len(found) == 1, f"{len(found)} tables with the head {head}"
-    assert all(len(row) == len(found[0][0]) for row in found[0])
-    return found[0]
 
 
 def described(head: str) -> dict[str, list[tuple[str, str]]]:
@@ -191,99 +154,6 @@ def test_what_is_tried_again_after_a_refusal() -> None:
     assert again == set(RETRYABLE)
 
 
-def number(text: str) -> float:
-    """`4096`, `2^48`, `2^-100`, `0.25 s`."""
-    base, _, exponent = text.removesuffix(" s").partition("^")
-    return int(base) ** int(exponent) if exponent else float(base)
-
-
-#: Constants that are neither a limit nor a time, by the name that the document gives them.
-AMOUNTS: dict[str, object] = {
-    "KEEPALIVE_PROBES": socket_options.COMMON["TCP_KEEPALIVE_CNT"],
-    "FETCHES_MAX": links.FETCHES_MAX,
-    "GONE_MAX": forgetting.GONE_MAX,
-    "MERGED_PUSHES_MAX": forgetting.MERGED_PUSHES_MAX,
-    "PATIENCE_ROUNDS": patience.ROUNDS,
-    "PATIENCE_FACTOR": patience.SLOWER,
-    "PATIENCE_SAMPLES": patience.SAMPLES,
-    "STATE_ELEMENT_BYTES": patience.STATE_BYTES,
-    "RATE_RATIO_MAX": run_clock.RATE_RATIO_MAX,
-    "FIRST_REPORTS": run_clock.FIRST_REPORTS,
-    "FIRST_TOKENS_MAX": run_clock.FIRST_TOKENS_MAX,
-    "ACKNOWLEDGE_BYTES": delivery.ACKNOWLEDGE_BYTES,
-    "STREAM_WINDOW_BYTES": socket_options.STREAM_WINDOW_BYTES,
-    "WINDOW_START_BYTES": delivery.WINDOW_START_BYTES,
-    "WINDOW_MIN_BYTES": delivery.WINDOW_MIN_BYTES,
-    "STATE_FLOOR": outbox.STATE_FLOOR,
-    "LATE_FACTOR": outbox.LATE_FACTOR,
-    "SHARE_USED": budget.SHARE_USED,
-    "WINDOW_SHARE": budget.WINDOW_SHARE,
-    "BACK_SHARE": budget.BACK_SHARE,
-    "IDLE_SHARE": shares.IDLE_SHARE,
-    "MESSAGE_BYTES_MIN": budget.MESSAGE_BYTES_MIN,
-    "MESSAGE_OVERHEAD_BYTES": budget.MESSAGE_OVERHEAD_BYTES,
-    "CUT": budget.CUT,
-    "SEGMENT_BYTES": budget.SEGMENT_BYTES,
-    "SEGMENT_OVERHEAD_BYTES": budget.SEGMENT_OVERHEAD_BYTES,
-    "FRAME_OVERHEAD_BYTES": budget.FRAME_OVERHEAD_BYTES,
-    "RMS_SAMPLES_MAX": codecs.RMS_SAMPLES_MAX,
-    "RUN": kernels.RUN,
-    "ZSTD_WINDOW_BYTES_MAX": zstd_frame.WINDOW_BYTES_MAX,
-    "ZSTD_BLOCK_BYTES_MIN": zstd_frame.BLOCK_CONTENT_BYTES_MIN,
-    "SCALE_MIN": scales.SCALE_MIN,
-    "SCALE_MAX": scales.SCALE_MAX,
-    "LANES": kernels.LANES,
-    "NORM_MIN": merge.NORM_MIN,
-    "DIRECTION_MIN": merge.DIRECTION_MIN,
-    "CLIP_CONTRIBUTORS_MIN": merge.CLIP_CONTRIBUTORS_MIN,
-}
-
-
-def constants() -> dict[str, object]:
-    """Every constant of the protocol: limits, times, and other amounts."""
-    found: dict[str, object] = {}
-    for module in (limits, timing):
-        found |= {name: value for name, value in vars(module).items() if name.isupper()}
-    return found | AMOUNTS
-
-
-def test_every_constant_with_its_value() -> None:
-    told = {row[0].strip("`"): row[1] for row in table("constant", "value", "unit", "meaning")}
-    assert list(told) == list(constants())
-    for name, actual in constants().items():
-        value = told[name]
-        assert actual == (value.strip("`") if isinstance(actual, str) else number(value)), name
-
-
-def test_times_are_in_seconds() -> None:
-    units = {row[0].strip("`"): row[2] for row in table("constant", "value", "unit", "meaning")}
-    assert all(units[name] == "s" for name in vars(timing) if name.isupper())
-
-
-def test_names_of_constants_in_the_text() -> None:
-    """The text uses every constant by its name, and no name that the table lacks."""
-    before, _, after = DOCUMENT.partition("| constant | value | unit | meaning |")
-    text = before + after.partition("\n\n")[2]
-    used = set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b", text))
-    assert used - constants().keys() == NOT_CONSTANTS
-    unused = {name for name in constants() if not re.search(rf"\b{name}\b", text)}
-    assert not unused
-
-
-#: Options of ZeroMQ sockets and a file, which look like constants.
-NOT_CONSTANTS = {
-    "CONNECT_TIMEOUT",
-    "HANDSHAKE_IVL",
-    "README_CHUNK_FORMAT",
-    "RECONNECT_IVL",
-    "RECONNECT_IVL_MAX",
-    "ROUTER_MANDATORY",
-    "TCP_KEEPALIVE",
-    "TCP_MAXRT",
-    "XPUB_VERBOSER",
-}
-
-
 def test_settings_with_their_defaults() -> None:
     for name, value, _ in table("setting", "default", "meaning"):
         actual: object = BrokerConfig()
@@ -301,7 +171,7 @@ def test_generated_parts() -> None:
 def test_the_example_of_a_payload() -> None:
     """Bytes, codes and values of the example are those of the exchange."""
     example = DOCUMENT[DOCUMENT.index("**Example.** Message 8") :].partition("## 9.")[0]
-    push = protocol_page.exchange().ours
+    push = protocol_exchange.exchange().ours
     rows = example.splitlines()
     payload = next(row for row in rows if row.startswith("payload"))
     assert bytes.fromhex(payload.removeprefix("payload")) == push.chunk.payload
@@ -315,9 +185,9 @@ def test_contents() -> None:
     """The table of contents names every section, in order."""
     listed = re.findall(r"^(\d+)\. \[(.*)\]\(#(.*)\)$", DOCUMENT, re.MULTILINE)
     sections = re.findall(r"^## (\d+)\. (.*)$", DOCUMENT, re.MULTILINE)
-    assert [(number, title) for number, title, _ in listed] == sections
-    for number, title, anchor in listed:
-        assert anchor == f"{number}-{title.lower().replace(',', '').replace(' ', '-')}"
+    assert [(place, title) for place, title, _ in listed] == sections
+    for place, title, anchor in listed:
+        assert anchor == f"{place}-{title.lower().replace(',', '').replace(' ', '-')}"
 
 
 def test_every_codec_with_its_largest_payload() -> None:
