@@ -80,7 +80,7 @@ def _number(value: object) -> str:
 
 
 def table() -> str:
-    """How a small layout is cut into two fragments, and which elements of a piece are sampled."""
+    """How a small layout is cut into two fragments."""
     shapes = {"emb": (5, 4), "w": (3, 2), "s": ()}
     layout = [msg.LayoutEntry(name, shape, "float32", "mean") for name, shape in shapes.items()]
     lines = [
@@ -92,10 +92,14 @@ def table() -> str:
             f"{layout[p.tensor].name}[{p.start}, {p.count}] at {p.offset}" for p in part.pieces
         )
         lines.append(f"| {part.index} | {pieces} | {part.elements} |")
+    return "\n".join(lines)
+
+
+def samples() -> str:
+    """Which elements of a piece its rms is taken from."""
     places, _ = sample_places(np.array([0, 40000]), RMS_SAMPLES_MAX)
     sampled = ", ".join(str(place) for place in places[:6])
-    lines += ["", f"A piece of 40000 elements: w = 3, {len(places)} samples, at {sampled}, …"]
-    return "\n".join(lines)
+    return f"A piece of 40000 elements has w = 3 and {len(places)} samples, at {sampled}, …"
 
 
 # Bytes.
@@ -260,7 +264,7 @@ def _blosc2_lines(payload: bytes) -> list[Line]:
 
 # The page.
 
-PARTS: Final = {"exchange": dump, "worked": worked, "fragments": table}
+PARTS: Final = {"fragments": table, "samples": samples, "worked": worked, "exchange": dump}
 
 
 def generated(page: str) -> str:
