@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, Literal, cast
 
-from narrows.broker.outer import optimizer_names
 from narrows.proto.address import parse_listen
-from narrows.proto.budget import message_bytes
+from narrows.proto.codec import setting_names
 from narrows.proto.config import Range, Section, nearest, override, read_table
 from narrows.proto.errors import ConfigError
+from narrows.proto.flow import message_bytes
 from narrows.proto.limits import (
     CHUNK_ELEMENTS_MAX,
     FRAGMENTS_MAX,
@@ -26,9 +26,11 @@ from narrows.proto.limits import (
     TOKENS_MAX,
 )
 from narrows.proto.messages import Mode, RunSettings
-from narrows.proto.rate import setting_names
 from narrows.proto.timing import BEAT_S, FORGET_S, LATE_S, LOST_S, PROBE_S
 from narrows.proto.units import Amount, BitRate, Duration, Size, written
+
+OUTER_OPTIMIZERS: Final = ("nesterov", "sgd")
+"""Names of the outer optimizers."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class OuterSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_choice("optimizer", self.optimizer, optimizer_names())
+        _check_choice("optimizer", self.optimizer, OUTER_OPTIMIZERS)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from narrows.learner.client import Client
-from narrows.learner.device import parameters_of
-from narrows.learner.gradients import GradientWatch
-from narrows.learner.ramp import ramp_steps
-from narrows.learner.step_log import HostLoss, Loss, StepLog
-from narrows.learner.strangers import StrangerWatch
+from narrows.learner.module import (
+    GradientWatch,
+    HostLoss,
+    Loss,
+    StepLog,
+    StrangerWatch,
+    parameters_of,
+    ramp_steps,
+)
+from narrows.learner.transport import Client
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 
 Batch = TypeVar("Batch")
@@ -31,8 +35,8 @@ LOG_REMEDY = "Add before optimizer.step(): learner.log(tokens=batch.numel(), los
 _log = logging.getLogger("narrows.learner")
 
 
-class Exchange(Protocol):
-    """What a Learner needs of narrows.learner.client.Client."""
+class ClientInterface(Protocol):
+    """What a Learner needs of narrows.learner.transport.client.Client."""
 
     @property
     def joined_version_sum(self) -> int:
@@ -92,7 +96,7 @@ class Learner:
         leave_timeout_s: float | None = None,
         events: str | os.PathLike[str] | None = None,
         device_encoding: bool | None = None,
-        connect: Callable[..., Exchange] = Client,
+        connect: Callable[..., ClientInterface] = Client,
     ) -> None:
         _refuse_several_ranks()
         self._optimizers = _listed(optimizer)
@@ -109,7 +113,7 @@ class Learner:
             join_timeout_s=join_timeout_s,
             events=None if events is None else Path(events),
         )
-        self._exchange: Exchange | None = None
+        self._exchange: ClientInterface | None = None
         self._undo = ExitStack()
         self._step_log = StepLog(lambda tokens: self._client.skipped(tokens))
         self._losses = HostLoss()
@@ -253,7 +257,7 @@ class Learner:
         return {**self._client.stats(), "code_s": self._code_s}
 
     @property
-    def _client(self) -> Exchange:
+    def _client(self) -> ClientInterface:
         if self._exchange is None:
             raise _misuse(
                 "the learner has not joined yet", remedy="Use it inside: with Learner(...) as l:"

@@ -61,7 +61,7 @@ DEALER: dict[str, int] = {
 
 DATA: dict[str, int] = {
     **COMMON,
-    # In messages, not bytes, and beyond it pub/sub drops: the limit is credit (proto/outbox.py).
+    # In messages, not bytes, and beyond it pub/sub drops: the limit is credit (flow/outbox.py).
     "SNDHWM": 0,
     # Here nothing is dropped: a full queue stops reading, and TCP stops the sender. So a peer
     # that keeps to no credit costs at most so many messages per connection.

@@ -113,7 +113,7 @@ class RunSettings(Struct, frozen=True, forbid_unknown_fields=True):
     chunk_elements: ChunkSize
     """Elements of a chunk, fewer where it would exceed `message_bytes`."""
     message_bytes: MessageSize
-    """Largest payload of a data message, from the rates (proto/budget.py)."""
+    """Largest payload of a data message, from the rates (proto/flow/budget.py)."""
     streams: Streams
     """Data connections of a learner in each direction."""
     error_feedback: bool

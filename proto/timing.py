@@ -18,11 +18,11 @@ HELLO_MAX_S: Final = 5.0
 
 REDIAL_S: Final = 5.0
 """A connection on which Hellos have no answer for this long is given up for a new one: a firewall
-or a proxy may have forgotten it. The next one gets twice the time, until something is heard: a
-large Hello needs it on a slow line."""
+or a proxy may have forgotten it. The next one gets twice the time, until something is heard."""
 
 REDIAL_MAX_S: Final = 60.0
-"""Longest time that a connection without an answer is kept."""
+"""Longest time that a connection without an answer is kept, or twice the time of a Hello on the
+slowest line if that is longer."""
 
 QUIET_S: Final = 4.0
 """Without a sign of the broker for this long the learner is offline and says Hello again."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from narrows.bench.simulated_broker import Committed, Contributor
-from narrows.bench.simulated_learner import TORN, SimulatedLearner
-from narrows.bench.simulated_records import Adopted, Failed, Installed
-from narrows.bench.simulation import Simulation
-from narrows.broker.merge import token_weights
+from narrows.bench.sim.broker import SimulatedContributor, SimulatedRound
+from narrows.bench.sim.learner import TORN, SimulatedLearner
+from narrows.bench.sim.simulated_records import AdoptionRecord, Failed, Installed
+from narrows.bench.sim.simulation import Simulation
+from narrows.broker.merging.merge import token_weights
 from narrows.proto.messages import Epoch, Phase
 
 THAW_S = 5.0
 """A learner that was stopped has this long to come back before the run ends without it."""
 
 
-def commits(simulation: Simulation) -> list[Committed]:
-    return [record for record in simulation.trace if isinstance(record, Committed)]
+def commits(simulation: Simulation) -> list[SimulatedRound]:
+    return [record for record in simulation.trace if isinstance(record, SimulatedRound)]
 
 
 def check_safety(simulation: Simulation) -> None:
@@ -59,7 +59,7 @@ def check_versions(simulation: Simulation) -> None:
     adopted: dict[tuple[str, Epoch, int], int] = {}
     over: set[tuple[str, Epoch, int]] = set()
     for record in simulation.trace:
-        if isinstance(record, Adopted):
+        if isinstance(record, AdoptionRecord):
             place = (record.incarnation, record.epoch, record.fragment)
             assert place not in over, record
             before = adopted.get(place, -1)
@@ -74,7 +74,7 @@ def check_digests(simulation: Simulation) -> None:
     """Within an epoch equal (fragment, version) means equal bytes, at the broker and everywhere."""
     digests: dict[tuple[Epoch, int, int], int] = {}
     for record in simulation.trace:
-        if isinstance(record, Committed | Installed | Adopted):
+        if isinstance(record, SimulatedRound | Installed | AdoptionRecord):
             key = (record.epoch, record.fragment, record.version)
             assert digests.setdefault(key, record.digest) == record.digest, record
 
@@ -110,7 +110,7 @@ def check_merged(simulation: Simulation) -> None:
             assert told <= held, f"{learner.spec.name}, fragment {index}: {told} of {held}"
 
 
-def contributors(simulation: Simulation) -> Iterator[Contributor]:
+def contributors(simulation: Simulation) -> Iterator[SimulatedContributor]:
     for commit in commits(simulation):
         yield from commit.contributors
 

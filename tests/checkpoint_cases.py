@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from narrows.broker.checkpoint import FragmentState, Snapshot, StateDir, StateError
+from narrows.broker.merging.model import FragmentState
+from narrows.broker.storage.checkpoint import CheckpointContent, StateDir, StateError
 from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest
@@ -35,10 +36,10 @@ def fragment_state(version: int, values: F32) -> FragmentState:
 
 def snapshot(
     version: int, *, layout: tuple[LayoutEntry, ...] = LAYOUT, fragment_count: int = 2
-) -> Snapshot:
+) -> CheckpointContent:
     """A snapshot whose every array tells its version."""
     rng = np.random.default_rng(version)
-    return Snapshot(
+    return CheckpointContent(
         run_id=RUN,
         epoch=(1, 1),
         layout=layout,
@@ -53,10 +54,10 @@ def snapshot(
     )
 
 
-def same(one: Snapshot | None, other: Snapshot) -> bool:
+def same(one: CheckpointContent | None, other: CheckpointContent) -> bool:
     """Equality of everything, arrays bit by bit."""
 
-    def content(each: Snapshot) -> list[object]:
+    def content(each: CheckpointContent) -> list[object]:
         rest = [each.run_id, each.epoch, each.layout, each.frozen_digest, each.fragment_count]
         arrays = [
             (part.version, part.digest, *map(bytes, (part.global_, part.momentum, part.published)))
@@ -76,7 +77,7 @@ def prepared(path: Path, *versions: int) -> Path:
     return path
 
 
-def loaded(path: Path) -> tuple[Snapshot | None, list[str]]:
+def loaded(path: Path) -> tuple[CheckpointContent | None, list[str]]:
     with StateDir.open(path) as state:
         return state.load(), state.warnings
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from narrows.proto.chunk import DecodedChunk
-from narrows.proto.codecs import codec
+from narrows.proto.codec.chunk import DecodedChunk
+from narrows.proto.codec.codecs import codec
+from narrows.proto.codec.kernels import F32, I64
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
-from narrows.proto.kernels import F32, I64
 
 QUANTISED = ("int8-zstd", "int4-zstd")
 FLOATS = ("raw32", "f32-blosc2", "bf16")

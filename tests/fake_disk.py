@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final
 
-from narrows.broker.durable import Damaged
+from narrows.broker.storage.durable_files import Damaged
 
 BLOCK_BYTES: Final = 16
 """What reaches the disk in any order; small, so that small writes are torn in many ways."""

@@ -7,9 +7,9 @@ from typing import Self
 
 from fake_disk import Crash, FakeDisk
 
-from narrows.broker.files import Files
-from narrows.broker.journal import Journal, JournalError
-from narrows.broker.segments import RECORD_HEADER_BYTES, SEGMENT_HEADER_BYTES
+from narrows.broker.storage.disk import Files
+from narrows.broker.storage.journal import Journal, JournalError
+from narrows.broker.storage.segments import RECORD_HEADER_BYTES, SEGMENT_HEADER_BYTES
 from narrows.proto.errors import ErrorCode
 
 RUN = "0123456789abcdef"

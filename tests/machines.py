@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from narrows.broker import events as bev
 from narrows.broker.config import BrokerConfig, preset
-from narrows.broker.rounds import Round
-from narrows.broker.syncer import Resumed, Syncer
-from narrows.learner import events as lev
-from narrows.learner.dialing import Identity
-from narrows.learner.session import Session
+from narrows.broker.syncer import events as bev
+from narrows.broker.syncer.machine import Resumed, Syncer
+from narrows.broker.syncer.rounds import Round
+from narrows.learner.session import events as lev
+from narrows.learner.session.connection import Identity
+from narrows.learner.session.machine import Session
 from narrows.proto import messages as msg
-from narrows.proto.codecs import codec_names
+from narrows.proto.codec.codecs import codec_names
+from narrows.proto.codec.transfer import STATE_CODEC
 from narrows.proto.config import override
 from narrows.proto.limits import PROTOCOL
-from narrows.proto.transfer import STATE_CODEC
 
 RUN = "run"
 EPOCH = (0, 1, 7)
@@ -321,7 +321,7 @@ class Seat:
             "position": 1000,
         }
         header = make(msg.Header, values, fields)
-        return self.do(lev.ChunkArrived(header, self.handle))
+        return self.do(lev.ChunkDecoded(header, self.handle))
 
     def receive(self, fragment: int, version: int, **fields: object) -> list[lev.Effect]:
         """A whole publication or state arrives and is applied."""

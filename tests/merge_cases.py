@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from narrows.broker.merge import Contribution
-from narrows.proto.chunk import DecodedChunk
-from narrows.proto.codecs import codec, piece_scales
+from narrows.broker.merging.merge import DecodedVector
+from narrows.proto.codec.chunk import DecodedChunk
+from narrows.proto.codec.codecs import codec, piece_scales
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.messages import LayoutEntry, MergeLaw
 
@@ -32,7 +32,7 @@ def contribution(
     *,
     codec_name: str = "raw32",
     chunk_elements: int = 1 << 16,
-) -> Contribution:
+) -> DecodedVector:
     """`values` (n,) of a learner as the broker has them after decoding."""
     coder = codec(codec_name)
     scales = np.ones(len(fragment.pieces), np.float32)
@@ -44,10 +44,10 @@ def contribution(
         part, bounds = values[offset : offset + count], fragment.spans(offset, count)
         payload = coder.encode(part, bounds, scales[rows.start : rows.stop], np.empty_like(part))
         chunks.append((offset, coder.decode(payload, bounds)))
-    return Contribution(learner, tokens=1, steps=1, chunks=chunks)
+    return DecodedVector(learner, chunks)
 
 
-def decoded(one: Contribution, fragment: Fragment) -> F32:
+def decoded(one: DecodedVector, fragment: Fragment) -> F32:
     """The values (n,) of a contribution as the codec carried them."""
     out = np.empty(fragment.elements, np.float32)
     for offset, chunk in one.chunks:

@@ -13,9 +13,17 @@ import zmq
 from numpy.typing import NDArray
 from running import HANG_S, LAYOUT, wait_until
 
-from narrows.broker.service import Service
+from narrows.broker.process.service import Service
 from narrows.proto import messages as msg
-from narrows.proto.codecs import codec_names
+from narrows.proto.codec.codecs import codec_names
+from narrows.proto.codec.transfer import (
+    STATE_CODEC,
+    EncodedChunk,
+    decode_chunk,
+    digest_of,
+    encode_fragment,
+    values_of,
+)
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.frames import (
     decode_control,
@@ -26,14 +34,6 @@ from narrows.proto.frames import (
     encode_header,
 )
 from narrows.proto.limits import PROTOCOL
-from narrows.proto.transfer import (
-    STATE_CODEC,
-    EncodedChunk,
-    decode_chunk,
-    digest_of,
-    encode_fragment,
-    values_of,
-)
 
 F32 = NDArray[np.float32]
 Frames = Sequence[bytes]

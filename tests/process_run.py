@@ -9,8 +9,8 @@ from typing import Any
 
 from running import HANG_S
 
-from narrows.bench.processes import Processes, free_ports
-from narrows.broker.show import ask_status
+from narrows.bench.kit.processes import Processes, free_ports
+from narrows.broker.cli.status import ask_status
 from narrows.proto.errors import BrokerUnreachable
 from narrows.proto.messages import LearnerStatus, Status
 

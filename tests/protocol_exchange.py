@@ -7,12 +7,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from narrows.broker.merge import Contribution, merge, token_weights
-from narrows.broker.outer import outer_optimizer
+from narrows.broker.merging.merge import DecodedVector, merge_vectors, token_weights
+from narrows.broker.merging.outer import outer_optimizer
 from narrows.proto import messages as msg
-from narrows.proto import transfer
-from narrows.proto.chunk import DecodedChunk
-from narrows.proto.codecs import codec_names
+from narrows.proto.codec import transfer
+from narrows.proto.codec.chunk import DecodedChunk
+from narrows.proto.codec.codecs import codec_names
 from narrows.proto.fragments import build_table
 from narrows.proto.limits import PAYLOAD_BYTES_MAX, PROTOCOL
 
@@ -89,11 +89,11 @@ def exchange() -> Round:
     """Two learners push to version 0 of the only fragment; version 1 results."""
     ours, other = pushed(LOCAL), pushed(OTHER)
     contributions = [
-        Contribution(name, tokens, steps, [(0, decoded(push.chunk))])
-        for name, tokens, steps, push in (("a", 48, 3, ours), ("b", 32, 2, other))
+        DecodedVector(name, [(0, decoded(push.chunk))])
+        for name, push in (("a", ours), ("b", other))
     ]
-    weights = token_weights([(each.tokens, each.steps) for each in contributions], rule="tokens")
-    mean = merge(FRAGMENT, contributions, weights).outer_grad
+    weights = token_weights([(48, 3), (32, 2)], rule="tokens")
+    mean = merge_vectors(FRAGMENT, contributions, weights).outer_grad
     optimizer = outer_optimizer("nesterov", rate=0.4, momentum=0.6)
     params, momentum = optimizer.step(BASE, np.zeros_like(BASE), mean)
     copy = np.empty_like(BASE)

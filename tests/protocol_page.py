@@ -28,14 +28,15 @@ from protocol_exchange import (
     welcome,
 )
 
+from narrows.proto import frames
 from narrows.proto import messages as msg
-from narrows.proto import transfer
-from narrows.proto.codecs import RMS_SAMPLES_MAX
+from narrows.proto.codec import transfer
+from narrows.proto.codec.codecs import RMS_SAMPLES_MAX
+from narrows.proto.codec.kernels import sample_places
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import ENVELOPE_BYTES, downlink_topic, encode_control, encode_header
-from narrows.proto.kernels import sample_places
 
-PAGE: Final = Path(transfer.__file__).with_name("PROTOCOL.md")
+PAGE: Final = Path(frames.__file__).with_name("PROTOCOL.md")
 
 # Worked numbers.
 

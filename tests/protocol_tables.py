@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
-from narrows.proto import transfer
+from narrows.proto import frames
 
-DOCUMENT = Path(transfer.__file__).with_name("PROTOCOL.md").read_text(encoding="utf-8")
+DOCUMENT = Path(frames.__file__).with_name("PROTOCOL.md").read_text(encoding="utf-8")
 
 
 def tables(text: str) -> Iterator[list[list[str]]]:

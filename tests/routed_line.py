@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from narrows.bench.lab import PREFIX, remove_leftovers
+from narrows.bench.kit.lab import PREFIX, remove_leftovers
 
 needs_namespaces = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("ss") is None,

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from narrows.broker.config import BrokerConfig, load_config
-from narrows.broker.service import Service
-from narrows.learner.client import Client
+from narrows.broker.process.service import Service
+from narrows.learner.transport.client import Client
 from narrows.proto.fragments import Fragment
 from narrows.proto.messages import LayoutEntry
 

@@ -7,6 +7,7 @@ over the real tree and over a planted violation; a rule that finds nothing anywh
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import os
 import shutil
@@ -17,6 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import TopologicalSorter
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -35,53 +37,46 @@ LAYERS = {
     "bench": {"bench", "broker", "learner", "proto"},
 }
 
-#: State machines and arithmetic outside proto/, all of which is pure. They get time and chance as
-#: arguments and return what is to be done, so the simulator runs the very code that runs for real.
-PURE = (
-    "broker/admission.py",
-    "broker/allowance.py",
-    "broker/config.py",
-    "broker/costs.py",
-    "broker/data_path.py",
-    "broker/events.py",
-    "broker/forgetting.py",
-    "broker/founding.py",
-    "broker/intake.py",
-    "broker/lifecycle.py",
-    "broker/members.py",
-    "broker/merge.py",
-    "broker/need.py",
-    "broker/outer.py",
-    "broker/plan.py",
-    "broker/planning.py",
-    "broker/quorum.py",
-    "broker/rounds.py",
-    "broker/run_clock.py",
-    "broker/scheduler.py",
-    "broker/shares.py",
-    "broker/state.py",
-    "broker/subscriptions.py",
-    "broker/status.py",
-    "broker/syncer.py",
-    "broker/tally.py",
-    "broker/waiting.py",
-    "learner/arriving.py",
-    "learner/dialing.py",
-    "learner/events.py",
-    "learner/joining.py",
-    "learner/leaving.py",
-    "learner/ledger.py",
-    "learner/link.py",
-    "learner/links.py",
-    "learner/pace.py",
-    "learner/session.py",
-)
+#: What each district may import beside itself and proto's flat files, which all may. `*` stands
+#: for the files of a folder that are in no district. The graph has no circle; a test looks.
+MAY_IMPORT = {
+    "proto/codec": set[str](),
+    "proto/flow": {"proto/codec"},
+    "proto/shell": set[str](),
+    "broker/*": {"proto/codec", "proto/flow"},
+    "broker/merging": {"broker/*", "proto/codec", "proto/flow"},
+    "broker/syncer": {"broker/*", "broker/merging", "proto/codec", "proto/flow"},
+    "broker/planning": {"broker/*", "proto/codec", "proto/flow"},
+    "broker/storage": {
+        "broker/*", "broker/merging", "broker/syncer", "proto/codec", "proto/flow",
+    },
+    "broker/process": {
+        "broker/*", "broker/merging", "broker/storage", "broker/syncer", "proto/codec",
+        "proto/flow", "proto/shell",
+    },
+    "broker/cli": {
+        "broker/*", "broker/merging", "broker/planning", "broker/process", "broker/storage",
+        "proto/codec",
+    },
+    "learner/session": {"proto/codec", "proto/flow"},
+    "learner/module": {"proto/codec"},
+    "learner/transport": {
+        "learner/module", "learner/session", "proto/codec", "proto/flow", "proto/shell",
+    },
+    "learner/*": {"learner/module", "learner/transport"},
+    "learner/reference": {"learner/*", "learner/transport", "proto/codec"},
+}  # fmt: skip
 
-#: The exceptions in proto/: what the shells of both sides need, and nothing that decides.
-SHARED_SHELLS = ("proto/event_file.py", "proto/wake.py")
+DISTRICTS = tuple(path for path in MAY_IMPORT if not path.endswith("*"))
 
-#: Modules of broker/ and learner/ that own sockets.
-SOCKETS = ("broker/service.py", "broker/show.py", "broker/wires.py", "learner/wires.py")
+#: Districts of state machines and arithmetic. They get time and chance as arguments and return what
+#: is to be done, so the simulator runs the very code that runs for real. All of proto/ is pure too,
+#: but for what the shells of both sides share.
+PURE = ("broker/merging", "broker/planning", "broker/syncer", "learner/session", "broker/config.py")
+SHARED_SHELLS = "proto/shell"
+
+#: Places in broker/ and learner/ that own sockets.
+SOCKETS = ("broker/cli/status.py", "broker/process", "learner/transport")
 
 #: Sources of time, chance, concurrency and I/O that a pure module may not import.
 IMPURE = frozenset(
@@ -143,8 +138,39 @@ def root_of(name: str) -> str:
     return name.split(".")[0]
 
 
+def lies_in(path: str, *places: str) -> bool:
+    """True for a place itself and for what is below it."""
+    return any(path == place or path.startswith(f"{place}/") for place in places)
+
+
 def is_pure(path: str) -> bool:
-    return path in PURE or (path.startswith("proto/") and path not in SHARED_SHELLS)
+    return lies_in(path, *PURE) or (lies_in(path, "proto") and not lies_in(path, SHARED_SHELLS))
+
+
+def district_of(path: str) -> str:
+    """`broker/syncer` for a file below it, `broker/*` for a file of no district."""
+    parts = path.split("/")
+    return "/".join(parts[:2]) if len(parts) > 2 else f"{parts[0]}/*"
+
+
+def target_of(name: str) -> str:
+    """The path, without a suffix, that an imported name of ours stands for; else empty."""
+    parts = name.split(".")
+    if parts[0] != "narrows" or len(parts) < 2:
+        return ""
+    path = PurePosixPath(*parts[1:])
+    while not ((ROOT / path).is_dir() or (ROOT / f"{path}.py").is_file()):
+        path = path.parent
+    return path.as_posix()
+
+
+def door_of(district: str) -> set[str]:
+    """What a package lets others import: `__all__`, or the modules of `DOOR`."""
+    tree = ast.parse((ROOT / district / "__init__.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("__all__", "DOOR"):
+            return set(ast.literal_eval(node.value))
+    return set()
 
 
 def layers(module: Module) -> Iterator[str]:
@@ -155,6 +181,32 @@ def layers(module: Module) -> Iterator[str]:
             continue
         if len(parts) < 2 or parts[1] not in allowed:
             yield f"{module.path}:{line}: {module.folder} may not import {name}"
+
+
+def doors(module: Module) -> Iterator[str]:
+    """Other districts import what a door names, and nothing behind it; tests look behind it."""
+    if module.folder in ("tests", "examples"):
+        return
+    own = district_of(module.path)
+    for line, name in module.imports():
+        parts = name.split(".")[1:]
+        inside = name.startswith("narrows.") and (ROOT / "/".join(parts[:2])).is_dir()
+        district = "/".join(parts[:2])
+        if not inside or district == own:
+            continue
+        if len(parts) < 3 or parts[2] not in door_of(district):
+            yield f"{module.path}:{line}: {name} is behind the door {district}/__init__.py"
+
+
+def districts(module: Module) -> Iterator[str]:
+    own = district_of(module.path)
+    for line, name in module.imports():
+        target = target_of(name)
+        if own not in MAY_IMPORT or not target:
+            continue
+        other = district_of(f"{target}/x" if (ROOT / target).is_dir() else f"{target}.py")
+        if other not in {own, "proto/*", "./*"} | MAY_IMPORT[own]:
+            yield f"{module.path}:{line}: {own} may not import {other} ({name})"
 
 
 def no_tests_outside_tests(module: Module) -> Iterator[str]:
@@ -180,7 +232,7 @@ def torch_in_its_place(module: Module) -> Iterator[str]:
 
 
 def sockets_in_their_place(module: Module) -> Iterator[str]:
-    free = module.folder in ("bench", "src", "tests") or module.path in SOCKETS
+    free = module.folder in ("bench", "src", "tests") or lies_in(module.path, *SOCKETS)
     for line, name in module.imports():
         if root_of(name) == "zmq" and not free:
             yield f"{module.path}:{line}: {name}: sockets belong to {', '.join(SOCKETS)}"
@@ -190,11 +242,9 @@ def purity(module: Module) -> Iterator[str]:
     if not is_pure(module.path):
         return
     for line, name in module.imports():
-        parts = name.split(".")
-        impure_neighbour = (
-            parts[0] == "narrows" and len(parts) > 2 and not is_pure("/".join(parts[1:3]) + ".py")
-        )
-        if parts[0] in IMPURE or impure_neighbour:
+        target = target_of(name)
+        path = f"{target}.py" if (ROOT / f"{target}.py").is_file() else target
+        if root_of(name) in IMPURE or ("/" in path and not is_pure(path)):
             yield f"{module.path}:{line}: a pure module may not import {name}"
     for line, name in [*module.imports(), *module.names()]:
         # A generator that comes in as an argument has to be named in the signature.
@@ -248,9 +298,9 @@ LONG_FUNCTION = "def long():\n" + "    pass\n" * FUNCTION_LINES_MAX
 #: For each rule, modules that must be refused.
 PLANTED: tuple[tuple[Rule, str, str], ...] = (
     (layers, "proto/x.py", "from narrows.broker import service"),
-    (layers, "broker/x.py", "def f():\n    import narrows.learner.client"),
+    (layers, "broker/x.py", "def f():\n    import narrows.learner.transport.client"),
     (layers, "learner/x.py", "from narrows import broker"),
-    (layers, "broker/x.py", "from narrows.bench.simulation import run"),
+    (layers, "broker/x.py", "from narrows.bench.sim.simulation import Simulation"),
     (no_tests_outside_tests, "bench/x.py", "import hypothesis"),
     (absolute_imports, "proto/x.py", "from .frames import digest"),
     (absolute_imports, "tests/x.py", "from . import helpers"),
@@ -258,12 +308,22 @@ PLANTED: tuple[tuple[Rule, str, str], ...] = (
     (torch_in_its_place, "proto/x.py", "from safetensors.torch import load_file"),
     (sockets_in_their_place, "broker/x.py", "from zmq import Context"),
     (purity, "proto/x.py", "from time import monotonic"),
-    (purity, "broker/syncer.py", "import os.path"),
-    (purity, "broker/syncer.py", "from narrows.broker.service import Service"),
-    (purity, "broker/syncer.py", "from narrows.proto.wake import WakePipe"),
-    (purity, "proto/x.py", "from narrows.proto import wake"),
-    (purity, "broker/merge.py", "import numpy as np\nrng = np.random.default_rng()"),
-    (purity, "broker/merge.py", "from numpy.random import default_rng"),
+    (purity, "broker/syncer/x.py", "import os.path"),
+    (purity, "broker/syncer/x.py", "from narrows.broker.process import Service"),
+    (purity, "broker/syncer/x.py", "from narrows.broker.storage.journal import Journal"),
+    (purity, "broker/syncer/x.py", "from narrows.proto.shell import WakePipe"),
+    (purity, "proto/x.py", "from narrows.proto.shell import wake"),
+    (purity, "broker/merging/x.py", "import numpy as np\nrng = np.random.default_rng()"),
+    (purity, "broker/merging/x.py", "from numpy.random import default_rng"),
+    (doors, "broker/process/x.py", "from narrows.broker.syncer.machine import Syncer"),
+    (doors, "broker/process/x.py", "from narrows.broker.syncer import machine"),
+    (doors, "bench/loop/x.py", "def f():\n    from narrows.learner.session.machine import Session"),
+    (doors, "learner/x.py", "import narrows.proto.codec.kernels"),
+    (doors, "src/narrows/__main__.py", "from narrows.bench.codec.baselines import Baseline"),
+    (districts, "broker/syncer/x.py", "from narrows.broker.storage import Journal"),
+    (districts, "broker/merging/x.py", "from narrows.broker.syncer import events"),
+    (districts, "proto/codec/x.py", "from narrows.proto.flow import Budget"),
+    (districts, "learner/session/x.py", "from narrows.learner import Learner"),
     (purity_is_checked, "broker/x.py", '"""Decides. [pure]"""'),
     (nothing_unsafe, "proto/x.py", "import pickle"),
     (nothing_unsafe, "bench/x.py", "from torch import load"),
@@ -307,9 +367,41 @@ def test_rule_finds_a_planted_violation(rule: Rule, path: str, text: str) -> Non
     assert list(rule(Module(path, text)))
 
 
-@pytest.mark.parametrize("path", [*PURE, *SHARED_SHELLS, *SOCKETS])
-def test_listed_modules_exist(path: str) -> None:
-    assert (ROOT / path).is_file(), f"{path} is listed in {Path(__file__).name} and not in the tree"
+@pytest.mark.parametrize("path", [*PURE, SHARED_SHELLS, *SOCKETS])
+def test_listed_places_exist(path: str) -> None:
+    assert (ROOT / path).exists(), f"{path} is listed in {Path(__file__).name} and not in the tree"
+
+
+def test_every_district_says_what_it_may_import() -> None:
+    own = {path for path in packages() if "/" in path and not lies_in(path, "bench")}
+    assert own == set(DISTRICTS)
+
+
+def test_the_graph_of_districts_has_no_circle() -> None:
+    # static_order raises CycleError, naming the circle.
+    order = list(TopologicalSorter(MAY_IMPORT).static_order())
+    assert order.index("broker/merging") < order.index("broker/storage")
+
+
+def test_the_graph_of_the_benches_has_no_circle(modules: list[Module]) -> None:
+    graph: dict[str, set[str]] = {}
+    for module in modules:
+        if module.folder == "bench":
+            own = district_of(module.path)
+            targets = [target_of(name) for _, name in module.imports()]
+            others = {"/".join(target.split("/")[:2]) for target in targets if "/" in target}
+            graph.setdefault(own, set()).update(others - {own})
+    assert list(TopologicalSorter(graph).static_order())
+
+
+@pytest.mark.parametrize("district", DISTRICTS)
+def test_a_door_names_what_it_has_and_nothing_twice(district: str) -> None:
+    door = importlib.import_module(f"narrows.{district.replace('/', '.')}")
+    names = [*getattr(door, "__all__", ()), *getattr(door, "DOOR", ())]
+    files = {path.stem for path in (ROOT / district).glob("*.py")}
+    assert names
+    assert len(set(names)) == len(names)
+    assert [name for name in names if not hasattr(door, name) and name not in files] == []
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -320,21 +412,26 @@ def test_links_lead_to_the_folders(folder: str) -> None:
     assert link.resolve() == ROOT / folder
 
 
-def test_packages_match_the_folders() -> None:
+def packages() -> set[str]:
+    """Every package below the four folders, as a path."""
+    found = [path.parent for top in FOLDERS for path in (ROOT / top).rglob("__init__.py")]
+    return {path.relative_to(ROOT).as_posix() for path in found}
+
+
+def test_packages_are_the_tree() -> None:
+    # A package that the list lacks is missing from the wheel without a warning.
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert sorted(setuptools["packages"]) == ["narrows", *(f"narrows.{name}" for name in FOLDERS)]
-    expected = {"": "src"} | {f"narrows.{name}": name for name in FOLDERS}
-    assert setuptools["package-dir"] == expected
+    expected = {"narrows", *(f"narrows.{path.replace('/', '.')}" for path in packages())}
+    assert sorted(setuptools["packages"]) == sorted(expected)
+    links = {"": "src"} | {f"narrows.{name}": name for name in FOLDERS}
+    assert setuptools["package-dir"] == links
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_folders_are_flat(folder: str) -> None:
-    # A sub-package that `packages` does not list is missing from the wheel without a warning.
+def test_every_folder_of_modules_is_a_package() -> None:
     # The scripts of other systems are no package: they run from a checkout, each by its path.
-    top, scripts = ROOT / folder, ("__pycache__", "peer_scripts")
-    assert (top / "__init__.py").is_file()
-    nested = [path for path in top.glob("*/**/*.py") if path.parent.name not in scripts]
-    assert nested == []
+    folders = {path.parent for top in FOLDERS for path in (ROOT / top).rglob("*.py")}
+    paths = {path.relative_to(ROOT).as_posix() for path in folders}
+    assert paths == packages() | {"bench/peers/scripts"}
 
 
 @pytest.mark.slow
@@ -343,12 +440,12 @@ def test_wheel_holds_exactly_the_package(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {PurePosixPath(name) for name in archive.namelist()}
     metadata = {name for name in names if name.parts[0].endswith(".dist-info")}
-    data = ("py.typed", "proto/PROTOCOL.md", "bench/recorded.safetensors")
+    data = ("py.typed", "proto/PROTOCOL.md", "bench/kit/recorded.safetensors")
     expected = {PurePosixPath("narrows", name) for name in data}
     expected |= {
         PurePosixPath("narrows", path.name) for path in (ROOT / "src/narrows").glob("*.py")
     }
-    for folder in FOLDERS:
+    for folder in packages():
         expected |= {PurePosixPath("narrows", folder, p.name) for p in (ROOT / folder).glob("*.py")}
     assert names - metadata == expected
     assert any(name.match("*.dist-info/licenses/LICENSE") for name in metadata)

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from machines import SETTINGS, Desk, Seat, one, only, open_round
 
-from narrows.broker import events as bev
 from narrows.broker.config import BrokerConfig
-from narrows.broker.merge import token_weights
-from narrows.broker.outer import outer_optimizer
-from narrows.broker.quorum import QuorumRule
-from narrows.learner import events as lev
+from narrows.broker.merging.merge import token_weights
+from narrows.broker.merging.outer import outer_optimizer
+from narrows.broker.syncer import events as bev
+from narrows.broker.syncer.quorum import QuorumRule
+from narrows.learner.session import events as lev
 from narrows.proto import messages as msg
 from narrows.proto.fragments import build_table
 from narrows.proto.schedule import snapshot_step

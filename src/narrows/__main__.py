@@ -13,16 +13,11 @@ import cyclopts
 from cyclopts import Parameter
 
 from narrows import __version__
-from narrows.bench.commands import need_torch
-from narrows.bench.system_commands import commands
-from narrows.broker.journal_command import journal
-from narrows.proto.errors import (
-    BrokerUnreachable,
-    ConfigError,
-    ErrorCode,
-    NarrowsError,
-    Refused,
-)
+from narrows.bench.commands import bench
+from narrows.bench.demo.command import demo
+from narrows.bench.kit.torch_needed import need_torch
+from narrows.broker.cli.journal import journal
+from narrows.proto.errors import BrokerUnreachable, ConfigError, ErrorCode, NarrowsError, Refused
 
 EXIT_CODES = (
     "Exit codes: 0 ok, 1 failure, 2 usage or configuration, 3 refused by the peer, 4 broker not "
@@ -40,7 +35,8 @@ app = cyclopts.App(
 )
 
 
-app.command(commands)
+app.command(bench)
+app.command(demo)
 app.command(journal)
 
 
@@ -87,7 +83,7 @@ def broker(
     ready_file
         File that gets the address once the broker serves.
     """
-    from narrows.broker.command import BrokerCommand, run_broker
+    from narrows.broker.cli.broker import BrokerCommand, run_broker
 
     flags: dict[str, object] = {}
     named = {
@@ -158,7 +154,7 @@ def learner(
         File for one outer gradient of each fragment, for `narrows bench codec --recording`.
     """
     need_torch()
-    from narrows.learner.worker import WorkerOptions, run_worker
+    from narrows.learner.reference.worker import WorkerOptions, run_worker
 
     options = WorkerOptions(
         broker, name, data, preset, part, batch, seed, threads, peak_learning_rate, steps_max,
@@ -182,7 +178,7 @@ def status(
     timeout_s
         Seconds to wait for an answer.
     """
-    from narrows.broker.show import show_status
+    from narrows.broker.cli.status import show_status
 
     show_status(broker, as_json=json, timeout_s=timeout_s)
 
@@ -233,7 +229,7 @@ def plan(
     json
         Print JSON instead of tables.
     """
-    from narrows.broker.plan_command import PlanCommand, run_plan
+    from narrows.broker.cli.plan import PlanCommand, run_plan
 
     command = PlanCommand(
         params, step, learners, wan, broker_wan, broker_memory, broker_cores, disk, config,
@@ -241,46 +237,6 @@ def plan(
     )  # fmt: skip
     if not run_plan(command):
         sys.exit(EXIT_FAILURE)
-
-
-@app.command
-def demo(
-    *,
-    learners: int = 4,
-    steps: int = 0,
-    baselines: bool = False,
-    keep: Path | None = None,
-    json: Path | None = None,
-    picture: Path | None = None,
-    plain: bool = False,
-    record: Path | None = None,
-) -> None:
-    """Train one model with several learners on this machine, one of them killed on the way.
-
-    Parameters
-    ----------
-    learners
-        Number of learner processes.
-    steps
-        Inner steps per learner; 0: the default, about three minutes on two cores.
-    baselines
-        Also train with plain data parallelism at equal tokens (takes a few minutes more).
-    keep
-        Folder for logs, events and the final model (default: a temporary one).
-    json
-        File for the results.
-    picture
-        SVG file for the display while a learner was dead, and the last table.
-    plain
-        Print lines instead of a live display.
-    record
-        File for one learner's outer gradients, one of each fragment.
-    """
-    need_torch()
-    from narrows.bench.demo import run_demo
-    from narrows.bench.demo_story import DemoOptions
-
-    run_demo(DemoOptions(learners, steps, baselines, keep, json, picture, plain, record))
 
 
 @app.command(name="export")
@@ -294,7 +250,7 @@ def export_(state_dir: Path, *, to: Path) -> None:
     to
         File to write; replaced only by a complete one.
     """
-    from narrows.broker.history import export_model
+    from narrows.broker.cli.journal_report import export_model
 
     export_model(state_dir, to)
 
@@ -309,7 +265,7 @@ def main() -> NoReturn:
         # They end what they have started, processes and namespaces, however they are ended.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     if sys.argv[1:2] == ["broker"] and {"--help", "-h"} & set(sys.argv):
-        from narrows.broker.command import settings_help
+        from narrows.broker.cli.broker import settings_help
 
         app["broker"].help_epilogue = f"{settings_help()}\n\n{EXIT_CODES}"
     try:

@@ -15,24 +15,25 @@ from pathlib import Path
 
 import numpy as np
 
-from narrows.broker.checkpoint import Snapshot, StateDir
-from narrows.broker.commits import committed
 from narrows.broker.config import BrokerConfig, load_config
-from narrows.broker.durable import StateError
-from narrows.broker.epoch import begin_epoch
-from narrows.broker.events import Contributed, Note, Received, StartMerge
-from narrows.broker.files import DirectoryFiles
-from narrows.broker.history import model_digest
-from narrows.broker.journal import Journal
-from narrows.broker.model import GlobalModel, version_zero
-from narrows.broker.records import FORMAT, Began, encode
-from narrows.broker.syncer import Syncer
-from narrows.learner.dialing import Identity
-from narrows.proto.chunk import DecodedChunk
+from narrows.broker.merging.contribution import Contribution
+from narrows.broker.merging.model import GlobalModel, version_zero
+from narrows.broker.storage.checkpoint import CheckpointContent, StateDir
+from narrows.broker.storage.disk import DirectoryFiles
+from narrows.broker.storage.durable_files import StateError
+from narrows.broker.storage.history import model_digest
+from narrows.broker.storage.journal import Journal
+from narrows.broker.storage.records import FORMAT, LifeRecord, encode
+from narrows.broker.storage.recovery import begin_epoch
+from narrows.broker.storage.writer import committed
+from narrows.broker.syncer.events import Note, Received, StartMerge
+from narrows.broker.syncer.machine import Syncer
+from narrows.learner.session.connection import Identity
+from narrows.proto.codec.chunk import DecodedChunk
+from narrows.proto.codec.transfer import decode_chunk, encode_fragment
 from narrows.proto.errors import NarrowsError
 from narrows.proto.fragments import build_table
 from narrows.proto.messages import LayoutEntry, Phase
-from narrows.proto.transfer import decode_chunk, encode_fragment
 
 LAYOUT = (
     LayoutEntry("weight", (4, 4), "float32", "rda"),
@@ -67,7 +68,7 @@ def make(path: Path) -> State:
         run = state_dir.begin_epoch("0" * 16, "0" * 16)
         files = DirectoryFiles(state_dir.journal_directory())
         journal = Journal.open(files, run_id=run.run_id, segment_bytes=SEGMENT_BYTES)
-        journal.append(encode(Began(FORMAT, run.epoch, run.config_digest, (), 0.0)))
+        journal.append(encode(LifeRecord(FORMAT, run.epoch, run.config_digest, (), 0.0)))
         journal.sync()
         syncer = Syncer(config, run_id=run.run_id, epoch=(*run.epoch, 7), now=0.0)
         syncer.state.phase = Phase.RUNNING
@@ -78,7 +79,7 @@ def make(path: Path) -> State:
                 digests.append(model_digest(model))
             if version in (0, CHECKPOINT_AFTER):
                 state_dir.save(
-                    Snapshot(
+                    CheckpointContent(
                         run.run_id, run.epoch, LAYOUT, 0, 1, 100 * version, Phase.RUNNING,
                         tuple(model.fragments), journal.durable,
                     )
@@ -92,7 +93,7 @@ def _round(
 ) -> None:
     part = model.table[0]
     chunks: dict[int, tuple[int, DecodedChunk]] = {}
-    contributed: list[Contributed] = []
+    contributed: list[Contribution] = []
     travelled: list[tuple[str, list[tuple[int, int, bytes]]]] = []
     for learner in ("a", "b"):
         values = 0.01 * rng.standard_normal(20, np.float32)
@@ -102,7 +103,7 @@ def _round(
         )  # fmt: skip
         handle = len(chunks)
         chunks[handle] = (0, decode_chunk(part, "int4-zstd", 0, 20, chunk.payload))
-        contributed.append(Contributed(learner, "0" * 32, version, 100, 5, (handle,)))
+        contributed.append(Contribution(learner, "0" * 32, version, 100, 5, (handle,)))
         travelled.append(("int4-zstd", [(0, 20, chunk.payload)]))
     effect = StartMerge(0, version, tuple(contributed), "a test")
     outcome = model.merge(0, version, contributed, chunks)

@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from running import LAYOUT, ToyHost, vector
 
-from narrows.bench.evidence import installed, read_evidence
-from narrows.bench.processes import free_ports
-from narrows.broker.audit import Audit
-from narrows.broker.crash_points import NAMES, VARIABLE
-from narrows.broker.model import warm_up
-from narrows.learner.client import Client
+from narrows.bench.kit.evidence import installed, read_evidence
+from narrows.bench.kit.processes import free_ports
+from narrows.broker.merging.model import warm_up
+from narrows.broker.process.crash_points import NAMES, VARIABLE
+from narrows.broker.storage.audit import Audit
+from narrows.learner.transport.client import Client
 
 LEARNERS = ("a", "b", "c")
 STEP_S = 0.004

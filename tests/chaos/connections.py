@@ -23,7 +23,7 @@ import zmq
 from running import wait_until
 
 from narrows.proto import messages as msg
-from narrows.proto.codecs import codec_names
+from narrows.proto.codec.codecs import codec_names
 from narrows.proto.frames import decode_control, downlink_topic, encode_control
 from narrows.proto.limits import PROTOCOL
 

@@ -24,9 +24,9 @@ import torch
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import nn
 
-from narrows.bench.processes import Processes, free_ports
-from narrows.bench.proxy import Proxy
-from narrows.broker.checkpoint import StateDir
+from narrows.bench.kit.processes import Processes, free_ports
+from narrows.bench.kit.proxy import Proxy
+from narrows.broker.storage.checkpoint import StateDir
 from narrows.learner import Learner, Unfinished
 from narrows.proto import timing
 from narrows.proto.fragments import build_table

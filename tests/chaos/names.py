@@ -14,9 +14,9 @@ from dataclasses import astuple, dataclass
 import msgspec
 from machines import Desk, hello, incarnation_of
 
-from narrows.broker import events as ev
-from narrows.broker.snapshot import MergedPush
-from narrows.broker.status import status
+from narrows.broker.storage.manifest import MergedPush
+from narrows.broker.syncer import events as ev
+from narrows.broker.syncer.status import status_of
 from narrows.proto import messages as msg
 
 PAUSE_S = 1.5
@@ -73,7 +73,7 @@ class Soak(Desk):
             MergedPush(*key, push_id, tokens)
             for key, (push_id, tokens) in state.merged_pushes.items()
         ]
-        told = msgspec.msgpack.encode(status(self.syncer, {}, self.now))
+        told = msgspec.msgpack.encode(status_of(self.syncer, {}, self.now))
         manifest = msgspec.json.encode(pushes)
         return Sample(
             names, len(state.roster), len(pushes), len(told), len(manifest),

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from running import HANG_S, wait_until
 
-from narrows.bench.chaos import run_chaos_bench
-from narrows.bench.chaos_run import ChaosOptions
-from narrows.bench.nursery import Nursery
+from narrows.bench.chaos.bench import run_chaos_bench
+from narrows.bench.chaos.run import ChaosOptions
+from narrows.bench.kit.nursery import Nursery
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def test_a_signal_leaves_no_process_behind(tmp_path: Path, number: int) -> None:
 
 def test_a_nursery_starts_signals_and_ends_its_children(tmp_path: Path) -> None:
     arguments = (str(tmp_path), str(1 << 14), "0.05")
-    with Nursery(tmp_path, "narrows.bench.chaos_learner", *arguments) as nursery:
+    with Nursery(tmp_path, "narrows.bench.chaos.learner", *arguments) as nursery:
         # Nobody listens there: they wait to join.
         for name in ("a", "b", "c"):
             nursery.start(name, "tcp://127.0.0.1:1")

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from narrows.broker.config import BrokerConfig, settings
-from narrows.learner.device import DeviceParameters, DeviceSnapshot
-from narrows.learner.uplink import PushWork, Residuals, encode_push
-from narrows.proto.codecs import warm_up
+from narrows.learner.module.gpu import DeviceParameters, DeviceSnapshot
+from narrows.learner.transport.push import PushWork, Residuals, encode_push
+from narrows.proto.codec.codecs import warm_up
+from narrows.proto.codec.transfer import EncodedChunk
 from narrows.proto.fragments import Fragment, build_table
-from narrows.proto.transfer import EncodedChunk
 
 F32 = NDArray[np.float32]
 

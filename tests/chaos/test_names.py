@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from chaos import connections, names
 
-from narrows.broker.forgetting import GONE_MAX
+from narrows.broker.syncer.forgetting import GONE_MAX
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ import pytest
 from process_run import Run
 from running import HANG_S, wait_until
 
-from narrows.bench.lab import Direction
-from narrows.bench.processes import Processes
-from narrows.bench.proxy import Proxy, Way
+from narrows.bench.kit.lab import Direction
+from narrows.bench.kit.processes import Processes
+from narrows.bench.kit.proxy import Proxy, ProxyWay
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ class BadLine:
         wait_until(lambda: self.run.contributions("a") >= 2, "a to contribute")
         wait_until(lambda: self.run.contributions("b") >= 2, "b to contribute")
 
-    def arm(self, way: Way, place: int, after_bytes: int) -> None:
+    def arm(self, way: ProxyWay, place: int, after_bytes: int) -> None:
         """Has the connection reset that carries so many more bytes to or from this port."""
         port = self.run.ports[place]
         way.fuses[port] = way.carried.get(port, 0) + after_bytes

@@ -15,11 +15,11 @@ from typing import Any
 from unittest.mock import patch
 
 from narrows.__main__ import main
-from narrows.bench import quality
-from narrows.bench.quality_run import Cell, config_digest
+from narrows.bench.quality import bench as quality
+from narrows.bench.quality.run import QualityCell, config_digest
 
 
-def run_cell(cell: Cell, seed: int) -> dict[str, Any]:
+def run_cell(cell: QualityCell, seed: int) -> dict[str, Any]:
     """Tells in the folder for temporary files that it has begun."""
     folder = Path(tempfile.gettempdir())
     with suppress(FileExistsError):

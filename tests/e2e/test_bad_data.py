@@ -14,10 +14,10 @@ from peer import PUSH, Frames, Peer, World, encoded, sealed
 from running import wait_until
 
 from narrows.proto import messages as msg
-from narrows.proto.blosc2_chunk import compress
+from narrows.proto.codec.blosc2_chunk import compress
+from narrows.proto.codec.transfer import STATE_CODEC
 from narrows.proto.frames import encode_control
 from narrows.proto.limits import CHUNK_ELEMENTS_MAX
-from narrows.proto.transfer import STATE_CODEC
 
 PUBLICATION, FOUND = msg.DataKind.PUBLICATION, msg.DataKind.FOUND
 

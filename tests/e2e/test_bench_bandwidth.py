@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from narrows.bench.bandwidth_wire import LEARNERS, measure
+from narrows.bench.bandwidth.wire import LEARNERS, measure
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from narrows.bench.loop import run_loop_bench
+from narrows.bench.loop.bench import run_loop_bench
 
 pytestmark = pytest.mark.slow
 

@@ -18,12 +18,12 @@ import pytest
 from bench_process import BenchProcess
 from running import HANG_S, wait_until
 
-from narrows.bench.lab import PREFIX, Lab, remove_leftovers
-from narrows.bench.rows import read_rows
-from narrows.bench.wan import run_cell
-from narrows.bench.wan_cells import Cell
-from narrows.bench.wan_training import TrainingCell
-from narrows.bench.wan_training import run_cell as run_training_cell
+from narrows.bench.kit.lab import PREFIX, Lab, remove_leftovers
+from narrows.bench.kit.rows import read_rows
+from narrows.bench.wan.bench import run_cell
+from narrows.bench.wan.cells import WanCell
+from narrows.bench.wan.training import TrainingCell
+from narrows.bench.wan.training import run_cell as run_training_cell
 
 pytestmark = [
     pytest.mark.slow,
@@ -53,12 +53,12 @@ INSIDE = ("sh", "-c", "echo inside; exec cat")
 
 OWNER = f"""
 import subprocess, sys
-from narrows.bench.lab import Lab
+from narrows.bench.kit.lab import Lab
 with Lab(1, 0) as lab:
     subprocess.Popen([*lab.learners[0].under, *{INSIDE}])
     sys.stdin.read()
 """
-CELL = Cell("narrows", "int4-zstd", 50, 0, 1 << 16, streams=2, exchanges=3)
+CELL = WanCell("narrows", "int4-zstd", 50, 0, 1 << 16, streams=2, exchanges=3)
 
 
 def test_a_link_holds_its_rate_and_counts_whole_frames() -> None:
@@ -120,7 +120,7 @@ def test_sigterm_ends_the_line_and_keeps_what_is_done(tmp_path: Path) -> None:
         def all_started() -> bool:
             """The probe is the last one, and at its site: `ip` has become Python."""
             commands = bench.running().values()
-            return any("narrows.bench.probe" in each and each[0] != "ip" for each in commands)
+            return any("narrows.bench.kit.probe" in each and each[0] != "ip" for each in commands)
 
         wait_until(all_started, "the exchanges of the second cell")
         assert len(bench.running()) >= 5 and f"{PREFIX}-{bench.pid}-" in _namespaces()
@@ -141,7 +141,7 @@ def _namespaces() -> str:
     [CELL, replace(CELL, round_trip_ms=10, window_bytes=1 << 16, variant="raw32")],
     ids=["line", "proxy"],
 )
-def test_a_cell_of_ours(cell: Cell) -> None:
+def test_a_cell_of_ours(cell: WanCell) -> None:
     row = run_cell(cell)
     assert len(row["exchange_s"]) == 3 and row["exchange_s_median"] > 0, row
     bits = 8 * row["up_wire_bytes_per_exchange"] / cell.params
@@ -149,7 +149,7 @@ def test_a_cell_of_ours(cell: Cell) -> None:
 
 
 def test_a_system_without_environment_is_skipped_with_the_reason() -> None:
-    row = run_cell(Cell("torchft", "f32", 50, 10, 1 << 16))
+    row = run_cell(WanCell("torchft", "f32", 50, 10, 1 << 16))
     assert "proxy" in row["skipped"]
 
 

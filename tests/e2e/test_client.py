@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from peer import Peer, sealed
 from running import HANG_S, LAYOUT, ToyHost, broker_config, client, live_broker, vector, wait_until
 
-from narrows.bench.processes import free_ports
-from narrows.broker.members import Roster
-from narrows.broker.service import Service
-from narrows.learner import events as ev
-from narrows.learner.client import Client
-from narrows.learner.wires import Wires
+from narrows.bench.kit.processes import free_ports
+from narrows.broker.process.service import Service
+from narrows.broker.syncer.members import Roster
+from narrows.learner.session import events as ev
+from narrows.learner.transport.client import Client
+from narrows.learner.transport.sockets import LearnerSockets
 from narrows.proto import messages as msg
 from narrows.proto.errors import BrokerUnreachable, ConfigError, ErrorCode, Refused
 from narrows.proto.fragments import Fragment
@@ -109,7 +109,7 @@ def step_until(learner: Client, condition: Callable[[], object]) -> None:
 
 def test_every_new_connection_is_told_once() -> None:
     port = free_ports()
-    wires = Wires(f"tcp://127.0.0.1:{port}", "0" * 32)
+    wires = LearnerSockets(f"tcp://127.0.0.1:{port}", "0" * 32)
 
     def connected() -> bool:
         wires.wait(0.05)

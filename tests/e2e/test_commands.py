@@ -12,9 +12,9 @@ from peer import Peer
 from running import broker_config, live_broker
 
 from narrows.__main__ import main
-from narrows.bench.processes import free_ports
+from narrows.bench.kit.processes import free_ports
 from narrows.broker.config import BrokerConfig
-from narrows.broker.service import Service
+from narrows.broker.process.service import Service
 from narrows.proto.config import described
 
 Run = Callable[..., tuple[int, str, str]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ import torch
 from numpy.typing import NDArray
 from running import HANG_S, ToyHost, broker_config, client, live_broker, vector
 
-from narrows.broker.service import Service
-from narrows.learner.client import Client
-from narrows.learner.uplink import encode_push
+from narrows.broker.process.service import Service
+from narrows.learner.session import events as ev
+from narrows.learner.transport.client import Client
+from narrows.learner.transport.datapath import DataPath
+from narrows.learner.transport.push import encode_push
+from narrows.proto.codec.transfer import advance_copy
+from narrows.proto.errors import Unfinished
 from narrows.proto.fragments import Fragment
-from narrows.proto.transfer import advance_copy
 
 F32 = NDArray[np.float32]
 
@@ -140,7 +144,7 @@ def test_an_encoding_that_fails_is_declined_and_told_once(
     try:
         train_until(learner, host, progress(service, 1))
         with caplog.at_level(logging.INFO, "narrows.learner"):
-            monkeypatch.setattr("narrows.learner.exchange.encode_push", failing)
+            monkeypatch.setattr("narrows.learner.transport.datapath.encode_push", failing)
             train_until(learner, host, lambda: failed == 4)
             train_until(learner, host, progress(service, 3))
         (line,) = told(caplog, "is not sent")
@@ -167,7 +171,7 @@ def test_a_publication_that_cannot_be_applied_is_applied_later(
     learner.start()
     try:
         with caplog.at_level(logging.INFO, "narrows.learner"):
-            monkeypatch.setattr("narrows.learner.exchange.advance_copy", failing)
+            monkeypatch.setattr("narrows.learner.transport.datapath.advance_copy", failing)
             train_until(learner, host, lambda: failed == 3)
             train_until(learner, host, progress(service, 3))
         assert len(told(caplog, "no room for the copy")) == 1
@@ -176,8 +180,30 @@ def test_a_publication_that_cannot_be_applied_is_applied_later(
         learner.abort()
 
 
-def test_a_final_model_that_cannot_be_adopted_is_raised(tmp_path: Path) -> None:
-    """There is no later boundary: to leave quietly would be to leave with another model."""
+def test_version_0_is_read_as_soon_as_it_is_asked_for(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training thread may be faster than the background, which prepares to send it."""
+    read, opened = threading.Event(), DataPath.open_streams
+
+    class Host(ToyHost):
+        def snapshot(self, fragment: Fragment, out: F32) -> None:
+            super().snapshot(fragment, out)
+            read.set()
+
+    def open_late(exchange: DataPath, effect: ev.OpenStreams) -> None:
+        assert read.wait(HANG_S)
+        opened(exchange, effect)
+
+    monkeypatch.setattr(DataPath, "open_streams", open_late)
+    learner = client(service, "a", Host(vector(1)))
+    learner.start()
+    learner.abort()
+
+
+@contextmanager
+def without_room_at_the_goal(tmp_path: Path, failures: int) -> Generator[Client]:
+    """A learner whose run is at its goal; so many of its next adoptions lack memory."""
     config = broker_config(tmp_path, fragments__sync_period_steps=4, run__goal_tokens=30)
     with live_broker(config) as service:
         host = FailingHost("adopt", range(0), MemoryError("no room for the last version"))
@@ -185,11 +211,28 @@ def test_a_final_model_that_cannot_be_adopted_is_raised(tmp_path: Path) -> None:
         learner.start()
         try:
             train_until(learner, host, lambda: learner.should_stop)
-            host.numbers = range(10**6)
-            with pytest.raises(MemoryError, match="no room for the last version"):
-                learner.finish(HANG_S)
+            first = host.counts["adopt"] + 1
+            host.numbers = range(first, first + failures)
+            host.step(0.02)  # What it does is to be undone: there is something to adopt.
+            learner.boundary(1, 1.0)
+            yield learner
+            assert host.failed
         finally:
             learner.abort()
+
+
+def test_a_final_model_is_adopted_once_there_is_memory_again(tmp_path: Path) -> None:
+    with without_room_at_the_goal(tmp_path, failures=3) as learner:
+        learner.finish(HANG_S)
+        assert learner.standing()["narrows.final"] == "true"
+
+
+def test_a_final_model_that_cannot_be_adopted_is_raised(tmp_path: Path) -> None:
+    """To leave quietly would be to leave with another model."""
+    with without_room_at_the_goal(tmp_path, failures=10**6) as learner:
+        with pytest.raises(Unfinished, match="without the final versions of fragment"):
+            learner.finish(timeout_s=5.0)
+        assert learner.standing()["narrows.final"] == "false"
 
 
 def test_what_fails_before_training_is_raised(
@@ -198,6 +241,6 @@ def test_what_fails_before_training_is_raised(
     def failing(*_: Any, **__: Any) -> None:
         raise MemoryError("no room for version 0")
 
-    monkeypatch.setattr("narrows.learner.exchange.encode_fragment", failing)
+    monkeypatch.setattr("narrows.learner.transport.datapath.encode_fragment", failing)
     with pytest.raises(MemoryError, match="no room for version 0"):
         client(service, "a", ToyHost(vector(1))).start()

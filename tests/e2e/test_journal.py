@@ -26,20 +26,21 @@ from running import (
 )
 from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
 
-from narrows.bench.processes import free_ports
-from narrows.broker.audit import Audit
-from narrows.broker.checkpoint import StateDir
-from narrows.broker.durable import Damaged, RecordsLost, StateError
-from narrows.broker.epoch import begin_epoch
-from narrows.broker.events import JournalGap
-from narrows.broker.files import DirectoryFiles
-from narrows.broker.history import Changes, audit, export_model, model_digest, opened, replay, show
-from narrows.broker.journal import Journal
-from narrows.broker.model import GlobalModel
-from narrows.broker.records import Committed, decode
-from narrows.broker.replay import read
-from narrows.broker.service import Service
-from narrows.broker.show import ask_status
+from narrows.bench.kit.processes import free_ports
+from narrows.broker.cli.journal_report import audit, export_model, replay, show
+from narrows.broker.cli.status import ask_status
+from narrows.broker.merging.model import GlobalModel
+from narrows.broker.process.service import Service
+from narrows.broker.storage.audit import Audit
+from narrows.broker.storage.checkpoint import StateDir
+from narrows.broker.storage.disk import DirectoryFiles
+from narrows.broker.storage.durable_files import Damaged, RecordsLost, StateError
+from narrows.broker.storage.history import Changes, model_digest, opened_run
+from narrows.broker.storage.journal import Journal
+from narrows.broker.storage.records import RoundRecord, decode
+from narrows.broker.storage.recovery import begin_epoch
+from narrows.broker.storage.replay import read_records
+from narrows.broker.syncer.events import JournalGap
 from narrows.proto.errors import ConfigError, NarrowsError
 
 
@@ -93,13 +94,13 @@ def test_the_audit_finds_nothing_wrong_and_what_is_made_wrong(
     audit(ended)
     assert "every push at most once" in capsys.readouterr().out
     found = Audit()
-    with opened(ended) as (_, journal):
+    with opened_run(ended) as (_, journal):
         assert journal is not None
-        heads = [head for _, head, _ in read(journal, journal.first)]
+        heads = [head for _, head, _ in read_records(journal, journal.first)]
     for head in [*heads, heads[-1]]:
         found.take(0, head)
     assert found.fates["joined"] == 2 and len(found.epochs) == 1
-    rounds = [head for head in heads if isinstance(head, Committed)]
+    rounds = [head for head in heads if isinstance(head, RoundRecord)]
     found.take(1, rounds[-1])
     assert any("second time" in problem for problem in found.problems)
     assert not any("never written" in problem for problem in found.problems)
@@ -238,10 +239,10 @@ def without_a_round(ended: Path, state: Path) -> tuple[int, ...]:
         journal = Journal.open(whole, run_id=run_id, segment_bytes=65536)
         for record in records:
             head = decode(record.body)[0]
-            if isinstance(head, Committed) and head.fragment == 0 and head.version == 1:
+            if isinstance(head, RoundRecord) and head.fragment == 0 and head.version == 1:
                 missing = True
                 continue
-            if isinstance(head, Committed) and not (head.fragment == 0 and missing):
+            if isinstance(head, RoundRecord) and not (head.fragment == 0 and missing):
                 left[head.fragment] = head.version
             journal.append([record.body])
         journal.sync()
@@ -323,7 +324,7 @@ class BadDisk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> BadDisk:
-    monkeypatch.setattr("narrows.broker.commits.RETRY_S", 0.05)
+    monkeypatch.setattr("narrows.broker.storage.writer.RETRY_S", 0.05)
     return BadDisk(monkeypatch)
 
 
@@ -389,7 +390,7 @@ def test_a_disk_that_stands_still_holds_versions_back_and_is_told(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("narrows.broker.commits.SLOW_S", 0.0)
+    monkeypatch.setattr("narrows.broker.storage.writer.SLOW_S", 0.0)
     service, training = serving
     disk.works.clear()
 
@@ -429,7 +430,7 @@ def test_a_broker_on_a_full_disk_can_be_stopped(
     wait_until(lambda: service.syncer.lifecycle.finished, "the broker to end")
     disk.broken = False
     wait_until(lambda: service._closed, "it to be closed")  # pyright: ignore[reportPrivateUsage]
-    with opened(tmp_path / "state") as (state_dir, _journal):
+    with opened_run(tmp_path / "state") as (state_dir, _journal):
         snapshot = state_dir.load()
     assert snapshot is not None
     assert tuple(state.version for state in snapshot.fragments) == versions
@@ -543,15 +544,15 @@ def test_a_checkpoint_that_fails_is_tried_again_and_advises_nothing_drastic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
 
-    def read(_self: StateDir, number: int, _take: object) -> object:
+    def read_records(_self: StateDir, number: int, _take: object) -> object:
         raise Damaged(f"checkpoint-{number}: another bit")
 
-    monkeypatch.setattr("narrows.broker.lifecycle.RETRY_S", 0.05)
+    monkeypatch.setattr("narrows.broker.syncer.phases.RETRY_S", 0.05)
     with live_broker(broker_config(tmp_path, broker__checkpoint_versions=1_000_000)) as service:
         training = Training(service)
         try:
             wait_until(lambda: service.syncer.state.version_sum > 0, "the first version")
-            monkeypatch.setattr(StateDir, "_read", read)
+            monkeypatch.setattr(StateDir, "_read", read_records)
             service._post(lambda: JournalGap("the test"))  # pyright: ignore[reportPrivateUsage]
             wait_until(lambda: caplog.text.count("checkpoint failed") > 1, "it to be tried again")
         finally:

@@ -13,7 +13,7 @@ from running import HANG_S, broker_config, live_broker
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 
-from narrows.broker.service import Service
+from narrows.broker.process.service import Service
 from narrows.learner import Learner
 
 ROWS, WIDTH, BATCH = 32, 16, 64

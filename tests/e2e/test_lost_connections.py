@@ -13,8 +13,8 @@ import pytest
 from routed_line import RoutedLine, needs_namespaces
 from running import HANG_S, wait_until
 
-from narrows.bench.processes import Processes
-from narrows.bench.rows import read_rows
+from narrows.bench.kit.processes import Processes
+from narrows.bench.kit.rows import read_rows
 
 pytestmark = [pytest.mark.slow, needs_namespaces]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from running import ToyHost, broker_config, client, live_broker, vector, wait_until
 
-from narrows.broker.status import status
-from narrows.learner.client import Client
+from narrows.broker.syncer.status import status_of
+from narrows.learner.transport.client import Client
 
 STEP_S = 0.02
 
@@ -50,7 +50,7 @@ def test_a_learner_that_evaluates_costs_the_other_no_pushes(tmp_path: Path) -> N
             return full and all("a" in r.contributed and "b" in r.declined for r in rounds)
 
         wait_until(waits, "b to be waited for")
-        told = status(service.syncer, {}, time.monotonic()).waiting_for
+        told = status_of(service.syncer, {}, time.monotonic()).waiting_for
         assert "1 of 2 contributions; b declined (evaluating)" in told
         pushes, versions = a.stats()["pushes"], state.version_sum
         steps(int(3.0 / STEP_S), a)

@@ -15,7 +15,7 @@ import pytest
 from process_run import Run
 from running import HANG_S, wait_until
 
-from narrows.bench.processes import Processes
+from narrows.bench.kit.processes import Processes
 from narrows.proto.messages import LearnerStatus, Phase
 
 pytestmark = pytest.mark.slow

@@ -12,14 +12,14 @@ from bench_process import BenchProcess
 from running import HANG_S, wait_until
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
-from narrows.bench.processes import Processes
-from narrows.bench.quality_run import Cell, learner_name, losses_of, run_cell
-from narrows.bench.rows import read_rows
-from narrows.learner.gpt import GPT, preset
+from narrows.bench.kit.processes import Processes
+from narrows.bench.kit.rows import read_rows
+from narrows.bench.quality.run import QualityCell, learner_name, losses_of, run_cell
+from narrows.learner.reference.gpt import GPT, preset
 
 pytestmark = pytest.mark.slow
 
-CELL = Cell("modes", "decoupled", learners=2, steps=600)
+CELL = QualityCell("modes", "decoupled", learners=2, steps=600)
 
 TOLERANCE = 0.05
 """Real processes are as late as the machine is busy, the simulated ones by rule: one seed of such

@@ -20,8 +20,8 @@ LIKE_ANYBODY = ("setpriv", "--bounding-set=-dac_override")
 """A command under which permissions hold for root as well."""
 
 WARNING = "compiled code is not kept"
-ADVICE = "from narrows.proto.compiled import uncached_advice; print(uncached_advice())"
-CODED = "from narrows.proto.kernels import *; all_finite(NOTHING)"
+ADVICE = "from narrows.proto.codec.compiled import uncached_advice; print(uncached_advice())"
+CODED = "from narrows.proto.codec.kernels import *; all_finite(NOTHING)"
 ABLE = 'import os, sys; sys.exit(os.access(".", os.W_OK))'
 
 
@@ -81,7 +81,7 @@ def container(tmp_path_factory: pytest.TempPathFactory) -> Container:
 
 
 def test_kernels_compile_without_a_cache(container: Container) -> None:
-    done = container.run("-c", f"{CODED}; import narrows.broker.service; {ADVICE}")
+    done = container.run("-c", f"{CODED}; import narrows.broker.process.service; {ADVICE}")
     assert done.returncode == 0, done.stderr
     assert WARNING in done.stdout and "NUMBA_CACHE_DIR" in done.stdout
 

@@ -14,9 +14,9 @@ import pytest
 from process_run import Run
 from running import HANG_S, ToyHost, broker_config, client, live_broker, vector, wait_until
 
-from narrows.bench.processes import Processes, free_ports
-from narrows.broker.service import Service
-from narrows.learner.client import Client
+from narrows.bench.kit.processes import Processes, free_ports
+from narrows.broker.process.service import Service
+from narrows.learner.transport.client import Client
 
 pytestmark = pytest.mark.slow
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 from running import wait_until
 
-from narrows.broker import wires as broker_wires
-from narrows.learner import wires as learner_wires
+from narrows.broker.process import sockets as broker_wires
+from narrows.learner.transport import sockets as learner_wires
 from narrows.proto.frames import downlink_topic
 from narrows.proto.limits import STREAMS_MAX
 
 
 def test_a_new_dial_replaces_every_connection() -> None:
-    broker = broker_wires.Wires.bind(
+    broker = broker_wires.BrokerSockets.bind(
         "tcp://127.0.0.1:0", uplink_port=0, downlink_port=0, insecure=False
     )
-    learner = learner_wires.Wires(broker.address, "0" * 32)
+    learner = learner_wires.LearnerSockets(broker.address, "0" * 32)
     ports = broker.uplink_port, broker.downlink_port
     subscribed = 0
     heard: list[bytes] = []
@@ -57,10 +57,10 @@ def test_a_new_dial_replaces_every_connection() -> None:
 
 @pytest.mark.parametrize("streams", [1, 12, STREAMS_MAX])
 def test_what_leaves_on_a_stream_arrives_there_alone(streams: int) -> None:
-    broker = broker_wires.Wires.bind(
+    broker = broker_wires.BrokerSockets.bind(
         "tcp://127.0.0.1:0", uplink_port=0, downlink_port=0, insecure=False
     )
-    learner = learner_wires.Wires(broker.address, "0" * 32)
+    learner = learner_wires.LearnerSockets(broker.address, "0" * 32)
     topics = {downlink_topic("0" * 32, stream) for stream in range(streams)}
     received: list[list[bytes]] = []
 

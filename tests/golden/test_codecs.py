@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from narrows.proto.codecs import add_values, codec, codec_names, piece_scales
-from narrows.proto.kernels import F32
-from narrows.proto.rounding import round_to_dtype
+from narrows.proto.codec.bfloat16 import round_to_dtype
+from narrows.proto.codec.codecs import add_values, codec, codec_names, piece_scales
+from narrows.proto.codec.kernels import F32
 
 
 class Coded(TypedDict):

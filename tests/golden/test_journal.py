@@ -13,7 +13,7 @@ from fake_disk import FakeDisk
 from journal_cases import contents
 from xxhash import xxh3_64_intdigest
 
-from narrows.broker.journal import Journal
+from narrows.broker.storage.journal import Journal
 
 SEGMENT_BYTES = 256
 

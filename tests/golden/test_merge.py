@@ -14,14 +14,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from narrows.broker.config import load_config
-from narrows.broker.events import Contributed
-from narrows.broker.merge import Contribution, merge, token_weights
-from narrows.broker.model import GlobalModel, version_zero
-from narrows.proto.chunk import DecodedChunk, float_square_sums
+from narrows.broker.merging.contribution import Contribution
+from narrows.broker.merging.merge import DecodedVector, merge_vectors, token_weights
+from narrows.broker.merging.model import GlobalModel, version_zero
+from narrows.proto.codec.chunk import DecodedChunk, float_square_sums
+from narrows.proto.codec.kernels import F32, F64
+from narrows.proto.codec.transfer import decode_chunk, encode_fragment
 from narrows.proto.fragments import build_table
-from narrows.proto.kernels import F32, F64
 from narrows.proto.messages import LayoutEntry
-from narrows.proto.transfer import decode_chunk, encode_fragment
 
 LAYOUT = (
     LayoutEntry("embedding", (37, 64), "float32", "mean"),
@@ -61,9 +61,9 @@ def coded(values: F32) -> list[tuple[int, DecodedChunk]]:
     ]
 
 
-def round_of(version: int) -> tuple[list[Contributed], dict[int, tuple[int, DecodedChunk]]]:
+def round_of(version: int) -> tuple[list[Contribution], dict[int, tuple[int, DecodedChunk]]]:
     """Contributions of a version; the last learner is an outlier, whose norms are clipped."""
-    contributed: list[Contributed] = []
+    contributed: list[Contribution] = []
     chunks: dict[int, tuple[int, DecodedChunk]] = {}
     for learner in range(LEARNERS):
         scale = np.float32(100.0 if learner == LEARNERS - 1 else 1.0)
@@ -71,7 +71,7 @@ def round_of(version: int) -> tuple[list[Contributed], dict[int, tuple[int, Deco
         handles = tuple(range(len(chunks), len(chunks) + len(own)))
         chunks.update(zip(handles, own, strict=True))
         counts = 1000 + 100 * learner, 10 + learner
-        contributed.append(Contributed(f"l{learner}", "0" * 32, 1, *counts, handles))
+        contributed.append(Contribution(f"l{learner}", "0" * 32, 1, *counts, handles))
     return contributed, chunks
 
 
@@ -150,11 +150,8 @@ def test_a_merge_has_the_bits_of_its_twin() -> None:
     weights = token_weights([(d.tokens, d.steps) for d in contributed], rule="tokens")
     model = GlobalModel(CONFIG, TABLE, [version_zero(awkward(0))])
     outcome = model.merge(0, 1, contributed, chunks)
-    contributions = [
-        Contribution(d.learner, d.tokens, d.steps, [chunks[h] for h in d.handles])
-        for d in contributed
-    ]
-    merged = merge(PART, contributions, weights)
+    contributions = [DecodedVector(d.learner, [chunks[h] for h in d.handles]) for d in contributed]
+    merged = merge_vectors(PART, contributions, weights)
     assert merged.clipped >= 3
     twin = twin_merge(vectors, weights, merged.norms)
     assert merged.outer_grad.tobytes() == twin.tobytes()

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from chaos.bit_flips import config_of
 
-from narrows.broker.checkpoint import StateDir
-from narrows.broker.epoch import begin_epoch
-from narrows.broker.history import Changes, audit, model_digest, replay
+from narrows.broker.cli.journal_report import audit, replay
+from narrows.broker.storage.checkpoint import StateDir
+from narrows.broker.storage.history import Changes, model_digest
+from narrows.broker.storage.recovery import begin_epoch
 from narrows.proto.messages import Epoch
 
 STORED = Path(__file__).with_name("state-format-1")

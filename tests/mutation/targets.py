@@ -38,26 +38,26 @@ def _unit(*names: str) -> tuple[str, ...]:
 
 TARGETS = {
     "syncer": Target(
-        "broker/syncer.py",
+        "broker/syncer/machine.py",
         (
             *_unit("intake", "admission", "bad_messages", "quorum", "reload", "members", "shares"),
             *DECISIONS,
         ),
     ),
     "intake": Target(
-        "broker/intake.py",
+        "broker/syncer/pushes.py",
         (*_unit("intake", "rounds", "bad_messages", "quorum", "reload", "admission"), *DECISIONS),
     ),
     "scheduler": Target(
-        "broker/scheduler.py",
+        "broker/syncer/scheduler.py",
         (*_unit("quorum", "intake", "rounds", "reload", "admission"), *DECISIONS),
     ),
     "downlink": Target(
-        "broker/downlink.py",
+        "broker/process/downlink.py",
         (*_unit("downlink", "outbox", "reload"), "tests/protocol/test_transcripts.py"),
     ),
     "journal": Target(
-        "broker/journal.py",
+        "broker/storage/journal.py",
         (
             *_unit("journal"),
             "tests/golden/test_journal.py",
@@ -72,17 +72,17 @@ TARGETS = {
         ("tests/chaos/test_broker_kills.py", "tests/e2e/test_processes.py"),
     ),
     "merge": Target(
-        "broker/merge.py",
+        "broker/merging/merge.py",
         (*_unit("merge"), "tests/golden/test_merge.py", "tests/property/test_merge.py"),
         ("tests/e2e/test_oracles.py", "tests/e2e/test_journal.py"),
         ("tests/unit/test_merge.py", "tests/golden/test_merge.py"),
     ),
     "session": Target(
-        "learner/session.py",
+        "learner/session/machine.py",
         (*_unit("session", "link", "bad_messages"), *DECISIONS),
     ),
     "link": Target(
-        "learner/link.py",
+        "learner/session/fragment.py",
         (*_unit("link", "session", "ledger", "bad_messages"), *DECISIONS),
     ),
 }

@@ -37,7 +37,7 @@ OUTPUT_BYTES_MAX = 64 << 20
 
 MARK = "NARROWS_MUTATION"
 
-WHERE = "import narrows.broker.model as m; m.warm_up(); print(m.__file__)"
+WHERE = "import narrows.broker.merging.model as m; m.warm_up(); print(m.__file__)"
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import TypeAlias
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrows.proto.assembly import Arrival, Assembly
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.flow.assembly import Arrival, Assembly
 from narrows.proto.limits import RANGES_MAX
 
 untimed = settings(deadline=None)

@@ -11,17 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from narrows.proto import kernels
-from narrows.proto.codecs import (
-    RMS_SAMPLES_MAX,
-    add_values,
-    codec,
-    codec_names,
-    piece_scales,
-)
+from narrows.proto.codec import kernels
+from narrows.proto.codec.bfloat16 import round_to_dtype
+from narrows.proto.codec.codecs import RMS_SAMPLES_MAX, add_values, codec, codec_names, piece_scales
+from narrows.proto.codec.kernels import F32, I8, I64, NOTHING, read_only
 from narrows.proto.errors import RemoteProtocolError
-from narrows.proto.kernels import F32, I8, I64, NOTHING, read_only
-from narrows.proto.rounding import round_to_dtype
 
 # A first call compiles; a deadline would be a timed assertion anyway.
 untimed = settings(deadline=None)

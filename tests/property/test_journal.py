@@ -19,7 +19,7 @@ from journal_cases import (
     sync,
 )
 
-from narrows.broker.durable import StateError
+from narrows.broker.storage.durable_files import StateError
 
 SIZES_BYTES = st.integers(0, 40) | st.integers(41, 3 * SEGMENT_BYTES)
 STEPS: st.SearchStrategy[Step] = st.one_of(

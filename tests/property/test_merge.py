@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from merge_cases import F32, contribution, one_fragment, slow_merge
 
-from narrows.broker.merge import Contribution, merge, token_weights
+from narrows.broker.merging.merge import DecodedVector, merge_vectors, token_weights
 
 FRAGMENT = one_fragment((40, "rda"), (3, "mean"), (90, "rda"), (1, "rda"))
 
@@ -35,7 +35,7 @@ def vectors(draw: st.DrawFn, count_min: int = 1, count_max: int = 6) -> list[F32
     return found
 
 
-def named(found: list[F32], codec_name: str = "raw32") -> list[Contribution]:
+def named(found: list[F32], codec_name: str = "raw32") -> list[DecodedVector]:
     return [
         contribution(f"{i:02d}", FRAGMENT, v, codec_name=codec_name) for i, v in enumerate(found)
     ]
@@ -75,10 +75,10 @@ def test_order_of_arrival_does_not_matter(found: list[F32], random: Random, law:
     ones = named(found)
     weights = dict(zip((one.learner for one in ones), random_weights(len(ones), 1), strict=True))
 
-    def merged(arrived: list[Contribution]) -> bytes:
+    def merged(arrived: list[DecodedVector]) -> bytes:
         ordered = sorted(arrived, key=lambda one: one.learner)
         shares = [weights[one.learner] for one in ordered]
-        result = merge(FRAGMENT, ordered, shares, law="mean" if law == "mean" else "layout")
+        result = merge_vectors(FRAGMENT, ordered, shares, law="mean" if law == "mean" else "layout")
         return result.outer_grad.tobytes()
 
     shuffled = list(ones)
@@ -92,7 +92,7 @@ def test_the_merge_equals_its_twin_up_to_rounding(
     found: list[F32], seed: int, clip_ratio: float, law: str
 ) -> None:
     weights = random_weights(len(found), seed)
-    fast = merge(
+    fast = merge_vectors(
         FRAGMENT, named(found), weights, clip_ratio=clip_ratio,
         law="mean" if law == "mean" else "layout",
     )  # fmt: skip
@@ -107,7 +107,7 @@ def test_the_merge_equals_its_twin_up_to_rounding(
 @given(vectors(), st.integers(0, 1 << 32))
 def test_the_mean_lies_between_its_inputs(found: list[F32], seed: int) -> None:
     weights = random_weights(len(found), seed)
-    mean = merge(FRAGMENT, named(found), weights, clip_ratio=0, law="mean").outer_grad
+    mean = merge_vectors(FRAGMENT, named(found), weights, clip_ratio=0, law="mean").outer_grad
     slack = 1e-6 * np.abs(found).max(axis=0)
     assert np.all(mean >= np.min(found, axis=0) - slack)
     assert np.all(mean <= np.max(found, axis=0) + slack)
@@ -116,8 +116,8 @@ def test_the_mean_lies_between_its_inputs(found: list[F32], seed: int) -> None:
 @given(vectors(), st.integers(0, 1 << 32))
 def test_no_merge_is_longer_than_its_longest_input_or_the_cap(found: list[F32], seed: int) -> None:
     weights = random_weights(len(found), seed)
-    radial = merge(FRAGMENT, named(found), weights)
-    mean = merge(FRAGMENT, named(found), weights, law="mean").outer_grad
+    radial = merge_vectors(FRAGMENT, named(found), weights)
+    mean = merge_vectors(FRAGMENT, named(found), weights, law="mean").outer_grad
     for row, piece in enumerate(FRAGMENT.pieces):
         part = slice(piece.offset, piece.offset + piece.count)
         length = float(np.linalg.norm(radial.outer_grad[part].astype(np.float64)))
@@ -137,7 +137,7 @@ def test_equal_norms_are_kept_by_rda(count: int, seed: int, norm: float, alike: 
     ones = [
         contribution(f"{i}", fragment, vector) for i, vector in enumerate(found.astype(np.float32))
     ]
-    result = merge(fragment, ones, random_weights(count, seed)).outer_grad
+    result = merge_vectors(fragment, ones, random_weights(count, seed)).outer_grad
     assert abs(float(np.linalg.norm(result.astype(np.float64))) - norm) <= 1e-5 * norm
 
 
@@ -146,7 +146,7 @@ def test_one_contributor_is_itself(found: list[F32], codec_name: str, law: str) 
     (one,) = named(found, codec_name)
     values = np.empty(FRAGMENT.elements, np.float32)
     one.chunks[0][1].values(values)
-    merged = merge(FRAGMENT, [one], [1.0], law="mean" if law == "mean" else "layout")
+    merged = merge_vectors(FRAGMENT, [one], [1.0], law="mean" if law == "mean" else "layout")
     assert np.array_equal(merged.outer_grad, values)
 
 
@@ -155,6 +155,8 @@ def test_scaling_all_inputs_by_a_power_of_two_scales_the_result(
     found: list[F32], power: int
 ) -> None:
     weights, factor = random_weights(len(found), 5), np.float32(2.0**power)
-    once = merge(FRAGMENT, named(found), weights).outer_grad * factor
-    scaled = merge(FRAGMENT, named([vector * factor for vector in found]), weights).outer_grad
+    once = merge_vectors(FRAGMENT, named(found), weights).outer_grad * factor
+    scaled = merge_vectors(
+        FRAGMENT, named([vector * factor for vector in found]), weights
+    ).outer_grad
     np.testing.assert_allclose(scaled, once, rtol=1e-6)

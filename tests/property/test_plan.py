@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrows.broker.config import BrokerConfig
-from narrows.broker.plan import Plan, Site
-from narrows.broker.planning import fits, loads_of, make_plan
+from narrows.broker.planning.capacity import fits, loads_of, make_plan
+from narrows.broker.planning.demand import RunPlan, Site
 
 CONFIG = BrokerConfig()
 untimed = settings(deadline=None)
@@ -79,10 +79,10 @@ def test_with_given_settings_no_load_grows_with_bandwidth(
 def test_a_longer_period_or_fewer_learners_never_load_more(site: Site, factor: int) -> None:
     period = site.sync_period_steps
     fewer = replace(site, learners=max(1, site.learners // factor))
-    calm = Plan(site, CONFIG, period * factor)
-    for other in (Plan(fewer, CONFIG, period), calm):
+    calm = RunPlan(site, CONFIG, period * factor)
+    for other in (RunPlan(fewer, CONFIG, period), calm):
         for before, after in zip(
-            loads_of(Plan(site, CONFIG, period)), loads_of(other), strict=True
+            loads_of(RunPlan(site, CONFIG, period)), loads_of(other), strict=True
         ):
             assert after.share <= before.share * (1 + 1e-9)
 
@@ -96,4 +96,4 @@ def test_every_broker_owns_a_fragment_and_every_fragment_a_parameter(site: Site)
 
 
 def _loads(site: Site) -> list[float]:
-    return [load.share for load in loads_of(Plan(site, CONFIG, site.sync_period_steps))]
+    return [load.share for load in loads_of(RunPlan(site, CONFIG, site.sync_period_steps))]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrows.broker.run_clock import FIRST_REPORTS, FIRST_TOKENS_MAX, RATE_RATIO_MAX, RunClock
+from narrows.broker.syncer.clock import FIRST_REPORTS, FIRST_TOKENS_MAX, RATE_RATIO_MAX, RunClock
 
 IDLE_REPORT_S = 1.0
 

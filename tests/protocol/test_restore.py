@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from checkers import check_progress, check_safety
 
-from narrows.bench.simulated_learner import LearnerSpec
-from narrows.bench.simulation import Simulation
-from narrows.bench.virtual import Faults, Noted
+from narrows.bench.sim.learner import LearnerSpec
+from narrows.bench.sim.simulation import Simulation
+from narrows.bench.sim.virtual import Faults, Noted
 from narrows.broker.config import BrokerConfig, preset
 from narrows.proto.config import override
 

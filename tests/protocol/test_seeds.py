@@ -7,9 +7,9 @@ from random import Random
 import pytest
 from checkers import check_end, check_progress, check_safety
 
-from narrows.bench.simulated_learner import LearnerSpec, SimulatedLearner
-from narrows.bench.simulation import Simulation
-from narrows.bench.virtual import Faults
+from narrows.bench.sim.learner import LearnerSpec, SimulatedLearner
+from narrows.bench.sim.simulation import Simulation
+from narrows.bench.sim.virtual import Faults
 from narrows.broker.config import BrokerConfig, preset
 from narrows.proto.config import override
 from narrows.proto.messages import Mode

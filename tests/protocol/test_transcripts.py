@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from narrows.bench.simulated_broker import Committed
-from narrows.bench.simulated_learner import LearnerSpec
-from narrows.bench.simulation import Simulation
-from narrows.bench.virtual import Faults, Noted
+from narrows.bench.sim.broker import SimulatedRound
+from narrows.bench.sim.learner import LearnerSpec
+from narrows.bench.sim.simulation import Simulation
+from narrows.bench.sim.virtual import Faults, Noted
 from narrows.broker.config import BrokerConfig, preset
 from narrows.proto import messages as msg
 from narrows.proto.config import override
@@ -67,7 +67,7 @@ class Transcript:
             if isinstance(record, Noted):
                 text = f"{record.process:>6}            {record.level}: {record.text}"
                 self.lines.append(f"{record.at_s:7.3f}  {text}")
-            elif isinstance(record, Committed):
+            elif isinstance(record, SimulatedRound):
                 who = ", ".join(f"{c.learner}/{c.push_id}" for c in record.contributors)
                 text = f"merged fragment {record.fragment} version {record.version} from {who}"
                 self.lines.append(f"{record.at_s:7.3f}  broker            {text} ({record.reason})")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from machines import ELEMENTS, EPOCH, RUN, Desk, hello, incarnation_of, one, only
 
-from narrows.broker import events as ev
 from narrows.broker.config import BrokerConfig
-from narrows.broker.status import status
-from narrows.broker.syncer import Resumed, Syncer
+from narrows.broker.syncer import events as ev
+from narrows.broker.syncer.machine import Resumed, Syncer
+from narrows.broker.syncer.status import status_of
 from narrows.proto import messages as msg
+from narrows.proto.codec.transfer import STATE_CODEC
 from narrows.proto.errors import ErrorCode
 from narrows.proto.messages import Phase, Role
-from narrows.proto.transfer import STATE_CODEC
 
 FOUND = msg.DataKind.FOUND
 
@@ -189,7 +189,7 @@ def test_in_lockstep_a_joiner_that_cannot_adopt_is_not_waited_for_for_ever() -> 
     desk.say("c", hello("c"))
     desk.do(ev.Merged(0, 1, 1001, 0))
     desk.adopt("a")
-    assert status(desk.syncer, {}, desk.now).waiting_for == "c to adopt the fragments"
+    assert status_of(desk.syncer, {}, desk.now).waiting_for == "c to adopt the fragments"
     for _ in range(29):
         for name in "ac":
             desk.say(name, msg.Alive(0), after_s=1.0)
@@ -204,7 +204,7 @@ def test_outside_lockstep_nobody_waits_for_a_joiner_to_adopt() -> None:
     desk = Desk().running("a")
     desk.say("c", hello("c"))
     assert desk.syncer.scheduler.adopting == []
-    assert "adopt" not in status(desk.syncer, {}, desk.now).waiting_for
+    assert "adopt" not in status_of(desk.syncer, {}, desk.now).waiting_for
 
 
 def test_version_0_from_a_file_needs_no_founder() -> None:

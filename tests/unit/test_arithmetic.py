@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from coding import QUANTISED, bounds_of, encode, f32
 
-from narrows.proto import kernels
-from narrows.proto.codecs import (
+from narrows.proto.codec import kernels
+from narrows.proto.codec.bfloat16 import round_to_dtype
+from narrows.proto.codec.codecs import (
     RMS_SAMPLES_MAX,
     Codec,
     add_values,
@@ -20,9 +21,8 @@ from narrows.proto.codecs import (
     piece_scales,
     warm_up,
 )
+from narrows.proto.codec.kernels import F32, I64
 from narrows.proto.errors import ErrorCode, LocalProtocolError
-from narrows.proto.kernels import F32, I64
-from narrows.proto.rounding import round_to_dtype
 
 # Scales.
 
@@ -180,12 +180,12 @@ def use(each: Codec, values: F32, bounds: I64, out: F32) -> None:
     add_values(values, out, out)
 
 
-@pytest.mark.parametrize("module", ["codecs", "fragments"])
+@pytest.mark.parametrize("module", ["codec.codecs", "fragments"])
 def test_importing_neither_compiles_nor_needs_torch(module: str) -> None:
     script = (
         f"import sys, narrows.proto.{module}\n"
         "assert not {'torch', 'zmq'} & set(sys.modules)\n"
-        "kernels = sys.modules.get('narrows.proto.kernels')\n"
+        "kernels = sys.modules.get('narrows.proto.codec.kernels')\n"
         "compiled = [f for f in vars(kernels or sys).values() if getattr(f, 'signatures', None)]\n"
         "assert not compiled, compiled\n"
     )

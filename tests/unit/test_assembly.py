@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from narrows.proto.assembly import Arrival, Assembly, parts_max
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.flow.assembly import Arrival, Assembly, parts_max
 
 
 def test_complete_in_any_order() -> None:

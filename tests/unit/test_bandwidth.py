@@ -8,9 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from narrows.bench import published_bandwidth as published
-from narrows.bench.bandwidth import Row, headline_rows, run_bandwidth_bench, table_rows
-from narrows.bench.bandwidth_model import (
+from narrows.bench.bandwidth import published
+from narrows.bench.bandwidth.bench import (
+    BandwidthRow,
+    headline_rows,
+    run_bandwidth_bench,
+    table_rows,
+)
+from narrows.bench.bandwidth.model import (
     GRID_GBPS,
     METHODS,
     SETUPS,
@@ -22,7 +27,7 @@ from narrows.bench.bandwidth_model import (
     nearest_index,
     reaching,
 )
-from narrows.bench.bandwidth_wire import WireRow
+from narrows.bench.bandwidth.wire import WireRow
 
 ONE_STEP_BELOW = {
     ("1B", "overlap", 95),
@@ -34,7 +39,7 @@ ONE_STEP_BELOW = {
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def rows() -> list[BandwidthRow]:
     return table_rows()
 
 
@@ -45,7 +50,7 @@ def test_published_cells_are_on_the_authors_grid() -> None:
             assert GRID_GBPS[nearest_index(gbps)] == pytest.approx(gbps, abs=0.06)
 
 
-def test_46_of_the_50_known_cells_are_the_model_s_grid_point(rows: list[Row]) -> None:
+def test_46_of_the_50_known_cells_are_the_model_s_grid_point(rows: list[BandwidthRow]) -> None:
     known = [row for row in rows if row.gbps_published is not None]
     assert len(known) == 50
     for row in known:
@@ -53,7 +58,7 @@ def test_46_of_the_50_known_cells_are_the_model_s_grid_point(rows: list[Row]) ->
         assert row.grid_steps_off == (-1 if cell in ONE_STEP_BELOW else 0), cell
 
 
-def test_the_rows_of_100b_are_predicted(rows: list[Row]) -> None:
+def test_the_rows_of_100b_are_predicted(rows: list[BandwidthRow]) -> None:
     mine = [row for row in rows if row.params == 10**11]
     assert {row.method for row in mine} == {method.name for method in METHODS}
     assert len(mine) == len(METHODS) * len(published.TARGETS_PERCENT)

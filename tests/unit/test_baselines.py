@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from narrows.bench import baselines
-from narrows.bench.baselines import Progress, Recipe, train_alone, train_data_parallel
-from narrows.learner import gpt
-from narrows.learner.corpus import Corpus, Reader, load_corpus
-from narrows.learner.gpt import GPT, GPTConfig, token_tensor
+from narrows.bench.quality import baselines
+from narrows.bench.quality.baselines import Progress, Recipe, train_alone, train_data_parallel
+from narrows.learner.reference import gpt
+from narrows.learner.reference.corpus import Corpus, Reader, load_corpus
+from narrows.learner.reference.gpt import GPT, GPTConfig, token_tensor
 from narrows.proto.errors import ConfigError
 
 NANO = GPTConfig(layers=1, heads=2, width=16, context=12, batch=2, peak_learning_rate=1e-2)

@@ -12,26 +12,27 @@ import pytest
 from rich.console import Console
 from running import wait_until
 
-from narrows.bench.chaos import run_chaos_bench
-from narrows.bench.chaos_learner import TOKENS_PER_STEP
-from narrows.bench.chaos_results import (
+from narrows.bench.chaos.bench import run_chaos_bench
+from narrows.bench.chaos.learner import TOKENS_PER_STEP
+from narrows.bench.chaos.results import (
+    ChaosStory,
     Outage,
     Records,
-    Story,
     Window,
     ledger_problems,
     participation,
     rejoins,
     throughput,
 )
-from narrows.bench.chaos_run import HOST, ChaosOptions, Run
-from narrows.bench.chaos_tape import BROKER, Fault, Kind
-from narrows.bench.evidence import Evidence
-from narrows.bench.nursery import Nursery
-from narrows.bench.processes import Processes, free_ports
-from narrows.bench.proxy import Proxy
-from narrows.broker.audit import Audit
-from narrows.broker.records import Committed, Contributor, Policy, Vector
+from narrows.bench.chaos.run import HOST, ChaosOptions, Run
+from narrows.bench.chaos.tape import BROKER, Fault, Kind
+from narrows.bench.kit.evidence import Evidence
+from narrows.bench.kit.nursery import Nursery
+from narrows.bench.kit.processes import Processes, free_ports
+from narrows.bench.kit.proxy import Proxy
+from narrows.broker.merging.policy import Policy
+from narrows.broker.storage.audit import Audit
+from narrows.broker.storage.records import ContributorRecord, RoundRecord, VectorRecord
 from narrows.proto.errors import ConfigError, NarrowsError
 from narrows.proto.messages import Phase
 
@@ -46,12 +47,12 @@ def life(incarnation: str, joined: float, *steps: float) -> Records:
     ]
 
 
-def merged(at: float, **incarnations: str) -> Committed:
+def merged(at: float, **incarnations: str) -> RoundRecord:
     contributors = tuple(
-        Contributor(name, incarnation, 1, T, 1, 1 / len(incarnations), T)
+        ContributorRecord(name, incarnation, 1, T, 1, 1 / len(incarnations), T)
         for name, incarnation in incarnations.items()
     )
-    return Committed(
+    return RoundRecord(
         epoch=(0, 1),
         fragment=0,
         version=1,
@@ -60,7 +61,7 @@ def merged(at: float, **incarnations: str) -> Committed:
         policy=Policy("tokens", "mean", 0.0, 1.0, "sgd", 1.0, 0.0, False),
         phase=Phase.RUNNING,
         run_tokens=0,
-        publication=Vector("raw32", 0.0, ()),
+        publication=VectorRecord("raw32", 0.0, ()),
         contributions=(),
         error_ratio=0.0,
         digests=(0, 0, 0),
@@ -68,8 +69,8 @@ def merged(at: float, **incarnations: str) -> Committed:
     )
 
 
-def story(*outages: Outage) -> Story:
-    return Story(("a", "b"), Window(0, 10), Window(10, 30), list(outages))
+def story(*outages: Outage) -> ChaosStory:
+    return ChaosStory(("a", "b"), Window(0, 10), Window(10, 30), list(outages))
 
 
 def outage(kind: Kind, victim: str, began: float, ended: float) -> Outage:

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
 
-from narrows.bench import codec, merge
-from narrows.bench.codec_baselines import baselines
-from narrows.bench.outer_grads import drawn, drawn_names, recorded
-from narrows.learner.recording import RECORDED_ROUND, RecordingHost
+from narrows.bench.codec import bench as codec
+from narrows.bench.codec.baselines import baselines
+from narrows.bench.kit.outer_grads import drawn, drawn_names, recorded
+from narrows.bench.merge import bench as merge
+from narrows.learner.reference.recording import RECORDED_ROUND, RecordingHost
+from narrows.proto.codec.kernels import F32
 from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import Fragment
-from narrows.proto.kernels import F32
 
 
 def test_every_row_has_its_keys(
@@ -66,9 +67,9 @@ def test_shannon_bound_and_snr() -> None:
 
 @pytest.mark.parametrize("baseline", baselines(), ids=lambda each: each.name)
 def test_a_baseline_sends_what_it_says(baseline: object) -> None:
-    from narrows.bench.codec_baselines import Baseline
+    from narrows.bench.codec.baselines import CodecBaseline
 
-    assert isinstance(baseline, Baseline)
+    assert isinstance(baseline, CodecBaseline)
     values = drawn("laplace", 1 << 16).values
     message = baseline.encode(values)
     sent = baseline.decode(message)

@@ -11,27 +11,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from narrows.bench import goodput, jobs
-from narrows.bench.goodput import agreement, run_goodput_bench, set_relative_times
-from narrows.bench.goodput_cells import Cell, sweeps, table
-from narrows.bench.goodput_machines import STEP_S, Plan, PlannedRun
-from narrows.bench.goodput_run import plans_of, run_cell
-from narrows.bench.rows import read_rows
-from narrows.bench.stall_model import NEVER, full_course
+from narrows.bench.goodput import bench as goodput
+from narrows.bench.goodput.bench import agreement, run_goodput_bench, set_relative_times
+from narrows.bench.goodput.cells import GoodputCell, sweeps, table
+from narrows.bench.goodput.machines import STEP_S, MachinePlan, PlannedRun
+from narrows.bench.goodput.run import plans_of, run_cell
+from narrows.bench.goodput.stall_model import NEVER, full_course
+from narrows.bench.kit import runner as jobs
+from narrows.bench.kit.rows import read_rows
 
 SPAN_S = 4000.0
 EDGES_S = np.array([0.0, SPAN_S])
-FREE = Plan(full_course(SPAN_S, NEVER))
+FREE = MachinePlan(full_course(SPAN_S, NEVER))
 
 
-def played(plans: Sequence[Plan]) -> PlannedRun:
+def played(plans: Sequence[MachinePlan]) -> PlannedRun:
     run = PlannedRun(plans, SPAN_S, 1, {})
     run.play()
     return run
 
 
 def test_the_machines_agree_with_the_stall_model() -> None:
-    row = run_cell(Cell("decoupled", 2, 600_000, 20_000.0), 1)
+    row = run_cell(GoodputCell("decoupled", 2, 600_000, 20_000.0), 1)
     half = row["goodput_percent"] - row["ci_low_percent"]
     assert 0.05 < half < 3
     assert abs(row["goodput_percent"] - row["tape_model_goodput_percent"]) < half
@@ -52,7 +53,7 @@ def test_without_failures_the_machines_lose_nothing() -> None:
 
 def test_a_step_takes_its_time_of_training_however_long_the_stalls() -> None:
     spans_s = np.array([[100.0, 105.0], [500.0, 1500.0], [1510.0, 2000.0]])
-    stalling = Plan(full_course(SPAN_S, spans_s))
+    stalling = MachinePlan(full_course(SPAN_S, spans_s))
     run = played([stalling, FREE])
     steps = run.steps["learner-00"]
     inside = [(begin_s, end_s) for begin_s, end_s, _ in steps if 0 < begin_s and end_s < SPAN_S]
@@ -67,7 +68,7 @@ def test_a_step_takes_its_time_of_training_however_long_the_stalls() -> None:
 def test_an_absent_learner_makes_no_steps_and_only_a_lent_one_costs_nothing() -> None:
     absent_s = np.array([[1000.0, 2000.0]])
     for lent, share in ((False, 7 / 8), (True, 1.0)):
-        run = played([FREE, Plan(FREE.course, absent_s, lent=lent)])
+        run = played([FREE, MachinePlan(FREE.course, absent_s, lent=lent)])
         times_s = np.array([end_s for _, end_s, _ in run.steps["learner-01"]])
         assert not ((times_s > 1000) & (times_s < 2000)).any()
         assert ((times_s > 2000) & (times_s < 2100)).any()  # It is back soon.
@@ -77,7 +78,9 @@ def test_an_absent_learner_makes_no_steps_and_only_a_lent_one_costs_nothing() ->
 def test_who_warms_up_after_a_restart_does_not_contribute() -> None:
     absent_s = np.array([[1000.0, 1100.0]])
     first, later = (
-        played([FREE, Plan(FREE.course, absent_s, ramp_steps=ramp)]).contributions()["learner-01"]
+        played([FREE, MachinePlan(FREE.course, absent_s, ramp_steps=ramp)]).contributions()[
+            "learner-01"
+        ]
         for ramp in (0, 60)
     )
     assert 0 < later < first - 10
@@ -129,14 +132,14 @@ def test_rows_pictures_and_going_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = [
-        Cell("data_parallel", 1, 150_000, SPAN_S),
-        Cell("elastic", 1, 150_000, SPAN_S),
-        Cell("decoupled", 2, 150_000, SPAN_S),
+        GoodputCell("data_parallel", 1, 150_000, SPAN_S),
+        GoodputCell("elastic", 1, 150_000, SPAN_S),
+        GoodputCell("decoupled", 2, 150_000, SPAN_S),
     ]
     varied = [replace(cell, span_s=SPAN_S) for cell in sweeps() if cell.learners == 4][:2]
     monkeypatch.setattr(jobs, "ProcessPoolExecutor", Threads)
 
-    def tiny(machines_s: float) -> list[Cell]:
+    def tiny(machines_s: float) -> list[GoodputCell]:
         return small
 
     monkeypatch.setattr(goodput, "table", tiny)
@@ -164,7 +167,7 @@ def test_rows_pictures_and_going_on(
         assert (tmp_path / name).read_text().startswith("<?xml")
     assert "M = 2" in capsys.readouterr().out
 
-    def run_again(cell: Cell, seed: int) -> None:
+    def run_again(cell: GoodputCell, seed: int) -> None:
         pytest.fail(f"{cell} is in the file already")
 
     monkeypatch.setattr(goodput, "run_cell", run_again)

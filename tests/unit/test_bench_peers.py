@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from narrows.bench import peers
-from narrows.bench.loopback import Loopback
-from narrows.bench.peer_envs import PeerAbsent
-from narrows.bench.peer_member import START, training_of
-from narrows.bench.peer_run import EVENTS, Story, judged
-from narrows.bench.peer_systems import COORDINATOR, Exchange, Ours, Plan, Scripted
-from narrows.bench.processes import Processes
-from narrows.bench.rows import read_rows
+from narrows.bench.kit.loopback import Loopback
+from narrows.bench.kit.processes import Processes
+from narrows.bench.kit.rows import read_rows
+from narrows.bench.peers import bench as peers
+from narrows.bench.peers.envs import PeerAbsent
+from narrows.bench.peers.member import START, training_of
+from narrows.bench.peers.run import EVENTS, PeerStory, judged
+from narrows.bench.peers.systems import COORDINATOR, Ours, PeerExchange, PeerPlan, Scripted
 from narrows.proto.errors import ConfigError
 
-PLAN = Plan(members=2, steps=100, sync_steps=20, preset="nano", step_wait_s=0.0)
+PLAN = PeerPlan(members=2, steps=100, sync_steps=20, preset="nano", step_wait_s=0.0)
 MEASURED: dict[str, Any] = {
     "loss": 2.0,
     "bytes": 1000,
@@ -49,9 +49,9 @@ def test_an_exchange_that_all_members_tell_counts_once(scripted: Scripted) -> No
         {"time_s": 1.0, "step": 20, "members": 2},
         {"time_s": 3.0, "step": 40, "members": 1},
     )
-    assert scripted.exchanges() == [Exchange(1.0, 20, 2), Exchange(3.0, 40, 1)]
+    assert scripted.exchanges() == [PeerExchange(1.0, 20, 2), PeerExchange(3.0, 40, 1)]
     tell(folder / f"{COORDINATOR}.jsonl", {"time_s": 4.0, "step": 60, "members": 2})
-    assert scripted.exchanges() == [Exchange(4.0, 60, 2)]
+    assert scripted.exchanges() == [PeerExchange(4.0, 60, 2)]
 
 
 def test_the_loss_is_the_coordinators_or_the_mean(scripted: Scripted) -> None:
@@ -88,38 +88,41 @@ def test_our_exchanges_are_the_brokers_merges(tmp_path: Path) -> None:
             "contributors": ["learner-0"],
         },
     )
-    assert Ours(PLAN, Processes(tmp_path)).exchanges() == [Exchange(2.0, 7, 1)]
+    assert Ours(PLAN, Processes(tmp_path)).exchanges() == [PeerExchange(2.0, 7, 1)]
 
 
 def test_an_undisturbed_run_has_nothing_to_recover_from() -> None:
-    row = judged([Exchange(1.0, 20, 2), Exchange(3.5, 100, 2)], 2, "none", Story())
+    row = judged([PeerExchange(1.0, 20, 2), PeerExchange(3.5, 100, 2)], 2, "none", PeerStory())
     assert row["seconds"] == 2.5 and row["steps_done"] == 100 and row["went_on"] is None
 
 
 def test_an_exchange_under_way_is_no_recovery() -> None:
-    before = [Exchange(1.0, 20, 2), Exchange(10.1, 40, 2)]
-    row = judged(before, 2, "member_killed", Story(killed_s=10.0))
+    before = [PeerExchange(1.0, 20, 2), PeerExchange(10.1, 40, 2)]
+    row = judged(before, 2, "member_killed", PeerStory(killed_s=10.0))
     assert row["went_on"] is False and row["recovered_after_s"] is None
-    alone = [*before, Exchange(12.0, 60, 1), Exchange(14.0, 80, 1)]
-    row = judged(alone, 2, "member_killed", Story(killed_s=10.0, returned_s=13.0))
+    alone = [*before, PeerExchange(12.0, 60, 1), PeerExchange(14.0, 80, 1)]
+    row = judged(alone, 2, "member_killed", PeerStory(killed_s=10.0, returned_s=13.0))
     assert row["went_on"] and row["recovered_after_s"] == 2.0
     assert row["longest_pause_s"] == 2.0 and row["rejoined_after_s"] is None
     row = judged(
-        [*alone, Exchange(17.0, 100, 2)], 2, "member_killed", Story(killed_s=10.0, returned_s=13.0)
+        [*alone, PeerExchange(17.0, 100, 2)],
+        2,
+        "member_killed",
+        PeerStory(killed_s=10.0, returned_s=13.0),
     )
     assert row["rejoined_after_s"] == 7.0 and row["longest_pause_s"] == 3.0
 
 
 def test_after_the_coordinator_any_exchange_counts() -> None:
-    story = Story(killed_s=10.0, returned_s=13.0)
-    exchanges = [Exchange(1.0, 20, 2), Exchange(10.5, 40, 2), Exchange(15.0, 60, 2)]
+    story = PeerStory(killed_s=10.0, returned_s=13.0)
+    exchanges = [PeerExchange(1.0, 20, 2), PeerExchange(10.5, 40, 2), PeerExchange(15.0, 60, 2)]
     row = judged(exchanges, 2, "coordinator_killed", story)
     assert row["recovered_after_s"] == 0.5 and row["rejoined_after_s"] == 5.0
 
 
 def test_a_pause_until_a_run_is_given_up_is_one() -> None:
-    exchanges = [Exchange(1.0, 20, 2), Exchange(12.0, 40, 1)]
-    story = Story(killed_s=10.0, returned_s=13.0, gave_up="no exchange", gave_up_s=57.0)
+    exchanges = [PeerExchange(1.0, 20, 2), PeerExchange(12.0, 40, 1)]
+    story = PeerStory(killed_s=10.0, returned_s=13.0, gave_up="no exchange", gave_up_s=57.0)
     row = judged(exchanges, 2, "member_killed", story)
     assert row["went_on"] and row["recovered_after_s"] == 2.0 and row["longest_pause_s"] == 45.0
     row = judged(exchanges[:1], 2, "coordinator_killed", story)
@@ -131,7 +134,7 @@ def test_rows_are_kept_and_absent_systems_are_skipped(
 ) -> None:
     runs: list[tuple[str, str]] = []
 
-    def run(name: str, plan: Plan, event: str) -> dict[str, Any]:
+    def run(name: str, plan: PeerPlan, event: str) -> dict[str, Any]:
         if name == "hivemind":
             raise PeerAbsent(name, "no wheel", remedy="none")
         runs.append((name, event))

@@ -17,30 +17,27 @@ import pytest
 import torch
 from rich.console import Console
 
-from narrows.bench import jobs as bench_jobs
-from narrows.bench import quality, quality_cells, quality_run, trained
-from narrows.bench.codings import CODINGS
-from narrows.bench.quality import report_collected, run_jobs, run_quality_bench
-from narrows.bench.quality_cells import REPORTING_SEEDS, rates_of
-from narrows.bench.quality_run import Cell, learner_name, run_cell
-from narrows.bench.quality_stats import STUDENT_T, paired
-from narrows.bench.rows import read_rows
-from narrows.bench.variants import POISONS, VARIANTS
+from narrows.bench.codec.codings import CODINGS
+from narrows.bench.kit import runner as bench_jobs
+from narrows.bench.kit.rows import read_rows
+from narrows.bench.kit.stats import STUDENT_T, paired
+from narrows.bench.quality import bench as quality
+from narrows.bench.quality import catalogue as quality_cells
+from narrows.bench.quality import run as quality_run
+from narrows.bench.quality.bench import report_collected, run_jobs, run_quality_bench
+from narrows.bench.quality.catalogue import REPORTING_SEEDS, rates_of
+from narrows.bench.quality.run import QualityCell, learner_name, run_cell
+from narrows.bench.quality.variants import POISONS, VARIANTS
+from narrows.bench.sim import trained
 from narrows.broker.config import load_config
-from narrows.learner.corpus import Reader, fixed_windows, load_corpus
-from narrows.learner.gpt import (
-    GPT,
-    make_optimizer,
-    preset,
-    token_tensor,
-    validation_loss,
-)
-from narrows.proto.codecs import codec, piece_scales
+from narrows.learner.reference.corpus import Reader, fixed_windows, load_corpus
+from narrows.learner.reference.gpt import GPT, make_optimizer, preset, token_tensor, validation_loss
+from narrows.proto.codec.codecs import codec, piece_scales
+from narrows.proto.codec.kernels import F32
 from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import Fragment
-from narrows.proto.kernels import F32
 
-TINY = Cell(
+TINY = QualityCell(
     "tiny", "plain", learners=3, steps=24,
     settings={"fragments.sync_period_steps": 3, "fragments.count": 2},
 )  # fmt: skip
@@ -248,7 +245,7 @@ def test_a_learner_that_has_diverged_declines_and_the_others_go_on(
 
 
 def test_data_parallel_learns_and_is_curved() -> None:
-    cell = Cell("tiny", "data parallel", learners=2, steps=24, data_parallel=True)
+    cell = QualityCell("tiny", "data parallel", learners=2, steps=24, data_parallel=True)
     row = run_cell(cell, 1)
     assert row["test_loss"] < 4.5 and row["curve"][-1][0] == 24
 
@@ -256,11 +253,11 @@ def test_data_parallel_learns_and_is_curved() -> None:
 # Files.
 
 
-def fake(cell: Cell, seed: int) -> dict[str, Any]:
+def fake(cell: QualityCell, seed: int) -> dict[str, Any]:
     """A run without training: its loss is known and higher than data parallel's."""
     loss = 1.0 + 0.01 * seed + (0.0 if cell.data_parallel else 0.1)
     loss += abs(cell.peak_learning_rate - 0.016)
-    result = quality_run.Result((loss, 2 * loss), curve=[(12.0, 2.0), (24.0, 1.5)])
+    result = quality_run.QualityResult((loss, 2 * loss), curve=[(12.0, 2.0), (24.0, 1.5)])
     row: dict[str, Any] = {**vars(cell), "seed": seed, **vars(result)}
     row["config_digest"] = quality_run.config_digest(cell)
     row["validation_loss"], row["test_loss"] = row.pop("losses")
@@ -274,7 +271,7 @@ class Counted:
         self.jobs: list[tuple[str, int]] = []
         self._fails_at = fails_at
 
-    def __call__(self, cell: Cell, seed: int) -> dict[str, Any]:
+    def __call__(self, cell: QualityCell, seed: int) -> dict[str, Any]:
         self.jobs.append((cell.name, seed))
         if len(self.jobs) == self._fails_at:
             raise FloatingPointError("diverged")
@@ -283,7 +280,7 @@ class Counted:
         return fake(cell, seed)
 
 
-Patched = Callable[[Callable[[Cell, int], dict[str, Any]]], None]
+Patched = Callable[[Callable[[QualityCell, int], dict[str, Any]]], None]
 
 
 @pytest.fixture
@@ -293,7 +290,9 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Patched:
     return lambda run: monkeypatch.setattr(quality, "run_cell", run)
 
 
-def run(cells: list[Cell], path: Path, seeds: tuple[int, ...] = (1, 2)) -> list[dict[str, Any]]:
+def run(
+    cells: list[QualityCell], path: Path, seeds: tuple[int, ...] = (1, 2)
+) -> list[dict[str, Any]]:
     jobs = quality.jobs_of(cells, seeds)
     return run_jobs(jobs, path, workers=1, console=Console(quiet=True))
 
@@ -533,9 +532,9 @@ def loss_on_test_text(model: GPT) -> float:
     return validation_loss(model, windows)
 
 
-def diloco(settings: dict[str, object], learners: int) -> Cell:
+def diloco(settings: dict[str, object], learners: int) -> QualityCell:
     steps = ROUND_STEPS * ROUNDS
-    return Cell("oracle", "", learners=learners, steps=steps, settings={**RAW, **settings})
+    return QualityCell("oracle", "", learners=learners, steps=steps, settings={**RAW, **settings})
 
 
 @pytest.mark.slow

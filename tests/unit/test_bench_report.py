@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from narrows.bench import everything
-from narrows.bench.everything import Part, long, small
-from narrows.bench.report import run_report
-from narrows.bench.report_figures import figures_of
-from narrows.bench.report_files import BENCHES, Result
+from narrows.bench.everything import bench as everything
+from narrows.bench.everything.bench import BenchPart, long, small
+from narrows.bench.report.bench import run_report
+from narrows.bench.report.figures import figures_of
+from narrows.bench.report.files import BENCHES, ResultFile
 
 MACHINE = {"processor": "<b>x</b>", "cores": 2, "python": "3.11", "system": "Linux"}
 
@@ -87,7 +87,7 @@ def test_a_file_of_another_shape_is_left_out(
 
 def test_steps_kept_are_shown_with_what_was_merged(folder: Path) -> None:
     shown = json.loads((Path(__file__).parents[2] / "docs/results/chaos.json").read_text())
-    (figure, *_) = figures_of(Result("chaos.json", "chaos", shown))
+    (figure, *_) = figures_of(ResultFile("chaos.json", "chaos", shown))
     (row,) = shown["rows"]
     steps, merged = row["throughput_kept_percent"], row["merged_kept_percent"]
     assert f"{steps:.1f}% of the steps, {merged:.1f}% of the merged tokens" in figure.ours
@@ -99,14 +99,14 @@ def parts_run(
     """Names of the parts that were run, and of those that failed."""
     ran: list[str] = []
 
-    def run(part: Part, folder: Path) -> dict[str, object]:
+    def run(part: BenchPart, folder: Path) -> dict[str, object]:
         ran.append(part.name)
         (folder / f"{part.name}.json").write_text("{}")
         told = {"part": part.name, "arguments": list(part.arguments), "commit": "abc"}
         return {**told, "exit_code": codes.get(part.name, 0), "seconds": 1.0}
 
     monkeypatch.setattr(everything, "_run", run)
-    parts = [Part(name, 1, ("bench", name)) for name in ("codec", "loop", "merge")]
+    parts = [BenchPart(name, 1, ("bench", name)) for name in ("codec", "loop", "merge")]
     failed = everything.run_parts(parts, folder, Console(file=io.StringIO()))
     return ran, failed
 

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 from running import wait_until
 
-from narrows.bench import machine
-from narrows.bench.jobs import run_missing
-from narrows.bench.rows import append_row, end_last_line, read_rows
+from narrows.bench.kit import machine
+from narrows.bench.kit.rows import append_row, end_last_line, read_rows
+from narrows.bench.kit.runner import run_missing
 from narrows.proto.errors import ConfigError
 
 

@@ -11,17 +11,19 @@ from typing import cast
 
 import pytest
 
-from narrows.bench import wan_budget, wan_cells, wan_training
-from narrows.bench.cells import Row, run_missing
-from narrows.bench.exchanger import transformer_layout
-from narrows.bench.lab import Lab, Meter
-from narrows.bench.qdisc import Counters
-from narrows.bench.rows import read_rows
-from narrows.bench.wan_cells import MILLION, Cell
+from narrows.bench.kit.cells import Row, run_missing
+from narrows.bench.kit.lab import Lab, Meter
+from narrows.bench.kit.qdisc import QueueCounters
+from narrows.bench.kit.rows import read_rows
+from narrows.bench.wan import budget as wan_budget
+from narrows.bench.wan import cells as wan_cells
+from narrows.bench.wan import training as wan_training
+from narrows.bench.wan.cells import MILLION, WanCell
+from narrows.bench.wan.exchanger import transformer_layout
 from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import build_table
 
-CELL = Cell("narrows", "int4-zstd", 100, 0, MILLION, streams=4)
+CELL = WanCell("narrows", "int4-zstd", 100, 0, MILLION, streams=4)
 
 
 @pytest.mark.parametrize("params", [1000, 1 << 16, 100_003, MILLION, 16 * MILLION, 64 * MILLION])
@@ -44,7 +46,7 @@ def test_a_sample_that_came_late_hides_no_bytes() -> None:
             return {"eth0": self.bytes}
 
     counters = Growing()
-    meter = Meter(cast(Counters, counters), {"l0": cast(Counters, counters)})
+    meter = Meter(cast(QueueCounters, counters), {"l0": cast(QueueCounters, counters)})
     for counters.bytes in (0, 1000, 3000, 7000):
         meter.sample()
     track = meter._own["l0"]  # pyright: ignore[reportPrivateUsage]
@@ -67,7 +69,7 @@ def test_time_of_the_bytes_alone() -> None:
 
 
 @pytest.mark.parametrize("cells", [wan_cells.small(), wan_cells.full()], ids=["small", "full"])
-def test_no_cell_stands_twice(cells: list[Cell]) -> None:
+def test_no_cell_stands_twice(cells: list[WanCell]) -> None:
     assert len(set(cells)) == len(cells)
     assert {cell.system for cell in cells} == {"narrows", *wan_cells.PEERS}
 

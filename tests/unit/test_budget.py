@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from machines import SETTINGS
 from msgspec import structs
 
-from narrows.proto.budget import (
+from narrows.proto.codec.codecs import codec, codec_names
+from narrows.proto.flow.budget import (
     BACK_SHARE,
     BIN_S,
     CUT,
@@ -21,7 +22,6 @@ from narrows.proto.budget import (
     message_bytes,
     wire_bytes,
 )
-from narrows.proto.codecs import codec, codec_names
 from narrows.proto.limits import PAYLOAD_BYTES_MAX
 from narrows.proto.timing import MESSAGE_S, RATE_BURST_S, RATE_PAUSE_BURST_S, RATE_WINDOW_S
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from narrows.proto import buffers
-from narrows.proto.buffers import empty_f32, empty_u8, idle_bytes
+from narrows.proto.codec import buffers
+from narrows.proto.codec.buffers import empty_f32, empty_u8, idle_bytes
 
 
 def address(array: np.ndarray[tuple[int], np.dtype[np.float32]]) -> int:

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from narrows.bench.chaos_tape import BROKER, DOWN_S, Fault, Kind, draw, quotas
+from narrows.bench.chaos.tape import BROKER, DOWN_S, Fault, Kind, draw, quotas
 
 NAMES = [f"learner-{index:02d}" for index in range(32)]
 

@@ -26,7 +26,7 @@ from checkpoint_cases import (
 from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
 from safetensors.torch import load_file as load_torch  # pyright: ignore[reportUnknownVariableType]
 
-from narrows.broker.checkpoint import StateDir, StateError, export
+from narrows.broker.storage.checkpoint import StateDir, StateError, export_tensors
 from narrows.proto.errors import ConfigError, ErrorCode
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest
@@ -170,7 +170,8 @@ def test_a_flipped_format_is_damage(tmp_path: Path) -> None:
 def test_two_brokers_cannot_use_one_directory(tmp_path: Path) -> None:
     with StateDir.open(tmp_path):
         code = (
-            "import sys, pathlib; from narrows.broker.checkpoint import StateDir, StateError\n"
+            "import sys, pathlib; from narrows.broker.storage.checkpoint "
+            "import StateDir, StateError\n"
             "try: StateDir.open(pathlib.Path(sys.argv[1]))\n"
             "except StateError as error: print(error)"
         )
@@ -200,7 +201,7 @@ def test_a_place_that_cannot_be_a_directory_is_a_configuration_error(tmp_path: P
 @pytest.mark.parametrize("fragment_count", [1, 2, 5])
 def test_export_has_names_shapes_and_the_global_values(fragment_count: int, tmp_path: Path) -> None:
     taken = snapshot(3, fragment_count=fragment_count)
-    export(taken, tmp_path / "model.safetensors")
+    export_tensors(taken, tmp_path / "model.safetensors")
     tensors = load_file(tmp_path / "model.safetensors")
     assert {name: each.shape for name, each in tensors.items()} == {
         entry.name: entry.shape for entry in LAYOUT
@@ -218,7 +219,7 @@ def test_export_has_names_shapes_and_the_global_values(fragment_count: int, tmp_
 def test_export_rounds_to_the_dtype_of_the_layout(dtype: DtypeName, tmp_path: Path) -> None:
     layout = (LayoutEntry("w", (40, 3), dtype, "rda"),)
     taken = snapshot(1, layout=layout, fragment_count=1)
-    export(taken, tmp_path / "m.safetensors")
+    export_tensors(taken, tmp_path / "m.safetensors")
     tensor = load_torch(tmp_path / "m.safetensors")["w"]
     exact = torch.tensor(taken.fragments[0].global_).reshape(40, 3)
     assert torch.equal(tensor, exact.to(getattr(torch, dtype)))
@@ -228,12 +229,12 @@ def test_a_failed_export_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "model.safetensors"
-    export(snapshot(1), target)
+    export_tensors(snapshot(1), target)
     before = target.read_bytes()
     failing("fsync", 0, OSError(errno.ENOSPC, "disk full"), monkeypatch)
     with pytest.raises(OSError, match="disk full"):
-        export(snapshot(2), target)
+        export_tensors(snapshot(2), target)
     assert target.read_bytes() == before
     monkeypatch.undo()
-    export(snapshot(2), target)
+    export_tensors(snapshot(2), target)
     assert target.read_bytes() != before

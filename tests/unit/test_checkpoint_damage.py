@@ -21,7 +21,7 @@ from checkpoint_cases import (
     snapshot,
 )
 
-from narrows.broker.checkpoint import StateDir, StateError
+from narrows.broker.storage.checkpoint import StateDir, StateError
 from narrows.proto.errors import ErrorCode
 
 # Damage.

@@ -10,9 +10,9 @@ import pytest
 import zstandard
 from coding import FLOATS, QUANTISED, bounds_of, encode, f32, half, refused, values_of
 
-from narrows.proto.codecs import add_values, codec, codec_names
+from narrows.proto.codec.codecs import add_values, codec, codec_names
+from narrows.proto.codec.kernels import F32, I64
 from narrows.proto.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
-from narrows.proto.kernels import F32, I64
 from narrows.proto.limits import CHUNK_ELEMENTS_MAX, PAYLOAD_BYTES_MAX
 
 # The registry.

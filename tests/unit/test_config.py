@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import pytest
 
 from narrows.broker import config as broker_config
-from narrows.broker.command import assigned
+from narrows.broker.cli.broker import assigned
 from narrows.broker.config import BrokerConfig, MergeSection, load_config, preset, settings
 from narrows.proto.config import Range, Section, described, flatten, load, override
 from narrows.proto.errors import ConfigError

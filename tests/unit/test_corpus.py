@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from narrows.learner.corpus import (
+from narrows.learner.reference.corpus import (
     SECTION_BYTES,
     Reader,
     build_corpus,

@@ -8,13 +8,13 @@ from typing import cast
 
 import pytest
 
-from narrows.bench import demo_results
-from narrows.bench.baselines import Baseline, Report
-from narrows.bench.demo_results import data_parallel_bytes
-from narrows.bench.demo_story import DemoOptions
-from narrows.bench.demo_view import SPARKS, sparkline
-from narrows.bench.evidence import Digests, compare_digests
-from narrows.learner.gpt import GPT
+from narrows.bench.demo import results as demo_results
+from narrows.bench.demo.results import data_parallel_bytes
+from narrows.bench.demo.story import DemoOptions
+from narrows.bench.demo.view import SPARKS, sparkline
+from narrows.bench.kit.evidence import Digests, compare_digests
+from narrows.bench.quality.baselines import Baseline, Report
+from narrows.learner.reference.gpt import GPT
 
 
 def test_two_learners_send_and_receive_the_whole_model_per_step() -> None:

@@ -11,15 +11,15 @@ import pytest
 from machines import EPOCH, RUN
 
 from narrows.broker.config import load_config
-from narrows.broker.downlink import PARCELS_PER_PUMP, Downlink
-from narrows.broker.events import Publish
-from narrows.broker.merge import Merged
-from narrows.broker.model import EncodedVersion, GlobalModel, encode_state, version_zero
-from narrows.broker.state import RunState
-from narrows.broker.subscriptions import Subscriptions
-from narrows.broker.syncer import Syncer
-from narrows.broker.wires import Wires
-from narrows.proto.budget import wire_bytes
+from narrows.broker.merging.merge import MergeResult
+from narrows.broker.merging.model import EncodedVersion, GlobalModel, encode_state, version_zero
+from narrows.broker.process.downlink import PARCELS_PER_PUMP, Downlink
+from narrows.broker.process.sockets import BrokerSockets
+from narrows.broker.process.subscriptions import Subscriptions
+from narrows.broker.syncer.events import Publish
+from narrows.broker.syncer.machine import Syncer
+from narrows.broker.syncer.run import RunState
+from narrows.proto.flow.budget import wire_bytes
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import decode_data, downlink_topic
 from narrows.proto.limits import PUBLICATIONS_KEPT
@@ -71,7 +71,7 @@ class Line:
         self.encodings = 0
         self.warnings: list[str] = []
         self.downlink = Downlink(
-            cast(Wires, self.sent), self.state, {}, self.encode, self.warnings.append
+            cast(BrokerSockets, self.sent), self.state, {}, self.encode, self.warnings.append
         )
         self.downlink.admit("a", INCARNATION)
 
@@ -93,7 +93,7 @@ class Line:
         """The next version, from a gradient of ones."""
         state = self.model.fragments[0]
         part, params = self.model.table[0], state.global_ - np.float32(1.0)
-        merged = Merged(params, 0, np.zeros((0, 0)))
+        merged = MergeResult(params, 0, np.zeros((0, 0)))
         self.model.install(self.model.published(part, version, params, state.momentum, merged, ()))
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from narrows.proto.event_file import EventFile
+from narrows.proto.shell.event_file import EventFile
 
 LOG = logging.getLogger("narrows.test")
 

@@ -12,14 +12,14 @@ from machines import EPOCH, LAYOUT, RUN, SETTINGS, incarnation_of
 from peer import encoded
 from running import HANG_S
 
-from narrows.learner import events as ev
-from narrows.learner.exchange import Exchange
-from narrows.learner.wires import Wires
+from narrows.learner.session import events as ev
+from narrows.learner.transport.datapath import DataPath
+from narrows.learner.transport.sockets import LearnerSockets
+from narrows.proto.codec.transfer import STATE_CODEC, digest_of
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import encode_header
 from narrows.proto.limits import PROTOCOL
 from narrows.proto.messages import DataKind, Header
-from narrows.proto.transfer import STATE_CODEC, digest_of
 
 TABLE = build_table(LAYOUT, SETTINGS.fragment_count)
 
@@ -36,8 +36,8 @@ class Receiver:
 
     def __init__(self) -> None:
         self.posted: queue.SimpleQueue[Callable[[], ev.Event | None]] = queue.SimpleQueue()
-        self.exchange = Exchange(
-            cast(Wires, NoWires()),
+        self.exchange = DataPath(
+            cast(LearnerSockets, NoWires()),
             name="a",
             incarnation=incarnation_of("a"),
             layout=LAYOUT,

@@ -12,14 +12,16 @@ from typing import cast
 
 import pytest
 
-from narrows.bench import peer_run, wan, wan_peers
-from narrows.bench.failures import logs_kept, reason_of
-from narrows.bench.lab import Lab, Site
-from narrows.bench.peer_run import run_event
-from narrows.bench.peer_systems import Exchange, Plan
-from narrows.bench.processes import Processes, work_folder
-from narrows.bench.wan_cells import MILLION, Cell
-from narrows.bench.wan_run import Line, SiteProcesses
+from narrows.bench.kit.failures import logs_kept, reason_of
+from narrows.bench.kit.lab import Lab, LabSite
+from narrows.bench.kit.processes import Processes, work_folder
+from narrows.bench.peers import run as peer_run
+from narrows.bench.peers.run import run_event
+from narrows.bench.peers.systems import PeerExchange, PeerPlan
+from narrows.bench.wan import bench as wan
+from narrows.bench.wan import peers as wan_peers
+from narrows.bench.wan.cells import MILLION, WanCell
+from narrows.bench.wan.run import ShapedLine, SiteProcesses
 from narrows.proto.errors import NarrowsError
 
 OFF = "the average is off by 0.012, at most 0.01 is fine"
@@ -99,8 +101,8 @@ def test_other_errors_pass_as_they_are(tmp_path: Path) -> None:
 class FakeLab:
     """A place for processes without namespaces."""
 
-    hub = Site("hub", "", "127.0.0.1")
-    learners = (Site("l0", "", "127.0.0.1"),)
+    hub = LabSite("hub", "", "127.0.0.1")
+    learners = (LabSite("l0", "", "127.0.0.1"),)
 
     def __init__(self, *_: object) -> None:
         pass
@@ -113,16 +115,16 @@ def test_a_peer_that_fails_on_the_line_is_told_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def line(lab: object, _limit_s: float) -> Generator[Line]:
+    def line(lab: object, _limit_s: float) -> Generator[ShapedLine]:
         processes = SiteProcesses(tmp_path)
         with logs_kept(tmp_path), processes:
             hub = SiteProcesses(tmp_path)
-            yield Line(cast(Lab, lab), hub, [(FakeLab.learners[0], processes)])
+            yield ShapedLine(cast(Lab, lab), hub, [(FakeLab.learners[0], processes)])
 
-    def can_be_run(_cell: Cell) -> str:
+    def can_be_run(_cell: WanCell) -> str:
         return ""
 
-    def run_peer(_cell: Cell, at: Line, _limit_s: float) -> None:
+    def run_peer(_cell: WanCell, at: ShapedLine, _limit_s: float) -> None:
         (_, processes), *_ = at.learners
         processes.start_command("l0", sys.executable, "-c", SCRIPT)
         processes.wait("l0", 60)
@@ -133,7 +135,7 @@ def test_a_peer_that_fails_on_the_line_is_told_in_words(
     monkeypatch.setattr(wan, "line", line)
     monkeypatch.setattr(wan_peers, "run_peer", run_peer)
     monkeypatch.setattr(wan_peers, "why_not", can_be_run)
-    row = wan.run_cell(Cell("hivemind", "uniform8bit", 100, 0, MILLION))
+    row = wan.run_cell(WanCell("hivemind", "uniform8bit", 100, 0, MILLION))
     assert row["failed"].startswith(f"hivemind: l0 ended with code 1: {OFF}; its log: /")
     assert "Traceback" not in row["failed"] and "\n" not in row["failed"]
     assert "Traceback" in Path(row["failed"].rpartition(" ")[2]).read_text()
@@ -154,8 +156,8 @@ class FailingSystem:
     def release(self) -> None:
         pass
 
-    def exchanges(self) -> list[Exchange]:
-        return [Exchange(time.time(), 1, 2)]
+    def exchanges(self) -> list[PeerExchange]:
+        return [PeerExchange(time.time(), 1, 2)]
 
     def finished(self, rank: int) -> bool:
         return False
@@ -165,11 +167,11 @@ class FailingSystem:
 
 
 def test_a_peer_that_fails_in_training_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def system_of(_name: str, _plan: Plan, processes: Processes) -> FailingSystem:
+    def system_of(_name: str, _plan: PeerPlan, processes: Processes) -> FailingSystem:
         return FailingSystem(processes)
 
     monkeypatch.setattr(peer_run, "system_of", system_of)
-    plan = Plan(members=2, steps=100, sync_steps=20, preset="nano", step_wait_s=0.0)
+    plan = PeerPlan(members=2, steps=100, sync_steps=20, preset="nano", step_wait_s=0.0)
     row = run_event("hivemind", plan, "none")
     assert re.match(rf"hivemind: member-[01] ended: {re.escape(OFF)}; its log: /", row["note"])
     assert "Traceback" in Path(row["note"].rpartition(" ")[2]).read_text()

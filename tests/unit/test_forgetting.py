@@ -8,15 +8,16 @@ import msgspec
 import pytest
 from machines import Desk, Seat, hello, incarnation_of, one, only, open_round
 
-from narrows.broker import events as ev
-from narrows.broker import forgetting
-from narrows.broker.audit import Audit
-from narrows.broker.forgetting import GONE_MAX
-from narrows.broker.records import Committed, Contributor, Fate, Policy, Vector
-from narrows.broker.status import status
-from narrows.broker.subscriptions import TOPICS_MAX, Subscriptions
-from narrows.broker.syncer import Resumed
-from narrows.learner import events as lev
+from narrows.broker.merging.policy import Policy
+from narrows.broker.process.subscriptions import TOPICS_MAX, Subscriptions
+from narrows.broker.storage.audit import Audit
+from narrows.broker.storage.records import ContributorRecord, FateRecord, RoundRecord, VectorRecord
+from narrows.broker.syncer import events as ev
+from narrows.broker.syncer import forgetting
+from narrows.broker.syncer.forgetting import GONE_MAX
+from narrows.broker.syncer.machine import Resumed
+from narrows.broker.syncer.status import status_of
+from narrows.learner.session import events as lev
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode
 from narrows.proto.limits import TOPIC_BYTES_MAX
@@ -35,12 +36,12 @@ def merge(desk: Desk, fragment: int = 0) -> list[ev.Effect]:
     return desk.do(ev.Merged(fragment, desk.state.heads[fragment].version + 1, 7, 0))
 
 
-def committed(version: int, *, tokens: int, merged_tokens: int) -> Committed:
+def committed(version: int, *, tokens: int, merged_tokens: int) -> RoundRecord:
     """The record of a round of fragment 0 with one push of b."""
-    who = Contributor("b", "1" * 32, version, tokens, 1, 1.0, merged_tokens)
+    who = ContributorRecord("b", "1" * 32, version, tokens, 1, 1.0, merged_tokens)
     policy = Policy("tokens", "layout", 3.0, 0.5, "sgd", 1.0, 0.0, is_rounded=False)
-    vector = Vector("int4-zstd", 0.5, ())
-    return Committed(
+    vector = VectorRecord("int4-zstd", 0.5, ())
+    return RoundRecord(
         (0, 1), 0, version, "", (who,), policy, msg.Phase.RUNNING, 0, vector, (), 0.0, (0, 0, 0),
         0.0,
     )  # fmt: skip
@@ -80,10 +81,10 @@ def test_a_learner_that_is_gone_is_forgotten_after_some_hours(end: msg.Bye | Non
     assert {name for name, _, _ in desk.state.merged_pushes} == {"b"}
     effects = desk.wait(10.0)
     assert [erase.learner for erase in only(effects, ev.Erase)] == ["b"]
-    assert one(effects, ev.Fate) == ev.Fate("forgotten", "b", incarnation_of("b"))
+    assert one(effects, ev.LogFate) == ev.LogFate("forgotten", "b", incarnation_of("b"))
     assert desk.state.merged_pushes == {}
     assert desk.state.roster.get("b") is None
-    told = status(desk.syncer, {}, desk.now)
+    told = status_of(desk.syncer, {}, desk.now)
     assert [learner.name for learner in told.learners] == ["a"]
 
 
@@ -188,7 +189,7 @@ def test_the_late_merge_of_a_replaced_process_leaves_nothing_behind() -> None:
     desk.do(ev.PeerLost(b"a"))
     effects = desk.say("new", hello("a", incarnation=incarnation_of("a", 2)))
     # The next record counts its tokens from 0 on.
-    assert only(effects, ev.Fate)[0] == ev.Fate("forgotten", "a", incarnation_of("a"))
+    assert only(effects, ev.LogFate)[0] == ev.LogFate("forgotten", "a", incarnation_of("a"))
     desk.push("b", push_id=2)
     desk.chunk("b", 0, push_id=2)
     merge(desk)
@@ -223,7 +224,7 @@ def test_names_that_come_and_go_leave_a_bounded_number_behind(
         desk.state.merged_pushes[name, incarnation_of(name), 0] = (1, 100)
         desk.report(name, step=1, tokens=10)
         desk.say(name, msg.Bye("preempted"))
-        told = len(msgspec.msgpack.encode(status(desk.syncer, {}, desk.now)))
+        told = len(msgspec.msgpack.encode(status_of(desk.syncer, {}, desk.now)))
         sizes.append((len(desk.state.roster), len(desk.state.merged_pushes), told))
     assert sizes[-1] == sizes[most] == (most + 1, most, sizes[most][2])
     assert desk.state.roster.get("job-00000") is None
@@ -250,7 +251,7 @@ def test_the_audit_counts_the_tokens_of_a_forgotten_process_anew() -> None:
         audit = Audit()
         audit.take(1, committed(1, tokens=500, merged_tokens=500))
         if forgotten:
-            audit.take(2, Fate((0, 1), "forgotten", "b", "1" * 32, -1, 0, "", 0.0))
+            audit.take(2, FateRecord((0, 1), "forgotten", "b", "1" * 32, -1, 0, "", 0.0))
         audit.take(3, committed(2, tokens=70, merged_tokens=70))
         audit.take(4, committed(3, tokens=30, merged_tokens=100))
         assert len(audit.problems) == problems

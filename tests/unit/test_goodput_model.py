@@ -9,9 +9,8 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from narrows.bench import goodput_calibration
-from narrows.bench.failure_tapes import F64, Slices, Tape, failure_tape
-from narrows.bench.goodput_calibration import (
+from narrows.bench.goodput import calibration as goodput_calibration
+from narrows.bench.goodput.calibration import (
     ALONE_POINTS,
     calibrated,
     data_parallel_fits,
@@ -21,8 +20,8 @@ from narrows.bench.goodput_calibration import (
     fit_range_percent,
     missing_share,
 )
-from narrows.bench.goodput_cells import QUARTER_S, Cell, Method
-from narrows.bench.goodput_published import (
+from narrows.bench.goodput.cells import QUARTER_S, GoodputCell, GoodputMethod
+from narrows.bench.goodput.published import (
     CHIP_FAILURE_S,
     CHIPS,
     DECOUPLED_PERCENT,
@@ -30,8 +29,8 @@ from narrows.bench.goodput_published import (
     PREDICTED,
     published_percent,
 )
-from narrows.bench.goodput_run import courses_of, run_cell
-from narrows.bench.stall_model import (
+from narrows.bench.goodput.run import courses_of, run_cell
+from narrows.bench.goodput.stall_model import (
     NEVER,
     Costs,
     absorbed,
@@ -42,6 +41,7 @@ from narrows.bench.stall_model import (
     goodput,
     uptime,
 )
+from narrows.bench.goodput.tapes import F64, Slices, Tape, failure_tape
 
 SLICES = Slices(256, 5000.0, gather_s=20.0)
 COSTS = Costs(SLICES, restart_s=50.0, checkpoint_s=80.0, reconfigure_s=10.0)
@@ -175,8 +175,8 @@ def test_nothing_but_the_mean_of_the_repairs_matters(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("chips", CHIPS)
 @pytest.mark.parametrize("method", ["data_parallel", "elastic"])
-def test_the_rows_of_data_parallel_are_met(method: Method, chips: int) -> None:
-    cell = Cell(method, 1, chips, QUARTER_S)
+def test_the_rows_of_data_parallel_are_met(method: GoodputMethod, chips: int) -> None:
+    cell = GoodputCell(method, 1, chips, QUARTER_S)
     row = run_cell(cell, 1)
     assert abs(row["goodput_percent"] - published_percent()[cell.place]) <= ALONE_POINTS
     assert row["ci_high_percent"] - row["ci_low_percent"] < 1
@@ -191,7 +191,7 @@ def test_the_rows_of_data_parallel_are_met(method: Method, chips: int) -> None:
 @pytest.mark.parametrize("learners", [LEARNERS, [PREDICTED]])
 def test_the_decoupled_rows_are_met(learners: Sequence[int]) -> None:
     misses: list[float] = []
-    for cell in (Cell("decoupled", m, chips, WEEK_S) for m in learners for chips in CHIPS):
+    for cell in (GoodputCell("decoupled", m, chips, WEEK_S) for m in learners for chips in CHIPS):
         percent = 100 * float(goodput(courses_of(cell, WEEK_S, 1), whole(WEEK_S))[0])
         closed = elastic_percent(cell.chips / cell.learners, *elastic_fits()[0])
         assert percent == pytest.approx(closed, abs=0.5)

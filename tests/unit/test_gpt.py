@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from narrows.learner.gpt import (
+from narrows.learner.reference.gpt import (
     GPT,
     PRESETS,
     GPTConfig,

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from narrows.broker.config import load_config, settings
-from narrows.learner.device import DeviceParameters, DeviceSnapshot, parameters_of
-from narrows.learner.parameters import ModuleParameters
-from narrows.learner.uplink import PushWork, Remainder, Residuals, encode_push
+from narrows.learner.module.gpu import DeviceParameters, DeviceSnapshot, parameters_of
+from narrows.learner.module.parameters import ModuleParameters
+from narrows.learner.transport.push import PushWork, Remainder, Residuals, encode_push
+from narrows.proto.codec.transfer import EncodedChunk
 from narrows.proto.fragments import Fragment, build_table
-from narrows.proto.transfer import EncodedChunk
 
 F32 = NDArray[np.float32]
 SETTINGS = settings(load_config(None, {"codec.chunk_elements": 700}))
@@ -22,8 +22,8 @@ SETTINGS = settings(load_config(None, {"codec.chunk_elements": 700}))
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    monkeypatch.setattr("narrows.learner.device._streams", {})
-    monkeypatch.setattr("narrows.learner.device.BLOCK_ELEMENTS", 1400)
+    monkeypatch.setattr("narrows.learner.module.gpu._streams", {})
+    monkeypatch.setattr("narrows.learner.module.gpu.BLOCK_ELEMENTS", 1400)
     return FakeGpu(monkeypatch)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from machines import ELEMENTS, Desk, hello, incarnation_of, one, only
 from msgspec import structs
 
-from narrows.broker import events as ev
+from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
+from narrows.proto.codec.transfer import STATE_CODEC
 from narrows.proto.errors import ErrorCode
 from narrows.proto.limits import PUBLICATIONS_KEPT
 from narrows.proto.messages import Phase
-from narrows.proto.transfer import STATE_CODEC
 
 
 def merged(desk: Desk, fragment: int = 0) -> list[ev.Effect]:
@@ -41,10 +41,10 @@ def test_a_decline_of_an_earlier_attempt_means_nothing() -> None:
 
 def test_who_leaves_is_written_down_with_its_incarnation_and_the_reason() -> None:
     desk = Desk().running("a", "b")
-    fate = one(desk.do(ev.PeerLost(b"a")), ev.Fate)
-    assert fate == ev.Fate("left", "a", incarnation_of("a"), reason="its connection closed")
-    fate = one(desk.say("b", msg.Bye("done")), ev.Fate)
-    assert fate == ev.Fate("left", "b", incarnation_of("b"), reason="said Bye (done)")
+    fate = one(desk.do(ev.PeerLost(b"a")), ev.LogFate)
+    assert fate == ev.LogFate("left", "a", incarnation_of("a"), reason="its connection closed")
+    fate = one(desk.say("b", msg.Bye("done")), ev.LogFate)
+    assert fate == ev.LogFate("left", "b", incarnation_of("b"), reason="said Bye (done)")
 
 
 def test_nobody_waits_for_a_learner_that_is_gone() -> None:

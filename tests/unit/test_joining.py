@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from narrows.learner.joining import DataPath, JoinWatch, Line
+from narrows.learner.session.joining import DataConnection, DataConnections, JoinWatch
 
-UP, DOWN = Line(7071, True, False, 0), Line(7072, True, False, 0)
+UP, DOWN = DataConnection(7071, True, False, 0), DataConnection(7072, True, False, 0)
 MESSAGE_BYTES = 2_000_000
 MESSAGE_S = 160.0
 """At the smallest rate of a budget."""
@@ -21,7 +21,7 @@ class Joiner:
         self.watch = JoinWatch("tcp://broker:7070", timeout_s, 0.0)
         self.now = 0.0
 
-    def gives_up(self, path: DataPath | None, seconds: int) -> str:
+    def gives_up(self, path: DataConnections | None, seconds: int) -> str:
         """What it says within so many seconds of seeing this; "" if it waits on."""
         for _ in range(seconds):
             self.now += 1
@@ -30,8 +30,8 @@ class Joiner:
         return ""
 
 
-def path(up: Line = UP, down: Line = DOWN) -> DataPath:
-    return DataPath(up, down, MESSAGE_BYTES)
+def path(up: DataConnection = UP, down: DataConnection = DOWN) -> DataConnections:
+    return DataConnections(up, down, MESSAGE_BYTES)
 
 
 def test_without_a_session_no_broker_has_answered() -> None:
@@ -55,7 +55,7 @@ def test_who_waits_for_others_waits_for_ever() -> None:
         ),
     ],
 )
-def test_a_port_without_connection_is_named(blocked: DataPath, named: list[str]) -> None:
+def test_a_port_without_connection_is_named(blocked: DataConnections, named: list[str]) -> None:
     joiner = Joiner()
     assert not joiner.gives_up(blocked, 60)
     told = joiner.gives_up(blocked, 2)

@@ -25,11 +25,11 @@ from journal_cases import (
     sync,
 )
 
-from narrows.broker import segments
-from narrows.broker.durable import StateError
-from narrows.broker.files import DirectoryFiles
-from narrows.broker.journal import Journal, JournalError
-from narrows.broker.segments import RECORD_HEADER_BYTES, SEGMENT_HEADER_BYTES
+from narrows.broker.storage import segments
+from narrows.broker.storage.disk import DirectoryFiles
+from narrows.broker.storage.durable_files import StateError
+from narrows.broker.storage.journal import Journal, JournalError
+from narrows.broker.storage.segments import RECORD_HEADER_BYTES, SEGMENT_HEADER_BYTES
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 
 ROOMY_BYTES = 1 << 16

@@ -25,9 +25,9 @@ from journal_cases import (
 )
 from xxhash import xxh3_64_intdigest
 
-from narrows.broker import segments
-from narrows.broker.durable import StateError
-from narrows.broker.segments import RECORD_HEADER_BYTES, SEGMENT_HEADER_BYTES
+from narrows.broker.storage import segments
+from narrows.broker.storage.durable_files import StateError
+from narrows.broker.storage.segments import RECORD_HEADER_BYTES, SEGMENT_HEADER_BYTES
 from narrows.proto.errors import ErrorCode
 
 LIFE: tuple[Step, ...] = (

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from narrows.learner import Learner, LocalProtocolError, Refused, Unfinished
-from narrows.learner.parameters import ModuleParameters
-from narrows.learner.ramp import ramp_steps
-from narrows.learner.step_log import Logged, detached
+from narrows.learner.module.parameters import ModuleParameters
+from narrows.learner.module.ramp import ramp_steps
+from narrows.learner.module.step_log import Logged, detached
 from narrows.proto.errors import ErrorCode
 from narrows.proto.fragments import build_table
 
@@ -528,7 +528,7 @@ def test_a_loss_on_a_device_is_never_waited_for(monkeypatch: pytest.MonkeyPatch)
     def event_after_queued(_: torch.device) -> Arrivals:
         return arrivals
 
-    monkeypatch.setattr("narrows.learner.step_log.event_after_queued", event_after_queued)
+    monkeypatch.setattr("narrows.learner.module.step_log.event_after_queued", event_after_queued)
     loop = Loop()
     with loop.learner as learner:
         for value in (1.0, 2.0, 3.0, 4.0):

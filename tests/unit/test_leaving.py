@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from machines import EPOCH, Seat, one, only, open_round
 
-from narrows.learner import events as ev
+from narrows.learner.session import events as ev
 from narrows.proto import messages as msg
-from narrows.proto import patience
+from narrows.proto.flow import patience
 from narrows.proto.messages import Phase
 from narrows.proto.timing import BROKER_GONE_S
+
+FINAL_COPY = ev.Adopt(0, 1)
 
 
 def stay(
@@ -40,8 +44,9 @@ def test_a_broker_that_speaks_is_waited_for_however_long_the_last_rounds_take() 
     seat.do(ev.LoopEnded())
     assert not only(stay(seat, 3600, 0, 0, phase=Phase.ENDING), ev.Left)
     assert not only(stay(seat, 1, 1, 0, phase=Phase.ENDED), ev.Left)
-    effects = seat.receive(0, 1) + seat.do(ev.BoundaryReached())
-    assert one(effects, msg.Bye).reason == "the run has ended"
+    seat.receive(0, 1)
+    assert one(seat.do(ev.BoundaryReached()), ev.Adopt).fragment == 0
+    assert one(seat.do(ev.BoundaryReached()), msg.Bye).reason == "the run has ended"
     assert seat.session.farewell.final
     assert not seat.session.farewell.lacks
 
@@ -96,8 +101,46 @@ def test_what_has_come_is_the_final_model_though_the_broker_has_gone() -> None:
     seat.hear(msg.Bye("the run has ended, 1 of 2 learners have the final model"))
     seat.wait(3600)
     seat.do(ev.StepTaken(100))
-    assert only(seat.do(ev.LoopEnded()) + seat.do(ev.BoundaryReached()), ev.Left)
+    seat.do(ev.LoopEnded())
+    seat.do(ev.BoundaryReached())
+    assert only(seat.do(ev.BoundaryReached()), ev.Left)
     assert seat.session.farewell.final
+
+
+def at_the_final_copy(within_s: float = math.inf) -> Seat:
+    """The training thread is told to adopt the last version that it lacks."""
+    seat = Seat().joined()
+    stay(seat, 1, 1, 0, phase=Phase.ENDED)
+    seat.receive(0, 1)
+    seat.do(ev.LoopEnded(within_s))
+    assert one(seat.do(ev.BoundaryReached()), ev.Adopt) == FINAL_COPY
+    return seat
+
+
+def test_nobody_leaves_while_the_final_copy_is_being_made() -> None:
+    """The background thread hears the broker and looks at the clock meanwhile."""
+    seat = at_the_final_copy(within_s=5.0)
+    beat = msg.Beat(EPOCH, Phase.ENDED, (1, 0), (), 0, 0.0, (), 0.0)
+    assert not only(seat.hear(beat) + seat.wait(3600), ev.Left)
+    assert not seat.session.farewell.final
+    assert only(seat.do(ev.BoundaryReached()), ev.Left)
+    assert seat.session.farewell.final
+
+
+def test_a_final_copy_that_fails_for_want_of_memory_is_made_at_the_next_boundary() -> None:
+    seat = at_the_final_copy()
+    assert not only(seat.do(ev.CopyFailed(FINAL_COPY, "MemoryError: full")), ev.Left)
+    assert one(seat.do(ev.BoundaryReached()), ev.Adopt) == FINAL_COPY
+    assert only(seat.do(ev.BoundaryReached()), ev.Left)
+    assert seat.session.farewell.final
+
+
+def test_a_final_copy_that_cannot_be_made_is_lacking_when_the_time_is_over() -> None:
+    seat = at_the_final_copy(within_s=5.0)
+    effects = seat.do(ev.CopyFailed(FINAL_COPY, "MemoryError: full"), after_s=6.0)
+    assert only(effects, ev.Left)
+    assert not seat.session.farewell.final
+    assert seat.session.farewell.lacks == "the final versions of fragment 0"
 
 
 def test_the_users_limit_holds_whatever_the_broker_says() -> None:

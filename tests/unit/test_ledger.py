@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from narrows.learner.ledger import FragmentAccount, Ledger
+from narrows.learner.session.ledger import FragmentAccount, Ledger
 from narrows.proto.messages import TokenLedger
 
 

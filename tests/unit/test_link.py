@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from machines import Seat, digest, one, only, open_round
 
-from narrows.learner import events as ev
-from narrows.learner.arriving import AHEAD_MAX
+from narrows.learner.session import events as ev
+from narrows.learner.session.arriving import AHEAD_MAX
 from narrows.proto import messages as msg
 from narrows.proto.limits import PUBLICATIONS_KEPT
 

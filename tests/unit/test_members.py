@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from machines import incarnation_of
 
-from narrows.broker.members import Liveness, Member, Roster, check_name
+from narrows.broker.syncer.members import Liveness, Member, Roster, check_name
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.limits import LEARNERS_MAX
 

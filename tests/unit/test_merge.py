@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from merge_cases import F32, contribution, decoded, one_fragment, slow_merge
 
-from narrows.broker import merge as merge_module
-from narrows.broker.merge import Contribution, merge, token_weights, warm_up
+from narrows.broker.merging import merge as merge_module
+from narrows.broker.merging.merge import DecodedVector, merge_vectors, token_weights, warm_up
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.messages import LayoutEntry
@@ -23,7 +23,7 @@ PLANE = one_fragment((2, "rda"))
 MIXED = one_fragment((300, "rda"), (7, "mean"), (1200, "rda"), (1, "mean"), (64, "mean"))
 
 
-def given(fragment: Fragment, *vectors: object) -> list[Contribution]:
+def given(fragment: Fragment, *vectors: object) -> list[DecodedVector]:
     return [
         contribution(f"learner-{i}", fragment, np.array(vector, np.float32))
         for i, vector in enumerate(vectors)
@@ -83,45 +83,47 @@ def test_weights_of_nothing_are_misuse(counts: list[tuple[int, int]]) -> None:
 
 def test_the_mean_of_orthogonal_vectors_shrinks_and_rda_does_not() -> None:
     both = given(PLANE, [2, 0], [0, 2])
-    assert merge(PLANE, both, [0.5, 0.5], law="mean").outer_grad.tolist() == [1, 1]
-    radial = merge(PLANE, both, [0.5, 0.5]).outer_grad
+    assert merge_vectors(PLANE, both, [0.5, 0.5], law="mean").outer_grad.tolist() == [1, 1]
+    radial = merge_vectors(PLANE, both, [0.5, 0.5]).outer_grad
     assert radial == pytest.approx([math.sqrt(2), math.sqrt(2)], rel=1e-6)
 
 
 def test_rda_by_hand_with_different_norms() -> None:
     # Directions (1, 0) and (0, 1) with weights .8 and .2; mean norm .8 * 1 + .2 * 3 = 1.4, under
     # the cap sqrt(2) * |(.8, .6)| = sqrt(2).
-    radial = merge(PLANE, given(PLANE, [1, 0], [0, 3]), [0.8, 0.2]).outer_grad
+    radial = merge_vectors(PLANE, given(PLANE, [1, 0], [0, 3]), [0.8, 0.2]).outer_grad
     unit = np.array([0.8, 0.2]) / math.hypot(0.8, 0.2)
     assert radial == pytest.approx(1.4 * unit, rel=1e-6)
 
 
 def test_the_gain_over_the_mean_is_capped() -> None:
     # Nearly opposite: the mean has norm 0.1, so the result has at most sqrt(2) * 0.1.
-    slim = merge(PLANE, given(PLANE, [1, 0.1], [-1, 0.1]), [0.5, 0.5]).outer_grad
+    slim = merge_vectors(PLANE, given(PLANE, [1, 0.1], [-1, 0.1]), [0.5, 0.5]).outer_grad
     assert slim == pytest.approx([0, math.sqrt(2) * 0.1], rel=1e-5)
 
 
 def test_opposite_directions_fall_back_to_the_mean() -> None:
-    result = merge(PLANE, given(PLANE, [3, 4], [-6, -8]), [0.5, 0.5]).outer_grad
+    result = merge_vectors(PLANE, given(PLANE, [3, 4], [-6, -8]), [0.5, 0.5]).outer_grad
     assert result.tolist() == [-1.5, -2]
 
 
 def test_a_contributor_of_zeros_does_not_turn_the_rest() -> None:
-    result = merge(PLANE, given(PLANE, [3, 4], [0, 0]), [0.5, 0.5]).outer_grad
+    result = merge_vectors(PLANE, given(PLANE, [3, 4], [0, 0]), [0.5, 0.5]).outer_grad
     assert result.tolist() == [1.5, 2]
-    assert not merge(PLANE, given(PLANE, [0, 0], [0, 0]), [0.5, 0.5]).outer_grad.any()
+    assert not merge_vectors(PLANE, given(PLANE, [0, 0], [0, 0]), [0.5, 0.5]).outer_grad.any()
 
 
 def test_one_contributor_is_itself_bit_for_bit() -> None:
     one = contribution("a", MIXED, random_vectors(1, 3)[0], codec_name="int8-zstd")
-    merged = merge(MIXED, [one], [1.0])
+    merged = merge_vectors(MIXED, [one], [1.0])
     assert merged.outer_grad.tobytes() == (decoded(one, MIXED) + np.float32(0)).tobytes()
     assert merged.outer_grad.dtype == np.float32 and merged.clipped == 0
 
 
 def test_tiny_norms_neither_overflow_nor_poison() -> None:
-    result = merge(PLANE, given(PLANE, [1e-42, 0], [0, 2], [0, 2]), [0.2, 0.4, 0.4]).outer_grad
+    result = merge_vectors(
+        PLANE, given(PLANE, [1e-42, 0], [0, 2], [0, 2]), [0.2, 0.4, 0.4]
+    ).outer_grad
     assert result == pytest.approx([0, 1.6], rel=1e-6)
 
 
@@ -129,16 +131,16 @@ def test_the_smallest_norm_that_counts_is_a_norm() -> None:
     """From 2^-100 on, that included: which norms count decides bits that are promised."""
     least = 2.0**-100
     four = given(PLANE, [least, 0], [least, 0], [least, 0], [64 * least, 0])
-    assert merge(PLANE, four, [0.25] * 4).clipped == 1
-    both = merge(PLANE, given(PLANE, [least, 0], [0, least]), [0.5, 0.5]).outer_grad
+    assert merge_vectors(PLANE, four, [0.25] * 4).clipped == 1
+    both = merge_vectors(PLANE, given(PLANE, [least, 0], [0, least]), [0.5, 0.5]).outer_grad
     assert both / np.float32(least) == pytest.approx([math.sqrt(0.5)] * 2, rel=1e-6)
     below = least * 0.999
-    both = merge(PLANE, given(PLANE, [below, 0], [0, below]), [0.5, 0.5]).outer_grad
+    both = merge_vectors(PLANE, given(PLANE, [below, 0], [0, below]), [0.5, 0.5]).outer_grad
     assert both / np.float32(below) == pytest.approx([0.5] * 2, rel=1e-6)
 
 
 def test_huge_values_stay_finite() -> None:
-    result = merge(PLANE, given(PLANE, [3e38, 0], [3e38, 0]), [0.5, 0.5]).outer_grad
+    result = merge_vectors(PLANE, given(PLANE, [3e38, 0], [3e38, 0]), [0.5, 0.5]).outer_grad
     assert result == pytest.approx([3e38, 0], rel=1e-6)
 
 
@@ -147,21 +149,21 @@ def test_huge_values_stay_finite() -> None:
 
 def test_an_outlier_is_clipped_to_three_medians_and_counted() -> None:
     four = given(PLANE, [1, 0], [1, 0], [1, 0], [100, 0])
-    merged = merge(PLANE, four, [0.25] * 4, law="mean")
+    merged = merge_vectors(PLANE, four, [0.25] * 4, law="mean")
     assert merged.outer_grad == pytest.approx([(1 + 1 + 1 + 3) / 4, 0])
     assert merged.clipped == 1
     assert merged.norms.tolist() == [[1, 1, 1, 100]]
-    assert merge(PLANE, four, [0.25] * 4, clip_ratio=0).clipped == 0
+    assert merge_vectors(PLANE, four, [0.25] * 4, clip_ratio=0).clipped == 0
 
 
 def test_two_contributors_are_never_clipped() -> None:
-    merged = merge(PLANE, given(PLANE, [1, 0], [100, 0]), [0.5, 0.5], law="mean")
+    merged = merge_vectors(PLANE, given(PLANE, [1, 0], [100, 0]), [0.5, 0.5], law="mean")
     assert merged.outer_grad == pytest.approx([50.5, 0]) and merged.clipped == 0
 
 
 def test_zeros_do_not_count_for_the_median() -> None:
     # Of an embedding that only one learner's text touches, its work must survive.
-    merged = merge(PLANE, given(PLANE, [0, 0], [0, 0], [3, 4]), [0.25, 0.25, 0.5])
+    merged = merge_vectors(PLANE, given(PLANE, [0, 0], [0, 0], [3, 4]), [0.25, 0.25, 0.5])
     assert merged.outer_grad.tolist() == [1.5, 2] and merged.clipped == 0
 
 
@@ -170,7 +172,7 @@ def test_clipping_does_not_change_the_direction() -> None:
     # alike, whatever the lengths were.
     three = given(PLANE, [1, 0], [0, 1], [0, 90])
     weights = [0.5, 0.25, 0.25]
-    merged = merge(PLANE, three, weights).outer_grad
+    merged = merge_vectors(PLANE, three, weights).outer_grad
     assert merged[0] == pytest.approx(merged[1], rel=1e-6)
 
 
@@ -190,7 +192,7 @@ def test_equals_the_slow_twin(count: int, codec_name: str, chunk_elements: int) 
     weights = token_weights([(9 + i, 1 + i % 2) for i in range(count)], rule="tokens")
     for law in ("layout", "mean"):
         slow = slow_merge([decoded(one, MIXED) for one in ones], weights, MIXED, law=law)
-        fast = merge(MIXED, ones, weights, law="mean" if law == "mean" else "layout")
+        fast = merge_vectors(MIXED, ones, weights, law="mean" if law == "mean" else "layout")
         np.testing.assert_allclose(fast.outer_grad, slow, rtol=2e-5, atol=2e-6)
         medians = np.median(fast.norms, axis=1, keepdims=True)
         over = int(np.count_nonzero(fast.norms > 3 * medians))
@@ -207,7 +209,7 @@ def test_different_chunkings_give_the_same_bits() -> None:
             contribution(f"{i}", MIXED, vector, chunk_elements=size)
             for i, (vector, size) in enumerate(zip(vectors, chunk_elements, strict=True))
         ]
-        return merge(MIXED, ones, weights, law="mean").outer_grad.tobytes()
+        return merge_vectors(MIXED, ones, weights, law="mean").outer_grad.tobytes()
 
     same = bits(64, 64, 64)
     assert bits(100, 64, 1 << 16) == same
@@ -227,7 +229,7 @@ def test_many_fragments_of_a_split_tensor() -> None:
     for fragment in build_table(layout, 3):
         vectors = [rng.normal(size=fragment.elements).astype(np.float32) for _ in range(3)]
         ones = [contribution(f"{i}", fragment, v, chunk_elements=70) for i, v in enumerate(vectors)]
-        fast = merge(fragment, ones, [0.3, 0.3, 0.4])
+        fast = merge_vectors(fragment, ones, [0.3, 0.3, 0.4])
         slow = slow_merge(vectors, [0.3, 0.3, 0.4], fragment)
         np.testing.assert_allclose(fast.outer_grad, slow, rtol=2e-5, atol=2e-6)
         assert fast.norms.shape == (len(fragment.pieces), 3)
@@ -236,14 +238,14 @@ def test_many_fragments_of_a_split_tensor() -> None:
 PRINT_DIGEST = """
 import numpy as np
 from merge_cases import contribution, one_fragment
-from narrows.broker.merge import merge
-from narrows.broker.outer import outer_optimizer
+from narrows.broker.merging.merge import merge_vectors
+from narrows.broker.merging.outer import outer_optimizer
 from narrows.proto.frames import digest
 fragment = one_fragment((3000, "rda"), (77, "mean"), (2000, "rda"))
 rng = np.random.default_rng(1)
 vectors = rng.normal(size=(5, fragment.elements)).astype(np.float32)
 ones = [contribution(str(i), fragment, v, codec_name="int4-zstd") for i, v in enumerate(vectors)]
-merged = merge(fragment, ones, [0.1, 0.15, 0.2, 0.25, 0.3]).outer_grad
+merged = merge_vectors(fragment, ones, [0.1, 0.15, 0.2, 0.25, 0.3]).outer_grad
 optimizer = outer_optimizer("nesterov", rate=0.7, momentum=0.6)
 params, momentum = optimizer.step(vectors[0], vectors[1], merged)
 print([digest(each.data.cast("B")) for each in (merged, params, momentum)])
@@ -274,9 +276,9 @@ def test_the_bits_do_not_depend_on_the_processor(tmp_path: Path) -> None:
 # Misuse.
 
 
-def misuse(contributions: list[Contribution], weights: list[float]) -> str:
+def misuse(contributions: list[DecodedVector], weights: list[float]) -> str:
     with pytest.raises(LocalProtocolError) as caught:
-        merge(PLANE, contributions, weights)
+        merge_vectors(PLANE, contributions, weights)
     assert caught.value.code == ErrorCode.MISUSE
     return caught.value.message
 
@@ -284,7 +286,7 @@ def misuse(contributions: list[Contribution], weights: list[float]) -> str:
 def test_misuse_is_refused() -> None:
     a, b = given(PLANE, [1, 0], [0, 1])
     wide = given(one_fragment((3, "mean")), [1, 2, 3])[0]
-    hole = Contribution("learner-0", 1, 1, [(1, chunk) for _, chunk in a.chunks])
+    hole = DecodedVector("learner-0", [(1, chunk) for _, chunk in a.chunks])
     assert "contributions" in misuse([], [])
     assert "contributions" in misuse([b, a], [0.5, 0.5])
     assert "contributions" in misuse([a, a], [0.5, 0.5])
@@ -293,7 +295,7 @@ def test_misuse_is_refused() -> None:
     assert "weights" in misuse([a, b], [1.5, -0.5])
     assert "chunks of learner-0" in misuse([wide], [1.0])
     assert "chunks of learner-0" in misuse([hole], [1.0])
-    assert "chunks of x" in misuse([Contribution("x", 1, 1, [])], [1.0])
+    assert "chunks of x" in misuse([DecodedVector("x", [])], [1.0])
 
 
 def test_warm_up_compiles_exactly_what_a_merge_uses() -> None:
@@ -302,7 +304,7 @@ def test_warm_up_compiles_exactly_what_a_merge_uses() -> None:
     before = list(kernel.signatures)
     vectors = random_vectors(3, seed=1)
     ones = [contribution(f"{i}", MIXED, v, chunk_elements=99) for i, v in enumerate(vectors)]
-    merge(MIXED, ones, [0.2, 0.3, 0.5])
+    merge_vectors(MIXED, ones, [0.2, 0.3, 0.5])
     coded = [contribution(f"{i}", MIXED, v, codec_name="int4-zstd") for i, v in enumerate(vectors)]
-    merge(MIXED, coded, [0.2, 0.3, 0.5])
+    merge_vectors(MIXED, coded, [0.2, 0.3, 0.5])
     assert len(before) == 2 and list(kernel.signatures) == before

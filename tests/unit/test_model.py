@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
 
 from narrows.broker.config import BrokerConfig
-from narrows.broker.events import Contributed
-from narrows.broker.initial import from_file
-from narrows.broker.model import GlobalModel, version_zero
-from narrows.proto.chunk import DecodedChunk
-from narrows.proto.codecs import add_values
+from narrows.broker.merging.contribution import Contribution
+from narrows.broker.merging.model import GlobalModel, version_zero
+from narrows.broker.storage.initial import read_initial
+from narrows.proto.codec.chunk import DecodedChunk
+from narrows.proto.codec.codecs import add_values
+from narrows.proto.codec.transfer import decode_chunk, digest_of, encode_fragment, values_of
 from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import build_table
 from narrows.proto.limits import PUBLICATIONS_KEPT
 from narrows.proto.messages import LayoutEntry
-from narrows.proto.transfer import decode_chunk, digest_of, encode_fragment, values_of
 
 F32 = NDArray[np.float32]
 Chunks = dict[int, tuple[int, DecodedChunk]]
@@ -44,9 +44,9 @@ def new_model(config: BrokerConfig = CONFIG) -> GlobalModel:
 
 def contributions(
     outer_grads: dict[str, F32], codec: str = "int4-zstd"
-) -> tuple[list[Contributed], Chunks]:
+) -> tuple[list[Contribution], Chunks]:
     chunks: Chunks = {}
-    contributed: list[Contributed] = []
+    contributed: list[Contribution] = []
     for name, values in sorted(outer_grads.items()):
         handles: list[int] = []
         for chunk in encode_fragment(
@@ -56,7 +56,7 @@ def contributions(
             handles.append(len(chunks))
             decoded = decode_chunk(PART, codec, chunk.offset, chunk.count, chunk.payload)
             chunks[len(chunks)] = (chunk.offset, decoded)
-        contributed.append(Contributed(name, "0" * 32, 1, 1000, 10, tuple(handles)))
+        contributed.append(Contribution(name, "0" * 32, 1, 1000, 10, tuple(handles)))
     return contributed, chunks
 
 
@@ -126,7 +126,7 @@ def test_version_zero_from_a_file(tmp_path: Path) -> None:
         for e in LAYOUT
     }
     save_file(tensors, path)
-    state = from_file(path, LAYOUT, TABLE)[0]
+    state = read_initial(path, LAYOUT, TABLE)[0]
     flat = [tensor.reshape(-1) for tensor in tensors.values()]
     np.testing.assert_array_equal(
         state.published,
@@ -151,4 +151,4 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, tensors: dict[str, 
     path = tmp_path / "init.safetensors"
     save_file(tensors, path)
     with pytest.raises(ConfigError, match="weight"):
-        from_file(path, LAYOUT, TABLE)
+        read_initial(path, LAYOUT, TABLE)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from narrows.proto.delivery import Mark
-from narrows.proto.outbox import Departure, Lane, Outbox
+from narrows.proto.flow.outbox import Departure, Lane, Outbox
+from narrows.proto.flow.path import Mark
 
 
 def drain(outbox: Outbox[str], now: float = 0.0) -> list[tuple[str, int, int]]:

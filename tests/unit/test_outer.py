@@ -9,7 +9,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from narrows.broker.outer import optimizer_names, outer_optimizer
+from narrows.broker.config import OUTER_OPTIMIZERS
+from narrows.broker.merging.outer import outer_optimizer
 from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
 
 F32 = NDArray[np.float32]
@@ -77,7 +78,7 @@ def test_sgd_at_rate_one_gives_the_local_parameters() -> None:
     assert params.tobytes() == local.tobytes() and np.array_equal(after, momentum)
 
 
-@pytest.mark.parametrize("name", optimizer_names())
+@pytest.mark.parametrize("name", OUTER_OPTIMIZERS)
 def test_inputs_stay_untouched_and_results_are_new(name: str) -> None:
     optimizer = outer_optimizer(name, rate=0.7, momentum=0.6)
     inputs = [random_values(1), random_values(2), random_values(3)]
@@ -92,7 +93,7 @@ def test_inputs_stay_untouched_and_results_are_new(name: str) -> None:
     assert optimizer.name == name
 
 
-@pytest.mark.parametrize("name", optimizer_names())
+@pytest.mark.parametrize("name", OUTER_OPTIMIZERS)
 def test_arrays_that_do_not_fit_are_misuse(name: str) -> None:
     optimizer = outer_optimizer(name, rate=0.7, momentum=0.6)
     good = random_values(1, 4)

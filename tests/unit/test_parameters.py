@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 
-from narrows.learner.parameters import ModuleParameters
+from narrows.learner.module.parameters import ModuleParameters
 from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.messages import DtypeName

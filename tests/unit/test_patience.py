@@ -7,8 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from narrows.proto.flow.patience import ROUNDS, SAMPLES, SLOWER, Flow, Patience, Way
 from narrows.proto.limits import RATE_MIN
-from narrows.proto.patience import ROUNDS, SAMPLES, SLOWER, Flow, Patience, Way
 
 USUAL = 100_000.0
 """Bytes per second in these tests."""

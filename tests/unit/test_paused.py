@@ -7,14 +7,14 @@ from collections import Counter
 import pytest
 from machines import Desk, Seat, hello, one, only, open_round
 
-from narrows.bench.simulated_broker import Committed
-from narrows.bench.simulated_learner import LearnerSpec
-from narrows.bench.simulation import Simulation
-from narrows.bench.virtual import Faults
-from narrows.broker import events as bev
+from narrows.bench.sim.broker import SimulatedRound
+from narrows.bench.sim.learner import LearnerSpec
+from narrows.bench.sim.simulation import Simulation
+from narrows.bench.sim.virtual import Faults
 from narrows.broker.config import load_config
-from narrows.broker.status import status
-from narrows.learner import events as ev
+from narrows.broker.syncer import events as bev
+from narrows.broker.syncer.status import status_of
+from narrows.learner.session import events as ev
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode
 from narrows.proto.timing import ANSWER_AGAIN_S
@@ -72,10 +72,10 @@ def test_the_time_that_nobody_waited_is_not_how_long_a_contribution_takes() -> N
 
 def test_status_names_who_is_waited_for() -> None:
     desk = half()
-    told = status(desk.syncer, {}, desk.now).waiting_for
+    told = status_of(desk.syncer, {}, desk.now).waiting_for
     assert told == "fragment 0: 1 of 2 contributions; b declined (evaluating)"
     desk.do(bev.PeerLost(b"b"))
-    told = status(desk.syncer, {}, desk.now).waiting_for
+    told = status_of(desk.syncer, {}, desk.now).waiting_for
     assert told == "fragment 0: 1 of 2 contributions; nobody else is here"
 
 
@@ -200,7 +200,9 @@ def test_a_long_pause_of_one_costs_no_pushes_and_both_go_on_afterwards(quorum: i
     versions = state.version_sum
     run.run(800.0)
     assert state.version_sum - versions > 40
-    late = [record for record in run.trace if isinstance(record, Committed) and record.at_s > 720.0]
+    late = [
+        record for record in run.trace if isinstance(record, SimulatedRound) and record.at_s > 720.0
+    ]
     assert all(len(record.contributors) == 2 for record in late)
 
 

@@ -10,8 +10,8 @@ import pytest
 import zstandard
 from coding import QUANTISED, bounds_of, encode, f32, half, refused, values_of
 
-from narrows.proto import blosc2_chunk, zstd_frame
-from narrows.proto.codecs import codec, codec_names
+from narrows.proto.codec import blosc2_chunk, zstd_frame
+from narrows.proto.codec.codecs import codec, codec_names
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 
 
@@ -132,7 +132,7 @@ def test_headers_are_refused_before_anything_is_decompressed(
     frame: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decompressed: list[memoryview] = []
-    monkeypatch.setattr("narrows.proto.zstd_frame._decompress", decompressed.append)
+    monkeypatch.setattr("narrows.proto.codec.zstd_frame._decompress", decompressed.append)
     assert refused("int4-zstd", half(2) + frame, bounds_of(0, 3)) is ErrorCode.BAD_PAYLOAD
     assert decompressed == []
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from narrows.bench import peer_envs, peer_exchange
-from narrows.bench.peer_envs import PeerAbsent, environment, install_commands
+from narrows.bench.peers import envs as peer_envs
+from narrows.bench.peers import exchange as peer_exchange
+from narrows.bench.peers.envs import PeerAbsent, environment, install_commands
 from narrows.proto.errors import ConfigError
 
 PINNED = sorted(path.stem for path in peer_envs.REQUIREMENTS.glob("*.txt"))

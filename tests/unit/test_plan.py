@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from narrows.broker.cli.plan import PlanCommand, run_plan, verdict
 from narrows.broker.config import BrokerConfig
-from narrows.broker.costs import frame_bits, gaussian_bits, payload_bits
-from narrows.broker.plan import Plan, Site
-from narrows.broker.plan_command import PlanCommand, run_plan, verdict
-from narrows.broker.planning import USABLE, bottleneck, fits, loads_of, make_plan
+from narrows.broker.planning.capacity import USABLE, bottleneck, fits, loads_of, make_plan
+from narrows.broker.planning.costs import frame_bits, gaussian_bits, payload_bits
+from narrows.broker.planning.demand import RunPlan, Site
 from narrows.proto.config import override
 from narrows.proto.errors import ConfigError
 from narrows.proto.frames import encode_header
@@ -43,7 +43,7 @@ def config(**changes: object) -> BrokerConfig:
 
 
 def test_rates_are_parameters_times_bits_over_the_period() -> None:
-    plan = Plan(site(fragments=24), CONFIG, 24)
+    plan = RunPlan(site(fragments=24), CONFIG, 24)
     assert plan.spacing_s == 2.0
     assert plan.fragment_params == 5e8
     assert plan.push_bits == pytest.approx((gaussian_bits(0.5) + 0.008) * (1 + 66 / 1448), abs=5e-3)
@@ -55,7 +55,7 @@ def test_rates_are_parameters_times_bits_over_the_period() -> None:
 def test_memory_as_it_was_measured_with_8_learners() -> None:
     """narrows bench merge --large: 268 M parameters, 16 fragments, 8 learners: 4.4 GB at most, of
     one merge at a time with the contributions' codes only."""
-    plan = Plan(
+    plan = RunPlan(
         site(params=1 << 28, learners=8, fragments=16),
         config(merge__rounds_in_flight=1, broker__journal="merged"),
         16,
@@ -67,7 +67,7 @@ def test_journal_as_it_was_measured_with_8_learners() -> None:
     """narrows bench journal: 29 MB a round of 8.4 M parameters, 20 MB as "merged"."""
     measured = {"full": 29e6, "merged": 20e6, "off": 0.0}
     for journal, size_bytes in measured.items():
-        plan = Plan(
+        plan = RunPlan(
             site(params=1 << 26, learners=8, fragments=8), config(broker__journal=journal), 16
         )
         assert plan.journal_bytes_per_round == pytest.approx(size_bytes, rel=0.06)
@@ -75,8 +75,8 @@ def test_journal_as_it_was_measured_with_8_learners() -> None:
 
 def test_learners_keep_eight_bytes_per_parameter_and_four_without_error_feedback() -> None:
     flight = 2 * 16 * 12e9 / 75
-    assert Plan(site(), CONFIG, 75).learner_memory_bytes == 8 * 12e9 + flight
-    lean = Plan(site(), config(codec__error_feedback=False), 75)
+    assert RunPlan(site(), CONFIG, 75).learner_memory_bytes == 8 * 12e9 + flight
+    lean = RunPlan(site(), config(codec__error_feedback=False), 75)
     assert lean.learner_memory_bytes == 4 * 12e9 + flight
 
 
@@ -86,7 +86,7 @@ def test_a_model_of_12b_on_2_gbit_fits_one_broker() -> None:
     assert plan.brokers == 1
     assert all(load.share <= USABLE for load in loads_of(plan))
     assert bottleneck(plan).name in verdict(plan)[0]
-    shorter = Plan(plan.site, CONFIG, 24)
+    shorter = RunPlan(plan.site, CONFIG, 24)
     assert not fits(shorter), "a shorter period would have been chosen"
 
 
@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_named_with_a_remedy() -> None:
     assert f"a sync period of {ceil(plan.sync_period_steps * _share(plan))} steps" in text
 
 
-def _share(plan: Plan) -> float:
+def _share(plan: RunPlan) -> float:
     return max(load.share for load in loads_of(plan) if "learner" in load.name) / USABLE
 
 
@@ -122,10 +122,10 @@ def test_a_small_model_gets_few_fragments() -> None:
 
 
 def test_the_overlap_covers_an_exchange() -> None:
-    plan = Plan(site(broker_line_bits_per_s=1e9), CONFIG, 50)
+    plan = RunPlan(site(broker_line_bits_per_s=1e9), CONFIG, 50)
     assert plan.overlap_steps * 2.0 >= plan.exchange_s
     assert plan.overlap_steps > CONFIG.fragments.overlap_steps
-    assert Plan(site(), CONFIG, 1).overlap_steps == 0
+    assert RunPlan(site(), CONFIG, 1).overlap_steps == 0
 
 
 @pytest.mark.parametrize(

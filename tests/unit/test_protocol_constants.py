@@ -6,45 +6,37 @@ import re
 
 from protocol_tables import DOCUMENT, number, table
 
-from narrows.broker import forgetting, merge, run_clock, shares
-from narrows.learner import links
-from narrows.proto import (
-    budget,
-    codecs,
-    delivery,
-    kernels,
-    limits,
-    outbox,
-    patience,
-    scales,
-    socket_options,
-    timing,
-    zstd_frame,
-)
+from narrows.broker.merging import merge
+from narrows.broker.syncer import clock, ending, forgetting, rates
+from narrows.learner.session import fragments
+from narrows.proto import limits, socket_options, timing
+from narrows.proto.codec import codecs, kernels, scales, zstd_frame
+from narrows.proto.flow import budget, outbox, path, patience
 
 #: Constants that are neither a limit nor a time, by the name that the document gives them.
 AMOUNTS: dict[str, object] = {
     "KEEPALIVE_PROBES": socket_options.COMMON["TCP_KEEPALIVE_CNT"],
-    "FETCHES_MAX": links.FETCHES_MAX,
+    "FETCHES_MAX": fragments.FETCHES_MAX,
     "GONE_MAX": forgetting.GONE_MAX,
     "MERGED_PUSHES_MAX": forgetting.MERGED_PUSHES_MAX,
+    "LIVES_MAX": ending.LIVES_MAX,
     "PATIENCE_ROUNDS": patience.ROUNDS,
     "PATIENCE_FACTOR": patience.SLOWER,
     "PATIENCE_SAMPLES": patience.SAMPLES,
     "STATE_ELEMENT_BYTES": patience.STATE_BYTES,
-    "RATE_RATIO_MAX": run_clock.RATE_RATIO_MAX,
-    "FIRST_REPORTS": run_clock.FIRST_REPORTS,
-    "FIRST_TOKENS_MAX": run_clock.FIRST_TOKENS_MAX,
-    "ACKNOWLEDGE_BYTES": delivery.ACKNOWLEDGE_BYTES,
+    "RATE_RATIO_MAX": clock.RATE_RATIO_MAX,
+    "FIRST_REPORTS": clock.FIRST_REPORTS,
+    "FIRST_TOKENS_MAX": clock.FIRST_TOKENS_MAX,
+    "ACKNOWLEDGE_BYTES": path.ACKNOWLEDGE_BYTES,
     "STREAM_WINDOW_BYTES": socket_options.STREAM_WINDOW_BYTES,
-    "WINDOW_START_BYTES": delivery.WINDOW_START_BYTES,
-    "WINDOW_MIN_BYTES": delivery.WINDOW_MIN_BYTES,
+    "WINDOW_START_BYTES": path.WINDOW_START_BYTES,
+    "WINDOW_MIN_BYTES": path.WINDOW_MIN_BYTES,
     "STATE_FLOOR": outbox.STATE_FLOOR,
     "LATE_FACTOR": outbox.LATE_FACTOR,
     "SHARE_USED": budget.SHARE_USED,
     "WINDOW_SHARE": budget.WINDOW_SHARE,
     "BACK_SHARE": budget.BACK_SHARE,
-    "IDLE_SHARE": shares.IDLE_SHARE,
+    "IDLE_SHARE": rates.IDLE_SHARE,
     "MESSAGE_BYTES_MIN": budget.MESSAGE_BYTES_MIN,
     "MESSAGE_OVERHEAD_BYTES": budget.MESSAGE_OVERHEAD_BYTES,
     "CUT": budget.CUT,

@@ -14,11 +14,12 @@ import pytest
 from protocol_tables import DOCUMENT, number, table
 
 from narrows.broker.config import BrokerConfig
-from narrows.proto import limits, messages, terms, transfer
-from narrows.proto.codecs import codec, codec_names
+from narrows.proto import limits, messages, terms
+from narrows.proto.codec import transfer
+from narrows.proto.codec.codecs import codec, codec_names
+from narrows.proto.codec.zstd_frame import frame_bytes_max
 from narrows.proto.errors import RETRYABLE, ErrorCode
 from narrows.proto.frames import ENVELOPE_BYTES, MAGIC
-from narrows.proto.zstd_frame import frame_bytes_max
 
 #: Structures that the document describes besides the control messages.
 PARTS: tuple[type[msgspec.Struct], ...] = (

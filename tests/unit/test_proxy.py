@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 from running import HANG_S, wait_until
 
-from narrows.bench.proxy import Proxy
+from narrows.bench.kit.proxy import Proxy
 
 HOST, FRONT = "127.0.0.1", "127.0.0.2"
 DATA = random.Random(0).randbytes(1 << 18)

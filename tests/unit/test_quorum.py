@@ -7,12 +7,12 @@ from statistics import fmean
 
 import pytest
 
-from narrows.bench.simulated_broker import Committed
-from narrows.bench.simulated_learner import LearnerSpec
-from narrows.bench.simulation import Simulation
-from narrows.bench.virtual import Faults
+from narrows.bench.sim.broker import SimulatedRound
+from narrows.bench.sim.learner import LearnerSpec
+from narrows.bench.sim.simulation import Simulation
+from narrows.bench.sim.virtual import Faults
 from narrows.broker.config import load_config
-from narrows.broker.quorum import Awaited, Decision, QuorumRule, Verdict
+from narrows.broker.syncer.quorum import Awaited, Decision, QuorumRule, Verdict
 
 
 def rule(*, quorum: int = 1, everybody: bool = False, closing: bool = False) -> QuorumRule:
@@ -149,5 +149,5 @@ def test_on_a_long_line_learners_are_merged_together(latency_s: float) -> None:
     learners = [LearnerSpec(name, step_s=1.0) for name in "abcd"]
     run = Simulation(load_config(None, flags), 1, faults, learners)
     run.run(10_000.0)
-    merges = [record for record in run.trace if isinstance(record, Committed)]
+    merges = [record for record in run.trace if isinstance(record, SimulatedRound)]
     assert run.finished and fmean(len(merge.contributors) for merge in merges) > 3.5

@@ -7,8 +7,8 @@ from typing import Any
 
 from machines import Desk, one, only
 
-from narrows.broker import events as ev
 from narrows.broker.config import BrokerConfig, load_config
+from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
 
 

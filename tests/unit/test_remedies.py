@@ -9,12 +9,12 @@ import pytest
 import zmq
 from machines import SETTINGS, Desk, Seat, hello, one, only
 
-from narrows.broker import events as bev
-from narrows.broker import wires
-from narrows.broker.command import join_address
-from narrows.broker.members import Roster
-from narrows.broker.need import Need
-from narrows.learner import events as lev
+from narrows.broker.cli.broker import join_address
+from narrows.broker.process import sockets as wires
+from narrows.broker.syncer import events as bev
+from narrows.broker.syncer.bits import Need
+from narrows.broker.syncer.members import Roster
+from narrows.learner.session import events as lev
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, NarrowsError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from machines import ELEMENTS, Desk
 
-from narrows.broker.rounds import Incoming, Round
+from narrows.broker.syncer.rounds import Incoming, Round
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.messages import Push
 

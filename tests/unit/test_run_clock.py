@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from narrows.broker.run_clock import RunClock
+from narrows.broker.syncer.clock import RunClock
 
 
 def clock() -> RunClock:

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 from machines import Desk, incarnation_of
 
-from narrows.broker.members import Member
-from narrows.broker.shares import IDLE_SHARE, TINY, Shares
+from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.rates import IDLE_SHARE, TINY, Shares
 from narrows.proto import messages as msg
 from narrows.proto.timing import SHARE_IDLE_S
 

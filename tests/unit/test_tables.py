@@ -14,30 +14,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from narrows.bench import (
-    bandwidth,
-    bandwidth_wire,
-    chaos_results,
-    codec,
-    demo_results,
-    goodput,
-    journal,
-    loop,
-    merge,
-    peers,
-    quality_report,
-    wan,
-    wan_budget,
-    wan_training,
-)
-from narrows.bench.demo_story import DemoOptions, Story
-from narrows.bench.demo_view import View
-from narrows.broker import plan_command
+from narrows.bench.bandwidth import bench as bandwidth
+from narrows.bench.bandwidth import wire as bandwidth_wire
+from narrows.bench.chaos import results as chaos_results
+from narrows.bench.codec import bench as codec
+from narrows.bench.demo import results as demo_results
+from narrows.bench.demo.story import DemoOptions, DemoStory
+from narrows.bench.demo.view import View
+from narrows.bench.goodput import bench as goodput
+from narrows.bench.journal import bench as journal
+from narrows.bench.loop import bench as loop
+from narrows.bench.merge import bench as merge
+from narrows.bench.peers import bench as peers
+from narrows.bench.quality import report as quality_report
+from narrows.bench.wan import bench as wan
+from narrows.bench.wan import budget as wan_budget
+from narrows.bench.wan import training as wan_training
+from narrows.broker.cli import plan as plan_command
+from narrows.broker.cli.status import learner_table
+from narrows.broker.cli.tables import Facts, Table, show, terminal, wrapped
 from narrows.broker.config import BrokerConfig
-from narrows.broker.plan import Site
-from narrows.broker.planning import loads_of, make_plan
-from narrows.broker.show import learner_table
-from narrows.broker.tables import Facts, Table, show, terminal, wrapped
+from narrows.broker.planning.capacity import loads_of, make_plan
+from narrows.broker.planning.demand import Site
 from narrows.proto.messages import LearnerStatus, Mode, Phase, Status, TokenLedger
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,7 +105,7 @@ def peer_tables() -> list[Table]:
 
 def codec_tables() -> list[Table]:
     told = json.loads((ROOT / "docs" / "results" / "codec.json").read_text())
-    rows = [codec.Row(**row) for row in told["rows"]]
+    rows = [codec.CodecRow(**row) for row in told["rows"]]
     return [codec.table(iter(rows)), codec.lone_table(told["lone_elements"])]
 
 
@@ -143,9 +141,9 @@ def bandwidth_tables() -> list[Table]:
 
 
 def loop_facts() -> list[Facts]:
-    names = loop.Result.__dataclass_fields__
+    names = loop.LoopResult.__dataclass_fields__
     (told,) = results("loop")
-    return [loop.facts(loop.Result(**{k: v for k, v in told.items() if k in names}))]
+    return [loop.facts(loop.LoopResult(**{k: v for k, v in told.items() if k in names}))]
 
 
 def plan_tables() -> list[Table | Facts]:
@@ -177,8 +175,10 @@ PRINTERS: dict[str, Callable[[], Iterable[Table | Facts]]] = {
     "bench wan --training": training_tables,
     "bench peers": peer_tables,
     "bench codec": codec_tables,
-    "bench merge": lambda: [merge.table([merge.Row(**row) for row in results("merge")])],
-    "bench journal": lambda: [journal.table([journal.Row(**row) for row in results("journal")])],
+    "bench merge": lambda: [merge.table([merge.MergeRow(**row) for row in results("merge")])],
+    "bench journal": lambda: [
+        journal.table([journal.JournalRow(**row) for row in results("journal")])
+    ],
     "bench goodput": goodput_tables,
     "bench quality": quality_tables,
     "bench bandwidth": bandwidth_tables,
@@ -264,7 +264,7 @@ def test_brackets_of_a_failure_are_no_markup(capsys: pytest.CaptureFixture[str])
 def test_the_live_display_fits_a_narrow_terminal() -> None:
     options = DemoOptions(learners=4, steps=10)
     console = on_terminal(NARROW)
-    view = View(console, options, Story(victim="site-b", killed_at=1.0), live=True)
+    view = View(console, options, DemoStory(victim="site-b", killed_at=1.0), live=True)
     learners = tuple(learner(name) for name in options.names)
     status = Status(
         run_id="0" * 16, epoch=(1, 1, 7), mode=Mode.DECOUPLED, phase=Phase.RUNNING, uptime_s=10.0,

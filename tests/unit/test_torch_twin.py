@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from narrows.broker.config import load_config, settings
-from narrows.learner.device import DeviceParameters, DeviceSnapshot, parameters_of
-from narrows.learner.parameters import ModuleParameters
-from narrows.learner.uplink import PushWork, Residuals, encode_push
-from narrows.proto.codecs import codec_names
+from narrows.learner.module.gpu import DeviceParameters, DeviceSnapshot, parameters_of
+from narrows.learner.module.parameters import ModuleParameters
+from narrows.learner.transport.push import PushWork, Residuals, encode_push
+from narrows.proto.codec.codecs import codec_names
+from narrows.proto.codec.transfer import EncodedChunk
 from narrows.proto.errors import LocalProtocolError
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.messages import DtypeName
-from narrows.proto.transfer import EncodedChunk
 
 F32 = NDArray[np.float32]
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -100,7 +100,7 @@ def test_blocks_end_where_chunks_do(device: str, monkeypatch: pytest.MonkeyPatch
     trained(there.module)
     snapshot = there.capture(part)
     whole, unsent = pushed(PushWork(1, part, 0, base, snapshot, None, "int4-zstd", 0.5), there)
-    monkeypatch.setattr("narrows.learner.device.BLOCK_ELEMENTS", 2500)
+    monkeypatch.setattr("narrows.learner.module.gpu.BLOCK_ELEMENTS", 2500)
     parts, their = pushed(PushWork(1, part, 0, base, snapshot, None, "int4-zstd", 0.5), there)
     assert whole == parts and unsent.tobytes() == their.tobytes()
 

@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from narrows.proto.errors import ErrorCode, LocalProtocolError
-from narrows.proto.fragments import Fragment, build_table
-from narrows.proto.messages import LayoutEntry
-from narrows.proto.transfer import (
+from narrows.proto.codec.transfer import (
     EncodedChunk,
     advance_copy,
     decode_chunk,
@@ -17,6 +14,9 @@ from narrows.proto.transfer import (
     encode_fragment,
     values_of,
 )
+from narrows.proto.errors import ErrorCode, LocalProtocolError
+from narrows.proto.fragments import Fragment, build_table
+from narrows.proto.messages import LayoutEntry
 
 F32 = NDArray[np.float32]
 

@@ -7,10 +7,10 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from narrows.broker.config import BrokerConfig, settings
-from narrows.learner.uplink import PushWork, Residuals, encode_push, rounded_base
+from narrows.learner.transport.push import PushWork, Residuals, encode_push, rounded_base
+from narrows.proto.codec.transfer import EncodedChunk, decode_chunk, values_of
 from narrows.proto.fragments import build_table
 from narrows.proto.messages import DtypeName, LayoutEntry
-from narrows.proto.transfer import EncodedChunk, decode_chunk, values_of
 
 F32 = NDArray[np.float32]
 

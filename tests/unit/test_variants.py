@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from narrows.bench.codings import BLOCK, CODINGS
-from narrows.bench.variants import VARIANTS
+from narrows.bench.codec.codings import BLOCK, CODINGS
+from narrows.bench.quality.variants import VARIANTS
 from narrows.broker.config import load_config
-from narrows.broker.model import version_zero
+from narrows.broker.merging.model import version_zero
 from narrows.proto.fragments import build_table
 from narrows.proto.messages import LayoutEntry
 

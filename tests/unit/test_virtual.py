@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from narrows.bench.simulated_learner import LearnerSpec
-from narrows.bench.simulation import Simulation
-from narrows.bench.virtual import Clock, Faults, Host
+from narrows.bench.sim.learner import LearnerSpec
+from narrows.bench.sim.simulation import Simulation
+from narrows.bench.sim.virtual import Clock, Faults, Host
 from narrows.broker.config import load_config
 from narrows.proto.timing import HELLO_S
 

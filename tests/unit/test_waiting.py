@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 from machines import RUN, Desk, hello, incarnation_of, only
 
-from narrows.broker import events as ev
-from narrows.broker.members import Member
-from narrows.broker.status import status
-from narrows.broker.syncer import Resumed
+from narrows.broker.syncer import events as ev
+from narrows.broker.syncer.ending import LIVES_MAX
+from narrows.broker.syncer.machine import Resumed
+from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.status import status_of
 from narrows.proto import messages as msg
-from narrows.proto import patience
+from narrows.proto.flow import patience
+from narrows.proto.flow.patience import Flow
 from narrows.proto.messages import Phase
-from narrows.proto.patience import Flow
 
 GOAL = 10**6
 LOST_S = 10.0
@@ -117,7 +118,9 @@ def test_a_learner_that_hangs_and_reports_does_not_hold_the_last_rounds() -> Non
     assert [merge.fragment for merge in only(effects, ev.StartMerge)] == [0, 1]
     (note,) = notes(effects, "hung", "fragments 0, 1")
     assert "10 s" in note
-    told = {learner.name: learner.state for learner in status(desk.syncer, {}, desk.now).learners}
+    told = {
+        learner.name: learner.state for learner in status_of(desk.syncer, {}, desk.now).learners
+    }
     assert told == {"a": "live", "hung": "given up"}
 
 
@@ -202,11 +205,72 @@ def test_the_final_model_is_waited_for_at_the_usual_rate_only(
         report = msg.Report(20, 4000, 1.0, None, (position,), msg.TokenLedger(), 0.0)
         effects += desk.say("slow", report, after_s=1.0)
         if not only(effects, ev.Finish):
-            waits_for = status(desk.syncer, {}, desk.now).waiting_for
+            waits_for = status_of(desk.syncer, {}, desk.now).waiting_for
             assert waits_for == "slow to take the final model"
     assert bool(only(effects, ev.Finish)) is not is_waited_for
     if is_waited_for:
         assert only(leave(desk, "slow"), ev.Finish)
+
+
+def at_the_end_not_yet_durable(**settings: Any) -> tuple[Desk, list[ev.Effect]]:
+    """The last rounds are over; the final checkpoint is being written."""
+    desk, effects = at_the_goal("a", "b", **settings), list[ev.Effect]()
+    while is_ending(desk):
+        for name in ("a", "b"):
+            effects += merge(desk, contribute(desk, name))
+        effects += merge(desk, pass_time(desk, 1, "a", "b"))
+    return desk, effects
+
+
+def told_phase(desk: Desk) -> Phase:
+    """The phase that status and Beats tell."""
+    phase = status_of(desk.syncer, {}, desk.now).phase
+    beats = only(desk.wait(desk.state.config.broker.beat), msg.Beat)
+    assert {beat.phase for beat in beats} == {phase}
+    return phase
+
+
+def test_the_end_is_told_when_it_is_durable() -> None:
+    """A broker that crashed before would open the last rounds again: some learners would have
+    left with one model, the others would get another one."""
+    desk, effects = at_the_end_not_yet_durable()
+    assert only(effects, ev.WriteCheckpoint)
+    assert not notes(effects, "the run has ended")
+    assert told_phase(desk) is Phase.ENDING
+    assert status_of(desk.syncer, {}, desk.now).waiting_for == "the disk: the final checkpoint"
+    effects = desk.do(ev.CheckpointWritten(desk.state.version_sum))
+    assert notes(effects, "the run has ended")
+    assert {beat.phase for beat in only(effects, msg.Beat)} == {Phase.ENDED}
+    assert told_phase(desk) is Phase.ENDED
+
+
+def test_nobody_is_given_up_for_the_time_that_the_final_checkpoint_takes() -> None:
+    desk, effects = at_the_end_not_yet_durable()
+    effects += pass_time(desk, 5 * LOST_S, "a", "b")
+    desk.do(ev.CheckpointWritten(desk.state.version_sum))
+    effects += pass_time(desk, LOST_S - 2, "a", "b")
+    assert not notes(effects, "goes on without")
+
+
+def test_who_is_cut_off_during_the_final_checkpoint_is_waited_for() -> None:
+    desk, _ = at_the_end_not_yet_durable()
+    desk.do(ev.PeerLost(b"a"))
+    desk.do(ev.PeerLost(b"b"))
+    effects = desk.do(ev.CheckpointWritten(desk.state.version_sum))
+    assert not only(effects, ev.Finish)
+    desk.say("a", hello("a"))
+    leave(desk, "a")
+    (finish,) = only(desk.wait(LOST_S), ev.Finish)
+    assert "1 of 2 learners" in finish.reason
+
+
+@pytest.mark.parametrize(("errors", "told"), [("stop", Phase.ENDING), ("serve", Phase.ENDED)])
+def test_a_final_checkpoint_that_fails_holds_the_end_up_unless_the_operator_says_otherwise(
+    errors: str, told: Phase
+) -> None:
+    desk, _ = at_the_end_not_yet_durable(broker__journal_errors=errors)
+    desk.do(ev.CheckpointFailed("the disk is full"))
+    assert told_phase(desk) is told
 
 
 def test_a_learner_that_never_takes_the_final_model_is_named() -> None:
@@ -368,3 +432,21 @@ def test_the_restart_of_a_learner_begins_its_wait_anew() -> None:
     assert not only(pass_time(desk, LOST_S - 2, "b"), ev.Finish)
     (finish,) = only(leave(desk, "b"), ev.Finish)
     assert finish.reason == "the run has ended, all learners have the final model"
+
+
+def test_a_learner_that_crashes_again_and_again_does_not_hold_the_end() -> None:
+    desk = at_the_goal("a", "b")
+    end_with(desk, "a", "b")
+    effects = leave(desk, "a")
+    life = 1
+    while not only(effects, ev.Finish):
+        life += 1
+        assert life < 10, "each life of the learner is waited for as if it were the first"
+        effects = desk.do(ev.PeerLost(b"b"))
+        again = hello("b", incarnation=incarnation_of("b", life))
+        effects += desk.do(ev.Received(b"b", again, "tcp://b"), after_s=LOST_S / 2)
+        effects += pass_time(desk, LOST_S / 2, "b")
+    assert life == LIVES_MAX + 1
+    assert len(notes(effects, "without b: it was started 4 times while the end waited for it")) == 1
+    (finish,) = only(effects, ev.Finish)
+    assert "not adopted: b (fragments 0, 1)" in finish.reason

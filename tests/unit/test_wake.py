@@ -8,8 +8,8 @@ from pathlib import Path
 
 from running import HANG_S, LAYOUT, ToyHost, broker_config, vector
 
-from narrows.broker.service import Service
-from narrows.learner.background import Background
+from narrows.broker.process.service import Service
+from narrows.learner.transport.thread import Background
 
 WAKES = 70_000
 """More bytes than a pipe holds (65,536 on Linux)."""

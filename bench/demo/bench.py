@@ -1,0 +1,171 @@
+"""`narrows demo`: broker and learners as real processes, one killed and back, a last table."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from narrows.bench.demo import results as demo_results
+from narrows.bench.demo.story import (
+    KILL_AT,
+    PRESET,
+    RETURN_AT,
+    SYNC_PERIOD_STEPS,
+    DemoOptions,
+    DemoStory,
+)
+from narrows.bench.demo.view import View
+from narrows.bench.kit import machine
+from narrows.bench.kit.processes import Processes, work_folder
+from narrows.broker.cli.status import ask_status
+from narrows.broker.cli.tables import terminal
+from narrows.broker.merging import warm_up
+from narrows.proto.errors import BrokerUnreachable
+from narrows.proto.messages import Phase, Status
+
+POLL_S = 0.25
+END_TIMEOUT_S = 120.0
+
+
+def run_demo(options: DemoOptions) -> None:
+    """Runs the demo and prints the table. Raises NarrowsError if a process fails."""
+    console = terminal()
+    with work_folder(options.keep, "demo") as folder:
+        console.print("Compiling the kernels (once per machine) ...")
+        warm_up()
+        story = DemoStory(victim=options.names[1])
+        with Processes(folder) as processes:
+            address = _start(options, processes, folder)
+            story.started_at = time.monotonic()
+            with View(console, options, story, live=not options.plain) as view:
+                _follow(options, processes, address, story, view, folder)
+            console.print("The run has ended; measuring the models ...")
+            for name in [*options.names, "broker"]:
+                processes.wait(name, END_TIMEOUT_S)
+            processes.wait("alone", 10 * END_TIMEOUT_S)
+            processes.check(*options.names, "broker", "alone")
+        results = demo_results.collect(options, story, folder)
+        if options.baselines:
+            console.print("Training data parallel at equal tokens ...")
+            results |= demo_results.data_parallel(options, results, say=console.print)
+        machine.write_result(options.json, "demo", results)
+        demo_results.show(console, results)
+        if options.picture is not None:
+            _draw(options, view, results, options.picture)
+
+
+def _draw(options: DemoOptions, view: View, results: demo_results.Results, path: Path) -> None:
+    """An SVG of the display while a learner was dead, and of the last table."""
+    paper = Console(record=True, file=io.StringIO(), width=100, force_terminal=True)
+    if view.moment is not None:
+        paper.print(view.moment)
+        paper.rule()
+    demo_results.show(paper, results)
+    paper.save_svg(str(path), title="make demo")
+
+
+def _start(options: DemoOptions, processes: Processes, folder: Path) -> str:
+    """Starts everybody; returns the broker's address."""
+    address = processes.start_broker(
+        "--listen", "tcp://127.0.0.1:0",
+        "--state-dir", str(folder / "broker"),
+        "--events", str(folder / "broker.jsonl"),
+        "--goal-tokens", str(options.goal_tokens),
+        "--set", f"run.learners_at_start={options.learners}",
+        "--set", f"fragments.sync_period_steps={SYNC_PERIOD_STEPS}",
+        "--set", f"run.tokens_per_run_step={options.tokens_per_step * options.learners}",
+        "--set", "broker.journal_keep=true",
+    )  # fmt: skip
+    for name in options.names:
+        recorder = options.record is not None and name == options.names[0]
+        record = ("--record", str(options.record)) if recorder else ()
+        _start_learner(processes, folder, address, name, *record)
+    processes.start(
+        "alone", "alone",
+        "--steps", str(options.inner_steps),
+        "--preset", PRESET,
+        "--json", str(folder / "alone.json"),
+        module="narrows.bench.quality.baselines",
+    )  # fmt: skip
+    return address
+
+
+def _start_learner(
+    processes: Processes, folder: Path, address: str, name: str, *arguments: str
+) -> None:
+    processes.start(
+        name, "learner",
+        "--broker", address,
+        "--name", name,
+        "--preset", PRESET,
+        "--events", str(folder / f"{name}.jsonl"),
+        "--json", str(folder / f"{name}.json"),
+        *arguments,
+    )  # fmt: skip
+
+
+def _follow(
+    options: DemoOptions,
+    processes: Processes,
+    address: str,
+    story: DemoStory,
+    view: View,
+    folder: Path,
+) -> None:
+    """Watches the run to its end; kills the victim and brings it back on the way."""
+    answered = time.monotonic()
+    while True:
+        processes.check(*options.names, "broker", but=story.victim)
+        try:
+            status = ask_status(address, timeout_s=5.0)
+        except BrokerUnreachable:
+            if processes.running["broker"].poll() == 0:
+                break
+            if time.monotonic() - answered > END_TIMEOUT_S:
+                raise
+            continue  # It may be about to end: on a busy machine that takes a while.
+        answered = now = time.monotonic()
+        story.last = status
+        share = status.run_tokens / options.goal_tokens
+        _note_victim(story, status, now)
+        if story.killed_at is None and share >= KILL_AT:
+            processes.kill(story.victim, signal.SIGKILL)
+            story.killed_at = now
+        if story.killed_at and story.returned_at is None and share >= RETURN_AT:
+            _start_learner(processes, folder, address, story.victim)
+            story.returned_at = now
+        view.update(status, _alone_progress(folder))
+        if status.phase is Phase.ENDED:
+            break
+        time.sleep(POLL_S)
+    story.ended_at = time.monotonic()
+
+
+def _note_victim(story: DemoStory, status: Status, now: float) -> None:
+    for learner in status.learners:
+        if learner.loss is not None:
+            story.losses.setdefault(learner.name, []).append((now, learner.loss))
+        if learner.name != story.victim:
+            continue
+        if story.killed_at is None:
+            story.first_incarnation = learner.incarnation
+        elif learner.incarnation != story.first_incarnation and learner.contributions:
+            story.contributed_at = story.contributed_at or now
+
+
+def _alone_progress(folder: Path) -> dict[str, float]:
+    """The newest progress line of the learner that trains alone."""
+    path = folder / "alone.log"
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    for line in reversed(lines):
+        if line.startswith("{"):
+            try:
+                return dict(json.loads(line))
+            except json.JSONDecodeError:
+                continue  # The line is being written.
+    return {}

@@ -1,0 +1,20 @@
+"""What several benches use: processes, lines, rows, results, plots."""
+
+#: Modules that others may import; none is imported here, so that commands start at once.
+DOOR = (
+    "cells",
+    "evidence",
+    "failures",
+    "lab",
+    "loopback",
+    "machine",
+    "nursery",
+    "outer_grads",
+    "plots",
+    "processes",
+    "proxy",
+    "rows",
+    "runner",
+    "stats",
+    "torch_needed",
+)

@@ -1,0 +1,32 @@
+"""`narrows bench report`: its options. What it needs is loaded when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def bench_report(
+    folder: Path = Path("docs/results"),
+    *,
+    html: Path | None = None,
+    pictures: Path | None = None,
+    readme: Path | None = None,
+) -> None:
+    """Put the JSON files of all benches on one page, beside published figures.
+
+    A bench without a file is named on the page. Machine and commit of each file stand there, too.
+
+    Parameters
+    ----------
+    folder
+        Folder with what benches wrote with --json.
+    html
+        The page (default: runs/report.html).
+    pictures
+        Folder for the plots as SVG and PNG (needs the extra `bench`).
+    readme
+        Text file: the table of results between the comments "results" and "/results" is replaced.
+    """
+    from narrows.bench.report.bench import run_report
+
+    run_report(folder, html or Path("runs/report.html"), pictures, readme)

@@ -1,0 +1,115 @@
+"""Results of the benches as the report reads them: a folder of JSON files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from narrows.proto.errors import ConfigError
+
+Row: TypeAlias = dict[str, Any]
+
+BENCHES: Final = (
+    "quality", "bandwidth", "goodput", "chaos", "wan", "wan-budget", "wan-training", "peers",
+    "codec", "merge", "loop", "journal", "demo",
+)  # fmt: skip
+"""In the order of the report."""
+
+NO_RESULT: Final = "no result of a bench"
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """One file that a bench wrote with --json."""
+
+    file: str
+    bench: str
+    data: Row
+
+    def rows(self, key: str = "rows") -> list[Row]:
+        """The list under `key`; [] without it. A file without rows is one row itself."""
+        if key == "rows" and "rows" not in self.data:
+            return [self.data]
+        listed: list[Row] = self.data.get(key, [])
+        return listed
+
+    def find(self, key: str = "rows", **wanted: object) -> tuple[str, Row] | None:
+        """The first row with these values, and where it stands in the file; None: there is none,
+        or it was skipped or failed."""
+        for number, row in enumerate(self.rows(key)):
+            if not {"skipped", "failed"} & row.keys() and wanted.items() <= _flat(row).items():
+                place = f"{key}[{number}]" if key in self.data else ""
+                return f"{self.file} {place}".strip(), row
+        return None
+
+    @property
+    def origin(self) -> str:
+        """Machine, and every commit that rows were measured at."""
+        machine = self.data.get("machine")
+        told = "machine not recorded"
+        if machine:
+            told = f"{machine['processor']}, {machine['cores']} cores, Python {machine['python']}"
+        commits = dict.fromkeys(row["commit"] for row in self.rows() if row.get("commit"))
+        named = ", ".join(commits) or self.data.get("commit") or "not recorded"
+        return f"{told}; commit {named}"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What was found."""
+
+    results: Sequence[ResultFile]
+    """In the order of BENCHES, then by name."""
+    unread: Sequence[str]
+    """Files that are no results, each with the reason."""
+
+    @property
+    def missing(self) -> list[str]:
+        """Benches without any file."""
+        found = {result.bench for result in self.results}
+        return [bench for bench in BENCHES if bench not in found]
+
+
+def read_folder(folder: Path) -> Folder:
+    """All `*.json` in it. Raises ConfigError if there is no such folder."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is no folder",
+            expected="a folder of JSON files",
+            remedy="run `narrows bench all`, or a bench with --json FOLDER/NAME.json",
+        )
+    results, unread = list[ResultFile](), list[str]()
+    for path in sorted(folder.glob("*.json")):
+        try:
+            results.append(_read(path))
+        except ValueError as error:
+            unread.append(f"{path.name}: {error}")
+    results.sort(key=lambda result: BENCHES.index(result.bench))
+    return Folder(results, unread)
+
+
+def _read(path: Path) -> ResultFile:
+    """Raises ValueError for what is no result of a bench that is known."""
+    data = json.loads(path.read_text())
+    if not isinstance(data, dict):
+        raise ValueError(NO_RESULT)
+    found: Row = data  # pyright: ignore[reportUnknownVariableType]
+    listed: Any = found.get("rows", [])
+    parts: list[Any] = [
+        found.get("machine", {}),
+        *(listed if isinstance(listed, list) else [listed]),
+    ]
+    if not all(isinstance(part, dict) for part in parts):
+        raise ValueError(NO_RESULT)
+    bench = str(found.get("bench", path.stem))
+    if bench not in BENCHES:
+        raise ValueError(f"of no bench that is known: {bench}")
+    return ResultFile(path.name, bench, found)
+
+
+def _flat(row: Row) -> Row:
+    """Only what can be looked for."""
+    return {key: value for key, value in row.items() if isinstance(value, str | int | float)}

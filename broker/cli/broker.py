@@ -1,0 +1,132 @@
+"""`narrows broker`: configuration from file and flags, signals, the process around a Service."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from narrows.broker.cli.tables import Table
+from narrows.broker.config import BrokerConfig, load_config
+from narrows.broker.process import Service
+from narrows.proto.address import parse_listen
+from narrows.proto.codec import uncached_advice
+from narrows.proto.config import described
+from narrows.proto.errors import ConfigError
+
+_log = logging.getLogger("narrows.broker")
+
+
+@dataclass(frozen=True)
+class BrokerCommand:
+    """What the command line said."""
+
+    config: Path | None
+    flags: dict[str, object]
+    """By dotted key; they win over the file."""
+    assignments: Sequence[str]
+    """KEY=VALUE texts of `--set`."""
+    events: Path | None
+    ready_file: Path | None
+
+
+def run_broker(command: BrokerCommand) -> None:
+    """Serves until the run has ended or a signal comes. Raises NarrowsError."""
+    config = configuration(command)
+    if advice := uncached_advice():
+        _log.warning("%s", advice)
+    service = Service(config, events=command.events)
+    _stop_on_signals(service)
+    _reload_on_signal(service, command)
+    wires = service.wires
+    _log.info(
+        "serving on %s (data ports %d and %d); state in %s",
+        wires.address,
+        wires.uplink_port,
+        wires.downlink_port,
+        config.broker.state_dir,
+    )
+    address = join_address(wires.address)
+    _log.info("join with: narrows learner --broker %s --name NAME", address)
+    if command.ready_file is not None:
+        temporary = command.ready_file.with_suffix(".tmp")
+        temporary.write_text(wires.address + "\n")
+        temporary.rename(command.ready_file)
+    _log.info("stopped: %s", service.run())
+    if service.hangs:
+        _log.error("the disk does not answer; leaving without the journal's last records")
+        os._exit(1)
+
+
+def join_address(listen: str) -> str:
+    """Address that learners dial. Nobody can dial a wildcard: the operator knows the name."""
+    host, port = parse_listen(listen)
+    return f"tcp://HOST:{port}" if host in ("*", "0.0.0.0", "[::]") else listen
+
+
+def configuration(command: BrokerCommand) -> BrokerConfig:
+    """Defaults, preset, file, flags, in this order."""
+    return load_config(command.config, {**command.flags, **assigned(command.assignments)})
+
+
+def settings_help() -> str:
+    """Every setting as `--set` takes it, its default, and what else it may be, in Markdown."""
+    table = Table(("setting", "default", "takes"), left=("default", "takes"))
+    for row in described(BrokerConfig):
+        table.add(*row)
+    lines = "\n".join(line.text for line in table.lines(None))
+    head = "Settings of --config and --set; broker/config.py has the reason of each:"
+    return f"{head}\n\n```text\n{lines}\n```"
+
+
+def assigned(assignments: Sequence[str]) -> dict[str, object]:
+    """The values of `--set`, by dotted key. Raises ConfigError."""
+    values: dict[str, object] = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals:
+            raise ConfigError("--set", expected="KEY=VALUE", got=repr(assignment))
+        values[key.strip()] = _value(value.strip())
+    return values
+
+
+def _value(text: str) -> object:
+    """A TOML value, or the text itself where quotes were left out: 2, 0.5, true, 1.5s."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _reload_on_signal(service: Service, command: BrokerCommand) -> None:
+    """SIGHUP: the rates are read again."""
+
+    def reload(_number: int, _frame: FrameType | None) -> None:
+        try:
+            service.reload(configuration(command))
+        except (ConfigError, OSError) as error:
+            _log.error("the configuration was not read again: %s", error)
+
+    signal.signal(signal.SIGHUP, reload)
+
+
+def _stop_on_signals(service: Service) -> None:
+    """The first signal stops in order, the second at once."""
+    asked = False
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        name = signal.Signals(number).name
+        if asked:
+            os.write(2, f"narrows: second {name}, leaving at once\n".encode())
+            os._exit(1)
+        asked = True
+        service.stop(f"the broker was stopped by {name}")
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)

@@ -1,0 +1,162 @@
+"""The texts of `narrows journal` and `narrows export`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from narrows.broker.cli.tables import TextLine, show_lines, terminal, width_of, wrapped
+from narrows.broker.merging import FragmentState, GlobalModel
+from narrows.broker.storage import (
+    GAP,
+    Audit,
+    Changes,
+    FateRecord,
+    Head,
+    History,
+    Journal,
+    LifeRecord,
+    MergedAgain,
+    check_whole,
+    config_of,
+    export_tensors,
+    first_record,
+    merge_again,
+    model_digest,
+    needed_journal,
+    opened_run,
+    read_records,
+    recover,
+)
+from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
+from narrows.proto.units import format_bytes
+
+
+def show(path: Path) -> None:
+    """Prints the journal, a line per record; a narrow terminal gets it broken and indented."""
+    console = terminal()
+    with opened_run(path) as (_, journal):
+        for number, head, blobs in read_records(
+            needed_journal(journal, path), first_record(journal)
+        ):
+            text = f"{number:8d}  {_line(head, len(blobs))}"
+            show_lines(console, map(TextLine, wrapped(text, width_of(console), more=" " * 10)))
+        _warn(journal)
+
+
+def audit(path: Path) -> None:
+    """Checks what the records must add up to. Raises NarrowsError naming what does not."""
+    found = Audit()
+    with opened_run(path) as (_, journal):
+        first = first_record(journal)
+        for number, head, _blobs in read_records(needed_journal(journal, path), first):
+            found.take(number, head)
+        _warn(journal)
+    if first > 1:
+        print(f"from record {first} on: earlier ones were cut back, see broker.journal_keep")
+    fates = ", ".join(f"{count} {what}" for what, count in sorted(found.fates.items()))
+    print(
+        f"{found.rounds} rounds, {found.contributions} contributions, {len(found.epochs)} starts of"
+        f" the broker{'; ' if fates else ''}{fates}"
+    )
+    if found.problems:
+        raise NarrowsError(
+            ErrorCode.STATE_DAMAGED, f"{len(found.problems)} things do not add up",
+            got="; ".join(found.problems[:5]),
+        )  # fmt: skip
+    if found.rounds:
+        print("every version once and in order, every push at most once, all weights sum to 1")
+
+
+def replay(path: Path, changes: Changes, target: Path | None = None) -> None:
+    """Makes the versions again from the oldest checkpoint on, as they were or with changes; the
+    model that comes out is written to `target`."""
+    check_target(target)
+    with opened_run(path) as (state_dir, journal):
+        oldest, newest = state_dir.load_oldest(), state_dir.load()
+        if oldest is None or newest is None:
+            raise ConfigError(f"{path}: no checkpoint to begin with")
+        journal = needed_journal(journal, path)
+        config = config_of(oldest)
+        as_run = recover(config, newest, journal)
+        print(f"from versions {_versions(oldest.fragments)} on")
+        if changes == Changes():
+            again = recover(config, oldest, journal)
+            _tell_equal(again, as_run)
+            model = again.model
+        else:
+            model = _tell_different(merge_again(config, oldest, journal, changes), as_run)
+        _warn(journal)
+    if target is not None:
+        export_tensors(replace(newest, fragments=tuple(model.fragments)), target)
+
+
+def export_model(path: Path, target: Path) -> None:
+    """Writes the newest global model as safetensors under the names of its tensors."""
+    check_target(target)
+    with opened_run(path) as (state_dir, journal):
+        snapshot = state_dir.load()
+        if snapshot is None:
+            raise ConfigError(f"{path}: no checkpoint yet")
+        history = recover(config_of(snapshot), snapshot, journal)
+        _warn(journal)
+        if history.gaps:
+            print(f"warning: {history.gaps} rounds {GAP}, and are left out")
+    export_tensors(replace(snapshot, fragments=tuple(history.model.fragments)), target)
+    versions = _versions(history.model.fragments)
+    print(f"{target}: versions {versions}, {history.replayed} rounds from the journal")
+
+
+def check_target(target: Path | None) -> None:
+    """Raises ConfigError if no file can be written there."""
+    if target is not None and target.is_dir():
+        raise ConfigError(f"{target} is a directory", expected="the name of a file")
+    if target is not None and not target.parent.is_dir():
+        raise ConfigError(f"{target.parent} is no directory", remedy="make it first")
+
+
+def _tell_equal(again: History, as_run: History) -> None:
+    check_whole(again.gaps)
+    print(f"{again.replayed} rounds replayed, every digest as it was")
+    print(f"model {model_digest(again.model)}")
+    if model_digest(again.model) != model_digest(as_run.model):
+        raise NarrowsError(
+            ErrorCode.STATE_DAMAGED, "the newest checkpoint is another model",
+            expected=model_digest(again.model), got=model_digest(as_run.model),
+        )  # fmt: skip
+    print("equal to the newest checkpoint and the rounds after it")
+
+
+def _versions(fragments: Sequence[FragmentState]) -> str:
+    versions = [state.version for state in fragments]
+    return f"{min(versions)}..{max(versions)}"
+
+
+def _warn(journal: Journal | None) -> None:
+    for warning in journal.warnings if journal is not None else []:
+        print(f"warning: {warning}")
+
+
+def _line(head: Head, blob_bytes: int) -> str:
+    at = datetime.fromtimestamp(head.at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    if isinstance(head, LifeRecord):
+        return f"{at}  epoch {head.epoch[0]}.{head.epoch[1]} begins"
+    if isinstance(head, FateRecord):
+        where = f", push {head.push_id} of fragment {head.fragment}" if head.push_id else ""
+        why = f": {head.reason}" if head.reason not in ("", head.what) else ""
+        return f"{at}  {head.learner} {head.what}{where}{why}"
+    who = ", ".join(f"{c.learner} {c.weight:.0%}" for c in head.contributors)
+    return (
+        f"{at}  fragment {head.fragment} version {head.version} from {who} ({head.reason});"
+        f" {head.policy.optimizer} {head.policy.rate:g}/{head.policy.momentum:g},"
+        f" {format_bytes(blob_bytes)}, published {head.digests[2]:016x}"
+    )
+
+
+def _tell_different(again: MergedAgain, as_run: History) -> GlobalModel:
+    print(f"{again.rounds} rounds merged again")
+    print(f"model {model_digest(again.model)}, of the run {model_digest(as_run.model)}")
+    print(f"different from {again.differs} on" if again.differs else "no difference")
+    return again.model

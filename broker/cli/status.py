@@ -1,0 +1,106 @@
+"""`narrows status`: asks a broker how the run is and shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from narrows.broker.cli.tables import Table, show, terminal
+from narrows.proto import socket_options
+from narrows.proto.address import parse_address
+from narrows.proto.errors import BrokerUnreachable, ErrorCode, RemoteProtocolError
+from narrows.proto.frames import decode_control, encode_control
+from narrows.proto.messages import AskStatus, LearnerStatus, Status
+from narrows.proto.units import format_bytes, format_count, format_duration_s
+
+
+def ask_status(broker: str, *, timeout_s: float) -> Status:
+    """The status of the run. Raises ConfigError, or BrokerUnreachable after `timeout_s`."""
+    address = parse_address(broker)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    try:
+        for name, value in socket_options.CONTROL.items():
+            socket.setsockopt(getattr(zmq, name), value)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, address.is_ipv6)
+        socket.connect(str(address))
+        socket.send(encode_control(AskStatus()))
+        if not socket.poll(int(timeout_s * 1000)):
+            raise BrokerUnreachable(
+                f"{broker} did not answer within {timeout_s:g} s",
+                remedy="is `narrows broker` running there? Use the address that it printed",
+            )
+        answer = decode_control(socket.recv())
+    finally:
+        socket.close()
+        context.term()
+    if not isinstance(answer, Status):
+        raise RemoteProtocolError(
+            ErrorCode.BAD_MESSAGE, f"answer of {broker}", expected="Status", got=str(answer)[:200]
+        )
+    return answer
+
+
+def show_status(broker: str, *, as_json: bool, timeout_s: float) -> None:
+    """Prints the status as a table or as JSON."""
+    status = ask_status(broker, timeout_s=timeout_s)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
+        return
+    console = terminal()
+    console.print(headline(status))
+    if status.waiting_for:
+        console.print(f"waiting: {status.waiting_for}")
+    if status.contributions_refused:
+        refused = ", ".join(f"{code} {n}" for code, n in status.contributions_refused.items())
+        console.print(f"refused: {refused}")
+    show(console, learner_table(status.learners))
+
+
+def headline(status: Status) -> str:
+    """The run in two lines."""
+    goal = f" of {format_count(status.goal_tokens)}" if status.goal_tokens else ""
+    versions = f"{min(status.versions)}..{max(status.versions)}" if status.versions else "none"
+    return (
+        f"run {status.run_id}  epoch {status.epoch[0]}.{status.epoch[1]}  {status.mode}  "
+        f"{status.phase}  up {format_duration_s(status.uptime_s)}\n"
+        f"{format_count(status.run_tokens)}{goal} tokens at {format_count(status.tokens_per_s)}/s"
+        f"  versions {versions}  {status.merges} merges, "
+        f"{status.mean_contributors_per_merge:.2f} contributors each, longest pause "
+        f"{format_duration_s(status.longest_merge_gap_s)}  "
+        f"in {format_bytes(status.up_bytes)}  out {format_bytes(status.down_bytes)}"
+    )
+
+
+def overwritten_share(learner: LearnerStatus) -> str:
+    """Of the tokens whose fate is known, those that no merge took."""
+    ledger = learner.ledger
+    settled = ledger.merged + ledger.overwritten + ledger.refused + ledger.rolled_back
+    return f"{ledger.overwritten / settled:.0%}" if settled else "-"
+
+
+COLUMNS: dict[str, Callable[[LearnerStatus], str]] = {
+    "learner": lambda s: s.name,
+    "state": lambda s: s.state,
+    "heard": lambda s: format_duration_s(s.last_heard_s),
+    "step": lambda s: str(s.step),
+    "s/step": lambda s: f"{s.step_s:.3f}",
+    "loss": lambda s: "-" if s.loss is None else f"{s.loss:.3f}",
+    "merged": lambda s: str(s.contributions),
+    "refused": lambda s: str(s.refused),
+    "overwritten": overwritten_share,
+    "up": lambda s: format_bytes(s.up_bytes),
+    "down": lambda s: format_bytes(s.down_bytes),
+    "from": lambda s: s.address,
+}
+
+
+def learner_table(learners: tuple[LearnerStatus, ...]) -> Table:
+    """One row per learner."""
+    table = Table(tuple(COLUMNS), keys=2, left=("from",))
+    for learner in learners:
+        table.add(*(cell(learner) for cell in COLUMNS.values()))
+    return table

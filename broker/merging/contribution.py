@@ -1,0 +1,20 @@
+"""One learner's part in a round, from its last chunk to the journal. [pure]"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """A complete push that a round counts; its values stay with the shell, under handles."""
+
+    learner: str
+    incarnation: str
+    push_id: int
+    tokens: int
+    """Tokens since the base was adopted (c_tokens)."""
+    steps: int
+    """Inner steps since then (c_steps)."""
+    handles: tuple[int, ...]
+    """Decoded chunks in offset order, covering the fragment without gap or overlap."""

@@ -1,0 +1,40 @@
+"""The rules by which contributions become the next version; every round's record keeps its own.
+
+[pure]"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from narrows.broker.config import BrokerConfig
+
+
+class Policy(Struct, frozen=True, forbid_unknown_fields=True):
+    """How contributions become the next version; names as in the configuration."""
+
+    weights: Literal["tokens", "equal"]
+    law: Literal["layout", "mean"]
+    clip_ratio: float
+    share_max: float
+    optimizer: str
+    rate: float
+    momentum: float
+    is_rounded: bool
+    """The merged outer gradient is rounded to bfloat16 before the outer step."""
+
+
+def policy_of(config: BrokerConfig) -> Policy:
+    """The policy that a configuration asks for."""
+    merge, outer = config.merge, config.outer
+    return Policy(
+        weights=merge.weights,
+        law=merge.law,
+        clip_ratio=merge.clip_ratio,
+        share_max=merge.share_max,
+        optimizer=outer.optimizer,
+        rate=outer.rate,
+        momentum=outer.momentum,
+        is_rounded=config.broker.journal == "merged",
+    )

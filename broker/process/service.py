@@ -1,0 +1,328 @@
+"""The broker's shell: one thread with a poll loop, a small pool for slow work, no decisions.
+
+Sockets, clocks and threads live here; what to do is the syncer's. Slow work (decode, merge,
+encode, disk) runs on the pool and comes back as an event.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import queue
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from narrows.broker.config import BrokerConfig
+from narrows.broker.merging import Outcome
+from narrows.broker.process.crash_points import crash_points
+from narrows.broker.process.downlink import Downlink
+from narrows.broker.process.sockets import FRAMES_PER_TURN, BrokerSockets, Traffic
+from narrows.broker.process.workers import Jobs
+from narrows.broker.storage import Commits, StateDir, begin_epoch, check_initial
+from narrows.broker.syncer import events as ev
+from narrows.broker.syncer import refusal, status_of
+from narrows.proto import messages as msg
+from narrows.proto.errors import ErrorCode, RemoteProtocolError, printable
+from narrows.proto.flow import wire_bytes
+from narrows.proto.frames import decode_control, decode_data, encode_control
+from narrows.proto.shell import EventFile, WakePipe
+
+_log = logging.getLogger("narrows.broker")
+
+TURNS_BEHIND_MAX = 16
+"""Deadlines wait while there is more to read, but not for a peer that never stops sending."""
+
+
+class Service:
+    """One broker process: sockets and state directory around one syncer."""
+
+    def __init__(self, config: BrokerConfig, *, events: Path | None = None) -> None:
+        """Binds, locks the state directory, loads the newest checkpoint, makes the new epoch
+        durable. Raises NarrowsError with the remedy if any of it cannot be done."""
+        with ExitStack() as undo:
+            if config.broker.init:
+                check_initial(Path(config.broker.init))
+            self.wires = BrokerSockets.bind(
+                config.broker.listen,
+                uplink_port=config.broker.uplink_port,
+                downlink_port=config.broker.downlink_port,
+                insecure=config.broker.insecure,
+            )
+            undo.callback(self.wires.close)
+            self.state_dir = StateDir.open(Path(config.broker.state_dir))
+            undo.callback(self.state_dir.close)
+            begun = begin_epoch(config, self.state_dir, now=time.monotonic())
+            self.syncer = begun.syncer
+            undo.callback(begun.close)
+            self._events = EventFile(events, _log) if events else None
+            undo.pop_all()
+        self.traffic: dict[str, Traffic] = {}
+        self.bad_frames = 0
+        self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake = WakePipe()
+        self._finished: str | None = None
+        self._closed = False
+        self._unjudged = False
+        self._turns_behind = 0
+        self._reach = crash_points(os.environ)
+        run = self.syncer.state
+        run.uplink_port, run.downlink_port = self.wires.uplink_port, self.wires.downlink_port
+        self.commits = None
+        if begun.journal is not None:
+            serve_on = config.broker.journal_errors == "serve"
+            self.commits = Commits(
+                begun.journal, run, self._post, serve_on=serve_on, reach=self._reach
+            )
+        self.jobs = Jobs(
+            config, run, self.state_dir, self._post, self.commits, begun.journaled, self._reach
+        )
+        self.jobs.model = begun.model
+        self.downlink = Downlink(
+            self.wires,
+            run,
+            self.traffic,
+            self.jobs.encode_state,
+            lambda text: self._note("warning", text),
+        )
+
+    # The loop.
+
+    def run(self) -> str:
+        """Serves until the run has ended or `stop` was called; returns why."""
+        poller = zmq.Poller()
+        for source in (self.wires.control, self.wires.uplink, self.wires.downlink):
+            poller.register(source, zmq.POLLIN)
+        poller.register(self._wake.source, zmq.POLLIN)
+        try:
+            while self._finished is None:
+                deadline = self.syncer.next_deadline()
+                now = time.monotonic()
+                times = [t for t in (deadline, self.downlink.pump_at) if t is not None]
+                wait_s = max(0.0, min(times, default=now + 1.0) - now)
+                poller.poll(min(math.ceil(wait_s * 1000), 1000))
+                self._turn()
+            return self._finished
+        finally:
+            self._close()
+
+    @property
+    def hangs(self) -> bool:
+        """A disk that does not answer keeps a thread busy: only `os._exit` ends the process."""
+        return self.commits is not None and self.commits.hangs
+
+    def stop(self, reason: str) -> None:
+        """Asks the loop to end in order; safe from signal handlers and other threads."""
+        self._later(lambda: self._handle_event(ev.StopRequested(reason)))
+
+    def reload(self, config: BrokerConfig) -> None:
+        """Takes the rates of a configuration that was read again; safe from signal handlers."""
+        self._later(lambda: self._handle_event(ev.ConfigRead(config)))
+
+    def _turn(self) -> None:
+        self._wake.drain()
+        while not self._results.empty():
+            self._results.get()()
+        self._turns_behind = 0 if self._read() else self._turns_behind + 1
+        if topics := self.wires.read_subscriptions():
+            self.downlink.reconnect(topics, time.monotonic())
+        if self._turns_behind in (0, TURNS_BEHIND_MAX):
+            self._turns_behind = 0
+            self._judge()
+        self.downlink.pump(time.monotonic())
+
+    def _read(self) -> bool:
+        """Reads what has arrived, a bounded number of messages; True if that was all."""
+        drained = 0
+        for _ in range(FRAMES_PER_TURN):
+            received = self.wires.receive_control()
+            if received is None:
+                drained += 1
+                break
+            self._on_control(*received)
+        for _ in range(FRAMES_PER_TURN):
+            frames = self.wires.receive_data()
+            if frames is None:
+                drained += 1
+                break
+            self._on_data(frames)
+        return drained == 2
+
+    def _judge(self) -> None:
+        """Lets the syncer see the time, now that it knows what has arrived."""
+        deadline, now = self.syncer.next_deadline(), time.monotonic()
+        if self._unjudged or (deadline is not None and now >= deadline):
+            self._unjudged = False
+            for effect in self.syncer.handle(ev.DeadlineReached(), now=now):
+                self._perform(effect)
+
+    def _later(self, action: Callable[[], None]) -> None:
+        """Has `action` run on the loop's thread."""
+        self._results.put(action)
+        if not self._closed:
+            self._wake.wake()
+
+    def _post(self, work: Callable[[], ev.Event | None]) -> None:
+        """Runs `work` on the loop's thread and handles the event that it returns."""
+
+        def action() -> None:
+            event = work()
+            if event is not None:
+                self._handle_event(event)
+
+        self._later(action)
+
+    def _on_control(self, peer: bytes, address: str, frames: list[bytes]) -> None:
+        size_bytes = sum(map(len, frames))
+        try:
+            if len(frames) != 1:
+                raise _bad_frame_count(len(frames))
+            message = decode_control(frames[0])
+        except RemoteProtocolError as error:
+            self._refuse_frame(peer, address, error)
+            return
+        if isinstance(message, msg.AskStatus):
+            self._send(peer, status_of(self.syncer, self.traffic, time.monotonic()))
+            return
+        self._handle_event(ev.Received(peer, message, address))
+        member = self.syncer.state.roster.by_peer(peer)
+        if member is not None:
+            self._received_from(member.name, size_bytes)
+
+    def _refuse_frame(self, peer: bytes, address: str, error: RemoteProtocolError) -> None:
+        """A control frame that does not decode: its sender is told, the first is logged."""
+        self.syncer.state.tally.refuse(error.code)
+        self.bad_frames += 1
+        if self.bad_frames == 1 or self.bad_frames % 1000 == 0:
+            _log.warning(
+                "frame %d from %s refused: %s", self.bad_frames, address, printable(str(error))
+            )
+        self._send(peer, refusal(error))
+
+    def _on_data(self, frames: list[bytes]) -> None:
+        try:
+            header, _ = decode_data(frames)
+        except RemoteProtocolError as error:
+            self.syncer.state.tally.refuse(error.code)
+            self.bad_frames += 1
+            if self.bad_frames == 1 or self.bad_frames % 1000 == 0:
+                _log.warning("data message %d refused: %s", self.bad_frames, printable(str(error)))
+            return
+        if self.syncer.state.roster.get(header.learner) is not None:
+            self._received_from(header.learner, sum(map(len, frames)))
+        self._reach("received")
+        self._handle_event(ev.ChunkArrived(header, self.jobs.keep(frames[2])))
+
+    def _received_from(self, learner: str, size_bytes: int) -> None:
+        self.traffic.setdefault(learner, Traffic()).up_bytes += size_bytes
+        self.downlink.received(learner, size_bytes, time.monotonic())
+
+    def _handle_event(self, event: ev.Event) -> None:
+        self._unjudged = True
+        for effect in self.syncer.handle(event, now=time.monotonic(), more=True):
+            self._perform(effect)
+
+    # Effects.
+
+    def _perform(self, effect: ev.Effect) -> None:
+        match effect:
+            case ev.Send(peer, message):
+                self._send(peer, message)
+            case ev.Note(level, text):
+                self._note(level, text)
+            case ev.Unpack(header, handle):
+                self.jobs.unpack(header, handle)
+            case ev.Drop(handles):
+                self.jobs.drop(handles)
+            case ev.Found():
+                self.jobs.found(effect)
+            case ev.StartMerge():
+                self.jobs.merge(effect, lambda outcome: self._record_merge(effect, outcome))
+            case ev.Publish():
+                assert self.jobs.model is not None
+                self.downlink.publish(effect, self.jobs.model)
+                self._reach("published")
+            case ev.Admit(learner, incarnation):
+                self.downlink.admit(learner, incarnation)
+            case ev.Acknowledge(learner, positions):
+                self.downlink.acknowledge(learner, positions, time.monotonic())
+            case ev.RatesChanged(wan, told):
+                if self.jobs.model is not None:
+                    self.jobs.model.tell(told)
+                self.downlink.set_rates(wan, time.monotonic())
+            case ev.Forget(learner):
+                self.downlink.forget(learner)
+            case ev.Erase(learner):
+                self._erase(learner)
+            case ev.LogFate():
+                if self.commits is not None:
+                    self.commits.note(effect)
+            case ev.WriteCheckpoint():
+                self.jobs.save()
+            case ev.Finish(reason):
+                self._finished = reason
+
+    def _erase(self, learner: str) -> None:
+        self.downlink.erase(learner)
+        if (entry := self.traffic.pop(learner, None)) is not None:
+            total = self.traffic.setdefault("", Traffic())  # No learner has this name.
+            total.up_bytes += entry.up_bytes
+            total.down_bytes += entry.down_bytes
+
+    def _send(self, peer: bytes, message: msg.ControlMessage) -> None:
+        frame = encode_control(message)
+        member = self.syncer.state.roster.by_peer(peer)
+        if member is not None:
+            self.traffic.setdefault(member.name, Traffic()).down_bytes += len(frame)
+            self.downlink.charge(member.name, wire_bytes(len(frame)), time.monotonic())
+        if not self.wires.send_control(peer, frame) and member is not None:
+            # Not from inside the effects of another event: the syncer must finish that one.
+            self._later(lambda: self._handle_event(ev.PeerLost(peer)))
+
+    def _note(self, level: str, text: str) -> None:
+        _log.log(getattr(logging, level.upper()), "%s", printable(text))
+        self._record({"event": "note", "level": level, "text": printable(text)})
+
+    def _record(self, record: dict[str, object]) -> None:
+        """One line in the events file: for benches, not for recovery."""
+        if self._events is not None:
+            self._events.write(record)
+
+    def _record_merge(self, effect: ev.StartMerge, outcome: Outcome) -> None:
+        run = self.syncer.state
+        self._record(
+            {
+                "event": "merged",
+                "fragment": effect.fragment,
+                "version": effect.version,
+                "digest": f"{outcome.state.digest:016x}",
+                "contributors": [done.learner for done in effect.contributions],
+                "tokens": sum(done.tokens for done in effect.contributions),
+                "live": len(run.roster.ready()),
+                "run_tokens": run.clock.run_tokens,
+                "reason": effect.reason,
+            }
+        )
+
+    def _close(self) -> None:
+        self.jobs.close()
+        final = status_of(self.syncer, self.traffic, time.monotonic())
+        self._record({"event": "final", "status_of": json.loads(msgspec.json.encode(final))})
+        self.wires.close()
+        self.state_dir.close()
+        self._closed = True  # A signal may still come.
+        self._wake.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def _bad_frame_count(count: int) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        ErrorCode.BAD_FRAME, "control message", expected="1 frame", got=f"{count} frames"
+    )

@@ -1,0 +1,63 @@
+"""Which topics of the downlink somebody listens to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field
+
+from narrows.proto.limits import TOPIC_BYTES_MAX
+
+TOPICS_MAX = 1 << 18
+"""Topics remembered, beside those of known learners; more is a flood."""
+
+
+@dataclass
+class Subscriptions:
+    """Topics with the number of their connections, as far as their messages can be believed.
+
+    Anybody may send an unsubscription, and could silence a learner with it. So the topics of a
+    known learner stay until it is forgotten; those that nobody listens to go then, or with their
+    last connection. A learner that is only cut off does not subscribe again.
+    """
+
+    _listeners: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    _kept: set[bytes] = field(default_factory=set[bytes])
+
+    def __contains__(self, topic: bytes) -> bool:
+        return topic in self._listeners
+
+    def __len__(self) -> int:
+        return len(self._listeners)
+
+    def has(self, topics: Set[bytes]) -> bool:
+        """Somebody has subscribed to each of them."""
+        return topics <= self._listeners.keys()
+
+    def take(self, frame: bytes) -> Set[bytes]:
+        """Notes what a subscriber sends: 1 or 0 and the topic; noise means nothing.
+
+        Returns the topic if it is subscribed to (again).
+        """
+        topic = frame[1 : 1 + TOPIC_BYTES_MAX]
+        if frame[:1] == b"\x01":
+            if topic in self._kept or topic in self or len(self) < TOPICS_MAX:
+                self._listeners[topic] = self._listeners.get(topic, 0) + 1
+                return {topic}
+        elif frame[:1] == b"\x00" and topic in self:
+            self._listeners[topic] = max(self._listeners[topic] - 1, 0)
+            self._drop_unheard([topic])
+        return frozenset()
+
+    def keep(self, topics: Set[bytes]) -> None:
+        """They belong to a learner."""
+        self._kept |= topics
+
+    def let_go(self, topics: Set[bytes]) -> None:
+        """Their learner is forgotten."""
+        self._kept -= topics
+        self._drop_unheard(topics)
+
+    def _drop_unheard(self, topics: Iterable[bytes]) -> None:
+        for topic in topics:
+            if topic not in self._kept and not self._listeners.get(topic, 1):
+                del self._listeners[topic]

@@ -1,0 +1,187 @@
+"""The history of a run as its state directory has it: opened, checked, and merged again."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from narrows.broker.config import BrokerConfig
+from narrows.broker.merging import GlobalModel, Policy
+from narrows.broker.storage.checkpoint import CheckpointContent, StateDir
+from narrows.broker.storage.disk import DirectoryFiles
+from narrows.broker.storage.durable_files import Damaged, StateError
+from narrows.broker.storage.journal import Journal
+from narrows.broker.storage.records import RoundRecord, payloads
+from narrows.broker.storage.replay import merged_of, read_records
+from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
+from narrows.proto.fragments import build_table
+
+LAWS = {"avg": "mean", "rda": "layout"}
+"""What `--merge` may say, and the merge law that it means."""
+
+SEGMENT_BYTES = 1 << 20
+"""Only read here; nothing is written."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a replay does otherwise than the run; None: as the run did."""
+
+    merge: str | None = None
+    optimizer: str | None = None
+    rate: float | None = None
+    momentum: float | None = None
+
+    def policy(self, own: Policy) -> Policy:
+        """The run's policy with the changes."""
+        changes: dict[str, object] = {}
+        if self.merge is not None:
+            if self.merge not in LAWS:
+                raise ConfigError("--merge", expected=" or ".join(LAWS), got=self.merge)
+            changes["law"] = LAWS[self.merge]
+        for name in ("optimizer", "rate", "momentum"):
+            if getattr(self, name) is not None:
+                changes[name] = getattr(self, name)
+        return msgspec.structs.replace(own, **changes)
+
+
+@contextmanager
+def opened_run(path: Path) -> Generator[tuple[StateDir, Journal | None]]:
+    """A state directory and its journal, locked, for reading. Raises NarrowsError."""
+    remedy = "see --state-dir of the broker"
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no state directory", remedy=remedy)
+    if not any((path / name).exists() for name in ("run.json", "run.copy.json")):
+        raise ConfigError(f"{path} holds no run", remedy=remedy)
+    try:
+        state_dir = StateDir.open(path)
+    except StateError as error:
+        if error.code is not ErrorCode.STATE_LOCKED:
+            raise
+        raise StateError(
+            error.code, f"a broker is running on {path}", got=error.got, remedy="stop it first"
+        ) from error
+    with state_dir:
+        run = state_dir.run
+        assert run is not None
+        journal = None
+        if state_dir.has_journal:
+            files = DirectoryFiles(state_dir.journal_directory())
+            journal = Journal.open(files, run_id=run.run_id, segment_bytes=SEGMENT_BYTES)
+        yield state_dir, journal
+
+
+def model_digest(model: GlobalModel) -> str:
+    """xxh3_128 (hex) over global parameters, momentum and published copies of all fragments."""
+    hasher = xxhash.xxh3_128()
+    for state in model.fragments:
+        for array in (state.global_, state.momentum, state.published):
+            hasher.update(array.data.cast("B"))
+    return hasher.hexdigest()
+
+
+@dataclass(frozen=True)
+class MergedAgain:
+    """A history under other rules."""
+
+    model: GlobalModel
+    rounds: int
+    differs: str
+    """The first round that came out differently; empty: none."""
+
+
+def merge_again(
+    config: BrokerConfig, oldest: CheckpointContent, journal: Journal, changes: Changes
+) -> MergedAgain:
+    """Merges the same contributions again, with changes. Raises NarrowsError."""
+    model = GlobalModel(config, build_table(oldest.layout, len(oldest.fragments)), oldest.fragments)
+    differs, rounds = "", 0
+    for number, head, blobs in read_records(journal, oldest.journal + 1):
+        if not isinstance(head, RoundRecord):
+            continue
+        before = model.fragments[head.fragment].version
+        if head.version <= before:
+            continue
+        check_whole(head.version - before - 1)
+        rounds += 1
+        published = _merge_again(model, head, blobs, changes, number)
+        if published != head.digests[2] and not differs:
+            differs = f"record {number}, version {head.version} of fragment {head.fragment}"
+    return MergedAgain(model, rounds, differs)
+
+
+def _merge_again(
+    model: GlobalModel, head: RoundRecord, blobs: memoryview, changes: Changes, number: int
+) -> int:
+    """Installs the version that the changes make of a round; the digest of its published copy."""
+    part = model.table[head.fragment]
+    if not head.contributions and changes.merge is not None:
+        raise ConfigError(
+            f"record {number} holds the merged outer gradient only",
+            expected='journal = "full" in the run\'s settings, for another merge',
+        )
+    model.policy = changes.policy(head.policy)
+    try:
+        vectors = list(payloads([head.publication, *head.contributions], blobs))
+        merged = merged_of(model, part, head, vectors, blobs)
+    except Damaged as problem:
+        raise NarrowsError(ErrorCode.STATE_DAMAGED, f"record {number}: {problem}") from problem
+    params, momentum = model.step(part, merged.outer_grad)
+    _code_as_then(model, head)
+    weights = tuple(each.weight for each in head.contributors)
+    outcome = model.published(part, head.version, params, momentum, merged, weights)
+    model.install(outcome)
+    return outcome.state.digest
+
+
+def _code_as_then(model: GlobalModel, head: RoundRecord) -> None:
+    """The publication is coded as the round's was: codec, step, cut into chunks."""
+    codec = replace(
+        model.config.codec,
+        publish=head.publication.codec,
+        publish_rho=head.publication.rho,
+        chunk_elements=max(256, head.publication.chunks[0][1]),
+    )
+    model.configure(replace(model.config, codec=codec))
+
+
+def config_of(snapshot: CheckpointContent) -> BrokerConfig:
+    """A configuration that reads any history: records bring their policy and their codec.
+
+    Gaps are counted and told, so that whoever looks at a run need not decide anything.
+    """
+    config = BrokerConfig()
+    fragments = replace(config.fragments, count=snapshot.fragment_count)
+    return replace(
+        config, fragments=fragments, broker=replace(config.broker, journal_errors="serve")
+    )
+
+
+GAP = "of the journal follow one that was published and never written"
+"""What `journal_errors = "serve"` may leave behind."""
+
+
+def check_whole(gaps: int) -> None:
+    """Raises NarrowsError if rounds are missing: what follows them cannot be made again."""
+    if gaps:
+        raise NarrowsError(
+            ErrorCode.STATE_DAMAGED, f"{gaps} rounds {GAP}: they cannot be made again",
+            remedy="`narrows export` writes the newest model all the same",
+        )  # fmt: skip
+
+
+def needed_journal(journal: Journal | None, path: Path) -> Journal:
+    """The journal. Raises ConfigError if there is none."""
+    if journal is None:
+        raise ConfigError(f"{path} holds no journal", remedy='was the run\'s broker.journal "off"?')
+    return journal
+
+
+def first_record(journal: Journal | None) -> int:
+    """Number of the oldest record that is kept."""
+    return journal.first if journal is not None else 1

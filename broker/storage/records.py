@@ -1,0 +1,144 @@
+"""What the journal's records say: a life of the broker, a committed round, the fate of a learner.
+
+A body is the length of its head (uint32, little-endian), the head (MessagePack), and behind it the
+blobs that the head counts, in its order. Heads are told apart by `type`; fields that are unknown
+are refused, so that an old broker never misreads a newer journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from narrows.broker.merging import Policy
+from narrows.broker.storage.durable_files import Damaged
+from narrows.broker.storage.manifest import Start
+from narrows.proto.messages import Phase
+
+FORMAT: Final = 1
+HEAD_LENGTH_BYTES: Final = 4
+
+Mode: TypeAlias = Literal["full", "merged", "off"]
+
+
+class _RecordHead(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    pass
+
+
+class LifeRecord(_RecordHead, frozen=True, tag="began"):
+    """A life of the broker."""
+
+    format: int
+    epoch: Start
+    config_digest: str
+    versions: tuple[int, ...]
+    """With which it begins, by fragment; empty before version 0."""
+    at: float
+    """Seconds since 1970, of this and every record; for people."""
+
+
+class ContributorRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """One learner's part in a round, in learner-name order."""
+
+    learner: str
+    incarnation: str
+    push_id: int
+    tokens: int
+    steps: int
+    weight: float
+    merged_tokens: int
+    """Of this process into this fragment, this push included."""
+
+
+class VectorRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """Values of a fragment as they travelled; a blob per chunk."""
+
+    codec: str
+    rho: float
+    """Quantisation step in units of the rms, 0 where the record's writer did not choose it."""
+    chunks: tuple[tuple[int, int, int], ...]
+    """(offset, elements, payload bytes)."""
+
+
+class RoundRecord(_RecordHead, frozen=True, tag="committed"):
+    """A round: with this record the version exists. Blobs: the publication's chunks, then those of
+    each contribution, or the merged outer gradient (bfloat16) if only that is kept."""
+
+    epoch: Start
+    fragment: int
+    version: int
+    reason: str
+    contributors: tuple[ContributorRecord, ...]
+    policy: Policy
+    phase: Phase
+    run_tokens: int
+    publication: VectorRecord
+    contributions: tuple[VectorRecord, ...]
+    """Empty in a journal of merged outer gradients."""
+    error_ratio: float
+    """Of the publication, for its rate control; see transfer.error_ratio."""
+    digests: tuple[int, int, int]
+    """xxh3_64 of global parameters, momentum and published copy."""
+    at: float
+
+
+class FateRecord(_RecordHead, frozen=True, tag="fate"):
+    """A learner joined, left or was forgotten, or a push was refused or expired."""
+
+    epoch: Start
+    what: Literal["joined", "left", "forgotten", "refused", "expired"]
+    learner: str
+    incarnation: str
+    fragment: int
+    """-1: none."""
+    push_id: int
+    """0: none."""
+    reason: str
+    at: float
+
+
+Head: TypeAlias = LifeRecord | RoundRecord | FateRecord
+_decoder = msgspec.msgpack.Decoder(Head)
+
+
+def encode(head: Head, blobs: Sequence[bytes | memoryview] = ()) -> list[bytes | memoryview]:
+    """The parts of a record's body."""
+    packed = msgspec.msgpack.encode(head)
+    return [len(packed).to_bytes(HEAD_LENGTH_BYTES, "little"), packed, *blobs]
+
+
+def decode(body: memoryview) -> tuple[Head, memoryview]:
+    """Head and blobs of a body. Raises Damaged."""
+    end = HEAD_LENGTH_BYTES + int.from_bytes(body[:HEAD_LENGTH_BYTES], "little")
+    try:
+        head = _decoder.decode(body[HEAD_LENGTH_BYTES:end])
+    except msgspec.DecodeError as error:
+        raise Damaged(f"a record of the journal: {error}") from error
+    if isinstance(head, LifeRecord) and head.format != FORMAT:
+        raise Damaged(f"a journal of format {head.format}, this version reads {FORMAT}")
+    return head, body[end:]
+
+
+def vector_of(codec: str, rho: float, chunks: Sequence[tuple[int, int, bytes]]) -> VectorRecord:
+    """The description of (offset, elements, payload) chunks whose payloads are the blobs."""
+    return VectorRecord(
+        codec, rho, tuple((offset, count, len(data)) for offset, count, data in chunks)
+    )
+
+
+def payloads(
+    vectors: Sequence[VectorRecord], blobs: memoryview
+) -> Iterator[list[tuple[int, int, bytes]]]:
+    """(offset, elements, payload) of each vector's chunks. Raises Damaged if they do not fit."""
+    place = 0
+    for vector in vectors:
+        chunks: list[tuple[int, int, bytes]] = []
+        for offset, count, size_bytes in vector.chunks:
+            if size_bytes < 0 or place + size_bytes > len(blobs):
+                raise Damaged("a record of the journal: a chunk is missing")
+            chunks.append((offset, count, bytes(blobs[place : place + size_bytes])))
+            place += size_bytes
+        yield chunks

@@ -1,0 +1,178 @@
+"""How a life of the broker begins: checkpoint, durable epoch, journal, replay, syncer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from narrows.broker.config import BrokerConfig
+from narrows.broker.merging import GlobalModel
+from narrows.broker.storage import records
+from narrows.broker.storage.checkpoint import CheckpointContent, StateDir
+from narrows.broker.storage.disk import DirectoryFiles
+from narrows.broker.storage.durable_files import RecordsLost, StateError
+from narrows.broker.storage.journal import Journal
+from narrows.broker.storage.manifest import RunRecord
+from narrows.broker.storage.replay import History, read_records, recover
+from narrows.broker.syncer import Resumed, Syncer
+from narrows.proto import messages as msg
+from narrows.proto.config import flatten
+from narrows.proto.errors import ConfigError, ErrorCode
+from narrows.proto.frames import digest
+
+NONCE_BITS: Final = 62
+"""As much as an integer of the wire holds: no two lives of a run will ever share one."""
+
+_log = logging.getLogger("narrows.broker")
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A life of the broker that may serve."""
+
+    syncer: Syncer
+    model: GlobalModel | None
+    """None until version 0 stands."""
+    journal: Journal | None
+    journaled: int
+    """The newest record of the journal whose round is in the model."""
+
+    def close(self) -> None:
+        """For a life that ends before it serves."""
+        if self.journal is not None:
+            self.journal.close()
+
+
+def begin_epoch(config: BrokerConfig, state_dir: StateDir, *, now: float) -> Begun:
+    """Recovers what is durable and begins the next epoch.
+
+    The epoch is on disk when this returns, but for its nonce, which no other life has: whatever a
+    learner hears from now on is told from all that it heard from lives before, those of copies of
+    this directory too. Raises NarrowsError if the state is damaged, or was
+    made with another fragment count, and OSError.
+    """
+    state_dir.keep_first = config.broker.journal_keep
+    snapshot = state_dir.load()
+    for warning in state_dir.warnings:
+        _log.error("%s", warning)  # Also where nothing comes of the start.
+    if snapshot is not None and snapshot.fragment_count != config.fragments.count:
+        raise ConfigError(
+            f"the checkpoint in {state_dir.path} has another fragment count",
+            expected=f"fragments.count = {snapshot.fragment_count}",
+            got=str(config.fragments.count),
+            remedy="start with the old setting, or with a new --state-dir",
+        )
+    settings = json.dumps(flatten(config), sort_keys=True).encode()
+    run = state_dir.begin_epoch(secrets.token_hex(8), f"{digest(settings):016x}")
+    journal, history = None, None
+    try:
+        journal = _open_journal(config, state_dir, run)
+        if snapshot is not None:
+            history = recover(config, snapshot, journal)
+        elif journal is not None:
+            _check_new(state_dir, journal)
+        if journal is not None and config.broker.journal != "off":
+            _begin_record(journal, run, history)
+    except BaseException as error:
+        if journal is not None:
+            journal.close()
+        if isinstance(error, RecordsLost) and snapshot is not None:
+            raise _last_resort(error, state_dir, snapshot) from error
+        raise
+    for warning in journal.warnings if journal is not None else []:
+        _log.error("%s", warning)
+    syncer = Syncer(
+        config,
+        run_id=run.run_id,
+        epoch=(*run.epoch, secrets.randbits(NONCE_BITS)),
+        now=now,
+        resumed=_resumed(snapshot, history) if snapshot is not None and history else None,
+        from_file=bool(config.broker.init) and snapshot is None,
+    )
+    if history is not None and history.gaps:
+        text = "%d rounds of the journal follow one that was never written; they are lost"
+        _log.error(text, history.gaps)
+        syncer.lifecycle.checkpoint_wanted = True  # The next start need not meet the gap again.
+    _tell(state_dir, run, syncer, history)
+    newest = history.newest if history is not None else 0
+    if journal is not None and config.broker.journal == "off":
+        journal.close()
+        journal = None
+    return Begun(syncer, history.model if history else None, journal, newest)
+
+
+def _open_journal(config: BrokerConfig, state_dir: StateDir, run: RunRecord) -> Journal | None:
+    """Also for a life that writes none, if one before did: its rounds are not thrown away."""
+    if config.broker.journal == "off" and not state_dir.has_journal:
+        return None
+    return Journal.open(
+        DirectoryFiles(state_dir.journal_directory()),
+        run_id=run.run_id,
+        segment_bytes=config.broker.journal_segment,
+    )
+
+
+def _last_resort(
+    error: RecordsLost, state_dir: StateDir, snapshot: CheckpointContent
+) -> RecordsLost:
+    """The same error, with what a start can do without a backup and what that costs."""
+    versions = [state.version for state in snapshot.fragments]
+    return RecordsLost(
+        error.code, error.message, expected=error.expected, got=error.got,
+        remedy=f"{error.remedy}. Without one, move {state_dir.path}/journal away: the run then "
+        f"goes on from its newest whole checkpoint, versions {min(versions)} to {max(versions)}, "
+        "and all rounds since are lost",
+    )  # fmt: skip
+
+
+def _check_new(state_dir: StateDir, journal: Journal) -> None:
+    """Rounds without any checkpoint: not a new run, but one whose checkpoints are lost."""
+    if any(
+        isinstance(head, records.RoundRecord) for _, head, _ in read_records(journal, journal.first)
+    ):
+        raise StateError(
+            ErrorCode.STATE_DAMAGED,
+            f"{state_dir.path}: the journal holds rounds, but there is no checkpoint",
+            remedy="restore the checkpoints from a backup, or start with a new --state-dir",
+        )
+
+
+def _begin_record(journal: Journal, run: RunRecord, history: History | None) -> None:
+    if history is not None:
+        journal.continue_after(history.newest)
+    states = history.model.fragments if history is not None else ()
+    began = records.LifeRecord(
+        records.FORMAT, run.epoch, run.config_digest, tuple(s.version for s in states), time.time()
+    )
+    journal.append(records.encode(began))
+    journal.sync()
+
+
+def _tell(state_dir: StateDir, run: RunRecord, syncer: Syncer, history: History | None) -> None:
+    how = "begins"
+    if history is not None:
+        how = f"resumed at versions {syncer.state.versions}, {history.replayed} rounds replayed"
+    _log.info("run %s %s, epoch %d.%d", run.run_id, how, *run.epoch)
+    if syncer.state.phase is msg.Phase.ENDED:
+        _log.warning(
+            "this run has ended, its final model is in %s; learners only get it. "
+            "A new run needs another --state-dir",
+            state_dir.path,
+        )
+
+
+def _resumed(snapshot: CheckpointContent, history: History) -> Resumed:
+    fragments = history.model.fragments
+    return Resumed(
+        layout=snapshot.layout,
+        frozen_digest=snapshot.frozen_digest,
+        heads=tuple(msg.FragmentHead(f.version, f.digest) for f in fragments),
+        run_tokens=history.run_tokens,
+        phase=msg.Phase(history.phase),
+        merged_pushes=history.merged_pushes,
+        checkpoint_sum=sum(state.version for state in snapshot.fragments),
+    )

@@ -1,0 +1,199 @@
+"""From records back to versions: recovery after a restart, and the same history under other rules.
+
+Everything that is computed again is compared with the digests that the record holds: a difference
+is damage or a bug, never a new truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from narrows.broker.config import BrokerConfig
+from narrows.broker.merging import (
+    DecodedVector,
+    EncodedVersion,
+    FragmentState,
+    GlobalModel,
+    MergeResult,
+    Outcome,
+)
+from narrows.broker.storage.checkpoint import CheckpointContent
+from narrows.broker.storage.durable_files import Damaged, RecordsLost, StateError
+from narrows.broker.storage.journal import Journal
+from narrows.broker.storage.manifest import Start
+from narrows.broker.storage.records import Head, RoundRecord, decode, payloads
+from narrows.broker.storage.scan import lost
+from narrows.broker.syncer import MergedPushes
+from narrows.proto.codec import (
+    DecodedChunk,
+    EncodedChunk,
+    advance_copy,
+    decode_chunk,
+    digest_of,
+    widened,
+)
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.fragments import Fragment, build_table
+from narrows.proto.frames import digest
+from narrows.proto.messages import Phase
+
+PHASES: Final = tuple(Phase)
+"""In the order in which a run goes through them."""
+
+
+@dataclass
+class History:
+    """What checkpoint and journal say together."""
+
+    model: GlobalModel
+    phase: Phase
+    run_tokens: int
+    merged_pushes: MergedPushes
+    epoch: Start
+    replayed: int = 0
+    """Rounds that came from the journal."""
+    newest: int = 0
+    """The newest record that was read."""
+    gaps: int = 0
+    """Rounds that follow one which was published and never written (journal_errors = "serve"):
+    nothing can be made of them."""
+
+
+def recover(config: BrokerConfig, snapshot: CheckpointContent, journal: Journal | None) -> History:
+    """The newest state: a checkpoint and the rounds that the journal has after it.
+
+    Raises StateError STATE_DAMAGED if a record is lost, or does not give the digests it states.
+    """
+    table = build_table(snapshot.layout, snapshot.fragment_count)
+    model = GlobalModel(config, table, snapshot.fragments)
+    merged = {
+        (p.learner, p.incarnation, p.fragment): (p.push_id, p.tokens)
+        for p in snapshot.merged_pushes
+    }
+    history = History(
+        model, snapshot.phase, snapshot.run_tokens, merged, snapshot.epoch, 0, snapshot.journal
+    )
+    if journal is None:
+        return history
+    own = model.policy
+    for number, head, blobs in read_records(journal, snapshot.journal + 1):
+        history.newest = number
+        if isinstance(head, RoundRecord):
+            apply(history, head, blobs, number)
+    model.policy = own
+    model.forget_publications()
+    return history
+
+
+def read_records(journal: Journal, first: int) -> Iterator[tuple[int, Head, memoryview]]:
+    """Records from `first` on, decoded. Raises StateError."""
+    for record in journal.records(first):
+        try:
+            head, blobs = decode(record.body)
+        except Damaged as problem:
+            raise _damaged(record.number, str(problem)) from problem
+        yield record.number, head, blobs
+
+
+def apply(history: History, head: RoundRecord, blobs: memoryview, number: int) -> None:
+    """Makes a committed round part of the state, unless a checkpoint has it already."""
+    model = history.model
+    if head.fragment >= len(model.table):
+        raise _damaged(number, f"fragment {head.fragment} of {len(model.table)}")
+    version = model.fragments[head.fragment].version
+    if head.version <= version:
+        return
+    if head.version != version + 1:
+        if model.config.broker.journal_errors != "serve":
+            raise _gap(number, head, version)
+        history.gaps += 1
+        return
+    try:
+        outcome = outcome_of(model, head, blobs)
+    except (Damaged, RemoteProtocolError) as problem:
+        raise _damaged(number, str(problem)) from problem
+    model.set_rate(head.fragment, head.publication.codec, head.publication.rho)
+    model.install(outcome)
+    # A round may have been under way when the clock or the phase went on.
+    history.phase = max(history.phase, head.phase, key=PHASES.index)
+    history.run_tokens = max(history.run_tokens, head.run_tokens)
+    history.epoch = max(history.epoch, head.epoch)
+    history.replayed += 1
+    for done in head.contributors:
+        key = done.learner, done.incarnation, head.fragment
+        history.merged_pushes[key] = done.push_id, done.merged_tokens
+
+
+def outcome_of(model: GlobalModel, head: RoundRecord, blobs: memoryview) -> Outcome:
+    """The outcome that was committed, computed again. Raises Damaged unless the digests agree."""
+    part, before = model.table[head.fragment], model.fragments[head.fragment]
+    model.policy = head.policy
+    vectors = list(payloads([head.publication, *head.contributions], blobs))
+    steps = _decoded(part, head.publication.codec, vectors[0])
+    merged = merged_of(model, part, head, vectors, blobs)
+    params, momentum = model.step(part, merged.outer_grad)
+    published = advance_copy(part, before.published, steps)
+    digests = digest_of(params), digest_of(momentum), digest_of(published)
+    if digests != head.digests:
+        raise Damaged(
+            f"version {head.version} of fragment {head.fragment} comes out differently:"
+            f" {digests} instead of {head.digests}"
+        )
+    chunks = tuple(
+        EncodedChunk(offset, count, data, digest(data)) for offset, count, data in vectors[0]
+    )
+    publication = EncodedVersion(
+        head.version, digests[2], head.publication.codec, head.publication.rho, chunks
+    )
+    state = FragmentState(head.version, digests[2], params, momentum, published)
+    weights = tuple(each.weight for each in head.contributors)
+    return Outcome(head.fragment, state, digests, publication, head.error_ratio, merged, weights)
+
+
+def merged_of(
+    model: GlobalModel,
+    part: Fragment,
+    head: RoundRecord,
+    vectors: list[list[tuple[int, int, bytes]]],
+    blobs: memoryview,
+) -> MergeResult:
+    """The merged outer gradient: from the contributions, or as it was kept."""
+    if not head.contributions:
+        halves = np.frombuffer(blobs[sum(len(data) for _, _, data in vectors[0]) :], np.uint16)
+        if halves.size != part.elements:
+            raise Damaged(f"{halves.size} elements of a merged outer gradient of {part.elements}")
+        return MergeResult(widened(halves), 0, np.zeros((0, 0)))
+    contributions = [
+        DecodedVector(who.learner, _decoded(part, vector.codec, chunks))
+        for who, vector, chunks in zip(
+            head.contributors, head.contributions, vectors[1:], strict=True
+        )
+    ]
+    return model.merged(part, contributions, [who.weight for who in head.contributors])
+
+
+def _decoded(
+    part: Fragment, codec: str, chunks: Iterable[tuple[int, int, bytes]]
+) -> list[tuple[int, DecodedChunk]]:
+    return [(o, decode_chunk(part, codec, o, count, data)) for o, count, data in chunks]
+
+
+def _damaged(number: int, got: str) -> RecordsLost:
+    return lost(f"record {number} of the journal", got, expected="a round that follows")
+
+
+def _gap(number: int, head: RoundRecord, version: int) -> StateError:
+    """The journal is whole, so the versions between were never in it: no backup has them, and all
+    that the others need is leave to go on without."""
+    return StateError(
+        ErrorCode.STATE_DAMAGED,
+        f"record {number} of the journal follows a round that was published and never written",
+        expected=f"version {version + 1} of fragment {head.fragment}",
+        got=f"version {head.version}",
+        remedy="start the broker once with --set broker.journal_errors=serve: it goes on without "
+        f"the versions of that fragment after {version} and keeps all other rounds",
+    )

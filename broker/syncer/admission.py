@@ -1,0 +1,336 @@
+"""Who joins: Hello, contested names, Welcome. [pure]"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from narrows.broker.config import BrokerSection
+from narrows.broker.syncer import events as ev
+from narrows.broker.syncer.forgetting import forget_at, forget_gone, forget_older
+from narrows.broker.syncer.founding import Founding
+from narrows.broker.syncer.members import Member, check_name
+from narrows.broker.syncer.run import RunState, drop_pushes, refusal
+from narrows.proto import messages as msg
+from narrows.proto.codec import codecs_of, setting_names
+from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
+from narrows.proto.layout import check_layout, differences
+from narrows.proto.limits import PROTOCOL
+
+
+@dataclass
+class _Contest:
+    """A newcomer claims a live name; the holder is probed until `until`."""
+
+    newcomer: ev.Received
+    hello: msg.Hello
+    nonce: int
+    until: float
+
+
+@dataclass
+class Admission:
+    """Admits learners."""
+
+    state: RunState
+    founding: Founding
+    _contests: dict[str, _Contest] = field(default_factory=dict[str, _Contest])
+    _nonce: int = 0
+    _lost: dict[int, int] = field(default_factory=dict[int, int])
+    """The newest version by fragment that the operator was told of as lost."""
+    _copy_told: bool = False
+    """The operator was told that this state directory is an older copy."""
+
+    def hello(self, event: ev.Received, now: float) -> list[ev.Effect]:
+        """A Hello: refused with the reason, contested, or admitted."""
+        hello = event.message
+        assert isinstance(hello, msg.Hello)
+        try:
+            self._check(hello, event.peer)
+        except NarrowsError as error:
+            return self._refused(event, error)
+        holder = self.state.roster.get(hello.name)
+        if holder is None or not holder.connected or holder.incarnation == hello.incarnation:
+            return self._admit(event, hello, now) + self._probe_again(hello, event.peer, now)
+        return self._contest(event, hello, holder, now)
+
+    def _refused(self, event: ev.Received, error: NarrowsError) -> list[ev.Effect]:
+        self.state.tally.refuse(error.code)
+        note = ev.Note("warning", f"{event.address or 'a peer'} refused: {error}")
+        return [ev.Send(event.peer, refusal(error)), note]
+
+    def _contest(
+        self, event: ev.Received, hello: msg.Hello, holder: Member, now: float
+    ) -> list[ev.Effect]:
+        """Somebody else holds the name: the holder is probed."""
+        assert holder.peer is not None
+        contest = self._contests.get(hello.name)
+        if contest is not None:
+            # The newcomer repeats its Hello, perhaps on a new connection; a third one waits.
+            if contest.hello.incarnation == hello.incarnation:
+                contest.newcomer = event
+            return []
+        self._nonce += 1
+        until = now + self.state.config.liveness.probe
+        self._contests[hello.name] = _Contest(event, hello, self._nonce, until)
+        return [ev.Send(holder.peer, msg.Probe(self._nonce))]
+
+    def _probe_again(self, hello: msg.Hello, peer: ev.Peer, now: float) -> list[ev.Effect]:
+        """The holder of a contested name came back on another connection: ask it there."""
+        contest = self._contests.get(hello.name)
+        if contest is None:
+            return []
+        contest.until = now + self.state.config.liveness.probe
+        return [ev.Send(peer, msg.Probe(contest.nonce))]
+
+    def alive(self, member: Member, nonce: int, now: float) -> list[ev.Effect]:
+        """The holder of a contested name answered: the newcomer is refused."""
+        contest = self._contests.get(member.name)
+        if contest is None or contest.nonce != nonce:
+            return []
+        del self._contests[member.name]
+        error = RemoteProtocolError(
+            ErrorCode.NAME_IN_USE,
+            f"the name {member.name!r} is held by a live learner",
+            expected="a name of its own for every learner",
+            got=f"{member.name!r}, held from {member.address or 'unknown address'} "
+            f"for {now - member.joined_at:.0f} s",
+            remedy="choose another --name, or stop the other process first",
+        )
+        self.state.tally.refuse(error.code)
+        newcomer = contest.newcomer
+        note = ev.Note("warning", f"{newcomer.address or 'a peer'} refused: {error}")
+        return [ev.Send(newcomer.peer, refusal(error)), note]
+
+    def expire(self, now: float) -> list[ev.Effect]:
+        """Gives contested names whose holder did not answer to the newcomer; forgets who is gone
+        for long."""
+        effects: list[ev.Effect] = []
+        for name in sorted(self._contests):
+            if now >= self._contests[name].until:
+                effects += self._award(name, now)
+        return effects + forget_gone(self.state, now)
+
+    def _award(self, name: str, now: float) -> list[ev.Effect]:
+        """The newcomer gets the name, if there is one."""
+        contest = self._contests.pop(name, None)
+        return self._admit(contest.newcomer, contest.hello, now) if contest else []
+
+    def next_deadline(self) -> float | None:
+        times = [contest.until for contest in self._contests.values()]
+        return min([*times, *forget_at(self.state)], default=None)
+
+    def lost(self, member: Member, now: float) -> list[ev.Effect]:
+        """A learner is gone: whoever claims its name gets it; the next founder is asked."""
+        effects = self._award(member.name, now)
+        holder = self.state.roster.get(member.name)
+        if self.state.phase is not msg.Phase.FOUNDING or (holder is not None and holder.connected):
+            return effects
+        effects += self.founding.lost(member)
+        waiting = self.state.roster.connected()
+        return (
+            effects + self._welcome(waiting[0], now) if self.founding.open and waiting else effects
+        )
+
+    def welcome_all(self, now: float) -> list[ev.Effect]:
+        """Version 0 is durable: everybody who waits may adopt it."""
+        effects: list[ev.Effect] = []
+        for member in self.state.roster.connected():
+            effects += self._welcome(member, now)
+        return effects
+
+    def _check(self, hello: msg.Hello, peer: ev.Peer) -> None:
+        """Raises RemoteProtocolError for a Hello that can never be admitted."""
+        state = self.state
+        if hello.protocol != PROTOCOL:
+            raise RemoteProtocolError(
+                ErrorCode.PROTOCOL_VERSION,
+                f"protocol of {hello.name!r}",
+                expected=str(PROTOCOL),
+                got=str(hello.protocol),
+                remedy="install the same narrows version on the broker and on every learner",
+            )
+        check_name(hello.name, hello.incarnation)
+        speaker = state.roster.by_peer(peer)
+        if speaker is not None and speaker.name != hello.name:
+            raise RemoteProtocolError(
+                ErrorCode.BAD_NAME,
+                "one connection speaks for one learner",
+                expected=speaker.name,
+                got=hello.name,
+                remedy="open a connection for each learner",
+            )
+        if state.roster.is_superseded(hello.name, hello.incarnation):
+            raise RemoteProtocolError(
+                ErrorCode.SUPERSEDED,
+                f"a newer process has taken the name {hello.name!r}",
+                remedy="stop this process, or start it again under another --name",
+            )
+        if hello.run_id and hello.run_id != state.run_id:
+            raise RemoteProtocolError(
+                ErrorCode.WRONG_RUN,
+                f"{hello.name!r} belongs to another run",
+                expected=state.run_id,
+                got=hello.run_id,
+                remedy="start the learner again to join this run with this run's model",
+            )
+        if hello.epoch[0] > state.epoch[0]:
+            raise RemoteProtocolError(
+                ErrorCode.WRONG_EPOCH,
+                f"{hello.name!r} has followed a broker of a higher term",
+                expected=f"term {state.epoch[0]} at most",
+                got=f"term {hello.epoch[0]}",
+                remedy="this broker was replaced: stop it",
+            )
+        settings = state.settings
+        needed = codecs_of(settings.push_codec) | codecs_of(settings.publish_codec)
+        missing = needed - set(hello.codecs)
+        if missing:
+            shared = ", ".join(
+                name for name in setting_names() if codecs_of(name) <= set(hello.codecs)
+            )
+            raise RemoteProtocolError(
+                ErrorCode.UNKNOWN_CODEC,
+                f"{hello.name!r} lacks a codec of this run",
+                expected=", ".join(sorted(missing)),
+                got=", ".join(hello.codecs[:16]),
+                remedy="install the same narrows version on the broker and on every learner, or "
+                f"set codec.push and codec.publish to what all have: {shared or 'none'}",
+            )
+        check_layout(hello.layout)
+        if state.layout:
+            self._check_layout(hello)
+
+    def _check_layout(self, hello: msg.Hello) -> None:
+        state = self.state
+        found = differences(state.layout, hello.layout)
+        if not found and hello.frozen_digest != state.frozen_digest:
+            found = ["the frozen (not trained) parameters differ"]
+        if found:
+            raise RemoteProtocolError(
+                ErrorCode.LAYOUT_MISMATCH,
+                f"the model of {hello.name!r} is not the run's model",
+                expected=f"{len(state.layout)} tensors as in the run",
+                got="; ".join(found),
+                remedy="start every learner with the same model code and configuration; another "
+                "model needs a run of its own, that is a broker with another --state-dir",
+            )
+
+    def _admit(self, event: ev.Received, hello: msg.Hello, now: float) -> list[ev.Effect]:
+        state = self.state
+        try:
+            self.founding.take_layout(hello)
+        except NarrowsError as error:
+            return self._refused(event, error)
+        count = len(state.table)
+        before = state.roster.get(hello.name)
+        is_same = before is not None and before.incarnation == hello.incarnation
+        if before is not None and is_same and before.connected and before.peer == event.peer:
+            return self._welcome(before, now)  # A Hello that was repeated.
+        member = Member(
+            hello.name,
+            hello.incarnation,
+            event.peer,
+            event.address,
+            now,
+            now,
+            held=[-1] * count,
+            last_merged=[
+                state.merged_pushes.get((hello.name, hello.incarnation, index), (0, 0))[0]
+                for index in range(count)
+            ],
+            received=[0] * state.settings.streams,
+            contributed_at=now,
+        )
+        try:
+            if before is not None and is_same and len(before.held) == count:
+                state.roster.move(before, event.peer, event.address, now)
+                return self._enter(before, hello, "is back", now)
+            state.roster.admit(member)
+        except RemoteProtocolError as error:
+            return self._refused(event, error)
+        state.clock.keep({each.incarnation for each in state.roster})
+        effects = forget_older(state, member) + drop_pushes(state, member.name)
+        if before is not None:
+            effects += self.founding.taken_over(member.name)
+        return effects + self._enter(member, hello, "rejoined" if before else "joined", now)
+
+    def _enter(self, member: Member, hello: msg.Hello, verb: str, now: float) -> list[ev.Effect]:
+        self.state.clock.join(member.incarnation, hello.tokens, now)
+        self.state.shares.admit(member, self.state.roster.connected(), now)
+        return [
+            ev.Admit(member.name, member.incarnation),
+            ev.Note("info", f"{member.name} {verb} from {member.address or '?'}"),
+            ev.LogFate("joined", member.name, member.incarnation, reason=verb),
+            *self._history_lost(hello),
+            *self._welcome(member, now),
+        ]
+
+    def _history_lost(self, hello: msg.Hello) -> list[ev.Effect]:
+        """A learner has seen what this state directory does not hold. Told as far as it is news;
+        the learner finds out from the Welcome and goes back."""
+        state = self.state
+        here = state.versions or (-1,) * len(hello.versions)
+        ahead = {
+            index: (version, own)
+            for index, (version, own) in enumerate(zip(hello.versions, here, strict=False))
+            if version > own
+        }
+        # A life that was not before this one, or has its number: one of another copy.
+        is_copy = hello.epoch[:2] >= state.epoch[:2] and hello.epoch != state.epoch
+        if hello.run_id != state.run_id or not (ahead or is_copy):
+            return []
+        state.tally.history_lost += 1
+        news = is_copy and not self._copy_told
+        news |= any(v > self._lost.get(index, -1) for index, (v, _) in ahead.items())
+        if not news:
+            return []
+        self._copy_told |= is_copy
+        self._lost |= {index: max(v, self._lost.get(index, -1)) for index, (v, _) in ahead.items()}
+        broker = state.config.broker
+        level = "error" if broker.journal != "off" and not is_copy else "warning"
+        why = _why_lost(hello, broker, is_copy=is_copy)
+        return [ev.Note(level, f"history_lost: {why}. {_what_is_lost(hello.name, ahead)}")]
+
+    def _welcome(self, member: Member, now: float) -> list[ev.Effect]:
+        state = self.state
+        assert member.peer is not None
+        role, effects = msg.Role.ADOPT, list[ev.Effect]()
+        if state.phase is msg.Phase.FOUNDING:
+            role, effects = self.founding.role(member, now)
+        elif not member.ready and member.adopting_since is None:
+            member.adopting_since = now
+            member.down.expect(now)
+        return [ev.Send(member.peer, state.welcome(member, role, now)), *effects]
+
+
+def _why_lost(hello: msg.Hello, broker: BrokerSection, *, is_copy: bool) -> str:
+    """How it can be that a learner has seen more than the state directory holds."""
+    if is_copy:
+        epoch = "{}.{}".format(*hello.epoch)
+        return (
+            "the state directory was restored from an older copy, it does not know the epoch"
+            f" {epoch} that {hello.name} has followed"
+        )
+    if broker.journal == "off":
+        return "what came after the last checkpoint is gone, there is no journal"
+    why = "the state directory was restored from an older copy, or the disk has lost the end of"
+    why += " the journal"
+    if broker.journal_errors == "serve":
+        why += ", or it was published while the journal could not be written"
+    return why
+
+
+def _what_is_lost(name: str, ahead: dict[int, tuple[int, int]]) -> str:
+    """`ahead`: the learner's version and the broker's, by fragment."""
+    if not ahead:
+        return f"{name} holds no newer version; where its copies differ it takes the broker's"
+    listed = [
+        f"of fragment {index} by {version - own} ({version}, here {own if own >= 0 else 'none'})"
+        for index, (version, own) in ahead.items()
+    ]
+    more = f" and of {len(listed) - 3} others" if len(listed) > 3 else ""
+    total = sum(version - own for version, own in ahead.values())
+    return (
+        f"{name} is ahead {', '.join(listed[:3])}{more}; versions lost: {total}. Learners go back"
+        " to the broker's by themselves"
+    )

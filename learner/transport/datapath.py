@@ -1,0 +1,323 @@
+"""The learner's data path: published copies, chunks, pushes, the outbox. No decisions.
+
+Called on the background thread, which alone changes `published`; slow work runs on a pool and
+reports through `post`, which hands an event to the background thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from narrows.learner.module import DeviceSnapshot
+from narrows.learner.session import events as ev
+from narrows.learner.transport.push import Parcel, PushWork, Residuals, encode_push
+from narrows.learner.transport.sender import Sender
+from narrows.learner.transport.sockets import LearnerSockets
+from narrows.proto import messages as msg
+from narrows.proto.codec import (
+    STATE_CODEC,
+    BitControl,
+    DecodedChunk,
+    EncodedChunk,
+    advance_copy,
+    codecs_of,
+    decode_chunk,
+    digest_of,
+    encode_fragment,
+    make_bit_control,
+    values_of,
+)
+from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
+from narrows.proto.flow import Ranges, chunk_elements
+from narrows.proto.fragments import Fragment
+from narrows.proto.frames import decode_data
+from narrows.proto.shell import EventFile
+
+F32: TypeAlias = NDArray[np.float32]
+
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+"""Passes by itself, and says nothing about what could not be done."""
+
+_log = logging.getLogger("narrows.learner")
+
+
+def reason_of(error: BaseException) -> str:
+    """An error as the broker and the log are told it; its kind comes first, before a colon."""
+    text = str(error) if isinstance(error, NarrowsError) else f"{type(error).__name__}: {error}"
+    return text.removesuffix(": ")[:500]
+
+
+class DataPath:
+    """What one learner sends, receives and holds, by fragment."""
+
+    def __init__(
+        self,
+        wires: LearnerSockets,
+        *,
+        name: str,
+        incarnation: str,
+        layout: Sequence[msg.LayoutEntry],
+        post: Callable[[Callable[[], ev.Event | None]], None],
+        records: Path | None,
+    ) -> None:
+        self._wires = wires
+        self._name, self._layout = name, layout
+        self._post = post
+        self._records = EventFile(records, _log) if records else None
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="narrows-codec")
+        self.sender = Sender(wires, name=name, incarnation=incarnation)
+        self.counters = self.sender.counters
+        self.table: tuple[Fragment, ...] = ()
+        self.settings: msg.RunSettings | None = None
+        #: The published copy per fragment. Arrays are replaced, never changed in place.
+        self.published: dict[int, F32] = {}
+        self._residuals = Residuals(False)
+        self._rates: list[BitControl] = []
+        #: Pushes whose outcome is open, by id.
+        self.pushes: dict[int, PushWork] = {}
+        self._chunks: dict[int, tuple[int, DecodedChunk]] = {}
+        #: The newest result of an apply; replaced by the next one if the session refuses it.
+        self._applied: tuple[F32, int] | None = None
+        self._handle = 0
+        #: Kinds of unexpected errors that were logged.
+        self._seen: set[type[Exception]] = set()
+
+    def _submit(self, work: Callable[[], None], failed: Callable[[str], ev.Event | None]) -> None:
+        """Runs `work` on the pool; an error there is handed on as the event `failed(reason)`.
+
+        Until the learner holds every fragment it has nothing to go on with: then an error ends the
+        background thread, and is raised where the learner joins.
+        """
+
+        def guarded() -> None:
+            try:
+                work()
+            except Exception as error:
+                if len(self.published) < len(self.table):
+                    self._post(partial(_raise, error))
+                    return
+                self._trace(error)
+                event = failed(reason_of(error))
+                self._post(lambda: event)
+
+        self._pool.submit(guarded)
+
+    def _trace(self, error: Exception) -> None:
+        """Logs where an error came from, unless it is a usual one or was seen before."""
+        usual = isinstance(error, (NarrowsError, *OUT_OF_MEMORY)) or type(error) in self._seen
+        self._seen.add(type(error))
+        _log.log(logging.DEBUG if usual else logging.ERROR, "in a worker:", exc_info=error)
+
+    def open_streams(self, effect: ev.OpenStreams) -> None:
+        settings, before = effect.settings, self.settings
+        self.table = effect.table
+        # A broker may come back with other settings.
+        if before is None or before.error_feedback != settings.error_feedback:
+            self._residuals = Residuals(settings.error_feedback)
+        coding = settings.push_codec, settings.push_rho
+        if before is None or (before.push_codec, before.push_rho) != coding:
+            self._rates = [
+                make_bit_control(
+                    settings.push_codec, rho=settings.push_rho, bits=settings.push_bits
+                )
+                for _ in effect.table
+            ]
+        for rate in self._rates:
+            rate.aim(settings.push_bits)
+        self.settings = settings
+        self.sender.open_streams(settings.streams)
+        self._wires.open_streams(settings.streams, effect.uplink_port, effect.downlink_port)
+
+    # Down.
+
+    def receive(self, frames: list[bytes]) -> ev.ChunkDecoded:
+        """Checks and decodes a data message. Raises RemoteProtocolError."""
+        header, payload = decode_data(frames)
+        if self.settings is None or header.fragment >= len(self.table):
+            raise RemoteProtocolError(
+                ErrorCode.BAD_FRAGMENT, "data message", got=f"fragment {header.fragment}"
+            )
+        part = self.table[header.fragment]
+        if header.offset + header.count > part.elements:
+            raise RemoteProtocolError(
+                ErrorCode.BAD_RANGE,
+                f"data message for fragment {header.fragment}",
+                expected=f"within 0..{part.elements}",
+                got=f"{header.offset}+{header.count}",
+            )
+        state = header.kind is msg.DataKind.STATE
+        codecs = codecs_of(STATE_CODEC if state else self.settings.publish_codec)
+        if header.codec not in codecs:
+            raise RemoteProtocolError(
+                ErrorCode.UNKNOWN_CODEC,
+                f"data message for fragment {header.fragment}",
+                expected=" or ".join(sorted(codecs)),
+                got=header.codec,
+            )
+        chunk = decode_chunk(part, header.codec, header.offset, header.count, payload)
+        size_bytes = sum(map(len, frames))
+        self.counters.data_down_bytes += size_bytes
+        self.sender.received(size_bytes, time.monotonic())
+        if not state:
+            self.counters.publication_bytes += size_bytes
+            self.counters.publication_elements += header.count
+        self._handle += 1
+        self._chunks[self._handle] = (header.offset, chunk)
+        return ev.ChunkDecoded(header, self._handle)
+
+    def drop(self, handles: Sequence[int]) -> None:
+        for handle in handles:
+            self._chunks.pop(handle, None)
+
+    def apply(self, effect: ev.Apply) -> None:
+        """Makes the next published copy on the pool and checks its digest."""
+        part = self.table[effect.fragment]
+        chunks = [self._chunks[handle] for handle in effect.handles]
+        base = None
+        if effect.kind is msg.DataKind.PUBLICATION:
+            base = self.published[effect.fragment]
+        told = (effect.fragment, effect.version, effect.digest)
+        self._submit(
+            lambda: self._apply(effect, part, chunks, base),
+            lambda reason: ev.ApplyFailed(*told, reason),
+        )
+
+    def _apply(
+        self,
+        effect: ev.Apply,
+        part: Fragment,
+        chunks: list[tuple[int, DecodedChunk]],
+        base: F32 | None,
+    ) -> None:
+        values = values_of(part, chunks) if base is None else advance_copy(part, base, chunks)
+        digest = digest_of(values)
+
+        def applied() -> ev.Event:
+            if digest != effect.digest:
+                return ev.ApplyFailed(effect.fragment, effect.version, effect.digest)
+            self._applied = values, digest
+            return ev.Applied(effect.fragment, effect.version, effect.digest)
+
+        self._post(applied)
+
+    def install(self, fragment: int, version: int) -> None:
+        """The result that was applied last becomes the published copy."""
+        assert self._applied is not None
+        self.published[fragment], digest = self._applied
+        self._applied = None
+        if self._records is not None:
+            self._records.write(
+                {
+                    "event": "installed",
+                    "learner": self._name,
+                    "fragment": fragment,
+                    "version": version,
+                    "digest": f"{digest:016x}",
+                }
+            )
+
+    # Up.
+
+    def start_push(self, effect: ev.Snapshot, local: F32 | DeviceSnapshot, base: F32) -> None:
+        """A snapshot is taken: encode it behind the training thread's back."""
+        part, rate = self.table[effect.fragment], self._rates[effect.fragment]
+        work = PushWork(
+            effect.push_id,
+            part,
+            effect.base_version,
+            base,
+            local,
+            self._residuals.of(effect.fragment),
+            rate.codec,
+            rate.rho,
+        )
+        self.pushes[effect.push_id] = work
+        self._submit(lambda: self._encode(work), partial(ev.EncodeFailed, work.push_id))
+
+    def _encode(self, work: PushWork) -> None:
+        assert self.settings is not None
+
+        def ready(chunk: EncodedChunk) -> None:
+            self._post(lambda: self._queue_push(work, chunk))
+
+        encode_push(work, self.settings, self._layout, ready)
+
+    def _queue_push(self, work: PushWork, chunk: EncodedChunk) -> None:
+        if not work.settled:
+            work.chunks.append(chunk)
+            self.counters.pushes += chunk.offset == 0
+            self.sender.put(_parcel(work, chunk))
+            if chunk.offset + chunk.count == work.fragment.elements:
+                rate = self._rates[work.fragment.index]
+                if rate.target_bits is not None:
+                    # What it takes to look may lie on a device: not on this thread.
+                    self._submit(lambda: self._observe(work, rate), lambda _: None)
+
+    def _observe(self, work: PushWork, rate: BitControl) -> None:
+        bits, ratio = work.bits_per_param, work.error_ratio()
+        self._post(lambda: rate.observe(bits, ratio))
+
+    def resend(self, push_id: int, ranges: Ranges) -> None:
+        """Queues the chunks that touch these ranges again, unless they are on their way."""
+        work = self.pushes.get(push_id)
+        if ranges and work is not None and not work.settled:
+            parcels = [_parcel(work, chunk) for chunk in work.chunks]
+            self.sender.put_again(parcels, ranges, time.monotonic())
+
+    def settle(self, push_id: int, *, merged: bool) -> None:
+        """Stops sending a push; its remainder stays only if it was merged."""
+        work = self.pushes.pop(push_id, None)
+        if work is not None:
+            work.settled = True
+            self._residuals.settle(work, merged=merged)
+            self.sender.discard(lambda parcel: parcel.push_id == push_id)
+
+    def found(self, fragment: int, values: F32, ranges: Ranges) -> None:
+        """Encodes the parameters of a fragment, or these ranges of them, as version 0."""
+        again = ev.SendFounding(fragment, ranges)
+        self._submit(
+            lambda: self._encode_founding(self.table[fragment], values, ranges),
+            partial(ev.CopyFailed, again),
+        )
+
+    def _encode_founding(self, part: Fragment, values: F32, ranges: Ranges) -> None:
+        assert self.settings is not None
+        again: list[Parcel] = []
+        for chunk in encode_fragment(
+            part,
+            values,
+            codec_name=STATE_CODEC,
+            rho=1.0,
+            chunk_elements=chunk_elements(self.settings, STATE_CODEC),
+            reconstructed=np.empty_like(values),
+        ):
+            parcel = Parcel(msg.DataKind.FOUND, part.index, 0, 0, STATE_CODEC, chunk)
+            if ranges:
+                again.append(parcel)
+            else:
+                self._post(partial(self.sender.put, parcel))
+        self._post(lambda: self.sender.put_again(again, ranges, time.monotonic()))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._records is not None:
+            self._records.close()
+
+
+def _parcel(work: PushWork, chunk: EncodedChunk) -> Parcel:
+    place = (work.fragment.index, work.base_version, work.push_id)
+    return Parcel(msg.DataKind.PUSH, *place, work.codec, chunk)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -1,0 +1,151 @@
+"""Pushes from snapshot to settled: outer gradient, residual, chunks kept for repair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from narrows.learner.module import DeviceSnapshot, beside_training
+from narrows.proto.codec import EncodedChunk, empty_f32, round_to_dtype, transfer
+from narrows.proto.flow import chunk_elements
+from narrows.proto.fragments import Fragment
+from narrows.proto.messages import DataKind, LayoutEntry, RunSettings
+
+F32: TypeAlias = NDArray[np.float32]
+I64: TypeAlias = NDArray[np.int64]
+Remainder: TypeAlias = F32 | Tensor
+"""(n,), where the push was encoded."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A chunk of a push, or of version 0, in the outbox."""
+
+    kind: DataKind
+    fragment: int
+    version: int
+    push_id: int
+    codec: str
+    chunk: EncodedChunk
+
+
+@dataclass
+class PushWork:
+    """One push while it is encoded, sent and perhaps sent again."""
+
+    push_id: int
+    fragment: Fragment
+    base_version: int
+    base: F32
+    """What the learner adopted, as published."""
+    local: F32 | DeviceSnapshot
+    """The snapshot; one on a device has a base of its own."""
+    residual: Remainder | None
+    """What earlier pushes left unsent; comes back if this push is not merged."""
+    codec: str
+    rho: float
+    """Codec and quantisation step of this push."""
+    unsent: Remainder | None = None
+    """What this push leaves unsent; true up to the last chunk that is ready."""
+    chunks: list[EncodedChunk] = field(default_factory=list[EncodedChunk])
+    settled: bool = False
+
+    def error_ratio(self) -> float:
+        """See transfer.error_ratio; known when all chunks are made."""
+        unsent = self.unsent
+        assert unsent is not None
+
+        def at(places: I64) -> F32:
+            if isinstance(unsent, np.ndarray):
+                return unsent[places]
+            with beside_training(unsent.device):
+                where = torch.from_numpy(places).to(unsent.device)  # pyright: ignore
+                sampled: F32 = unsent[where].cpu().numpy()
+            return sampled
+
+        return transfer.error_ratio(self.fragment, self.chunks, at)
+
+    @property
+    def bits_per_param(self) -> float:
+        """On the wire, once, headers left out; known when all chunks are made."""
+        return 8 * sum(len(chunk.payload) for chunk in self.chunks) / self.fragment.elements
+
+
+@dataclass
+class Residuals:
+    """Error feedback, two-phase: a push's remainder counts only once the push is merged."""
+
+    enabled: bool
+    _by_fragment: dict[int, Remainder] = field(default_factory=dict[int, "Remainder"])
+
+    def of(self, fragment: int) -> Remainder | None:
+        return self._by_fragment.get(fragment) if self.enabled else None
+
+    def settle(self, work: PushWork, *, merged: bool) -> None:
+        """Keeps the remainder of a merged push; in every other case the one from before stays."""
+        if self.enabled and merged and work.unsent is not None:
+            self._by_fragment[work.fragment.index] = work.unsent
+
+
+def rounded_base(fragment: Fragment, base: F32, layout: Sequence[LayoutEntry]) -> F32:
+    """The published copy as the parameters hold it: rounded to each tensor's dtype.
+
+    Without this the rounding of bfloat16 parameters would travel as progress.
+    """
+    if all(layout[piece.tensor].dtype == "float32" for piece in fragment.pieces):
+        return base
+    rounded = np.empty_like(base)
+    for piece in fragment.pieces:
+        part = slice(piece.offset, piece.offset + piece.count)
+        round_to_dtype(base[part], layout[piece.tensor].dtype, rounded[part])
+    return rounded
+
+
+def encode_push(
+    work: PushWork,
+    settings: RunSettings,
+    layout: Sequence[LayoutEntry],
+    ready: Callable[[EncodedChunk], None],
+) -> None:
+    """Encodes base - local + residual; calls `ready` with each chunk as soon as it is made.
+
+    Stops early when the push is settled. Raises LocalProtocolError NOT_FINITE.
+    """
+    for chunk in _encoded(work, layout, chunk_elements(settings, work.codec)):
+        if work.settled:
+            return
+        # Its part of `unsent` stands: once the last chunk is out, the push may be merged.
+        ready(chunk)
+
+
+def _encoded(work: PushWork, layout: Sequence[LayoutEntry], cut: int) -> Iterator[EncodedChunk]:
+    part, local, residual = work.fragment, work.local, work.residual
+    if isinstance(local, DeviceSnapshot):
+        assert not isinstance(residual, np.ndarray)
+        work.unsent = unsent = local.empty()
+        return local.encode(
+            part,
+            residual,
+            codec_name=work.codec,
+            rho=work.rho,
+            chunk_elements=cut,
+            unsent=unsent,
+        )
+    assert not isinstance(residual, Tensor)
+    work.unsent = remainder = empty_f32(part.elements)
+    return transfer.encode_push(
+        part,
+        rounded_base(part, work.base, layout),
+        local,
+        residual,
+        codec_name=work.codec,
+        rho=work.rho,
+        chunk_elements=cut,
+        unsent=remainder,
+    )

@@ -1,0 +1,80 @@
+"""raw32, f32-blosc2 and bf16: the values themselves, with all or the upper half of their bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrows.proto.codec import blosc2_chunk, kernels
+from narrows.proto.codec.bfloat16 import round_to_dtype
+from narrows.proto.codec.chunk import DecodedChunk, bad_payload, check_size, not_finite
+from narrows.proto.codec.kernels import F32, I64, check_arrays, chunk_elements, read_only
+from narrows.proto.codec.scales import upper_halves
+from narrows.proto.errors import ErrorCode
+
+
+@dataclass(frozen=True, slots=True)
+class FloatCodec:
+    """See codecs.Codec."""
+
+    name: str
+    item_bytes: int
+    compressed: bool = False
+    """Without loss, by Blosc2."""
+    quantised: bool = False
+
+    def payload_bytes_max(self, count: int, spans: int) -> int:
+        header_bytes = blosc2_chunk.HEADER_BYTES if self.compressed and count else 0
+        return count * self.item_bytes + header_bytes
+
+    def encode(self, values: F32, bounds: I64, scales: F32, reconstructed: F32) -> bytes:
+        check_arrays(chunk_elements(bounds), values=values, reconstructed=reconstructed)
+        round_to_dtype(values, "float32" if self.item_bytes == 4 else "bfloat16", reconstructed)
+        if not kernels.all_finite(reconstructed):
+            raise not_finite(f"values to be sent as {self.name}")
+        if self.compressed and values.size:
+            return blosc2_chunk.compress(reconstructed)
+        if self.item_bytes == 4:
+            return reconstructed.tobytes()
+        return upper_halves(reconstructed).tobytes()
+
+    def encode_push(
+        self,
+        base: F32,
+        local: F32,
+        residual: F32 | None,
+        bounds: I64,
+        scales: F32,
+        unsent: F32,
+    ) -> bytes:
+        values = base - local if residual is None else (base - local) + residual
+        payload = self.encode(values, bounds, scales, unsent)
+        np.subtract(values, unsent, out=unsent)
+        return payload
+
+    def encode_step(
+        self, params: F32, published: F32, bounds: I64, scales: F32, advanced: F32
+    ) -> bytes:
+        payload = self.encode(params - published, bounds, scales, advanced)
+        kernels.add_nonzero(read_only(published), read_only(advanced), advanced)
+        return payload
+
+    def decode(self, payload: bytes | memoryview, bounds: I64) -> DecodedChunk:
+        count, view = chunk_elements(bounds), memoryview(payload).cast("B")
+        size_bytes = self.payload_bytes_max(count, bounds.size - 1)
+        check_size(self.name, view, 0 if self.compressed else size_bytes, size_bytes)
+        if self.compressed and count:
+            codes: NDArray[np.generic] = blosc2_chunk.decompress(view, count)
+        else:
+            # Copied: the payload may lie at any address and belongs to the socket.
+            kind = np.dtype(np.float32 if self.item_bytes == 4 else np.uint16)
+            codes = np.frombuffer(view, kind).copy()
+        scales = np.ones(bounds.size - 1, np.float32)
+        chunk = DecodedChunk(self.name, read_only(bounds), read_only(scales), read_only(codes))
+        if not kernels.all_finite(chunk.floats()):
+            raise bad_payload(
+                self.name, "value", "finite values", "nan or inf", ErrorCode.NOT_FINITE
+            )
+        return chunk

@@ -1,0 +1,330 @@
+"""The loops behind the codecs, compiled by numba: strict float32, the same bits on every machine.
+
+Every kernel does elementwise arithmetic or sums in element order; nothing is reassociated and
+nothing is contracted (no fast-math), so that the result does not depend on the vector width, on
+the number of threads or on the CPU model. They release the GIL, never allocate and check nothing:
+who calls them has lengths and bounds checked by the functions below. Inputs come as read-only,
+outputs as writable arrays, because numba compiles once per combination of the two.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrows.proto.codec.compiled import kernel
+from narrows.proto.errors import ErrorCode, LocalProtocolError
+
+F32: TypeAlias = NDArray[np.float32]
+F64: TypeAlias = NDArray[np.float64]
+I8: TypeAlias = NDArray[np.int8]
+I64: TypeAlias = NDArray[np.int64]
+U8: TypeAlias = NDArray[np.uint8]
+U16: TypeAlias = NDArray[np.uint16]
+U32: TypeAlias = NDArray[np.uint32]
+
+RUN: Final = 256
+"""Elements that are packed together: element j of a run shares its byte with element j + half."""
+
+ROUNDER: Final = np.float32(3 << 22)
+"""1.5 * 2**23: adding and subtracting it rounds |x| < 2**22 to an integer, half to even.
+
+Compilers vectorise it on every CPU, while a rounding instruction exists only on newer ones.
+"""
+
+LANES: Final = 16
+"""Partial sums of a square sum: enough to fill the widest vector unit."""
+
+INFINITE_BITS: Final = 0x7F800000
+"""Magnitude bits of infinity; those of a NaN are larger."""
+
+NOTHING: Final = np.zeros(0, np.float32)
+"""An array that a kernel passes over."""
+NOTHING.setflags(write=False)
+
+ONE: Final = np.float32(1)
+ZERO: Final = np.float32(0)
+
+Element = TypeVar("Element", bound=np.generic)
+
+
+def read_only(array: NDArray[Element]) -> NDArray[Element]:
+    """A read-only contiguous view of `array`, or a copy if need be: the form of every input."""
+    flags = array.flags
+    view = array.view() if flags.c_contiguous and flags.aligned else array.copy()
+    view.setflags(write=False)
+    return view
+
+
+def chunk_elements(bounds: I64) -> int:
+    """Elements of a chunk; raises LocalProtocolError unless `bounds` rises strictly from 0."""
+    if (
+        bounds.dtype != np.int64
+        or bounds.ndim != 1
+        or not bounds.size
+        or bounds[0] != 0
+        or not np.all(bounds[1:] > bounds[:-1])
+    ):
+        raise LocalProtocolError(
+            ErrorCode.MISUSE,
+            "bounds of spans",
+            expected="int64 (s + 1,), rising strictly from 0",
+            got=f"{bounds.dtype} {bounds.shape}: {bounds[:4]}",
+        )
+    return int(bounds[-1])
+
+
+def check_arrays(count: int, **arrays: F32) -> None:
+    """Raises LocalProtocolError unless every array is float32 (count,), and outputs contiguous."""
+    for name, array in arrays.items():
+        is_output = name in ("out", "reconstructed")
+        if (
+            array.dtype != np.float32
+            or array.shape != (count,)
+            or (is_output and not array.flags.carray)
+        ):
+            raise LocalProtocolError(
+                ErrorCode.MISUSE,
+                f"array {name!r}",
+                expected=f"float32 ({count},)" + (", contiguous, writable" if is_output else ""),
+                got=f"{array.dtype} {array.shape}",
+            )
+
+
+@kernel
+def largest_bits(bits: U32) -> int:
+    """Largest magnitude among float32 bit patterns; 0x7f800000 and above is not finite."""
+    largest = np.uint32(0)
+    for i in range(bits.size):
+        largest = max(largest, bits[i] & np.uint32(0x7FFFFFFF))
+    return int(largest)
+
+
+def all_finite(values: F32) -> bool:
+    """Whether no element of `values` (n,) is infinite or NaN."""
+    return largest_bits(read_only(values.view(np.uint32))) < INFINITE_BITS
+
+
+@kernel
+def quantise(values: F32, bounds: I64, scales: F32, limit: np.float32, codes: I8) -> int:
+    """codes = values / scale, rounded half to even, clamped to +-limit; 0 where the scale is 0.
+
+    Span i of `values` (n,) is `bounds[i]:bounds[i + 1]`. Returns the largest magnitude as float32
+    bits: from INFINITE_BITS on a value is not finite, and the codes mean nothing.
+    """
+    largest = np.uint32(0)
+    for span in range(scales.size):
+        scale = scales[span]
+        inverse = ONE / scale if scale > ZERO else ZERO
+        first, end = bounds[span], bounds[span + 1]
+        part, part_codes = values[first:end], codes[first:end]
+        for i in range(part.size):
+            bits = np.float32(part[i]).view(np.uint32)
+            largest = max(largest, bits & np.uint32(0x7FFFFFFF))
+            # Clamped before rounding; this order of the comparisons turns a NaN into the limit,
+            # so that the conversion to an integer below is always defined.
+            ratio = part[i] * inverse
+            ratio = ratio if ratio < limit else limit
+            ratio = ratio if ratio > -limit else -limit
+            part_codes[i] = np.int8((ratio + ROUNDER) - ROUNDER)
+    return int(largest)
+
+
+@kernel
+def quantise_difference(
+    minuend: F32,
+    subtrahend: F32,
+    addend: F32,
+    bounds: I64,
+    scales: F32,
+    limit: np.float32,
+    codes: I8,
+    rest: F32,
+) -> int:
+    """As `quantise` of value = (minuend - subtrahend) + addend, and rest = value - scale * code.
+
+    All (n,). The product is exact, at most 8 + 7 significant bits, so the rest is rounded once.
+    One pass over memory: a fragment is larger than any cache.
+    """
+    largest = np.uint32(0)
+    for span in range(scales.size):
+        scale = scales[span]
+        inverse = ONE / scale if scale > ZERO else ZERO
+        first, end = bounds[span], bounds[span + 1]
+        part, less, more = minuend[first:end], subtrahend[first:end], addend[first:end]
+        part_codes, part_rest = codes[first:end], rest[first:end]
+        for i in range(part.size):
+            value = np.float32((part[i] - less[i]) + more[i])
+            largest = max(largest, value.view(np.uint32) & np.uint32(0x7FFFFFFF))
+            ratio = value * inverse
+            ratio = ratio if ratio < limit else limit
+            ratio = ratio if ratio > -limit else -limit
+            whole = (ratio + ROUNDER) - ROUNDER
+            part_codes[i] = np.int8(whole)
+            part_rest[i] = value - scale * whole
+    return int(largest)
+
+
+@kernel
+def add_codes(base: F32, codes: I8, bounds: I64, scales: F32, out: F32) -> None:
+    """out (n,) = base + scale * code; a zero value leaves the bits of base. See `add_nonzero`."""
+    for span in range(scales.size):
+        scale = scales[span]
+        first, end = bounds[span], bounds[span + 1]
+        part, part_codes, part_out = base[first:end], codes[first:end], out[first:end]
+        for i in range(part.size):
+            value = scale * np.float32(part_codes[i])
+            part_out[i] = part[i] if value == ZERO else part[i] + value
+
+
+@kernel
+def scale_codes(codes: I8, bounds: I64, scales: F32, out: F32) -> None:
+    """out (n,) = scale * code: the decoder's half of `quantise`, bit for bit."""
+    for span in range(scales.size):
+        scale = scales[span]
+        first, end = bounds[span], bounds[span + 1]
+        part, part_out = codes[first:end], out[first:end]
+        for i in range(part.size):
+            part_out[i] = scale * np.float32(part[i])
+
+
+@kernel
+def pack(codes: U8, packed: U8) -> None:
+    """Two 4-bit codes per byte, in runs of RUN elements; the last run may be shorter.
+
+    `codes` (n,) holds two's complement bytes in -7..7, `packed` has (n + 1) // 2 bytes. In a run
+    of m elements and half = (m + 1) // 2 bytes, byte j holds element j in its low nibble and
+    element j + half in its high one; where m is odd the last high nibble is 0.
+    """
+    mask, four = np.uint8(15), np.uint8(4)
+    for start in range(0, codes.size, RUN):
+        length = min(RUN, codes.size - start)
+        half = (length + 1) // 2
+        low, high = codes[start : start + half], codes[start + half : start + length]
+        run = packed[start // 2 : start // 2 + half]
+        for j in range(high.size):
+            run[j] = np.uint8((low[j] & mask) | (high[j] << four))
+        if high.size < half:
+            run[half - 1] = low[half - 1] & mask
+
+
+@kernel
+def unpack(packed: U8, codes: I8) -> None:
+    """The codes (n,) of `packed` ((n + 1) // 2,), the inverse of `pack`."""
+    mask, four, eight = np.uint8(15), np.uint8(4), np.uint8(8)
+    for start in range(0, codes.size, RUN):
+        length = min(RUN, codes.size - start)
+        half = (length + 1) // 2
+        low, high = codes[start : start + half], codes[start + half : start + length]
+        run = packed[start // 2 : start // 2 + half]
+        for j in range(half):
+            # Flipping the sign bit of a nibble and taking 8 off extends its sign.
+            low[j] = np.int8(((run[j] & mask) ^ eight) - eight)
+        for j in range(high.size):
+            high[j] = np.int8(((run[j] >> four) ^ eight) - eight)
+
+
+@kernel
+def code_square_sums(codes: I8, bounds: I64, out: I64) -> None:
+    """out (s,) = sum of code**2 of each span: integers, hence exact in any order."""
+    for span in range(out.size):
+        total = np.int64(0)
+        for code in codes[bounds[span] : bounds[span + 1]]:
+            total += np.int64(np.int32(code) * np.int32(code))
+        out[span] = total
+
+
+@kernel
+def float_square_sums(values: F32, bounds: I64, lanes: F64, out: F64) -> None:
+    """out (s,) = sum of value**2 of each span in float64.
+
+    Element i of a span is added to lane i mod LANES, in element order; then the lanes are added
+    in order. One sum alone would wait for each addition; `lanes` is scratch (LANES,).
+    """
+    for span in range(out.size):
+        part = values[bounds[span] : bounds[span + 1]]
+        lanes[:] = 0.0
+        whole = part.size - part.size % LANES
+        for start in range(0, whole, LANES):
+            for lane in range(LANES):
+                value = np.float64(part[start + lane])
+                lanes[lane] += value * value
+        for lane in range(part.size - whole):
+            value = np.float64(part[whole + lane])
+            lanes[lane] += value * value
+        total = 0.0
+        for lane in range(LANES):
+            total += lanes[lane]
+        out[span] = total
+
+
+@kernel
+def sampled_mean_squares(
+    minuend: F32, subtrahend: F32, addend: F32, bounds: I64, samples_max: int, out: F64
+) -> None:
+    """out (k,) = mean of value**2 over at most `samples_max` elements of each piece, in float64,
+    zeros left out: where few rows of an embedding are used, the step is one for those rows.
+
+    value = (minuend - subtrahend) + addend; the latter two may be empty. A piece of n elements is
+    cut into strata of width ceil(n / samples_max); what does not fill a stratum is left out. One
+    element is read of each, at a place that a multiplicative hash of the stratum's number chooses:
+    a constant stride would read a few columns of a matrix only. A piece of up to samples_max
+    elements has strata of one element and is read whole, and so is one whose samples are all 0.
+    """
+    for piece in range(out.size):
+        start, count = bounds[piece], bounds[piece + 1] - bounds[piece]
+        width = (count + samples_max - 1) // samples_max
+        samples = count // width
+        total, found = 0.0, 0
+        for i in range(samples):
+            hashed = ((i * 0x9E3779B1) & 0xFFFFFFFF) >> 8
+            place = start + i * width + ((hashed * width) >> 24)
+            value = minuend[place]
+            if subtrahend.size:
+                value -= subtrahend[place]
+            if addend.size:
+                value += addend[place]
+            total += np.float64(value) * np.float64(value)
+            found += value != ZERO
+        if not found:
+            for place in range(start, start + count):
+                value = minuend[place]
+                if subtrahend.size:
+                    value -= subtrahend[place]
+                if addend.size:
+                    value += addend[place]
+                total += np.float64(value) * np.float64(value)
+                found += value != ZERO
+        out[piece] = total / max(found, 1)
+
+
+def sample_places(bounds: I64, samples_max: int) -> tuple[I64, I64]:
+    """The elements that `sampled_mean_squares` reads, in its order, and the bounds of the pieces
+    among them: for who has to fetch them first."""
+    places: list[I64] = []
+    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        width = -(-(end - start) // samples_max)
+        strata = np.arange((end - start) // width, dtype=np.int64)
+        hashed = ((strata * 0x9E3779B1) & 0xFFFFFFFF) >> 8
+        places.append(start + strata * width + ((hashed * width) >> 24))
+    return np.concatenate(places), np.cumsum([0, *map(len, places)], dtype=np.int64)
+
+
+@kernel
+def add_nonzero(base: F32, values: F32, out: F32) -> None:
+    """out (n,) = base + values; a zero value leaves the bits of base, so that -0.0 stays -0.0."""
+    for i in range(out.size):
+        out[i] = base[i] if values[i] == ZERO else base[i] + values[i]
+
+
+@kernel
+def round_bfloat16(bits: U32, out: U32) -> None:
+    """float32 bit patterns (n,) rounded to bfloat16, half to even; a NaN stays a (quiet) NaN."""
+    for i in range(bits.size):
+        word = bits[i]
+        even = np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))
+        rounded = (word + even) & np.uint32(0xFFFF0000)
+        is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        out[i] = np.uint32(0x7FC00000) if is_nan else rounded

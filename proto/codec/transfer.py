@@ -1,0 +1,179 @@
+"""A fragment to encoded chunks and back: what both ends of a transfer share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from narrows.proto.codec.buffers import empty_f32
+from narrows.proto.codec.chunk import DecodedChunk
+from narrows.proto.codec.codecs import RMS_SAMPLES_MAX, codec, piece_scales
+from narrows.proto.codec.kernels import F32, I64, NOTHING, sample_places
+from narrows.proto.codec.scales import decode_scales
+from narrows.proto.fragments import Fragment
+from narrows.proto.frames import digest
+
+STATE_CODEC = "f32-blosc2"
+"""Full states and version 0 travel without loss."""
+
+
+@dataclass(frozen=True)
+class EncodedChunk:
+    """Elements [offset, offset + count) of a fragment as they travel."""
+
+    offset: int
+    count: int
+    payload: bytes
+    payload_digest: int
+
+
+def error_ratio(
+    fragment: Fragment, chunks: Iterable[EncodedChunk], unsent_at: Callable[[I64], F32]
+) -> float:
+    """The squared error of quantised chunks over what their steps explain, scale**2 / 12 each.
+
+    About 1 as long as nothing exceeds the range of the codes. From samples: `unsent_at(places)`
+    is what was left unsent there; where that is 0 there was nothing to send.
+    """
+    places, bounds = sample_places(fragment.bounds, RMS_SAMPLES_MAX)
+    scales = np.zeros(len(fragment.pieces))
+    for chunk in chunks:
+        pieces = fragment.pieces_of(chunk.offset, chunk.count)
+        head = memoryview(chunk.payload)[: 2 * (pieces.stop - pieces.start)]
+        scales[pieces.start : pieces.stop] = decode_scales(head)
+    sampled = np.diff(bounds)
+    errors = unsent_at(places).astype(np.float64) ** 2
+    weights = np.repeat(np.diff(fragment.bounds) / sampled, sampled) * (errors > 0)
+    explained = float(weights @ np.repeat(scales**2 / 12, sampled))
+    return float(weights @ errors) / max(explained, 1e-300)
+
+
+def digest_of(values: F32) -> int:
+    """xxh3_64 of a vector's little-endian float32 bytes: the digest of a (fragment, version)."""
+    return digest(np.ascontiguousarray(values, dtype="<f4").data.cast("B"))
+
+
+def encode_fragment(
+    fragment: Fragment,
+    values: F32,
+    *,
+    codec_name: str,
+    rho: float,
+    chunk_elements: int,
+    reconstructed: F32,
+) -> Iterator[EncodedChunk]:
+    """Encodes a fragment chunk by chunk, in order, so that sending can start at once.
+
+    Shapes: values and reconstructed are (fragment.elements,). `reconstructed` is filled with
+    exactly what the receiver decodes; it is complete when the iterator is exhausted.
+    Raises LocalProtocolError NOT_FINITE if a value is not finite.
+    """
+    scheme = codec(codec_name)
+    scales = piece_scales(values, fragment.bounds, rho) if scheme.quantised else None
+
+    def encode(part: slice, bounds: I64, span_scales: F32) -> bytes:
+        return scheme.encode(values[part], bounds, span_scales, reconstructed[part])
+
+    yield from _chunks(fragment, chunk_elements, scales, encode)
+
+
+def encode_push(
+    fragment: Fragment,
+    base: F32,
+    local: F32,
+    residual: F32 | None,
+    *,
+    codec_name: str,
+    rho: float,
+    chunk_elements: int,
+    unsent: F32,
+) -> Iterator[EncodedChunk]:
+    """Encodes the outer gradient (base - local) + residual, as `encode_fragment` does.
+
+    `unsent` (n,) gets what is not sent of it, true up to the chunk that was yielded last.
+    """
+    scheme = codec(codec_name)
+    scales = None
+    if scheme.quantised:
+        addend = NOTHING if residual is None else residual
+        scales = piece_scales(base, fragment.bounds, rho, subtrahend=local, addend=addend)
+
+    def encode(part: slice, bounds: I64, span_scales: F32) -> bytes:
+        carried = None if residual is None else residual[part]
+        return scheme.encode_push(
+            base[part], local[part], carried, bounds, span_scales, unsent[part]
+        )
+
+    yield from _chunks(fragment, chunk_elements, scales, encode)
+
+
+def encode_step(
+    fragment: Fragment,
+    params: F32,
+    published: F32,
+    *,
+    codec_name: str,
+    rho: float,
+    chunk_elements: int,
+    advanced: F32,
+) -> Iterator[EncodedChunk]:
+    """Encodes the publication params - published, as `encode_fragment` does.
+
+    `advanced` (n,) gets the next published copy, bit for bit what `advance_copy` makes.
+    """
+    scheme = codec(codec_name)
+    scales = None
+    if scheme.quantised:
+        scales = piece_scales(params, fragment.bounds, rho, subtrahend=published)
+
+    def encode(part: slice, bounds: I64, span_scales: F32) -> bytes:
+        return scheme.encode_step(
+            params[part], published[part], bounds, span_scales, advanced[part]
+        )
+
+    yield from _chunks(fragment, chunk_elements, scales, encode)
+
+
+def _chunks(
+    fragment: Fragment,
+    chunk_elements: int,
+    scales: F32 | None,
+    encode: Callable[[slice, I64, F32], bytes],
+) -> Iterator[EncodedChunk]:
+    """The chunks of a fragment; `encode` gets the elements, the spans and their scales."""
+    for offset, count in fragment.chunks(chunk_elements):
+        pieces = fragment.pieces_of(offset, count)
+        span_scales = NOTHING if scales is None else scales[pieces.start : pieces.stop]
+        part = slice(offset, offset + count)
+        payload = encode(part, fragment.spans(offset, count), span_scales)
+        yield EncodedChunk(offset, count, payload, digest(payload))
+
+
+def decode_chunk(
+    fragment: Fragment, codec_name: str, offset: int, count: int, payload: bytes | memoryview
+) -> DecodedChunk:
+    """Checks and unpacks one chunk. Raises RemoteProtocolError if the payload is not valid."""
+    return codec(codec_name).decode(payload, fragment.spans(offset, count))
+
+
+def values_of(fragment: Fragment, chunks: Sequence[tuple[int, DecodedChunk]]) -> F32:
+    """The decoded values of a complete set of (offset, chunk), shape (fragment.elements,)."""
+    values = empty_f32(fragment.elements)
+    for offset, chunk in chunks:
+        chunk.values(values[offset : offset + chunk.count])
+    return values
+
+
+def advance_copy(fragment: Fragment, copy: F32, chunks: Sequence[tuple[int, DecodedChunk]]) -> F32:
+    """The next published copy: copy + what a publication carries, a new array.
+
+    Exact: a product of scale and code has at most 15 significant bits, so the sum is one
+    correctly rounded operation and has the same bits everywhere (DESIGN, numbers on the wire).
+    """
+    advanced = empty_f32(fragment.elements)
+    for offset, chunk in chunks:
+        part = slice(offset, offset + chunk.count)
+        chunk.add_to(copy[part], advanced[part])
+    return advanced

@@ -1,0 +1,42 @@
+"""What paces a sender: budget, queue, credit, and the reassembly at the other end. [pure]"""
+
+from narrows.proto.flow.assembly import Arrival, Assembly, Ranges, parts_max, touches
+from narrows.proto.flow.budget import (
+    SEGMENT_BYTES,
+    SEGMENT_OVERHEAD_BYTES,
+    SHARE_USED,
+    Budget,
+    chunk_elements,
+    least_chunk_elements,
+    message_bytes,
+    wire_bytes,
+)
+from narrows.proto.flow.outbox import STATE_FLOOR, Departure, Lane, Outbox
+from narrows.proto.flow.path import ACKNOWLEDGE_BYTES
+from narrows.proto.flow.patience import STATE_BYTES, Flow, Patience, Way, push_bytes_max
+
+__all__ = [
+    "ACKNOWLEDGE_BYTES",
+    "SEGMENT_BYTES",
+    "SEGMENT_OVERHEAD_BYTES",
+    "SHARE_USED",
+    "STATE_BYTES",
+    "STATE_FLOOR",
+    "Arrival",
+    "Assembly",
+    "Budget",
+    "Departure",
+    "Flow",
+    "Lane",
+    "Outbox",
+    "Patience",
+    "Ranges",
+    "Way",
+    "chunk_elements",
+    "least_chunk_elements",
+    "message_bytes",
+    "parts_max",
+    "push_bytes_max",
+    "touches",
+    "wire_bytes",
+]
