@@ -26,6 +26,7 @@ from narrows.proto.limits import (
     TOKENS_MAX,
 )
 from narrows.proto.messages import Mode, RunSettings
+from narrows.proto.timing import BEAT_S, FORGET_S, LATE_S, LOST_S, PROBE_S
 from narrows.proto.units import Amount, BitRate, Duration, Size, written
 
 OUTER_OPTIMIZERS: Final = ("nesterov", "sgd")
@@ -64,7 +65,7 @@ class BrokerSection(Section):
     to the older of the two checkpoints that are kept."""
     journal_segment: Annotated[Size, Range(1 << 12, 1 << 40)] = 64 << 20
     """Size of one file of the journal; a broker takes the room of one at its start."""
-    beat: Annotated[Duration, Range(0.01, 60)] = 1.0
+    beat: Annotated[Duration, Range(0.01, 60)] = BEAT_S
     """Seconds between two beats to each learner. Beats repeat the state, so one that is lost costs
     this much delay."""
 
@@ -237,14 +238,14 @@ class WanSection(Section):
 class LivenessSection(Section):
     """[liveness] When a silent learner is no longer counted on. Durations."""
 
-    late: Duration = 3.0
+    late: Duration = LATE_S
     """Nothing heard for so long: the learner is not waited for beyond the grace window."""
-    lost: Duration = 10.0
+    lost: Duration = LOST_S
     """Nothing heard for so long: it is dead, and "all live learners" is one less. Above `late`."""
-    forget: Duration = 21600.0
+    forget: Duration = FORGET_S
     """A learner that is gone is remembered for so long, with the pushes of it that were merged: one
     that comes back later is new, and does not know whether its last push was. At least `lost`."""
-    probe: Duration = 2.0
+    probe: Duration = PROBE_S
     """Time that the holder of a name has to answer when a newcomer claims it."""
 
     def __post_init__(self) -> None:
