@@ -141,7 +141,7 @@ class MergeSection(Section):
     Nobody is blocked by it; 0 merges slow learners rarely, 1 delays every adoption."""
     weights: Literal["tokens", "equal"] = "tokens"
     """tokens: tokens^2 / steps (Decoupled DiLoCo, arXiv 2604.21428, Sec. 3.2). equal: 1 / M."""
-    law: Literal["layout", "mean"] = "layout"
+    rule: Literal["layout", "mean"] = "layout"
     """layout: radial-directional or mean, as the layout says per tensor. mean: always the mean."""
     clip_ratio: Annotated[float, Range(0, 1000)] = 3.0
     """From three contributors on, norms are clipped to this multiple of their median, per tensor
@@ -165,7 +165,7 @@ class OuterSection(Section):
 
     optimizer: str = "nesterov"
     """nesterov or sgd."""
-    rate: Annotated[float, Range(1e-6, 10)] = 0.4
+    lr: Annotated[float, Range(1e-6, 10)] = 0.4
     """Outer learning rate. sgd at 1 with one learner is that learner's own training. With momentum
     0.6 and H = 10 the best of those tried (docs/quality.md, "outer": "H 10, 0.4/0.6")."""
     momentum: Annotated[float, Range(0, 0.999)] = 0.6
@@ -288,7 +288,7 @@ _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
         "fragments.count": 1,
         "fragments.overlap_steps": 0,
         "merge.weights": "equal",
-        "merge.law": "mean",
+        "merge.rule": "mean",
         "merge.clip_ratio": 0.0,
         "merge.rounds_in_flight": 1,
     },

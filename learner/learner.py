@@ -76,7 +76,7 @@ class Learner:
     while the broker speaks and a minute more, but no longer than `leave_timeout_s` (None: no such
     limit). When the body raised it leaves at once.
 
-    `merge_laws` is described at ModuleParameters. `events` is a file that gets one JSON line per
+    `merge_rules` is described at ModuleParameters. `events` is a file that gets one JSON line per
     event. `device_encoding` is whether pushes are encoded where the parameters are, for 8 bytes of
     that memory per parameter; by default if they are all on one GPU. `connect` makes the exchange.
 
@@ -91,7 +91,7 @@ class Learner:
         *,
         broker: str,
         name: str,
-        merge_laws: Mapping[str, str] | None = None,
+        merge_rules: Mapping[str, str] | None = None,
         join_timeout_s: float = 60.0,
         leave_timeout_s: float | None = None,
         events: str | os.PathLike[str] | None = None,
@@ -100,7 +100,7 @@ class Learner:
     ) -> None:
         _refuse_several_ranks()
         self._optimizers = _listed(optimizer)
-        self._parameters = parameters_of(model, merge_laws, device_encoding)
+        self._parameters = parameters_of(model, merge_rules, device_encoding)
         self._leave_timeout_s = leave_timeout_s
         self._ramp_steps = 0
         self._connect = functools.partial(

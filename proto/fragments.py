@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
 from narrows.proto.layout import element_count
 from narrows.proto.limits import FRAGMENTS_MAX
-from narrows.proto.messages import LayoutEntry, MergeLaw
+from narrows.proto.messages import LayoutEntry, MergeRule
+from narrows.proto.units import counted
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Whole rows of one tensor within a fragment; scales and merge laws hold per piece."""
+    """Whole rows of one tensor within a fragment; scales and merge rules hold per piece."""
 
     tensor: int
     """Index in the layout."""
@@ -34,7 +35,7 @@ class Piece:
     count: int
     offset: int
     """First element within the fragment."""
-    law: MergeLaw
+    rule: MergeRule
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def build_table(layout: Sequence[LayoutEntry], fragment_count: int) -> tuple[Fra
     if len(parts) < fragment_count:
         possible = _largest_possible(layout, fragment_count)
         raise ConfigError(
-            f"fragments.count: this model cannot be cut into {fragment_count} fragments",
+            f"fragments.count: this model cannot be cut into {counted(fragment_count, 'fragment')}",
             expected=f"at most {possible}",
             got=str(fragment_count),
             remedy=f"set fragments.count = {possible}: only whole rows of a tensor are cut off",
@@ -163,6 +164,6 @@ def _fragment(index: int, share: list[_Part], layout: Sequence[LayoutEntry]) -> 
     pieces: list[Piece] = []
     offset = 0
     for tensor, start, count in sorted(share):
-        pieces.append(Piece(tensor, start, count, offset, layout[tensor].law))
+        pieces.append(Piece(tensor, start, count, offset, layout[tensor].rule))
         offset += count
     return Fragment(index, tuple(pieces), offset)

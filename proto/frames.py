@@ -21,6 +21,7 @@ from narrows.proto.limits import (
     PROTOCOL,
 )
 from narrows.proto.messages import ControlMessage, Header
+from narrows.proto.units import counted
 
 MAGIC = b"NRW"
 ENVELOPE_BYTES = 12
@@ -71,7 +72,10 @@ def decode_data(frames: Sequence[bytes | memoryview]) -> tuple[Header, memoryvie
     """Header and payload of a data message `[topic, header, payload]`, checksums verified."""
     if len(frames) != 3:
         raise RemoteProtocolError(
-            ErrorCode.BAD_FRAME, "data message", expected="3 frames", got=f"{len(frames)} frames"
+            ErrorCode.BAD_FRAME,
+            "data message",
+            expected="3 frames",
+            got=counted(len(frames), "frame"),
         )
     body = _unseal(frames[1], HEADER_BYTES_MAX, "header")
     try:

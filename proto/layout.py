@@ -102,7 +102,7 @@ def _differences(ours: Sequence[LayoutEntry], theirs: Sequence[LayoutEntry]) -> 
 
 
 def _entry_differences(ours: LayoutEntry, theirs: LayoutEntry) -> Iterator[str]:
-    for field in ("shape", "dtype", "law"):
+    for field in ("shape", "dtype", "rule"):
         expected, got = getattr(ours, field), getattr(theirs, field)
         if expected != got:
             yield f"{ours.name!r}: {field} {got}, expected {expected}"

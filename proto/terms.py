@@ -45,7 +45,7 @@ Epoch: TypeAlias = tuple[Count, Count, Count]
 """(term, life, nonce): a promotion raises term, each start of a state directory its life and draws
 a nonce. Only terms are ordered: a copy of the directory counts its lives on from an older one."""
 
-MergeLaw: TypeAlias = Literal["mean", "rda"]
+MergeRule: TypeAlias = Literal["mean", "rda"]
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 
@@ -84,12 +84,12 @@ class Role(StrEnum):
 
 
 class LayoutEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One parameter tensor that travels. `law` says how its outer gradients are merged."""
+    """One parameter tensor that travels. `rule` says how its outer gradients are merged."""
 
     name: Text
     shape: tuple[int, ...]
     dtype: DtypeName
-    law: MergeLaw
+    rule: MergeRule
 
 
 class RunSettings(Struct, frozen=True, forbid_unknown_fields=True):

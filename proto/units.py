@@ -187,6 +187,11 @@ def format_count(count: float) -> str:
     return _format(count, _COUNTS)
 
 
+def counted(count: int, thing: str) -> str:
+    """A number and what it counts: "1 learner", "2 learners"."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def _format(value: float, scale: Scale) -> str:
     """Two significant digits below ten, whole numbers from ten on; base units exact if whole."""
     base = next(unit for unit, size, _ in scale if size == 1)

@@ -12,15 +12,15 @@ from narrows.broker.merging.merge import DecodedVector
 from narrows.proto.codec.chunk import DecodedChunk
 from narrows.proto.codec.codecs import codec, piece_scales
 from narrows.proto.fragments import Fragment, build_table
-from narrows.proto.messages import LayoutEntry, MergeLaw
+from narrows.proto.messages import LayoutEntry, MergeRule
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 
 
-def one_fragment(*pieces: tuple[int, MergeLaw]) -> Fragment:
-    """A fragment with pieces of these sizes and merge laws."""
-    layout = [LayoutEntry(f"t{i}", (n,), "float32", law) for i, (n, law) in enumerate(pieces)]
+def one_fragment(*pieces: tuple[int, MergeRule]) -> Fragment:
+    """A fragment with pieces of these sizes and merge rules."""
+    layout = [LayoutEntry(f"t{i}", (n,), "float32", rule) for i, (n, rule) in enumerate(pieces)]
     (fragment,) = build_table(layout, 1)
     return fragment
 
@@ -61,7 +61,7 @@ def slow_merge(
     fragment: Fragment,
     *,
     clip_ratio: float = 3.0,
-    law: str = "layout",
+    rule: str = "layout",
 ) -> F64:
     """The merge by its definition: clip every vector, then average them piece by piece."""
     result: list[F64] = []
@@ -69,7 +69,7 @@ def slow_merge(
         parts = [v[piece.offset : piece.offset + piece.count].astype(np.float64) for v in vectors]
         if clip_ratio:
             parts = slow_clip(parts, clip_ratio)
-        is_radial = law == "layout" and piece.law == "rda"
+        is_radial = rule == "layout" and piece.rule == "rda"
         result.append((slow_radial if is_radial else slow_mean)(parts, weights))
     return np.concatenate(result)
 

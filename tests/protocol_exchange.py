@@ -58,7 +58,7 @@ class Pushed(NamedTuple):
     codes: NDArray[np.int8]
     scales: F32
     values: F32
-    unsent: F32
+    residual: F32
 
 
 class Round(NamedTuple):
@@ -75,14 +75,14 @@ class Round(NamedTuple):
 
 
 def pushed(local: F32) -> Pushed:
-    unsent = np.empty_like(BASE)
+    residual = np.empty_like(BASE)
     (chunk,) = transfer.encode_push(
         FRAGMENT, BASE, local, None,
-        codec_name=CODEC, rho=RHO, chunk_elements=BASE.size, unsent=unsent,
+        codec_name=CODEC, rho=RHO, chunk_elements=BASE.size, next_residual=residual,
     )  # fmt: skip
     content = decoded(chunk)
     values = transfer.values_of(FRAGMENT, [(0, content)])
-    return Pushed(chunk, BASE - local, content.whole_codes(), content.scales, values, unsent)
+    return Pushed(chunk, BASE - local, content.whole_codes(), content.scales, values, residual)
 
 
 def exchange() -> Round:
@@ -94,7 +94,7 @@ def exchange() -> Round:
     ]
     weights = token_weights([(48, 3), (32, 2)], rule="tokens")
     mean = merge_vectors(FRAGMENT, contributions, weights).outer_grad
-    optimizer = outer_optimizer("nesterov", rate=0.4, momentum=0.6)
+    optimizer = outer_optimizer("nesterov", lr=0.4, momentum=0.6)
     params, momentum = optimizer.step(BASE, np.zeros_like(BASE), mean)
     copy = np.empty_like(BASE)
     (publication,) = transfer.encode_step(

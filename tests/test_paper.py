@@ -158,7 +158,7 @@ def test_app_c_fragments_are_balanced() -> None:
 def test_the_outer_optimizer_is_nesterov() -> None:
     """b <- mu b + d; Theta <- Theta - rate (d + mu b): gain 1 + mu at first, 1 / (1 - mu) later.
     The paper prints neither rate nor momentum."""
-    optimizer = outer_optimizer("nesterov", rate=1.0, momentum=0.5)
+    optimizer = outer_optimizer("nesterov", lr=1.0, momentum=0.5)
     params, momentum = np.zeros(1, np.float32), np.zeros(1, np.float32)
     steps: list[float] = []
     for _ in range(30):

@@ -18,6 +18,7 @@ from narrows.bench.kit.processes import Processes
 from narrows.bench.kit.proxy import Proxy
 from narrows.bench.kit.rows import rows_in
 from narrows.proto.errors import ErrorCode, NarrowsError
+from narrows.proto.units import counted
 
 LINE_S: Final = 5.0
 """One line on the console so often."""
@@ -229,7 +230,7 @@ class Run:
         rate_per_s, contributors = self._merges.since_last_asked()
         return (
             f"{phase} {now_s:4.0f} s  {rate_per_s:.2f} merges/s of {contributors:.1f} learners  "
-            f"{len(self.story.outages)} faults  down: {down or 'nobody'}"
+            f"{counted(len(self.story.outages), 'fault')}  down: {down or 'nobody'}"
         )
 
     def _say(self, text: str) -> None:

@@ -125,7 +125,7 @@ def _uniform8_bytes(message: tuple[Any, F32]) -> int:
 
 
 def _eager_torch() -> list[CodecBaseline]:
-    """All that a push does, in eager torch: difference, residual, rms, codes, remainder, zstd."""
+    """All that a push does, in eager torch: difference, residual, rms, codes, residual, zstd."""
     import torch
 
     carried: dict[int, Any] = {}
@@ -139,7 +139,7 @@ def _eager_torch() -> list[CodecBaseline]:
         scale = 0.5 * outer_grad.square().mean().sqrt().clamp(min=1e-30)
         codes = (outer_grad / scale).clamp(-7, 7).round().to(torch.int8)
         sent = codes * scale
-        _remainder = outer_grad - sent
+        _residual = outer_grad - sent
         padded = codes if codes.numel() % 2 == 0 else torch.nn.functional.pad(codes, (0, 1))
         half = padded.numel() // 2
         packed = (padded[:half] & 15) | (padded[half:] << 4)

@@ -51,7 +51,7 @@ class CodecRow:
     decode_accumulate_params_per_s: float | None
     """Payloads of CONTRIBUTORS learners checked, decoded and summed with weights."""
     decode_merge_params_per_s: float | None
-    """The same with what the default law does besides: norms, clipping, the mean direction."""
+    """The same with what the default rule does besides: norms, clipping, the mean direction."""
     wire_bits_per_param: float
     snr_db: float | None
     """Signal over error of one exchange; None if nothing is lost."""
@@ -99,10 +99,10 @@ def shannon_bits(snr: float | None) -> float | None:
 
 
 def lone_elements(data: Data) -> Iterator[dict[str, Any]]:
-    """What is still unsent of one element of 100 rms after 1 to LONE_ROUNDS exchanges.
+    """What is not yet sent of one element of 100 rms after 1 to LONE_ROUNDS exchanges.
 
     It is part of the first outer gradient alone; the later ones are noise like all others.
-    Codes are clamped, and the rest travels in later exchanges with the remainder.
+    Codes are clamped, and the rest travels in later exchanges with the residual.
     """
     rms = float(np.sqrt(np.mean(data.values.astype(np.float64) ** 2)))
     place = int(np.argmax(np.abs(data.values)))
@@ -111,22 +111,22 @@ def lone_elements(data: Data) -> Iterator[dict[str, Any]]:
         base[place] = 100 * rms
         residual, errors = None, list[float]()
         for _ in range(LONE_ROUNDS):
-            unsent = np.empty_like(base)
-            list(_push(data.fragment, base, local, residual, name, rho, unsent))
-            errors.append(abs(float(unsent[place])) / (100 * rms))
+            next_residual = np.empty_like(base)
+            list(_push(data.fragment, base, local, residual, name, rho, next_residual))
+            errors.append(abs(float(next_residual[place])) / (100 * rms))
             base = data.values.copy()
             base[place] = 0.0
-            residual = unsent
-        yield {"data": data.name, "codec": name, "rho": rho, "unsent_share_by_round": errors}
+            residual = next_residual
+        yield {"data": data.name, "codec": name, "rho": rho, "residual_share_by_round": errors}
 
 
 def _push(
     fragment: Fragment, base: F32, local: F32, residual: F32 | None, name: str, rho: float,
-    unsent: F32,
+    next_residual: F32,
 ) -> Iterator[EncodedChunk]:  # fmt: skip
     return encode_push(
         fragment, base, local, residual,
-        codec_name=name, rho=rho, chunk_elements=CHUNK_ELEMENTS, unsent=unsent,
+        codec_name=name, rho=rho, chunk_elements=CHUNK_ELEMENTS, next_residual=next_residual,
     )  # fmt: skip
 
 
@@ -142,10 +142,10 @@ def _ours(data: Data, name: str, rho: float, threads: int, memcpy: float) -> Cod
     snr = snr_db(values, sent)
     base, residual = values.copy(), (values * np.float32(0.1))[::-1].copy()
     locals_ = [np.zeros_like(values) for _ in range(threads)]
-    unsent = [np.empty_like(values) for _ in range(threads)]
+    next_residual = [np.empty_like(values) for _ in range(threads)]
 
     def encode(thread: int) -> None:
-        for _ in _push(fragment, base, locals_[thread], residual, name, rho, unsent[thread]):
+        for _ in _push(fragment, base, locals_[thread], residual, name, rho, next_residual[thread]):
             pass
 
     quantised = codec(name).quantised
@@ -273,10 +273,10 @@ def table(rows: Iterator[CodecRow]) -> Table:
 
 
 def lone_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The unsent share of a lone large element by exchange."""
+    """The residual share of a lone large element by exchange."""
     headings = ("data", "codec", "rho", *map(str, range(1, LONE_ROUNDS + 1)))
-    shown = Table(headings, keys=3, title="unsent share of one element of 100 rms")
+    shown = Table(headings, keys=3, title="residual share of one element of 100 rms")
     for row in rows:
-        shares = [f"{share:.0%}" for share in row["unsent_share_by_round"]]
+        shares = [f"{share:.0%}" for share in row["residual_share_by_round"]]
         shown.add(row["data"], row["codec"], str(row["rho"]), *shares)
     return shown

@@ -12,21 +12,20 @@ from rich.console import Console
 
 from narrows.bench.demo import results as demo_results
 from narrows.bench.demo.story import (
-    KILL_AT,
     PRESET,
-    RETURN_AT,
     SYNC_PERIOD_STEPS,
     DemoOptions,
     DemoStory,
 )
 from narrows.bench.demo.view import View
 from narrows.bench.kit import machine
+from narrows.bench.kit.failures import ProcessFailed
 from narrows.bench.kit.processes import Processes, work_folder
 from narrows.broker.cli.status import ask_status
 from narrows.broker.cli.tables import terminal
 from narrows.broker.merging import warm_up
 from narrows.proto.errors import BrokerUnreachable
-from narrows.proto.messages import Phase, Status
+from narrows.proto.messages import Phase
 
 POLL_S = 0.25
 END_TIMEOUT_S = 120.0
@@ -48,15 +47,27 @@ def run_demo(options: DemoOptions) -> None:
             for name in [*options.names, "broker"]:
                 processes.wait(name, END_TIMEOUT_S)
             processes.wait("alone", 10 * END_TIMEOUT_S)
-            processes.check(*options.names, "broker", "alone")
+            check_ended(processes, story, *options.names, "broker", "alone")
         results = demo_results.collect(options, story, folder)
         if options.baselines:
             console.print("Training data parallel at equal tokens ...")
             results |= demo_results.data_parallel(options, results, say=console.print)
         machine.write_result(options.json, "demo", results)
         demo_results.show(console, results)
+        if story.killed_at is None:
+            console.print("The run was too short to kill a learner in it: --steps makes it longer.")
         if options.picture is not None:
             _draw(options, view, results, options.picture)
+
+
+def check_ended(processes: Processes, story: DemoStory, *names: str) -> None:
+    """Raises ProcessFailed if one of these has ended with a failure."""
+    victim = story.victim
+    if story.returned_at and story.live_at is None and processes.running[victim].poll():
+        # Its own words would be of a broker that does not answer.
+        why = f"the run ended before {victim} was back"
+        raise ProcessFailed(victim, why, remedy="give it more --steps")
+    processes.check(*names)
 
 
 def _draw(options: DemoOptions, view: View, results: demo_results.Results, path: Path) -> None:
@@ -130,13 +141,12 @@ def _follow(
                 raise
             continue  # It may be about to end: on a busy machine that takes a while.
         answered = now = time.monotonic()
-        story.last = status
+        story.note(status, now)
         share = status.run_tokens / options.goal_tokens
-        _note_victim(story, status, now)
-        if story.killed_at is None and share >= KILL_AT:
+        if story.is_to_kill(share, now):
             processes.kill(story.victim, signal.SIGKILL)
             story.killed_at = now
-        if story.killed_at and story.returned_at is None and share >= RETURN_AT:
+        if story.is_to_return(share, now):
             _start_learner(processes, folder, address, story.victim)
             story.returned_at = now
         view.update(status, _alone_progress(folder))
@@ -144,18 +154,6 @@ def _follow(
             break
         time.sleep(POLL_S)
     story.ended_at = time.monotonic()
-
-
-def _note_victim(story: DemoStory, status: Status, now: float) -> None:
-    for learner in status.learners:
-        if learner.loss is not None:
-            story.losses.setdefault(learner.name, []).append((now, learner.loss))
-        if learner.name != story.victim:
-            continue
-        if story.killed_at is None:
-            story.first_incarnation = learner.incarnation
-        elif learner.incarnation != story.first_incarnation and learner.contributions:
-            story.contributed_at = story.contributed_at or now
 
 
 def _alone_progress(folder: Path) -> dict[str, float]:

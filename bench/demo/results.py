@@ -63,6 +63,7 @@ def collect(options: DemoOptions, story: DemoStory, folder: Path) -> Results:
         "contributions_merged": sum(len(merge["contributors"]) for merge in merges),
         "contributions_refused": final["contributions_refused"],
         "longest_merge_gap_s": final["longest_merge_gap_s"],
+        "killed": story.killed_at is not None,
         "rejoin_s": story.rejoin_s,
         "mean_contributors_per_merge": _mean(len(merge["contributors"]) for merge in merges),
         "mean_live_learners": _mean(merge["live"] for merge in merges),
@@ -169,11 +170,12 @@ def _rows(results: Results) -> Iterable[tuple[str, str]]:
     mean, live = results["mean_contributors_per_merge"], results["mean_live_learners"]
     yield "contributors per merge", f"{mean:.2f} of {live:.2f} live learners"
     yield "longest pause between merges", format_duration_s(results["longest_merge_gap_s"])
-    rejoin = results["rejoin_s"]
-    yield (
-        "killed learner, from restart to merged again",
-        format_duration_s(rejoin) if rejoin is not None else "not before the end",
-    )
+    if results["killed"]:
+        rejoin = results["rejoin_s"]
+        yield (
+            "killed learner, from restart to merged again",
+            format_duration_s(rejoin) if rejoin is not None else "not before the end",
+        )
     yield "work overwritten", f"{results['overwritten_fraction']:.1%}"
     yield "training threads held up by us", f"{results['blocked_fraction']:.2%} of the time"
     differing = results["digests_differing"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from narrows.learner.reference.gpt import preset
 from narrows.proto.errors import ConfigError
-from narrows.proto.messages import Status
+from narrows.proto.messages import LearnerStatus, Phase, Status
 
 PRESET = "tiny"
 STEPS = 1500
@@ -18,6 +18,10 @@ SYNC_PERIOD_STEPS = 16
 
 KILL_AT, RETURN_AT = 0.40, 0.60
 """Shares of the run at which a learner is killed and started again."""
+
+ROOM = 1.5
+"""Nobody is killed if the rest of the run is shorter than so many times the start of a learner, and
+who was killed is started again before it is."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,13 @@ class DemoStory:
 
     victim: str
     started_at: float = 0.0
+    begun_at: float | None = None
+    """When all learners had started and the run began."""
     killed_at: float | None = None
     returned_at: float | None = None
     first_incarnation: str = ""
+    live_at: float | None = None
+    """When the broker counted the returned learner as live."""
     contributed_at: float | None = None
     """When the returned learner was merged again."""
     ended_at: float = 0.0
@@ -74,6 +82,55 @@ class DemoStory:
     losses: dict[str, list[tuple[float, float]]] = field(
         default_factory=dict[str, list[tuple[float, float]]]
     )
+
+    def note(self, status: Status, now: float) -> None:
+        """Takes a new status in."""
+        self.last = status
+        if status.phase is not Phase.FOUNDING and self.begun_at is None:
+            self.begun_at = now
+        for learner in status.learners:
+            if learner.loss is not None:
+                self.losses.setdefault(learner.name, []).append((now, learner.loss))
+            if learner.name == self.victim:
+                self._note_victim(learner, now)
+
+    def _note_victim(self, learner: LearnerStatus, now: float) -> None:
+        if self.killed_at is None:
+            self.first_incarnation = learner.incarnation
+        elif learner.incarnation != self.first_incarnation:
+            if learner.state == "live":
+                self.live_at = self.live_at or now
+            if learner.contributions:
+                self.contributed_at = self.contributed_at or now
+
+    def is_to_kill(self, share: float, now: float) -> bool:
+        """The victim dies now: there is time for it to come back."""
+        return self.killed_at is None and share >= KILL_AT and self._has_room(share, now)
+
+    def is_to_return(self, share: float, now: float) -> bool:
+        """The victim is started again now."""
+        is_dead = self.killed_at is not None and self.returned_at is None
+        return is_dead and (share >= RETURN_AT or not self._has_room(share, now))
+
+    def _has_room(self, share: float, now: float) -> bool:
+        """The rest of the run is long enough to start a learner in it."""
+        if self.begun_at is None or not share:
+            return False
+        left_s = (now - self.begun_at) * (1 - share) / share
+        return left_s >= ROOM * (self.begun_at - self.started_at)
+
+    @property
+    def chapter(self) -> str:
+        """What happens to the victim now, "" before anything does."""
+        if self.killed_at is None:
+            return ""
+        if self.returned_at is None:
+            return f"{self.victim} was killed (SIGKILL); the others train on"
+        if self.live_at is None:
+            return f"{self.victim} is starting under its old name"
+        if self.contributed_at is None:
+            return f"{self.victim} is back under its old name, warming up"
+        return f"{self.victim} contributes again after {self.rejoin_s:.1f} s"
 
     @property
     def rejoin_s(self) -> float | None:

@@ -16,7 +16,7 @@ from rich.text import Text
 from narrows.bench.demo.story import DemoOptions, DemoStory
 from narrows.broker.cli.tables import Table
 from narrows.proto.messages import Status
-from narrows.proto.units import format_bytes, format_count, format_duration_s
+from narrows.proto.units import counted, format_bytes, format_count, format_duration_s
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_COUNT = 20
@@ -75,21 +75,10 @@ class View:
         losses = [learner.loss for learner in status.learners if learner.loss is not None]
         loss = f"{sum(losses) / len(losses):.3f}" if losses else "-"
         return (
-            f"{share:4.0%}  {live} learners live  loss {loss}  {status.merges} merges of "
-            f"{status.mean_contributors_per_merge:.2f}  "
-            f"wire {format_bytes(status.up_bytes + status.down_bytes)}{self._event()}"
-        )
-
-    def _event(self) -> str:
-        """The chapter of the story that is on."""
-        story = self._story
-        if story.killed_at is None:
-            return ""
-        if story.returned_at is None:
-            return f"   {story.victim} was killed (SIGKILL); the others train on"
-        if story.contributed_at is None:
-            return f"   {story.victim} is back under its old name, warming up"
-        return f"   {story.victim} contributes again after {story.rejoin_s:.1f} s"
+            f"{share:4.0%}  {counted(live, 'learner')} live  loss {loss}  "
+            f"{counted(status.merges, 'merge')} of {status.mean_contributors_per_merge:.2f}  "
+            f"wire {format_bytes(status.up_bytes + status.down_bytes)}   {self._story.chapter}"
+        ).rstrip()
 
     def _picture(self, status: Status, alone: dict[str, Any]) -> Group:
         share = min(status.run_tokens / self._options.goal_tokens, 1.0)
@@ -103,7 +92,7 @@ class View:
         parts: list[Any] = [head, ProgressBar(total=1.0, completed=share, width=72), Text("")]
         parts.append(self._table(status, alone))
         parts.append(self._totals(status))
-        event = self._event().strip()
+        event = self._story.chapter
         parts.append(Text(event or status.waiting_for, style="bold yellow" if event else "dim"))
         return Group(*parts)
 
@@ -134,7 +123,7 @@ class View:
     def _totals(self, status: Status) -> Text:
         versions = f"{min(status.versions)}..{max(status.versions)}" if status.versions else "-"
         return Text(
-            f"\nversions {versions}   {status.merges} merges, "
+            f"\nversions {versions}   {counted(status.merges, 'merge')}, "
             f"{status.mean_contributors_per_merge:.2f} contributors each   "
             f"{format_count(status.tokens_per_s)} tokens/s   wire: up "
             f"{format_bytes(status.up_bytes)}, down {format_bytes(status.down_bytes)}"

@@ -25,6 +25,9 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 """Time to end in order after SIGTERM, before SIGKILL."""
 
+ABORT_TIMEOUT_S = 3.0
+"""The same after an error or Ctrl-C: what the children still measure, nobody will read."""
+
 NOT_GIVEN_AWAY = (10_000, 32_000)
 """Ports below those that Linux, macOS and Windows take for outgoing connections, unless they are
 told otherwise."""
@@ -84,11 +87,14 @@ class Processes:
     """Before every command; it must become that command, as `ip netns exec NAME` does."""
     groups: bool = False
     """A signal goes to a child's own children as well: some systems fork their members' parts."""
+    stop_timeout_s: float = STOP_TIMEOUT_S
 
     def __enter__(self) -> Processes:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.stop_timeout_s = ABORT_TIMEOUT_S
         self.stop_all()
 
     def start(self, name: str, *arguments: str, module: str = "narrows") -> None:
@@ -164,7 +170,7 @@ class Processes:
         for process in alive:
             self._send(process, signal.SIGCONT)
             self._send(process, signal.SIGTERM)
-        deadline = time.monotonic() + STOP_TIMEOUT_S
+        deadline = time.monotonic() + self.stop_timeout_s
         for process in alive:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))

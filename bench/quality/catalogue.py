@@ -31,7 +31,7 @@ SHORT_STEPS: Final = 150
 SMALL: Final[Mapping[str, tuple[str, ...]]] = {
     "modes": ("decoupled", "streaming", "diloco, 0.7 / 0.9, raw32"),
     "outer": ("0.7 / 0.9",),
-    "merge law": ("mean, 4 learners",),
+    "merge rule": ("mean, 4 learners",),
     "codec": ("raw32", "int4, rho 1"),
     "lateness": ("5 s",),
     "speeds": ("4:3:2:1",),
@@ -54,7 +54,7 @@ def _cell(name: str, settings: Mapping[str, object] | None = None, **changes: An
 def modes() -> list[QualityCell]:
     """How far are the modes from data parallel, the classic method included?"""
     raw = {"codec.push": "raw32", "codec.publish": "raw32"}
-    published = {"run.mode": "diloco", "outer.rate": 0.7, "outer.momentum": 0.9, **raw}
+    published = {"run.mode": "diloco", "outer.lr": 0.7, "outer.momentum": 0.9, **raw}
     return [
         _cell("decoupled"),
         _cell("streaming", {"run.mode": "streaming"}),
@@ -72,7 +72,7 @@ def inner_rate() -> list[QualityCell]:
 def outer() -> list[QualityCell]:
     """Which outer rate and momentum (Nesterov)?"""
     return [
-        _cell(f"{rate} / {momentum}", {"outer.rate": rate, "outer.momentum": momentum})
+        _cell(f"{rate} / {momentum}", {"outer.lr": rate, "outer.momentum": momentum})
         for rate in (0.4, 0.7, 1.0)
         for momentum in (0.0, 0.4, 0.6, 0.8, 0.9)
     ]
@@ -85,7 +85,7 @@ def sync_period() -> list[QualityCell]:
             f"H {period}, {rate} / {momentum}",
             {
                 "fragments.sync_period_steps": period,
-                "outer.rate": rate,
+                "outer.lr": rate,
                 "outer.momentum": momentum,
             },
         )
@@ -99,12 +99,12 @@ def fragments() -> list[QualityCell]:
     return [_cell(f"P {count}", {"fragments.count": count}) for count in (1, 2, 4, 8, 16)]
 
 
-def merge_law() -> list[QualityCell]:
+def merge_rule() -> list[QualityCell]:
     """Radial-directional averaging or the mean?"""
     return [
-        _cell(f"{law}, {learners} learners", {"merge.law": law}, learners=learners)
+        _cell(f"{rule}, {learners} learners", {"merge.rule": rule}, learners=learners)
         for learners in (4, 8)
-        for law in ("layout", "mean")
+        for rule in ("layout", "mean")
     ]
 
 
@@ -163,7 +163,7 @@ def variants() -> list[QualityCell]:
     """What do outer rules gain that were proposed elsewhere?"""
     rules = ("momentum warm-up", "momentum restart", "outer decay", "heloco")
     # M times the rate, because a merge has all learners here: so the outer gain is the defaults'.
-    gain = {"outer.rate": BASE.learners * BASE.config().outer.rate}
+    gain = {"outer.lr": BASE.learners * BASE.config().outer.lr}
     name, late = "K 1, no grace, no waits, 4:3:2:1, delayed nesterov", "delayed nesterov"
     alone = _cell(name, {**gain, **_ONE_BY_ONE}, step_s=_step_s(4, 3, 2, 1), variant=late)
     return [*(_cell(rule, variant=rule) for rule in rules), _cell(late, gain, variant=late), alone]
@@ -188,7 +188,7 @@ def size() -> list[QualityCell]:
     return [
         _cell("decoupled", model="micro"),
         _cell("0.7 / 0.9", {"outer.momentum": 0.9}, model="micro"),
-        _cell("mean", {"merge.law": "mean"}, model="micro"),
+        _cell("mean", {"merge.rule": "mean"}, model="micro"),
         _cell("raw32", _codec("raw32", 1.0), model="micro"),
         _cell("int4, rho 1", _codec("int4-zstd", 1.0), model="micro"),
     ]
@@ -281,8 +281,8 @@ def poison() -> list[QualityCell]:
 
 
 _MAKERS: Final[Sequence[Callable[[], list[QualityCell]]]] = (
-    modes, inner_rate, outer, sync_period, fragments, merge_law, codec, adoption, lateness, weights,
-    variants, muon, learners, size, speeds, quorum, deaths, scavenging, poison,
+    modes, inner_rate, outer, sync_period, fragments, merge_rule, codec, adoption, lateness,
+    weights, variants, muon, learners, size, speeds, quorum, deaths, scavenging, poison,
 )  # fmt: skip
 GROUPS: Final = {make.__name__.replace("_", " "): make for make in _MAKERS}
 

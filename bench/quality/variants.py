@@ -42,8 +42,8 @@ class MomentumWarmUp(_Variant):
     def outer_step(self, part: Fragment, state: FragmentState, outer_grad: F32) -> tuple[F32, F32]:
         outer = self.config.outer
         share = min(1.0, (state.version + 1) / (0.2 * self.versions))
-        rule = outer_optimizer(outer.optimizer, rate=outer.rate, momentum=outer.momentum * share)
-        return rule.step(state.global_, state.momentum, outer_grad)
+        optimizer = outer_optimizer(outer.optimizer, lr=outer.lr, momentum=outer.momentum * share)
+        return optimizer.step(state.global_, state.momentum, outer_grad)
 
 
 class MomentumRestart(_Variant):
@@ -56,13 +56,13 @@ class MomentumRestart(_Variant):
 
 
 class OuterDecay(_Variant):
-    """The outer rate falls linearly to a third of itself."""
+    """The outer learning rate falls linearly to a third of itself."""
 
     def outer_step(self, part: Fragment, state: FragmentState, outer_grad: F32) -> tuple[F32, F32]:
         outer = self.config.outer
         share = 1.0 - (2 / 3) * min(1.0, state.version / self.versions)
-        rule = outer_optimizer(outer.optimizer, rate=outer.rate * share, momentum=outer.momentum)
-        return rule.step(state.global_, state.momentum, outer_grad)
+        optimizer = outer_optimizer(outer.optimizer, lr=outer.lr * share, momentum=outer.momentum)
+        return optimizer.step(state.global_, state.momentum, outer_grad)
 
 
 class DelayedNesterov(_Variant):
@@ -78,7 +78,7 @@ class DelayedNesterov(_Variant):
 
     def outer_step(self, part: Fragment, state: FragmentState, outer_grad: F32) -> tuple[F32, F32]:
         learners = np.float32(self.config.run.learners_at_start)
-        rate, beta = np.float32(self.config.outer.rate), np.float32(self.config.outer.momentum)
+        lr, beta = np.float32(self.config.outer.lr), np.float32(self.config.outer.momentum)
         step, momentum = outer_grad / learners, state.momentum
         total = self._sums[part.index]
         total += outer_grad
@@ -86,7 +86,7 @@ class DelayedNesterov(_Variant):
             momentum = (beta * momentum + total / learners).astype(np.float32, copy=False)
             step += beta * momentum
             total[:] = 0.0
-        params: F32 = (state.global_ - rate * step).astype(np.float32, copy=False)
+        params: F32 = (state.global_ - lr * step).astype(np.float32, copy=False)
         return params, momentum
 
 

@@ -15,6 +15,7 @@ from narrows.bench.report.pictures import draw
 from narrows.bench.report.tables import tables_of
 from narrows.broker.cli.tables import terminal
 from narrows.proto.errors import ConfigError
+from narrows.proto.units import counted
 
 OLD: Final = "its rows are not those of this version"
 
@@ -43,7 +44,7 @@ def run_report(folder: Path, html: Path, pictures: Path | None, readme: Path | N
         console.print(f"{bench}: no file; {NEXT_STEP}", markup=False)
     for line in unread:
         console.print(f"left out: {line}", markup=False)
-    console.print(f"{len(sections)} files, written to {html}", markup=False)
+    console.print(f"{counted(len(sections), 'file')}, written to {html}", markup=False)
 
 
 def sections_of(found: Folder, pictures: Path | None) -> tuple[list[PageSection], list[str]]:

@@ -62,7 +62,7 @@ class Training:
     """Of the order of the text."""
     adoption: Adoption = "overwrite"
     """blend: half own, half published. carry: what was trained since the snapshot stays. lean: the
-    remainder of a push stays in the parameters, not in memory of its own."""
+    residual of a push stays in the parameters, not in memory of its own."""
     ramp: bool = True
     """A learner without inner state begins with small steps and contributes after them."""
     poison: Mapping[str, Poison] = field(default_factory=dict[str, Poison])
@@ -113,7 +113,7 @@ class TrainedLearner(SimulatedLearner):
         self._rates: list[BitControl] = []
         self._works: dict[int, PushWork] = {}
         self._snapshots: dict[int, F32] = {}
-        self._remainders: dict[int, F32] = {}
+        self._in_parameters: dict[int, F32] = {}
 
     def _step(self) -> None:
         if self._reader is None:
@@ -205,8 +205,8 @@ class TrainedLearner(SimulatedLearner):
         work = self._works.pop(effect.push_id, None)
         if work is not None:
             self._residuals.settle(work, merged=effect.merged)
-            if effect.merged and isinstance(work.unsent, np.ndarray):
-                self._remainders[work.fragment.index] = work.unsent
+            if effect.merged and isinstance(work.next_residual, np.ndarray):
+                self._in_parameters[work.fragment.index] = work.next_residual
 
     # Adopting.
 
@@ -215,7 +215,7 @@ class TrainedLearner(SimulatedLearner):
         fragment = effect.fragment
         values = self.shelf.published[fragment, effect.version]
         before = self._snapshots.pop(fragment, None)
-        remainder = self._remainders.pop(fragment, None)
+        residual = self._in_parameters.pop(fragment, None)
         match self.training.adoption:
             case "blend":
                 if before is not None:
@@ -224,21 +224,21 @@ class TrainedLearner(SimulatedLearner):
                 if before is not None:
                     values = values + (self._local(fragment) - before)
             case "lean":
-                if remainder is not None:
-                    values = values - remainder
+                if residual is not None:
+                    values = values - residual
             case "overwrite":
                 pass
         self.parameters_of.adopt(self._table[fragment], values)
 
 
 def _encode_otherwise(coding: Coding, work: PushWork, cut: int) -> int:
-    """Fills in the chunks of what arrives and what is unsent; returns the bytes that it takes."""
+    """Fills in the arriving chunks and the next residual; returns the bytes that it takes."""
     assert isinstance(work.local, np.ndarray) and not isinstance(work.residual, torch.Tensor)
     values = work.base - work.local
     if work.residual is not None:
         values += work.residual
     sent, size = coding(work.fragment, values)
-    work.unsent = values - sent
+    work.next_residual = values - sent
     for offset, count in work.fragment.chunks(cut):
         payload = sent[offset : offset + count].tobytes()
         work.chunks.append(EncodedChunk(offset, count, payload, 0))

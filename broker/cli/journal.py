@@ -43,7 +43,7 @@ def replay(
     *,
     merge: str | None = None,
     outer: str | None = None,
-    outer_rate: float | None = None,
+    outer_lr: float | None = None,
     outer_momentum: float | None = None,
     to: Path | None = None,
 ) -> None:
@@ -59,7 +59,7 @@ def replay(
         avg: plain weighted mean; rda: radial-directional averaging, as by default.
     outer
         Another outer optimizer: nesterov or sgd.
-    outer_rate
+    outer_lr
         Another outer learning rate.
     outer_momentum
         Another outer momentum.
@@ -69,4 +69,4 @@ def replay(
     from narrows.broker.cli.journal_report import replay
     from narrows.broker.storage import Changes
 
-    replay(state_dir, Changes(merge, outer, outer_rate, outer_momentum), to)
+    replay(state_dir, Changes(merge, outer, outer_lr, outer_momentum), to)

@@ -31,7 +31,7 @@ from narrows.broker.storage import (
     recover,
 )
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
-from narrows.proto.units import format_bytes
+from narrows.proto.units import counted, format_bytes
 
 
 def show(path: Path) -> None:
@@ -58,12 +58,12 @@ def audit(path: Path) -> None:
         print(f"from record {first} on: earlier ones were cut back, see broker.journal_keep")
     fates = ", ".join(f"{count} {what}" for what, count in sorted(found.fates.items()))
     print(
-        f"{found.rounds} rounds, {found.contributions} contributions, {len(found.epochs)} starts of"
-        f" the broker{'; ' if fates else ''}{fates}"
+        f"{counted(found.rounds, 'round')}, {counted(found.contributions, 'contribution')}, "
+        f"{counted(len(found.epochs), 'start')} of the broker{'; ' if fates else ''}{fates}"
     )
     if found.problems:
         raise NarrowsError(
-            ErrorCode.STATE_DAMAGED, f"{len(found.problems)} things do not add up",
+            ErrorCode.STATE_DAMAGED, f"{counted(len(found.problems), 'error')} in the journal",
             got="; ".join(found.problems[:5]),
         )  # fmt: skip
     if found.rounds:
@@ -103,10 +103,10 @@ def export_model(path: Path, target: Path) -> None:
         history = recover(config_of(snapshot), snapshot, journal)
         _warn(journal)
         if history.gaps:
-            print(f"warning: {history.gaps} rounds {GAP}, and are left out")
+            print(f"warning: {counted(history.gaps, 'round')} {GAP}: left out")
     export_tensors(replace(snapshot, fragments=tuple(history.model.fragments)), target)
     versions = _versions(history.model.fragments)
-    print(f"{target}: versions {versions}, {history.replayed} rounds from the journal")
+    print(f"{target}: versions {versions}, {counted(history.replayed, 'round')} from the journal")
 
 
 def check_target(target: Path | None) -> None:
@@ -119,7 +119,7 @@ def check_target(target: Path | None) -> None:
 
 def _tell_equal(again: History, as_run: History) -> None:
     check_whole(again.gaps)
-    print(f"{again.replayed} rounds replayed, every digest as it was")
+    print(f"{counted(again.replayed, 'round')} replayed, every digest as it was")
     print(f"model {model_digest(again.model)}")
     if model_digest(again.model) != model_digest(as_run.model):
         raise NarrowsError(
@@ -150,13 +150,13 @@ def _line(head: Head, blob_bytes: int) -> str:
     who = ", ".join(f"{c.learner} {c.weight:.0%}" for c in head.contributors)
     return (
         f"{at}  fragment {head.fragment} version {head.version} from {who} ({head.reason});"
-        f" {head.policy.optimizer} {head.policy.rate:g}/{head.policy.momentum:g},"
+        f" {head.policy.optimizer} {head.policy.outer_lr:g}/{head.policy.momentum:g},"
         f" {format_bytes(blob_bytes)}, published {head.digests[2]:016x}"
     )
 
 
 def _tell_different(again: MergedAgain, as_run: History) -> GlobalModel:
-    print(f"{again.rounds} rounds merged again")
+    print(f"{counted(again.rounds, 'round')} merged again")
     print(f"model {model_digest(again.model)}, of the run {model_digest(as_run.model)}")
     print(f"different from {again.differs} on" if again.differs else "no difference")
     return again.model

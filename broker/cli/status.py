@@ -13,7 +13,7 @@ from narrows.proto.address import parse_address
 from narrows.proto.errors import BrokerUnreachable, ErrorCode, RemoteProtocolError
 from narrows.proto.frames import decode_control, encode_control
 from narrows.proto.messages import AskStatus, LearnerStatus, Status
-from narrows.proto.units import format_bytes, format_count, format_duration_s
+from narrows.proto.units import counted, format_bytes, format_count, format_duration_s
 
 
 def ask_status(broker: str, *, timeout_s: float) -> Status:
@@ -68,7 +68,7 @@ def headline(status: Status) -> str:
         f"run {status.run_id}  epoch {status.epoch[0]}.{status.epoch[1]}  {status.mode}  "
         f"{status.phase}  up {format_duration_s(status.uptime_s)}\n"
         f"{format_count(status.run_tokens)}{goal} tokens at {format_count(status.tokens_per_s)}/s"
-        f"  versions {versions}  {status.merges} merges, "
+        f"  versions {versions}  {counted(status.merges, 'merge')}, "
         f"{status.mean_contributors_per_merge:.2f} contributors each, longest pause "
         f"{format_duration_s(status.longest_merge_gap_s)}  "
         f"in {format_bytes(status.up_bytes)}  out {format_bytes(status.down_bytes)}"

@@ -111,7 +111,7 @@ def merge_vectors(
     weights: Sequence[float],
     *,
     clip_ratio: float = 3.0,
-    law: Literal["layout", "mean"] = "layout",
+    rule: Literal["layout", "mean"] = "layout",
 ) -> MergeResult:
     """The merged outer gradient (n,), float32.
 
@@ -120,7 +120,7 @@ def merge_vectors(
     (sum w ||v||) * unit(sum w unit(v)), at most sqrt(non-zero contributors) times as long as the
     mean. It is the mean where there is one contributor, or where the directions cancel out.
 
-    `contributions` are sorted by learner; `weights` sum to 1. `law` "mean" overrules the layout.
+    `contributions` are sorted by learner; `weights` sum to 1. `rule` "mean" overrules the layout.
     Raises LocalProtocolError MISUSE otherwise. The result is finite unless the input is of the
     order of float32's limit; the caller checks what it commits.
     """
@@ -130,7 +130,7 @@ def merge_vectors(
     clips = _clips(norms, clip_ratio)
     mean_factors = shares * clips
     units = np.divide(shares, norms, out=np.zeros_like(norms), where=norms >= NORM_MIN)
-    units[[law == "mean" or piece.law == "mean" for piece in fragment.pieces]] = 0.0
+    units[[rule == "mean" or piece.rule == "mean" for piece in fragment.pieces]] = 0.0
     # Fewer than two contributors to a piece leave nothing to average, and keep their bits.
     units[np.count_nonzero(units, axis=1) < 2] = 0.0
     mean, direction = weighted_sums(fragment, contributions, mean_factors, units)

@@ -161,7 +161,7 @@ class GlobalModel:
         """The outer gradient out of contributions, as the policy wants it."""
         policy = self.policy
         merged = merge_vectors(
-            part, contributions, weights, clip_ratio=policy.clip_ratio, law=policy.law
+            part, contributions, weights, clip_ratio=policy.clip_ratio, rule=policy.merge_rule
         )
         if policy.is_rounded:
             round_to_dtype(merged.outer_grad, "bfloat16", merged.outer_grad)
@@ -177,8 +177,8 @@ class GlobalModel:
     def outer_step(self, part: Fragment, state: FragmentState, outer_grad: F32) -> tuple[F32, F32]:
         """The outer optimizer's step from `state`."""
         policy = self.policy
-        rule = outer_optimizer(policy.optimizer, rate=policy.rate, momentum=policy.momentum)
-        return rule.step(state.global_, state.momentum, outer_grad)
+        optimizer = outer_optimizer(policy.optimizer, lr=policy.outer_lr, momentum=policy.momentum)
+        return optimizer.step(state.global_, state.momentum, outer_grad)
 
     def published(
         self,

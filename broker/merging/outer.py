@@ -25,7 +25,7 @@ class OuterOptimizer(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def rate(self) -> float: ...
+    def lr(self) -> float: ...
     @property
     def momentum(self) -> float: ...
 
@@ -40,9 +40,9 @@ class OuterOptimizer(Protocol):
 
 @dataclass(frozen=True)
 class Sgd:
-    """p <- p - rate * d. At rate 1 with one learner: the learner's own parameters."""
+    """p <- p - lr * d. At lr 1 with one learner: the learner's own parameters."""
 
-    rate: float
+    lr: float
     momentum: float = 0.0
     """Ignored; it is kept so that a configuration can change the optimizer alone."""
     name: str = "sgd"
@@ -50,19 +50,19 @@ class Sgd:
     def step(self, params: F32, momentum_state: F32, outer_grad: F32) -> tuple[F32, F32]:
         _check(params, momentum_state, outer_grad)
         updated = empty_f32(params.size)
-        sgd_step(read_only(params), read_only(outer_grad), np.float32(self.rate), updated)
+        sgd_step(read_only(params), read_only(outer_grad), np.float32(self.lr), updated)
         return updated, momentum_state.copy()
 
 
 @dataclass(frozen=True)
 class Nesterov:
-    """b <- mu*b + d, then p <- p - rate * (d + mu*b).
+    """b <- mu*b + d, then p <- p - lr * (d + mu*b).
 
     Source: DiLoCo (arXiv 2311.08105) with the recursion of torch.optim.SGD(nesterov=True). A
-    first step from b = 0 moves by rate * (1 + mu) * d.
+    first step from b = 0 moves by lr * (1 + mu) * d.
     """
 
-    rate: float
+    lr: float
     momentum: float
     name: str = "nesterov"
 
@@ -70,15 +70,15 @@ class Nesterov:
         _check(params, momentum_state, outer_grad)
         updated, velocity = empty_f32(params.size), empty_f32(params.size)
         inputs = read_only(params), read_only(momentum_state), read_only(outer_grad)
-        nesterov_step(*inputs, np.float32(self.rate), np.float32(self.momentum), updated, velocity)
+        nesterov_step(*inputs, np.float32(self.lr), np.float32(self.momentum), updated, velocity)
         return updated, velocity
 
 
 @kernel
-def sgd_step(params: F32, grad: F32, rate: np.float32, updated: F32) -> None:
-    """updated (n,) = params - rate * grad."""
+def sgd_step(params: F32, grad: F32, lr: np.float32, updated: F32) -> None:
+    """updated (n,) = params - lr * grad."""
     for i in range(updated.size):
-        updated[i] = params[i] - grad[i] * rate
+        updated[i] = params[i] - grad[i] * lr
 
 
 @kernel
@@ -86,16 +86,16 @@ def nesterov_step(
     params: F32,
     momentum: F32,
     grad: F32,
-    rate: np.float32,
+    lr: np.float32,
     mu: np.float32,
     updated: F32,
     velocity: F32,
 ) -> None:
-    """velocity = mu * momentum + grad; updated = params - rate * (grad + mu * velocity). (n,)"""
+    """velocity = mu * momentum + grad; updated = params - lr * (grad + mu * velocity). (n,)"""
     for i in range(updated.size):
         speed = momentum[i] * mu + grad[i]
         velocity[i] = speed
-        updated[i] = params[i] - (grad[i] + speed * mu) * rate
+        updated[i] = params[i] - (grad[i] + speed * mu) * lr
 
 
 def warm_up() -> None:
@@ -110,7 +110,7 @@ _OPTIMIZERS: Final[dict[str, Maker]] = {"nesterov": Nesterov, "sgd": Sgd}
 assert tuple(_OPTIMIZERS) == OUTER_OPTIMIZERS
 
 
-def outer_optimizer(name: str, *, rate: float, momentum: float) -> OuterOptimizer:
+def outer_optimizer(name: str, *, lr: float, momentum: float) -> OuterOptimizer:
     """The optimizer of that name. Raises ConfigError for a name or a value it cannot have."""
     if name not in _OPTIMIZERS:
         raise ConfigError(
@@ -119,11 +119,11 @@ def outer_optimizer(name: str, *, rate: float, momentum: float) -> OuterOptimize
             got=repr(name),
             remedy=nearest(name, OUTER_OPTIMIZERS),
         )
-    if not 0 < rate < np.inf:
-        raise ConfigError("outer rate", expected="a positive number", got=str(rate))
+    if not 0 < lr < np.inf:
+        raise ConfigError("outer learning rate", expected="a positive number", got=str(lr))
     if not 0 <= momentum < 1:
         raise ConfigError("outer momentum", expected="0 up to but not 1", got=str(momentum))
-    return _OPTIMIZERS[name](rate, momentum)
+    return _OPTIMIZERS[name](lr, momentum)
 
 
 def _check(*arrays: F32) -> None:

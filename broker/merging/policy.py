@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from narrows.broker.config import BrokerConfig
 
@@ -15,11 +15,13 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True):
     """How contributions become the next version; names as in the configuration."""
 
     weights: Literal["tokens", "equal"]
-    law: Literal["layout", "mean"]
+    merge_rule: Literal["layout", "mean"] = field(name="law")
+    """Stands in records as `law`."""
     clip_ratio: float
     share_max: float
     optimizer: str
-    rate: float
+    outer_lr: float = field(name="rate")
+    """Stands in records as `rate`."""
     momentum: float
     is_rounded: bool
     """The merged outer gradient is rounded to bfloat16 before the outer step."""
@@ -30,11 +32,11 @@ def policy_of(config: BrokerConfig) -> Policy:
     merge, outer = config.merge, config.outer
     return Policy(
         weights=merge.weights,
-        law=merge.law,
+        merge_rule=merge.rule,
         clip_ratio=merge.clip_ratio,
         share_max=merge.share_max,
         optimizer=outer.optimizer,
-        rate=outer.rate,
+        outer_lr=outer.lr,
         momentum=outer.momentum,
         is_rounded=config.broker.journal == "merged",
     )

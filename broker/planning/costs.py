@@ -26,7 +26,7 @@ TOPIC_BYTES: Final = 35
 
 ENCODE_NS: Final = 1.5
 DECODE_NS: Final = 0.75
-"""Per parameter: a push with its remainder; a payload to checked codes, or onto a copy."""
+"""Per parameter: a push with its residual; a payload to checked codes, or onto a copy."""
 
 MERGE_NS: Final = 0.5
 """Per parameter and contribution."""
@@ -60,7 +60,7 @@ MERGE_BYTES: Final = 20
 """Per parameter of the fragment that is merged: mean, direction, new state."""
 
 LEARNER_FLIGHT_BYTES: Final = 16
-"""Per parameter of a fragment in flight at a learner: snapshot, base, remainder, new copy."""
+"""Per parameter of a fragment in flight at a learner: snapshot, base, residual, new copy."""
 
 GENERATIONS_MAX: Final = 3
 """Checkpoints on the disk while the newest is written."""

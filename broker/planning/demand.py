@@ -244,7 +244,7 @@ class RunPlan:
 
     @property
     def learner_memory_bytes(self) -> float:
-        """Of one learner's host, beyond what training takes: published copy, remainders, flight."""
+        """Of one learner's host, beyond what training takes: published copy, residuals, flight."""
         per_param = 8 if self.config.codec.error_feedback else 4
         in_flight = self.rounds_in_flight * self.fragment_params
         return per_param * self.site.params + costs.LEARNER_FLIGHT_BYTES * in_flight

@@ -20,9 +20,10 @@ from narrows.broker.storage.records import RoundRecord, payloads
 from narrows.broker.storage.replay import merged_of, read_records
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.fragments import build_table
+from narrows.proto.units import counted
 
-LAWS = {"avg": "mean", "rda": "layout"}
-"""What `--merge` may say, and the merge law that it means."""
+RULES = {"avg": "mean", "rda": "layout"}
+"""What `--merge` may say, and the merge rule that it means."""
 
 SEGMENT_BYTES = 1 << 20
 """Only read here; nothing is written."""
@@ -34,17 +35,17 @@ class Changes:
 
     merge: str | None = None
     optimizer: str | None = None
-    rate: float | None = None
+    outer_lr: float | None = None
     momentum: float | None = None
 
     def policy(self, own: Policy) -> Policy:
         """The run's policy with the changes."""
         changes: dict[str, object] = {}
         if self.merge is not None:
-            if self.merge not in LAWS:
-                raise ConfigError("--merge", expected=" or ".join(LAWS), got=self.merge)
-            changes["law"] = LAWS[self.merge]
-        for name in ("optimizer", "rate", "momentum"):
+            if self.merge not in RULES:
+                raise ConfigError("--merge", expected=" or ".join(RULES), got=self.merge)
+            changes["merge_rule"] = RULES[self.merge]
+        for name in ("optimizer", "outer_lr", "momentum"):
             if getattr(self, name) is not None:
                 changes[name] = getattr(self, name)
         return msgspec.structs.replace(own, **changes)
@@ -162,7 +163,7 @@ def config_of(snapshot: CheckpointContent) -> BrokerConfig:
     )
 
 
-GAP = "of the journal follow one that was published and never written"
+GAP = "of the journal came after one that was published and never written"
 """What `journal_errors = "serve"` may leave behind."""
 
 
@@ -170,7 +171,7 @@ def check_whole(gaps: int) -> None:
     """Raises NarrowsError if rounds are missing: what follows them cannot be made again."""
     if gaps:
         raise NarrowsError(
-            ErrorCode.STATE_DAMAGED, f"{gaps} rounds {GAP}: they cannot be made again",
+            ErrorCode.STATE_DAMAGED, f"{counted(gaps, 'round')} {GAP}: they cannot be made again",
             remedy="`narrows export` writes the newest model all the same",
         )  # fmt: skip
 

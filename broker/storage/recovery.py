@@ -23,6 +23,7 @@ from narrows.proto import messages as msg
 from narrows.proto.config import flatten
 from narrows.proto.errors import ConfigError, ErrorCode
 from narrows.proto.frames import digest
+from narrows.proto.units import counted
 
 NONCE_BITS: Final = 62
 """As much as an integer of the wire holds: no two lives of a run will ever share one."""
@@ -94,8 +95,8 @@ def begin_epoch(config: BrokerConfig, state_dir: StateDir, *, now: float) -> Beg
         from_file=bool(config.broker.init) and snapshot is None,
     )
     if history is not None and history.gaps:
-        text = "%d rounds of the journal follow one that was never written; they are lost"
-        _log.error(text, history.gaps)
+        text = "%s of the journal came after one that was never written: lost"
+        _log.error(text, counted(history.gaps, "round"))
         syncer.lifecycle.checkpoint_wanted = True  # The next start need not meet the gap again.
     _tell(state_dir, run, syncer, history)
     newest = history.newest if history is not None else 0
@@ -155,7 +156,8 @@ def _begin_record(journal: Journal, run: RunRecord, history: History | None) -> 
 def _tell(state_dir: StateDir, run: RunRecord, syncer: Syncer, history: History | None) -> None:
     how = "begins"
     if history is not None:
-        how = f"resumed at versions {syncer.state.versions}, {history.replayed} rounds replayed"
+        replayed = counted(history.replayed, "round")
+        how = f"resumed at versions {syncer.state.versions}, {replayed} replayed"
     _log.info("run %s %s, epoch %d.%d", run.run_id, how, *run.epoch)
     if syncer.state.phase is msg.Phase.ENDED:
         _log.warning(

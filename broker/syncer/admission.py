@@ -15,6 +15,7 @@ from narrows.proto.codec import codecs_of, setting_names
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.layout import check_layout, differences
 from narrows.proto.limits import PROTOCOL
+from narrows.proto.units import counted
 
 
 @dataclass
@@ -209,7 +210,7 @@ class Admission:
             raise RemoteProtocolError(
                 ErrorCode.LAYOUT_MISMATCH,
                 f"the model of {hello.name!r} is not the run's model",
-                expected=f"{len(state.layout)} tensors as in the run",
+                expected=f"{counted(len(state.layout), 'tensor')} as in the run",
                 got="; ".join(found),
                 remedy="start every learner with the same model code and configuration; another "
                 "model needs a run of its own, that is a broker with another --state-dir",
@@ -328,7 +329,7 @@ def _what_is_lost(name: str, ahead: dict[int, tuple[int, int]]) -> str:
         f"of fragment {index} by {version - own} ({version}, here {own if own >= 0 else 'none'})"
         for index, (version, own) in ahead.items()
     ]
-    more = f" and of {len(listed) - 3} others" if len(listed) > 3 else ""
+    more = f" and of {counted(len(listed) - 3, 'other')}" if len(listed) > 3 else ""
     total = sum(version - own for version, own in ahead.values())
     return (
         f"{name} is ahead {', '.join(listed[:3])}{more}; versions lost: {total}. Learners go back"

@@ -11,7 +11,7 @@ from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.run import RunState
 from narrows.proto import messages as msg
 from narrows.proto.flow import STATE_BYTES, Patience, Way, push_bytes_max
-from narrows.proto.units import format_bytes, format_duration_s
+from narrows.proto.units import counted, format_bytes, format_duration_s
 
 NAMED_MAX = 10
 """Names in one line of the log."""
@@ -197,7 +197,7 @@ class Waiting:
             and (member.name in self._took_part or member.heard_at >= self.ending_since)
         ]
         if others:
-            count = f"{len(have)} of {len(have) + len(others)} learners"
+            count = f"{len(have)} of {counted(len(have) + len(others), 'learner')}"
             return (
                 f"the run has ended, {count} have the final model; not adopted: {_listed(others)}"
             )

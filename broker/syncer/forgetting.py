@@ -1,7 +1,7 @@
 """Learners that do not return: what is known of them is forgotten, and when. [pure]
 
 What a name leaves behind is the member, its account in the run's clock, and for each fragment its
-last merged push, by which it would learn on its return whether the remainder of that push counts.
+last merged push, by which it would learn on its return whether the residual of that push counts.
 A name that comes back after it was forgotten is new: an open push of it is refused as stale or
 collected anew, but never merged twice, since a merge makes its base version old.
 """

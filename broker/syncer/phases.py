@@ -10,6 +10,7 @@ from narrows.broker.syncer.run import RunState
 from narrows.broker.syncer.scheduler import Scheduler
 from narrows.proto import messages as msg
 from narrows.proto.limits import TEXT_CHARACTERS_MAX
+from narrows.proto.units import counted
 
 STOP_S = 20.0
 """A process that is to stop waits so long for the disk."""
@@ -141,7 +142,7 @@ class Lifecycle:
             return []
         state.phase = msg.Phase.RUNNING
         self.scheduler.launched_at = now
-        return [ev.Note("info", f"the run begins with {joined} learners")]
+        return [ev.Note("info", f"the run begins with {counted(joined, 'learner')}")]
 
     def reach_goal(self, now: float) -> list[ev.Effect]:
         """From the goal on the last rounds are opened, and learners may be given up."""

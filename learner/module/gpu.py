@@ -50,12 +50,12 @@ element)."""
 class DeviceParameters(ModuleParameters):
     """The parameters of a module that are all on one device, and there a copy of what was adopted.
 
-    The copy and the remainder of pushes take 8 bytes per parameter of the device's memory (4 if
+    The copy and the residual of pushes take 8 bytes per parameter of the device's memory (4 if
     the run has no error feedback), instead of as much of the host's.
     """
 
-    def __init__(self, model: nn.Module, merge_laws: Mapping[str, str] | None = None) -> None:
-        super().__init__(model, merge_laws)
+    def __init__(self, model: nn.Module, merge_rules: Mapping[str, str] | None = None) -> None:
+        super().__init__(model, merge_rules)
         self._adopted: dict[int, Tensor] = {}
 
     def adopt(self, fragment: Fragment, values: F32) -> None:
@@ -81,17 +81,17 @@ class DeviceParameters(ModuleParameters):
 
 
 def parameters_of(
-    model: nn.Module, merge_laws: Mapping[str, str] | None, device_encoding: bool | None
+    model: nn.Module, merge_rules: Mapping[str, str] | None, device_encoding: bool | None
 ) -> ModuleParameters:
     """The parameters of a module, encoded on their device if that is wanted.
 
     None: if they are all on one GPU.
     """
-    parameters = ModuleParameters(model, merge_laws)
+    parameters = ModuleParameters(model, merge_rules)
     if device_encoding is None:
         devices = parameters.devices
         device_encoding = len(devices) == 1 and next(iter(devices)).type == "cuda"
-    return DeviceParameters(model, merge_laws) if device_encoding else parameters
+    return DeviceParameters(model, merge_rules) if device_encoding else parameters
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ class DeviceSnapshot:
         codec_name: str,
         rho: float,
         chunk_elements: int,
-        unsent: Tensor,
+        next_residual: Tensor,
     ) -> Iterator[EncodedChunk]:
-        """As transfer.encode_push: (base - local) + residual, chunk by chunk; `unsent`, from
+        """As transfer.encode_push: (base - local) + residual, chunk by chunk; `next_residual`, from
         `empty`, gets what is not sent. Runs beside the training stream.
 
         Raises LocalProtocolError NOT_FINITE.
@@ -130,7 +130,9 @@ class DeviceSnapshot:
             part = slice(start, start + count)
             # A generator must not leave a stream current while its caller goes on.
             with self._after_snapshot():
-                coded = self._coded(fragment, part, residual, scales, codec_name, unsent[part])
+                coded = self._coded(
+                    fragment, part, residual, scales, codec_name, next_residual[part]
+                )
             for offset in range(start, start + count, chunk_elements):
                 yield self._chunk(
                     fragment, coded[offset - start :][:chunk_elements], offset, scales, codec_name
@@ -165,7 +167,7 @@ class DeviceSnapshot:
         residual: Tensor | None,
         scales: F32,
         codec_name: str,
-        unsent: Tensor,
+        next_residual: Tensor,
     ) -> NDArray[np.generic]:
         """Codes of elements `part` in host memory, int8; the values themselves, float32, of a codec
         that is not quantised."""
@@ -176,13 +178,13 @@ class DeviceSnapshot:
             values: F32 = value.cpu().numpy()
             sent = np.empty_like(values)
             scheme.encode(values, np.array([0, values.size]), scales[:1], sent)
-            unsent.copy_(value - torch.from_numpy(sent).to(value.device))  # pyright: ignore
+            next_residual.copy_(value - torch.from_numpy(sent).to(value.device))  # pyright: ignore
             return sent
         steps = self._steps(fragment, part, scales)
         inverse = torch.where(steps > 0, 1 / steps, torch.zeros_like(steps))
         codes = (value * inverse).clamp_(-scheme.limit, scheme.limit).round_()
         # The product is exact, so that one rounding remains, fused or not.
-        torch.sub(value, codes * steps, out=unsent)
+        torch.sub(value, codes * steps, out=next_residual)
         return _in_host_memory(codes.to(torch.int8))
 
     def _steps(self, fragment: Fragment, part: slice, scales: F32) -> Tensor:

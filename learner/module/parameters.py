@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from narrows.learner.module.master_weights import MasterWeightsWatch
 from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
-from narrows.proto.messages import DtypeName, LayoutEntry, MergeLaw
+from narrows.proto.messages import DtypeName, LayoutEntry, MergeRule
 
 if TYPE_CHECKING:
     from narrows.proto.fragments import Fragment, Piece
@@ -31,7 +31,7 @@ DTYPES: Mapping[torch.dtype, DtypeName] = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
-LAWS: tuple[MergeLaw, ...] = ("mean", "rda")
+RULES: tuple[MergeRule, ...] = ("mean", "rda")
 BUFFER_SAMPLED_ELEMENTS = 64
 
 
@@ -42,17 +42,17 @@ class ModuleParameters:
     wrappers such as `DistributedDataParallel` and `torch.compile`. Parameters that do not require
     gradients stay where they are; their digest tells learners with other ones apart.
 
-    Merge laws: `mean` for the weights of `nn.Embedding` and whatever is tied to them, for the
+    Merge rules: `mean` for the weights of `nn.Embedding` and whatever is tied to them, for the
     output head and for tensors of at most one dimension, else `rda`. The output head is the last
     `nn.Linear` of the module, if it has as many outputs as some embedding has rows; only the last
-    one counts, because a hidden layer may well be as wide as a small vocabulary. `merge_laws`
-    maps patterns (fnmatch, against any name of a tensor) to laws; the last match wins.
+    one counts, because a hidden layer may well be as wide as a small vocabulary. `merge_rules`
+    maps patterns (fnmatch, against any name of a tensor) to rules; the last match wins.
 
     Errors: LocalProtocolError(MISUSE) for a module that cannot be exchanged, ConfigError for a
-    pattern that matches nothing or an unknown law.
+    pattern that matches nothing or an unknown rule.
     """
 
-    def __init__(self, model: nn.Module, merge_laws: Mapping[str, str] | None = None) -> None:
+    def __init__(self, model: nn.Module, merge_rules: Mapping[str, str] | None = None) -> None:
         self.module = unwrapped(model)
         _check_usable(self.module)
         self._tensors: list[Tensor] = []
@@ -61,7 +61,7 @@ class ModuleParameters:
         for tensor, names in _tied(_parameters(self.module, trainable=True)):
             self._tensors.append(tensor)
             self.names.append(names)
-        self.layout: tuple[LayoutEntry, ...] = self._build_layout(merge_laws or {})
+        self.layout: tuple[LayoutEntry, ...] = self._build_layout(merge_rules or {})
         self.frozen_digest = digest(_parameters(self.module, trainable=False))
         self._buffers = {name: _buffer_mark(b) for name, b in self._floating_buffers()}
         self._watch = MasterWeightsWatch(self.view)
@@ -168,15 +168,15 @@ class ModuleParameters:
             if name in persistent and buffer.is_floating_point():
                 yield clean_name(name), buffer
 
-    def _build_layout(self, merge_laws: Mapping[str, str]) -> tuple[LayoutEntry, ...]:
-        chosen = _chosen_laws(merge_laws, self.names)
+    def _build_layout(self, merge_rules: Mapping[str, str]) -> tuple[LayoutEntry, ...]:
+        chosen = _chosen_rules(merge_rules, self.names)
         averaged = _averaged_memory(self.module)
         entries: list[LayoutEntry] = []
-        for tensor, names, law in zip(self._tensors, self.names, chosen, strict=True):
+        for tensor, names, rule in zip(self._tensors, self.names, chosen, strict=True):
             averages = tensor.dim() <= 1 or _memory(tensor) in averaged
             shape = tuple(tensor.shape) or (1,)
-            default: MergeLaw = "mean" if averages else "rda"
-            entries.append(LayoutEntry(names[0], shape, DTYPES[tensor.dtype], law or default))
+            default: MergeRule = "mean" if averages else "rda"
+            entries.append(LayoutEntry(names[0], shape, DTYPES[tensor.dtype], rule or default))
         return tuple(entries)
 
 
@@ -251,25 +251,25 @@ def _averaged_memory(module: nn.Module) -> set[_Memory]:
     return {_memory(m.weight) for m in [*tables, *heads]}
 
 
-def _chosen_laws(
-    merge_laws: Mapping[str, str], names: Sequence[tuple[str, ...]]
-) -> list[MergeLaw | None]:
-    chosen: list[MergeLaw | None] = [None] * len(names)
-    for pattern, text in merge_laws.items():
-        law: MergeLaw | None = next((known for known in LAWS if known == text), None)
-        if law is None:
+def _chosen_rules(
+    merge_rules: Mapping[str, str], names: Sequence[tuple[str, ...]]
+) -> list[MergeRule | None]:
+    chosen: list[MergeRule | None] = [None] * len(names)
+    for pattern, text in merge_rules.items():
+        rule: MergeRule | None = next((known for known in RULES if known == text), None)
+        if rule is None:
             raise ConfigError(
-                f"unknown merge law for {pattern!r}", expected=" or ".join(LAWS), got=repr(text)
+                f"unknown merge rule for {pattern!r}", expected=" or ".join(RULES), got=repr(text)
             )
         matched = [i for i, ns in enumerate(names) if any(fnmatchcase(n, pattern) for n in ns)]
         if not matched:
             every = [name for tensor_names in names for name in tensor_names]
             raise ConfigError(
-                f"merge_laws: no trainable parameter matches {pattern!r}",
+                f"merge_rules: no trainable parameter matches {pattern!r}",
                 expected=", ".join(get_close_matches(pattern, every, cutoff=0.0)),
             )
         for index in matched:
-            chosen[index] = law
+            chosen[index] = rule
     return chosen
 
 

@@ -13,6 +13,7 @@ from narrows.proto.frames import encode_control
 from narrows.proto.limits import PROTOCOL, RATE_MIN
 from narrows.proto.messages import ControlMessage, Epoch, Hello, LayoutEntry, Refuse, Role
 from narrows.proto.timing import HELLO_MAX_S, HELLO_S, QUIET_S, REDIAL_MAX_S, REDIAL_S
+from narrows.proto.units import counted
 
 WAITS_FOR = {
     Role.FOUND: "the broker to take version 0, and for the others",
@@ -136,7 +137,7 @@ class Dialer:
 
     def other_count(self, now: int, before: int) -> Refused:
         """The broker came back with another number of fragments."""
-        what, remedy = f"the broker now has {now} fragments", "start the learner again"
+        what, remedy = f"the broker now has {counted(now, 'fragment')}", "start the learner again"
         return Refused(ErrorCode.LAYOUT_MISMATCH, what, expected=str(before), remedy=remedy)
 
     def silent_s(self, now: float) -> float:

@@ -275,7 +275,7 @@ class DataPath:
             self.sender.put_again(parcels, ranges, time.monotonic())
 
     def settle(self, push_id: int, *, merged: bool) -> None:
-        """Stops sending a push; its remainder stays only if it was merged."""
+        """Stops sending a push; its residual stays only if it was merged."""
         work = self.pushes.pop(push_id, None)
         if work is not None:
             work.settled = True

@@ -19,7 +19,7 @@ from narrows.proto.messages import DataKind, LayoutEntry, RunSettings
 
 F32: TypeAlias = NDArray[np.float32]
 I64: TypeAlias = NDArray[np.int64]
-Remainder: TypeAlias = F32 | Tensor
+Residual: TypeAlias = F32 | Tensor
 """(n,), where the push was encoded."""
 
 
@@ -46,27 +46,27 @@ class PushWork:
     """What the learner adopted, as published."""
     local: F32 | DeviceSnapshot
     """The snapshot; one on a device has a base of its own."""
-    residual: Remainder | None
-    """What earlier pushes left unsent; comes back if this push is not merged."""
+    residual: Residual | None
+    """What earlier pushes did not send; comes back if this push is not merged."""
     codec: str
     rho: float
     """Codec and quantisation step of this push."""
-    unsent: Remainder | None = None
-    """What this push leaves unsent; true up to the last chunk that is ready."""
+    next_residual: Residual | None = None
+    """What this push does not send; true up to the last chunk that is ready."""
     chunks: list[EncodedChunk] = field(default_factory=list[EncodedChunk])
     settled: bool = False
 
     def error_ratio(self) -> float:
         """See transfer.error_ratio; known when all chunks are made."""
-        unsent = self.unsent
-        assert unsent is not None
+        next_residual = self.next_residual
+        assert next_residual is not None
 
         def at(places: I64) -> F32:
-            if isinstance(unsent, np.ndarray):
-                return unsent[places]
-            with beside_training(unsent.device):
-                where = torch.from_numpy(places).to(unsent.device)  # pyright: ignore
-                sampled: F32 = unsent[where].cpu().numpy()
+            if isinstance(next_residual, np.ndarray):
+                return next_residual[places]
+            with beside_training(next_residual.device):
+                where = torch.from_numpy(places).to(next_residual.device)  # pyright: ignore
+                sampled: F32 = next_residual[where].cpu().numpy()
             return sampled
 
         return transfer.error_ratio(self.fragment, self.chunks, at)
@@ -79,18 +79,18 @@ class PushWork:
 
 @dataclass
 class Residuals:
-    """Error feedback, two-phase: a push's remainder counts only once the push is merged."""
+    """Error feedback, two-phase: a push's residual counts only once the push is merged."""
 
     enabled: bool
-    _by_fragment: dict[int, Remainder] = field(default_factory=dict[int, "Remainder"])
+    _by_fragment: dict[int, Residual] = field(default_factory=dict[int, "Residual"])
 
-    def of(self, fragment: int) -> Remainder | None:
+    def of(self, fragment: int) -> Residual | None:
         return self._by_fragment.get(fragment) if self.enabled else None
 
     def settle(self, work: PushWork, *, merged: bool) -> None:
-        """Keeps the remainder of a merged push; in every other case the one from before stays."""
-        if self.enabled and merged and work.unsent is not None:
-            self._by_fragment[work.fragment.index] = work.unsent
+        """Keeps the residual of a merged push; in every other case the one from before stays."""
+        if self.enabled and merged and work.next_residual is not None:
+            self._by_fragment[work.fragment.index] = work.next_residual
 
 
 def rounded_base(fragment: Fragment, base: F32, layout: Sequence[LayoutEntry]) -> F32:
@@ -120,7 +120,7 @@ def encode_push(
     for chunk in _encoded(work, layout, chunk_elements(settings, work.codec)):
         if work.settled:
             return
-        # Its part of `unsent` stands: once the last chunk is out, the push may be merged.
+        # Its part of `next_residual` stands: once the last chunk is out, the push may be merged.
         ready(chunk)
 
 
@@ -128,17 +128,17 @@ def _encoded(work: PushWork, layout: Sequence[LayoutEntry], cut: int) -> Iterato
     part, local, residual = work.fragment, work.local, work.residual
     if isinstance(local, DeviceSnapshot):
         assert not isinstance(residual, np.ndarray)
-        work.unsent = unsent = local.empty()
+        work.next_residual = next_residual = local.empty()
         return local.encode(
             part,
             residual,
             codec_name=work.codec,
             rho=work.rho,
             chunk_elements=cut,
-            unsent=unsent,
+            next_residual=next_residual,
         )
     assert not isinstance(residual, Tensor)
-    work.unsent = remainder = empty_f32(part.elements)
+    work.next_residual = values = empty_f32(part.elements)
     return transfer.encode_push(
         part,
         rounded_base(part, work.base, layout),
@@ -147,5 +147,5 @@ def _encoded(work: PushWork, layout: Sequence[LayoutEntry], cut: int) -> Iterato
         codec_name=work.codec,
         rho=work.rho,
         chunk_elements=cut,
-        unsent=remainder,
+        next_residual=values,
     )

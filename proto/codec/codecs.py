@@ -65,9 +65,9 @@ class Codec(Protocol):
         residual: F32 | None,
         bounds: I64,
         scales: F32,
-        unsent: F32,
+        next_residual: F32,
     ) -> bytes:
-        """The payload of (base - local) + residual; `unsent` gets that less what is sent.
+        """The payload of (base - local) + residual; `next_residual` gets that less what is sent.
 
         All (n,), float32, one rounding per operation; errors as for `encode`.
         """

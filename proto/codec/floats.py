@@ -47,11 +47,11 @@ class FloatCodec:
         residual: F32 | None,
         bounds: I64,
         scales: F32,
-        unsent: F32,
+        next_residual: F32,
     ) -> bytes:
         values = base - local if residual is None else (base - local) + residual
-        payload = self.encode(values, bounds, scales, unsent)
-        np.subtract(values, unsent, out=unsent)
+        payload = self.encode(values, bounds, scales, next_residual)
+        np.subtract(values, next_residual, out=next_residual)
         return payload
 
     def encode_step(

@@ -50,10 +50,10 @@ class QuantisedCodec:
         residual: F32 | None,
         bounds: I64,
         scales: F32,
-        unsent: F32,
+        next_residual: F32,
     ) -> bytes:
         residual = ZEROS[: base.size] if residual is None else residual
-        head, codes = self._difference(base, local, residual, bounds, scales, unsent)
+        head, codes = self._difference(base, local, residual, bounds, scales, next_residual)
         return self._payload(head, codes)
 
     def encode_step(

@@ -30,12 +30,12 @@ class EncodedChunk:
 
 
 def error_ratio(
-    fragment: Fragment, chunks: Iterable[EncodedChunk], unsent_at: Callable[[I64], F32]
+    fragment: Fragment, chunks: Iterable[EncodedChunk], residual_at: Callable[[I64], F32]
 ) -> float:
     """The squared error of quantised chunks over what their steps explain, scale**2 / 12 each.
 
-    About 1 as long as nothing exceeds the range of the codes. From samples: `unsent_at(places)`
-    is what was left unsent there; where that is 0 there was nothing to send.
+    About 1 as long as nothing exceeds the range of the codes. From samples: `residual_at(places)`
+    is the residual there; where that is 0 there was nothing to send.
     """
     places, bounds = sample_places(fragment.bounds, RMS_SAMPLES_MAX)
     scales = np.zeros(len(fragment.pieces))
@@ -44,7 +44,7 @@ def error_ratio(
         head = memoryview(chunk.payload)[: 2 * (pieces.stop - pieces.start)]
         scales[pieces.start : pieces.stop] = decode_scales(head)
     sampled = np.diff(bounds)
-    errors = unsent_at(places).astype(np.float64) ** 2
+    errors = residual_at(places).astype(np.float64) ** 2
     weights = np.repeat(np.diff(fragment.bounds) / sampled, sampled) * (errors > 0)
     explained = float(weights @ np.repeat(scales**2 / 12, sampled))
     return float(weights @ errors) / max(explained, 1e-300)
@@ -88,11 +88,11 @@ def encode_push(
     codec_name: str,
     rho: float,
     chunk_elements: int,
-    unsent: F32,
+    next_residual: F32,
 ) -> Iterator[EncodedChunk]:
     """Encodes the outer gradient (base - local) + residual, as `encode_fragment` does.
 
-    `unsent` (n,) gets what is not sent of it, true up to the chunk that was yielded last.
+    `next_residual` (n,) gets what is not sent of it, true up to the chunk that was yielded last.
     """
     scheme = codec(codec_name)
     scales = None
@@ -103,7 +103,7 @@ def encode_push(
     def encode(part: slice, bounds: I64, span_scales: F32) -> bytes:
         carried = None if residual is None else residual[part]
         return scheme.encode_push(
-            base[part], local[part], carried, bounds, span_scales, unsent[part]
+            base[part], local[part], carried, bounds, span_scales, next_residual[part]
         )
 
     yield from _chunks(fragment, chunk_elements, scales, encode)

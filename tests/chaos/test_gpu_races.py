@@ -166,11 +166,14 @@ def rounds(rig: Rig, training: Training, pool: ThreadPoolExecutor) -> Iterator[s
                 name = f"push {there.push_id} of fragment {there.fragment.index}"
                 if future.result() != rig.encode(here):
                     yield f"{name} is coded otherwise"
-                unsent = there.unsent
-                assert isinstance(unsent, Tensor) and isinstance(here.unsent, np.ndarray)
-                differ = int((unsent.cpu().numpy() != here.unsent).sum())
+                next_residual = there.next_residual
+                assert isinstance(next_residual, Tensor) and isinstance(
+                    here.next_residual, np.ndarray
+                )
+                differ = int((next_residual.cpu().numpy() != here.next_residual).sum())
                 if differ:
-                    yield f"{name} leaves otherwise: {differ:,} of {here.unsent.size:,} elements"
+                    of = f"{differ:,} of {here.next_residual.size:,} elements"
+                    yield f"{name} leaves otherwise: {of}"
                 rig.there.settle(there, merged=merged)
                 rig.here.settle(here, merged=merged)
 

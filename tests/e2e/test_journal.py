@@ -82,7 +82,7 @@ def test_a_replay_under_another_merge_says_from_where_on_it_differs(
     assert "different from record" in told and "version 1 of fragment" in told
     replay(ended, Changes(merge="rda"))
     assert "no difference" in capsys.readouterr().out
-    replay(ended, Changes(rate=0.1))
+    replay(ended, Changes(outer_lr=0.1))
     assert "different from record" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="avg or rda"):
         replay(ended, Changes(merge="median"))
@@ -266,7 +266,7 @@ def test_a_gap_names_what_loses_least_and_that_works(
     # Done as told: what follows the gap is given up, all else is there.
     with live_broker(serves) as service:
         assert service.syncer.state.versions == left
-    assert "follow one that was never written; they are lost" in caplog.text
+    assert "came after one that was never written: lost" in caplog.text
     # Once is enough.
     with live_broker(stops) as service:
         assert service.syncer.state.versions == left
@@ -280,7 +280,7 @@ def test_the_model_after_a_gap_can_be_exported_but_not_replayed(
     export_model(state, tmp_path / "model.safetensors")
     told = capsys.readouterr().out
     assert f"versions {min(left)}..{max(left)}" in told
-    assert "follow one that was published and never written, and are left out" in told
+    assert "came after one that was published and never written: left out" in told
     with pytest.raises(NarrowsError, match="never written") as caught:
         replay(state, Changes())
     assert "export" in caught.value.remedy

@@ -35,7 +35,7 @@ CONFIG = load_config(
     {
         "fragments.count": 1,
         "codec.chunk_elements": 20_000,
-        "outer.rate": 0.7,
+        "outer.lr": 0.7,
         "outer.momentum": 0.6,
     },
 )
@@ -126,7 +126,7 @@ def twin_merge(vectors: Sequence[F32], weights: Sequence[float], norms: NDArray[
             length += weight * clip * norm
             shares += weight / norm * norm
         merged[part] = mean
-        if piece.law == "rda":
+        if piece.rule == "rda":
             cap = np.sqrt(len(vectors)) * norm_of(mean)
             gain = np.float32(min(length, cap) / norm_of(direction))
             merged[part] = direction * gain
@@ -156,7 +156,7 @@ def test_a_merge_has_the_bits_of_its_twin() -> None:
     twin = twin_merge(vectors, weights, merged.norms)
     assert merged.outer_grad.tobytes() == twin.tobytes()
     # The first Nesterov step, from no momentum.
-    rate, mu = np.float32(CONFIG.outer.rate), np.float32(CONFIG.outer.momentum)
+    rate, mu = np.float32(CONFIG.outer.lr), np.float32(CONFIG.outer.momentum)
     speed = np.float32(0) * mu + twin
     params = awkward(0) - (twin + speed * mu) * rate
     assert outcome.state.global_.tobytes() == params.tobytes()

@@ -119,11 +119,11 @@ def test_encode_push_is_encode_of_the_difference_and_keeps_the_rest(
     base, local = data.draw(small), data.draw(small)
     residual = data.draw(st.none() | small)
     values = base - local if residual is None else (base - local) + residual
-    sent, unsent = np.empty_like(values), np.empty_like(values)
+    sent, next_residual = np.empty_like(values), np.empty_like(values)
     each, spans = codec(name), (chunk.bounds, chunk.scales)
     expected = each.encode(values, *spans, sent)
-    assert each.encode_push(base, local, residual, *spans, unsent) == expected
-    np.testing.assert_array_equal(unsent, values - sent)
+    assert each.encode_push(base, local, residual, *spans, next_residual) == expected
+    np.testing.assert_array_equal(next_residual, values - sent)
 
 
 @untimed

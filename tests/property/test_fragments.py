@@ -63,7 +63,7 @@ def test_pieces_lie_one_after_another_and_are_whole_rows(
             row = element_count(entry) // (entry.shape[0] if entry.shape else 1)
             assert piece.offset == end
             assert piece.start % row == piece.count % row == 0
-            assert piece.law == entry.law
+            assert piece.rule == entry.rule
             end += piece.count
         assert fragment.elements == end > 0
         order = [(piece.tensor, piece.start) for piece in fragment.pieces]
@@ -118,7 +118,7 @@ def test_names_and_dtypes_do_not_change_the_table(
 ) -> None:
     layout, table = case
     renamed = [
-        LayoutEntry(f"other{-index}", entry.shape, "float16", entry.law)
+        LayoutEntry(f"other{-index}", entry.shape, "float16", entry.rule)
         for index, entry in enumerate(layout)
     ]
     assert build_table(renamed, len(table)) == table

@@ -16,7 +16,7 @@ from narrows.broker.merging.merge import DecodedVector, merge_vectors, token_wei
 FRAGMENT = one_fragment((40, "rda"), (3, "mean"), (90, "rda"), (1, "rda"))
 
 counts = st.tuples(st.integers(1, 1 << 62), st.integers(1, 1 << 30))
-laws = st.sampled_from(["layout", "mean"])
+rules = st.sampled_from(["layout", "mean"])
 
 
 @st.composite
@@ -70,15 +70,17 @@ def test_weights_do_not_depend_on_the_order(pairs: list[tuple[int, int]]) -> Non
     assert forth == back[::-1]
 
 
-@given(vectors(), st.randoms(use_true_random=False), laws)
-def test_order_of_arrival_does_not_matter(found: list[F32], random: Random, law: str) -> None:
+@given(vectors(), st.randoms(use_true_random=False), rules)
+def test_order_of_arrival_does_not_matter(found: list[F32], random: Random, rule: str) -> None:
     ones = named(found)
     weights = dict(zip((one.learner for one in ones), random_weights(len(ones), 1), strict=True))
 
     def merged(arrived: list[DecodedVector]) -> bytes:
         ordered = sorted(arrived, key=lambda one: one.learner)
         shares = [weights[one.learner] for one in ordered]
-        result = merge_vectors(FRAGMENT, ordered, shares, law="mean" if law == "mean" else "layout")
+        result = merge_vectors(
+            FRAGMENT, ordered, shares, rule="mean" if rule == "mean" else "layout"
+        )
         return result.outer_grad.tobytes()
 
     shuffled = list(ones)
@@ -87,16 +89,16 @@ def test_order_of_arrival_does_not_matter(found: list[F32], random: Random, law:
 
 
 @settings(deadline=None)
-@given(vectors(), st.integers(0, 1 << 32), st.sampled_from([0.0, 1.0, 3.0]), laws)
+@given(vectors(), st.integers(0, 1 << 32), st.sampled_from([0.0, 1.0, 3.0]), rules)
 def test_the_merge_equals_its_twin_up_to_rounding(
-    found: list[F32], seed: int, clip_ratio: float, law: str
+    found: list[F32], seed: int, clip_ratio: float, rule: str
 ) -> None:
     weights = random_weights(len(found), seed)
     fast = merge_vectors(
         FRAGMENT, named(found), weights, clip_ratio=clip_ratio,
-        law="mean" if law == "mean" else "layout",
+        rule="mean" if rule == "mean" else "layout",
     )  # fmt: skip
-    slow = slow_merge(found, weights, FRAGMENT, clip_ratio=clip_ratio, law=law)
+    slow = slow_merge(found, weights, FRAGMENT, clip_ratio=clip_ratio, rule=rule)
     for piece in FRAGMENT.pieces:
         part = slice(piece.offset, piece.offset + piece.count)
         longest = max(float(np.linalg.norm(vector[part].astype(np.float64))) for vector in found)
@@ -107,7 +109,7 @@ def test_the_merge_equals_its_twin_up_to_rounding(
 @given(vectors(), st.integers(0, 1 << 32))
 def test_the_mean_lies_between_its_inputs(found: list[F32], seed: int) -> None:
     weights = random_weights(len(found), seed)
-    mean = merge_vectors(FRAGMENT, named(found), weights, clip_ratio=0, law="mean").outer_grad
+    mean = merge_vectors(FRAGMENT, named(found), weights, clip_ratio=0, rule="mean").outer_grad
     slack = 1e-6 * np.abs(found).max(axis=0)
     assert np.all(mean >= np.min(found, axis=0) - slack)
     assert np.all(mean <= np.max(found, axis=0) + slack)
@@ -117,7 +119,7 @@ def test_the_mean_lies_between_its_inputs(found: list[F32], seed: int) -> None:
 def test_no_merge_is_longer_than_its_longest_input_or_the_cap(found: list[F32], seed: int) -> None:
     weights = random_weights(len(found), seed)
     radial = merge_vectors(FRAGMENT, named(found), weights)
-    mean = merge_vectors(FRAGMENT, named(found), weights, law="mean").outer_grad
+    mean = merge_vectors(FRAGMENT, named(found), weights, rule="mean").outer_grad
     for row, piece in enumerate(FRAGMENT.pieces):
         part = slice(piece.offset, piece.offset + piece.count)
         length = float(np.linalg.norm(radial.outer_grad[part].astype(np.float64)))
@@ -141,12 +143,12 @@ def test_equal_norms_are_kept_by_rda(count: int, seed: int, norm: float, alike: 
     assert abs(float(np.linalg.norm(result.astype(np.float64))) - norm) <= 1e-5 * norm
 
 
-@given(vectors(count_max=1), st.sampled_from(["raw32", "int8-zstd", "int4-zstd"]), laws)
-def test_one_contributor_is_itself(found: list[F32], codec_name: str, law: str) -> None:
+@given(vectors(count_max=1), st.sampled_from(["raw32", "int8-zstd", "int4-zstd"]), rules)
+def test_one_contributor_is_itself(found: list[F32], codec_name: str, rule: str) -> None:
     (one,) = named(found, codec_name)
     values = np.empty(FRAGMENT.elements, np.float32)
     one.chunks[0][1].values(values)
-    merged = merge_vectors(FRAGMENT, [one], [1.0], law="mean" if law == "mean" else "layout")
+    merged = merge_vectors(FRAGMENT, [one], [1.0], rule="mean" if rule == "mean" else "layout")
     assert np.array_equal(merged.outer_grad, values)
 
 

@@ -327,8 +327,8 @@ def test_runs_with_other_defaults_are_made_again_and_told_apart(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run([twin, TINY], path)
     assert counted.jobs[4:] == [("plain", 1), ("plain", 2)]
-    default = load_config(None, {}).outer.rate
-    run([replace(TINY, settings={**TINY.settings, "outer.rate": default})], path)
+    default = load_config(None, {}).outer.lr
+    run([replace(TINY, settings={**TINY.settings, "outer.lr": default})], path)
     assert len(counted.jobs) == 6  # To say a default changes nothing.
     report_collected(path, result, None)
     losses = [row["loss"] for row in json.loads(result.read_text())["rows"]]
@@ -539,7 +539,7 @@ def diloco(settings: dict[str, object], learners: int) -> QualityCell:
 
 @pytest.mark.slow
 def test_one_learner_with_sgd_at_rate_1_trains_as_if_alone(constant_rate: None) -> None:
-    cell = diloco({"outer.optimizer": "sgd", "outer.rate": 1.0}, 1)
+    cell = diloco({"outer.optimizer": "sgd", "outer.lr": 1.0}, 1)
     alone = ByHand(0, seed=5)
     alone.train(cell.steps)
     row = run_cell(cell, 5)
@@ -549,7 +549,7 @@ def test_one_learner_with_sgd_at_rate_1_trains_as_if_alone(constant_rate: None) 
 
 @pytest.mark.slow
 def test_diloco_is_the_classic_loop(constant_rate: None) -> None:
-    cell = diloco({"outer.rate": 0.7, "outer.momentum": 0.9}, 2)
+    cell = diloco({"outer.lr": 0.7, "outer.momentum": 0.9}, 2)
     outer = GPT(preset("nano"), seed=5)
     optimizer = torch.optim.SGD(outer.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     learners = [ByHand(i, seed=5) for i in range(2)]

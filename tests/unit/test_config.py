@@ -198,7 +198,7 @@ def test_every_field_of_the_broker_has_a_docstring() -> None:
         ("fragments.overlap_steps", 20, "fragments.overlap_steps: as long as the sync period"),
         ("merge.quorum", 0, "merge.quorum: out of range"),
         ("merge.weights", "token", "merge.weights: wrong type"),
-        ("merge.law", "rda", "merge.law: wrong type"),
+        ("merge.rule", "rda", "merge.rule: wrong type"),
         ("merge.clip_ratio", 0.5, "merge.clip_ratio: below the median"),
         ("merge.share_max", 0.2, "merge.share_max: out of range"),
         ("outer.optimizer", "nestorov", "outer.optimizer: unknown value"),
@@ -264,7 +264,7 @@ def test_presets() -> None:
     assert diloco.run.mode is Mode.DILOCO
     assert (diloco.fragments.count, diloco.fragments.overlap_steps) == (1, 0)
     assert diloco.merge == MergeSection(
-        weights="equal", law="mean", clip_ratio=0.0, rounds_in_flight=1
+        weights="equal", rule="mean", clip_ratio=0.0, rounds_in_flight=1
     )
     assert override(BrokerConfig(), preset(Mode.DECOUPLED)) == BrokerConfig()
     streaming = override(BrokerConfig(), preset("streaming"))
@@ -276,8 +276,8 @@ def test_presets() -> None:
 def test_flags_beat_the_file_which_beats_the_preset(tmp_path: Path) -> None:
     path = write(tmp_path, "[run]\nmode = 'diloco'\n[fragments]\ncount = 2\n[merge]\nquorum = 3\n")
     config = load_config(path, {"merge.quorum": 5})
-    assert (config.fragments.count, config.merge.quorum, config.merge.law) == (2, 5, "mean")
-    assert load_config(path, {"run.mode": "streaming"}).merge.law == "layout"
+    assert (config.fragments.count, config.merge.quorum, config.merge.rule) == (2, 5, "mean")
+    assert load_config(path, {"run.mode": "streaming"}).merge.rule == "layout"
     assert load_config(None, {}) == BrokerConfig()
     with pytest.raises(ConfigError, match=r"flags: merge\.quorum: out of range"):
         load_config(path, {"merge.quorum": 0})

@@ -35,7 +35,7 @@ def test_one_fragment_holds_everything_in_layout_order() -> None:
     (only,) = build_table(layout_of((3, 2), (5,), ()), 1)
     assert cut((only,)) == [[(0, 0, 6), (1, 0, 5), (2, 0, 1)]]
     assert [piece.offset for piece in only.pieces] == [0, 6, 11]
-    assert [piece.law for piece in only.pieces] == ["rda", "mean", "mean"]
+    assert [piece.rule for piece in only.pieces] == ["rda", "mean", "mean"]
     assert only.elements == 12
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from narrows.broker.config import load_config, settings
 from narrows.learner.module.gpu import DeviceParameters, DeviceSnapshot, parameters_of
 from narrows.learner.module.parameters import ModuleParameters
-from narrows.learner.transport.push import PushWork, Remainder, Residuals, encode_push
+from narrows.learner.transport.push import PushWork, Residual, Residuals, encode_push
 from narrows.proto.codec.transfer import EncodedChunk
 from narrows.proto.fragments import Fragment, build_table
 
@@ -49,14 +49,14 @@ def train(module: nn.Module, seed: int) -> None:
 
 
 class Pushes:
-    """One push after the other, each with what the one before left unsent."""
+    """One push after the other, each with what the one before left next_residual."""
 
     def __init__(self, parameters: ModuleParameters, codec: str) -> None:
         self.parameters, self.codec = parameters, codec
         self.residuals = Residuals(True)
         self.part: Fragment = build_table(parameters.layout, 1)[0]
 
-    def push(self, number: int) -> tuple[list[EncodedChunk], float, Remainder]:
+    def push(self, number: int) -> tuple[list[EncodedChunk], float, Residual]:
         base = np.random.default_rng(number).standard_normal(self.part.elements).astype(np.float32)
         self.parameters.adopt(self.part, base)
         train(self.parameters.module, number)
@@ -71,8 +71,8 @@ class Pushes:
         encode_push(work, SETTINGS, self.parameters.layout, work.chunks.append)
         error = 0.0 if self.codec == "f32-blosc2" else work.error_ratio()
         self.residuals.settle(work, merged=True)
-        assert work.unsent is not None
-        return work.chunks, error, work.unsent
+        assert work.next_residual is not None
+        return work.chunks, error, work.next_residual
 
 
 @pytest.mark.parametrize("codec", ["int4-zstd", "int8-zstd", "f32-blosc2"])
@@ -84,9 +84,9 @@ def test_encoding_races_with_nothing(codec: str, gpu: FakeGpu) -> None:
         pushed = [there.push(number) for number in (1, 2, 3)]
     assert [*dict.fromkeys(gpu.races)] == []
     here = Pushes(ModuleParameters(module_of(weights())), codec)
-    for number, (chunks, error, unsent) in zip((1, 2, 3), pushed, strict=True):
+    for number, (chunks, error, next_residual) in zip((1, 2, 3), pushed, strict=True):
         expected, expected_error, expected_unsent = here.push(number)
-        assert isinstance(unsent, Tensor) and isinstance(expected_unsent, np.ndarray)
+        assert isinstance(next_residual, Tensor) and isinstance(expected_unsent, np.ndarray)
         assert chunks == expected and len(chunks) > 3
         assert error == expected_error
-        assert unsent.as_subclass(Tensor).numpy().tobytes() == expected_unsent.tobytes()
+        assert next_residual.as_subclass(Tensor).numpy().tobytes() == expected_unsent.tobytes()

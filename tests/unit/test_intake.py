@@ -377,7 +377,7 @@ def test_a_learner_that_became_slower_is_waited_for_again() -> None:
 
 def test_what_an_old_process_contributed_is_not_credited_to_the_new_one() -> None:
     """A publication names the addressee's own last merged push: a new process counts from 1 again,
-    and would keep a remainder that belongs to another push, or see its own taken for a late copy.
+    and would keep a residual that belongs to another push, or see its own taken for a late copy.
     """
     desk = Desk().running("a", "b")
     desk.contribute("a", push_id=3)

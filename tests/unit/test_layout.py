@@ -81,14 +81,14 @@ def test_equal_layouts_have_no_differences() -> None:
 
 def test_differences_name_tensor_field_and_both_values() -> None:
     theirs = (
-        msgspec.structs.replace(EMBEDDING, shape=(17, 8), law="rda"),
+        msgspec.structs.replace(EMBEDDING, shape=(17, 8), rule="rda"),
         msgspec.structs.replace(WEIGHT, dtype="float16"),
         SCALAR,
         entry("extra"),
     )
     assert differences(LAYOUT, theirs) == [
         "'embedding.weight': shape (17, 8), expected (16, 8)",
-        "'embedding.weight': law rda, expected mean",
+        "'embedding.weight': rule rda, expected mean",
         "'block.0.weight': dtype float16, expected bfloat16",
         "'block.0.bias' is missing",
         "'extra' is not in the run",
@@ -124,7 +124,7 @@ def test_fingerprint_is_stable() -> None:
         (EMBEDDING, WEIGHT, BIAS, msgspec.structs.replace(SCALAR, name="t")),
         (EMBEDDING, WEIGHT, BIAS, msgspec.structs.replace(SCALAR, shape=(1,))),
         (EMBEDDING, WEIGHT, BIAS, msgspec.structs.replace(SCALAR, dtype="float16")),
-        (EMBEDDING, WEIGHT, BIAS, msgspec.structs.replace(SCALAR, law="rda")),
+        (EMBEDDING, WEIGHT, BIAS, msgspec.structs.replace(SCALAR, rule="rda")),
     ],
 )
 def test_fingerprint_depends_on_every_field_and_on_order(other: tuple[LayoutEntry, ...]) -> None:

@@ -172,7 +172,7 @@ def test_a_whole_life() -> None:
 def test_what_the_connection_is_made_with(tmp_path: Path) -> None:
     loop = Loop(
         lambda parameters: Adam(parameters, betas=(0.9, 0.95)),
-        merge_laws={"1.weight": "mean"},
+        merge_rules={"1.weight": "mean"},
         join_timeout_s=5.0,
         events=str(tmp_path / "events.jsonl"),
     )
@@ -184,7 +184,7 @@ def test_what_the_connection_is_made_with(tmp_path: Path) -> None:
         "broker": "tcp://127.0.0.1:1", "name": "a", "layout": host.layout, "frozen_digest": 0,
         "join_timeout_s": 5.0, "events": tmp_path / "events.jsonl", "contribute_after_steps": 20,
     }  # fmt: skip
-    assert {e.name: e.law for e in host.layout}["1.weight"] == "mean"
+    assert {e.name: e.rule for e in host.layout}["1.weight"] == "mean"
 
 
 def test_until_end_stops_at_the_goal_and_asks_the_loader_for_no_more() -> None:

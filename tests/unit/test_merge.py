@@ -78,12 +78,12 @@ def test_weights_of_nothing_are_misuse(counts: list[tuple[int, int]]) -> None:
     assert caught.value.code == ErrorCode.MISUSE
 
 
-# Laws.
+# Rules.
 
 
 def test_the_mean_of_orthogonal_vectors_shrinks_and_rda_does_not() -> None:
     both = given(PLANE, [2, 0], [0, 2])
-    assert merge_vectors(PLANE, both, [0.5, 0.5], law="mean").outer_grad.tolist() == [1, 1]
+    assert merge_vectors(PLANE, both, [0.5, 0.5], rule="mean").outer_grad.tolist() == [1, 1]
     radial = merge_vectors(PLANE, both, [0.5, 0.5]).outer_grad
     assert radial == pytest.approx([math.sqrt(2), math.sqrt(2)], rel=1e-6)
 
@@ -149,7 +149,7 @@ def test_huge_values_stay_finite() -> None:
 
 def test_an_outlier_is_clipped_to_three_medians_and_counted() -> None:
     four = given(PLANE, [1, 0], [1, 0], [1, 0], [100, 0])
-    merged = merge_vectors(PLANE, four, [0.25] * 4, law="mean")
+    merged = merge_vectors(PLANE, four, [0.25] * 4, rule="mean")
     assert merged.outer_grad == pytest.approx([(1 + 1 + 1 + 3) / 4, 0])
     assert merged.clipped == 1
     assert merged.norms.tolist() == [[1, 1, 1, 100]]
@@ -157,7 +157,7 @@ def test_an_outlier_is_clipped_to_three_medians_and_counted() -> None:
 
 
 def test_two_contributors_are_never_clipped() -> None:
-    merged = merge_vectors(PLANE, given(PLANE, [1, 0], [100, 0]), [0.5, 0.5], law="mean")
+    merged = merge_vectors(PLANE, given(PLANE, [1, 0], [100, 0]), [0.5, 0.5], rule="mean")
     assert merged.outer_grad == pytest.approx([50.5, 0]) and merged.clipped == 0
 
 
@@ -176,7 +176,7 @@ def test_clipping_does_not_change_the_direction() -> None:
     assert merged[0] == pytest.approx(merged[1], rel=1e-6)
 
 
-# Against the twin, over codecs, chunkings and laws.
+# Against the twin, over codecs, chunkings and rules.
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
@@ -190,9 +190,9 @@ def test_equals_the_slow_twin(count: int, codec_name: str, chunk_elements: int) 
         for i, v in enumerate(vectors)
     ]
     weights = token_weights([(9 + i, 1 + i % 2) for i in range(count)], rule="tokens")
-    for law in ("layout", "mean"):
-        slow = slow_merge([decoded(one, MIXED) for one in ones], weights, MIXED, law=law)
-        fast = merge_vectors(MIXED, ones, weights, law="mean" if law == "mean" else "layout")
+    for rule in ("layout", "mean"):
+        slow = slow_merge([decoded(one, MIXED) for one in ones], weights, MIXED, rule=rule)
+        fast = merge_vectors(MIXED, ones, weights, rule="mean" if rule == "mean" else "layout")
         np.testing.assert_allclose(fast.outer_grad, slow, rtol=2e-5, atol=2e-6)
         medians = np.median(fast.norms, axis=1, keepdims=True)
         over = int(np.count_nonzero(fast.norms > 3 * medians))
@@ -209,7 +209,7 @@ def test_different_chunkings_give_the_same_bits() -> None:
             contribution(f"{i}", MIXED, vector, chunk_elements=size)
             for i, (vector, size) in enumerate(zip(vectors, chunk_elements, strict=True))
         ]
-        return merge_vectors(MIXED, ones, weights, law="mean").outer_grad.tobytes()
+        return merge_vectors(MIXED, ones, weights, rule="mean").outer_grad.tobytes()
 
     same = bits(64, 64, 64)
     assert bits(100, 64, 1 << 16) == same

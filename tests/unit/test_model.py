@@ -111,7 +111,7 @@ def test_only_the_last_publications_are_kept() -> None:
 
 
 def test_a_step_to_infinity_is_refused_and_changes_nothing() -> None:
-    model = new_model(replace(CONFIG, outer=replace(CONFIG.outer, rate=10.0)))
+    model = new_model(replace(CONFIG, outer=replace(CONFIG.outer, lr=10.0)))
     before = model.fragments[0]
     huge = np.full(PART.elements, -1e38, np.float32)
     with pytest.raises(FloatingPointError), np.errstate(over="ignore"):

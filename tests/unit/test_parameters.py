@@ -87,8 +87,8 @@ def compiled(module: nn.Module) -> nn.Module:
     return result
 
 
-def laws(parameters: ModuleParameters) -> dict[str, str]:
-    return {entry.name: entry.law for entry in parameters.layout}
+def rules(parameters: ModuleParameters) -> dict[str, str]:
+    return {entry.name: entry.rule for entry in parameters.layout}
 
 
 def read(parameters: ModuleParameters, fragment: Fragment) -> F32:
@@ -103,7 +103,7 @@ def noise(fragment: Fragment, seed: int = 0) -> F32:
 
 def test_layout_of_a_small_model() -> None:
     parameters = ModuleParameters(small())
-    assert [(e.name, e.shape, e.law) for e in parameters.layout] == [
+    assert [(e.name, e.shape, e.rule) for e in parameters.layout] == [
         ("gain", (1,), "mean"),
         ("table.weight", (VOCABULARY, WIDTH), "mean"),
         ("hidden.weight", (WIDTH, WIDTH), "rda"),
@@ -130,12 +130,12 @@ def test_two_parameters_on_one_memory_are_one_tensor() -> None:
 
 
 def test_untied_head_is_averaged() -> None:
-    assert laws(ModuleParameters(small(tied=False)))["head.weight"] == "mean"
+    assert rules(ModuleParameters(small(tied=False)))["head.weight"] == "mean"
 
 
 def test_a_hidden_layer_as_wide_as_the_vocabulary_is_no_head() -> None:
     model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    assert laws(ModuleParameters(model)) == {
+    assert rules(ModuleParameters(model)) == {
         "0.weight": "mean", "1.weight": "rda", "1.bias": "mean",
         "2.weight": "mean", "2.bias": "mean",
     }  # fmt: skip
@@ -160,7 +160,7 @@ def test_frozen_parameters_stay_and_are_digested() -> None:
     model.hidden.requires_grad_(False)
     model.norm.bias.requires_grad_(False)
     parameters = ModuleParameters(model)
-    assert list(laws(parameters)) == ["gain", "table.weight", "norm.weight"]
+    assert list(rules(parameters)) == ["gain", "table.weight", "norm.weight"]
     hasher = xxhash.xxh3_64()
     state = model.state_dict()
     for name in ("hidden.bias", "hidden.weight", "norm.bias"):
@@ -188,19 +188,19 @@ def test_merge_laws_of_the_user_win_and_the_last_match_counts() -> None:
     parameters = ModuleParameters(
         small(), {"*": "rda", "hidden.*": "mean", "head.weight": "mean", "hidden.b*": "rda"}
     )
-    assert laws(parameters) == {
+    assert rules(parameters) == {
         "gain": "rda", "table.weight": "mean", "hidden.weight": "mean",
         "hidden.bias": "rda", "norm.weight": "rda", "norm.bias": "rda",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("merge_laws", "words"),
+    ("merge_rules", "words"),
     [({"hiden.*": "mean"}, ["'hiden.*'", "hidden."]), ({"*": "median"}, ["'median'", "rda"])],
 )
-def test_merge_laws_that_cannot_be_meant(merge_laws: dict[str, str], words: list[str]) -> None:
+def test_merge_rules_that_cannot_be_meant(merge_rules: dict[str, str], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        ModuleParameters(small(), merge_laws)
+        ModuleParameters(small(), merge_rules)
     assert all(word in str(caught.value) for word in words)
 
 

@@ -99,7 +99,7 @@ def test_words_of_an_enumeration(enum: type[Enum]) -> None:
     assert words_of(enum.__name__) == [member.value for member in enum]
 
 
-@pytest.mark.parametrize("name", ["MergeLaw", "DtypeName"])
+@pytest.mark.parametrize("name", ["MergeRule", "DtypeName"])
 def test_words_of_a_literal(name: str) -> None:
     assert words_of(name) == list(get_args(getattr(terms, name)))
 

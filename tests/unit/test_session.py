@@ -384,7 +384,7 @@ def test_a_broker_restored_from_before_version_0_is_given_one_again() -> None:
 def test_another_fragment_count_ends_the_session() -> None:
     seat = Seat().joined()
     effects = seat.welcome(settings=msgspec.structs.replace(SETTINGS, fragment_count=1))
-    assert "now has 1 fragments" in one(effects, ev.Fail).error.message
+    assert "now has 1 fragment" in one(effects, ev.Fail).error.message
 
 
 def test_the_runs_clock_is_extrapolated_and_never_falls() -> None:

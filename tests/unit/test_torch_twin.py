@@ -59,9 +59,11 @@ def trained(module: nn.Module) -> None:
 def pushed(work: PushWork, parameters: ModuleParameters) -> tuple[list[EncodedChunk], F32]:
     chunks: list[EncodedChunk] = []
     encode_push(work, SETTINGS, parameters.layout, chunks.append)
-    unsent = work.unsent
-    assert unsent is not None
-    return chunks, unsent if isinstance(unsent, np.ndarray) else unsent.cpu().numpy()
+    next_residual = work.next_residual
+    assert next_residual is not None
+    return chunks, next_residual if isinstance(
+        next_residual, np.ndarray
+    ) else next_residual.cpu().numpy()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -84,10 +86,10 @@ def test_payloads_and_remainders_have_the_same_bits(
         ours = PushWork(push, part, 0, base, local, residuals.of(0), codec, 0.3)
         snapshot = there.capture(part)
         theirs = PushWork(push, part, 0, base, snapshot, their_residuals.of(0), codec, 0.3)
-        chunks, unsent = pushed(ours, on_host)
+        chunks, next_residual = pushed(ours, on_host)
         their_chunks, their_unsent = pushed(theirs, there)
         assert len(chunks) > 20 and chunks == their_chunks
-        assert unsent.tobytes() == their_unsent.tobytes()
+        assert next_residual.tobytes() == their_unsent.tobytes()
         residuals.settle(ours, merged=True)
         their_residuals.settle(theirs, merged=True)
     assert codec == "raw32" or codec == "f32-blosc2" or residuals.of(0) is not None
@@ -99,10 +101,12 @@ def test_blocks_end_where_chunks_do(device: str, monkeypatch: pytest.MonkeyPatch
     part, base = adopted(there, 1)
     trained(there.module)
     snapshot = there.capture(part)
-    whole, unsent = pushed(PushWork(1, part, 0, base, snapshot, None, "int4-zstd", 0.5), there)
+    whole, next_residual = pushed(
+        PushWork(1, part, 0, base, snapshot, None, "int4-zstd", 0.5), there
+    )
     monkeypatch.setattr("narrows.learner.module.gpu.BLOCK_ELEMENTS", 2500)
     parts, their = pushed(PushWork(1, part, 0, base, snapshot, None, "int4-zstd", 0.5), there)
-    assert whole == parts and unsent.tobytes() == their.tobytes()
+    assert whole == parts and next_residual.tobytes() == their.tobytes()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -72,6 +72,11 @@ def test_counts(text: str, count: int) -> None:
     assert value == count and isinstance(value, int)
 
 
+@pytest.mark.parametrize(("count", "text"), [(0, "0 starts"), (1, "1 start"), (2, "2 starts")])
+def test_one_is_not_a_plural(count: int, text: str) -> None:
+    assert units.counted(count, "start") == text
+
+
 REFUSED: list[tuple[Callable[[str], float], str, str]] = [
     (units.parse_duration_s, "10", "without a unit"),
     (units.parse_duration_s, "10 parsecs", "unknown unit"),

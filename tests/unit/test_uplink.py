@@ -43,9 +43,9 @@ def test_sent_and_unsent_add_up_to_the_outer_gradient() -> None:
     base, local = vector(1), vector(2)
     work = PushWork(1, FRAGMENT, 0, base, local, residual=None, codec=SETTINGS.push_codec, rho=0.5)
     sent = pushed(work)
-    assert work.unsent is not None
-    np.testing.assert_allclose(sent + work.unsent, base - local, atol=1e-6)
-    assert np.abs(work.unsent).max() > 0
+    assert work.next_residual is not None
+    np.testing.assert_allclose(sent + work.next_residual, base - local, atol=1e-6)
+    assert np.abs(work.next_residual).max() > 0
 
 
 def test_what_is_left_unsent_is_known_with_the_last_chunk() -> None:
@@ -56,21 +56,21 @@ def test_what_is_left_unsent_is_known_with_the_last_chunk() -> None:
     seen: list[tuple[EncodedChunk, F32]] = []
 
     def ready(chunk: EncodedChunk) -> None:
-        assert isinstance(work.unsent, np.ndarray)
-        seen.append((chunk, work.unsent.copy()))
+        assert isinstance(work.next_residual, np.ndarray)
+        seen.append((chunk, work.next_residual.copy()))
 
     encode_push(work, settings, LAYOUT, ready)
     assert len(seen) > 1
-    assert work.unsent is not None
-    np.testing.assert_array_equal(seen[-1][1], work.unsent)
+    assert work.next_residual is not None
+    np.testing.assert_array_equal(seen[-1][1], work.next_residual)
 
 
 def test_the_residual_is_part_of_the_next_push() -> None:
     base, residual = vector(3), vector(4, 0.1)
     work = PushWork(1, FRAGMENT, 0, base, base.copy(), residual, codec=SETTINGS.push_codec, rho=0.5)
     sent = pushed(work)
-    assert work.unsent is not None
-    np.testing.assert_allclose(sent + work.unsent, residual, atol=1e-6)
+    assert work.next_residual is not None
+    np.testing.assert_allclose(sent + work.next_residual, residual, atol=1e-6)
 
 
 def test_only_a_merged_push_replaces_the_residual() -> None:
@@ -82,7 +82,7 @@ def test_only_a_merged_push_replaces_the_residual() -> None:
         vector(1),
         vector(2),
         None,
-        unsent=vector(5),
+        next_residual=vector(5),
         codec=SETTINGS.push_codec,
         rho=0.5,
     )
@@ -94,7 +94,7 @@ def test_only_a_merged_push_replaces_the_residual() -> None:
         vector(1),
         vector(2),
         residuals.of(0),
-        unsent=vector(6),
+        next_residual=vector(6),
         codec=SETTINGS.push_codec,
         rho=0.5,
     )
@@ -113,7 +113,7 @@ def test_without_error_feedback_nothing_is_carried_over() -> None:
         vector(1),
         vector(2),
         None,
-        unsent=vector(5),
+        next_residual=vector(5),
         codec=SETTINGS.push_codec,
         rho=0.5,
     )
@@ -129,8 +129,8 @@ def test_the_rounding_of_bfloat16_parameters_does_not_travel() -> None:
     work = PushWork(1, FRAGMENT, 0, base, held.copy(), None, codec=SETTINGS.push_codec, rho=0.5)
     chunks: list[EncodedChunk] = []
     encode_push(work, SETTINGS, layout, chunks.append)
-    assert work.unsent is not None
-    assert not work.unsent.any()
+    assert work.next_residual is not None
+    assert not work.next_residual.any()
 
 
 def test_a_settled_push_stops_being_encoded() -> None:

@@ -44,7 +44,7 @@ def test_codings_send_what_they_say() -> None:
 
 
 def test_delayed_nesterov_moves_by_the_momentum_in_every_second_merge_of_two_learners() -> None:
-    settings = {"outer.rate": 1.0, "outer.momentum": 0.5, "run.learners_at_start": 2}
+    settings = {"outer.lr": 1.0, "outer.momentum": 0.5, "run.learners_at_start": 2}
     part = build_table([LayoutEntry("w", (1,), "float32", "mean")], 1)[0]
     state = version_zero(np.zeros(1, np.float32))
     model = VARIANTS["delayed nesterov"](load_config(None, settings), [part], [state])
@@ -58,7 +58,7 @@ def test_delayed_nesterov_moves_by_the_momentum_in_every_second_merge_of_two_lea
 
 
 def test_heloco_halves_what_opposes_the_momentum() -> None:
-    config = load_config(None, {"outer.optimizer": "sgd", "outer.rate": 1.0})
+    config = load_config(None, {"outer.optimizer": "sgd", "outer.lr": 1.0})
     part = build_table([LayoutEntry("w", (4,), "float32", "mean")], 1)[0]
     momentum = np.array([1, 2, 3, 4], np.float32)
     state = replace(version_zero(np.zeros(4, np.float32)), momentum=momentum)
