@@ -52,7 +52,7 @@ def worked() -> str:
         ("outer gradient of `a` = copy - local", made.ours.outer_grad),
         (f"codes of `a`, scales {_listed(made.ours.scales)}", made.ours.codes),
         ("values of `a` = scale · code", made.ours.values),
-        ("residual of `a` = outer gradient - values", made.ours.next_residual),
+        ("residual of `a` = outer gradient - values", made.ours.residual),
         (f"codes of `b`, scales {_listed(made.other.scales)}", made.other.codes),
         ("values of `b`", made.other.values),
         ("mean d = 0.6 · values of `a` + 0.4 · values of `b`", made.mean),
