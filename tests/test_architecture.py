@@ -23,6 +23,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("bench", "broker", "learner", "proto")
+SUB_PACKAGES = ("proto/dissector",)
 FUNCTION_LINES_MAX = 70
 MODULE_LINES_MAX = 350
 LINE_CHARACTERS_MAX = 100
@@ -322,7 +323,9 @@ def test_links_lead_to_the_folders(folder: str) -> None:
 
 def test_packages_match_the_folders() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert sorted(setuptools["packages"]) == ["narrows", *(f"narrows.{name}" for name in FOLDERS)]
+    nested = [f"narrows.{name.replace('/', '.')}" for name in SUB_PACKAGES]
+    expected_names = sorted(["narrows", *(f"narrows.{name}" for name in FOLDERS), *nested])
+    assert sorted(setuptools["packages"]) == expected_names
     expected = {"": "src"} | {f"narrows.{name}": name for name in FOLDERS}
     assert setuptools["package-dir"] == expected
 
@@ -333,8 +336,10 @@ def test_folders_are_flat(folder: str) -> None:
     # The scripts of other systems are no package: they run from a checkout, each by its path.
     top, scripts = ROOT / folder, ("__pycache__", "peer_scripts")
     assert (top / "__init__.py").is_file()
+    listed = {ROOT / name for name in SUB_PACKAGES}
+    assert all((each / "__init__.py").is_file() for each in listed)
     nested = [path for path in top.glob("*/**/*.py") if path.parent.name not in scripts]
-    assert nested == []
+    assert [path for path in nested if path.parent not in listed] == []
 
 
 @pytest.mark.slow
@@ -348,7 +353,7 @@ def test_wheel_holds_exactly_the_package(tmp_path: Path) -> None:
     expected |= {
         PurePosixPath("narrows", path.name) for path in (ROOT / "src/narrows").glob("*.py")
     }
-    for folder in FOLDERS:
+    for folder in (*FOLDERS, *SUB_PACKAGES):
         expected |= {PurePosixPath("narrows", folder, p.name) for p in (ROOT / folder).glob("*.py")}
     assert names - metadata == expected
     assert any(name.match("*.dist-info/licenses/LICENSE") for name in metadata)

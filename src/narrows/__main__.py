@@ -16,6 +16,7 @@ from narrows import __version__
 from narrows.bench.commands import need_torch
 from narrows.bench.system_commands import commands
 from narrows.broker.journal_command import journal
+from narrows.broker.wire_command import wire
 from narrows.proto.errors import (
     BrokerUnreachable,
     ConfigError,
@@ -42,6 +43,7 @@ app = cyclopts.App(
 
 app.command(commands)
 app.command(journal)
+app.command(wire)
 
 
 @app.command
