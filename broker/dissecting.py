@@ -94,7 +94,7 @@ class Printer:
     def note(self, words: str, origin: Origin) -> None:
         """Prints something that is no frame, whatever is filtered."""
         if self._as_json:
-            print(json.dumps({**origin.as_json(), "note": words}))
+            print(text.json_line({**origin.as_json(), "note": words}))
         else:
             print("\n".join(text.wrapped(f"{origin.text()}  {text.escaped(words)}", "")))
 

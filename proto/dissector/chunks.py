@@ -174,10 +174,10 @@ class Payload:
             if len(bits) < 2 or (len(bits) < 4 and bits == ZSTD_MAGIC[: len(bits)]):
                 end = len(self._data)
                 raise self._wrong(end, "a scale or the magic of a zstd frame", self._end())
+            if len(scales) == self._count:
+                raise self._wrong(at, f"a zstd frame behind {len(scales)} scales", bits[:2].hex())
             self._scale(at, int.from_bytes(bits[:2], "little"), scales)
             at += 2
-            if len(scales) > self._count:
-                raise self._wrong(at, f"at most {self._count} scales", "one more")
         field.end = self._base + at
         if not scales:
             raise self._wrong(0, "at least one scale", "a zstd frame")

@@ -47,16 +47,25 @@ def fault_text(fault: Fault) -> str:
 
 def as_json(found: Dissected, origin: Mapping[str, Plain]) -> str:
     """One frame as a line of JSON."""
-    fields = [
-        {"field": each.name, "at": each.at, "end": each.end, "value": _strict(each.plain)}
+    fields: list[Plain] = [
+        {"field": each.name, "at": each.at, "end": each.end, "value": each.plain}
         for each in found.fields
     ]
-    faults = [
+    faults: list[Plain] = [
         {"at": f.at, "field": f.path, "code": f.code, "expected": f.expected, "got": f.got}
         for f in found.faults
     ]
-    content = {"kind": found.kind, "bytes": found.size_bytes, "fields": fields, "faults": faults}
-    return json.dumps({**origin, **content})
+    return json_line(
+        {
+            **origin, "kind": found.kind, "bytes": found.size_bytes, "fields": fields,
+            "faults": faults,
+        }
+    )  # fmt: skip
+
+
+def json_line(content: Mapping[str, Plain]) -> str:
+    """One line of JSON."""
+    return json.dumps(_strict(dict(content)))
 
 
 def escaped(text: str) -> str:
@@ -167,4 +176,4 @@ class Tally:
             {"kind": kind, "direction": direction, "frames": frames, "bytes": size_bytes}
             for (kind, direction), (frames, size_bytes) in sorted(self.counts.items())
         ]
-        return json.dumps({"summary": rows, "faulty": self.faulty})
+        return json_line({"summary": rows, "faulty": self.faulty})
