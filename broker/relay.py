@@ -14,8 +14,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import BinaryIO, Final, NamedTuple, TypeAlias
@@ -117,15 +117,21 @@ class Watcher:
         while (event := self._queue.get()) is not None:
             try:
                 self._take(event)
-                if self._queue.empty() and not self._is_silent:
-                    sys.stdout.flush()
-            except BrokenPipeError:
-                self._is_silent = True
+                if self._queue.empty():
+                    self._print(sys.stdout.flush)
             except Exception as error:
                 self._give_up(event, error)
-        if not self._is_silent:
-            with suppress(BrokenPipeError):
-                self.printer.summary()
+        self._print(self.printer.summary)
+
+    def _print(self, say: Callable[[], None]) -> None:
+        """Says something. When nobody reads any more, the relay goes on without a word."""
+        if self._is_silent:
+            return
+        try:
+            say()
+        except BrokenPipeError:
+            self._is_silent = True
+            sys.stdout = None  # Else the end of the process would try to print what is left.
 
     def _take(self, event: _Bytes | _Word) -> None:
         if isinstance(event, _Word):
@@ -145,15 +151,14 @@ class Watcher:
             for way in ("up", "down"):
                 self._streams.pop((event.connection, way), None)
             self._reader.forget(event.connection)
-        if not self._is_silent:
-            at = Origin("", event.connection, event.direction, 0, event.at_s)
-            self.printer.note(event.words, at)
+        at = Origin("", event.connection, event.direction, 0, event.at_s)
+        self._print(lambda: self.printer.note(event.words, at))
 
     def _take_piece(self, event: _Bytes, piece: Piece) -> None:
         origin = Origin("", event.connection, event.direction, piece.index, event.at_s)
         if piece.sort in ("opaque", "skipped"):
-            if not self._is_silent:
-                self.printer.note(f"cannot be looked into: {piece.why}", origin)
+            words = f"cannot be looked into: {piece.why}"
+            self._print(lambda: self.printer.note(words, origin))
             return
         captured = Captured(
             piece.sort, event.direction, event.connection, event.at_s, piece.body, piece.index,
@@ -161,9 +166,7 @@ class Watcher:
         )  # fmt: skip
         self._keep(captured)
         found = self._reader.take(captured)
-        if self._is_silent:
-            return
-        self.printer.show(found, origin)
+        self._print(lambda: self.printer.show(found, origin))
 
     def _keep(self, captured: Captured) -> None:
         if self.out is None:
@@ -188,6 +191,10 @@ class Relay:
 
     def __init__(self, routes: Sequence[Route], watcher: Watcher) -> None:
         self._routes, self._watcher = routes, watcher
+        self.listening = asyncio.Event()
+        """Set once all ports take connections."""
+        self.ports: list[int] = []
+        """Where it listens, in the order of the routes."""
         self._count = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -197,9 +204,10 @@ class Relay:
         try:
             for route in self._routes:
                 servers.append(await self._listen(route))
-                ours = servers[-1].sockets[0].getsockname()[1]
-                listening = route.listen._replace(port=ours)
-                print(f"relaying {listening} to {route.to}", file=sys.stderr, flush=True)
+                self.ports.append(servers[-1].sockets[0].getsockname()[1])
+                ours = route.listen._replace(port=self.ports[-1])
+                print(f"relaying {ours} to {route.to}", file=sys.stderr, flush=True)
+            self.listening.set()
             await stop.wait()
         finally:
             for server in servers:
@@ -231,12 +239,15 @@ class Relay:
         number = self._count
         peer = "{}:{}".format(*(writer.get_extra_info("peername") or ("?", "?"))[:2])
         self._watcher.tell(number, f"from {peer} to {route.to}")
+        end = "the relay stops"
         try:
             end = await self._carry(route, number, reader, writer)
+        except asyncio.CancelledError:
+            pass  # The streams of Python 3.11 would log a handler that ends as cancelled.
         finally:
             self._tasks.discard(task)
             writer.transport.abort()
-        self._watcher.tell(number, f"is over: {end}", is_end=True)
+            self._watcher.tell(number, f"is over: {end}", is_end=True)
 
     async def _carry(
         self, route: Route, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -13,7 +13,7 @@ import numpy as np
 import zstandard
 
 from narrows.proto.dissector.findings import Field, Plain, Wrong
-from narrows.proto.dissector.tables import PAYLOAD_BYTES_MAX
+from narrows.proto.dissector.tables import CHUNK_ELEMENTS_MAX, PAYLOAD_BYTES_MAX
 
 BLOSC2_HEADER_BYTES: Final = 32
 BLOSC2_FLAGS: Final = (0x07, 0x85, 0x87, 0x95, 0x97)
@@ -44,6 +44,9 @@ class Payload:
         try:
             if len(self._data) > PAYLOAD_BYTES_MAX:
                 raise self._too_large(PAYLOAD_BYTES_MAX)
+            if not 1 <= self._count <= CHUNK_ELEMENTS_MAX:
+                expected = f"1 to {CHUNK_ELEMENTS_MAX} elements"
+                raise self._wrong(0, expected, str(self._count), "bad_range")
             readers: dict[str, Callable[[], None]] = {
                 "raw32": lambda: self._floats(4),
                 "bf16": lambda: self._floats(2),

@@ -48,11 +48,13 @@ def segment(read: Read, size_bytes: int) -> Iterator[Dissected]:
     at = HEADER_BYTES
     while at < size_bytes:
         content = read(at, RECORD_HEADER_BYTES)
-        if not any(content):
-            yield from _rest(read, at, size_bytes)
-            return
-        record = _record(content, at, number, salt, size_bytes)
-        if record.faults:
+        if any(content):
+            record = _record(content, at, number, salt, size_bytes)
+        else:
+            record = _rest(read, at, size_bytes)
+        if read(at, RECORD_HEADER_BYTES) != content:
+            continue  # It is being written: what was found may be half of it.
+        if record.faults or record.kind == "unused":
             yield record
             return
         stop = at + RECORD_HEADER_BYTES + int(cast(int, record.get("body_bytes")))
@@ -119,13 +121,13 @@ def _record(content: bytes, at: int, number: int, salt: int, size_bytes: int) ->
 
 def _body(read: Read, record: Dissected, start: int, stop: int) -> Iterator[Dissected]:
     """The record with its head, and the payloads in its body."""
-    hasher = xxhash.xxh3_64()
-    for at in range(start, stop, BLOCK_BYTES):
-        hasher.update(read(at, min(BLOCK_BYTES, stop - at)))
-    if record.get("body_digest") != hasher.hexdigest():
-        expected = f"{hasher.hexdigest()}, the digest of the body"
-        place, got = record.at("body_digest"), str(record.get("body_digest"))
-        record.faults.append(Fault(place, "bad_checksum", expected, got))
+    told, computed = str(record.get("body_digest")), _digest_of(read, start, stop)
+    # While it changes it is being written.
+    while told != computed and (again := _digest_of(read, start, stop)) != computed:
+        computed = again
+    if told != computed:
+        expected, place = f"{computed}, the digest of the body", record.at("body_digest")
+        record.faults.append(Fault(place, "bad_checksum", expected, told))
     length = int.from_bytes(read(start, min(4, stop - start)), "little")
     record.fields.append(Field("head_bytes", start, start + 4, "", length))
     end = start + 4 + length
@@ -149,6 +151,13 @@ def _body(read: Read, record: Dissected, start: int, stop: int) -> Iterator[Diss
     elif not fault and end != stop:
         found = Dissected("blob", stop - end)
         yield _faulty(found, read(end, 16), end, end, "the end of the record", "more bytes")
+
+
+def _digest_of(read: Read, start: int, stop: int) -> str:
+    hasher = xxhash.xxh3_64()
+    for at in range(start, stop, BLOCK_BYTES):
+        hasher.update(read(at, min(BLOCK_BYTES, stop - at)))
+    return hasher.hexdigest()
 
 
 def _payloads(read: Read, record: Dissected, start: int, stop: int) -> Iterator[Dissected]:
@@ -206,20 +215,17 @@ def _merged(read: Read, chunk: Mapping[str, int], at: int, stop: int) -> Dissect
     return found
 
 
-def _rest(read: Read, at: int, size_bytes: int) -> Iterator[Dissected]:
+def _rest(read: Read, at: int, size_bytes: int) -> Dissected:
     """Zeros: room that is taken and not yet written."""
     for start in range(at, size_bytes, BLOCK_BYTES):
         block = read(start, min(BLOCK_BYTES, size_bytes - start))
         if any(block):
             bad = start + len(block) - len(block.lstrip(b"\0"))
-            found = Dissected("record", size_bytes - at)
-            near_bytes = read(max(at, bad - 8), 16)
+            found, base = Dissected("record", size_bytes - at), max(at, bad - 8)
             expected, got = "zeros to the end of the file", f"{block[bad - start]:02x}"
-            yield _faulty(found, near_bytes, max(at, bad - 8), bad, expected, got)
-            return
-    found = Dissected("unused", size_bytes - at)
-    found.fields.append(Field("zeros", at, size_bytes, "", size_bytes - at))
-    yield found
+            return _faulty(found, read(base, 16), base, bad, expected, got)
+    zeros = Field("zeros", at, size_bytes, "", size_bytes - at)
+    return Dissected("unused", size_bytes - at, [zeros])
 
 
 def _faulty(

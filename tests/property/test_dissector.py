@@ -42,6 +42,8 @@ from narrows.proto.frames import decode_control, decode_data, digest, encode_con
 from narrows.proto.limits import CHUNK_ELEMENTS_MAX, PROTOCOL
 
 untimed = settings(deadline=None)
+Unpacker = cast(Any, msgpack).Unpacker
+UnpackException = cast(Any, msgpack).UnpackException
 PAYLOAD = b"payload"
 
 
@@ -182,7 +184,7 @@ def test_any_body_is_refused_for_the_same_reason(body: bytes) -> None:
 
 def tokens(body: bytes) -> list[tuple[int, int]]:
     """Begin and end of each token of a body, as msgpack alone sees them."""
-    unpacker: Any = msgpack.Unpacker()
+    unpacker = Unpacker()
     unpacker.feed(body)
     found: list[tuple[int, int]] = []
     while (at := unpacker.tell()) < len(body):
@@ -203,11 +205,11 @@ def is_head(byte: int) -> bool:
 
 def length_at(body: bytes, at: int) -> int:
     """Bytes of the value there; 0: it is none."""
-    unpacker: Any = msgpack.Unpacker(raw=True)
+    unpacker = Unpacker(raw=True)
     unpacker.feed(body[at:])
     try:
         unpacker.skip()
-    except (msgpack.UnpackException, ValueError):  # pyright: ignore
+    except (UnpackException, ValueError):
         return 0
     return int(unpacker.tell())
 

@@ -53,6 +53,8 @@ def blosc2(at: int, data: bytes) -> bytes:
     ("codec", "count", "data", "at", "code", "expected"),
     [
         ("nothing", 1, b"", 0, "unknown_codec", "one of raw32"),
+        ("raw32", 0, b"", 0, "bad_range", "1 to 1048576 elements"),
+        ("raw32", 1 << 40, b"", 0, "bad_range", "1 to 1048576 elements"),
         ("raw32", 2, bytes(7), 7, "bad_payload", "8 bytes"),
         ("raw32", 2, bytes(9), 8, "too_large", "at most 8 bytes"),
         ("raw32", 2, bytes(4) + b"\0\0\x80\x7f", 4, "not_finite", "a finite value"),

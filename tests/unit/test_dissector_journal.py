@@ -136,14 +136,33 @@ def test_an_unknown_field_of_a_head() -> None:
     assert found.faults[0].expected == "Fate of 9 values"
 
 
-def test_a_segment_in_use_ends_where_its_last_whole_record_does() -> None:
+def test_a_segment_that_ends_too_early() -> None:
     data = journal_of(encode(FATE), ROUND)
-    whole = len(data.rstrip(b"\0")) + 12  # The round's last payloads are zeros.
-    cut = data[: whole - 40] + bytes(40)
-    assert [each.kind for each in read(cut[:200])][:1] == ["segment"]
-    assert [each.faults[0].code for each in read(data[: 96 + 20])[1:]] == ["bad_record"]
     assert read(data[:96])[1:] == []
     assert [fault.at for fault in read(data[:50])[0].faults] == [50]
+    (record,) = read(data[: 96 + 20])[1:]
+    assert [(fault.at, fault.got) for fault in record.faults] == [(116, "the end of the file")]
+    (record,) = read(data[: 96 + 60])[1:]
+    assert record.faults[0].got == "16 up to the end of the file"
+
+
+@pytest.mark.parametrize("step_bytes", [44, 60, 300])
+def test_a_segment_that_is_being_written_is_whole(step_bytes: int) -> None:
+    """Every look at the file finds a little more of it."""
+    data = journal_of(encode(FATE), ROUND)
+    written = 96
+
+    def look(offset: int, count: int) -> bytes:
+        nonlocal written
+        seen = data[:written].ljust(len(data), b"\0")
+        written += step_bytes
+        return seen[offset : offset + count]
+
+    found = list(segment(look, len(data)))
+    assert not any(each.faults for each in found)
+    kinds = [each.kind for each in found]
+    assert kinds[:-1] == [each.kind for each in read(data)][: len(kinds) - 1]
+    assert kinds[-1] == "unused"
 
 
 def test_no_changed_byte_goes_unnoticed() -> None:
