@@ -118,7 +118,7 @@ class Watcher:
             try:
                 self._take(event)
                 if self._queue.empty():
-                    self._print(sys.stdout.flush)
+                    self._print(lambda: sys.stdout.flush())
             except Exception as error:
                 self._give_up(event, error)
         self._print(self.printer.summary)

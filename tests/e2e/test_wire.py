@@ -238,16 +238,27 @@ def test_who_falls_behind_stops_looking(capsys: pytest.CaptureFixture[str]) -> N
     assert "printing has fallen behind" in capsys.readouterr().out
 
 
-def test_nobody_reads_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_reads_what_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Closed(io.StringIO):
         def write(self, _: str) -> int:
             raise BrokenPipeError
 
+    async def talk(port: int) -> None:
+        reader, writer = await asyncio.open_connection(RELAY, port)
+        for data in (MESSAGES, *[b"\0\3abc"] * 10):
+            writer.write(data)
+            assert await reader.readexactly(len(data)) == data
+        writer.close()
+        await writer.wait_closed()
+
     monkeypatch.setattr(sys, "stdout", Closed())
     out = io.BytesIO()
     with echo() as target:
-        relayed(watching(out=out), target, lambda port: echoed(port, MESSAGES))
-    assert out.getvalue().count(b"abc") == 2000
+        relayed(watching(out=out), target, talk)
+    assert out.getvalue().count(b"abc") == 2020
+    assert capsys.readouterr().err.count("\n") == 1  # Where it listens.
 
 
 def test_a_capture_that_cannot_be_written_ends_alone(capsys: pytest.CaptureFixture[str]) -> None:
