@@ -1,6 +1,6 @@
-"""Prints what the dissector finds, and reads it from files: captures, single frames, journals.
+"""Prints dissected frames, and reads them from files: captures, single frames and journals.
 
-Files are opened for reading alone. Nothing is locked, so a journal may be in use.
+Files are opened read-only. Nothing is locked, so a broker may be using the journal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS: Final = (
     "greeting", "ready", "error", "ping", "pong", "command", "segment", "record", *RECORD_TAGS,
     "publication", "contribution", "merged", "blob", "unused", FAULTY,
 )  # fmt: skip
-"""What `--only` takes."""
+"""Values that `--only` accepts."""
 
 ACCEPTED: Final = (
     "a capture (--out), a frame (NRW...), frames in hex as JSON, a segment of a journal, or a "
@@ -36,7 +36,7 @@ ACCEPTED: Final = (
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a frame came from."""
+    """The file or connection that a frame came from."""
 
     file: str = ""
     connection: int = 0
@@ -71,7 +71,7 @@ def _clock(at_s: float) -> str:
 
 
 class Printer:
-    """Standard output, filtered; and the counts of everything, printed or not."""
+    """Prints frames of the wanted kinds, and counts all frames."""
 
     def __init__(self, *, as_json: bool, only: list[str]) -> None:
         unknown = [kind for kind in only if kind not in KINDS]
@@ -81,7 +81,7 @@ class Printer:
         self.tally = text.Tally()
 
     def show(self, found: Dissected, origin: Origin) -> None:
-        """Prints a frame, if it is of a kind that is wanted. Raises BrokenPipeError."""
+        """Counts a frame, and prints it if its kind is wanted. Raises BrokenPipeError."""
         self.tally.add(found, origin.direction)
         wanted = found.kind in self._only or (FAULTY in self._only and found.faults)
         if self._only and not wanted:
@@ -92,7 +92,7 @@ class Printer:
             print("\n".join(text.block(found, origin.text())))
 
     def note(self, words: str, origin: Origin) -> None:
-        """Prints something that is no frame, whatever is filtered."""
+        """Prints a line that belongs to no frame; filters do not apply to it."""
         if self._as_json:
             print(text.json_line({**origin.as_json(), "note": words}))
         else:
@@ -105,7 +105,7 @@ class Printer:
 
 
 def read_path(path: Path, printer: Printer) -> None:
-    """Prints what is in a file or directory. Raises ConfigError, OSError."""
+    """Dissects a file or directory and prints it. Raises ConfigError, OSError."""
     if path.is_dir():
         for segment in _segments(path):
             _print_segment(segment, printer)

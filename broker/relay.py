@@ -1,7 +1,7 @@
-"""A TCP relay between learners and a broker that has everything dissected which passes.
+"""A TCP relay between learners and a broker. It dissects and prints everything that it relays.
 
-Bytes are passed on as they came, before anybody looks at them. Looking happens on a thread of its
-own: when that fails, or falls behind, the peers do not notice.
+The bytes are relayed unchanged. A separate thread dissects a copy of them: if it fails or is too
+slow, the peers do not notice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from narrows.proto.errors import BrokerUnreachable, ConfigError, ErrorCode, Narr
 
 BLOCK_BYTES: Final = 1 << 16
 BEHIND_BYTES_MAX: Final = 256 << 20
-"""What may wait to be dissected; of a connection beyond it no more is looked at."""
+"""Most bytes that may wait to be dissected. A connection that would exceed it is not read further,
+but still relayed."""
 
 DIAL_TIMEOUT_S: Final = 5.0
 
@@ -51,7 +52,8 @@ class _Bytes:
 
 @dataclass(frozen=True)
 class _Word:
-    """Something to tell about a connection; `is_end`: it is over, `direction`: not read further."""
+    """A line about a connection. With `is_end` the connection is over; with `direction` no more
+    of this direction is read."""
 
     connection: int
     at_s: float
@@ -65,7 +67,7 @@ _Event: TypeAlias = _Bytes | _Word | None
 
 @dataclass
 class Watcher:
-    """Dissects and prints on a thread of its own what is handed to it."""
+    """Dissects and prints the bytes that it is given, on a thread of its own."""
 
     printer: Printer
     out: BinaryIO | None = None
@@ -89,14 +91,15 @@ class Watcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when everything handed over is printed, with the summary."""
+        """Prints everything that still waits, and the summary, before it returns."""
         self._queue.put(None)
         if self._thread:
             self._thread.join()
 
     def passed(self, connection: int, direction: Direction, data: bytes) -> None:
-        """These bytes pass now. Never waits, and never raises."""
-        key, now = (connection, direction), time.time()
+        """Takes bytes that are being relayed. Never waits for the thread, and never raises."""
+        key: tuple[int, Direction] = (connection, direction)
+        now = time.time()
         if key in self._lost:
             return
         with self._lock:
@@ -110,7 +113,7 @@ class Watcher:
             self._queue.put(_Bytes(connection, direction, now, data))
 
     def tell(self, connection: int, words: str, *, is_end: bool = False) -> None:
-        """Something happens to a connection."""
+        """Prints a line about a connection."""
         self._queue.put(_Word(connection, time.time(), words, is_end=is_end))
 
     def _run(self) -> None:
@@ -147,12 +150,14 @@ class Watcher:
         if event.direction:
             key = event.connection, event.direction
             self._streams.setdefault(key, Stream()).give_up(event.words)
+        words = event.words
         if event.is_end:
             for way in ("up", "down"):
-                self._streams.pop((event.connection, way), None)
+                stream = self._streams.pop((event.connection, way), Stream())
+                words += f"; {stream.total_bytes} bytes {way}"
             self._reader.forget(event.connection)
         at = Origin("", event.connection, event.direction, 0, event.at_s)
-        self._print(lambda: self.printer.note(event.words, at))
+        self._print(lambda: self.printer.note(words, at))
 
     def _take_piece(self, event: _Bytes, piece: Piece) -> None:
         origin = Origin("", event.connection, event.direction, piece.index, event.at_s)
@@ -179,7 +184,7 @@ class Watcher:
             self.out = None
 
     def _give_up(self, event: _Bytes | _Word, error: Exception) -> None:
-        """An error of ours: told, and this direction is left alone."""
+        """Reports an error of the dissector itself, and stops reading this direction."""
         print(f"narrows: #{event.connection}: cannot be dissected: {error!r}", file=sys.stderr)
         if isinstance(event, _Bytes):
             key = event.connection, event.direction
@@ -187,7 +192,7 @@ class Watcher:
 
 
 class Relay:
-    """Passes on whatever comes at the routes, until it is stopped."""
+    """Relays every connection to the routes until it is stopped."""
 
     def __init__(self, routes: Sequence[Route], watcher: Watcher) -> None:
         self._routes, self._watcher = routes, watcher
@@ -252,7 +257,7 @@ class Relay:
     async def _carry(
         self, route: Route, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> str:
-        """Carries both ways; how it ended."""
+        """Relays both directions until the end, and returns the reason for it."""
         try:
             dialled = asyncio.open_connection(_host(route.to), route.to.port)
             far_reader, far_writer = await asyncio.wait_for(dialled, DIAL_TIMEOUT_S)
@@ -314,7 +319,7 @@ async def _until_signal(relay: Relay) -> None:
 
 
 def check_route(route: Route, *, insecure: bool) -> None:
-    """Raises ConfigError or INSECURE for what nobody should listen at."""
+    """Raises ConfigError, or INSECURE for an address beyond loopback."""
     if route.listen.port and route.listen == route.to:
         raise ConfigError(f"--listen and --to are both {route.to}", expected="two addresses")
     if not (route.listen.is_loopback or insecure):

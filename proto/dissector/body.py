@@ -1,7 +1,7 @@
-"""One msgpack value against its type, value by value, with the place of every byte.
+"""Decodes one msgpack value against its type, and keeps the byte offset of every part of it.
 
-msgpack's own Unpacker decodes; the type says what may come next, so nothing is ever decoded that
-was not expected: no bytes, no extension types, no containers in place of numbers.
+The decoder is msgpack's own Unpacker. Before each value the type says which families of values may
+come, so an unexpected one is never decoded: no bytes, no extension types, no timestamps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from narrows.proto.dissector.tables import (
 )
 
 SHOWN_CHARACTERS: Final = 40
-"""Of a text in a fault."""
+"""Longest excerpt of a value in a fault, in characters."""
 
 
 class _Unpacker(Protocol):
@@ -39,7 +39,7 @@ class _Unpacker(Protocol):
     def tell(self) -> int: ...
 
 
-_make = cast(Callable[..., _Unpacker], msgpack.Unpacker)
+_make = cast(Callable[..., _Unpacker], msgpack.Unpacker)  # pyright: ignore
 _OutOfData = cast(type[Exception], msgpack.OutOfData)  # pyright: ignore
 _UnpackException = cast(type[Exception], msgpack.UnpackException)  # pyright: ignore
 
@@ -72,12 +72,12 @@ _STRING_HEAD_BYTES: Final = {0xD9: 2, 0xDA: 3, 0xDB: 5}
 
 
 def family_of(byte: int) -> str:
-    """What a msgpack value is that begins with this byte."""
+    """The family of the msgpack value that begins with this byte."""
     return _FIXED.get(byte) or next(name for low, high, name in _SPANS if low <= byte <= high)
 
 
 class Body:
-    """A value at place `base` of a frame; `fields` holds what has been read of it so far."""
+    """A value at offset `base` of a frame. `fields` holds the parts that were read so far."""
 
     def __init__(self, data: bytes | memoryview, base: int) -> None:
         self.fields: list[Field] = []
@@ -87,11 +87,12 @@ class Body:
 
     @property
     def place(self) -> int:
-        """Where the next value begins."""
+        """Offset of the next value in the frame."""
         return self._base + self._unpacker.tell()
 
     def tagged(self, structures: Mapping[str, Structure]) -> tuple[str, Fault | None]:
-        """Reads a map that its key `type` tells apart; returns this type, "" if it is unknown."""
+        """Reads a map whose key `type` names its structure. Returns that name, or "" if it
+        is unknown, and the fault, if there is one."""
         tag = ""
         try:
             self._expect("map", "a map")
@@ -103,7 +104,7 @@ class Body:
         return tag, None
 
     def untagged(self, structure: Structure) -> Fault | None:
-        """Reads an array of this structure's members."""
+        """Reads an array of this structure's members, and returns the fault, if there is one."""
         try:
             self._array(structure, self.fields)
             self._end()

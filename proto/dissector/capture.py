@@ -33,7 +33,7 @@ _RECORD: Final = struct.Struct("<BBHIdI")
 
 @dataclass(frozen=True)
 class Captured:
-    """One frame and where it came from."""
+    """One frame, with the connection and time that it was captured at."""
 
     sort: Sort
     direction: Direction
@@ -73,7 +73,7 @@ def records(read: Callable[[int], bytes]) -> Iterator[Captured]:
         if len(frame) < size:
             raise _cut(at, _RECORD.size + len(frame))
         direction: Direction = "down" if flags & 1 else "up"
-        yield Captured(SORTS[sort], direction, connection, at_s, frame, part, bool(flags & 2))
+        yield Captured(SORTS[int(sort)], direction, connection, at_s, frame, part, bool(flags & 2))
         at += _RECORD.size + size
 
 
@@ -82,13 +82,13 @@ def _cut(at: int, size: int) -> Wrong:
 
 
 class Reader:
-    """Dissects captured frames in the order in which they came, connections side by side."""
+    """Dissects captured frames of any number of connections, in the order of their arrival."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[int, Direction], Parts] = {}
 
     def take(self, captured: Captured) -> Dissected:
-        """What is in the next frame."""
+        """Dissects the next frame."""
         if captured.sort == "greeting":
             return greeting(captured.frame)
         if captured.sort == "command":

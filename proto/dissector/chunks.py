@@ -26,13 +26,13 @@ BLOCK_NAMES: Final = ("raw", "repeated", "compressed", "reserved")
 
 
 def frame_bytes_max(size_bytes: int) -> int:
-    """F(b) of the page."""
+    """F(b) of PROTOCOL.md: the largest zstd frame of so many bytes."""
     margin = (131072 - size_bytes) // 2048 if size_bytes < 131072 else 0
     return size_bytes + size_bytes // 256 + margin
 
 
 class Payload:
-    """The payload of `count` elements at place `base`; `fields` holds what has been read."""
+    """A payload of `count` elements at offset `base`. `fields` holds the parts read so far."""
 
     def __init__(self, codec: str, count: int, data: bytes | memoryview, base: int = 0) -> None:
         self.fields: list[Field] = []
@@ -40,7 +40,7 @@ class Payload:
         self._codec = codec
 
     def read(self) -> Wrong | None:
-        """Reads it; what is wrong, if anything is."""
+        """Reads the payload, and returns the first fault, or None."""
         try:
             if len(self._data) > PAYLOAD_BYTES_MAX:
                 raise self._too_large(PAYLOAD_BYTES_MAX)
@@ -168,7 +168,7 @@ class Payload:
         self._codes(at, content)
 
     def _scales(self) -> int:
-        """Reads scales up to the zstd frame; how many there are."""
+        """Reads scales up to the zstd frame, and returns their number."""
         scales: list[Field] = []
         field = Field("scales", self._base, self._base, "", parts=scales)
         self.fields.append(field)
@@ -197,7 +197,7 @@ class Payload:
         scales.append(Field(str(len(scales)), place, place + 2, "", value))
 
     def _zstd(self, start: int, content: int) -> int:
-        """Reads the frame at `start`; where it ends."""
+        """Reads the structure of the frame at `start`, and returns its end."""
         at = self._zstd_header(start, content)
         flags, blocks, left = self._data[start + 4], list[Field](), 4 + content // 1024
         field = Field("blocks", self._base + at, self._base + at, "", parts=blocks)
@@ -262,7 +262,8 @@ class Payload:
         return found
 
     def _codes(self, start: int, content: int) -> None:
-        """Only after the header is known to ask for `content` bytes."""
+        """Decompresses and checks the codes. Call it only when the frame's header asks for `content`
+        bytes: the header decides how much memory is taken."""
         frame = bytes(self._data[start:])
         try:
             codes = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.uint8)

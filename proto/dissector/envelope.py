@@ -27,7 +27,7 @@ ENVELOPE_BYTES: Final = 12
 
 
 def control(frame: bytes) -> Dissected:
-    """A control message; its kind is the message's name, or `control` if that is unknown."""
+    """Dissects a control message. Its kind is its name, or `control` if the name is unknown."""
     found = Dissected("control", len(frame))
     if _open(frame, CONTROL_BYTES_MAX, found):
         body = Body(memoryview(frame)[ENVELOPE_BYTES:], ENVELOPE_BYTES)
@@ -39,7 +39,7 @@ def control(frame: bytes) -> Dissected:
 
 
 def header(frame: bytes) -> Dissected:
-    """The header of a data message, its protocol and number of elements included."""
+    """Dissects the header of a data message. Checks its protocol and number of elements too."""
     found = Dissected("header", len(frame))
     if _open(frame, HEADER_BYTES_MAX, found):
         body = Body(memoryview(frame)[ENVELOPE_BYTES:], ENVELOPE_BYTES)
@@ -55,7 +55,7 @@ def header(frame: bytes) -> Dissected:
 
 
 def bare(frame: bytes) -> Dissected:
-    """A frame of either sort: headers are arrays."""
+    """Dissects a control message or a header, whichever it is: only headers are arrays."""
     is_array = len(frame) > ENVELOPE_BYTES and family_of(frame[ENVELOPE_BYTES]) == "array"
     return header(frame) if is_array else control(frame)
 
@@ -72,7 +72,7 @@ def _take(body: Body, fault: Fault | None, found: Dissected) -> None:
 
 
 def _open(frame: bytes, bytes_max: int, found: Dissected) -> bool:
-    """Reads the envelope; False: a body cannot be looked for behind it."""
+    """Reads the envelope. Returns False if no body can be read behind it."""
     if len(frame) > bytes_max:
         got = f"{len(frame)} bytes"
         found.faults.append(Fault(bytes_max, "too_large", f"at most {bytes_max} bytes", got))

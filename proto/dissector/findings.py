@@ -1,4 +1,4 @@
-"""What a dissection finds: fields with their places, and faults."""
+"""Results of a dissection: fields with their byte offsets, and faults."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Field:
     """As the tables have it, "" for what is no msgpack value."""
     value: Plain = None
     parts: list[Field] | None = None
-    """What a list or structure holds, in the order of the bytes."""
+    """Parts of a list or structure, in the order of their bytes."""
     is_map: bool = False
     """Whether the parts have names."""
     note: str = ""
-    """Beside the value, for people."""
+    """A remark beside the value, for people."""
 
     @property
     def plain(self) -> Plain:
-        """The value, with all that is in it."""
+        """The value, with its parts as lists and dictionaries."""
         if self.parts is None:
             return self.value
         if self.is_map:

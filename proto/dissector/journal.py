@@ -24,7 +24,7 @@ HEADER_BYTES: Final = 96
 RECORD_HEADER_BYTES: Final = 44
 BLOCK_BYTES: Final = 1 << 20
 HEAD_BYTES_MAX: Final = 64 << 20
-"""A head of a thousand contributors with a thousand chunks each is a quarter of it."""
+"""Longest head of a record that is read."""
 
 _SEGMENT: Final = (
     ("magic", 0, 8), ("format", 8, 4), ("number", 12, 8), ("first", 20, 8), ("copied", 28, 8),
@@ -37,8 +37,8 @@ Read = Callable[[int, int], bytes]
 
 
 def segment(read: Read, size_bytes: int) -> Iterator[Dissected]:
-    """A segment's header, then each record, followed by the payloads in it; at last what is behind
-    the records, unless that is nothing at all."""
+    """Yields the segment's header, then each record followed by its payloads, and at last the unused
+    rest of the file, if there is one."""
     head = read(0, HEADER_BYTES)
     found = _header(head)
     yield found
@@ -120,7 +120,7 @@ def _record(content: bytes, at: int, number: int, salt: int, size_bytes: int) ->
 
 
 def _body(read: Read, record: Dissected, start: int, stop: int) -> Iterator[Dissected]:
-    """The record with its head, and the payloads in its body."""
+    """Yields the record with its head, then the payloads in its body."""
     told, computed = str(record.get("body_digest")), _digest_of(read, start, stop)
     # While it changes it is being written.
     while told != computed and (again := _digest_of(read, start, stop)) != computed:
@@ -202,7 +202,7 @@ def _payload(
 
 
 def _merged(read: Read, chunk: Mapping[str, int], at: int, stop: int) -> Dissected:
-    """The merged outer gradient, which is not cut into chunks and may be large."""
+    """Dissects the merged outer gradient in blocks, because it is one large payload."""
     found = Dissected("merged", stop - at)
     for start in range(at, stop, BLOCK_BYTES):
         data = read(start, min(BLOCK_BYTES, stop - start))
@@ -216,7 +216,7 @@ def _merged(read: Read, chunk: Mapping[str, int], at: int, stop: int) -> Dissect
 
 
 def _rest(read: Read, at: int, size_bytes: int) -> Dissected:
-    """Zeros: room that is taken and not yet written."""
+    """Checks that zeros follow to the end of the file: room for records to come."""
     for start in range(at, size_bytes, BLOCK_BYTES):
         block = read(start, min(BLOCK_BYTES, size_bytes - start))
         if any(block):

@@ -20,14 +20,14 @@ from narrows.proto.dissector.tables import (
 )
 
 Direction: TypeAlias = Literal["up", "down"]
-"""Up: from the one that has dialled, a learner."""
+"""Up is the direction from the peer that dialled: from a learner to the broker."""
 
 _TOPIC: Final = re.compile(rb"([0-9a-f]{32})/([0-9]{2})")
 _ARROWS: Final = {name.lower(): each.arrow for name, each in CONTROL.items()}
 
 
 class Parts:
-    """Knows what came before in the same message: a payload is judged by its header."""
+    """Remembers the topic and header of the message, because the next parts depend on them."""
 
     def __init__(self, direction: Direction | None) -> None:
         self._direction = direction
@@ -35,7 +35,7 @@ class Parts:
         self._header: Dissected | None = None
 
     def take(self, index: int, *, has_more: bool, frame: bytes) -> Dissected:
-        """The next frame, which is part `index` of its message."""
+        """Dissects the next frame, which is part `index` of its message."""
         if index == 0:
             self._topic, self._header = frame, None
             if has_more:
@@ -143,7 +143,7 @@ class Parts:
 def read_payload(
     found: Dissected, data: bytes | memoryview, header: Mapping[str, object], base: int
 ) -> None:
-    """Adds what is in a payload to what is known of it; the header says codec and count."""
+    """Adds the fields of a payload to `found`. The header gives its codec and count."""
     codec, count = header.get("codec"), header.get("count")
     if not isinstance(codec, str) or not isinstance(count, int):
         return
@@ -156,7 +156,7 @@ def read_payload(
 
 
 def subscription(frame: bytes) -> Dissected:
-    """A subscription as ZMTP 3.0 sends it: a message of 1 or 0 and the topic."""
+    """Dissects a subscription of ZMTP 3.0: a message of the byte 1 or 0 and the topic."""
     kind = "subscribe" if frame[:1] == b"\1" else "cancel"
     topic = Field("topic", 1, len(frame), "", _text(frame[1:]))
     return Dissected(kind, len(frame), [topic])

@@ -1,6 +1,6 @@
 """The tables of PROTOCOL.md as data: messages, structures, types and limits.
 
-They are written down from the page and from nothing else. A test compares them with the page.
+They are a copy of the page, not of our structs. A test compares them with the page.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LISTS: Final[Mapping[str, tuple[str, int, int]]] = {
     "Epoch": ("Count", 3, 3),
     "Start": ("Count", 2, 2),
 }
-"""What is in it, and from how many to how many. A Start stands in journals only."""
+"""Type of the items, least and greatest number of them. Start exists in journals only."""
 
 WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "Mode": ("decoupled", "streaming", "diloco"),

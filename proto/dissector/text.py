@@ -19,10 +19,10 @@ INLINE_PARTS_MAX: Final = 8
 """A structure of no more members stands on one line."""
 
 ITEMS_MAX: Final = 32
-"""Items of a list that the text shows; JSON has all."""
+"""Most items of a list that are printed; JSON has all of them."""
 
 CHARACTERS_MAX: Final = 600
-"""Of one text; JSON has all."""
+"""Longest text that is printed, in characters; JSON has all of it."""
 
 
 def block(found: Dissected, origin: str) -> Iterator[str]:

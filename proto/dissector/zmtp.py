@@ -1,7 +1,7 @@
-"""ZMTP 3 as it stands on a connection: greeting, commands and frames, from any pieces of it.
+"""Parses ZMTP 3 from the bytes of a connection: greeting, commands and frames.
 
-Source: ZeroMQ RFC 37 (ZMTP 3.1); 3.0 differs in how it subscribes. Only the mechanism NULL lets
-anybody look inside; of all others this says so and counts the bytes.
+Source: ZeroMQ RFC 37 (ZMTP 3.1); 3.0 differs in how it subscribes. Frames can be
+read with the mechanism NULL only; for any other one the parser says so, and counts the bytes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Sort: TypeAlias = Literal["part", "command", "greeting", "skipped", "opaque"]
 
 @dataclass(frozen=True)
 class Piece:
-    """What came next: a greeting, a command, a part of a message, a frame too long to keep, or
-    word that the rest cannot be read."""
+    """The next unit of a direction: a greeting, a command, a part of a message, a frame too long to
+    keep, or the news that the rest cannot be read."""
 
     sort: Sort
     at: int
@@ -36,7 +36,7 @@ class Piece:
     """Which part of its message."""
     has_more: bool = False
     why: str = ""
-    """Of `opaque` and `skipped`: what was expected and what came."""
+    """Reason for `opaque` and `skipped`."""
 
 
 class Stream:
@@ -53,7 +53,7 @@ class Stream:
         self._skip_bytes = 0
 
     def feed(self, data: bytes) -> Iterator[Piece]:
-        """What these bytes complete."""
+        """Takes the next bytes, and yields the units that they complete."""
         self.total_bytes += len(data)
         if self._is_opaque:
             return

@@ -77,7 +77,7 @@ def plain(value: object) -> object:
 
 
 def told(found: Dissected) -> dict[str, object]:
-    """What the dissector has read of a body."""
+    """The fields that the dissector has read from a body."""
     return {each.name: each.plain for each in found.fields if each.at >= ENVELOPE_BYTES}
 
 
@@ -187,7 +187,7 @@ def tokens(body: bytes) -> list[tuple[int, int]]:
     unpacker = Unpacker()
     unpacker.feed(body)
     found: list[tuple[int, int]] = []
-    while (at := unpacker.tell()) < len(body):
+    while (at := int(unpacker.tell())) < len(body):
         match family_of(body[at]):
             case "map":
                 unpacker.read_map_header()
