@@ -262,8 +262,8 @@ class Payload:
         return found
 
     def _codes(self, start: int, content: int) -> None:
-        """Decompresses and checks the codes. Call it only when the frame's header asks for `content`
-        bytes: the header decides how much memory is taken."""
+        """Decompresses and checks the codes. The frame's header must ask for `content` bytes: it
+        decides how much memory is taken."""
         frame = bytes(self._data[start:])
         try:
             codes = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.uint8)

@@ -37,8 +37,8 @@ Read = Callable[[int, int], bytes]
 
 
 def segment(read: Read, size_bytes: int) -> Iterator[Dissected]:
-    """Yields the segment's header, then each record followed by its payloads, and at last the unused
-    rest of the file, if there is one."""
+    """Yields the segment's header, then each record followed by its payloads, and at last the
+    unused rest of the file, if there is one."""
     head = read(0, HEADER_BYTES)
     found = _header(head)
     yield found
