@@ -238,6 +238,16 @@ def test_who_falls_behind_stops_looking(capsys: pytest.CaptureFixture[str]) -> N
     assert "printing has fallen behind" in capsys.readouterr().out
 
 
+def test_who_keeps_up_goes_on_looking(capsys: pytest.CaptureFixture[str]) -> None:
+    watcher = watching(behind_bytes_max=len(GREETING))
+    watcher.start()
+    for data in (GREETING, *[b"\0\3abc"] * 100):
+        watcher.passed(1, "up", data)
+        wait_until(lambda: watcher.waiting_bytes == 0, "the watcher to keep up")
+    watcher.stop()
+    assert "101 in all" in capsys.readouterr().out
+
+
 def test_nobody_reads_what_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -85,6 +85,7 @@ def blosc2(at: int, data: bytes) -> bytes:
         ("int8-zstd", 300, ONE + FRAME + b"\0", 2 + len(FRAME), "bad_payload", "the end of"),
         ("int8-zstd", 300, ONE + FRAME[:-1], 1 + len(FRAME), "bad_payload", "9 bytes of a block"),
         ("int8-zstd", 1, ONE + b"\0" * 80, 2, "bad_payload", "a zstd frame behind"),
+        ("int8-zstd", 300, (ONE + FRAME).ljust(367, b"\0"), 366, "too_large", "at most 366"),
         ("int8-zstd", 3, ONE + frame(b"\1\x80\1"), 2, "bad_payload", "codes from"),
         ("int4-zstd", 4, ONE + frame(b"\1\x81"), 2, "bad_payload", "codes from"),
         ("int4-zstd", 3, ONE + frame(b"\1\x11"), 2, "bad_payload", "0 in the unused half"),
@@ -112,6 +113,7 @@ def test_every_form_of_a_zstd_header() -> None:
         (0x20, b"\3"),
         (0x22, b"\0\0\3"),  # Dictionary 0 is none.
         (0x80, b"\0" + b"\3\0\0\0"),
+        (0x80, b"\x68" + b"\3\0\0\0"),  # 8 MiB.
         (0xC0, b"\0" + b"\3" + bytes(7)),
         (0xE0, b"\3" + bytes(7)),
     ]:
@@ -149,6 +151,12 @@ def test_the_first_wrong_byte_of_a_zstd_header(
     assert wrong is not None
     assert (wrong.at, wrong.code) == (at, "bad_payload")
     assert wrong.expected.startswith(expected)
+
+
+def test_the_smallest_and_the_largest_scale() -> None:
+    payload = Payload("int8-zstd", 3, b"\x80\x0d\x80\x71\0\0" + frame(b"\1\2\3"))
+    assert payload.read() is None
+    assert payload.fields[0].plain == [2.0**-100, 2.0**100, 0.0]
 
 
 def test_how_many_codes_are_zero() -> None:

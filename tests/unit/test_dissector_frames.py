@@ -13,7 +13,7 @@ from narrows.proto import messages as msg
 from narrows.proto.dissector.envelope import bare, control, digest, header
 from narrows.proto.dissector.findings import Dissected
 from narrows.proto.dissector.parts import Direction, Parts
-from narrows.proto.dissector.tables import CONTROL_BYTES_MAX
+from narrows.proto.dissector.tables import CONTROL_BYTES_MAX, PAYLOAD_BYTES_MAX
 from narrows.proto.dissector.text import Tally, as_json, block
 from narrows.proto.frames import downlink_topic, encode_header
 
@@ -73,6 +73,8 @@ BAD_BODIES: tuple[tuple[bytes, int, str, str, str], ...] = (
     (PROBE + b"\x05\x00", 31, "the end of the frame", "1 more bytes", ""),
     (PROBE + b"\xcf\x00", 32, "the rest of Count", "the end of the frame", "nonce"),
     (BYE + b"\xa3a\xffb", 31, "UTF-8", "ff", "reason"),
+    (BYE + b"\xda\x00\x03a\xffb", 33, "UTF-8", "ff", "reason"),
+    (b"\x83\xa4type\xa6refuse\xa4code\xa1a\xa3got\xa1b", 12, "the field message", "3", ""),
     (BYE + b"\xc4\x01a", 29, TEXT, "bytes (c4)", "reason"),
     (BYE + b"\xd6\xff\0\0\0\0", 29, TEXT, "extension (d6)", "reason"),
     (BYE + b"\xda\x04\x01" + b"a" * 1025, 29, TEXT, "'aaaa", "reason"),
@@ -89,6 +91,17 @@ def test_the_first_wrong_byte_of_a_body(
     (fault,) = control(seal(body)).faults
     assert (fault.at, fault.code, fault.path) == (at, "bad_message", path)
     assert fault.expected.startswith(expected) and fault.got.startswith(got)
+
+
+def test_the_longest_text() -> None:
+    assert control(seal(BYE + b"\xda\x04\x00" + b"a" * 1024)).faults == []
+
+
+def test_a_map_has_two_values_per_field() -> None:
+    body = body_of("Welcome")
+    head = body.index(b"\xde\x00\x11")
+    (fault,) = control(seal(body[: head + 3 + 20])).faults
+    assert (fault.at, fault.got) == (12 + head, "17 values in 20 bytes")
 
 
 def test_a_type_may_stand_anywhere() -> None:
@@ -126,6 +139,12 @@ def test_a_wrong_digest_comes_first_and_the_body_is_read_all_the_same() -> None:
 )
 def test_envelopes(frame: bytes, at: int, code: str) -> None:
     assert first(control(frame))[:2] == (at, code)
+
+
+def test_the_longest_frames() -> None:
+    assert first(control(bytes(CONTROL_BYTES_MAX)))[:2] == (0, "bad_frame")
+    assert first(header(bytes(1024)))[:2] == (0, "bad_frame")
+    assert first(header(bytes(1025)))[:2] == (1024, "too_large")
 
 
 def header_of(**changes: object) -> bytes:
@@ -198,6 +217,12 @@ def test_a_payload_that_is_not_the_headers() -> None:
     assert [(fault.at, fault.code) for fault in found.faults] == [
         (0, "bad_checksum"), (28, "too_large"),
     ]  # fmt: skip
+
+
+def test_a_payload_that_is_too_large() -> None:
+    payload = bytes(PAYLOAD_BYTES_MAX + 1)
+    found = said("down", downlink_topic(INCARNATION, 3), header_of(), payload)[2]
+    assert first(found)[:2] == (PAYLOAD_BYTES_MAX, "too_large")
 
 
 def test_a_topic_of_the_downlink() -> None:

@@ -12,6 +12,7 @@ from fake_disk import FakeDisk
 
 from narrows.broker.journal import Journal
 from narrows.broker.records import Committed, Contributor, Fate, Policy, Vector, encode
+from narrows.broker.segments import Segment, record_header, segment_header
 from narrows.proto.dissector.findings import Dissected
 from narrows.proto.dissector.journal import segment
 from narrows.proto.messages import Phase
@@ -146,7 +147,26 @@ def test_a_segment_that_ends_too_early() -> None:
     assert record.faults[0].got == "16 up to the end of the file"
 
 
-@pytest.mark.parametrize("step_bytes", [44, 60, 300])
+def test_a_segment_of_another_format() -> None:
+    data = bytearray(journal_of(encode(FATE)))
+    data[8] = 2
+    (found,) = read(bytes(data))
+    assert [(fault.at, fault.expected, fault.got) for fault in found.faults] == [
+        (8, "format 1", "2"),
+    ]  # fmt: skip
+
+
+def test_a_record_that_comes_out_of_turn() -> None:
+    body = [memoryview(each) for each in encode(FATE)]
+    data = segment_header(Segment("journal-00000001.log", 1, 0, 7, 0), "run")
+    data += record_header(7, 2, 0, body) + b"".join(body)
+    _, found = read(data)
+    assert [(fault.at, fault.expected, fault.got) for fault in found.faults] == [
+        (96 + 12, "record 1", "2"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("step_bytes", [20, 44, 60, 300])
 def test_a_segment_that_is_being_written_is_whole(step_bytes: int) -> None:
     """Every look at the file finds a little more of it."""
     data = journal_of(encode(FATE), ROUND)

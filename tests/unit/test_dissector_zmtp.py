@@ -64,6 +64,11 @@ def test_a_frame_too_long_to_keep_is_passed_over() -> None:
     assert (piece.sort, piece.body, piece.at) == ("part", b"abc", 64 + 9 + size + 2)
 
 
+def test_the_longest_frame_is_waited_for() -> None:
+    head = b"\x02" + FRAME_BYTES_MAX.to_bytes(8, "big")
+    assert [each.sort for each in pieces(greet() + head)] == ["greeting"]
+
+
 def test_parts_are_counted_and_commands_are_not() -> None:
     data = greet() + b"\1\1a" + b"\4\5\4PING" + b"\1\1b" + b"\0\1c" + b"\0\1d"
     assert [(each.sort, each.index, each.has_more) for each in pieces(data)[1:]] == [

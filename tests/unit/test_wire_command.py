@@ -94,6 +94,25 @@ def test_a_capture_that_was_cut(narrows: Run, tmp_path: Path) -> None:
     assert output.count("  probe  ") == 1
 
 
+@pytest.mark.parametrize(
+    ("place", "data", "told"),
+    [
+        (0, b"\3", "byte 12: bad_record: expected a sort from 0 to 2, got 3"),
+        (1, b"\4", "byte 13: bad_record: expected flags from 0 to 3, got 4"),
+        (16, b"\xff" * 4, "byte 28: bad_record: expected up to"),
+    ],
+)
+def test_a_capture_that_is_damaged(
+    narrows: Run, tmp_path: Path, place: int, data: bytes, told: str
+) -> None:
+    record = bytearray(capture.packed(part(PROBE)))
+    record[place : place + len(data)] = data
+    path = tmp_path / "cap"
+    path.write_bytes(capture.HEAD + record)
+    code, output, _ = narrows(path)
+    assert code == 1 and told in output
+
+
 def test_a_capture_with_a_time_that_is_none(narrows: Run, tmp_path: Path) -> None:
     record = bytearray(capture.packed(part(PROBE)))
     record[8:16] = b"\xff" * 8
