@@ -58,11 +58,7 @@ class Pushed(NamedTuple):
     codes: NDArray[np.int8]
     scales: F32
     values: F32
-<<<<<<< HEAD
-    next_residual: F32
-=======
     residual: F32
->>>>>>> protocol
 
 
 class Round(NamedTuple):
@@ -79,16 +75,6 @@ class Round(NamedTuple):
 
 
 def pushed(local: F32) -> Pushed:
-<<<<<<< HEAD
-    next_residual = np.empty_like(BASE)
-    (chunk,) = transfer.encode_push(
-        FRAGMENT, BASE, local, None,
-        codec_name=CODEC, rho=RHO, chunk_elements=BASE.size, next_residual=next_residual,
-    )  # fmt: skip
-    content = decoded(chunk)
-    values = transfer.values_of(FRAGMENT, [(0, content)])
-    return Pushed(chunk, BASE - local, content.whole_codes(), content.scales, values, next_residual)
-=======
     residual = np.empty_like(BASE)
     (chunk,) = transfer.encode_push(
         FRAGMENT, BASE, local, None,
@@ -97,7 +83,6 @@ def pushed(local: F32) -> Pushed:
     content = decoded(chunk)
     values = transfer.values_of(FRAGMENT, [(0, content)])
     return Pushed(chunk, BASE - local, content.whole_codes(), content.scales, values, residual)
->>>>>>> protocol
 
 
 def exchange() -> Round:

@@ -41,6 +41,7 @@ LAYERS = {
 #: for the files of a folder that are in no district. The graph has no circle; a test looks.
 MAY_IMPORT = {
     "proto/codec": set[str](),
+    "proto/dissector": set[str](),
     "proto/flow": {"proto/codec"},
     "proto/shell": set[str](),
     "broker/*": {"proto/codec", "proto/flow"},
@@ -56,7 +57,7 @@ MAY_IMPORT = {
     },
     "broker/cli": {
         "broker/*", "broker/merging", "broker/planning", "broker/process", "broker/storage",
-        "proto/codec",
+        "proto/codec", "proto/dissector",
     },
     "learner/session": {"proto/codec", "proto/flow"},
     "learner/module": {"proto/codec"},
