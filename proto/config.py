@@ -81,14 +81,6 @@ class Section:
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-def load(cls: type[AnySection], path: Path) -> AnySection:
-    """The configuration in the TOML file `path`; what it leaves out has the default.
-
-    Raises ConfigError, naming file and key, for anything that does not belong there.
-    """
-    return override(cls(), read_table(path), source=str(path))
-
-
 def override(instance: AnySection, values: Mapping[str, object], *, source: str = "") -> AnySection:
     """A copy of `instance` with other values: {"merge.quorum": 2} or {"merge": {"quorum": 2}}.
 

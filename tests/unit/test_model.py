@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from coding import add_values
 from numpy.typing import NDArray
 from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
 
@@ -15,7 +16,6 @@ from narrows.broker.merging.contribution import Contribution
 from narrows.broker.merging.model import GlobalModel, version_zero
 from narrows.broker.storage.initial import read_initial
 from narrows.proto.codec.chunk import DecodedChunk
-from narrows.proto.codec.codecs import add_values
 from narrows.proto.codec.transfer import decode_chunk, digest_of, encode_fragment, values_of
 from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import build_table
