@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "broker/syncer": {"broker/*", "broker/merging", "proto/codec", "proto/flow"},
     "broker/planning": {"broker/*", "proto/codec", "proto/flow"},
     "broker/storage": {
-        "broker/*", "broker/merging", "broker/syncer", "proto/codec", "proto/flow",
+        "broker/*", "broker/merging", "broker/syncer", "proto/codec", "proto/flow", "proto/shell",
     },
     "broker/process": {
         "broker/*", "broker/merging", "broker/storage", "broker/syncer", "proto/codec",
