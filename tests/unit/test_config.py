@@ -247,6 +247,8 @@ def test_every_size_time_and_rate_of_the_broker_takes_a_unit() -> None:
     assert kinds["merge.grace_max"] == "a duration"
     assert kinds["wan.up"] == "a bit rate, 0 to 1000Tbit/s"
     assert kinds["run.mode"] == "decoupled, streaming or diloco"
+    assert kinds["outer.optimizer"] == "nesterov or sgd"
+    assert kinds["codec.push"] == "raw32, f32-blosc2, bf16, int8-zstd, int4-zstd or auto"
     endings = ("_s", "_ms", "_bytes", "_bits_per_s")
     assert not [key for key in flatten(BrokerConfig()) if key.endswith(endings)]
 
