@@ -23,9 +23,10 @@ from narrows.bench.goodput.stall_model import (
     goodput,
     uptime,
 )
-from narrows.bench.goodput.tapes import F64, failure_tape
+from narrows.bench.goodput.tapes import failure_tape
 from narrows.bench.kit.runner import Row
 from narrows.bench.kit.stats import half_interval
+from narrows.proto.codec import F64
 
 BLOCKS: Final = 10
 """A tape is cut into so many parts; their spread gives the interval of the mean. Every part is

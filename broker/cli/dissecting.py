@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, cast
 
 from narrows.proto.dissector import capture, envelope, journal, text
-from narrows.proto.dissector.findings import Dissected, Fault, Plain, Wrong
+from narrows.proto.dissector.findings import Dissected, FrameFault, Plain, Wrong
 from narrows.proto.dissector.parts import Direction
 from narrows.proto.dissector.tables import CONTROL_BYTES_MAX, CONTROL_TAGS, RECORD_TAGS
 from narrows.proto.errors import ConfigError
@@ -78,7 +78,7 @@ class Printer:
         if unknown:
             raise ConfigError("--only", expected=f"one of {', '.join(KINDS)}", got=unknown[0])
         self._as_json, self._only = as_json, frozenset(only)
-        self.tally = text.Tally()
+        self.tally = text.FrameCounts()
 
     def show(self, found: Dissected, origin: Origin) -> None:
         """Counts a frame, and prints it if its kind is wanted. Raises BrokenPipeError."""
@@ -176,13 +176,13 @@ def _print_capture(path: Path, start: bytes, file: BinaryIO, printer: Printer) -
         got = start[len(capture.MAGIC) :].hex(" ") or "nothing"
         expected = f"{capture.HEAD[len(capture.MAGIC) :].hex(' ')} behind the magic"
         raise ConfigError(f"{path}: a capture of another format", expected=expected, got=got)
-    reader = capture.Reader()
+    reader = capture.CaptureReader()
     try:
         for each in capture.records(lambda count: _read_all(file, count)):
             origin = Origin(path.name, each.connection, each.direction, each.part, each.at_s)
             printer.show(reader.take(each), origin)
     except Wrong as wrong:
-        fault = Fault(wrong.at, "bad_record", wrong.expected, wrong.got)
+        fault = FrameFault(wrong.at, "bad_record", wrong.expected, wrong.got)
         printer.show(Dissected("record", 0, faults=[fault]), Origin(path.name))
 
 

@@ -22,9 +22,9 @@ from typing import BinaryIO, Final, NamedTuple, TypeAlias
 
 from narrows.broker.cli.dissecting import Origin, Printer
 from narrows.proto.address import Address
-from narrows.proto.dissector.capture import Captured, Reader, packed
+from narrows.proto.dissector.capture import Captured, CaptureReader, packed
 from narrows.proto.dissector.parts import Direction
-from narrows.proto.dissector.zmtp import Piece, Stream
+from narrows.proto.dissector.zmtp import Stream, StreamPiece
 from narrows.proto.errors import BrokerUnreachable, ConfigError, ErrorCode, NarrowsError
 
 BLOCK_BYTES: Final = 1 << 16
@@ -80,7 +80,7 @@ class Watcher:
     _streams: dict[tuple[int, Direction], Stream] = field(
         default_factory=dict[tuple[int, Direction], Stream]
     )
-    _reader: Reader = field(default_factory=Reader)
+    _reader: CaptureReader = field(default_factory=CaptureReader)
     _is_silent: bool = False
     """Nobody reads what is printed any more."""
     _thread: threading.Thread | None = None
@@ -164,7 +164,7 @@ class Watcher:
         at = Origin("", event.connection, event.direction, 0, event.at_s)
         self._print(lambda: self.printer.note(words, at))
 
-    def _take_piece(self, event: _Bytes, piece: Piece) -> None:
+    def _take_piece(self, event: _Bytes, piece: StreamPiece) -> None:
         origin = Origin("", event.connection, event.direction, piece.index, event.at_s)
         if piece.sort in ("opaque", "skipped"):
             words = f"cannot be looked into: {piece.why}"

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from narrows.learner.transport.push import Parcel
 from narrows.learner.transport.sockets import LearnerSockets
-from narrows.proto.flow import Budget, Departure, Lane, Outbox, Ranges, touches, wire_bytes
+from narrows.proto.flow import Budget, Departure, Lane, Outbox, touches, wire_bytes
 from narrows.proto.frames import encode_header
 from narrows.proto.limits import PROTOCOL
 from narrows.proto.messages import DataKind, Epoch, Header
 from narrows.proto.socket_options import STREAM_WINDOW_BYTES
+from narrows.proto.terms import Ranges
 from narrows.proto.timing import STREAM_LOOK_S
 
 

@@ -12,12 +12,12 @@ from typing import Any, Final, Protocol, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 
-from narrows.proto.dissector.findings import Fault, Field, Wrong
+from narrows.proto.dissector.findings import Field, FrameFault, Wrong
 from narrows.proto.dissector.tables import (
     CONTROL_BYTES_MAX,
+    AnyOf,
     Array,
     Bool,
-    Choice,
     Mapped,
     Number,
     String,
@@ -90,7 +90,7 @@ class Body:
         """Offset of the next value in the frame."""
         return self._base + self._unpacker.tell()
 
-    def tagged(self, structures: Mapping[str, Structure]) -> tuple[str, Fault | None]:
+    def tagged(self, structures: Mapping[str, Structure]) -> tuple[str, FrameFault | None]:
         """Reads a map whose key `type` names its structure. Returns that name, or "" if it
         is unknown, and the fault, if there is one."""
         tag = ""
@@ -103,7 +103,7 @@ class Body:
             return tag, wrong.fault(".".join(self._path))
         return tag, None
 
-    def untagged(self, structure: Structure) -> Fault | None:
+    def untagged(self, structure: Structure) -> FrameFault | None:
         """Reads an array of this structure's members, and returns the fault, if there is one."""
         try:
             self._array(structure, self.fields)
@@ -137,7 +137,7 @@ class Body:
         match kind:
             case Number():
                 self._scalar(kind, name, into, _check_number)
-            case Choice():
+            case AnyOf():
                 self._scalar(kind, name, into, _check_choice)
             case String():
                 self._scalar(kind, name, into, _check_string)
@@ -255,7 +255,7 @@ class Body:
         value = self._unpack(expected)
         if not check(kind, value):
             raise Wrong(at, expected, _shown(value))
-        note = check(kind, value) if isinstance(kind, Choice) and kind.is_number else ""
+        note = check(kind, value) if isinstance(kind, AnyOf) and kind.is_number else ""
         into.append(Field(name, at, self.place, kind.name, value, note=note))
 
     def _expect(self, families: str, expected: str) -> None:
@@ -292,7 +292,7 @@ def _families(kind: Type) -> str:
     match kind:
         case Number(is_float=True):
             return "integer float nil" if kind.or_nil else "integer float"
-        case Number() | Choice(is_number=True):
+        case Number() | AnyOf(is_number=True):
             return "integer"
         case Bool():
             return "bool"
@@ -308,9 +308,9 @@ def described(kind: Type) -> str:
         case Number():
             least, most = (f"{x:g}" if kind.is_float else str(x) for x in (kind.least, kind.most))
             return f"{kind.name}, {least} to {most}"
-        case Choice(is_number=True):
+        case AnyOf(is_number=True):
             return f"{kind.name}, 1 to {len(kind.words)}"
-        case Choice():
+        case AnyOf():
             return f"{kind.name}, {' or '.join(kind.words)}"
         case String() if kind.characters_max >= 0:
             return f"{kind.name}, up to {kind.characters_max} characters"
@@ -327,7 +327,7 @@ def _check_number(kind: Number, value: float | None) -> str:
     return "ok" if kind.least <= value <= kind.most else ""
 
 
-def _check_choice(kind: Choice, value: object) -> str:
+def _check_choice(kind: AnyOf, value: object) -> str:
     if kind.is_number:
         assert isinstance(value, int)
         return kind.words[value - 1] if 1 <= value <= len(kind.words) else ""

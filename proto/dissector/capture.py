@@ -81,7 +81,7 @@ def _cut(at: int, size: int) -> Wrong:
     return Wrong(at + size, f"the rest of the record begun at byte {at}", "the end of the file")
 
 
-class Reader:
+class CaptureReader:
     """Dissects captured frames of any number of connections, in the order of their arrival."""
 
     def __init__(self) -> None:

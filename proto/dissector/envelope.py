@@ -12,7 +12,7 @@ from typing import Final
 import xxhash
 
 from narrows.proto.dissector.body import Body, family_of
-from narrows.proto.dissector.findings import Dissected, Fault, Field, near
+from narrows.proto.dissector.findings import Dissected, Field, FrameFault, near
 from narrows.proto.dissector.tables import (
     CHUNK_ELEMENTS_MAX,
     CONTROL_BYTES_MAX,
@@ -49,7 +49,7 @@ def header(frame: bytes) -> Dissected:
         if isinstance(count, int) and not 1 <= count <= CHUNK_ELEMENTS_MAX:
             expected = f"1 to {CHUNK_ELEMENTS_MAX} elements"
             found.faults.append(
-                Fault(found.at("count"), "bad_range", expected, str(count), "count")
+                FrameFault(found.at("count"), "bad_range", expected, str(count), "count")
             )
     return _finished(frame, found)
 
@@ -65,7 +65,7 @@ def digest(data: bytes | memoryview) -> int:
     return int(xxhash.xxh3_64_intdigest(data))
 
 
-def _take(body: Body, fault: Fault | None, found: Dissected) -> None:
+def _take(body: Body, fault: FrameFault | None, found: Dissected) -> None:
     found.fields += body.fields
     if fault:
         found.faults.append(fault)
@@ -75,16 +75,16 @@ def _open(frame: bytes, bytes_max: int, found: Dissected) -> bool:
     """Reads the envelope. Returns False if no body can be read behind it."""
     if len(frame) > bytes_max:
         got = f"{len(frame)} bytes"
-        found.faults.append(Fault(bytes_max, "too_large", f"at most {bytes_max} bytes", got))
+        found.faults.append(FrameFault(bytes_max, "too_large", f"at most {bytes_max} bytes", got))
         return False
     for at, byte in enumerate(MAGIC):
         if at < len(frame) and frame[at] != byte:
             expected = f"{byte:02x} of the magic NRW"
-            found.faults.append(Fault(at, "bad_frame", expected, f"{frame[at]:02x}"))
+            found.faults.append(FrameFault(at, "bad_frame", expected, f"{frame[at]:02x}"))
             return False
     if len(frame) < ENVELOPE_BYTES:
         expected = f"an envelope of {ENVELOPE_BYTES} bytes"
-        found.faults.append(Fault(len(frame), "bad_frame", expected, "the end of the frame"))
+        found.faults.append(FrameFault(len(frame), "bad_frame", expected, "the end of the frame"))
         return False
     stored = int.from_bytes(frame[4:ENVELOPE_BYTES], "little")
     computed = digest(memoryview(frame)[ENVELOPE_BYTES:])
@@ -94,11 +94,11 @@ def _open(frame: bytes, bytes_max: int, found: Dissected) -> bool:
         Field("body_digest", 4, ENVELOPE_BYTES, "", f"{stored:016x}"),
     ]
     if frame[3] != PROTOCOL:
-        found.faults.append(Fault(3, "protocol_version", str(PROTOCOL), str(frame[3])))
+        found.faults.append(FrameFault(3, "protocol_version", str(PROTOCOL), str(frame[3])))
         return False
     if stored != computed:
         expected = f"{computed:016x}, the digest of the {len(frame) - ENVELOPE_BYTES} bytes behind"
-        found.faults.append(Fault(4, "bad_checksum", expected, f"{stored:016x}"))
+        found.faults.append(FrameFault(4, "bad_checksum", expected, f"{stored:016x}"))
     return True
 
 
@@ -106,7 +106,9 @@ def _check_protocol(found: Dissected) -> None:
     told = found.get("protocol")
     if told is not None and told != PROTOCOL:
         at = found.at("protocol")
-        found.faults.append(Fault(at, "protocol_version", str(PROTOCOL), str(told), "protocol"))
+        found.faults.append(
+            FrameFault(at, "protocol_version", str(PROTOCOL), str(told), "protocol")
+        )
 
 
 def _finished(frame: bytes, found: Dissected) -> Dissected:

@@ -36,7 +36,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Fault:
+class FrameFault:
     """The first byte that is wrong, with the code that PROTOCOL.md has for it."""
 
     at: int
@@ -54,9 +54,9 @@ class Wrong(Exception):
         super().__init__(f"byte {at}: expected {expected}, got {got}")
         self.at, self.expected, self.got, self.code = at, expected, got, code
 
-    def fault(self, path: str = "") -> Fault:
+    def fault(self, path: str = "") -> FrameFault:
         """The fault, at this field."""
-        return Fault(self.at, self.code, self.expected, self.got, path)
+        return FrameFault(self.at, self.code, self.expected, self.got, path)
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Dissected:
     """In lower case; `--only` takes these."""
     size_bytes: int
     fields: list[Field] = field(default_factory=list[Field])
-    faults: list[Fault] = field(default_factory=list[Fault])
+    faults: list[FrameFault] = field(default_factory=list[FrameFault])
     """In the order in which a receiver checks: the first one is what it refuses."""
     near: str = ""
     """The bytes around the first fault."""

@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 import xxhash
 
 from narrows.proto.dissector.body import Body
-from narrows.proto.dissector.findings import Dissected, Fault, Field, Plain, near
+from narrows.proto.dissector.findings import Dissected, Field, FrameFault, Plain, near
 from narrows.proto.dissector.parts import read_payload
 from narrows.proto.dissector.tables import RECORD_TAGS
 
@@ -127,13 +127,13 @@ def _body(read: Read, record: Dissected, start: int, stop: int) -> Iterator[Diss
         computed = again
     if told != computed:
         expected, place = f"{computed}, the digest of the body", record.at("body_digest")
-        record.faults.append(Fault(place, "bad_checksum", expected, told))
+        record.faults.append(FrameFault(place, "bad_checksum", expected, told))
     length = int.from_bytes(read(start, min(4, stop - start)), "little")
     record.fields.append(Field("head_bytes", start, start + 4, "", length))
     end = start + 4 + length
     if not 0 < length <= min(HEAD_BYTES_MAX, stop - start - 4):
         expected, got = f"1 to {max(1, stop - start - 4)} bytes of head", str(length)
-        record.faults.append(Fault(start, "bad_record", expected, got))
+        record.faults.append(FrameFault(start, "bad_record", expected, got))
         record.near = record.near or near(read(start, 16), start, start)
         yield record
         return
@@ -232,6 +232,6 @@ def _faulty(
     found: Dissected, data: bytes, base: int, at: int, expected: str, got: str,
     code: str = "bad_record",
 ) -> Dissected:  # fmt: skip
-    found.faults.append(Fault(at, code, expected, got))
+    found.faults.append(FrameFault(at, code, expected, got))
     found.near = near(data, at, base)
     return found

@@ -8,7 +8,7 @@ from typing import Final, Literal, TypeAlias
 
 from narrows.proto.dissector.chunks import Payload
 from narrows.proto.dissector.envelope import control, digest, header
-from narrows.proto.dissector.findings import Dissected, Fault, Field, near
+from narrows.proto.dissector.findings import Dissected, Field, FrameFault, near
 from narrows.proto.dissector.tables import (
     CONTROL,
     DATA_KINDS,
@@ -137,7 +137,7 @@ class Parts:
         path: str = "",
     ) -> None:  # fmt: skip
         found.near = found.near or near(frame, at)
-        found.faults.append(Fault(at, code, expected, got, path))
+        found.faults.append(FrameFault(at, code, expected, got, path))
 
 
 def read_payload(

@@ -148,7 +148,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Choice:
+class AnyOf:
     """A word, or a number that stands for one and counts from 1."""
 
     name: str
@@ -190,7 +190,7 @@ class Mapped:
 
 
 @dataclass(frozen=True)
-class Member:
+class StructureField:
     """A field of a structure."""
 
     name: str
@@ -205,7 +205,7 @@ class Structure:
     """A map with the keys `members`, or an array in their order."""
 
     name: str
-    members: tuple[Member, ...]
+    members: tuple[StructureField, ...]
     is_map: bool = True
     arrow: str = ""
     is_tagged: bool = False
@@ -217,7 +217,7 @@ class Structure:
         return sum(not member.default for member in self.members)
 
 
-Type: TypeAlias = Number | Choice | String | Bool | Array | Mapped | Structure
+Type: TypeAlias = Number | AnyOf | String | Bool | Array | Mapped | Structure
 
 
 def _parsed(table: str, *, tagged: tuple[str, ...] = ()) -> dict[str, Structure]:
@@ -232,10 +232,10 @@ def _parsed(table: str, *, tagged: tuple[str, ...] = ()) -> dict[str, Structure]
     return found
 
 
-def _member(text: str) -> Member:
+def _member(text: str) -> StructureField:
     name, _, rest = text.strip().partition(" ")
     kind, _, default = rest.partition(" = ")
-    return Member(name, kind, default)
+    return StructureField(name, kind, default)
 
 
 CONTROL: Final = _parsed(CONTROL_TABLE)
@@ -271,8 +271,8 @@ def _named(text: str) -> Type:
         "str": String("str"),
         "Text": String("Text", TEXT_CHARACTERS_MAX),
         "bool": Bool(),
-        "DataKind": Choice("DataKind", DATA_KINDS, is_number=True),
-        **{name: Choice(name, words) for name, words in WORDS.items()},
+        "DataKind": AnyOf("DataKind", DATA_KINDS, is_number=True),
+        **{name: AnyOf(name, words) for name, words in WORDS.items()},
         **STRUCTURES,
         **JOURNAL,
     }

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from narrows.proto.dissector.findings import Dissected, Fault, Field, Plain
+from narrows.proto.dissector.findings import Dissected, Field, FrameFault, Plain
 from narrows.proto.dissector.parts import Direction
 
 COLUMNS: Final = 100
@@ -38,7 +38,7 @@ def block(found: Dissected, origin: str) -> Iterator[str]:
             yield f"     {found.near}"
 
 
-def fault_text(fault: Fault) -> str:
+def fault_text(fault: FrameFault) -> str:
     """A fault in one sentence."""
     where = f" ({escaped(fault.path)})" if fault.path else ""
     expected, got = escaped(fault.expected), escaped(fault.got)
@@ -146,7 +146,7 @@ def _strict(value: Plain) -> Plain:
 
 
 @dataclass
-class Tally:
+class FrameCounts:
     """Frames and their bytes, by kind and direction; and faults."""
 
     counts: dict[tuple[str, str], tuple[int, int]] = field(

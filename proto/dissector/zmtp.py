@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from narrows.proto.dissector.findings import Dissected, Fault, Field, Wrong, near
+from narrows.proto.dissector.findings import Dissected, Field, FrameFault, Wrong, near
 from narrows.proto.dissector.tables import CONTROL_BYTES_MAX, PAYLOAD_BYTES_MAX
 
 GREETING_BYTES: Final = 64
@@ -24,7 +24,7 @@ Sort: TypeAlias = Literal["part", "command", "greeting", "skipped", "opaque"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class StreamPiece:
     """The next unit of a direction: a greeting, a command, a part of a message, a frame too long to
     keep, or the news that the rest cannot be read."""
 
@@ -52,7 +52,7 @@ class Stream:
         self._index = 0
         self._skip_bytes = 0
 
-    def feed(self, data: bytes) -> Iterator[Piece]:
+    def feed(self, data: bytes) -> Iterator[StreamPiece]:
         """Takes the next bytes, and yields the units that they complete."""
         self.total_bytes += len(data)
         if self._is_opaque:
@@ -71,16 +71,16 @@ class Stream:
         except Wrong as wrong:
             yield self._stop(f"byte {wrong.at}: expected {wrong.expected}, got {wrong.got}")
 
-    def give_up(self, why: str) -> Piece:
+    def give_up(self, why: str) -> StreamPiece:
         """Reads nothing more."""
         return self._stop(why)
 
-    def _stop(self, why: str) -> Piece:
+    def _stop(self, why: str) -> StreamPiece:
         self._is_opaque = True
         self._buffer.clear()
-        return Piece("opaque", self._start, b"", why=why)
+        return StreamPiece("opaque", self._start, b"", why=why)
 
-    def _next(self) -> Piece | None:
+    def _next(self) -> StreamPiece | None:
         return self._frame() if self._greeted else self._greeting()
 
     def _take(self, count: int) -> bytes:
@@ -89,7 +89,7 @@ class Stream:
         self._start += count
         return found
 
-    def _greeting(self) -> Piece | None:
+    def _greeting(self) -> StreamPiece | None:
         buffer = self._buffer
         _check(buffer, 0, 0xFF, "ff, as ZMTP begins")
         _check(buffer, 9, 0x7F, "7f, the end of ZMTP's signature")
@@ -98,9 +98,9 @@ class Stream:
         if len(buffer) < GREETING_BYTES:
             return None
         self._mechanism, self._greeted = mechanism_of(buffer), True
-        return Piece("greeting", 0, self._take(GREETING_BYTES))
+        return StreamPiece("greeting", 0, self._take(GREETING_BYTES))
 
-    def _frame(self) -> Piece | None:
+    def _frame(self) -> StreamPiece | None:
         if self._mechanism != "NULL":
             what = f"the mechanism is {self._mechanism or 'without a name'}, not NULL"
             return self._stop(f"{what}: what follows cannot be read, its bytes are counted")
@@ -121,20 +121,20 @@ class Stream:
         self._take(1 + size_bytes)
         return self._piece(flags, self._start, self._take(size))
 
-    def _skip(self, head_bytes: int, size: int, flags: int) -> Piece:
+    def _skip(self, head_bytes: int, size: int, flags: int) -> StreamPiece:
         self._take(head_bytes)
         at, present = self._start, min(size, len(self._buffer))
         self._take(present)
         self._skip_bytes = size - present
         why = f"a frame of {size} bytes; nothing above {FRAME_BYTES_MAX} is read"
-        return self._counted(Piece("skipped", at, b"", self._index, bool(flags & MORE), why))
+        return self._counted(StreamPiece("skipped", at, b"", self._index, bool(flags & MORE), why))
 
-    def _piece(self, flags: int, at: int, body: bytes) -> Piece:
+    def _piece(self, flags: int, at: int, body: bytes) -> StreamPiece:
         if flags & COMMAND:
-            return Piece("command", at, body)
-        return self._counted(Piece("part", at, body, self._index, bool(flags & MORE)))
+            return StreamPiece("command", at, body)
+        return self._counted(StreamPiece("part", at, body, self._index, bool(flags & MORE)))
 
-    def _counted(self, piece: Piece) -> Piece:
+    def _counted(self, piece: StreamPiece) -> StreamPiece:
         self._index = self._index + 1 if piece.has_more else 0
         return piece
 
@@ -152,7 +152,7 @@ def mechanism_of(greeting: bytes | bytearray) -> str:
 def greeting(body: bytes) -> Dissected:
     """A greeting, field by field."""
     if len(body) != GREETING_BYTES:
-        fault = Fault(len(body), "bad_frame", f"{GREETING_BYTES} bytes", str(len(body)))
+        fault = FrameFault(len(body), "bad_frame", f"{GREETING_BYTES} bytes", str(len(body)))
         return Dissected("greeting", len(body), faults=[fault])
     fields = [
         Field("signature", 0, 10, "", body[:10].hex()),

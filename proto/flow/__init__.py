@@ -1,6 +1,6 @@
 """What paces a sender: budget, queue, credit, and the reassembly at the other end. [pure]"""
 
-from narrows.proto.flow.assembly import Arrival, Assembly, Ranges, parts_max, touches
+from narrows.proto.flow.assembly import Arrival, Assembly, parts_max, touches
 from narrows.proto.flow.budget import (
     SEGMENT_BYTES,
     SEGMENT_OVERHEAD_BYTES,
@@ -30,7 +30,6 @@ __all__ = [
     "Lane",
     "Outbox",
     "Patience",
-    "Ranges",
     "Way",
     "chunk_elements",
     "least_chunk_elements",

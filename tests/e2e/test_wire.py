@@ -224,7 +224,7 @@ def test_an_error_of_the_dissector_is_told_and_breaks_nothing(
     def fail(_: object, __: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(capture.Reader, "take", fail)
+    monkeypatch.setattr(capture.CaptureReader, "take", fail)
     with echo() as target:
         relayed(watching(), target, lambda port: echoed(port, MESSAGES))
     output, errors = capsys.readouterr()

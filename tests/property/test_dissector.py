@@ -36,7 +36,7 @@ from narrows.proto.dissector.envelope import ENVELOPE_BYTES
 from narrows.proto.dissector.findings import Dissected, Field, Wrong
 from narrows.proto.dissector.parts import Parts
 from narrows.proto.dissector.text import as_json, block
-from narrows.proto.dissector.zmtp import Piece, Stream
+from narrows.proto.dissector.zmtp import Stream, StreamPiece
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.frames import decode_control, decode_data, digest, encode_control, encode_header
 from narrows.proto.limits import CHUNK_ELEMENTS_MAX, PROTOCOL
@@ -319,10 +319,10 @@ def test_payloads_are_refused_for_the_same_reason(
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL".ljust(55, b"\0")
 
 
-def pieces_of(data: bytes, cuts: list[int]) -> list[Piece]:
+def pieces_of(data: bytes, cuts: list[int]) -> list[StreamPiece]:
     stream = Stream()
     places = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    found: list[Piece] = []
+    found: list[StreamPiece] = []
     for start, stop in pairwise(places):
         found += stream.feed(data[start:stop])
     return found
@@ -356,7 +356,7 @@ def test_a_connection_is_read_in_any_pieces(said: list[list[bytes]], cuts: list[
 @untimed
 @given(mutated(st.just(GREETING + framed(b"\5READY", command=True) + framed(b"x" * 300))))
 def test_any_connection(data: bytes) -> None:
-    reader = capture.Reader()
+    reader = capture.CaptureReader()
     for each in pieces_of(data, []):
         if each.sort in capture.SORTS:
             frame = capture.Captured(each.sort, "up", 1, 0.0, each.body, each.index, each.has_more)
@@ -393,7 +393,7 @@ def read_back(data: bytes) -> list[capture.Captured]:
 @given(captures)
 def test_a_capture_is_read_as_it_was_written(made: list[capture.Captured]) -> None:
     assert read_back(b"".join(map(capture.packed, made))) == made
-    reader = capture.Reader()
+    reader = capture.CaptureReader()
     for each in made:
         printed(reader.take(each))
 

@@ -14,7 +14,7 @@ from narrows.proto.dissector.envelope import bare, control, digest, header
 from narrows.proto.dissector.findings import Dissected
 from narrows.proto.dissector.parts import Direction, Parts
 from narrows.proto.dissector.tables import CONTROL_BYTES_MAX, PAYLOAD_BYTES_MAX
-from narrows.proto.dissector.text import Tally, as_json, block
+from narrows.proto.dissector.text import FrameCounts, as_json, block
 from narrows.proto.frames import downlink_topic, encode_header
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -300,7 +300,7 @@ def test_a_loss_that_is_no_number_is_still_json() -> None:
 
 
 def test_counts() -> None:
-    tally = Tally()
+    tally = FrameCounts()
     tally.add(bare(bytes.fromhex(STORED["Probe"])), "down")
     tally.add(bare(bytes.fromhex(STORED["Probe"])), "down")
     tally.add(bare(b"NRW"))

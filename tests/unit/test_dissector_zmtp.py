@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from narrows.proto.dissector.zmtp import FRAME_BYTES_MAX, Piece, Stream, command, greeting
+from narrows.proto.dissector.zmtp import FRAME_BYTES_MAX, Stream, StreamPiece, command, greeting
 
 
 def greet(mechanism: bytes = b"NULL", major: int = 3) -> bytes:
     return b"\xff" + bytes(8) + b"\x7f" + bytes([major, 1]) + mechanism.ljust(52, b"\0")
 
 
-def pieces(data: bytes) -> list[Piece]:
+def pieces(data: bytes) -> list[StreamPiece]:
     return list(Stream().feed(data))
 
 
