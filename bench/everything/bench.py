@@ -103,7 +103,7 @@ def run_everything(folder: Path, *, full: bool) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     failed = run_parts(long() if full else small(), folder, terminal())
-    run_report(folder, folder / "report.html", None, None)
+    run_report(folder, folder / "report.html")
     if failed:
         raise NarrowsError(
             ErrorCode.MISUSE,

@@ -6,7 +6,7 @@ published ones, each with its source.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -280,26 +280,3 @@ FIGURES: Final[Mapping[str, Callable[[ResultFile], Iterator[Figure]]]] = {
     "wan-budget": _budget, "wan-training": _training, "peers": _peers, "quality": _quality,
     "codec": _codec, "merge": _merge, "loop": _loop, "journal": _journal, "demo": _demo,
 }  # fmt: skip
-
-BEGIN: Final = "<!-- results -->"
-END: Final = "<!-- /results -->"
-
-
-def markdown(figures: Sequence[Figure]) -> str:
-    """A table for the README."""
-    heads = ("what", "ours", "published or other systems", "", "file and row")
-    lines = [_line(heads), _line(["---"] * len(heads))]
-    for each in figures:
-        lines.append(_line((each.what, each.ours, each.other, each.nature, f"`{each.source}`")))
-    return "\n".join(lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def rewritten(readme: str, table: str) -> str | None:
-    """The text with the table between the two comments; None without these."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}" if begin and end else None

@@ -46,15 +46,20 @@ class ResultFile:
         return None
 
     @property
+    def title(self) -> str:
+        return self.bench.replace("-", " ").capitalize()
+
+    @property
     def origin(self) -> str:
         """Machine, and every commit that rows were measured at."""
         machine = self.data.get("machine")
-        told = "machine not recorded"
+        computer = "machine not recorded"
         if machine:
-            told = f"{machine['processor']}, {machine['cores']} cores, Python {machine['python']}"
+            cores = f"{machine['cores']} cores, Python {machine['python']}"
+            computer = f"{machine['processor']}, {cores}"
         commits = dict.fromkeys(row["commit"] for row in self.rows() if row.get("commit"))
-        named = ", ".join(commits) or self.data.get("commit") or "not recorded"
-        return f"{told}; commit {named}"
+        listed = ", ".join(commits) or self.data.get("commit") or "not recorded"
+        return f"{computer}; commit {listed}"
 
 
 @dataclass(frozen=True)
