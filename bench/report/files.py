@@ -16,7 +16,7 @@ BENCHES: Final = (
     "quality", "bandwidth", "goodput", "chaos", "wan", "wan-budget", "wan-training", "peers",
     "codec", "merge", "loop", "journal", "demo",
 )  # fmt: skip
-"""In the order of the report."""
+"""Benches in the order of the report."""
 
 NO_RESULT: Final = "no result of a bench"
 
@@ -30,15 +30,17 @@ class ResultFile:
     data: Row
 
     def rows(self, key: str = "rows") -> list[Row]:
-        """The list under `key`; [] without it. A file without rows is one row itself."""
+        """The list under `key`; [] without it. A file without rows is itself one row."""
         if key == "rows" and "rows" not in self.data:
             return [self.data]
         listed: list[Row] = self.data.get(key, [])
         return listed
 
     def find(self, key: str = "rows", **wanted: object) -> tuple[str, Row] | None:
-        """The first row with these values, and where it stands in the file; None: there is none,
-        or it was skipped or failed."""
+        """The first row with these values, and its place in the file.
+
+        None without such a row; rows that were skipped or failed do not count.
+        """
         for number, row in enumerate(self.rows(key)):
             if not {"skipped", "failed"} & row.keys() and wanted.items() <= _flat(row).items():
                 place = f"{key}[{number}]" if key in self.data else ""
@@ -64,7 +66,7 @@ class ResultFile:
 
 @dataclass(frozen=True)
 class Folder:
-    """What was found."""
+    """The contents of a folder."""
 
     results: Sequence[ResultFile]
     """In the order of BENCHES, then by name."""
@@ -73,7 +75,7 @@ class Folder:
 
     @property
     def missing(self) -> list[str]:
-        """Benches without any file."""
+        """Benches without a file."""
         found = {result.bench for result in self.results}
         return [bench for bench in BENCHES if bench not in found]
 

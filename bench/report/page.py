@@ -1,4 +1,4 @@
-"""The report as one page of HTML that needs nothing beside it; text is escaped here alone."""
+"""The report as one page of HTML that needs no other file. Only this module escapes text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from narrows.bench.report.files import ResultFile
 from narrows.bench.report.tables import ReportTable
 
 LONG_ROWS: Final = 24
-"""Longer tables are folded."""
+"""Tables with more rows are folded."""
 
 PAGE: Final = Template("""<!doctype html>
 <html lang="en">
@@ -48,7 +48,7 @@ NEXT_STEP: Final = "run `narrows bench all`, or this bench with --json"
 
 @dataclass(frozen=True)
 class PageSection:
-    """What one file says."""
+    """One file with its figures, tables and picture."""
 
     result: ResultFile
     figures: Sequence[Figure]
