@@ -194,7 +194,10 @@ class Learner:
                 f.failed, f.chunks, f.unsent, f.declined = True, {}, [], (-1, 0)
                 f.retry_at = np.inf if m["code"] == "push_conflict" else now + 5
         elif kind == "refuse" and m["code"] not in (GOES_ON if self.run_id else GOES_ON[:1]):
-            stop(3, f"{m['code']}: {m['message']} ({m.get('got', '')}). {m.get('remedy', '')}")
+            told = ", ".join(
+                f"{key} {m[key]}" for key in ("expected", "got", "remedy") if m.get(key)
+            )
+            stop(3, f"{m['code']}: {m['message']}; {told}")
         elif kind in ("beat", "progress") and m["received"][0] == self.sent:
             self.sent_at = 0.0  # nothing is under way
         elif kind == "welcome":
