@@ -1,9 +1,8 @@
 """A whole Narrows learner in one file, written from PROTOCOL.md alone; (§n) names its sections.
 
-The layout is a JSON list of [name, shape, "float32", law], as all learners of the run have it. The
-gradient of that model is beyond this file: a step is weight decay, and counts as one token. It
-founds no run, and refuses what it does not support by name. Exit codes: 0 the run has ended,
-1 failure, 2 not supported, 3 refused, 4 no broker.
+--layout names a JSON list of [name, shape, "float32", law], as all learners of the run have it. The
+model's gradient is beyond this file: a step is weight decay. It founds no run, and refuses by name
+what it does not support. Exit codes: 0 the run has ended, 2 not supported, 3 refused, 4 no broker.
 """
 
 import argparse
@@ -131,7 +130,7 @@ class Learner:
         self.fragments, self.rounds, self.received = list[Fragment](), list[list[int]](), [0]
         self.fates = dict.fromkeys(("merged", "overwritten", "refused", "rolled_back"), 0)
         self.steps, self.step_s, self.push_ids, self.news = 0, 0.0, 0, False
-        self.sent, self.sent_at, self.rate, self.paid_at = 0, 0.0, 0.0, 0.0
+        self.sent, self.known, self.moved_at, self.rate, self.paid_at = 0, 0, 0.0, 0.0, 0.0
         self.heard_at = self.stepped_at = self.reported_at = self.came_at = time.monotonic()
         self.context, self.redial_s = zmq.Context(), 2.5
         self.dial(self.heard_at)
@@ -198,8 +197,8 @@ class Learner:
                 f"{key} {m[key]}" for key in ("expected", "got", "remedy") if m.get(key)
             )
             stop(3, f"{m['code']}: {m['message']}; {told}")
-        elif kind in ("beat", "progress") and m["received"][0] == self.sent:
-            self.sent_at = 0.0  # nothing is under way
+        elif kind in ("beat", "progress") and self.known < m["received"][0] <= self.sent:
+            self.known, self.moved_at = m["received"][0], now
         elif kind == "welcome":
             self.on_welcome(m)
         if kind in ("beat", "welcome"):
@@ -220,7 +219,7 @@ class Learner:
         cuts = enumerate(cut([entry[1] for entry in self.layout], settings["fragment_count"]))
         self.fragments = self.fragments or [Fragment(index, pieces) for index, pieces in cuts]
         if not self.joined:
-            self.sent_at, self.received = 0.0, [0] * settings["streams"]
+            self.known, self.received = self.sent, [0] * settings["streams"]
             self.uplinks = [self.socket(zmq.XPUB, m["uplink_port"]) for _ in self.received]
             for s in range(settings["streams"]):
                 self.socket(zmq.SUB, m["downlink_port"]).subscribe(f"{self.incarnation}/{s:02d}")
@@ -319,11 +318,12 @@ class Learner:
         f.unsent += [chunk for chunk in touched if chunk not in f.unsent]
 
     def send_data(self, f: Fragment, now: float) -> None:
-        """Sends a chunk when nothing is under way, which is within every credit (§5, §11)."""
-        free = now > max(self.paid_at, self.sent_at + 5) and self.subscribed == set(self.uplinks)
-        if f.unsent and free:
+        """Sends a chunk; at most 64 KiB or one is under way, as every credit allows (§5, §11)."""
+        under_way = self.sent - self.known if now < self.moved_at + 5 else 0
+        ready = f.unsent and now > self.paid_at and self.subscribed == set(self.uplinks)
+        if ready and (not under_way or under_way + len(f.chunks[f.unsent[0]]) <= 65536):
             payload = f.chunks[chunk := f.unsent.pop(0)]
-            self.sent, self.sent_at = self.sent + len(payload), now
+            self.sent, self.moved_at = self.sent + len(payload), now
             header = [PROTOCOL, self.run_id, self.epoch, PUSH, self.name, self.incarnation, f.index]
             header += [f.push["base_version"], f.push["push_id"], *chunk, INT4, digest(payload)]
             self.send(self.uplinks[0], b"u", seal([*header, 0, 0, self.sent]), payload)
@@ -375,7 +375,7 @@ class Learner:
                     self.tell("report", **m)
             offline = self.run_id and 0 < self.settings["max_offline_s"] < silent_s
             if ready and not ending and not offline and now >= self.stepped_at + step_s:
-                self.flat *= np.float32(0.999)  # the step: weight decay
+                self.flat *= np.float32(0.999)  # the step, of one token
                 self.step_s += (now - self.stepped_at - self.step_s) / 10 if self.steps else 0
                 self.steps, self.stepped_at, self.news = self.steps + 1, now, True
         self.tell("bye", reason="the run has ended")
