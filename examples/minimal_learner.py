@@ -24,8 +24,9 @@ Message: TypeAlias = dict[str, Any]
 PROTOCOL, PUSH, PUBLICATION, STATE, INT4, BLOSC2 = 2, 1, 3, 4, "int4-zstd", "f32-blosc2"
 SUPPORTED = {"mode": "decoupled", "push_codec": INT4, "publish_codec": INT4, "role": "adopt wait"}
 OPTIONS = {zmq.RECONNECT_IVL: 100, zmq.RECONNECT_IVL_MAX: 2000, zmq.TCP_MAXRT: 20000}
+OPTIONS |= {zmq.LINGER: 1000, zmq.IMMEDIATE: 1}
 OPTIONS |= {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5}
-OPTIONS |= {zmq.SNDHWM: 0, zmq.RCVHWM: 64, zmq.MAXMSGSIZE: 4259840, zmq.IMMEDIATE: 1}
+OPTIONS |= {zmq.SNDHWM: 0, zmq.RCVHWM: 64, zmq.MAXMSGSIZE: 4259840}
 GOES_ON = ("over_capacity", "bad_frame", "bad_message", "too_large", "bad_checksum")
 digest = xxhash.xxh3_64_intdigest
 
@@ -193,10 +194,8 @@ class Learner:
                 f.failed, f.chunks, f.unsent, f.declined = True, {}, [], (-1, 0)
                 f.retry_at = np.inf if m["code"] == "push_conflict" else now + 5
         elif kind == "refuse" and m["code"] not in (GOES_ON if self.run_id else GOES_ON[:1]):
-            told = ", ".join(
-                f"{key} {m[key]}" for key in ("expected", "got", "remedy") if m.get(key)
-            )
-            stop(3, f"{m['code']}: {m['message']}; {told}")
+            told = [f"{key} {m[key]}" for key in ("expected", "got", "remedy") if m.get(key)]
+            stop(3, f"{m['code']}: {m['message']}; {', '.join(told)}")
         elif kind in ("beat", "progress") and self.known < m["received"][0] <= self.sent:
             self.known, self.moved_at = m["received"][0], now
         elif kind == "welcome":
