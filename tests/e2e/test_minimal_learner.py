@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from narrows.bench.processes import free_ports
+from narrows.proto.transfer import digest_of
 from running import HANG_S, LAYOUT, ToyHost, broker_config, live_broker, train, vector, wait_until
 
-from narrows.bench.processes import free_ports
 from narrows.proto.fragments import build_table
-from narrows.proto.transfer import digest_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "minimal_learner.py"
 LINES_MAX = 400
