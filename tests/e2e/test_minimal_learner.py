@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from narrows.bench.processes import free_ports
-from narrows.proto.transfer import digest_of
 from running import HANG_S, LAYOUT, ToyHost, broker_config, live_broker, train, vector, wait_until
 
+from narrows.bench.kit.processes import free_ports
+from narrows.proto.codec.transfer import digest_of
 from narrows.proto.fragments import build_table
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "minimal_learner.py"
@@ -28,7 +28,7 @@ THIRD_PARTY = {"msgpack", "numpy", "xxhash", "zmq", "zstandard"}
 def minimal_learner(folder: Path, address: str, *options: str) -> Generator[subprocess.Popen[str]]:
     """The script as a process; isolated, so that it finds nothing of the repository."""
     layout = folder / "layout.json"
-    layout.write_text(json.dumps([[e.name, e.shape, e.dtype, e.law] for e in LAYOUT]))
+    layout.write_text(json.dumps([[e.name, e.shape, e.dtype, e.rule] for e in LAYOUT]))
     command = [sys.executable, "-I", str(SCRIPT), "--broker", address, "--name", "minimal"]
     command += ["--layout", str(layout), *options]
     pipe = subprocess.PIPE
