@@ -9,7 +9,7 @@ from narrows.broker.syncer import data_path, serving
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.forgetting import forget_at, forget_gone, forget_older
 from narrows.broker.syncer.founding import Founding
-from narrows.broker.syncer.member import Copies, Member, Session, Uplink
+from narrows.broker.syncer.member import Copies, Member, Presence, Uplink
 from narrows.broker.syncer.participation import Participation
 from narrows.broker.syncer.phases import RunPhase
 from narrows.broker.syncer.roster import check_name
@@ -97,8 +97,8 @@ class Admission:
             ErrorCode.NAME_IN_USE,
             f"the name {member.name!r} is held by a live learner",
             expected="a name of its own for every learner",
-            got=f"{member.name!r}, held from {member.session.address or 'unknown address'} "
-            f"for {now - member.session.joined_at:.0f} s",
+            got=f"{member.name!r}, held from {member.presence.address or 'unknown address'} "
+            f"for {now - member.presence.joined_at:.0f} s",
             remedy="choose another --name, or stop the other process first",
         )
         self.state.tally.refuse(error.code)
@@ -221,7 +221,7 @@ class Admission:
             raise RemoteProtocolError(
                 ErrorCode.LAYOUT_MISMATCH,
                 f"the model of {hello.name!r} is not the run's model",
-                expected=f"{counted(len(state.layout), 'tensor')} as in the run",
+                expected=f"the run's layout of {counted(len(state.layout), 'tensor')}",
                 got="; ".join(different),
                 remedy="start every learner with the same model code and configuration; another "
                 "model needs a run of its own, that is a broker with another --state-dir",
@@ -245,7 +245,7 @@ class Admission:
         member = Member(
             hello.name,
             hello.incarnation,
-            Session(event.peer, event.address, heard_at=now, joined_at=now),
+            Presence(event.peer, event.address, heard_at=now, joined_at=now),
             Copies([-1] * count),
             Uplink([0] * state.settings.streams),
             Participation(last_merged, contributed_at=now),
@@ -269,7 +269,7 @@ class Admission:
         self.state.shares.admit(member, self.state.roster.connected(), now)
         return [
             ev.Admit(member.name, member.incarnation),
-            ev.Note("info", f"{member.name} {verb} from {member.session.address or '?'}"),
+            ev.Note("info", f"{member.name} {verb} from {member.presence.address or '?'}"),
             ev.LogFate("joined", member.name, member.incarnation, reason=verb),
             *self._history_lost(hello),
             *self._welcome(member, now),
@@ -289,7 +289,6 @@ class Admission:
         is_copy = hello.epoch[:2] >= state.epoch[:2] and hello.epoch != state.epoch
         if hello.run_id != state.run_id or not (ahead or is_copy):
             return []
-        state.tally.history_lost += 1
         named = self._named_lost
         news = is_copy and not self._copy_named
         news |= any(v > named.get(index, -1) for index, (v, _) in ahead.items())

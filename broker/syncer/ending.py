@@ -172,17 +172,17 @@ class Waiting:
         if member.participation.arrival.samples:
             return member.participation.arrival.mean
         others = max((other.participation.arrival.mean for other in self.state.roster), default=0.0)
-        assert now >= member.session.joined_at
-        return max(others, min(member.step_s, now - member.session.joined_at))
+        assert now >= member.presence.joined_at
+        return max(others, min(member.step_s, now - member.presence.joined_at))
 
     def absent(self, now: float) -> dict[str, float]:
         """Learners that were cut off lately and may come back, each with the end of its wait. The
         name "" stands for anybody: after a start of the broker all learners are cut off."""
         lost_s, until_by_name = self.state.config.liveness.lost, dict[str, float]()
         for member in self.state.roster:
-            if member.connected or member.session.left or member.given_up:
+            if member.connected or member.presence.left or member.given_up:
                 continue
-            absence = Patience(member.session.heard_at, self._round_s(member, now), lost_s)
+            absence = Patience(member.presence.heard_at, self._round_s(member, now), lost_s)
             if now < (until := absence.until(now)):
                 until_by_name[member.name] = until
         if self.state.epoch_resumed and now < self.started_at + lost_s:
@@ -210,7 +210,7 @@ class Waiting:
             f"{member.name} ({_fragments(self._lacks(member))})"
             for member in self.state.roster
             if self._lacks(member)
-            and (member.name in self._took_part or member.session.heard_at >= self.ending_since)
+            and (member.name in self._took_part or member.presence.heard_at >= self.ending_since)
         ]
         if others:
             count = f"{len(have)} of {counted(len(have) + len(others), 'learner')}"

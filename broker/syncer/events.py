@@ -7,6 +7,9 @@ from typing import Literal, TypeAlias
 
 from narrows.broker.config import BrokerConfig, WanSection
 from narrows.broker.merging import Contribution
+from narrows.proto.machine_events import DeadlineReached as DeadlineReached
+from narrows.proto.machine_events import Drop as Drop
+from narrows.proto.machine_events import Note as Note
 from narrows.proto.messages import ControlMessage, DataKind, Header, LayoutEntry, RunSettings
 
 Peer: TypeAlias = bytes
@@ -136,11 +139,6 @@ class StopRequested:
     reason: str
 
 
-@dataclass(frozen=True)
-class DeadlineReached:
-    """The time that `next_deadline` named has come."""
-
-
 Event: TypeAlias = (
     Received
     | PeerLost
@@ -178,13 +176,6 @@ class Unpack:
 
     header: Header
     handle: int
-
-
-@dataclass(frozen=True)
-class Drop:
-    """Forget these payloads."""
-
-    handles: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -279,14 +270,6 @@ class Finish:
     """The process may exit: everything is durable, and the learners have heard of it."""
 
     reason: str
-
-
-@dataclass(frozen=True)
-class Note:
-    """One line for the operator's log."""
-
-    level: str
-    text: str
 
 
 Effect: TypeAlias = (

@@ -212,7 +212,7 @@ class Lifecycle:
         return [
             ev.Send(member.peer, msg.Bye(reason[:TEXT_CHARACTERS_MAX]))
             for member in self.state.roster.connected()
-            if member.session.peer is not None
+            if member.presence.peer is not None
         ]
 
     def stop_if_durable(self) -> list[ev.Effect]:

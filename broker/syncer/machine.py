@@ -321,8 +321,8 @@ class Syncer:
         ]
 
     def _aged(self, member: Member, now: float) -> list[ev.Effect]:
-        quiet_s = now - member.session.heard_at
-        if member.session.liveness is Liveness.LOST:
+        quiet_s = now - member.presence.heard_at
+        if member.presence.liveness is Liveness.LOST:
             return self._lose(member, f"nothing heard for {quiet_s:.0f} s", now)
         return [ev.Note("warning", f"{member.name} is late: nothing heard for {quiet_s:.1f} s")]
 

@@ -27,7 +27,7 @@ class Liveness(StrEnum):
 
 
 @dataclass
-class Session:
+class Presence:
     """The connection and its signs of life. Written by `roster`."""
 
     peer: Peer | None
@@ -96,7 +96,7 @@ class Member:
 
     name: str
     incarnation: str
-    session: Session
+    presence: Presence
     copies: Copies
     uplink: Uplink
     participation: Participation
@@ -112,7 +112,7 @@ class Member:
 
     @property
     def connected(self) -> bool:
-        return self.session.peer is not None and self.session.liveness is not Liveness.LOST
+        return self.presence.peer is not None and self.presence.liveness is not Liveness.LOST
 
     @property
     def ready(self) -> bool:
@@ -122,8 +122,8 @@ class Member:
     @property
     def peer(self) -> Peer:
         """Routing id of a learner that has a connection."""
-        assert self.session.peer is not None, f"{self.name} has no connection"
-        return self.session.peer
+        assert self.presence.peer is not None, f"{self.name} has no connection"
+        return self.presence.peer
 
     @property
     def step_s(self) -> float:

@@ -16,12 +16,7 @@ from narrows.proto import messages as msg
 from narrows.proto.codec import STATE_CODEC, codecs_of
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.flow import Arrival
-
-REPAIR_S = 1.0
-REPAIR_MAX_S = 8.0
-"""Missing chunks of an announced push are asked for after REPAIR_S without progress, then twice as
-late each time, at most after REPAIR_MAX_S. A chunk that is only late is not sent twice: its sender
-knows that it is on its way."""
+from narrows.proto.timing import BROKER_REPAIR_S, REPAIR_MAX_S
 
 
 @dataclass
@@ -50,7 +45,7 @@ class Intake:
 
         It may have been refused for a chunk that came before; the learner may have missed that.
         """
-        if message.push_id not in member.uplink.refused_pushes or member.session.peer is None:
+        if message.push_id not in member.uplink.refused_pushes or member.presence.peer is None:
             return []
         decline = msg.Decline(
             message.fragment, message.base_version, message.attempt, "its push was refused"
@@ -167,7 +162,7 @@ class Intake:
             effects.append(ev.Drop(round_.drop_incoming(member.name)))
             # Nobody waits for it; while the round is open, it may answer again.
             round_.declined[member.name] = f"its push was refused: {error.code}"
-        if member.session.peer is not None:
+        if member.presence.peer is not None:
             refuse = refusal(error, fragment=fragment, push_id=push_id)
             effects.append(ev.Send(member.peer, refuse))
         return effects
@@ -196,13 +191,10 @@ class Intake:
                 incoming = round_.incoming[name]
                 member = self.state.roster.get(name)
                 quiet_s = now - max(incoming.progress_at, incoming.asked_at)
-                patience_s = min(REPAIR_S * 2.0**incoming.asks, REPAIR_MAX_S)
-                if (
-                    member is None
-                    or member.session.peer is None
-                    or quiet_s < patience_s
-                    or incoming.here
-                ):
+                patience_s = min(BROKER_REPAIR_S * 2.0**incoming.asks, REPAIR_MAX_S)
+                if quiet_s < patience_s or incoming.here:
+                    continue
+                if member is None or member.presence.peer is None:
                     continue
                 incoming.asked_at, incoming.asks = now, incoming.asks + 1
                 missing = msg.Missing(

@@ -13,19 +13,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from narrows.broker.syncer.member import Member
+from narrows.proto.timing import SHARE_DIVIDE_S, SHARE_IDLE_S
 
 IDLE_SHARE: Final = 1 / 32
 """Fraction of an equal share reserved for an idle learner, so that it can start immediately."""
 
 TINY: Final = 1000.0
 """Least rate in bit/s: 0 would mean no limit."""
-
-IDLE_S: Final = 1.0
-"""Time without sending after which a learner is idle. A shorter one would change every rate twice
-in each round."""
-
-DIVIDE_S: Final = 0.05
-"""Least time between two divisions."""
 
 
 @dataclass
@@ -55,11 +49,11 @@ class Shares:
 
         `active` names the learners that have something to send now.
         """
-        if now < self._divided_at + DIVIDE_S:
+        if now < self._divided_at + SHARE_DIVIDE_S:
             return []
         self._divided_at = now
         for name in active:
-            self._active_until[name] = now + IDLE_S
+            self._active_until[name] = now + SHARE_IDLE_S
         known = {member.name for member in members}
         self._active_until = {n: t for n, t in self._active_until.items() if n in known}
         if not self.total:

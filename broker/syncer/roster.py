@@ -1,6 +1,6 @@
 """The roster of all learners: names, incarnations, connections, liveness. [pure]
 
-This module alone writes `Member.session`.
+This module alone writes `Member.presence`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from narrows.broker.syncer.events import Peer
-from narrows.broker.syncer.member import Liveness, Member, Session, median_step_s
+from narrows.broker.syncer.member import Liveness, Member, Presence, median_step_s
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.limits import LEARNERS_MAX, NAME_PATTERN
 
@@ -66,7 +66,7 @@ class Roster:
         if name is None:
             return None
         member = self._members[name]
-        assert member.session.peer == peer
+        assert member.presence.peer == peer
         return member
 
     def connected(self) -> list[Member]:
@@ -122,29 +122,29 @@ class Roster:
         """Gives a member whose process is back its new connection."""
         self._check_room(member.name)
         self.disconnect(member)
-        member.session = Session(peer, address, now, member.session.joined_at)
+        member.presence = Presence(peer, address, now, member.presence.joined_at)
         self.admit(member)
         assert member.connected
 
     def disconnect(self, member: Member, *, left: bool = False) -> None:
         """Ends the session of a member, which stays known; `left`: it does not come back."""
-        session = member.session
-        if session.peer is not None:
-            self._names.pop(session.peer, None)
-        session.peer, session.liveness = None, Liveness.LOST
-        session.left |= left
+        presence = member.presence
+        if presence.peer is not None:
+            self._names.pop(presence.peer, None)
+        presence.peer, presence.liveness = None, Liveness.LOST
+        presence.left |= left
         if self._members.get(member.name) is member:
             self._present.pop(member.name, None)
-            self.remember([member.name], session.heard_at)
+            self.remember([member.name], presence.heard_at)
         assert not member.connected
 
     def heard(self, member: Member, now: float) -> bool:
         """Notes a sign of life; returns True if the member was late before."""
-        assert now >= member.session.heard_at, "time does not run backwards"
-        was_late = member.session.liveness is Liveness.LATE
-        member.session.heard_at = now
+        assert now >= member.presence.heard_at, "time does not run backwards"
+        was_late = member.presence.liveness is Liveness.LATE
+        member.presence.heard_at = now
         if member.connected:
-            member.session.liveness = Liveness.LIVE
+            member.presence.liveness = Liveness.LIVE
         return was_late
 
     def age(self, now: float) -> list[Member]:
@@ -153,20 +153,20 @@ class Roster:
         for member in self.connected():
             # The same sums as in next_deadline, so that no rounding makes it come too early.
             liveness = Liveness.LIVE
-            if now >= member.session.heard_at + self.lost_s:
+            if now >= member.presence.heard_at + self.lost_s:
                 liveness = Liveness.LOST
-            elif now >= member.session.heard_at + self.late_s:
+            elif now >= member.presence.heard_at + self.late_s:
                 liveness = Liveness.LATE
-            if liveness is not member.session.liveness:
-                member.session.liveness = liveness
+            if liveness is not member.presence.liveness:
+                member.presence.liveness = liveness
                 changed.append(member)
         return changed
 
     def next_deadline(self) -> float | None:
         """Time at which the next member turns late or lost if nothing is heard from it."""
         times = [
-            member.session.heard_at
-            + (self.late_s if member.session.liveness is Liveness.LIVE else self.lost_s)
+            member.presence.heard_at
+            + (self.late_s if member.presence.liveness is Liveness.LIVE else self.lost_s)
             for member in self.connected()
         ]
         return min(times, default=None)

@@ -36,8 +36,6 @@ class Tally:
     refused: dict[str, int] = field(default_factory=dict[str, int])
     """Refused messages by error code."""
     norms_clipped: int = 0
-    history_lost: int = 0
-    """Joins of learners that had seen versions or epochs which the broker's state lacks."""
     longest_gap_s: float = 0.0
     last_merge_at: float | None = None
 

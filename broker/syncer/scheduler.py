@@ -17,12 +17,7 @@ from narrows.proto import messages as msg
 from narrows.proto.flow import parts_max
 from narrows.proto.limits import PUBLICATIONS_KEPT
 from narrows.proto.smoothing import Smoothed
-
-ADOPTION_WAIT_S = 60.0
-"""Longest wait of the lockstep modes for a joiner that adopts the fragments."""
-
-REOPEN_S = 0.5
-"""Least time until a round that was closed without a merge is opened again."""
+from narrows.proto.timing import ADOPTION_WAIT_S, REOPEN_S
 
 REASON_CHARACTERS = 60
 """Most characters of a peer's reason in a status line."""
@@ -161,7 +156,7 @@ class Scheduler:
             Awaited(
                 member.name,
                 member.name in round_.incoming and bool(round_.incoming[member.name].announced),
-                member.session.liveness is Liveness.LATE,
+                member.presence.liveness is Liveness.LATE,
                 member.predicted_s(),
                 member.participation.arrival.mean,
                 round_.is_here(member.name),

@@ -74,11 +74,11 @@ def _waiting_for(syncer: Syncer) -> str:
 
 def _status_text(member: Member) -> str:
     """Word for a learner's state in the status table."""
-    if member.session.left:
+    if member.presence.left:
         return "left"
     if member.given_up and member.connected:
         return "given up"
-    return str(member.session.liveness) if member.ready or not member.connected else "joining"
+    return str(member.presence.liveness) if member.ready or not member.connected else "joining"
 
 
 def _learner(member: Member, traffic: Mapping[str, Bytes], now: float) -> msg.LearnerStatus:
@@ -86,9 +86,9 @@ def _learner(member: Member, traffic: Mapping[str, Bytes], now: float) -> msg.Le
     return msg.LearnerStatus(
         name=member.name,
         incarnation=member.incarnation,
-        address=member.session.address,
+        address=member.presence.address,
         state=_status_text(member),
-        last_heard_s=now - member.session.heard_at,
+        last_heard_s=now - member.presence.heard_at,
         step=report.step if report else 0,
         tokens=report.tokens if report else 0,
         step_s=member.step_s,

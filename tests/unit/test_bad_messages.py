@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 from machines import EPOCH, LAYOUT, RUN, Desk, Seat, hello, incarnation_of, one, only
-
-from narrows.broker.syncer import events as ev
 from narrows.learner.session import events as lev
 from narrows.learner.session.connection import Connection
+
+from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
 from narrows.proto.errors import OF_ONE_MESSAGE, RETRYABLE, ErrorCode
 
@@ -28,7 +28,7 @@ def essence(desk: Desk) -> object:
         index: (r.base_version, r.attempt, sorted(r.contributed), r.merging)
         for index, r in state.rounds.items()
     }
-    members = [(m.name, m.incarnation, m.session.peer, tuple(m.copies.held)) for m in state.roster]
+    members = [(m.name, m.incarnation, m.presence.peer, tuple(m.copies.held)) for m in state.roster]
     return copy.deepcopy((rounds, state.heads, state.clock.run_tokens, members, state.layout))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from machines import incarnation_of
 
-from narrows.broker.syncer.member import Copies, Liveness, Member, Session, Uplink
+from narrows.broker.syncer.member import Copies, Liveness, Member, Presence, Uplink
 from narrows.broker.syncer.participation import Participation
 from narrows.broker.syncer.roster import Roster, check_name
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
@@ -15,9 +15,9 @@ from narrows.proto.messages import Report, TokenLedger
 
 def member(name: str, *, life: int = 1, peer: bytes = b"", held: int = 0) -> Member:
     incarnation = incarnation_of(name, life)
-    session = Session(peer or name.encode(), "", heard_at=100.0, joined_at=100.0)
+    presence = Presence(peer or name.encode(), "", heard_at=100.0, joined_at=100.0)
     participation = Participation([0], contributed_at=100.0)
-    return Member(name, incarnation, session, Copies([held]), Uplink([0]), participation)
+    return Member(name, incarnation, presence, Copies([held]), Uplink([0]), participation)
 
 
 def roster(*names: str) -> Roster:
@@ -51,10 +51,10 @@ def test_silence_makes_late_then_lost() -> None:
     members = roster("a")
     assert members.age(102.9) == []
     assert members.next_deadline() == 103.0
-    assert [m.session.liveness for m in members.age(103.0)] == [Liveness.LATE]
+    assert [m.presence.liveness for m in members.age(103.0)] == [Liveness.LATE]
     assert members.next_deadline() == 110.0
     assert members.age(109.0) == []
-    assert [m.session.liveness for m in members.age(110.0)] == [Liveness.LOST]
+    assert [m.presence.liveness for m in members.age(110.0)] == [Liveness.LOST]
     assert members.next_deadline() is None
 
 
@@ -64,7 +64,7 @@ def test_a_sign_of_life_is_reported_once_after_lateness() -> None:
     members.age(104.0)
     assert members.heard(a, 105.0)
     assert not members.heard(a, 106.0)
-    assert a.session.liveness is Liveness.LIVE
+    assert a.presence.liveness is Liveness.LIVE
 
 
 def test_ready_means_connected_and_holding_everything() -> None:
