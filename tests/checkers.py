@@ -1,4 +1,4 @@
-"""What must hold of every simulated run, whatever went wrong in it; independent of the machines."""
+"""Invariants of every simulated run, whatever went wrong in it; independent of the machines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def commits(simulation: Simulation) -> list[SimulatedRound]:
 
 
 def check_safety(simulation: Simulation) -> None:
-    """What may never happen, not even while everything fails."""
+    """Checks the invariants that hold even while everything fails."""
     assert not [record for record in simulation.trace if isinstance(record, Failed)]
     check_contributions(simulation)
     check_versions(simulation)
@@ -94,8 +94,10 @@ def check_ledgers(simulation: Simulation) -> None:
 
 
 def check_merged(simulation: Simulation) -> None:
-    """What a learner believes merged is in the history of the parameters that it holds, whatever
-    has become of the lives of the broker that it followed."""
+    """Work that a learner believes merged is in the history of the parameters that it holds.
+
+    It holds whatever has become of the lives of the broker that the learner followed.
+    """
     made = {commit.digest: commit for commit in commits(simulation)}
     for learner in simulation.learners.values():
         for index, adopted in learner.parameters.items():

@@ -189,6 +189,7 @@ class GlobalModel:
         merged = merge_vectors(
             fragment, contributions, weights, clip_ratio=policy.clip_ratio, rule=policy.merge_rule
         )
+        # The journal keeps the rounded gradient alone; a replay must step from the same bits.
         if policy.is_rounded:
             round_to_dtype(merged.outer_grad, "bfloat16", merged.outer_grad)
         return merged
@@ -198,6 +199,7 @@ class GlobalModel:
         before = self.fragments[fragment.index]
         params, momentum = self.outer_step(fragment, before, outer_grad, policy)
         assert params.size == momentum.size == fragment.elements
+        # One NaN would spread to every learner with the next publication.
         if not (all_finite(params) and all_finite(momentum)):
             raise FloatingPointError("the outer step would make a parameter infinite or NaN")
         return params, momentum
@@ -240,6 +242,7 @@ class GlobalModel:
             )
         )
         assert sum(chunk.count for chunk in chunks) == fragment.elements
+        # Measuring the error costs a pass over the fragment, so only codec auto pays for it.
         ratio = 0.0
         if rate.target_bits is not None:
             ratio = error_ratio(fragment, chunks, lambda at: params[at] - advanced[at])
@@ -254,9 +257,11 @@ class GlobalModel:
         assert outcome.state.version == self.fragments[outcome.fragment].version + 1
         assert outcome.publication.version == outcome.state.version
         assert outcome.publication.digest == outcome.state.digest == outcome.digests[2]
+        # One assignment: a worker reads the old state or the new one, never a mixture.
         self.fragments[outcome.fragment] = outcome.state
         rate = self._rates[outcome.fragment]
         rate.observe(outcome.publication.bits_per_param, outcome.error_ratio)
+        # Kept for repair and for learners that missed a few; older gaps are filled with states.
         kept = self._publications[outcome.fragment]
         kept[outcome.publication.version] = outcome.publication
         kept.pop(outcome.publication.version - PUBLICATIONS_KEPT, None)

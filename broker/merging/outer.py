@@ -94,6 +94,7 @@ def nesterov_step(
     velocity: F32,
 ) -> None:
     """Sets velocity = mu * momentum + grad and updated = params - lr * (grad + mu * velocity)."""
+    # This order of products and sums is promised, bit by bit.
     for i in range(updated.size):
         speed = momentum[i] * mu + grad[i]
         velocity[i] = speed
@@ -103,6 +104,7 @@ def nesterov_step(
 def warm_up() -> None:
     """Compiles the kernels, or loads them from numba's cache."""
     ones = np.ones(3, np.float32)
+    # With the types of a real step, or numba would compile again at the first merge.
     for maker in _OPTIMIZERS.values():
         maker(0.5, 0.5).step(ones, ones, ones)
 

@@ -28,6 +28,7 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True):
 def policy_of(config: BrokerConfig) -> Policy:
     """Returns the policy that a configuration asks for."""
     merge, outer = config.merge, config.outer
+    # Copied into every record, so that a later change of the configuration changes no history.
     return Policy(
         weights=merge.weights,
         merge_rule=merge.rule,

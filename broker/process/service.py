@@ -1,7 +1,7 @@
 """The broker's shell: one thread with a poll loop, a small pool for slow work, no decisions.
 
-Sockets, clocks and threads live here; what to do is the syncer's. Slow work (decode, merge,
-encode, disk) runs on the pool and comes back as an event.
+Sockets, clocks and threads live here; the syncer decides. Slow work (decode, merge, encode, disk)
+runs on the pool and comes back as an event.
 """
 
 from __future__ import annotations
@@ -37,15 +37,18 @@ from narrows.proto.shell import EventFile, WakePipe
 _log = logging.getLogger("narrows.broker")
 
 TURNS_BEHIND_MAX = 16
-"""Deadlines wait while there is more to read, but not for a peer that never stops sending."""
+"""Turns of the loop that deadlines wait while there is more to read: a peer may never stop
+sending."""
 
 
 class Service:
     """One broker process: sockets and state directory around one syncer."""
 
     def __init__(self, config: BrokerConfig, *, events: Path | None = None) -> None:
-        """Binds, locks the state directory, loads the newest checkpoint, makes the new epoch
-        durable. Raises NarrowsError with the remedy if any of it cannot be done."""
+        """Binds, locks the state directory, loads the newest checkpoint, begins a durable epoch.
+
+        Raises NarrowsError with the remedy if any of it cannot be done.
+        """
         with ExitStack() as undo:
             if config.broker.init:
                 check_initial(Path(config.broker.init))
@@ -118,7 +121,7 @@ class Service:
 
     @property
     def hangs(self) -> bool:
-        """A disk that does not answer keeps a thread busy: only `os._exit` ends the process."""
+        """True if a disk that does not answer keeps a thread busy: only `os._exit` helps then."""
         return self.commits is not None and self.commits.hangs
 
     def stop(self, reason: str) -> None:
@@ -200,7 +203,7 @@ class Service:
             self._received_from(member.name, size_bytes)
 
     def _refuse_frame(self, peer: bytes, address: str, error: RemoteProtocolError) -> None:
-        """A control frame that does not decode: its sender is told, the first is logged."""
+        """Refuses a control frame that does not decode; logs the first, then every 1000th."""
         self.syncer.state.tally.refuse(error.code)
         self.bad_frames += 1
         if self.bad_frames == 1 or self.bad_frames % 1000 == 0:

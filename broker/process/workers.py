@@ -38,11 +38,12 @@ from narrows.proto.flow import chunk_elements
 from narrows.proto.shell import guarded
 
 POOL_THREADS = 2
-"""Decode, merge and encode release the interpreter lock, so two threads use two cores."""
+"""Threads for decode, merge and encode. These release the interpreter lock, so two threads use two
+cores."""
 
 
 class Jobs:
-    """Payloads, decoded chunks and the global model, worked on behind the loop's back."""
+    """Holds payloads, decoded chunks and the global model, and works on them in threads."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Jobs:
         self._handle = 0
         self._submit(self._pool, warm_up)
         self.model = begun.model
-        """None until version 0 stands."""
+        """Only this object replaces it; None until version 0 stands."""
 
     @property
     def held(self) -> int:
@@ -177,7 +178,7 @@ class Jobs:
     def _travelled(
         self, effect: ev.StartMerge, chunks: Mapping[int, tuple[int, DecodedChunk]]
     ) -> list[tuple[str, list[Chunk]]]:
-        """Codec and chunks of each contribution, encoded as they came."""
+        """Returns codec and chunks of each contribution, encoded as they came."""
         return [
             (
                 chunks[each.handles[0]][1].codec,

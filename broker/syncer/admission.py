@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from narrows.broker.config import BrokerSection
 from narrows.broker.syncer import data_path, serving
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.forgetting import forget_at, forget_gone, forget_older
 from narrows.broker.syncer.founding import Founding
+from narrows.broker.syncer.lost_history import LostHistory
 from narrows.broker.syncer.member import Copies, Member, Presence, Uplink
 from narrows.broker.syncer.participation import Participation
 from narrows.broker.syncer.phases import RunPhase
@@ -40,20 +40,21 @@ class Admission:
     founding: Founding
     _contests: dict[str, _Contest] = field(default_factory=dict[str, _Contest])
     _nonce: int = 0
-    _named_lost: dict[int, int] = field(default_factory=dict[int, int])
-    """Newest version per fragment that the operator's log has as lost."""
-    _copy_named: bool = False
-    """The operator's log says that this state directory is an older copy."""
+
+    def __post_init__(self) -> None:
+        self._lost_history = LostHistory(self.state)
 
     def hello(self, event: ev.Received, now: float) -> list[ev.Effect]:
         """A Hello: refused with the reason, contested, or admitted."""
         hello = event.message
         assert isinstance(hello, msg.Hello)
+        # Checked before the name is contested: a Hello that can never be admitted disturbs nobody.
         try:
             self._check(hello, event.peer)
         except NarrowsError as error:
             return self._refused(event, error)
         holder = self.state.roster.get(hello.name)
+        # The same incarnation is the same process: it reconnects and need not contest its own name.
         if holder is None or not holder.connected or holder.incarnation == hello.incarnation:
             return self._admit(event, hello, now) + self._probe_again(hello, event.peer, now)
         return self._contest(event, hello, holder, now)
@@ -74,6 +75,7 @@ class Admission:
             if contest.hello.incarnation == hello.incarnation:
                 contest.newcomer = event
             return []
+        # The nonce tells the answer to this probe from a late answer to an earlier one.
         self._nonce += 1
         until = now + self.state.config.liveness.probe
         self._contests[hello.name] = _Contest(event, hello, self._nonce, until)
@@ -84,6 +86,7 @@ class Admission:
         contest = self._contests.get(hello.name)
         if contest is None:
             return []
+        # The first probe may have gone to a dead connection: the holder gets the full time again.
         contest.until = now + self.state.config.liveness.probe
         return [ev.Send(peer, msg.Probe(contest.nonce))]
 
@@ -107,9 +110,12 @@ class Admission:
         return [ev.Send(newcomer.peer, refusal(error)), note]
 
     def expire(self, now: float) -> list[ev.Effect]:
-        """Gives contested names whose holder did not answer to the newcomer; forgets who is gone
-        for long."""
+        """Gives a contested name to the newcomer if its holder did not answer in time.
+
+        It also forgets learners that are gone for long.
+        """
         effects: list[ev.Effect] = []
+        # In name order, so that effects do not depend on the order of arrival.
         for name in sorted(self._contests):
             if now >= self._contests[name].until:
                 effects += self._award(name, now)
@@ -137,6 +143,7 @@ class Admission:
         holder = self.state.roster.get(member.name)
         if self.state.phase is not RunPhase.FOUNDING or (holder is not None and holder.connected):
             return effects
+        # While the run is founded, someone must send version 0: the next in name order is asked.
         effects += self.founding.lost(member)
         waiting = self.state.roster.connected()
         return (
@@ -195,6 +202,7 @@ class Admission:
             )
         settings = state.settings
         needed = codecs_of(settings.push_codec) | codecs_of(settings.publish_codec)
+        # Checked now, not at the first push: a learner would train for nothing until then.
         missing = needed - set(hello.codecs)
         if missing:
             shared = ", ".join(
@@ -238,6 +246,8 @@ class Admission:
         is_same = before is not None and before.incarnation == hello.incarnation
         if before is not None and is_same and before.connected and before.peer == event.peer:
             return self._welcome(before, now)  # A Hello that was repeated.
+        # After a restart of the broker the journal still knows what this process had merged. The
+        # learner learns from it whether the residual of an open push counts.
         last_merged = [
             state.merged_pushes.get((hello.name, hello.incarnation, index), (0, 0))[0]
             for index in range(count)
@@ -258,6 +268,7 @@ class Admission:
             state.roster.admit(member)
         except RemoteProtocolError as error:
             return self._refused(event, error)
+        # Accounts of replaced processes go: a name would collect one with each restart.
         state.clock.keep({each.incarnation for each in state.roster})
         effects = forget_older(state, member) + drop_pushes(state, member.name)
         if before is not None:
@@ -265,41 +276,16 @@ class Admission:
         return effects + self._enter(member, hello, "rejoined" if before else "joined", now)
 
     def _enter(self, member: Member, hello: msg.Hello, verb: str, now: float) -> list[ev.Effect]:
+        # Tokens made before it joined do not count: an earlier life may have counted them.
         self.state.clock.join(member.incarnation, hello.tokens, now)
         self.state.shares.admit(member, self.state.roster.connected(), now)
         return [
             ev.Admit(member.name, member.incarnation),
             ev.Note("info", f"{member.name} {verb} from {member.presence.address or '?'}"),
             ev.LogFate("joined", member.name, member.incarnation, reason=verb),
-            *self._history_lost(hello),
+            *self._lost_history.look(hello),
             *self._welcome(member, now),
         ]
-
-    def _history_lost(self, hello: msg.Hello) -> list[ev.Effect]:
-        """Warns once if a learner has seen versions or epochs that this state directory lacks. The
-        learner finds out from the Welcome and goes back by itself."""
-        state = self.state
-        here = state.versions or (-1,) * len(hello.versions)
-        ahead = {
-            index: (version, own)
-            for index, (version, own) in enumerate(zip(hello.versions, here, strict=False))
-            if version > own
-        }
-        # An epoch that this directory did not count before its own was counted in another copy.
-        is_copy = hello.epoch[:2] >= state.epoch[:2] and hello.epoch != state.epoch
-        if hello.run_id != state.run_id or not (ahead or is_copy):
-            return []
-        named = self._named_lost
-        news = is_copy and not self._copy_named
-        news |= any(v > named.get(index, -1) for index, (v, _) in ahead.items())
-        if not news:
-            return []
-        self._copy_named |= is_copy
-        named |= {index: max(v, named.get(index, -1)) for index, (v, _) in ahead.items()}
-        broker = state.config.broker
-        level = "error" if broker.journal != "off" and not is_copy else "warning"
-        why = _why_lost(hello, broker, is_copy=is_copy)
-        return [ev.Note(level, f"history_lost: {why}. {_what_is_lost(hello.name, ahead)}")]
 
     def _welcome(self, member: Member, now: float) -> list[ev.Effect]:
         state = self.state
@@ -309,37 +295,3 @@ class Admission:
         else:
             serving.begin_adoption(member, now)
         return [ev.Send(member.peer, state.welcome(member, role, now)), *effects]
-
-
-def _why_lost(hello: msg.Hello, broker: BrokerSection, *, is_copy: bool) -> str:
-    """Explains how a learner can have seen more than the state directory holds."""
-    if is_copy:
-        epoch = "{}.{}".format(*hello.epoch)
-        return (
-            "the state directory was restored from an older copy, it does not know the epoch"
-            f" {epoch} that {hello.name} has followed"
-        )
-    if broker.journal == "off":
-        return "what came after the last checkpoint is gone, there is no journal"
-    why = "the state directory was restored from an older copy, or the disk has lost the end of"
-    why += " the journal"
-    if broker.journal_errors == "serve":
-        why += ", or it was published while the journal could not be written"
-    return why
-
-
-def _what_is_lost(name: str, ahead: dict[int, tuple[int, int]]) -> str:
-    """Lists lost versions; `ahead` has the learner's version and the broker's, by fragment."""
-    assert all(version > own for version, own in ahead.values())
-    if not ahead:
-        return f"{name} holds no newer version; where its copies differ it takes the broker's"
-    listed = [
-        f"of fragment {index} by {version - own} ({version}, here {own if own >= 0 else 'none'})"
-        for index, (version, own) in ahead.items()
-    ]
-    more = f" and of {counted(len(listed) - 3, 'other')}" if len(listed) > 3 else ""
-    total = sum(version - own for version, own in ahead.values())
-    return (
-        f"{name} is ahead {', '.join(listed[:3])}{more}; versions lost: {total}. Learners go back"
-        " to the broker's by themselves"
-    )

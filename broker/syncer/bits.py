@@ -43,6 +43,7 @@ class Need:
         right: each change is sent to all learners.
         """
         settings, codec = self.state.settings, self.state.config.codec
+        # Both directions are looked at alone: lines are often asymmetric.
         up, down = self._rates()
         return structs.replace(
             settings,
@@ -57,6 +58,7 @@ class Need:
         if setting != AUTO or not step_s or not elements:
             return present
         period_s = self.state.settings.sync_period_steps * step_s
+        # Each fragment travels once per period, so all elements share the rate of one period.
         allowed = rate * SHARE_USED * period_s / (elements * OVERHEAD) if rate else most
         bits = min(most, max(BITS_MIN, allowed))
         assert bits > 0.0
@@ -67,6 +69,7 @@ class Need:
 
     def _rates(self) -> tuple[float, float]:
         """Rates of one learner up and down while all send; 0: no limit."""
+        # The worst case: in the lockstep modes all send at once.
         wan, count = self.state.config.wan, max(1, len(self.state.roster.ready()))
         up = _narrower(wan.up, wan.total_up / count)
         down = _narrower(wan.down, wan.total_down / count)
@@ -95,6 +98,7 @@ class Need:
         needed = model_bits / (period * step_s) / SHARE_USED
         if not rate or needed <= rate or way in self._named:
             return []
+        # Step times swing: without memory the same line would come every second.
         self._named.add(way)
         steps = math.ceil(period * needed / rate)
         assert steps >= period, "the line is too narrow, so an exchange takes no less"

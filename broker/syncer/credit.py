@@ -42,10 +42,13 @@ class Allowance:
         member = self.state.roster.get(header.learner)
         if member is None or member.incarnation != header.incarnation or not member.connected:
             return []
+        # Data is a sign of life: control messages may wait behind it on a narrow line.
         self.state.roster.heard(member, now)
         if member.credit.due_at is None:
             member.credit.due_at = now + ACKNOWLEDGE_S
         if sum(member.uplink.positions) - member.credit.acknowledged_bytes >= ACKNOWLEDGE_BYTES:
+            # Much data comes fast: an early acknowledgement keeps the window open, but not one per
+            # chunk, which would load the line back.
             soon = member.credit.acknowledged_at + ACKNOWLEDGE_SOON_S
             member.credit.due_at = min(member.credit.due_at, max(now, soon))
         return [self._progress(member, now)] if now >= member.credit.due_at else []
@@ -84,6 +87,7 @@ class Allowance:
         if not rates:
             return [*effects, ev.Note("info", NOTHING_NEW)]
         streams = self.state.config.wan.streams
+        # The number of streams stays: learners have opened theirs.
         config = replace(self.state.config, wan=replace(config.wan, streams=streams))
         renewed = settings(config)
         # The bits of codec auto follow at the next look. Until then they stay.
@@ -92,6 +96,7 @@ class Allowance:
             config,
             structs.replace(renewed, push_bits=before.push_bits, publish_bits=before.publish_bits),
         )
+        # Slower lines get smaller messages, so transfers that have begun may be cut finer.
         self.founding.cut_finer()
         self.need.forget()
         text = ", ".join(
@@ -105,6 +110,7 @@ class Allowance:
         """Lets the bits of codec auto follow the budget; warns where they cannot."""
         effects: list[ev.Effect] = []
         affordable = self.need.affordable()
+        # A Welcome brings the new bits to the learners, RatesChanged to the publications.
         if affordable != self.state.settings:
             self.state.settings = affordable
             text = f"{affordable.push_bits:.2f} up, {affordable.publish_bits:.2f} down"
@@ -115,6 +121,7 @@ class Allowance:
         return ev.RatesChanged(self.state.config.wan, self.state.settings)
 
     def _progress(self, member: Member, now: float) -> ev.Effect:
+        # Progress is shorter than a Beat: it is sent many times a second while data comes.
         self.acknowledged(member, now)
         return ev.Send(member.peer, msg.Progress(tuple(member.uplink.positions)))
 

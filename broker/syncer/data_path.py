@@ -34,6 +34,7 @@ class Deaf:
 
     def look(self, deaf: Mapping[str, str], port: int, now: float) -> list[str]:
         """Returns warnings; `deaf` has the learners' names by incarnation."""
+        # A learner that subscribed after all is dropped here, and may be named again later.
         self._since = {each: self._since.get(each, now) for each in deaf}
         self._named &= deaf.keys()
         late = [
@@ -57,6 +58,7 @@ def begin(member: Member) -> None:
 
 def announced(state: RunState, member: Member, now: float) -> list[ev.Effect]:
     """Counts an announced push whose data has not come yet."""
+    # The time counts from the first announcement: later ones do not make the silence younger.
     if member.silence.announced == 0:
         member.silence.since = now
     member.silence.announced += 1
@@ -86,6 +88,7 @@ def silent(
 
 def _message_s(state: RunState, codec: str) -> float:
     """Seconds that the largest regular message takes on the slowest line that a budget allows."""
+    # A line that is merely slow is not suspected: one whole message fits into the patience.
     largest = max((fragment.elements for fragment in state.table), default=0)
     sizes = (
         push_bytes_max(name, min(largest, chunk_elements(state.settings, name)))

@@ -58,6 +58,7 @@ class Waiting:
         self._took_part |= {member.name for member in self.state.roster.connected()}
         self._lives.clear()
         self._waits.clear()
+        # A learner that missed the last rounds may still take the final model in time.
         for member in self.state.roster:
             member.given_up = False
 
@@ -70,6 +71,7 @@ class Waiting:
         for member in self.state.roster.connected():
             lives = self._lives.setdefault(member.name, set())
             lives.add(member.incarnation)
+            # A crash loop looks like progress, since each new process begins its wait anew.
             if len(lives) > LIVES_MAX:
                 effects += self._give_up(
                     member, f"it was started {len(lives)} times while the end waited for it"
@@ -118,6 +120,7 @@ class Waiting:
         )
         wait = self._waits.get(member.name)
         is_new = wait is None or wait.progress != progress
+        # A learner that makes progress after all is taken back: it was slow, not hung.
         if is_new:
             member.given_up = False
         if not self._owes(member) and not member.given_up:
@@ -130,6 +133,7 @@ class Waiting:
     def _owes(self, member: Member) -> bool:
         """True if the phase cannot end without this learner: a contribution, an adoption, a Bye."""
         assert self.state.phase in (RunPhase.ENDING, RunPhase.ENDED)
+        # After the end every connected learner owes its Bye, and the process stays for it.
         if self.state.phase is RunPhase.ENDED or not member.ready:
             return True
         return bool(self._rounds_of(member))

@@ -58,6 +58,7 @@ class Founding:
             return msg.Role.WAIT, [ev.Found(self.state.layout, None)]
         if self.founder:
             return msg.Role.FOUND, []
+        # Only one learner sends it: parts of two learners' parameters would be no model.
         self.founder, self._progress_at = member.name, now
         chunk = self.state.least_chunk_elements
         self._assemblies = {
@@ -67,6 +68,7 @@ class Founding:
 
     def taken_over(self, name: str) -> list[ev.Effect]:
         """Drops the chunks of a founder whose name another process has now."""
+        # Once all chunks are here, version 0 no longer depends on the process that sent it.
         if name != self.founder or self._making:
             return []
         self.founder = ""
@@ -102,6 +104,7 @@ class Founding:
             return [ev.Drop((handle,))]
         if not all(self._assemblies[index].complete for index in sorted(self._assemblies)):
             return []
+        # From here on late copies of chunks and failures of the founder change nothing.
         self._making = True
         handles = tuple(self._assemblies[index].handles for index in sorted(self._assemblies))
         return [ev.Found(self.state.layout, handles)]
@@ -156,6 +159,7 @@ class Founding:
         effects = self._drop()
         self._forget_layout()
         effects.append(ev.Note("error", f"version 0 cannot be made: {error}"))
+        # The others are refused too, but not for good: they say Hello again with their own layout.
         again = RemoteProtocolError(ErrorCode.UNKNOWN_SESSION, "founding starts again")
         for member in self.state.roster.connected():
             is_cause = member.name == by

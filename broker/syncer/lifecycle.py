@@ -79,10 +79,13 @@ class Lifecycle:
         new_phase = state.phase.is_over and self._durable_phase is not stored
         due = grown >= state.config.broker.checkpoint_versions or new_phase
         due |= grown > 0 and (bool(self.stopping) or state.phase.is_over)
+        # Version 0 is written at once: no journal can make it again.
         due |= self.checkpoint_sum < 0 or self.checkpoint_wanted
         waiting = self._retry_at is not None and now < self._retry_at
         if not due or not state.heads or waiting or self._writing_phase is not None:
             return []
+        # A stopping process waits for its last merge, so that one checkpoint holds it too. With a
+        # journal that fails that merge would never come.
         if self.stopping and self._merging() and not self.journal_fails:
             return []
         self._writing_phase, self._retry_at = stored, None
@@ -152,6 +155,7 @@ class Lifecycle:
         if state.phase is not RunPhase.FOUNDING or self.checkpoint_sum < 0 or joined < wanted:
             return []
         state.turn(Turn.BEGIN)
+        # The first round comes one spacing later: before that no learner has trained.
         self.scheduler.launched_at = now
         return [ev.Note("info", f"the run begins with {counted(joined, 'learner')}")]
 
@@ -162,6 +166,7 @@ class Lifecycle:
         if state.phase is not RunPhase.RUNNING or not goal or state.clock.run_tokens < goal:
             return self.waiting.look(now)
         self._turn(Turn.REACH_GOAL, now)
+        # One more round per fragment, so that work done since the last one is not lost.
         self.scheduler.final_due = list(range(len(state.heads)))
         return [ev.Note("info", f"goal of {goal} tokens reached: one last round per fragment")]
 
@@ -180,6 +185,7 @@ class Lifecycle:
         all_written = self.checkpoint_sum == state.version_sum
         durable = all_written and self._durable_phase is state.phase.stored
         effects = self._confirm_end(durable, now) if state.phase is RunPhase.CLOSING else []
+        # The process outlives the end until all learners have left with the final model.
         if not durable or self.waiting.anybody():
             return effects
         outcome = self.waiting.outcome()
@@ -223,6 +229,7 @@ class Lifecycle:
         merging = self._merging() and not self.journal_fails
         if durable and not merging and self._writing_phase is None:
             return self._finish(self.stopping)
+        # The wait has an end: a dead disk must not keep the process from ending.
         self._stop_by = self._stop_by or self._seen_at + STOP_S
         if self._seen_at < self._stop_by:
             return []

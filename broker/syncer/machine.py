@@ -191,6 +191,8 @@ class Syncer:
         effects = self.admission.expire(now)
         for member in self.state.roster.age(now):
             effects += self._aged(member, now)
+        # The order matters: liveness decides who is awaited, the phase which rounds are opened, and
+        # a round that is closed frees its place for the next one.
         if begun := self.lifecycle.begin(now):
             effects += begun + self.admission.welcome_all(now)
         effects += self.lifecycle.reach_goal(now)
@@ -236,6 +238,7 @@ class Syncer:
     def _received(self, event: ev.Received, now: float) -> list[ev.Effect]:
         message = event.message
         if isinstance(message, msg.Hello):
+            # A broker that stops admits nobody, but still gives way to its successor.
             answer = self.admission.hello(event, now) if not self.lifecycle.stopping else []
             return answer + self._give_way(message)
         member = self.state.roster.by_peer(event.peer)
@@ -295,6 +298,7 @@ class Syncer:
     def _unpacked(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
         if header.kind is msg.DataKind.PUSH:
             return self.intake.unpacked(header, handle, now)
+        # The learner may have been replaced while its chunk was decoded.
         member = self.state.roster.get(header.learner)
         if member is None or member.incarnation != header.incarnation:
             return [ev.Drop((handle,))]
@@ -335,8 +339,10 @@ class Syncer:
         assert len(state.heads) == len(state.table)
         state.clock.run_tokens = resumed.run_tokens
         state.phase, state.epoch_resumed = resumed_phase(resumed.phase), True
+        # Publications of earlier lives are gone with the memory that kept them.
         state.first_kept = [head.version + 1 for head in resumed.heads]
         state.merged_pushes = dict(resumed.merged_pushes)
         names = sorted({name for name, _, _ in resumed.merged_pushes})
+        # They count as gone since the start, or names that never return would be kept for ever.
         state.roster.remember(names, state.tally.started_at)
         self.lifecycle.resumed(resumed.checkpoint_sum)

@@ -69,6 +69,7 @@ _STORED: Final = _VISIBLE | {RunPhase.CLOSING: Phase.ENDED}
 
 def next_phase(phase: RunPhase, turn: Turn) -> RunPhase:
     """Phase after an event. Raises LocalProtocolError MISUSE for a pair that the table lacks."""
+    # A typed error, not a KeyError: the report of the bug should name phase and event.
     after = TRANSITIONS.get((phase, turn))
     if after is None:
         possible = [each.name for before, each in TRANSITIONS if before is phase]
@@ -84,4 +85,5 @@ def next_phase(phase: RunPhase, turn: Turn) -> RunPhase:
 
 def resumed_phase(stored: Phase) -> RunPhase:
     """Phase in which a run goes on that has this phase on disk."""
+    # A stored ENDED is durable by being stored, so CLOSING is over.
     return next(p for p in RunPhase if p is not RunPhase.CLOSING and p.stored is stored)

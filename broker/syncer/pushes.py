@@ -27,6 +27,7 @@ class Intake:
 
     def push(self, member: Member, message: msg.Push, now: float) -> list[ev.Effect]:
         """Takes an announcement in: its chunks come on the uplink, or have come already."""
+        # Announcements may be repeated, so late copies are normal.
         if self._is_settled(member, message.fragment, message.push_id):
             return self._decline_refused(member, message)
         try:
@@ -75,6 +76,7 @@ class Intake:
             # There is no session to answer to: an old process, or one that never joined.
             self.state.tally.refuse(ErrorCode.OLD_INCARNATION)
             return drop
+        # Even a chunk that is refused below proves that the data path works.
         data_path.arrived(member)
         if header.stream < len(member.uplink.positions):
             member.uplink.positions[header.stream] = header.position
@@ -83,6 +85,7 @@ class Intake:
         if is_push and self._is_settled(member, header.fragment, header.push_id):
             return drop
         try:
+            # The header is checked in full before anybody pays for decoding.
             self._check(header)
             effects, is_wanted = self._enter(member, header, now)
         except RemoteProtocolError as error:
@@ -147,6 +150,7 @@ class Intake:
         """Refuses a push once, with the reason; drops all that has arrived of it."""
         if push_id and push_id in member.uplink.refused_pushes:
             return []
+        # Remembered, so that the push's other chunks do not get a Refuse each.
         member.uplink.refused_pushes.append(push_id)
         member.uplink.refused += 1
         self.state.tally.refuse(error.code)

@@ -74,6 +74,7 @@ class QuorumRule:
         Source: Decoupled DiLoCo (arXiv 2604.21428), Eq. 3.
         """
         assert quorum_s >= 0.0 and sync_s >= 0.0
+        # Learners train for the overlap in any case: waiting within it costs them nothing.
         slack_s = self.overlap_steps * step_s - quorum_s - sync_s
         return min(max(self.grace_fraction * slack_s, 0.0), self.grace_max_s)
 
@@ -105,6 +106,7 @@ class QuorumRule:
             others = ", ".join(declined) or "nobody else is here"
             have = f"{complete} of {self.quorum} contributions"
             return Decision(Verdict.WAIT, f"{have}; {others}")
+        # A lockstep merge without one learner would be another algorithm.
         if self.everybody:
             names = ", ".join(learner.name for learner in awaited)
             return Decision(Verdict.WAIT, f"waits for {names}: every live learner must answer")

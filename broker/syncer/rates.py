@@ -54,6 +54,7 @@ class Shares:
         self._divided_at = now
         for name in active:
             self._active_until[name] = now + SHARE_IDLE_S
+        # Names that left are dropped, or the table would grow with every learner that ever was.
         known = {member.name for member in members}
         self._active_until = {n: t for n, t in self._active_until.items() if n in known}
         if not self.total:
@@ -79,6 +80,7 @@ class Shares:
             return {}
         names = [m.name for m in members]
         senders = {name for name in names if now < self._active_until.get(name, -1.0)}
+        # Where nobody sends, everybody may begin: all get the same.
         senders = senders or set(names)
         little = self.total / len(names) * IDLE_SHARE
         equal = (self.total - little * (len(names) - len(senders))) / len(senders)
@@ -107,6 +109,7 @@ class _Room:
         others = self._taken - own
         if self._unlimited > (member.kept_bits_per_s == 0.0):
             others = max(others, self._total)  # One that knows of no limit may use all of it.
+        # Negative where others still use more than their shares: then only a newcomer gets a bit.
         free = self._total - others
         if not member.up_bits_per_s:
             left = (IDLE_SHARE * self._total + min(free, 0.0)) / 2

@@ -66,6 +66,7 @@ class Incoming:
         chunk = (header.offset, header.count, header.payload_digest)
         if chunk in self.decoding or self.assembly.has(*chunk):
             return False
+        # Counted before decoding: a flood of tiny chunks must not cost a decode each.
         self.assembly.check_room(len(self.decoding))
         self.codec = header.codec
         self.decoding.add(chunk)
@@ -123,6 +124,7 @@ class Round:
                 got=f"push {push_id}",
             )
         incoming = self.incoming.get(name)
+        # Chunks may overtake the announcement: they travel on other connections.
         if incoming is None:
             assembly = Assembly(self.elements, self.parts_max)
             incoming = Incoming(name, incarnation, push_id, assembly, progress_at=now, asked_at=now)
@@ -165,6 +167,7 @@ class Round:
                 expected=f"{before.tokens} tokens, {before.steps} steps",
                 got=f"{message.tokens} tokens, {message.steps} steps",
             )
+        # A learner that had declined and pushes now answers after all.
         incoming.announced = message
         incoming.declined_before |= self.declined.pop(incoming.learner, None) is not None
 
@@ -219,6 +222,7 @@ class Round:
 
     def discard(self) -> tuple[int, ...]:
         """Gives the round up; returns the payloads of all its pushes."""
+        # The contributions' payloads go too: no merge will ever use them.
         handles = self.close()
         for contribution in self.contributions():
             handles += contribution.handles

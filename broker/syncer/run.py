@@ -101,6 +101,7 @@ class RunState:
         """Takes other rates and message sizes, which apply from now on."""
         assert settings.fragment_count == self.settings.fragment_count
         self.config, self.settings = config, settings
+        # Never above the old one: transfers that began with smaller chunks may still come.
         self.least_chunk_elements = min(self.least_chunk_elements, least_chunk_elements(settings))
         for index, round_ in self.rounds.items():
             round_.cut_finer(parts_max(self.table[index].elements, self.least_chunk_elements))
@@ -125,6 +126,7 @@ class RunState:
 
     def open_rounds(self) -> tuple[msg.OpenRound, ...]:
         """Rounds that still take contributions, in the order of fragments."""
+        # A round that is being merged takes nothing more, so learners need not answer it.
         return tuple(
             self.rounds[index].open_round()
             for index in sorted(self.rounds)
@@ -185,6 +187,7 @@ class RunState:
 def refusal(error: NarrowsError, *, fragment: int = -1, push_id: int = 0) -> msg.Refuse:
     """Turns an error into the message for its sender."""
 
+    # Texts may repeat what the peer sent: their length on the wire must not be its choice.
     def cut(text: str) -> str:
         return text[:1000]
 

@@ -62,6 +62,7 @@ class Scheduler:
 
     def adopted(self, fragment: int, version: int, now: float) -> None:
         """Measures how long after the start of its merge a version was adopted."""
+        # A version that is no longer kept is unknown here: such a late adoption says nothing.
         started = self._merge_started.get((fragment, version))
         if started is not None:
             assert now >= started
@@ -84,6 +85,7 @@ class Scheduler:
         state = self.state
         if self.halted or state.phase not in (RunPhase.RUNNING, RunPhase.ENDING):
             return False
+        # Without a learner that can contribute, a round would only age.
         if len(state.rounds) >= state.config.merge.rounds_in_flight or not state.roster.ready():
             return False
         if state.phase is RunPhase.ENDING:
@@ -91,6 +93,7 @@ class Scheduler:
         if state.lockstep:
             # A learner that is still adopting would miss a round that all must contribute to.
             return not self.adopting
+        # The spacing needs a step time; before the first report there is none.
         return state.roster.step_s() > 0
 
     def _next_due(self) -> int | None:
@@ -102,6 +105,7 @@ class Scheduler:
             return free[0] if free else None
         if state.lockstep:
             return min(free, key=lambda index: (state.at_step(index), index), default=None)
+        # Round robin: every fragment is exchanged equally often.
         count = len(state.heads)
         return min(free, key=lambda index: (index - self._next_fragment) % count, default=None)
 
@@ -220,6 +224,7 @@ class Scheduler:
     def _close(self, round_: Round, decision: Decision, now: float) -> list[ev.Effect]:
         """Ends a round without a merge."""
         self._end_round(round_)
+        # A round that nobody can join would otherwise open and close in one busy loop.
         if not round_.last:
             self._reopen_at = now + REOPEN_S
         names = ", ".join(sorted(round_.contributed))
@@ -238,11 +243,13 @@ class Scheduler:
             self.final_due.remove(round_.fragment)
 
     def _start_merge(self, round_: Round, decision: Decision, now: float) -> list[ev.Effect]:
+        # Before the unfinished pushes go: they show why a learner missed the round.
         effects = self._count_missed(round_, now)
         effects += [
             ev.LogFate("expired", name, incoming.incarnation, round_.fragment, incoming.push_id)
             for name, incoming in sorted(round_.incoming.items())
         ]
+        # Unfinished pushes go now: their base version is about to become old.
         handles = round_.close()
         if handles:
             effects.append(ev.Drop(handles))

@@ -49,9 +49,11 @@ def fetch(state: RunState, member: Member, fragment: int, have_version: int) -> 
     if fragment >= len(state.visible_heads()):
         return []
     head = state.heads[fragment].version
+    # A learner that is ahead comes from another copy of the run; its Welcome sends it back.
     if have_version >= head:
         return []
     push_id = member.participation.last_merged[fragment]
+    # Publications are a few bits per parameter, the State is all of them.
     if have_version + 1 >= _oldest_kept(state, fragment):
         return [
             ev.Publish(member.name, fragment, version, push_id)
@@ -66,6 +68,7 @@ def resend(state: RunState, member: Member, missing: msg.Missing) -> list[ev.Eff
     if missing.fragment >= len(state.visible_heads()) or missing.kind not in down:
         return []
     elements = state.table[missing.fragment].elements
+    # Clipped, not refused: a range beyond the end is harmless and the rest is needed.
     ranges = tuple((o, min(c, elements - o)) for o, c in missing.ranges if c and o < elements)
     assert all(offset + count <= elements for offset, count in ranges)
     head = state.heads[missing.fragment].version

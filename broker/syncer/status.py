@@ -51,6 +51,7 @@ def status_of(syncer: Syncer, traffic: Mapping[str, Bytes], now: float) -> msg.S
 def _waiting_for(syncer: Syncer) -> str:
     """One phrase that names what the run waits for; empty if nothing holds it up."""
     state = syncer.state
+    # The most urgent reason comes first: a reader sees one line only.
     if syncer.lifecycle.journal_fails:
         return "the disk: the journal cannot be written"
     if state.phase is RunPhase.FOUNDING and not state.heads:

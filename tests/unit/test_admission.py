@@ -1,4 +1,4 @@
-"""Who joins: founding, contested names, coming back."""
+"""Admission of learners: founding, contested names, coming back."""
 
 from __future__ import annotations
 

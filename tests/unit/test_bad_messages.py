@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 from machines import EPOCH, LAYOUT, RUN, Desk, Seat, hello, incarnation_of, one, only
-from narrows.learner.session import events as lev
-from narrows.learner.session.connection import Connection
 
 from narrows.broker.syncer import events as ev
+from narrows.learner.session import events as lev
+from narrows.learner.session.connection import Connection
 from narrows.proto import messages as msg
 from narrows.proto.errors import OF_ONE_MESSAGE, RETRYABLE, ErrorCode
 

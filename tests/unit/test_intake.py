@@ -79,7 +79,7 @@ def test_missing_chunks_are_asked_for_once_nothing_arrives() -> None:
 
 
 def test_what_is_missing_is_asked_for_twice_as_late_each_time() -> None:
-    """What is only late is not sent twice, and a line that is slow is not filled with repeats."""
+    """A late chunk is not sent twice, and a slow line is not filled with repeats."""
     desk = Desk().running("a", "b")
     desk.push("a")
     desk.chunk("a", 0, count=600)
@@ -333,7 +333,7 @@ def test_credit_is_given_back_soon_however_little_came() -> None:
 
 
 def missed_notes(beat_s: float) -> list[str]:
-    """What is noted of b, which answers none of five rounds."""
+    """Notes about b, which answers none of five rounds."""
     desk = Desk().running("a", "b")
     notes: list[str] = []
     for push_id in range(1, 6):

@@ -1,4 +1,4 @@
-"""What an error or a line of the log advises is right in the situation in which it is printed."""
+"""Advice of errors and log lines is right in the situation in which it is printed."""
 
 from __future__ import annotations
 
