@@ -25,7 +25,7 @@ from narrows.learner.module import (
     parameters_of,
     ramp_steps,
 )
-from narrows.learner.transport import Client
+from narrows.learner.transport import Client, ClientOptions
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 
 Batch = TypeVar("Batch")
@@ -36,7 +36,7 @@ _log = logging.getLogger("narrows.learner")
 
 
 class ClientInterface(Protocol):
-    """What a Learner needs of narrows.learner.transport.client.Client."""
+    """The part of narrows.learner.transport.Client that a Learner uses."""
 
     @property
     def joined_version_sum(self) -> int:
@@ -96,15 +96,17 @@ class Learner:
         leave_timeout_s: float | None = None,
         events: str | os.PathLike[str] | None = None,
         device_encoding: bool | None = None,
-        connect: Callable[..., ClientInterface] = Client,
+        connect: Callable[[ClientOptions], ClientInterface] = Client,
     ) -> None:
         _refuse_several_ranks()
         self._optimizers = _listed(optimizer)
         self._parameters = parameters_of(model, merge_rules, device_encoding)
         self._leave_timeout_s = leave_timeout_s
         self._ramp_steps = 0
-        self._connect = functools.partial(
-            connect,
+        self._connect = connect
+        # All but the ramp, which is known only when the learner is entered.
+        self._options = functools.partial(
+            ClientOptions,
             broker=broker,
             name=name,
             layout=self._parameters.layout,
@@ -113,7 +115,7 @@ class Learner:
             join_timeout_s=join_timeout_s,
             events=None if events is None else Path(events),
         )
-        self._exchange: ClientInterface | None = None
+        self._joined: ClientInterface | None = None
         self._undo = ExitStack()
         self._step_log = StepLog(lambda tokens: self._client.skipped(tokens))
         self._losses = HostLoss()
@@ -123,18 +125,18 @@ class Learner:
         self._code_s = 0.0
 
     def __enter__(self) -> Self:
-        if self._exchange is not None:
+        if self._joined is not None:
             raise _misuse("a Learner can be entered once", remedy="Make a new one to join again.")
         self._strangers.start()
         # Not sooner: between the constructor and here the optimizers' state may be loaded.
         self._ramp_steps = ramp_steps(self._optimizers)
-        self._exchange = self._connect(contribute_after_steps=self._ramp_steps)
+        self._joined = self._connect(self._options(contribute_after_steps=self._ramp_steps))
         try:
-            self._exchange.start()
+            self._joined.start()
         except BaseException:
             self._abort()
             raise
-        if not self._exchange.joined_version_sum:
+        if not self._joined.joined_version_sum:
             self._ramp_steps = 0
         watch = GradientWatch(
             self._parameters.module,
@@ -144,7 +146,7 @@ class Learner:
             withheld=self._on_withheld,
         )
         self._undo.enter_context(watch.start())
-        hooks = [o.register_step_post_hook(self._on_part_step) for o in self._optimizers[:-1]]
+        hooks = [o.register_step_post_hook(self._on_other_step) for o in self._optimizers[:-1]]
         hooks.append(self._optimizers[-1].register_step_post_hook(self._on_step))
         for hook in hooks:
             self._undo.callback(hook.remove)
@@ -236,7 +238,7 @@ class Learner:
         It rises step by step for a learner that came to a run under way without the inner state
         of its optimizers, and is 1 for every other one. Before joining: as if it came to one.
         """
-        steps = ramp_steps(self._optimizers) if self._exchange is None else self._ramp_steps
+        steps = ramp_steps(self._optimizers) if self._joined is None else self._ramp_steps
         return min(1.0, (self._steps + 1) / max(1, steps))
 
     @property
@@ -250,7 +252,7 @@ class Learner:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file; its metadata tell if it is final: see Client.standing."""
-        self._parameters.save(path, self._exchange.standing() if self._exchange else None)
+        self._parameters.save(path, self._joined.standing() if self._joined else None)
 
     def stats(self) -> dict[str, Any]:
         """Counters of the client; `code_s`: seconds of the training thread in our code."""
@@ -258,13 +260,13 @@ class Learner:
 
     @property
     def _client(self) -> ClientInterface:
-        if self._exchange is None:
+        if self._joined is None:
             raise _misuse(
                 "the learner has not joined yet", remedy="Use it inside: with Learner(...) as l:"
             )
-        return self._exchange
+        return self._joined
 
-    def _on_part_step(self, *_: object) -> None:
+    def _on_other_step(self, *_: object) -> None:
         self._step_log.stepped()
 
     def _on_step(self, *_: object) -> None:

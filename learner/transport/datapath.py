@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 import numpy as np
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from narrows.learner.module import DeviceSnapshot
 from narrows.learner.session import events as ev
+from narrows.learner.transport.options import ClientOptions
 from narrows.learner.transport.push import Parcel, PushWork, Residuals, encode_push
 from narrows.learner.transport.sender import Sender
 from narrows.learner.transport.sockets import LearnerSockets
@@ -63,19 +63,16 @@ class DataPath:
     def __init__(
         self,
         wires: LearnerSockets,
+        options: ClientOptions,
         *,
-        name: str,
-        incarnation: str,
-        layout: Sequence[msg.LayoutEntry],
         post: Callable[[Callable[[], ev.Event | None]], None],
-        records: Path | None,
     ) -> None:
         self._wires = wires
-        self._name, self._layout = name, layout
+        self._name, self._layout = options.name, options.layout
         self._post = post
-        self._records = EventFile(records, _log) if records else None
+        self._records = EventFile(options.events, _log) if options.events else None
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="narrows-codec")
-        self.sender = Sender(wires, name=name, incarnation=incarnation)
+        self.sender = Sender(wires, name=options.name, incarnation=options.incarnation)
         self.counters = self.sender.counters
         self.table: tuple[Fragment, ...] = ()
         self.settings: msg.RunSettings | None = None
