@@ -15,7 +15,7 @@ from narrows.proto.terms import Ranges
 
 FETCHES_MAX = 4
 """Whole fragments that a joiner fetches at the same time. With all at once a slow line would
-complete none of them for long, and a cut would lose them all."""
+complete none of them for long."""
 
 RETRY_S = 5.0
 """A round that is still open is answered anew so long after its push has failed."""
