@@ -11,22 +11,8 @@ from narrows.learner.session import events as ev
 from narrows.learner.session.identity import Identity
 from narrows.proto.errors import ErrorCode, Refused
 from narrows.proto.messages import ControlMessage, Refuse, Role
+from narrows.proto.timing import HELLO_MAX_S, HELLO_S, QUIET_S, REDIAL_MAX_S, REDIAL_S
 from narrows.proto.units import counted
-
-HELLO_S = 0.25
-HELLO_MAX_S = 5.0
-"""A Hello is repeated after HELLO_S, then after twice the time each time, at most HELLO_MAX_S, for
-ever. A new connection begins at HELLO_S again."""
-
-REDIAL_S = 5.0
-REDIAL_MAX_S = 60.0
-"""A connection on which no Hello was answered for REDIAL_S is replaced: a firewall or a proxy may
-have forgotten it. The next connection gets twice the time, until a message arrives. The limit is
-REDIAL_MAX_S, or twice the time of a Hello on the slowest line if that is longer."""
-
-QUIET_S = 4.0
-"""After so long without a message of the broker the learner is offline and says Hello again."""
-
 
 WAITS_FOR = {
     Role.FOUND: "the broker to take version 0, and for the others",

@@ -12,6 +12,9 @@ from typing import TypeAlias
 
 from narrows.proto.errors import NarrowsError
 from narrows.proto.fragments import Fragment
+from narrows.proto.machine_events import DeadlineReached as DeadlineReached
+from narrows.proto.machine_events import Drop as Drop
+from narrows.proto.machine_events import Note as Note
 from narrows.proto.messages import ControlMessage, DataKind, Epoch, Header, RunSettings
 
 # Events from the network and the workers.
@@ -122,11 +125,6 @@ class LoopEnded:
     within_s: float = math.inf
 
 
-@dataclass(frozen=True)
-class DeadlineReached:
-    pass
-
-
 Event: TypeAlias = (
     Received
     | Connected
@@ -206,11 +204,6 @@ class Install:
 
 
 @dataclass(frozen=True)
-class Drop:
-    handles: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Adopt:
     """Training thread, now: the parameters of the fragment take the published copy."""
 
@@ -268,12 +261,6 @@ class Fail:
 @dataclass(frozen=True)
 class Left:
     """The session is over: the sockets may close."""
-
-
-@dataclass(frozen=True)
-class Note:
-    level: str
-    text: str
 
 
 Copy: TypeAlias = Adopt | Snapshot | SendFounding

@@ -11,11 +11,7 @@ from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode
 from narrows.proto.fragments import Fragment
 from narrows.proto.limits import PUBLICATIONS_KEPT
-
-REPAIR_S = 0.5
-REPAIR_MAX_S = 8.0
-"""A gap is asked for after REPAIR_S without progress, then after twice the time each time, at most
-REPAIR_MAX_S."""
+from narrows.proto.timing import LEARNER_REPAIR_S, REPAIR_MAX_S
 
 
 @dataclass
@@ -62,7 +58,7 @@ class FragmentSession:
     """(version, digest) of the published copy that a worker is making."""
     check_at: float = 0.0
     """Time at which a gap is looked for again."""
-    delay_s: float = REPAIR_S
+    delay_s: float = LEARNER_REPAIR_S
     progressed: bool = False
     """A useful chunk has come since the last look."""
 
@@ -139,7 +135,7 @@ class FragmentSession:
             self.unproven = False
         self.held, self.held_digest, self.fresh = version, digest, True
         self.known = max(self.known, version)
-        self.delay_s, self.progressed = REPAIR_S, False
+        self.delay_s, self.progressed = LEARNER_REPAIR_S, False
         effects: list[ev.Effect] = [ev.Install(self.index, version)]
         effects += self._arriving.forget(lambda _, other: other <= version)
         if self.push is not None and version > self.push.announced.base_version:
@@ -339,5 +335,5 @@ class FragmentSession:
             assert self.push.announced.steps <= self.account.steps
         assert not self.fallen_back or self.fresh or self.held < 0, "it holds a stale copy"
         assert self.applying is None or self.applying[0] > self.held, (self.applying, self.held)
-        assert REPAIR_S <= self.delay_s <= REPAIR_MAX_S, self.delay_s
+        assert LEARNER_REPAIR_S <= self.delay_s <= REPAIR_MAX_S, self.delay_s
         assert not self.fallen_back or self.push is None, "its push is of a lost history"

@@ -12,13 +12,11 @@ from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode
 from narrows.proto.fragments import Fragment
 from narrows.proto.terms import Ranges
+from narrows.proto.timing import ANSWER_AGAIN_S
 
 FETCHES_MAX = 4
 """Whole fragments that a joiner fetches at the same time. With all at once a slow line would
 complete none of them for long."""
-
-RETRY_S = 5.0
-"""A round that is still open is answered anew so long after its push has failed."""
 
 
 class FragmentSessions:
@@ -188,7 +186,7 @@ class FragmentSessions:
     def encode_failed(self, push_id: int, reason: str, now: float) -> list[ev.Effect]:
         """The push cannot be sent."""
         session = self.pushed(push_id)
-        self.retry_at = min(self.retry_at, now + RETRY_S)
+        self.retry_at = min(self.retry_at, now + ANSWER_AGAIN_S)
         if session is None:
             return []
         return [self._note(session.index, "is not sent", reason), *session.encode_failed(reason)]
@@ -225,7 +223,7 @@ class FragmentSessions:
         session = self.pushed(refuse.push_id)
         # A conflict stays one until there is a new version: to push again would not help.
         if refuse.code != ErrorCode.PUSH_CONFLICT:
-            self.retry_at = min(self.retry_at, now + RETRY_S)
+            self.retry_at = min(self.retry_at, now + ANSWER_AGAIN_S)
         return session.refused(refuse) if session else []
 
     def retry(self, now: float) -> None:

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from narrows.proto.flow import ACKNOWLEDGE_BYTES, ACKNOWLEDGE_S, ACKNOWLEDGE_SOON_S
+from narrows.proto.flow import ACKNOWLEDGE_BYTES
 from narrows.proto.messages import Report, RunSettings, TokenLedger
 from narrows.proto.schedule import first_step, is_lockstep, next_snapshot
 from narrows.proto.smoothing import Smoothed
-
-REPORT_S = 0.1
-IDLE_REPORT_S = 1.0
-"""A Report goes out REPORT_S after the last one if there was a step, after IDLE_REPORT_S if nothing
-is new. With new data it goes out after ACKNOWLEDGE_S, with ACKNOWLEDGE_BYTES of it after
-ACKNOWLEDGE_SOON_S. With a new rate it goes out at once."""
+from narrows.proto.timing import ACKNOWLEDGE_S, ACKNOWLEDGE_SOON_S, IDLE_REPORT_S, REPORT_S
 
 
 @dataclass
@@ -97,7 +92,7 @@ class Pace:
         self._stepped_at = None
 
     def report_at(self) -> float:
-        """Time at which the next Report is due."""
+        """Time of the next Report: the sooner, the more has happened since the last one."""
         assert 0 <= self._reported_steps <= self.steps, (self._reported_steps, self.steps)
         fresh_bytes = sum(self.received) - self._acknowledged
         if self._rate_changed:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-EXTRAPOLATION_MAX_S = 60.0
-"""The clock runs on by itself for at most so long after the broker's last word about it."""
+from narrows.proto.timing import EXTRAPOLATION_MAX_S
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from narrows.learner.transport.push import rounded_base
 from narrows.learner.transport.thread import Background
 from narrows.proto.codec import F32, empty_f32
 from narrows.proto.errors import Unfinished
-from narrows.proto.flow import Ranges
 from narrows.proto.fragments import Fragment
+from narrows.proto.terms import Ranges
 
 _log = logging.getLogger("narrows.learner")
 

@@ -26,11 +26,12 @@ from narrows.proto.errors import (
     RemoteProtocolError,
     printable,
 )
-from narrows.proto.flow import Ranges, chunk_elements
+from narrows.proto.flow import chunk_elements
 from narrows.proto.fragments import Fragment
 from narrows.proto.frames import decode_control, encode_control
 from narrows.proto.layout import check_layout
 from narrows.proto.messages import TokenLedger
+from narrows.proto.terms import Ranges
 
 _log = logging.getLogger("narrows.learner")
 
