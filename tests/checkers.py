@@ -87,7 +87,7 @@ def check_ledgers(simulation: Simulation) -> None:
         merged[done.incarnation] += done.tokens
     one_epoch = len({commit.epoch for commit in commits(simulation)}) <= 1
     for learner in (*simulation.learners.values(), *simulation.ended.values()):
-        told = learner.session.ledger.total().merged
+        told = learner.session.fragments.ledger.total().merged
         assert told <= merged[learner.incarnation], (learner.spec.name, told)
         if one_epoch and learner.spec.name in simulation.ended:
             assert told == merged[learner.incarnation], (learner.spec.name, told)
@@ -106,7 +106,7 @@ def check_merged(simulation: Simulation) -> None:
                 merged = made[digest].contributors
                 held += sum(c.tokens for c in merged if c.incarnation == learner.incarnation)
                 digest = made[digest].base
-            told = learner.session.links[index].account.merged
+            told = learner.session.fragments[index].account.merged
             assert told <= held, f"{learner.spec.name}, fragment {index}: {told} of {held}"
 
 
@@ -130,7 +130,7 @@ def check_payloads(simulation: Simulation) -> None:
     for learner in simulation.ended.values():
         assert not learner.store, f"{learner.spec.name} leaks {sorted(learner.store)}"
     for learner in simulation.learners.values():
-        parts = {handle for link in learner.session.links for handle in link.held_handles()}
+        parts = {handle for each in learner.session.fragments for handle in each.held_handles()}
         assert set(learner.store) <= parts, f"{learner.spec.name} leaks"
 
 
@@ -181,6 +181,6 @@ def check_progress(simulation: Simulation, since_s: float) -> None:
 
 
 def check_up_to_date(learner: SimulatedLearner, versions: tuple[int, ...]) -> None:
-    adopted = tuple(link.adopted for link in learner.session.links)
+    adopted = tuple(each.adopted for each in learner.session.fragments)
     behind = max(new - old for new, old in zip(versions, adopted, strict=True))
     assert behind <= 1, f"{learner.spec.name} has adopted {adopted} of {versions}"

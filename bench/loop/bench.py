@@ -18,7 +18,7 @@ from narrows.bench.kit import machine
 from narrows.bench.kit.processes import Processes, work_folder
 from narrows.broker.cli.status import ask_status
 from narrows.broker.cli.tables import Facts, show, terminal
-from narrows.learner.transport import Client
+from narrows.learner.transport import Client, ClientOptions
 from narrows.proto.codec import F32
 from narrows.proto.errors import BrokerUnreachable
 from narrows.proto.fragments import Fragment
@@ -178,7 +178,9 @@ def layout_of(params: int) -> tuple[LayoutEntry, ...]:
 def work(address: str, name: str, params: int, seconds: float, summary: Path) -> None:
     """One learner: steps that do nothing, until the time is over or the broker is gone."""
     layout = layout_of(params)
-    learner = Client(broker=address, name=name, layout=layout, frozen_digest=0, host=Drift(layout))
+    learner = Client(
+        ClientOptions(broker=address, name=name, layout=layout, frozen_digest=0, host=Drift(layout))
+    )
     try:
         learner.start()
         summary.with_suffix(".joined").touch()

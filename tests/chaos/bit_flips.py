@@ -28,7 +28,7 @@ from narrows.broker.storage.recovery import begin_epoch
 from narrows.broker.storage.writer import committed
 from narrows.broker.syncer.events import Note, Received, StartMerge
 from narrows.broker.syncer.machine import Syncer
-from narrows.learner.session.connection import Identity
+from narrows.learner.session.identity import Identity
 from narrows.proto.codec.chunk import DecodedChunk
 from narrows.proto.codec.transfer import decode_chunk, encode_fragment
 from narrows.proto.errors import NarrowsError

@@ -34,6 +34,7 @@ from narrows.broker.merging.model import warm_up
 from narrows.broker.process.crash_points import NAMES, VARIABLE
 from narrows.broker.storage.audit import Audit
 from narrows.learner.transport.client import Client
+from narrows.learner.transport.options import ClientOptions
 
 LEARNERS = ("a", "b", "c")
 STEP_S = 0.004
@@ -95,8 +96,10 @@ class Learners:
         host = ToyHost(vector(seed))
         try:
             learner = Client(
-                broker=address, name=name, layout=LAYOUT, frozen_digest=0, host=host,
-                join_timeout_s=PATIENCE_S, events=path,
+                ClientOptions(
+                    broker=address, name=name, layout=LAYOUT, frozen_digest=0, host=host,
+                    join_timeout_s=PATIENCE_S, events=path,
+                )
             )  # fmt: skip
             learner.start()
             self.joined.append(learner)
@@ -112,7 +115,7 @@ class Learners:
 
     def installed(self) -> int:
         """Sum of the newest versions held, over learners and fragments."""
-        return sum(sum(c.background.session.links.held) for c in list(self.joined))
+        return sum(sum(c.background.view.session.held) for c in list(self.joined))
 
     def stop(self) -> None:
         self._stop.set()

@@ -79,10 +79,10 @@ TARGETS = {
     ),
     "session": Target(
         "learner/session/machine.py",
-        (*_unit("session", "link", "bad_messages"), *DECISIONS),
+        (*_unit("session", "fragment_session", "bad_messages"), *DECISIONS),
     ),
-    "link": Target(
+    "fragment": Target(
         "learner/session/fragment.py",
-        (*_unit("link", "session", "ledger", "bad_messages"), *DECISIONS),
+        (*_unit("fragment_session", "session", "ledger", "bad_messages"), *DECISIONS),
     ),
 }
