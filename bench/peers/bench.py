@@ -51,7 +51,7 @@ def run_peers_bench(
                     append_row(rows_file, row)
                 except NarrowsError as error:
                     row = labels | {"skipped": str(error)}
-                console.print(told(row))
+                console.print(progress_line(row))
             rows.append(row)
     show(console, table_of(rows))
     machine.write_result(json_file, "peers", {"seed": 0, "rows": rows})
@@ -104,7 +104,7 @@ def key_of(row: Mapping[str, Any]) -> str:
     return json.dumps([row[name] for name in names])
 
 
-def told(row: Mapping[str, Any]) -> str:
+def progress_line(row: Mapping[str, Any]) -> str:
     """One line of progress."""
     head = f"{row['system']}, {row['event']}: "
     if "skipped" in row:

@@ -175,8 +175,8 @@ def _cell_key(row: Mapping[str, Any]) -> str:
     # As JSON: there a tuple equals the list that it comes back as. A row of an older version may
     # lack a name.
     names = QualityCell.__dataclass_fields__.keys() - {"group", "name", "settings"}
-    told = {name: row.get(name) for name in names}
-    return json.dumps(told | {"config": row.get("config_digest", "")}, sort_keys=True)
+    identity = {name: row.get(name) for name in names}
+    return json.dumps(identity | {"config": row.get("config_digest", "")}, sort_keys=True)
 
 
 def jobs_of(cells: Iterable[QualityCell], seeds: Iterable[int]) -> list[Job]:

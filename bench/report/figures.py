@@ -151,9 +151,9 @@ def _exchange(row: Row) -> str:
 
 def _budget(result: ResultFile) -> Iterator[Figure]:
     for word, what in (("holds", "budgets held"), ("uses", "budgets used to 95%")):
-        told = [row[word] for row in result.rows() if word in row]
-        if told:
-            count = f"{sum(told)} of {len(told)}"
+        flags = [row[word] for row in result.rows() if word in row]
+        if flags:
+            count = f"{sum(flags)} of {len(flags)}"
             yield Figure(f"{what} on the wire", count, "", "measured", f"{result.file} rows")
 
 
@@ -189,8 +189,8 @@ def _peer(row: Row) -> str:
     if "skipped" in row:
         return "skipped"
     loss = "no model" if row["loss"] is None else f"{row['loss']:.3f}"
-    told = f"{loss}, {format_bytes(row['bytes'])}, {row['seconds']:.0f} s"
-    return told if row["went_on"] is not False else f"{told}, did not go on"
+    text = f"{loss}, {format_bytes(row['bytes'])}, {row['seconds']:.0f} s"
+    return text if row["went_on"] is not False else f"{text}, did not go on"
 
 
 def _quality(result: ResultFile) -> Iterator[Figure]:
