@@ -83,7 +83,7 @@ class BandwidthRow:
 
 
 @dataclass(frozen=True)
-class Headline:
+class BandwidthHeadline:
     """Rates of one site out of 8, with each assumption as a field."""
 
     what: str
@@ -158,7 +158,7 @@ def _rows(setup: Setup, method: Method) -> Iterator[BandwidthRow]:
         )
 
 
-def headline_rows(wire_rows: Sequence[WireRow]) -> list[Headline]:
+def headline_rows(wire_rows: Sequence[WireRow]) -> list[BandwidthHeadline]:
     """The published pair, then our rates at 5 B parameters and 8 sites.
 
     Our rates take the measured bits, or the entropy of Gaussian data if nothing was measured.
@@ -167,12 +167,12 @@ def headline_rows(wire_rows: Sequence[WireRow]) -> list[Headline]:
     parallel = data_parallel_gbps(DECODED_PARAMS, STEP_S, SITES, UTILIZATION)
     decoupled = decoupled_gbps(DECODED_PARAMS, STEP_S, PAPER_PERIOD_STEPS, FP4_BITS)
     rows = [
-        Headline(
+        BandwidthHeadline(
             "data parallel, bf16 ring", DECODED_PARAMS, SITES, STEP_S, 1, BITS, BITS,
             ring_factor(SITES), 100 * UTILIZATION, parallel, parallel, 0.0,
             published_bandwidth.HEADLINE_DATA_PARALLEL_GBPS,
         ),
-        Headline(
+        BandwidthHeadline(
             "Decoupled DiLoCo, int4", DECODED_PARAMS, SITES, STEP_S, PAPER_PERIOD_STEPS, FP4_BITS,
             FP4_BITS, 1.0, 100.0, decoupled, decoupled, SITES * decoupled,
             published_bandwidth.HEADLINE_DECOUPLED_GBPS,
@@ -184,10 +184,10 @@ def headline_rows(wire_rows: Sequence[WireRow]) -> list[Headline]:
     return rows
 
 
-def _ours(wire_rows: Sequence[WireRow], period: int, rho: float) -> Headline:
+def _ours(wire_rows: Sequence[WireRow], period: int, rho: float) -> BandwidthHeadline:
     up, down = (_bits(wire_rows, direction, rho) for direction in ("up", "down"))
     up_gbps, down_gbps = (decoupled_gbps(ASKED_PARAMS, STEP_S, period, bits) for bits in (up, down))
-    return Headline(
+    return BandwidthHeadline(
         f"Narrows, rho {rho:g}", ASKED_PARAMS, SITES, STEP_S, period, up, down, 1.0, 100.0,
         up_gbps, down_gbps, SITES * max(up_gbps, down_gbps),
     )  # fmt: skip
@@ -260,7 +260,7 @@ def wire_table(rows: Sequence[WireRow]) -> Table:
     return table
 
 
-def _show_headlines(console: Console, rows: Sequence[Headline]) -> None:
+def _show_headlines(console: Console, rows: Sequence[BandwidthHeadline]) -> None:
     source = published_bandwidth.HEADLINE_SOURCE
     console.print(f"One site of {SITES}, {STEP_S:g} s per step. Published: {source}")
     show(console, headline_table(rows))
@@ -271,7 +271,7 @@ def _show_headlines(console: Console, rows: Sequence[Headline]) -> None:
     )
 
 
-def headline_table(rows: Sequence[Headline]) -> Table:
+def headline_table(rows: Sequence[BandwidthHeadline]) -> Table:
     """Rates of one site."""
     table = Table(
         ("", "params", "H", "bits up", "down", "factor", "CU %", "Gbit/s up", "down",

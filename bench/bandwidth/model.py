@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-F64: TypeAlias = NDArray[np.float64]
+from narrows.proto.codec import F64
 
 SYNC_PERIOD_STEPS: Final = 100
 """H."""

@@ -174,7 +174,7 @@ def _rows(results: Results) -> Iterable[tuple[str, str]]:
     mean, live = results["mean_contributors_per_merge"], results["mean_live_learners"]
     yield "contributors per merge", f"{mean:.2f} of {live:.2f} live learners"
     yield "longest pause between merges", format_duration_s(results["longest_merge_gap_s"])
-    if results["killed"]:
+    if results.get("killed", True):  # Results of earlier versions always had a kill.
         rejoin = results["rejoin_s"]
         yield (
             "killed learner, from restart to merged again",

@@ -15,12 +15,12 @@ from typing import Final
 import numpy as np
 
 from narrows.bench.goodput.stall_model import NEVER, Course, full_course, uptime
-from narrows.bench.goodput.tapes import F64
 from narrows.bench.sim.broker import SimulatedRound
 from narrows.bench.sim.learner import LearnerSpec, SimulatedLearner
 from narrows.bench.sim.simulation import Simulation
 from narrows.bench.sim.virtual import Faults
 from narrows.broker.config import BrokerConfig
+from narrows.proto.codec import F64
 from narrows.proto.config import override
 
 STEP_S: Final = 20.0

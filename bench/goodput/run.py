@@ -23,9 +23,10 @@ from narrows.bench.goodput.stall_model import (
     goodput,
     uptime,
 )
-from narrows.bench.goodput.tapes import F64, failure_tape
+from narrows.bench.goodput.tapes import failure_tape
 from narrows.bench.kit.runner import Row
 from narrows.bench.kit.stats import half_interval
+from narrows.proto.codec import F64
 
 BLOCKS: Final = 10
 """Number of parts of a tape; their spread gives the interval of the mean. A part is longer than any

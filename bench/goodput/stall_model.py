@@ -22,7 +22,8 @@ from typing import Final
 
 import numpy as np
 
-from narrows.bench.goodput.tapes import F64, Slices, Tape
+from narrows.bench.goodput.tapes import Slices, Tape
+from narrows.proto.codec import F64
 
 NEVER: Final[F64] = np.empty((0, 2))
 """An empty list of spans."""

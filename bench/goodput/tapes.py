@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from narrows.bench.goodput.published import CHIP_FAILURE_S
-
-F64: TypeAlias = npt.NDArray[np.float64]
+from narrows.proto.codec import F64
 
 WARM_UP_REPAIRS: Final = 10
 """A tape starts this many mean repairs before 0, so that slices are out from the beginning on."""

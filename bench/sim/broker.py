@@ -51,7 +51,7 @@ class Content(NamedTuple):
     """Digest of the published copy that it makes, 0 for a push."""
 
 
-class Parcel(NamedTuple):
+class SimulatedParcel(NamedTuple):
     """A data message that waits in an outbox."""
 
     kind: msg.DataKind
@@ -139,7 +139,7 @@ class SimulatedBroker(Host):
         self._handle = 0
         self._model = [(head.version, head.digest) for head in durable.heads] if durable else []
         self._kept: dict[tuple[int, int], Content] = {}
-        self._outboxes: dict[str, tuple[str, Outbox[Parcel]]] = {}
+        self._outboxes: dict[str, tuple[str, Outbox[SimulatedParcel]]] = {}
         self._perform: dict[type, Callable[..., None]] = {
             ev.Send: self._send,
             ev.Unpack: self._unpack,
@@ -292,7 +292,7 @@ class SimulatedBroker(Host):
     # The downlink.
 
     def _admit(self, effect: ev.Admit) -> None:
-        outbox = Outbox[Parcel](self.syncer.state.settings.streams, WINDOW_BYTES)
+        outbox = Outbox[SimulatedParcel](self.syncer.state.settings.streams, WINDOW_BYTES)
         self._outboxes[effect.learner] = (effect.incarnation, outbox)
 
     def _note(self, effect: ev.Note) -> None:
@@ -320,7 +320,7 @@ class SimulatedBroker(Host):
         outbox.discard(lambda p: p[:3] == (effect.kind, effect.fragment, version))
         for offset, count in state.table[effect.fragment].chunks(state.settings.chunk_elements):
             if not ranges or any(o < offset + count and offset < o + c for o, c in ranges):
-                parcel = Parcel(
+                parcel = SimulatedParcel(
                     effect.kind, effect.fragment, version, effect.push_id, offset, count,
                     state.settings.publish_codec, content,
                 )  # fmt: skip

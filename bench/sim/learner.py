@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from narrows.bench.sim.broker import MESSAGE_BYTES, WINDOW_BYTES, Content, Parcel, digest_of
+from narrows.bench.sim.broker import (
+    MESSAGE_BYTES,
+    WINDOW_BYTES,
+    Content,
+    SimulatedParcel,
+    digest_of,
+)
 from narrows.bench.sim.simulated_records import AdoptionRecord, Failed, Installed
 from narrows.bench.sim.virtual import Clock, Faults, Host, Noted
 from narrows.learner.session import Identity, Session
@@ -53,7 +59,7 @@ class _Push:
     fragment: int
     base_version: int
     content: Content
-    sent: list[Parcel]
+    sent: list[SimulatedParcel]
 
 
 class SimulatedLearner(Host):
@@ -85,7 +91,7 @@ class SimulatedLearner(Host):
         self._handle = 0
         self._applied: dict[tuple[int, int], int] = {}
         self._pushes: dict[int, _Push] = {}
-        self._outbox = Outbox[Parcel](1, WINDOW_BYTES)
+        self._outbox = Outbox[SimulatedParcel](1, WINDOW_BYTES)
         self._table: tuple[Fragment, ...] = ()
         self._paused_until = 0.0
         self._perform: dict[type, Callable[..., None]] = {
@@ -257,7 +263,7 @@ class SimulatedLearner(Host):
     def _open_streams(self, effect: ev.OpenStreams) -> None:
         if not self._table:
             self._table = effect.table
-            self._outbox = Outbox[Parcel](effect.settings.streams, WINDOW_BYTES)
+            self._outbox = Outbox[SimulatedParcel](effect.settings.streams, WINDOW_BYTES)
 
     def _identify(self, effect: ev.Identify) -> None:
         if (effect.run_id, effect.epoch) != (self._run_id, self._epoch):
@@ -266,12 +272,14 @@ class SimulatedLearner(Host):
 
     def _parcels(
         self, kind: msg.DataKind, fragment: int, version: int, push_id: int, content: Content
-    ) -> list[Parcel]:
+    ) -> list[SimulatedParcel]:
         settings = self.session.settings
         assert settings is not None
         codec = STATE_CODEC if kind is msg.DataKind.FOUND else settings.push_codec
         chunks = self._table[fragment].chunks(settings.chunk_elements)
-        return [Parcel(kind, fragment, version, push_id, *c, codec, content) for c in chunks]
+        return [
+            SimulatedParcel(kind, fragment, version, push_id, *c, codec, content) for c in chunks
+        ]
 
     def _send_founding(self, effect: ev.SendFounding) -> None:
         digest = digest_of("version 0", self.incarnation, effect.fragment)

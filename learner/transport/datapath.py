@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from narrows.learner.module import DeviceSnapshot
 from narrows.learner.session import events as ev
@@ -25,6 +23,7 @@ from narrows.learner.transport.sender import Sender
 from narrows.learner.transport.sockets import LearnerSockets
 from narrows.proto import messages as msg
 from narrows.proto.codec import (
+    F32,
     STATE_CODEC,
     BitControl,
     DecodedChunk,
@@ -38,12 +37,11 @@ from narrows.proto.codec import (
     values_of,
 )
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
-from narrows.proto.flow import Ranges, chunk_elements
+from narrows.proto.flow import chunk_elements
 from narrows.proto.fragments import Fragment
 from narrows.proto.frames import decode_data
-from narrows.proto.shell import EventFile
-
-F32: TypeAlias = NDArray[np.float32]
+from narrows.proto.shell import EventFile, raising
+from narrows.proto.terms import Ranges
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 """Passes by itself, and says nothing about what could not be done."""
@@ -104,7 +102,7 @@ class DataPath:
                 work()
             except Exception as error:
                 if len(self.published) < len(self.table):
-                    self._post(partial(_raise, error))
+                    self._post(raising(error))
                     return
                 self._trace(error)
                 event = failed(reason_of(error))
@@ -317,7 +315,3 @@ class DataPath:
 def _parcel(work: PushWork, chunk: EncodedChunk) -> Parcel:
     place = (work.fragment.index, work.base_version, work.push_id)
     return Parcel(msg.DataKind.PUSH, *place, work.codec, chunk)
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from narrows.learner.transport.push import Parcel
 from narrows.learner.transport.sockets import LearnerSockets
-from narrows.proto.flow import Budget, Departure, Lane, Outbox, Ranges, touches, wire_bytes
+from narrows.proto.flow import Budget, Departure, Lane, Outbox, touches, wire_bytes
 from narrows.proto.frames import encode_header
 from narrows.proto.limits import PROTOCOL
 from narrows.proto.messages import DataKind, Epoch, Header
 from narrows.proto.socket_options import STREAM_WINDOW_BYTES
-
-LOOK_S = 0.25
-"""Streams are looked at so often for one that stands still."""
+from narrows.proto.terms import Ranges
+from narrows.proto.timing import STREAM_LOOK_S
 
 
 @dataclass
@@ -101,7 +100,7 @@ class Sender:
             self._control_bytes = control_bytes
         for stream in self._wires.take_reconnected():
             self._budget.charge(self._outbox.reconnect(stream, now), now)
-        if now >= self._looked_at + LOOK_S:
+        if now >= self._looked_at + STREAM_LOOK_S:
             self._looked_at = now
             # What was under way may still leave from a queue behind us, and leaves again from here.
             self._budget.charge(self._outbox.renew_stalled(now), now)

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from running import ELEMENTS, ToyHost, broker_config, live_broker, train, vector
 
-F32 = NDArray[np.float32]
+from narrows.proto.codec import F32
 
 
 def classic_diloco(
