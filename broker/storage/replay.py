@@ -174,7 +174,12 @@ def merged_of(
 def _decoded(
     part: Fragment, codec: str, chunks: Iterable[tuple[int, int, bytes]]
 ) -> list[tuple[int, DecodedChunk]]:
-    return [(o, decode_chunk(part, codec, o, count, data)) for o, count, data in chunks]
+    """Raises Damaged unless the chunks hold every element: the rest would be old memory."""
+    decoded = [(o, decode_chunk(part, codec, o, count, data)) for o, count, data in chunks]
+    elements = sum(chunk.count for _, chunk in decoded)
+    if elements != part.elements:
+        raise Damaged(f"{elements} elements of a fragment of {part.elements}")
+    return decoded
 
 
 def _damaged(number: int, got: str) -> RecordsLost:

@@ -1,8 +1,9 @@
-"""How fast a peer takes what it is sent, and how much of it may be under way. [pure]
+"""The rate at which a peer takes data, and how many bytes may be under way to it. [pure]
 
-A line holds rate x round trip; what is sent beyond that only waits in queues, and a push that is
-settled meanwhile cannot be called back from there. The rate is the largest of the last seconds,
-as in BBR (Cardwell et al. 2016): deliveries per time between two acknowledgements.
+A line holds rate x round trip. More bytes would only wait in queues, and a push that is settled
+meanwhile cannot be called back from a queue. The rate is the largest of the last seconds, as in BBR
+(Cardwell et al. 2016): deliveries per time between two acknowledgements. The mean would be too
+low, because a sender often has nothing to send.
 """
 
 from __future__ import annotations
@@ -12,26 +13,30 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 ACKNOWLEDGE_S: Final = 0.05
-"""A receiver tells its positions so often while data comes."""
+"""Seconds between two acknowledgements of a receiver while data comes."""
 
 ACKNOWLEDGE_BYTES: Final = 128 << 10
 ACKNOWLEDGE_SOON_S: Final = 0.01
-"""After so many bytes it tells them so often: the sooner, the less must be under way."""
+"""Seconds between two acknowledgements once so many bytes have come. The sooner one comes, the
+fewer bytes must be under way."""
 
 SLACK_S: Final = 0.01
-"""Allowed to a receiver on a busy machine beyond the round trip."""
+"""Seconds beyond the round trip that a receiver on a busy machine may take."""
 
 MEMORY_S: Final = 10.0
-"""The rate is the largest, the round trip the smallest of at least so many last seconds."""
+"""Seconds over which the rate is the largest and the round trip the smallest, at least. A route
+that changes is noticed after twice this time."""
 
 WINDOW_START_BYTES: Final = 1 << 20
-"""Until something is known. A window that is used up doubles with every round trip."""
+"""The window before the first acknowledgement. A window that is used up doubles with every round
+trip, so a low start costs a few round trips only."""
 
 WINDOW_MIN_BYTES: Final = 64 << 10
+"""The smallest window: a slow line, too, needs a message under way while the next one is made."""
 
 
 class Mark(NamedTuple):
-    """What a message needs to remember when it leaves."""
+    """The state of the path at a message's departure; its acknowledgement is compared with it."""
 
     sent_at: float
     delivered: int
@@ -40,7 +45,7 @@ class Mark(NamedTuple):
 
 @dataclass
 class Delivery:
-    """Bytes and seconds on the caller's monotonic clock."""
+    """Deliveries to one peer. Bytes, and seconds on the caller's monotonic clock."""
 
     delivered: int = 0
     _delivered_at: float = 0.0
@@ -58,12 +63,17 @@ class Delivery:
 
     def arrive(self, size_bytes: int, newest: Mark, now: float) -> None:
         """So many bytes were acknowledged; `newest` is the mark of the last message of them."""
+        assert size_bytes >= 0, size_bytes
+        assert newest.sent_at <= now, f"acknowledged {newest.sent_at - now} s before it was sent"
+        assert newest.delivered <= self.delivered, "a mark from the future"
         self.delivered += size_bytes
         self._delivered_at = now
         if now >= self._period_at + MEMORY_S:
             self._period_at = now
             self._rates = (0.0, self._rates[0])
             self._trips_s = (math.inf, self._trips_s[0])
+        # The longer of both times: acknowledgements that come together, or a sender that paused,
+        # must not look like a fast line. The floor keeps a clock that stands still from dividing.
         elapsed_s = max(now - newest.delivered_at, now - newest.sent_at, 1e-6)
         rate = (self.delivered - newest.delivered) / elapsed_s
         self._rates = (max(self._rates[0], rate), self._rates[1])
@@ -71,15 +81,19 @@ class Delivery:
 
     @property
     def round_trip_s(self) -> float:
-        """From a message's departure to its acknowledgement, at best; inf before the first."""
+        """Seconds from a departure to its acknowledgement, at best; inf before the first."""
         return min(self._trips_s)
 
     @property
     def window_bytes(self) -> float:
-        """How much may be unacknowledged: twice what the line holds, so that a rate which has
-        risen is noticed, and what arrives until the receiver says so."""
+        """Bytes that may be unacknowledged: twice the bytes that the line holds.
+
+        Bytes that arrive before the receiver says so count as well. Twice, because with a window
+        of exactly the known rate nobody would notice that the rate has risen.
+        """
         rate = max(self._rates)
         if not rate:
             return WINDOW_START_BYTES
         between_s = min(max(ACKNOWLEDGE_BYTES / rate, ACKNOWLEDGE_SOON_S), ACKNOWLEDGE_S)
+        assert math.isfinite(self.round_trip_s), "a rate without a round trip"
         return max(WINDOW_MIN_BYTES, 2 * rate * (self.round_trip_s + between_s + SLACK_S))
