@@ -26,6 +26,7 @@ from narrows.proto.limits import (
     TOKENS_MAX,
 )
 from narrows.proto.messages import Mode, RunSettings
+from narrows.proto.timing import BEAT_S, FORGET_S, LATE_S, LOST_S, PROBE_S
 from narrows.proto.units import Amount, BitRate, Duration, Size, written
 
 OUTER_OPTIMIZERS: Final = ("nesterov", "sgd")
@@ -65,7 +66,7 @@ class BrokerSection(Section):
     journal is cut back to the older of the two checkpoints that are kept."""
     journal_segment: Annotated[Size, Range(1 << 12, 1 << 40)] = 64 << 20
     """Size of one file of the journal; a broker takes the room of one at its start."""
-    beat: Annotated[Duration, Range(0.01, 60)] = 1.0
+    beat: Annotated[Duration, Range(0.01, 60)] = BEAT_S
     """Time between two beats to each learner. Beats repeat the state, so a lost one costs this much
     delay."""
 
@@ -230,14 +231,14 @@ class WanSection(Section):
 class LivenessSection(Section):
     """[liveness] When a silent learner is no longer counted on. Durations."""
 
-    late: Duration = 3.0
+    late: Duration = LATE_S
     """Silence after which a learner is not waited for beyond the grace window."""
-    lost: Duration = 10.0
+    lost: Duration = LOST_S
     """Silence after which a learner is dead, and "all live learners" are one less. Above `late`."""
-    forget: Duration = 21600.0
+    forget: Duration = FORGET_S
     """Time for which a learner that is gone is remembered, with its merged pushes. One that comes
     back later is new, and does not know whether its last push was merged. At least `lost`."""
-    probe: Duration = 2.0
+    probe: Duration = PROBE_S
     """Time in which the holder of a name must answer when a newcomer claims it."""
 
     def __post_init__(self) -> None:

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+from narrows.proto import timing
 from narrows.proto.limits import CONTROL_BYTES_MAX, PAYLOAD_BYTES_MAX
 
 STREAM_WINDOW_BYTES = 32 << 20
 """Unacknowledged payload per stream and direction. 2 Gbit/s at 100 ms round trip is 25 MB."""
 
+
+def _milliseconds(seconds: float) -> int:
+    return round(1000 * seconds)
+
+
 COMMON: dict[str, int] = {
     # A socket must never keep a process from ending; Bye gets this long to leave.
-    "LINGER": 1000,
-    # Milliseconds without an acknowledgement of data or probes, after which a connection is closed
+    "LINGER": _milliseconds(timing.LINGER_S),
+    # Time without an acknowledgement of data or probes, after which a connection is closed
     # and dialled again. A firewall may have forgotten it, and the kernel alone would try for a
     # quarter of an hour. (Neither this nor ZeroMQ's heartbeats notice a peer that is frozen with
     # full buffers. The progress of streams shows it.)
-    "TCP_MAXRT": 20_000,
+    "TCP_MAXRT": _milliseconds(timing.UNACKNOWLEDGED_MAX_S),
     # A peer that only receives sends nothing that could be acknowledged: probes find a dead
     # connection for it, within MAXRT. They also keep NAT and firewalls from forgetting an idle
     # connection.
     "TCP_KEEPALIVE": 1,
-    "TCP_KEEPALIVE_IDLE": 10,
-    "TCP_KEEPALIVE_INTVL": 5,
+    "TCP_KEEPALIVE_IDLE": int(timing.KEEPALIVE_IDLE_S),
+    "TCP_KEEPALIVE_INTVL": int(timing.KEEPALIVE_INTERVAL_S),
     "TCP_KEEPALIVE_CNT": 2,
     # The kernel sends a lost first packet again after 1, 2, 4, ... 64 s, which can outlast an
     # outage by a minute. A new attempt begins sooner.
-    "CONNECT_TIMEOUT": 5_000,
+    "CONNECT_TIMEOUT": _milliseconds(timing.CONNECT_TIMEOUT_S),
     # Half-open handshakes (port scanners, slow-loris) are dropped.
-    "HANDSHAKE_IVL": 10_000,
+    "HANDSHAKE_IVL": _milliseconds(timing.HANDSHAKE_S),
     # The default never backs off: a hundred learners would hammer a restarting broker. The
     # longest interval is also the time for which nobody notices that a broker is back.
-    "RECONNECT_IVL": 100,
-    "RECONNECT_IVL_MAX": 2_000,
+    "RECONNECT_IVL": _milliseconds(timing.RECONNECT_S),
+    "RECONNECT_IVL_MAX": _milliseconds(timing.RECONNECT_MAX_S),
     # SNDBUF and RCVBUF stay unset: setting them switches the kernel's autotuning off.
 }
 

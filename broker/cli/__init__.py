@@ -6,4 +6,4 @@ command loads its modules when it runs, so that `narrows --help` needs neither n
 """
 
 #: Modules that others may import; none is imported here, so that commands start at once.
-DOOR = ("broker", "journal", "journal_report", "plan", "status", "tables")
+DOOR = ("broker", "journal", "journal_report", "plan", "status", "tables", "wire")

@@ -18,13 +18,10 @@ from narrows.proto.frames import downlink_topic, encode_header
 from narrows.proto.limits import PAYLOAD_BYTES_MAX, PROTOCOL, PUBLICATIONS_KEPT
 from narrows.proto.messages import DataKind, Header
 from narrows.proto.socket_options import STREAM_WINDOW_BYTES
+from narrows.proto.timing import STREAM_LOOK_S
 
 PARCELS_PER_PUMP = 256
 """Data messages sent before the loop looks at its sockets again."""
-
-LOOK_S = 0.25
-"""Streams are looked at so often for one that stands still."""
-
 
 EncodeState: TypeAlias = Callable[[int, Callable[[EncodedVersion], None]], None]
 """Encodes the newest state of a fragment behind the loop's back, then calls."""
@@ -220,7 +217,7 @@ class Downlink:
     def pump(self, now: float) -> None:
         """Sends what credit and rates allow: fragments before states, and of the learners the one
         that has had least."""
-        if now >= self._looked_at + LOOK_S:
+        if now >= self._looked_at + STREAM_LOOK_S:
             self._looked_at = now
             self._renew_stalled(now)
             self._name_deaf(now)

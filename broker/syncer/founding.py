@@ -13,11 +13,11 @@ from narrows.proto.codec import STATE_CODEC
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.flow import Arrival, Assembly, parts_max
 from narrows.proto.fragments import build_table
+from narrows.proto.timing import BROKER_REPAIR_S
 
-REPAIR_S = 1.0
 ASKS_MAX = 3
-"""Missing chunks of version 0 are asked for after REPAIR_S without progress, then twice as late
-each time, up to 2**ASKS_MAX times."""
+"""Missing chunks of version 0 are asked for after BROKER_REPAIR_S without progress, then twice as
+late each time, up to 2**ASKS_MAX times."""
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Founding:
         founder = self.state.roster.get(self.founder)
         if founder is None or founder.peer is None or self._making:
             return []
-        if now < max(self._progress_at, self._asked_at) + REPAIR_S * 2.0**self._asks:
+        if now < max(self._progress_at, self._asked_at) + BROKER_REPAIR_S * 2.0**self._asks:
             return []
         self._asked_at, self._asks = now, min(self._asks + 1, ASKS_MAX)
         return data_path.silent(self.state, founder, self._progress_at, STATE_CODEC, now) + [

@@ -13,9 +13,7 @@ from narrows.proto.limits import PROTOCOL
 from narrows.proto.messages import DataKind, Epoch, Header
 from narrows.proto.socket_options import STREAM_WINDOW_BYTES
 from narrows.proto.terms import Ranges
-
-LOOK_S = 0.25
-"""Streams are looked at so often for one that stands still."""
+from narrows.proto.timing import STREAM_LOOK_S
 
 
 @dataclass
@@ -102,7 +100,7 @@ class Sender:
             self._control_bytes = control_bytes
         for stream in self._wires.take_reconnected():
             self._budget.charge(self._outbox.reconnect(stream, now), now)
-        if now >= self._looked_at + LOOK_S:
+        if now >= self._looked_at + STREAM_LOOK_S:
             self._looked_at = now
             # What was under way may still leave from a queue behind us, and leaves again from here.
             self._budget.charge(self._outbox.renew_stalled(now), now)

@@ -19,13 +19,11 @@ from narrows.proto.flow.budget import (
     wire_bytes,
 )
 from narrows.proto.flow.outbox import STATE_FLOOR, Departure, Lane, Outbox
-from narrows.proto.flow.path import ACKNOWLEDGE_BYTES, ACKNOWLEDGE_S, ACKNOWLEDGE_SOON_S
+from narrows.proto.flow.path import ACKNOWLEDGE_BYTES
 from narrows.proto.flow.patience import STATE_BYTES, Flow, Patience, Way, push_bytes_max
 
 __all__ = [
     "ACKNOWLEDGE_BYTES",
-    "ACKNOWLEDGE_S",
-    "ACKNOWLEDGE_SOON_S",
     "SEGMENT_BYTES",
     "SEGMENT_OVERHEAD_BYTES",
     "SHARE_USED",

@@ -12,20 +12,16 @@ import math
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-ACKNOWLEDGE_S: Final = 0.05
-"""Seconds between two acknowledgements of a receiver while data comes."""
+from narrows.proto.timing import (
+    ACKNOWLEDGE_S,
+    ACKNOWLEDGE_SLACK_S,
+    ACKNOWLEDGE_SOON_S,
+    DELIVERY_MEMORY_S,
+)
 
 ACKNOWLEDGE_BYTES: Final = 128 << 10
-ACKNOWLEDGE_SOON_S: Final = 0.01
-"""Seconds between two acknowledgements once so many bytes have come. The sooner one comes, the
-fewer bytes must be under way."""
-
-SLACK_S: Final = 0.01
-"""Seconds beyond the round trip that a receiver on a busy machine may take."""
-
-MEMORY_S: Final = 10.0
-"""Seconds over which the rate is the largest and the round trip the smallest, at least. A route
-that changes is noticed after twice this time."""
+"""Received bytes after which a receiver acknowledges every ACKNOWLEDGE_SOON_S. The sooner it does,
+the fewer bytes must be under way."""
 
 WINDOW_START_BYTES: Final = 1 << 20
 """The window before the first acknowledgement. A window that is used up doubles with every round
@@ -68,7 +64,7 @@ class Delivery:
         assert newest.delivered <= self.delivered, "a mark from the future"
         self.delivered += size_bytes
         self._delivered_at = now
-        if now >= self._period_at + MEMORY_S:
+        if now >= self._period_at + DELIVERY_MEMORY_S:
             self._period_at = now
             self._rates = (0.0, self._rates[0])
             self._trips_s = (math.inf, self._trips_s[0])
@@ -96,4 +92,6 @@ class Delivery:
             return WINDOW_START_BYTES
         between_s = min(max(ACKNOWLEDGE_BYTES / rate, ACKNOWLEDGE_SOON_S), ACKNOWLEDGE_S)
         assert math.isfinite(self.round_trip_s), "a rate without a round trip"
-        return max(WINDOW_MIN_BYTES, 2 * rate * (self.round_trip_s + between_s + SLACK_S))
+        return max(
+            WINDOW_MIN_BYTES, 2 * rate * (self.round_trip_s + between_s + ACKNOWLEDGE_SLACK_S)
+        )

@@ -19,11 +19,12 @@ from narrows.broker.process.subscriptions import Subscriptions
 from narrows.broker.syncer.events import Publish
 from narrows.broker.syncer.machine import Syncer
 from narrows.broker.syncer.run import RunState
-from narrows.proto.flow.budget import BURST_S, PAUSE_BURST_S, wire_bytes
+from narrows.proto.flow.budget import wire_bytes
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import decode_data, downlink_topic
 from narrows.proto.limits import PUBLICATIONS_KEPT
 from narrows.proto.messages import DataKind, Header, LayoutEntry
+from narrows.proto.timing import RATE_BURST_S, RATE_PAUSE_BURST_S
 
 LAYOUT = (LayoutEntry("weight", (40, 100), "float32", "rda"),)
 ELEMENTS = 4000
@@ -261,7 +262,7 @@ def test_the_rate_of_a_learner_holds() -> None:
     while line.downlink.pump_at is not None:
         now = line.downlink.pump_at
         line.downlink.pump(now)
-        assert 8 * line.sent.wire_bytes <= 1e6 * (now + BURST_S) + 8 * 1514
+        assert 8 * line.sent.wire_bytes <= 1e6 * (now + RATE_BURST_S) + 8 * 1514
     assert len(line.sent.headers) == 7 * 16
     assert 8 * line.sent.wire_bytes >= 0.95 * 1e6 * now
 
@@ -301,7 +302,7 @@ def test_after_a_pause_the_line_is_not_flooded(limit: str) -> None:
         line.make(version)
         line.publish(version)
     line.downlink.pump(30.0)
-    assert 0 < 8 * (line.sent.wire_bytes - before) <= 1e6 * PAUSE_BURST_S + 8 * 1514
+    assert 0 < 8 * (line.sent.wire_bytes - before) <= 1e6 * RATE_PAUSE_BURST_S + 8 * 1514
 
 
 def test_learners_share_the_total_and_who_had_nothing_gets_no_more_than_its_part() -> None:
