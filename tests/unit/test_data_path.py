@@ -24,7 +24,7 @@ def warnings(effects: list[ev.Effect]) -> list[str]:
 
 
 def wait(desk: Desk, seconds: int, *names: str) -> list[str]:
-    """Warnings of the broker while these learners are heard on the control port."""
+    """Warnings of the broker while it hears these learners on the control port."""
     told: list[str] = []
     for _ in range(seconds):
         told += warnings(desk.wait(1.0))

@@ -292,8 +292,8 @@ def test_the_positions_that_a_learner_reports_give_the_downlink_credit() -> None
 
 
 def test_the_time_to_an_adoption_shortens_the_grace() -> None:
-    """grace_fraction * (overlap - time to the quorum - time from a merge to its adoption): what is
-    given to those who are late must not come out of the time to be early."""
+    """grace_fraction * (overlap - time to the quorum - time from a merge to its adoption): the time
+    given to late learners must not come out of the time to be early."""
 
     def grace_s(adopted_after_s: float) -> float:
         desk = Desk(
