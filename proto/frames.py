@@ -55,6 +55,10 @@ def decode_control(frame: bytes | memoryview) -> ControlMessage:
     return message
 
 
+UPLINK_TOPIC = b"u"
+"""The topic of all that a learner publishes: the broker subscribes to everything."""
+
+
 def downlink_topic(incarnation: str, stream: int) -> bytes:
     """The topic of one stream of one learner's process. Two digits, because ZeroMQ matches
     prefixes: a subscription to stream 1 must not take what stream 10 carries."""

@@ -133,6 +133,10 @@ class GlobalModel:
         """A publication that is still kept."""
         return self._publications[fragment].get(version)
 
+    def newest_version(self, fragment: int) -> int:
+        """Version of the published copy."""
+        return self.fragments[fragment].version
+
     def merge(
         self, fragment: int, version: int, contributed: Sequence[Contribution], chunks: Handles
     ) -> Outcome:

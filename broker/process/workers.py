@@ -6,6 +6,7 @@ or the syncer.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -181,14 +182,15 @@ class Jobs:
             for done in effect.contributions
         ]
 
-    def encode_state(self, fragment: int, done: Callable[[EncodedVersion], None]) -> None:
-        """Encodes the newest published copy of a fragment; `done` gets it on the loop's thread."""
+    def encode_state(self, fragment: int, done: Callable[[EncodedVersion, float], None]) -> None:
+        """Encodes the newest published copy of a fragment; `done` gets it, and the time, on the
+        loop's thread."""
         assert self.model is not None
         part, state = self._run.table[fragment], self.model.fragments[fragment]
 
         def work() -> None:
             encoded = encode_state(part, state, chunk_elements(self._run.settings, STATE_CODEC))
-            self._post(lambda: done(encoded))
+            self._post(lambda: done(encoded, time.monotonic()))
 
         self._submit(self._pool, work)
 

@@ -125,7 +125,7 @@ class Client:
             sender, waits = exchange.sender, bool(self._session.links.fetching())
             came_bytes = exchange.counters.data_down_bytes
             return DataConnections(
-                DataConnection(up_port, wires.uplink_open, sender.is_due, sender.told_bytes),
+                DataConnection(up_port, wires.uplink_open, not sender.is_idle, sender.told_bytes),
                 DataConnection(down_port, wires.downlink_open, waits, came_bytes),
                 4 * chunk_elements(exchange.settings, STATE_CODEC),
             )

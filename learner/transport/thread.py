@@ -30,6 +30,7 @@ from narrows.proto.errors import (
     RemoteProtocolError,
     printable,
 )
+from narrows.proto.flow import wire_bytes
 from narrows.proto.fragments import Fragment
 from narrows.proto.frames import decode_control, encode_control
 from narrows.proto.layout import check_layout
@@ -162,7 +163,7 @@ class Background:
             if self._steps or self._idle_s() <= 0:
                 self.handle(ev.DeadlineReached())
             if self.session.online:  # Else nobody has given us a share of the line.
-                self.exchange.sender.pump(time.monotonic())
+                self.exchange.pump(time.monotonic())
         while self._actions:  # Among them the Bye.
             self._actions.popleft()()
 
@@ -175,13 +176,10 @@ class Background:
         return min(max(deadline - time.monotonic(), 0.0), longest_s)
 
     def _unsent_s(self) -> float:
-        """Seconds until the rate lets the next message go."""
-        pump_at = self.exchange.sender.pump_at
-        return (
-            IDLE_S
-            if pump_at is None or not self.session.online
-            else max(pump_at - time.monotonic(), 0.0)
-        )
+        """Seconds until something may leave, or is to be looked at; 0 if that is now."""
+        now = time.monotonic()
+        deadline = self.exchange.sender.next_deadline(now) if self.session.online else None
+        return IDLE_S if deadline is None else deadline - now
 
     def step(self, tokens: int, loss: float | None) -> tuple[list[ev.Copy], dict[int, F32]]:
         """For the training thread: counts an inner step; as `hand_over` if there is more to do.
@@ -278,6 +276,11 @@ class Background:
             return
         self.handle(ev.Received(message))
 
+    def _send_control(self, message: msg.ControlMessage) -> None:
+        frame = encode_control(message)
+        if self.wires.send_control(frame):
+            self.exchange.sender.charge(wire_bytes(len(frame)), time.monotonic())
+
     def _on_data(self, frames: list[bytes]) -> None:
         try:
             event = self.exchange.receive(frames)
@@ -290,7 +293,7 @@ class Background:
         for effect in effects:
             match effect:
                 case ev.Send(message):
-                    self.wires.send_control(encode_control(message))
+                    self._send_control(message)
                 case ev.Note(level, text):
                     _log.log(getattr(logging, level.upper()), "%s", printable(text))
                 case ev.Identify(run_id, epoch):

@@ -11,9 +11,10 @@ from narrows.proto.flow.budget import (
     message_bytes,
     wire_bytes,
 )
-from narrows.proto.flow.outbox import STATE_FLOOR, Departure, Lane, Outbox
+from narrows.proto.flow.hub import Hub
 from narrows.proto.flow.path import ACKNOWLEDGE_BYTES, ACKNOWLEDGE_S, ACKNOWLEDGE_SOON_S
 from narrows.proto.flow.patience import STATE_BYTES, Flow, Patience, Way, push_bytes_max
+from narrows.proto.flow.sender import Datagram, Parcel, Sender
 
 __all__ = [
     "ACKNOWLEDGE_BYTES",
@@ -23,16 +24,16 @@ __all__ = [
     "SEGMENT_OVERHEAD_BYTES",
     "SHARE_USED",
     "STATE_BYTES",
-    "STATE_FLOOR",
     "Arrival",
     "Assembly",
     "Budget",
-    "Departure",
+    "Datagram",
     "Flow",
-    "Lane",
-    "Outbox",
+    "Hub",
+    "Parcel",
     "Patience",
     "Ranges",
+    "Sender",
     "Way",
     "chunk_elements",
     "least_chunk_elements",

@@ -51,6 +51,28 @@ class Lane(IntEnum):
     STATE = 1
 
 
+@dataclass
+class StateDebt:
+    """Whose turn it is where both wait: of the bytes, STATE_FLOOR are states."""
+
+    owed_bytes: float = 0.0
+
+    def is_due(self, size_bytes: int) -> bool:
+        """A state message of this size goes next."""
+        return self.owed_bytes >= size_bytes
+
+    def settle(self, lane: Lane, size_bytes: int) -> None:
+        """A message of this lane has left."""
+        if lane is Lane.STATE:
+            self.owed_bytes = max(0.0, self.owed_bytes - size_bytes)
+        else:
+            self.owed_bytes += size_bytes * STATE_FLOOR / (1 - STATE_FLOOR)
+
+    def forget(self) -> None:
+        """No state waits: what fragments take now is not at its expense."""
+        self.owed_bytes = 0.0
+
+
 class Departure(NamedTuple, Generic[Item]):
     """An item that may leave now, on `stream`, which then stands at `position` bytes."""
 
@@ -101,11 +123,10 @@ class Outbox(Generic[Item]):
     stall_s: float = 5.0
     """A peer without progress for so long has lost what was under way: then one message may leave
     to find out, the next after twice the time; all of the window after progress."""
-    bytes_sent: int = 0
     delivery: Delivery = field(default_factory=Delivery)
     _streams: list[_Stream[Item]] = field(default_factory=list[_Stream[Item]])
     _lanes: tuple[deque[tuple[Item, int]], ...] = ()
-    _owed_to_states: float = 0.0
+    _debt: StateDebt = field(default_factory=lambda: StateDebt())
     _moved_at: float = -math.inf
     """When anything was acknowledged last."""
     _late_s: float = 0.0
@@ -127,9 +148,15 @@ class Outbox(Generic[Item]):
     def next_lane(self) -> Lane | None:
         """What leaves next, None if nothing waits."""
         fragments, states = self._lanes
-        if states and (not fragments or self._owed_to_states >= states[0][1]):
+        if states and (not fragments or self._debt.is_due(states[0][1])):
             return Lane.STATE
         return Lane.FRAGMENT if fragments else None
+
+    @property
+    def next_bytes(self) -> int:
+        """Size of what leaves next; 0 if nothing waits."""
+        lane = self.next_lane
+        return 0 if lane is None else self._lanes[lane][0][1]
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -170,6 +197,10 @@ class Outbox(Generic[Item]):
         """Queues a message of `size_bytes`."""
         self._lanes[lane].append((item, size_bytes))
 
+    def has_credit(self, now: float) -> bool:
+        """Whether `take` would return a message."""
+        return len(self) > 0 and self._choose(self.next_bytes, now) is not None
+
     def take(self, now: float) -> Departure[Item] | None:
         """The next message that the credit lets go, on the emptiest stream that moves."""
         lane = self.next_lane
@@ -181,22 +212,15 @@ class Outbox(Generic[Item]):
             return None
         stream = self._streams[index]
         self._lanes[lane].popleft()
-        self._settle_debt(lane, size_bytes)
+        self._debt.settle(lane, size_bytes)
+        if not self._lanes[Lane.STATE]:
+            self._debt.forget()
         mark = self.delivery.leave(now, alone=not self.in_flight)
         if not stream.in_flight:
             stream.waits_since = now
         stream.sent += size_bytes
-        self.bytes_sent += size_bytes
         stream.under_way.append(_Sent(item, lane, size_bytes, stream.sent, mark))
         return Departure(item, index, stream.sent)
-
-    def _settle_debt(self, lane: Lane, size_bytes: int) -> None:
-        if not self._lanes[Lane.STATE]:
-            self._owed_to_states = 0.0
-        elif lane is Lane.FRAGMENT:
-            self._owed_to_states += size_bytes * STATE_FLOOR / (1 - STATE_FLOOR)
-        else:
-            self._owed_to_states = max(0.0, self._owed_to_states - size_bytes)
 
     def _choose(self, size_bytes: int, now: float) -> int | None:
         """The stream that takes a message of this size: a dead one to see whether it lives again,
