@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol, TypeAlias
 
-from narrows.proto import messages as msg
-
 Action: TypeAlias = Callable[[], None]
-Receive: TypeAlias = Callable[[msg.ControlMessage], None]
 Span: TypeAlias = tuple[float, float]
 """Smallest and largest duration in seconds; drawn uniformly."""
 
@@ -111,10 +108,20 @@ class Host:
         elif self.alive:
             action()
 
+    def pump(self) -> None:
+        """Sends what credit and rates allow."""
+
+    def pump_at(self) -> float | None:
+        """When `pump` is to be called even if nothing else happens; None: never."""
+        return None
+
     def arm(self) -> None:
-        """Sees to it that the machine is woken in time."""
-        deadline = self.machine.next_deadline()
-        if deadline is not None and deadline < self._timer_at:
+        """Sees to it that machine and pump are woken in time."""
+        times = [
+            time for time in (self.machine.next_deadline(), self.pump_at()) if time is not None
+        ]
+        deadline = min(times, default=math.inf)
+        if deadline < self._timer_at:
             self._timer_at = deadline
             self.clock.at(deadline, lambda: self.do(lambda: self._wake(deadline)))
 
@@ -127,48 +134,9 @@ class Host:
             self.reach_deadline()
             after = self.machine.next_deadline()
             assert after is None or after > self.clock.now, "busy loop: a deadline stays due"
+        else:
+            self.pump()
         self.arm()
 
     def reach_deadline(self) -> None:
         raise NotImplementedError
-
-
-class ControlLine:
-    """The control connection of one learner process: in order and reliable while it is up.
-
-    What is sent while it is down is lost, as with IMMEDIATE in a ZeroMQ dealer.
-    """
-
-    def __init__(self, clock: Clock, random: Random, faults: Faults, name: str) -> None:
-        self.clock, self.random, self.faults, self.name = clock, random, faults, name
-        self.generation = 0
-        self.up = False
-        self._arrivals = {True: 0.0, False: 0.0}
-
-    @property
-    def peer(self) -> bytes:
-        """The routing id that the broker sees: another one after each break."""
-        return f"{self.name}#{self.generation}".encode()
-
-    def connect(self) -> None:
-        self.up = True
-
-    def cut(self) -> None:
-        """Breaks the connection; what is in flight is lost."""
-        if self.up:
-            self.up = False
-            self.generation += 1
-
-    def send(self, message: msg.ControlMessage, receive: Receive, *, up: bool) -> None:
-        """Delivers after a drawn delay, behind everything sent before; `up`: to the broker."""
-        if not self.up:
-            return
-        arrival = self.clock.now + self.random.uniform(*self.faults.latency_s)
-        self._arrivals[up] = arrival = max(arrival, self._arrivals[up])
-        generation = self.generation
-
-        def deliver() -> None:
-            if self.generation == generation:
-                receive(message)
-
-        self.clock.at(arrival, deliver)
