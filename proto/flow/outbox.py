@@ -138,7 +138,8 @@ class Outbox(Generic[Item]):
         self._lanes = tuple(deque[tuple[Item, int]]() for _ in Lane)
 
     def __len__(self) -> int:
-        return sum(len(lane) for lane in self._lanes)
+        fragments, states = self._lanes
+        return len(fragments) + len(states)
 
     def __iter__(self) -> Iterator[Item]:
         """What waits to leave."""
