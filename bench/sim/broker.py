@@ -60,7 +60,7 @@ class SimulatedRound:
 class BrokerWorld(Protocol):
     """What a broker process needs of the simulation."""
 
-    def to_learner(self, peer: bytes, message: msg.ControlMessage) -> bool: ...
+    def to_learner(self, peer: bytes, message: msg.ControlMessage, size: int) -> bool: ...
     def data_to_learner(self, topic: bytes, frames: Frames) -> None: ...
     def acknowledged_down(self, incarnation: str, positions: tuple[int, ...]) -> None: ...
     def broker_finished(self, reason: str) -> None: ...
@@ -187,10 +187,10 @@ class SimulatedBroker(Host):
 
     def _send(self, effect: ev.Send) -> None:
         member = self.syncer.state.roster.by_peer(effect.peer)
+        size = len(encode_control(effect.message))
         if member is not None:
-            size_bytes = wire_bytes(len(encode_control(effect.message)))
-            self.downlink.hub.charge(member.name, size_bytes, self.clock.now)
-        if not self.world.to_learner(effect.peer, effect.message):
+            self.downlink.hub.charge(member.name, wire_bytes(size), self.clock.now)
+        if not self.world.to_learner(effect.peer, effect.message, size):
             self.later(0.0, lambda: self.handle(ev.PeerLost(effect.peer)))
 
     def _unpack(self, effect: ev.Unpack) -> None:

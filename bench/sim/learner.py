@@ -45,7 +45,9 @@ class LearnerWorld(Protocol):
 
     @property
     def window_bytes(self) -> int: ...
-    def to_broker(self, learner: SimulatedLearner, message: msg.ControlMessage) -> bool: ...
+    def to_broker(
+        self, learner: SimulatedLearner, message: msg.ControlMessage, size: int
+    ) -> bool: ...
     def data_to_broker(self, learner: SimulatedLearner, stream: int, frames: Frames) -> None: ...
     def open_streams(self, learner: SimulatedLearner) -> None: ...
     def acknowledged_up(self, learner: SimulatedLearner, positions: tuple[int, ...]) -> None: ...
@@ -230,9 +232,9 @@ class SimulatedLearner(Host):
         return ""
 
     def _send(self, effect: ev.Send) -> None:
-        if self.world.to_broker(self, effect.message):
-            size_bytes = wire_bytes(len(encode_control(effect.message)))
-            self.sender.charge(size_bytes, self.clock.now)
+        size = len(encode_control(effect.message))
+        if self.world.to_broker(self, effect.message, size):
+            self.sender.charge(wire_bytes(size), self.clock.now)
 
     def _acknowledge(self, effect: ev.Acknowledge) -> None:
         self.world.acknowledged_up(self, effect.positions)

@@ -14,7 +14,7 @@ from narrows.broker.config import BrokerConfig
 from narrows.learner.session import events as learner_events
 from narrows.proto import messages as msg
 from narrows.proto.flow import wire_bytes
-from narrows.proto.frames import downlink_topic, encode_control
+from narrows.proto.frames import downlink_topic
 
 MessageWatch: TypeAlias = Callable[[float, str, str, msg.ControlMessage], None]
 LineWatch: TypeAlias = Callable[[Crossing | Acknowledged], None]
@@ -66,10 +66,10 @@ class Network:
 
     # What the processes call.
 
-    def to_broker(self, learner: SimulatedLearner, message: msg.ControlMessage) -> bool:
-        """False if there is no connection."""
+    def to_broker(self, learner: SimulatedLearner, message: msg.ControlMessage, size: int) -> bool:
+        """Sends a message whose frame has `size` bytes; False if there is no connection."""
         name = learner.spec.name
-        line, size = self._lines[name], len(encode_control(message))
+        line = self._lines[name]
         self._told(name, "broker", message)
 
         def receive() -> None:
@@ -83,19 +83,20 @@ class Network:
         line.send(wire_bytes(size), receive, up=True)
         return line.up
 
-    def to_learner(self, peer: bytes, message: msg.ControlMessage) -> bool:
-        """False if nobody has this routing id."""
+    def to_learner(self, peer: bytes, message: msg.ControlMessage, size: int) -> bool:
+        """Sends a message whose frame has `size` bytes; False if nobody has this routing id."""
         for name, learner in self.learners.items():
             line = self._lines[name]
             if line.up and line.peer == peer:
                 self._told("broker", name, message)
-                self._send_to(learner, line, message)
+                self._send_to(learner, line, message, size)
                 return True
         self._told("broker", "nobody", message)
         return False
 
-    def _send_to(self, learner: SimulatedLearner, line: Line, message: msg.ControlMessage) -> None:
-        size = len(encode_control(message))
+    def _send_to(
+        self, learner: SimulatedLearner, line: Line, message: msg.ControlMessage, size: int
+    ) -> None:
         self._crosses(self._down(learner.incarnation), wire_bytes(size))
         line.send(
             wire_bytes(size),

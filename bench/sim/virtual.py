@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -97,16 +98,31 @@ class Host:
         self.alive = True
         self.frozen_until = 0.0
         self._timer_at = math.inf
+        self._postponed: deque[Action] = deque()
 
     def later(self, delay_s: float, action: Action) -> None:
         """Runs `action` unless the process is dead by then; after the thaw if it is frozen."""
         self.clock.at(self.clock.now + delay_s, lambda: self.do(action))
 
     def do(self, action: Action) -> None:
-        if self.alive and self.clock.now < self.frozen_until:
-            self.clock.at(self.frozen_until, lambda: self.do(action))
-        elif self.alive:
+        """Runs `action` unless the process is dead; while it is frozen, later and in order."""
+        if not self.alive:
+            return
+        if self.clock.now >= self.frozen_until and not self._postponed:
             action()
+            return
+        self._postponed.append(action)
+        if len(self._postponed) == 1:
+            self.clock.at(self.frozen_until, self._thaw)
+
+    def _thaw(self) -> None:
+        while self._postponed and self.alive:
+            if self.clock.now < self.frozen_until:
+                self.clock.at(self.frozen_until, self._thaw)
+                return
+            # It stays in the queue while it runs: what it leads to comes after the others.
+            self._postponed[0]()
+            self._postponed.popleft()
 
     def pump(self) -> None:
         """Sends what credit and rates allow."""
@@ -136,7 +152,8 @@ class Host:
             assert after is None or after > self.clock.now, "busy loop: a deadline stays due"
         else:
             self.pump()
-        self.arm()
+        if math.isinf(self._timer_at):  # Else it was armed by what it has done.
+            self.arm()
 
     def reach_deadline(self) -> None:
         raise NotImplementedError

@@ -124,6 +124,8 @@ class Outbox(Generic[Item]):
     """A peer without progress for so long has lost what was under way: then one message may leave
     to find out, the next after twice the time; all of the window after progress."""
     delivery: Delivery = field(default_factory=Delivery)
+    in_flight: int = 0
+    """Bytes that are not acknowledged, of all streams."""
     _streams: list[_Stream[Item]] = field(default_factory=list[_Stream[Item]])
     _lanes: tuple[deque[tuple[Item, int]], ...] = ()
     _debt: StateDebt = field(default_factory=lambda: StateDebt())
@@ -168,6 +170,7 @@ class Outbox(Generic[Item]):
         """Counts on from where an outbox before this one stood: what is still on its way from it
         must not pass for credit."""
         for stream, position in zip(self._streams, positions, strict=True):
+            self.in_flight -= stream.in_flight
             stream.sent = stream.acknowledged = stream.told = position
 
     @property
@@ -179,11 +182,6 @@ class Outbox(Generic[Item]):
     def told_bytes(self) -> int:
         """What the receiver has told to have seen, whatever was given up meanwhile."""
         return sum(stream.told for stream in self._streams)
-
-    @property
-    def in_flight(self) -> int:
-        """Bytes that are not acknowledged."""
-        return sum(stream.in_flight for stream in self._streams)
 
     def coming(self, now: float) -> Iterator[Item]:
         """What waits to leave or has left so lately that it cannot be missing yet."""
@@ -220,6 +218,7 @@ class Outbox(Generic[Item]):
         if not stream.in_flight:
             stream.waits_since = now
         stream.sent += size_bytes
+        self.in_flight += size_bytes
         stream.under_way.append(_Sent(item, lane, size_bytes, stream.sent, mark))
         return Departure(item, index, stream.sent)
 
@@ -262,6 +261,7 @@ class Outbox(Generic[Item]):
                 newest = max(newest or mark, mark)
         if arrived:
             self._moved_at = now
+            self.in_flight -= arrived
         if newest is not None:
             self.delivery.arrive(arrived, newest, now)
             if now - newest.sent_at < self.stall_s:
@@ -294,6 +294,7 @@ class Outbox(Generic[Item]):
         """Queues what is under way again, in front."""
         lost = stream.in_flight
         stream.acknowledged = stream.sent
+        self.in_flight -= lost
         stream.waits_since, stream.renewals = now, stream.renewals + 1
         self._queue_again(stream)
         return lost
