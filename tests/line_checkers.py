@@ -16,11 +16,11 @@ from narrows.proto.flow.outbox import STANDSTILL_S
 LineLog = Sequence[Crossing | Acknowledged]
 
 
-def check_lines(log: LineLog, *, total_up: float, total_down: float, window_bytes: int) -> None:
-    """Everything below. Rates are in bit/s, 0: no limit."""
+def check_lines(log: LineLog, window_bytes: int) -> None:
+    """Everything below."""
     check_rates(log)
-    check_total_down(log, total_down)
-    check_total_up(log, total_up)
+    check_total_down(log)
+    check_total_up(log)
     check_credit(log, window_bytes)
 
 
@@ -55,26 +55,29 @@ def check_rates(log: LineLog) -> None:
             _check_second(each, second_bytes, each.limit_bits_per_s, "")
 
 
-def check_total_down(log: LineLog, bits_per_s: float) -> None:
+def check_total_down(log: LineLog) -> None:
     """The same of all that one life of the broker sends to all learners."""
     windows = defaultdict[Hashable, _Window](_Window)
-    for each in log if bits_per_s else ():
-        if isinstance(each, Crossing) and not each.route.up:
+    for each in log:
+        if isinstance(each, Crossing) and each.total_bits_per_s and not each.route.up:
             second_bytes = windows[each.route.broker].add(each.at_s, each.wire_bytes)
-            _check_second(each, second_bytes, bits_per_s, " in total")
+            _check_second(each, second_bytes, each.total_bits_per_s, " and the others")
 
 
-def check_total_up(log: LineLog, bits_per_s: float) -> None:
+def check_total_up(log: LineLog) -> None:
     """The data of all learners: where one's share passes to another within a second, both may
     have a burst of theirs in it, and each learner a message. Control comes on top of it."""
     window = _Window()
     largest = defaultdict[str, int](int)
-    for each in log if bits_per_s else ():
-        if isinstance(each, Crossing) and each.route.up and each.stream >= 0:
+    for each in log:
+        if isinstance(each, Crossing) and each.total_bits_per_s and each.route.up:
+            if each.stream < 0:
+                continue
             learner = each.route.learner
             largest[learner] = max(largest[learner], each.wire_bytes)
             second_bytes = window.add(each.at_s, each.wire_bytes)
-            allowed = bits_per_s / 8 * (WINDOW_S + 2 * BURST_S) + sum(largest.values())
+            seconds = WINDOW_S + 2 * BURST_S
+            allowed = each.total_bits_per_s / 8 * seconds + sum(largest.values())
             assert second_bytes <= allowed, (
                 f"{second_bytes} bytes of data from all learners in the second before "
                 f"{each.at_s:.3f} s, {allowed:.0f} are allowed"

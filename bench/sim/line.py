@@ -41,7 +41,9 @@ class Crossing(NamedTuple):
     route: Route
     wire_bytes: int
     limit_bits_per_s: float
-    """What may go this way; 0: no limit."""
+    """What may go this way, to or from one learner; 0: no limit."""
+    total_bits_per_s: float
+    """The same to or from all learners."""
     stream: int = -1
     """-1: a control message."""
     payload_bytes: int = 0

@@ -169,10 +169,10 @@ class Network:
 
     def _crosses(self, route: Route, size: int, stream: int = -1, payload_bytes: int = 0) -> None:
         if self._on_line is not None:
-            learner = self.learners.get(route.learner)
+            learner, wan = self.learners.get(route.learner), self.config.wan
             told = learner.up_bits_per_s if learner else 0.0
-            limit = told if route.up else self.config.wan.down
-            self._on_line(Crossing(self.clock.now, route, size, limit, stream, payload_bytes))
+            limits = (told, wan.total_up) if route.up else (wan.down, wan.total_down)
+            self._on_line(Crossing(self.clock.now, route, size, *limits, stream, payload_bytes))
 
     def _told(self, sender: str, receiver: str, message: msg.ControlMessage) -> None:
         if self._on_message is not None:

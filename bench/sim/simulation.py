@@ -118,6 +118,13 @@ class Simulation(Network):
             self._cut(name)
         self.clock.at(self.clock.now + down_s, self.start_broker)
 
+    def reload(self, config: BrokerConfig) -> None:
+        """The operator has changed the rates and sends SIGHUP; later lives begin with them."""
+        self.config = config
+        if self.broker is not None:
+            broker = self.broker
+            broker.do(lambda: broker.handle(broker_events.ConfigRead(config)))
+
     def stop_broker(self, reason: str, down_s: float) -> None:
         """SIGTERM, and a restart `down_s` after the process has ended."""
         if self.broker is not None and self.broker.alive:
