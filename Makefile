@@ -31,7 +31,7 @@ export OMP_NUM_THREADS NUMBA_NUM_THREADS
 # The version of pyright is pinned; it need not ask a registry for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo bench test check fmt chaos chaos-broker chaos-connections chaos-names chaos-end mutation venv
+.PHONY: help demo bench test check fmt house chaos chaos-broker chaos-connections chaos-names chaos-end mutation venv
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ check: $(READY)  ## format, lint, both type checkers, the rules of the house
 fmt: $(READY)  ## format, and repair what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+house: $(READY)  ## write the tree into docs/house.md
+	PYTHONPATH=tests $(BIN)/python tests/house.py
 
 chaos: $(READY)  ## SEEDS simulated runs with loss, delay, crashes and returns
 	$(BIN)/pytest tests/protocol -k seeds -m "" --seeds=$(SEEDS) $(ARGS)

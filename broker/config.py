@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal, cast
 
 from narrows.proto.address import parse_listen
 from narrows.proto.codec import setting_names
-from narrows.proto.config import Range, Section, nearest, override, read_table
+from narrows.proto.config import Choice, Range, Section, check_choice, override, read_table
 from narrows.proto.errors import ConfigError
 from narrows.proto.flow import message_bytes
 from narrows.proto.limits import (
@@ -26,6 +26,7 @@ from narrows.proto.limits import (
     TOKENS_MAX,
 )
 from narrows.proto.messages import Mode, RunSettings
+from narrows.proto.timing import BEAT_S, FORGET_S, LATE_S, LOST_S, PROBE_S
 from narrows.proto.units import Amount, BitRate, Duration, Size, written
 
 OUTER_OPTIMIZERS: Final = ("nesterov", "sgd")
@@ -64,7 +65,7 @@ class BrokerSection(Section):
     to the older of the two checkpoints that are kept."""
     journal_segment: Annotated[Size, Range(1 << 12, 1 << 40)] = 64 << 20
     """Size of one file of the journal; a broker takes the room of one at its start."""
-    beat: Annotated[Duration, Range(0.01, 60)] = 1.0
+    beat: Annotated[Duration, Range(0.01, 60)] = BEAT_S
     """Seconds between two beats to each learner. Beats repeat the state, so one that is lost costs
     this much delay."""
 
@@ -162,8 +163,8 @@ class MergeSection(Section):
 class OuterSection(Section):
     """[outer] The outer optimizer."""
 
-    optimizer: str = "nesterov"
-    """nesterov or sgd."""
+    optimizer: Annotated[str, Choice(OUTER_OPTIMIZERS)] = "nesterov"
+    """nesterov: momentum with a look-ahead. sgd: no momentum."""
     lr: Annotated[float, Range(1e-6, 10)] = 0.4
     """Outer learning rate. sgd at 1 with one learner is that learner's own training. With momentum
     0.6 and H = 10 the best of those tried (docs/quality.md, "outer": "H 10, 0.4/0.6")."""
@@ -171,18 +172,14 @@ class OuterSection(Section):
     """mu. The usual 0.9 over-drives when H is short: the gain of a steady direction is
     1 / (1 - mu)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_choice("optimizer", self.optimizer, OUTER_OPTIMIZERS)
-
 
 @dataclass(frozen=True)
 class CodecSection(Section):
     """[codec] How values become bits, both ways."""
 
-    push: str = "int4-zstd"
+    push: Annotated[str, Choice(setting_names())] = "int4-zstd"
     """Codec of outer gradients on their way to the broker; "auto": the one that suits a rate."""
-    publish: str = "int4-zstd"
+    publish: Annotated[str, Choice(setting_names())] = "int4-zstd"
     """Codec of updates on their way to the learners."""
     push_rho: Annotated[float, Range(0.001, 100)] = 0.5
     """Quantisation step of pushes in units of the tensor piece's rms: 0.5 is about 3 bits per
@@ -197,11 +194,6 @@ class CodecSection(Section):
     """Elements per data message: small ones let control messages pass, large ones cost less."""
     error_feedback: bool = True
     """Learners add what their push dropped to the next push of the fragment."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_choice("push", self.push, setting_names())
-        _check_choice("publish", self.publish, setting_names())
 
 
 @dataclass(frozen=True)
@@ -237,14 +229,14 @@ class WanSection(Section):
 class LivenessSection(Section):
     """[liveness] When a silent learner is no longer counted on. Durations."""
 
-    late: Duration = 3.0
+    late: Duration = LATE_S
     """Nothing heard for so long: the learner is not waited for beyond the grace window."""
-    lost: Duration = 10.0
+    lost: Duration = LOST_S
     """Nothing heard for so long: it is dead, and "all live learners" is one less. Above `late`."""
-    forget: Duration = 21600.0
+    forget: Duration = FORGET_S
     """A learner that is gone is remembered for so long, with the pushes of it that were merged: one
     that comes back later is new, and does not know whether its last push was. At least `lost`."""
-    probe: Duration = 2.0
+    probe: Duration = PROBE_S
     """Time that the holder of a name has to answer when a newcomer claims it."""
 
     def __post_init__(self) -> None:
@@ -296,7 +288,7 @@ _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
 
 def preset(mode: Mode | str) -> dict[str, object]:
     """What a mode changes in the defaults, for `override`. Raises ConfigError."""
-    _check_choice("run.mode", mode, tuple(Mode))
+    check_choice("run.mode", mode, tuple(Mode))
     return {"run.mode": str(mode), **_PRESETS[Mode(mode)]}
 
 
@@ -335,13 +327,3 @@ def settings(config: BrokerConfig) -> RunSettings:
         goal_tokens=config.run.goal_tokens,
         max_offline_s=config.run.max_offline,
     )
-
-
-def _check_choice(key: str, value: str, names: tuple[str, ...]) -> None:
-    if value not in names:
-        raise ConfigError(
-            f"{key}: unknown value",
-            expected=f"one of {', '.join(names)}",
-            got=repr(value),
-            remedy=nearest(value, names),
-        )

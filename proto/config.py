@@ -5,6 +5,7 @@ The dataclass is the truth. Every field has a default. Its type says what a file
 - `bool`, `int`, `float`, `str`, a `Literal` or a `StrEnum`: the TOML value of that type;
 - a type of `units` such as `Duration`: a text with a unit ("1.5s"), or 0;
 - `Annotated[..., Range(low, high)]`: bounds, both included;
+- `Annotated[str, Choice(names)]`: one of these texts;
 - a `Section`: a table of its own.
 
 Values are checked whenever a Section is made, not only when it is read from a file.
@@ -54,6 +55,24 @@ class Range:
         return " to ".join(_bound(n, unit) for n in (self.low, self.high))
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Values of a text, where a `Literal` cannot name them: another module makes the list."""
+
+    names: tuple[str, ...]
+
+
+def check_choice(key: str, value: str, names: Sequence[str]) -> None:
+    """Raises ConfigError, naming the nearest of `names`, unless `value` is one of them."""
+    if value not in names:
+        raise ConfigError(
+            f"{key}: unknown value",
+            expected=f"one of {', '.join(names)}",
+            got=repr(value),
+            remedy=nearest(value, names),
+        )
+
+
 def _bound(number: float, unit: str) -> str:
     if unit and number < ENDLESS:
         return written(unit, number)
@@ -76,17 +95,11 @@ class Section:
                     unit = _unit(notes)
                     got = written(unit, value) if unit and value >= 0 else _show(value)
                     raise ConfigError(f"{name}: out of range", expected=note.told(unit), got=got)
+                if isinstance(note, Choice):
+                    check_choice(name, value, note.names)
 
 
 AnySection = TypeVar("AnySection", bound=Section)
-
-
-def load(cls: type[AnySection], path: Path) -> AnySection:
-    """The configuration in the TOML file `path`; what it leaves out has the default.
-
-    Raises ConfigError, naming file and key, for anything that does not belong there.
-    """
-    return override(cls(), read_table(path), source=str(path))
 
 
 def override(instance: AnySection, values: Mapping[str, object], *, source: str = "") -> AnySection:
@@ -151,9 +164,10 @@ def _takes(kind: object, notes: tuple[object, ...]) -> str:
     bounds = [note.told(unit) for note in notes if isinstance(note, Range)]
     if bounds and not unit:
         return bounds[0]
-    if unit or kind in _KINDS:
+    named = [name for note in notes if isinstance(note, Choice) for name in note.names]
+    if not named and (unit or kind in _KINDS):
         return ", ".join([_TAKES[unit] if unit else _KINDS[kind], *bounds])
-    *names, last = _choices(kind)
+    *names, last = named or _choices(kind)
     return f"{', '.join(names)} or {last}"
 
 

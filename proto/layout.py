@@ -1,13 +1,10 @@
-"""The layout of a model: which tensors travel, checked, counted, compared, fingerprinted."""
+"""The layout of a model: which tensors travel, checked, counted, compared."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
-
-import msgspec
-import xxhash
 
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.limits import (
@@ -49,14 +46,6 @@ def differences(
     Empty if they are equal.
     """
     return list(islice(_differences(ours, theirs), limit))
-
-
-def fingerprint(layout: Sequence[LayoutEntry], frozen_digest: int) -> str:
-    """32 hex digits that stand for the layout, in order, and the parameters that do not travel.
-
-    xxh3_128 of the msgpack of [layout, frozen_digest]; it guards against mistakes, not attacks.
-    """
-    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((tuple(layout), frozen_digest)))
 
 
 def _check_entry(entry: LayoutEntry) -> None:

@@ -23,7 +23,7 @@ PAYLOAD_BYTES_MAX = CHUNK_ELEMENTS_MAX * 4 + (1 << 16)
 NAME_CHARACTERS_MAX = 64
 """A learner's name; it appears in every log line and table."""
 
-NAME_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
+NAME_PATTERN = rf"\A[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_CHARACTERS_MAX - 1}}}\Z"
 """Names are safe in files, logs and tables: no slash, no blank, no control character."""
 
 LEARNERS_MAX = 1024

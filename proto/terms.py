@@ -40,6 +40,8 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
 Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]
 Positions: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=STREAMS_MAX)]
 Ranges: TypeAlias = Annotated[tuple[tuple[Elements, Elements], ...], Meta(max_length=RANGES_MAX)]
+"""(offset, count) in elements."""
+
 
 Epoch: TypeAlias = tuple[Count, Count, Count]
 """(term, life, nonce): a promotion raises term, each start of a state directory its life and draws

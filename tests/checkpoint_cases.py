@@ -8,16 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from narrows.broker.merging.model import FragmentState
 from narrows.broker.storage.checkpoint import CheckpointContent, StateDir, StateError
+from narrows.proto.codec import F32
 from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest
 from narrows.proto.messages import LayoutEntry, Phase
-
-F32 = NDArray[np.float32]
 
 LAYOUT = (
     LayoutEntry("table", (6, 5), "float32", "mean"),

@@ -7,7 +7,7 @@ import pytest
 
 from narrows.proto.codec.chunk import DecodedChunk
 from narrows.proto.codec.codecs import codec
-from narrows.proto.codec.kernels import F32, I64
+from narrows.proto.codec.kernels import F32, I64, add_nonzero, read_only
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 
 QUANTISED = ("int8-zstd", "int4-zstd")
@@ -31,6 +31,11 @@ def values_of(chunk: DecodedChunk) -> list[float]:
     out = np.full(chunk.count, np.nan, np.float32)
     chunk.values(out)
     return out.tolist()
+
+
+def add_values(base: F32, values: F32, out: F32) -> None:
+    """out = base + values as every receiver adds them; `out` may be one of the two."""
+    add_nonzero(read_only(base), read_only(values), out)
 
 
 def half(value: float) -> bytes:

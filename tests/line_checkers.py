@@ -1,4 +1,4 @@
-"""What must hold of everything that simulated processes put on their lines.
+"""Rules for everything that simulated processes put on their lines.
 
 It is measured where it leaves the sender. Nothing is taken from the sender's own books.
 """
@@ -9,9 +9,8 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from narrows.bench.sim.line import Acknowledged, Crossing, Route
-from narrows.proto.flow.budget import BURST_S, WINDOW_S
-from narrows.proto.flow.outbox import STANDSTILL_S
+from narrows.bench.sim.line import Acknowledged, Crossing, LineRoute
+from narrows.proto.timing import RATE_BURST_S, RATE_WINDOW_S, STANDSTILL_S
 
 LineLog = Sequence[Crossing | Acknowledged]
 
@@ -26,13 +25,13 @@ def check_lines(log: LineLog, window_bytes: int) -> None:
 
 @dataclass
 class _Window:
-    """What has crossed in the second that ends now."""
+    """The crossings of the second that ends now."""
 
     crossings: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
     size_bytes: int = 0
 
     def add(self, at_s: float, size_bytes: int) -> int:
-        while self.crossings and self.crossings[0][0] <= at_s - WINDOW_S:
+        while self.crossings and self.crossings[0][0] <= at_s - RATE_WINDOW_S:
             self.size_bytes -= self.crossings.popleft()[1]
         self.crossings.append((at_s, size_bytes))
         self.size_bytes += size_bytes
@@ -76,7 +75,7 @@ def check_total_up(log: LineLog) -> None:
             learner = each.route.learner
             largest[learner] = max(largest[learner], each.wire_bytes)
             second_bytes = window.add(each.at_s, each.wire_bytes)
-            seconds = WINDOW_S + 2 * BURST_S
+            seconds = RATE_WINDOW_S + 2 * RATE_BURST_S
             allowed = each.total_bits_per_s / 8 * seconds + sum(largest.values())
             assert second_bytes <= allowed, (
                 f"{second_bytes} bytes of data from all learners in the second before "
@@ -85,7 +84,7 @@ def check_total_up(log: LineLog) -> None:
 
 
 def _check_second(crossing: Crossing, second_bytes: int, bits_per_s: float, whose: str) -> None:
-    allowed = bits_per_s / 8 * WINDOW_S + crossing.wire_bytes
+    allowed = bits_per_s / 8 * RATE_WINDOW_S + crossing.wire_bytes
     if crossing.stream < 0 or second_bytes <= allowed:
         return
     direction = "from" if crossing.route.up else "to"
@@ -100,13 +99,13 @@ class _Stream:
     sent: int = 0
     told: int = 0
     moved_at: float = 0.0
-    """Of the last progress, or of the first message after a pause."""
+    """Time of the last progress, or of the first message after a pause."""
 
 
 def check_credit(log: LineLog, window_bytes: int) -> None:
     """Never more than the window is unacknowledged on a stream, but for a single larger message
     on an empty one, and for what is tried where nothing has moved for STANDSTILL_S."""
-    streams = defaultdict[tuple[Route, int], _Stream](_Stream)
+    streams = defaultdict[tuple[LineRoute, int], _Stream](_Stream)
     for each in log:
         route = each.route
         # Uplink positions begin with the process, downlink positions also with the broker's.

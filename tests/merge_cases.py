@@ -6,16 +6,13 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from narrows.broker.merging.merge import DecodedVector
+from narrows.proto.codec import F32, F64
 from narrows.proto.codec.chunk import DecodedChunk
 from narrows.proto.codec.codecs import codec, piece_scales
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.messages import LayoutEntry, MergeRule
-
-F32 = NDArray[np.float32]
-F64 = NDArray[np.float64]
 
 
 def one_fragment(*pieces: tuple[int, MergeRule]) -> Fragment:

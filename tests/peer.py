@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import zmq
-from numpy.typing import NDArray
 from running import HANG_S, LAYOUT, wait_until
 
 from narrows.broker.process.service import Service
 from narrows.proto import messages as msg
+from narrows.proto.codec import F32
 from narrows.proto.codec.codecs import codec_names
 from narrows.proto.codec.transfer import (
     STATE_CODEC,
@@ -35,7 +35,6 @@ from narrows.proto.frames import (
 )
 from narrows.proto.limits import PROTOCOL
 
-F32 = NDArray[np.float32]
 Frames = Sequence[bytes]
 Message = TypeVar("Message")
 

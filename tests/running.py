@@ -9,15 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from narrows.broker.config import BrokerConfig, load_config
 from narrows.broker.process.service import Service
 from narrows.learner.transport.client import Client
+from narrows.proto.codec import F32
 from narrows.proto.fragments import Fragment
 from narrows.proto.messages import LayoutEntry
-
-F32 = NDArray[np.float32]
 
 HANG_S = 300.0
 """Nothing in these tests takes so long, unless it hangs. On two cores with ten other busy processes

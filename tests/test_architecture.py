@@ -10,6 +10,7 @@ import ast
 import importlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,7 @@ LAYERS = {
 #: for the files of a folder that are in no district. The graph has no circle; a test looks.
 MAY_IMPORT = {
     "proto/codec": set[str](),
+    "proto/dissector": set[str](),
     "proto/flow": {"proto/codec"},
     "proto/shell": set[str](),
     "broker/*": {"proto/codec", "proto/flow"},
@@ -48,7 +50,7 @@ MAY_IMPORT = {
     "broker/syncer": {"broker/*", "broker/merging", "proto/codec", "proto/flow"},
     "broker/planning": {"broker/*", "proto/codec", "proto/flow"},
     "broker/storage": {
-        "broker/*", "broker/merging", "broker/syncer", "proto/codec", "proto/flow",
+        "broker/*", "broker/merging", "broker/syncer", "proto/codec", "proto/flow", "proto/shell",
     },
     "broker/process": {
         "broker/*", "broker/merging", "broker/storage", "broker/syncer", "proto/codec",
@@ -56,7 +58,7 @@ MAY_IMPORT = {
     },
     "broker/cli": {
         "broker/*", "broker/merging", "broker/planning", "broker/process", "broker/storage",
-        "proto/codec",
+        "proto/codec", "proto/dissector",
     },
     "learner/session": {"proto/codec", "proto/flow"},
     "learner/module": {"proto/codec"},
@@ -88,6 +90,17 @@ IMPURE = frozenset(
 UNSAFE_IMPORTS = frozenset({"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"})
 UNSAFE_NAMES = ("torch.load", "np.load", "numpy.load")
 UNSAFE_SUFFIXES = ("recv_pyobj", "send_pyobj", "unpack_array", "pack_array")
+
+
+#: Words that make a fragment of a sentence out of a docstring: the reader misses its subject.
+BAD_OPENINGS = re.compile(r"\s*(Of|What|Who)\b")
+
+#: Class names that product and benches define more than once, each with its reason.
+SAME_NAMES = {
+    "Acknowledge": "each state machine has its own; the broker's names the learner",
+    "Received": "each state machine has its own; the broker's names the peer",
+    "Send": "each state machine has its own; the broker's names the peer",
+}
 
 
 @dataclass(frozen=True)
@@ -276,6 +289,17 @@ def docstring(module: Module) -> Iterator[str]:
         yield f"{module.path}:1: the first line is a docstring that says what the module is"
 
 
+def docstring_openings(module: Module) -> Iterator[str]:
+    for node in module.nodes:
+        # Every text that is a statement is a docstring, of an attribute too.
+        match node:
+            case ast.Expr(ast.Constant(str(text))) if BAD_OPENINGS.match(text):
+                first = text.strip().split("\n")[0]
+                yield f"{module.path}:{node.lineno}: begin with the subject: {first}"
+            case _:
+                pass
+
+
 def sizes(module: Module) -> Iterator[str]:
     lines = module.text.splitlines()
     if len(lines) > MODULE_LINES_MAX and module.folder != "tests":
@@ -334,6 +358,9 @@ PLANTED: tuple[tuple[Rule, str, str], ...] = (
     (no_sleep_in_tests, "tests/x.py", "from time import sleep"),
     (docstring, "proto/x.py", "x = 1"),
     (docstring, "proto/x.py", '"""\nLate caption."""'),
+    (docstring_openings, "proto/x.py", '"""What this is."""'),
+    (docstring_openings, "learner/x.py", 'class A:\n    rate: float\n    """Of one learner."""'),
+    (docstring_openings, "tests/x.py", 'def f():\n    """\n    Who calls."""'),
     (sizes, "proto/x.py", LONG_FUNCTION),
     (sizes, "proto/x.py", "x = 1\n" * (MODULE_LINES_MAX + 1)),
     (sizes, "proto/x.py", "#" * (LINE_CHARACTERS_MAX + 1)),
@@ -342,10 +369,11 @@ RULES = tuple(dict.fromkeys(rule for rule, _, _ in PLANTED))
 
 
 def source_paths() -> list[Path]:
-    """Every Python file of the project, by its real path."""
+    """Every Python file of the project, by its real path; one example has a test of its own."""
     tops = [ROOT / name for name in (*FOLDERS, "tests", "examples")]
     nested = [path for top in tops for path in top.rglob("*.py")]
-    return sorted([*nested, *(ROOT / "src/narrows").glob("*.py")])
+    ours = [path for path in nested if path != ROOT / "examples/minimal_learner.py"]
+    return sorted([*ours, *(ROOT / "src/narrows").glob("*.py")])
 
 
 @pytest.fixture(scope="module")
@@ -365,6 +393,31 @@ def test_rule_holds_everywhere(rule: Rule, modules: list[Module]) -> None:
 @pytest.mark.parametrize(("rule", "path", "text"), PLANTED)
 def test_rule_finds_a_planted_violation(rule: Rule, path: str, text: str) -> None:
     assert list(rule(Module(path, text)))
+
+
+def same_names(modules: list[Module]) -> dict[str, list[str]]:
+    """Paths by class name, for names that stand at the top level of several modules."""
+    places: dict[str, list[str]] = {}
+    for module in modules:
+        tree = module.nodes[0]
+        assert isinstance(tree, ast.Module)
+        if module.folder in FOLDERS:
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(module.path)
+    return {name: paths for name, paths in places.items() if len(paths) > 1}
+
+
+def test_a_class_name_stands_for_one_thing(modules: list[Module]) -> None:
+    twice = same_names(modules)
+    assert {name: paths for name, paths in twice.items() if name not in SAME_NAMES} == {}
+    assert SAME_NAMES.keys() <= twice.keys(), "a name that is defined once needs no reason"
+
+
+def test_a_planted_class_name_is_found() -> None:
+    planted = [Module("proto/x.py", "class A: pass"), Module("bench/kit/y.py", "class A: pass")]
+    nested = Module("broker/z.py", "class B:\n    class A: pass")
+    assert same_names([*planted, nested]) == {"A": ["proto/x.py", "bench/kit/y.py"]}
 
 
 @pytest.mark.parametrize("path", [*PURE, SHARED_SHELLS, *SOCKETS])

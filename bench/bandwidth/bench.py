@@ -37,10 +37,10 @@ STEP_S: Final = 1.0
 UTILIZATION: Final = 0.95
 PAPER_PERIOD_STEPS: Final = 24
 OWN_PERIOD_STEPS: Final = 10
-"""Our default H."""
+"""H of our defaults."""
 
 DECODED_PARAMS: Final = 5.04e9
-"""With it both published figures come out; nobody has said how many parameters they are for."""
+"""Assumed parameters: with this number both published figures come out. The source names none."""
 
 ASKED_PARAMS: Final = 5e9
 FINE_RHO, COARSE_RHO = 0.5, 1.0
@@ -55,13 +55,13 @@ class BandwidthRow:
     method: str
     compute_utilization_percent: int
     gbps: float
-    """What the model prints: the last bandwidth of the grid below the target."""
+    """The bandwidth that the model prints: the last one of the grid below the target."""
     gbps_reaching: float | None
-    """The first one that reaches it; None: beyond the grid."""
+    """The first bandwidth that reaches the target; None: none of the grid does."""
     gbps_published: float | None
-    """None: predicted without looking."""
+    """None: the cell was predicted before anybody looked at the published value."""
     grid_steps_off: int | None
-    """The printed value against the published one, in steps of the grid (a factor of 1.21)."""
+    """Distance from the printed to the published value, in steps of the grid (a factor of 1.21)."""
 
     @property
     def difference_gbps(self) -> float | None:
@@ -74,7 +74,7 @@ class BandwidthRow:
         return 100 * (self.gbps / self.gbps_published - 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """The row as JSON takes it."""
         differences = {
             "difference_gbps": self.difference_gbps,
             "difference_percent": self.difference_percent,
@@ -83,8 +83,8 @@ class BandwidthRow:
 
 
 @dataclass(frozen=True)
-class Headline:
-    """What one site of 8 needs, each assumption a field."""
+class BandwidthHeadline:
+    """Rates of one site out of 8, with each assumption as a field."""
 
     what: str
     params: float
@@ -94,17 +94,18 @@ class Headline:
     up_bits_per_param: float
     down_bits_per_param: float
     traffic_factor: float
-    """Times the data per site and direction: 2 (1 - 1/M) for a ring, 1 for a broker."""
+    """Factor from data to traffic, per site and direction: 2 (1 - 1/M) for a ring, 1 for a broker.
+    """
     compute_utilization_percent: float
     up_gbps: float
     down_gbps: float
     hub_gbps: float
-    """Into the broker, and out of it; 0: there is none."""
+    """Rate into the broker, and out of it; 0: there is no broker."""
     gbps_published: float | None = None
 
 
 def run_bandwidth_bench(json_file: Path | None, plot: Path | None, *, wire: bool) -> None:
-    """Prints the tables and writes what was asked for. `wire`: also run real processes."""
+    """Prints the tables and writes the requested files. `wire`: also run real processes."""
     console = terminal()
     rows = table_rows()
     _show_table(console, rows)
@@ -135,7 +136,7 @@ def run_bandwidth_bench(json_file: Path | None, plot: Path | None, *, wire: bool
 
 
 def table_rows() -> list[BandwidthRow]:
-    """Every cell of the published table, and those of the rows that were held back."""
+    """Every cell of the published table, and the cells of the rows that were held back."""
     return [row for setup in SETUPS for method in METHODS for row in _rows(setup, method)]
 
 
@@ -157,21 +158,21 @@ def _rows(setup: Setup, method: Method) -> Iterator[BandwidthRow]:
         )
 
 
-def headline_rows(wire_rows: Sequence[WireRow]) -> list[Headline]:
-    """The published pair, then ours at 5B parameters and 8 sites.
+def headline_rows(wire_rows: Sequence[WireRow]) -> list[BandwidthHeadline]:
+    """The published pair, then our rates at 5 B parameters and 8 sites.
 
-    Ours takes the bits that were measured, the entropy of Gaussian data if nothing was; headers of
-    packets are added to ours only.
+    Our rates take the measured bits, or the entropy of Gaussian data if nothing was measured.
+    Packet headers are added to our rates only.
     """
     parallel = data_parallel_gbps(DECODED_PARAMS, STEP_S, SITES, UTILIZATION)
     decoupled = decoupled_gbps(DECODED_PARAMS, STEP_S, PAPER_PERIOD_STEPS, FP4_BITS)
     rows = [
-        Headline(
+        BandwidthHeadline(
             "data parallel, bf16 ring", DECODED_PARAMS, SITES, STEP_S, 1, BITS, BITS,
             ring_factor(SITES), 100 * UTILIZATION, parallel, parallel, 0.0,
             published_bandwidth.HEADLINE_DATA_PARALLEL_GBPS,
         ),
-        Headline(
+        BandwidthHeadline(
             "Decoupled DiLoCo, int4", DECODED_PARAMS, SITES, STEP_S, PAPER_PERIOD_STEPS, FP4_BITS,
             FP4_BITS, 1.0, 100.0, decoupled, decoupled, SITES * decoupled,
             published_bandwidth.HEADLINE_DECOUPLED_GBPS,
@@ -183,17 +184,17 @@ def headline_rows(wire_rows: Sequence[WireRow]) -> list[Headline]:
     return rows
 
 
-def _ours(wire_rows: Sequence[WireRow], period: int, rho: float) -> Headline:
+def _ours(wire_rows: Sequence[WireRow], period: int, rho: float) -> BandwidthHeadline:
     up, down = (_bits(wire_rows, direction, rho) for direction in ("up", "down"))
     up_gbps, down_gbps = (decoupled_gbps(ASKED_PARAMS, STEP_S, period, bits) for bits in (up, down))
-    return Headline(
+    return BandwidthHeadline(
         f"Narrows, rho {rho:g}", ASKED_PARAMS, SITES, STEP_S, period, up, down, 1.0, 100.0,
         up_gbps, down_gbps, SITES * max(up_gbps, down_gbps),
     )  # fmt: skip
 
 
 def _bits(wire_rows: Sequence[WireRow], direction: str, rho: float) -> float:
-    """Per parameter on the wire, packets' headers included."""
+    """Bits per parameter on the wire, packet headers included."""
     mine = [row for row in wire_rows if row.direction == direction and row.rho == rho]
     if not mine:
         return PACKET_FACTOR * gaussian_bits(rho)
@@ -227,7 +228,7 @@ def utilization_table(rows: Sequence[BandwidthRow]) -> Table:
 
 
 def _cell(row: BandwidthRow) -> str:
-    """Ours / theirs, and the difference below."""
+    """Our value / the published value, and the difference below."""
     if row.difference_gbps is None:
         return f"{row.gbps:.1f}\npredicted"
     mark = "" if row.grid_steps_off == 0 else " *"
@@ -243,7 +244,7 @@ def _show_wire(console: Console, rows: Sequence[WireRow]) -> None:
 
 
 def wire_table(rows: Sequence[WireRow]) -> Table:
-    """Real runs beside the arithmetic; copies in bytes."""
+    """Real runs beside the arithmetic; first copies in bytes."""
     table = Table(
         ("model", "params", "rho", "way", "exchanges", "modelled", "measured", "difference",
          "first copies", "measured, with control"),
@@ -259,7 +260,7 @@ def wire_table(rows: Sequence[WireRow]) -> Table:
     return table
 
 
-def _show_headlines(console: Console, rows: Sequence[Headline]) -> None:
+def _show_headlines(console: Console, rows: Sequence[BandwidthHeadline]) -> None:
     source = published_bandwidth.HEADLINE_SOURCE
     console.print(f"One site of {SITES}, {STEP_S:g} s per step. Published: {source}")
     show(console, headline_table(rows))
@@ -270,7 +271,7 @@ def _show_headlines(console: Console, rows: Sequence[Headline]) -> None:
     )
 
 
-def headline_table(rows: Sequence[Headline]) -> Table:
+def headline_table(rows: Sequence[BandwidthHeadline]) -> Table:
     """Rates of one site."""
     table = Table(
         ("", "params", "H", "bits up", "down", "factor", "CU %", "Gbit/s up", "down",

@@ -1,23 +1,22 @@
-"""The event model behind the published bandwidth table: bandwidth to compute utilisation.
+"""The event model behind the published bandwidth table: from bandwidth to compute utilisation.
 
 Two replicas train in step. An inner step is a chain of 3 L - 1 equal operations: the forward pass
-of each layer, then from the last layer down the gradients by activations (the first layer needs
-none) and by weights. The all-reduce of a layer may start once its gradient is there; one channel
-carries them in that order; the layer's next forward pass but `overlap_steps` waits for it. Source:
-Streaming DiLoCo (arXiv 2501.18512), appendix. What the text leaves open was chosen on the rows of
-1B and 10B: docs/benchmarks.md has the list.
+of each layer, then, from the last layer down, the gradients by activations (the first layer needs
+none) and by weights. The all-reduce of a layer may start once its gradient is there. One channel
+carries the all-reduces in that order. A layer's forward pass waits for its all-reduce,
+`overlap_steps` steps later. Source: Streaming DiLoCo (arXiv 2501.18512), appendix. The text leaves
+some choices open. They were made on the rows of 1B and 10B; docs/benchmarks.md lists them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-F64: TypeAlias = NDArray[np.float64]
+from narrows.proto.codec import F64
 
 SYNC_PERIOD_STEPS: Final = 100
 """H."""
@@ -25,12 +24,13 @@ SYNC_PERIOD_STEPS: Final = 100
 LAYERS_PER_FRAGMENT: Final = 3
 
 BITS: Final = 16.0
-"""Per parameter and all-reduce. A ring of M replicas sends 2 (1 - 1/M) of it: once with two."""
+"""Bits per parameter and all-reduce. A ring of M replicas sends 2 (1 - 1/M) of them: once with two.
+"""
 
 FP4_BITS: Final = 4.0
 
 GRID_GBPS: Final[F64] = np.logspace(-1, 3, 50)
-"""Bandwidths that the authors tried: all printed values are among them, but for the last digit."""
+"""Bandwidths that the authors tried: every printed value is one of them, up to its last digit."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,18 @@ class Setup:
 
     @property
     def spacing_steps(self) -> int:
-        """Inner steps from one fragment's sync to the next one's: 11, 5 and 2 in the paper."""
+        """Inner steps between the syncs of two fragments: 11, 5 and 2 in the paper."""
         return SYNC_PERIOD_STEPS // (self.fragments + 1)
 
 
 @dataclass(frozen=True)
 class Method:
-    """What is exchanged when."""
+    """A method: the layers that it exchanges, and the steps at which it does."""
 
     name: str
     bits_per_param: float = BITS
     overlap_steps: int = 0
-    """tau: inner steps that may pass before the result is needed."""
+    """tau: inner steps that may pass before the result of an exchange is needed."""
 
 
 SETUPS: Final = (
@@ -139,7 +139,7 @@ BACKWARD_SHARE: Final = 2 / 3
 
 
 def ring_factor(sites: int) -> float:
-    """What a ring all-reduce sends per site, in units of the data: 2 (1 - 1/M)."""
+    """Data that a ring all-reduce sends per site, in units of the model: 2 (1 - 1/M)."""
     return 2 * (1 - 1 / sites)
 
 

@@ -1,4 +1,4 @@
-"""What real runs of small models put on the wire, beside what the arithmetic of a plan says."""
+"""Bits that real runs of small models put on the wire, beside the arithmetic of a plan."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from narrows.broker.planning import FIRST_COPY_BYTES, frame_bits, payload_bits
 
 CASES: Final = (("nano", 0.5), ("tiny", 0.5), ("tiny", 1.0))
 """Preset of the reference model, and the quantisation step of both directions in units of the rms:
-3 bits and 2."""
+0.5 is 3 bits, 1 is 2."""
 
 LEARNERS: Final = 2
 STEPS: Final = 150
 TOKENS_PER_STEP: Final = 256
-"""Of both presets: 4 windows of 64 bytes."""
+"""Tokens per step, the same for both presets: 4 windows of 64 bytes."""
 
 END_TIMEOUT_S: Final = 300.0
 DIRECTIONS: Final = (("up", "push", 1), ("down", "publication", LEARNERS))
-"""Way, what is exchanged, first copies of the model."""
+"""Direction, what is exchanged, and how many first copies of the model go that way."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class WireRow:
     rho: float
     direction: str
     exchanges: int
-    """Of a whole fragment with one learner."""
+    """Exchanges of a whole fragment with one learner."""
     modelled_bits_per_param: float
     measured_bits_per_param: float
     modelled_first_copy_bytes: int
@@ -80,7 +80,7 @@ def _case(preset: str, rho: float, steps: int) -> Iterator[WireRow]:
 
 
 def _run(processes: Processes, preset: str, rho: float, steps: int) -> list[Mapping[str, Any]]:
-    """The learners' summaries."""
+    """Runs one case; returns the learners' summaries."""
     folder = processes.folder
     address = processes.start_broker(
         "--listen", "tcp://127.0.0.1:0",

@@ -1,4 +1,4 @@
-"""`narrows bench chaos`: learners killed, stopped and cut off on a schedule; what it costs."""
+"""`narrows bench chaos`: learners killed, stopped and cut off on a schedule, and the cost of it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from narrows.broker.cli.tables import terminal
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 
 QUIET_SHARE: Final = 0.2
-"""Of the time with faults, before it: the throughput that is 100%."""
+"""Length of the quiet time before the faults, as a share of the time with faults. Its throughput is
+the 100%."""
 
 PARAMS_UNIT: Final = TENSORS * WIDTH
 LEARNERS_MAX: Final = 254
-"""Their proxies listen at 127.77.0.1 and following."""
+"""Limit of the loopback addresses: the learners' proxies listen at 127.77.0.1 and following."""
 
 OUTPUTS: Final = ("keep", "json")
-"""Options that say nothing about the run."""
+"""Options that do not change the run."""
 
 
 def run_chaos_bench(options: ChaosOptions) -> None:
-    """Runs broker and learners, lets them fail by the tape, prints, and writes what was asked for.
+    """Runs broker and learners, plays the tape of faults, prints, and writes the requested files.
 
     Raises NarrowsError if something was lost, differs, or did not come back.
     """
@@ -56,7 +57,7 @@ def run_chaos_bench(options: ChaosOptions) -> None:
 
 
 def _check(options: ChaosOptions) -> None:
-    """Raises ConfigError for what cannot be run."""
+    """Raises ConfigError for a run that is not possible."""
     if platform.system() != "Linux":
         raise ConfigError(
             "this bench needs Linux",

@@ -20,7 +20,8 @@ from narrows.proto.codec import warm_up
 TOKENS_PER_STEP: Final = 1000
 
 JOIN_TIMEOUT_S: Final = 600.0
-"""A line may be cut when a learner joins; somebody would start it again, so it may as well wait."""
+"""A line may be cut while a learner joins. The bench would start that learner again, so it may as
+well wait."""
 
 FINISH_TIMEOUT_S: Final = 30.0
 
@@ -34,7 +35,7 @@ class _StopSignal:
 
 
 class Life:
-    """What one process did, line by line in a file that outlives its SIGKILL."""
+    """Record of one process, line by line, in a file that outlives its SIGKILL."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
@@ -44,7 +45,7 @@ class Life:
 
 
 def learn(folder: Path, params: int, step_s: float, name: str, broker: str) -> None:
-    """One life of a learner: joins, steps until SIGTERM, leaves in order and tells its ledger."""
+    """One life of a learner: joins, steps until SIGTERM, leaves in order and writes its ledger."""
     stop = _StopSignal()
     signal.signal(signal.SIGTERM, stop.on_signal)
     life, layout = Life(folder / f"{name}.life"), layout_of(params)

@@ -1,4 +1,4 @@
-"""What `narrows bench chaos` found: from the files of a run to one row and a table."""
+"""Results of `narrows bench chaos`: from the files of a run to one row and a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CUTS: Final = (Kind.CUT, Kind.RESET)
 
 @dataclass(frozen=True)
 class Window:
-    """Seconds of the system's clock."""
+    """A span of time, in seconds of the system's clock."""
 
     begin: float
     end: float
@@ -45,7 +45,7 @@ class Window:
 
 @dataclass
 class Outage:
-    """A fault as it was applied; system's clock."""
+    """A fault as it was applied; times of the system's clock."""
 
     fault: Fault
     began: float
@@ -54,14 +54,14 @@ class Outage:
 
 @dataclass
 class ChaosStory:
-    """What was done to the processes."""
+    """Record of the faults, and of what must not happen."""
 
     names: tuple[str, ...]
     quiet: Window = field(default=Window(0, 0))
     chaos: Window = field(default=Window(0, 0))
     outages: list[Outage] = field(default_factory=list[Outage])
     problems: list[str] = field(default_factory=list[str])
-    """What must not happen: a learner that ends by itself, one that does not come back."""
+    """Things that must not happen: a learner that ends by itself, or does not come back."""
 
 
 def collect(folder: Path, story: ChaosStory, *, fragments: int) -> Row:
@@ -105,9 +105,9 @@ def throughput(
 ) -> Row:
     """Steps made and tokens merged per second under faults, relative to the quiet minutes before.
 
-    A token is merged once per fragment; rates are of tokens merged into all fragments.
-    `available_percent` is the learners' time in which their processes were neither dead nor
-    stopped: what nobody can exceed.
+    A token is merged once per fragment; the rates count tokens that were merged into all fragments.
+    `available_percent` is the share of the learners' time in which their processes were neither
+    dead nor stopped. Nobody can exceed it.
     """
     steps = [line["time_s"] for life in lives.values() for line in life if line["event"] == "step"]
     rates: dict[str, tuple[float, float]] = {}
@@ -132,7 +132,7 @@ def throughput(
 
 
 def _seconds_within(story: ChaosStory, *kinds: Kind) -> float:
-    """Learner-seconds of the run with faults that such faults took."""
+    """Learner-seconds of the run with faults that faults of these kinds took."""
     return sum(
         max(0.0, min(outage.ended, story.chaos.end) - outage.began)
         for outage in story.outages
@@ -141,7 +141,7 @@ def _seconds_within(story: ChaosStory, *kinds: Kind) -> float:
 
 
 def participation(story: ChaosStory, rounds: Sequence[RoundRecord]) -> Row:
-    """Contributors per merge, of all learners of the run, dead or not."""
+    """Contributors per merge, as a share of all learners of the run, dead or alive."""
     learners = len(story.names)
     counts = [len(r.contributors) for r in rounds if story.chaos.holds(r.at)]
     quiet = [len(r.contributors) for r in rounds if story.quiet.holds(r.at)]
@@ -161,9 +161,9 @@ def participation(story: ChaosStory, rounds: Sequence[RoundRecord]) -> Row:
 
 
 def rejoins(story: ChaosStory, lives: Mapping[str, Records], rounds: Sequence[RoundRecord]) -> Row:
-    """Seconds from the end of each fault to the victim's next merged contribution (the broker's:
-    to the next merge); of a kill also to the adoption of all fragments.
+    """Seconds from the end of each fault to the victim's next merged contribution.
 
+    For a fault of the broker: to the next merge. For a kill also: to the adoption of all fragments.
     A victim that failed again before it contributed is counted, not timed.
     """
     by_kind: dict[Kind, list[float]] = {kind: [] for kind in Kind}
@@ -235,11 +235,12 @@ def _spread(name: str, values: Sequence[float]) -> Row:
 def ledger_problems(
     lives: Mapping[str, Records], evidence: Evidence, fragments: int
 ) -> Iterator[str]:
-    """Processes of learners whose account is not that of the journal.
+    """Processes of learners whose ledger does not agree with the journal.
 
-    A process that left in order has told its ledger: every token has one fate per fragment, and
-    what it knows as merged is what the journal holds, but for pushes whose outcome it had not
-    heard (pending there). Of one that was killed the journal holds no more than it made.
+    A process that left in order has told its ledger. Every token has one fate per fragment. Its
+    merged tokens are those of the journal, except for pushes whose outcome it had not heard: these
+    are pending in the ledger. For a process that was killed, the journal holds no more tokens than
+    it made.
     """
     merged = Counter[tuple[str, str]]()
     for (name, incarnation, _), tokens in evidence.audit.tokens.items():
@@ -264,7 +265,7 @@ def ledger_problems(
 def _processes(
     lives: Mapping[str, Records],
 ) -> Iterator[tuple[str, str, int, dict[str, int] | None]]:
-    """Name, incarnation, steps and ledger of each process that joined; None: it was killed."""
+    """Name, incarnation, steps and ledger of each process that joined; ledger None: killed."""
     for name, life in lives.items():
         incarnation, steps = "", 0
         ledger: dict[str, int] | None = None
@@ -290,7 +291,7 @@ def show(console: Console, row: Row) -> None:
 
 
 def facts(row: Row) -> Facts:
-    """Findings of one run."""
+    """The findings of one run."""
     shown = Facts("What the faults cost")
     for label, text in _lines(row):
         shown.add(label, text, "bold red" if text.isupper() or "DIFFERS" in text else "")

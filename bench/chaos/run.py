@@ -21,7 +21,7 @@ from narrows.proto.errors import ErrorCode, NarrowsError
 from narrows.proto.units import counted
 
 LINE_S: Final = 5.0
-"""One line on the console so often."""
+"""Interval of the lines on the console."""
 
 JOIN_TIMEOUT_S: Final = 180.0
 HEAL_TIMEOUT_S: Final = 120.0
@@ -33,7 +33,7 @@ HOST: Final = "127.0.0.1"
 
 @dataclass(frozen=True)
 class ChaosOptions:
-    """`step_s`: an inner step, which is a timed wait."""
+    """Options of a run. `step_s`: length of an inner step, which is a timed wait."""
 
     learners: int = 32
     seconds: float = 600.0
@@ -48,7 +48,7 @@ class ChaosOptions:
 
 
 class Run:
-    """The processes of a run, and what was done to them."""
+    """The processes of a run, and a record of its faults."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Run:
     # Acts.
 
     def join(self) -> None:
-        """Starts everybody; returns once all have adopted the model and contribute."""
+        """Starts broker and learners; returns once all have adopted the model and contribute."""
         self._processes.start_broker(*self._broker_arguments())
         for name in self._lines:
             self._start(name)
@@ -86,7 +86,7 @@ class Run:
     def watch(
         self, phase: str, seconds: float, tape: list[tuple[float, Callable[[], None]]] | None = None
     ) -> Window:
-        """Lets `seconds` pass and the tape play; returns when that was."""
+        """Lets `seconds` pass while the tape plays; returns the span of time."""
         began, begin = time.monotonic(), time.time()
         actions = sorted(tape or [], key=lambda action: -action[0])
         while (now_s := time.monotonic() - began) < seconds:
@@ -162,7 +162,7 @@ class Run:
             case Kind.KILL:
                 while fault.victim in self._nursery.running:
                     self._nursery.look(0.1)
-                # Before the fault is over: else its end would look like one without a cause.
+                # Before the fault is over. Otherwise its end would look like one without a cause.
                 self._take_ends()
                 self._start(fault.victim)
             case Kind.STOP:
@@ -210,7 +210,7 @@ class Run:
             self._say(self._line(phase, now_s))
 
     def _take_ends(self) -> None:
-        """Starts again whoever ended without being killed, and says so."""
+        """Starts every process again that ended without being killed, and notes it as a problem."""
         for name, code in self._news():
             outage = self._down.get(name)
             if outage is None or outage.fault.kind is not Kind.KILL:
@@ -242,7 +242,7 @@ def _later(action: Callable[[Fault], None], fault: Fault) -> Callable[[], None]:
 
 
 class _Merges:
-    """Follows the broker's events file."""
+    """Reads the broker's events file while it grows."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -253,7 +253,7 @@ class _Merges:
         self._asked_at = time.monotonic()
 
     def look(self) -> None:
-        """Takes new lines in."""
+        """Reads new lines."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What fails when in `narrows bench chaos`: a tape that a seed repeats."""
+"""The faults of `narrows bench chaos` and their times: a tape that a seed repeats."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Final
 
 
 class Kind(StrEnum):
-    """What happens to the victim, and what ends it."""
+    """A fault: how the victim is hurt, and how the fault ends."""
 
     KILL = "kill"
-    """SIGKILL; a new process under the old name."""
+    """SIGKILL; then a new process under the old name."""
     STOP = "stop"
-    """SIGSTOP; SIGCONT."""
+    """SIGSTOP; then SIGCONT."""
     CUT = "cut"
-    """Its connections stay open and carry nothing; they go on where they were."""
+    """Its connections stay open and carry nothing; then they go on where they were."""
     RESET = "reset"
-    """Its connections are reset, new ones as well; they are taken again."""
+    """Its connections are reset, new ones as well; then they are accepted again."""
     BROKER = "broker"
-    """SIGKILL to the broker; a new process on its state."""
+    """SIGKILL to the broker; then a new process on its state."""
 
 
 DOWN_S: Final[Mapping[Kind, tuple[float, float]]] = {
@@ -34,14 +34,15 @@ DOWN_S: Final[Mapping[Kind, tuple[float, float]]] = {
 """Shortest and longest time until the end of a fault, drawn evenly."""
 
 SHARES: Final[Mapping[Kind, int]] = {Kind.KILL: 27, Kind.STOP: 17, Kind.CUT: 9, Kind.RESET: 9}
-"""Of 62 faults; 27 kills are those of the published run (docs/benchmarks.md, "Chaos")."""
+"""Numbers of faults out of 62, by kind; the 27 kills are those of the published run
+(docs/benchmarks.md, "Chaos")."""
 
 BROKER: Final = "broker"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Times in seconds since the beginning of the tape."""
+    """A fault; times in seconds since the beginning of the tape."""
 
     at_s: float
     kind: Kind
@@ -50,7 +51,7 @@ class Fault:
 
     @property
     def ends_s(self) -> float:
-        """When the victim is let go, or started again."""
+        """Time at which the victim goes on, or is started again."""
         return self.at_s + self.down_s
 
 
@@ -65,9 +66,9 @@ def draw(
 ) -> tuple[Fault, ...]:
     """The faults of a run in the order of their beginnings.
 
-    One learner fails in each slot of `every_s`, at any instant in it; who is down already is
-    passed over, and a slot in which everybody is passes without a fault. The broker's kills have
-    slots of their own, and the same holds for it.
+    One learner fails in each slot of `every_s`, at a random instant. A learner that is already down
+    is passed over; if all are down, the slot has no fault. The broker's kills have slots of their
+    own under the same rule.
     """
     rng = random.Random(seed)
     faults: list[Fault] = []

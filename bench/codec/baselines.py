@@ -1,4 +1,5 @@
-"""What others would send: the same outer gradient through other quantisers and compressors."""
+"""Messages that others would send: the same outer gradient through other quantisers and
+compressors."""
 
 from __future__ import annotations
 
@@ -27,13 +28,13 @@ class CodecBaseline:
     name: str
     encode: Callable[[F32], Any]
     decode: Callable[[Any], F32]
-    """What the receiver would see; not part of the time to encode."""
+    """The values that the receiver gets; not part of the time to encode."""
     size_bytes: Callable[[Any], int] = len
-    """Of the message on the wire."""
+    """Bytes of the message on the wire."""
 
 
 def baselines() -> list[CodecBaseline]:
-    """Those that this environment can run."""
+    """The baselines that this environment can run."""
     found = [
         CodecBaseline("zstd float32", lambda v: _zstd(v.data), _float32),
         CodecBaseline("zstd bf16", lambda v: _zstd(_bf16(v).data), _of_bf16),
@@ -110,7 +111,7 @@ def _absmax_bytes(message: tuple[Any, Any, int, int]) -> int:
 
 def _uniform8(values: F32) -> tuple[Any, F32]:
     """The algorithm of hivemind.compression.Uniform8BitQuantization: 256 even steps over +-3
-    deviations, and the mean of each step's members as its value."""
+    standard deviations; the value of a step is the mean of its members."""
     offset = values.mean()
     scale = max(DEVIATIONS * values.std() / BUCKETS, np.finfo(np.float32).tiny)
     codes = np.clip(np.rint((values - offset) / scale) + BUCKETS // 2, 0, BUCKETS - 1)
@@ -125,7 +126,7 @@ def _uniform8_bytes(message: tuple[Any, F32]) -> int:
 
 
 def _eager_torch() -> list[CodecBaseline]:
-    """All that a push does, in eager torch: difference, residual, rms, codes, residual, zstd."""
+    """The whole work of a push in eager torch: difference, residual, rms, codes, residual, zstd."""
     import torch
 
     carried: dict[int, Any] = {}
@@ -153,7 +154,7 @@ def _eager_torch() -> list[CodecBaseline]:
 
 
 def _hivemind() -> list[CodecBaseline]:
-    """hivemind's own compressors, where it is installed."""
+    """hivemind's own compressors, if it is installed."""
     import torch
 
     rules: Any = import_module("hivemind.compression")
@@ -173,7 +174,7 @@ def _hivemind() -> list[CodecBaseline]:
 
 
 def _torchao() -> list[CodecBaseline]:
-    """torchao's quantisers by block of 256, where it is installed."""
+    """torchao's quantisers by block of 256, if it is installed."""
     import torch
 
     q: Any = import_module("torchao.quantization.quant_primitives")

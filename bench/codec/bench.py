@@ -21,7 +21,7 @@ from narrows.proto.codec import F32, EncodedChunk, codec, decode_chunk, encode_f
 from narrows.proto.fragments import Fragment
 
 ELEMENTS: Final = 1 << 22
-"""Of a drawn fragment: 16 MiB as float32, larger than the caches of a core."""
+"""Elements of a drawn fragment: 16 MiB as float32, more than the caches of a core hold."""
 
 CHUNK_ELEMENTS: Final = 1 << 18
 REPEATS: Final = 5
@@ -34,14 +34,14 @@ CASES: Final = (
     ("raw32", 1.0),
 )
 CONTRIBUTORS: Final = 4
-"""Pushes that are decoded and summed together."""
+"""Number of pushes that are decoded and summed together."""
 
 LONE_ROUNDS: Final = 8
 
 
 @dataclass(frozen=True)
 class CodecRow:
-    """One codec on one kind of data. Speeds are parameters per second, all threads together."""
+    """One codec on one kind of data. Speeds are parameters per second of all threads together."""
 
     data: str
     codec: str
@@ -49,20 +49,20 @@ class CodecRow:
     threads: int
     encode_params_per_s: float
     decode_accumulate_params_per_s: float | None
-    """Payloads of CONTRIBUTORS learners checked, decoded and summed with weights."""
+    """Payloads of CONTRIBUTORS learners: checked, decoded and summed with weights."""
     decode_merge_params_per_s: float | None
-    """The same with what the default rule does besides: norms, clipping, the mean direction."""
+    """The same with the rest of the default merge rule: norms, clipping, the mean direction."""
     wire_bits_per_param: float
     snr_db: float | None
-    """Signal over error of one exchange; None if nothing is lost."""
+    """Signal over error of one exchange; None if the codec loses nothing."""
     shannon_bits_at_snr: float | None
-    """What no code of Gaussian data at this error can do without."""
+    """Bits that every code of Gaussian data needs at this error."""
     memcpy_params_per_s: float
-    """Copying the same float32 array, with as many threads, in this run."""
+    """Copying the same float32 array with as many threads, in the same run."""
 
 
 def run_codec_bench(recording: Path | None, json_file: Path | None, plot: Path | None) -> None:
-    """Measures, prints, and writes what was asked for."""
+    """Measures, prints, and writes the requested files."""
     warm_up()
     data = [drawn(name, ELEMENTS) for name in drawn_names()]
     data.append(recorded(recording) if recording else recorded())
@@ -99,9 +99,9 @@ def shannon_bits(snr: float | None) -> float | None:
 
 
 def lone_elements(data: Data) -> Iterator[dict[str, Any]]:
-    """What is not yet sent of one element of 100 rms after 1 to LONE_ROUNDS exchanges.
+    """Share of one element of 100 rms that is not yet sent after 1 to LONE_ROUNDS exchanges.
 
-    It is part of the first outer gradient alone; the later ones are noise like all others.
+    The element is part of the first outer gradient alone; the later ones are noise like all others.
     Codes are clamped, and the rest travels in later exchanges with the residual.
     """
     rms = float(np.sqrt(np.mean(data.values.astype(np.float64) ** 2)))
@@ -179,7 +179,7 @@ def _ours(data: Data, name: str, rho: float, threads: int, memcpy: float) -> Cod
 def _encoded(
     fragment: Fragment, values: F32, name: str, rho: float, learner: int
 ) -> list[EncodedChunk]:
-    """What another learner sends: the same values in another order."""
+    """The push of another learner: the same values in another order."""
     turned = np.roll(values, learner * CHUNK_ELEMENTS // 3)
     chunks = encode_fragment(
         fragment, turned,
@@ -192,7 +192,7 @@ def _encoded(
 def decoded(
     fragment: Fragment, name: str, payloads: Sequence[Sequence[EncodedChunk]]
 ) -> list[DecodedVector]:
-    """What the broker makes of pushes on arrival: payloads checked and decoded."""
+    """The broker's work when pushes arrive: payloads checked and decoded."""
     return [
         DecodedVector(
             str(number),
@@ -233,9 +233,9 @@ def _memcpy(data: Data, threads: int) -> float:
 
 
 def _params_per_s(work: Callable[[int], None], count: int, threads: int) -> float:
-    """Median rate over REPEATS of `count` parameters per thread, after one to warm up.
+    """Median rate over REPEATS of `count` parameters per thread, after one run to warm up.
 
-    Short work is repeated within a measurement, so that the clock can see it.
+    Short work is repeated within a measurement, because the clock is too coarse for it.
     """
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(work, range(threads)))
@@ -250,7 +250,7 @@ def _params_per_s(work: Callable[[int], None], count: int, threads: int) -> floa
 
 
 def table(rows: Iterator[CodecRow]) -> Table:
-    """For people: speeds in G params/s."""
+    """A table for people: speeds in G params/s."""
     shown = Table(
         ("data", "codec", "rho", "threads", "bits", "SNR dB", "Shannon", "encode G/s",
          "decode+add G/s", "decode+merge G/s", "memcpy G/s"),
@@ -273,7 +273,7 @@ def table(rows: Iterator[CodecRow]) -> Table:
 
 
 def lone_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The residual share of a lone large element by exchange."""
+    """The residual share of a single large element, by exchange."""
     headings = ("data", "codec", "rho", *map(str, range(1, LONE_ROUNDS + 1)))
     shown = Table(headings, keys=3, title="residual share of one element of 100 rms")
     for row in rows:

@@ -1,4 +1,4 @@
-"""How a fragment's step could be put into bits otherwise: codings that only the bench knows."""
+"""Other ways to put a fragment's step into bits: codings that only the bench has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from narrows.proto.codec import F32, I64, codec, piece_scales
 from narrows.proto.fragments import Fragment, Piece
 
 Coding: TypeAlias = Callable[[Fragment, F32], tuple[F32, int]]
-"""What arrives of a fragment's values (n,), and the bytes that it takes."""
+"""From a fragment's values (n,) to the values that arrive, and the bytes that they take."""
 
 CODEC: Final = "int4-zstd"
 BLOCK: Final = 256
@@ -37,8 +37,8 @@ def _step_per_block(rho: float, part: Fragment, values: F32) -> tuple[F32, int]:
 
 def _largest(density: float, part: Fragment, values: F32) -> tuple[F32, int]:
     """The largest values of each piece (top-k), quantised with a step per piece, and the gaps
-    between them. What is not sent stays with the sender, as always; nothing else of SparseLoCo
-    (arXiv 2508.15706), which has no outer momentum and forgets a part of what stays."""
+    between them. The rest stays with the sender as residual. Of SparseLoCo (arXiv 2508.15706) this
+    is the coding alone: SparseLoCo has no outer momentum and forgets a part of the residual."""
     places = np.sort(np.concatenate([_places(density, values, piece) for piece in part.pieces]))
     kept, size = _quantised(values[places], np.searchsorted(places, part.bounds), 0.5)
     sent = np.zeros_like(values)
@@ -54,7 +54,7 @@ def _places(density: float, values: F32, piece: Piece) -> I64:
 
 
 def _gap_bytes(places: I64) -> bytes:
-    """A byte per gap, after one of 255 for every 255 in it."""
+    """One byte per gap, preceded by a byte of 255 for every 255 in the gap."""
     gaps = np.diff(places, prepend=-1) - 1
     lengths = gaps // 255 + 1
     coded = np.full(lengths.sum(), 255, np.uint8)
@@ -69,9 +69,9 @@ CODINGS: Final[dict[str, Coding]] = {
     "a step per block": partial(_step_per_block, 0.5),
     **{f"largest {share:.0%}": coding for share, coding in _LARGEST.items()},
 }
-"""Of pushes and publications."""
+"""Codings of pushes and publications."""
 
 OF_PUSHES: Final[dict[str, Coding]] = {
     f"largest {share:.0%} of pushes": coding for share, coding in _LARGEST.items()
 }
-"""Publications keep their codec."""
+"""Codings of pushes; publications keep their codec."""

@@ -1,4 +1,4 @@
-"""`narrows demo`: broker and learners as real processes, one killed and back, a last table."""
+"""`narrows demo`: broker and learners as real processes, one killed and back, then a table."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run_demo(options: DemoOptions) -> None:
 
 
 def check_ended(processes: Processes, story: DemoStory, *names: str) -> None:
-    """Raises ProcessFailed if one of these has ended with a failure."""
+    """Raises ProcessFailed if one of these processes has ended with a failure."""
     victim = story.victim
     if story.returned_at and story.live_at is None and processes.running[victim].poll():
         # Its own words would be of a broker that does not answer.
@@ -71,7 +71,7 @@ def check_ended(processes: Processes, story: DemoStory, *names: str) -> None:
 
 
 def _draw(options: DemoOptions, view: View, results: demo_results.Results, path: Path) -> None:
-    """An SVG of the display while a learner was dead, and of the last table."""
+    """Writes an SVG of the display while a learner was dead, and of the last table."""
     paper = Console(record=True, file=io.StringIO(), width=100, force_terminal=True)
     if view.moment is not None:
         paper.print(view.moment)
@@ -81,7 +81,7 @@ def _draw(options: DemoOptions, view: View, results: demo_results.Results, path:
 
 
 def _start(options: DemoOptions, processes: Processes, folder: Path) -> str:
-    """Starts everybody; returns the broker's address."""
+    """Starts broker and learners; returns the broker's address."""
     address = processes.start_broker(
         "--listen", "tcp://127.0.0.1:0",
         "--state-dir", str(folder / "broker"),

@@ -1,4 +1,4 @@
-"""What the demo measured: from events, summaries and the final model to one table and one JSON."""
+"""Results of the demo: from events, summaries and the final model to one table and one JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GLOBAL = "validation loss, global model"
 
 
 def collect(options: DemoOptions, story: DemoStory, folder: Path) -> Results:
-    """Everything but the data-parallel baseline. Losses are nats per byte on validation text."""
+    """All results but the data-parallel baseline. Losses are nats per byte on validation text."""
     final = _final_status(folder / "broker.jsonl")
     merges = [
         record for record in read_rows(folder / "broker.jsonl") if record["event"] == "merged"
@@ -78,8 +78,11 @@ def collect(options: DemoOptions, story: DemoStory, folder: Path) -> Results:
 
 
 def data_parallel(options: DemoOptions, results: Results, *, say: Callable[[str], None]) -> Results:
-    """Trains with data parallelism at equal tokens; `recovered` is the share of its advantage
-    over one learner alone that the global model has. `say` is told how far it is."""
+    """Trains with data parallelism at equal tokens.
+
+    `recovered` is the share of data parallelism's advantage over one learner alone that the global
+    model reaches. `say` gets lines of progress.
+    """
 
     def report(told: Progress) -> None:
         say(f"step {told['step']} of {told['steps']}, training loss {told['train_loss']:.3f}")
@@ -95,8 +98,8 @@ def data_parallel(options: DemoOptions, results: Results, *, say: Callable[[str]
 def data_parallel_bytes(learners: int, parameters: int, steps: int) -> int:
     """Bytes that the links of all learners carry, both ways, under plain data parallelism.
 
-    bf16 gradients, ring all-reduce, every step: each learner sends and receives
-    2 (M - 1) / M of the model per step.
+    Assumes bf16 gradients and a ring all-reduce in every step: each learner sends and receives 2 (M
+    - 1) / M of the model per step.
     """
     sent_per_learner = 2 * (learners - 1) * parameters * BF16_BYTES * steps // learners
     return 2 * sent_per_learner * learners
@@ -170,7 +173,7 @@ def _rows(results: Results) -> Iterable[tuple[str, str]]:
     mean, live = results["mean_contributors_per_merge"], results["mean_live_learners"]
     yield "contributors per merge", f"{mean:.2f} of {live:.2f} live learners"
     yield "longest pause between merges", format_duration_s(results["longest_merge_gap_s"])
-    if results["killed"]:
+    if results.get("killed", True):  # Results of earlier versions always had a kill.
         rejoin = results["rejoin_s"]
         yield (
             "killed learner, from restart to merged again",

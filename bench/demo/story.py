@@ -1,4 +1,4 @@
-"""What the demo is asked to do and what happened on the way."""
+"""Options of the demo, and a record of its events."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ KILL_AT, RETURN_AT = 0.40, 0.60
 """Shares of the run at which a learner is killed and started again."""
 
 ROOM = 1.5
-"""Nobody is killed if the rest of the run is shorter than so many times the start of a learner, and
-who was killed is started again before it is."""
+"""The rest of the run must be longer than so many times the start of a learner. Otherwise nobody is
+killed, and a learner that was killed is started again before the rest gets shorter."""
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What the command line said."""
+    """Options of the command line."""
 
     learners: int = 4
     steps: int = 0
@@ -64,19 +64,19 @@ class DemoOptions:
 
 @dataclass
 class DemoStory:
-    """What happened, for the display and the results."""
+    """Record of a run, for the display and the results."""
 
     victim: str
     started_at: float = 0.0
     begun_at: float | None = None
-    """When all learners had started and the run began."""
+    """Time at which all learners had started and the run began."""
     killed_at: float | None = None
     returned_at: float | None = None
     first_incarnation: str = ""
     live_at: float | None = None
-    """When the broker counted the returned learner as live."""
+    """Time at which the broker counted the returned learner as live."""
     contributed_at: float | None = None
-    """When the returned learner was merged again."""
+    """Time at which the returned learner was merged again."""
     ended_at: float = 0.0
     last: Status | None = None
     losses: dict[str, list[tuple[float, float]]] = field(
@@ -84,7 +84,7 @@ class DemoStory:
     )
 
     def note(self, status: Status, now: float) -> None:
-        """Takes a new status in."""
+        """Reads a new status."""
         self.last = status
         if status.phase is not Phase.FOUNDING and self.begun_at is None:
             self.begun_at = now
@@ -104,16 +104,16 @@ class DemoStory:
                 self.contributed_at = self.contributed_at or now
 
     def is_to_kill(self, share: float, now: float) -> bool:
-        """The victim dies now: there is time for it to come back."""
+        """True if the victim dies now: there is time for it to come back."""
         return self.killed_at is None and share >= KILL_AT and self._has_room(share, now)
 
     def is_to_return(self, share: float, now: float) -> bool:
-        """The victim is started again now."""
+        """True if the victim is started again now."""
         is_dead = self.killed_at is not None and self.returned_at is None
         return is_dead and (share >= RETURN_AT or not self._has_room(share, now))
 
     def _has_room(self, share: float, now: float) -> bool:
-        """The rest of the run is long enough to start a learner in it."""
+        """True if the rest of the run is long enough to start a learner in it."""
         if self.begun_at is None or not share:
             return False
         left_s = (now - self.begun_at) * (1 - share) / share
@@ -121,7 +121,7 @@ class DemoStory:
 
     @property
     def chapter(self) -> str:
-        """What happens to the victim now, "" before anything does."""
+        """Present state of the victim in words; "" before it is killed."""
         if self.killed_at is None:
             return ""
         if self.returned_at is None:
@@ -134,7 +134,7 @@ class DemoStory:
 
     @property
     def rejoin_s(self) -> float | None:
-        """From the start of the new process to its first merged contribution."""
+        """Seconds from the start of the new process to its first merged contribution."""
         if self.returned_at is None or self.contributed_at is None:
             return None
         return self.contributed_at - self.returned_at

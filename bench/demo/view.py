@@ -21,9 +21,9 @@ from narrows.proto.units import counted, format_bytes, format_count, format_dura
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_COUNT = 20
 STYLES = {"lost": "bold red", "late": "yellow", "joining": "yellow"}
-"""By state of a learner."""
+"""Style of a learner's row by its state."""
 PLAIN_S = 5.0
-"""Without a live display, one line so often."""
+"""Interval of the lines that stand in for a live display."""
 
 
 class View:
@@ -55,7 +55,7 @@ class View:
             self._live.stop()
 
     def update(self, status: Status, alone: dict[str, Any]) -> None:
-        """Takes a new status in."""
+        """Reads a new status."""
         for learner in status.learners:
             if learner.loss is not None:
                 losses = self._losses.setdefault(learner.name, deque(maxlen=400))
@@ -131,7 +131,7 @@ class View:
 
 
 def sparkline(values: list[float]) -> str:
-    """The course of a loss in SPARK_COUNT characters, each the mean of its share."""
+    """The course of a loss in SPARK_COUNT characters; each is the mean of its share."""
     if len(values) < 2:
         return ""
     count = min(SPARK_COUNT, len(values))

@@ -1,6 +1,6 @@
-"""`narrows bench all`: every bench in a process of its own, one after the other, then the report.
+"""`narrows bench all`: every bench in its own process, one after the other, then the report.
 
-A line of parts.jsonl says how each part ended; what ended well is not run again.
+A line of parts.jsonl says how each part ended. A part that ended well is not run again.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from narrows.broker.cli.tables import terminal
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 
 ROWS: Final = "{rows}"
-"""In the arguments of a part: its rows file."""
+"""Stands in the arguments of a part for its rows file."""
 
 
 @dataclass(frozen=True)
 class BenchPart:
-    """One bench as it is called."""
+    """One bench, and the way it is called."""
 
     name: str
-    """Of its results: NAME.json, and NAME.jsonl for the rows."""
+    """Name of its results: NAME.json, and NAME.jsonl for the rows."""
     minutes: float
-    """On two quiet cores, as far as is known; environments of other systems not included."""
+    """Estimated minutes on two quiet cores, without building the environments of other systems."""
     arguments: tuple[str, ...]
-    """After `narrows`, without --json."""
+    """Arguments after `narrows`, without --json."""
     root: bool = False
 
     def command(self, folder: Path) -> list[str]:
-        """For a process of its own."""
+        """The command line of its process."""
         rows = str(folder / f"{self.name}.jsonl")
         arguments = [rows if word == ROWS else word for word in self.arguments]
         result = str(folder / f"{self.name}.json")
@@ -48,7 +48,7 @@ class BenchPart:
 
 
 def small() -> list[BenchPart]:
-    """A look at everything in 20 minutes; the demo is a command of its own."""
+    """A look at every bench in 20 minutes; the demo is a command of its own."""
     return [
         _part("bandwidth", 1),
         _part("codec", 1.5),
@@ -65,7 +65,7 @@ def small() -> list[BenchPart]:
 
 
 def long() -> list[BenchPart]:
-    """Longer selections: half a day."""
+    """The long selections: half a day."""
     demo = BenchPart("demo", 6, ("demo", "--baselines", "--plain"))
     return [
         demo,
@@ -87,7 +87,7 @@ def _part(name: str, minutes: float, *arguments: str) -> BenchPart:
 
 
 def _lines(wan: float, budget: float, training: float, *arguments: str) -> list[BenchPart]:
-    """The parts that need a line, by minutes."""
+    """The parts that need a shaped line. Arguments: their minutes."""
     kinds = (("wan", wan, ()), ("wan-budget", budget, ("--budget",)),
              ("wan-training", training, ("--training",)))  # fmt: skip
     return [
@@ -103,7 +103,7 @@ def run_everything(folder: Path, *, full: bool) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     failed = run_parts(long() if full else small(), folder, terminal())
-    run_report(folder, folder / "report.html", None, None)
+    run_report(folder, folder / "report.html")
     if failed:
         raise NarrowsError(
             ErrorCode.MISUSE,
@@ -137,7 +137,7 @@ def run_parts(parts: Sequence[BenchPart], folder: Path, console: Console) -> lis
 
 
 def why_not(part: BenchPart) -> str:
-    """Why it cannot run here; "" if it can."""
+    """Reason why a part cannot run here; "" if it can."""
     if part.root:
         try:
             check_able()
@@ -153,14 +153,14 @@ def _open(part: BenchPart, folder: Path, done: Mapping[str, Mapping[str, object]
 
 
 def _run(part: BenchPart, folder: Path) -> dict[str, object]:
-    # What an earlier run left would stand in the report as if this one had written it.
+    # An earlier result would stand in the report as if this run had written it.
     (folder / f"{part.name}.json").unlink(missing_ok=True)
     began = time.monotonic()
     with subprocess.Popen(part.command(folder), env=environment()) as child:
         try:
             child.wait()
         except KeyboardInterrupt:
-            child.terminate()  # It ends what it has started.
+            child.terminate()  # It ends the processes that it has started.
             child.wait()
             raise
     return {

@@ -1,6 +1,6 @@
-"""`narrows bench goodput`: how much of a large cluster's time is useful when its chips fail.
+"""`narrows bench goodput`: the useful share of a large cluster's time when its chips fail.
 
-Every line of the rows file is one cell; a bench that was interrupted goes on where it stopped.
+Every line of the rows file is one cell. A bench that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run_goodput_bench(
     short: bool,
     workers: int,
 ) -> None:
-    """Runs what is missing, prints the tables, and writes what was asked for.
+    """Runs the missing cells, prints the tables, and writes the requested files.
 
     `short`: tapes of SHORT_S and no sweep. `workers` 0: one per core.
     """
@@ -69,7 +69,7 @@ def run_goodput_bench(
 def run_cells(
     cells: Sequence[GoodputCell], path: Path, *, workers: int, console: Console
 ) -> list[Row]:
-    """The rows of the cells, run where `path` has none yet."""
+    """The rows of the cells; runs those that `path` does not have."""
     head = {"seed": SEED, "costs": asdict(calibrated())}
     keyed = {_key(head | asdict(cell)): cell for cell in cells}
 
@@ -90,13 +90,15 @@ def run_cells(
 
 
 def _key(row: Mapping[str, Any]) -> str:
-    """What makes a cell another cell, and the costs that it was run with."""
+    """The key of a cell: everything that makes it another cell, and the costs that it was run
+    with."""
     names = ["seed", "costs", *GoodputCell.__dataclass_fields__]
     return json.dumps({name: row[name] for name in names}, sort_keys=True)
 
 
 def set_relative_times(rows: Sequence[Row]) -> None:
-    """`relative_time` of the scavenging rows: to the goal, in units of nobody added."""
+    """Sets `relative_time` of the scavenging rows: time to the goal, relative to no added
+    learner."""
     mine = [row for row in rows if row["sweep"] == "scavenging"]
     for row in mine:
         (alone,) = (each for each in mine if each["added"] == 0)
@@ -105,7 +107,7 @@ def set_relative_times(rows: Sequence[Row]) -> None:
 
 
 def agreement(rows: Sequence[Row]) -> list[Row]:
-    """How far these rows are from the published cells, in points, by what was fitted to them."""
+    """Distance of these rows from the published cells, in points, by the cells that were fitted."""
     groups: dict[str, tuple[str, Sequence[int]]] = {
         "data parallel, fitted": ("data_parallel", [1]),
         "elastic, fitted": ("elastic", [1]),
@@ -129,7 +131,7 @@ def agreement(rows: Sequence[Row]) -> list[Row]:
 
 
 def agreement_table(groups: Sequence[Row]) -> Table:
-    """`agreement` for reading."""
+    """A table of `agreement`."""
     shown = Table(("", "cells", "mean", "worst"), title="distance from the published cells, points")
     for each in groups:
         distances = (f"{each[name]:.1f}" for name in ("mean_points", "worst_points"))
@@ -138,7 +140,7 @@ def agreement_table(groups: Sequence[Row]) -> Table:
 
 
 def percent_table(title: str, rows: Sequence[Row], key: str, prefix: str) -> Table:
-    """Methods by chips, with half of the interval."""
+    """A table of methods by chips, with half of the interval."""
     shown = Table(("method", *(f"{chips // 1000}k" for chips in CHIPS)), title=title)
     for method, learners in dict.fromkeys((row["method"], row["learners"]) for row in rows):
         of = {r["chips"]: r for r in rows if (r["method"], r["learners"]) == (method, learners)}
@@ -155,7 +157,7 @@ def _entry(row: Row, key: str, prefix: str) -> str:
 
 
 def sweep_table(sweep: str, rows: Sequence[Row]) -> Table:
-    """What all variants have, and what only this sweep measures."""
+    """A table of the fields that all variants have, and of those that only this sweep measures."""
     own = [
         name
         for name in ("fast_contribute_percent", "slow_contribute_percent", "relative_time")
@@ -170,8 +172,8 @@ def sweep_table(sweep: str, rows: Sequence[Row]) -> Table:
 
 
 def half_an_hour() -> dict[str, list[tuple[float, float]]]:
-    """When whom the headline's tape lets train: the data-parallel jobs by the model, the learners
-    as the machines did."""
+    """Times in which each job trains on the headline's tape: the data-parallel jobs by the stall
+    model, the learners as the state machines did."""
     cell = GoodputCell("decoupled", *HEADLINE, PICTURE_S)
     lines = {
         method.replace("_", " "): stretches(
@@ -185,7 +187,7 @@ def half_an_hour() -> dict[str, list[tuple[float, float]]]:
 
 
 def stretches(course: Course) -> list[tuple[float, float]]:
-    """From when to when a job trained, seconds."""
+    """Times at which a job begins and stops to train, seconds."""
     stops_s = np.append(course.times_s[1:], course.span_s)
     up = course.up > 0
     return list(zip(course.times_s[up].tolist(), stops_s[up].tolist(), strict=True))

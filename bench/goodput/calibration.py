@@ -1,9 +1,10 @@
-"""The stall model's four fitted costs, and the fits that the published table allows beside them.
+"""The stall model's four fitted costs, and the other fits that the published table allows.
 
-Two come from the rows of elastic data parallel and of M = 4, 8 and 16, two from that of data
-parallel without elasticity: least squares among the costs that are near enough to every cell of
-their rows. M = 2 is left out, so that its row is a prediction. The fits use closed forms, the
-tapes confirm them. The structure (what stalls whom) was chosen with the whole table in view.
+Two costs come from the rows of elastic data parallelism and of M = 4, 8 and 16. Two come from the
+row of data parallelism without elasticity. Each fit is least squares among the costs that are near
+enough to every cell of their rows. M = 2 is left out, so that its row is a prediction. The fits use
+closed forms; the tapes confirm them. The structure (which failure stalls whom) was chosen with the
+whole table in view.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ REPAIR_S: Final = 300.0
 """Assumed: five minutes. The table says no more than that it is short: 0 to 600 s fit as well."""
 
 ALONE_POINTS: Final = 2.0
-"""How far a fit may be from any cell of the two rows of data parallel."""
+"""Largest distance of a fit from any cell of the two rows of data parallelism."""
 
 DECOUPLED_POINTS: Final = 3.0
-"""The same for the decoupled rows: the table itself has 58 and 54% for equal chips per learner."""
+"""The same for the decoupled rows. The table itself has 58 and 54% for equal chips per learner."""
 
 GATHERS_S: Final = range(20, 601, 10)
 RECONFIGURATIONS_S: Final = [0.1 * i for i in range(50, 200)]
 RESTARTS_S: Final = range(30, 91)
 CHECKPOINTS_S: Final = range(10, 151, 10)
-"""What is tried, seconds."""
+"""Checkpoint intervals that are tried, seconds."""
 
 FITTED_CONSTANTS: Final = {
     "slices.gather_s": "elastic rows: M = 1, 4, 8, 16",
@@ -49,31 +50,33 @@ FITTED_CONSTANTS: Final = {
     "restart_s": "data parallel",
     "checkpoint_s": "data parallel",
 }
-"""By what they are fitted to; what else the model has is published or assumed."""
+"""Fitted constants, by the rows that they are fitted to. The model's other constants are published
+or assumed."""
 
 Pair: TypeAlias = tuple[float, float]
 
 
 class Target(NamedTuple):
-    """One published cell, and how far a fit may be from it."""
+    """One published cell, and the largest distance of a fit from it."""
 
     chips: float
-    """Figures of one job or learner."""
+    """Chips of one job or learner."""
     percent: float
     tolerance_points: float
 
 
 def missing_share(out_s: float) -> float:
-    """Share of the slices that are out, each for so long: one that is out cannot fail."""
+    """Share of the slices that are out, each for `out_s` seconds. A slice that is out cannot
+    fail."""
     return SLICE_CHIPS * out_s / (CHIP_FAILURE_S + SLICE_CHIPS * out_s)
 
 
 def elastic_percent(chips: float, gather_s: float, reconfigure_s: float) -> float:
-    """Goodput of an elastic job: it stalls at each failure and each time that it takes slices in.
+    """Goodput of an elastic job. It stalls at each failure, and each time that it takes slices in.
 
-    The first slice that is back waits `gather_s`, those that follow meanwhile for half of it. A
-    stall absorbs the failures in it; of the times to take in, which are further apart than a
-    stall is long, it absorbs those that fall into the stall of a failure.
+    The first slice that is back waits `gather_s`; those that follow meanwhile wait half of it on
+    average. A stall absorbs the failures in it. The times to take slices in are further apart than
+    a stall is long. A stall of a failure absorbs those that fall into it.
     """
     first_per_s = chips / CHIP_FAILURE_S
     followers = first_per_s * gather_s

@@ -1,4 +1,4 @@
-"""Cells of the goodput bench: the table, and a sweep over what the table takes for granted."""
+"""Cells of the goodput bench: the published table, and a sweep over its assumptions."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ QUARTER_S: Final = 3 * MONTH_S
 DAY_S: Final = 100_000.0
 """A little more than a day."""
 DAYS: Final = 2
-"""Tapes of the real machines, in units of DAY_S."""
+"""Length of the tapes for the real state machines, in units of DAY_S."""
 
 GoodputMethod: TypeAlias = Literal["data_parallel", "elastic", "decoupled", "sweep"]
 
 
 @dataclass(frozen=True)
 class GoodputCell:
-    """One row; a sweep's fields are left alone in the table."""
+    """One row. The table's rows keep the defaults of the sweep's fields."""
 
     method: GoodputMethod
     learners: int
     chips: int
-    """Of the whole cluster; 0: nothing fails."""
+    """Chips of the whole cluster; 0: nothing fails."""
     span_s: float
     sweep: str = ""
-    """What is varied, and the name of this variant; "" in the table."""
+    """Name of the sweep; "" in the table. `name` is the variant."""
     name: str = ""
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
     step_s: float = STEP_S
@@ -38,9 +38,9 @@ class GoodputCell:
     ramp_steps: int = 0
     """Steps before a learner's new process contributes."""
     slow: float = 1.0
-    """How long the steps of every second learner are in units of the others'."""
+    """Length of every second learner's steps, in units of the others'."""
     added: int = 0
-    """Learners beside `learners` that are there every second hour."""
+    """Learners beside `learners` that are present every second hour."""
 
     @property
     def place(self) -> Place:
@@ -48,7 +48,7 @@ class GoodputCell:
 
 
 def table(machines_s: float) -> list[GoodputCell]:
-    """Every published cell; the machines play tapes of `machines_s`."""
+    """Every published cell; the state machines play tapes of `machines_s`."""
     alone: tuple[GoodputMethod, ...] = ("data_parallel", "elastic")
     cells = [GoodputCell(method, 1, chips, QUARTER_S) for method in alone for chips in CHIPS]
     for learners in LEARNERS:

@@ -1,8 +1,8 @@
 """Failures on the real state machines: a simulated run whose learners follow courses.
 
 The simulator's clock is slower than the tape: one second of the machines is one inner step and
-stands for `step_s` of the tape. It makes a tape of a day affordable, and whatever the machines
-take for themselves (joining, beats, latency, merging) weighs `step_s` times as much as it would.
+stands for `step_s` seconds of the tape. This makes a tape of a day affordable. The machines' own
+delays (joining, beats, latency, merging) weigh `step_s` times as much as they would.
 """
 
 from __future__ import annotations
@@ -15,50 +15,50 @@ from typing import Final
 import numpy as np
 
 from narrows.bench.goodput.stall_model import NEVER, Course, full_course, uptime
-from narrows.bench.goodput.tapes import F64
 from narrows.bench.sim.broker import SimulatedRound
 from narrows.bench.sim.learner import LearnerSpec, SimulatedLearner
 from narrows.bench.sim.simulation import Simulation
 from narrows.bench.sim.virtual import Faults
 from narrows.broker.config import BrokerConfig
+from narrows.proto.codec import F64
 from narrows.proto.config import override
 
 STEP_S: Final = 20.0
-"""Seconds of the tape that an inner step takes, as long as one of DeepSeek-V3 is taken to be in
-Streaming DiLoCo (arXiv 2501.18512)."""
+"""Seconds of the tape per inner step, as in Streaming DiLoCo (arXiv 2501.18512) for DeepSeek-V3."""
 
 LEAD_S: Final = 10.0
-"""The machines' seconds before the tape begins: everybody joins."""
+"""Seconds of the machines before the tape begins, in which everybody joins."""
 
 TOKENS_PER_STEP: Final = 1_000_000
 
 SETTINGS: Final[Mapping[str, object]] = {"broker.checkpoint_versions": 1_000_000}
-"""Beside the defaults. The simulated broker does not fail here: checkpoints would be for nobody."""
+"""Settings beside the defaults. The simulated broker does not fail here, so checkpoints would be
+for nobody."""
 
 
 @dataclass(frozen=True)
 class MachinePlan:
-    """One learner: what it can do by time, and when its process is not there."""
+    """One learner: its course, and the times at which its process is absent."""
 
     course: Course
     absences_s: F64 = field(default_factory=lambda: NEVER)
-    """(n, 2), in order: it is killed at the beginning of each and started at its end."""
+    """(n, 2), in order: the process is killed at the beginning of each and started at its end."""
     lent: bool = False
-    """Its chips belong to somebody else while it is absent; else that time is lost."""
+    """True if its chips belong to somebody else while it is absent. Otherwise that time is lost."""
     pace: float = 1.0
-    """How long its steps are in units of the run's."""
+    """Length of its steps, in units of the run's."""
     ramp_steps: int = 0
-    """Steps before a process that is not its first contributes."""
+    """Steps before a process contributes, unless it is the learner's first."""
 
 
 class PlannedLearner(SimulatedLearner):
-    """One incarnation; an inner step under way when a stall begins goes on after it."""
+    """One incarnation. An inner step that a stall interrupts goes on after the stall."""
 
     def __init__(self, run: PlannedRun, spec: LearnerSpec) -> None:
         super().__init__(run.clock, run.random, run.faults, run, spec, run.layout)
         self._run, self._plan = run, run.plans[spec.name]
         self.begun_s = 0.0
-        """When its newest step began, on the tape."""
+        """Time on the tape at which its newest step began."""
 
     def step_lasts_s(self) -> float:
         self.begun_s = self._run.tape_s
@@ -75,7 +75,8 @@ class PlannedLearner(SimulatedLearner):
 
 
 def _when_trained(course: Course, begun_s: float, wanted_s: float) -> float:
-    """Seconds from `begun_s` until so much has been trained; outside its span nothing stalls."""
+    """Seconds from `begun_s` until `wanted_s` seconds have been trained; nothing stalls outside the
+    course's span."""
     segment = _segment(course, begun_s)
     at_s, left_s = begun_s, wanted_s
     while segment < len(course.times_s):
@@ -89,12 +90,13 @@ def _when_trained(course: Course, begun_s: float, wanted_s: float) -> float:
 
 
 def _segment(course: Course, at_s: float) -> int:
-    """Which segment holds a time; the first one also what was before."""
+    """Index of the segment that holds a time. The first segment also holds the time before it."""
     return max(0, int(np.searchsorted(course.times_s, at_s, side="right")) - 1)
 
 
 class PlannedRun(Simulation):
-    """A decoupled run on a tape; `steps` are (begin, end, tokens) by learner, times of the tape."""
+    """A decoupled run on a tape. `steps` are (begin, end, tokens) by learner, in times of the
+    tape."""
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class PlannedRun(Simulation):
         return PlannedLearner(self, spec)
 
     def record(self, record: object) -> None:
-        """Of a run this long only the merges within the tape are kept."""
+        """Keeps only the merges within the tape: a run this long has too many other records."""
         if isinstance(record, SimulatedRound) and self.tape_s > 0:
             self.commits.append(record)
 
@@ -145,11 +147,13 @@ class PlannedRun(Simulation):
         """Runs to the end of the tape."""
         self.run(LEAD_S + self.span_s / self.step_s)
 
-    # What came of it.
+    # Results.
 
     def goodput(self, edges_s: F64) -> F64:
-        """Share of the allocated time between each two edges that went into steps: those that
-        end there, at their usual length and by their tokens."""
+        """Useful share of the allocated time between each two edges.
+
+        A step counts where it ends, at its usual length and by its tokens.
+        """
         made_s, allocated_s = np.zeros(len(edges_s) - 1), np.zeros(len(edges_s) - 1)
         for name, plan in self.plans.items():
             ends_s = [end_s for _, end_s, _ in self.steps[name]]

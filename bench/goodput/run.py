@@ -1,4 +1,4 @@
-"""One cell of the goodput bench: its tape, what plays it, and the row that comes of it."""
+"""One cell of the goodput bench: its tape, the model or machines that play it, and the row."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from narrows.bench.goodput.stall_model import (
     goodput,
     uptime,
 )
-from narrows.bench.goodput.tapes import F64, failure_tape
+from narrows.bench.goodput.tapes import failure_tape
 from narrows.bench.kit.runner import Row
 from narrows.bench.kit.stats import half_interval
+from narrows.proto.codec import F64
 
 BLOCKS: Final = 10
-"""A tape is cut into so many parts; their spread gives the interval of the mean. Every part is
-longer than a slice is out, so that parts hardly depend on each other."""
+"""Number of parts of a tape; their spread gives the interval of the mean. A part is longer than any
+slice is out, so that parts hardly depend on each other."""
 
 HOUR_S: Final = 3600.0
 
 
 def run_cell(cell: GoodputCell, seed: int) -> Row:
-    """Plays the cell; `goodput_percent` and `uptime_percent` with 95% intervals."""
+    """Plays the cell; `goodput_percent` and `uptime_percent` have 95% intervals."""
     measure = _by_model if cell.method in ("data_parallel", "elastic") else _by_machines
     return {"seed": seed, **asdict(cell), "costs": asdict(calibrated()), **measure(cell, seed)}
 
 
 def courses_of(cell: GoodputCell, span_s: float, seed: int) -> list[Course]:
-    """What each learner can do by time on the cell's tape."""
+    """The course of each learner on the cell's tape."""
     costs = calibrated()
     tape = failure_tape(cell.chips, span_s, seed, costs.slices)
     if cell.method == "data_parallel":
@@ -50,7 +51,7 @@ def courses_of(cell: GoodputCell, span_s: float, seed: int) -> list[Course]:
 
 
 def plans_of(cell: GoodputCell, seed: int) -> list[MachinePlan]:
-    """One plan per learner, those added last."""
+    """One plan per learner; added learners come last."""
     if cell.restarts:
         return _restarting(cell, seed)
     if cell.chips:
@@ -65,8 +66,8 @@ def plans_of(cell: GoodputCell, seed: int) -> list[MachinePlan]:
 
 
 def _restarting(cell: GoodputCell, seed: int) -> list[MachinePlan]:
-    """Its process dies at a failure and comes back with all of its chips, but without what it
-    knew: it joins and fetches the model."""
+    """Plans of learners whose process dies at a failure. It comes back with all of its chips and
+    without its memory: it joins and fetches the model."""
     costs = calibrated()
     tape = failure_tape(cell.chips, cell.span_s, seed, costs.slices)
     plans: list[MachinePlan] = []
@@ -122,13 +123,13 @@ def _measured(
         mean, half = fmean(percents), half_interval(percents)
         row[name] = mean
         row[f"{prefix}ci_low_percent"] = mean - half
-        # Drawn lengths of steps may be a little shorter than usual all together.
+        # Drawn lengths of steps may together be a little shorter than usual.
         row[f"{prefix}ci_high_percent"] = min(mean + half, max(mean, 100.0))
     return row
 
 
 def _beside(cell: GoodputCell, seed: int) -> Row:
-    """The stall model alone: on the same tape, on one of a month, and under all other fits."""
+    """The stall model alone: on the same tape, on a tape of a month, and under all other fits."""
     same = courses_of(cell, cell.span_s, seed)
     month = courses_of(cell, MONTH_S, seed)
     low, high = fit_range_percent(cell.learners, cell.chips)
@@ -144,7 +145,7 @@ def _beside(cell: GoodputCell, seed: int) -> Row:
 
 
 def _by_speed(run: PlannedRun) -> Row:
-    """In how many percent of the merges a learner's contribution is, by its pace."""
+    """Percentage of the merges that have a learner's contribution, by the learner's pace."""
     counts = list(run.contributions().values())
     merges = len(run.commits)
     return {

@@ -1,17 +1,17 @@
-"""The stall model: when a job trains and with which share of its chips, given a failure tape.
+"""The stall model: from a failure tape to the times at which a job trains, and its share of chips.
 
-Goodput is the share of the allocated chip time that is spent on useful training, uptime the share
-of time in which the system as a whole advances steps: at least one learner does (Decoupled
-DiLoCo, arXiv 2604.21428, Sec. 2). What is lost to a failure:
+Goodput is the share of the allocated chip time that is spent on useful training. Uptime is the
+share of time in which the system as a whole makes steps: at least one learner does (Decoupled
+DiLoCo, arXiv 2604.21428, Sec. 2). The loss of a failure:
 
-- data parallel: everything stops, restarts from the newest checkpoint on spare chips, and does
-  again what was not in it;
-- elastic data parallel: everything stops while the job goes on without the slice, and once more
+- data parallel: everything stops, restarts from the newest checkpoint on spare chips, and repeats
+  the work since that checkpoint;
+- elastic data parallel: everything stops while the job leaves the slice out, and stops once more
   to take in slices that are back, those of some minutes together; in between the slice is missing;
-- decoupled: the same as elastic, but only of the learner that the slice belongs to. So the goodput
-  of M learners on N chips is that of one elastic job on N/M.
+- decoupled: the same as elastic, but only for the learner that the slice belongs to. So the goodput
+  of M learners on N chips is that of one elastic job on N/M chips.
 
-What happens during a stall is absorbed by it.
+A stall absorbs the failures that happen in it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from typing import Final
 
 import numpy as np
 
-from narrows.bench.goodput.tapes import F64, Slices, Tape
+from narrows.bench.goodput.tapes import Slices, Tape
+from narrows.proto.codec import F64
 
 NEVER: Final[F64] = np.empty((0, 2))
-"""No times from and to."""
+"""An empty list of spans."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a failure costs; times in seconds."""
+    """Costs of a failure; times in seconds."""
 
     slices: Slices
     restart_s: float
@@ -43,9 +44,9 @@ class Costs:
 
 @dataclass(frozen=True)
 class Course:
-    """What a job can do by time: segment i begins at `times_s[i]`, the last one ends at `span_s`.
+    """Course of a job: segment i begins at `times_s[i]`, the last one ends at `span_s`.
 
-    `up` (n,) is 1 where it trains and 0 where it is stalled, `share` (n,) its present chips.
+    `up` (n,) is 1 where the job trains and 0 where it is stalled, `share` (n,) its present chips.
     """
 
     span_s: float
@@ -58,7 +59,7 @@ class Course:
         return self._integral(self.up, until_s)
 
     def useful_s(self, until_s: F64) -> F64:
-        """The same, counted by the share of the chips that took part."""
+        """The same, weighted by the share of the chips that took part."""
         return self._integral(self.up * self.share, until_s)
 
     def is_up(self, at_s: F64) -> F64:
@@ -72,7 +73,8 @@ class Course:
 
 
 def course(tape: Tape, stalls_s: F64) -> Course:
-    """`stalls_s` (n, 2), seconds, may overlap; the share is that of the slices not out."""
+    """The course of a job with these stalls (n, 2), seconds. Stalls may overlap. The share is that
+    of the slices that are not out."""
     return _course(tape.span_s, stalls_s, _spans(tape.failed_s, tape.back_s), tape.slices)
 
 
@@ -91,7 +93,7 @@ def data_parallel(tape: Tape, costs: Costs) -> Course:
 
 
 def elastic(tape: Tape, costs: Costs) -> Course:
-    """One job, or one learner, that goes on without a slice."""
+    """One job, or one learner, that trains on without a slice."""
     gathered = tape.gathered(costs.slices.gather_s)
     changes_s = np.sort(np.concatenate((gathered.failed_s, gathered.back_s)))
     return course(gathered, absorbed(changes_s, lambda up_s: costs.reconfigure_s))
@@ -100,7 +102,7 @@ def elastic(tape: Tape, costs: Costs) -> Course:
 def absorbed(causes_s: F64, length_s: Callable[[float], float]) -> F64:
     """Stalls (n, 2) that causes at these times, in order, bring about.
 
-    `length_s` gives the length of a stall from the time trained since the one before.
+    `length_s` gives the length of a stall, from the time trained since the stall before it.
     """
     stalls_s: list[tuple[float, float]] = []
     resumed_s = float(causes_s[0]) if causes_s.size else 0.0
@@ -125,14 +127,14 @@ def _course(span_s: float, stalls_s: F64, outages_s: F64, slices: int) -> Course
 
 
 def _covering(at_s: F64, spans_s: F64) -> F64:
-    """How many of `spans_s` (n, 2) hold each time."""
+    """Number of `spans_s` (n, 2) that hold each time."""
     begun = np.searchsorted(np.sort(spans_s[:, 0]), at_s, side="right")
     ended = np.searchsorted(np.sort(spans_s[:, 1]), at_s, side="right")
     return (begun - ended).astype(np.float64)
 
 
 def goodput(courses: Sequence[Course], edges_s: F64) -> F64:
-    """Share of the chip time between each two edges that was useful, equal learners."""
+    """Useful share of the chip time between each two edges, for equal learners."""
     useful_s = np.sum([np.diff(each.useful_s(edges_s)) for each in courses], axis=0)
     shares: F64 = useful_s / (len(courses) * np.diff(edges_s))
     return shares

@@ -1,44 +1,43 @@
-"""Failure tapes: which slice of a cluster is out from when to when.
+"""Failure tapes: the times at which each slice of a cluster is out.
 
-One tape per number of chips is played to every method, whole or in parts, so that methods differ
-by what they make of the same failures.
+One tape per number of chips is played to every method, whole or in parts. So methods differ only by
+their reaction to the same failures.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from narrows.bench.goodput.published import CHIP_FAILURE_S
-
-F64: TypeAlias = npt.NDArray[np.float64]
+from narrows.proto.codec import F64
 
 WARM_UP_REPAIRS: Final = 10
-"""A tape starts so many mean repairs before 0, so that slices are out from the beginning on."""
+"""A tape starts this many mean repairs before 0, so that slices are out from the beginning on."""
 
 
 @dataclass(frozen=True)
 class Slices:
-    """The unit that fails: some chips that leave and come back together."""
+    """The unit that fails: a group of chips that leave and come back together."""
 
     chips: int
     repair_s: float
     """Mean time until a slice is back."""
     gather_s: float
-    """How long a job waits, once a slice is back, to take in with it what comes back meanwhile."""
+    """Seconds that a job waits, once a slice is back, to take in other slices together with it."""
 
     def count(self, chips: int) -> int:
-        """Slices of a cluster."""
+        """Number of slices of a cluster."""
         return max(1, round(chips / self.chips))
 
     def draw_repairs(self, rng: np.random.Generator, count: int) -> F64:
         """Durations in seconds, exponentiated Weibull with shape 1 and exponent 2: the longer of
-        two exponential times. The paper names the family and no parameters; nothing but the mean
-        matters to goodput, because slices are repaired independently of each other."""
+        two exponential times. The paper names the family and no parameters. Only the mean matters
+        to goodput, because slices are repaired independently of each other."""
         longer: F64 = self.repair_s / 1.5 * rng.exponential(size=(2, count)).max(axis=0)
         return longer
 
@@ -54,15 +53,15 @@ class Tape:
     back_s: F64
 
     def part(self, index: int, of: int) -> Tape:
-        """What hits the `index`-th of `of` equal learners."""
+        """The outages of the `index`-th of `of` equal learners."""
         first, stop = self.slices * index // of, self.slices * (index + 1) // of
         mine = (self.slice_ >= first) & (self.slice_ < stop)
         kept = self.slice_[mine] - first, self.failed_s[mine], self.back_s[mine]
         return Tape(self.span_s, stop - first, *kept)
 
     def gathered(self, gather_s: float) -> Tape:
-        """The same with slices out until they are taken in: the first that is back waits
-        `gather_s`, and all that come back meanwhile are taken in together with it."""
+        """The same tape with slices out until they are taken in: the first that is back waits
+        `gather_s`; all that come back meanwhile are taken in together with it."""
         taken_in_s, due_s = self.back_s.copy(), -math.inf
         for i in np.argsort(self.back_s).tolist():
             if self.back_s[i] > due_s:
@@ -72,8 +71,8 @@ class Tape:
 
 
 def failure_tape(chips: int, span_s: float, seed: int, slices: Slices) -> Tape:
-    """Poisson failures, one per chip and `CHIP_FAILURE_S`; a slice that is out or still to be
-    taken in cannot fail."""
+    """Poisson failures, one per chip and `CHIP_FAILURE_S`. A slice that is out, or not yet taken
+    in, cannot fail."""
     rng = np.random.default_rng([seed, chips])
     count, start_s = slices.count(chips), -WARM_UP_REPAIRS * slices.repair_s
     failures = rng.poisson(chips * (span_s - start_s) / CHIP_FAILURE_S)

@@ -1,4 +1,4 @@
-"""`narrows bench journal`: what durability costs: rounds per second, bytes, delay."""
+"""`narrows bench journal`: the cost of durability: rounds per second, bytes, delay."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHUNK_ELEMENTS: Final = 1 << 18
 
 @dataclass(frozen=True)
 class JournalRow:
-    """Rounds one after the other, as fast as they go: merge, journal, publication."""
+    """Rounds one after the other at full speed: merge, journal, publication."""
 
     journal: str
     params: int
@@ -41,16 +41,16 @@ class JournalRow:
     fragments: int
     rounds_per_s: float
     bytes_per_round: float
-    """Written to the journal."""
+    """Bytes written to the journal."""
     merge_ms_median: float
     added_ms_median: float
-    """From the end of the merge to the moment at which the publication may leave."""
+    """Time from the end of the merge to the moment at which the publication may leave."""
     added_ms_p99: float
 
 
 @dataclass(frozen=True)
 class _Contributions:
-    """What learners have sent for a fragment, decoded and as it travelled."""
+    """Contributions to a fragment, decoded and as they travelled."""
 
     contributed: tuple[Contribution, ...]
     chunks: dict[int, tuple[int, DecodedChunk]]
@@ -60,7 +60,8 @@ class _Contributions:
 def run_journal_bench(
     folder: Path | None, json_file: Path | None, *, params: int, learners: int, rounds: int
 ) -> None:
-    """Measures the modes, prints, and writes what was asked for. `folder`: on which disk."""
+    """Measures the modes, prints, and writes the requested files. `folder`: a folder on the disk to
+    measure."""
     warm_up()
     rows = [_measured(mode, folder, params, learners, rounds) for mode in MODES]
     show(terminal(), table(rows))
@@ -93,7 +94,7 @@ def _measured(
     model = GlobalModel(
         config, table, [version_zero(rng.standard_normal(p.elements, np.float32)) for p in table]
     )
-    # The same contributions every time: only the journal is looked at.
+    # The same contributions every time: the bench measures only the journal.
     sent = _contributions(table[0], learners, rng)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         return _timed(mode, Path(place), model, sent, params, rounds)
@@ -188,7 +189,7 @@ def _contributions(part: Fragment, learners: int, rng: np.random.Generator) -> _
 
 
 def _used_bytes(path: Path, size_bytes: int) -> int:
-    """A segment without the zeros at its end, which were never written."""
+    """Bytes of a segment without the zeros at its end, which were never written."""
     with path.open("rb") as file:
         for end in range(size_bytes, 0, -(1 << 20)):
             file.seek(max(0, end - (1 << 20)))

@@ -1,4 +1,5 @@
-"""Cells of a bench whose rows are kept in a file, so that it goes on after an interruption."""
+"""Cells of a bench whose rows are kept in a file, so that the bench goes on after an
+interruption."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ Row: TypeAlias = dict[str, Any]
 
 
 class Cell(Protocol):
-    """A frozen dataclass whose fields say what is measured."""
+    """A frozen dataclass; its fields describe the measurement."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -32,10 +33,10 @@ C = TypeVar("C", bound=Cell)
 def run_missing(
     cells: Sequence[C], path: Path, run: Callable[[C], Row], say: Callable[[str], None]
 ) -> list[Row]:
-    """The rows of all cells in their order; of those in `path` only what failed or was skipped is
-    run again.
+    """The rows of all cells in their order. A cell whose row in `path` failed or was skipped is run
+    again.
 
-    `run` returns the result alone; the row gets the machine, and the cell with its labels.
+    `run` returns only the result. This function adds the machine and the labels of the cell.
     """
     found = [row for row in read_rows(path) if "kind" in row]
     known = {_key(row): row for row in found if not {"failed", "skipped"} & row.keys()}
@@ -58,7 +59,7 @@ def run_missing(
 
 
 def outcome(row: Mapping[str, Any]) -> str:
-    """Why there are no figures, or the one that matters most."""
+    """The figure of a row that matters most, or the reason why it has none."""
     for word in ("failed", "skipped"):
         if word in row:
             return f"{word}: {row[word]}"

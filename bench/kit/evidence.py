@@ -1,4 +1,5 @@
-"""What files tell after a run: the journal of the broker, and what learners installed."""
+"""Evidence of a run in its files: the journal of the broker, and the versions that learners
+installed."""
 
 from __future__ import annotations
 
@@ -31,15 +32,16 @@ class Evidence:
     audit: Audit
     rounds: tuple[RoundRecord, ...]
     digests: dict[VersionKey, str]
-    """Of the published copies, the oldest checkpoint's and those of all rounds after it."""
+    """Digests of the published copies: the oldest checkpoint's and those of all rounds after it."""
     replay_equal: bool
-    """The replay from the oldest checkpoint ends with the bits of the newest one."""
+    """True if the replay from the oldest checkpoint ends with the bits of the newest one."""
 
 
 def read_evidence(state_dir: Path, *, fragments: int) -> Evidence:
-    """Reads and replays the journal of a broker that has ended, written with `journal_keep`.
+    """Reads and replays the journal of a broker that has ended. The journal needs `journal_keep`.
 
-    Raises NarrowsError if there is nothing to read."""
+    Raises NarrowsError if there is nothing to read.
+    """
     audit, rounds, digests = Audit(), list[RoundRecord](), dict[VersionKey, str]()
     with opened_run(state_dir) as (checkpoints, journal):
         oldest, newest = checkpoints.load_oldest(), checkpoints.load()
@@ -65,11 +67,11 @@ class Digests:
     compared: int = 0
     different: int = 0
     unknown: int = 0
-    """Installed, but no such version is known of the broker."""
+    """Installed versions that the broker's journal does not have."""
 
 
 def compare_digests(published: Mapping[VersionKey, str], files: Iterable[Path]) -> Digests:
-    """Compares every installation in the learners' events files with what was published."""
+    """Compares every installation in the learners' events files with the published digests."""
     compared = different = unknown = 0
     for key, digest in _installations(files):
         expected = published.get(key)

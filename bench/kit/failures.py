@@ -1,4 +1,4 @@
-"""The last words of a failed process, in one line, and where the rest of it can be read."""
+"""The last words of a failed process, in one line, and the place of the rest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ProcessFailed(NarrowsError):
         super().__init__(ErrorCode.MISUSE, message, remedy=remedy)
 
     def __str__(self) -> str:
-        """A sentence. That of the base begins with the code, and nobody has misused anything."""
+        """One sentence. The base class begins with the code, which would speak of misuse."""
         return f"{self.message}; {self.remedy}" if self.remedy else self.message
 
 
@@ -43,8 +43,8 @@ def ended(name: str, code: int, log: str) -> ProcessFailed:
 
 
 def reason_of(log: str) -> str:
-    """Why a process failed: of its last traceback what was raised, without the frames; else the
-    last error, or the last line."""
+    """Reason why a process failed: the error of its last traceback, without the frames; otherwise
+    the last error, or the last line."""
     lines = [_RANK.sub("", line).rstrip() for line in log.splitlines()]
     begins = [number for number, line in enumerate(lines) if line.lstrip() == _BEGIN]
     said = [line for line in lines if line]
@@ -56,12 +56,13 @@ def reason_of(log: str) -> str:
 
 
 def _raised(lines: list[str]) -> str:
-    """The message below a traceback's frames, which are indented; it may have several lines."""
+    """The message below a traceback's frames. Frames are indented; a message may have several
+    lines."""
     for number, line in enumerate(lines):
         match = _RAISED.fullmatch(line)
         if line and not line.startswith(" ") and match:
             more = lines[number + 1 :]
-            # The error's own text goes on indented; what else follows, others have said.
+            # The error's own text goes on indented. Other text comes from somebody else.
             is_longer = bool(more) and more[0].startswith(" ")
             return " ".join([match[1] or line, *(more if is_longer else [])])
     return ""
@@ -76,8 +77,8 @@ def _cut(text: str) -> str:
 
 @contextmanager
 def logs_kept(folder: Path, *, stays: bool = False) -> Generator[None]:
-    """Names the log of a process that fails in the block; it is copied to a folder that stays,
-    unless `folder` itself does."""
+    """Names the log of a process that fails in the block, and copies it to a folder that stays,
+    unless `folder` itself stays."""
     try:
         yield
     except ProcessFailed as error:
@@ -89,7 +90,7 @@ def logs_kept(folder: Path, *, stays: bool = False) -> Generator[None]:
 
 
 def log_of(folder: Path, name: str, *, stays: bool = False) -> str:
-    """Where the log of a process can be read after the end of the bench, as half a sentence."""
+    """Place of a process's log after the end of the bench, as half a sentence."""
     place = folder if stays else Path(tempfile.mkdtemp(prefix="narrows-failed-"))
     if not stays:
         for path in folder.glob("*.log"):

@@ -1,8 +1,9 @@
-"""A laboratory line: network namespaces around a bridge, each link held to a rate by the kernel.
+"""A laboratory line: network namespaces around a bridge; the kernel holds the rate of each link.
 
-One namespace for the broker (the hub), one per learner, one for the bridge that joins them. A veth
-pair leads from each site to the bridge with a token bucket (`tc tbf`) at both ends, so that it is
-capped both ways. Bytes are what those queues let go: whole frames, whoever sent them.
+There is one namespace for the broker (the hub), one per learner, and one for the bridge that joins
+them. A veth pair leads from each site to the bridge, with a token bucket (`tc tbf`) at both ends,
+so that both directions are capped. Bytes are those that the queues let go: whole frames of any
+sender.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from narrows.bench.kit.qdisc import QueueCounters
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 
 Direction: TypeAlias = Literal["up", "down"]
-"""As the site sees it: up is what it sends."""
+"""Direction as the site sees it: a site sends up."""
 
 PREFIX: Final = "narrows-lab"
 """Namespaces are PREFIX-PID-SITE, so that those of a process that was killed can be removed."""
 
 SAMPLE_S: Final = 0.1
 WINDOW_SAMPLES: Final = 10
-"""Of a sliding window: one second."""
+"""Samples of a sliding window of one second."""
 
 READ_S: Final = 0.001
 READS_MAX: Final = 5
@@ -39,10 +40,11 @@ READS_MAX: Final = 5
 
 BURST_S: Final = 0.001
 BURST_BYTES_MIN: Final = 15_140
-"""Of a token bucket: a millisecond of its rate, and ten frames at least."""
+"""Smallest size of a token bucket. The size is a millisecond of the rate, and ten frames at
+least."""
 
 QUEUE_S: Final = 0.05
-"""What waits in front of a link at most, as in a router with a modest buffer; more is dropped."""
+"""Longest queue in front of a link, as in a router with a modest buffer. More is dropped."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class LabSite:
 
 
 class Lab:
-    """Sites and links as long as the block lasts.
+    """Sites and links for as long as the block lasts.
 
     Raises ConfigError without root or iproute2, NarrowsError if the kernel refuses a part of it.
     """
@@ -70,8 +72,8 @@ class Lab:
     def __init__(
         self, learners: int, rate_bits_per_s: float, *, hub_rate_bits_per_s: float = 0.0
     ) -> None:
-        """`rate_bits_per_s` per learner and direction, 0: unlimited; the hub's is that of all
-        learners together, or `hub_rate_bits_per_s`."""
+        """`rate_bits_per_s` holds per learner and direction; 0: unlimited. The hub has the rate of
+        all learners together, or `hub_rate_bits_per_s`."""
         self._run = f"{PREFIX}-{os.getpid()}"
         self._rate = rate_bits_per_s
         self._hub_rate = hub_rate_bits_per_s or learners * rate_bits_per_s
@@ -94,7 +96,7 @@ class Lab:
         self._undo.close()
 
     def meter(self) -> Meter:
-        """Counts at every link while its block lasts."""
+        """Counts at every link while the block lasts."""
         sites = (self.hub, *self.learners)
         own = {site.name: QueueCounters(site.namespace) for site in sites}
         return Meter(QueueCounters(self._bridge), own)
@@ -128,12 +130,13 @@ class Lab:
 
 
 def congestion_control() -> str:
-    """The kernel's for TCP. A namespace may not choose any, so that results have to name it."""
+    """The kernel's congestion control for TCP. A namespace cannot choose another, so results name
+    it."""
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
 def check_able() -> None:
-    """Raises ConfigError, with the remedy, where no lab can be built."""
+    """Raises ConfigError, with the remedy, where a lab cannot be built."""
     if os.geteuid() != 0:
         raise ConfigError(
             "the lab makes network namespaces",
@@ -158,7 +161,8 @@ def remove_leftovers() -> None:
 
 
 def _is_alive(pid: str) -> bool:
-    """A zombie is not: in a container without init it stays for ever."""
+    """True for a live process. A zombie is not alive: in a container without init it stays for
+    ever."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -167,7 +171,8 @@ def _is_alive(pid: str) -> bool:
 
 
 def _remove(name: str) -> None:
-    """A namespace lives as long as a process in it, but without its name nobody finds either."""
+    """Removes a namespace. It lives as long as a process in it, but nobody finds it without its
+    name."""
     for left in _ip("netns", "pids", name).split():
         with suppress(ProcessLookupError):
             os.kill(int(left), signal.SIGKILL)
@@ -200,12 +205,13 @@ def _call(*command: str) -> str:
 
 @dataclass(frozen=True)
 class Rates:
-    """What one direction of one site carried while a meter ran."""
+    """Traffic of one direction of one site while a meter ran."""
 
     wire_bytes: int
     mean_bits_per_s: float
     windows_bits_per_s: Sequence[float]
-    """Of every window of a second, one per SAMPLE_S; empty if it ran for less."""
+    """Rate in every window of a second, one window per SAMPLE_S; empty if the meter ran for
+    less."""
 
     @property
     def peak_bits_per_s(self) -> float:
@@ -222,8 +228,8 @@ class _Track:
     )
 
     def sample(self) -> None:
-        """On a busy machine a read may be interrupted, and nobody knows when the bytes were
-        counted: five milliseconds are half a percent of a window. The quickest of a few counts."""
+        """Takes the quickest of a few reads. On a busy machine a read may be interrupted, and then
+        nobody knows when the bytes were counted; 5 ms are half a percent of a window."""
         best: tuple[float, float, Mapping[str, int]] | None = None
         for _ in range(READS_MAX):
             before_s = time.monotonic()
@@ -238,10 +244,10 @@ class _Track:
 
 
 class Meter:
-    """Samples the links' counters on a thread of its own while the block lasts."""
+    """Samples the links' counters on its own thread while the block lasts."""
 
     def __init__(self, bridge: QueueCounters, own: Mapping[str, QueueCounters]) -> None:
-        """`own`: of each site's namespace, which counts what the site sends."""
+        """`own`: counters of each site's namespace, which count the bytes that the site sends."""
         self._bridge = _Track(bridge)
         self._own = {name: _Track(counters) for name, counters in own.items()}
         self._lock = threading.Lock()
@@ -263,8 +269,8 @@ class Meter:
     def rates(
         self, site: str, direction: Direction, *, since_s: float = 0.0, until_s: float = 1e18
     ) -> Rates:
-        """Of a site, from the last sample before this time to the first one after it
-        (time.monotonic): a sample that came late hides no bytes."""
+        """Rates of a site, from the last sample before `since_s` to the first one after
+        `until_s` (time.monotonic): a late sample hides no bytes."""
         track, device = (self._own[site], "eth0") if direction == "up" else (self._bridge, site)
         times_s = [at for at, _ in track.samples]
         start = max(0, bisect_right(times_s, since_s) - 1)
@@ -283,13 +289,14 @@ class Meter:
     def _run(self) -> None:
         due_s = time.monotonic()
         while not self._over.is_set():
-            # Who was held up does not catch up: windows would be shorter than a second.
+            # A late thread does not catch up: windows would be shorter than a second.
             due_s = max(due_s, time.monotonic()) + SAMPLE_S
             self._over.wait(max(0.0, due_s - time.monotonic()))
             self.sample()
 
     def sample(self) -> None:
-        """Reads the counters now: what is measured by itself is bounded by two of these."""
+        """Reads the counters now. A short measurement needs one such read at its start and one at
+        its end."""
         with self._lock:
             for track in (self._bridge, *self._own.values()):
                 track.sample()

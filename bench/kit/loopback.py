@@ -1,4 +1,4 @@
-"""A loopback interface that one run has to itself, and what it carried by the kernel's count."""
+"""A loopback interface that belongs to one run, and the bytes that the kernel counted on it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ class Loopback:
     """127.0.0.1 in a network namespace, or the machine's own."""
 
     namespace: str = ""
-    """"": the machine's, where the traffic of all other programs is counted too."""
+    """"": the machine's own namespace, where the traffic of all other programs is counted too."""
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """Before a command that shall run there."""
+        """Words before a command that runs there."""
         return ("ip", "netns", "exec", self.namespace) if self.namespace else ()
 
     def carried_bytes(self) -> int:
-        """Bytes so far with all headers, each counted once: what one end sends the other gets."""
+        """Bytes so far with all headers. Each byte is counted once: one end sends what the other
+        gets."""
         where = ("-n", self.namespace) if self.namespace else ()
         (link,) = json.loads(_ip("-j", "-s", *where, "link", "show", "dev", "lo"))
         carried: int = link["stats64"]["tx"]["bytes"]
@@ -35,7 +36,7 @@ class Loopback:
 
 @contextmanager
 def own_loopback() -> Generator[Loopback]:
-    """A namespace of its own if we are root and have iproute2, else the machine's loopback."""
+    """A new namespace with root and iproute2, otherwise the machine's loopback."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         yield Loopback()
         return

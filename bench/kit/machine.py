@@ -1,4 +1,4 @@
-"""The JSON that a bench writes: its results, and the commit and machine that they come from."""
+"""The JSON that a bench writes: its results, and the commit and machine of the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 
 def write_result(path: Path | None, bench: str, told: Mapping[str, Any]) -> None:
-    """Writes what a bench tells, if there is a `path`; makes its folder, so that no run is lost."""
+    """Writes the results of a bench to `path`, if there is one. Makes the folder, so that no run is
+    lost."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         result = {"bench": bench, **describe(), **told}

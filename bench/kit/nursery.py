@@ -1,7 +1,7 @@
 """Children that start in milliseconds: forked from one process that has imported everything.
 
-A learner imports PyTorch, which takes seconds of a core and 200 MB. Forks share both. The process
-that forks has a single thread and no socket, so that nothing is forked in the middle of something.
+A learner imports PyTorch, which takes seconds of a core and 200 MB. Forks share both. The forking
+process has a single thread and no socket, so that a fork never interrupts another action.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from narrows.proto.errors import ErrorCode, NarrowsError
 
 READY_TIMEOUT_S = 120.0
 REAP_S = 0.05
-"""The forking process looks for dead children so often."""
+"""Interval at which the forking process looks for dead children."""
 
 READ_BYTES = 1 << 16
 SINGLE_THREAD = {"BLOSC_NTHREADS": "1", "NUMEXPR_MAX_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Libraries that start threads when they are imported."""
+"""Settings of libraries that start threads when they are imported."""
 
 Work = Callable[[str, str], None]
-"""What a child does, given its name and an argument."""
+"""The work of a child, given its name and an argument."""
 
 
 class Nursery:
@@ -76,7 +76,7 @@ class Nursery:
 
     @property
     def pid(self) -> int:
-        """Of the process whose children they are."""
+        """Process id of the parent of the children."""
         return self._process.pid
 
     def start(self, name: str, argument: str) -> None:
@@ -89,7 +89,7 @@ class Nursery:
         self._tell({"signal": name, "number": number})
 
     def look(self, timeout_s: float = 0.0) -> None:
-        """Takes in which children have ended; waits for news for at most so long."""
+        """Reads which children have ended; waits at most so long for news."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], timeout_s)[0]:
             return
@@ -125,7 +125,7 @@ class Nursery:
         )
 
     def _end(self) -> None:
-        """The end of its input makes the process kill its children and leave."""
+        """Closes the input of the process; it then kills its children and leaves."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
@@ -133,7 +133,7 @@ class Nursery:
 
 
 def serve(folder: Path, work: Work) -> None:
-    """Forks and signals children as the parent asks on standard input, until that ends."""
+    """Forks and signals children as the parent asks on standard input, until the input ends."""
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads cannot be forked"
     gc.collect()
@@ -180,7 +180,8 @@ def _say(told: dict[str, Any]) -> None:
 
 
 def _be_child(log: Path, work: Callable[[], None]) -> NoReturn:
-    """The life of a child: it shares no pipe with its parent, and never returns into its loop."""
+    """The life of a child. It shares no pipe with its parent, and never returns into the parent's
+    loop."""
     code = 1
     try:
         nothing = os.open(os.devnull, os.O_RDONLY)

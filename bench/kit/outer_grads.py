@@ -1,4 +1,4 @@
-"""Outer gradients to code: drawn from distributions, or recorded in a real run."""
+"""Outer gradients for the codec benches: drawn from distributions, or recorded in a real run."""
 
 from __future__ import annotations
 

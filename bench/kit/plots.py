@@ -1,4 +1,4 @@
-"""Pictures of what the benches measured; needs matplotlib (extra `bench`)."""
+"""Pictures of the benches' results; needs matplotlib (extra `bench`)."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def merge_cost(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 EXCESS_SHOWN_PERCENT: Final = (-5.0, 30.0)
-"""What diverges would leave nothing to see of the rest."""
+"""Limits of the axis. A run that diverges would hide the differences of all others."""
 
 
 def loss_against_bits(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Excess over data parallel against bits on the way up, a point with its interval per cell.
+    """Excess over data parallel against bits on the way up; a point with its interval per cell.
 
     `rows` are those of the quality bench; data parallel itself is the zero line. Cells with one or
-    two seeds, whose intervals would hide the others, are shown only if there are no others.
+    two seeds are shown only if there are no others, because their intervals would hide the others.
     """
     figure, axes = _figure()
     cells = [row for row in rows if row["mode"] != "data_parallel"]
@@ -107,7 +107,7 @@ def loss_curves(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure, axes = _figure()
     for name in dict.fromkeys(row["name"] for row in rows):
         curves = [row["curve"] for row in rows if row["name"] == name]
-        # Merges are not at the same steps with every seed; some have one look more than others.
+        # Merges happen at other steps with every seed; some seeds have one look more than others.
         looks = [*zip(*curves, strict=False)]
         means = [[fmean(values) for values in zip(*look, strict=True)] for look in looks]
         axes.plot(*zip(*means, strict=True), "o-", markersize=3, label=name)
@@ -165,7 +165,8 @@ def goodput_by_chips(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def time_lines(lines: Mapping[str, Sequence[tuple[float, float]]], path: Path) -> None:
-    """When each job trained: its stretches (begin, end) in seconds as a bar, the first on top."""
+    """Times at which each job trained: its stretches (begin, end) in seconds as bars, the first job
+    on top."""
     figure, axes = _figure()
     for place, stretches in enumerate(lines.values()):
         bars = [(begin_s / 60, (end_s - begin_s) / 60) for begin_s, end_s in stretches]
@@ -177,7 +178,7 @@ def time_lines(lines: Mapping[str, Sequence[tuple[float, float]]], path: Path) -
 
 
 def contributors(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """In what share of the merges how many learners contributed; rows of the chaos bench."""
+    """Share of the merges by number of contributors; rows of the chaos bench."""
     figure, axes = _figure()
     for row in rows:
         counts = {int(count): merges for count, merges in row["merges_by_contributors"].items()}
@@ -212,8 +213,8 @@ def _bars(rows: Sequence[Mapping[str, Any]], key: str, label: str, path: Path) -
 
 
 def loss_against_bytes(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Loss against bytes of every system that came to its end, a marker per event; rows of the
-    peers bench."""
+    """Loss against bytes of every system that finished, a marker per event; rows of the peers
+    bench."""
     figure, axes = _figure()
     finished = [row for row in rows if row.get("loss") is not None]
     systems = [*dict.fromkeys(row["system"] for row in finished)]

@@ -1,7 +1,7 @@
-"""Round trips of control messages: asks the broker for its status again and again, and times it.
+"""Round trips of control messages: asks the broker for its status in a loop, and times the answers.
 
 `python -m narrows.bench.kit.probe BROKER` prints seconds per answer, one line each, until it is
-ended. The connection is its own and stays open, as a learner's does.
+ended. It has its own connection, which stays open as a learner's does.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from narrows.proto.frames import encode_control
 from narrows.proto.messages import AskStatus
 
 INTERVAL_S: Final = 0.25
-"""Four small messages a second take 0.3% of a line of 10 Mbit/s."""
+"""Interval of the questions. Four small messages a second take 0.3% of a line of 10 Mbit/s."""
 
 ANSWER_S: Final = 60.0
-"""An answer that takes longer is told as one that took so long."""
+"""Longest wait for an answer; a later answer counts as one that took so long."""
 
 
 def probe(broker: str) -> None:
-    """Asks for ever; one question at a time, so that a slow answer is not asked for twice."""
+    """Asks for ever. One question at a time, so that a slow answer is not asked for twice."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     for name, value in socket_options.CONTROL.items():

@@ -20,31 +20,33 @@ from narrows.bench.kit.failures import ProcessFailed, ended, logs_kept, reason_o
 from narrows.proto.errors import ConfigError
 
 START_TIMEOUT_S = 120.0
-"""A broker that does not serve after so long has failed to start."""
+"""Longest start of a broker, until it serves."""
 
 STOP_TIMEOUT_S = 30.0
 """Time to end in order after SIGTERM, before SIGKILL."""
 
 ABORT_TIMEOUT_S = 3.0
-"""The same after an error or Ctrl-C: what the children still measure, nobody will read."""
+"""The same after an error or Ctrl-C: nobody will read what the children still measure."""
 
 NOT_GIVEN_AWAY = (10_000, 32_000)
-"""Ports below those that Linux, macOS and Windows take for outgoing connections, unless they are
-told otherwise."""
+"""Ports below those that Linux, macOS and Windows give to outgoing connections by default."""
 
 _RANDOM = random.SystemRandom()
 
 
 def environment() -> dict[str, str]:
-    """One thread per process: five processes with a pool each are slow on two cores."""
+    """Environment of a child: one thread per process. Five processes with a pool each are slow on
+    two cores."""
     threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
     return {**os.environ, **dict.fromkeys(threads, "1"), "PYTHONUNBUFFERED": "1"}
 
 
 @contextmanager
 def work_folder(keep: Path | None, name: str) -> Generator[Path]:
-    """`keep`, which must be empty, or a temporary folder, of which only the logs of a failure
-    stay. Raises ConfigError."""
+    """`keep`, which must be empty, or a temporary folder, of which only the logs of a failure stay.
+
+    Raises ConfigError.
+    """
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         if any(keep.iterdir()):
@@ -57,10 +59,10 @@ def work_folder(keep: Path | None, name: str) -> Generator[Path]:
 
 
 def free_ports() -> int:
-    """A port of 127.0.0.1 with two free ones after it: where a broker can come back.
+    """A port of 127.0.0.1 with two free ports after it, where a broker can come back.
 
-    Not one that the system gives away: while nobody listens there, it would become the near end
-    of some connection.
+    The port is not one that the system gives to outgoing connections: while nobody listens there,
+    it could become the near end of such a connection.
     """
     while True:
         port = _RANDOM.randrange(*NOT_GIVEN_AWAY)
@@ -84,9 +86,10 @@ class Processes:
         default_factory=dict[str, subprocess.Popen[bytes]]
     )
     prefix: tuple[str, ...] = ()
-    """Before every command; it must become that command, as `ip netns exec NAME` does."""
+    """Words before every command. They must become that command, as `ip netns exec NAME` does."""
     groups: bool = False
-    """A signal goes to a child's own children as well: some systems fork their members' parts."""
+    """True: a signal goes to a child's own children as well. Some systems fork parts of their
+    members."""
     stop_timeout_s: float = STOP_TIMEOUT_S
 
     def __enter__(self) -> Processes:
@@ -98,11 +101,11 @@ class Processes:
         self.stop_all()
 
     def start(self, name: str, *arguments: str, module: str = "narrows") -> None:
-        """Starts `python -m module arguments...`; output goes to NAME.log, appended."""
+        """Starts `python -m module arguments...`; appends the output to NAME.log."""
         self.start_command(name, sys.executable, "-m", module, *arguments)
 
     def start_command(self, name: str, *command: str) -> None:
-        """Starts any command; output goes to NAME.log, appended."""
+        """Starts any command; appends the output to NAME.log."""
         with (self.folder / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
                 [*self.prefix, *command],
@@ -132,21 +135,21 @@ class Processes:
             process.wait()
 
     def wait(self, name: str, timeout_s: float) -> int:
-        """Exit code of a child that ends by itself. Raises NarrowsError if it does not."""
+        """Exit code of a child that ends by itself. Raises NarrowsError if it does not end."""
         try:
             return self.running[name].wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise ProcessFailed(name, f"{name} is still running after {timeout_s:.0f} s") from None
 
     def check(self, *names: str, but: str = "") -> None:
-        """Raises NarrowsError if one of these, `but` one, has ended with a failure."""
+        """Raises NarrowsError if one of these children, except `but`, has ended with a failure."""
         for name in names:
             code = self.running[name].poll()
             if name != but and code:
                 raise ended(name, code, self.log(name))
 
     def reason(self, name: str) -> str:
-        """Why a child has failed, in one line of its own."""
+        """Reason why a child has failed, in one line."""
         return reason_of(self.log(name))
 
     def tail(self, name: str, lines: int = 5) -> str:
@@ -154,7 +157,7 @@ class Processes:
         return " | ".join(self.log(name).splitlines()[-lines:])
 
     def log(self, name: str) -> str:
-        """All that a child has said."""
+        """The whole output of a child."""
         path = self.folder / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -178,6 +181,6 @@ class Processes:
                 process.kill()
                 process.wait()
         if self.groups:
-            # What outlived its parent; the group of an ended one that has no members is gone.
+            # Processes that outlived their parent. An ended group without members is gone.
             for process in self.running.values():
                 self._send(process, signal.SIGKILL)

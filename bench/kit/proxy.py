@@ -3,6 +3,7 @@
 It listens on the broker's port numbers at another address, because a learner looks for the data
 ports at the host of its control port: 127.0.0.2 for a broker at 127.0.0.1. All of it is in user
 space and needs no rights. As a process, for PORT and the two after it:
+
 `python -m narrows.bench.kit.proxy HOST TARGET PORT ROUND_TRIP_S WINDOW_BYTES`.
 """
 
@@ -25,40 +26,42 @@ from narrows.bench.kit.lab import Direction
 
 BLOCK_BYTES: Final = 1 << 16
 WINDOW_BYTES_MAX: Final = 64 << 20
-"""Held at most per connection and direction without a window: 5 Gbit/s at 100 ms."""
+"""Bytes held at most per connection and direction without a window: 5 Gbit/s at 100 ms."""
 
 LINGER_0: Final = struct.pack("ii", 1, 0)
-"""Close with a reset."""
+"""Socket option: closing sends a reset."""
 
 START_TIMEOUT_S: Final = 10.0
 
 
 @dataclass
 class ProxyWay:
-    """One direction of a line; what is changed holds from the next block on."""
+    """One direction of a line. A change holds from the next block on."""
 
     delay_s: float = 0.0
     jitter_s: float = 0.0
-    """Up to so much is added to the delay of a block; the order stays, as it does with TCP."""
+    """Largest time that is added to the delay of a block. The order stays, as it does with TCP."""
     stall_share: float = 0.0
-    """Of the blocks, those before which everything waits `stall_s`, as after a lost packet."""
+    """Share of the blocks before which everything waits `stall_s`, as after a lost packet."""
     stall_s: float = 0.2
     slice_bytes: int = 0
-    """Passes on in segments of 1 to so many bytes; 0: as it comes."""
+    """Largest segment: data pass on in segments of 1 to so many bytes; 0: as they come."""
     window_bytes: int = 0
-    """Most that is under way per connection until its acknowledgement would be back; 0: no limit.
-    A connection then carries this much per round trip: what a congestion window does."""
+    """Largest number of bytes under way per connection until their acknowledgement would be back;
+    0: no limit. A connection then carries this much per round trip, as with a congestion window."""
     holds: bool = False
-    """Nothing passes; connections stay open. Both ways: a black hole."""
+    """True: nothing passes, and connections stay open. Both directions together are a black
+    hole."""
     trickles: set[int] = field(default_factory=set[int])
     """Ports whose connections pass one byte a second."""
     carried: dict[int, int] = field(default_factory=dict[int, int])
     """Bytes passed on so far, by port."""
     fuses: dict[int, int] = field(default_factory=dict[int, int])
-    """By port: the connection that carries this byte, counted as in `carried`, is reset there."""
+    """Byte, by port, at which a connection is reset; counted as in `carried`."""
 
     def cut_length(self, port: int, size: int) -> int | None:
-        """How many of the next `size` bytes pass before a fuse blows, which uses it up."""
+        """Number of the next `size` bytes that pass before a fuse blows, which uses the fuse up;
+        None: all."""
         fuse = self.fuses.get(port)
         carried = self.carried.get(port, 0)
         if fuse is None or carried + size <= fuse:
@@ -68,7 +71,7 @@ class ProxyWay:
 
 
 class Proxy:
-    """Carries `ports` from `host` to `target` while the block lasts, on a thread of its own."""
+    """Carries `ports` from `host` to `target` while the block lasts, on its own thread."""
 
     def __init__(self, host: str, target: str, ports: Sequence[int], *, seed: int = 0) -> None:
         self.up, self.down = ProxyWay(), ProxyWay()
@@ -97,7 +100,7 @@ class Proxy:
         self._end()
 
     def reset(self, port: int | None = None) -> None:
-        """Resets every open connection, or those of one port; new ones are taken."""
+        """Resets every open connection, or those of one port; new ones are accepted."""
 
         def reset() -> None:
             for connection in [c for c in self._open if port in (None, c.port)]:
@@ -116,8 +119,8 @@ class Proxy:
             (self.up if direction == "up" else self.down).holds = True
 
     def release(self) -> None:
-        """Takes connections and lets everything pass again; what waited goes first, as TCP would
-        send it again."""
+        """Accepts connections and lets everything pass again. Waiting data go first, as TCP would
+        send them again."""
         self._refuses = False
         self.up.holds = self.down.holds = False
 
@@ -145,7 +148,7 @@ class Proxy:
             self._loop.add_reader(listener, self._accept, listener, port)
 
     def _accept(self, listener: socket.socket, port: int) -> None:
-        # No coroutine: one that is cancelled at the end can lose what it has just accepted.
+        # No coroutine: a cancelled one can lose a connection that it has just accepted.
         with suppress(OSError):
             learner, _ = listener.accept()
             if self._refuses:
@@ -200,7 +203,7 @@ def _error_of(task: asyncio.Task[None]) -> BaseException | None:
 
 
 class _Blown(Exception):
-    """A fuse has blown: the connection is to be reset."""
+    """A fuse has blown: the connection must be reset."""
 
 
 @dataclass(eq=False)
@@ -225,10 +228,10 @@ class _Connection:
 
 
 TRICKLE_S: Final = 1.0
-"""From byte to byte of a connection that trickles."""
+"""Interval of the bytes of a connection that trickles."""
 
 HOLD_LOOK_S: Final = 0.01
-"""While a way holds, it looks for its release so often."""
+"""Interval at which a held direction looks for its release."""
 
 
 class _Carrier:
@@ -251,7 +254,7 @@ class _Carrier:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Ends when the source has ended and all of it is passed on. Raises _Blown, OSError."""
+        """Returns when the source has ended and everything is passed on. Raises _Blown, OSError."""
         reading = self._loop.create_task(self._read())
         try:
             await self._pass_on()

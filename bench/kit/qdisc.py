@@ -1,8 +1,8 @@
 """Byte counters of queueing disciplines in a network namespace, read from the kernel (rtnetlink).
 
-They count what leaves for the wire with every frame's headers. An interface's own counters do not:
-with segmentation offload they see one header for up to 64 KiB, and without it this lab would need
-half as much processor time again.
+They count the bytes that leave for the wire, with every frame's headers. An interface's own
+counters do not: with segmentation offload they see one header for up to 64 KiB. Without offload
+this lab would need half as much processor time again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TCA_STATS: Final = 3
 ROOT: Final = 0xFFFF_FFFF
 
 HEADER: Final = struct.Struct("=IHHII")
-"""Of a message: length, type, flags, sequence, port."""
+"""Header of a message: length, type, flags, sequence, port."""
 TRAFFIC: Final = struct.Struct("=BxHiIII")
 """tcmsg: family, interface, handle, parent, info."""
 ATTRIBUTE: Final = struct.Struct("=HH")

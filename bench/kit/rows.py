@@ -1,4 +1,5 @@
-"""Rows files of long benches, one JSON line per run: what was interrupted goes on where it was."""
+"""Rows files of long benches, one JSON line per run, so that a bench goes on after an
+interruption."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def rows_in(text: bytes) -> list[dict[str, Any]]:
-    """A row per line; one that was cut off, by an interruption or a SIGKILL, is left out, and so
-    is what is no JSON object."""
+    """One row per line. Lines that an interruption or a SIGKILL cut off are left out, and so is
+    everything else that is not a JSON object."""
     rows: list[object] = []
     for line in text.splitlines():
         with suppress(ValueError):
@@ -25,7 +26,7 @@ def rows_in(text: bytes) -> list[dict[str, Any]]:
 
 
 def rows_by_key(path: Path, key_of: Callable[[dict[str, Any]], str]) -> dict[str, dict[str, Any]]:
-    """The rows of a results file that have a key; those of another bench or version have none."""
+    """The rows of a results file, by key. Rows of another bench or version have no key."""
     found: dict[str, dict[str, Any]] = {}
     for row in read_rows(path):
         with suppress(KeyError):
@@ -34,7 +35,7 @@ def rows_by_key(path: Path, key_of: Callable[[dict[str, Any]], str]) -> dict[str
 
 
 def end_last_line(path: Path) -> None:
-    """So that the next row does not continue one that was cut off."""
+    """Ends the last line, so that the next row does not continue one that was cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.read_bytes().endswith(b"\n"):
         with path.open("a") as file:

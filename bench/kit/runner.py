@@ -1,6 +1,6 @@
-"""Jobs of a bench in processes of their own, one JSON line per result.
+"""Jobs of a bench in their own processes, one JSON line per result.
 
-What was interrupted goes on where it stopped: a job whose row is in the file is not run again.
+A job whose row is in the file is not run again, so that a bench goes on after an interruption.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run_missing(
 ) -> dict[str, Row]:
     """Runs `work(*arguments)` for every key that `path` has no row of; returns rows by key.
 
-    `key_of` finds a row's key again, `say` tells of it in half a line, `cost_of` is a job's time
+    `key_of` gives the key of a row, `say` describes a row in half a line, `cost_of` is a job's time
     in any unit. Each worker is a process with one thread. Raises ConfigError without workers.
     """
     if workers < 1:
@@ -49,7 +49,7 @@ def run_missing(
         end_last_line(path)
     console.print(f"{len(jobs) - len(missing)} of {len(jobs)} runs are in {path}", markup=False)
     started_s, done, whole = time.monotonic(), 0.0, sum(map(cost_of, missing))
-    # Ctrl-C reaches the workers as well: there it would end a job, and the next would begin.
+    # Ctrl-C reaches the workers as well. There it would end a job, and the next job would begin.
     with ProcessPoolExecutor(
         workers,
         mp_context=get_context("forkserver"),
@@ -68,7 +68,7 @@ def run_missing(
                 console.print(f"{progress}: {say(row)}", markup=False)
         except BaseException:
             console.print(f"{path} keeps what is done; the same command goes on", markup=False)
-            # Else the pool would run what is left, for minutes, and nobody would write it down.
+            # Otherwise the pool would run the rest, for minutes, and nobody would write it down.
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in active_children():
                 worker.terminate()

@@ -1,7 +1,7 @@
-"""Paired statistics of the quality bench: how much worse one setting is, and how sure that is.
+"""Paired statistics: how much worse one setting is than another, with a confidence interval.
 
-Runs with the same seed share first parameters, order of the text and evaluation windows, so what
-they have in common cancels in the difference of each pair, and few seeds say much.
+Runs with the same seed share first parameters, order of the text and evaluation windows. The common
+part cancels in the difference of each pair, so a few seeds are enough.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Paired:
 
     mean_percent: float
     low_percent: float | None
-    """95% interval of the mean; None where one pair says nothing about the spread."""
+    """95% interval of the mean; None for one pair, which does not show the spread."""
     high_percent: float | None
     n: int
-    """Pairs."""
+    """Number of pairs."""
 
     def __str__(self) -> str:
         if self.low_percent is None:
@@ -38,8 +38,8 @@ class Paired:
 
 
 def paired(losses: Sequence[float], reference_losses: Sequence[float]) -> Paired:
-    """Both in the same order of seeds; the interval is Student's t, so it wants differences that
-    are roughly normal. Raises ValueError unless there are as many of one as of the other."""
+    """Excess by pairs; both sequences in the same order of seeds. The interval is Student's t,
+    which needs roughly normal differences. Raises ValueError for different lengths."""
     excess = [100 * (a / b - 1) for a, b in zip(losses, reference_losses, strict=True)]
     n, mean = len(excess), fmean(excess)
     if n == 1:

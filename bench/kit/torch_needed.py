@@ -1,4 +1,4 @@
-"""Commands that need PyTorch say so before they begin."""
+"""A clear error from commands that need PyTorch, before they begin."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from narrows.proto.errors import ConfigError
 
 
 def need_torch() -> None:
-    """Raises ConfigError without it: the package can be installed for a broker alone."""
+    """Raises ConfigError without PyTorch: the package can be installed for a broker alone."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(
             "this command needs PyTorch",

@@ -1,4 +1,4 @@
-"""`narrows bench loop`: the whole exchange on loopback without a budget, as fast as it goes."""
+"""`narrows bench loop`: the whole exchange on loopback without a budget, at full speed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TENSORS: Final = 16
 WIDTH: Final = 1024
 FRAGMENTS: Final = 4
 STEP_S: Final = 0.002
-"""Of an inner step, which does nothing: only the exchange shall take time."""
+"""Length of an inner step, which does nothing: only the exchange should take time."""
 
 TOKENS_PER_STEP: Final = 1000
 DRIFT: Final = np.float32(1e-3)
@@ -36,14 +36,14 @@ DRIFT: Final = np.float32(1e-3)
 
 @dataclass(frozen=True)
 class LoopResult:
-    """Rates over the time in which all learners took part. Wire: payloads and headers."""
+    """Rates over the time in which all learners took part. Wire bytes are payloads and headers."""
 
     learners: int
     params: int
     seconds: float
     rounds_per_s: float
     params_merged_per_s: float
-    """Parameters of merged fragments, not times learners."""
+    """Parameters of merged fragments, not multiplied by the learners."""
     contributors_per_merge: float
     up_gbit_per_s: float
     down_gbit_per_s: float
@@ -52,12 +52,12 @@ class LoopResult:
     learner_cores: float
     """The same of one learner, on average."""
     broker_gbit_per_core_s: float
-    """Both directions, per second of a core."""
+    """Gbit per second of a core, both directions together."""
     learner_gbit_per_core_s: float
 
 
 def run_loop_bench(*, learners: int, params: int, seconds: float, json_file: Path | None) -> None:
-    """Runs broker and learners as processes, prints, and writes what was asked for."""
+    """Runs broker and learners as processes, prints, and writes the requested files."""
     with work_folder(None, "loop") as folder, Processes(folder) as processes:
         result = _measured(processes, learners, params, seconds)
     show(terminal(), facts(result))
@@ -65,7 +65,7 @@ def run_loop_bench(*, learners: int, params: int, seconds: float, json_file: Pat
 
 
 def facts(result: LoopResult) -> Facts:
-    """Every figure under its name."""
+    """Every figure with its name."""
     shown = Facts()
     for name, value in asdict(result).items():
         shown.add(name, f"{value:,.3f}" if isinstance(value, float) else f"{value:,}")
@@ -94,7 +94,7 @@ def _measured(processes: Processes, learners: int, params: int, seconds: float) 
             summary,
             module="narrows.bench.loop.bench",
         )
-    # Only once everybody has joined: founding and joining move whole states.
+    # Only once all have joined: founding and joining move whole states.
     for name in names:
         _wait_for(processes.folder / f"{name}.joined", processes, name)
     before, before_s = ask_status(address, timeout_s=10), time.monotonic()
@@ -137,13 +137,13 @@ def _wait_for(path: Path, processes: Processes, name: str) -> None:
 
 
 def cpu_s_of(pid: int) -> float:
-    """User and system time of a process that runs, since its start."""
+    """User and system time of a running process, since its start."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Drift:
-    """Parameters that move a little between adoption and snapshot; tensors one after another."""
+    """Parameters that move a little between adoption and snapshot, tensors one after another."""
 
     def __init__(self, layout: tuple[LayoutEntry, ...]) -> None:
         sizes = [math.prod(entry.shape) for entry in layout]
@@ -170,7 +170,7 @@ class Drift:
 
 
 def layout_of(params: int) -> tuple[LayoutEntry, ...]:
-    """Matrices of WIDTH columns, of `params` elements together: a multiple of TENSORS * WIDTH."""
+    """Matrices of WIDTH columns with `params` elements in all: a multiple of TENSORS * WIDTH."""
     shape = (params // TENSORS // WIDTH, WIDTH)
     return tuple(LayoutEntry(f"t{i}", shape, "float32", "rda") for i in range(TENSORS))
 

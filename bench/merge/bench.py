@@ -1,4 +1,4 @@
-"""`narrows bench merge`: what a merge costs by number of learners and size, in time and memory."""
+"""`narrows bench merge`: the cost of a merge by number of learners and size, in time and memory."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from narrows.proto.units import format_bytes, format_count
 
 LEARNERS: Final = (2, 4, 8, 16, 32, 64)
 PARAMS: Final = (1 << 20, 1 << 22, 1 << 24)
-"""In one fragment."""
+"""Parameters of one fragment."""
 
 LARGE: Final = (8, 1 << 28, 16)
-"""Learners, params and fragments of the large model."""
+"""Learners, parameters and fragments of the large model."""
 
 TENSOR_ELEMENTS: Final = 1 << 20
 STATE_BYTES_PER_PARAM: Final = 12
 """Global parameters, momentum and published copy, float32 each."""
 
 MERGE_BYTES_PER_PARAM: Final = 4 + 4 + 12
-"""Of the fragment that is merged: mean, direction and its new state."""
+"""Memory for the fragment that is merged: mean, direction and its new state."""
 
 CODE_BYTES_PER_PARAM: Final = 0.5
 FILLING_LEARNERS: Final = 2
-"""In the rounds before the measured ones, which only fill the store of publications."""
+"""Learners in the rounds before the measured ones, which only fill the store of publications."""
 
 MEASURED_ROUNDS: Final = 3
 STAGES: Final = ("decode", "sums", "outer_step", "publication")
@@ -65,25 +65,25 @@ class MergeRow:
     params: int
     fragments: int
     seconds_per_round: float
-    """Median over rounds and fragments, without the decoding, which is done on arrival; a round
-    merges one fragment."""
+    """Median over rounds and fragments; a round merges one fragment. Decoding happens on arrival
+    and is not included."""
     params_per_s: float
-    """Parameters of a fragment, not times learners."""
+    """Parameters of a fragment, not multiplied by the learners."""
     peak_bytes: int
-    """Resident memory of the process beyond what the interpreter and its libraries had before."""
+    """Resident memory of the process beyond that of the interpreter and its libraries."""
     formula_bytes: int
-    """State, kept publications, what a merge needs, and the codes of its round."""
+    """State, kept publications, memory of a merge, and the codes of its round."""
     share_decode: float
-    """Of the time of a round, decoding included: payloads checked and unpacked."""
+    """Share of payload checks and decoding in the time of a round, decoding included."""
     share_sums: float
-    """Norms, weighted mean and direction."""
+    """Share of norms, weighted mean and direction."""
     share_outer_step: float
     share_publication: float
-    """Difference, codes, entropy coding, the next published copy and its digest."""
+    """Share of difference, codes, entropy coding, the next published copy and its digest."""
 
 
 def run_merge_bench(json_file: Path | None, plot: Path | None, *, large: bool) -> None:
-    """Measures each row in a process of its own, prints, and writes what was asked for."""
+    """Measures each row in its own process, prints, and writes the requested files."""
     cases = [(m, n, 1) for n in PARAMS for m in LEARNERS]
     rows = [_measured(*case) for case in [*cases, *([LARGE] if large else [])]]
     show(terminal(), table(rows))
@@ -105,7 +105,7 @@ def _measured(learners: int, params: int, fragments: int) -> MergeRow:
 
 
 class _TimedModel(GlobalModel):
-    """Knows how long the parts of a merge took."""
+    """A model that measures the time of the parts of a merge."""
 
     sums_s = outer_step_s = 0.0
 
@@ -125,7 +125,7 @@ class _TimedModel(GlobalModel):
 
 
 def measure(learners: int, params: int, fragments: int) -> MergeRow:
-    """One row, in this process."""
+    """Measures one row in this process."""
     warm_up()
     before_bytes = _resident_bytes("VmRSS")
     shape = (TENSOR_ELEMENTS // 1024, 1024)
@@ -180,8 +180,8 @@ def measure(learners: int, params: int, fragments: int) -> MergeRow:
 def _contributions(
     part: Fragment, learners: int, version: int
 ) -> tuple[list[Contribution], dict[int, tuple[int, DecodedChunk]], float]:
-    """Different codes of every learner, coded chunk by chunk so that no copy is held long; and the
-    seconds that decoding took."""
+    """Contributions with other codes for every learner, and the seconds that decoding took. Coded
+    chunk by chunk, so that no copy is held long."""
     chunks: dict[int, tuple[int, DecodedChunk]] = {}
     contributed: list[Contribution] = []
     decode_s = 0.0
@@ -206,7 +206,7 @@ def _contributions(
 
 
 def _resident_bytes(name: str) -> int:
-    """VmRSS or VmHWM. Not ru_maxrss, which a child inherits from who started it."""
+    """VmRSS or VmHWM. Not ru_maxrss, which a child inherits from the process that started it."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -214,7 +214,7 @@ def _resident_bytes(name: str) -> int:
 
 
 def table(rows: list[MergeRow]) -> Table:
-    """For people."""
+    """A table for people."""
     stages = [f"{stage} %" for stage in STAGES]
     shown = Table(
         ("learners", "params", "fragments", "s/round", "M params/s", "ns/param/learner", "peak",

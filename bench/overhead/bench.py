@@ -1,8 +1,8 @@
-"""What taking part costs a training loop: the same loop with and without Narrows, in turn.
+"""Cost of taking part for a training loop: the same loop with and without Narrows, in turn.
 
-`python -m narrows.bench.overhead.bench --json FILE`; broker in a process of its own, one
-learner here. Each round times both loops, so that a noisy machine disturbs both alike;
-ratios count.
+`python -m narrows.bench.overhead.bench --json FILE` runs the broker in its own process and one
+learner here. Each round times both loops, so that a noisy machine disturbs both alike. Only ratios
+count.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def overhead(
             "--listen", "tcp://127.0.0.1:0", "--state-dir", str(folder / "state")
         )
         loop = _TimedLoop(preset_name)
-        loop.plain(steps)  # Warm caches and clocks up.
+        loop.plain(steps)  # Warms caches up, and raises clock rates.
         rows = [_row(loop, address, index, steps) for index in range(rounds)]
     ratio = median(row["throughput_ratio"] for row in rows)
     held_up = median(row["blocked_fraction"] for row in rows)
@@ -51,7 +51,7 @@ def overhead(
 
 
 def _row(loop: _TimedLoop, address: str, index: int, steps: int) -> dict[str, Any]:
-    """One pair; the order changes from row to row."""
+    """One pair of loops; the order changes from row to row."""
     if index % 2:
         joined = loop.joined(address, steps)
         plain_s = loop.plain(steps)
@@ -91,7 +91,7 @@ class _TimedLoop:
         return time.perf_counter() - started
 
     def joined(self, address: str, steps: int) -> dict[str, float]:
-        """The same within a Learner; joining and leaving are not counted."""
+        """The same within a Learner, without joining and leaving."""
         with Learner(self.model, self.optimizer, broker=address, name="overhead") as learner:
             started = time.perf_counter()
             for _ in range(steps):

@@ -1,6 +1,6 @@
-"""`narrows bench peers`: other systems and ours train the same model side by side, and are hurt.
+"""`narrows bench peers`: other systems and Narrows train the same model; one process is killed.
 
-Every line of the rows file is one run of one system; what is in it is not run again.
+Every line of the rows file is one run of one system. A run that is in the file is not run again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SYSTEMS: Final = ("narrows", *PEERS)
 def run_peers_bench(
     rows_file: Path, json_file: Path | None, plan: PeerPlan, *, systems: Sequence[str]
 ) -> None:
-    """Runs what is missing, prints a table, and writes what was asked for.
+    """Runs the missing runs, prints a table, and writes the requested files.
 
-    `systems` empty: all. Raises ConfigError for an unknown one, and for a plan that not everybody
-    can follow. One that cannot be had, or that
-    does not start, gets a row with `skipped`, and is tried again the next time.
+    `systems` empty: all. Raises ConfigError for an unknown system, and for a plan that not every
+    system can follow. A system that cannot be had, or does not start, gets a row with `skipped`,
+    and is tried again the next time.
     """
     names = chosen(systems)
     check(plan)
@@ -41,7 +41,7 @@ def run_peers_bench(
     end_last_line(rows_file)
     rows: list[dict[str, Any]] = []
     for event in EVENTS:
-        # Event by event, system after system: drift of the machine hits all of them.
+        # Event by event, system after system: a drift of the machine hits all systems.
         for name in names:
             labels = {"system": name, "version": version_of(name), "event": event} | asdict(plan)
             row = known.get(key_of(labels))
@@ -71,7 +71,7 @@ def chosen(systems: Sequence[str]) -> Sequence[str]:
 
 
 def check(plan: PeerPlan) -> None:
-    """Raises ConfigError for what cannot be run, before any environment is built."""
+    """Raises ConfigError for a plan that is not possible, before any environment is built."""
     preset(plan.preset)
     for flag, right, expected in (
         ("members", plan.members > 1, "2 or more: one of them is killed"),
@@ -89,7 +89,7 @@ def check(plan: PeerPlan) -> None:
 
 
 def version_of(name: str) -> str:
-    """The pinned version; "" for what has no pins of its own."""
+    """The pinned version of a system; "" for a system without pins of its own."""
     try:
         pins = requirements(name).read_text().splitlines()
     except PeerAbsent:
@@ -99,7 +99,7 @@ def version_of(name: str) -> str:
 
 
 def key_of(row: Mapping[str, Any]) -> str:
-    """What makes a run another run."""
+    """The key of a run: everything that makes it another run."""
     names = ("system", "version", "event", *PeerPlan.__dataclass_fields__)
     return json.dumps([row[name] for name in names])
 

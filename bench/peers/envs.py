@@ -1,6 +1,7 @@
-"""Virtual environments of the systems that we are compared with: pinned, built once, kept.
+"""Virtual environments of the other systems: pinned, built once, kept.
 
-Their scripts and pinned requirements lie beside this file in a checkout; a wheel has none of them.
+Their scripts and pinned requirements lie beside this file in a checkout. A wheel does not have
+them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from narrows.proto.config import nearest
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 
 PEERS: Final = ("torchft", "hivemind", "flwr", "ddp")
-"""Each named as the module that it imports, but `ddp`: it needs torch alone and has no
-environment of its own."""
+"""Names of the systems, each also the module that it imports. The exception is `ddp`: it needs only
+torch and has no environment of its own."""
 
 CACHE_VARIABLE: Final = "NARROWS_PEER_CACHE"
 INDEX_VARIABLE: Final = "TORCH_INDEX"
-"""Index for torch alone, as in the Makefile."""
+"""Environment variable with the index for torch alone, as in the Makefile."""
 
 SCRIPTS: Final = Path(__file__).resolve().parent / "scripts"
 REQUIREMENTS: Final = Path(__file__).resolve().parent / "requirements"
@@ -31,7 +32,7 @@ IMPORT_TIMEOUT_S: Final = 120.0
 
 
 class PeerAbsent(NarrowsError):
-    """A system that we compare with cannot be had here; a bench leaves it out and says why."""
+    """Another system cannot be had here; a bench leaves it out and says why."""
 
     def __init__(self, name: str, reason: str, *, remedy: str = "") -> None:
         self.name = name
@@ -39,10 +40,10 @@ class PeerAbsent(NarrowsError):
 
 
 def environment(name: str, cache: Path | None = None) -> Path:
-    """Python of the environment of one of PEERS, built now if it is missing or out of date.
+    """Python of the environment of one of PEERS; builds it if it is missing or out of date.
 
     `cache`: folder of all environments, by default $NARROWS_PEER_CACHE or ~/.cache/narrows/peers.
-    Raises ConfigError for an unknown name, PeerAbsent when it cannot be built or does not import.
+    Raises ConfigError for an unknown name, PeerAbsent if it cannot be built or does not import.
     """
     if name not in PEERS:
         raise ConfigError(
@@ -60,7 +61,7 @@ def environment(name: str, cache: Path | None = None) -> Path:
     if not ready.exists() or ready.read_text() != wanted:
         _build(name, folder, pinned)
         _check(name, python, name)
-        # Last, so that a build that was interrupted is done again.
+        # Last, so that an interrupted build is done again.
         ready.write_text(wanted)
     return python
 
@@ -79,13 +80,14 @@ def _no_checkout(name: str, missing: Path) -> PeerAbsent:
 
 
 def cache_folder() -> Path:
-    """Where the environments are kept unless the caller says otherwise."""
+    """Folder of the environments, unless the caller names another."""
     named = os.environ.get(CACHE_VARIABLE)
     return Path(named) if named else Path.home() / ".cache" / "narrows" / "peers"
 
 
 def install_commands(python: Path, pinned: Path, torch_index: str) -> list[list[str]]:
-    """torch first and alone, because `torch_index` may have little besides; then all the rest."""
+    """Commands that install torch first and alone, because `torch_index` may have little else, and
+    then the rest."""
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
     index = ["--index-url", torch_index] if torch_index else []
     torch = next(line for line in pinned.read_text().splitlines() if line.startswith("torch=="))
@@ -110,7 +112,7 @@ def _check(name: str, python: Path, module: str) -> None:
 
 
 def _run(name: str, command: list[str], timeout_s: float) -> None:
-    """Raises PeerAbsent with the end of what the command said."""
+    """Runs a command. Raises PeerAbsent with the end of its output."""
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     try:
         result = subprocess.run(

@@ -1,8 +1,8 @@
-"""One member of a measured average: what the scripts of all other systems share.
+"""One member of a measured average: the common part of the scripts of all other systems.
 
-Runs in the environment of another system: nothing but torch and the standard library may be
-imported here. Members meet at a TCPStore that the coordinator holds; where the system's own
-coordinator listens is told there, and every exchange starts for all at once.
+Runs in the environment of another system, so it may import only torch and the standard library.
+Members meet at a TCPStore that the coordinator holds. The store has the address of the system's own
+coordinator, and every exchange starts at the same time for all members.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 PLACE: Final = "place"
-"""Key under which the coordinator says where its system listens."""
+"""Key under which the coordinator writes the address of its system."""
 
 MEETING_TIMEOUT: Final = timedelta(minutes=10)
-"""Over a slow line an exchange takes minutes; the bench has limits of its own."""
+"""Longest meeting. Over a slow line an exchange takes minutes; the bench has limits of its own."""
 
 SIOCGIFADDR: Final = 0x8915
 """Linux: IPv4 address of an interface."""
@@ -41,11 +41,11 @@ SIOCGIFADDR: Final = 0x8915
 
 @dataclass(frozen=True)
 class Task:
-    """What one process of a measurement is told."""
+    """Task of one process of a measurement."""
 
     rank: int
     world: int
-    """Members, without the coordinator."""
+    """Number of members, without the coordinator."""
     host: str
     """IPv4 address by which others reach this process."""
     meeting: tuple[str, int]
@@ -54,12 +54,12 @@ class Task:
     """float32 elements that are averaged."""
     exchanges: int
     warmup: int
-    """Exchanges before those that are told."""
+    """Exchanges before the measured ones."""
     variant: str
     coordinator: bool
 
     def store(self) -> TCPStore:
-        """The meeting place: held by the coordinator, dialled by all others."""
+        """The meeting place: the coordinator holds it, all others dial it."""
         host, port = self.meeting
         return TCPStore(
             host,
@@ -71,7 +71,8 @@ class Task:
 
 
 def task_of(variants: Sequence[str], arguments: Sequence[str] | None = None) -> Task:
-    """The command line of a script that knows these variants; ends the process if it is wrong."""
+    """Reads the command line of a script that has these variants; ends the process if it is
+    wrong."""
     parser = argparse.ArgumentParser(description="one member of a measured average")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--world", type=int, required=True)
@@ -110,7 +111,7 @@ def own_address(other: str) -> str:
 
 
 def use_interface_of(host: str) -> None:
-    """Has Gloo listen at `host`: it would take the address that the host name resolves to."""
+    """Makes Gloo listen at `host`; it would take the address that the host name resolves to."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
@@ -127,7 +128,7 @@ def use_interface_of(host: str) -> None:
 def hold(store: Store, place: str = "") -> None:
     """Acts as coordinator, whose system listens at `place`, until SIGTERM."""
     store.set(PLACE, place)
-    # Ignored signals would be inherited by children of the system; a blocked one is waited for.
+    # Children of the system would inherit ignored signals; a blocked signal can be waited for.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signal.sigwait({signal.SIGTERM})
 
@@ -143,13 +144,14 @@ def measure(
     """Averages a known tensor again and again; a JSON line for each exchange after the warm-up.
 
     `average` gets this member's values, float32 (params,), and returns the mean over all members;
-    it alone is timed. `prepare` gets the values before everybody starts. Raises ArithmeticError
-    when the result is further from the mean than `tolerance`, relative in the 2-norm.
+    only this call is timed. `prepare` gets the values before the members start. Raises
+    ArithmeticError if the distance of the result from the mean is more than `tolerance`, relative
+    in the 2-norm.
     """
     base = torch.randn(task.params, generator=torch.Generator().manual_seed(0))
     values = torch.empty_like(base)
     for number in range(-task.warmup, task.exchanges):
-        # Another mean in every exchange: a stale result is found out.
+        # Another mean in every exchange, so that a stale result is found.
         shift = 1 + task.warmup + number
         torch.mul(base, shift + task.rank, out=values)
         if prepare is not None:
@@ -163,7 +165,7 @@ def measure(
         if number >= 0:
             row = {"rank": task.rank, "exchange": number, "seconds": seconds, "cpu_s": cpu_s}
             print(json.dumps(row), flush=True)
-    # Whoever leaves early takes something away that others may still need.
+    # A member that leaves early would take away parts that others may still need.
     meet(store, task.world, "end")
 
 
@@ -191,7 +193,7 @@ def tree_cpu_s(root: int) -> float:
             text = path.read_text()
         except OSError:
             continue  # It has ended.
-        # The name in parentheses may hold anything; after it: state, parent, ..., utime, stime.
+        # The name in parentheses may hold any character; then: state, parent, ..., utime, stime.
         fields = text.rpartition(")")[2].split()
         pid = int(path.parent.name)
         children.setdefault(int(fields[1]), []).append(pid)

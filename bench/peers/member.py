@@ -1,7 +1,8 @@
-"""One member of a training run of another system: model, text and schedule as our learners' own.
+"""One member of a training run of another system, with the model, text and schedule of our
+learners.
 
-Runs in the environment of another system: nothing but torch, NumPy, xxhash, the standard library
-and those modules of ours that need no more may be imported here.
+Runs in the environment of another system, so it may import only torch, NumPy, xxhash, the standard
+library, and those modules of ours that need no more.
 """
 
 from __future__ import annotations
@@ -28,45 +29,46 @@ from narrows.learner.reference.gpt import (
     validation_loss,
 )
 
-OUTER_RATE: Final = 0.4
+OUTER_LR: Final = 0.4
 OUTER_MOMENTUM: Final = 0.6
-"""Of every system with an outer optimizer: our defaults, tuned on this model (docs/quality.md)."""
+"""Outer learning rate and momentum of every system with an outer optimizer: our defaults, tuned on
+this model (docs/quality.md)."""
 
 START: Final = "start"
-"""File that the bench writes when everybody is ready."""
+"""File that the bench writes when all members are ready."""
 
 POLL_S: Final = 0.02
 
 ROUND_TIMEOUT_S: Final = 10.0
-"""The longest that a system may wait for a member in one exchange, wherever it lets us say so."""
+"""Longest wait of a system for a member in one exchange, wherever the system has such a setting."""
 
 
 @dataclass(frozen=True)
 class PeerTraining:
-    """What one process of a training run is told."""
+    """Task of one process of a training run."""
 
     rank: int
     world: int
-    """Members, without the coordinator."""
+    """Number of members, without the coordinator."""
     host: str
     port: int
-    """Where the coordinator listens, in the protocol of its system."""
+    """Port of the coordinator, in the protocol of its system."""
     preset: str
     steps: int
     """Inner steps of each member."""
     sync_steps: int
     """H, inner steps between two exchanges."""
     start_step: int
-    """Where the run stands, for a member that returns."""
+    """Step of the run at which a member returns."""
     step_wait_s: float
-    """Added to every inner step: a stand-in for a larger model."""
+    """Seconds added to every inner step: a stand-in for a larger model."""
     folder: Path
-    """For events and results; shared by all processes."""
+    """Folder for events and results; shared by all processes."""
     coordinator: bool
 
     @property
     def name(self) -> str:
-        """Of this process's files."""
+        """Name of this process's files."""
         return "coordinator" if self.coordinator else f"member-{self.rank}"
 
 
@@ -84,7 +86,7 @@ def training_of(arguments: Sequence[str] | None = None) -> PeerTraining:
 
 
 class PeerMember:
-    """The inner loop of one member, and what it tells the bench."""
+    """The inner loop of one member, and its reports to the bench."""
 
     def __init__(self, training: PeerTraining) -> None:
         torch.set_num_threads(1)
@@ -104,7 +106,8 @@ class PeerMember:
         )
 
     def wait_for_start(self) -> None:
-        """Returns when everybody is there, so that none begins alone; at once for late-comers."""
+        """Returns when all members are ready, so that none begins alone. A late member returns at
+        once."""
         tell_ready(self.training)
         while not (self.training.folder / START).exists():
             time.sleep(POLL_S)
@@ -126,7 +129,7 @@ class PeerMember:
         return self.model.loss(x, y)
 
     def train(self, steps: int = 1) -> None:
-        """Inner steps; whatever hooks the optimizer exchanges within them."""
+        """Makes inner steps; hooks of the optimizer exchange within them."""
         for _ in range(steps):
             self.gradients()
             self.optimizer.step()  # pyright: ignore[reportUnknownMemberType]
@@ -134,7 +137,7 @@ class PeerMember:
             time.sleep(self.training.step_wait_s)
 
     def exchanged(self, members: int) -> None:
-        """Tells that an exchange among so many members, this one included, is complete."""
+        """Reports a complete exchange among so many members, this one included."""
         path = self.training.folder / f"{self.training.name}.jsonl"
         with path.open("a") as file:
             record = {"time_s": time.time(), "step": self.step, "members": members}
@@ -151,7 +154,7 @@ class PeerMember:
 
 
 def tell_ready(training: PeerTraining) -> None:
-    """Tells that this process waits for the start."""
+    """Reports that this process waits for the start."""
     (training.folder / f"{training.name}.ready").touch()
 
 

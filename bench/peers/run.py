@@ -1,4 +1,4 @@
-"""One run of one system, undisturbed or with one process killed, and what came of it."""
+"""One run of one system, undisturbed or with one process killed, and its results."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ KILL_AT: Final = 1 / 3
 """Share of the steps at which a process gets SIGKILL."""
 
 RETURN_AFTER_S: Final = 3.0
-"""Then it is started again."""
+"""Time after which the killed process is started again."""
 
 STALL_MAX_S: Final = 45.0
-"""Without any exchange for so long, a run is given up."""
+"""A run without any exchange for so long is given up."""
 
 POLL_S: Final = 0.1
 
 
 @dataclass
 class PeerStory:
-    """When what happened, in Unix time; 0: it did not."""
+    """Times of the events of a run, in Unix time; 0: the event did not happen."""
 
     killed_s: float = 0.0
     returned_s: float = 0.0
     gave_up: str = ""
-    """Why the run did not come to its end."""
+    """Reason why the run did not finish; "" if it did."""
     gave_up_s: float = 0.0
 
     witness: str = ""
@@ -55,7 +55,7 @@ class PeerStory:
 
 
 def run_event(name: str, plan: PeerPlan, event: PeerEvent) -> dict[str, Any]:
-    """The row of one run. Raises PeerAbsent, or NarrowsError if it did not even start."""
+    """The row of one run. Raises PeerAbsent, or NarrowsError if the run did not even start."""
     with (
         tempfile.TemporaryDirectory(prefix="narrows-peers-") as folder,
         logs_kept(Path(folder)),
@@ -128,7 +128,7 @@ def _follow(system: System, plan: PeerPlan, processes: Processes, event: PeerEve
 
 
 def _dead(system: System, survivors: Sequence[int], processes: Processes) -> str:
-    """Name of a survivor that has ended without having finished; "" if there is none."""
+    """Name of a survivor that ended before it had finished; "" if there is none."""
     for rank in survivors:
         name = member_name(rank)
         if processes.running[name].poll() is not None and not system.finished(rank):
@@ -139,7 +139,7 @@ def _dead(system: System, survivors: Sequence[int], processes: Processes) -> str
 def judged(
     exchanges: Sequence[PeerExchange], members: int, event: PeerEvent, story: PeerStory
 ) -> dict[str, Any]:
-    """What the exchanges say: see docs/benchmarks.md, "Other systems", for the definitions."""
+    """Figures from the exchanges; docs/benchmarks.md, "Other systems", has the definitions."""
     first, last = exchanges[0], exchanges[-1]
     row: dict[str, Any] = {
         "seconds": last.time_s - first.time_s,
@@ -154,7 +154,7 @@ def judged(
         return row
     after = [each for each in exchanges if each.time_s > story.killed_s]
     if event == "member_killed":
-        # One with all members before the return was under way when the victim died.
+        # An exchange with all members before the return was under way when the victim died.
         after = [
             each
             for each in after

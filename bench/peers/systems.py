@@ -1,4 +1,4 @@
-"""How `narrows bench peers` starts each system and reads what it did."""
+"""Start of each system of `narrows bench peers`, and its results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BROKER_READY_S: Final = 30.0
 
 @dataclass(frozen=True)
 class PeerPlan:
-    """What every system is asked to do."""
+    """The run that every system makes."""
 
     members: int
     steps: int
@@ -46,16 +46,16 @@ class PeerExchange:
     time_s: float
     """Unix time."""
     step: int
-    """Inner steps per member that the run has behind it."""
+    """Inner steps per member that the run has made."""
     members: int
-    """Members that took part."""
+    """Number of members that took part."""
 
 
 class System(Protocol):
     """One system in one run; every process is a child of `processes`."""
 
     def start_coordinator(self, start_step: int) -> None:
-        """Starts it, or starts it again at the same place."""
+        """Starts the coordinator, or starts it again at the same address."""
         ...
 
     def start_member(self, rank: int, start_step: int) -> None:
@@ -63,19 +63,19 @@ class System(Protocol):
         ...
 
     def release(self) -> None:
-        """Lets everybody begin if everybody is ready; called again and again."""
+        """Lets the members begin if all are ready; called again and again."""
         ...
 
     def exchanges(self) -> list[PeerExchange]:
-        """What has been exchanged so far, in order of time."""
+        """The exchanges so far, in order of time."""
         ...
 
     def finished(self, rank: int) -> bool:
-        """Whether this member has done its part."""
+        """True if this member has made all of its steps."""
         ...
 
     def loss(self) -> float | None:
-        """Validation loss in nats per byte of what the survivors of the run hold at its end."""
+        """Validation loss, in nats per byte, of the model that the survivors hold at the end."""
         ...
 
 
@@ -119,8 +119,8 @@ class Scripted:
             (folder / START).touch()
 
     def exchanges(self) -> list[PeerExchange]:
-        # A coordinator that tells the exchanges knows best; else each member tells its own, and
-        # those that were the same exchange have the same step.
+        # A coordinator that reports the exchanges knows best. Otherwise each member reports its
+        # own; the same step means the same exchange.
         folder = self.processes.folder
         told = read_rows(folder / f"{COORDINATOR}.jsonl")
         if told:
@@ -146,7 +146,7 @@ class Scripted:
 
 
 class Ours:
-    """Broker and reference workers, with the defaults of both but for H."""
+    """Broker and reference workers, with the defaults of both except for H."""
 
     def __init__(self, plan: PeerPlan, processes: Processes) -> None:
         self.plan, self.processes = plan, processes
@@ -202,7 +202,7 @@ class Ours:
 
 
 def system_of(name: str, plan: PeerPlan, processes: Processes) -> System:
-    """Raises PeerAbsent if it cannot be had here."""
+    """The system of this name. Raises PeerAbsent if it cannot be had here."""
     if name == "narrows":
         return Ours(plan, processes)
     return Scripted(name, plan, processes, environment(name))

@@ -1,7 +1,7 @@
-"""What the run is measured against: one learner alone, and data parallel at equal tokens.
+"""Baselines of a run: one learner alone, and data parallel at equal tokens.
 
 `python -m narrows.bench.quality.baselines alone --steps 1000 --json alone.json` prints a JSON line
-about every two seconds and writes the result; `data-parallel` likewise.
+about every two seconds and writes the result; `data-parallel` does the same.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ Report: TypeAlias = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a baseline trains; with the same recipe a learner of a run does the same per step."""
+    """Training recipe of a baseline. A learner of a run with the same recipe does the same per
+    step."""
 
     steps: int
     """Optimizer steps."""
@@ -48,7 +49,7 @@ class Recipe:
     batch: int = 0
     """Windows per step and learner; 0: the preset's."""
     seed: int = 0
-    """Of the order of the text; the model begins like every learner's."""
+    """Seed of the order of the text. The model begins like every learner's."""
     peak_learning_rate: float = 0.0
     """0: the preset's."""
 
@@ -69,7 +70,7 @@ class Baseline:
 
 
 def train_alone(corpus: Corpus, recipe: Recipe, *, report: Report | None = None) -> Baseline:
-    """One learner on the whole text, `recipe.steps` steps with a batch of its own."""
+    """One learner on the whole text: `recipe.steps` steps with its own batch."""
     return _train("alone", corpus, recipe, ["alone"], report)
 
 
@@ -80,7 +81,7 @@ def train_data_parallel(
     names: Sequence[str] = ("a", "b", "c", "d"),
     report: Report | None = None,
 ) -> Baseline:
-    """The exact mean gradient of one batch per name in every step: tokens equal to a run's.
+    """Steps with the exact mean gradient of one batch per name; the tokens equal those of a run.
 
     The readers are those of learners with these names.
     """
@@ -106,7 +107,7 @@ def _train(
         meter.after_step(step + 1, accumulate(model, readers))
         optimizer.step()  # pyright: ignore[reportUnknownMemberType]
         optimizer.zero_grad()
-    # The counts first: evaluation is no part of the baseline's seconds.
+    # The counts first: evaluation is not part of the baseline's seconds.
     record = meter.record() | {
         "loss": validation_loss(model, fixed_windows(corpus.validation, context=config.context)),
         "parameters": parameter_count(model),
@@ -128,7 +129,7 @@ def accumulate(model: GPT, readers: Sequence[Reader]) -> float:
 
 
 class _Meter:
-    """Counts steps, tokens and seconds and reports them now and then."""
+    """Counts steps, tokens and seconds, and reports them now and then."""
 
     def __init__(self, kind: str, steps: int, step_tokens: int, report: Report | None) -> None:
         self._kind, self._steps, self._step_tokens, self._report = kind, steps, step_tokens, report

@@ -1,7 +1,7 @@
-"""`narrows bench quality`: which settings come closest to data parallel at equal tokens.
+"""`narrows bench quality`: the settings that come closest to data parallel at equal tokens.
 
-Every line of the rows file is one run of one cell with one seed, written as soon as it is there:
-a bench that was interrupted goes on where it stopped.
+Every line of the rows file is one run of one cell with one seed, written as soon as the run has
+ended. A bench that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run_quality_bench(
     workers: int,
     groups: Sequence[str],
 ) -> None:
-    """Runs what is missing, prints a table per group, and writes what was asked for.
+    """Runs the missing runs, prints a table per group, and writes the requested files.
 
     `short`: the shortest selection instead. `workers` 0: one per core. `groups` empty: all. Raises
     ConfigError for an unknown group.
@@ -78,7 +78,7 @@ def run_quality_bench(
 
 
 def report_collected(rows_file: Path, json_file: Path | None, plot: Path | None) -> None:
-    """Prints and writes what all runs of `rows_file` say together; runs nothing.
+    """Prints and writes a summary of all runs in `rows_file`; runs nothing.
 
     Raises ConfigError if there are none.
     """
@@ -102,7 +102,7 @@ def _show(console: Console, rows: Sequence[Row]) -> None:
 
 
 def _draw(path: Path, rows: Sequence[Row], cells: Sequence[QualityCell], runs: Runs) -> None:
-    """All rows in `path`, the curves of `cells` beside it."""
+    """Draws all rows into `path`, and the curves of `cells` beside it."""
     from narrows.bench.kit.plots import loss_against_bits, loss_curves
 
     loss_against_bits(rows, path)
@@ -111,7 +111,7 @@ def _draw(path: Path, rows: Sequence[Row], cells: Sequence[QualityCell], runs: R
 
 
 def of_groups(cells: Sequence[QualityCell], groups: Sequence[str]) -> list[QualityCell]:
-    """The cells of these groups, or all. Raises ConfigError."""
+    """The cells of these groups, or of all groups. Raises ConfigError."""
     known = tuple(dict.fromkeys(cell.group for cell in cells))
     for group in groups:
         if group not in known:
@@ -135,7 +135,8 @@ def best_rate(cell: QualityCell, choices: Runs) -> QualityCell:
 
 
 def run_jobs(jobs: Sequence[Job], path: Path, *, workers: int, console: Console) -> list[Row]:
-    """Runs what `path` (one JSON row per line) does not have yet; returns the rows of all jobs.
+    """Runs the jobs that `path` (one JSON row per line) does not have; returns the rows of all
+    jobs.
 
     The machine's noise changes times, never losses.
     """
@@ -165,20 +166,20 @@ def _job_key(cell: QualityCell, seed: int) -> str:
 
 
 def key_of(cell: QualityCell) -> str:
-    """What makes a cell another cell: everything about it but its labels. The settings count with
-    the defaults of this version: once one of those is another, runs are made again."""
+    """The key of a cell: everything about it but its labels. The settings count with the defaults
+    of this version, so that a changed default makes new runs."""
     return _cell_key({**asdict(cell), "config_digest": config_digest(cell)})
 
 
 def _cell_key(row: Mapping[str, Any]) -> str:
-    # JSON, because there tuples and the lists that they come back as are equal. A row of an older
-    # version may lack a name.
+    # As JSON: there a tuple equals the list that it comes back as. A row of an older version may
+    # lack a name.
     names = QualityCell.__dataclass_fields__.keys() - {"group", "name", "settings"}
     told = {name: row.get(name) for name in names}
     return json.dumps(told | {"config": row.get("config_digest", "")}, sort_keys=True)
 
 
 def jobs_of(cells: Iterable[QualityCell], seeds: Iterable[int]) -> list[Job]:
-    """Every cell with every seed, seed by seed: an early look sees all cells."""
+    """Every cell with every seed, seed by seed, so that an early look sees all cells."""
     cells = list(cells)
     return [(cell, seed) for seed in seeds for cell in cells]

@@ -1,7 +1,7 @@
 """The catalogue of the quality bench: every setting that is tried, by the question it answers.
 
-A group is a function whose docstring is the question. Its cells change one thing of BASE, which
-is what `narrows broker` does without any flag; what stands beside it is in the cell's name.
+A group is a function whose docstring is the question. Its cells change one thing of BASE, which is
+`narrows broker` without any flag. Further changes are in the cell's name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from narrows.learner.reference.gpt import preset
 BASE: Final = QualityCell("", "defaults")
 
 CHOOSING_SEEDS: Final = (1, 2, 3)
-"""Judged on the validation text: what is picked with them is not reported with them."""
+"""Judged on the validation text. A choice made with these seeds is not reported with them."""
 
 REPORTING_SEEDS: Final = (11, 12, 13, 14, 15)
 """Judged on the test text."""
@@ -38,13 +38,13 @@ SMALL: Final[Mapping[str, tuple[str, ...]]] = {
     "quorum": ("K 1, no grace, no waits, 4:3:2:1",),
     "deaths": ("dead half of the time",),
 }
-"""Cells of the short selection by group: ten runs of 500 steps times the reporting seeds, and the
+"""Cells of the short selection, by group: ten runs of 500 steps times the reporting seeds, and the
 rates of one data-parallel twin."""
 
 _ONE_BY_ONE: Final = {"merge.grace_fraction": 0.0, "merge.wait_fraction": 0.0}
 
 AWAY_PERIOD_S: Final = 200.0 * STEP_S
-"""Learners that come and go are away once in such a period."""
+"""Period of learners that come and go: they are away once in each."""
 
 
 def _cell(name: str, settings: Mapping[str, object] | None = None, **changes: Any) -> QualityCell:
@@ -70,7 +70,7 @@ def inner_rate() -> list[QualityCell]:
 
 
 def outer() -> list[QualityCell]:
-    """Which outer rate and momentum (Nesterov)?"""
+    """Which outer learning rate and momentum (Nesterov)?"""
     return [
         _cell(f"{rate} / {momentum}", {"outer.lr": rate, "outer.momentum": momentum})
         for rate in (0.4, 0.7, 1.0)
@@ -109,7 +109,7 @@ def merge_rule() -> list[QualityCell]:
 
 
 def codec() -> list[QualityCell]:
-    """What do fewer bits cost, and does the residual help?"""
+    """How much loss do fewer bits cost, and does the residual help?"""
     off = {"codec.error_feedback": False}
     two = {"codec.push_bits": 2.0, "codec.publish_bits": 2.0}
     return [
@@ -137,12 +137,12 @@ def _codec(name: str, rho: float) -> dict[str, object]:
 
 
 def adoption() -> list[QualityCell]:
-    """What becomes of the steps between snapshot and adoption?"""
+    """Is it worth keeping the steps between snapshot and adoption?"""
     return [_cell(name, adoption=name) for name in ("overwrite", "blend", "carry", "lean")]
 
 
 def lateness() -> list[QualityCell]:
-    """What does a slow line cost? Latency of every message, one way; a step takes 1 s."""
+    """How much loss does a slow line cost? Latency of every message, one way; a step takes 1 s."""
     cells = [_cell(f"{s} s", latency_s=(float(s), float(s))) for s in (1, 5, 10)]
     for cell in cells[:2]:
         cells += [replace(cell, name=f"{cell.name}, {n}", adoption=n) for n in ("blend", "carry")]
@@ -160,9 +160,9 @@ def weights() -> list[QualityCell]:
 
 
 def variants() -> list[QualityCell]:
-    """What do outer rules gain that were proposed elsewhere?"""
+    """Do outer rules help that were proposed elsewhere?"""
     rules = ("momentum warm-up", "momentum restart", "outer decay", "heloco")
-    # M times the rate, because a merge has all learners here: so the outer gain is the defaults'.
+    # M times the learning rate: a merge has all learners here, and the outer gain is the default's.
     gain = {"outer.lr": BASE.learners * BASE.config().outer.lr}
     name, late = "K 1, no grace, no waits, 4:3:2:1, delayed nesterov", "delayed nesterov"
     alone = _cell(name, {**gain, **_ONE_BY_ONE}, step_s=_step_s(4, 3, 2, 1), variant=late)
@@ -184,7 +184,7 @@ def learners() -> list[QualityCell]:
 
 
 def size() -> list[QualityCell]:
-    """What of it holds for a model of another size?"""
+    """Do the findings hold for a model of another size?"""
     return [
         _cell("decoupled", model="micro"),
         _cell("0.7 / 0.9", {"outer.momentum": 0.9}, model="micro"),
@@ -195,7 +195,8 @@ def size() -> list[QualityCell]:
 
 
 def speeds() -> list[QualityCell]:
-    """What do unequal learners cost? The tokens per second of all together are the same."""
+    """How much loss do unequal learners cost? The tokens per second of all together are the
+    same."""
     return [
         _cell("4:3:2:1", step_s=_step_s(4, 3, 2, 1)),
         _cell("8 learners, 18% apart", learners=8, step_s=APART),
@@ -203,7 +204,7 @@ def speeds() -> list[QualityCell]:
 
 
 def _step_s(*rates: float) -> tuple[float, ...]:
-    """Step times of learners with these relative speeds, whose mean speed is the nominal one."""
+    """Step times of learners with these relative speeds; their mean speed is the nominal one."""
     mean = sum(rates) / len(rates)
     return tuple(STEP_S * mean / rate for rate in rates)
 
@@ -213,7 +214,7 @@ APART: Final = _step_s(1.18, 1.18, 1.18, 1.18, 1, 1, 1, 1)
 
 
 def quorum() -> list[QualityCell]:
-    """Is K = 1 enough, and what do the grace window and the waits for arrivals save?"""
+    """Is K = 1 enough, and how much do the grace window and the waits for arrivals save?"""
     rules: dict[str, Mapping[str, object]] = {
         "K 1": {},
         "K 1, no waits": {"merge.wait_fraction": 0.0},
@@ -232,7 +233,7 @@ def quorum() -> list[QualityCell]:
 
 
 def deaths() -> list[QualityCell]:
-    """What does a learner cost that dies, and what is the ramp after its return worth?"""
+    """How much loss does a learner cost that dies, and is the ramp after its return worth it?"""
     half = _away(3, share=0.5)
     often = _away(3, share=0.025)
     return [
@@ -244,8 +245,8 @@ def deaths() -> list[QualityCell]:
 
 
 def _away(learner: int, *, share: float) -> tuple[tuple[int, float, float], ...]:
-    """Deaths of a learner that is away for this share of every period, at the period's end; more
-    of them than any run is long."""
+    """Deaths of a learner that is away for this share of every period, at the period's end; more of
+    them than any run is long."""
     away_s = share * AWAY_PERIOD_S
     periods = range(1, 2 * round(BASE.steps * STEP_S / AWAY_PERIOD_S))
     return tuple((learner, AWAY_PERIOD_S * i - away_s, away_s) for i in periods if share)
@@ -254,7 +255,7 @@ def _away(learner: int, *, share: float) -> tuple[tuple[int, float, float], ...]
 def scavenging() -> list[QualityCell]:
     """How much sooner is the goal reached with four extra learners, part of the time?
 
-    The goal is that of four learners, whoever contributes: compare `virtual s`.
+    The goal is that of four learners, regardless of who contributes: compare `virtual s`.
     """
     tokens = BASE.learners * BASE.step_tokens
     goal = {"run.goal_tokens": BASE.steps * tokens, "run.tokens_per_run_step": tokens}
@@ -266,7 +267,8 @@ def scavenging() -> list[QualityCell]:
 
 
 def poison() -> list[QualityCell]:
-    """One of eight learners sends something else: what do the clip and robust merges save?"""
+    """How much loss do the clip and robust merges save, if one of eight learners sends something
+    else?"""
     no_clip = {"merge.clip_ratio": 0.0}
     cells: list[QualityCell] = []
     for kind in ("", *POISONS):
@@ -290,19 +292,19 @@ DATA_PARALLEL: Final = "data parallel"
 
 
 def question(group: str) -> str:
-    """What a group asks."""
+    """The question of a group."""
     if group == DATA_PARALLEL:
         return "The measure: the best peak learning rate by validation loss."
     return (GROUPS[group].__doc__ or "").split("\n")[0]
 
 
 def full() -> list[QualityCell]:
-    """Everything."""
+    """The whole catalogue."""
     return [replace(cell, group=name) for name, make in GROUPS.items() for cell in make()]
 
 
 def small() -> list[QualityCell]:
-    """What fits into a quarter of an hour on two cores."""
+    """The cells that fit into a quarter of an hour on two cores."""
     return [
         replace(cell, steps=SMALL_STEPS)
         for cell in full()
@@ -311,12 +313,12 @@ def small() -> list[QualityCell]:
 
 
 def short() -> list[QualityCell]:
-    """A look in minutes: the modes, in runs that are too short to say much."""
+    """A look in minutes: the modes, in runs that are too short for a finding."""
     return [replace(cell, steps=SHORT_STEPS) for cell in small() if cell.group == "modes"]
 
 
 class ModelShape(NamedTuple):
-    """What a cell and its data-parallel twins have in common."""
+    """The common part of a cell and its data-parallel twins."""
 
     model: str
     learners: int
@@ -325,15 +327,15 @@ class ModelShape(NamedTuple):
 
 
 def shape_of(cell: QualityCell) -> ModelShape:
-    """Learners and steps of the run's clock: a goal of fewer tokens is one of fewer learners."""
+    """Learners and steps of the run's clock. A goal of fewer tokens counts as fewer learners."""
     run = cell.config().run
     learners = run.tokens_per_run_step // cell.step_tokens
     return ModelShape(cell.model, learners, run.goal_tokens // run.tokens_per_run_step, cell.inner)
 
 
 def rates_of(cell: QualityCell) -> list[QualityCell]:
-    """The data-parallel twins of a cell at all rates: as many tokens in as many steps of the
-    run's clock, the same model and inner optimizer."""
+    """The data-parallel twins of a cell at all learning rates: as many tokens in as many steps of
+    the run's clock, the same model and inner optimizer."""
     shape, peak = shape_of(cell), preset(cell.model).peak_learning_rate
     return [
         QualityCell(

@@ -1,4 +1,4 @@
-"""What all runs of a rows file say together: `narrows bench quality --collected`."""
+"""A summary of all runs of a rows file: `narrows bench quality --collected`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ Values: TypeAlias = tuple[object, ...]
 SHAPE: Final = ModelShape._fields
 LABELS: Final = ("group", "name", *SHAPE, "config_digest")
 NEEDED: Final = {*QualityCell.__dataclass_fields__, "seed", "validation_loss", "test_loss"}
-"""Names in a row of this bench; others may have left theirs in the file."""
+"""Names in a row of this bench. Rows of other benches in the same file lack some of them."""
 
 
 def collected(path: Path) -> list[Row]:
     """A row per cell of the file, in the file's order, beside data parallel at equal tokens.
 
-    Cells are told apart by their labels and by the defaults of their day, as far as a run tells
-    them: those before had them of their `commit`. Runs whose seed their measure lacks are left out.
+    Cells differ by their labels and by the defaults of their time, as far as a run has recorded
+    them; older runs had the defaults of their `commit`. Runs whose seed data parallel lacks are
+    left out.
     """
     runs = [{"config_digest": ""} | run for run in read_rows(path) if NEEDED <= run.keys()]
     twins = _by(SHAPE, (run for run in runs if run["data_parallel"]))
@@ -41,8 +42,10 @@ def collected(path: Path) -> list[Row]:
 
 
 def best_rate(runs: Iterable[Row]) -> dict[int, Row]:
-    """Data parallel by seed, at the rate with the lowest mean validation loss among those that
-    were run with the most seeds: where one seed was enough to drop a rate, there are no others."""
+    """Data parallel by seed, at the learning rate with the lowest mean validation loss.
+
+    Only rates with the most seeds count: a rate with fewer was dropped after one look.
+    """
 
     def loss(rate: dict[int, Row]) -> tuple[int, float]:
         return -len(rate), fmean(run["validation_loss"] for run in rate.values())
@@ -57,7 +60,7 @@ def _preset_rate(run: Row) -> float:
 
 
 def _by(names: Sequence[str], runs: Iterable[Row]) -> dict[Values, list[Row]]:
-    """In order."""
+    """The runs by the values of these names, in order."""
     found: dict[Values, list[Row]] = {}
     for run in runs:
         found.setdefault(tuple(run[name] for name in names), []).append(run)

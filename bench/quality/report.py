@@ -1,4 +1,4 @@
-"""What the runs of the quality bench say together: rows for files, tables for people."""
+"""Summaries of the runs of the quality bench: rows for files, tables for people."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ KNOWN: Final = (*GROUPS, DATA_PARALLEL)
 
 
 def reported(cell: QualityCell, runs: Sequence[Row], reference: Sequence[Row]) -> Row:
-    """The runs of a cell on the test text beside those of its measure, same order of seeds."""
+    """The runs of a cell on the test text beside those of its reference, in the same order of
+    seeds."""
     losses = [run["test_loss"] for run in runs]
     reference_losses = [run["test_loss"] for run in reference]
     excess = paired(losses, reference_losses)
@@ -47,7 +48,7 @@ def reported(cell: QualityCell, runs: Sequence[Row], reference: Sequence[Row]) -
 
 
 def rate_row(runs: Sequence[Row]) -> Row:
-    """The runs of data parallel at one rate, on the validation text."""
+    """The runs of data parallel at one learning rate, on the validation text."""
     names = ("model", "learners", "steps", "inner", "peak_learning_rate")
     return {
         **{name: runs[0][name] for name in names},
@@ -80,7 +81,7 @@ def table(group: str, rows: Sequence[Row]) -> Table:
 
 
 def rate_table(rows: Sequence[Row]) -> Table:
-    """What the measure was chosen from: `rate_row`s."""
+    """The `rate_row`s from which the reference was chosen."""
     shown = Table(
         ("model", "learners", "steps", "inner", "rate", "validation loss"),
         left=("inner",),

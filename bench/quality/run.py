@@ -1,4 +1,4 @@
-"""One cell of the quality bench: a run, or its data-parallel twin, and the loss it reaches."""
+"""One cell of the quality bench: a run, or its data-parallel twin, and the loss that it reaches."""
 
 from __future__ import annotations
 
@@ -45,22 +45,23 @@ CURVE_POINTS = 10
 
 @dataclass(frozen=True)
 class QualityCell:
-    """One setting to try. What is not given is as the defaults of `narrows broker` have it."""
+    """One setting to try. The defaults of `narrows broker` hold for everything that is not
+    given."""
 
     group: str
-    """Question that the cell belongs to."""
+    """The question that the cell belongs to."""
     name: str
     model: str = "nano"
     learners: int = 4
     steps: int = 1000
-    """Steps of the run's clock: tokens are steps * learners * batch * context, whoever makes
-    them."""
+    """Steps of the run's clock. Tokens are steps * learners * batch * context, whichever learner
+    makes them."""
     peak_learning_rate: float = 0.0
     """0: the preset's."""
     data_parallel: bool = False
-    """One batch per learner in every step, exact mean gradients: the measure of the others."""
+    """One batch per learner in every step, exact mean gradients: the reference for the others."""
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
-    """Of the broker, by dotted key."""
+    """Settings of the broker, by dotted key."""
     step_s: tuple[float, ...] = ()
     """Virtual seconds per inner step of each learner; empty: 1 each. Noise of 10% is added."""
     deaths: tuple[tuple[int, float, float], ...] = ()
@@ -72,10 +73,10 @@ class QualityCell:
     inner: Inner = "adamw"
     variant: str = ""
     poison: str = ""
-    """What learner 0 sends instead of its outer gradients."""
+    """Name of the values that learner 0 sends instead of its outer gradients."""
 
     def config(self) -> BrokerConfig:
-        """Of the run's broker."""
+        """The configuration of the run's broker."""
         tokens = self.step_tokens * self.learners
         flags = {
             "run.goal_tokens": tokens * self.steps,
@@ -104,10 +105,10 @@ class QualityCell:
 
 @dataclass
 class QualityResult:
-    """What one run of a cell reached; losses in nats per byte."""
+    """Results of one run of a cell; losses in nats per byte."""
 
     losses: tuple[float, float]
-    """Of the validation and the test text."""
+    """Losses on the validation and the test text."""
     up_bits_per_param: float = 32.0
     down_bits_per_param: float = 32.0
     contributors_mean: float = 0.0
@@ -125,8 +126,9 @@ def learner_name(index: int) -> str:
 
 
 def run_cell(cell: QualityCell, seed: int) -> dict[str, Any]:
-    """Trains the cell with this seed (of the first parameters, the text's order and the
-    mishaps) and returns its row, which names the text: another Python has another."""
+    """Trains the cell with this seed (of the first parameters, the text's order and the mishaps)
+    and returns its row. The row names the text, because another version of Python has another
+    text."""
     torch.set_num_threads(1)
     started_s = time.perf_counter()
     result = _data_parallel(cell, seed) if cell.data_parallel else _decoupled(cell, seed)
@@ -138,8 +140,8 @@ def run_cell(cell: QualityCell, seed: int) -> dict[str, Any]:
 
 
 def config_digest(cell: QualityCell) -> str:
-    """Of the broker's settings, the defaults included, without those of its files and ports; ""
-    for data parallel."""
+    """Digest of the broker's settings, defaults included, without files and ports; "" for data
+    parallel."""
     if cell.data_parallel:
         return ""
     settings = asdict(cell.config())
@@ -187,7 +189,7 @@ def _decoupled(cell: QualityCell, seed: int) -> QualityResult:
 
 
 class _Probe:
-    """Looks at the global model ten times in a run."""
+    """Evaluates the global model ten times in a run."""
 
     def __init__(self, shape: GPTConfig, steps: int) -> None:
         self.model = GPT(shape)
@@ -232,8 +234,8 @@ def adamw(model: GPT, peak: float) -> list[torch.optim.Optimizer]:
 
 
 def muon(model: GPT, peak: float) -> list[torch.optim.Optimizer]:
-    """torch's Muon for the matrices between embedding and head, AdamW for the rest; the scale of
-    the updates is AdamW's, so one learning rate serves both."""
+    """torch's Muon for the matrices between embedding and head, AdamW for the rest. The updates
+    have AdamW's scale, so one learning rate serves both."""
     hidden = [p for name, p in model.named_parameters() if p.dim() == 2 and "blocks." in name]
     chosen = {id(p) for p in hidden}
     rest = parameter_groups(model)
@@ -260,7 +262,7 @@ def _windows(context: int) -> tuple[Bytes, Bytes]:
 
 
 def losses_of(model: GPT) -> tuple[float, float]:
-    """On the validation and the test text."""
+    """Losses on the validation and the test text."""
     validation, test = _windows(model.config.context)
     return validation_loss(model, validation), validation_loss(model, test)
 

@@ -1,7 +1,7 @@
-"""What was proposed elsewhere and what an attacker would do: variants that only the bench knows.
+"""Proposals from elsewhere, and attacks: variants that only the bench has.
 
-A variant changes one thing of the broker's GlobalModel, the coding of steps in both directions,
-or the snapshot of one learner.
+A variant changes one thing of the broker's GlobalModel, the coding of steps in both directions, or
+the snapshot of one learner.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from narrows.proto.fragments import Fragment
 
 
 class _Variant(GlobalModel):
-    """A GlobalModel with the run's length in versions, for rules that change with time."""
+    """A GlobalModel that has the run's length in versions, for rules that change with time."""
 
     versions = 1
 
@@ -129,7 +129,7 @@ class TrimmedMean(_Variant):
 
 
 class Coded(_Variant):
-    """Publications with another coding; what it drops stays in global - published copy."""
+    """Publications with another coding. The part that it drops stays in global - published copy."""
 
     coding: Coding
 
@@ -146,7 +146,7 @@ class Coded(_Variant):
         sent, size = self.coding(part, params - copy)
         advanced = copy + sent
         digests = digest_of(params), digest_of(momentum), digest_of(advanced)
-        # Nobody decodes it: the learners of the simulation take the copy from the shelf.
+        # Nobody decodes it: the simulated learners take the copy from the shelf.
         chunk = EncodedChunk(0, part.elements, bytes(size), 0)
         publication = EncodedVersion(version, digests[2], "raw32", 0.0, (chunk,))
         after = FragmentState(version, digests[2], params, momentum, advanced)
@@ -183,7 +183,7 @@ def model_maker(variant: str, versions: int) -> ModelMaker:
 
 
 def _noise(base: F32, local: F32, random: Random) -> F32:
-    """As long as the honest outer gradient, in a direction of no use."""
+    """Noise as long as the honest outer gradient, in a random direction."""
     rng = np.random.default_rng(random.getrandbits(64))
     drawn = rng.standard_normal(base.size).astype(np.float32)
     length = float(np.linalg.norm(base - local)) / max(float(np.linalg.norm(drawn)), 1e-30)

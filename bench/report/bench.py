@@ -1,29 +1,36 @@
-"""`narrows bench report`: the results of all benches on one page, and those of the README."""
+"""`narrows bench report`: the results of all benches on one page, and as Markdown."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from narrows.bench.report.figures import BEGIN, END, Figure, figures_of, markdown, rewritten
+from narrows.bench.report.figures import figures_of
 from narrows.bench.report.files import Folder, read_folder
+from narrows.bench.report.markdown import full_table, headline_table, rewrite
 from narrows.bench.report.page import NEXT_STEP, PageSection, page
 from narrows.bench.report.pictures import draw
 from narrows.bench.report.tables import tables_of
 from narrows.broker.cli.tables import terminal
-from narrows.proto.errors import ConfigError
 from narrows.proto.units import counted
 
 OLD: Final = "its rows are not those of this version"
 
 
-def run_report(folder: Path, html: Path, pictures: Path | None, readme: Path | None) -> None:
-    """Writes the page, the pictures as files if there is a folder for them, and the README's part.
+def run_report(
+    folder: Path,
+    html: Path,
+    pictures: Path | None = None,
+    *,
+    readme: Path | None = None,
+    results: Path | None = None,
+) -> None:
+    """Writes the page, pictures as files if `pictures` is a folder, and the tables of two texts.
 
-    Says what is missing. Raises ConfigError without the folder, or without the README's comments.
+    `readme` gets the headlines, `results` every figure. Prints which files are missing.
+    Raises ConfigError without `folder`, or if a text lacks the two comments.
     """
     console = terminal()
     found = read_folder(folder)
@@ -37,7 +44,9 @@ def run_report(folder: Path, html: Path, pictures: Path | None, readme: Path | N
     html.parent.mkdir(parents=True, exist_ok=True)
     html.write_text(page(sections, found.missing, unread))
     if readme is not None:
-        rewrite(readme, [figure for section in sections for figure in section.figures])
+        rewrite(readme, headline_table(sections, folder, readme))
+    if results is not None:
+        rewrite(results, full_table(sections, folder, results))
     for section in sections:
         console.print(f"{section.result.file}: {section.result.origin}", markup=False)
     for bench in found.missing:
@@ -48,9 +57,9 @@ def run_report(folder: Path, html: Path, pictures: Path | None, readme: Path | N
 
 
 def sections_of(found: Folder, pictures: Path | None) -> tuple[list[PageSection], list[str]]:
-    """What each file says, and the files that cannot be shown with the reason.
+    """A section per file that can be shown, and a line per file that cannot, with the reason.
 
-    `pictures`: where they are written; None: there are none.
+    `pictures`: the folder that gets the pictures; None: draw none.
     """
     sections, unread = list[PageSection](), list(found.unread)
     for result in found.results:
@@ -62,15 +71,3 @@ def sections_of(found: Folder, pictures: Path | None) -> tuple[list[PageSection]
             continue
         sections.append(PageSection(result, figures, tables, svg.read_text() if svg else ""))
     return sections, unread
-
-
-def rewrite(readme: Path, figures: Sequence[Figure]) -> None:
-    """Replaces the table of results in it. Raises ConfigError."""
-    text = rewritten(readme.read_text(), markdown(figures))
-    if text is None:
-        raise ConfigError(
-            f"{readme} has no place for the results",
-            expected=f"{BEGIN} and {END}",
-            remedy="add these two lines where the table shall be",
-        )
-    readme.write_text(text)

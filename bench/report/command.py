@@ -11,6 +11,7 @@ def bench_report(
     html: Path | None = None,
     pictures: Path | None = None,
     readme: Path | None = None,
+    results: Path | None = None,
 ) -> None:
     """Put the JSON files of all benches on one page, beside published figures.
 
@@ -25,8 +26,11 @@ def bench_report(
     pictures
         Folder for the plots as SVG and PNG (needs the extra `bench`).
     readme
-        Text file: the table of results between the comments "results" and "/results" is replaced.
+        Text file that gets the headlines, between its comments "results" and "/results".
+    results
+        Text file that gets every figure, between the same comments.
     """
     from narrows.bench.report.bench import run_report
 
-    run_report(folder, html or Path("runs/report.html"), pictures, readme)
+    page = html or Path("runs/report.html")
+    run_report(folder, page, pictures, readme=readme, results=results)

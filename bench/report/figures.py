@@ -1,12 +1,12 @@
-"""The figures of the report that matter most: ours beside published ones and other systems.
+"""The headline figures of every bench: ours beside published ones and other systems.
 
-Every figure names the file and the row that it was read from; none is written down here but the
-published ones, each with its source.
+Every figure names the file and the row that it was read from. Only published figures are written
+down here, each with its source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -21,7 +21,7 @@ FAULTS_PARTICIPATION_MIN: Final = 16
 FAULTS_REJOIN_S: Final = 149.0
 
 QUALITY_SEEDS: Final = 5
-"""Cells with fewer are in the tables only; the modes are always shown."""
+"""Cells with fewer seeds are in the tables only; the modes are always shown."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Figure:
     what: str
     ours: str
     other: str
-    """Published, or another system in the same run; "" if there is none."""
+    """The published figure, or another system in the same run; "" without either."""
     nature: Nature
     source: str
-    """File and row."""
+    """File and row of our figure."""
 
 
 def figures_of(result: ResultFile) -> list[Figure]:
-    """The figures of a file; what it does not have is left out."""
+    """The figures of a file; figures that the file does not have are left out."""
     return list(FIGURES[result.bench](result))
 
 
@@ -101,7 +101,7 @@ def _chaos(result: ResultFile) -> Iterator[Figure]:
     place, row = found
     faults = f"{row['learners']} learners, {row['faults']} faults in {row['seconds']:.0f} s"
     available = f"{row['available_percent']:.1f}% available"
-    # Both: whoever is cut off makes steps that nobody merges.
+    # Both: a learner that is cut off makes steps that nobody merges.
     kept = (
         f"{row['throughput_kept_percent']:.1f}% of the steps, "
         f"{row['merged_kept_percent']:.1f}% of the merged tokens"
@@ -280,26 +280,3 @@ FIGURES: Final[Mapping[str, Callable[[ResultFile], Iterator[Figure]]]] = {
     "wan-budget": _budget, "wan-training": _training, "peers": _peers, "quality": _quality,
     "codec": _codec, "merge": _merge, "loop": _loop, "journal": _journal, "demo": _demo,
 }  # fmt: skip
-
-BEGIN: Final = "<!-- results -->"
-END: Final = "<!-- /results -->"
-
-
-def markdown(figures: Sequence[Figure]) -> str:
-    """A table for the README."""
-    heads = ("what", "ours", "published or other systems", "", "file and row")
-    lines = [_line(heads), _line(["---"] * len(heads))]
-    for each in figures:
-        lines.append(_line((each.what, each.ours, each.other, each.nature, f"`{each.source}`")))
-    return "\n".join(lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def rewritten(readme: str, table: str) -> str | None:
-    """The text with the table between the two comments; None without these."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}" if begin and end else None

@@ -16,7 +16,7 @@ BENCHES: Final = (
     "quality", "bandwidth", "goodput", "chaos", "wan", "wan-budget", "wan-training", "peers",
     "codec", "merge", "loop", "journal", "demo",
 )  # fmt: skip
-"""In the order of the report."""
+"""Benches in the order of the report."""
 
 NO_RESULT: Final = "no result of a bench"
 
@@ -30,15 +30,17 @@ class ResultFile:
     data: Row
 
     def rows(self, key: str = "rows") -> list[Row]:
-        """The list under `key`; [] without it. A file without rows is one row itself."""
+        """The list under `key`; [] without it. A file without rows is itself one row."""
         if key == "rows" and "rows" not in self.data:
             return [self.data]
         listed: list[Row] = self.data.get(key, [])
         return listed
 
     def find(self, key: str = "rows", **wanted: object) -> tuple[str, Row] | None:
-        """The first row with these values, and where it stands in the file; None: there is none,
-        or it was skipped or failed."""
+        """The first row with these values, and its place in the file.
+
+        None without such a row; rows that were skipped or failed do not count.
+        """
         for number, row in enumerate(self.rows(key)):
             if not {"skipped", "failed"} & row.keys() and wanted.items() <= _flat(row).items():
                 place = f"{key}[{number}]" if key in self.data else ""
@@ -46,20 +48,25 @@ class ResultFile:
         return None
 
     @property
+    def title(self) -> str:
+        return self.bench.replace("-", " ").capitalize()
+
+    @property
     def origin(self) -> str:
         """Machine, and every commit that rows were measured at."""
         machine = self.data.get("machine")
-        told = "machine not recorded"
+        computer = "machine not recorded"
         if machine:
-            told = f"{machine['processor']}, {machine['cores']} cores, Python {machine['python']}"
+            cores = f"{machine['cores']} cores, Python {machine['python']}"
+            computer = f"{machine['processor']}, {cores}"
         commits = dict.fromkeys(row["commit"] for row in self.rows() if row.get("commit"))
-        named = ", ".join(commits) or self.data.get("commit") or "not recorded"
-        return f"{told}; commit {named}"
+        listed = ", ".join(commits) or self.data.get("commit") or "not recorded"
+        return f"{computer}; commit {listed}"
 
 
 @dataclass(frozen=True)
 class Folder:
-    """What was found."""
+    """The contents of a folder."""
 
     results: Sequence[ResultFile]
     """In the order of BENCHES, then by name."""
@@ -68,7 +75,7 @@ class Folder:
 
     @property
     def missing(self) -> list[str]:
-        """Benches without any file."""
+        """Benches without a file."""
         found = {result.bench for result in self.results}
         return [bench for bench in BENCHES if bench not in found]
 

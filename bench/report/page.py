@@ -1,4 +1,4 @@
-"""The report as one page of HTML that needs nothing beside it; text is escaped here alone."""
+"""The report as one page of HTML that needs no other file. Only this module escapes text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from string import Template
 from typing import Final
 
 from narrows.bench.report.figures import Figure
-from narrows.bench.report.files import BENCHES, ResultFile
+from narrows.bench.report.files import ResultFile
 from narrows.bench.report.tables import ReportTable
 
 LONG_ROWS: Final = 24
-"""Longer tables are folded."""
+"""Tables with more rows are folded."""
 
 PAGE: Final = Template("""<!doctype html>
 <html lang="en">
@@ -48,7 +48,7 @@ NEXT_STEP: Final = "run `narrows bench all`, or this bench with --json"
 
 @dataclass(frozen=True)
 class PageSection:
-    """What one file says."""
+    """One file with its figures, tables and picture."""
 
     result: ResultFile
     figures: Sequence[Figure]
@@ -81,14 +81,9 @@ def _figures(figures: Sequence[Figure]) -> str:
 
 def _section(section: PageSection) -> str:
     result = section.result
-    head = f'<h2 id="{escape(result.file)}">{escape(_title(result))}</h2>'
+    head = f'<h2 id="{escape(result.file)}">{escape(result.title)}</h2>'
     origin = f'<p class="origin">{escape(result.file)}: {escape(result.origin)}</p>'
     return "\n".join([head, origin, _inline(section.svg), *map(_table, section.tables)])
-
-
-def _title(result: ResultFile) -> str:
-    assert result.bench in BENCHES, f"no such bench: {result.bench}"
-    return result.bench.replace("-", " ").capitalize()
 
 
 def _inline(svg: str) -> str:

@@ -1,4 +1,4 @@
-"""The pictures of the report, drawn from the rows of the files; see plots."""
+"""The pictures of the report, drawn from the rows of the files."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ PICTURES: Final[Mapping[str, tuple[Draw, Callable[[Row], bool]]]] = {
     "codec": (plots.rate_distortion, _has("wire_bits_per_param")),
     "merge": (plots.merge_cost, _has("params_per_s")),
 }
-"""How the rows of a bench are drawn, and which of them. The others are not drawn."""
+"""The picture of a bench, and the filter of its rows. Benches without an entry have no picture."""
 
 
 def draw(result: ResultFile, folder: Path) -> Path | None:
-    """Writes the picture as SVG and PNG; returns the SVG, None if there is nothing to draw.
+    """Writes the picture as SVG and PNG; returns the SVG, None if there are no rows to draw.
 
     Raises ConfigError without matplotlib.
     """

@@ -1,4 +1,4 @@
-"""The tables of the report: which columns of each bench's rows are shown, and what they are."""
+"""The tables of the report: the columns of each bench's rows, and the nature of the figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Show: TypeAlias = Callable[[Row], str]
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of a row: its heading, the key, and how it is written."""
+    """One figure of a row: its heading, its key, and its format."""
 
     heading: str
     key: str
@@ -21,7 +21,7 @@ class Column:
     times: float = 1.0
 
     def text(self, row: Row) -> str:
-        """ "" where the row has no such figure."""
+        """The text of the cell; empty where the row has no such figure."""
         value: Any = row.get(self.key)
         if value is None:
             return ""
@@ -44,7 +44,7 @@ class TableShape:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """Ready to be written."""
+    """A table with its cells as text."""
 
     title: str
     nature: str
@@ -53,7 +53,7 @@ class ReportTable:
 
 
 def tables_of(result: ResultFile) -> list[ReportTable]:
-    """The tables of a file; those without rows are left out."""
+    """The tables of a file; tables without rows are left out."""
     made = [_made(shape, result) for shape in SHAPES[result.bench]]
     return [table for table in made if table.rows]
 
@@ -70,7 +70,7 @@ def _made(shape: TableShape, result: ResultFile) -> ReportTable:
 
 
 def _note(row: Row) -> str:
-    """Why a row has no figures, or what is special about them."""
+    """Reason why a row has no figures, or a remark on them."""
     for word in ("failed", "skipped"):
         if word in row:
             return f"{word}: {row[word]}"

@@ -58,7 +58,7 @@ class SimulatedRound:
 
 
 class BrokerWorld(Protocol):
-    """What a broker process needs of the simulation."""
+    """The simulation, as a broker process sees it."""
 
     def to_learner(self, peer: bytes, message: msg.ControlMessage, size: int) -> bool: ...
     def data_to_learner(self, topic: bytes, frames: Frames) -> None: ...

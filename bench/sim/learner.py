@@ -41,7 +41,7 @@ class LearnerSpec:
 
 
 class LearnerWorld(Protocol):
-    """What a learner process needs of the simulation."""
+    """The simulation, as a learner process sees it."""
 
     @property
     def window_bytes(self) -> int: ...
@@ -96,7 +96,7 @@ class SimulatedLearner(Host):
             spec.name, incarnation, topic=lambda _: UPLINK_TOPIC, window_bytes=world.window_bytes
         )
         self.up_bits_per_s = 0.0
-        """What the broker has told it to keep to."""
+        """Rate that the broker has told it to keep to; 0: no limit."""
         self._table: tuple[Fragment, ...] = ()
         self._paused_until = 0.0
         self._perform: dict[type, Callable[..., None]] = {
@@ -200,7 +200,7 @@ class SimulatedLearner(Host):
         return self.spec.step_s * self.random.uniform(0.9, 1.1)
 
     def step_tokens(self) -> int:
-        """Of the step that ends now."""
+        """Tokens of the step that ends now."""
         return self.spec.tokens_per_step
 
     def _step(self) -> None:

@@ -16,7 +16,7 @@ Frames: TypeAlias = tuple[bytes, bytes, bytes]
 
 @dataclass(frozen=True)
 class LineSpec:
-    """What a line carries; 0: no limit."""
+    """Capacity and delay of a line; 0: no limit."""
 
     up_bits_per_s: float = 0.0
     down_bits_per_s: float = 0.0
@@ -24,7 +24,7 @@ class LineSpec:
     """One way, beside the faults' latency."""
 
 
-class Route(NamedTuple):
+class LineRoute(NamedTuple):
     """Between two processes, in one direction."""
 
     broker: int
@@ -38,10 +38,10 @@ class Crossing(NamedTuple):
     """Something that a process has put on its line, be it up or down."""
 
     at_s: float
-    route: Route
+    route: LineRoute
     wire_bytes: int
     limit_bits_per_s: float
-    """What may go this way, to or from one learner; 0: no limit."""
+    """Rate that is allowed this way, to or from one learner; 0: no limit."""
     total_bits_per_s: float
     """The same to or from all learners."""
     stream: int = -1
@@ -53,12 +53,12 @@ class Acknowledged(NamedTuple):
     """The process that sends on this route has heard what has come of its data."""
 
     at_s: float
-    route: Route
+    route: LineRoute
     positions: tuple[int, ...]
 
 
 @dataclass
-class _Direction:
+class _OneWay:
     bits_per_s: float
     free_at: float = 0.0
     """When all that has been put on the line has left it at the other end, but for the delay."""
@@ -100,9 +100,9 @@ class Line:
         self._spec = spec
         self._directions = self._idle()
 
-    def _idle(self) -> dict[bool, _Direction]:
+    def _idle(self) -> dict[bool, _OneWay]:
         spec = self._spec
-        return {True: _Direction(spec.up_bits_per_s), False: _Direction(spec.down_bits_per_s)}
+        return {True: _OneWay(spec.up_bits_per_s), False: _OneWay(spec.down_bits_per_s)}
 
     @property
     def peer(self) -> bytes:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from narrows.bench.sim.broker import SimulatedBroker
 from narrows.bench.sim.learner import SimulatedLearner
-from narrows.bench.sim.line import Acknowledged, Crossing, Frames, Line, Route
+from narrows.bench.sim.line import Acknowledged, Crossing, Frames, Line, LineRoute
 from narrows.bench.sim.virtual import Clock, Faults, Span
 from narrows.broker.config import BrokerConfig
 from narrows.learner.session import events as learner_events
@@ -41,7 +41,7 @@ class Network:
         self._names: dict[str, str] = {}
         """Learners by incarnation."""
         self._starts = 0
-        """Of the broker."""
+        """Number of the broker's starts."""
         self._restarting = False
 
     # Connections.
@@ -157,17 +157,19 @@ class Network:
         """The broker has heard what has come of its data to a learner process."""
         self._acknowledged(self._down(incarnation), positions)
 
-    def _acknowledged(self, route: Route, positions: tuple[int, ...]) -> None:
+    def _acknowledged(self, route: LineRoute, positions: tuple[int, ...]) -> None:
         if self._on_line is not None:
             self._on_line(Acknowledged(self.clock.now, route, positions))
 
-    def _up(self, learner: SimulatedLearner) -> Route:
-        return Route(self._starts, learner.spec.name, learner.incarnation, True)
+    def _up(self, learner: SimulatedLearner) -> LineRoute:
+        return LineRoute(self._starts, learner.spec.name, learner.incarnation, True)
 
-    def _down(self, incarnation: str) -> Route:
-        return Route(self._starts, self._names[incarnation], incarnation, False)
+    def _down(self, incarnation: str) -> LineRoute:
+        return LineRoute(self._starts, self._names[incarnation], incarnation, False)
 
-    def _crosses(self, route: Route, size: int, stream: int = -1, payload_bytes: int = 0) -> None:
+    def _crosses(
+        self, route: LineRoute, size: int, stream: int = -1, payload_bytes: int = 0
+    ) -> None:
         if self._on_line is not None:
             learner, wan = self.learners.get(route.learner), self.config.wan
             told = learner.up_bits_per_s if learner else 0.0

@@ -25,7 +25,7 @@ BITS_PER_ELEMENT: Final[Mapping[str, float]] = {
 
 
 class Content(NamedTuple):
-    """What a payload stands for."""
+    """The transfer that a payload stands for."""
 
     source: str
     """Incarnation of a founder; name and push of a contributor; "" from the broker."""
@@ -62,6 +62,6 @@ def encode_content(
 
 
 def decode_content(payload: memoryview) -> Content:
-    """What a payload stands for."""
+    """The transfer that a payload stands for."""
     length = int.from_bytes(payload[:_LENGTH_BYTES], "little")
     return _decoder.decode(payload[_LENGTH_BYTES : _LENGTH_BYTES + length])

@@ -1,4 +1,4 @@
-"""What the simulated broker has published, by digest instead of by value."""
+"""The versions that the simulated broker has published, by digest instead of by value."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`narrows bench wan`: seconds per exchange over a line of a given rate and delay, beside others.
 
-An exchange runs from the first snapshot to the last learner's last adoption, fragments pipelined;
-no launch floor, no grace. Bytes are what the line's queues counted.
+An exchange runs from the first snapshot to the last learner's last adoption, with fragments
+pipelined; there is no launch floor and no grace. Bytes are those that the line's queues counted.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ WAYS: Final[tuple[Direction, ...]] = ("up", "down")
 
 
 def run_wan_bench(rows_file: Path, json_file: Path | None, *, full: bool, short: bool) -> None:
-    """Runs the cells that `rows_file` does not have, prints them, and writes what was asked for.
+    """Runs the cells that `rows_file` does not have, prints them, and writes the requested files.
 
-    Raises ConfigError without root. A cell that fails is told as such and run again next time.
+    Raises ConfigError without root. A cell that fails is marked, and run again next time.
     """
     check_able()
     selection = wan_cells.full() if full else wan_cells.small()
@@ -41,7 +41,7 @@ def run_wan_bench(rows_file: Path, json_file: Path | None, *, full: bool, short:
 
 
 def run_cell(cell: WanCell) -> Row:
-    """Measures one cell, or says that it is computed, skipped or failed."""
+    """Measures one cell, or marks it as computed, skipped or failed."""
     if cell.line_s > wan_cells.EXCHANGE_MAX_S:
         summary = f"{cell.line_s:.0f} s (computed)"
         return {"computed": True, "exchange_s_median": cell.line_s, "summary": summary}
@@ -77,7 +77,7 @@ def _figures(
         "exchange_s_p95": float(np.percentile(seconds, 95)),
         "cpu_s_per_exchange": float(np.mean([each.cpu_s for each in told])),
     }
-    # The others say no times: their bytes are those of all exchanges, the first ones too.
+    # The other systems report no times: their bytes are those of all exchanges.
     since_s, until_s, count = 0.0, 1e18, cell.exchanges + WARM_UP
     first, last = told[0], told[-1]
     if first.span_s is not None and last.span_s is not None:

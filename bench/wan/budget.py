@@ -1,10 +1,10 @@
-"""`narrows bench wan --budget`: is the budget held on the wire, and is it used?
+"""`narrows bench wan --budget`: whether the budget holds on the wire, and whether it is used.
 
-The line has at least twice the budget, so that what is seen is the budget and not the line. Work is
-always waiting: every learner answers every round at once, with raw float32. A fragment that is on
-its way up is missing on its way down, so that a mean tells something of the narrower direction
-only: each is limited alone, and rows with both limited say that both are held. On a line of exactly
-the budget the control messages alone matter. Windows are one second, ten per second.
+The line has at least twice the budget, so that the bench sees the budget and not the line. Work is
+always waiting: every learner answers every round at once, with raw float32. A fragment on its way
+up is missing on its way down, so a mean only describes the narrower direction. So each direction is
+limited alone, and rows with both limited show that both hold. On a line with exactly the budget
+only the control messages matter. Windows are one second, ten per second.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MEAN_MIN: Final = 0.95
 CONTROL_P99_MAX_S: Final = 0.25
 
 SETTLE_S: Final = 5.0
-"""Not counted: queues fill, TCP finds its window."""
+"""Seconds that are not counted: queues fill, TCP finds its window."""
 
 MEASURE_S: Final = 20.0
 WORK_S: Final = 3.0
@@ -47,12 +47,12 @@ class BudgetCell:
     """One budget on one line."""
 
     cap_mbit_per_s: float
-    """In each direction: of the one learner, or of all together."""
+    """Budget in each direction: of the one learner, or of all together."""
     learners: int
     ways: tuple[Direction, ...] = WAYS
     """Directions with a budget."""
     line_factor: float = 2.0
-    """Rate of the line over the budget."""
+    """Rate of the line, in units of the budget."""
 
     @property
     def name(self) -> str:
@@ -66,14 +66,14 @@ class BudgetCell:
 
     @property
     def settings(self) -> list[str]:
-        """For the broker."""
+        """Settings of the broker."""
         scope = "" if self.learners == 1 else "total_"
         rate = f"{self.cap_mbit_per_s:g}Mbit/s"
         return [w for way in self.ways for w in ("--set", f"wan.{scope}{way}={rate}")]
 
     @property
     def params(self) -> int:
-        """Seconds of work, in 16 fragments of which all but one or two wait."""
+        """Parameters for some seconds of work, in 16 fragments of which all but one or two wait."""
         wanted = int(1e6 * self.cap_mbit_per_s * WORK_S / 32 / self.learners)
         return min(max(wanted, 1 << 16), 16 * MILLION)
 
@@ -92,7 +92,8 @@ def run_budget_bench(rows_file: Path, json_file: Path | None, *, short: bool) ->
 
 
 def cells() -> list[BudgetCell]:
-    """Each budget for one learner and for four; the smallest ones on their own line, too."""
+    """Each budget for one learner and for four; the smallest budgets also on a line of their
+    size."""
     shares = [BudgetCell(cap, learners) for cap in CAPS_MBIT_PER_S for learners in (1, 4)]
     single = [replace(cell, ways=(way,)) for cell in shares for way in WAYS]
     both = [cell for cell in shares if cell.cap_mbit_per_s in EXACT_MBIT_PER_S]
@@ -105,7 +106,7 @@ def _is_short(cell: BudgetCell) -> bool:
 
 
 def run_cell(cell: BudgetCell) -> Row:
-    """Measures one budget, or says why it failed."""
+    """Measures one budget, or marks it as failed with the reason."""
     line_bits_per_s = 1e6 * cell.cap_mbit_per_s * cell.line_factor
     lab = Lab(cell.learners, line_bits_per_s, hub_rate_bits_per_s=line_bits_per_s)
     run_of = wan_cells.WanCell(
@@ -123,7 +124,7 @@ def run_cell(cell: BudgetCell) -> Row:
                 time.sleep(MEASURE_S)
             run.check()
             trips = run.probes()[first:]
-            # The hub sends what learners receive.
+            # The hub sends the bytes that learners receive.
             ways: dict[str, tuple[str, Direction]] = {"up": ("hub", "down"), "down": ("hub", "up")}
             rates = {way: meter.rates(*place) for way, place in ways.items()}
     except NarrowsError as error:
@@ -137,7 +138,7 @@ def run_cell(cell: BudgetCell) -> Row:
     p99_s = float(np.percentile(trips, 99)) if trips else None
     row["control_probes"], row["control_round_trip_s_p99"] = len(trips), p99_s
     row["holds"] = all(row[f"{way}_peak_over_cap"] <= PEAK_MAX for way in cell.ways)
-    # Of two directions one waits for the other: only what is limited alone is always busy.
+    # Of two directions one waits for the other: only a direction limited alone is always busy.
     if len(cell.ways) == 1:
         row["uses"] = row[f"{cell.ways[0]}_mean_over_cap"] >= MEAN_MIN
     row["control_in_time"] = p99_s is not None and p99_s <= CONTROL_P99_MAX_S
@@ -149,7 +150,7 @@ def run_cell(cell: BudgetCell) -> Row:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """All budgets."""
+    """A table of all budgets."""
     headings = ("budget", "", "up mean", "peak", "down mean", "peak", "control p99 ms", "holds")
     title = "shares of the budget, one-second windows"
     shown = Table(headings, keys=2, title=title)

@@ -1,4 +1,4 @@
-"""The cells of `narrows bench wan`: systems, lines, sizes, and what a cell takes by arithmetic."""
+"""The cells of `narrows bench wan`: systems, lines, sizes, and the arithmetic of a cell."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from itertools import product
 from typing import Final
 
 MILLION: Final = 1 << 20
-"""Parameters of "1 M": powers of two make tensors of equal width."""
+"""Parameters of "1 M": powers of two give tensors of equal width."""
 
 FRAGMENTS: Final = 16
-"""Of one exchange: the last one's way down cannot overlap with any way up, a sixteenth."""
+"""Fragments of one exchange. The last one's way down cannot overlap with any way up: a
+sixteenth."""
 
 WARM_UP: Final = 3
 """Exchanges that are not counted: memory pools fill, TCP finds its window."""
 
 EXCHANGES: Final = 20
 EXCHANGE_MAX_S: Final = 60.0
-"""Cells that take longer per exchange are computed, and say so."""
+"""Cells that take longer per exchange are computed, and marked so."""
 
 FRAME_BYTES: Final = 1514 / 1448
 """Bytes on the wire per byte handed to TCP: Ethernet, IPv4, TCP with timestamps."""
@@ -30,13 +31,13 @@ SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {
                   "codec.push_rho": "0.25", "codec.publish_rho": "0.25"},
     "int4-zstd": {"codec.push": "int4-zstd", "codec.publish": "int4-zstd"},
 }  # fmt: skip
-"""Variants of Narrows; the rest as the defaults have it."""
+"""Settings of the variants of Narrows; all others are the defaults."""
 
 BITS: Final[Mapping[str, float]] = {
     "raw32": 32, "int8-zstd": 4.1, "int4-zstd": 3.1, "f32": 32, "bf16": 16, "none": 32, "fp16": 16,
     "uniform8bit": 8,
 }  # fmt: skip
-"""Per parameter, for what is computed and not measured."""
+"""Bits per parameter, for cells that are computed and not measured."""
 
 PEERS: Final[Mapping[str, tuple[str, ...]]] = {
     "ddp_gloo": ("f32", "bf16"),
@@ -52,14 +53,15 @@ class WanCell:
     system: str
     variant: str
     rate_mbit_per_s: float
-    """Of each learner's link and direction, the hub's is that of all; 0: unlimited."""
+    """Rate of each learner's link and direction; 0: unlimited. The hub's rate is that of all
+    links."""
     round_trip_ms: float
     params: int
     learners: int = 2
     streams: int = 0
-    """Of Narrows; 0 for others."""
+    """Streams of Narrows; 0 for other systems."""
     window_bytes: int = 0
-    """In flight per connection at most, as a congestion window allows; 0: no limit of ours."""
+    """Bytes in flight per connection at most, as with a congestion window; 0: no limit of ours."""
     exchanges: int = EXCHANGES
 
     @property
@@ -69,7 +71,7 @@ class WanCell:
 
     @property
     def line(self) -> str:
-        """What is the same for all systems that are compared."""
+        """The common part of all systems that are compared: line, size and learners."""
         rate = f"{self.rate_mbit_per_s:g} Mbit/s" if self.rate_mbit_per_s else "unlimited"
         window = f", window {self.window_bytes >> 10} KiB" if self.window_bytes else ""
         return (
@@ -91,7 +93,7 @@ class WanCell:
 
 
 def small() -> list[WanCell]:
-    """Ten minutes: one size on two lines beside the others, and what several streams are for."""
+    """Ten minutes: one size on two lines beside the others, and the effect of several streams."""
     cells: list[WanCell] = []
     for rate in (100.0, 1000.0):
         narrows = WanCell("narrows", "int4-zstd", rate, 0, 4 * MILLION, streams=4)

@@ -1,8 +1,7 @@
 """The reference model in data parallel over Gloo: one rank, with the learners' recipe.
 
 `python -m narrows.bench.wan.ddp_train --rank 0 --world 2 --address HOST:PORT ...` writes a JSON
-summary whose keys are those of the reference worker, and the seconds of a step without
-communication.
+summary with the keys of the reference worker, and the seconds of a step without communication.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ COMPUTE_STEPS: Final = 10
 
 
 class _Loss(torch.nn.Module):
-    """The model as a function of (x, y), so that what DDP wraps returns the loss."""
+    """The model as a function of (x, y), so that the module inside DDP returns the loss."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
@@ -47,12 +46,12 @@ class _Loss(torch.nn.Module):
 
 
 def _bf16(state: Any, bucket: Any) -> Any:
-    """torch's hook under another name: by its own one it is refused without NCCL, though Gloo sums
-    bfloat16."""
+    """torch's hook under another name. Under its own name torch refuses it without NCCL, though
+    Gloo sums bfloat16."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
-_bf16.__annotations__ = {}  # DDP wants the type itself there or nothing, but no text.
+_bf16.__annotations__ = {}  # DDP wants the type itself here, or nothing, but no text.
 
 
 class Rank:

@@ -1,8 +1,8 @@
 """A learner process that only exchanges: sizes and codecs are real, nothing is trained.
 
 `python -m narrows.bench.wan.exchanger BROKER NAME PARAMS` prints a JSON line when every round is
-open (`ready`) and one per exchange; each line that it reads starts one. With the word `endless`
-it goes on by itself, so that work is always waiting, until its input ends.
+open (`ready`) and one per exchange. Each line that it reads starts an exchange. With the word
+`endless` it goes on by itself until its input ends, so that work is always waiting.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from narrows.proto.errors import NarrowsError
 from narrows.proto.messages import LayoutEntry
 
 TOKENS: Final = 1000
-"""Of the one inner step of an exchange."""
+"""Tokens of the one inner step of an exchange."""
 
 LOOK_S: Final = 0.02
-"""It looks for what has arrived at least so often; usually it is woken."""
+"""Interval at which it looks for arrivals; usually it is woken earlier."""
 
 JOIN_TIMEOUT_S: Final = 300.0
 
 
 def transformer_layout(params: int) -> tuple[LayoutEntry, ...]:
-    """Exactly `params` elements as tensors of a transformer: blocks of attention and MLP with about
-    three quarters of them, norms, and an embedding with the rest. Four blocks, if there is room."""
+    """Exactly `params` elements as tensors of a transformer.
+
+    Blocks of attention and MLP have about three quarters of them; norms and an embedding have the
+    rest. There are four blocks if there is room.
+    """
     width = 8
     while 4 * _block_elements(2 * width) <= params - 2 * width:
         width *= 2
@@ -56,20 +59,21 @@ def _block_elements(width: int) -> int:
 
 @dataclass
 class Exchanger:
-    """One learner; times are seconds on the machine's monotonic clock, the same in all processes.
+    """One learner. Times are seconds on the machine's monotonic clock, the same in all processes.
 
-    A boundary with tokens answers every open round; one without only adopts.
+    A boundary with tokens answers every open round; one without tokens only adopts.
     """
 
     client: Client
 
     def await_rounds(self) -> None:
-        """Until a round is open for every fragment, against the version that is adopted."""
+        """Returns when a round is open for every fragment, against the version that is adopted."""
         while not self._all_open():
             self._look()
 
     def exchange(self) -> dict[str, Any]:
-        """From the snapshot of all fragments to the adoption of the last one's next version."""
+        """One exchange: from the snapshot of all fragments to the adoption of the last one's next
+        version."""
         before, cpu_s = self._adopted(), time.process_time()
         started_s = time.monotonic()
         self.client.boundary(TOKENS, 1.0)
@@ -104,7 +108,7 @@ class Exchanger:
 
 
 def run(broker: str, name: str, params: int, *, endless: bool) -> None:
-    """The process; raises NarrowsError when the broker is gone or refuses."""
+    """The whole process. Raises NarrowsError when the broker is gone or refuses."""
     layout = transformer_layout(params)
     client = Client(
         broker=broker,

@@ -1,8 +1,8 @@
-"""Other systems on the line of `narrows bench wan`: scripts of one form in environments of theirs.
+"""Other systems on the line of `narrows bench wan`: uniform scripts in their own environments.
 
-`PYTHON scripts/NAME_exchange.py --rank R --world M --address HOST:PORT --params N
---exchanges K --warmup W --variant V [--coordinator]` prints a JSON line per exchange and rank:
-rank, exchange, seconds, cpu_s. The coordinator takes no part in the average; it runs at the hub.
+`PYTHON scripts/NAME_exchange.py --rank R --world M --address HOST:PORT --params N --exchanges K
+--warmup W --variant V [--coordinator]` prints a JSON line per exchange and rank: rank, exchange,
+seconds, cpu_s. The coordinator takes no part in the average; it runs at the hub.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ ENVIRONMENTS: Final = {"ddp_gloo": "ddp", "torchft": "torchft", "hivemind": "hiv
 
 
 def python_of(system: str) -> Path:
-    """The interpreter of the system's environment, built if need be. Raises NarrowsError."""
+    """The interpreter of the system's environment, which is built if it is missing. Raises
+    NarrowsError."""
     return peer_envs.environment(ENVIRONMENTS[system])
 
 
 def why_not(cell: WanCell) -> str:
-    """Why a cell of another system cannot be run; "" if it can."""
+    """Reason why a cell of another system cannot be run; "" if it can."""
     if cell.round_trip_ms:
         return "the delay comes from a proxy, which can stand in front of our three ports only"
     try:
@@ -38,7 +39,7 @@ def why_not(cell: WanCell) -> str:
 
 
 def run_peer(cell: WanCell, line: ShapedLine, limit_s: float) -> list[ExchangeTimes]:
-    """Runs one cell: seconds of the slowest member, processor seconds of all."""
+    """Runs one cell: seconds of the slowest member, processor seconds of all members."""
 
     def command(rank: int) -> list[str]:
         return [

@@ -23,27 +23,27 @@ from narrows.bench.wan.cells import SETTINGS, WARM_UP, WanCell
 PORT: Final = 7070
 
 START_S: Final = 240.0
-"""Beyond what is measured a cell may take so long: processes start, version 0 travels."""
+"""Time of a cell beyond its measurement: processes start, version 0 travels."""
 
 
 @dataclass(frozen=True)
 class ExchangeTimes:
-    """One exchange of all learners with everything."""
+    """One exchange of all learners: times and bytes."""
 
     seconds: float
     cpu_s: float
     """Processor seconds of all processes."""
     span_s: tuple[float, float] | None = None
-    """Start and end on the machine's monotonic clock, if the system says so."""
+    """Start and end on the machine's monotonic clock; None if the system does not report them."""
     probes: int | None = None
-    """Control messages that had been answered at its end."""
+    """Number of control messages that had been answered at its end."""
 
 
 class SiteProcesses(Processes):
-    """The children at one site, of which some are talked to."""
+    """The children at one site; the bench talks to some of them."""
 
     def talk(self, name: str, *command: str) -> None:
-        """Starts a command with pipes for its input and output; the rest goes to NAME.log."""
+        """Starts a command with pipes for its input and output; errors go to NAME.log."""
         with (self.folder / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
                 [*self.prefix, *command],
@@ -75,7 +75,7 @@ class SiteProcesses(Processes):
         return told
 
     def stop_all(self) -> None:
-        """Ends the children and closes what was open to them."""
+        """Ends the children and closes their pipes."""
         super().stop_all()
         for process in self.running.values():
             for pipe in (process.stdin, process.stdout):
@@ -83,7 +83,7 @@ class SiteProcesses(Processes):
                     pipe.close()
 
     def _ended(self, name: str) -> ProcessFailed:
-        # What remains of it is read until its end; then it has ended.
+        # Reads the rest of its output until the end; then it has ended.
         return ended(name, self.running[name].wait(), self.log(name))
 
 
@@ -98,8 +98,8 @@ class ShapedLine:
 
 @contextmanager
 def line(lab: Lab, limit_s: float) -> Generator[ShapedLine]:
-    """Builds the lab and ends its processes after `limit_s` seconds and START_S, so that whoever
-    waits for one of them hears of its end."""
+    """Builds the lab, and ends its processes after `limit_s` seconds and START_S, so that nobody
+    waits for them for ever."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="narrows-wan-")))
         stack.enter_context(logs_kept(folder))
@@ -137,7 +137,7 @@ class NarrowsRun:
                 "merge.quorum": str(cell.learners),
                 "merge.rounds_in_flight": str(wan_cells.FRAGMENTS),
                 "fragments.count": str(wan_cells.FRAGMENTS),
-                # No floor between launches, and no slack that a grace window could fill.
+                # No floor between launches, and no slack for a grace window.
                 "fragments.sync_period_steps": "1",
                 "fragments.overlap_steps": "0",
                 "broker.checkpoint_versions": "1000000",
@@ -195,8 +195,8 @@ class NarrowsRun:
         return [float(line) for line in path.read_text().splitlines() if line]
 
     def _dial(self, processes: SiteProcesses, broker: str) -> str:
-        """The address at which this site finds the broker: behind a proxy of its own if the line
-        is long or has a window."""
+        """The address at which this site finds the broker: behind its own proxy if the line has a
+        delay or a window."""
         cell = self.cell
         if not (cell.round_trip_ms or cell.window_bytes):
             return broker

@@ -1,8 +1,8 @@
 """`narrows bench wan --training`: the reference worker over slow lines, beside data parallel.
 
-Same model, text, inner optimizer and tokens per learner and step. Data parallel is torch's over
-Gloo, float32 and with its bfloat16 hook. r is its communication over its compute time: where r is
-19, whoever communicates for nothing is 20 times as fast.
+Model, text, inner optimizer and tokens per learner and step are the same. Data parallel is torch's
+over Gloo, float32 and with its bfloat16 hook. r is its communication time over its compute time:
+where r is 19, a system with free communication is 20 times as fast.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from narrows.proto.errors import NarrowsError
 
 LEARNERS: Final = 2
 TOKENS_PER_STEP: Final = 1024
-"""Of each learner."""
+"""Tokens per step of each learner."""
 
 TRAIN_S: Final = 60.0
 END_S: Final = 120.0
-"""Time to leave and to measure the model."""
+"""Time to leave and to evaluate the model."""
 
 RATES_MBIT_PER_S: Final = (20.0, 100.0, 1000.0, 0.0)
 SHORT_S: Final = 10.0
@@ -46,7 +46,7 @@ class TrainingCell:
 
     system: str
     rate_mbit_per_s: float
-    """Of each link and direction; 0: unlimited."""
+    """Rate of each link and direction; 0: unlimited."""
     model: str = "tiny"
     seconds: float = TRAIN_S
 
@@ -107,7 +107,7 @@ def run_cell(cell: TrainingCell) -> Row:
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """The rows with what they are compared with: Narrows without limit, data parallel beside it."""
+    """The rows with their references: Narrows without limit, data parallel beside it."""
     found = {(row["name"], row["cell"]["rate_mbit_per_s"]): row for row in rows}
     return [row | _ratios(row, found) for row in rows]
 
@@ -178,7 +178,7 @@ def _await_text(processes: SiteProcesses, name: str, text: str) -> None:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """All lines and systems."""
+    """A table of all lines and systems."""
     headings = (
         "line", "system", "tokens/s", "loss", "kB up/step", "r", "of unlimited", "x data parallel",
     )  # fmt: skip

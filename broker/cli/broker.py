@@ -6,10 +6,11 @@ import logging
 import os
 import signal
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
+from typing import Final
 
 from narrows.broker.cli.tables import Table
 from narrows.broker.config import BrokerConfig, load_config
@@ -18,6 +19,8 @@ from narrows.proto.address import parse_listen
 from narrows.proto.codec import uncached_advice
 from narrows.proto.config import described
 from narrows.proto.errors import ConfigError
+
+EMPTY: Final[Mapping[str, object]] = MappingProxyType({})
 
 _log = logging.getLogger("narrows.broker")
 
@@ -37,7 +40,7 @@ class BrokerCommand:
 
 def run_broker(command: BrokerCommand) -> None:
     """Serves until the run has ended or a signal comes. Raises NarrowsError."""
-    config = configuration(command)
+    config = _configuration(command)
     if advice := uncached_advice():
         _log.warning("%s", advice)
     service = Service(config, events=command.events)
@@ -69,9 +72,18 @@ def join_address(listen: str) -> str:
     return f"tcp://HOST:{port}" if host in ("*", "0.0.0.0", "[::]") else listen
 
 
-def configuration(command: BrokerCommand) -> BrokerConfig:
-    """Defaults, preset, file, flags, in this order."""
-    return load_config(command.config, {**command.flags, **assigned(command.assignments)})
+def read_configuration(
+    path: Path | None, assignments: Sequence[str], flags: Mapping[str, object] = EMPTY
+) -> BrokerConfig:
+    """The settings that the file `path`, `flags` and the texts of `--set` make, in this order.
+
+    Raises ConfigError.
+    """
+    return load_config(path, {**flags, **assigned(assignments)})
+
+
+def _configuration(command: BrokerCommand) -> BrokerConfig:
+    return read_configuration(command.config, command.assignments, command.flags)
 
 
 def settings_help() -> str:
@@ -108,7 +120,7 @@ def _reload_on_signal(service: Service, command: BrokerCommand) -> None:
 
     def reload(_number: int, _frame: FrameType | None) -> None:
         try:
-            service.reload(configuration(command))
+            service.reload(_configuration(command))
         except (ConfigError, OSError) as error:
             _log.error("the configuration was not read again: %s", error)
 

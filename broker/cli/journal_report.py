@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from narrows.broker.storage import (
     GAP,
     Audit,
     Changes,
+    CheckpointContent,
     FateRecord,
     Head,
     History,
@@ -31,6 +33,7 @@ from narrows.broker.storage import (
     recover,
 )
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
+from narrows.proto.messages import Phase
 from narrows.proto.units import counted, format_bytes
 
 
@@ -82,7 +85,8 @@ def replay(path: Path, changes: Changes, target: Path | None = None) -> None:
         config = config_of(oldest)
         as_run = recover(config, newest, journal)
         print(f"from versions {_versions(oldest.fragments)} on")
-        if changes == Changes():
+        is_same = changes == Changes()
+        if is_same:
             again = recover(config, oldest, journal)
             _tell_equal(again, as_run)
             model = again.model
@@ -90,7 +94,8 @@ def replay(path: Path, changes: Changes, target: Path | None = None) -> None:
             model = _tell_different(merge_again(config, oldest, journal, changes), as_run)
         _warn(journal)
     if target is not None:
-        export_tensors(replace(newest, fragments=tuple(model.fragments)), target)
+        replayed = replace(newest, fragments=tuple(model.fragments))
+        export_tensors(replayed, target, _standing(replayed, as_run, is_same=is_same))
 
 
 def export_model(path: Path, target: Path) -> None:
@@ -104,9 +109,27 @@ def export_model(path: Path, target: Path) -> None:
         _warn(journal)
         if history.gaps:
             print(f"warning: {counted(history.gaps, 'round')} {GAP}: left out")
-    export_tensors(replace(snapshot, fragments=tuple(history.model.fragments)), target)
+    exported = replace(snapshot, fragments=tuple(history.model.fragments))
+    export_tensors(exported, target, _standing(exported, history))
     versions = _versions(history.model.fragments)
     print(f"{target}: versions {versions}, {counted(history.replayed, 'round')} from the journal")
+
+
+def _standing(
+    content: CheckpointContent, history: History, *, is_same: bool = True
+) -> dict[str, str]:
+    """The keys that `Learner.save` writes as well, and which copy of the parameters the file holds.
+
+    `is_same`: the rounds were merged by the run's own rules. Only then can it be the final model.
+    """
+    is_final = is_same and history.phase is Phase.ENDED and not history.gaps
+    return {
+        "narrows.final": str(is_final).lower(),
+        "narrows.parameters": "global",
+        "narrows.run": content.run_id,
+        "narrows.versions": json.dumps([state.version for state in content.fragments]),
+        "narrows.run_tokens": str(history.run_tokens),
+    }
 
 
 def check_target(target: Path | None) -> None:

@@ -11,10 +11,11 @@ from typing import Any, Final, cast
 
 from rich.console import Console
 
-from narrows.broker.cli.broker import BrokerCommand, assigned, configuration
+from narrows.broker.cli.broker import assigned, read_configuration
 from narrows.broker.cli.tables import Facts, Table, show, terminal
 from narrows.broker.config import BrokerConfig
 from narrows.broker.planning import (
+    LATE_STEPS_MAX,
     USABLE,
     Load,
     RunPlan,
@@ -72,7 +73,7 @@ class PlanCommand:
 
 def run_plan(command: PlanCommand) -> bool:
     """Prints the plan; whether it fits. Raises ConfigError."""
-    config = configuration(BrokerCommand(command.config, {}, command.assignments, None, None))
+    config = read_configuration(command.config, command.assignments)
     if config.run.mode is Mode.DILOCO:
         raise ConfigError(
             "narrows plan does not cover run.mode diloco, in which all wait for the whole model",
@@ -240,6 +241,15 @@ def verdict(plan: RunPlan) -> list[str]:
     lines.append(
         "Times and cores are those of two virtual cores (docs/lab-notes.md); the bits are the "
         "entropy of Gaussian data, real outer gradients take up to 6% less."
+    )
+    lines.append(
+        '"there is" comes from --wan, --broker-wan, --broker-memory, --broker-cores (at most'
+        f" {costs.CORES_OF_A_BROKER} are used) and --disk, the rounds from merge.rounds_in_flight;"
+        f" an update may be {LATE_STEPS_MAX} steps late before it costs quality."
+    )
+    lines.append(
+        "Names with a dot are settings of the broker: write them into its TOML file (--config), or"
+        f" pass each to `narrows broker`, as in --set fragments.count={plan.fragments}."
     )
     return lines
 

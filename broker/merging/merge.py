@@ -1,7 +1,7 @@
 """One outer gradient out of many: token weights, clipped norms, mean or radial-directional. [pure]
 
 Sign: an outer gradient is base - local, so the outer optimizer descends along it. The bits of a
-merge are promised (DESIGN 6): everything is summed over learners in name order, over elements in
+merge are promised: everything is summed over learners in name order, over elements in
 element order, in the precision that is written here, without fast-math.
 
 Source: Decoupled DiLoCo (arXiv 2604.21428), Sec. 3.2 (weights) and App. D.2 (averaging). The

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from narrows.broker.config import BrokerConfig, settings
 from narrows.broker.merging import merge as merge_module
@@ -17,6 +16,7 @@ from narrows.broker.merging.merge import DecodedVector, MergeResult, merge_vecto
 from narrows.broker.merging.outer import outer_optimizer
 from narrows.broker.merging.policy import policy_of
 from narrows.proto.codec import (
+    F32,
     STATE_CODEC,
     DecodedChunk,
     EncodedChunk,
@@ -36,7 +36,6 @@ from narrows.proto.fragments import Fragment
 from narrows.proto.limits import PUBLICATIONS_KEPT
 from narrows.proto.messages import RunSettings
 
-F32: TypeAlias = NDArray[np.float32]
 Handles: TypeAlias = Mapping[int, tuple[int, DecodedChunk]]
 """Decoded chunks with their offsets, by handle."""
 

@@ -1,7 +1,7 @@
 """Outer optimizers: a merged outer gradient becomes new global parameters. [pure]
 
 All arithmetic is float32, one rounding per operation, in the order that is written here; the
-result has the same bits on every machine (DESIGN 6). The outer gradient points from the merged
+result has the same bits on every machine. The outer gradient points from the merged
 local parameters to the base (base - local), so the optimizers descend along it.
 """
 

@@ -1,7 +1,15 @@
 """The arithmetic of a run before it starts: rates, memory, disk, cores. [pure]"""
 
 from narrows.broker.planning import costs
-from narrows.broker.planning.capacity import USABLE, Load, bottleneck, fits, loads_of, make_plan
+from narrows.broker.planning.capacity import (
+    LATE_STEPS_MAX,
+    USABLE,
+    Load,
+    bottleneck,
+    fits,
+    loads_of,
+    make_plan,
+)
 from narrows.broker.planning.costs import (
     FIRST_COPY_BYTES,
     PACKET_FACTOR,
@@ -13,6 +21,7 @@ from narrows.broker.planning.demand import RunPlan, Site
 
 __all__ = [
     "FIRST_COPY_BYTES",
+    "LATE_STEPS_MAX",
     "PACKET_FACTOR",
     "USABLE",
     "Load",

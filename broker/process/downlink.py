@@ -18,12 +18,10 @@ from narrows.proto.frames import downlink_topic
 from narrows.proto.limits import PUBLICATIONS_KEPT
 from narrows.proto.messages import DataKind
 from narrows.proto.socket_options import STREAM_WINDOW_BYTES
+from narrows.proto.timing import STREAM_LOOK_S
 
 PARCELS_PER_PUMP = 256
 """Data messages sent before the loop looks at its sockets again."""
-
-LOOK_S = 0.25
-"""Time between two searches for learners that do not listen."""
 
 EncodeState: TypeAlias = Callable[[int, Callable[[EncodedVersion, float], None]], None]
 """Encodes the newest state of a fragment behind the loop's back, then calls with it and `now`."""
@@ -55,7 +53,7 @@ class _Addressee:
 
 
 class Downlink:
-    """What the broker has to send to each learner."""
+    """The broker's data for each learner: publications, and states for those that are behind."""
 
     def __init__(
         self,
@@ -215,7 +213,7 @@ class Downlink:
         for sender in unheard:
             # Unsubscriptions are not believed: anybody can send them.
             sender.is_heard = self._wires.subscribed.has(self._topics(sender))
-        if now >= self._looked_at + LOOK_S:
+        if now >= self._looked_at + STREAM_LOOK_S:
             self._looked_at = now
             deaf = {each.incarnation: each.learner for each in unheard if not each.is_heard}
             for text in self._deaf.look(deaf, self._run.downlink_port, now):

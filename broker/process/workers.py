@@ -9,9 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import (
@@ -36,6 +34,7 @@ from narrows.proto import messages as msg
 from narrows.proto.codec import STATE_CODEC, DecodedChunk, decode_chunk
 from narrows.proto.errors import NarrowsError, RemoteProtocolError
 from narrows.proto.flow import chunk_elements
+from narrows.proto.shell import guarded
 
 POOL_THREADS = 2
 """Decode, merge and encode release the interpreter lock, so two threads use two cores."""
@@ -224,14 +223,7 @@ class Jobs:
 
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], None]) -> None:
         """Runs `work` on a pool; an unexpected error ends the loop, loudly, not one round."""
-
-        def guarded() -> None:
-            try:
-                work()
-            except Exception as error:
-                self._post(partial(_raise, error))
-
-        pool.submit(guarded)
+        pool.submit(guarded(work, self._post))
 
     def _snapshot(self) -> CheckpointContent:
         """References to arrays that are never changed in place: cheap and consistent."""
@@ -257,7 +249,3 @@ class Jobs:
                 self._run.merged_pushes.items()
             )
         )
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error

@@ -17,8 +17,6 @@ class Audit:
     epochs: list[Start] = field(default_factory=list[Start])
     tokens: dict[tuple[str, str, int], int] = field(default_factory=dict[tuple[str, str, int], int])
     """Merged, by learner, incarnation and fragment; those before the journal's beginning too."""
-    lost: int = 0
-    """Versions that a life of the broker had and the next one had not."""
     fates: dict[str, int] = field(default_factory=dict[str, int])
     problems: list[str] = field(default_factory=list[str])
     _forgotten: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
@@ -32,10 +30,7 @@ class Audit:
             if self.epochs and head.epoch <= self.epochs[-1]:
                 self.problems.append(f"record {number}: epoch {head.epoch} after {self.epochs[-1]}")
             self.epochs.append(head.epoch)
-            for fragment, version in enumerate(head.versions):
-                if version < self._versions.get(fragment, version):
-                    self.lost += self._versions[fragment] - version
-                self._versions[fragment] = version
+            self._versions.update(enumerate(head.versions))
         elif isinstance(head, FateRecord):
             self.fates[head.what] = self.fates.get(head.what, 0) + 1
             if head.what == "forgotten":

@@ -121,19 +121,19 @@ class Journal:
         Those that `append` has queued since `open` are among them once they are durable. Raises
         StateError STATE_DAMAGED at once if one of them is lost, and later if a file has changed.
         """
-        runs = [run for run in self._found.runs if run.last >= first]
+        segments = [each for each in self._found.counting if each.last >= first]
         if first < self.first:
-            begins = [f"{run.name} begins with record {run.first}" for run in runs[:1]]
+            begins = [f"{each.name} begins with record {each.first}" for each in segments[:1]]
             raise lost(
                 f"record {first} is needed, and the journal is whole from {self.first} on only",
                 "; ".join([*self._found.faults, *self.warnings, *begins]),
             )
-        return self._read(runs, first)
+        return self._read(segments, first)
 
-    def _read(self, runs: list[Segment], first: int) -> Iterator[Record]:
+    def _read(self, segments: list[Segment], first: int) -> Iterator[Record]:
         try:
-            for run in runs:
-                yield from read_records(self._files, run, first)
+            for segment in segments:
+                yield from read_records(self._files, segment, first)
         except OSError as error:
             raise unreadable("the journal cannot be read any more", error) from error
         except Damaged as error:
@@ -220,7 +220,7 @@ class Journal:
         self._files.write(self._handle, parts)
         self._files.sync(self._handle)
         segment.last = written
-        supersede(self._found.runs, segment)
+        supersede(self._found.counting, segment)
         with self._lock:
             while self._queue and self._queue[0].number <= written:
                 self._queued_bytes -= self._queue.popleft().size_bytes
@@ -263,7 +263,7 @@ class Journal:
         """
         found = self._found
         try:
-            while found.runs and (oldest := found.segments[0]) is not found.runs[-1]:
+            while found.counting and (oldest := found.segments[0]) is not found.counting[-1]:
                 if oldest.newest >= number:
                     break
                 with suppress(FileNotFoundError):
@@ -277,7 +277,7 @@ class Journal:
             ) from error  # fmt: skip
 
     def _forget(self, segment: Segment) -> None:
-        self._found.runs = [run for run in self._found.runs if run is not segment]
+        self._found.counting = [each for each in self._found.counting if each is not segment]
         self._found.first = max(self._found.first, segment.last + 1)
 
     def continue_after(self, number: int) -> None:

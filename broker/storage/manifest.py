@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, TypeAlias, TypeVar
 
 import msgspec
@@ -44,6 +45,8 @@ _DTYPES: Final[Mapping[DtypeName, tuple[str, int]]] = {
     "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2),
 }  # fmt: skip
 """What safetensors calls them, and bytes per element."""
+
+NO_METADATA: Final[Mapping[str, str]] = MappingProxyType({})
 
 Sealed = TypeVar("Sealed", "RunRecord", "Manifest")
 
@@ -127,9 +130,12 @@ def fragment_header(elements: int) -> bytes:
     return _safetensors_header([(name, "float32", (elements,)) for name in _ARRAYS])
 
 
-def _safetensors_header(tensors: Sequence[tuple[str, DtypeName, tuple[int, ...]]]) -> bytes:
+def _safetensors_header(
+    tensors: Sequence[tuple[str, DtypeName, tuple[int, ...]]],
+    metadata: Mapping[str, str] = NO_METADATA,
+) -> bytes:
     """Length and JSON of a safetensors file whose data follow in this order without gaps."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name, dtype, shape in tensors:
         code, item_bytes = _DTYPES[dtype]
@@ -257,11 +263,13 @@ def read_fragment(directory_fd: int, index: int, entry: FragmentEntry) -> Fragme
     )  # fmt: skip
 
 
-def export_tensors(snapshot: CheckpointContent, path: Path) -> None:
+def export_tensors(
+    snapshot: CheckpointContent, path: Path, metadata: Mapping[str, str] = NO_METADATA
+) -> None:
     """Writes the global fragments as safetensors with the layout's names, shapes and dtypes.
 
-    The file appears whole or not at all. Tied names and buffers are not in it: the broker does not
-    know them. Raises OSError.
+    `metadata` goes into the file's header. The file appears whole or not at all. Tied names and
+    buffers are not in it: the broker does not know them. Raises OSError.
     """
     layout, table = snapshot.layout, build_table(snapshot.layout, snapshot.fragment_count)
     parts: list[list[tuple[int, F32]]] = [[] for _ in layout]
@@ -271,7 +279,9 @@ def export_tensors(snapshot: CheckpointContent, path: Path) -> None:
             parts[piece.tensor].append((piece.start, values))
 
     def blocks() -> Iterator[bytes | memoryview]:
-        yield _safetensors_header([(each.name, each.dtype, each.shape) for each in layout])
+        yield _safetensors_header(
+            [(each.name, each.dtype, each.shape) for each in layout], metadata
+        )
         for entry, pieces in zip(layout, parts, strict=True):
             for _, values in sorted(pieces, key=lambda piece: piece[0]):
                 yield _as_dtype(values, entry.dtype)

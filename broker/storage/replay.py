@@ -24,7 +24,6 @@ from narrows.broker.merging import (
 from narrows.broker.storage.checkpoint import CheckpointContent
 from narrows.broker.storage.durable_files import Damaged, RecordsLost, StateError
 from narrows.broker.storage.journal import Journal
-from narrows.broker.storage.manifest import Start
 from narrows.broker.storage.records import Head, RoundRecord, decode, payloads
 from narrows.broker.storage.scan import lost
 from narrows.broker.syncer import MergedPushes
@@ -53,7 +52,6 @@ class History:
     phase: Phase
     run_tokens: int
     merged_pushes: MergedPushes
-    epoch: Start
     replayed: int = 0
     """Rounds that came from the journal."""
     newest: int = 0
@@ -74,9 +72,7 @@ def recover(config: BrokerConfig, snapshot: CheckpointContent, journal: Journal 
         (p.learner, p.incarnation, p.fragment): (p.push_id, p.tokens)
         for p in snapshot.merged_pushes
     }
-    history = History(
-        model, snapshot.phase, snapshot.run_tokens, merged, snapshot.epoch, 0, snapshot.journal
-    )
+    history = History(model, snapshot.phase, snapshot.run_tokens, merged, newest=snapshot.journal)
     if journal is None:
         return history
     own = model.policy
@@ -121,7 +117,6 @@ def apply(history: History, head: RoundRecord, blobs: memoryview, number: int) -
     # A round may have been under way when the clock or the phase went on.
     history.phase = max(history.phase, head.phase, key=PHASES.index)
     history.run_tokens = max(history.run_tokens, head.run_tokens)
-    history.epoch = max(history.epoch, head.epoch)
     history.replayed += 1
     for done in head.contributors:
         key = done.learner, done.incarnation, head.fragment

@@ -16,7 +16,7 @@ class Recovered:
 
     segments: list[Segment] = field(default_factory=list[Segment])
     """Every segment that has content, oldest first."""
-    runs: list[Segment] = field(default_factory=list[Segment])
+    counting: list[Segment] = field(default_factory=list[Segment])
     """Those of them whose records count, each up to its `last`."""
     empty: list[str] = field(default_factory=list[str])
     """Files that were never finished."""
@@ -67,43 +67,42 @@ def lost(message: str, found: str, *, expected: str = "") -> RecordsLost:
     )  # fmt: skip
 
 
-def supersede(runs: list[Segment], segment: Segment) -> None:
+def supersede(counting: list[Segment], segment: Segment) -> None:
     """Lets a segment take the place of all records from its `first` on."""
-    while runs and runs[-1].first >= segment.first:
-        runs.pop()
-    if runs:
-        runs[-1].last = min(runs[-1].last, segment.first - 1)
-    runs.append(segment)
+    while counting and counting[-1].first >= segment.first:
+        counting.pop()
+    if counting:
+        counting[-1].last = min(counting[-1].last, segment.first - 1)
+    counting.append(segment)
 
 
 def _judge(found: Recovered) -> None:
-    segments, runs = found.segments, found.runs
+    segments, counting = found.segments, found.counting
     if segments and not segments[-1].first:
         # Whatever was in it, no later segment says that it is not needed.
         raise lost("the newest segment of the journal is damaged", segments[-1].damage)
     for segment in segments:
         if segment.first and segment.last >= segment.copied:
-            supersede(runs, segment)
+            supersede(counting, segment)
     found.proven = max((segment.proven for segment in segments), default=0)
-    found.newest = max(runs[-1].last if runs else 0, found.proven)
+    found.newest = max(counting[-1].last if counting else 0, found.proven)
     found.first = found.newest + 1
-    for index in reversed(range(len(runs))):
-        run = runs[index]
-        if run.last + 1 != found.first:
+    for segment in reversed(counting):
+        if segment.last + 1 != found.first:
             break
-        found.first = run.first
+        found.first = segment.first
     _describe(found)
 
 
 def _describe(found: Recovered) -> None:
     """Names all damage; a part of a file that is not needed is no damage."""
-    segments, runs = found.segments, found.runs
+    segments, counting = found.segments, found.counting
     found.faults += [each.damage for each in segments if not each.first]
-    following = [*(run.first for run in runs[1:]), found.newest + 1]
-    for run, first in zip(runs, following, strict=False):
-        if run.last + 1 < first:
-            missing = f"records {run.last + 1} to {first - 1} are missing behind {run.name}"
-            found.faults.append(run.damage or missing)
+    following = [*(segment.first for segment in counting[1:]), found.newest + 1]
+    for segment, first in zip(counting, following, strict=False):
+        if segment.last + 1 < first:
+            missing = f"records {segment.last + 1} to {first - 1} are missing behind {segment.name}"
+            found.faults.append(segment.damage or missing)
     for name in found.empty:
         found.warnings.append(f"{name}: its creation was cut short, there is nothing in it")
     newest = segments[-1] if segments else None

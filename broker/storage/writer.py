@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Final, NoReturn
+from typing import Final
 
 from narrows.broker.merging import Contribution, GlobalModel, Outcome
 from narrows.broker.storage import records
@@ -22,6 +21,7 @@ from narrows.broker.storage.journal import Journal, JournalError
 from narrows.broker.syncer import RunState
 from narrows.broker.syncer import events as ev
 from narrows.proto.codec import upper_halves
+from narrows.proto.shell import guarded
 from narrows.proto.units import format_bytes
 
 CLOSE_S: Final = 5.0
@@ -151,14 +151,7 @@ class Commits:
 
     def _submit(self, work: Callable[[], None]) -> None:
         """Runs `work` on the journal's thread; an unexpected error ends the loop, loudly."""
-
-        def guarded() -> None:
-            try:
-                work()
-            except Exception as error:
-                self._post(partial(_raise, error))
-
-        self._thread.submit(guarded)
+        self._thread.submit(guarded(work, self._post))
 
     def _append(self, body: list[bytes | memoryview]) -> int:
         """The record's number, 0 if the queue is full: then the disk has failed for long."""
@@ -224,10 +217,6 @@ class Commits:
         if not self._failing:
             self._failing = True
             self._post(lambda: ev.JournalFailed(reason))
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
 
 
 def committed(

@@ -210,7 +210,7 @@ class Admission:
             raise RemoteProtocolError(
                 ErrorCode.LAYOUT_MISMATCH,
                 f"the model of {hello.name!r} is not the run's model",
-                expected=f"{counted(len(state.layout), 'tensor')} as in the run",
+                expected=f"the run's layout of {counted(len(state.layout), 'tensor')}",
                 got="; ".join(found),
                 remedy="start every learner with the same model code and configuration; another "
                 "model needs a run of its own, that is a broker with another --state-dir",
@@ -280,7 +280,6 @@ class Admission:
         is_copy = hello.epoch[:2] >= state.epoch[:2] and hello.epoch != state.epoch
         if hello.run_id != state.run_id or not (ahead or is_copy):
             return []
-        state.tally.history_lost += 1
         news = is_copy and not self._copy_told
         news |= any(v > self._lost.get(index, -1) for index, (v, _) in ahead.items())
         if not news:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from narrows.proto.limits import TOKENS_MAX
+from narrows.proto.timing import CLOCK_BURST_S, CLOCK_RESTS_S
 
 RATE_RATIO_MAX = 8.0
 """A learner's tokens are accepted at up to this multiple of its own average."""
@@ -15,13 +16,6 @@ FIRST_REPORTS = 8
 FIRST_TOKENS_MAX = 1 << 24
 """Accepted from the first report with tokens, and from the FIRST_REPORTS after it together: more
 than any learner makes in the second before a report."""
-
-BURST_S = 60.0
-"""Seconds since the last report with tokens that count; one that was cut off for up to eight times
-as long is accepted at once."""
-
-RESTS_S = 2.0
-"""Without tokens for so long, and for 8 reports of the usual distance: it makes none now."""
 
 
 @dataclass
@@ -55,7 +49,7 @@ class _Account:
         """
         if not self.growths:
             return FIRST_TOKENS_MAX
-        waited_s = min(now - self.grown_at, BURST_S)
+        waited_s = min(now - self.grown_at, CLOCK_BURST_S)
         usual = RATE_RATIO_MAX * max(self.made / self.growths, self.rate * waited_s)
         is_known = self.growths >= FIRST_REPORTS
         return usual if is_known else max(usual, FIRST_TOKENS_MAX - self.made)
@@ -79,7 +73,7 @@ class _Account:
         if self.since is None or not self.growths:
             return True
         usual_s = (self.grown_at - self.since) / self.growths
-        return now - self.grown_at > max(RESTS_S, RATE_RATIO_MAX * usual_s)
+        return now - self.grown_at > max(CLOCK_RESTS_S, RATE_RATIO_MAX * usual_s)
 
 
 @dataclass
@@ -107,7 +101,7 @@ class RunClock:
         account = self._accounts[incarnation]
         rate, waited_s = account.rate, now - account.heard_at
         grown = account.allowance + RATE_RATIO_MAX * rate * waited_s
-        account.allowance = min(grown, RATE_RATIO_MAX * rate * BURST_S)
+        account.allowance = min(grown, RATE_RATIO_MAX * rate * CLOCK_BURST_S)
         account.heard_at = now
         known = max(account.reported, account.accepted)
         if is_growth := tokens > known:

@@ -14,7 +14,8 @@ from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.run import RunState
 from narrows.proto import messages as msg
 from narrows.proto.config import flatten
-from narrows.proto.flow import ACKNOWLEDGE_BYTES, ACKNOWLEDGE_S, ACKNOWLEDGE_SOON_S
+from narrows.proto.flow import ACKNOWLEDGE_BYTES
+from narrows.proto.timing import ACKNOWLEDGE_S, ACKNOWLEDGE_SOON_S
 from narrows.proto.units import format_bits_per_s
 
 RATES = ("wan.up", "wan.down", "wan.total_up", "wan.total_down")

@@ -7,6 +7,9 @@ from typing import Literal, TypeAlias
 
 from narrows.broker.config import BrokerConfig, WanSection
 from narrows.broker.merging import Contribution
+from narrows.proto.machine_events import DeadlineReached as DeadlineReached
+from narrows.proto.machine_events import Drop as Drop
+from narrows.proto.machine_events import Note as Note
 from narrows.proto.messages import ControlMessage, DataKind, Header, LayoutEntry, RunSettings
 
 Peer: TypeAlias = bytes
@@ -134,11 +137,6 @@ class StopRequested:
     reason: str
 
 
-@dataclass(frozen=True)
-class DeadlineReached:
-    """The time that `next_deadline` named has come."""
-
-
 Event: TypeAlias = (
     Received
     | PeerLost
@@ -174,13 +172,6 @@ class Unpack:
 
     header: Header
     handle: int
-
-
-@dataclass(frozen=True)
-class Drop:
-    """Forget these payloads."""
-
-    handles: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -275,14 +266,6 @@ class Finish:
     """Everything is durable and told: the process may exit."""
 
     reason: str
-
-
-@dataclass(frozen=True)
-class Note:
-    """One line for the operator, told on change."""
-
-    level: str
-    text: str
 
 
 Effect: TypeAlias = (

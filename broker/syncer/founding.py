@@ -13,11 +13,11 @@ from narrows.proto.codec import STATE_CODEC
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.flow import Arrival, Assembly, parts_max
 from narrows.proto.fragments import build_table
+from narrows.proto.timing import BROKER_REPAIR_S
 
-REPAIR_S = 1.0
 ASKS_MAX = 3
-"""Missing chunks of version 0 are asked for after REPAIR_S without progress, then twice as late
-each time, up to 2**ASKS_MAX times."""
+"""Missing chunks of version 0 are asked for after BROKER_REPAIR_S without progress, then twice as
+late each time, up to 2**ASKS_MAX times."""
 
 
 @dataclass
@@ -95,10 +95,13 @@ class Founding:
             if error.code is not ErrorCode.CHUNK_CONFLICT:
                 return [ev.Drop((handle,)), *self.failed(error)]
             # The founder has cut it anew, for messages of another size.
-            return self._begin_anew(header, handle)
+            return self._begin_anew(header, handle) + self._make_if_complete()
         if arrival is Arrival.DUPLICATE:
             return [ev.Drop((handle,))]
-        if not all(self._parts[index].complete for index in sorted(self._parts)):
+        return self._make_if_complete()
+
+    def _make_if_complete(self) -> list[ev.Effect]:
+        if not all(part.complete for part in self._parts.values()):
             return []
         self._making = True
         handles = tuple(self._parts[index].handles for index in sorted(self._parts))
@@ -122,7 +125,7 @@ class Founding:
         founder = self.state.roster.get(self.founder)
         if founder is None or founder.peer is None or self._making:
             return []
-        if now < max(self._progress_at, self._asked_at) + REPAIR_S * 2.0**self._asks:
+        if now < max(self._progress_at, self._asked_at) + BROKER_REPAIR_S * 2.0**self._asks:
             return []
         self._asked_at, self._asks = now, min(self._asks + 1, ASKS_MAX)
         return data_path.silent(self.state, founder, self._progress_at, STATE_CODEC, now) + [

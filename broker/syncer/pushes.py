@@ -13,11 +13,7 @@ from narrows.proto import messages as msg
 from narrows.proto.codec import STATE_CODEC, codecs_of
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.flow import Arrival
-
-REPAIR_S = 1.0
-REPAIR_MAX_S = 8.0
-"""Missing chunks of an announced push are asked for after REPAIR_S without progress, then twice as
-late each time. What is only late is not sent twice: its sender knows that it is on its way."""
+from narrows.proto.timing import BROKER_REPAIR_S, REPAIR_MAX_S
 
 
 @dataclass
@@ -184,7 +180,7 @@ class Intake:
                 push = round_.incoming[name]
                 member = self.state.roster.get(name)
                 quiet_s = now - max(push.progress_at, push.asked_at)
-                patience_s = min(REPAIR_S * 2.0**push.asks, REPAIR_MAX_S)
+                patience_s = min(BROKER_REPAIR_S * 2.0**push.asks, REPAIR_MAX_S)
                 if member is None or member.peer is None or quiet_s < patience_s or push.here:
                     continue
                 push.asked_at, push.asks = now, push.asks + 1

@@ -12,18 +12,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from narrows.broker.syncer.members import Member
+from narrows.proto.timing import SHARE_DIVIDE_S, SHARE_IDLE_S
 
 IDLE_SHARE: Final = 1 / 32
 """Of an equal share stays with a learner that has nothing to send: it can begin at once."""
 
 TINY: Final = 1000.0
 """In bit/s: 0 would be no limit."""
-
-IDLE_S: Final = 1.0
-"""Who has sent nothing for so long is idle; less would tell everybody twice in each round."""
-
-DIVIDE_S: Final = 0.05
-"""Shares are divided anew at most so often."""
 
 
 @dataclass
@@ -51,11 +46,11 @@ class Shares:
 
         `active`: names of those that have something to send now.
         """
-        if now < self._divided_at + DIVIDE_S:
+        if now < self._divided_at + SHARE_DIVIDE_S:
             return []
         self._divided_at = now
         for name in active:
-            self._active_until[name] = now + IDLE_S
+            self._active_until[name] = now + SHARE_IDLE_S
         known = {member.name for member in members}
         self._active_until = {n: t for n, t in self._active_until.items() if n in known}
         if not self.total:

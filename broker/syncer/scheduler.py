@@ -15,12 +15,7 @@ from narrows.proto import messages as msg
 from narrows.proto.flow import parts_max
 from narrows.proto.limits import PUBLICATIONS_KEPT
 from narrows.proto.smoothing import Smoothed
-
-ADOPTION_WAIT_S = 60.0
-"""The lockstep modes wait so long for a joiner to adopt the fragments, then go on without it."""
-
-REOPEN_S = 0.5
-"""A round that was closed without a merge is opened again after so long at the earliest."""
+from narrows.proto.timing import ADOPTION_WAIT_S, REOPEN_S
 
 REASON_CHARACTERS = 60
 """Of a peer's reason, as operators see it."""

@@ -14,8 +14,6 @@ class Tally:
     contributions_merged: int = 0
     refused: dict[str, int] = field(default_factory=dict[str, int])
     norms_clipped: int = 0
-    history_lost: int = 0
-    """Joins of learners that had seen what the broker's state does not hold."""
     longest_gap_s: float = 0.0
     last_merge_at: float | None = None
 

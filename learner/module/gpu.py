@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from narrows.learner.module.parameters import ModuleParameters
 from narrows.proto.codec import (
+    F32,
     RMS_SAMPLES_MAX,
     EncodedChunk,
     QuantisedCodec,
@@ -39,8 +40,6 @@ from narrows.proto.codec import (
 )
 from narrows.proto.fragments import Fragment
 from narrows.proto.frames import digest
-
-F32: TypeAlias = NDArray[np.float32]
 
 BLOCK_ELEMENTS: Final = 1 << 24
 """Coded at once: enough to fill a GPU, few enough to bound what it needs besides (20 bytes per

@@ -9,21 +9,19 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import torch
 import xxhash
-from numpy.typing import NDArray
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 
 from narrows.learner.module.master_weights import MasterWeightsWatch
+from narrows.proto.codec import F32
 from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
 from narrows.proto.messages import DtypeName, LayoutEntry, MergeRule
 
 if TYPE_CHECKING:
     from narrows.proto.fragments import Fragment, Piece
 
-F32: TypeAlias = NDArray[np.float32]
 _Memory: TypeAlias = tuple[int, torch.device, torch.Size, tuple[int, ...]]
 
 DTYPES: Mapping[torch.dtype, DtypeName] = {

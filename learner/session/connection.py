@@ -12,22 +12,8 @@ from narrows.proto.errors import ErrorCode, Refused
 from narrows.proto.frames import encode_control
 from narrows.proto.limits import PROTOCOL, RATE_MIN
 from narrows.proto.messages import ControlMessage, Epoch, Hello, LayoutEntry, Refuse, Role
+from narrows.proto.timing import HELLO_MAX_S, HELLO_S, QUIET_S, REDIAL_MAX_S, REDIAL_S
 from narrows.proto.units import counted
-
-HELLO_S = 0.25
-HELLO_MAX_S = 5.0
-"""A Hello is repeated after HELLO_S, then twice as late each time, for ever; a new connection
-begins again."""
-
-REDIAL_S = 5.0
-REDIAL_MAX_S = 60.0
-"""A connection on which Hellos have no answer for REDIAL_S is given up for a new one: a firewall or
-a proxy may have forgotten it. The next one gets twice the time, until something is heard, but at
-most REDIAL_MAX_S, or twice the time of a Hello on the slowest line if that is longer."""
-
-QUIET_S = 4.0
-"""Without a sign of the broker for so long the learner is offline and says Hello again."""
-
 
 WAITS_FOR = {
     Role.FOUND: "the broker to take version 0, and for the others",

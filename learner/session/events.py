@@ -8,6 +8,9 @@ from typing import TypeAlias
 
 from narrows.proto.errors import NarrowsError
 from narrows.proto.fragments import Fragment
+from narrows.proto.machine_events import DeadlineReached as DeadlineReached
+from narrows.proto.machine_events import Drop as Drop
+from narrows.proto.machine_events import Note as Note
 from narrows.proto.messages import ControlMessage, DataKind, Epoch, Header, RunSettings
 
 # Events from the network and the workers.
@@ -111,11 +114,6 @@ class LoopEnded:
     within_s: float = math.inf
 
 
-@dataclass(frozen=True)
-class DeadlineReached:
-    pass
-
-
 Event: TypeAlias = (
     Received
     | Connected
@@ -192,11 +190,6 @@ class Install:
 
 
 @dataclass(frozen=True)
-class Drop:
-    handles: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Adopt:
     """Training thread, now: parameters of the fragment := the published copy."""
 
@@ -253,12 +246,6 @@ class Fail:
 @dataclass(frozen=True)
 class Left:
     """Bye is sent: the sockets may close."""
-
-
-@dataclass(frozen=True)
-class Note:
-    level: str
-    text: str
 
 
 Copy: TypeAlias = Adopt | Snapshot | SendFounding

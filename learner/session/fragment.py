@@ -11,10 +11,7 @@ from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode
 from narrows.proto.fragments import Fragment
 from narrows.proto.limits import PUBLICATIONS_KEPT
-
-REPAIR_S = 0.5
-REPAIR_MAX_S = 8.0
-"""What is missing is asked for after REPAIR_S without progress, then twice as late each time."""
+from narrows.proto.timing import LEARNER_REPAIR_S, REPAIR_MAX_S
 
 
 @dataclass
@@ -52,7 +49,7 @@ class Link:
     applying: tuple[int, int] | None = None
     """(version, digest) of the published copy that a worker is making."""
     check_at: float = 0.0
-    delay_s: float = REPAIR_S
+    delay_s: float = LEARNER_REPAIR_S
     progressed: bool = False
 
     def __post_init__(self) -> None:
@@ -123,7 +120,7 @@ class Link:
             self.unproven = False
         self.held, self.held_digest, self.fresh = version, digest, True
         self.known = max(self.known, version)
-        self.delay_s, self.progressed = REPAIR_S, False
+        self.delay_s, self.progressed = LEARNER_REPAIR_S, False
         effects: list[ev.Effect] = [ev.Install(self.index, version)]
         effects += self._arriving.forget(lambda _, other: other <= version)
         if self.push is not None and version > self.push.announced.base_version:

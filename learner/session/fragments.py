@@ -12,12 +12,10 @@ from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode
 from narrows.proto.fragments import Fragment
 from narrows.proto.terms import Ranges
+from narrows.proto.timing import ANSWER_AGAIN_S
 
 FETCHES_MAX = 4
 """Whole fragments that a joiner fetches at the same time, so that each gets done."""
-
-RETRY_S = 5.0
-"""After a push that failed, rounds that are still open are answered anew after so long."""
 
 
 class Links:
@@ -173,7 +171,7 @@ class Links:
     def encode_failed(self, push_id: int, reason: str, now: float) -> list[ev.Effect]:
         """The push cannot be sent."""
         link = self.pushed(push_id)
-        self.retry_at = min(self.retry_at, now + RETRY_S)
+        self.retry_at = min(self.retry_at, now + ANSWER_AGAIN_S)
         if link is None:
             return []
         return [self._note(link.index, "is not sent", reason), *link.encode_failed(reason)]
@@ -207,7 +205,7 @@ class Links:
         """The broker does not take a push."""
         link = self.pushed(refuse.push_id)
         if refuse.code != ErrorCode.PUSH_CONFLICT:  # That stays so until there is a version.
-            self.retry_at = min(self.retry_at, now + RETRY_S)
+            self.retry_at = min(self.retry_at, now + ANSWER_AGAIN_S)
         return link.refused(refuse) if link else []
 
     def retry(self, now: float) -> None:

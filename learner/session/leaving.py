@@ -16,12 +16,9 @@ from narrows.learner.session import events as ev
 from narrows.learner.session.fragment import Link
 from narrows.learner.session.fragments import Links
 from narrows.proto import messages as msg
+from narrows.proto import timing
 from narrows.proto.flow import Flow, Patience, Way, push_bytes_max
 from narrows.proto.smoothing import Smoothed
-
-BROKER_S: Final = 60.0
-"""A broker is waited for at least so long: a restart takes its time."""
-
 
 LACKS_CHARACTERS_MAX: Final = 200
 """Of what is said in logs and in the Bye; there may be thousands of fragments."""
@@ -101,7 +98,7 @@ class Leaving:
         return now >= self._patience.until(now)
 
     def _patience_from(self, begun_at: float, *ways: Way) -> Patience:
-        return Patience(begun_at, self._round_s.mean, BROKER_S, ways)
+        return Patience(begun_at, self._round_s.mean, timing.BROKER_GONE_S, ways)
 
     def waits_for(self, phase: msg.Phase, links: Links) -> str:
         """What keeps the learner, for its user."""

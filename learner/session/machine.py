@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 from narrows.learner.session import events as ev
 from narrows.learner.session.connection import (
-    QUIET_S,
     WAITS_FOR,
     Connection,
     Dialer,
@@ -25,6 +24,7 @@ from narrows.proto import messages as msg
 from narrows.proto.errors import OF_ONE_MESSAGE, RETRYABLE, Refused
 from narrows.proto.fragments import build_table
 from narrows.proto.schedule import is_lockstep, next_snapshot
+from narrows.proto.timing import QUIET_S
 
 
 class Session:

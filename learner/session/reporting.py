@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from narrows.proto.flow import ACKNOWLEDGE_BYTES, ACKNOWLEDGE_S, ACKNOWLEDGE_SOON_S
+from narrows.proto.flow import ACKNOWLEDGE_BYTES
 from narrows.proto.messages import Report, RunSettings, TokenLedger
 from narrows.proto.schedule import first_step, is_lockstep
 from narrows.proto.smoothing import Smoothed
-
-REPORT_S = 0.1
-IDLE_REPORT_S = 1.0
-"""A Report with a step goes out every REPORT_S, one with nothing new every IDLE_REPORT_S, with data
-every ACKNOWLEDGE_S (after ACKNOWLEDGE_BYTES every ACKNOWLEDGE_SOON_S), at once with a new rate."""
-
-EXTRAPOLATION_MAX_S = 60.0
-"""The run's clock runs on by itself for at most so long after it was last told."""
+from narrows.proto.timing import (
+    ACKNOWLEDGE_S,
+    ACKNOWLEDGE_SOON_S,
+    EXTRAPOLATION_MAX_S,
+    IDLE_REPORT_S,
+    REPORT_S,
+)
 
 
 @dataclass
@@ -69,7 +68,7 @@ class Pace:
         self._stepped_at = None
 
     def report_at(self) -> float:
-        """When the next Report is due."""
+        """When the next Report is due: the sooner, the more has happened since the last one."""
         fresh_bytes = sum(self.received) - self._acknowledged
         if self._rate_changed:
             return self._reported_at

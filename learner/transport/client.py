@@ -23,12 +23,13 @@ from narrows.learner.session import Connection, DataConnection, DataConnections,
 from narrows.learner.session import events as ev
 from narrows.learner.transport.datapath import OUT_OF_MEMORY, reason_of
 from narrows.learner.transport.push import rounded_base
-from narrows.learner.transport.thread import F32, Background, ParameterHost
+from narrows.learner.transport.thread import Background, ParameterHost
 from narrows.proto import messages as msg
-from narrows.proto.codec import STATE_CODEC, empty_f32
+from narrows.proto.codec import F32, STATE_CODEC, empty_f32
 from narrows.proto.errors import Unfinished
-from narrows.proto.flow import Ranges, chunk_elements
+from narrows.proto.flow import chunk_elements
 from narrows.proto.fragments import Fragment
+from narrows.proto.terms import Ranges
 
 __all__ = ["Client", "ParameterHost"]
 

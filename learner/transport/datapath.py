@@ -13,11 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from narrows.learner.module import DeviceSnapshot
 from narrows.learner.session import events as ev
@@ -25,6 +23,7 @@ from narrows.learner.transport.push import PushWork, Residuals, encode_push
 from narrows.learner.transport.sockets import LearnerSockets
 from narrows.proto import messages as msg
 from narrows.proto.codec import (
+    F32,
     STATE_CODEC,
     BitControl,
     DecodedChunk,
@@ -38,12 +37,11 @@ from narrows.proto.codec import (
     values_of,
 )
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
-from narrows.proto.flow import Datagram, Parcel, Ranges, Sender, chunk_elements
+from narrows.proto.flow import Datagram, Parcel, Sender, chunk_elements
 from narrows.proto.fragments import Fragment
 from narrows.proto.frames import UPLINK_TOPIC, decode_data
-from narrows.proto.shell import EventFile
-
-F32: TypeAlias = NDArray[np.float32]
+from narrows.proto.shell import EventFile, raising
+from narrows.proto.terms import Ranges
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 """Passes by itself, and says nothing about what could not be done."""
@@ -78,7 +76,7 @@ class DataCounters:
 
 
 class DataPath:
-    """What one learner sends, receives and holds, by fragment."""
+    """All that one learner sends, receives and holds, by fragment."""
 
     def __init__(
         self,
@@ -124,7 +122,7 @@ class DataPath:
                 work()
             except Exception as error:
                 if len(self.published) < len(self.table):
-                    self._post(partial(_raise, error))
+                    self._post(raising(error))
                     return
                 self._trace(error)
                 event = failed(reason_of(error))
@@ -341,7 +339,3 @@ class DataPath:
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._records is not None:
             self._records.close()
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error

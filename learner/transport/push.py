@@ -8,17 +8,14 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from narrows.learner.module import DeviceSnapshot, beside_training
-from narrows.proto.codec import EncodedChunk, empty_f32, round_to_dtype, transfer
+from narrows.proto.codec import F32, I64, EncodedChunk, empty_f32, round_to_dtype, transfer
 from narrows.proto.flow import Parcel, chunk_elements
 from narrows.proto.fragments import Fragment
 from narrows.proto.messages import DataKind, LayoutEntry, RunSettings
 
-F32: TypeAlias = NDArray[np.float32]
-I64: TypeAlias = NDArray[np.int64]
 Residual: TypeAlias = F32 | Tensor
 """(n,), where the push was encoded."""
 

@@ -10,10 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Protocol
 
 from narrows.learner.module import DeviceSnapshot
 from narrows.learner.session import Identity, Session
@@ -21,7 +18,7 @@ from narrows.learner.session import events as ev
 from narrows.learner.transport.datapath import DataPath
 from narrows.learner.transport.sockets import LearnerSockets
 from narrows.proto import messages as msg
-from narrows.proto.codec import uncached_advice, warm_up
+from narrows.proto.codec import F32, uncached_advice, warm_up
 from narrows.proto.errors import (
     ConfigError,
     ErrorCode,
@@ -37,7 +34,6 @@ from narrows.proto.layout import check_layout
 
 _log = logging.getLogger("narrows.learner")
 
-F32: TypeAlias = NDArray[np.float32]
 
 IDLE_S = 0.1
 """The thread looks around at least so often."""

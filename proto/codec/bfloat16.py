@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from narrows.proto.codec import kernels
-from narrows.proto.codec.kernels import F32, check_arrays, read_only
+from narrows.proto.codec.kernels import F32, check_outputs, read_only
 from narrows.proto.messages import DtypeName
 
 
@@ -14,7 +14,7 @@ def round_to_dtype(values: F32, dtype: DtypeName, out: F32) -> None:
 
     Values beyond the range become infinite, as in every such cast. May be in place.
     """
-    check_arrays(values.size, out=out)
+    check_outputs(values.size, out=out)
     if dtype == "bfloat16":
         kernels.round_bfloat16(read_only(values.view(np.uint32)), out.view(np.uint32))
     elif dtype == "float16":

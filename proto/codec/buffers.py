@@ -8,13 +8,11 @@ gives its memory back by itself once nobody refers to it or to a view of it.
 from __future__ import annotations
 
 import weakref
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-F32: TypeAlias = NDArray[np.float32]
-U8: TypeAlias = NDArray[np.uint8]
+from narrows.proto.codec.kernels import F32, U8
 
 IDLE_BYTES_MAX: Final = 512 << 20
 """Idle memory that is kept; beyond it an array that nobody needs is freed."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from narrows.proto.codec import kernels
 from narrows.proto.codec.buffers import empty_u8
-from narrows.proto.codec.kernels import F32, F64, I8, I64, check_arrays, read_only
+from narrows.proto.codec.kernels import F32, F64, I8, I64, check_inputs, check_outputs, read_only
 from narrows.proto.codec.scales import widened
 from narrows.proto.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 
@@ -36,14 +36,9 @@ class DecodedChunk:
         """Whether `codes` are whole multiples of a scale."""
         return self.codes.itemsize == 1
 
-    @property
-    def nbytes(self) -> int:
-        """Memory that the chunk holds, in bytes."""
-        return self.bounds.nbytes + self.scales.nbytes + self.codes.nbytes
-
     def values(self, out: F32) -> None:
         """out (n,) = scale * code, exact: equal to the encoder's `reconstructed`."""
-        check_arrays(self.count, out=out)
+        check_outputs(self.count, out=out)
         if self.quantised:
             kernels.scale_codes(self.whole_codes(), self.bounds, self.scales, out)
         else:
@@ -53,10 +48,11 @@ class DecodedChunk:
         """out (n,) = base + the values, in float32; where a value is 0, the bits of base.
 
         With value = scale * code the product is exact, so the sum is rounded once, with or without
-        a fused multiply-add: every machine gets the same bits. Source: DESIGN 6,
-        "Reconstruction is exact"; the rule for 0 keeps -0.0, which -0.0 + 0.0 would not.
+        a fused multiply-add: every machine gets the same bits. The rule for 0 keeps -0.0, which
+        -0.0 + 0.0 would not.
         """
-        check_arrays(self.count, base=base, out=out)
+        check_inputs(self.count, base=base)
+        check_outputs(self.count, out=out)
         if self.quantised:
             spans = self.bounds, self.scales
             kernels.add_codes(read_only(base), self.whole_codes(), *spans, out)

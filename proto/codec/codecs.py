@@ -22,7 +22,7 @@ from narrows.proto.codec import kernels
 from narrows.proto.codec.bfloat16 import round_to_dtype
 from narrows.proto.codec.chunk import DecodedChunk, not_finite
 from narrows.proto.codec.floats import FloatCodec
-from narrows.proto.codec.kernels import F32, I64, NOTHING, check_arrays, chunk_elements, read_only
+from narrows.proto.codec.kernels import F32, I64, NOTHING, check_inputs, chunk_elements, read_only
 from narrows.proto.codec.quantised import QuantisedCodec
 from narrows.proto.codec.scales import SCALE_MAX, SCALE_MIN
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
@@ -77,7 +77,7 @@ class Codec(Protocol):
         self, params: F32, published: F32, bounds: I64, scales: F32, advanced: F32
     ) -> bytes:
         """The payload of params - published; `advanced` gets published + what is sent, with the
-        bits that `add_values` gives. All (n,); errors as for `encode`.
+        bits that `DecodedChunk.add_to` gives. All (n,); errors as for `encode`.
         """
         ...
 
@@ -136,7 +136,7 @@ def piece_scales(
     """
     count = chunk_elements(bounds)
     values = {"minuend": minuend, "subtrahend": subtrahend, "addend": addend}
-    check_arrays(count, **{k: v for k, v in values.items() if v is not NOTHING})
+    check_inputs(count, **{k: v for k, v in values.items() if v is not NOTHING})
     means = np.empty(bounds.size - 1, np.float64)
     sources = read_only(minuend), read_only(subtrahend), read_only(addend)
     kernels.sampled_mean_squares(*sources, read_only(bounds), RMS_SAMPLES_MAX, means)
@@ -147,17 +147,6 @@ def piece_scales(
     round_to_dtype(exact.astype(np.float32), "bfloat16", scales)
     scales[scales < SCALE_MIN] = 0.0
     return scales
-
-
-def add_values(base: F32, values: F32, out: F32) -> None:
-    """out (n,) = base + values in float32; where a value is 0, the bits of base. May be in place.
-
-    With values = scale * code the product is exact, so the sum is rounded once, with or without a
-    fused multiply-add: every machine gets the same bits. Source: DESIGN 6, "Reconstruction is
-    exact"; the rule for 0 keeps -0.0, which -0.0 + 0.0 would not.
-    """
-    check_arrays(base.size, values=values, out=out)
-    kernels.add_nonzero(read_only(base), read_only(values), out)
 
 
 def warm_up() -> None:
@@ -173,4 +162,3 @@ def warm_up() -> None:
         chunk.square_sums()
         each.encode_push(values, values, None, bounds, scales, out)
         each.encode_step(values, values, bounds, scales, out)
-    add_values(values, values, out)

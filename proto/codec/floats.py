@@ -10,7 +10,14 @@ from numpy.typing import NDArray
 from narrows.proto.codec import blosc2_chunk, kernels
 from narrows.proto.codec.bfloat16 import round_to_dtype
 from narrows.proto.codec.chunk import DecodedChunk, bad_payload, check_size, not_finite
-from narrows.proto.codec.kernels import F32, I64, check_arrays, chunk_elements, read_only
+from narrows.proto.codec.kernels import (
+    F32,
+    I64,
+    check_inputs,
+    check_outputs,
+    chunk_elements,
+    read_only,
+)
 from narrows.proto.codec.scales import upper_halves
 from narrows.proto.errors import ErrorCode
 
@@ -30,7 +37,9 @@ class FloatCodec:
         return count * self.item_bytes + header_bytes
 
     def encode(self, values: F32, bounds: I64, scales: F32, reconstructed: F32) -> bytes:
-        check_arrays(chunk_elements(bounds), values=values, reconstructed=reconstructed)
+        count = chunk_elements(bounds)
+        check_inputs(count, values=values)
+        check_outputs(count, reconstructed=reconstructed)
         round_to_dtype(values, "float32" if self.item_bytes == 4 else "bfloat16", reconstructed)
         if not kernels.all_finite(reconstructed):
             raise not_finite(f"values to be sent as {self.name}")

@@ -76,21 +76,24 @@ def chunk_elements(bounds: I64) -> int:
     return int(bounds[-1])
 
 
-def check_arrays(count: int, **arrays: F32) -> None:
-    """Raises LocalProtocolError unless every array is float32 (count,), and outputs contiguous."""
+def check_inputs(count: int, **arrays: F32) -> None:
+    """Raises LocalProtocolError unless every array is float32 (count,)."""
     for name, array in arrays.items():
-        is_output = name in ("out", "reconstructed")
-        if (
-            array.dtype != np.float32
-            or array.shape != (count,)
-            or (is_output and not array.flags.carray)
-        ):
-            raise LocalProtocolError(
-                ErrorCode.MISUSE,
-                f"array {name!r}",
-                expected=f"float32 ({count},)" + (", contiguous, writable" if is_output else ""),
-                got=f"{array.dtype} {array.shape}",
-            )
+        if array.dtype != np.float32 or array.shape != (count,):
+            raise _misfit(name, f"float32 ({count},)", array)
+
+
+def check_outputs(count: int, **arrays: F32) -> None:
+    """As `check_inputs`, and a kernel can write to every array in place: `read_only` would copy."""
+    check_inputs(count, **arrays)
+    for name, array in arrays.items():
+        if not array.flags.carray:
+            raise _misfit(name, f"float32 ({count},), contiguous, writable", array)
+
+
+def _misfit(name: str, expected: str, array: F32) -> LocalProtocolError:
+    got = f"{array.dtype} {array.shape}"
+    return LocalProtocolError(ErrorCode.MISUSE, f"array {name!r}", expected=expected, got=got)
 
 
 @kernel

@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 from narrows.proto.codec import kernels, zstd_frame
 from narrows.proto.codec.buffers import empty_f32, empty_u8
 from narrows.proto.codec.chunk import DecodedChunk, bad_payload, check_size, not_finite
-from narrows.proto.codec.kernels import F32, I8, I64, U8, check_arrays, chunk_elements, read_only
+from narrows.proto.codec.kernels import (
+    F32,
+    I8,
+    I64,
+    U8,
+    check_inputs,
+    check_outputs,
+    chunk_elements,
+    read_only,
+)
 from narrows.proto.codec.scales import decode_scales, encode_scales
 from narrows.proto.limits import CHUNK_ELEMENTS_MAX
 
@@ -35,7 +44,8 @@ class QuantisedCodec:
 
     def encode(self, values: F32, bounds: I64, scales: F32, reconstructed: F32) -> bytes:
         count = chunk_elements(bounds)
-        check_arrays(count, values=values, reconstructed=reconstructed)
+        check_inputs(count, values=values)
+        check_outputs(count, reconstructed=reconstructed)
         head = encode_scales(scales, bounds.size - 1)
         codes = empty_u8(count).view(np.int8)
         inputs = read_only(values), read_only(bounds), read_only(scales)
@@ -60,7 +70,7 @@ class QuantisedCodec:
         self, params: F32, published: F32, bounds: I64, scales: F32, advanced: F32
     ) -> bytes:
         zeros, rest = ZEROS[: params.size], empty_f32(params.size)
-        check_arrays(params.size, reconstructed=advanced)
+        check_outputs(params.size, advanced=advanced)
         head, codes = self._difference(params, published, zeros, bounds, scales, rest)
         inputs = read_only(published), read_only(codes), read_only(bounds), read_only(scales)
         kernels.add_codes(*inputs, advanced)
@@ -86,9 +96,8 @@ class QuantisedCodec:
     ) -> tuple[bytes, I8]:
         """The coded scales, and the codes."""
         count = chunk_elements(bounds)
-        check_arrays(
-            count, minuend=minuend, subtrahend=subtrahend, addend=addend, reconstructed=rest
-        )
+        check_inputs(count, minuend=minuend, subtrahend=subtrahend, addend=addend)
+        check_outputs(count, rest=rest)
         head = encode_scales(scales, bounds.size - 1)
         codes = empty_u8(count).view(np.int8)
         values = read_only(minuend), read_only(subtrahend), read_only(addend)

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from narrows.proto.codec.kernels import F32, U16, check_arrays, read_only
+from narrows.proto.codec.kernels import F32, U16, check_inputs, read_only
 from narrows.proto.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 
 SCALE_MIN: Final = 2.0**-100
@@ -35,7 +35,7 @@ def widened(halves: U16) -> F32:
 
 def encode_scales(scales: F32, spans: int) -> bytes:
     """2 bytes per scale. Raises LocalProtocolError MISUSE unless there are `spans` valid ones."""
-    check_arrays(spans, scales=scales)
+    check_inputs(spans, scales=scales)
     halves = upper_halves(scales)
     if not np.array_equal(widened(halves), scales) or not _valid(halves).all():
         raise LocalProtocolError(

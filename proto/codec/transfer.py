@@ -170,7 +170,7 @@ def advance_copy(fragment: Fragment, copy: F32, chunks: Sequence[tuple[int, Deco
     """The next published copy: copy + what a publication carries, a new array.
 
     Exact: a product of scale and code has at most 15 significant bits, so the sum is one
-    correctly rounded operation and has the same bits everywhere (DESIGN, numbers on the wire).
+    correctly rounded operation and has the same bits everywhere.
     """
     advanced = empty_f32(fragment.elements)
     for offset, chunk in chunks:

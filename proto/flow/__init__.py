@@ -1,6 +1,6 @@
 """What paces a sender: budget, queue, credit, and the reassembly at the other end. [pure]"""
 
-from narrows.proto.flow.assembly import Arrival, Assembly, Ranges, parts_max, touches
+from narrows.proto.flow.assembly import Arrival, Assembly, parts_max, touches
 from narrows.proto.flow.budget import (
     SEGMENT_BYTES,
     SEGMENT_OVERHEAD_BYTES,
@@ -12,14 +12,12 @@ from narrows.proto.flow.budget import (
     wire_bytes,
 )
 from narrows.proto.flow.hub import Hub
-from narrows.proto.flow.path import ACKNOWLEDGE_BYTES, ACKNOWLEDGE_S, ACKNOWLEDGE_SOON_S
+from narrows.proto.flow.path import ACKNOWLEDGE_BYTES
 from narrows.proto.flow.patience import STATE_BYTES, Flow, Patience, Way, push_bytes_max
 from narrows.proto.flow.sender import Datagram, Parcel, Sender
 
 __all__ = [
     "ACKNOWLEDGE_BYTES",
-    "ACKNOWLEDGE_S",
-    "ACKNOWLEDGE_SOON_S",
     "SEGMENT_BYTES",
     "SEGMENT_OVERHEAD_BYTES",
     "SHARE_USED",
@@ -32,7 +30,6 @@ __all__ = [
     "Hub",
     "Parcel",
     "Patience",
-    "Ranges",
     "Sender",
     "Way",
     "chunk_elements",

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.limits import CHUNKS_OF_A_REGULAR_CUT_MAX, RANGES_MAX
-
-Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""(offset, count) in elements."""
+from narrows.proto.terms import Ranges
 
 
 def touches(ranges: Ranges, offset: int, count: int) -> bool:
@@ -114,7 +112,7 @@ class Assembly:
                 got=f"{offset}+{count}",
             )
 
-    def missing(self, limit: int = RANGES_MAX) -> tuple[tuple[int, int], ...]:
+    def missing(self, limit: int = RANGES_MAX) -> Ranges:
         """The first `limit` gaps as (offset, count)."""
         gaps: list[tuple[int, int]] = []
         position = 0

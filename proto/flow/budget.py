@@ -15,6 +15,7 @@ from typing import Final
 from narrows.proto.codec import STATE_CODEC, codec, codecs_of
 from narrows.proto.limits import PAYLOAD_BYTES_MAX
 from narrows.proto.messages import RunSettings
+from narrows.proto.timing import MESSAGE_S, RATE_BURST_S, RATE_PAUSE_BURST_S, RATE_WINDOW_S
 
 SEGMENT_BYTES: Final = 1448
 """Payload of a full TCP segment on Ethernet, with time stamps."""
@@ -32,27 +33,15 @@ ACKNOWLEDGED_BYTES: Final = 2 * SEGMENT_BYTES
 SHARE_USED: Final = 0.985
 """Of a rate, in the long run: the rest is room for what nobody here sees, retransmissions."""
 
-WINDOW_S: Final = 1.0
 WINDOW_SHARE: Final = 0.995
-"""In no window of WINDOW_S more than this share of the rate leaves, however late a sender was."""
-
-BURST_S: Final = 0.1
-"""Seconds of its rate that a sender that was late may make up for: on a busy machine a poll loop
-is kept from its core for longer than a few milliseconds."""
-
-PAUSE_BURST_S: Final = 0.02
-"""Likewise after a pause in which nothing waited: two messages. What was not used then is gone: at
-once it would overrun the queue of a line of just this rate, and take control messages with it."""
+"""In no window of RATE_WINDOW_S more than this share of the rate leaves, however late a sender
+was."""
 
 BIN_S: Final = 0.01
 """Time is counted in such bins for the window."""
 
 BACK_SHARE: Final = 0.5
 """Of a rate may be taken by the acknowledgements of what is received."""
-
-MESSAGE_S: Final = 0.01
-"""The longest that one message may occupy the slowest rate that it uses, so that control never
-waits for long behind it."""
 
 MESSAGE_BYTES_MIN: Final = 4096
 """Below 3.3 Mbit/s a message takes longer: smaller ones would be mostly header."""
@@ -128,7 +117,7 @@ class Budget:
             if excess <= 0:
                 break
             excess -= size_bytes
-            gone_at = (number + 1) * BIN_S + WINDOW_S
+            gone_at = (number + 1) * BIN_S + RATE_WINDOW_S
         return max(self._free_at, gone_at)
 
     def send(self, size_bytes: float, now: float) -> None:
@@ -139,7 +128,7 @@ class Budget:
 
     @property
     def _per_window_bytes(self) -> float:
-        return self.bits_per_s / 8 * WINDOW_SHARE * WINDOW_S
+        return self.bits_per_s / 8 * WINDOW_SHARE * RATE_WINDOW_S
 
     def _has_room_for(self, size_bytes: float) -> bool:
         """False for a message that was cut for a larger rate: if room were kept in each window for
@@ -150,7 +139,7 @@ class Budget:
         """TCP acknowledges a message that arrived on the line that we send on. At most half of the
         rate is charged: where more comes than that, nobody could send at all."""
         if self.bits_per_s:
-            most = self.bits_per_s / 8 * BACK_SHARE * min(now - self._back_at, WINDOW_S)
+            most = self.bits_per_s / 8 * BACK_SHARE * min(now - self._back_at, RATE_WINDOW_S)
             self._back_at = now
             acknowledgements = math.ceil(size_bytes / ACKNOWLEDGED_BYTES)
             self.charge(min(acknowledgements * SEGMENT_OVERHEAD_BYTES, most), now)
@@ -159,7 +148,7 @@ class Budget:
         """So many bytes are leaving that do not wait."""
         if not self.bits_per_s:
             return
-        start = max(self._free_at, now - (PAUSE_BURST_S if self._paused else BURST_S))
+        start = max(self._free_at, now - (RATE_PAUSE_BURST_S if self._paused else RATE_BURST_S))
         self._paused = False
         self._free_at = start + 8 * size_bytes / (self.bits_per_s * SHARE_USED)
         number = math.floor(now / BIN_S)
@@ -173,7 +162,7 @@ class Budget:
         self._paused = True
 
     def _forget(self, now: float) -> None:
-        while self._bins and (self._bins[0][0] + 1) * BIN_S + WINDOW_S <= now:
+        while self._bins and (self._bins[0][0] + 1) * BIN_S + RATE_WINDOW_S <= now:
             self._window_bytes -= self._bins.popleft()[1]
 
     def set_rate(self, bits_per_s: float, now: float) -> None:

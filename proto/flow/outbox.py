@@ -17,7 +17,15 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final, Generic, NamedTuple, TypeVar
 
-from narrows.proto.flow.path import ACKNOWLEDGE_S, Delivery, Mark
+from narrows.proto.flow.path import Delivery, Mark
+from narrows.proto.timing import (
+    ACKNOWLEDGE_S,
+    LATE_STALL_MAX_S,
+    ROUND_TRIP_MAX_S,
+    ROUND_TRIP_S,
+    STALL_S,
+    STANDSTILL_S,
+)
 
 Item = TypeVar("Item")
 
@@ -27,21 +35,9 @@ DOUBLINGS_MAX: Final = 6
 STATE_FLOOR: Final = 1 / 8
 """Of the bytes, at least so many are states while some wait: who joins must get there at last."""
 
-STANDSTILL_S: Final = 1.0
-"""A stream that has not moved for so long while others have is dead; at least four round trips."""
-
-
-ROUND_TRIP_S: Final = 0.4
-"""Assumed until one was seen."""
-
-ROUND_TRIP_MAX_S: Final = 1.0
-"""A round trip counts as at most this: what was measured over an outage does not say how long to
-be patient with what was sent. Acknowledgements that are later than a stall have LATE_FACTOR."""
-
 LATE_FACTOR: Final = 1.5
-LATE_MAX_S: Final = 15.0
-"""After an acknowledgement that came later than a stall, a stall is so many times its delay, up to
-this; once one comes sooner again, as it was."""
+"""After an acknowledgement that came later than a stall, a stall is this many times its delay, up
+to LATE_STALL_MAX_S; once one comes sooner again, as it was."""
 
 
 class Lane(IntEnum):
@@ -120,7 +116,7 @@ class Outbox(Generic[Item]):
     stream_count: int
     window_bytes: int
     """Unacknowledged bytes per stream, whatever the line would take."""
-    stall_s: float = 5.0
+    stall_s: float = STALL_S
     """A peer without progress for so long has lost what was under way: then one message may leave
     to find out, the next after twice the time; all of the window after progress."""
     delivery: Delivery = field(default_factory=Delivery)
@@ -239,7 +235,7 @@ class Outbox(Generic[Item]):
         return None if is_full or is_ahead else index
 
     def _stall_s(self, stream: _Stream[Item]) -> float:
-        stall_s = max(self.stall_s, min(LATE_FACTOR * self._late_s, LATE_MAX_S))
+        stall_s = max(self.stall_s, min(LATE_FACTOR * self._late_s, LATE_STALL_MAX_S))
         return stall_s * 2.0 ** min(stream.renewals, DOUBLINGS_MAX)
 
     def acknowledge(self, positions: tuple[int, ...], now: float) -> None:

@@ -11,18 +11,15 @@ import math
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-ACKNOWLEDGE_S: Final = 0.05
-"""A receiver tells its positions so often while data comes."""
+from narrows.proto.timing import (
+    ACKNOWLEDGE_S,
+    ACKNOWLEDGE_SLACK_S,
+    ACKNOWLEDGE_SOON_S,
+    DELIVERY_MEMORY_S,
+)
 
 ACKNOWLEDGE_BYTES: Final = 128 << 10
-ACKNOWLEDGE_SOON_S: Final = 0.01
-"""After so many bytes it tells them so often: the sooner, the less must be under way."""
-
-SLACK_S: Final = 0.01
-"""Allowed to a receiver on a busy machine beyond the round trip."""
-
-MEMORY_S: Final = 10.0
-"""The rate is the largest, the round trip the smallest of at least so many last seconds."""
+"""Received bytes after which positions are told every ACKNOWLEDGE_SOON_S."""
 
 WINDOW_START_BYTES: Final = 1 << 20
 """Until something is known. A window that is used up doubles with every round trip."""
@@ -60,7 +57,7 @@ class Delivery:
         """So many bytes were acknowledged; `newest` is the mark of the last message of them."""
         self.delivered += size_bytes
         self._delivered_at = now
-        if now >= self._period_at + MEMORY_S:
+        if now >= self._period_at + DELIVERY_MEMORY_S:
             self._period_at = now
             self._rates = (0.0, self._rates[0])
             self._trips_s = (math.inf, self._trips_s[0])
@@ -82,4 +79,6 @@ class Delivery:
         if not rate:
             return WINDOW_START_BYTES
         between_s = min(max(ACKNOWLEDGE_BYTES / rate, ACKNOWLEDGE_SOON_S), ACKNOWLEDGE_S)
-        return max(WINDOW_MIN_BYTES, 2 * rate * (self.round_trip_s + between_s + SLACK_S))
+        return max(
+            WINDOW_MIN_BYTES, 2 * rate * (self.round_trip_s + between_s + ACKNOWLEDGE_SLACK_S)
+        )

@@ -17,6 +17,7 @@ from typing import Final
 
 from narrows.proto.codec import codec, codecs_of
 from narrows.proto.limits import RATE_MIN
+from narrows.proto.timing import PATIENCE_SAMPLE_S
 
 ROUNDS: Final = 3.0
 """So many usual rounds are waited for whether or not bytes flow."""
@@ -24,10 +25,10 @@ ROUNDS: Final = 3.0
 SLOWER: Final = 2.0
 """A peer may be so many times slower than it usually is."""
 
-SAMPLE_S: Final = 1.0
 SAMPLES: Final = 15
-"""The usual rate is the median of so many samples, each of at least SAMPLE_S in which bytes were
-awaited: a few seconds of another rate, such as a join beside an idle broker, do not move it."""
+"""The usual rate is the median of so many samples, each of at least PATIENCE_SAMPLE_S in which
+bytes were awaited: a few seconds of another rate, such as a join beside an idle broker, do not move
+it."""
 
 STATE_BYTES: Final = 4.0
 """Per element of a fragment that is behind: its whole state is the most that can be needed."""
@@ -71,7 +72,7 @@ class Flow:
         self._bytes += grown
         self._seconds += now - self._since
         self._since = now
-        if self._seconds >= SAMPLE_S:
+        if self._seconds >= PATIENCE_SAMPLE_S:
             self._rates.append(self._bytes / self._seconds)
             self._bytes, self._seconds = 0, 0.0
 

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from narrows.proto.codec import EncodedChunk
-from narrows.proto.flow.assembly import Ranges, touches
+from narrows.proto.flow.assembly import touches
 from narrows.proto.flow.budget import Budget, wire_bytes
 from narrows.proto.flow.outbox import Departure, Lane, Outbox
 from narrows.proto.frames import encode_header
 from narrows.proto.limits import PROTOCOL
 from narrows.proto.messages import DataKind, Epoch, Header
 from narrows.proto.socket_options import STREAM_WINDOW_BYTES
-
-LOOK_S: Final = 0.25
-"""Time between two searches for a stream that stands still."""
+from narrows.proto.terms import Ranges
+from narrows.proto.timing import STREAM_LOOK_S
 
 
 @dataclass(frozen=True)
@@ -187,11 +186,11 @@ class Sender:
         return self._outbox.dead
 
     def renew_stalled(self, now: float) -> int:
-        """Every LOOK_S: queues again what streams carried that stand still; returns its bytes.
+        """Every STREAM_LOOK_S: queues again what dead streams carried; returns how many bytes.
 
         They are charged again, because they may still leave from a queue of the system.
         """
-        if now < self._looked_at + LOOK_S:
+        if now < self._looked_at + STREAM_LOOK_S:
             return 0
         self._looked_at = now
         return self._charge_lost(self._outbox.renew_stalled(now), now)
@@ -246,7 +245,7 @@ class Sender:
 
     def looks_at(self, now: float) -> float | None:
         """When `renew_stalled` looks next; None if nothing is under way."""
-        return max(now, self._looked_at + LOOK_S) if self._outbox.in_flight else None
+        return max(now, self._looked_at + STREAM_LOOK_S) if self._outbox.in_flight else None
 
     def next_deadline(self, now: float) -> float | None:
         """When `due` is to be called even if nothing else happens; None: never."""

@@ -17,6 +17,7 @@ from narrows.bench.commands import bench
 from narrows.bench.demo.command import demo
 from narrows.bench.kit.torch_needed import need_torch
 from narrows.broker.cli.journal import journal
+from narrows.broker.cli.wire import wire
 from narrows.proto.errors import BrokerUnreachable, ConfigError, ErrorCode, NarrowsError, Refused
 
 EXIT_CODES = (
@@ -38,6 +39,7 @@ app = cyclopts.App(
 app.command(bench)
 app.command(demo)
 app.command(journal)
+app.command(wire)
 
 
 @app.command

@@ -28,7 +28,7 @@ from narrows.bench.kit.processes import Processes, free_ports
 from narrows.bench.kit.proxy import Proxy
 from narrows.broker.storage.checkpoint import StateDir
 from narrows.learner import Learner, Unfinished
-from narrows.learner.session import leaving
+from narrows.proto import timing
 from narrows.proto.fragments import build_table
 
 HANG_S = 900.0
@@ -101,7 +101,7 @@ class Outcome:
 def run(case: Case, folder: Path, *, parameters: int, lost_s: float, broker_s: float) -> Outcome:
     """Runs a case; its processes leave their logs in `folder`.
 
-    `lost_s`: liveness.lost; `broker_s`: in place of `learner.leaving.BROKER_S`.
+    `lost_s`: liveness.lost; `broker_s`: in place of `timing.BROKER_GONE_S`.
     """
     started, outcome = time.monotonic(), Outcome()
     with Processes(folder) as processes, ExitStack() as stack:
@@ -215,7 +215,7 @@ def _main(case: str, parameters: float = 1.5e6, lost_s: float = 10.0) -> None:
     with tempfile.TemporaryDirectory(prefix="narrows-end-") as folder:
         outcome = run(
             CASES[case](3 * lost_s), Path(folder),
-            parameters=int(parameters), lost_s=lost_s, broker_s=leaving.BROKER_S,
+            parameters=int(parameters), lost_s=lost_s, broker_s=timing.BROKER_GONE_S,
         )  # fmt: skip
     print(outcome.log)
     print(f"{case}: {parameters:,.0f} parameters, {outcome.seconds:.0f} s")
@@ -232,7 +232,7 @@ def _main(case: str, parameters: float = 1.5e6, lost_s: float = 10.0) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "learn":
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-        leaving.BROKER_S = float(sys.argv[8])  # type: ignore[misc]
+        timing.BROKER_GONE_S = float(sys.argv[8])  # type: ignore[misc]
         learn(
             sys.argv[2], sys.argv[3], Path(sys.argv[4]), int(sys.argv[5]),
             float(sys.argv[6]), float(sys.argv[7]),

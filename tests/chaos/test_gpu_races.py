@@ -17,17 +17,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from narrows.broker.config import BrokerConfig, settings
 from narrows.learner.module.gpu import DeviceParameters, DeviceSnapshot
 from narrows.learner.transport.push import PushWork, Residuals, encode_push
+from narrows.proto.codec import F32
 from narrows.proto.codec.codecs import warm_up
 from narrows.proto.codec.transfer import EncodedChunk
 from narrows.proto.fragments import Fragment, build_table
-
-F32 = NDArray[np.float32]
 
 ROWS, COLUMNS, TENSORS = 2048, 4096, 4
 """33 M parameters in fragments of 8 M."""

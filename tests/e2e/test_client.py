@@ -10,10 +10,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 import zmq
-from numpy.typing import NDArray
 from peer import Peer, sealed
 from running import HANG_S, LAYOUT, ToyHost, broker_config, client, live_broker, vector, wait_until
 
@@ -24,11 +22,10 @@ from narrows.learner.session import events as ev
 from narrows.learner.transport.client import Client
 from narrows.learner.transport.sockets import LearnerSockets
 from narrows.proto import messages as msg
+from narrows.proto.codec import F32
 from narrows.proto.errors import BrokerUnreachable, ConfigError, ErrorCode, Refused
 from narrows.proto.fragments import Fragment
 from narrows.proto.frames import decode_control, encode_control
-
-F32 = NDArray[np.float32]
 
 
 class WatchedHost(ToyHost):

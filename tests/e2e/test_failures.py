@@ -9,10 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from running import HANG_S, ToyHost, broker_config, client, live_broker, vector
 
 from narrows.broker.process.service import Service
@@ -20,11 +18,10 @@ from narrows.learner.session import events as ev
 from narrows.learner.transport.client import Client
 from narrows.learner.transport.datapath import DataPath
 from narrows.learner.transport.push import encode_push
+from narrows.proto.codec import F32
 from narrows.proto.codec.transfer import advance_copy
 from narrows.proto.errors import Unfinished
 from narrows.proto.fragments import Fragment
-
-F32 = NDArray[np.float32]
 
 
 class FailingHost(ToyHost):

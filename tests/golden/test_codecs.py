@@ -16,9 +16,10 @@ from typing import TypedDict
 import numpy as np
 import pytest
 import xxhash
+from coding import add_values
 
 from narrows.proto.codec.bfloat16 import round_to_dtype
-from narrows.proto.codec.codecs import add_values, codec, codec_names, piece_scales
+from narrows.proto.codec.codecs import codec, codec_names, piece_scales
 from narrows.proto.codec.kernels import F32
 
 

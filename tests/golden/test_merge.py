@@ -110,7 +110,7 @@ def test_a_generic_cpu_computes_the_stored_bits(tmp_path: Path) -> None:
 
 
 def twin_merge(vectors: Sequence[F32], weights: Sequence[float], norms: NDArray[np.float64]) -> F32:
-    """PROTOCOL.md's section on promised bits in plain numpy: float32, one rounding at a time."""
+    """PROTOCOL.md's arithmetic in plain numpy: float32, one rounding at a time."""
     merged = np.zeros(PART.elements, np.float32)
     for row, piece in enumerate(PART.pieces):
         part = slice(piece.offset, piece.offset + piece.count)

@@ -7,13 +7,14 @@ from itertools import pairwise
 
 import numpy as np
 import zstandard
+from coding import add_values
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from narrows.proto.codec import kernels
 from narrows.proto.codec.bfloat16 import round_to_dtype
-from narrows.proto.codec.codecs import RMS_SAMPLES_MAX, add_values, codec, codec_names, piece_scales
+from narrows.proto.codec.codecs import RMS_SAMPLES_MAX, codec, codec_names, piece_scales
 from narrows.proto.codec.kernels import F32, I8, I64, NOTHING, read_only
 from narrows.proto.errors import RemoteProtocolError
 

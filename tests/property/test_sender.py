@@ -9,9 +9,9 @@ from flow_cases import header_of, parcel, sender_to
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrows.proto.flow.budget import WINDOW_S
 from narrows.proto.flow.sender import Datagram
 from narrows.proto.messages import DataKind
+from narrows.proto.timing import RATE_WINDOW_S
 
 RATES = (0.0, 1e5, 1e6, 5e6)
 
@@ -102,8 +102,8 @@ class Script:
 
     def check_second(self, datagram: Datagram) -> None:
         if self.rate:
-            second_bytes = sum(size for at, size in self.crossed if at > self.now - WINDOW_S)
-            assert second_bytes <= self.rate / 8 * WINDOW_S + datagram.wire_bytes
+            second_bytes = sum(size for at, size in self.crossed if at > self.now - RATE_WINDOW_S)
+            assert second_bytes <= self.rate / 8 * RATE_WINDOW_S + datagram.wire_bytes
 
     def check_order(self) -> None:
         """Positions count the bytes of each stream; fragments leave in the order of their puts."""

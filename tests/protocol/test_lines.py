@@ -59,7 +59,7 @@ class LimitedRun:
         return self.log
 
     def busiest_second_bits(self, *, up: bool) -> float:
-        """Of one learner's line."""
+        """Most bits that crossed one learner's line within a second."""
         sums: dict[tuple[str, int], int] = {}
         for each in self.log:
             if isinstance(each, Crossing) and each.route.up is up:

@@ -126,7 +126,7 @@ def scaled(layout: tuple[LayoutEntry, ...], scale: int) -> tuple[LayoutEntry, ..
 
 
 def bits_per_s_needed(layout: tuple[LayoutEntry, ...], period_steps: int) -> float:
-    """What a learner's fastest rounds take in one direction, control messages included."""
+    """Rate that a learner's fastest rounds take in one direction, control included."""
     elements = sum(prod(entry.shape) for entry in layout)
     push_bits = BITS_PER_ELEMENT["int4-zstd"] * elements
     return RATE_MIN + push_bits / (period_steps * STEP_S[0])

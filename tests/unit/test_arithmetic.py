@@ -8,14 +8,13 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from coding import QUANTISED, bounds_of, encode, f32
+from coding import QUANTISED, add_values, bounds_of, encode, f32
 
 from narrows.proto.codec import kernels
 from narrows.proto.codec.bfloat16 import round_to_dtype
 from narrows.proto.codec.codecs import (
     RMS_SAMPLES_MAX,
     Codec,
-    add_values,
     codec,
     codec_names,
     piece_scales,

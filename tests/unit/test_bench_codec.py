@@ -42,7 +42,7 @@ def test_every_row_has_its_keys(
 
 
 def test_int4_is_near_the_shannon_bound_of_gaussian_data() -> None:
-    """The promise of DESIGN 6: within 0.34 bit from rho 0.4 to 0.7, 0.37 at 1."""
+    """The promised bound: within 0.34 bit from rho 0.4 to 0.7, 0.37 at 1."""
     data = drawn("gaussian", 1 << 20)
     for rho, gap in ((0.4, 0.34), (0.5, 0.34), (0.7, 0.34), (1.0, 0.37)):
         row = codec._ours(data, "int4-zstd", rho, 1, 1.0)  # pyright: ignore[reportPrivateUsage]

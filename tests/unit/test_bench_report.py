@@ -1,4 +1,4 @@
-"""The report: missing files are named, text is escaped, the table in the README is replaced."""
+"""The report: missing files are named, text is escaped, the tables of texts are replaced."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from rich.console import Console
 
 from narrows.bench.everything import bench as everything
 from narrows.bench.everything.bench import BenchPart, long, small
-from narrows.bench.report.bench import run_report
+from narrows.bench.report.bench import run_report, sections_of
 from narrows.bench.report.figures import figures_of
-from narrows.bench.report.files import BENCHES, ResultFile
+from narrows.bench.report.files import BENCHES, ResultFile, read_folder
+from narrows.bench.report.markdown import HEADLINES, full_table, headline_table
+from narrows.proto.errors import ConfigError
+
+RESULTS = Path(__file__).parents[2] / "docs/results"
 
 MACHINE = {"processor": "<b>x</b>", "cores": 2, "python": "3.11", "system": "Linux"}
 
@@ -43,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 def test_what_is_missing_is_named_and_text_is_escaped(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_report(folder, folder / "page.html", None, None)
+    run_report(folder, folder / "page.html")
     page, said = (folder / "page.html").read_text(), capsys.readouterr().out
     assert "<b>x</b>" not in page and "&lt;b&gt;x" in page
     assert "no &lt;wheel&gt;" in page
@@ -52,19 +56,47 @@ def test_what_is_missing_is_named_and_text_is_escaped(
         assert (f"{bench}: no file" in said) == (bench != "wan")
 
 
-def test_the_table_of_the_readme_is_replaced_and_stays_so(folder: Path) -> None:
-    readme = folder / "README.md"
-    readme.write_text("before\n<!-- results -->\nold\n<!-- /results -->\nafter\n")
-    run_report(folder, folder / "page.html", None, readme)
-    once = readme.read_text()
+@pytest.mark.parametrize("text", ["readme", "results"])
+def test_the_table_of_a_text_is_replaced_and_stays_so(folder: Path, text: str) -> None:
+    path = folder / "text.md"
+    path.write_text("before\n<!-- results -->\nold\n<!-- /results -->\nafter\n")
+    run_report(folder, folder / "page.html", **{text: path})
+    once = path.read_text()
     assert once.startswith("before\n") and once.endswith("after\n") and "old" not in once
-    run_report(folder, folder / "page.html", None, readme)
-    assert readme.read_text() == once
+    run_report(folder, folder / "page.html", **{text: path})
+    assert path.read_text() == once
+
+
+def test_a_text_without_a_place_for_the_table_is_left_as_it_is(folder: Path) -> None:
+    path = folder / "text.md"
+    path.write_text("no comments")
+    with pytest.raises(ConfigError, match="add these two lines"):
+        run_report(folder, folder / "page.html", readme=path)
+    assert path.read_text() == "no comments"
+
+
+def test_the_documents_have_the_tables_of_the_newest_results() -> None:
+    sections, unread = sections_of(read_folder(RESULTS), None)
+    assert unread == []
+    readme, results = RESULTS.parents[1] / "README.md", RESULTS.parent / "results.md"
+    assert headline_table(sections, RESULTS, readme) in readme.read_text()
+    assert full_table(sections, RESULTS, results) in results.read_text()
+
+
+def test_every_headline_is_found_and_its_link_leads_to_a_heading() -> None:
+    sections, _ = sections_of(read_folder(RESULTS), None)
+    rows = headline_table(sections, RESULTS, RESULTS.parents[1] / "README.md").splitlines()[2:]
+    assert len(rows) == len(HEADLINES) <= 10
+    for row in rows:
+        path, _, anchor = row.rsplit("](", 1)[1].removesuffix(") |").partition("#")
+        lines = (RESULTS.parents[1] / path).read_text().splitlines()
+        heads = [line.lstrip("# ").lower().replace(" ", "-") for line in lines if line[:1] == "#"]
+        assert not anchor or anchor in heads
 
 
 def test_a_file_that_is_no_result_is_said_so(folder: Path) -> None:
     (folder / "chaos.json").write_text("{")
-    run_report(folder, folder / "page.html", None, None)
+    run_report(folder, folder / "page.html")
     assert "chaos.json" in (folder / "page.html").read_text()
 
 
@@ -81,12 +113,12 @@ def test_a_file_of_another_shape_is_left_out(
     folder: Path, strange: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "chaos.json").write_text(json.dumps(strange))
-    run_report(folder, folder / "page.html", None, None)
+    run_report(folder, folder / "page.html")
     assert "left out: chaos.json" in capsys.readouterr().out
 
 
 def test_steps_kept_are_shown_with_what_was_merged(folder: Path) -> None:
-    shown = json.loads((Path(__file__).parents[2] / "docs/results/chaos.json").read_text())
+    shown = json.loads((RESULTS / "chaos.json").read_text())
     (figure, *_) = figures_of(ResultFile("chaos.json", "chaos", shown))
     (row,) = shown["rows"]
     steps, merged = row["throughput_kept_percent"], row["merged_kept_percent"]

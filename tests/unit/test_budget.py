@@ -12,13 +12,9 @@ from narrows.proto.codec.codecs import codec, codec_names
 from narrows.proto.flow.budget import (
     BACK_SHARE,
     BIN_S,
-    BURST_S,
     CUT,
     MESSAGE_BYTES_MIN,
-    MESSAGE_S,
-    PAUSE_BURST_S,
     SHARE_USED,
-    WINDOW_S,
     WINDOW_SHARE,
     Budget,
     chunk_elements,
@@ -27,6 +23,7 @@ from narrows.proto.flow.budget import (
     wire_bytes,
 )
 from narrows.proto.limits import PAYLOAD_BYTES_MAX
+from narrows.proto.timing import MESSAGE_S, RATE_BURST_S, RATE_PAUSE_BURST_S, RATE_WINDOW_S
 
 Sizes = st.lists(st.integers(100, 12_500), min_size=50, max_size=300)
 
@@ -50,18 +47,18 @@ def test_no_second_has_more_than_the_rate_and_one_message(
     rate = 1e6
     left = departures(Budget(rate), sizes, delays_s)
     for start, _ in left:
-        window = sum(size for at, size in left if start <= at < start + WINDOW_S)
-        assert 8 * window <= rate * WINDOW_SHARE * WINDOW_S + 8 * max(sizes)
+        window = sum(size for at, size in left if start <= at < start + RATE_WINDOW_S)
+        assert 8 * window <= rate * WINDOW_SHARE * RATE_WINDOW_S + 8 * max(sizes)
 
 
-@given(Sizes, st.lists(st.floats(0.0, BURST_S / 2), min_size=1, max_size=10))
+@given(Sizes, st.lists(st.floats(0.0, RATE_BURST_S / 2), min_size=1, max_size=10))
 def test_a_sender_that_is_a_little_late_loses_next_to_nothing(
     sizes: list[int], delays_s: list[float]
 ) -> None:
     rate = 1e6
     left = departures(Budget(rate), sizes * 3, delays_s)
     needed_s = 8 * sum(sizes) * 3 / (rate * SHARE_USED)
-    assert left[-1][0] <= 1.02 * needed_s + BURST_S + BIN_S
+    assert left[-1][0] <= 1.02 * needed_s + RATE_BURST_S + BIN_S
 
 
 def test_what_a_late_sender_makes_up_for_is_bounded() -> None:
@@ -71,7 +68,7 @@ def test_what_a_late_sender_makes_up_for_is_bounded() -> None:
     while budget.is_open(50.0):
         budget.charge(1000, 50.0)
         sent += 1000
-    assert sent <= 1e6 * BURST_S + 1000
+    assert sent <= 1e6 * RATE_BURST_S + 1000
 
 
 def test_after_a_pause_little_leaves_at_once() -> None:
@@ -82,12 +79,12 @@ def test_after_a_pause_little_leaves_at_once() -> None:
     while budget.is_open(50.0):
         budget.charge(1000, 50.0)
         sent += 1000
-    assert sent <= 1e6 * PAUSE_BURST_S + 1000
+    assert sent <= 1e6 * RATE_PAUSE_BURST_S + 1000
     late, more = 50.1, 0
     while budget.is_open(late):
         budget.charge(1000, late)
         more += 1000
-    assert more > 1e6 * PAUSE_BURST_S + 1000, "this time it was late and had not paused"
+    assert more > 1e6 * RATE_PAUSE_BURST_S + 1000, "this time it was late and had not paused"
 
 
 def test_control_never_waits_and_data_pays_for_it() -> None:
@@ -103,7 +100,7 @@ def test_control_never_waits_and_data_pays_for_it() -> None:
 def test_every_message_that_arrives_is_acknowledged(size_bytes: int, acknowledgements: int) -> None:
     budget, rate = Budget(1e6), 1e6
     budget.receive(size_bytes, 1.0)
-    paid_at = 1.0 - BURST_S + 8 * 66 * acknowledgements / (rate * SHARE_USED)
+    paid_at = 1.0 - RATE_BURST_S + 8 * 66 * acknowledgements / (rate * SHARE_USED)
     assert budget.opens_at(1.0) == pytest.approx(paid_at)
 
 
@@ -113,7 +110,7 @@ def test_acknowledgements_take_no_more_than_half_of_a_rate() -> None:
         budget.receive(10**9, bin_number / 100)
     assert budget.is_open(2.0)
     charged = budget._window_bytes  # pyright: ignore[reportPrivateUsage]
-    assert charged == pytest.approx(BACK_SHARE * 1e6 / 8 * WINDOW_S, rel=0.02)
+    assert charged == pytest.approx(BACK_SHARE * 1e6 / 8 * RATE_WINDOW_S, rel=0.02)
 
 
 def test_a_debt_is_one_of_bytes() -> None:

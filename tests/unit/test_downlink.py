@@ -1,4 +1,4 @@
-"""What waits to leave for each learner: bounded, and no copy held longer than it is needed."""
+"""The queue for each learner: bounded, and no copy is held longer than it is needed."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ from narrows.bench.goodput.stall_model import (
     goodput,
     uptime,
 )
-from narrows.bench.goodput.tapes import F64, Slices, Tape, failure_tape
+from narrows.bench.goodput.tapes import Slices, Tape, failure_tape
+from narrows.proto.codec import F64
 
 SLICES = Slices(256, 5000.0, gather_s=20.0)
 COSTS = Costs(SLICES, restart_s=50.0, checkpoint_s=80.0, reconfigure_s=10.0)

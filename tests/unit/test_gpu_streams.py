@@ -6,17 +6,16 @@ import numpy as np
 import pytest
 import torch
 from fake_gpu import FakeGpu
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from narrows.broker.config import load_config, settings
 from narrows.learner.module.gpu import DeviceParameters, DeviceSnapshot, parameters_of
 from narrows.learner.module.parameters import ModuleParameters
 from narrows.learner.transport.push import PushWork, Residual, Residuals, encode_push
+from narrows.proto.codec import F32
 from narrows.proto.codec.transfer import EncodedChunk
 from narrows.proto.fragments import Fragment, build_table
 
-F32 = NDArray[np.float32]
 SETTINGS = settings(load_config(None, {"codec.chunk_elements": 700}))
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 from flow_cases import PAYLOAD_BYTES, header_of, parcel, sender_to
 
-from narrows.proto.flow.budget import BURST_S, PAUSE_BURST_S
 from narrows.proto.flow.hub import Hub
 from narrows.proto.flow.sender import Datagram
 from narrows.proto.messages import DataKind
+from narrows.proto.timing import RATE_BURST_S, RATE_PAUSE_BURST_S
 
 MESSAGE_BYTES = 1600
 """More than any message here takes on the line."""
 
 
 class Line:
-    """What a hub has sent, and when it may send more."""
+    """A hub, and everything that it has sent."""
 
     def __init__(self, total: float = 0.0, each: float = 0.0) -> None:
         self.hub = Hub(total=total, each=each)
@@ -31,7 +31,7 @@ class Line:
             self.hub.senders[learner].put(parcel(offset, kind=kind))
 
     def serve(self, now: float) -> list[str]:
-        """Who was sent something at this time."""
+        """Names of those that were sent something at this time, by message."""
         self.now = now
         before = len(self.sent)
         self.sent += self.hub.due(now, most=256)
@@ -63,7 +63,7 @@ def test_the_rate_of_a_learner_holds() -> None:
     line.serve(0.0)
     while (now := line.hub.opens_at(line.now)) is not None:
         line.serve(now)
-        assert 8 * line.wire_bytes <= 1e6 * (now + BURST_S) + 8 * MESSAGE_BYTES
+        assert 8 * line.wire_bytes <= 1e6 * (now + RATE_BURST_S) + 8 * MESSAGE_BYTES
     assert len(line.sent) == 100
     assert 8 * line.wire_bytes >= 0.95 * 1e6 * line.now
 
@@ -91,7 +91,7 @@ def test_what_does_not_wait_for_the_budget_is_paid_from_it(
 
 @pytest.mark.parametrize("rates", [{"each": 1e6}, {"total": 1e6}], ids=["each", "total"])
 def test_after_a_pause_the_line_is_not_flooded(rates: dict[str, float]) -> None:
-    """Who had nothing to send has not saved it up: routers' queues are short."""
+    """A pause saves nothing up: routers' queues are short."""
     line = Line(**rates)
     line.join("a")
     line.queue("a", 16)
@@ -101,7 +101,7 @@ def test_after_a_pause_the_line_is_not_flooded(rates: dict[str, float]) -> None:
     before = line.wire_bytes
     line.queue("a", 80)
     line.serve(30.0)
-    assert 0 < 8 * (line.wire_bytes - before) <= 1e6 * PAUSE_BURST_S + 8 * MESSAGE_BYTES
+    assert 0 < 8 * (line.wire_bytes - before) <= 1e6 * RATE_PAUSE_BURST_S + 8 * MESSAGE_BYTES
 
 
 def test_learners_share_the_total_and_who_had_nothing_gets_no_more_than_its_part() -> None:
@@ -203,7 +203,9 @@ def test_what_a_dead_stream_carried_is_charged_to_the_line_again() -> None:
     line.queue("b", 1)
     assert line.serve(line.now) == []
     opens_at = line.hub.opens_at(line.now)
-    assert opens_at is not None and opens_at > line.now + 50 * PAYLOAD_BYTES * 8 / 1e6 - BURST_S
+    assert (
+        opens_at is not None and opens_at > line.now + 50 * PAYLOAD_BYTES * 8 / 1e6 - RATE_BURST_S
+    )
 
 
 def test_new_rates_hold_for_learners_that_come_back_too() -> None:

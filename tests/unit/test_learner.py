@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from chaos.end_of_run import metadata
-from numpy.typing import NDArray
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
@@ -23,12 +22,12 @@ from narrows.learner import Learner, LocalProtocolError, Refused, Unfinished
 from narrows.learner.module.parameters import ModuleParameters
 from narrows.learner.module.ramp import ramp_steps
 from narrows.learner.module.step_log import Logged, detached
+from narrows.proto.codec import F32
 from narrows.proto.errors import ErrorCode
 from narrows.proto.fragments import build_table
 
 torch.set_num_threads(1)
 
-F32: TypeAlias = NDArray[np.float32]
 Call: TypeAlias = tuple[object, ...]
 
 

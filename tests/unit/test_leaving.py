@@ -8,10 +8,10 @@ import pytest
 from machines import EPOCH, Seat, one, only, open_round
 
 from narrows.learner.session import events as ev
-from narrows.learner.session.leaving import BROKER_S
 from narrows.proto import messages as msg
 from narrows.proto.flow import patience
 from narrows.proto.messages import Phase
+from narrows.proto.timing import BROKER_GONE_S
 
 FINAL_COPY = ev.Adopt(0, 1)
 
@@ -64,7 +64,7 @@ def test_a_broker_that_is_gone_is_waited_for_and_what_is_lacking_is_said(
     seat = Seat().joined()
     stay(seat, 1, *versions, phase=phase)
     seat.do(ev.LoopEnded())
-    assert not only(alone(seat, BROKER_S - 2), ev.Left)
+    assert not only(alone(seat, BROKER_GONE_S - 2), ev.Left)
     effects = alone(seat, 4)
     assert only(effects, ev.Left)
     assert [note.text for note in only(effects, ev.Note)] == [f"leaves without {lacks}"]
@@ -89,7 +89,7 @@ def test_a_broker_that_comes_back_is_waited_for_as_if_it_had_never_gone() -> Non
     stay(seat, 1, 0, 0, phase=Phase.ENDING)
     seat.do(ev.LoopEnded())
     for life in range(2, 5):
-        alone(seat, BROKER_S - 2)
+        alone(seat, BROKER_GONE_S - 2)
         assert not only(seat.welcome((0, 0), epoch=(0, life, 1), phase=Phase.ENDING), ev.Left)
 
 
@@ -164,7 +164,7 @@ def test_before_the_goal_the_outcome_of_a_push_is_not_waited_for_for_ever() -> N
     pushed(seat)
     rounds = (open_round(0, 0),)
     seat.do(ev.LoopEnded())
-    assert not only(stay(seat, BROKER_S - 2, 0, 0, rounds=rounds), ev.Left)
+    assert not only(stay(seat, BROKER_GONE_S - 2, 0, 0, rounds=rounds), ev.Left)
     effects = stay(seat, 4, 0, 0, rounds=rounds)
     lacks = "leaves without the outcome of its last pushes, of fragment 0"
     assert one(effects, msg.Bye).reason == f"the loop has ended, it {lacks}"

@@ -11,10 +11,11 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from merge_cases import F32, contribution, decoded, one_fragment, slow_merge
+from merge_cases import contribution, decoded, one_fragment, slow_merge
 
 from narrows.broker.merging import merge as merge_module
 from narrows.broker.merging.merge import DecodedVector, merge_vectors, token_weights, warm_up
+from narrows.proto.codec import F32
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.messages import LayoutEntry
@@ -241,6 +242,7 @@ from merge_cases import contribution, one_fragment
 from narrows.broker.merging.merge import merge_vectors
 from narrows.broker.merging.outer import outer_optimizer
 from narrows.proto.frames import digest
+from narrows.proto.codec import F32, F32
 fragment = one_fragment((3000, "rda"), (77, "mean"), (2000, "rda"))
 rng = np.random.default_rng(1)
 vectors = rng.normal(size=(5, fragment.elements)).astype(np.float32)

@@ -7,22 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from coding import add_values
 from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging.contribution import Contribution
 from narrows.broker.merging.model import GlobalModel, version_zero
 from narrows.broker.storage.initial import read_initial
+from narrows.proto.codec import F32
 from narrows.proto.codec.chunk import DecodedChunk
-from narrows.proto.codec.codecs import add_values
 from narrows.proto.codec.transfer import decode_chunk, digest_of, encode_fragment, values_of
 from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import build_table
 from narrows.proto.limits import PUBLICATIONS_KEPT
 from narrows.proto.messages import LayoutEntry
 
-F32 = NDArray[np.float32]
 Chunks = dict[int, tuple[int, DecodedChunk]]
 
 LAYOUT = (

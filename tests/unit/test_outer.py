@@ -7,13 +7,12 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from narrows.broker.config import OUTER_OPTIMIZERS
 from narrows.broker.merging.outer import outer_optimizer
+from narrows.proto.codec import F32
 from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
 
-F32 = NDArray[np.float32]
 ELEMENTS = 16_421
 
 

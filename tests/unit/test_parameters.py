@@ -5,24 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import xxhash
-from numpy.typing import NDArray
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 
 from narrows.learner.module.parameters import ModuleParameters
+from narrows.proto.codec import F32
 from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.messages import DtypeName
 
 torch.set_num_threads(1)
 
-F32: TypeAlias = NDArray[np.float32]
 
 VOCABULARY = 11
 WIDTH = 6

@@ -15,9 +15,9 @@ from narrows.broker.config import load_config
 from narrows.broker.syncer import events as bev
 from narrows.broker.syncer.status import status_of
 from narrows.learner.session import events as ev
-from narrows.learner.session.fragments import RETRY_S
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode
+from narrows.proto.timing import ANSWER_AGAIN_S
 
 
 def wait(desk: Desk, seconds: int, *names: str) -> list[bev.Effect]:
@@ -127,7 +127,7 @@ def test_a_push_that_failed_is_made_anew_while_its_round_is_open(failure: ev.Eve
     seat.step()
     seat.do(failure)
     assert not only(seat.step(after_s=0.1), msg.Push)
-    seat.hear(msg.Probe(0), after_s=RETRY_S)
+    seat.hear(msg.Probe(0), after_s=ANSWER_AGAIN_S)
     again = one(seat.step(), msg.Push)
     assert (again.push_id, again.steps) == (2, 3)
 
@@ -137,7 +137,7 @@ def test_a_push_that_is_open_is_not_made_anew() -> None:
     seat.beat((0, 0), open_round(0, 0), open_round(1, 0))
     seat.step()
     seat.do(ev.EncodeFailed(1, "out of memory"))
-    seat.hear(msg.Probe(0), after_s=RETRY_S)
+    seat.hear(msg.Probe(0), after_s=ANSWER_AGAIN_S)
     assert one(seat.step(), msg.Push).fragment == 0
 
 

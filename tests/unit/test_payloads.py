@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 
 import numpy as np
 import pytest
@@ -215,6 +216,63 @@ def test_damaged_blosc2_content_is_refused_or_decodes_to_something() -> None:
             assert error.code in (ErrorCode.BAD_PAYLOAD, ErrorCode.NOT_FINITE)
             refusals += 1
     assert refusals > 300
+
+
+def by_hand(chunk: bytes) -> bytes:
+    """The content of a Blosc2 chunk, decoded as PROTOCOL.md describes it."""
+    flags, content, block = chunk[2], *struct.unpack_from("<2I", chunk, 4)
+    if chunk[31]:
+        return bytes(content)
+    if flags in (0x07, 0x87, 0x97):
+        return chunk[32:]
+    values = b""
+    for index in range(-(-content // block)):
+        size = min(block, content - index * block)
+        place = struct.unpack_from("<i", chunk, 32 + 4 * index)[0]
+        shuffled = b""
+        streams = 4 if flags == 0x85 and size == block else 1
+        for _ in range(streams):
+            stream, place = stream_by_hand(chunk, place, size // streams)
+            shuffled += stream
+        values += np.frombuffer(shuffled, np.uint8).reshape(4, size // 4).T.tobytes()
+    return values
+
+
+def stream_by_hand(chunk: bytes, place: int, size: int) -> tuple[bytes, int]:
+    """The bytes of the stream at `place`, and where the next one begins."""
+    coded, place = struct.unpack_from("<i", chunk, place)[0], place + 4
+    if coded == 0:
+        return bytes(size), place
+    if coded < 0:
+        assert chunk[place] == 1
+        return bytes([-coded]) * size, place + 1
+    content = chunk[place : place + coded]
+    if coded < size:
+        content = zstandard.ZstdDecompressor().decompress(content, max_output_size=size)
+    return content, place + coded
+
+
+@pytest.mark.parametrize("count", [1, 7, 32, 1000, 65536, 100_003, 1 << 18])
+@pytest.mark.parametrize("kind", ["noise", "sparse", "few", "constant", "zeros"])
+def test_blosc2_chunks_are_as_the_document_describes_them(kind: str, count: int) -> None:
+    random = np.random.default_rng(count)
+    noise = random.standard_normal(count).astype(np.float32)
+    values = {
+        "noise": noise,
+        "sparse": noise * (random.random(count) < 0.01),
+        "few": random.integers(0, 3, count).astype(np.float32),
+        "constant": np.full(count, -1e-3, np.float32),
+        "zeros": np.zeros(count, np.float32),
+    }[kind]
+    assert by_hand(blosc2_chunk.compress(values)) == values.tobytes()
+
+
+def test_a_stored_blosc2_chunk_may_be_made_by_hand() -> None:
+    values = np.array([0.5, -1.0, 0.25], np.float32)
+    sizes = struct.pack("<3I", 12, 12, 44)
+    head = b"\5\1\7\4" + sizes + b"\1\0\0\0\0\0\5" + bytes(9)
+    chunk = memoryview(head + values.tobytes())
+    assert np.array_equal(blosc2_chunk.decompress(chunk, 3), values)
 
 
 def test_zeros_need_no_more_than_a_blosc2_header() -> None:

@@ -90,6 +90,14 @@ def test_a_model_of_12b_on_2_gbit_fits_one_broker() -> None:
     assert not fits(shorter), "a shorter period would have been chosen"
 
 
+def test_the_verdict_says_where_advice_goes_and_where_figures_come_from() -> None:
+    plan = make_plan(site(), CONFIG)
+    text = " ".join(verdict(plan))
+    assert f"--set fragments.count={plan.fragments}" in text and "TOML" in text
+    flags = ("--wan", "--broker-wan", "--broker-memory", "--broker-cores", "--disk")
+    assert [flag for flag in flags if f"{flag}" not in text.partition('"there is"')[2]] == []
+
+
 def test_a_model_of_1t_needs_many_brokers_and_says_so() -> None:
     plan = make_plan(site(params=10**12, step_s=20.0, line_bits_per_s=1e10), CONFIG)
     # 12 bytes of state and 3.2 of kept publications per parameter, in 220 GB each.

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from enum import Enum
-from importlib import import_module
-from itertools import takewhile
-from pathlib import Path
 from typing import get_args
 
 import msgspec
 import numpy as np
+import protocol_exchange
+import protocol_page
 import pytest
+from protocol_tables import DOCUMENT, number, table
 
 from narrows.broker.config import BrokerConfig
 from narrows.proto import limits, messages, terms
@@ -21,8 +20,6 @@ from narrows.proto.codec.codecs import codec, codec_names
 from narrows.proto.codec.zstd_frame import frame_bytes_max
 from narrows.proto.errors import RETRYABLE, ErrorCode
 from narrows.proto.frames import ENVELOPE_BYTES, MAGIC
-
-DOCUMENT = (Path(__file__).resolve().parents[2] / "proto/PROTOCOL.md").read_text(encoding="utf-8")
 
 #: Structures that the document describes besides the control messages.
 PARTS: tuple[type[msgspec.Struct], ...] = (
@@ -34,23 +31,6 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     messages.LearnerStatus,
     messages.Header,
 )
-
-
-def tables(text: str) -> Iterator[list[list[str]]]:
-    """Every table: its rows of cells, the head first."""
-    lines = iter(text.splitlines())
-    for line in lines:
-        if line.startswith("|"):
-            rows = [line, *takewhile(lambda each: each.startswith("|"), lines)]
-            yield [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-
-
-def table(*head: str) -> list[list[str]]:
-    """The rows of the only table whose head begins so."""
-    found = [rows[2:] for rows in tables(DOCUMENT) if tuple(rows[0][: len(head)]) == head]
-    assert len(found) == 1, f"{len(found)} tables with the head {head}"
-    assert all(len(row) == len(found[0][0]) for row in found[0])
-    return found[0]
 
 
 def described(head: str) -> dict[str, list[tuple[str, str]]]:
@@ -137,20 +117,30 @@ def test_data_kinds_and_their_numbers() -> None:
     assert told == [(kind.value, kind.name) for kind in messages.DataKind]
 
 
+def bound(text: str) -> float:
+    """A number, the name of a limit, or the number below one."""
+    name, _, less = text.partition(" − ")  # noqa: RUF001
+    value = getattr(limits, name) if name.isupper() else number(name)
+    return float(value) - float(less or 0)
+
+
 def test_bounds_of_the_types() -> None:
-    meanings = {name: meaning for name, meaning in table("type", "meaning")}
-    for name, bound in (
-        ("Count", limits.TOKENS_MAX),
-        ("Elements", limits.ELEMENTS_MAX),
-        ("Version", limits.VERSION_MAX),
-    ):
-        assert number(meanings[name].removeprefix("integer, 0 to ")) == bound
-    for name, bound in (
-        ("Text", limits.TEXT_CHARACTERS_MAX),
-        ("Positions", limits.STREAMS_MAX),
-        ("Ranges", limits.RANGES_MAX),
-    ):
-        assert re.findall(r"up to (\d+)", meanings[name]) == [str(bound)]
+    meanings = {row[0]: row[1] for row in table("type", "meaning")}
+    told = {
+        name: (bound(match[1]), bound(match[2]))
+        for name, meaning in meanings.items()
+        if (match := re.match(r"(?:integer|float), (\S+) to ([^,;]+)", meaning))
+    }
+    metas = {name: get_args(kind)[1:] for name, kind in vars(terms).items() if get_args(kind)}
+    bounds = {
+        name: (meta[0].ge, meta[0].le)
+        for name, meta in metas.items()
+        if meta and isinstance(meta[0], msgspec.Meta) and meta[0].ge is not None
+    }
+    assert told == bounds
+    for name in ("Text", "Positions", "Ranges"):
+        match = re.search(r"up to ([A-Z_]+)", meanings[name])
+        assert match and bound(match[1]) == get_args(getattr(terms, name))[1].max_length, name
 
 
 def test_every_error_code_is_listed_in_order() -> None:
@@ -165,34 +155,40 @@ def test_what_is_tried_again_after_a_refusal() -> None:
     assert again == set(RETRYABLE)
 
 
-def number(text: str) -> float:
-    """`4096`, `2^48`, `2^-100`, `0.25 s`."""
-    base, _, exponent = text.removesuffix(" s").partition("^")
-    return int(base) ** int(exponent) if exponent else float(base)
+def test_settings_with_their_defaults() -> None:
+    for name, value, _ in table("setting", "default", "meaning"):
+        actual: object = BrokerConfig()
+        for part in name.strip("`").split("."):
+            actual = getattr(actual, part)
+        assert actual == (value if isinstance(actual, str) else number(value)), name
 
 
-def test_every_limit_with_its_value() -> None:
-    told = {name.strip("`"): value for name, value, _ in table("limit", "value", "reason")}
-    assert list(told) == [name for name in vars(limits) if name.isupper()]
-    for name, value in told.items():
-        actual: object = getattr(limits, name)
-        expected = value.strip("`") if isinstance(actual, str) else number(value)
-        assert actual == expected, name
+def test_generated_parts() -> None:
+    """`python tests/protocol_page.py` writes them."""
+    assert list(protocol_page.parts_of(DOCUMENT)) == list(protocol_page.PARTS)
+    assert protocol_page.generated(DOCUMENT) == DOCUMENT
 
 
-@pytest.mark.parametrize(
-    ("path", "value"), [(row[0].strip("`"), row[1]) for row in table("time or size", "value", "of")]
-)
-def test_time_or_size(path: str, value: str) -> None:
-    actual: object
-    if path.startswith("broker.config.BrokerConfig."):
-        actual, names = BrokerConfig(), path.split(".")[3:]
-    else:
-        folder, module, *names = path.split(".")
-        actual = import_module(f"narrows.{folder}.{module}")
-    for name in names:
-        actual = getattr(actual, name)
-    assert actual == number(value)
+def test_the_example_of_a_payload() -> None:
+    """Bytes, codes and values of the example are those of the exchange."""
+    example = DOCUMENT[DOCUMENT.index("**Example.** Message 8") :].partition("## 9.")[0]
+    push = protocol_exchange.exchange().ours
+    rows = example.splitlines()
+    payload = next(row for row in rows if row.startswith("payload"))
+    assert bytes.fromhex(payload.removeprefix("payload")) == push.chunk.payload
+    codes = re.findall(r"->((?: +-?\d+)+)", example)
+    assert [int(code) for part in codes for code in part.split()] == push.codes.tolist()
+    values = next(row for row in rows if row.startswith("values")).removeprefix("values")
+    assert [float(each) for each in values.replace("|", " ").split()] == push.values.tolist()
+
+
+def test_contents() -> None:
+    """The table of contents names every section, in order."""
+    listed = re.findall(r"^(\d+)\. \[(.*)\]\(#(.*)\)$", DOCUMENT, re.MULTILINE)
+    sections = re.findall(r"^## (\d+)\. (.*)$", DOCUMENT, re.MULTILINE)
+    assert [(place, title) for place, title, _ in listed] == sections
+    for place, title, anchor in listed:
+        assert anchor == f"{place}-{title.lower().replace(',', '').replace(' ', '-')}"
 
 
 def test_every_codec_with_its_largest_payload() -> None:
@@ -228,7 +224,8 @@ def test_envelope() -> None:
 
 
 def test_the_state_codec() -> None:
-    assert f"FOUND, STATE: `{transfer.STATE_CODEC}`" in DOCUMENT
+    codecs = {row[0]: row[1] for row in table("kind", "codec")}
+    assert codecs["FOUND, STATE"] == f"`{transfer.STATE_CODEC}`, always"
 
 
 def test_the_version_on_the_title() -> None:

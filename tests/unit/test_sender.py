@@ -6,9 +6,10 @@ import pytest
 from flow_cases import EPOCH, PAYLOAD_BYTES, header_of, incarnation_of, parcel, sender_to
 
 from narrows.proto.flow.budget import wire_bytes
-from narrows.proto.flow.sender import LOOK_S, Datagram, Sender
+from narrows.proto.flow.sender import Datagram, Sender
 from narrows.proto.limits import PROTOCOL
 from narrows.proto.messages import DataKind, Header
+from narrows.proto.timing import STREAM_LOOK_S
 
 
 def offsets(datagrams: list[Datagram]) -> list[int]:
@@ -93,7 +94,7 @@ def test_without_credit_nothing_is_due_until_something_is_acknowledged() -> None
     sender.put(parcel(10))
     assert leave(sender) == [0]
     assert sender.opens_at(0.1) is None
-    assert sender.next_deadline(0.1) == LOOK_S
+    assert sender.next_deadline(0.1) == STREAM_LOOK_S
     sender.acknowledge((PAYLOAD_BYTES,), 0.2)
     assert sender.opens_at(0.2) == 0.2 and leave(sender, 0.2) == [10]
     assert sender.told_bytes == PAYLOAD_BYTES and not sender.is_idle

@@ -9,12 +9,13 @@ import pytest
 from machines import EPOCH, LAYOUT, NEXT_EPOCH, SETTINGS, Seat, digest, one, only, open_round
 
 from narrows.learner.session import events as ev
-from narrows.learner.session.connection import REDIAL_MAX_S, REDIAL_S, Connection
+from narrows.learner.session.connection import Connection
 from narrows.learner.session.machine import Session
 from narrows.proto import messages as msg
 from narrows.proto.frames import encode_control
 from narrows.proto.limits import RATE_MIN
 from narrows.proto.messages import Mode, Phase, Role
+from narrows.proto.timing import REDIAL_MAX_S, REDIAL_S
 
 LOCKSTEP = msgspec.structs.replace(SETTINGS, mode=Mode.STREAMING)
 DILOCO = msgspec.structs.replace(

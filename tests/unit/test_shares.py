@@ -8,8 +8,9 @@ import pytest
 from machines import Desk, incarnation_of
 
 from narrows.broker.syncer.members import Member
-from narrows.broker.syncer.rates import IDLE_S, IDLE_SHARE, TINY, Shares
+from narrows.broker.syncer.rates import IDLE_SHARE, TINY, Shares
 from narrows.proto import messages as msg
+from narrows.proto.timing import SHARE_IDLE_S
 
 TOTAL = 1e9
 
@@ -36,7 +37,7 @@ def test_who_sends_shares_and_who_does_not_lends() -> None:
     shares, site = Shares(TOTAL, 0.0), members(4)
     now = settle(shares, site, {m.name for m in site}, 0.0)
     assert [m.up_bits_per_s for m in site] == [TOTAL / 4] * 4
-    settle(shares, site, {"site-0", "site-1"}, now + IDLE_S)
+    settle(shares, site, {"site-0", "site-1"}, now + SHARE_IDLE_S)
     little = TOTAL / 4 * IDLE_SHARE
     assert [m.up_bits_per_s for m in site] == [TOTAL / 2 - little] * 2 + [little] * 2
 

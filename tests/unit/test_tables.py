@@ -132,7 +132,7 @@ def bandwidth_tables() -> list[Table]:
         bandwidth_wire.WireRow(**{k: v for k, v in row.items() if k in names})
         for row in told["wire"]
     ]
-    headline = [bandwidth.Headline(**row) for row in told["headline"]]
+    headline = [bandwidth.BandwidthHeadline(**row) for row in told["headline"]]
     return [
         bandwidth.utilization_table(bandwidth.table_rows()),
         bandwidth.wire_table(wire),

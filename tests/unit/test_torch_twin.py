@@ -5,20 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from narrows.broker.config import load_config, settings
 from narrows.learner.module.gpu import DeviceParameters, DeviceSnapshot, parameters_of
 from narrows.learner.module.parameters import ModuleParameters
 from narrows.learner.transport.push import PushWork, Residuals, encode_push
+from narrows.proto.codec import F32
 from narrows.proto.codec.codecs import codec_names
 from narrows.proto.codec.transfer import EncodedChunk
 from narrows.proto.errors import LocalProtocolError
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.messages import DtypeName
 
-F32 = NDArray[np.float32]
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 SETTINGS = settings(load_config(None, {"codec.chunk_elements": 1000}))
 

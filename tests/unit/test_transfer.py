@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
+from narrows.proto.codec import F32
 from narrows.proto.codec.transfer import (
     EncodedChunk,
     advance_copy,
@@ -17,8 +17,6 @@ from narrows.proto.codec.transfer import (
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.messages import LayoutEntry
-
-F32 = NDArray[np.float32]
 
 LAYOUT = (
     LayoutEntry("embedding", (40, 8), "float32", "mean"),

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 from msgspec import structs
-from numpy.typing import NDArray
 
 from narrows.broker.config import BrokerConfig, settings
 from narrows.learner.transport.push import PushWork, Residuals, encode_push, rounded_base
+from narrows.proto.codec import F32
 from narrows.proto.codec.transfer import EncodedChunk, decode_chunk, values_of
 from narrows.proto.fragments import build_table
 from narrows.proto.messages import DtypeName, LayoutEntry
-
-F32 = NDArray[np.float32]
 
 
 def layout_of(dtype: DtypeName) -> tuple[LayoutEntry, ...]:

@@ -10,7 +10,7 @@ from narrows.bench.sim.learner import LearnerSpec
 from narrows.bench.sim.simulation import Simulation
 from narrows.bench.sim.virtual import Clock, Faults, Host
 from narrows.broker.config import load_config
-from narrows.learner.session.connection import HELLO_S
+from narrows.proto.timing import HELLO_S
 
 CONNECT_S = 0.5
 """A simulated process connects again within it."""

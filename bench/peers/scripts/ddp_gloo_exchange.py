@@ -22,7 +22,8 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 def average(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """All buckets under way at once; `bf16` as `bf16_compress_hook`: cast, divide, sum, cast."""
+    """Averages all buckets at the same time. `bf16` is as `bf16_compress_hook`: cast, divide, sum,
+    cast."""
     buckets = torch.split(values, BUCKET_BYTES // values.element_size())
     world = dist.get_world_size()
     cast = [bucket.to(dtype, copy=True).div_(world) for bucket in buckets]

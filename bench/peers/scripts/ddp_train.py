@@ -29,7 +29,7 @@ from narrows.learner.reference.gpt import GPT
 
 
 class Loss(nn.Module):
-    """DistributedDataParallel follows `forward` alone."""
+    """The model and its loss as one module: DistributedDataParallel follows only `forward`."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()

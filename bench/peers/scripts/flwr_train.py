@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Nothing outside is told that this runs.
+# No usage data leave the machine.
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 
 import grpc
@@ -22,8 +22,8 @@ from flwr.server.strategy import FedAvgM
 sys.path.append(str(Path(__file__).resolve().parents[3] / "src"))
 
 from narrows.bench.peers.member import (
+    OUTER_LR,
     OUTER_MOMENTUM,
-    OUTER_RATE,
     ROUND_TIMEOUT_S,
     PeerMember,
     PeerTraining,
@@ -53,14 +53,14 @@ class FlowerMember(NumPyClient):
 
     def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, Any]:
         install(self.member.model, parameters)
-        # Whoever missed rounds goes on where the run stands.
+        # A member that missed rounds goes on where the run stands.
         self.member.step = int(config["step"])
         self.member.train(self.member.training.sync_steps)
         return arrays_of(self.member.model), 1, {}
 
 
 class Strategy(FedAvgM):
-    """FedAvgM that tells each round and keeps the newest parameters."""
+    """FedAvgM that reports each round and keeps the newest parameters."""
 
     def __init__(self, training: PeerTraining, member: PeerMember) -> None:
         self.training, self.member = training, member
@@ -70,7 +70,7 @@ class Strategy(FedAvgM):
             min_available_clients=training.world,
             on_fit_config_fn=lambda number: {"step": self.step_of(number - 1)},
             initial_parameters=ndarrays_to_parameters(arrays_of(member.model)),
-            server_learning_rate=OUTER_RATE,
+            server_learning_rate=OUTER_LR,
             server_momentum=OUTER_MOMENTUM,
         )
 
@@ -80,7 +80,7 @@ class Strategy(FedAvgM):
     def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
         parameters, metrics = super().aggregate_fit(server_round, results, failures)
         if results:
-            # All are there at the start; later nobody is waited for.
+            # All members are there at the start; later nobody is waited for.
             self.min_available_clients = 1
             install(self.member.model, parameters_to_ndarrays(parameters))
             self.member.step = self.step_of(server_round)
@@ -89,7 +89,7 @@ class Strategy(FedAvgM):
 
 
 def serve(training: PeerTraining) -> None:
-    """A server that starts again begins with the first parameters: it keeps none by itself."""
+    """A server. One that starts again begins with the first parameters, because it keeps none."""
     member = PeerMember(training)
     rounds = (training.steps - training.start_step) // training.sync_steps
     tell_ready(training)
@@ -114,7 +114,7 @@ def main() -> None:
             start_client(server_address=address, client=client, insecure=True)
             break
         except grpc.RpcError as error:
-            # A client ends with its server; here it comes back, as under a supervisor.
+            # A client ends with its server. Here it comes back, as under a supervisor.
             print(repr(error), flush=True)
             time.sleep(RETRY_S)
     member.finish()

@@ -24,17 +24,18 @@ COMPRESSIONS: dict[str, tuple[Any, float]] = {
     "fp16": (Float16Compression, 2e-3),
     "uniform8bit": (Uniform8BitQuantization, 5e-2),
 }
-"""Class and largest relative error of the average."""
+"""Class, and largest relative error of the average."""
 
 MATCHMAKING_S_PER_MEMBER = 0.5
-"""Before the clock starts. A group must be complete, so that more members need more time on a busy
-machine; the default of 5 s whatever their number would only make the bench longer."""
+"""Matchmaking time per member, before the clock starts. A group must be complete, so more members
+need more time on a busy machine. The default of 5 s for any number would only make the bench
+longer."""
 
 POLL_S = 0.002
 
 
 def start_dht(host: str, initial_peers: list[str]) -> DHT:
-    """A node that listens and announces itself at `host` and asks nobody outside."""
+    """A node that listens and announces itself at `host`, and contacts nobody outside."""
     return DHT(
         initial_peers=initial_peers,
         start=True,
@@ -46,7 +47,7 @@ def start_dht(host: str, initial_peers: list[str]) -> DHT:
 
 
 class Averaging:
-    """Steps of one averager in two halves: find the group, then average."""
+    """The steps of one averager in two halves: find the group, then average."""
 
     def __init__(self, averager: DecentralizedAverager, world: int, matchmaking_s: float) -> None:
         self.averager, self.world, self.matchmaking_s = averager, world, matchmaking_s

@@ -27,7 +27,7 @@ MATCHMAKING_S = 1.0
 
 
 def start_dht(training: PeerTraining, port: int, initial_peers: list[str]) -> DHT:
-    """A node that asks nobody outside."""
+    """A node that contacts nobody outside."""
     identity = {"identity_path": str(training.folder / "identity")} if port else {}
     return DHT(
         initial_peers=initial_peers,
@@ -41,7 +41,7 @@ def start_dht(training: PeerTraining, port: int, initial_peers: list[str]) -> DH
 
 
 class Rounds:
-    """Looks for the group while the member trains, averages when it is ready."""
+    """Looks for the group while the member trains; averages when the group is ready."""
 
     def __init__(self, member: PeerMember, averager: DecentralizedAverager) -> None:
         self.member, self.averager = member, averager
@@ -57,7 +57,7 @@ class Rounds:
         )
 
     def average(self) -> None:
-        """A failed round leaves the local parameters: that is what hivemind's users do too."""
+        """Averages once. A failed round leaves the local parameters, as for hivemind's users."""
         with self.averager.get_tensors() as tensors:
             torch._foreach_copy_(list(tensors), self.parameters)
         try:

@@ -23,11 +23,11 @@ from narrows.bench.peers.exchange import (
 )
 
 JOIN_TIMEOUT_MS = 60_000
-"""The first quorum waits so long for members that come late."""
+"""Longest wait of the first quorum for late members."""
 
 
 def main() -> None:
-    # Without Triton, as on any CPU, torchft sends float32 even if it is asked to quantise.
+    # Without Triton, as on any CPU, torchft sends float32 even if quantisation is on.
     task = task_of(("f32",))
     store = task.store()
     if task.coordinator:
@@ -39,7 +39,7 @@ def main() -> None:
         lighthouse.shutdown()
         return
     use_interface_of(task.host)
-    # Each replica group has a store of its own; without one the constructor would wait for ever.
+    # Each replica group has its own store. Without one the constructor would wait for ever.
     own = TCPStore(task.host, 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=MEETING_TIMEOUT),

@@ -19,8 +19,8 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "src"))
 
 from narrows.bench.peers.exchange import use_interface_of
 from narrows.bench.peers.member import (
+    OUTER_LR,
     OUTER_MOMENTUM,
-    OUTER_RATE,
     ROUND_TIMEOUT_S,
     PeerMember,
     PeerTraining,
@@ -30,10 +30,10 @@ from narrows.bench.peers.member import (
 )
 
 MIN_REPLICAS = 1
-"""Members without which there is no quorum; torchft also asks for more than half of the living."""
+"""Smallest quorum; torchft also asks for more than half of the live members."""
 
 JOIN_TIMEOUT_MS = 1000
-"""A quorum that is possible waits so long for members that are alive but not there yet."""
+"""Longest wait of a possible quorum for members that are alive but not there yet."""
 
 QUORUM_RETRIES = 3
 
@@ -78,7 +78,7 @@ def main() -> None:
         stay()
         lighthouse.shutdown()
         return
-    # State for returning members is offered at the host's name, which nobody may know.
+    # State for returning members is offered at the host's name, which may not resolve.
     socket.gethostname = lambda: training.host
     use_interface_of(training.host)
     member = PeerMember(training)
@@ -86,7 +86,7 @@ def main() -> None:
     own = TCPStore(training.host, 0, is_master=True, wait_for_workers=False)
     manager = manager_of(training, member, own)
     outer = torch.optim.SGD(
-        member.model.parameters(), lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True
+        member.model.parameters(), lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True
     )
     with DiLoCo(manager, [member.model], member.optimizer, outer, training.sync_steps):
         while not member.done:

@@ -1,0 +1,110 @@
+"""The learner that was written from PROTOCOL.md alone takes part in a run of ours, bit for bit."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from running import HANG_S, LAYOUT, ToyHost, broker_config, live_broker, train, vector, wait_until
+
+from narrows.bench.kit.processes import free_ports
+from narrows.proto.codec.transfer import digest_of
+from narrows.proto.fragments import build_table
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "minimal_learner.py"
+LINES_MAX = 400
+THIRD_PARTY = {"msgpack", "numpy", "xxhash", "zmq", "zstandard"}
+
+
+@contextmanager
+def minimal_learner(folder: Path, address: str, *options: str) -> Generator[subprocess.Popen[str]]:
+    """The script as a process; isolated, so that it finds nothing of the repository."""
+    layout = folder / "layout.json"
+    layout.write_text(json.dumps([[e.name, e.shape, e.dtype, e.rule] for e in LAYOUT]))
+    command = [sys.executable, "-I", str(SCRIPT), "--broker", address, "--name", "minimal"]
+    command += ["--layout", str(layout), *options]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_it_is_one_short_file_that_imports_nothing_of_narrows() -> None:
+    source = SCRIPT.read_text()
+    assert len(source.splitlines()) <= LINES_MAX
+    imported = set[str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            imported |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None and node.level == 0
+            imported.add(node.module)
+    others = {name.split(".")[0] for name in imported} - sys.stdlib_module_names
+    assert others == THIRD_PARTY
+
+
+@pytest.mark.slow
+def test_it_shares_every_version_with_our_learners_and_is_merged(tmp_path: Path) -> None:
+    events, hosts = tmp_path / "events.jsonl", {"a": ToyHost(vector(1)), "b": ToyHost(vector(2))}
+    config = broker_config(
+        tmp_path,
+        run__goal_tokens=600,
+        run__learners_at_start=3,
+        merge__quorum=3,
+        fragments__sync_period_steps=6,
+    )
+    with live_broker(config, events=events) as service, ThreadPoolExecutor(1) as pool:
+        ours = pool.submit(train, service, hosts, rate=0.05, step_s=0.01)
+        wait_until(lambda: "version 0 is durable" in events.read_text(), "version 0")
+        with minimal_learner(tmp_path, service.wires.address) as process:
+            output, log = process.communicate(timeout=HANG_S)
+        assert process.returncode == 0, log
+        ours.result(HANG_S)
+    ends = [json.loads(line) for line in output.splitlines()]
+    records = [json.loads(line) for line in events.read_text().splitlines()]
+    merges = [record for record in records if record["event"] == "merged"]
+    table = build_table(LAYOUT, len(ends))
+    for fragment, end in zip(table, ends, strict=True):
+        made = [record for record in merges if record["fragment"] == end["fragment"]]
+        assert (end["version"], end["digest"]) == (made[-1]["version"], made[-1]["digest"])
+        for host in hosts.values():
+            theirs = np.empty(fragment.elements, np.float32)
+            host.snapshot(fragment, theirs)
+            assert f"{digest_of(theirs):016x}" == end["digest"]
+        contributed = sum("minimal" in record["contributors"] for record in made)
+        assert end["merged"] == contributed > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "value", "code"),
+    [("run__mode", "streaming", 2), ("codec__publish", "raw32", 3), ("codec__push", "bf16", 3)],
+)
+def test_it_refuses_by_name_what_it_does_not_support(
+    key: str, value: str, code: int, tmp_path: Path
+) -> None:
+    with live_broker(broker_config(tmp_path, **{key: value})) as service:
+        with minimal_learner(tmp_path, service.wires.address) as process:
+            _, log = process.communicate(timeout=HANG_S)
+    assert process.returncode == code
+    assert value in log
+
+
+@pytest.mark.slow
+def test_it_names_a_broker_that_it_cannot_reach(tmp_path: Path) -> None:
+    address = f"tcp://127.0.0.1:{free_ports()}"
+    with minimal_learner(tmp_path, address, "--join-timeout-s", "0.5") as process:
+        _, log = process.communicate(timeout=HANG_S)
+    assert process.returncode == 4
+    assert "broker_unreachable" in log and address in log
