@@ -77,7 +77,7 @@ class Round:
     attempt: int
     at_step: int
     elements: int
-    parts_max: int
+    chunks_max: int
     opened_at: float
     quorum: int
     expected: set[str]
@@ -94,11 +94,11 @@ class Round:
         """The round as the wire tells it."""
         return OpenRound(self.fragment, self.base_version, self.attempt, self.at_step)
 
-    def cut_finer(self, parts_max: int) -> None:
+    def cut_finer(self, chunks_max: int) -> None:
         """Messages have become smaller: pushes may come in more chunks."""
-        self.parts_max = parts_max
+        self.chunks_max = chunks_max
         for push in self.incoming.values():
-            push.assembly.parts_max = parts_max
+            push.assembly.chunks_max = chunks_max
 
     def push_of(self, name: str, incarnation: str, push_id: int, now: float) -> Incoming:
         """The push that a message belongs to, entered if it is the learner's first.
@@ -116,7 +116,7 @@ class Round:
             )
         push = self.incoming.get(name)
         if push is None:
-            assembly = Assembly(self.elements, self.parts_max)
+            assembly = Assembly(self.elements, self.chunks_max)
             push = Incoming(name, incarnation, push_id, assembly, progress_at=now, asked_at=now)
             if done is None and not self.merging:
                 self.incoming[name] = push
