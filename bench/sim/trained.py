@@ -125,7 +125,7 @@ class TrainedLearner(SimulatedLearner):
                 seed=self.training.seed,
                 start_batch=int(self._progress() * self._run.run_steps),
             )
-        scale = min(1.0, (self.session.steps + 1) / max(1, self.ramp_steps))
+        scale = min(1.0, (self.session.view().steps + 1) / max(1, self.ramp_steps))
         rate = learning_rate(self._progress(), self.training.peak_learning_rate) * scale
         x, y = next(self._reader)
         loss = self.model.loss(token_tensor(x), token_tensor(y))
@@ -137,7 +137,7 @@ class TrainedLearner(SimulatedLearner):
         super()._step()
 
     def _progress(self) -> float:
-        return self.session.run_tokens(self.clock.now) / self._run.config.run.goal_tokens
+        return self.session.view().run_tokens(self.clock.now) / self._run.config.run.goal_tokens
 
     # Founding, pushing.
 
