@@ -48,7 +48,7 @@ class QuantisedCodec:
         assert self.limit == (7 if self.packed else 127), self
 
     def payload_bytes_max(self, count: int, spans: int) -> int:
-        assert 0 <= spans <= count, f"{spans} spans of {count} elements"
+        assert count >= 0 and spans >= 0, f"{spans} spans of {count} elements"
         return 2 * spans + zstd_frame.frame_bytes_max(self._code_bytes(count)) if count else 0
 
     def encode(self, values: F32, bounds: I64, scales: F32, reconstructed: F32) -> bytes:
