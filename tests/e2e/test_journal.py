@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from chaos.end_of_run import metadata
 from running import (
     HANG_S,
     LAYOUT,
@@ -25,7 +26,6 @@ from running import (
     vector,
     wait_until,
 )
-from safetensors import safe_open
 from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from narrows.bench.kit.processes import free_ports
@@ -80,8 +80,7 @@ def test_a_replay_under_another_merge_says_from_where_on_it_differs(
     ended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replay(ended, Changes(merge="avg"), tmp_path / "other.safetensors")
-    with safe_open(tmp_path / "other.safetensors", framework="numpy") as file:
-        assert file.metadata()["narrows.final"] == "false"
+    assert metadata(tmp_path / "other.safetensors")["narrows.final"] == "false"
     told = capsys.readouterr().out
     assert "different from record" in told and "version 1 of fragment" in told
     replay(ended, Changes(merge="rda"))
@@ -125,12 +124,10 @@ def test_an_export_has_the_names_of_the_tensors(ended: Path, tmp_path: Path) -> 
     assert {name: array.shape for name, array in tensors.items()} == {
         entry.name: entry.shape for entry in LAYOUT
     }
-    with safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
-        standing = file.metadata()
     with StateDir.open(ended) as state_dir:
         newest = state_dir.load()
     assert newest is not None
-    assert standing == {
+    assert metadata(tmp_path / "model.safetensors") == {
         "format": "pt",
         "narrows.final": "true",
         "narrows.parameters": "global",
