@@ -1,7 +1,12 @@
 """What the broker keeps on disk: journal, checkpoints, and the way back from them."""
 
 from narrows.broker.storage.audit import Audit
-from narrows.broker.storage.checkpoint import CheckpointContent, StateDir, export_tensors
+from narrows.broker.storage.checkpoint import (
+    CheckpointContent,
+    StateDir,
+    export_tensors,
+    read_manifest,
+)
 from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.history import (
     GAP,
@@ -52,6 +57,7 @@ __all__ = [
     "needed_journal",
     "opened_run",
     "read_initial",
+    "read_manifest",
     "read_records",
     "recover",
 ]

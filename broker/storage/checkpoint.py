@@ -50,7 +50,14 @@ from narrows.broker.storage.manifest import (
 )
 from narrows.proto.errors import ConfigError, ErrorCode
 
-__all__ = ["CheckpointContent", "RunRecord", "StateDir", "StateError", "export_tensors"]
+__all__ = [
+    "CheckpointContent",
+    "RunRecord",
+    "StateDir",
+    "StateError",
+    "export_tensors",
+    "read_manifest",
+]
 
 GENERATIONS_KEPT: Final = 2
 _GENERATION: Final = re.compile(r"checkpoint-([0-9]{8,18})")
@@ -254,9 +261,7 @@ class StateDir:
         return None
 
     def _generations(self) -> list[int]:
-        """Numbers of the generations, newest first."""
-        matches = map(_GENERATION.fullmatch, os.listdir(self._fd))
-        return sorted((int(match[1]) for match in matches if match), reverse=True)
+        return _generations_in(self._fd)
 
     def _read(self, number: int, take: Callable[[FragmentState], None]) -> Manifest:
         """Reads a generation fragment by fragment, checking every digest."""
@@ -308,6 +313,36 @@ class StateDir:
     ) -> NoReturn:
         got = "; ".join(problems)
         raise StateError(ErrorCode.STATE_DAMAGED, f"{self.path}: {message}", got=got, remedy=remedy)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Returns the newest manifest of a state directory, without its lock: a broker may be running.
+
+    Raises ConfigError if there is none that is whole.
+    """
+    problems: list[str] = []
+    try:
+        with directory(None, str(path)) as parent_fd:
+            for number in _generations_in(parent_fd):
+                try:
+                    with directory(parent_fd, _generation_name(number)) as fd:
+                        return read_sealed(fd, "manifest.json", Manifest)
+                except (OSError, Damaged) as problem:
+                    problems.append(f"{_generation_name(number)}: {problem}")
+    except OSError as error:
+        problems.append(error.strerror or str(error))
+    raise ConfigError(
+        f"{path}: no checkpoint can be read",
+        expected="the state directory of a run that has its version 0",
+        got="; ".join(problems) or "a directory without checkpoints",
+        remedy="see --state-dir of the broker; start the learner that brings the model first",
+    )
+
+
+def _generations_in(directory_fd: int) -> list[int]:
+    """Numbers of the generations in a state directory, newest first."""
+    matches = map(_GENERATION.fullmatch, os.listdir(directory_fd))
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
 def _generation_name(number: int) -> str:
