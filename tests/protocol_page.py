@@ -7,7 +7,7 @@ writes them into the page; test_protocol_document.py compares the page with them
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias, cast
 
@@ -31,8 +31,6 @@ from protocol_exchange import (
 from narrows.proto import frames
 from narrows.proto import messages as msg
 from narrows.proto.codec import transfer
-from narrows.proto.codec.codecs import RMS_SAMPLES_MAX
-from narrows.proto.codec.kernels import sample_places
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import ENVELOPE_BYTES, downlink_topic, encode_control, encode_header
 
@@ -96,17 +94,11 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def samples() -> str:
-    """Which elements of a piece its rms is taken from."""
-    places, _ = sample_places(np.array([0, 40000]), RMS_SAMPLES_MAX)
-    sampled = ", ".join(str(place) for place in places[:6])
-    return f"A piece of 40000 elements has w = 3 and {len(places)} samples, at {sampled}, …"
-
-
 # Bytes.
 
 Line: TypeAlias = tuple[bytes, str]
-HEX_BYTES: Final = 24
+HEX_BYTES: Final = 16
+PLAIN_HEX_BYTES: Final = 56
 
 
 def dump() -> str:
@@ -135,13 +127,12 @@ def dump() -> str:
         _control("→", msg.Adopted(0, 0)),
         _control("←", beat, "The round is open: fragment 0, base version 0, attempt 1."),
         _control("→", announced),
-        _data("→ uplink", b"u", header(msg.DataKind.PUSH, 0, 1, push, 0, push), push),
+        _data("→ uplink", b"u", header(msg.DataKind.PUSH, 0, 1, push, 0, push), push, _fields),
         _control("←", msg.Progress((len(push.payload),))),
         _data("← downlink", downlink_topic(INCARNATION, 0),
-              header(msg.DataKind.PUBLICATION, 1, 1, publication, heads[1], state), publication),
-        _control("→", msg.Adopted(0, 1)),
+              header(msg.DataKind.PUBLICATION, 1, 1, publication, heads[1], state), publication,
+              _plain),
         _control("→", msg.Report(4, 64, 0.5, 1.5, (received,), ledger, 0.0)),
-        _control("→", msg.Bye("the loop has ended")),
     ]  # fmt: skip
     return "\n\n".join(f"**{number}** {part}" for number, part in enumerate(parts, 1))
 
@@ -152,16 +143,31 @@ def _control(arrow: str, message: msg.ControlMessage, text: str = "") -> str:
     return _section(title, [*_envelope(frame), *_map_lines(frame[ENVELOPE_BYTES:])])
 
 
-def _data(arrow: str, topic: bytes, head: msg.Header, chunk: transfer.EncodedChunk) -> str:
+def _data(
+    arrow: str, topic: bytes, head: msg.Header, chunk: transfer.EncodedChunk,
+    shown: Callable[[bytes], str],
+) -> str:  # fmt: skip
     frame = encode_header(head)
     sizes = f"{len(topic)}, {len(frame)} and {len(chunk.payload)} bytes"
     parts = [
         f"{arrow}: {head.kind.name}, three frames of {sizes}. Topic `{topic.decode()}`, header:",
-        _block([*_envelope(frame), *_array_lines(frame[ENVELOPE_BYTES:])]),
+        shown(frame),
         "payload:",
         _block(_int4_lines(chunk)),
     ]
     return "\n\n".join(parts)
+
+
+def _fields(frame: bytes) -> str:
+    """A header, a line per field."""
+    return _block([*_envelope(frame), *_array_lines(frame[ENVELOPE_BYTES:])])
+
+
+def _plain(frame: bytes) -> str:
+    """A header in hexadecimal only, for a second one."""
+    starts = range(0, len(frame), PLAIN_HEX_BYTES)
+    lines = [frame[start : start + PLAIN_HEX_BYTES].hex() for start in starts]
+    return "\n".join(["```text", *lines, "```"])
 
 
 def _section(title: str, lines: Sequence[Line]) -> str:
@@ -180,7 +186,7 @@ def _block(lines: Sequence[Line]) -> str:
 
 
 def _envelope(frame: bytes) -> list[Line]:
-    return [(frame[:4], "magic, protocol"), (frame[4:12], "digest of the body")]
+    return [(frame[:12], "magic, protocol, digest of the body")]
 
 
 class Unpacker(Protocol):
@@ -265,7 +271,7 @@ def _blosc2_lines(payload: bytes) -> list[Line]:
 
 # The page.
 
-PARTS: Final = {"fragments": table, "samples": samples, "worked": worked, "exchange": dump}
+PARTS: Final = {"fragments": table, "worked": worked, "exchange": dump}
 
 
 def generated(page: str) -> str:
