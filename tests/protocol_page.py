@@ -7,6 +7,7 @@ writes them into the page; test_protocol_document.py compares the page with them
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias, cast
@@ -54,8 +55,7 @@ def worked() -> str:
         (f"codes of `b`, scales {_listed(made.other.scales)}", made.other.codes),
         ("values of `b`", made.other.values),
         ("mean d = 0.6 · values of `a` + 0.4 · values of `b`", made.mean),
-        ("momentum b = 0.6 · 0 + d", made.momentum),
-        ("parameters p = copy - 0.4 · (d + 0.6 · b)", made.params),
+        ("parameters p = copy - 0.4 · (d + 0.6 · b), momentum b = d", made.params),
         ("p - copy", made.params - BASE),
         (f"codes of the publication, scales {_step_scales(made)}", made.step_codes),
         ("published copy, version 1", made.copy),
@@ -99,6 +99,7 @@ def table() -> str:
 Line: TypeAlias = tuple[bytes, str]
 HEX_BYTES: Final = 16
 PLAIN_HEX_BYTES: Final = 56
+JSON_COLUMNS: Final = 112
 
 
 def dump() -> str:
@@ -121,18 +122,18 @@ def dump() -> str:
     parts = [
         _control("→", hello()),
         _control("←", welcome(heads[0])),
-        _control("→", msg.Fetch(0, -1), "The learner holds nothing yet."),
+        _brief("→", msg.Fetch(0, -1), "The learner holds nothing yet."),
         _section("← STATE of version 0, payload frame (topic and header as in message 10)",
                  _blosc2_lines(state.payload)),
-        _control("→", msg.Adopted(0, 0)),
-        _control("←", beat, "The round is open: fragment 0, base version 0, attempt 1."),
-        _control("→", announced),
+        _brief("→", msg.Adopted(0, 0)),
+        _brief("←", beat, "The round is open: fragment 0, base version 0, attempt 1."),
+        _brief("→", announced),
         _data("→ uplink", b"u", header(msg.DataKind.PUSH, 0, 1, push, 0, push), push, _fields),
-        _control("←", msg.Progress((len(push.payload),))),
+        _brief("←", msg.Progress((len(push.payload),))),
         _data("← downlink", downlink_topic(INCARNATION, 0),
               header(msg.DataKind.PUBLICATION, 1, 1, publication, heads[1], state), publication,
               _plain),
-        _control("→", msg.Report(4, 64, 0.5, 1.5, (received,), ledger, 0.0)),
+        _brief("→", msg.Report(4, 64, 0.5, 1.5, (received,), ledger, 0.0)),
     ]  # fmt: skip
     return "\n\n".join(f"**{number}** {part}" for number, part in enumerate(parts, 1))
 
@@ -141,6 +142,14 @@ def _control(arrow: str, message: msg.ControlMessage, text: str = "") -> str:
     frame = encode_control(message)
     title = f"{arrow} {type(message).__name__}, one frame of {len(frame)} bytes. {text}".rstrip()
     return _section(title, [*_envelope(frame), *_map_lines(frame[ENVELOPE_BYTES:])])
+
+
+def _brief(arrow: str, message: msg.ControlMessage, text: str = "") -> str:
+    frame = encode_control(message)
+    fields = _json(msgspec.to_builtins(message)).replace(":", ": ")
+    title = f"{arrow} {type(message).__name__}, one frame of {len(frame)} bytes. {text}".rstrip()
+    shown = textwrap.wrap(fields, JSON_COLUMNS, break_on_hyphens=False)
+    return f"{title}\n\n{_plain(frame, shown)}"
 
 
 def _data(
@@ -163,11 +172,11 @@ def _fields(frame: bytes) -> str:
     return _block([*_envelope(frame), *_array_lines(frame[ENVELOPE_BYTES:])])
 
 
-def _plain(frame: bytes) -> str:
-    """A header in hexadecimal only, for a second one."""
+def _plain(frame: bytes, told: Sequence[str] = ()) -> str:
+    """A frame in hexadecimal, without its fields: for a form that was shown before."""
     starts = range(0, len(frame), PLAIN_HEX_BYTES)
     lines = [frame[start : start + PLAIN_HEX_BYTES].hex() for start in starts]
-    return "\n".join(["```text", *lines, "```"])
+    return "\n".join(["```text", *told, *lines, "```"])
 
 
 def _section(title: str, lines: Sequence[Line]) -> str:
