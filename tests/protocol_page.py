@@ -121,7 +121,7 @@ def dump() -> str:
     ledger = msg.TokenLedger(logged=64, merged=48, overwritten=16)
     parts = [
         _control("→", hello()),
-        _control("←", welcome(heads[0])),
+        _brief("←", welcome(heads[0])),
         _brief("→", msg.Fetch(0, -1), "The learner holds nothing yet."),
         _section("← STATE of version 0, payload frame (topic and header as in message 10)",
                  _blosc2_lines(state.payload)),
@@ -159,7 +159,7 @@ def _data(
     frame = encode_header(head)
     sizes = f"{len(topic)}, {len(frame)} and {len(chunk.payload)} bytes"
     parts = [
-        f"{arrow}: {head.kind.name}, three frames of {sizes}. Topic `{topic.decode()}`, header:",
+        f"{arrow}: {head.kind.name}, frames of {sizes}. Topic `{topic.decode()}`, header:",
         shown(frame),
         "payload:",
         _block(_int4_lines(chunk)),
