@@ -1,4 +1,11 @@
-"""What paces a sender: budget, queue, credit, and the reassembly at the other end. [pure]"""
+"""The pace of a sender, and the reassembly at the other end. [pure]
+
+`Budget` says when the next message may leave under a bit rate, and `wire_bytes` what it costs.
+`Outbox` orders the messages to one peer and limits them by credit. `Assembly` notes which elements
+of a transfer have arrived. `Patience`, `Way` and `Flow` say how long to wait for a peer, by what is
+usual for it. Both sides import these names from here; the modules are their own business. Nothing
+in here reads a clock: every `now` is an argument, in seconds of the caller's monotonic clock.
+"""
 
 from narrows.proto.flow.assembly import Arrival, Assembly, parts_max, touches
 from narrows.proto.flow.budget import (
@@ -11,9 +18,10 @@ from narrows.proto.flow.budget import (
     message_bytes,
     wire_bytes,
 )
-from narrows.proto.flow.outbox import STATE_FLOOR, Departure, Lane, Outbox
+from narrows.proto.flow.hub import Hub
 from narrows.proto.flow.path import ACKNOWLEDGE_BYTES
 from narrows.proto.flow.patience import STATE_BYTES, Flow, Patience, Way, push_bytes_max
+from narrows.proto.flow.sender import Datagram, Parcel, Sender
 
 __all__ = [
     "ACKNOWLEDGE_BYTES",
@@ -21,15 +29,15 @@ __all__ = [
     "SEGMENT_OVERHEAD_BYTES",
     "SHARE_USED",
     "STATE_BYTES",
-    "STATE_FLOOR",
     "Arrival",
     "Assembly",
     "Budget",
-    "Departure",
+    "Datagram",
     "Flow",
-    "Lane",
-    "Outbox",
+    "Hub",
+    "Parcel",
     "Patience",
+    "Sender",
     "Way",
     "chunk_elements",
     "least_chunk_elements",

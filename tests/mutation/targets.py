@@ -1,4 +1,4 @@
-"""Which modules are mutated, and which tests belong to each, the most telling first."""
+"""Modules that are mutated, and the tests of each, the most telling first."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 FAST = ("tests/unit", "tests/property", "tests/protocol", "tests/golden", "tests/test_paper.py")
 """Here is what a mutant has to survive besides the tests of its module: all that import it."""
 
+LINES = ("tests/protocol/test_lines.py",)
 DECISIONS = ("tests/protocol/test_transcripts.py", "tests/protocol/test_seeds.py")
 SOCKETS = (
     "tests/e2e/test_client.py", "tests/e2e/test_wires.py", "tests/e2e/test_learner.py",
@@ -29,7 +30,7 @@ class Target:
     sockets: tuple[str, ...] = SOCKETS
     """Quick ones with real sockets and files."""
     slow: tuple[str, ...] = PROCESSES
-    """Of these only what is marked slow."""
+    """Tests of which only those that are marked slow run."""
 
 
 def _unit(*names: str) -> tuple[str, ...]:
@@ -54,8 +55,13 @@ TARGETS = {
     ),
     "downlink": Target(
         "broker/process/downlink.py",
-        (*_unit("downlink", "outbox", "reload"), "tests/protocol/test_transcripts.py"),
+        (*_unit("downlink", "reload"), "tests/protocol/test_transcripts.py"),
     ),
+    "sender": Target(
+        "proto/flow/sender.py",
+        (*_unit("sender", "hub", "downlink"), "tests/property/test_sender.py", *LINES),
+    ),
+    "hub": Target("proto/flow/hub.py", (*_unit("hub", "downlink"), *LINES)),
     "journal": Target(
         "broker/storage/journal.py",
         (
@@ -79,10 +85,10 @@ TARGETS = {
     ),
     "session": Target(
         "learner/session/machine.py",
-        (*_unit("session", "link", "bad_messages"), *DECISIONS),
+        (*_unit("session", "fragment_session", "bad_messages"), *DECISIONS),
     ),
-    "link": Target(
+    "fragment": Target(
         "learner/session/fragment.py",
-        (*_unit("link", "session", "ledger", "bad_messages"), *DECISIONS),
+        (*_unit("fragment_session", "session", "ledger", "bad_messages"), *DECISIONS),
     ),
 }
