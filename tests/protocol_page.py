@@ -290,7 +290,19 @@ def generated(page: str) -> str:
         return f"{match[1]}\n{PARTS[match[2]]()}\n{match[3]}"
 
     pattern = r"(<!-- generated: (\w+) -->)\n.*?\n?(<!-- end -->)"
-    return re.sub(pattern, fill, page, flags=re.DOTALL)
+    return with_sections(re.sub(pattern, fill, page, flags=re.DOTALL))
+
+
+def with_sections(page: str) -> str:
+    """The page with the numbers of the sections that use a constant, in the table of constants."""
+    parts = re.split(r"(?m)^## (\d+)\. (.*)$", page)[1:]
+    sections = [each for each in zip(*[iter(parts)] * 3, strict=True) if each[1] != "Constants"]
+
+    def fill(match: re.Match[str]) -> str:
+        places = [place for place, _, text in sections if re.search(rf"\b{match[2]}\b", text)]
+        return f"{match[1]} {', '.join(places)} |"
+
+    return re.sub(r"(?m)^(\| `([A-Z_]+)` \| [^|]+ \| [^|]+ \|)[^|]*\|$", fill, page)
 
 
 def parts_of(page: str) -> Iterator[str]:
