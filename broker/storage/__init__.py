@@ -12,7 +12,6 @@ from narrows.broker.storage.checkpoint import (
     CheckpointContent,
     StateDir,
     export_tensors,
-    read_manifest,
 )
 from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.history import (
@@ -26,6 +25,7 @@ from narrows.broker.storage.history import (
     model_digest,
     needed_journal,
     opened_run,
+    read_manifest,
 )
 from narrows.broker.storage.initial import check_initial, read_initial
 from narrows.broker.storage.journal import Journal

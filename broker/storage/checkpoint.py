@@ -57,7 +57,8 @@ __all__ = [
     "StateDir",
     "StateError",
     "export_tensors",
-    "read_manifest",
+    "generation_name",
+    "generations_in",
 ]
 
 GENERATIONS_KEPT: Final = 2
@@ -181,7 +182,7 @@ class StateDir:
         manifest = manifest_of(snapshot)
         self._remove_leftovers()
         number = max(map(int, _NUMBER.findall(" ".join(os.listdir(self._fd)))), default=0) + 1
-        name = _generation_name(number)
+        name = generation_name(number)
         os.mkdir(f".new-{name}", 0o700, dir_fd=self._fd)
         with directory(self._fd, f".new-{name}") as fd:
             for index, state in enumerate(snapshot.fragments):
@@ -206,7 +207,7 @@ class StateDir:
         manifests: list[Manifest] = []
         for number in self._generations():
             try:
-                with directory(self._fd, _generation_name(number)) as fd:
+                with directory(self._fd, generation_name(number)) as fd:
                     manifests.append(read_sealed(fd, "manifest.json", Manifest))
             except (OSError, Damaged) as problem:
                 self._raise_damaged("a checkpoint cannot be read", [str(problem)], _KEPT)
@@ -244,7 +245,7 @@ class StateDir:
             try:
                 manifest = self._read(number, fragments.append)
                 if run is None or manifest.run_id != run.run_id:
-                    raise Damaged(f"{_generation_name(number)}: of run {manifest.run_id}")
+                    raise Damaged(f"{generation_name(number)}: of run {manifest.run_id}")
             except Damaged as problem:
                 self._damaged.add(number)
                 problems.append(f"{problem}; passed over for an older checkpoint")
@@ -269,11 +270,11 @@ class StateDir:
         return None
 
     def _generations(self) -> list[int]:
-        return _generations_in(self._fd)
+        return generations_in(self._fd)
 
     def _read(self, number: int, take: Callable[[FragmentState], None]) -> Manifest:
         """Reads a generation fragment by fragment, checking every digest."""
-        name = _generation_name(number)
+        name = generation_name(number)
         try:
             with directory(self._fd, name) as fd:
                 manifest = read_sealed(fd, "manifest.json", Manifest)
@@ -296,7 +297,7 @@ class StateDir:
 
         The next `save` tries again to remove what is left. Nothing depends on it.
         """
-        name = _generation_name(number)
+        name = generation_name(number)
         with suppress(OSError):
             os.rename(name, f".old-{name}", src_dir_fd=self._fd, dst_dir_fd=self._fd)
         self._remove_leftovers()
@@ -324,35 +325,12 @@ class StateDir:
         raise StateError(ErrorCode.STATE_DAMAGED, f"{self.path}: {message}", got=got, remedy=remedy)
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Returns the newest manifest of a state directory, without its lock: a broker may be running.
-
-    Raises ConfigError if there is none that is whole.
-    """
-    problems: list[str] = []
-    try:
-        with directory(None, str(path)) as parent_fd:
-            for number in _generations_in(parent_fd):
-                try:
-                    with directory(parent_fd, _generation_name(number)) as fd:
-                        return read_sealed(fd, "manifest.json", Manifest)
-                except (OSError, Damaged) as problem:
-                    problems.append(f"{_generation_name(number)}: {problem}")
-    except OSError as error:
-        problems.append(error.strerror or str(error))
-    raise ConfigError(
-        f"{path}: no checkpoint can be read",
-        expected="the state directory of a run that has its version 0",
-        got="; ".join(problems) or "a directory without checkpoints",
-        remedy="see --state-dir of the broker; start the learner that brings the model first",
-    )
-
-
-def _generations_in(directory_fd: int) -> list[int]:
+def generations_in(directory_fd: int) -> list[int]:
     """Numbers of the generations in a state directory, newest first."""
     matches = map(_GENERATION.fullmatch, os.listdir(directory_fd))
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
-def _generation_name(number: int) -> str:
+def generation_name(number: int) -> str:
+    """Name of a generation's folder."""
     return f"checkpoint-{number:08d}"
