@@ -260,6 +260,20 @@ def export_(state_dir: Path, *, to: Path) -> None:
     export_model(state_dir, to)
 
 
+@app.command
+def layout(state_dir: Path) -> None:
+    """Print a run's layout as JSON, for a learner that is not made from the run's model code.
+
+    Parameters
+    ----------
+    state_dir
+        Directory of the broker. It is only read, and the broker may be running.
+    """
+    from narrows.broker.cli.journal_report import show_layout
+
+    show_layout(state_dir)
+
+
 def main() -> NoReturn:
     """Runs a command. Every expected failure is one line and an exit code, never a traceback."""
     if not __debug__:

@@ -29,7 +29,7 @@ from running import (
 from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from narrows.bench.kit.processes import free_ports
-from narrows.broker.cli.journal_report import audit, export_model, replay, show
+from narrows.broker.cli.journal_report import audit, export_model, replay, show, show_layout
 from narrows.broker.cli.status import ask_status
 from narrows.broker.merging.model import GlobalModel
 from narrows.broker.process.service import Service
@@ -116,6 +116,34 @@ def test_the_journal_can_be_read(ended: Path, capsys: pytest.CaptureFixture[str]
     told = capsys.readouterr().out
     assert "epoch 1.1 begins" in told and "a joined" in told
     assert re.search(r"fragment 0 version 1 from a \d+%, b \d+%", told)
+
+
+def test_the_layout_is_that_of_hello_while_the_broker_runs(
+    ended: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with StateDir.open(ended):  # The lock of a broker that is running.
+        show_layout(ended)
+    told = json.loads(capsys.readouterr().out)
+    entries = [[e.name, list(e.shape), e.dtype, e.rule] for e in LAYOUT]
+    assert told == {"frozen_digest": 0, "layout": entries}
+
+
+def test_the_layout_of_an_older_checkpoint_stands_in_for_a_damaged_one(
+    ended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "state"
+    shutil.copytree(ended, state)
+    manifests = sorted(state.glob("checkpoint-*/manifest.json"))
+    assert len(manifests) > 1
+    manifests[-1].write_bytes(b"{}")
+    show_layout(state)
+    assert LAYOUT[0].name in capsys.readouterr().out
+    for manifest in manifests:
+        manifest.unlink()
+    with pytest.raises(ConfigError, match="no checkpoint can be read"):
+        show_layout(state)
+    with pytest.raises(ConfigError, match="No such file"):
+        show_layout(tmp_path / "nowhere")
 
 
 def test_an_export_has_the_names_of_the_tensors(ended: Path, tmp_path: Path) -> None:
