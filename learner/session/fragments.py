@@ -59,6 +59,7 @@ class FragmentSessions:
     @property
     def held(self) -> tuple[int, ...]:
         """Newest version by fragment; empty before there is one of each."""
+        # A copy that is fetched anew is held as -1; version 0 claims nothing of any history.
         return tuple(max(each.held, 0) for each in self._sessions) if self.ready else ()
 
     @property
@@ -91,6 +92,7 @@ class FragmentSessions:
         self, rounds: Sequence[msg.OpenRound], versions: Sequence[int], now: float
     ) -> None:
         """The broker's open rounds and newest versions (none while the run is founded)."""
+        # The broker names all open rounds: a round that it leaves out is over.
         by_fragment = {round_.fragment: round_ for round_ in rounds}
         for session in self._sessions:
             session.round = by_fragment.get(session.index)
@@ -121,6 +123,7 @@ class FragmentSessions:
 
     def found_all(self, epoch: msg.Epoch) -> None:
         """The broker wants version 0. It is read once per epoch; gaps are asked for by range."""
+        # A Welcome that is repeated must not have the founder send everything twice.
         if self._founded_in != epoch:
             self._founded_in = epoch
             self.to_found = dict.fromkeys(range(len(self)), ())
@@ -144,6 +147,7 @@ class FragmentSessions:
         """
         for session in self._sessions:
             if final and session.account.steps and session.held >= 0 and not session.behind:
+                # The same version once more: it undoes the step that came too late.
                 session.fresh = True
         return [effect for each in self._sessions if each.fresh for effect in each.adopt()]
 
@@ -152,6 +156,7 @@ class FragmentSessions:
         effects: list[ev.Effect] = []
         for session in self._sessions:
             if session.wants_snapshot(step, any_step=any_step):
+                # Ids rise over all fragments: an outcome names its push by the id alone.
                 self._push_id += 1
                 effects += session.snapshot(self._push_id)
         return effects
@@ -164,6 +169,7 @@ class FragmentSessions:
         """
         effects: list[ev.Effect] = []
         for session in self._sessions:
+            # Without a step there is nothing to push, and no further step will come.
             if reason or (stopped and session.account.steps == 0 and not session.fresh):
                 effects += session.decline(reason or "no step since it adopted")
         return effects
@@ -171,6 +177,7 @@ class FragmentSessions:
     def applied(self, fragment: int, version: int, digest: int) -> list[ev.Effect]:
         """See FragmentSession.applied."""
         effects = self._sessions[fragment].applied(version, digest)
+        # After a push that was merged the next failure is news again.
         if any(isinstance(effect, ev.SettlePush) and effect.merged for effect in effects):
             self._ails.pop(fragment, None)
         return effects

@@ -181,6 +181,7 @@ class DataPath:
         chunks = [self._chunks[handle] for handle in effect.handles]
         base = None
         if effect.kind is msg.DataKind.PUBLICATION:
+            # Read here, on the only thread that replaces it, and not on the pool.
             base = self.published[effect.fragment]
         self._submit(
             lambda: self._apply(effect, fragment, chunks, base),
