@@ -21,7 +21,7 @@ from narrows.proto.limits import PROTOCOL
 RUN = "run"
 EPOCH = (0, 1, 7)
 NEXT_EPOCH = (0, 2, 3)
-"""Of the next life of the broker. Nonces are random: this one is lower."""
+"""Epoch of the next life of the broker. Nonces are random: this one is lower."""
 LAYOUT = (
     msg.LayoutEntry("weight", (25, 40), "float32", "rda"),
     msg.LayoutEntry("bias", (1000,), "float32", "mean"),

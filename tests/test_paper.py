@@ -1,8 +1,8 @@
-"""What of the paper is used, one claim per test: readable as a summary of the algorithm.
+"""The claims of the paper that are used, one per test: readable as a summary of the algorithm.
 
 Decoupled DiLoCo (arXiv 2604.21428) and its predecessor Streaming DiLoCo (arXiv 2501.18512). The
-full text of the former was not at hand; what derivatives report but the authors do not print is
-marked as such.
+full text of the former was not at hand. Claims that derivatives report, but the authors do not
+print, are marked as such.
 """
 
 from __future__ import annotations

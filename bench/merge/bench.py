@@ -96,12 +96,14 @@ def run_merge_bench(json_file: Path | None, plot: Path | None, *, large: bool) -
 
 def _measured(learners: int, params: int, fragments: int) -> MergeRow:
     command = [sys.executable, "-m", __name__, str(learners), str(params), str(fragments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
-    if done.returncode:
+    child = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    if child.returncode:
         raise NarrowsError(
-            ErrorCode.MISUSE, f"the merge of {learners} learners failed", got=reason_of(done.stderr)
+            ErrorCode.MISUSE,
+            f"the merge of {learners} learners failed",
+            got=reason_of(child.stderr),
         )
-    return MergeRow(**json.loads(done.stdout))
+    return MergeRow(**json.loads(child.stdout))
 
 
 class _TimedModel(GlobalModel):
@@ -222,11 +224,11 @@ def table(rows: list[MergeRow]) -> Table:
         keys=3,
     )  # fmt: skip
     for row in rows:
-        part = row.params / row.fragments
+        elements = row.params / row.fragments
         shown.add(
             str(row.learners), format_count(row.params), str(row.fragments),
             f"{row.seconds_per_round:.3f}", f"{row.params_per_s / 1e6:.0f}",
-            f"{1e9 * row.seconds_per_round / part / row.learners:.2f}",
+            f"{1e9 * row.seconds_per_round / elements / row.learners:.2f}",
             format_bytes(row.peak_bytes), format_bytes(row.formula_bytes),
             *(f"{100 * getattr(row, f'share_{stage}'):.0f}" for stage in STAGES),
         )  # fmt: skip

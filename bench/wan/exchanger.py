@@ -131,9 +131,9 @@ def run(broker: str, name: str, params: int, *, endless: bool) -> None:
             exchanger.exchange_for_ever(over)
         else:
             for _ in sys.stdin:
-                told = exchanger.exchange()
+                times = exchanger.exchange()
                 exchanger.await_rounds()
-                _tell(told)
+                _tell(times)
     finally:
         client.abort()
 
@@ -143,8 +143,8 @@ def _await_end(over: threading.Event) -> None:
     over.set()
 
 
-def _tell(told: dict[str, Any]) -> None:
-    print(json.dumps(told), flush=True)
+def _tell(times: dict[str, Any]) -> None:
+    print(json.dumps(times), flush=True)
 
 
 if __name__ == "__main__":

@@ -313,7 +313,7 @@ class Service:
     def _close(self) -> None:
         self.jobs.close()
         final = status_of(self.syncer, self.traffic, time.monotonic())
-        self._record({"event": "final", "status_of": json.loads(msgspec.json.encode(final))})
+        self._record({"event": "final", "status": json.loads(msgspec.json.encode(final))})
         self.wires.close()
         self.state_dir.close()
         self._closed = True  # A signal may still come.

@@ -45,12 +45,12 @@ SEGMENT_BYTES = 1500
 
 @dataclass
 class State:
-    """A state directory and what it says, after each round."""
+    """A state directory, and the model that it holds after each round."""
 
     path: Path
     config: BrokerConfig
     digests: list[str]
-    """Of the model after 0, 1, ... rounds."""
+    """Digests of the model after 0, 1, ... rounds."""
 
 
 def config_of(path: Path) -> BrokerConfig:
@@ -117,7 +117,7 @@ def _round(
 
 
 def fate_of(state: State) -> str:
-    """What a broker makes of the directory: detected, harmless, last rounds gone, or SILENT."""
+    """The broker's reaction to the directory: detected, harmless, last rounds gone, or SILENT."""
     loud = _Loud()
     logging.getLogger("narrows.broker").addHandler(loud)
     try:
@@ -141,7 +141,7 @@ def fate_of(state: State) -> str:
 
 
 def _told_by_a_learner(syncer: Syncer) -> bool:
-    """The first learner that joins holds the newest version: it must be noticed."""
+    """True if the first learner that joins makes the loss known: it holds the newest version."""
     identity, run_id = Identity("a", "1" * 32, LAYOUT, 0), syncer.state.run_id
     hello = identity.hello(run_id, (1, 1, 7), 9, 900, (ROUNDS,))
     effects = syncer.handle(Received(b"a", hello), now=0.0)
@@ -149,7 +149,7 @@ def _told_by_a_learner(syncer: Syncer) -> bool:
 
 
 class _Loud(logging.Handler):
-    """Whether the operator was told of damage."""
+    """Records whether the operator was told of damage."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -160,7 +160,7 @@ class _Loud(logging.Handler):
 
 
 def damage(folder: Path, *, stride: int = 1) -> Counter[str]:
-    """Counts by kind of damage and what became of it."""
+    """Counts by kind of damage and fate."""
     counts: Counter[str] = Counter()
     whole = make(folder / "whole")
     broken = State(folder / "broken", config_of(folder / "broken"), whole.digests)
@@ -190,7 +190,7 @@ def _fate(whole: State, broken: State, file: Path, data: bytes | None) -> str:
 
 
 def main(stride: int) -> int:
-    """Exit code 0 if nothing was silent."""
+    """Exit code 0 if no damage was silent."""
     logging.getLogger("narrows").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         counts = damage(Path(folder), stride=stride)

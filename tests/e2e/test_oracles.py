@@ -12,7 +12,7 @@ from narrows.proto.codec import F32
 
 
 def classic_diloco(
-    targets: list[F32], *, rounds: int, inner_steps: int, inner_rate: float, outer_rate: float,
+    targets: list[F32], *, rounds: int, inner_steps: int, inner_rate: float, outer_lr: float,
     momentum: float,
 ) -> F32:  # fmt: skip
     """DiLoCo (arXiv 2311.08105, Alg. 1) in one process: inner SGD, outer Nesterov, plain mean."""
@@ -26,7 +26,7 @@ def classic_diloco(
                 local -= inner_rate * (local - target)
             outer_grad += (params - local) / len(targets)
         velocity = momentum * velocity + outer_grad
-        params = params - outer_rate * (outer_grad + momentum * velocity)
+        params = params - outer_lr * (outer_grad + momentum * velocity)
     return params.astype(np.float32)
 
 
@@ -40,7 +40,7 @@ def test_diloco_mode_is_classic_diloco(tmp_path: Path) -> None:
         fragments__sync_period_steps=inner_steps,
         codec__push="raw32",
         codec__publish="raw32",
-        outer__rate=0.7,
+        outer__lr=0.7,
         outer__momentum=0.6,
     )
     hosts = {f"learner-{index}": ToyHost(target) for index, target in enumerate(targets)}
@@ -48,7 +48,7 @@ def test_diloco_mode_is_classic_diloco(tmp_path: Path) -> None:
         train(service, hosts, rate=0.1, steps_max=rounds * inner_steps)
         versions = service.syncer.state.versions
     expected = classic_diloco(
-        targets, rounds=rounds, inner_steps=inner_steps, inner_rate=0.1, outer_rate=0.7,
+        targets, rounds=rounds, inner_steps=inner_steps, inner_rate=0.1, outer_lr=0.7,
         momentum=0.6,
     )  # fmt: skip
     assert versions == (rounds,)
@@ -65,7 +65,7 @@ def test_one_learner_with_outer_sgd_at_rate_one_is_plain_training(tmp_path: Path
         codec__push="raw32",
         codec__publish="raw32",
         outer__optimizer="sgd",
-        outer__rate=1.0,
+        outer__lr=1.0,
     )
     host, alone = ToyHost(vector(1)), ToyHost(vector(1))
     with live_broker(config) as service:

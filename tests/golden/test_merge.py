@@ -76,7 +76,7 @@ def round_of(version: int) -> tuple[list[Contribution], dict[int, tuple[int, Dec
 
 
 def digest_of_everything() -> str:
-    """Over global parameters, momentum and published copy after three merges."""
+    """Digest of global parameters, momentum and published copy after three merges."""
     hasher = xxhash.xxh3_128()
     model = GlobalModel(CONFIG, TABLE, [version_zero(awkward(0))])
     for version in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Who joins: founding, contested names, coming back."""
+"""Joining: founding, contested names, coming back."""
 
 from __future__ import annotations
 

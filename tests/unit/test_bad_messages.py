@@ -18,10 +18,11 @@ from narrows.proto.errors import OF_ONE_MESSAGE, RETRYABLE, ErrorCode
 
 
 def essence(desk: Desk) -> object:
-    """What a refused message may not change: rounds, versions, the run's clock, who is a member.
+    """The state that a refused message may not change: rounds, versions, the run's clock, the
+    members.
 
-    Liveness, counters of refusals and stream positions may: a refused sender is alive all the
-    same, and its bytes have left the line.
+    Liveness, counters of refusals and stream positions may change: a refused sender is still alive,
+    and its bytes have left the line.
     """
     state = desk.state
     rounds = {

@@ -26,7 +26,7 @@ def warnings(effects: list[ev.Effect]) -> list[str]:
 
 
 def wait(desk: Desk, seconds: int, *names: str) -> list[str]:
-    """What the broker warns of while these learners are heard of on the control port."""
+    """Warnings of the broker while it hears these learners on the control port."""
     told: list[str] = []
     for _ in range(seconds):
         told += warnings(desk.wait(1.0))

@@ -1,4 +1,5 @@
-"""What waits to leave for each learner: bounded, and no copy held longer than it is needed."""
+"""Publications and states that wait for each learner: bounded, and no copy held longer than
+needed."""
 
 from __future__ import annotations
 
@@ -211,7 +212,7 @@ def test_who_still_waits_for_an_older_state_shares_the_new_one_too() -> None:
 
 
 def test_nothing_is_kept_for_a_learner_that_is_lost() -> None:
-    """What was queued for it is as large as the model, and many may come and go."""
+    """A lost learner's queue is as large as the model, and many learners may come and go."""
     line = Line(1000)
     line.publish(0, DataKind.STATE)
     before = line.downlink._addressees["a"]  # pyright: ignore[reportPrivateUsage]
@@ -289,7 +290,7 @@ def test_what_does_not_wait_for_the_budget_is_paid_from_it(limit: str, what: str
 
 @pytest.mark.parametrize("limit", ["wan.down", "wan.total_down"])
 def test_after_a_pause_the_line_is_not_flooded(limit: str) -> None:
-    """Who had nothing to send has not saved it up: routers' queues are short."""
+    """A learner that had nothing to send has not saved up its rate: routers' queues are short."""
     line = Line(256, {limit: "1Mbit/s"})
     line.make(1)
     line.publish(1)

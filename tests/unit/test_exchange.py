@@ -1,4 +1,4 @@
-"""The learner's data path: what it makes of the chunks that come."""
+"""The learner's data path: the effects of the chunks that arrive."""
 
 from __future__ import annotations
 

@@ -169,7 +169,8 @@ def test_a_result_from_before_a_restart_is_ignored() -> None:
 
 
 def test_only_versions_that_may_be_needed_are_kept() -> None:
-    """What is held already, or beyond all that the broker could send, would stay for ever."""
+    """A version that is held already, or is beyond all that the broker could send, would stay for
+    ever."""
     seat = Seat().joined((3, 3))
     for version in (2, 3, 3 + PUBLICATIONS_KEPT + 1):
         assert one(seat.data(0, version, count=10), ev.Drop).handles == (seat.handle,)
@@ -257,7 +258,7 @@ def test_a_push_merged_and_lost_with_the_broker_is_rolled_back() -> None:
 
 @pytest.mark.parametrize(("told", "merged"), [(0, 0), (1, 100), (2, 130)])
 def test_what_was_merged_is_what_the_history_of_the_broker_holds(told: int, merged: int) -> None:
-    """Even if that is further by now than the one in which it was merged: others have gone on."""
+    """Even if that history is further by now than at the merge: others have gone on."""
     seat = Seat().joined()
     for push_id, tokens in ((1, 100), (2, 30)):
         seat.beat((push_id - 1, 0), open_round(0, push_id - 1))

@@ -79,7 +79,7 @@ def test_missing_chunks_are_asked_for_once_nothing_arrives() -> None:
 
 
 def test_what_is_missing_is_asked_for_twice_as_late_each_time() -> None:
-    """What is only late is not sent twice, and a line that is slow is not filled with repeats."""
+    """A late chunk is not sent twice, and a slow line is not filled with repeats."""
     desk = Desk().running("a", "b")
     desk.push("a")
     desk.chunk("a", 0, count=600)
@@ -292,8 +292,8 @@ def test_the_positions_that_a_learner_reports_give_the_downlink_credit() -> None
 
 
 def test_the_time_to_an_adoption_shortens_the_grace() -> None:
-    """grace_fraction * (overlap - time to the quorum - time from a merge to its adoption): what is
-    given to those who are late must not come out of the time to be early."""
+    """grace_fraction * (overlap - time to the quorum - time from a merge to its adoption): the time
+    given to late learners must not come out of the time to be early."""
 
     def grace_s(adopted_after_s: float) -> float:
         desk = Desk(
@@ -333,7 +333,7 @@ def test_credit_is_given_back_soon_however_little_came() -> None:
 
 
 def missed_notes(beat_s: float) -> list[str]:
-    """What is noted of b, which answers none of five rounds."""
+    """Notes about b, which answers none of five rounds."""
     desk = Desk().running("a", "b")
     notes: list[str] = []
     for push_id in range(1, 6):

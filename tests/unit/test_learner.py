@@ -1,4 +1,4 @@
-"""The context manager against a connection that writes down what it is told."""
+"""The context manager against a connection that records its calls."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Loop:
 
 
 def told(loop: Loop) -> list[Call]:
-    """What the connection was told between start and finish, without losses."""
+    """Calls of the connection between start and finish, without losses."""
     return [call[:2] for call in loop.calls if call[0] in ("boundary", "skipped")]
 
 
@@ -343,7 +343,7 @@ def test_a_step_that_a_fused_optimizer_skips_counts_with_its_own_tokens_only() -
 
 
 def test_of_two_optimizers_one_may_be_withheld() -> None:
-    """What either of them has stepped on was learned from."""
+    """Tokens of a step of either optimizer were learned from."""
     for broken in (0, 1):
         loop = Loop(sgd, sgd)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

@@ -1,4 +1,4 @@
-"""When a learner may go: at the end of the run, before it, and without a broker."""
+"""The time at which a learner may go: at the end of the run, before it, and without a broker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Below the quorum: a round waits for who declined, and is not opened again and again."""
+"""Below the quorum: a round waits for learners that declined, and is not opened again and again."""
 
 from __future__ import annotations
 

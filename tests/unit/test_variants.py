@@ -1,4 +1,4 @@
-"""What only the bench knows: other codings of a step, other outer rules."""
+"""Variants that only the bench has: other codings of a step, other outer rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom the end of a run waits for: hung learners, slow lines, absent ones; and what it says."""
+"""The end of a run waits for hung learners, slow lines and absent ones; and its messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from narrows.proto.messages import Phase
 
 GOAL = 10**6
 LOST_S = 10.0
-"""liveness.lost: nobody is given up sooner."""
+"""liveness.lost: no learner is given up sooner."""
 
 
 def at_the_goal(
@@ -28,7 +28,7 @@ def at_the_goal(
 ) -> Desk:
     """The last rounds are open; everybody reports, nobody has contributed yet.
 
-    `prepare` makes the time before, of which the machine knows only what it keeps.
+    `prepare` makes the time before. The machine knows of it only what it keeps.
     """
     desk = Desk(run__goal_tokens=GOAL, **settings).running(*names)
     prepare(desk)
@@ -83,7 +83,7 @@ def merge(desk: Desk, effects: list[ev.Effect]) -> list[ev.Effect]:
 
 
 def end_with(desk: Desk, *names: str) -> list[ev.Effect]:
-    """These contribute to all last rounds; then the run has ended and is durable."""
+    """These learners contribute to all last rounds; then the run has ended and is durable."""
     effects: list[ev.Effect] = []
     while is_ending(desk):
         for name in names:

@@ -1,4 +1,4 @@
-"""Waking the thread that owns the sockets: never blocks, whatever it is busy with."""
+"""Waking the thread that owns the sockets: it never blocks, however busy that thread is."""
 
 from __future__ import annotations
 
