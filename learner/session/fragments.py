@@ -27,6 +27,9 @@ class FragmentSessions:
         self.table = tuple(table)
         self._sessions = tuple(FragmentSession(fragment, FragmentAccount()) for fragment in table)
         self.ledger = Ledger(tuple(each.account for each in self._sessions))
+        #: Version in the parameters by fragment; -1 before the first adoption. Kept, not computed:
+        #: it is shown to other threads after every event, and changes only when they adopt.
+        self.adopted = (-1,) * len(self._sessions)
         self._push_id = 0
         #: Parts of version 0 that the broker waits for: ranges by fragment, () for all elements.
         self.to_found: dict[int, Ranges] = {}
@@ -49,12 +52,7 @@ class FragmentSessions:
     @property
     def ready(self) -> bool:
         """Every fragment has been adopted at least once."""
-        return bool(self._sessions) and all(each.adopted >= 0 for each in self._sessions)
-
-    @property
-    def adopted(self) -> tuple[int, ...]:
-        """Version in the parameters by fragment; -1 before the first adoption."""
-        return tuple(each.adopted for each in self._sessions)
+        return bool(self.adopted) and min(self.adopted) >= 0
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -149,7 +147,10 @@ class FragmentSessions:
             if final and session.account.steps and session.held >= 0 and not session.behind:
                 # The same version once more: it undoes the step that came too late.
                 session.fresh = True
-        return [effect for each in self._sessions if each.fresh for effect in each.adopt()]
+        effects = [effect for each in self._sessions if each.fresh for effect in each.adopt()]
+        if effects:
+            self.adopted = tuple(each.adopted for each in self._sessions)
+        return effects
 
     def snapshot(self, step: int, *, any_step: bool) -> list[ev.Effect]:
         """Answers the open rounds that are due at this boundary."""
@@ -255,6 +256,7 @@ class FragmentSessions:
     def check(self) -> None:
         """Asserts the invariants that hold between any two events."""
         self.ledger.total()
+        assert self.adopted == tuple(each.adopted for each in self._sessions), self.adopted
         push_ids = [each.push.announced.push_id for each in self._sessions if each.push is not None]
         assert len(set(push_ids)) == len(push_ids), "every push has an id of its own"
         assert max(push_ids, default=0) <= self._push_id, (push_ids, self._push_id)

@@ -117,7 +117,6 @@ class Session:
             phase=self.phase,
             table=self.fragments.table,
             adopted=self.fragments.adopted,
-            held=self.fragments.held,
             ready=self.fragments.ready,
             steps=self._pace.steps,
             tokens=self.fragments.ledger.learned,
