@@ -139,7 +139,7 @@ def check_end(simulation: Simulation, hanging: str = "") -> None:
     assert simulation.finished, "the run does not end"
     broker = simulation.broker
     assert broker is not None
-    assert broker.syncer.state.phase is Phase.ENDED
+    assert broker.syncer.state.phase.stored is Phase.ENDED
     assert not broker.store or set(broker.store) == broker.busy
     check_left_out(simulation, hanging)
     heads = {i: (h.version, h.digest) for i, h in enumerate(broker.syncer.state.heads)}

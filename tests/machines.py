@@ -85,7 +85,12 @@ class Desk:
     """A syncer whose learners are named; each has a peer of its own name."""
 
     def __init__(
-        self, mode: str = "decoupled", *, resumed: Resumed | None = None, **settings: object
+        self,
+        mode: str = "decoupled",
+        *,
+        resumed: Resumed | None = None,
+        uplink_port: int = 0,
+        **settings: object,
     ) -> None:
         self.now = 100.0
         self.handle = 0
@@ -95,6 +100,7 @@ class Desk:
             epoch=EPOCH,
             now=self.now,
             resumed=resumed,
+            uplink_port=uplink_port,
         )
         self.state = self.syncer.state
 

@@ -25,6 +25,8 @@ from narrows.broker.merging import (
     FragmentState,
     GlobalModel,
     MergeResult,
+    Policy,
+    policy_of,
     version_zero,
     warm_up,
 )
@@ -112,16 +114,22 @@ class _TimedModel(GlobalModel):
     sums_s = outer_step_s = 0.0
 
     def merged(
-        self, part: Fragment, contributions: Sequence[DecodedVector], weights: Sequence[float]
+        self,
+        fragment: Fragment,
+        contributions: Sequence[DecodedVector],
+        weights: Sequence[float],
+        policy: Policy,
     ) -> MergeResult:
         started = time.perf_counter()
-        result = super().merged(part, contributions, weights)
+        result = super().merged(fragment, contributions, weights, policy)
         self.sums_s += time.perf_counter() - started
         return result
 
-    def outer_step(self, part: Fragment, state: FragmentState, outer_grad: F32) -> tuple[F32, F32]:
+    def outer_step(
+        self, fragment: Fragment, before: FragmentState, outer_grad: F32, policy: Policy
+    ) -> tuple[F32, F32]:
         started = time.perf_counter()
-        result = super().outer_step(part, state, outer_grad)
+        result = super().outer_step(fragment, before, outer_grad, policy)
         self.outer_step_s += time.perf_counter() - started
         return result
 
@@ -141,6 +149,7 @@ def measure(learners: int, params: int, fragments: int) -> MergeRow:
         table_,
         [version_zero(rng.standard_normal(part.elements, np.float32)) for part in table_],
     )
+    policy = policy_of(model.config)
     decode_s, merge_s = list[float](), list[float]()
     for version in range(1, PUBLICATIONS_KEPT + MEASURED_ROUNDS + 1):
         measured = version > PUBLICATIONS_KEPT
@@ -149,7 +158,7 @@ def measure(learners: int, params: int, fragments: int) -> MergeRow:
                 part, learners if measured else min(learners, FILLING_LEARNERS), version
             )
             started = time.perf_counter()
-            model.install(model.merge(part.index, version, contributed, chunks))
+            model.install(model.merge(part.index, version, contributed, chunks, policy))
             if measured:
                 merge_s.append(time.perf_counter() - started)
                 decode_s.append(seconds)

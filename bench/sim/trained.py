@@ -20,7 +20,7 @@ from narrows.bench.sim.learner import LearnerSpec, SimulatedLearner
 from narrows.bench.sim.simulation import Simulation
 from narrows.bench.sim.virtual import Faults
 from narrows.broker.config import BrokerConfig
-from narrows.broker.merging import FragmentState, GlobalModel, version_zero
+from narrows.broker.merging import FragmentState, GlobalModel, policy_of, version_zero
 from narrows.broker.syncer import Resumed
 from narrows.broker.syncer import events as broker_events
 from narrows.learner.module import ModuleParameters, ramp_steps
@@ -276,7 +276,9 @@ class TrainedBroker(SimulatedBroker):
         for done in effect.contributions:
             source = f"{done.learner}/{done.incarnation}/{done.push_id}"
             chunks.update(zip(done.handles, run.shelf.pushes.pop(source), strict=True))
-        outcome = model.merge(effect.fragment, effect.version, effect.contributions, chunks)
+        outcome = model.merge(
+            effect.fragment, effect.version, effect.contributions, chunks, policy_of(model.config)
+        )
         model.install(outcome)
         run.committed(effect.fragment, outcome.state.published, effect.version)
         run.shelf.down_bits += 8 * sum(len(c.payload) for c in outcome.publication.chunks)

@@ -26,13 +26,14 @@ from narrows.broker.storage.initial import check_initial, read_initial
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import MergedPush
 from narrows.broker.storage.records import FateRecord, Head, LifeRecord, Mode, RoundRecord
-from narrows.broker.storage.recovery import begin_epoch
+from narrows.broker.storage.recovery import Begun, begin_epoch
 from narrows.broker.storage.replay import History, read_records, recover
 from narrows.broker.storage.writer import Chunk, Commits
 
 __all__ = [
     "GAP",
     "Audit",
+    "Begun",
     "Changes",
     "CheckpointContent",
     "Chunk",

@@ -127,16 +127,16 @@ def _merge_again(
             f"record {number} holds the merged outer gradient only",
             expected='journal = "full" in the run\'s settings, for another merge',
         )
-    model.policy = changes.policy(head.policy)
+    policy = changes.policy(head.policy)
     try:
         vectors = list(payloads([head.publication, *head.contributions], blobs))
-        merged = merged_of(model, fragment, head, vectors, blobs)
+        merged = merged_of(model, fragment, head, vectors, blobs, policy)
     except Damaged as problem:
         raise NarrowsError(ErrorCode.STATE_DAMAGED, f"record {number}: {problem}") from problem
-    params, momentum = model.step(fragment, merged.outer_grad)
+    params, momentum = model.step(fragment, merged.outer_grad, policy)
     _code_as_then(model, head)
     weights = tuple(each.weight for each in head.contributors)
-    outcome = model.published(fragment, head.version, params, momentum, merged, weights)
+    outcome = model.published(fragment, head.version, params, momentum, merged, weights, policy)
     model.install(outcome)
     return outcome.state.digest
 

@@ -18,7 +18,7 @@ from narrows.broker.storage.durable_files import RecordsLost, StateError
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import RunRecord
 from narrows.broker.storage.replay import History, read_records, recover
-from narrows.broker.syncer import Resumed, Syncer
+from narrows.broker.syncer import Resumed, RunPhase, Syncer
 from narrows.proto import messages as msg
 from narrows.proto.config import flatten
 from narrows.proto.errors import ConfigError, ErrorCode
@@ -48,7 +48,14 @@ class Begun:
             self.journal.close()
 
 
-def begin_epoch(config: BrokerConfig, state_dir: StateDir, *, now: float) -> Begun:
+def begin_epoch(
+    config: BrokerConfig,
+    state_dir: StateDir,
+    *,
+    now: float,
+    uplink_port: int = 0,
+    downlink_port: int = 0,
+) -> Begun:
     """Recovers what is durable and begins the next epoch.
 
     The epoch is on disk when this returns. Its nonce is not: no other life has it, so a learner can
@@ -92,6 +99,8 @@ def begin_epoch(config: BrokerConfig, state_dir: StateDir, *, now: float) -> Beg
         now=now,
         resumed=_resumed(snapshot, history) if snapshot is not None and history else None,
         from_file=bool(config.broker.init) and snapshot is None,
+        uplink_port=uplink_port,
+        downlink_port=downlink_port,
     )
     if history is not None and history.gaps:
         text = "%s of the journal came after one that was never written: lost"
@@ -163,7 +172,7 @@ def _tell(state_dir: StateDir, run: RunRecord, syncer: Syncer, history: History 
         replayed = counted(history.replayed, "round")
         how = f"resumed at versions {syncer.state.versions}, {replayed} replayed"
     _log.info("run %s %s, epoch %d.%d", run.run_id, how, *run.epoch)
-    if syncer.state.phase is msg.Phase.ENDED:
+    if syncer.state.phase is RunPhase.ENDED:
         _log.warning(
             "this run has ended, its final model is in %s; learners only get it. "
             "A new run needs another --state-dir",

@@ -20,6 +20,7 @@ from narrows.broker.merging import (
     GlobalModel,
     MergeResult,
     Outcome,
+    Policy,
 )
 from narrows.broker.storage.checkpoint import CheckpointContent
 from narrows.broker.storage.durable_files import Damaged, RecordsLost, StateError
@@ -75,13 +76,10 @@ def recover(config: BrokerConfig, snapshot: CheckpointContent, journal: Journal 
     history = History(model, snapshot.phase, snapshot.run_tokens, merged, newest=snapshot.journal)
     if journal is None:
         return history
-    # Each round is merged under the policy of its time; the present one comes back afterwards.
-    own = model.policy
     for number, head, blobs in read_records(journal, snapshot.journal + 1):
         history.newest = number
         if isinstance(head, RoundRecord):
             apply(history, head, blobs, number)
-    model.policy = own
     model.forget_publications()
     return history
 
@@ -127,11 +125,11 @@ def apply(history: History, head: RoundRecord, blobs: memoryview, number: int) -
 def outcome_of(model: GlobalModel, head: RoundRecord, blobs: memoryview) -> Outcome:
     """The outcome that was committed, computed again. Raises Damaged unless the digests agree."""
     fragment, before = model.table[head.fragment], model.fragments[head.fragment]
-    model.policy = head.policy
     vectors = list(payloads([head.publication, *head.contributions], blobs))
     steps = _decoded(fragment, head.publication.codec, vectors[0])
-    merged = merged_of(model, fragment, head, vectors, blobs)
-    params, momentum = model.step(fragment, merged.outer_grad)
+    # Each round is merged under the policy of its time.
+    merged = merged_of(model, fragment, head, vectors, blobs, head.policy)
+    params, momentum = model.step(fragment, merged.outer_grad, head.policy)
     published = advance_copy(fragment, before.published, steps)
     digests = digest_of(params), digest_of(momentum), digest_of(published)
     if digests != head.digests:
@@ -147,7 +145,9 @@ def outcome_of(model: GlobalModel, head: RoundRecord, blobs: memoryview) -> Outc
     )
     state = FragmentState(head.version, digests[2], params, momentum, published)
     weights = tuple(each.weight for each in head.contributors)
-    return Outcome(head.fragment, state, digests, publication, head.error_ratio, merged, weights)
+    return Outcome(
+        head.fragment, state, digests, publication, head.error_ratio, merged, weights, head.policy
+    )
 
 
 def merged_of(
@@ -156,8 +156,9 @@ def merged_of(
     head: RoundRecord,
     vectors: list[list[tuple[int, int, bytes]]],
     blobs: memoryview,
+    policy: Policy,
 ) -> MergeResult:
-    """The merged outer gradient: merged again from the contributions, or as the record keeps it."""
+    """The merged outer gradient: merged again by `policy`, or as the record keeps it."""
     if not head.contributions:
         halves = np.frombuffer(blobs[sum(len(data) for _, _, data in vectors[0]) :], np.uint16)
         if halves.size != fragment.elements:
@@ -170,7 +171,7 @@ def merged_of(
             head.contributors, head.contributions, vectors[1:], strict=True
         )
     ]
-    return model.merged(fragment, contributions, [who.weight for who in head.contributors])
+    return model.merged(fragment, contributions, [who.weight for who in head.contributors], policy)
 
 
 def _decoded(

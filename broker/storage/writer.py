@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from narrows.broker.merging import Contribution, GlobalModel, Outcome
+from narrows.broker.merging import Contribution, Outcome
 from narrows.broker.storage import records
 from narrows.broker.storage.journal import Journal, JournalError
 from narrows.broker.syncer import RunState
@@ -97,7 +97,6 @@ class Commits:
         self,
         effect: ev.StartMerge,
         outcome: Outcome,
-        model: GlobalModel,
         contributions: Sequence[tuple[str, Sequence[Chunk]]],
         done: Callable[[], ev.Event],
     ) -> None:
@@ -107,7 +106,7 @@ class Commits:
         gradients. Called on the loop's thread.
         """
         self._reach("merged")
-        body = committed(self._run, effect, outcome, model, contributions)
+        body = committed(self._run, effect, outcome, contributions)
         self._written.add(sum(map(len, body)))
         number = self._append(body)
         self._reach("appended")
@@ -229,7 +228,6 @@ def committed(
     run: RunState,
     effect: ev.StartMerge,
     outcome: Outcome,
-    model: GlobalModel,
     contributions: Sequence[tuple[str, Sequence[Chunk]]],
 ) -> list[bytes | memoryview]:
     """The body of a round's record: see records.RoundRecord."""
@@ -238,7 +236,7 @@ def committed(
     vectors = [records.vector_of(codec, 0.0, chunks) for codec, chunks in contributions]
     blobs: list[bytes | memoryview] = [data for _, _, data in steps]
     blobs += [data for _, chunks in contributions for _, _, data in chunks]
-    if model.policy.is_rounded:
+    if outcome.policy.is_rounded:
         blobs.append(upper_halves(outcome.merged.outer_grad).data.cast("B"))
     head = records.RoundRecord(
         epoch=run.epoch[:2],
@@ -257,8 +255,8 @@ def committed(
             )
             for c, weight in zip(effect.contributions, outcome.weights, strict=True)
         ),
-        policy=model.policy,
-        phase=run.phase,
+        policy=outcome.policy,
+        phase=run.phase.stored,
         run_tokens=run.clock.run_tokens,
         publication=records.vector_of(publication.codec, publication.rho, steps),
         contributions=tuple(vectors),

@@ -18,6 +18,7 @@ import numpy as np
 from narrows.broker.config import BrokerConfig, load_config
 from narrows.broker.merging.contribution import Contribution
 from narrows.broker.merging.model import GlobalModel, version_zero
+from narrows.broker.merging.policy import policy_of
 from narrows.broker.storage.checkpoint import CheckpointContent, StateDir
 from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.durable_files import StateError
@@ -28,6 +29,7 @@ from narrows.broker.storage.recovery import begin_epoch
 from narrows.broker.storage.writer import committed
 from narrows.broker.syncer.events import Note, Received, StartMerge
 from narrows.broker.syncer.machine import Syncer
+from narrows.broker.syncer.phases import Turn
 from narrows.learner.session.identity import Identity
 from narrows.proto.codec.chunk import DecodedChunk
 from narrows.proto.codec.transfer import decode_chunk, encode_fragment
@@ -71,7 +73,7 @@ def make(path: Path) -> State:
         journal.append(encode(LifeRecord(FORMAT, run.epoch, run.config_digest, (), 0.0)))
         journal.sync()
         syncer = Syncer(config, run_id=run.run_id, epoch=(*run.epoch, 7), now=0.0)
-        syncer.state.phase = Phase.RUNNING
+        syncer.state.turn(Turn.BEGIN)
         digests = [model_digest(model)]
         for version in range(ROUNDS + 1):
             if version:
@@ -106,8 +108,8 @@ def _round(
         contributed.append(Contribution(learner, "0" * 32, version, 100, 5, (handle,)))
         travelled.append(("int4-zstd", [(0, 20, chunk.payload)]))
     effect = StartMerge(0, version, tuple(contributed), "a test")
-    outcome = model.merge(0, version, contributed, chunks)
-    journal.append(committed(syncer.state, effect, outcome, model, travelled))
+    outcome = model.merge(0, version, contributed, chunks, policy_of(model.config))
+    journal.append(committed(syncer.state, effect, outcome, travelled))
     journal.sync()
     model.install(outcome)
     for done in contributed:

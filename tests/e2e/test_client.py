@@ -17,7 +17,7 @@ from running import HANG_S, LAYOUT, ToyHost, broker_config, client, live_broker,
 
 from narrows.bench.kit.processes import free_ports
 from narrows.broker.process.service import Service
-from narrows.broker.syncer.members import Roster
+from narrows.broker.syncer.roster import Roster
 from narrows.learner.session import events as ev
 from narrows.learner.transport.client import Client
 from narrows.learner.transport.options import ClientOptions
@@ -233,7 +233,7 @@ def test_a_broker_that_returns_with_another_codec_is_answered_in_it(tmp_path: Pa
 
                 def has_contributed(roster: Roster = roster) -> bool:
                     member = roster.get("a")
-                    return member is not None and member.contributions > 1
+                    return member is not None and member.participation.contributions > 1
 
                 step_until(learner, has_contributed)
     finally:

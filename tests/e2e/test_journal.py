@@ -566,7 +566,7 @@ def test_a_checkpoint_that_fails_is_tried_again_and_advises_nothing_drastic(
     def read_records(_self: StateDir, number: int, _take: object) -> object:
         raise Damaged(f"checkpoint-{number}: another bit")
 
-    monkeypatch.setattr("narrows.broker.syncer.phases.RETRY_S", 0.05)
+    monkeypatch.setattr("narrows.broker.syncer.lifecycle.RETRY_S", 0.05)
     with live_broker(broker_config(tmp_path, broker__checkpoint_versions=1_000_000)) as service:
         training = Training(service)
         try:

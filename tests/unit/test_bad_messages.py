@@ -29,7 +29,7 @@ def essence(desk: Desk) -> object:
         index: (r.base_version, r.attempt, sorted(r.contributed), r.merging)
         for index, r in state.rounds.items()
     }
-    members = [(m.name, m.incarnation, m.peer, tuple(m.held)) for m in state.roster]
+    members = [(m.name, m.incarnation, m.presence.peer, tuple(m.copies.held)) for m in state.roster]
     return copy.deepcopy((rounds, state.heads, state.clock.run_tokens, members, state.layout))
 
 

@@ -15,9 +15,7 @@ UPLINK_PORT = 7071
 
 
 def desk(**settings: Any) -> Desk:
-    desk = Desk(**settings)
-    desk.state.uplink_port = UPLINK_PORT
-    return desk
+    return Desk(uplink_port=UPLINK_PORT, **settings)
 
 
 def warnings(effects: list[ev.Effect]) -> list[str]:

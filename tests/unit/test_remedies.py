@@ -13,7 +13,7 @@ from narrows.broker.cli.broker import join_address
 from narrows.broker.process import sockets as wires
 from narrows.broker.syncer import events as bev
 from narrows.broker.syncer.bits import Need
-from narrows.broker.syncer.members import Roster
+from narrows.broker.syncer.roster import Roster
 from narrows.learner.session import events as lev
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, NarrowsError
