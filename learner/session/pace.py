@@ -57,7 +57,7 @@ class Pace:
 
     def is_ahead(self, settings: RunSettings, adopted: Sequence[int]) -> bool:
         """Lockstep modes: the next step would be one of the round after the versions adopted."""
-        assert is_lockstep(settings), settings.mode
+        assert is_lockstep(settings) and min(adopted) >= 0, (settings.mode, adopted)
         return self.run_step >= next_snapshot(settings, adopted) + settings.overlap_steps
 
     def warming(self, settings: RunSettings | None) -> str:
