@@ -61,6 +61,10 @@ def decode_control(frame: bytes | memoryview) -> ControlMessage:
     return message
 
 
+UPLINK_TOPIC = b"u"
+"""The topic of all that a learner publishes: the broker subscribes to everything."""
+
+
 def downlink_topic(incarnation: str, stream: int) -> bytes:
     """The topic of one stream of one learner's process.
 

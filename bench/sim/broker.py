@@ -6,24 +6,28 @@ v and the contributions merged, so equal digests stand for equal bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple, Protocol
 
-import xxhash
-
+from narrows.bench.sim.line import Frames
+from narrows.bench.sim.payloads import Content, codec_for, decode_content, digest_of, encode_content
+from narrows.bench.sim.published import SimulatedModel
 from narrows.bench.sim.virtual import Clock, Faults, Host, Noted
 from narrows.broker.config import BrokerConfig
+from narrows.broker.merging import EncodedVersion
+from narrows.broker.process import Downlink, Subscriptions
 from narrows.broker.syncer import Resumed, Syncer
 from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
+from narrows.proto.codec import STATE_CODEC
 from narrows.proto.errors import ErrorCode
-from narrows.proto.flow import Lane, Outbox
-from narrows.proto.limits import PROTOCOL, PUBLICATIONS_KEPT
+from narrows.proto.flow import wire_bytes
+from narrows.proto.frames import decode_data, encode_control
+from narrows.proto.socket_options import STREAM_WINDOW_BYTES
 
-MESSAGE_BYTES = 1000
-WINDOW_BYTES = 16_000
+EncodedDone = Callable[[EncodedVersion, float], None]
 
 
 class SimulatedContributor(NamedTuple):
@@ -34,57 +38,6 @@ class SimulatedContributor(NamedTuple):
     push_id: int
     tokens: int
     steps: int
-
-
-def digest_of(*parts: object) -> int:
-    return xxhash.xxh3_64_intdigest(repr(parts).encode())
-
-
-class Content(NamedTuple):
-    """What a payload stands for."""
-
-    source: str
-    """Incarnation of a founder; name and push of a contributor; "" from the broker."""
-    base: int
-    """Digest of the published copy that it builds on, 0: none."""
-    result: int
-    """Digest of the published copy that it makes, 0 for a push."""
-
-
-class SimulatedParcel(NamedTuple):
-    """A data message that waits in an outbox."""
-
-    kind: msg.DataKind
-    fragment: int
-    version: int
-    push_id: int
-    offset: int
-    elements: int
-    codec: str
-    content: Content
-
-    def header(
-        self, run: tuple[str, msg.Epoch], learner: tuple[str, str], place: tuple[int, int]
-    ) -> msg.Header:
-        """Header for (run id, epoch), (learner, incarnation) and (stream, position)."""
-        return msg.Header(
-            protocol=PROTOCOL,
-            run_id=run[0],
-            epoch=run[1],
-            kind=self.kind,
-            learner=learner[0],
-            incarnation=learner[1],
-            fragment=self.fragment,
-            version=self.version,
-            push_id=self.push_id,
-            offset=self.offset,
-            count=self.elements,
-            codec=self.codec,
-            payload_digest=digest_of(self.content, self.offset),
-            result_digest=self.content.result,
-            stream=place[0],
-            position=place[1],
-        )
 
 
 @dataclass(frozen=True)
@@ -105,12 +58,24 @@ class SimulatedRound:
 
 
 class BrokerWorld(Protocol):
-    """What a broker process needs of the simulation."""
+    """The simulation, as a broker process sees it."""
 
-    def to_learner(self, peer: bytes, message: msg.ControlMessage) -> bool: ...
-    def data_to_learner(self, header: msg.Header, content: Content) -> None: ...
+    def to_learner(self, peer: bytes, message: msg.ControlMessage, size: int) -> bool: ...
+    def data_to_learner(self, topic: bytes, frames: Frames) -> None: ...
+    def acknowledged_down(self, incarnation: str, positions: tuple[int, ...]) -> None: ...
     def broker_finished(self, reason: str) -> None: ...
     def record(self, record: object) -> None: ...
+
+
+class SimulatedWires:
+    """The downlink's socket: what it sends goes to the simulation."""
+
+    def __init__(self, world: BrokerWorld) -> None:
+        self.subscribed = Subscriptions()
+        self._world = world
+
+    def send_data(self, topic: bytes, header: bytes, payload: bytes) -> None:
+        self._world.data_to_learner(topic, (topic, header, payload))
 
 
 class SimulatedBroker(Host):
@@ -128,6 +93,7 @@ class SimulatedBroker(Host):
         *,
         epoch: msg.Epoch,
         durable: Resumed | None,
+        window_bytes: int = STREAM_WINDOW_BYTES,
     ) -> None:
         syncer = Syncer(config, run_id="run", epoch=epoch, now=clock.now, resumed=durable)
         super().__init__(clock, random, syncer)
@@ -137,9 +103,13 @@ class SimulatedBroker(Host):
         self.busy: set[int] = set()
         """Payloads that are being decoded."""
         self._handle = 0
-        self._model = [(head.version, head.digest) for head in durable.heads] if durable else []
-        self._kept: dict[tuple[int, int], Content] = {}
-        self._outboxes: dict[str, tuple[str, Outbox[SimulatedParcel]]] = {}
+        heads = [(head.version, head.digest) for head in durable.heads] if durable else []
+        self._model = SimulatedModel(heads)
+        self._wires = SimulatedWires(world)
+        self.downlink = Downlink(
+            self._wires, syncer.state, {}, self._encode_state, self._warn,
+            window_bytes=window_bytes,
+        )  # fmt: skip
         self._perform: dict[type, Callable[..., None]] = {
             ev.Send: self._send,
             ev.Unpack: self._unpack,
@@ -150,9 +120,9 @@ class SimulatedBroker(Host):
             ev.Admit: self._admit,
             ev.Acknowledge: self._acknowledge,
             ev.Forget: self._forget,
-            ev.Erase: self._ignore,
+            ev.Erase: self._erase,
             ev.LogFate: self._ignore,
-            ev.RatesChanged: self._ignore,
+            ev.RatesChanged: self._set_rates,
             ev.WriteCheckpoint: self._checkpoint,
             ev.Finish: self._finish,
             ev.Note: self._note,
@@ -164,16 +134,41 @@ class SimulatedBroker(Host):
         self.syncer.check()
         for effect in effects:
             self._perform[type(effect)](effect)
-        self._pump()
+        self.pump()
         self.arm()
 
     def reach_deadline(self) -> None:
         self.handle(ev.DeadlineReached())
 
-    def receive_data(self, header: msg.Header, content: Content) -> None:
+    def pump(self) -> None:
+        self.downlink.pump(self.clock.now)
+
+    def pump_at(self) -> float | None:
+        return self.downlink.hub.next_deadline(self.clock.now)
+
+    def receive(self, peer: bytes, message: msg.ControlMessage, address: str, size: int) -> None:
+        """A control message of so many bytes has come."""
+        self.handle(ev.Received(peer, message, address))
+        member = self.syncer.state.roster.by_peer(peer)
+        if member is not None:
+            self.downlink.hub.received(member.name, size, self.clock.now)
+
+    def receive_data(self, frames: Frames) -> None:
+        header, payload = decode_data(frames)
         self._handle += 1
-        self.store[self._handle] = content
+        self.store[self._handle] = decode_content(payload)
+        if self.syncer.state.roster.get(header.learner) is not None:
+            size = sum(map(len, frames))
+            self.downlink.hub.received(header.learner, size, self.clock.now)
         self.handle(ev.ChunkArrived(header, self._handle))
+
+    def subscribe(self, topics: Set[bytes]) -> None:
+        """A learner process listens to its streams, perhaps again."""
+        for topic in topics:
+            self._wires.subscribed.take(b"\1" + topic)
+        self.downlink.reconnect(topics, self.clock.now)
+        self.pump()
+        self.arm()
 
     def _work(self, done: Callable[[], ev.Event]) -> None:
         """Slow work on the pool: its event comes later."""
@@ -191,7 +186,11 @@ class SimulatedBroker(Host):
             self.store.pop(handle, None)
 
     def _send(self, effect: ev.Send) -> None:
-        if not self.world.to_learner(effect.peer, effect.message):
+        member = self.syncer.state.roster.by_peer(effect.peer)
+        size = len(encode_control(effect.message))
+        if member is not None:
+            self.downlink.hub.charge(member.name, wire_bytes(size), self.clock.now)
+        if not self.world.to_learner(effect.peer, effect.message, size):
             self.later(0.0, lambda: self.handle(ev.PeerLost(effect.peer)))
 
     def _unpack(self, effect: ev.Unpack) -> None:
@@ -219,13 +218,13 @@ class SimulatedBroker(Host):
         def done() -> ev.Event:
             for part in handles:
                 self._drop(part)
-            self._model = [(0, digest) for digest in digests]
+            self._model.heads = [(0, digest) for digest in digests]
             return ev.Founded(tuple(digests))
 
         self._work(done)
 
     def _merge(self, effect: ev.StartMerge) -> None:
-        version, before = self._model[effect.fragment]
+        version, before = self._model.heads[effect.fragment]
         assert effect.version == version + 1
         for done in effect.contributions:
             contents = {self.store[handle] for handle in done.handles}
@@ -243,9 +242,10 @@ class SimulatedBroker(Host):
             if failed:
                 return ev.MergeFailed(effect.fragment, "failed by the simulator")
             digest = digest_of(before, who)
-            self._model[effect.fragment] = (effect.version, digest)
-            self._kept[effect.fragment, effect.version] = Content("", before, digest)
-            self._kept.pop((effect.fragment, effect.version - PUBLICATIONS_KEPT), None)
+            content = Content("", before, digest)
+            self._model.publish(
+                effect.fragment, self._encode(effect.fragment, effect.version, content)
+            )
             epoch = self.syncer.state.epoch
             self.world.record(
                 SimulatedRound(
@@ -268,7 +268,7 @@ class SimulatedBroker(Host):
         state = self.syncer.state
         stored = state.phase.stored
         phase = msg.Phase.RUNNING if stored is msg.Phase.FOUNDING else stored
-        heads = tuple(msg.FragmentHead(*head) for head in self._model)
+        heads = tuple(msg.FragmentHead(*head) for head in self._model.heads)
         tokens = state.clock.run_tokens
         pushes = dict(state.merged_pushes)
         snapshot = Resumed(state.layout, state.frozen_digest, heads, tokens, phase, pushes)
@@ -282,8 +282,8 @@ class SimulatedBroker(Host):
 
         self._work(done)
 
-    def _ignore(self, _: ev.Erase | ev.LogFate | ev.RatesChanged) -> None:
-        """The simulated broker keeps no journal, and its lines are wide."""
+    def _ignore(self, _: ev.LogFate) -> None:
+        """The simulated broker keeps no journal."""
 
     def _finish(self, effect: ev.Finish) -> None:
         self.alive = False
@@ -291,47 +291,50 @@ class SimulatedBroker(Host):
 
     # The downlink.
 
+    def _encode(self, fragment: int, version: int, content: Content) -> EncodedVersion:
+        """A publication, or a state if it builds on nothing."""
+        part, settings = self.syncer.state.table[fragment], self.syncer.state.settings
+        codec = codec_for(settings.publish_codec) if content.base else STATE_CODEC
+        chunks = encode_content(content, part, settings, codec)
+        return EncodedVersion(version, content.result, codec, 0.0, chunks)
+
+    def _encode_state(self, fragment: int, done: EncodedDone) -> None:
+        version, digest = self._model.heads[fragment]
+        state = self._encode(fragment, version, Content("", 0, digest))
+
+        def finish() -> None:
+            done(state, self.clock.now)
+            self.pump()
+            self.arm()
+
+        self.later(self.random.uniform(*self.faults.work_s), finish)
+
     def _admit(self, effect: ev.Admit) -> None:
-        outbox = Outbox[SimulatedParcel](self.syncer.state.settings.streams, WINDOW_BYTES)
-        self._outboxes[effect.learner] = (effect.incarnation, outbox)
+        self.downlink.admit(effect.learner, effect.incarnation)
+        # What an earlier session has sent to this process counts as arrived or lost.
+        begins_at = self.downlink.hub.senders[effect.learner].positions
+        self.world.acknowledged_down(effect.incarnation, begins_at)
+
+    def _forget(self, effect: ev.Forget) -> None:
+        self.downlink.forget(effect.learner)
+
+    def _erase(self, effect: ev.Erase) -> None:
+        self.downlink.erase(effect.learner)
+
+    def _set_rates(self, effect: ev.RatesChanged) -> None:
+        self.downlink.set_rates(effect.wan, self.clock.now)
+
+    def _acknowledge(self, effect: ev.Acknowledge) -> None:
+        sender = self.downlink.hub.senders.get(effect.learner)
+        if sender is not None:
+            self.world.acknowledged_down(sender.incarnation, effect.positions)
+        self.downlink.acknowledge(effect.learner, effect.positions, self.clock.now)
+
+    def _publish(self, effect: ev.Publish) -> None:
+        self.downlink.publish(effect, self._model, self.clock.now)
 
     def _note(self, effect: ev.Note) -> None:
         self.world.record(Noted(self.clock.now, "broker", effect.level, effect.text))
 
-    def _forget(self, effect: ev.Forget) -> None:
-        self._outboxes.pop(effect.learner, None)
-
-    def _acknowledge(self, effect: ev.Acknowledge) -> None:
-        if effect.learner in self._outboxes:
-            self._outboxes[effect.learner][1].acknowledge(effect.positions, self.clock.now)
-
-    def _publish(self, effect: ev.Publish) -> None:
-        state = self.syncer.state
-        if effect.learner not in self._outboxes:
-            return
-        outbox = self._outboxes[effect.learner][1]
-        version, ranges = effect.version, effect.ranges
-        if effect.kind is msg.DataKind.STATE:
-            newest, digest = self._model[effect.fragment]
-            ranges = ranges if version == newest else ()
-            version, content, lane = newest, Content("", 0, digest), Lane.STATE
-        else:
-            content, lane = self._kept[effect.fragment, version], Lane.FRAGMENT
-        outbox.discard(lambda p: p[:3] == (effect.kind, effect.fragment, version))
-        for offset, count in state.table[effect.fragment].chunks(state.settings.chunk_elements):
-            if not ranges or any(o < offset + count and offset < o + c for o, c in ranges):
-                parcel = SimulatedParcel(
-                    effect.kind, effect.fragment, version, effect.push_id, offset, count,
-                    state.settings.publish_codec, content,
-                )  # fmt: skip
-                outbox.put(parcel, MESSAGE_BYTES, lane)
-
-    def _pump(self) -> None:
-        state = self.syncer.state
-        for learner, (incarnation, outbox) in self._outboxes.items():
-            outbox.renew_stalled(self.clock.now)
-            while (departure := outbox.take(self.clock.now)) is not None:
-                parcel, *place = departure
-                run, addressee = (state.run_id, state.epoch), (learner, incarnation)
-                header = parcel.header(run, addressee, (place[0], place[1]))
-                self.world.data_to_learner(header, parcel.content)
+    def _warn(self, text: str) -> None:
+        self.world.record(Noted(self.clock.now, "broker", "warning", text))

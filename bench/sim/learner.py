@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
-from narrows.bench.sim.broker import (
-    MESSAGE_BYTES,
-    WINDOW_BYTES,
-    Content,
-    SimulatedParcel,
-    digest_of,
-)
+from narrows.bench.sim.line import Frames, LineSpec
+from narrows.bench.sim.payloads import Content, codec_for, decode_content, digest_of, encode_content
 from narrows.bench.sim.simulated_records import AdoptionRecord, Failed, Installed
 from narrows.bench.sim.virtual import Clock, Faults, Host, Noted
 from narrows.learner.session import Identity, Session
 from narrows.learner.session import events as ev
 from narrows.proto import messages as msg
 from narrows.proto.codec import STATE_CODEC
-from narrows.proto.flow import Lane, Outbox, touches
+from narrows.proto.flow import Parcel, Sender, wire_bytes
 from narrows.proto.fragments import Fragment
+from narrows.proto.frames import UPLINK_TOPIC, decode_data, encode_control
 
 TORN = (-1, 0)
 """In place of version and digest: the parameters hold a part of what was to be adopted."""
@@ -41,15 +37,20 @@ class LearnerSpec:
     contribute_after_steps: int = 0
     leaves_after_steps: int = 0
     """Its loop ends after so many steps; 0: at the end of the run."""
+    line: LineSpec = field(default_factory=LineSpec)
 
 
 class LearnerWorld(Protocol):
-    """What a learner process needs of the simulation."""
+    """The simulation, as a learner process sees it."""
 
-    def to_broker(self, learner: SimulatedLearner, message: msg.ControlMessage) -> None: ...
-    def data_to_broker(
-        self, learner: SimulatedLearner, header: msg.Header, content: Content
-    ) -> None: ...
+    @property
+    def window_bytes(self) -> int: ...
+    def to_broker(
+        self, learner: SimulatedLearner, message: msg.ControlMessage, size: int
+    ) -> bool: ...
+    def data_to_broker(self, learner: SimulatedLearner, stream: int, frames: Frames) -> None: ...
+    def open_streams(self, learner: SimulatedLearner) -> None: ...
+    def acknowledged_up(self, learner: SimulatedLearner, positions: tuple[int, ...]) -> None: ...
     def learner_ended(self, learner: SimulatedLearner) -> None: ...
     def record(self, record: object) -> None: ...
 
@@ -59,7 +60,7 @@ class _Push:
     fragment: int
     base_version: int
     content: Content
-    sent: list[SimulatedParcel]
+    sent: list[Parcel]
 
 
 class SimulatedLearner(Host):
@@ -94,7 +95,11 @@ class SimulatedLearner(Host):
         self._handle = 0
         self._applied: dict[tuple[int, int], int] = {}
         self._pushes: dict[int, _Push] = {}
-        self._outbox = Outbox[SimulatedParcel](1, WINDOW_BYTES)
+        self.sender = Sender(
+            spec.name, incarnation, topic=lambda _: UPLINK_TOPIC, window_bytes=world.window_bytes
+        )
+        self.up_bits_per_s = 0.0
+        """Rate that the broker has told it to keep to; 0: no limit."""
         self._table: tuple[Fragment, ...] = ()
         self._paused_until = 0.0
         self._perform: dict[type, Callable[..., None]] = {
@@ -110,12 +115,12 @@ class SimulatedLearner(Host):
             ev.Resend: self._resend,
             ev.SettlePush: self._settle,
             ev.Acknowledge: self._acknowledge,
-            **dict.fromkeys((ev.Redial, ev.SetRate), self._ignore),
+            ev.Redial: self._ignore,
+            ev.SetRate: self._set_rate,
             ev.Fail: self._fail,
             ev.Left: self._left,
             ev.Note: self._note,
         }
-        self._run_id, self._epoch = "", (0, 0, 0)
         self.arm()
         self.later(0.0, self._train)
 
@@ -132,19 +137,40 @@ class SimulatedLearner(Host):
                 self._perform[type(effect)](effect)
         for copy in failed:
             self.handle(ev.CopyFailed(copy, "MemoryError: simulated"))
-        self._pump()
+        self.pump()
         self.arm()
+
+    def pump(self) -> None:
+        if self.session.online:
+            for datagram in self.sender.due(self.clock.now):
+                self.world.data_to_broker(self, datagram.stream, datagram.frames)
+
+    def pump_at(self) -> float | None:
+        return self.sender.next_deadline(self.clock.now) if self.session.online else None
 
     def reach_deadline(self) -> None:
         self.handle(ev.DeadlineReached())
 
-    def receive(self, message: msg.ControlMessage) -> None:
-        self.do(lambda: self.handle(ev.Received(message)))
+    def receive(self, message: msg.ControlMessage, size_bytes: int) -> None:
+        """A control message of so many bytes has come."""
+        self.sender.received(size_bytes, self.clock.now)
+        self.handle(ev.Received(message))
 
-    def receive_data(self, header: msg.Header, content: Content) -> None:
+    def receive_data(self, frames: Frames) -> None:
+        header, payload = decode_data(frames)
         self._handle += 1
-        self.store[self._handle] = content
+        self.store[self._handle] = decode_content(payload)
+        self.sender.received(sum(map(len, frames)), self.clock.now)
         self.handle(ev.ChunkDecoded(header, self._handle))
+
+    def hear_subscriptions(self, *, is_heard: bool) -> None:
+        """The broker listens to every stream from now on, perhaps again, or it has gone."""
+        self.sender.is_heard = is_heard
+        if is_heard:
+            for stream in self.sender.dead:
+                self.sender.reconnect(stream, self.clock.now)
+            self.pump()
+            self.arm()
 
     def pause(self, seconds: float) -> None:
         """The training thread evaluates for a while."""
@@ -177,7 +203,7 @@ class SimulatedLearner(Host):
         return self.spec.step_s * self.random.uniform(0.9, 1.1)
 
     def step_tokens(self) -> int:
-        """Of the step that ends now."""
+        """Tokens of the step that ends now."""
         return self.spec.tokens_per_step
 
     def _step(self) -> None:
@@ -209,13 +235,20 @@ class SimulatedLearner(Host):
         return ""
 
     def _send(self, effect: ev.Send) -> None:
-        self.world.to_broker(self, effect.message)
+        size = len(encode_control(effect.message))
+        if self.world.to_broker(self, effect.message, size):
+            self.sender.charge(wire_bytes(size), self.clock.now)
 
     def _acknowledge(self, effect: ev.Acknowledge) -> None:
-        self._outbox.acknowledge(effect.positions, self.clock.now)
+        self.world.acknowledged_up(self, effect.positions)
+        self.sender.acknowledge(effect.positions, self.clock.now)
 
-    def _ignore(self, _: ev.SetRate) -> None:
-        """The simulated lines are wide."""
+    def _set_rate(self, effect: ev.SetRate) -> None:
+        self.up_bits_per_s = effect.bits_per_s
+        self.sender.set_rate(effect.bits_per_s, self.clock.now)
+
+    def _ignore(self, _: ev.Redial) -> None:
+        """The simulated lines never look alive only."""
 
     def _left(self, _: ev.Left) -> None:
         self.alive = False
@@ -264,34 +297,30 @@ class SimulatedLearner(Host):
     # Up.
 
     def _open_streams(self, effect: ev.OpenStreams) -> None:
-        if not self._table:
-            self._table = effect.table
-            self._outbox = Outbox[SimulatedParcel](effect.settings.streams, WINDOW_BYTES)
+        is_first = not self._table
+        self._table = effect.table
+        self.sender.open_streams(effect.settings.streams)
+        if is_first:
+            self.world.open_streams(self)
 
     def _identify(self, effect: ev.Identify) -> None:
-        if (effect.run_id, effect.epoch) != (self._run_id, self._epoch):
-            self._outbox.discard(lambda parcel: True)
-        self._run_id, self._epoch = effect.run_id, effect.epoch
+        self.sender.identify(effect.run_id, effect.epoch)
 
     def _parcels(
         self, kind: msg.DataKind, fragment: int, version: int, push_id: int, content: Content
-    ) -> list[SimulatedParcel]:
+    ) -> list[Parcel]:
         settings = self.session.settings
         assert settings is not None
-        codec = STATE_CODEC if kind is msg.DataKind.FOUND else settings.push_codec
-        chunks = self._table[fragment].chunks(settings.chunk_elements)
-        return [
-            SimulatedParcel(kind, fragment, version, push_id, *c, codec, content) for c in chunks
-        ]
+        is_state = kind is msg.DataKind.FOUND
+        codec = STATE_CODEC if is_state else codec_for(settings.push_codec)
+        chunks = encode_content(content, self._table[fragment], settings, codec)
+        return [Parcel(kind, fragment, version, push_id, codec, chunk) for chunk in chunks]
 
     def _send_founding(self, effect: ev.SendFounding) -> None:
         digest = digest_of("version 0", self.incarnation, effect.fragment)
         content = Content(self.incarnation, 0, digest)
-        kind = msg.DataKind.FOUND
-        self._outbox.discard(lambda p: p.kind is kind and p.fragment == effect.fragment)
-        for parcel in self._parcels(kind, effect.fragment, 0, 0, content):
-            if not effect.ranges or touches(effect.ranges, parcel.offset, parcel.elements):
-                self._outbox.put(parcel, MESSAGE_BYTES, Lane.STATE)
+        parcels = self._parcels(msg.DataKind.FOUND, effect.fragment, 0, 0, content)
+        self.sender.put_again(parcels, effect.ranges, self.clock.now)
 
     def _encoded(self, push_id: int) -> None:
         push = self._pushes.get(push_id)
@@ -300,28 +329,18 @@ class SimulatedLearner(Host):
         kind = msg.DataKind.PUSH
         push.sent = self._parcels(kind, push.fragment, push.base_version, push_id, push.content)
         for parcel in push.sent:
-            self._outbox.put(parcel, MESSAGE_BYTES)
-        self._pump()
+            self.sender.put(parcel)
+        self.pump()
+        self.arm()
 
     def _resend(self, effect: ev.Resend) -> None:
         push = self._pushes.get(effect.push_id)
-        if push is not None:
-            self._outbox.discard(lambda parcel: parcel.push_id == effect.push_id)
-            for parcel in push.sent:
-                if touches(effect.ranges, parcel.offset, parcel.elements):
-                    self._outbox.put(parcel, MESSAGE_BYTES)
+        if push is not None and effect.ranges:
+            self.sender.put_again(push.sent, effect.ranges, self.clock.now)
 
     def _settle(self, effect: ev.SettlePush) -> None:
         if self._pushes.pop(effect.push_id, None) is not None:
-            self._outbox.discard(lambda parcel: parcel.push_id == effect.push_id)
-
-    def _pump(self) -> None:
-        self._outbox.renew_stalled(self.clock.now)
-        run, me = (self._run_id, self._epoch), (self.spec.name, self.incarnation)
-        while (departure := self._outbox.take(self.clock.now)) is not None:
-            parcel, stream, position = departure
-            header = parcel.header(run, me, (stream, position))
-            self.world.data_to_broker(self, header, parcel.content)
+            self.sender.discard(lambda parcel: parcel.push_id == effect.push_id)
 
     def _fail(self, effect: ev.Fail) -> None:
         self.alive = False

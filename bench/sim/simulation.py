@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from random import Random
 
-from narrows.bench.sim.broker import Content, SimulatedBroker
+from narrows.bench.sim.broker import SimulatedBroker
 from narrows.bench.sim.learner import LearnerSpec, SimulatedLearner
-from narrows.bench.sim.virtual import Clock, ControlLine, Faults, Span
+from narrows.bench.sim.line import Line
+from narrows.bench.sim.network import LineWatch, MessageWatch, Network
+from narrows.bench.sim.virtual import Faults, Span
 from narrows.broker.config import BrokerConfig
 from narrows.broker.syncer import Resumed
 from narrows.broker.syncer import events as broker_events
-from narrows.learner.session import events as learner_events
 from narrows.proto import messages as msg
+from narrows.proto.socket_options import STREAM_WINDOW_BYTES
 
 LAYOUT = (
     msg.LayoutEntry("embedding", (40, 64), "float32", "mean"),
@@ -27,7 +28,7 @@ LAYOUT = (
 )
 
 
-class Simulation:
+class Simulation(Network):
     """One seeded run; `run` may be called again to go on.
 
     `trace` holds records of type Committed, Installed, Adopted, Failed and Noted;
@@ -42,29 +43,25 @@ class Simulation:
         learners: Sequence[LearnerSpec],
         *,
         layout: tuple[msg.LayoutEntry, ...] = LAYOUT,
-        on_message: Callable[[float, str, str, msg.ControlMessage], None] | None = None,
+        window_bytes: int = STREAM_WINDOW_BYTES,
+        on_message: MessageWatch | None = None,
+        on_line: LineWatch | None = None,
     ) -> None:
-        """`on_message(at_s, sender, receiver, message)` sees control messages that are sent."""
-        self.config, self.faults, self.layout = config, faults, layout
-        self.random = Random(seed)
-        self.clock = Clock()
+        """`on_message(at_s, sender, receiver, message)` sees control messages that are sent,
+        `on_line` all that goes onto the lines, and what comes of it. At most `window_bytes` of
+        payload are unacknowledged per stream."""
+        super().__init__(config, seed, faults, on_message=on_message, on_line=on_line)
+        self.layout, self.window_bytes = layout, window_bytes
         self.trace: list[object] = []
-        self.learners: dict[str, SimulatedLearner] = {}
         self.ended: dict[str, SimulatedLearner] = {}
         self.crashed: list[SimulatedLearner] = []
         self.specs = {spec.name: spec for spec in learners}
-        self.broker: SimulatedBroker | None = None
         self.finished = ""
         """Why the broker ended in order, "" while it has not."""
-        self._on_message = on_message
         self._life = 0
-        self._starts = 0
         self._copies: list[tuple[int, Resumed | None]] = []
         """Life and checkpoint in the state directory before each start of the broker."""
         self._restore = -1
-        self._lines: dict[str, ControlLine] = {}
-        self._stream_arrivals: dict[tuple[str, bool, int], float] = {}
-        self._restarting = False
         self._down_s = 0.0
         self.start_broker()
         for spec in learners:
@@ -80,8 +77,9 @@ class Simulation:
     def make_broker(self, epoch: msg.Epoch, durable: Resumed | None) -> SimulatedBroker:
         """The process of a new life of the broker."""
         return SimulatedBroker(
-            self.clock, self.random, self.faults, self, self.config, epoch=epoch, durable=durable
-        )
+            self.clock, self.random, self.faults, self, self.config, epoch=epoch, durable=durable,
+            window_bytes=self.window_bytes,
+        )  # fmt: skip
 
     def make_learner(self, spec: LearnerSpec) -> SimulatedLearner:
         """The process of a new incarnation."""
@@ -116,9 +114,16 @@ class Simulation:
         if self._restarting or self.finished or self.broker is None:
             return
         self._restarting, self.broker.alive = True, False
-        for line in self._lines.values():
-            line.cut()
+        for name in self._lines:
+            self._cut(name)
         self.clock.at(self.clock.now + down_s, self.start_broker)
+
+    def reload(self, config: BrokerConfig) -> None:
+        """The operator has changed the rates and sends SIGHUP; later lives begin with them."""
+        self.config = config
+        if self.broker is not None:
+            broker = self.broker
+            broker.do(lambda: broker.handle(broker_events.ConfigRead(config)))
 
     def stop_broker(self, reason: str, down_s: float) -> None:
         """SIGTERM, and a restart `down_s` after the process has ended."""
@@ -130,12 +135,12 @@ class Simulation:
         """Starts a new incarnation of a learner."""
         if name in self.ended or name in self.learners:
             return
-        line = self._lines[name] = ControlLine(
-            self.clock, self.random, self.faults, f"{name}/{self.random.getrandbits(32):x}"
-        )
+        spec, identity = self.specs[name], f"{name}/{self.random.getrandbits(32):x}"
+        line = self._lines[name] = Line(self.clock, self.random, self.faults, identity, spec.line)
         if not self._restarting:
             line.connect()
-        self.learners[name] = self.make_learner(self.specs[name])
+        self.learners[name] = learner = self.make_learner(spec)
+        self._names[learner.incarnation] = name
 
     def kill_learner(self, name: str, down_s: float) -> None:
         """SIGKILL, and a restart under the old name after `down_s`."""
@@ -143,7 +148,7 @@ class Simulation:
         if learner is not None:
             learner.alive = False
             self.crashed.append(learner)
-            self._lines[name].cut()
+            self._cut(name)
             self.clock.at(self.clock.now + down_s, lambda: self.start_learner(name))
 
     def freeze_learner(self, name: str, seconds: float) -> None:
@@ -158,69 +163,16 @@ class Simulation:
         if line is None or not line.up or name not in self.learners:
             return
         peer, broker = line.peer, self.broker
-        line.cut()
+        self._cut(name)
         if broker is not None and self.random.random() < 0.5:
             # A router may notice at once or never.
             broker.do(lambda: broker.handle(broker_events.PeerLost(peer)))
         self._reconnect(name, (seconds, seconds))
 
-    def _reconnect(self, name: str, delay_s: Span) -> None:
-        line = self._lines[name]
-
-        def connect() -> None:
-            learner = self.learners.get(name)
-            if learner and self._lines[name] is line and not (line.up or self._restarting):
-                line.connect()
-                learner.do(lambda: learner.handle(learner_events.Connected()))
-
-        self.clock.at(self.clock.now + self.random.uniform(*delay_s), connect)
-
     # What the processes call.
 
     def record(self, record: object) -> None:
         self.trace.append(record)
-
-    def to_broker(self, learner: SimulatedLearner, message: msg.ControlMessage) -> None:
-        line = self._lines[learner.spec.name]
-        self._told(learner.spec.name, "broker", message)
-
-        def receive(message: msg.ControlMessage) -> None:
-            broker = self.broker
-            if broker is not None:
-                event = broker_events.Received(line.peer, message, f"tcp://{line.name}")
-                broker.do(lambda: broker.handle(event))
-
-        line.send(message, receive, up=True)
-
-    def to_learner(self, peer: bytes, message: msg.ControlMessage) -> bool:
-        """False if nobody has this routing id."""
-        for name, learner in self.learners.items():
-            line = self._lines[name]
-            if line.up and line.peer == peer:
-                self._told("broker", name, message)
-                line.send(message, learner.receive, up=False)
-                return True
-        self._told("broker", "nobody", message)
-        return False
-
-    def data_to_broker(
-        self, learner: SimulatedLearner, header: msg.Header, content: Content
-    ) -> None:
-        def receive() -> None:
-            broker = self.broker
-            if broker is not None:
-                broker.do(lambda: broker.receive_data(header, content))
-
-        self._data(learner.spec.name, True, header.stream, receive)
-
-    def data_to_learner(self, header: msg.Header, content: Content) -> None:
-        def receive() -> None:
-            learner = self.learners.get(header.learner)
-            # The topic is the incarnation: an old process gets nothing of its successor.
-            if learner is not None and learner.incarnation == header.incarnation:
-                learner.do(lambda: learner.receive_data(header, content))
-
-        self._data(header.learner, False, header.stream, receive)
 
     def broker_finished(self, reason: str) -> None:
         assert self.broker is not None
@@ -228,35 +180,14 @@ class Simulation:
             self.finished = reason
             return
         self.broker.alive, self._restarting = False, True
-        for line in self._lines.values():
-            line.cut()
+        for name in self._lines:
+            self._cut(name)
         self.clock.at(self.clock.now + self._down_s, self.start_broker)
 
     def learner_ended(self, learner: SimulatedLearner) -> None:
         self.ended[learner.spec.name] = self.learners.pop(learner.spec.name)
 
-    # The network and its faults.
-
-    def _told(self, sender: str, receiver: str, message: msg.ControlMessage) -> None:
-        if self._on_message is not None:
-            self._on_message(self.clock.now, sender, receiver, message)
-
-    def _data(self, name: str, up: bool, stream: int, receive: Callable[[], None]) -> None:
-        """In order within a stream, not across streams; lost while the learner is cut off."""
-        faults, random, now = self.faults, self.random, self.clock.now
-        line = self._lines[name]
-        faulty = now < faults.until_s
-        if not line.up or (faulty and random.random() < faults.loss):
-            return
-        delay_s = random.uniform(*faults.latency_s)
-        if faulty and random.random() < faults.slow:
-            delay_s += random.uniform(0.0, faults.slow_s)
-        key = (line.name, up, stream)
-        arrival = max(self._stream_arrivals.get(key, 0.0), now + delay_s)
-        self._stream_arrivals[key] = arrival
-        self.clock.at(arrival, receive)
-        if faulty and random.random() < faults.duplicate:
-            self.clock.at(arrival + random.uniform(0.0, faults.slow_s), receive)
+    # The faults.
 
     def _schedule_faults(self) -> None:
         faults = self.faults

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from narrows.bench.codec.codings import Coding
-from narrows.bench.sim.broker import SimulatedBroker, digest_of
+from narrows.bench.sim.broker import SimulatedBroker
 from narrows.bench.sim.learner import LearnerSpec, SimulatedLearner
+from narrows.bench.sim.payloads import digest_of
 from narrows.bench.sim.simulation import Simulation
 from narrows.bench.sim.virtual import Faults
 from narrows.broker.config import BrokerConfig

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol, TypeAlias
 
-from narrows.proto import messages as msg
-
 Action: TypeAlias = Callable[[], None]
-Receive: TypeAlias = Callable[[msg.ControlMessage], None]
 Span: TypeAlias = tuple[float, float]
 """Smallest and largest duration in seconds; drawn uniformly."""
 
@@ -100,21 +98,46 @@ class Host:
         self.alive = True
         self.frozen_until = 0.0
         self._timer_at = math.inf
+        self._postponed: deque[Action] = deque()
 
     def later(self, delay_s: float, action: Action) -> None:
         """Runs `action` unless the process is dead by then; after the thaw if it is frozen."""
         self.clock.at(self.clock.now + delay_s, lambda: self.do(action))
 
     def do(self, action: Action) -> None:
-        if self.alive and self.clock.now < self.frozen_until:
-            self.clock.at(self.frozen_until, lambda: self.do(action))
-        elif self.alive:
+        """Runs `action` unless the process is dead; while it is frozen, later and in order."""
+        if not self.alive:
+            return
+        if self.clock.now >= self.frozen_until and not self._postponed:
             action()
+            return
+        self._postponed.append(action)
+        if len(self._postponed) == 1:
+            self.clock.at(self.frozen_until, self._thaw)
+
+    def _thaw(self) -> None:
+        while self._postponed and self.alive:
+            if self.clock.now < self.frozen_until:
+                self.clock.at(self.frozen_until, self._thaw)
+                return
+            # It stays in the queue while it runs: what it leads to comes after the others.
+            self._postponed[0]()
+            self._postponed.popleft()
+
+    def pump(self) -> None:
+        """Sends what credit and rates allow."""
+
+    def pump_at(self) -> float | None:
+        """When `pump` is to be called even if nothing else happens; None: never."""
+        return None
 
     def arm(self) -> None:
-        """Sees to it that the machine is woken in time."""
-        deadline = self.machine.next_deadline()
-        if deadline is not None and deadline < self._timer_at:
+        """Sees to it that machine and pump are woken in time."""
+        times = [
+            time for time in (self.machine.next_deadline(), self.pump_at()) if time is not None
+        ]
+        deadline = min(times, default=math.inf)
+        if deadline < self._timer_at:
             self._timer_at = deadline
             self.clock.at(deadline, lambda: self.do(lambda: self._wake(deadline)))
 
@@ -127,48 +150,10 @@ class Host:
             self.reach_deadline()
             after = self.machine.next_deadline()
             assert after is None or after > self.clock.now, "busy loop: a deadline stays due"
-        self.arm()
+        else:
+            self.pump()
+        if math.isinf(self._timer_at):  # Else it was armed by what it has done.
+            self.arm()
 
     def reach_deadline(self) -> None:
         raise NotImplementedError
-
-
-class ControlLine:
-    """The control connection of one learner process: in order and reliable while it is up.
-
-    What is sent while it is down is lost, as with IMMEDIATE in a ZeroMQ dealer.
-    """
-
-    def __init__(self, clock: Clock, random: Random, faults: Faults, name: str) -> None:
-        self.clock, self.random, self.faults, self.name = clock, random, faults, name
-        self.generation = 0
-        self.up = False
-        self._arrivals = {True: 0.0, False: 0.0}
-
-    @property
-    def peer(self) -> bytes:
-        """The routing id that the broker sees: another one after each break."""
-        return f"{self.name}#{self.generation}".encode()
-
-    def connect(self) -> None:
-        self.up = True
-
-    def cut(self) -> None:
-        """Breaks the connection; what is in flight is lost."""
-        if self.up:
-            self.up = False
-            self.generation += 1
-
-    def send(self, message: msg.ControlMessage, receive: Receive, *, up: bool) -> None:
-        """Delivers after a drawn delay, behind everything sent before; `up`: to the broker."""
-        if not self.up:
-            return
-        arrival = self.clock.now + self.random.uniform(*self.faults.latency_s)
-        self._arrivals[up] = arrival = max(arrival, self._arrivals[up])
-        generation = self.generation
-
-        def deliver() -> None:
-            if self.generation == generation:
-                receive(message)
-
-        self.clock.at(arrival, deliver)

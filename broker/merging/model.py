@@ -150,6 +150,10 @@ class GlobalModel:
         assert kept is None or kept.version == version
         return kept
 
+    def newest_version(self, fragment: int) -> int:
+        """Version of the published copy."""
+        return self.fragments[fragment].version
+
     def merge(
         self,
         index: int,

@@ -103,7 +103,7 @@ class Service:
 
     def run(self) -> str:
         """Serves until the run has ended or `stop` was called; returns why."""
-        poller = zmq.Poller()
+        poller, hub = zmq.Poller(), self.downlink.hub
         for source in (self.wires.control, self.wires.uplink, self.wires.downlink):
             poller.register(source, zmq.POLLIN)
         poller.register(self._wake.source, zmq.POLLIN)
@@ -111,7 +111,7 @@ class Service:
             while self._finished is None:
                 deadline = self.syncer.next_deadline()
                 now = time.monotonic()
-                times = [t for t in (deadline, self.downlink.pump_at) if t is not None]
+                times = [t for t in (deadline, hub.next_deadline(now)) if t is not None]
                 wait_s = max(0.0, min(times, default=now + 1.0) - now)
                 poller.poll(min(math.ceil(wait_s * 1000), 1000))
                 self._turn()
@@ -228,7 +228,7 @@ class Service:
 
     def _received_from(self, learner: str, size_bytes: int) -> None:
         self.traffic.setdefault(learner, Traffic()).up_bytes += size_bytes
-        self.downlink.received(learner, size_bytes, time.monotonic())
+        self.downlink.hub.received(learner, size_bytes, time.monotonic())
 
     def _handle_event(self, event: ev.Event) -> None:
         self._unjudged = True
@@ -253,7 +253,7 @@ class Service:
                 self.jobs.merge(effect, lambda outcome: self._record_merge(effect, outcome))
             case ev.Publish():
                 assert self.jobs.model is not None
-                self.downlink.publish(effect, self.jobs.model)
+                self.downlink.publish(effect, self.jobs.model, time.monotonic())
                 self._reach("published")
             case ev.Admit(learner, incarnation):
                 self.downlink.admit(learner, incarnation)
@@ -287,7 +287,7 @@ class Service:
         member = self.syncer.state.roster.by_peer(peer)
         if member is not None:
             self.traffic.setdefault(member.name, Traffic()).down_bytes += len(frame)
-            self.downlink.charge(member.name, wire_bytes(len(frame)), time.monotonic())
+            self.downlink.hub.charge(member.name, wire_bytes(len(frame)), time.monotonic())
         if not self.wires.send_control(peer, frame) and member is not None:
             # Not from inside the effects of another event: the syncer must finish that one.
             self._later(lambda: self._handle_event(ev.PeerLost(peer)))

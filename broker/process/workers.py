@@ -6,6 +6,7 @@ or the syncer.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -187,15 +188,16 @@ class Jobs:
             for each in effect.contributions
         ]
 
-    def encode_state(self, index: int, encoded: Callable[[EncodedVersion], None]) -> None:
-        """Encodes the newest published copy; `encoded` gets it on the loop's thread."""
+    def encode_state(self, index: int, encoded: Callable[[EncodedVersion, float], None]) -> None:
+        """Encodes the newest published copy; `encoded` gets it, and the time, on the loop's
+        thread."""
         assert self.model is not None
         fragment, state = self._run.table[index], self.model.fragments[index]
 
         def work() -> None:
             size = chunk_elements(self._run.settings, STATE_CODEC)
             version = encode_state(fragment, state, size)
-            self._post(lambda: encoded(version))
+            self._post(lambda: encoded(version, time.monotonic()))
 
         self._submit(self._pool, work)
 

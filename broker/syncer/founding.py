@@ -99,9 +99,12 @@ class Founding:
             if error.code is not ErrorCode.CHUNK_CONFLICT:
                 return [ev.Drop((handle,)), *self.failed(error)]
             # The founder has cut the fragment anew, for messages of another size.
-            return self._begin_anew(header, handle)
+            return self._begin_anew(header, handle) + self._make_if_complete()
         if arrival is Arrival.DUPLICATE:
             return [ev.Drop((handle,))]
+        return self._make_if_complete()
+
+    def _make_if_complete(self) -> list[ev.Effect]:
         if not all(self._assemblies[index].complete for index in sorted(self._assemblies)):
             return []
         # From here on late copies of chunks and failures of the founder change nothing.

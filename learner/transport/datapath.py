@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -18,8 +19,7 @@ import torch
 from narrows.learner.module import DeviceSnapshot
 from narrows.learner.session import events as ev
 from narrows.learner.transport.options import ClientOptions
-from narrows.learner.transport.push import Parcel, PushWork, Residuals, encode_push
-from narrows.learner.transport.sender import Sender
+from narrows.learner.transport.push import PushWork, Residuals, encode_push
 from narrows.learner.transport.sockets import LearnerSockets
 from narrows.proto import messages as msg
 from narrows.proto.codec import (
@@ -37,9 +37,9 @@ from narrows.proto.codec import (
     values_of,
 )
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
-from narrows.proto.flow import chunk_elements
+from narrows.proto.flow import Datagram, Parcel, Sender, chunk_elements
 from narrows.proto.fragments import Fragment
-from narrows.proto.frames import decode_data
+from narrows.proto.frames import UPLINK_TOPIC, decode_data
 from narrows.proto.shell import EventFile, raising
 from narrows.proto.terms import Ranges
 
@@ -53,6 +53,26 @@ def reason_of(error: BaseException) -> str:
     """The text of an error for the broker and the log. Its kind comes first, before a colon."""
     text = str(error) if isinstance(error, NarrowsError) else f"{type(error).__name__}: {error}"
     return text.removesuffix(": ")[:500]
+
+
+@dataclass
+class DataCounters:
+    """Bytes are those of ZeroMQ frames: topic, header and payload."""
+
+    data_up_bytes: int = 0
+    data_down_bytes: int = 0
+    push_bytes: int = 0
+    push_elements: int = 0
+    publication_bytes: int = 0
+    publication_elements: int = 0
+    pushes: int = 0
+
+    def count_up(self, datagram: Datagram) -> None:
+        """A data message has left."""
+        self.data_up_bytes += datagram.frame_bytes
+        if datagram.parcel.kind is msg.DataKind.PUSH:
+            self.push_bytes += datagram.frame_bytes
+            self.push_elements += datagram.parcel.chunk.count
 
 
 class DataPath:
@@ -70,8 +90,8 @@ class DataPath:
         self._post = post
         self._records = EventFile(options.events, _log) if options.events else None
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="narrows-codec")
-        self.sender = Sender(wires, name=options.name, incarnation=options.incarnation)
-        self.counters = self.sender.counters
+        self.sender = Sender(options.name, options.incarnation, topic=lambda _: UPLINK_TOPIC)
+        self.counters = DataCounters()
         self.table: tuple[Fragment, ...] = ()
         self.settings: msg.RunSettings | None = None
         #: The published copy per fragment. Arrays are replaced, never changed in place.
@@ -255,7 +275,7 @@ class DataPath:
         if not work.settled:
             work.chunks.append(chunk)
             self.counters.pushes += chunk.offset == 0
-            self.sender.put(_parcel(work, chunk))
+            self.sender.put(work.parcel(chunk))
             if chunk.offset + chunk.count == work.fragment.elements:
                 rate = self._rates[work.fragment.index]
                 if rate.target_bits is not None:
@@ -270,7 +290,7 @@ class DataPath:
         """Queues the chunks that touch these ranges again, unless they are on their way."""
         work = self.pushes.get(push_id)
         if ranges and work is not None and not work.settled:
-            parcels = [_parcel(work, chunk) for chunk in work.chunks]
+            parcels = [work.parcel(chunk) for chunk in work.chunks]
             self.sender.put_again(parcels, ranges, time.monotonic())
 
     def settle(self, push_id: int, *, merged: bool) -> None:
@@ -307,12 +327,16 @@ class DataPath:
                 self._post(partial(self.sender.put, parcel))
         self._post(lambda: self.sender.put_again(again, ranges, time.monotonic()))
 
+    def pump(self, now: float) -> None:
+        """Sends what credit and rate allow."""
+        self.sender.is_heard = self._wires.uplink_open
+        for stream in self._wires.take_reconnected():
+            self.sender.reconnect(stream, now)
+        for datagram in self.sender.due(now):
+            self._wires.send_data(datagram.stream, datagram.frames)
+            self.counters.count_up(datagram)
+
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._records is not None:
             self._records.close()
-
-
-def _parcel(work: PushWork, chunk: EncodedChunk) -> Parcel:
-    place = (work.fragment.index, work.base_version, work.push_id)
-    return Parcel(msg.DataKind.PUSH, *place, work.codec, chunk)

@@ -12,24 +12,12 @@ from torch import Tensor
 
 from narrows.learner.module import DeviceSnapshot, beside_training
 from narrows.proto.codec import F32, I64, EncodedChunk, empty_f32, round_to_dtype, transfer
-from narrows.proto.flow import chunk_elements
+from narrows.proto.flow import Parcel, chunk_elements
 from narrows.proto.fragments import Fragment
 from narrows.proto.messages import DataKind, LayoutEntry, RunSettings
 
 Residual: TypeAlias = F32 | Tensor
 """Shape (n,); in the memory where the push was encoded."""
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """A chunk of a push, or of version 0, in the outbox."""
-
-    kind: DataKind
-    fragment: int
-    version: int
-    push_id: int
-    codec: str
-    chunk: EncodedChunk
 
 
 @dataclass
@@ -68,6 +56,11 @@ class PushWork:
             return sampled
 
         return transfer.error_ratio(self.fragment, self.chunks, at)
+
+    def parcel(self, chunk: EncodedChunk) -> Parcel:
+        """One of its chunks, ready for the sender."""
+        place = (self.fragment.index, self.base_version, self.push_id)
+        return Parcel(DataKind.PUSH, *place, self.codec, chunk)
 
     @property
     def bits_per_param(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import zmq
@@ -138,21 +138,18 @@ class LearnerSockets:
                 except zmq.Again:
                     break
 
-    def send_control(self, frame: bytes) -> None:
-        """Sends, or drops the message if there is no connection: the session says Hello again
-        then, and tells anew what still matters."""
+    def send_control(self, frame: bytes) -> bool:
+        """Sends, or drops the message if there is no connection and returns False: the session
+        says Hello again then, and tells anew what still matters."""
         try:
             self._control.send(frame, zmq.NOBLOCK)
         except zmq.Again:
-            return
+            return False
         self.control_up_bytes += len(frame)
+        return True
 
-    def send_data(self, stream: int, header: bytes, payload: bytes) -> tuple[int, int, int]:
-        """Returns the bytes of each frame."""
-        topic = b"u"
-        frames = [topic, header, payload]
+    def send_data(self, stream: int, frames: Sequence[bytes]) -> None:
         self._uplinks[stream].send_multipart(frames, zmq.NOBLOCK, copy=False)
-        return len(topic), len(header), len(payload)
 
     def close(self) -> None:
         """Closes all; messages that were sent already get the linger time of their socket."""

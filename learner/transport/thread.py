@@ -26,11 +26,11 @@ from narrows.proto.errors import (
     RemoteProtocolError,
     printable,
 )
-from narrows.proto.flow import chunk_elements
+from narrows.proto.flow import chunk_elements, wire_bytes
 from narrows.proto.fragments import Fragment
 from narrows.proto.frames import decode_control, encode_control
 from narrows.proto.layout import check_layout
-from narrows.proto.messages import TokenLedger
+from narrows.proto.messages import ControlMessage, TokenLedger
 from narrows.proto.terms import Ranges
 
 _log = logging.getLogger("narrows.learner")
@@ -138,7 +138,7 @@ class Background:
                 self.handle(ev.DeadlineReached())
             # Without a session nobody has given us a share of the line.
             if self.view.session.online:
-                self.data_path.sender.pump(time.monotonic())
+                self.data_path.pump(time.monotonic())
             self._look_at_connections()
         while self._actions:  # Among them the Bye.
             self._actions.popleft()()
@@ -152,13 +152,11 @@ class Background:
         return min(max(view.next_deadline - time.monotonic(), 0.0), longest_s)
 
     def _until_pump_s(self) -> float:
-        """Seconds until the rate lets the next message go."""
-        pump_at = self.data_path.sender.pump_at
-        return (
-            IDLE_S
-            if pump_at is None or not self.view.session.online
-            else max(pump_at - time.monotonic(), 0.0)
-        )
+        """Seconds until something may leave, or is to be looked at; 0 if that is now."""
+        now = time.monotonic()
+        online = self.view.session.online
+        deadline = self.data_path.sender.next_deadline(now) if online else None
+        return IDLE_S if deadline is None else max(deadline - now, 0.0)
 
     def _look_at_connections(self) -> None:
         """Shows a training thread that joins what gets through on the data connections.
@@ -174,7 +172,7 @@ class Background:
         with self.changed:
             waits = bool(self.session.fragments.fetching())
             data = DataConnections(
-                DataConnection(up_port, wires.uplink_open, sender.is_due, sender.told_bytes),
+                DataConnection(up_port, wires.uplink_open, not sender.is_idle, sender.told_bytes),
                 DataConnection(down_port, wires.downlink_open, waits, came_bytes),
                 4 * chunk_elements(settings, STATE_CODEC),
             )
@@ -303,6 +301,11 @@ class Background:
             return
         self.handle(ev.Received(message))
 
+    def _send_control(self, message: ControlMessage) -> None:
+        frame = encode_control(message)
+        if self.wires.send_control(frame):
+            self.data_path.sender.charge(wire_bytes(len(frame)), time.monotonic())
+
     def _on_data(self, frames: list[bytes]) -> None:
         try:
             event = self.data_path.receive(frames)
@@ -315,7 +318,7 @@ class Background:
         for effect in effects:
             match effect:
                 case ev.Send(message):
-                    self.wires.send_control(encode_control(message))
+                    self._send_control(message)
                 case ev.Note(level, text):
                     _log.log(getattr(logging, level.upper()), "%s", printable(text))
                 case ev.Identify(run_id, epoch):

@@ -18,9 +18,10 @@ from narrows.proto.flow.budget import (
     message_bytes,
     wire_bytes,
 )
-from narrows.proto.flow.outbox import STATE_FLOOR, Departure, Lane, Outbox
+from narrows.proto.flow.hub import Hub
 from narrows.proto.flow.path import ACKNOWLEDGE_BYTES
 from narrows.proto.flow.patience import STATE_BYTES, Flow, Patience, Way, push_bytes_max
+from narrows.proto.flow.sender import Datagram, Parcel, Sender
 
 __all__ = [
     "ACKNOWLEDGE_BYTES",
@@ -28,15 +29,15 @@ __all__ = [
     "SEGMENT_OVERHEAD_BYTES",
     "SHARE_USED",
     "STATE_BYTES",
-    "STATE_FLOOR",
     "Arrival",
     "Assembly",
     "Budget",
-    "Departure",
+    "Datagram",
     "Flow",
-    "Lane",
-    "Outbox",
+    "Hub",
+    "Parcel",
     "Patience",
+    "Sender",
     "Way",
     "chunk_elements",
     "least_chunk_elements",

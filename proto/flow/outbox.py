@@ -47,6 +47,28 @@ class Lane(IntEnum):
     STATE = 1
 
 
+@dataclass
+class StateDebt:
+    """Whose turn it is where both wait: of the bytes, STATE_FLOOR are states."""
+
+    owed_bytes: float = 0.0
+
+    def is_due(self, size_bytes: int) -> bool:
+        """A state message of this size goes next."""
+        return self.owed_bytes >= size_bytes
+
+    def settle(self, lane: Lane, size_bytes: int) -> None:
+        """A message of this lane has left."""
+        if lane is Lane.STATE:
+            self.owed_bytes = max(0.0, self.owed_bytes - size_bytes)
+        else:
+            self.owed_bytes += size_bytes * STATE_FLOOR / (1 - STATE_FLOOR)
+
+    def forget(self) -> None:
+        """No state waits: what fragments take now is not at its expense."""
+        self.owed_bytes = 0.0
+
+
 class Departure(NamedTuple, Generic[Item]):
     """An item that may leave now, on `stream`, which then stands at `position` bytes."""
 
@@ -97,11 +119,12 @@ class Outbox(Generic[Item]):
     stall_s: float = STALL_S
     """A peer without progress for so long has lost what was under way: then one message may leave
     to find out, the next after twice the time; all of the window after progress."""
-    bytes_sent: int = 0
     delivery: Delivery = field(default_factory=Delivery)
+    in_flight: int = 0
+    """Bytes that are not acknowledged, of all streams."""
     _streams: list[_Stream[Item]] = field(default_factory=list[_Stream[Item]])
     _lanes: tuple[deque[tuple[Item, int]], ...] = ()
-    _owed_to_states: float = 0.0
+    _debt: StateDebt = field(default_factory=lambda: StateDebt())
     _moved_at: float = -math.inf
     """When anything was acknowledged last."""
     _late_s: float = 0.0
@@ -113,7 +136,8 @@ class Outbox(Generic[Item]):
         self._lanes = tuple(deque[tuple[Item, int]]() for _ in Lane)
 
     def __len__(self) -> int:
-        return sum(len(lane) for lane in self._lanes)
+        fragments, states = self._lanes
+        return len(fragments) + len(states)
 
     def __iter__(self) -> Iterator[Item]:
         """What waits to leave."""
@@ -123,9 +147,15 @@ class Outbox(Generic[Item]):
     def next_lane(self) -> Lane | None:
         """What leaves next, None if nothing waits."""
         fragments, states = self._lanes
-        if states and (not fragments or self._owed_to_states >= states[0][1]):
+        if states and (not fragments or self._debt.is_due(states[0][1])):
             return Lane.STATE
         return Lane.FRAGMENT if fragments else None
+
+    @property
+    def next_bytes(self) -> int:
+        """Size of what leaves next; 0 if nothing waits."""
+        lane = self.next_lane
+        return 0 if lane is None else self._lanes[lane][0][1]
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -136,6 +166,7 @@ class Outbox(Generic[Item]):
         """Counts on from where an outbox before this one stood: what is still on its way from it
         must not pass for credit."""
         for stream, position in zip(self._streams, positions, strict=True):
+            self.in_flight -= stream.in_flight
             stream.sent = stream.acknowledged = stream.told = position
 
     @property
@@ -147,11 +178,6 @@ class Outbox(Generic[Item]):
     def told_bytes(self) -> int:
         """What the receiver has told to have seen, whatever was given up meanwhile."""
         return sum(stream.told for stream in self._streams)
-
-    @property
-    def in_flight(self) -> int:
-        """Bytes that are not acknowledged."""
-        return sum(stream.in_flight for stream in self._streams)
 
     def coming(self, now: float) -> Iterator[Item]:
         """What waits to leave or has left so lately that it cannot be missing yet."""
@@ -166,6 +192,10 @@ class Outbox(Generic[Item]):
         """Queues a message of `size_bytes`."""
         self._lanes[lane].append((item, size_bytes))
 
+    def has_credit(self, now: float) -> bool:
+        """Whether `take` would return a message."""
+        return len(self) > 0 and self._choose(self.next_bytes, now) is not None
+
     def take(self, now: float) -> Departure[Item] | None:
         """The next message that the credit lets go, on the emptiest stream that moves."""
         lane = self.next_lane
@@ -177,22 +207,16 @@ class Outbox(Generic[Item]):
             return None
         stream = self._streams[index]
         self._lanes[lane].popleft()
-        self._settle_debt(lane, size_bytes)
+        self._debt.settle(lane, size_bytes)
+        if not self._lanes[Lane.STATE]:
+            self._debt.forget()
         mark = self.delivery.leave(now, alone=not self.in_flight)
         if not stream.in_flight:
             stream.waits_since = now
         stream.sent += size_bytes
-        self.bytes_sent += size_bytes
+        self.in_flight += size_bytes
         stream.under_way.append(_Sent(item, lane, size_bytes, stream.sent, mark))
         return Departure(item, index, stream.sent)
-
-    def _settle_debt(self, lane: Lane, size_bytes: int) -> None:
-        if not self._lanes[Lane.STATE]:
-            self._owed_to_states = 0.0
-        elif lane is Lane.FRAGMENT:
-            self._owed_to_states += size_bytes * STATE_FLOOR / (1 - STATE_FLOOR)
-        else:
-            self._owed_to_states = max(0.0, self._owed_to_states - size_bytes)
 
     def _choose(self, size_bytes: int, now: float) -> int | None:
         """The stream that takes a message of this size: a dead one to see whether it lives again,
@@ -233,6 +257,7 @@ class Outbox(Generic[Item]):
                 newest = max(newest or mark, mark)
         if arrived:
             self._moved_at = now
+            self.in_flight -= arrived
         if newest is not None:
             self.delivery.arrive(arrived, newest, now)
             if now - newest.sent_at < self.stall_s:
@@ -265,6 +290,7 @@ class Outbox(Generic[Item]):
         """Queues what is under way again, in front."""
         lost = stream.in_flight
         stream.acknowledged = stream.sent
+        self.in_flight -= lost
         stream.waits_since, stream.renewals = now, stream.renewals + 1
         self._queue_again(stream)
         return lost

@@ -208,7 +208,7 @@ def test_a_control_message_that_arrives_is_charged_for_its_acknowledgement() -> 
     sender = learner.background.data_path.sender
     try:
         sender.set_rate(1e6, time.monotonic())
-        budget = sender._budget  # pyright: ignore[reportPrivateUsage]
+        budget = sender.budget
         assert budget._window_bytes == 0  # pyright: ignore[reportPrivateUsage]
         learner.background.receive_control(encode_control(msg.Probe(1)))
         assert budget._window_bytes == 66  # pyright: ignore[reportPrivateUsage]

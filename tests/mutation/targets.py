@@ -7,6 +7,7 @@ from dataclasses import dataclass
 FAST = ("tests/unit", "tests/property", "tests/protocol", "tests/golden", "tests/test_paper.py")
 """Here is what a mutant has to survive besides the tests of its module: all that import it."""
 
+LINES = ("tests/protocol/test_lines.py",)
 DECISIONS = ("tests/protocol/test_transcripts.py", "tests/protocol/test_seeds.py")
 SOCKETS = (
     "tests/e2e/test_client.py", "tests/e2e/test_wires.py", "tests/e2e/test_learner.py",
@@ -54,8 +55,13 @@ TARGETS = {
     ),
     "downlink": Target(
         "broker/process/downlink.py",
-        (*_unit("downlink", "outbox", "reload"), "tests/protocol/test_transcripts.py"),
+        (*_unit("downlink", "reload"), "tests/protocol/test_transcripts.py"),
     ),
+    "sender": Target(
+        "proto/flow/sender.py",
+        (*_unit("sender", "hub", "downlink"), "tests/property/test_sender.py", *LINES),
+    ),
+    "hub": Target("proto/flow/hub.py", (*_unit("hub", "downlink"), *LINES)),
     "journal": Target(
         "broker/storage/journal.py",
         (

@@ -102,6 +102,17 @@ def test_version_0_is_of_one_process_though_its_name_was_taken_over() -> None:
     assert one(effects, ev.Found).handles == ((3,), (2,))
 
 
+def test_a_founder_that_cuts_anew_and_sends_the_last_fragment_whole_has_founded() -> None:
+    """Rates that are raised in the middle of it make messages, and so chunks, larger."""
+    desk = Desk()
+    desk.say("a", hello("a"))
+    desk.chunk("a", 1, kind=FOUND, codec=STATE_CODEC)
+    desk.chunk("a", 0, kind=FOUND, codec=STATE_CODEC, count=500)
+    effects = desk.chunk("a", 0, kind=FOUND, codec=STATE_CODEC)
+    assert only(effects, ev.Drop) == [ev.Drop((2,))]
+    assert one(effects, ev.Found).handles == ((3,), (1,))
+
+
 def test_a_repeated_hello_of_the_founder_does_not_start_over() -> None:
     desk = Desk()
     desk.say("a", hello("a"))

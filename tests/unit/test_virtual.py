@@ -51,6 +51,20 @@ def test_a_host_keeps_one_timer() -> None:
     assert machine.asked == 100 + 3 * wakes
 
 
+def test_what_a_frozen_host_has_missed_comes_in_order_even_if_it_freezes_again() -> None:
+    clock = Clock()
+    host, done = Listener(clock, Random(0), Metronome()), list[int]()
+    host.frozen_until = 5.0
+    host.do(lambda: done.append(1))
+    host.frozen_until = 9.0
+    host.do(lambda: done.append(2))
+    clock.at(9.0, lambda: host.do(lambda: done.append(3)))
+    clock.run(8.0, lambda: False)
+    assert done == []
+    clock.run(9.0, lambda: False)
+    assert done == [1, 2, 3]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_learner_greets_a_simulated_broker_that_was_away_for_long(seed: int) -> None:
     config = load_config(None, {"run.learners_at_start": 2})
