@@ -236,7 +236,7 @@ class Background:
 
     def start_founding(self, fragment: Fragment, values: F32, ranges: Ranges) -> None:
         """For the training thread: version 0 is read; has it encoded and sent."""
-        self.later(lambda: self.data_path.found(fragment.index, values, ranges))
+        self.later(lambda: self.data_path.start_founding(fragment.index, values, ranges))
 
     def start_push(self, effect: ev.Snapshot, local: F32 | DeviceSnapshot, base: F32) -> None:
         """For the training thread: a snapshot is taken; has it encoded and sent."""
