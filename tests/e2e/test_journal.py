@@ -248,7 +248,7 @@ def test_without_a_journal_the_first_learner_tells_what_was_lost(
         host = ToyHost(vector(3))
         learner = client(service, "a", host)
         learner.start()
-        while sum(learner.background.view.session.held) < 6:
+        while sum(learner.background.session.fragments.held) < 6:
             host.step(0.1)
             learner.boundary(1, 0.0)
             threading.Event().wait(0.003)
