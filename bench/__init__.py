@@ -1,1 +1,1 @@
-"""What is measured, and the demo: every number in the documentation comes from here."""
+"""The benches and the demo: every number in the documentation comes from here."""

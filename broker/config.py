@@ -1,7 +1,7 @@
-"""The broker's settings: every one with its unit, its range and its reason. [pure]
+"""The broker's settings: each with its unit, its range and its reason. [pure]
 
-The file is TOML with one table per section; docstrings of sections are the table's caption.
-Precedence: flags over file over the mode's preset over the defaults below.
+The file is TOML with one table per section, and a section's docstring is the caption of its table.
+Flags win over the file, the file over the mode's preset, the preset over the defaults below.
 """
 
 from __future__ import annotations
@@ -54,20 +54,21 @@ class BrokerSection(Section):
     """Versions, summed over the fragments, between two checkpoints. A restart replays the journal
     since the last one; without a journal those versions are gone."""
     journal: Literal["full", "merged", "off"] = "full"
-    """What is durable before a version is published. full: the contributions and the publication as
-    they travelled, so that a run can be replayed under other settings. merged: the outer gradient,
-    rounded to bfloat16, whatever the number of learners. off: checkpoints only."""
+    """Record that is durable before a version is published. full: the contributions and the
+    publication as they travelled, so that a run can be replayed under other settings. merged: the
+    outer gradient, rounded to bfloat16; its size does not grow with the learners. off: checkpoints
+    only."""
     journal_errors: Literal["stop", "serve"] = "stop"
-    """When the journal cannot be written. stop: nothing is published until it can; learners train
-    on. serve: versions are published although a crash would undo them."""
+    """Choice when the journal cannot be written. stop: nothing is published until it can; learners
+    train on. serve: versions are published although a crash would undo them."""
     journal_keep: bool = False
-    """Keep all of it, and the first checkpoint, for `narrows journal replay`; else it is cut back
-    to the older of the two checkpoints that are kept."""
+    """Keep the whole journal and the first checkpoint, for `narrows journal replay`. Otherwise the
+    journal is cut back to the older of the two checkpoints that are kept."""
     journal_segment: Annotated[Size, Range(1 << 12, 1 << 40)] = 64 << 20
     """Size of one file of the journal; a broker takes the room of one at its start."""
     beat: Annotated[Duration, Range(0.01, 60)] = BEAT_S
-    """Seconds between two beats to each learner. Beats repeat the state, so one that is lost costs
-    this much delay."""
+    """Time between two beats to each learner. Beats repeat the state, so a lost one costs this much
+    delay."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,8 +99,8 @@ class RunSection(Section):
     """Learners that must have joined before the first version is handed out, so that they all
     start together. Later ones join at any time."""
     max_offline: Duration = 3600.0
-    """A learner that is cut off for longer pauses until it is back, since its work would be thrown
-    away: a duration. 0: it trains on for ever."""
+    """A learner that is cut off for longer pauses until it is back, because its work would be
+    thrown away. 0: it trains on for ever."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class FragmentsSection(Section):
     """[fragments] How the model is cut and how often each part is exchanged."""
 
     count: Annotated[int, Range(1, FRAGMENTS_MAX)] = 4
-    """P. More fragments spread the traffic more evenly; each has at least one tensor's row."""
+    """P, the number of fragments. More of them spread the traffic more evenly; each has at least
+    one row of a tensor."""
     sync_period_steps: Annotated[int, Range(1, 1_000_000)] = 10
     """H, inner steps between two syncs of the same fragment. Traffic falls as 1/H; in short runs
     20 cost 1 to 2% of the loss more than 10 (docs/quality.md, "H and gain")."""
@@ -230,14 +232,14 @@ class LivenessSection(Section):
     """[liveness] When a silent learner is no longer counted on. Durations."""
 
     late: Duration = LATE_S
-    """Nothing heard for so long: the learner is not waited for beyond the grace window."""
+    """Silence after which a learner is not waited for beyond the grace window."""
     lost: Duration = LOST_S
-    """Nothing heard for so long: it is dead, and "all live learners" is one less. Above `late`."""
+    """Silence after which a learner is dead, and "all live learners" are one less. Above `late`."""
     forget: Duration = FORGET_S
-    """A learner that is gone is remembered for so long, with the pushes of it that were merged: one
-    that comes back later is new, and does not know whether its last push was. At least `lost`."""
+    """Time for which a learner that is gone is remembered, with its merged pushes. One that comes
+    back later is new, and does not know whether its last push was merged. At least `lost`."""
     probe: Duration = PROBE_S
-    """Time that the holder of a name has to answer when a newcomer claims it."""
+    """Time in which the holder of a name must answer when a newcomer claims it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -259,7 +261,7 @@ class LivenessSection(Section):
 
 @dataclass(frozen=True)
 class BrokerConfig(Section):
-    """Everything that a broker can be told."""
+    """All settings of a broker."""
 
     broker: BrokerSection = field(default_factory=BrokerSection)
     run: RunSection = field(default_factory=RunSection)
@@ -273,7 +275,7 @@ class BrokerConfig(Section):
 
 _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
     Mode.DECOUPLED: {},
-    # That all live learners contribute follows from the mode itself.
+    # Nothing to set: that all live learners contribute follows from the mode itself.
     Mode.STREAMING: {},
     Mode.DILOCO: {
         "fragments.count": 1,
@@ -287,7 +289,7 @@ _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
 
 
 def preset(mode: Mode | str) -> dict[str, object]:
-    """What a mode changes in the defaults, for `override`. Raises ConfigError."""
+    """The settings that a mode changes, for `override`. Raises ConfigError."""
     check_choice("run.mode", mode, tuple(Mode))
     return {"run.mode": str(mode), **_PRESETS[Mode(mode)]}
 
@@ -300,6 +302,7 @@ def load_config(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
     table = read_table(path) if path else {}
     run = table.get("run")
     of_file = cast(Mapping[str, object], run).get("mode") if isinstance(run, dict) else None
+    # The mode first: its preset stands below the file and the flags that name the mode.
     mode = str(flags.get("run.mode") or of_file or Mode.DECOUPLED)
     config = override(BrokerConfig(), preset(mode))
     return override(override(config, table, source=str(path)), flags, source="flags")

@@ -1,9 +1,9 @@
 """A whole Narrows learner in one file, written from PROTOCOL.md alone; (§n) names its sections.
 
---layout names a JSON list of [name, shape, "float32", rule], as all learners of the run have it. The
-model's gradient is beyond this file: a step is weight decay. It founds no run, and refuses by name
-what it does not support. Exit codes: 0 the run has ended, 2 not supported, 3 refused, 4 no broker.
-"""
+--layout names a JSON list of [name, shape, "float32", rule], as all learners of the run have it.
+The model's gradient is beyond this file: a step is weight decay. It founds no run, and refuses by
+name what it does not support. Exit codes: 0 the run has ended, 2 not supported, 3 refused, 4 no
+broker."""
 
 import argparse
 import json

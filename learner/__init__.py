@@ -1,4 +1,9 @@
-"""What a training loop imports: `from narrows.learner import Learner`."""
+"""Joins a PyTorch training loop to a run: `from narrows.learner import Learner`.
+
+User code imports `Learner` and the errors that it may raise. Inside, `session` decides, `transport`
+owns threads and sockets, `module` reads and writes the model's parameters, and `reference` is a
+complete worker to try the project with. Other folders import the doors of those districts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The context manager that joins a PyTorch training loop to a run."""
+"""Joins a PyTorch training loop to a run: the context manager that user code sees."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from narrows.learner.module import (
     parameters_of,
     ramp_steps,
 )
-from narrows.learner.transport import Client
+from narrows.learner.transport import Client, ClientOptions
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 
 Batch = TypeVar("Batch")
@@ -36,11 +36,11 @@ _log = logging.getLogger("narrows.learner")
 
 
 class ClientInterface(Protocol):
-    """What a Learner needs of narrows.learner.transport.client.Client."""
+    """The part of narrows.learner.transport.Client that a Learner uses."""
 
     @property
     def joined_version_sum(self) -> int:
-        """Sum of the fragments' versions adopted at the first join; 0: the run began with us."""
+        """Sum of the versions that were adopted when it joined; 0: the run began with it."""
         ...
 
     @property
@@ -67,18 +67,20 @@ class ClientInterface(Protocol):
 class Learner:
     """Joins a training loop to the run of a broker; see the example in the README.
 
-    Entering looks whether the optimizers have their state (else the learning rate ramps up, see
-    `lr_scale`), blocks until every fragment is adopted, and raises BrokerUnreachable after
-    `join_timeout_s` seconds without a broker, or without progress on data that is due; after that
-    an outage never raises. From then on each step of the
-    optimizer, of several the last one, is a boundary at which fragments are read and adopted.
-    Leaving takes the final model of a run that has reached its goal, or raises Unfinished; it waits
+    Entering blocks until every fragment is adopted. It raises BrokerUnreachable after
+    `join_timeout_s` seconds without a broker, or without progress on data that is due. Later an
+    outage never raises. If the optimizers have no state yet, the learning rate ramps up: see
+    `lr_scale`. Each step of the optimizer, with several that of the last one, is a boundary at
+    which fragments are read and adopted.
+
+    Leaving takes the final model of a run that has reached its goal, or raises Unfinished. It waits
     while the broker speaks and a minute more, but no longer than `leave_timeout_s` (None: no such
-    limit). When the body raised it leaves at once.
+    limit). When the body raised, it leaves at once.
 
     `merge_rules` is described at ModuleParameters. `events` is a file that gets one JSON line per
-    event. `device_encoding` is whether pushes are encoded where the parameters are, for 8 bytes of
-    that memory per parameter; by default if they are all on one GPU. `connect` makes the exchange.
+    event. With `device_encoding` pushes are encoded where the parameters are, which takes 8 bytes
+    of that memory per parameter; the default is True if they are all on one GPU. `connect` makes
+    the client; tests and benches give another one.
 
     Errors: LocalProtocolError(MISUSE) for a model or a loop that cannot take part, Refused (also
     from `optimizer.step()`) when the broker does not want this learner.
@@ -96,15 +98,17 @@ class Learner:
         leave_timeout_s: float | None = None,
         events: str | os.PathLike[str] | None = None,
         device_encoding: bool | None = None,
-        connect: Callable[..., ClientInterface] = Client,
+        connect: Callable[[ClientOptions], ClientInterface] = Client,
     ) -> None:
         _refuse_several_ranks()
         self._optimizers = _listed(optimizer)
         self._parameters = parameters_of(model, merge_rules, device_encoding)
         self._leave_timeout_s = leave_timeout_s
         self._ramp_steps = 0
-        self._connect = functools.partial(
-            connect,
+        self._connect = connect
+        # All but the ramp, which is known only when the learner is entered.
+        self._options = functools.partial(
+            ClientOptions,
             broker=broker,
             name=name,
             layout=self._parameters.layout,
@@ -113,7 +117,7 @@ class Learner:
             join_timeout_s=join_timeout_s,
             events=None if events is None else Path(events),
         )
-        self._exchange: ClientInterface | None = None
+        self._joined: ClientInterface | None = None
         self._undo = ExitStack()
         self._step_log = StepLog(lambda tokens: self._client.skipped(tokens))
         self._losses = HostLoss()
@@ -123,18 +127,18 @@ class Learner:
         self._code_s = 0.0
 
     def __enter__(self) -> Self:
-        if self._exchange is not None:
+        if self._joined is not None:
             raise _misuse("a Learner can be entered once", remedy="Make a new one to join again.")
         self._strangers.start()
         # Not sooner: between the constructor and here the optimizers' state may be loaded.
         self._ramp_steps = ramp_steps(self._optimizers)
-        self._exchange = self._connect(contribute_after_steps=self._ramp_steps)
+        self._joined = self._connect(self._options(contribute_after_steps=self._ramp_steps))
         try:
-            self._exchange.start()
+            self._joined.start()
         except BaseException:
             self._abort()
             raise
-        if not self._exchange.joined_version_sum:
+        if not self._joined.joined_version_sum:
             self._ramp_steps = 0
         watch = GradientWatch(
             self._parameters.module,
@@ -144,7 +148,7 @@ class Learner:
             withheld=self._on_withheld,
         )
         self._undo.enter_context(watch.start())
-        hooks = [o.register_step_post_hook(self._on_part_step) for o in self._optimizers[:-1]]
+        hooks = [o.register_step_post_hook(self._on_other_step) for o in self._optimizers[:-1]]
         hooks.append(self._optimizers[-1].register_step_post_hook(self._on_step))
         for hook in hooks:
             self._undo.callback(hook.remove)
@@ -169,7 +173,7 @@ class Learner:
             raise
 
     def until_end(self, loader: Iterable[Batch]) -> Generator[Batch]:
-        """Batches of the loader until it ends or `should_stop`; never starts it anew."""
+        """Yields the loader's batches until it ends or `should_stop`; never starts it anew."""
         batches = iter(loader)
         while not self.should_stop:
             try:
@@ -181,18 +185,18 @@ class Learner:
     def log(self, tokens: int, loss: Loss | None = None) -> None:
         """Counts what the coming step learns from; any number of times before each step.
 
-        tokens: of this batch, positive. loss: mean over them, a number or a tensor of one element;
-        one on a device is neither waited for nor kept as part of a graph.
+        tokens: number in this batch, positive. loss: mean over them, a number or a tensor of one
+        element. A tensor on a device is not waited for, and its graph is not kept.
         Errors: LocalProtocolError(BAD_TOKENS | MISUSE).
         """
         with self._timed():
             self._step_log.add(tokens, loss)
 
     def discard(self) -> None:
-        """What was logged since the last step is not learned from, and counts as skipped.
+        """Counts all that was logged since the last step as skipped: no step learned from it.
 
         Call it when the loop drops gradients by hand (`p.grad = None`). A `zero_grad()` of the
-        optimizer or the model without a step says the same, and so does a step that a
+        optimizer or the model without a step is noticed without it, and so is a step that a
         torch.amp.GradScaler withholds.
         """
         with self._timed():
@@ -200,7 +204,7 @@ class Learner:
 
     @contextmanager
     def pause(self, reason: str = "evaluating") -> Generator[None]:
-        """While in the block, rounds are declined with this reason: nobody waits for us."""
+        """Declines rounds with this reason while in the block, so that nobody waits for us."""
         self._client.pause(reason)
         try:
             yield
@@ -216,7 +220,7 @@ class Learner:
 
     @property
     def progress(self) -> float:
-        """Share of the run's goal that is reached, 0 to 1; 0 for a run without a goal."""
+        """Fraction of the run's goal that is reached, 0 to 1; 0 for a run without a goal."""
         return self._client.progress
 
     @property
@@ -233,15 +237,15 @@ class Learner:
     def lr_scale(self) -> float:
         """Factor for the learning rate of the next step, above 0 and at most 1.
 
-        It rises step by step for a learner that came to a run under way without the inner state
-        of its optimizers, and is 1 for every other one. Before joining: as if it came to one.
+        It rises step by step for a learner that joined a run under way without the inner state of
+        its optimizers, and is 1 for every other one. Before joining it is that of such a learner.
         """
-        steps = ramp_steps(self._optimizers) if self._exchange is None else self._ramp_steps
+        steps = ramp_steps(self._optimizers) if self._joined is None else self._ramp_steps
         return min(1.0, (self._steps + 1) / max(1, steps))
 
     @property
     def health(self) -> str:
-        """How the connection is, in a few words for a display."""
+        """State of the session with the broker, in a word for a display."""
         return self._client.health
 
     def state_dict(self) -> dict[str, Any]:
@@ -249,8 +253,8 @@ class Learner:
         return self._parameters.state_dict()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a safetensors file; its metadata tell if it is final: see Client.standing."""
-        self._parameters.save(path, self._exchange.standing() if self._exchange else None)
+        """Writes a safetensors file; its metadata say if it is the final model of the run."""
+        self._parameters.save(path, self._joined.standing() if self._joined else None)
 
     def stats(self) -> dict[str, Any]:
         """Counters of the client; `code_s`: seconds of the training thread in our code."""
@@ -258,13 +262,13 @@ class Learner:
 
     @property
     def _client(self) -> ClientInterface:
-        if self._exchange is None:
+        if self._joined is None:
             raise _misuse(
                 "the learner has not joined yet", remedy="Use it inside: with Learner(...) as l:"
             )
-        return self._exchange
+        return self._joined
 
-    def _on_part_step(self, *_: object) -> None:
+    def _on_other_step(self, *_: object) -> None:
         self._step_log.stepped()
 
     def _on_step(self, *_: object) -> None:
@@ -276,7 +280,7 @@ class Learner:
             self._strangers.check()
             self._parameters.check_adopted()
             self._client.boundary(logged.tokens, self._losses.newest(logged.loss))
-            # What changes at all has mostly done so by the first step; look ever rarer.
+            # A buffer that changes at all does so mostly at the first step: look ever more rarely.
             if self._steps & (self._steps - 1) == 0:
                 self._warn_of_buffers()
                 self._strangers.check_model()
@@ -301,7 +305,7 @@ class Learner:
         self._quietly(self._client.abort)
 
     def _quietly(self, action: Callable[[], None]) -> None:
-        """Cleans up while an exception is under way that nothing must hide."""
+        """Cleans up while an exception is under way; an error here must not hide it."""
         try:
             action()
         except Exception:

@@ -12,8 +12,10 @@ _ADDRESS = re.compile(r"tcp://(\*|\[[^\[\]]+\]|[A-Za-z0-9_][A-Za-z0-9._-]{0,253}
 
 
 class Address(NamedTuple):
+    """A host and a TCP port."""
+
     host: str
-    """An IPv6 address stands in brackets, as ZeroMQ wants it."""
+    """Name or number; an IPv6 address stands in brackets, as ZeroMQ wants it."""
     port: int
 
     @property
@@ -22,12 +24,14 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
+        """True if only this machine can reach it. A broker without keys may listen there."""
         if self.host == "localhost":
             return True
         try:
             return ipaddress.ip_address(self.host.strip("[]")).is_loopback
         except ValueError:
-            return False  # A name may be anywhere.
+            # A name may be anywhere. To look it up would make the answer depend on the network.
+            return False
 
     def __str__(self) -> str:
         return f"tcp://{self.host}:{self.port}"
@@ -55,6 +59,8 @@ def parse_listen(text: str) -> Address:
 
 
 def _parse(text: str) -> Address | None:
+    """The address in `text`, None if it is none."""
+    # A regular expression, because urllib accepts user names, paths and queries as well.
     match = _ADDRESS.fullmatch(text)
     if match is None or int(match[2]) > 65535:
         return None

@@ -40,7 +40,7 @@ _TAKES: Final = {
 
 
 ENDLESS: Final = 1e16
-"""A bound beyond this only keeps a number within 64 bits: nobody wants all of its digits."""
+"""A bound beyond this only keeps a number within 64 bits; nobody wants to read all its digits."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ class Range:
     low: float
     high: float
 
-    def told(self, unit: str) -> str:
-        """In the units of the setting: "4KiB to 1TiB"."""
+    def text(self, unit: str) -> str:
+        """Both bounds in the units of the setting: "4KiB to 1TiB"."""
+        assert self.low <= self.high, self
         return " to ".join(_bound(n, unit) for n in (self.low, self.high))
 
 
@@ -81,7 +82,10 @@ def _bound(number: float, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Section:
-    """Base of everything configurable; subclasses are frozen dataclasses, all with defaults."""
+    """Base of everything configurable; subclasses are frozen dataclasses, all with defaults.
+
+    A configuration that exists is valid: nobody who gets one has to check it again.
+    """
 
     def __post_init__(self) -> None:
         """Checks the type and the range of every field. Raises ConfigError, naming the field."""
@@ -94,7 +98,7 @@ class Section:
                 if isinstance(note, Range) and not note.low <= value <= note.high:
                     unit = _unit(notes)
                     got = written(unit, value) if unit and value >= 0 else _show(value)
-                    raise ConfigError(f"{name}: out of range", expected=note.told(unit), got=got)
+                    raise ConfigError(f"{name}: out of range", expected=note.text(unit), got=got)
                 if isinstance(note, Choice):
                     check_choice(name, value, note.names)
 
@@ -161,7 +165,7 @@ def _as_set(value: object, unit: str) -> str:
 
 def _takes(kind: object, notes: tuple[object, ...]) -> str:
     unit = _unit(notes)
-    bounds = [note.told(unit) for note in notes if isinstance(note, Range)]
+    bounds = [note.text(unit) for note in notes if isinstance(note, Range)]
     if bounds and not unit:
         return bounds[0]
     named = [name for note in notes if isinstance(note, Choice) for name in note.names]
@@ -209,7 +213,7 @@ def _apply(
 
 
 def _behind(prefix: str, error: ConfigError) -> ConfigError:
-    """The same error with the place that it is about in front."""
+    """The same error with the place that it is about in front of its message."""
     return ConfigError(
         prefix + error.message, expected=error.expected, got=error.got, remedy=error.remedy
     )
@@ -244,7 +248,10 @@ def _convert(value: object, kind: object, notes: tuple[object, ...], key: str) -
 
 
 def _is(value: object, kind: object) -> bool:
-    """Strictly: a bool is no int; an int stands for a float; nothing is NaN or infinite."""
+    """Whether a value has a type, strictly: a bool is no int, and no number is NaN or infinite.
+
+    An int may stand for a float. NaN would pass every comparison with a bound.
+    """
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if isinstance(value, bool):
@@ -269,7 +276,10 @@ def _show(value: object) -> str:
 
 
 def _unknown(key: str, root: type[Section]) -> ConfigError:
-    """Matches the whole key first, then its last part: `quorum` alone finds `merge.quorum`."""
+    """The error for an unknown key, with the nearest known one.
+
+    The whole key is compared first, then its last word: `quorum` alone finds `merge.quorum`.
+    """
     keys = list(_keys(root))
     remedy = nearest(key, keys)
     if not remedy:
@@ -293,13 +303,13 @@ def _is_section(kind: object) -> bool:
 
 
 def _fields(cls: type[Section]) -> dict[str, tuple[object, tuple[object, ...]]]:
-    """Bare type and annotations of every field."""
+    """Bare type and annotations of every field, by its name."""
     hints = get_type_hints(cls, include_extras=True)
-    found: dict[str, tuple[object, tuple[object, ...]]] = {}
+    fields: dict[str, tuple[object, tuple[object, ...]]] = {}
     for field in dataclasses.fields(cls):
         hint, notes = hints[field.name], ()
         if get_origin(hint) is Annotated:
             hint, *rest = get_args(hint)
             notes = tuple(rest)
-        found[field.name] = (hint, notes)
-    return found
+        fields[field.name] = (hint, notes)
+    return fields

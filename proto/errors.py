@@ -1,4 +1,8 @@
-"""Everything that can go wrong between peers, by code, with what to do about it."""
+"""Everything that can go wrong between peers, by code, with the remedy.
+
+An error says what was expected, what came, and what to do next. Its code is what other programs
+read: it travels on the wire and stands in logs and counters, so it never changes its meaning.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,7 @@ RETRYABLE = frozenset({ErrorCode.UNKNOWN_SESSION, ErrorCode.WRONG_EPOCH, ErrorCo
 
 
 LOG_CHARACTERS_MAX = 1000
-"""Longest text of a peer in one log line."""
+"""Characters of a peer's text in one log line: a peer must not fill the disk with one message."""
 
 
 class NarrowsError(Exception):
@@ -93,7 +97,7 @@ class LocalProtocolError(NarrowsError):
 
 
 class RemoteProtocolError(NarrowsError):
-    """The peer broke the rules: its message is refused with `code`, nothing else changes."""
+    """The peer broke the rules. Its message is refused with `code`; nothing else changes."""
 
 
 class Refused(NarrowsError):
@@ -144,6 +148,9 @@ def describe(
 
 
 def printable(text: str) -> str:
-    """A peer's text for a log line: cut, control characters escaped."""
+    """A peer's text for a log line: cut, control characters escaped.
+
+    Escape sequences of a terminal could hide or forge lines of the log.
+    """
     cut = text if len(text) <= LOG_CHARACTERS_MAX else text[:LOG_CHARACTERS_MAX] + " ..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)

@@ -1,8 +1,9 @@
 """The fragment table: the same cut of the parameters on every peer, from layout and count alone.
 
 A tensor larger than a fragment is cut on rows of its first dimension; no other tensor is cut.
-The pieces are dealt out largest first, each to the fragment that is smallest so far, so no two
-fragments differ by more than the largest piece.
+The slices are dealt out largest first, each to the fragment that is smallest so far, so no two
+fragments differ by more than the largest slice. Fragments of nearly equal size keep the traffic
+even, and whole rows keep a piece in the shape of a matrix.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from narrows.proto.units import counted
 
 @dataclass(frozen=True)
 class Piece:
-    """Whole rows of one tensor within a fragment; scales and merge rules hold per piece."""
+    """Whole rows of one tensor within a fragment. Each piece has its own scale and merge rule."""
 
     tensor: int
     """Index in the layout."""
@@ -51,6 +52,7 @@ class Fragment:
         """(k + 1,) offsets of the pieces and the end. Read-only."""
         bounds = np.array([piece.offset for piece in self.pieces] + [self.elements], np.int64)
         bounds.setflags(write=False)
+        assert bounds[0] == 0 and bool(np.all(bounds[1:] > bounds[:-1])), self.pieces
         return bounds
 
     def spans(self, offset: int, count: int) -> NDArray[np.int64]:
@@ -60,7 +62,9 @@ class Fragment:
         """
         touched = self.pieces_of(offset, count)
         bounds = self.bounds[touched.start : touched.stop + 1]
-        return bounds.clip(offset, offset + count) - offset
+        spans = bounds.clip(offset, offset + count) - offset
+        assert spans[0] == 0 and spans[-1] == count, f"{spans} do not cover {count} elements"
+        return spans
 
     def pieces_of(self, offset: int, count: int) -> range:
         """Indices of the pieces that `count` elements from `offset` touch; raises as `spans`."""
@@ -76,14 +80,15 @@ class Fragment:
 
     def chunks(self, chunk_elements: int) -> list[tuple[int, int]]:
         """(offset, count) of the regular chunks; only the last one may be shorter."""
+        assert chunk_elements > 0, chunk_elements
         return [
             (offset, min(chunk_elements, self.elements - offset))
             for offset in range(0, self.elements, chunk_elements)
         ]
 
 
-class _Part(NamedTuple):
-    """A piece that has no fragment yet. Sorted: by tensor, then start, which is layout order."""
+class _Slice(NamedTuple):
+    """Whole rows of a tensor that have no fragment yet. They sort in layout order."""
 
     tensor: int
     start: int
@@ -100,8 +105,8 @@ def build_table(layout: Sequence[LayoutEntry], fragment_count: int) -> tuple[Fra
         raise ConfigError(
             "fragments.count", expected=f"1 to {FRAGMENTS_MAX}", got=str(fragment_count)
         )
-    parts = _parts(layout, fragment_count)
-    if len(parts) < fragment_count:
+    slices = _slices(layout, fragment_count)
+    if len(slices) < fragment_count:
         possible = _largest_possible(layout, fragment_count)
         raise ConfigError(
             f"fragments.count: this model cannot be cut into {counted(fragment_count, 'fragment')}",
@@ -109,27 +114,30 @@ def build_table(layout: Sequence[LayoutEntry], fragment_count: int) -> tuple[Fra
             got=str(fragment_count),
             remedy=f"set fragments.count = {possible}: only whole rows of a tensor are cut off",
         )
-    shares = _deal(parts, fragment_count)
-    return tuple(_fragment(index, share, layout) for index, share in enumerate(shares))
+    shares = _deal(slices, fragment_count)
+    table = tuple(_fragment(index, share, layout) for index, share in enumerate(shares))
+    # Conservation: no element is lost, none is in two fragments.
+    assert sum(f.elements for f in table) == sum(map(element_count, layout)), "elements are lost"
+    return table
 
 
-def _parts(layout: Sequence[LayoutEntry], fragment_count: int) -> list[_Part]:
-    """All pieces in layout order."""
+def _slices(layout: Sequence[LayoutEntry], fragment_count: int) -> list[_Slice]:
+    """All slices in layout order."""
     elements = sum(map(element_count, layout))
-    parts: list[_Part] = []
+    slices: list[_Slice] = []
     for tensor, entry in enumerate(layout):
         rows = entry.shape[0] if entry.shape else 1
         row_elements = element_count(entry) // rows
-        cuts = _part_count(entry, elements, fragment_count)
-        # Rows are shared out evenly, so the parts of a tensor differ by at most one row.
+        cuts = _slice_count(entry, elements, fragment_count)
+        # Rows are shared out evenly, so the slices of a tensor differ by at most one row.
         starts = [rows * cut // cuts * row_elements for cut in range(cuts + 1)]
         for start, end in pairwise(starts):
-            parts.append(_Part(tensor, start, end - start))
-    return parts
+            slices.append(_Slice(tensor, start, end - start))
+    return slices
 
 
-def _part_count(entry: LayoutEntry, elements: int, fragment_count: int) -> int:
-    """Parts of a tensor in a model of `elements`: each at most a fragment, or else one row."""
+def _slice_count(entry: LayoutEntry, elements: int, fragment_count: int) -> int:
+    """Slices of a tensor in a model of `elements`: each at most a fragment, or else one row."""
     rows = entry.shape[0] if entry.shape else 1
     return min(rows, -(-element_count(entry) * fragment_count // elements))
 
@@ -137,32 +145,34 @@ def _part_count(entry: LayoutEntry, elements: int, fragment_count: int) -> int:
 def _largest_possible(layout: Sequence[LayoutEntry], fragment_count: int) -> int:
     """The largest number of fragments up to `fragment_count` that leaves none of them empty.
 
-    The number of parts never falls when the count rises, so no count between the number of parts
-    and the count that gave it can be reached: stepping down to it misses nothing.
+    The number of slices never falls when the count rises. So no count between the number of slices
+    and the count that gave it is possible, and stepping down to it misses nothing.
     """
     elements = sum(map(element_count, layout))
-    possible, parts = -1, fragment_count
-    while parts != possible:
-        possible = parts
-        parts = min(parts, sum(_part_count(entry, elements, possible) for entry in layout))
+    possible, slices = -1, fragment_count
+    while slices != possible:
+        possible = slices
+        slices = min(slices, sum(_slice_count(entry, elements, possible) for entry in layout))
     return possible
 
 
-def _deal(parts: Sequence[_Part], fragment_count: int) -> list[list[_Part]]:
-    """Largest part first (equal ones in layout order) to the smallest fragment (the first)."""
-    shares: list[list[_Part]] = [[] for _ in range(fragment_count)]
+def _deal(slices: Sequence[_Slice], fragment_count: int) -> list[list[_Slice]]:
+    """Largest slice first (equal ones in layout order) to the smallest fragment (the first)."""
+    shares: list[list[_Slice]] = [[] for _ in range(fragment_count)]
     heap = [(0, index) for index in range(fragment_count)]
     heapify(heap)
-    for part in sorted(parts, key=lambda part: (-part.elements, part.tensor, part.start)):
+    for each in sorted(slices, key=lambda each: (-each.elements, each.tensor, each.start)):
         elements, index = heap[0]
-        shares[index].append(part)
-        heapreplace(heap, (elements + part.elements, index))
+        shares[index].append(each)
+        heapreplace(heap, (elements + each.elements, index))
     return shares
 
 
-def _fragment(index: int, share: list[_Part], layout: Sequence[LayoutEntry]) -> Fragment:
+def _fragment(index: int, share: list[_Slice], layout: Sequence[LayoutEntry]) -> Fragment:
+    assert share, f"fragment {index} is empty"
     pieces: list[Piece] = []
     offset = 0
+    # Layout order within a fragment, so that a copy walks through memory forwards.
     for tensor, start, count in sorted(share):
         pieces.append(Piece(tensor, start, count, offset, layout[tensor].rule))
         offset += count

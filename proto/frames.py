@@ -2,7 +2,8 @@
 
 Every msgpack body travels in an envelope of twelve bytes: `NRW`, one byte protocol version, and
 the xxh3_64 of the body (little-endian). A peer of another version is recognised before its body
-is read. Frames know nothing of membership, rounds or fragments.
+is read. TCP's checksum of 16 bits misses some errors of memory and network cards, and a model must
+not change by one. Frames know nothing of membership, rounds or fragments.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from narrows.proto.limits import (
     HEADER_BYTES_MAX,
     PAYLOAD_BYTES_MAX,
     PROTOCOL,
+    STREAMS_MAX,
+    TOPIC_BYTES_MAX,
 )
 from narrows.proto.messages import ControlMessage, Header
 from narrows.proto.units import counted
@@ -32,7 +35,10 @@ _header_decoder = msgspec.msgpack.Decoder(Header)
 
 
 def digest(data: bytes | memoryview) -> int:
-    """xxh3_64 of `data`: the checksum of everything on the wire."""
+    """xxh3_64 of `data`: the checksum of everything on the wire.
+
+    It guards against mistakes, not against an attacker, who could compute it as well.
+    """
     return xxhash.xxh3_64_intdigest(data)
 
 
@@ -60,9 +66,15 @@ UPLINK_TOPIC = b"u"
 
 
 def downlink_topic(incarnation: str, stream: int) -> bytes:
-    """The topic of one stream of one learner's process. Two digits, because ZeroMQ matches
-    prefixes: a subscription to stream 1 must not take what stream 10 carries."""
-    return f"{incarnation}/{stream:02d}".encode()
+    """The topic of one stream of one learner's process.
+
+    The stream has two digits because ZeroMQ matches prefixes: a subscription to stream 1 must not
+    take the messages of stream 10.
+    """
+    assert 0 <= stream < STREAMS_MAX <= 100, f"stream {stream} has no topic of two digits"
+    topic = f"{incarnation}/{stream:02d}".encode()
+    assert len(topic) <= TOPIC_BYTES_MAX, topic
+    return topic
 
 
 def encode_header(header: Header) -> bytes:
@@ -73,7 +85,11 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_data(frames: Sequence[bytes | memoryview]) -> tuple[Header, memoryview]:
-    """Header and payload of a data message `[topic, header, payload]`, checksums verified."""
+    """Header and payload of a data message `[topic, header, payload]`, checksums verified.
+
+    Raises RemoteProtocolError. Sizes are checked before digests, so that a message that is too
+    large costs nothing.
+    """
     if len(frames) != 3:
         raise RemoteProtocolError(
             ErrorCode.BAD_FRAME,
@@ -110,11 +126,13 @@ def decode_data(frames: Sequence[bytes | memoryview]) -> tuple[Header, memoryvie
 
 
 def _seal(body: bytes) -> bytes:
+    """The envelope and the body; `_unseal` is the inverse."""
+    assert len(MAGIC) + 1 + 8 == ENVELOPE_BYTES
     return MAGIC + bytes([PROTOCOL]) + digest(body).to_bytes(8, "little") + body
 
 
 def _unseal(frame: bytes | memoryview, bytes_max: int, what: str) -> memoryview:
-    """The verified body of an envelope."""
+    """The body of an envelope whose size, magic, version and digest are as they should be."""
     view = memoryview(frame)
     _check_size(view.nbytes, bytes_max, what)
     if view.nbytes < ENVELOPE_BYTES or bytes(view[:3]) != MAGIC:

@@ -1,4 +1,7 @@
-"""The layout of a model: which tensors travel, checked, counted, compared."""
+"""The layout of a model: which tensors travel, checked, counted, compared.
+
+Layouts are compared entry by entry, not by a digest, so that a refusal can name the difference.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,7 @@ def differences(
 
     Empty if they are equal.
     """
+    assert limit > 0, limit
     return list(islice(_differences(ours, theirs), limit))
 
 

@@ -1,4 +1,8 @@
-"""Every bound of the protocol, with its reason. A message beyond a bound is refused, never cut."""
+"""Every bound of the protocol, with its reason. A message beyond a bound is refused, never cut.
+
+A bound protects the memory and the time of the side that receives. A message that was cut would be
+a different message with the same checksum, so it is refused whole.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,28 @@ PROTOCOL = 2
 """Version of the wire format; peers must agree exactly."""
 
 CONTROL_BYTES_MAX = 4 << 20
-"""A control message. The largest is Hello with its layout: 30,000 tensors of 100 bytes each."""
+"""Bytes of a control message. The largest is Hello with its layout: 30,000 tensors at 100 bytes."""
 
 HEADER_BYTES_MAX = 1 << 10
-"""Header of a data message: small fields, the longest a 64-character name."""
+"""Bytes of a data message's header: small fields, the longest a 64-character name."""
 
 TOPIC_BYTES_MAX = 64
-"""A downlink topic: 32 hex digits of an incarnation, a slash and a stream number."""
+"""Bytes of a downlink topic: 32 hex digits of an incarnation, a slash and a stream number."""
 
 CHUNK_ELEMENTS_MAX = 1 << 20
-"""Elements in one data message: 4 MiB as float32, more would hold up heartbeats behind it."""
+"""Elements in one data message: 4 MiB as float32. More would hold up heartbeats behind it."""
 
 PAYLOAD_BYTES_MAX = CHUNK_ELEMENTS_MAX * 4 + (1 << 16)
 """Payload of a data message: one float32 per element, plus scales and frame overhead."""
 
 NAME_CHARACTERS_MAX = 64
-"""A learner's name; it appears in every log line and table."""
+"""Characters of a learner's name, which appears in every log line and table."""
 
 NAME_PATTERN = rf"\A[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_CHARACTERS_MAX - 1}}}\Z"
 """Names are safe in files, logs and tables: no slash, no blank, no control character."""
 
 LEARNERS_MAX = 1024
-"""Learners of one run at the same time; one broker serves tens, the bound stops a flood."""
+"""Learners of one run at the same time. One broker serves tens; the bound stops a flood."""
 
 FRAGMENTS_MAX = 4096
 """Fragments of one model: the state of every one of them travels in each Welcome."""
@@ -48,7 +52,8 @@ STREAMS_MAX = 64
 """Data connections of one learner in each direction; published gains end near 64."""
 
 TOKENS_MAX = 1 << 62
-"""Cumulative tokens of one learner or run: cannot be reached, cannot wrap a signed 64-bit."""
+"""Cumulative tokens of one learner or run. No run reaches it, and a signed 64-bit integer holds
+twice as much."""
 
 VERSION_MAX = 1 << 53
 """Versions of a fragment: exact in every language's numbers."""
@@ -60,11 +65,12 @@ RATE_MAX = 10**15
 """Largest rate of a budget, in bit/s: a sum over all learners stays exact in a float."""
 
 CHUNKS_OF_A_REGULAR_CUT_MAX = 4
-"""A transfer may come in so many times the chunks of a regular cut (and 16 more): each costs the
-receiver some 2 KB and a decoder's run, whatever it holds."""
+"""Largest number of chunks of a transfer, in units of the chunks of a regular cut; 16 more are
+allowed. Each chunk costs the receiver some 2 KB and a run of the decoder, however little it
+holds."""
 
 RANGES_MAX = 256
-"""Ranges in one Missing message; the rest is asked for by the next one."""
+"""Ranges in one Missing message; the next message asks for the rest."""
 
 PUBLICATIONS_KEPT = 8
 """Encoded publications kept per fragment to fill small gaps; a larger gap gets the State."""
@@ -72,5 +78,8 @@ PUBLICATIONS_KEPT = 8
 TEXT_CHARACTERS_MAX = 1024
 """Free text from a peer (reasons, remedies); it is escaped before it is logged."""
 
+# A chunk of float32 fits into a payload, and a Missing message into a control message.
 assert CHUNK_ELEMENTS_MAX * 4 < PAYLOAD_BYTES_MAX
+assert RANGES_MAX * 2 * 9 < CONTROL_BYTES_MAX
+# With one publication kept, a learner that misses one would need the whole state.
 assert PUBLICATIONS_KEPT >= 2

@@ -78,7 +78,10 @@ __all__ = [
 
 
 class _Control(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag=str.lower):
-    pass
+    """Base of the control messages.
+
+    Unknown fields are refused: peers have the same version, so such a field is an error.
+    """
 
 
 # Learner to broker.
@@ -94,7 +97,7 @@ class Hello(_Control, frozen=True):
     run_id: Text
     """The run this learner belongs to, "" on its first Hello."""
     epoch: Epoch
-    """The one that it followed last, (0, 0, 0) on the first Hello."""
+    """The epoch that the learner followed last, (0, 0, 0) on its first Hello."""
     layout: tuple[LayoutEntry, ...]
     frozen_digest: int
     """xxh3_64 over names and bytes of the parameters that do not travel; 0: none."""
@@ -106,7 +109,7 @@ class Hello(_Control, frozen=True):
 
 
 class Report(_Control, frozen=True):
-    """Where the learner is; sent per inner step, thinned to a few a second."""
+    """Progress of a learner; sent per inner step, but at most a few times a second."""
 
     step: Count
     """Inner steps of this incarnation."""
@@ -116,10 +119,10 @@ class Report(_Control, frozen=True):
     """Smoothed seconds per inner step, 0 before the second step."""
     loss: float | None
     received: Positions
-    """Stream position received, per downlink stream (the credit of the sender)."""
+    """Stream position received, per downlink stream: the credit of the broker."""
     ledger: TokenLedger
     up_bits_per_s: Rate
-    """The uplink rate that it keeps to, as told last."""
+    """The uplink rate that the learner keeps to: the last one that it was told."""
 
 
 class Push(_Control, frozen=True):
@@ -138,7 +141,7 @@ class Push(_Control, frozen=True):
 
 
 class Decline(_Control, frozen=True):
-    """No contribution to this round will come; nobody waits for it."""
+    """Says that no contribution to this round will come, so that nobody waits for it."""
 
     fragment: Count
     base_version: Version
@@ -147,7 +150,7 @@ class Decline(_Control, frozen=True):
 
 
 class Adopted(_Control, frozen=True):
-    """The learner's parameters hold this version now."""
+    """Says that the learner's parameters hold this version now."""
 
     fragment: Count
     version: Version
@@ -180,7 +183,7 @@ class Welcome(_Control, frozen=True):
     step: Count
     """Inner step at which this learner starts counting (modes streaming and diloco)."""
     up_bits_per_s: Rate
-    """What the addressee may send, all that crosses the line counted; 0: no limit."""
+    """Rate that the addressee may use, with everything that crosses the line; 0: no limit."""
 
 
 class Beat(_Control, frozen=True):
@@ -195,11 +198,11 @@ class Beat(_Control, frozen=True):
     received: Positions
     """Stream position received, per uplink stream of the addressee."""
     up_bits_per_s: Rate
-    """As in Welcome; a learner without work lends its share to the others."""
+    """As in Welcome. It changes often, since a learner without work lends its share."""
 
 
 class Progress(_Control, frozen=True):
-    """Uplink positions while data comes, between two Beats."""
+    """Uplink positions while data comes, between two Beats: a sender must not run out of credit."""
 
     received: Positions
 
@@ -217,7 +220,7 @@ class Refuse(_Control, frozen=True):
 
 
 class Probe(_Control, frozen=True):
-    """Are you alive? Sent when a newcomer claims the name."""
+    """Asks the holder of a name for a sign of life; sent when a newcomer claims the name."""
 
     nonce: Count
 
@@ -294,7 +297,7 @@ class Status(_Control, frozen=True):
     checkpoint_version: int
     """Sum of the versions in the newest durable checkpoint, -1: none yet."""
     waiting_for: str
-    """What holds the run up now, "" if nothing does."""
+    """The phrase that says what holds the run up now; "" if nothing does."""
     learners: tuple[LearnerStatus, ...]
 
 

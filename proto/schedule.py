@@ -1,4 +1,8 @@
-"""When each fragment is due in the lockstep modes: the same rule on both sides."""
+"""The step at which each fragment is due in the lockstep modes.
+
+Both sides use this one rule: a learner takes its snapshot at the very step that the broker named,
+or the broker would wait for a contribution that never comes.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +22,26 @@ def snapshot_step(settings: RunSettings, fragment: int, version: int) -> int:
     The fragments are spread evenly over the sync period: fragment p is due at
     version * H + (p + 1) * H / P, as in Streaming DiLoCo (arXiv 2501.18512, Sec. 2).
     """
+    assert 0 <= fragment < settings.fragment_count, f"fragment {fragment}"
+    assert version >= 0, f"version {version} has no successor"
     period = settings.sync_period_steps
     return version * period + (fragment + 1) * period // settings.fragment_count
 
 
 def next_snapshot(settings: RunSettings, versions: Sequence[int]) -> int:
     """Inner step of the first snapshot that is due against `versions`, by fragment."""
+    assert len(versions) == settings.fragment_count, f"{len(versions)} versions"
     return min(snapshot_step(settings, index, version) for index, version in enumerate(versions))
 
 
 def first_step(settings: RunSettings, versions: Sequence[int]) -> int:
     """Inner step at which a learner stands that has just adopted `versions`.
 
-    One spacing of the fragments before the next snapshot, so that there is work to contribute.
+    It is one spacing of the fragments before the next snapshot, so that the learner has work to
+    contribute.
     """
     spacing = max(1, settings.sync_period_steps // settings.fragment_count)
-    return max(0, next_snapshot(settings, versions) - spacing)
+    due = next_snapshot(settings, versions)
+    step = max(0, due - spacing)
+    assert step <= due, f"starts at step {step}, after the snapshot at {due}"
+    return step

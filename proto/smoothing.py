@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -18,6 +19,8 @@ class Smoothed:
     samples: int = 0
 
     def add(self, value: float) -> None:
+        """Takes one measured time into mean and deviation, in seconds."""
+        assert 0.0 <= value < math.inf, f"a measured time of {value} s"
         if self.samples == 0:
             self.mean, self.deviation = value, value / 2
         else:
@@ -25,7 +28,9 @@ class Smoothed:
             self.mean += error / 8
             self.deviation += (abs(error) - self.deviation) / 4
         self.samples += 1
+        assert self.deviation >= 0.0, self
 
     def upper(self, deviations: float = 3.0) -> float:
-        """A value that is rarely exceeded."""
+        """The mean and so many mean deviations: a value that is rarely exceeded."""
+        assert deviations >= 0.0, deviations
         return self.mean + deviations * self.deviation

@@ -1,4 +1,4 @@
-"""ZeroMQ socket options, by name, each with its reason; both shells apply them as they stand."""
+"""ZeroMQ socket options, by name, each with its reason. Both shells apply them unchanged."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ def _milliseconds(seconds: float) -> int:
 COMMON: dict[str, int] = {
     # A socket must never keep a process from ending; Bye gets this long to leave.
     "LINGER": _milliseconds(timing.LINGER_S),
-    # A connection on which nothing is acknowledged for so long, neither data nor probes, is closed
-    # and dialled again: a firewall may have forgotten it, and the kernel alone would try for a
-    # quarter of an hour. (A peer that is frozen with full buffers is not seen by this, nor by
-    # ZeroMQ's heartbeats: progress is.)
+    # Time without an acknowledgement of data or probes, after which a connection is closed
+    # and dialled again. A firewall may have forgotten it, and the kernel alone would try for a
+    # quarter of an hour. (Neither this nor ZeroMQ's heartbeats notice a peer that is frozen with
+    # full buffers. The progress of streams shows it.)
     "TCP_MAXRT": _milliseconds(timing.UNACKNOWLEDGED_MAX_S),
-    # Who only receives has nothing to be acknowledged: probes find out for it, within MAXRT. They
-    # also keep NAT and firewalls from forgetting an idle connection.
+    # A peer that only receives sends nothing that could be acknowledged: probes find a dead
+    # connection for it, within MAXRT. They also keep NAT and firewalls from forgetting an idle
+    # connection.
     "TCP_KEEPALIVE": 1,
     "TCP_KEEPALIVE_IDLE": int(timing.KEEPALIVE_IDLE_S),
     "TCP_KEEPALIVE_INTVL": int(timing.KEEPALIVE_INTERVAL_S),
     "TCP_KEEPALIVE_CNT": 2,
-    # A first packet that is lost is sent again after 1, 2, 4, ... 64 s: over an outage that is
-    # longer than the outage. A new attempt begins sooner.
+    # The kernel sends a lost first packet again after 1, 2, 4, ... 64 s, which can outlast an
+    # outage by a minute. A new attempt begins sooner.
     "CONNECT_TIMEOUT": _milliseconds(timing.CONNECT_TIMEOUT_S),
     # Half-open handshakes (port scanners, slow-loris) are dropped.
     "HANDSHAKE_IVL": _milliseconds(timing.HANDSHAKE_S),
-    # The default never backs off: a hundred learners would hammer a restarting broker. But what
-    # it says last decides how long a broker is back before anybody notices.
+    # The default never backs off: a hundred learners would hammer a restarting broker. The
+    # longest interval is also the time for which nobody notices that a broker is back.
     "RECONNECT_IVL": _milliseconds(timing.RECONNECT_S),
     "RECONNECT_IVL_MAX": _milliseconds(timing.RECONNECT_MAX_S),
-    # SNDBUF and RCVBUF stay alone: setting them switches the kernel's autotuning off.
+    # SNDBUF and RCVBUF stay unset: setting them switches the kernel's autotuning off.
 }
 
 CONTROL: dict[str, int] = {
     **COMMON,
-    # Messages are small and a peer that reads none of them is lost anyway.
+    # Messages are small, and a peer that reads none of a thousand is lost anyway.
     "SNDHWM": 1000,
     "RCVHWM": 1000,
     "MAXMSGSIZE": CONTROL_BYTES_MAX,
@@ -61,17 +62,18 @@ DEALER: dict[str, int] = {
 
 DATA: dict[str, int] = {
     **COMMON,
-    # In messages, not bytes, and beyond it pub/sub drops: the limit is credit (flow/outbox.py).
+    # 0 is no limit. A limit would count messages, not bytes, and pub/sub drops what exceeds it.
+    # Credit limits the bytes instead (flow/outbox.py).
     "SNDHWM": 0,
-    # Here nothing is dropped: a full queue stops reading, and TCP stops the sender. So a peer
-    # that keeps to no credit costs at most so many messages per connection.
+    # Nothing is dropped here: a full queue stops reading, and TCP stops the sender. A peer that
+    # ignores its credit costs at most so many messages per connection.
     "RCVHWM": 64,
     "MAXMSGSIZE": PAYLOAD_BYTES_MAX,
 }
 
 XPUB: dict[str, int] = {
     **DATA,
-    # See each subscription, also repeated ones after a reconnect. XPUB_NODROP stays off: with
-    # it one stalled subscriber stops all the others.
+    # Show each subscription, repeated ones after a reconnect too. XPUB_NODROP stays off: with it
+    # one stalled subscriber stops all the others.
     "XPUB_VERBOSER": 1,
 }

@@ -1,6 +1,7 @@
-"""What messages are made of: bounded numbers, modes, phases, and what several messages share.
+"""The parts of messages: bounded numbers, modes, phases, and structures that several share.
 
-PROTOCOL.md is the specification; this file is its Python form and changes with it.
+PROTOCOL.md is the specification; this file is its Python form and changes with it. Bounds stand in
+the types, so that the decoder checks every field before any other code sees it.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ Ranges: TypeAlias = Annotated[tuple[tuple[Elements, Elements], ...], Meta(max_le
 
 
 Epoch: TypeAlias = tuple[Count, Count, Count]
-"""(term, life, nonce): a promotion raises term, each start of a state directory its life and draws
-a nonce. Only terms are ordered: a copy of the directory counts its lives on from an older one."""
+"""(term, life, nonce). A promotion raises the term; each start on a state directory raises its life
+and draws a nonce. Only terms are ordered, because a restored copy of the directory counts its lives
+on from an older number."""
 
 MergeRule: TypeAlias = Literal["mean", "rda"]
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
@@ -75,7 +77,7 @@ class Phase(StrEnum):
 
 
 class Role(StrEnum):
-    """What a Welcome asks of the learner first."""
+    """The first thing that a Welcome asks of the learner."""
 
     FOUND = "found"
     """Send your parameters: they become version 0."""
@@ -95,11 +97,11 @@ class LayoutEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class RunSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """The settings that the whole group shares. They live at the broker, told in Welcome."""
+    """The settings that the whole group shares. The broker holds them and sends them in Welcome."""
 
     mode: Mode
     fragment_count: Fragments
-    """P."""
+    """P: fragments that the model is cut into."""
     sync_period_steps: Period
     """H: inner steps between two syncs of the same fragment."""
     overlap_steps: Count
@@ -119,13 +121,13 @@ class RunSettings(Struct, frozen=True, forbid_unknown_fields=True):
     streams: Streams
     """Data connections of a learner in each direction."""
     error_feedback: bool
-    """Carry what the push codec dropped over to the next push of the fragment."""
+    """Add the rounding error of a push to the next push of the fragment."""
     tokens_per_run_step: Count
     """Tokens that make one step of the run's clock; learning-rate schedules follow that clock."""
     goal_tokens: Count
     """Tokens after which the run ends; 0: never."""
     max_offline_s: Seconds
-    """A learner cut off for longer pauses training until it is back; 0: never pauses."""
+    """A learner that is cut off for longer pauses training until it is back; 0: it never pauses."""
 
 
 class FragmentHead(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -147,7 +149,7 @@ class OpenRound(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
 
 
 class TokenLedger(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Token x fragment counts of one incarnation; every one of them has exactly one fate.
+    """Token x fragment counts of one incarnation; each token of each fragment has one fate.
 
     logged * fragment_count == pending + merged + overwritten + refused + rolled_back + skipped.
     """
@@ -162,7 +164,7 @@ class TokenLedger(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class DataKind(IntEnum):
-    """What a data message carries."""
+    """The content of a data message."""
 
     PUSH = 1
     """Up: an outer gradient against `version`."""

@@ -1,7 +1,8 @@
 """Values with units as people write them ("1.5s", "64MiB", "2Gbit/s", "12e9"), both ways.
 
-kB, MB, GB are powers of ten, KiB, MiB, GiB powers of two. A bare K, M or G is refused for sizes: it
-means the one for a disk and the other for memory.
+kB, MB, GB are powers of ten, KiB, MiB, GiB powers of two. A bare K, M or G is refused for sizes:
+for a disk it means a power of ten, for memory a power of two. Values are computed as fractions, so
+that no unit loses a digit.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _WORDS: Final[tuple[tuple[Mapping[str, int | Fraction], Mapping[str, str]], ...]
     (SECONDS, {"sec": "s", "second": "s", "minute": "min", "hr": "h", "hour": "h", "day": "d"}),
     (COUNTS, {"thousand": "k", "million": "M", "billion": "B", "trillion": "T"}),
 )
-"""What people write instead of a unit, without a plural's s."""
+"""Words that people write instead of a unit, without a plural's s."""
 
 # Two digits of exponent are enough, and keep a short text from asking for a gigabyte of digits.
 _VALUE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,2})?)\s*([A-Za-z/]*)\s*")
@@ -57,7 +58,7 @@ def parse_duration_s(text: str) -> float:
 def parse_bytes(text: str) -> int:
     """Bytes in "64MiB", "2GB", "512B" or "0": one meaning for each unit, wherever a size is read.
 
-    Raises ConfigError, also for parts of a byte.
+    Raises ConfigError, also for fractions of a byte.
     """
     return _whole(text, _parse(text, BYTES, "a size", "64MiB"), "a whole number of bytes")
 
@@ -99,8 +100,10 @@ def _parse(text: str, units: Mapping[str, int | Fraction], what: str, example: s
 
 
 def _near(unit: str, units: Mapping[str, int | Fraction]) -> list[str]:
-    """The units that somebody may have meant; none if it is one of another kind, since bits are no
-    bytes."""
+    """The units that somebody may have meant; none for a unit of another kind.
+
+    Who writes bits where bytes are asked for must think again, not guess again.
+    """
     others = (kind for kind in (SECONDS, BYTES, BITS_PER_S) if kind is not units)
     if not unit or any(unit in kind for kind in others):
         return []
@@ -117,7 +120,7 @@ def _whole(text: str, value: Fraction, expected: str) -> int:
     return value.numerator
 
 
-# Writing: what `PARSERS` read again as the same value.
+# Writing: texts that `PARSERS` read again as the same value.
 
 _UNITS: Final[Mapping[str, Mapping[str, int | Fraction]]] = {
     "duration": SECONDS, "bytes": BYTES, "bits_per_s": BITS_PER_S, "count": COUNTS,
@@ -129,6 +132,8 @@ def written(kind: str, value: float) -> str:
 
     `kind` as in the annotation of a field; `value` is finite and not negative.
     """
+    assert kind in _UNITS, kind
+    assert 0 <= value < math.inf, f"{value} has no such text"
     if value == 0:
         return "0"
     exact, texts = Fraction(repr(value)), list[str]()
@@ -142,7 +147,7 @@ def written(kind: str, value: float) -> str:
 def _is_read_as(kind: str, text: str, value: float) -> bool:
     try:
         return PARSERS[kind](text) == value
-    except ConfigError:  # Parts of a byte.
+    except ConfigError:  # Fractions of a byte.
         return False
 
 
@@ -188,12 +193,14 @@ def format_count(count: float) -> str:
 
 
 def counted(count: int, thing: str) -> str:
-    """A number and what it counts: "1 learner", "2 learners"."""
+    """A number and the thing that it counts: "1 learner", "2 learners"."""
+    assert count >= 0, f"{count} {thing}s"
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def _format(value: float, scale: Scale) -> str:
     """Two significant digits below ten, whole numbers from ten on; base units exact if whole."""
+    assert scale[-1][2] == math.inf, "the last unit has no limit"
     base = next(unit for unit, size, _ in scale if size == 1)
     if value < 0:
         return "-" + _format(-value, scale)

@@ -1,4 +1,4 @@
-"""A bench as a process that is ended by a signal, and all processes that come from it."""
+"""A bench as a process that a signal ends, and all of its descendants."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ INTERRUPTED = 130
 
 
 class BenchProcess:
-    """A running command; its temporary files go to a folder of its own.
+    """A running command with its own folder for temporary files.
 
-    That folder's name is in the environment of all its descendants, whatever their command lines,
-    parents and sessions are: by it they are found. Leaving the block kills those that are left.
+    The name of that folder is in the environment of all descendants, whatever their command lines,
+    parents and sessions are. So they are found by it. Leaving the block kills those that are left.
     """
 
     def __init__(self, folder: Path, *command: str) -> None:
@@ -39,7 +39,7 @@ class BenchProcess:
 
     @property
     def output(self) -> str:
-        """What it has printed, in one line."""
+        """The output so far, in one line."""
         return " ".join(self._log.read_text().split())
 
     def running(self) -> dict[int, list[str]]:

@@ -1,4 +1,4 @@
-"""What must hold of every simulated run, whatever went wrong in it; independent of the machines."""
+"""Laws of every simulated run, whatever went wrong in it; independent of the state machines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def commits(simulation: Simulation) -> list[SimulatedRound]:
 
 
 def check_safety(simulation: Simulation) -> None:
-    """What may never happen, not even while everything fails."""
+    """Checks the laws that hold even while everything fails."""
     assert not [record for record in simulation.trace if isinstance(record, Failed)]
     check_contributions(simulation)
     check_versions(simulation)
@@ -80,22 +80,22 @@ def check_digests(simulation: Simulation) -> None:
 
 
 def check_ledgers(simulation: Simulation) -> None:
-    """No learner believes more of its tokens merged than were; and if the broker never died,
-    those that left in order know exactly what was merged."""
+    """No learner believes that more of its tokens were merged than were. If the broker never died,
+    learners that left in order know exactly which were."""
     merged: Counter[str] = Counter()
     for done in contributors(simulation):
         merged[done.incarnation] += done.tokens
     one_epoch = len({commit.epoch for commit in commits(simulation)}) <= 1
     for learner in (*simulation.learners.values(), *simulation.ended.values()):
-        told = learner.session.ledger.total().merged
+        told = learner.session.fragments.ledger.total().merged
         assert told <= merged[learner.incarnation], (learner.spec.name, told)
         if one_epoch and learner.spec.name in simulation.ended:
             assert told == merged[learner.incarnation], (learner.spec.name, told)
 
 
 def check_merged(simulation: Simulation) -> None:
-    """What a learner believes merged is in the history of the parameters that it holds, whatever
-    has become of the lives of the broker that it followed."""
+    """Tokens that a learner believes merged are in the history of the parameters that it holds,
+    whatever became of the lives of the broker that it followed."""
     made = {commit.digest: commit for commit in commits(simulation)}
     for learner in simulation.learners.values():
         for index, adopted in learner.parameters.items():
@@ -106,7 +106,7 @@ def check_merged(simulation: Simulation) -> None:
                 merged = made[digest].contributors
                 held += sum(c.tokens for c in merged if c.incarnation == learner.incarnation)
                 digest = made[digest].base
-            told = learner.session.links[index].account.merged
+            told = learner.session.fragments[index].account.merged
             assert told <= held, f"{learner.spec.name}, fragment {index}: {told} of {held}"
 
 
@@ -130,17 +130,16 @@ def check_payloads(simulation: Simulation) -> None:
     for learner in simulation.ended.values():
         assert not learner.store, f"{learner.spec.name} leaks {sorted(learner.store)}"
     for learner in simulation.learners.values():
-        parts = {handle for link in learner.session.links for handle in link.held_handles()}
+        parts = {handle for each in learner.session.fragments for handle in each.held_handles()}
         assert set(learner.store) <= parts, f"{learner.spec.name} leaks"
 
 
 def check_end(simulation: Simulation, hanging: str = "") -> None:
-    """The run has reached its goal: everybody has left with the broker's final model, but for the
-    one that hangs."""
+    """At the goal everybody has left with the broker's final model, except the one that hangs."""
     assert simulation.finished, "the run does not end"
     broker = simulation.broker
     assert broker is not None
-    assert broker.syncer.state.phase is Phase.ENDED
+    assert broker.syncer.state.phase.stored is Phase.ENDED
     assert not broker.store or set(broker.store) == broker.busy
     check_left_out(simulation, hanging)
     heads = {i: (h.version, h.digest) for i, h in enumerate(broker.syncer.state.heads)}
@@ -151,7 +150,7 @@ def check_end(simulation: Simulation, hanging: str = "") -> None:
 
 
 def check_left_out(simulation: Simulation, hanging: str) -> None:
-    """Only those are left out that hang, and the broker's last word says so."""
+    """Only learners that hang are left out, and the broker's last message says so."""
     told = simulation.finished
     # Whoever was stopped for so long that it counted as dead when the run ended has missed it.
     thawed_s = simulation.clock.now - THAW_S
@@ -167,7 +166,7 @@ def check_left_out(simulation: Simulation, hanging: str) -> None:
 
 
 def check_progress(simulation: Simulation, since_s: float) -> None:
-    """Healed: merges go on, of nearly everybody, and everybody adopts them."""
+    """After the faults merges go on, with nearly all learners, and all learners adopt them."""
     names = simulation.learners.keys()
     late = [commit for commit in commits(simulation) if commit.at_s >= since_s]
     fragments = simulation.config.fragments.count
@@ -181,6 +180,6 @@ def check_progress(simulation: Simulation, since_s: float) -> None:
 
 
 def check_up_to_date(learner: SimulatedLearner, versions: tuple[int, ...]) -> None:
-    adopted = tuple(link.adopted for link in learner.session.links)
+    adopted = tuple(each.adopted for each in learner.session.fragments)
     behind = max(new - old for new, old in zip(versions, adopted, strict=True))
     assert behind <= 1, f"{learner.spec.name} has adopted {adopted} of {versions}"

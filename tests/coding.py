@@ -1,4 +1,4 @@
-"""What tests of codecs share: short ways to say arrays, to encode and to be refused."""
+"""Helpers for tests of codecs: short ways to write arrays, to encode, and to expect a refusal."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from typing import Final
 from narrows.broker.storage.durable_files import Damaged
 
 BLOCK_BYTES: Final = 16
-"""What reaches the disk in any order; small, so that small writes are torn in many ways."""
+"""Size of the blocks that reach the disk in any order; small, so that small writes are torn in many
+ways."""
 
 
 class Crash(BaseException):
@@ -35,14 +36,14 @@ class Write:
 
 @dataclass(eq=False)
 class File:
-    """One file. What programs see is `data`; what is on the disk is another matter."""
+    """One file. Programs see `data`; the disk may hold something else."""
 
     data: bytearray = field(default_factory=bytearray)
     stable: bytes = b""
     pending: list[Write] = field(default_factory=list[Write])
     """The next sync makes them durable."""
     dropped: list[Write] = field(default_factory=list[Write])
-    """A sync of them has failed, and no later one will do it, although they can be read."""
+    """Writes whose sync has failed. They can be read, but no later sync makes them durable."""
 
     def write(self, offset: int, data: bytes) -> None:
         self.data.extend(bytes(max(0, offset - len(self.data))))
@@ -159,7 +160,8 @@ class FakeDisk:
         return self.errors.get(len(self.calls))
 
     def _end(self, error: OSError | None) -> None:
-        """What was written or named before a crash may be on the disk; a sync was in vain."""
+        """Ends the process. Data that was written or named before a crash may be on the disk; a
+        sync was in vain."""
         if len(self.calls) == self.crash_at:
             raise Crash
         if error:
@@ -176,14 +178,14 @@ class FakeDisk:
     # What comes after.
 
     def contents(self) -> dict[str, bytes]:
-        """What programs see."""
+        """The files as programs see them."""
         return {name: bytes(file.data) for name, file in self._names.items()}
 
     def survivors(self, random: Random, count_max: int) -> Iterator[dict[str, bytes]]:
-        """What may be on the disk after the power was gone, each at most once.
+        """Possible contents of the disk after the power went, each at most once.
 
-        All that a single torn write or missing name can do if that is not more than `count_max`;
-        otherwise a choice of it. Then combinations, at random.
+        All contents that a single torn write or missing name can cause, if these are not more than
+        `count_max`; otherwise a choice of them. Then combinations, at random.
         """
         seen: set[tuple[tuple[str, bytes], ...]] = set()
         for files in self._choices(random, count_max):

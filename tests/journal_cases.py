@@ -1,4 +1,4 @@
-"""A journal on a disk that fails, together with everything that has to be true of it."""
+"""A journal on a disk that fails, together with everything that must hold of it."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def body(number: int, size_bytes: int, life: int = 0) -> bytes:
 
 
 class Story:
-    """What a journal was told and has promised, over crashes; `check` holds the disk to it.
+    """The records and promises of a journal, over crashes; `check` compares the disk with them.
 
-    `bodies` are the records that may be there, from number 1 on. Those up to `promised` must be,
-    unless they are older than `cut`. Nothing else may.
+    `bodies` are the records that may be there, from number 1 on. Those up to `promised` must be
+    there, unless they are older than `cut`. Nothing else may be there.
     """
 
     def __init__(self, disk: FakeDisk, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -50,14 +50,14 @@ class Story:
         self.life = 0
         self._promised = 0
         self._others: list[list[bytes]] = []
-        """What else may come back, as long as nobody has called sync since open."""
+        """Other records that may come back, as long as nobody has called sync since open."""
 
     @property
     def promised(self) -> int:
         return max(self._promised, self.journal.durable if self.journal else 0)
 
     def open(self) -> Journal:
-        """Another process opens the journal; the one before is gone without a word."""
+        """Another process opens the journal; the process before it has died."""
         self._promised, self.journal = self.promised, None
         self.life += 1
         journal = opened(self.disk, self.segment_bytes)
@@ -102,7 +102,7 @@ class Story:
             step(self)
 
     def crashes(self, script: Script) -> bool:
-        """Whether the power went before the script was over."""
+        """True if the power went before the script was over."""
         try:
             self.follow(script)
         except Crash:
@@ -149,7 +149,7 @@ def persistent(step: Step) -> Step:
 
 
 def calls_of(script: Script, make: Callable[[], Story]) -> int:
-    """How many calls a script makes where nothing fails."""
+    """Number of calls that a script makes if nothing fails."""
     story = make()
     story.follow(script)
     return len(story.disk.calls)

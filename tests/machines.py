@@ -10,7 +10,7 @@ from narrows.broker.syncer import events as bev
 from narrows.broker.syncer.machine import Resumed, Syncer
 from narrows.broker.syncer.rounds import Round
 from narrows.learner.session import events as lev
-from narrows.learner.session.connection import Identity
+from narrows.learner.session.identity import Identity
 from narrows.learner.session.machine import Session
 from narrows.proto import messages as msg
 from narrows.proto.codec.codecs import codec_names
@@ -21,7 +21,7 @@ from narrows.proto.limits import PROTOCOL
 RUN = "run"
 EPOCH = (0, 1, 7)
 NEXT_EPOCH = (0, 2, 3)
-"""Of the next life of the broker. Nonces are random: this one is lower."""
+"""Epoch of the next life of the broker. Nonces are random: this one is lower."""
 LAYOUT = (
     msg.LayoutEntry("weight", (25, 40), "float32", "rda"),
     msg.LayoutEntry("bias", (1000,), "float32", "mean"),
@@ -85,7 +85,12 @@ class Desk:
     """A syncer whose learners are named; each has a peer of its own name."""
 
     def __init__(
-        self, mode: str = "decoupled", *, resumed: Resumed | None = None, **settings: object
+        self,
+        mode: str = "decoupled",
+        *,
+        resumed: Resumed | None = None,
+        uplink_port: int = 0,
+        **settings: object,
     ) -> None:
         self.now = 100.0
         self.handle = 0
@@ -95,6 +100,7 @@ class Desk:
             epoch=EPOCH,
             now=self.now,
             resumed=resumed,
+            uplink_port=uplink_port,
         )
         self.state = self.syncer.state
 
@@ -235,15 +241,15 @@ class Seat:
     """A session with a broker played by the test."""
 
     def __init__(self, *, settings: msg.RunSettings = SETTINGS, warm_up_steps: int = 0) -> None:
-        identity = Identity("a", incarnation_of("a"), LAYOUT, 0, warm_up_steps)
-        self.session = Session(identity, jitter=lambda: 0.0)
+        identity = Identity("a", incarnation_of("a"), LAYOUT, 0)
+        self.session = Session(identity, jitter=lambda: 0.0, contribute_after_steps=warm_up_steps)
         self.settings = settings
         self.now = 100.0
         self.handle = 0
 
     @property
     def links(self) -> tuple[object, ...]:
-        return tuple(self.session.links)
+        return tuple(self.session.fragments)
 
     def do(self, event: lev.Event, after_s: float = 0.0) -> list[lev.Effect]:
         self.now += after_s
@@ -336,7 +342,7 @@ class Seat:
         for index, version in enumerate(versions):
             self.receive(index, version, kind=msg.DataKind.STATE)
         self.do(lev.BoundaryReached())
-        assert self.session.ready
+        assert self.session.fragments.ready
         return self
 
     def step(self, tokens: int = 100, after_s: float = 1.0) -> list[lev.Effect]:

@@ -1,4 +1,4 @@
-"""A peer that speaks the protocol by hand, for tests that say what no honest learner says."""
+"""A peer that speaks the protocol by hand, for messages that no honest learner sends."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Peer:
         return self.receive(msg.Status)
 
     def refusals(self, code: str) -> int:
-        """How often the broker has refused anything with this code."""
+        """Number of the broker's refusals with this code."""
         return self.status().contributions_refused.get(code, 0)
 
     def join(self) -> msg.Welcome:
@@ -202,7 +202,7 @@ class World:
         return Peer(self.service.wires.address, f"mallory-{self._names}")
 
     def check_unharmed(self) -> None:
-        """The good one is served, every byte of the model is what it was, nothing is kept."""
+        """Checks that the good learner is served, the model is unchanged, and nothing is kept."""
         assert self.good.heads() == self.before
         status = self.good.status()
         assert status.phase is msg.Phase.RUNNING

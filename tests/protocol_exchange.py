@@ -62,7 +62,7 @@ class Pushed(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What one round computes."""
+    """Results of one round."""
 
     ours: Pushed
     other: Pushed

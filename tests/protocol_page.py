@@ -184,7 +184,7 @@ def _envelope(frame: bytes) -> list[Line]:
 
 
 class Unpacker(Protocol):
-    """What is used of msgpack.Unpacker."""
+    """The part of msgpack.Unpacker that is used."""
 
     def feed(self, data: bytes) -> None: ...
     def tell(self) -> int: ...

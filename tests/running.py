@@ -13,6 +13,7 @@ import numpy as np
 from narrows.broker.config import BrokerConfig, load_config
 from narrows.broker.process.service import Service
 from narrows.learner.transport.client import Client
+from narrows.learner.transport.options import ClientOptions
 from narrows.proto.codec import F32
 from narrows.proto.fragments import Fragment
 from narrows.proto.messages import LayoutEntry
@@ -107,13 +108,15 @@ def live_broker(config: BrokerConfig, *, events: Path | None = None) -> Generato
 
 def client(service: Service, name: str, host: ToyHost, **options: object) -> Client:
     return Client(
-        broker=service.wires.address,
-        name=name,
-        layout=LAYOUT,
-        frozen_digest=0,
-        host=host,
-        join_timeout_s=HANG_S,
-        **options,  # type: ignore[arg-type]
+        ClientOptions(
+            broker=service.wires.address,
+            name=name,
+            layout=LAYOUT,
+            frozen_digest=0,
+            host=host,
+            join_timeout_s=HANG_S,
+            **options,  # type: ignore[arg-type]
+        )
     )
 
 

@@ -178,7 +178,7 @@ def target_of(name: str) -> str:
 
 
 def door_of(district: str) -> set[str]:
-    """What a package lets others import: `__all__`, or the modules of `DOOR`."""
+    """Names that a package lets others import: `__all__`, or the modules of `DOOR`."""
     tree = ast.parse((ROOT / district / "__init__.py").read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("__all__", "DOOR"):

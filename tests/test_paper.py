@@ -1,8 +1,8 @@
-"""What of the paper is used, one claim per test: readable as a summary of the algorithm.
+"""The claims of the paper that are used, one per test: readable as a summary of the algorithm.
 
 Decoupled DiLoCo (arXiv 2604.21428) and its predecessor Streaming DiLoCo (arXiv 2501.18512). The
-full text of the former was not at hand; what derivatives report but the authors do not print is
-marked as such.
+full text of the former was not at hand. Claims that derivatives report, but the authors do not
+print, are marked as such.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def test_adoption_overwrites_and_resets_the_counters() -> None:
     seat.receive(0, 1)
     effects = seat.do(lev.BoundaryReached())
     assert one(effects, lev.Adopt) == lev.Adopt(0, 1)
-    account = seat.session.links[0].account
+    account = seat.session.fragments[0].account
     assert (account.tokens, account.steps) == (0, 0)
-    other = seat.session.links[1].account
+    other = seat.session.fragments[1].account
     assert (other.tokens, other.steps) == (100, 1)
 
 
@@ -90,7 +90,7 @@ def test_learners_never_wait_for_the_syncer() -> None:
     seat.beat((0, 0), open_round(0, 0))
     for _ in range(200):
         seat.step()
-        assert not seat.session.must_wait(seat.now)
+        assert not seat.session.view().must_wait(seat.now)
 
 
 def test_a_push_is_made_against_what_was_adopted() -> None:

@@ -118,7 +118,7 @@ def run_bandwidth_bench(json_file: Path | None, plot: Path | None, *, wire: bool
         console.print()
     headlines = headline_rows(wire_rows)
     _show_headlines(console, headlines)
-    told = {
+    result = {
         "seed": 0,
         "source": published_bandwidth.TABLE_SOURCE,
         "headline_source": published_bandwidth.HEADLINE_SOURCE,
@@ -128,7 +128,7 @@ def run_bandwidth_bench(json_file: Path | None, plot: Path | None, *, wire: bool
             {**asdict(row), "difference_percent": row.difference_percent} for row in wire_rows
         ],
     }
-    machine.write_result(json_file, "bandwidth", told)
+    machine.write_result(json_file, "bandwidth", result)
     if plot is not None:
         from narrows.bench.kit.plots import bandwidth
 

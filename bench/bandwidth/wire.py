@@ -58,9 +58,9 @@ def _case(preset: str, rho: float, steps: int) -> Iterator[WireRow]:
         summaries = _run(processes, preset, rho, steps)
     params = int(summaries[0]["parameters"])
     config = BrokerConfig()
-    part = params / config.fragments.count
+    fragment_elements = params / config.fragments.count
     bits = payload_bits(CodecSection().push, rho, 0.0)
-    modelled = frame_bits(bits, part, config.codec.chunk_elements)
+    modelled = frame_bits(bits, fragment_elements, config.codec.chunk_elements)
     for direction, what, copies in DIRECTIONS:
         stats = [summary["stats"] for summary in summaries]
         sent_bytes = sum(each[f"{what}_bytes"] for each in stats)
@@ -71,7 +71,7 @@ def _case(preset: str, rho: float, steps: int) -> Iterator[WireRow]:
             learners=LEARNERS,
             rho=rho,
             direction=direction,
-            exchanges=round(elements / part),
+            exchanges=round(elements / fragment_elements),
             modelled_bits_per_param=modelled,
             measured_bits_per_param=8 * sent_bytes / elements,
             modelled_first_copy_bytes=round(copies * FIRST_COPY_BYTES * params),

@@ -45,8 +45,8 @@ def run_chaos_bench(options: ChaosOptions) -> None:
         row = chaos_results.collect(folder, story, fragments=FRAGMENTS)
     chaos_results.show(console, row)
     settings = {key: value for key, value in asdict(options).items() if key not in OUTPUTS}
-    told = {"seed": options.seed, "settings": settings, "rows": [row]}
-    machine.write_result(options.json, "chaos", told)
+    result = {"seed": options.seed, "settings": settings, "rows": [row]}
+    machine.write_result(options.json, "chaos", result)
     harm = row["problems"] or row["digests_different"] or row["versions_lost"]
     if harm or not row["replay_equal"]:
         raise NarrowsError(

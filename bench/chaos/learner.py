@@ -14,7 +14,7 @@ from typing import Any, Final
 from narrows.bench.kit.nursery import serve
 from narrows.bench.loop.bench import Drift, layout_of
 from narrows.learner.module import RAMP_STEPS_MIN
-from narrows.learner.transport import Client
+from narrows.learner.transport import Client, ClientOptions
 from narrows.proto.codec import warm_up
 
 TOKENS_PER_STEP: Final = 1000
@@ -50,7 +50,7 @@ def learn(folder: Path, params: int, step_s: float, name: str, broker: str) -> N
     signal.signal(signal.SIGTERM, stop.on_signal)
     life, layout = Life(folder / f"{name}.life"), layout_of(params)
     life.tell("started")
-    learner = Client(
+    options = ClientOptions(
         broker=broker,
         name=name,
         layout=layout,
@@ -60,8 +60,9 @@ def learn(folder: Path, params: int, step_s: float, name: str, broker: str) -> N
         contribute_after_steps=RAMP_STEPS_MIN,
         events=folder / f"{name}.jsonl",
     )
+    learner = Client(options)
     learner.start()
-    life.tell("joined", incarnation=learner.background.session.identity.incarnation)
+    life.tell("joined", incarnation=options.incarnation)
     while not stop.asked:
         time.sleep(step_s)
         life.tell("step")  # Before it is counted, so that no journal can know of more.

@@ -246,18 +246,19 @@ def ledger_problems(
     for (name, incarnation, _), tokens in evidence.audit.tokens.items():
         merged[name, incarnation] += tokens
     for name, incarnation, steps, ledger in _processes(lives):
-        told = f"{name} ({incarnation[:8]})"
+        process = f"{name} ({incarnation[:8]})"
         in_journal = merged.pop((name, incarnation), 0)
         made = steps * TOKENS_PER_STEP
         if in_journal > made * fragments:
-            yield f"{told}: {in_journal} tokens merged, but {made} made for {fragments} fragments"
+            counts = f"{in_journal} tokens merged, but {made} made"
+            yield f"{process}: {counts} for {fragments} fragments"
         if ledger is None:
             continue
         fates = sum(value for key, value in ledger.items() if key != "logged")
         if ledger["logged"] != made or fates != fragments * made:
-            yield f"{told}: {made} tokens made, not every one has one fate: {ledger}"
+            yield f"{process}: {made} tokens made, not every one has one fate: {ledger}"
         if not ledger["merged"] <= in_journal <= ledger["merged"] + ledger["pending"]:
-            yield f"{told}: {in_journal} tokens merged in the journal, its ledger says {ledger}"
+            yield f"{process}: {in_journal} tokens merged in the journal, its ledger says {ledger}"
     for name, incarnation in merged:
         yield f"{name} ({incarnation[:8]}): merged, but no such process has joined"
 

@@ -270,7 +270,7 @@ class _Merges:
     def since_last_asked(self) -> tuple[float, float]:
         """Merges per second and contributors per merge."""
         span_s = time.monotonic() - self._asked_at
-        told = self._count / span_s, self._contributors / max(1, self._count)
+        rates = self._count / span_s, self._contributors / max(1, self._count)
         self._count = self._contributors = 0
         self._asked_at = time.monotonic()
-        return told
+        return rates

@@ -35,7 +35,7 @@ class CodecBaseline:
 
 def baselines() -> list[CodecBaseline]:
     """The baselines that this environment can run."""
-    found = [
+    available = [
         CodecBaseline("zstd float32", lambda v: _zstd(v.data), _float32),
         CodecBaseline("zstd bf16", lambda v: _zstd(_bf16(v).data), _of_bf16),
         CodecBaseline("blosc2 float32", blosc2_chunk.compress, _blosc2_float32),
@@ -46,10 +46,10 @@ def baselines() -> list[CodecBaseline]:
     ]
     for optional in (_eager_torch, _hivemind, _torchao):
         try:
-            found += optional()
+            available += optional()
         except ImportError:
             continue
-    return found
+    return available
 
 
 def _zstd(content: Any) -> bytes:

@@ -78,8 +78,8 @@ def run_codec_bench(recording: Path | None, json_file: Path | None, plot: Path |
         show(console, table(row for row in rows if row.data == each.name))
     lone = [row for each in data for row in lone_elements(each)]
     show(console, lone_table(lone))
-    told = {"rows": [asdict(row) for row in rows], "lone_elements": lone}
-    machine.write_result(json_file, "codec", told)
+    result = {"rows": [asdict(row) for row in rows], "lone_elements": lone}
+    machine.write_result(json_file, "codec", result)
     if plot is not None:
         from narrows.bench.kit.plots import rate_distortion
 

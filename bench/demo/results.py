@@ -84,8 +84,9 @@ def data_parallel(options: DemoOptions, results: Results, *, say: Callable[[str]
     model reaches. `say` gets lines of progress.
     """
 
-    def report(told: Progress) -> None:
-        say(f"step {told['step']} of {told['steps']}, training loss {told['train_loss']:.3f}")
+    def report(progress: Progress) -> None:
+        loss = f"training loss {progress['train_loss']:.3f}"
+        say(f"step {progress['step']} of {progress['steps']}, {loss}")
 
     torch.set_num_threads(1)  # More threads than free cores would spin against each other.
     recipe = Recipe(steps=options.inner_steps, preset=PRESET)
@@ -129,8 +130,8 @@ def show(console: Console, results: Results) -> None:
         f"every step) would have moved {format_bytes(results['data_parallel_bytes'])}: "
         f"{results['traffic_ratio']:.0f} times as much."
     )
-    told = wrapped(text, tables.width_of(console))
-    tables.show_lines(console, [TextLine(""), *(TextLine(line, "bold") for line in told)])
+    lines = wrapped(text, tables.width_of(console))
+    tables.show_lines(console, [TextLine(""), *(TextLine(line, "bold") for line in lines)])
 
 
 def facts(results: Results) -> Facts:

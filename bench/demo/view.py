@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, Group
@@ -45,12 +44,7 @@ class View:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 

@@ -115,19 +115,19 @@ def run_everything(folder: Path, *, full: bool) -> None:
 def run_parts(parts: Sequence[BenchPart], folder: Path, console: Console) -> list[str]:
     """Runs the parts that have not ended well yet; returns the names of those that fail."""
     record = folder / "parts.jsonl"
-    done = {row["part"]: row for row in read_rows(record) if row["exit_code"] == 0}
+    finished = {row["part"]: row for row in read_rows(record) if row["exit_code"] == 0}
     end_last_line(record)
     failed: list[str] = []
     for number, part in enumerate(parts):
-        left = sum(each.minutes for each in parts[number:] if _open(each, folder, done))
+        left = sum(each.minutes for each in parts[number:] if _open(each, folder, finished))
         head = f"[{number + 1}/{len(parts)}] {part.name}"
-        if not _open(part, folder, done):
-            console.print(f"{head}: done, {done[part.name]['commit']}", markup=False)
+        if not _open(part, folder, finished):
+            console.print(f"{head}: done, {finished[part.name]['commit']}", markup=False)
         elif reason := why_not(part):
             console.print(f"{head}: skipped: {reason}", markup=False)
         else:
-            told = f"about {part.minutes:g} min; {left:g} min left with all that follow"
-            console.print(f"{head}: {told}", markup=False)
+            estimate = f"about {part.minutes:g} min; {left:g} min left with all that follow"
+            console.print(f"{head}: {estimate}", markup=False)
             row = _run(part, folder)
             append_row(record, row)
             if row["exit_code"]:
@@ -146,8 +146,8 @@ def why_not(part: BenchPart) -> str:
     return ""
 
 
-def _open(part: BenchPart, folder: Path, done: Mapping[str, Mapping[str, object]]) -> bool:
-    row = done.get(part.name)
+def _open(part: BenchPart, folder: Path, finished: Mapping[str, Mapping[str, object]]) -> bool:
+    row = finished.get(part.name)
     same = row is not None and row["arguments"] == list(part.arguments)
     return not same or not (folder / f"{part.name}.json").exists()
 

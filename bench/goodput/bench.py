@@ -57,8 +57,8 @@ def run_goodput_bench(
     show(console, agreement_table(distances))
     for sweep in dict.fromkeys(row["sweep"] for row in rows if row["sweep"]):
         show(console, sweep_table(sweep, [row for row in rows if row["sweep"] == sweep]))
-    told = {"seed": SEED, "costs": asdict(calibrated()), "fitted_constants": FITTED_CONSTANTS}
-    machine.write_result(json_file, "goodput", told | {"agreement": distances, "rows": rows})
+    result = {"seed": SEED, "costs": asdict(calibrated()), "fitted_constants": FITTED_CONSTANTS}
+    machine.write_result(json_file, "goodput", result | {"agreement": distances, "rows": rows})
     if plot is not None:
         from narrows.bench.kit.plots import goodput_by_chips, time_lines
 
@@ -115,7 +115,7 @@ def agreement(rows: Sequence[Row]) -> list[Row]:
         f"decoupled, M = {PREDICTED}, predicted": ("decoupled", [PREDICTED]),
         "decoupled, all": ("decoupled", LEARNERS),
     }
-    found: list[Row] = []
+    distances: list[Row] = []
     for name, (method, learners) in groups.items():
         points = [
             abs(row["goodput_percent"] - row["published_percent"])
@@ -124,10 +124,10 @@ def agreement(rows: Sequence[Row]) -> list[Row]:
         ]
         if points:
             mean, worst = fmean(points), max(points)
-            found.append(
+            distances.append(
                 {"cells_of": name, "cells": len(points), "mean_points": mean, "worst_points": worst}
             )
-    return found
+    return distances
 
 
 def agreement_table(groups: Sequence[Row]) -> Table:

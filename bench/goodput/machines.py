@@ -189,7 +189,7 @@ class PlannedRun(Simulation):
     def merged_tokens(self) -> tuple[F64, F64]:
         """Times and tokens of the merges, a fragment's tokens as its share of the model's."""
         count = self.config.fragments.count
-        tokens = [sum(done.tokens for done in commit.contributors) for commit in self.commits]
+        tokens = [sum(each.tokens for each in commit.contributors) for commit in self.commits]
         return self._commit_times_s(), np.array(tokens) / count
 
     def merged_share(self) -> float:
@@ -201,8 +201,8 @@ class PlannedRun(Simulation):
         """Merges that each learner contributed to."""
         counts = dict.fromkeys(self.plans, 0)
         for commit in self.commits:
-            for done in commit.contributors:
-                counts[done.learner] += 1
+            for contributor in commit.contributors:
+                counts[contributor.learner] += 1
         return counts
 
     def longest_gap_s(self) -> float:

@@ -17,13 +17,20 @@ import numpy as np
 from narrows.bench.kit import machine
 from narrows.broker.cli.tables import Table, show, terminal
 from narrows.broker.config import BrokerConfig
-from narrows.broker.merging import Contribution, GlobalModel, Outcome, version_zero, warm_up
+from narrows.broker.merging import (
+    Contribution,
+    GlobalModel,
+    Outcome,
+    policy_of,
+    version_zero,
+    warm_up,
+)
 from narrows.broker.storage import Chunk, Commits, DirectoryFiles, Journal, Mode
-from narrows.broker.syncer import StartMerge, Syncer
+from narrows.broker.syncer import StartMerge, Syncer, Turn
 from narrows.broker.syncer import events as ev
 from narrows.proto.codec import DecodedChunk, decode_chunk, encode_fragment
 from narrows.proto.fragments import Fragment, build_table
-from narrows.proto.messages import LayoutEntry, Phase
+from narrows.proto.messages import LayoutEntry
 from narrows.proto.units import format_bytes
 
 MODES: Final[tuple[Mode, ...]] = ("off", "merged", "full")
@@ -105,6 +112,7 @@ def _timed(
 ) -> JournalRow:
     posted: SimpleQueue[Callable[[], ev.Event | None]] = SimpleQueue()
     commits = _commits(place, model.config, posted) if mode != "off" else None
+    policy = policy_of(model.config)
     added_s, merge_s = list[float](), list[float]()
     began = time.perf_counter()
     for number in range(rounds):
@@ -112,7 +120,7 @@ def _timed(
         version = model.fragments[index].version + 1
         effect = StartMerge(index, version, sent.contributed, "a bench")
         started = time.perf_counter()
-        outcome = model.merge(index, version, sent.contributed, sent.chunks)
+        outcome = model.merge(index, version, sent.contributed, sent.chunks, policy)
         merged = time.perf_counter()
         travelled = sent.travelled if mode == "full" else []
         _commit(commits, posted, model, effect, outcome, travelled)
@@ -151,7 +159,7 @@ def _commit(
     if commits is None:
         exists()
         return
-    commits.commit(effect, outcome, model, travelled, exists)
+    commits.commit(effect, outcome, travelled, exists)
     posted.get()()
 
 
@@ -162,7 +170,7 @@ def _commits(
     segment_bytes = config.broker.journal_segment
     journal = Journal.open(DirectoryFiles(fd), run_id="bench", segment_bytes=segment_bytes)
     state = Syncer(config, run_id="bench", epoch=(1, 1, 1), now=0.0).state
-    state.phase = Phase.RUNNING
+    state.turn(Turn.BEGIN)
     return Commits(journal, state, posted.put, serve_on=False)
 
 

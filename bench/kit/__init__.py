@@ -1,4 +1,4 @@
-"""What several benches use: processes, lines, rows, results, plots."""
+"""The common tools of the benches: processes, lines, rows, results, plots."""
 
 #: Modules that others may import; none is imported here, so that commands start at once.
 DOOR = (
@@ -8,6 +8,7 @@ DOOR = (
     "lab",
     "loopback",
     "machine",
+    "names",
     "nursery",
     "outer_grads",
     "plots",

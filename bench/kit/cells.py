@@ -38,17 +38,17 @@ def run_missing(
 
     `run` returns only the result. This function adds the machine and the labels of the cell.
     """
-    found = [row for row in read_rows(path) if "kind" in row]
-    known = {_key(row): row for row in found if not {"failed", "skipped"} & row.keys()}
+    kept = [row for row in read_rows(path) if "kind" in row]
+    known = {_key(row): row for row in kept if not {"failed", "skipped"} & row.keys()}
     end_last_line(path)
     rows: list[Row] = []
     for number, cell in enumerate(cells, 1):
-        told = {"kind": type(cell).__name__, "cell": asdict(cell)}
-        if (key := _key(told)) not in known:
+        identity = {"kind": type(cell).__name__, "cell": asdict(cell)}
+        if (key := _key(identity)) not in known:
             say(f"{number}/{len(cells)} {cell.line}: {cell.name} ...")
             labels = {"name": cell.name, "line": cell.line}
             try:
-                known[key] = machine.describe() | told | labels | run(cell)
+                known[key] = machine.describe() | identity | labels | run(cell)
             except KeyboardInterrupt:
                 say(f"{path} keeps what is done; the same command goes on")
                 raise

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 
-def write_result(path: Path | None, bench: str, told: Mapping[str, Any]) -> None:
+def write_result(path: Path | None, bench: str, fields: Mapping[str, Any]) -> None:
     """Writes the results of a bench to `path`, if there is one. Makes the folder, so that no run is
     lost."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        result = {"bench": bench, **describe(), **told}
+        result = {"bench": bench, **describe(), **fields}
         path.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -16,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from narrows.bench.kit.processes import environment
@@ -66,12 +65,7 @@ class Nursery:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     @property
@@ -98,10 +92,10 @@ class Nursery:
             raise self._has_ended()
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            told = json.loads(line)
-            if "ended" in told:
-                self.running.discard(told["ended"])
-                self.ended.append((told["ended"], told["code"]))
+            message = json.loads(line)
+            if "ended" in message:
+                self.running.discard(message["ended"])
+                self.ended.append((message["ended"], message["code"]))
 
     def _wait_until_ready(self) -> None:
         assert self._process.stdout is not None
@@ -175,8 +169,8 @@ def _reap(children: dict[str, int]) -> None:
             _say({"ended": name, "code": os.waitstatus_to_exitcode(status)})
 
 
-def _say(told: dict[str, Any]) -> None:
-    os.write(1, json.dumps(told).encode() + b"\n")
+def _say(message: dict[str, Any]) -> None:
+    os.write(1, json.dumps(message).encode() + b"\n")
 
 
 def _be_child(log: Path, work: Callable[[], None]) -> NoReturn:

@@ -82,9 +82,10 @@ def recorded(path: Path = RECORDING) -> Data:
     """All outer gradients in a recording, one after the other. Raises ConfigError."""
     try:
         tensors = load_file(path)
-        found = sorted(name.partition(".")[2] for name in tensors if name.startswith("outer_grad."))
-        values = np.concatenate([tensors[f"outer_grad.{i}"] for i in found])
-        pieces = [int(n) for i in found for n in np.diff(tensors[f"bounds.{i}"])]
+        names = [name for name in tensors if name.startswith("outer_grad.")]
+        indices = sorted(name.partition(".")[2] for name in names)
+        values = np.concatenate([tensors[f"outer_grad.{i}"] for i in indices])
+        pieces = [int(n) for i in indices for n in np.diff(tensors[f"bounds.{i}"])]
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(
             f"{path} is no recording",

@@ -75,7 +75,7 @@ def _bytes_of(attributes: bytes) -> int:
         if kind == TCA_STATS:
             return int(struct.unpack_from("=Q", attributes, start + ATTRIBUTE.size)[0])
         start += (length + 3) & ~3
-    raise NarrowsError(ErrorCode.MISUSE, "the kernel told no counters of a queue")
+    raise NarrowsError(ErrorCode.MISUSE, "the kernel gave no counters of a queue")
 
 
 def _enter(namespace: str) -> tuple[socket.socket, dict[int, str]]:

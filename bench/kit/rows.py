@@ -27,11 +27,11 @@ def rows_in(text: bytes) -> list[dict[str, Any]]:
 
 def rows_by_key(path: Path, key_of: Callable[[dict[str, Any]], str]) -> dict[str, dict[str, Any]]:
     """The rows of a results file, by key. Rows of another bench or version have no key."""
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for row in read_rows(path):
         with suppress(KeyError):
-            found[key_of(row)] = row
-    return found
+            rows[key_of(row)] = row
+    return rows
 
 
 def end_last_line(path: Path) -> None:

@@ -48,7 +48,7 @@ def run_missing(
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         end_last_line(path)
     console.print(f"{len(jobs) - len(missing)} of {len(jobs)} runs are in {path}", markup=False)
-    started_s, done, whole = time.monotonic(), 0.0, sum(map(cost_of, missing))
+    started_s, cost_done, whole = time.monotonic(), 0.0, sum(map(cost_of, missing))
     # Ctrl-C reaches the workers as well. There it would end a job, and the next job would begin.
     with ProcessPoolExecutor(
         workers,
@@ -62,8 +62,8 @@ def run_missing(
                 row = machine.describe() | future.result()
                 known[key_of(row)] = row
                 append_row(path, row)
-                done += cost_of(futures[future])
-                left_s = (time.monotonic() - started_s) / done * (whole - done)
+                cost_done += cost_of(futures[future])
+                left_s = (time.monotonic() - started_s) / cost_done * (whole - cost_done)
                 progress = f"{count}/{len(missing)}, {left_s / 60:.0f} min left"
                 console.print(f"{progress}: {say(row)}", markup=False)
         except BaseException:

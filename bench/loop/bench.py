@@ -18,7 +18,7 @@ from narrows.bench.kit import machine
 from narrows.bench.kit.processes import Processes, work_folder
 from narrows.broker.cli.status import ask_status
 from narrows.broker.cli.tables import Facts, show, terminal
-from narrows.learner.transport import Client
+from narrows.learner.transport import Client, ClientOptions
 from narrows.proto.codec import F32
 from narrows.proto.errors import BrokerUnreachable
 from narrows.proto.fragments import Fragment
@@ -105,8 +105,8 @@ def _measured(processes: Processes, learners: int, params: int, seconds: float) 
     status = ask_status(address, timeout_s=10)
     span_s = time.monotonic() - before_s
     broker_s = cpu_s_of(processes.running["broker"].pid) - broker_before_s
-    told = [json.loads((processes.folder / f"{name}.json").read_text()) for name in names]
-    learner_s = sum(each["cpu_s"] for each in told) / learners
+    summaries = [json.loads((processes.folder / f"{name}.json").read_text()) for name in names]
+    learner_s = sum(each["cpu_s"] for each in summaries) / learners
     merges = status.merges - before.merges
     up_bits, down_bits = (
         8 * (getattr(status, name) - getattr(before, name)) for name in ("up_bytes", "down_bytes")
@@ -158,15 +158,15 @@ class Drift:
         for piece in fragment.pieces:
             first = self._first[piece.tensor] + piece.start
             place = slice(first, first + piece.count)
-            part = slice(piece.offset, piece.offset + piece.count)
-            np.subtract(self._x[place], self._noise[place], out=out[part])
+            own = slice(piece.offset, piece.offset + piece.count)
+            np.subtract(self._x[place], self._noise[place], out=out[own])
 
     def adopt(self, fragment: Fragment, values: F32) -> None:
         """See ParameterHost."""
         for piece in fragment.pieces:
             place = self._first[piece.tensor] + piece.start
-            part = values[piece.offset : piece.offset + piece.count]
-            self._x[place : place + piece.count] = part
+            own = slice(piece.offset, piece.offset + piece.count)
+            self._x[place : place + piece.count] = values[own]
 
 
 def layout_of(params: int) -> tuple[LayoutEntry, ...]:
@@ -178,7 +178,9 @@ def layout_of(params: int) -> tuple[LayoutEntry, ...]:
 def work(address: str, name: str, params: int, seconds: float, summary: Path) -> None:
     """One learner: steps that do nothing, until the time is over or the broker is gone."""
     layout = layout_of(params)
-    learner = Client(broker=address, name=name, layout=layout, frozen_digest=0, host=Drift(layout))
+    learner = Client(
+        ClientOptions(broker=address, name=name, layout=layout, frozen_digest=0, host=Drift(layout))
+    )
     try:
         learner.start()
         summary.with_suffix(".joined").touch()
@@ -186,11 +188,11 @@ def work(address: str, name: str, params: int, seconds: float, summary: Path) ->
         while time.monotonic() < started + seconds:
             time.sleep(STEP_S)
             learner.boundary(TOKENS_PER_STEP, 1.0)
-        told = {
+        result = {
             "seconds": time.monotonic() - started,
             "cpu_s": time.process_time() - cpu_s,
         }
-        summary.write_text(json.dumps(told))
+        summary.write_text(json.dumps(result))
         learner.abort()  # Not `finish`: the others may leave before the last round has its quorum.
     except BrokerUnreachable as error:
         sys.exit(str(error))

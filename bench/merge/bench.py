@@ -25,6 +25,8 @@ from narrows.broker.merging import (
     FragmentState,
     GlobalModel,
     MergeResult,
+    Policy,
+    policy_of,
     version_zero,
     warm_up,
 )
@@ -96,12 +98,14 @@ def run_merge_bench(json_file: Path | None, plot: Path | None, *, large: bool) -
 
 def _measured(learners: int, params: int, fragments: int) -> MergeRow:
     command = [sys.executable, "-m", __name__, str(learners), str(params), str(fragments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
-    if done.returncode:
+    child = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    if child.returncode:
         raise NarrowsError(
-            ErrorCode.MISUSE, f"the merge of {learners} learners failed", got=reason_of(done.stderr)
+            ErrorCode.MISUSE,
+            f"the merge of {learners} learners failed",
+            got=reason_of(child.stderr),
         )
-    return MergeRow(**json.loads(done.stdout))
+    return MergeRow(**json.loads(child.stdout))
 
 
 class _TimedModel(GlobalModel):
@@ -110,16 +114,22 @@ class _TimedModel(GlobalModel):
     sums_s = outer_step_s = 0.0
 
     def merged(
-        self, part: Fragment, contributions: Sequence[DecodedVector], weights: Sequence[float]
+        self,
+        fragment: Fragment,
+        contributions: Sequence[DecodedVector],
+        weights: Sequence[float],
+        policy: Policy,
     ) -> MergeResult:
         started = time.perf_counter()
-        result = super().merged(part, contributions, weights)
+        result = super().merged(fragment, contributions, weights, policy)
         self.sums_s += time.perf_counter() - started
         return result
 
-    def outer_step(self, part: Fragment, state: FragmentState, outer_grad: F32) -> tuple[F32, F32]:
+    def outer_step(
+        self, fragment: Fragment, before: FragmentState, outer_grad: F32, policy: Policy
+    ) -> tuple[F32, F32]:
         started = time.perf_counter()
-        result = super().outer_step(part, state, outer_grad)
+        result = super().outer_step(fragment, before, outer_grad, policy)
         self.outer_step_s += time.perf_counter() - started
         return result
 
@@ -139,6 +149,7 @@ def measure(learners: int, params: int, fragments: int) -> MergeRow:
         table_,
         [version_zero(rng.standard_normal(part.elements, np.float32)) for part in table_],
     )
+    policy = policy_of(model.config)
     decode_s, merge_s = list[float](), list[float]()
     for version in range(1, PUBLICATIONS_KEPT + MEASURED_ROUNDS + 1):
         measured = version > PUBLICATIONS_KEPT
@@ -147,7 +158,7 @@ def measure(learners: int, params: int, fragments: int) -> MergeRow:
                 part, learners if measured else min(learners, FILLING_LEARNERS), version
             )
             started = time.perf_counter()
-            model.install(model.merge(part.index, version, contributed, chunks))
+            model.install(model.merge(part.index, version, contributed, chunks, policy))
             if measured:
                 merge_s.append(time.perf_counter() - started)
                 decode_s.append(seconds)
@@ -222,11 +233,11 @@ def table(rows: list[MergeRow]) -> Table:
         keys=3,
     )  # fmt: skip
     for row in rows:
-        part = row.params / row.fragments
+        elements = row.params / row.fragments
         shown.add(
             str(row.learners), format_count(row.params), str(row.fragments),
             f"{row.seconds_per_round:.3f}", f"{row.params_per_s / 1e6:.0f}",
-            f"{1e9 * row.seconds_per_round / part / row.learners:.2f}",
+            f"{1e9 * row.seconds_per_round / elements / row.learners:.2f}",
             format_bytes(row.peak_bytes), format_bytes(row.formula_bytes),
             *(f"{100 * getattr(row, f'share_{stage}'):.0f}" for stage in STAGES),
         )  # fmt: skip

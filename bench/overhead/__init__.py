@@ -1,1 +1,1 @@
-"""What the learner costs the training thread; by hand: `python -m narrows.bench.overhead.bench`."""
+"""The learner's cost for the training thread; by hand: `python -m narrows.bench.overhead.bench`."""

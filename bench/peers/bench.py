@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from narrows.bench.kit import machine
+from narrows.bench.kit.names import check_names
 from narrows.bench.kit.rows import append_row, end_last_line, rows_by_key
 from narrows.bench.peers.envs import PEERS, PeerAbsent, requirements
 from narrows.bench.peers.run import EVENTS, run_event
 from narrows.bench.peers.systems import PeerPlan
 from narrows.broker.cli.tables import Table, show, terminal
 from narrows.learner.reference.gpt import preset
-from narrows.proto.config import nearest
 from narrows.proto.errors import ConfigError, NarrowsError
 from narrows.proto.units import format_bytes
 
@@ -51,7 +51,7 @@ def run_peers_bench(
                     append_row(rows_file, row)
                 except NarrowsError as error:
                     row = labels | {"skipped": str(error)}
-                console.print(told(row))
+                console.print(progress_line(row))
             rows.append(row)
     show(console, table_of(rows))
     machine.write_result(json_file, "peers", {"seed": 0, "rows": rows})
@@ -59,14 +59,7 @@ def run_peers_bench(
 
 def chosen(systems: Sequence[str]) -> Sequence[str]:
     """These systems, or all. Raises ConfigError for an unknown one."""
-    for name in systems:
-        if name not in SYSTEMS:
-            raise ConfigError(
-                "no such system",
-                expected=" | ".join(SYSTEMS),
-                got=repr(name),
-                remedy=nearest(name, SYSTEMS),
-            )
+    check_names("system", systems, SYSTEMS)
     return systems or SYSTEMS
 
 
@@ -104,7 +97,7 @@ def key_of(row: Mapping[str, Any]) -> str:
     return json.dumps([row[name] for name in names])
 
 
-def told(row: Mapping[str, Any]) -> str:
+def progress_line(row: Mapping[str, Any]) -> str:
     """One line of progress."""
     head = f"{row['system']}, {row['event']}: "
     if "skipped" in row:

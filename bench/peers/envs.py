@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from narrows.bench.kit.failures import reason_of
-from narrows.proto.config import nearest
-from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
+from narrows.bench.kit.names import check_names
+from narrows.proto.errors import ErrorCode, NarrowsError
 
 PEERS: Final = ("torchft", "hivemind", "flwr", "ddp")
 """Names of the systems, each also the module that it imports. The exception is `ddp`: it needs only
@@ -45,10 +45,7 @@ def environment(name: str, cache: Path | None = None) -> Path:
     `cache`: folder of all environments, by default $NARROWS_PEER_CACHE or ~/.cache/narrows/peers.
     Raises ConfigError for an unknown name, PeerAbsent if it cannot be built or does not import.
     """
-    if name not in PEERS:
-        raise ConfigError(
-            "no such system", expected=" | ".join(PEERS), got=name, remedy=nearest(name, PEERS)
-        )
+    check_names("system", [name], PEERS)
     if not SCRIPTS.is_dir():
         raise _no_checkout(name, SCRIPTS)
     if name == "ddp":

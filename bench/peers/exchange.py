@@ -83,22 +83,22 @@ def task_of(variants: Sequence[str], arguments: Sequence[str] | None = None) -> 
     parser.add_argument("--warmup", type=int, default=0)
     parser.add_argument("--variant", choices=variants, default=variants[0])
     parser.add_argument("--coordinator", action="store_true")
-    told = parser.parse_args(arguments)
-    host, _, port = told.address.rpartition(":")
+    options = parser.parse_args(arguments)
+    host, _, port = options.address.rpartition(":")
     if not (host and port.isdecimal()):
-        parser.error(f"--address: expected HOST:PORT, got {told.address!r}")
-    if not told.coordinator and (told.params < 1 or not 0 <= told.rank < told.world):
+        parser.error(f"--address: expected HOST:PORT, got {options.address!r}")
+    if not options.coordinator and (options.params < 1 or not 0 <= options.rank < options.world):
         parser.error("expected --params >= 1 and 0 <= --rank < --world")
     return Task(
-        rank=told.rank,
-        world=told.world,
-        host=told.host or (host if told.coordinator else own_address(host)),
+        rank=options.rank,
+        world=options.world,
+        host=options.host or (host if options.coordinator else own_address(host)),
         meeting=(host, int(port)),
-        params=told.params,
-        exchanges=told.exchanges,
-        warmup=told.warmup,
-        variant=told.variant,
-        coordinator=told.coordinator,
+        params=options.params,
+        exchanges=options.exchanges,
+        warmup=options.warmup,
+        variant=options.variant,
+        coordinator=options.coordinator,
     )
 
 

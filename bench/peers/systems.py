@@ -122,9 +122,9 @@ class Scripted:
         # A coordinator that reports the exchanges knows best. Otherwise each member reports its
         # own; the same step means the same exchange.
         folder = self.processes.folder
-        told = read_rows(folder / f"{COORDINATOR}.jsonl")
-        if told:
-            return [PeerExchange(**record) for record in told]
+        reported = read_rows(folder / f"{COORDINATOR}.jsonl")
+        if reported:
+            return [PeerExchange(**record) for record in reported]
         every = [record for path in folder.glob("member-*.jsonl") for record in read_rows(path)]
         first: dict[int, PeerExchange] = {}
         for record in sorted(every, key=lambda record: record["time_s"]):

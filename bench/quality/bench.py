@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from rich.console import Console
 
 from narrows.bench.kit import machine
+from narrows.bench.kit.names import check_names
 from narrows.bench.kit.runner import run_missing
 from narrows.bench.quality import catalogue as quality_cells
 from narrows.bench.quality.catalogue import CHOOSING_SEEDS, REPORTING_SEEDS, rates_of
@@ -25,7 +26,6 @@ from narrows.bench.quality.report import Row, rate_row, rate_table, reported, ta
 from narrows.bench.quality.run import QualityCell, config_digest, run_cell
 from narrows.broker.cli.tables import show, terminal
 from narrows.broker.merging import warm_up
-from narrows.proto.config import nearest
 from narrows.proto.errors import ConfigError
 
 Job: TypeAlias = tuple[QualityCell, int]
@@ -113,14 +113,7 @@ def _draw(path: Path, rows: Sequence[Row], cells: Sequence[QualityCell], runs: R
 def of_groups(cells: Sequence[QualityCell], groups: Sequence[str]) -> list[QualityCell]:
     """The cells of these groups, or of all groups. Raises ConfigError."""
     known = tuple(dict.fromkeys(cell.group for cell in cells))
-    for group in groups:
-        if group not in known:
-            raise ConfigError(
-                "no such group in this selection",
-                expected=" | ".join(known),
-                got=repr(group),
-                remedy=nearest(group, known),
-            )
+    check_names("group in this selection", groups, known)
     return [cell for cell in cells if not groups or cell.group in groups]
 
 
@@ -175,8 +168,8 @@ def _cell_key(row: Mapping[str, Any]) -> str:
     # As JSON: there a tuple equals the list that it comes back as. A row of an older version may
     # lack a name.
     names = QualityCell.__dataclass_fields__.keys() - {"group", "name", "settings"}
-    told = {name: row.get(name) for name in names}
-    return json.dumps(told | {"config": row.get("config_digest", "")}, sort_keys=True)
+    identity = {name: row.get(name) for name in names}
+    return json.dumps(identity | {"config": row.get("config_digest", "")}, sort_keys=True)
 
 
 def jobs_of(cells: Iterable[QualityCell], seeds: Iterable[int]) -> list[Job]:

@@ -195,8 +195,7 @@ def size() -> list[QualityCell]:
 
 
 def speeds() -> list[QualityCell]:
-    """How much loss do unequal learners cost? The tokens per second of all together are the
-    same."""
+    """How much loss do unequal learners cost, at the same tokens per second of all?"""
     return [
         _cell("4:3:2:1", step_s=_step_s(4, 3, 2, 1)),
         _cell("8 learners, 18% apart", learners=8, step_s=APART),
@@ -267,8 +266,7 @@ def scavenging() -> list[QualityCell]:
 
 
 def poison() -> list[QualityCell]:
-    """How much loss do the clip and robust merges save, if one of eight learners sends something
-    else?"""
+    """One of eight learners sends something else: how much do clip and robust merges save?"""
     no_clip = {"merge.clip_ratio": 0.0}
     cells: list[QualityCell] = []
     for kind in ("", *POISONS):
@@ -295,7 +293,7 @@ def question(group: str) -> str:
     """The question of a group."""
     if group == DATA_PARALLEL:
         return "The measure: the best peak learning rate by validation loss."
-    return (GROUPS[group].__doc__ or "").split("\n")[0]
+    return " ".join((GROUPS[group].__doc__ or "").split("\n\n")[0].split())
 
 
 def full() -> list[QualityCell]:

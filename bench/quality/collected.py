@@ -61,7 +61,7 @@ def _preset_rate(run: Row) -> float:
 
 def _by(names: Sequence[str], runs: Iterable[Row]) -> dict[Values, list[Row]]:
     """The runs by the values of these names, in order."""
-    found: dict[Values, list[Row]] = {}
+    groups: dict[Values, list[Row]] = {}
     for run in runs:
-        found.setdefault(tuple(run[name] for name in names), []).append(run)
-    return found
+        groups.setdefault(tuple(run[name] for name in names), []).append(run)
+    return groups

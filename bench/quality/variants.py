@@ -24,6 +24,7 @@ from narrows.broker.merging import (
     GlobalModel,
     MergeResult,
     Outcome,
+    Policy,
     outer_optimizer,
 )
 from narrows.proto.codec import F32, EncodedChunk, digest_of, values_of
@@ -39,30 +40,36 @@ class _Variant(GlobalModel):
 class MomentumWarmUp(_Variant):
     """The outer momentum rises linearly over the first fifth of the run."""
 
-    def outer_step(self, part: Fragment, state: FragmentState, outer_grad: F32) -> tuple[F32, F32]:
+    def outer_step(
+        self, fragment: Fragment, before: FragmentState, outer_grad: F32, policy: Policy
+    ) -> tuple[F32, F32]:
         outer = self.config.outer
-        share = min(1.0, (state.version + 1) / (0.2 * self.versions))
+        share = min(1.0, (before.version + 1) / (0.2 * self.versions))
         optimizer = outer_optimizer(outer.optimizer, lr=outer.lr, momentum=outer.momentum * share)
-        return optimizer.step(state.global_, state.momentum, outer_grad)
+        return optimizer.step(before.global_, before.momentum, outer_grad)
 
 
 class MomentumRestart(_Variant):
     """The outer momentum is forgotten four times in the run (arXiv 2605.28585)."""
 
-    def outer_step(self, part: Fragment, state: FragmentState, outer_grad: F32) -> tuple[F32, F32]:
-        if state.version and state.version % max(1, self.versions // 5) == 0:
-            state = replace(state, momentum=np.zeros_like(state.momentum))
-        return super().outer_step(part, state, outer_grad)
+    def outer_step(
+        self, fragment: Fragment, before: FragmentState, outer_grad: F32, policy: Policy
+    ) -> tuple[F32, F32]:
+        if before.version and before.version % max(1, self.versions // 5) == 0:
+            before = replace(before, momentum=np.zeros_like(before.momentum))
+        return super().outer_step(fragment, before, outer_grad, policy)
 
 
 class OuterDecay(_Variant):
     """The outer learning rate falls linearly to a third of itself."""
 
-    def outer_step(self, part: Fragment, state: FragmentState, outer_grad: F32) -> tuple[F32, F32]:
+    def outer_step(
+        self, fragment: Fragment, before: FragmentState, outer_grad: F32, policy: Policy
+    ) -> tuple[F32, F32]:
         outer = self.config.outer
-        share = 1.0 - (2 / 3) * min(1.0, state.version / self.versions)
+        share = 1.0 - (2 / 3) * min(1.0, before.version / self.versions)
         optimizer = outer_optimizer(outer.optimizer, lr=outer.lr * share, momentum=outer.momentum)
-        return optimizer.step(state.global_, state.momentum, outer_grad)
+        return optimizer.step(before.global_, before.momentum, outer_grad)
 
 
 class DelayedNesterov(_Variant):
@@ -76,43 +83,51 @@ class DelayedNesterov(_Variant):
         super().__init__(config, table, states)
         self._sums = [np.zeros_like(state.global_) for state in states]
 
-    def outer_step(self, part: Fragment, state: FragmentState, outer_grad: F32) -> tuple[F32, F32]:
+    def outer_step(
+        self, fragment: Fragment, before: FragmentState, outer_grad: F32, policy: Policy
+    ) -> tuple[F32, F32]:
         learners = np.float32(self.config.run.learners_at_start)
         lr, beta = np.float32(self.config.outer.lr), np.float32(self.config.outer.momentum)
-        step, momentum = outer_grad / learners, state.momentum
-        total = self._sums[part.index]
+        step, momentum = outer_grad / learners, before.momentum
+        total = self._sums[fragment.index]
         total += outer_grad
-        if (state.version + 1) % int(learners) == 0:
+        if (before.version + 1) % int(learners) == 0:
             momentum = (beta * momentum + total / learners).astype(np.float32, copy=False)
             step += beta * momentum
             total[:] = 0.0
-        params: F32 = (state.global_ - lr * step).astype(np.float32, copy=False)
+        params: F32 = (before.global_ - lr * step).astype(np.float32, copy=False)
         return params, momentum
 
 
 class Heloco(_Variant):
-    """Per piece, the part of the outer gradient that opposes the momentum is halved
+    """Per piece, the fragment of the outer gradient that opposes the momentum is halved
     (HeLoCo, arXiv 2606.00271, the rule for negative cosines)."""
 
-    def outer_step(self, part: Fragment, state: FragmentState, outer_grad: F32) -> tuple[F32, F32]:
+    def outer_step(
+        self, fragment: Fragment, before: FragmentState, outer_grad: F32, policy: Policy
+    ) -> tuple[F32, F32]:
         corrected = outer_grad.copy()
-        for piece in part.pieces:
+        for piece in fragment.pieces:
             where = slice(piece.offset, piece.offset + piece.count)
-            momentum, own = state.momentum[where], corrected[where]
+            momentum, own = before.momentum[where], corrected[where]
             dot, squares = float(own @ momentum), float(momentum @ momentum)
             if dot < 0 < squares:
                 corrected[where] = own - 0.5 * dot / squares * momentum
-        return super().outer_step(part, state, corrected)
+        return super().outer_step(fragment, before, corrected, policy)
 
 
 class Median(_Variant):
     """Coordinate-wise median of the contributions."""
 
     def merged(
-        self, part: Fragment, contributions: Sequence[DecodedVector], weights: Sequence[float]
+        self,
+        fragment: Fragment,
+        contributions: Sequence[DecodedVector],
+        weights: Sequence[float],
+        policy: Policy,
     ) -> MergeResult:
-        values = np.stack([values_of(part, each.chunks) for each in contributions])
-        empty = np.zeros((len(part.pieces), len(contributions)))
+        values = np.stack([values_of(fragment, each.chunks) for each in contributions])
+        empty = np.zeros((len(fragment.pieces), len(contributions)))
         return MergeResult(np.median(values, axis=0).astype(np.float32), 0, empty)
 
 
@@ -120,11 +135,17 @@ class TrimmedMean(_Variant):
     """Coordinate-wise mean without the largest and the smallest value, from three on."""
 
     def merged(
-        self, part: Fragment, contributions: Sequence[DecodedVector], weights: Sequence[float]
+        self,
+        fragment: Fragment,
+        contributions: Sequence[DecodedVector],
+        weights: Sequence[float],
+        policy: Policy,
     ) -> MergeResult:
-        values = np.sort(np.stack([values_of(part, each.chunks) for each in contributions]), axis=0)
+        values = np.sort(
+            np.stack([values_of(fragment, each.chunks) for each in contributions]), axis=0
+        )
         kept = values[1:-1] if len(values) > 2 else values
-        empty = np.zeros((len(part.pieces), len(contributions)))
+        empty = np.zeros((len(fragment.pieces), len(contributions)))
         return MergeResult(kept.mean(axis=0, dtype=np.float32), 0, empty)
 
 
@@ -135,22 +156,24 @@ class Coded(_Variant):
 
     def published(
         self,
-        part: Fragment,
+        fragment: Fragment,
         version: int,
         params: F32,
         momentum: F32,
         merged: MergeResult,
         weights: tuple[float, ...],
+        policy: Policy,
     ) -> Outcome:
-        copy = self.fragments[part.index].published
-        sent, size = self.coding(part, params - copy)
+        copy = self.fragments[fragment.index].published
+        sent, size = self.coding(fragment, params - copy)
         advanced = copy + sent
         digests = digest_of(params), digest_of(momentum), digest_of(advanced)
         # Nobody decodes it: the simulated learners take the copy from the shelf.
-        chunk = EncodedChunk(0, part.elements, bytes(size), 0)
+        chunk = EncodedChunk(0, fragment.elements, bytes(size), 0)
         publication = EncodedVersion(version, digests[2], "raw32", 0.0, (chunk,))
         after = FragmentState(version, digests[2], params, momentum, advanced)
-        return Outcome(part.index, after, digests, publication, 0.0, merged, weights)
+        index = fragment.index
+        return Outcome(index, after, digests, publication, 0.0, merged, weights, policy)
 
 
 VARIANTS: Final[dict[str, type[_Variant]]] = {

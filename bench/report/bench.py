@@ -33,36 +33,36 @@ def run_report(
     Raises ConfigError without `folder`, or if a text lacks the two comments.
     """
     console = terminal()
-    found = read_folder(folder)
+    contents = read_folder(folder)
     with tempfile.TemporaryDirectory() as scratch:
         place = pictures or Path(scratch)
         place.mkdir(parents=True, exist_ok=True)
         drawn = find_spec("matplotlib") is not None
-        sections, unread = sections_of(found, place if drawn else None)
+        sections, unread = sections_of(contents, place if drawn else None)
     if not drawn:
         console.print("no pictures: pip install '.[bench]' in the checkout", markup=False)
     html.parent.mkdir(parents=True, exist_ok=True)
-    html.write_text(page(sections, found.missing, unread))
+    html.write_text(page(sections, contents.missing, unread))
     if readme is not None:
         rewrite(readme, headline_table(sections, folder, readme))
     if results is not None:
         rewrite(results, full_table(sections, folder, results))
     for section in sections:
         console.print(f"{section.result.file}: {section.result.origin}", markup=False)
-    for bench in found.missing:
+    for bench in contents.missing:
         console.print(f"{bench}: no file; {NEXT_STEP}", markup=False)
     for line in unread:
         console.print(f"left out: {line}", markup=False)
     console.print(f"{counted(len(sections), 'file')}, written to {html}", markup=False)
 
 
-def sections_of(found: Folder, pictures: Path | None) -> tuple[list[PageSection], list[str]]:
+def sections_of(contents: Folder, pictures: Path | None) -> tuple[list[PageSection], list[str]]:
     """A section per file that can be shown, and a line per file that cannot, with the reason.
 
     `pictures`: the folder that gets the pictures; None: draw none.
     """
-    sections, unread = list[PageSection](), list(found.unread)
-    for result in found.results:
+    sections, unread = list[PageSection](), list(contents.unread)
+    for result in contents.results:
         try:
             figures, tables = figures_of(result), tables_of(result)
             svg = draw(result, pictures) if pictures else None

@@ -151,9 +151,9 @@ def _exchange(row: Row) -> str:
 
 def _budget(result: ResultFile) -> Iterator[Figure]:
     for word, what in (("holds", "budgets held"), ("uses", "budgets used to 95%")):
-        told = [row[word] for row in result.rows() if word in row]
-        if told:
-            count = f"{sum(told)} of {len(told)}"
+        flags = [row[word] for row in result.rows() if word in row]
+        if flags:
+            count = f"{sum(flags)} of {len(flags)}"
             yield Figure(f"{what} on the wire", count, "", "measured", f"{result.file} rows")
 
 
@@ -189,8 +189,8 @@ def _peer(row: Row) -> str:
     if "skipped" in row:
         return "skipped"
     loss = "no model" if row["loss"] is None else f"{row['loss']:.3f}"
-    told = f"{loss}, {format_bytes(row['bytes'])}, {row['seconds']:.0f} s"
-    return told if row["went_on"] is not False else f"{told}, did not go on"
+    text = f"{loss}, {format_bytes(row['bytes'])}, {row['seconds']:.0f} s"
+    return text if row["went_on"] is not False else f"{text}, did not go on"
 
 
 def _quality(result: ResultFile) -> Iterator[Figure]:
@@ -263,10 +263,9 @@ def _demo(result: ResultFile) -> Iterator[Figure]:
     row = result.data
     parallel, alone = row.get("loss_data_parallel"), f"one learner alone: {row['loss_alone']:.4f}"
     beside = alone if parallel is None else f"data parallel: {parallel:.4f}; {alone}"
-    yield Figure(
-        "demo: validation loss, one of the learners killed", f"{row['loss_global']:.4f}", beside,
-        "measured", result.file,
-    )  # fmt: skip
+    # Results of earlier versions do not say it: they always had a kill.
+    what = "demo: validation loss" + (", one learner killed" if row.get("killed", True) else "")
+    yield Figure(what, f"{row['loss_global']:.4f}", beside, "measured", result.file)
     sent = format_bytes(row["up_bytes"] + row["down_bytes"])
     yield Figure(
         "demo: bytes over the wire", f"{sent}, 1/{row['traffic_ratio']:.0f} as much",

@@ -76,8 +76,8 @@ class Folder:
     @property
     def missing(self) -> list[str]:
         """Benches without a file."""
-        found = {result.bench for result in self.results}
-        return [bench for bench in BENCHES if bench not in found]
+        present = {result.bench for result in self.results}
+        return [bench for bench in BENCHES if bench not in present]
 
 
 def read_folder(folder: Path) -> Folder:
@@ -103,18 +103,18 @@ def _read(path: Path) -> ResultFile:
     data = json.loads(path.read_text())
     if not isinstance(data, dict):
         raise ValueError(NO_RESULT)
-    found: Row = data  # pyright: ignore[reportUnknownVariableType]
-    listed: Any = found.get("rows", [])
-    parts: list[Any] = [
-        found.get("machine", {}),
+    result: Row = data  # pyright: ignore[reportUnknownVariableType]
+    listed: Any = result.get("rows", [])
+    objects: list[Any] = [
+        result.get("machine", {}),
         *(listed if isinstance(listed, list) else [listed]),
     ]
-    if not all(isinstance(part, dict) for part in parts):
+    if not all(isinstance(each, dict) for each in objects):
         raise ValueError(NO_RESULT)
-    bench = str(found.get("bench", path.stem))
+    bench = str(result.get("bench", path.stem))
     if bench not in BENCHES:
-        raise ValueError(f"of no bench that is known: {bench}")
-    return ResultFile(path.name, bench, found)
+        raise ValueError(f"no such bench: {bench}")
+    return ResultFile(path.name, bench, result)
 
 
 def _flat(row: Row) -> Row:

@@ -57,7 +57,7 @@ HEADLINES: Final = (
     Headline("peers", "loss, bytes, seconds; SIGKILL of a member",
              "Loss, bytes, seconds of a run in which one member is killed"),
     Headline("demo", "demo: validation loss",
-             "The demo: validation loss, one of four learners killed"),
+             "The demo: validation loss of the global model"),
 )  # fmt: skip
 """The rows of the README, in their order."""
 

@@ -266,8 +266,8 @@ class SimulatedBroker(Host):
 
     def _checkpoint(self, _: ev.WriteCheckpoint) -> None:
         state = self.syncer.state
-        founding = state.phase is msg.Phase.FOUNDING
-        phase = msg.Phase.RUNNING if founding else state.phase
+        stored = state.phase.stored
+        phase = msg.Phase.RUNNING if stored is msg.Phase.FOUNDING else stored
         heads = tuple(msg.FragmentHead(*head) for head in self._model.heads)
         tokens = state.clock.run_tokens
         pushes = dict(state.merged_pushes)

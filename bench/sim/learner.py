@@ -78,8 +78,11 @@ class SimulatedLearner(Host):
         layout: tuple[msg.LayoutEntry, ...],
     ) -> None:
         incarnation = f"{random.getrandbits(128):032x}"
-        identity = Identity(spec.name, incarnation, layout, 0, spec.contribute_after_steps)
-        session = Session(identity, jitter=random.random)
+        session = Session(
+            Identity(spec.name, incarnation, layout, 0),
+            jitter=random.random,
+            contribute_after_steps=spec.contribute_after_steps,
+        )
         super().__init__(clock, random, session)
         self.faults, self.world, self.spec, self.session = faults, world, spec, session
         self.incarnation = incarnation
@@ -171,7 +174,7 @@ class SimulatedLearner(Host):
 
     def pause(self, seconds: float) -> None:
         """The training thread evaluates for a while."""
-        if self.session.ready and self.clock.now >= self._paused_until:
+        if self.session.fragments.ready and self.clock.now >= self._paused_until:
             self._paused_until = self.clock.now + seconds
             self.handle(ev.Paused("evaluating"))
 
@@ -185,12 +188,12 @@ class SimulatedLearner(Host):
         if self._paused_until:
             self._paused_until = 0.0
             self.handle(ev.Continued())
-        limit = self.spec.leaves_after_steps
-        over = session.should_stop or (limit and session.steps >= limit)
-        if not session.ready or session.must_wait(now) or over or session.farewell.asked:
-            ends = over and session.ready and not session.farewell.asked
+        limit, view, asked = self.spec.leaves_after_steps, session.view(), session.leaving.asked
+        over = view.should_stop or (limit and view.steps >= limit)
+        if not view.ready or view.must_wait(now) or over or asked:
+            ends = over and view.ready and not asked
             self.handle(ev.LoopEnded() if ends else ev.BoundaryReached())
-            self.blocked_s += IDLE_S if session.ready and not over else 0.0
+            self.blocked_s += IDLE_S if session.fragments.ready and not over else 0.0
             self.later(IDLE_S, self._train)
         else:
             self.later(self.step_lasts_s(), self._step)

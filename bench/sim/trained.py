@@ -21,7 +21,7 @@ from narrows.bench.sim.payloads import digest_of
 from narrows.bench.sim.simulation import Simulation
 from narrows.bench.sim.virtual import Faults
 from narrows.broker.config import BrokerConfig
-from narrows.broker.merging import FragmentState, GlobalModel, version_zero
+from narrows.broker.merging import FragmentState, GlobalModel, policy_of, version_zero
 from narrows.broker.syncer import Resumed
 from narrows.broker.syncer import events as broker_events
 from narrows.learner.module import ModuleParameters, ramp_steps
@@ -126,7 +126,7 @@ class TrainedLearner(SimulatedLearner):
                 seed=self.training.seed,
                 start_batch=int(self._progress() * self._run.run_steps),
             )
-        scale = min(1.0, (self.session.steps + 1) / max(1, self.ramp_steps))
+        scale = min(1.0, (self.session.view().steps + 1) / max(1, self.ramp_steps))
         rate = learning_rate(self._progress(), self.training.peak_learning_rate) * scale
         x, y = next(self._reader)
         loss = self.model.loss(token_tensor(x), token_tensor(y))
@@ -138,7 +138,7 @@ class TrainedLearner(SimulatedLearner):
         super()._step()
 
     def _progress(self) -> float:
-        return self.session.run_tokens(self.clock.now) / self._run.config.run.goal_tokens
+        return self.session.view().run_tokens(self.clock.now) / self._run.config.run.goal_tokens
 
     # Founding, pushing.
 
@@ -277,7 +277,9 @@ class TrainedBroker(SimulatedBroker):
         for done in effect.contributions:
             source = f"{done.learner}/{done.incarnation}/{done.push_id}"
             chunks.update(zip(done.handles, run.shelf.pushes.pop(source), strict=True))
-        outcome = model.merge(effect.fragment, effect.version, effect.contributions, chunks)
+        outcome = model.merge(
+            effect.fragment, effect.version, effect.contributions, chunks, policy_of(model.config)
+        )
         model.install(outcome)
         run.committed(effect.fragment, outcome.state.published, effect.version)
         run.shelf.down_bits += 8 * sum(len(c.payload) for c in outcome.publication.chunks)

@@ -55,31 +55,31 @@ def run_cell(cell: WanCell) -> Row:
             probes: list[float] = []
             with lab.meter() as meter:
                 if peer:
-                    told = wan_peers.run_peer(cell, at, limit_s)
+                    exchanges = wan_peers.run_peer(cell, at, limit_s)
                 else:
                     run = NarrowsRun(cell, at)
-                    told, probes = run.measure(meter), run.probes()
-            return _figures(cell, meter, told, probes)
+                    exchanges, probes = run.measure(meter), run.probes()
+            return _figures(cell, meter, exchanges, probes)
     except NarrowsError as error:
         return {"failed": f"{cell.system}: {error}"}
 
 
 def _figures(
-    cell: WanCell, meter: Meter, told: Sequence[ExchangeTimes], probes: Sequence[float]
+    cell: WanCell, meter: Meter, exchanges: Sequence[ExchangeTimes], probes: Sequence[float]
 ) -> Row:
     """`probes`: round trips of control messages since the start, in seconds."""
-    seconds = [each.seconds for each in told]
+    seconds = [each.seconds for each in exchanges]
     row: Row = {
         "summary": f"{np.median(seconds):.3f} s",
         "congestion_control": congestion_control(),
         "exchange_s": seconds,
         "exchange_s_median": float(np.median(seconds)),
         "exchange_s_p95": float(np.percentile(seconds, 95)),
-        "cpu_s_per_exchange": float(np.mean([each.cpu_s for each in told])),
+        "cpu_s_per_exchange": float(np.mean([each.cpu_s for each in exchanges])),
     }
     # The other systems report no times: their bytes are those of all exchanges.
     since_s, until_s, count = 0.0, 1e18, cell.exchanges + WARM_UP
-    first, last = told[0], told[-1]
+    first, last = exchanges[0], exchanges[-1]
     if first.span_s is not None and last.span_s is not None:
         since_s, until_s, count = first.span_s[0], last.span_s[1], cell.exchanges
     up, down = (meter.rates("l0", way, since_s=since_s, until_s=until_s) for way in WAYS)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from narrows.bench.loop.bench import Drift
-from narrows.learner.transport import Client
+from narrows.learner.transport import Client, ClientOptions
 from narrows.proto.errors import NarrowsError
 from narrows.proto.messages import LayoutEntry
 
@@ -94,16 +94,16 @@ class Exchanger:
         self.client.boundary(0, None)
 
     def _adopted(self) -> tuple[int, ...]:
-        return self.client.background.session.links.adopted
+        return self.client.background.view.session.adopted
 
     def _all_open(self) -> bool:
         background = self.client.background
         with background.changed:
             return all(
-                link.round is not None
-                and link.round.base_version == link.adopted == link.held
-                and link.unanswered
-                for link in background.session.links
+                each.round is not None
+                and each.round.base_version == each.adopted == each.held
+                and each.unanswered
+                for each in background.session.fragments
             )
 
 
@@ -111,12 +111,14 @@ def run(broker: str, name: str, params: int, *, endless: bool) -> None:
     """The whole process. Raises NarrowsError when the broker is gone or refuses."""
     layout = transformer_layout(params)
     client = Client(
-        broker=broker,
-        name=name,
-        layout=layout,
-        frozen_digest=0,
-        host=Drift(layout),
-        join_timeout_s=JOIN_TIMEOUT_S,
+        ClientOptions(
+            broker=broker,
+            name=name,
+            layout=layout,
+            frozen_digest=0,
+            host=Drift(layout),
+            join_timeout_s=JOIN_TIMEOUT_S,
+        )
     )
     client.start()
     exchanger = Exchanger(client)
@@ -129,9 +131,9 @@ def run(broker: str, name: str, params: int, *, endless: bool) -> None:
             exchanger.exchange_for_ever(over)
         else:
             for _ in sys.stdin:
-                told = exchanger.exchange()
+                times = exchanger.exchange()
                 exchanger.await_rounds()
-                _tell(told)
+                _tell(times)
     finally:
         client.abort()
 
@@ -141,8 +143,8 @@ def _await_end(over: threading.Event) -> None:
     over.set()
 
 
-def _tell(told: dict[str, Any]) -> None:
-    print(json.dumps(told), flush=True)
+def _tell(times: dict[str, Any]) -> None:
+    print(json.dumps(times), flush=True)
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ def run_peer(cell: WanCell, line: ShapedLine, limit_s: float) -> list[ExchangeTi
     for site, processes in line.learners:
         processes.wait(site.name, max(1.0, deadline - time.monotonic()))
         processes.check(site.name)
-    told = [row for site, processes in line.learners for row in _rows(processes, site.name)]
-    of_each = [[row for row in told if row["exchange"] == i] for i in range(cell.exchanges)]
+    rows = [row for site, processes in line.learners for row in _rows(processes, site.name)]
+    of_each = [[row for row in rows if row["exchange"] == i] for i in range(cell.exchanges)]
     return [
         ExchangeTimes(max(row["seconds"] for row in rows), sum(row["cpu_s"] for row in rows))
         for rows in of_each

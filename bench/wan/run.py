@@ -71,8 +71,8 @@ class SiteProcesses(Processes):
         line = stdout.readline()
         if not line:
             raise self._ended(name)
-        told: dict[str, Any] = json.loads(line)
-        return told
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def stop_all(self) -> None:
         """Ends the children and closes their pipes."""
@@ -162,9 +162,9 @@ class NarrowsRun:
         for _ in range(WARM_UP):
             self._exchange()
         meter.sample()
-        told = [self._exchange() for _ in range(self.cell.exchanges)]
+        exchanges = [self._exchange() for _ in range(self.cell.exchanges)]
         meter.sample()
-        return told
+        return exchanges
 
     def _exchange(self) -> ExchangeTimes:
         broker = self.line.hub.running["broker"].pid

@@ -85,36 +85,36 @@ def run_cell(cell: TrainingCell) -> Row:
     run = _run_narrows if cell.system == "narrows" else _run_ddp
     try:
         with line(lab, cell.seconds + END_S) as at, lab.meter() as meter:
-            told = run(cell, at)
+            summaries = run(cell, at)
             up = meter.rates("l0", "up")
     except NarrowsError as error:
         return {"failed": f"{cell.system}: {error}"}
-    loop_s = fmean(each["loop_s"] for each in told)
+    loop_s = fmean(each["loop_s"] for each in summaries)
     row: Row = {
         "congestion_control": congestion_control(),
-        "parameters": told[0]["parameters"],
-        "steps": told[0]["steps"],
-        "tokens_per_s": sum(each["tokens_per_s"] for each in told),
-        "validation_loss": told[0]["validation_loss"],
-        "up_wire_bytes_per_step": up.wire_bytes / told[0]["steps"],
+        "parameters": summaries[0]["parameters"],
+        "steps": summaries[0]["steps"],
+        "tokens_per_s": sum(each["tokens_per_s"] for each in summaries),
+        "validation_loss": summaries[0]["validation_loss"],
+        "up_wire_bytes_per_step": up.wire_bytes / summaries[0]["steps"],
     }
-    if "compute_s_per_step" in told[0]:
-        compute_s = fmean(each["compute_s_per_step"] for each in told)
+    if "compute_s_per_step" in summaries[0]:
+        compute_s = fmean(each["compute_s_per_step"] for each in summaries)
         row["compute_s_per_step"] = compute_s
-        row["communication_over_compute"] = loop_s / told[0]["steps"] / compute_s - 1
+        row["communication_over_compute"] = loop_s / summaries[0]["steps"] / compute_s - 1
     row["summary"] = f"{row['tokens_per_s']:,.0f} tokens/s, loss {row['validation_loss']:.3f}"
     return row
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
     """The rows with their references: Narrows without limit, data parallel beside it."""
-    found = {(row["name"], row["cell"]["rate_mbit_per_s"]): row for row in rows}
-    return [row | _ratios(row, found) for row in rows]
+    by_line = {(row["name"], row["cell"]["rate_mbit_per_s"]): row for row in rows}
+    return [row | _ratios(row, by_line) for row in rows]
 
 
-def _ratios(row: Row, found: Mapping[tuple[str, float], Row]) -> Row:
+def _ratios(row: Row, by_line: Mapping[tuple[str, float], Row]) -> Row:
     rate = row["cell"]["rate_mbit_per_s"]
-    unlimited, parallel = found.get(("narrows", 0.0), {}), found.get(("ddp f32", rate), {})
+    unlimited, parallel = by_line.get(("narrows", 0.0), {}), by_line.get(("ddp f32", rate), {})
     if row["name"] != "narrows" or any("tokens_per_s" not in r for r in (row, unlimited, parallel)):
         return {}
     times = row["tokens_per_s"] / parallel["tokens_per_s"]

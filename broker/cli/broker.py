@@ -27,11 +27,11 @@ _log = logging.getLogger("narrows.broker")
 
 @dataclass(frozen=True)
 class BrokerCommand:
-    """What the command line said."""
+    """The arguments of the command line."""
 
     config: Path | None
     flags: dict[str, object]
-    """By dotted key; they win over the file."""
+    """Values by dotted key; they win over the file."""
     assignments: Sequence[str]
     """KEY=VALUE texts of `--set`."""
     events: Path | None
@@ -57,17 +57,20 @@ def run_broker(command: BrokerCommand) -> None:
     address = join_address(wires.address)
     _log.info("join with: narrows learner --broker %s --name NAME", address)
     if command.ready_file is not None:
+        # Renamed, so that a script that waits for the file never reads half of the address.
         temporary = command.ready_file.with_suffix(".tmp")
         temporary.write_text(wires.address + "\n")
         temporary.rename(command.ready_file)
     _log.info("stopped: %s", service.run())
     if service.hangs:
+        # A thread is stuck in a system call; Python would wait for it for ever.
         _log.error("the disk does not answer; leaving without the journal's last records")
         os._exit(1)
 
 
 def join_address(listen: str) -> str:
-    """Address that learners dial. Nobody can dial a wildcard: the operator knows the name."""
+    """Address that learners dial. Nobody can dial a wildcard, so HOST stands for the broker's
+    name."""
     host, port = parse_listen(listen)
     return f"tcp://HOST:{port}" if host in ("*", "0.0.0.0", "[::]") else listen
 
@@ -87,7 +90,7 @@ def _configuration(command: BrokerCommand) -> BrokerConfig:
 
 
 def settings_help() -> str:
-    """Every setting as `--set` takes it, its default, and what else it may be, in Markdown."""
+    """Every setting as `--set` takes it, with its default and its possible values, in Markdown."""
     table = Table(("setting", "default", "takes"), left=("default", "takes"))
     for row in described(BrokerConfig):
         table.add(*row)
@@ -116,7 +119,7 @@ def _value(text: str) -> object:
 
 
 def _reload_on_signal(service: Service, command: BrokerCommand) -> None:
-    """SIGHUP: the rates are read again."""
+    """Has SIGHUP read the rates again. An error keeps the old ones: the run must go on."""
 
     def reload(_number: int, _frame: FrameType | None) -> None:
         try:
@@ -128,7 +131,7 @@ def _reload_on_signal(service: Service, command: BrokerCommand) -> None:
 
 
 def _stop_on_signals(service: Service) -> None:
-    """The first signal stops in order, the second at once."""
+    """Has the first signal stop the broker in order, and the second one at once."""
     asked = False
 
     def stop(number: int, _frame: FrameType | None) -> None:

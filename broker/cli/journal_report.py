@@ -38,7 +38,8 @@ from narrows.proto.units import counted, format_bytes
 
 
 def show(path: Path) -> None:
-    """Prints the journal, a line per record; a narrow terminal gets it broken and indented."""
+    """Prints the journal, a line per record. A narrow terminal gets long lines broken and
+    indented."""
     console = terminal()
     with opened_run(path) as (_, journal):
         for number, head, blobs in read_records(
@@ -50,32 +51,34 @@ def show(path: Path) -> None:
 
 
 def audit(path: Path) -> None:
-    """Checks what the records must add up to. Raises NarrowsError naming what does not."""
-    found = Audit()
+    """Checks the sums and orders of the records. Raises NarrowsError that names the errors."""
+    result = Audit()
     with opened_run(path) as (_, journal):
         first = first_record(journal)
         for number, head, _blobs in read_records(needed_journal(journal, path), first):
-            found.take(number, head)
+            result.take(number, head)
         _warn(journal)
     if first > 1:
         print(f"from record {first} on: earlier ones were cut back, see broker.journal_keep")
-    fates = ", ".join(f"{count} {what}" for what, count in sorted(found.fates.items()))
+    fates = ", ".join(f"{count} {what}" for what, count in sorted(result.fates.items()))
     print(
-        f"{counted(found.rounds, 'round')}, {counted(found.contributions, 'contribution')}, "
-        f"{counted(len(found.epochs), 'start')} of the broker{'; ' if fates else ''}{fates}"
+        f"{counted(result.rounds, 'round')}, {counted(result.contributions, 'contribution')}, "
+        f"{counted(len(result.epochs), 'start')} of the broker{'; ' if fates else ''}{fates}"
     )
-    if found.problems:
+    if result.problems:
         raise NarrowsError(
-            ErrorCode.STATE_DAMAGED, f"{counted(len(found.problems), 'error')} in the journal",
-            got="; ".join(found.problems[:5]),
+            ErrorCode.STATE_DAMAGED, f"{counted(len(result.problems), 'error')} in the journal",
+            got="; ".join(result.problems[:5]),
         )  # fmt: skip
-    if found.rounds:
+    if result.rounds:
         print("every version once and in order, every push at most once, all weights sum to 1")
 
 
 def replay(path: Path, changes: Changes, target: Path | None = None) -> None:
-    """Makes the versions again from the oldest checkpoint on, as they were or with changes; the
-    model that comes out is written to `target`."""
+    """Makes the versions again from the oldest checkpoint on, as they were or with changes.
+
+    The resulting model is written to `target`.
+    """
     check_target(target)
     with opened_run(path) as (state_dir, journal):
         oldest, newest = state_dir.load_oldest(), state_dir.load()

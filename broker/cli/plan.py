@@ -48,23 +48,23 @@ FORMATS: Final[Mapping[str, Callable[[float], str]]] = {
     "steps": lambda value: f"{value:.1f} steps",
     "rounds": lambda value: f"{value:.1f} rounds",
 }
-"""By unit of a load."""
+"""The function that writes a value, by the unit of a load."""
 
 
 @dataclass(frozen=True)
 class PlanCommand:
-    """What the command line said, as texts with units."""
+    """The arguments of the command line, as texts with units."""
 
     params: str
     step: str
     learners: int
     wan: str
     broker_wan: str
-    """ "": as `wan`."""
+    """Line of the broker; "": as `wan`."""
     broker_memory: str
     broker_cores: int
     disk: str
-    """A size per second; "/s" may be left out."""
+    """A size per second. "/s" may be left out."""
     config: Path | None
     assignments: Sequence[str]
     """KEY=VALUE texts of `--set`."""
@@ -72,7 +72,7 @@ class PlanCommand:
 
 
 def run_plan(command: PlanCommand) -> bool:
-    """Prints the plan; whether it fits. Raises ConfigError."""
+    """Prints the plan. True if it fits, on one broker. Raises ConfigError."""
     config = read_configuration(command.config, command.assignments)
     if config.run.mode is Mode.DILOCO:
         raise ConfigError(
@@ -89,7 +89,11 @@ def run_plan(command: PlanCommand) -> bool:
 
 
 def _site(command: PlanCommand, config: BrokerConfig) -> Site:
-    """Fragments and sync period are the plan's to choose unless they were set."""
+    """The site that the arguments describe.
+
+    The plan chooses fragments and sync period unless the file or `--set` names them. A value equal
+    to the default counts as named, so the texts are read again here.
+    """
     given = _given(command)
     return Site(
         params=_parsed("--params", parse_count, command.params),
@@ -117,7 +121,7 @@ def _given(command: PlanCommand) -> set[str]:
 
 
 def _parsed(flag: str, parse: Callable[[str], Any], text: str) -> Any:
-    """The value; an error names the flag."""
+    """The value of a text. An error names the flag."""
     try:
         return parse(text)
     except ConfigError as error:
@@ -130,7 +134,7 @@ def _parsed(flag: str, parse: Callable[[str], Any], text: str) -> Any:
 
 
 def as_dict(plan: RunPlan) -> dict[str, Any]:
-    """JSON-ready; units are in the names."""
+    """The plan, ready for JSON. Units are in the names."""
     return {
         "fits": fits(plan),
         "bottleneck": bottleneck(plan).name,
@@ -177,7 +181,7 @@ def _show(console: Console, plan: RunPlan) -> None:
 
 
 def facts(plan: RunPlan) -> Facts:
-    """What was chosen and what it takes."""
+    """The choices of the plan and the resources that they take."""
     shown = Facts()
     for label, text in _lines(plan):
         shown.add(label, text)
@@ -215,18 +219,18 @@ def _lines(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def load_table(loads: Sequence[Load]) -> Table:
-    """What each thing needs of what there is."""
+    """The need for each resource beside the amount there is."""
     table = Table(("", "needed", "there is", "share"))
     for load in loads:
         form = FORMATS[load.unit]
         mark = "" if load.fits else "  too much"
-        told = form(load.needed), form(load.available), f"{load.share:.0%}{mark}"
-        table.add(load.name, *told)
+        cells = form(load.needed), form(load.available), f"{load.share:.0%}{mark}"
+        table.add(load.name, *cells)
     return table
 
 
 def verdict(plan: RunPlan) -> list[str]:
-    """What is fullest and what to do about it, in sentences."""
+    """The fullest resource and the remedy, in sentences."""
     load = bottleneck(plan)
     lines: list[str] = []
     if plan.brokers > 1:

@@ -1,4 +1,4 @@
-"""`narrows status`: asks a broker how the run is and shows it."""
+"""`narrows status`: asks a broker for the state of the run and shows it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def ask_status(broker: str, *, timeout_s: float) -> Status:
     try:
         for name, value in socket_options.CONTROL.items():
             socket.setsockopt(getattr(zmq, name), value)
+        # A question to a broker that is not there must not keep the command from ending.
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, address.is_ipv6)
         socket.connect(str(address))
@@ -76,7 +77,7 @@ def headline(status: Status) -> str:
 
 
 def overwritten_share(learner: LearnerStatus) -> str:
-    """Of the tokens whose fate is known, those that no merge took."""
+    """Share of the tokens with a known fate that no merge took."""
     ledger = learner.ledger
     settled = ledger.merged + ledger.overwritten + ledger.refused + ledger.rolled_back
     return f"{ledger.overwritten / settled:.0%}" if settled else "-"

@@ -1,8 +1,8 @@
-"""Tables for terminals of any width and for files: no cell is cut, no column dropped.
+"""Tables for terminals of any width and for files. No cell is cut, no column is dropped.
 
-Where the columns do not fit, the rest of them follows in another table below, with the columns that
-name a row in front again. Where these are too wide, they stand above the others; where even that
-does not fit, every row becomes a block. A file gets all columns side by side.
+Where the columns do not fit, the rest of them follows in another table below, which begins with the
+columns that name a row. Where these columns are too wide, they stand above the others. Where even
+that does not fit, every row becomes a block. A file gets all columns side by side.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.text import Text
 GAP: Final = "  "
 INDENT: Final = "    "
 TEXT_COLUMNS_MIN: Final = 24
-"""A text that has less room than this beside its label goes below it."""
+"""Columns that a text needs beside its label. With fewer it goes below the label."""
 
 
 class TextLine(NamedTuple):
@@ -33,75 +33,75 @@ class Row(NamedTuple):
 
     cells: tuple[str, ...]
     note: str = ""
-    """A sentence below it: why it has no figures."""
+    """A sentence below the row, such as the reason why it has no figures."""
     style: str = ""
 
 
 @dataclass
 class Table:
-    """Rows under headings. The first `keys` columns say which row it is."""
+    """Rows under headings. The first `keys` columns name the row."""
 
     headings: Sequence[str]
     keys: int = 1
     left: Sequence[str] = ()
-    """Headings beside the keys whose columns hold words: they are flush left."""
+    """Headings, beside the keys, of columns that hold words and are flush left."""
     title: str = ""
     rows: list[Row] = field(default_factory=list[Row])
 
     def add(self, *cells: str, note: str = "", style: str = "") -> None:
-        """A row; it may end early. A cell may have several lines."""
+        """Adds a row, which may end early. A cell may have several lines."""
         missing = len(self.headings) - len(cells)
         assert missing >= 0, f"{len(cells)} cells under {len(self.headings)} headings"
         self.rows.append(Row((*cells, *[""] * missing), note, style))
 
     def lines(self, width: int | None) -> Iterator[TextLine]:
-        """For a terminal of so many columns; None: as wide as need be."""
+        """The lines for a terminal of `width` columns; None: as wide as necessary."""
         if self.title:
-            yield from (TextLine(part, "bold") for part in wrapped(self.title, width))
+            yield from (TextLine(text, "bold") for text in wrapped(self.title, width))
         keys = range(self.keys)
         if width is None:
             layout = [[*keys, *self._values()]]
         else:
-            layout = self._parts(width, keys)
+            layout = self._groups(width, keys)
         is_stacked = not layout and width is not None
         if is_stacked and width is not None:
-            layout = self._parts(width - len(INDENT), ())
+            layout = self._groups(width - len(INDENT), ())
         if not layout:
             yield from self._blocks(width)
-        for number, part in enumerate(layout):
+        for number, group in enumerate(layout):
             if number:
                 yield TextLine("")
-            yield from self._grid(part, width, is_first=number == 0, is_stacked=is_stacked)
+            yield from self._grid(group, width, is_first=number == 0, is_stacked=is_stacked)
 
     def _values(self) -> range:
         return range(self.keys, len(self.headings))
 
-    def _parts(self, width: int, keys: Sequence[int]) -> list[list[int]]:
-        """Columns side by side, the keys in front of each part; none if some column is too wide."""
+    def _groups(self, width: int, keys: Sequence[int]) -> list[list[int]]:
+        """Groups of columns, each with the keys in front; none if a column is too wide."""
         sizes = self._sizes()
-        parts: list[list[int]] = [[*keys]]
+        groups: list[list[int]] = [[*keys]]
         for column in self._values():
-            if _width(sizes, [*parts[-1], column]) > width and len(parts[-1]) > len(keys):
-                parts.append([*keys])
-            parts[-1].append(column)
-        fits = all(_width(sizes, part) <= width for part in parts)
-        return parts if fits else []
+            if _width(sizes, [*groups[-1], column]) > width and len(groups[-1]) > len(keys):
+                groups.append([*keys])
+            groups[-1].append(column)
+        fits = all(_width(sizes, group) <= width for group in groups)
+        return groups if fits else []
 
     def _sizes(self) -> list[int]:
         texts = [self.headings, *(row.cells for row in self.rows)]
         return [
-            max(len(part) for cells in texts for part in cells[column].split("\n"))
+            max(len(line) for cells in texts for line in cells[column].split("\n"))
             for column in range(len(self.headings))
         ]
 
     def _grid(
-        self, part: Sequence[int], width: int | None, *, is_first: bool, is_stacked: bool
+        self, group: Sequence[int], width: int | None, *, is_first: bool, is_stacked: bool
     ) -> Iterator[TextLine]:
-        """The columns of a part; if they are stacked, below the keys of each row."""
+        """The columns of a group; if they are stacked, below the keys of each row."""
         sizes, indent = self._sizes(), INDENT if is_stacked else ""
 
         def line(cells: Sequence[str]) -> str:
-            texts = [self._aligned(cells[c], c, sizes[c]) for c in part]
+            texts = [self._aligned(cells[c], c, sizes[c]) for c in group]
             return (indent + GAP.join(texts)).rstrip()
 
         def above(cells: Sequence[str], style: str) -> Iterator[TextLine]:
@@ -114,10 +114,10 @@ class Table:
         for row in self.rows:
             has_values = any(row.cells[c] for c in self._values())
             if row.note and not is_first and not has_values:
-                continue  # All that there is to say about it stands above.
+                continue  # The note of such a row stands in the first group already.
             yield from above(row.cells, row.style)
             split = [cell.split("\n") for cell in row.cells]
-            for depth in range(max(len(split[c]) for c in part)):
+            for depth in range(max(len(split[c]) for c in group)):
                 text = line([c[depth] if depth < len(c) else "" for c in split])
                 if text:
                     yield TextLine(text, row.style)
@@ -139,13 +139,13 @@ class Table:
             yield from (TextLine(t, row.style) for t in wrapped(row.note, width, indent=GAP))
 
 
-def _width(sizes: Sequence[int], part: Sequence[int]) -> int:
-    return sum(sizes[column] for column in part) + len(GAP) * (len(part) - 1)
+def _width(sizes: Sequence[int], columns: Sequence[int]) -> int:
+    return sum(sizes[column] for column in columns) + len(GAP) * (len(columns) - 1)
 
 
 @dataclass
 class Facts:
-    """Labels and what there is to say about each."""
+    """Labels with a text each."""
 
     title: str = ""
     rows: list[Row] = field(default_factory=list[Row])
@@ -155,9 +155,9 @@ class Facts:
         self.rows.append(Row((label, text), style=style))
 
     def lines(self, width: int | None) -> Iterator[TextLine]:
-        """For a terminal of so many columns; None: one line each."""
+        """The lines for a terminal of `width` columns; None: one line each."""
         if self.title:
-            yield from (TextLine(part, "bold") for part in wrapped(self.title, width))
+            yield from (TextLine(text, "bold") for text in wrapped(self.title, width))
         size = max((len(row.cells[0]) for row in self.rows), default=0)
         below = width is not None and width - size - len(GAP) < TEXT_COLUMNS_MIN
         for row in self.rows:
@@ -172,24 +172,24 @@ class Facts:
 
 
 def wrapped(text: str, width: int | None, *, indent: str = "", more: str = "") -> list[str]:
-    """A text in lines of so many columns, broken at blanks alone: a path stays whole.
+    """A text in lines of `width` columns, broken at blanks only, so that a path can be copied.
 
-    All lines are indented, all but the first by `more` besides.
+    All lines are indented; all but the first are indented by `more` as well.
     """
     if width is None:
         return [indent + line for line in text.splitlines()]
-    found: list[str] = []
+    lines: list[str] = []
     for line in text.splitlines():
-        found += textwrap.wrap(
+        lines += textwrap.wrap(
             line, max(width, len(indent) + len(more) + 1), initial_indent=indent,
             subsequent_indent=indent + more, break_long_words=False, break_on_hyphens=False,
         )  # fmt: skip
-    return found
+    return lines
 
 
 def terminal() -> Console:
-    """Standard output. What processes have said is printed as it is: brackets are no markup; and a
-    file's lines are not broken."""
+    """Standard output. Brackets are no markup, since peers choose some texts. A file's lines are
+    not broken."""
     console = Console(highlight=False, markup=False, emoji=False)
     console.soft_wrap = not console.is_terminal
     return console
@@ -206,6 +206,6 @@ def show(console: Console, table: Table | Facts) -> None:
 
 
 def show_lines(console: Console, lines: Iterable[TextLine]) -> None:
-    """Prints lines as they are."""
+    """Prints lines without breaking them again."""
     for line in lines:
         console.print(Text(line.text, line.style), soft_wrap=True)

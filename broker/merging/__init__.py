@@ -1,4 +1,16 @@
-"""The arithmetic of a round: contributions in, the next version of a fragment out. [pure]"""
+"""The arithmetic of a round: contributions in, the next version of a fragment out. [pure]
+
+`GlobalModel` holds the parameters, the momentum and the published copies. `GlobalModel.merge` takes
+decoded contributions and a `Policy`, and makes an `Outcome`; `install` makes it the current state.
+The names below are all that other districts may import:
+
+- `broker/process` merges on its workers and serves `EncodedVersion`s;
+- `broker/storage` makes the same versions again from its records, by the policy of each record;
+- `broker/syncer` knows a `Contribution` by its handles alone and never sees an array;
+- `bench` measures the parts (`merge_vectors`, `outer_optimizer`) and derives variants.
+
+The bits of a merge are promised: see merge.py before changing the order of any sum.
+"""
 
 from narrows.broker.merging.contribution import Contribution
 from narrows.broker.merging.merge import DecodedVector, MergeResult, merge_vectors, weighted_sums
@@ -13,7 +25,7 @@ from narrows.broker.merging.model import (
     warm_up,
 )
 from narrows.broker.merging.outer import outer_optimizer
-from narrows.broker.merging.policy import Policy
+from narrows.broker.merging.policy import Policy, policy_of
 
 __all__ = [
     "Contribution",
@@ -28,6 +40,7 @@ __all__ = [
     "from_chunks",
     "merge_vectors",
     "outer_optimizer",
+    "policy_of",
     "version_zero",
     "warm_up",
     "weighted_sums",

@@ -1,4 +1,4 @@
-"""One learner's part in a round, from its last chunk to the journal. [pure]"""
+"""A complete push of one learner, from its last chunk to the journal. [pure]"""
 
 from __future__ import annotations
 
@@ -18,3 +18,6 @@ class Contribution:
     """Inner steps since then (c_steps)."""
     handles: tuple[int, ...]
     """Decoded chunks in offset order, covering the fragment without gap or overlap."""
+
+    def __post_init__(self) -> None:
+        assert self.push_id >= 1 and self.tokens >= 1 and self.steps >= 1

@@ -1,4 +1,4 @@
-"""One outer gradient out of many: token weights, clipped norms, mean or radial-directional. [pure]
+"""Merge of outer gradients: token weights, clipped norms, mean or radial-directional mean. [pure]
 
 Sign: an outer gradient is base - local, so the outer optimizer descends along it. The bits of a
 merge are promised: everything is summed over learners in name order, over elements in
@@ -40,7 +40,8 @@ DIRECTION_MIN: Final = 1e-6
 """Norm of a mean direction (of unit vectors) that is no more than float32 rounding."""
 
 CLIP_CONTRIBUTORS_MIN: Final = 3
-"""Of two norms that differ nobody can say which is the outlier. The same for shares."""
+"""Contributors from which on norms are clipped and shares are limited: of two norms that differ,
+nobody can say which is the outlier."""
 
 SLICE: Final = 1024 * RUN
 """Elements whose sums stay in cache while all learners are added to them."""
@@ -62,7 +63,7 @@ class MergeResult:
     outer_grad: F32
     """(n,)"""
     clipped: int
-    """How many of the norms were clipped."""
+    """Number of norms that were clipped."""
     norms: F64
     """(k, M) norms before clipping, in name order."""
 
@@ -75,10 +76,10 @@ def token_weights(
 ) -> list[float]:
     """Weights of contributions with these (tokens, inner steps); they sum to 1.
 
-    tokens: tokens * tokens / steps, "quantity times quality" (Sec. 3.2). With three or more
-    contributors no share exceeds `share_max`: what is above it goes to the others in proportion.
-    Below 1 / M it cannot hold, then all are equal. Raises LocalProtocolError MISUSE for an empty
-    list and for counts that are not positive.
+    Rule "tokens" gives tokens * tokens / steps, "quantity times quality" (Sec. 3.2). With three or
+    more contributors no share exceeds `share_max`: the excess goes to the others in proportion. A
+    `share_max` below 1 / M cannot hold, and then all shares are equal. Raises LocalProtocolError
+    MISUSE for an empty list and for counts that are not positive.
     """
     if not tokens_steps or min(map(min, tokens_steps)) < 1:
         raise LocalProtocolError(
@@ -89,10 +90,13 @@ def token_weights(
     raw = [tokens * tokens / steps for tokens, steps in tokens_steps]
     total = math.fsum(raw)
     weights = [value / total for value in raw]
-    return weights if len(weights) < CLIP_CONTRIBUTORS_MIN else _limited(weights, share_max)
+    weights = weights if len(weights) < CLIP_CONTRIBUTORS_MIN else _limited(weights, share_max)
+    assert min(weights) > -1e-9 and abs(math.fsum(weights) - 1.0) < 1e-9, "shares sum to 1"
+    return weights
 
 
 def _limited(weights: list[float], share_max: float) -> list[float]:
+    """Brings every share down to `share_max`; the others grow in proportion."""
     if share_max * len(weights) <= 1.0:
         return [1.0 / len(weights)] * len(weights)
     full: set[int] = set()
@@ -113,16 +117,16 @@ def merge_vectors(
     clip_ratio: float = 3.0,
     rule: Literal["layout", "mean"] = "layout",
 ) -> MergeResult:
-    """The merged outer gradient (n,), float32.
+    """Merges outer gradients into one (n,), float32.
 
-    Per piece, with norms from three non-zero contributors on clipped to `clip_ratio` times their
-    median (0: never): the weighted mean, or where the layout says so the radial-directional average
-    (sum w ||v||) * unit(sum w unit(v)), at most sqrt(non-zero contributors) times as long as the
-    mean. It is the mean where there is one contributor, or where the directions cancel out.
+    Each piece is merged by itself. From three non-zero contributors on, norms are clipped to
+    `clip_ratio` times their median (0: never). The result is the weighted mean, or where the layout
+    says so the radial-directional average (sum w ||v||) * unit(sum w unit(v)). That average is at
+    most sqrt(non-zero contributors) times as long as the mean. It is the mean where there is one
+    contributor, or where the directions cancel out. `rule` "mean" overrules the layout.
 
-    `contributions` are sorted by learner; `weights` sum to 1. `rule` "mean" overrules the layout.
-    Raises LocalProtocolError MISUSE otherwise. The result is finite unless the input is of the
-    order of float32's limit; the caller checks what it commits.
+    Raises LocalProtocolError MISUSE unless `contributions` are sorted by learner and `weights` sum
+    to 1. The caller checks the result before it commits: near float32's limit it may be infinite.
     """
     _check(fragment, contributions, weights)
     shares = np.array(weights, np.float64)
@@ -131,26 +135,28 @@ def merge_vectors(
     mean_factors = shares * clips
     units = np.divide(shares, norms, out=np.zeros_like(norms), where=norms >= NORM_MIN)
     units[[rule == "mean" or piece.rule == "mean" for piece in fragment.pieces]] = 0.0
-    # Fewer than two contributors to a piece leave nothing to average, and keep their bits.
+    # A piece with fewer than two contributors has nothing to average, and keeps its bits.
     units[np.count_nonzero(units, axis=1) < 2] = 0.0
     mean, direction = weighted_sums(fragment, contributions, mean_factors, units)
+    assert mean.size == fragment.elements and direction.size in (0, fragment.elements)
     if direction.size:
         _replace_mean(fragment, mean, direction, mean_factors * norms, units * norms)
     return MergeResult(mean, int(np.count_nonzero(clips < 1.0)), norms)
 
 
 def _norms(fragment: Fragment, contributions: Sequence[DecodedVector]) -> F64:
-    """(k, M) norms per piece and learner: square sums of chunks, added in offset order."""
+    """Norms (k, M) per piece and learner: square sums of chunks, added in offset order."""
     squares = np.zeros((len(fragment.pieces), len(contributions)))
     for column, contribution in enumerate(contributions):
         for offset, chunk in contribution.chunks:
             touched = fragment.pieces_of(offset, chunk.count)
+            assert 0 <= touched.start < touched.stop <= len(fragment.pieces)
             squares[touched.start : touched.stop, column] += chunk.square_sums()
     return np.sqrt(squares)
 
 
 def _clips(norms: F64, clip_ratio: float) -> F64:
-    """(k, M) factors up to 1 that bring each norm down to the limit of its piece.
+    """Factors (k, M) up to 1 that bring each norm down to the limit of its piece.
 
     Zero norms are left out of the median: a learner whose text never used a row of the embedding
     says nothing about how long the others' outer gradients should be.
@@ -162,16 +168,18 @@ def _clips(norms: F64, clip_ratio: float) -> F64:
             limit = clip_ratio * float(np.median(positive))
             over = piece_norms > limit
             clips[row, over] = limit / piece_norms[over]
+    assert clips.max(initial=0.0) <= 1.0, "clipping only shortens"
     return clips
 
 
 def weighted_sums(
     fragment: Fragment, contributions: Sequence[DecodedVector], mean_factors: F64, units: F64
 ) -> tuple[F32, F32]:
-    """sum of mean_factors * v (n,) and, of the pieces where units is not 0, sum of units * v (n,).
+    """Sums over learners: mean_factors * v (n,), and units * v (n,) in pieces with units above 0.
 
     The factors (k, M) are rounded to float32 once. Without any unit the second sum is empty.
     """
+    assert mean_factors.shape == units.shape == (len(fragment.pieces), len(contributions))
     mean = empty_f32(fragment.elements)
     direction = empty_f32(fragment.elements if units.any() else 0)
     mean_rows = read_only(mean_factors.T.astype(np.float32))
@@ -179,7 +187,7 @@ def weighted_sums(
     scratch = np.empty(SLICE, np.int8)
     cuts: dict[tuple[int, int, int], tuple[slice, slice, I64]] = {}
     for column, offset, chunk, first, end in _in_cache_order(contributions):
-        # All learners' parts of one slice are cut at the same pieces.
+        # One slice of all learners is cut at the same pieces, so its cuts are kept.
         cut = cuts.get((offset, first, end))
         if cut is None:
             cut = cuts[offset, first, end] = _cut(fragment, offset, chunk.count, first, end)
@@ -189,18 +197,18 @@ def weighted_sums(
             codes = chunk.codes_of(first, end, scratch)
         else:
             codes = read_only(chunk.floats(first, end))
-        part = slice(offset + first, offset + end)
+        where = slice(offset + first, offset + end)
         if column == 0:  # Only now, so that the zeros are in cache when they are added to.
-            clear(mean[part])
-            clear(direction[part])
+            clear(mean[where])
+            clear(direction[where])
         accumulate(
             codes,
             bounds,
             chunk.scales[own],
             mean_rows[column, pieces],
             unit_rows[column, pieces],
-            mean[part],
-            direction[part],
+            mean[where],
+            direction[where],
         )
     return mean, direction
 
@@ -208,23 +216,24 @@ def weighted_sums(
 def _cut(
     fragment: Fragment, offset: int, count: int, first: int, end: int
 ) -> tuple[slice, slice, I64]:
-    """Elements first..end of a chunk (offset, count): the pieces they touch, by number in the
-    fragment and by number in the chunk, and the bounds of their spans."""
+    """Pieces that elements first..end of a chunk (offset, count) touch, by number in the fragment
+    and by number in the chunk; and the bounds of their spans."""
+    assert 0 <= first < end <= count
     touched = fragment.pieces_of(offset + first, end - first)
     before = fragment.pieces_of(offset, count).start
     own = slice(touched.start - before, touched.stop - before)
     bounds = read_only(fragment.spans(offset + first, end - first))
+    assert bounds.size == len(touched) + 1
     return slice(touched.start, touched.stop), own, bounds
 
 
 def _in_cache_order(
     contributions: Sequence[DecodedVector],
 ) -> Iterator[tuple[int, int, DecodedChunk, int, int]]:
-    """(column, offset, chunk, first, end): elements first..end of a chunk at `offset`, such that
-    every element meets the learners in name order.
+    """Yields (column, offset, chunk, first, end): elements first..end of a chunk at `offset`.
 
-    Learners usually cut their contributions alike; then all parts of one slice come together, so
-    that its sums stay in cache. Otherwise one learner comes after another: slower, the same bits.
+    Every element meets the learners in name order. If all cut their contributions alike, one slice
+    of all comes together and its sums stay in cache. Otherwise it is slower, with the same bits.
     """
     cuts = [[(offset, chunk.count) for offset, chunk in each.chunks] for each in contributions]
     if all(cut == cuts[0] for cut in cuts):
@@ -243,19 +252,20 @@ def _in_cache_order(
 def _replace_mean(
     fragment: Fragment, mean: F32, direction: F32, weighted_norms: F64, shares: F64
 ) -> None:
-    """mean = direction, made as long as the mean norm and the cap allow, piece by piece.
+    """Replaces the mean by the direction, as long as the mean norm and the cap allow, per piece.
 
-    `weighted_norms` (k, M) are w * ||v||; `shares` (k, M) are w for who takes part in a direction.
-    Pieces without a direction that the contributors have in common keep the mean.
+    `weighted_norms` (k, M) are w * ||v||; `shares` (k, M) are w where a learner has a direction,
+    else 0. A piece whose directions cancel out keeps the mean.
     """
+    assert mean.shape == direction.shape and weighted_norms.shape == shares.shape
     mean_norms, direction_norms = _piece_norms(fragment, mean), _piece_norms(fragment, direction)
     caps = np.sqrt(np.count_nonzero(shares, axis=1)) * mean_norms
     lengths = np.minimum(_sum_over_learners(weighted_norms), caps)
     usable = direction_norms > DIRECTION_MIN * _sum_over_learners(shares)
     for row in np.flatnonzero(usable):
-        part = slice(int(fragment.bounds[row]), int(fragment.bounds[row + 1]))
+        where = slice(int(fragment.bounds[row]), int(fragment.bounds[row + 1]))
         gain = np.float32(lengths[row] / direction_norms[row])
-        np.multiply(direction[part], gain, out=mean[part])
+        np.multiply(direction[where], gain, out=mean[where])
 
 
 def _piece_norms(fragment: Fragment, values: F32) -> F64:
@@ -263,7 +273,7 @@ def _piece_norms(fragment: Fragment, values: F32) -> F64:
 
 
 def _sum_over_learners(terms: F64) -> F64:
-    """(k,) sums of (k, M), learner by learner: numpy's own sum may go pairwise."""
+    """Sums (k,) of (k, M), learner by learner: numpy's own sum may go pairwise."""
     total = np.zeros(terms.shape[0])
     for column in range(terms.shape[1]):
         total += terms[:, column]
@@ -295,7 +305,7 @@ def _misuse(what: str, expected: str, got: str) -> LocalProtocolError:
 
 @kernel
 def clear(out: F32) -> None:
-    """out (n,) = 0."""
+    """Sets out (n,) to 0."""
     for i in range(out.size):
         out[i] = np.float32(0)
 
@@ -310,7 +320,7 @@ def accumulate(
     mean: F32,
     direction: F32,
 ) -> None:
-    """mean (n,) += mean_factor * v and direction (n,) += unit * v, where v = scale * code.
+    """Adds mean_factor * v to mean (n,) and unit * v to direction (n,), where v = scale * code.
 
     v is exact; product and sum are rounded one after the other, so that no CPU may fuse them. A
     factor of 0 leaves its span untouched; `direction` is empty if all units are 0.

@@ -1,7 +1,12 @@
-"""The global model in memory: parameters, momentum, published copies, recent publications."""
+"""The global model in memory: parameters, momentum, published copies, recent publications. [pure]
+
+A version is made in two steps: `merge` computes an Outcome on a worker and changes nothing, and
+`install` makes it the current state once it is durable.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -14,7 +19,7 @@ from narrows.broker.merging import outer
 from narrows.broker.merging.contribution import Contribution
 from narrows.broker.merging.merge import DecodedVector, MergeResult, merge_vectors, token_weights
 from narrows.broker.merging.outer import outer_optimizer
-from narrows.broker.merging.policy import policy_of
+from narrows.broker.merging.policy import Policy
 from narrows.proto.codec import (
     F32,
     STATE_CODEC,
@@ -53,11 +58,17 @@ class FragmentState:
     published: F32
     """The copy that every learner holds."""
 
+    def __post_init__(self) -> None:
+        assert self.version >= 0
+        assert self.global_.shape == self.momentum.shape == self.published.shape
+
 
 @dataclass(frozen=True)
 class EncodedVersion:
-    """`version` of a fragment as it travels: the step from the version before (a publication), or
-    the whole published copy (a state)."""
+    """A version of a fragment as it travels.
+
+    A publication is the step from the version before; a state is the whole published copy.
+    """
 
     version: int
     digest: int
@@ -67,26 +78,29 @@ class EncodedVersion:
 
     @property
     def bits_per_param(self) -> float:
-        """On the wire, headers left out."""
+        """Bits on the wire, without headers, per parameter."""
         elements = sum(chunk.count for chunk in self.chunks)
+        assert elements > 0
         return 8 * sum(len(chunk.payload) for chunk in self.chunks) / elements
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a merge made; nothing is changed until it is installed."""
+    """The next version of a fragment; nothing is changed until it is installed."""
 
     fragment: int
     state: FragmentState
     digests: tuple[int, int, int]
-    """xxh3_64 of the state's `global`, `momentum` and `published`: a worker makes them, because a
+    """xxh3_64 of the state's `global`, `momentum` and `published`. A worker makes them, because a
     fragment of many GB takes longer than the loop's thread may stand still."""
     publication: EncodedVersion
     error_ratio: float
     """See transfer.error_ratio; 0 unless the codec follows a rate."""
     merged: MergeResult
     weights: tuple[float, ...]
-    """Of the contributions, in learner-name order."""
+    """Weight of each contribution, in learner-name order."""
+    policy: Policy
+    """Rules by which it was made."""
 
 
 class GlobalModel:
@@ -101,129 +115,161 @@ class GlobalModel:
     ) -> None:
         self.table = tuple(table)
         self.fragments = list(fragments)
-        self.policy = policy_of(config)
+        sizes = [state.published.size for state in self.fragments]
+        assert sizes == [fragment.elements for fragment in self.table]
         self.configure(config)
         self._publications: list[dict[int, EncodedVersion]] = [{} for _ in self.table]
 
     def configure(self, config: BrokerConfig) -> None:
-        """Takes the codec of publications from a configuration; the policy stays."""
+        """Takes the codec of publications from a configuration."""
         self.config, codec = config, config.codec
-        self.told = settings(config)
+        self.settings = settings(config)
         self._rates = [
             make_bit_control(codec.publish, rho=codec.publish_rho, bits=codec.publish_bits)
             for _ in self.table
         ]
 
-    def tell(self, told: RunSettings) -> None:
+    def follow(self, settings: RunSettings) -> None:
         """Takes the settings that follow the budget: sizes of messages, bits of codec auto."""
-        self.told = told
+        self.settings = settings
         for rate in self._rates:
-            rate.aim(told.publish_bits)
+            rate.aim(settings.publish_bits)
 
     def forget_publications(self) -> None:
-        """After a replay: learners that were there fetch states."""
+        """Drops the publications that a replay made: learners that were there fetch states."""
         self._publications = [{} for _ in self.table]
 
     def set_rate(self, fragment: int, codec: str, rho: float) -> None:
-        """Lets the rate control of a fragment go on from where it was."""
+        """Lets the bit control of a fragment go on from where it was."""
+        assert rho > 0.0
         self._rates[fragment].resume(codec, rho)
 
     def publication(self, fragment: int, version: int) -> EncodedVersion | None:
-        """A publication that is still kept."""
-        return self._publications[fragment].get(version)
+        """Returns a publication, or None if it is not kept any more."""
+        kept = self._publications[fragment].get(version)
+        assert kept is None or kept.version == version
+        return kept
 
     def newest_version(self, fragment: int) -> int:
         """Version of the published copy."""
         return self.fragments[fragment].version
 
     def merge(
-        self, fragment: int, version: int, contributed: Sequence[Contribution], chunks: Handles
+        self,
+        index: int,
+        version: int,
+        contributed: Sequence[Contribution],
+        chunks: Handles,
+        policy: Policy,
     ) -> Outcome:
-        """Merges contributions (in learner-name order) and makes the next version.
+        """Merges contributions (in learner-name order) to a fragment and makes its next version.
 
         Runs on a worker thread; reads the current state and changes nothing.
         Raises FloatingPointError if a parameter would not be finite.
         """
-        part = self.table[fragment]
+        assert [each.learner for each in contributed] == sorted({c.learner for c in contributed})
+        fragment = self.table[index]
         contributions = [
-            DecodedVector(done.learner, [chunks[handle] for handle in done.handles])
-            for done in contributed
+            DecodedVector(each.learner, [chunks[handle] for handle in each.handles])
+            for each in contributed
         ]
         weights = token_weights(
-            [(done.tokens, done.steps) for done in contributed],
-            rule=self.policy.weights,
-            share_max=self.policy.share_max,
+            [(each.tokens, each.steps) for each in contributed],
+            rule=policy.weights,
+            share_max=policy.share_max,
         )
-        merged = self.merged(part, contributions, weights)
-        params, momentum = self.step(part, merged.outer_grad)
-        return self.published(part, version, params, momentum, merged, tuple(weights))
+        merged = self.merged(fragment, contributions, weights, policy)
+        params, momentum = self.step(fragment, merged.outer_grad, policy)
+        return self.published(fragment, version, params, momentum, merged, tuple(weights), policy)
 
     def merged(
-        self, part: Fragment, contributions: Sequence[DecodedVector], weights: Sequence[float]
+        self,
+        fragment: Fragment,
+        contributions: Sequence[DecodedVector],
+        weights: Sequence[float],
+        policy: Policy,
     ) -> MergeResult:
-        """The outer gradient out of contributions, as the policy wants it."""
-        policy = self.policy
+        """Merged outer gradient of contributions."""
         merged = merge_vectors(
-            part, contributions, weights, clip_ratio=policy.clip_ratio, rule=policy.merge_rule
+            fragment, contributions, weights, clip_ratio=policy.clip_ratio, rule=policy.merge_rule
         )
+        # The journal keeps the rounded gradient alone; a replay must step from the same bits.
         if policy.is_rounded:
             round_to_dtype(merged.outer_grad, "bfloat16", merged.outer_grad)
         return merged
 
-    def step(self, part: Fragment, outer_grad: F32) -> tuple[F32, F32]:
+    def step(self, fragment: Fragment, outer_grad: F32, policy: Policy) -> tuple[F32, F32]:
         """New parameters and momentum of a fragment. Raises FloatingPointError unless finite."""
-        params, momentum = self.outer_step(part, self.fragments[part.index], outer_grad)
+        before = self.fragments[fragment.index]
+        params, momentum = self.outer_step(fragment, before, outer_grad, policy)
+        assert params.size == momentum.size == fragment.elements
+        # One NaN would spread to every learner with the next publication.
         if not (all_finite(params) and all_finite(momentum)):
             raise FloatingPointError("the outer step would make a parameter infinite or NaN")
         return params, momentum
 
-    def outer_step(self, part: Fragment, state: FragmentState, outer_grad: F32) -> tuple[F32, F32]:
-        """The outer optimizer's step from `state`."""
-        policy = self.policy
+    def outer_step(
+        self, fragment: Fragment, before: FragmentState, outer_grad: F32, policy: Policy
+    ) -> tuple[F32, F32]:
+        """Takes the outer optimizer's step from `before`."""
+        assert outer_grad.size == fragment.elements
         optimizer = outer_optimizer(policy.optimizer, lr=policy.outer_lr, momentum=policy.momentum)
-        return optimizer.step(state.global_, state.momentum, outer_grad)
+        return optimizer.step(before.global_, before.momentum, outer_grad)
 
     def published(
         self,
-        part: Fragment,
+        fragment: Fragment,
         version: int,
         params: F32,
         momentum: F32,
         merged: MergeResult,
         weights: tuple[float, ...],
+        policy: Policy,
     ) -> Outcome:
-        """Codes global - published copy; what the code drops stays in that difference. Changes
-        nothing yet."""
-        published = self.fragments[part.index].published
-        advanced, rate = empty_f32(part.elements), self._rates[part.index]
+        """Codes the step from the published copy to the new parameters; changes nothing yet.
+
+        The part that the code drops stays in global - published copy, and so in the next step.
+        """
+        before = self.fragments[fragment.index]
+        assert version == before.version + 1, "versions rise by one"
+        assert abs(math.fsum(weights) - 1.0) < 1e-9
+        advanced, rate = empty_f32(fragment.elements), self._rates[fragment.index]
         chunks = tuple(
             encode_step(
-                part,
+                fragment,
                 params,
-                published,
+                before.published,
                 codec_name=rate.codec,
                 rho=rate.rho,
-                chunk_elements=chunk_elements(self.told, rate.codec),
+                chunk_elements=chunk_elements(self.settings, rate.codec),
                 advanced=advanced,
             )
         )
+        assert sum(chunk.count for chunk in chunks) == fragment.elements
+        # Measuring the error costs a pass over the fragment, so only codec auto pays for it.
         ratio = 0.0
         if rate.target_bits is not None:
-            ratio = error_ratio(part, chunks, lambda at: params[at] - advanced[at])
+            ratio = error_ratio(fragment, chunks, lambda at: params[at] - advanced[at])
         digests = digest_of(params), digest_of(momentum), digest_of(advanced)
         after = FragmentState(version, digests[2], params, momentum, advanced)
         publication = EncodedVersion(version, digests[2], rate.codec, rate.rho, chunks)
-        return Outcome(part.index, after, digests, publication, ratio, merged, weights)
+        index = fragment.index
+        return Outcome(index, after, digests, publication, ratio, merged, weights, policy)
 
     def install(self, outcome: Outcome) -> None:
         """Makes an outcome the current state."""
         assert outcome.state.version == self.fragments[outcome.fragment].version + 1
+        assert outcome.publication.version == outcome.state.version
+        assert outcome.publication.digest == outcome.state.digest == outcome.digests[2]
+        # One assignment: a worker reads the old state or the new one, never a mixture.
         self.fragments[outcome.fragment] = outcome.state
         rate = self._rates[outcome.fragment]
         rate.observe(outcome.publication.bits_per_param, outcome.error_ratio)
+        # Kept for repair and for learners that missed a few; older gaps are filled with states.
         kept = self._publications[outcome.fragment]
         kept[outcome.publication.version] = outcome.publication
         kept.pop(outcome.publication.version - PUBLICATIONS_KEPT, None)
+        assert len(kept) <= PUBLICATIONS_KEPT
 
 
 def warm_up() -> None:
@@ -232,29 +278,32 @@ def warm_up() -> None:
         each()
 
 
-def encode_state(part: Fragment, state: FragmentState, chunk_elements: int) -> EncodedVersion:
-    """The published copy of a fragment, without loss."""
+def encode_state(fragment: Fragment, state: FragmentState, chunk_elements: int) -> EncodedVersion:
+    """Encodes the published copy of a fragment without loss."""
+    assert state.published.size == fragment.elements
     chunks = encode_fragment(
-        part,
+        fragment,
         state.published,
         codec_name=STATE_CODEC,
         rho=1.0,
         chunk_elements=chunk_elements,
-        reconstructed=empty_f32(part.elements),
+        reconstructed=empty_f32(fragment.elements),
     )
     return EncodedVersion(state.version, state.digest, STATE_CODEC, 0.0, tuple(chunks))
 
 
 def version_zero(values: F32) -> FragmentState:
-    """A fragment before its first outer step: nothing published differs from it."""
+    """Makes a fragment before its first outer step: the published copy is the same."""
+    assert values.ndim == 1 and values.dtype == np.float32
     return FragmentState(0, digest_of(values), values, np.zeros_like(values), values)
 
 
 def from_chunks(
     table: Sequence[Fragment], handles: Sequence[Sequence[int]], chunks: Handles
 ) -> list[FragmentState]:
-    """Version 0 from the founder's chunks."""
+    """Makes version 0 from the founder's chunks."""
+    assert len(table) == len(handles)
     return [
-        version_zero(values_of(part, [chunks[handle] for handle in part_handles]))
-        for part, part_handles in zip(table, handles, strict=True)
+        version_zero(values_of(fragment, [chunks[handle] for handle in own]))
+        for fragment, own in zip(table, handles, strict=True)
     ]

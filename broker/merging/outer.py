@@ -1,6 +1,6 @@
 """Outer optimizers: a merged outer gradient becomes new global parameters. [pure]
 
-All arithmetic is float32, one rounding per operation, in the order that is written here; the
+All arithmetic is float32, with one rounding per operation, in the order that is written here. The
 result has the same bits on every machine. The outer gradient points from the merged
 local parameters to the base (base - local), so the optimizers descend along it.
 """
@@ -30,10 +30,10 @@ class OuterOptimizer(Protocol):
     def momentum(self) -> float: ...
 
     def step(self, params: F32, momentum_state: F32, outer_grad: F32) -> tuple[F32, F32]:
-        """New parameters and new momentum, both (n,) like all arguments, which stay untouched.
+        """Returns new parameters and new momentum, both (n,) like all arguments.
 
-        Raises LocalProtocolError MISUSE if the arrays do not fit together. The results are not
-        checked: a caller that must not keep a NaN or an infinity looks before it commits.
+        The arguments stay untouched. Raises LocalProtocolError MISUSE if the arrays do not fit
+        together. The results may be NaN or infinite: the caller checks them before it commits.
         """
         ...
 
@@ -44,13 +44,14 @@ class Sgd:
 
     lr: float
     momentum: float = 0.0
-    """Ignored; it is kept so that a configuration can change the optimizer alone."""
+    """Ignored; kept so that a configuration can change the optimizer alone."""
     name: str = "sgd"
 
     def step(self, params: F32, momentum_state: F32, outer_grad: F32) -> tuple[F32, F32]:
         _check(params, momentum_state, outer_grad)
         updated = empty_f32(params.size)
         sgd_step(read_only(params), read_only(outer_grad), np.float32(self.lr), updated)
+        assert updated is not params and updated.size == params.size
         return updated, momentum_state.copy()
 
 
@@ -71,12 +72,13 @@ class Nesterov:
         updated, velocity = empty_f32(params.size), empty_f32(params.size)
         inputs = read_only(params), read_only(momentum_state), read_only(outer_grad)
         nesterov_step(*inputs, np.float32(self.lr), np.float32(self.momentum), updated, velocity)
+        assert updated.size == velocity.size == params.size
         return updated, velocity
 
 
 @kernel
 def sgd_step(params: F32, grad: F32, lr: np.float32, updated: F32) -> None:
-    """updated (n,) = params - lr * grad."""
+    """Sets updated (n,) to params - lr * grad."""
     for i in range(updated.size):
         updated[i] = params[i] - grad[i] * lr
 
@@ -91,7 +93,8 @@ def nesterov_step(
     updated: F32,
     velocity: F32,
 ) -> None:
-    """velocity = mu * momentum + grad; updated = params - lr * (grad + mu * velocity). (n,)"""
+    """Sets velocity = mu * momentum + grad and updated = params - lr * (grad + mu * velocity)."""
+    # This order of products and sums is promised, bit by bit.
     for i in range(updated.size):
         speed = momentum[i] * mu + grad[i]
         velocity[i] = speed
@@ -101,6 +104,7 @@ def nesterov_step(
 def warm_up() -> None:
     """Compiles the kernels, or loads them from numba's cache."""
     ones = np.ones(3, np.float32)
+    # With the types of a real step, or numba would compile again at the first merge.
     for maker in _OPTIMIZERS.values():
         maker(0.5, 0.5).step(ones, ones, ones)
 
@@ -111,7 +115,7 @@ assert tuple(_OPTIMIZERS) == OUTER_OPTIMIZERS
 
 
 def outer_optimizer(name: str, *, lr: float, momentum: float) -> OuterOptimizer:
-    """The optimizer of that name. Raises ConfigError for a name or a value it cannot have."""
+    """Makes the optimizer of that name. Raises ConfigError for an unknown name or a bad value."""
     if name not in _OPTIMIZERS:
         raise ConfigError(
             "no such outer optimizer",

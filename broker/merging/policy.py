@@ -1,6 +1,4 @@
-"""The rules by which contributions become the next version; every round's record keeps its own.
-
-[pure]"""
+"""Rules by which contributions become the next version; a round's record keeps its own. [pure]"""
 
 from __future__ import annotations
 
@@ -16,20 +14,21 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True):
 
     weights: Literal["tokens", "equal"]
     merge_rule: Literal["layout", "mean"] = field(name="law")
-    """Stands in records as `law`."""
+    """Called `law` in records."""
     clip_ratio: float
     share_max: float
     optimizer: str
     outer_lr: float = field(name="rate")
-    """Stands in records as `rate`."""
+    """Called `rate` in records."""
     momentum: float
     is_rounded: bool
     """The merged outer gradient is rounded to bfloat16 before the outer step."""
 
 
 def policy_of(config: BrokerConfig) -> Policy:
-    """The policy that a configuration asks for."""
+    """Returns the policy that a configuration asks for."""
     merge, outer = config.merge, config.outer
+    # Copied into every record, so that a later change of the configuration changes no history.
     return Policy(
         weights=merge.weights,
         merge_rule=merge.rule,

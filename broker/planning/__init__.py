@@ -1,4 +1,10 @@
-"""The arithmetic of a run before it starts: rates, memory, disk, cores. [pure]"""
+"""The arithmetic of a run before it starts: rates, memory, disk, cores. [pure]
+
+`make_plan` chooses the sync period and the number of brokers for a `Site`; the `RunPlan` has every
+figure; `loads_of`, `fits` and `bottleneck` compare needs with what the machines have. `costs` holds
+what a parameter costs, measured where arithmetic ends. `narrows plan` prints it, and the bandwidth
+bench compares it with measurements. Nothing in here knows a running broker.
+"""
 
 from narrows.broker.planning import costs
 from narrows.broker.planning.capacity import (

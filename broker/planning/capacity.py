@@ -1,4 +1,8 @@
-"""Whether a run fits its machines, and the settings with which it does. [pure]"""
+"""Whether a run fits its machines, and the settings with which it does. [pure]
+
+A plan leaves a fifth of every resource free. The figures behind it are measured on one machine, and
+a run that just fits on paper would be late at the first lost packet.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,19 @@ from narrows.broker.planning import costs
 from narrows.broker.planning.demand import RunPlan, Site
 
 USABLE: Final = 0.8
-"""Share of every resource that a plan may fill: repairs, joiners and bursts take the rest."""
+"""Share of every resource that a plan may fill. Repairs, joiners and bursts need the rest."""
 
 LATE_STEPS_MAX: Final = 5
-"""tau up to which staleness costs next to nothing (Streaming DiLoCo, arXiv 2501.18512)."""
+"""Steps (tau) up to which staleness costs next to nothing (Streaming DiLoCo, arXiv 2501.18512)."""
 
 SYNC_PERIODS: Final = (10, 15, 20, 24, 30, 40, 50, 75, 100, 150, 200, 300, 500)
-"""H that a plan may choose. 10 is the best that was measured here; papers use 24 to 100."""
+"""Sync periods (H, in steps) that a plan may choose. 10 is the best that was measured here; papers
+use 24 to 100."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What of one resource is needed; `unit` is bit/s, bytes, bytes/s, cores, steps or rounds."""
+    """The need for one resource; `unit` is bit/s, bytes, bytes/s, cores, steps or rounds."""
 
     name: str
     needed: float
@@ -30,10 +35,12 @@ class Load:
     unit: str
     remedy: str
     is_shared: bool = True
-    """More brokers make it smaller."""
+    """True if more brokers make it smaller."""
 
     @property
     def share(self) -> float:
+        """The need as a share of what is available; above 1 it is not there at all."""
+        assert self.needed >= 0 and self.available > 0, self
         return self.needed / self.available
 
     @property
@@ -52,21 +59,26 @@ def fits(plan: RunPlan) -> bool:
 
 
 def bottleneck(plan: RunPlan) -> Load:
-    """What is fullest."""
+    """The resource with the largest share."""
     return max(loads_of(plan), key=lambda load: load.share)
 
 
 def make_plan(site: Site, config: BrokerConfig) -> RunPlan:
-    """As few brokers as hold the model in memory, and the shortest sync period at which all else
-    suffices; if none is long enough the longest, with more brokers."""
+    """The plan with the fewest brokers and the shortest sync period that fit.
+
+    Memory alone decides first how many brokers there are at least. Then the sync period grows until
+    everything else fits, because more brokers cost machines and a longer period costs little. If
+    none is long enough, the plan has the longest period and more brokers.
+    """
     periods = (site.sync_period_steps,) if site.sync_period_steps else SYNC_PERIODS
     plans = [_enough_memory(RunPlan(site, config, period)) for period in periods]
-    plan = next((plan for plan in plans if fits(plan)), plans[-1])
-    return _enough_brokers(plan)
+    plan = _enough_brokers(next((plan for plan in plans if fits(plan)), plans[-1]))
+    assert 1 <= plan.brokers <= plan.fragments, f"{plan.brokers} brokers"
+    return plan
 
 
 def _enough_brokers(plan: RunPlan) -> RunPlan:
-    """The same with more brokers if that helps where they share; unchanged if it does not."""
+    """The same plan with more brokers if that is enough; unchanged if no number of them is."""
     brokers = plan.brokers
     while True:
         several = replace(plan, brokers=brokers)
@@ -75,14 +87,17 @@ def _enough_brokers(plan: RunPlan) -> RunPlan:
             return several
         if brokers >= plan.fragments:
             return plan
-        # Nearly all loads fall as one over the number.
+        # Nearly all loads fall as one over the number of brokers, so this guess is hardly ever low.
         wanted = math.ceil(min(brokers * fullest / USABLE, plan.fragments))
         brokers = min(max(brokers + 1, wanted), plan.fragments)
+        assert several.brokers < brokers, "the search must end"
 
 
 def _enough_memory(plan: RunPlan) -> RunPlan:
-    """The same with the smallest number of brokers whose memory suffices; 1 if none does: each
-    owns whole fragments, so that a fragment too large to be merged stays too large."""
+    """The same plan with the smallest number of brokers whose memory is enough; 1 if none is.
+
+    A broker owns whole fragments, so a fragment that is too large to be merged stays too large.
+    """
     free = USABLE * plan.site.broker_memory_bytes - plan.round_memory_bytes
     brokers = max(1, math.ceil(plan.state_memory_bytes / free)) if free > 0 else 1
     return replace(plan, brokers=brokers if brokers <= plan.fragments else 1)
@@ -105,7 +120,8 @@ def _line_loads(plan: RunPlan) -> tuple[Load, ...]:
 
 
 def _longer_period(plan: RunPlan, share: float) -> str:
-    """What is sent falls as one over the sync period."""
+    """The remedy for a line: traffic falls as one over the sync period."""
+    assert share >= 0, share
     if share <= USABLE:
         return "a longer sync period"
     return f"a sync period of {math.ceil(plan.sync_period_steps * share / USABLE)} steps"

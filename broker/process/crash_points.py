@@ -1,6 +1,7 @@
 """Places at which a test ends the process as a power cut would: `NARROWS_CRASH_AT=NAME:N`.
 
-N is the visit of the place at which it happens.
+The process ends at the N-th visit of the place. A signal from outside would come at another place
+each time, so a failure could not be repeated.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ NAMES: Final = (
     "received", "unpacked", "merged", "appended", "durable", "installed", "published",
     "checkpoint_begun", "checkpoint_written", "journal_cut",
 )  # fmt: skip
-"""In the order of a round's life, then those of a checkpoint."""
+"""Names of the places: those of a round in their order, then those of a checkpoint."""
 
 
 def crash_points(environment: Mapping[str, str]) -> Callable[[str], None]:
@@ -28,7 +29,7 @@ def crash_points(environment: Mapping[str, str]) -> Callable[[str], None]:
     visits: Counter[str] = Counter()
 
     def reach(name: str) -> None:
-        assert name in NAMES
+        assert name in NAMES, f"{name} is no crash point"
         if name == place:
             visits[name] += 1
             if visits[name] == int(visit or 1):

@@ -1,7 +1,7 @@
 """The broker's shell: one thread with a poll loop, a small pool for slow work, no decisions.
 
-Sockets, clocks and threads live here; what to do is the syncer's. Slow work (decode, merge,
-encode, disk) runs on the pool and comes back as an event.
+Sockets, clocks and threads live here; the syncer decides. Slow work (decode, merge, encode, disk)
+runs on the pool and comes back as an event.
 """
 
 from __future__ import annotations
@@ -37,15 +37,18 @@ from narrows.proto.shell import EventFile, WakePipe
 _log = logging.getLogger("narrows.broker")
 
 TURNS_BEHIND_MAX = 16
-"""Deadlines wait while there is more to read, but not for a peer that never stops sending."""
+"""Turns of the loop that deadlines wait while there is more to read: a peer may never stop
+sending."""
 
 
 class Service:
     """One broker process: sockets and state directory around one syncer."""
 
     def __init__(self, config: BrokerConfig, *, events: Path | None = None) -> None:
-        """Binds, locks the state directory, loads the newest checkpoint, makes the new epoch
-        durable. Raises NarrowsError with the remedy if any of it cannot be done."""
+        """Binds, locks the state directory, loads the newest checkpoint, begins a durable epoch.
+
+        Raises NarrowsError with the remedy if any of it cannot be done.
+        """
         with ExitStack() as undo:
             if config.broker.init:
                 check_initial(Path(config.broker.init))
@@ -58,7 +61,13 @@ class Service:
             undo.callback(self.wires.close)
             self.state_dir = StateDir.open(Path(config.broker.state_dir))
             undo.callback(self.state_dir.close)
-            begun = begin_epoch(config, self.state_dir, now=time.monotonic())
+            begun = begin_epoch(
+                config,
+                self.state_dir,
+                now=time.monotonic(),
+                uplink_port=self.wires.uplink_port,
+                downlink_port=self.wires.downlink_port,
+            )
             self.syncer = begun.syncer
             undo.callback(begun.close)
             self._events = EventFile(events, _log) if events else None
@@ -73,7 +82,6 @@ class Service:
         self._turns_behind = 0
         self._reach = crash_points(os.environ)
         run = self.syncer.state
-        run.uplink_port, run.downlink_port = self.wires.uplink_port, self.wires.downlink_port
         self.commits = None
         if begun.journal is not None:
             serve_on = config.broker.journal_errors == "serve"
@@ -81,9 +89,8 @@ class Service:
                 begun.journal, run, self._post, serve_on=serve_on, reach=self._reach
             )
         self.jobs = Jobs(
-            config, run, self.state_dir, self._post, self.commits, begun.journaled, self._reach
+            config, run, self.state_dir, self._post, self.commits, begun, reach=self._reach
         )
-        self.jobs.model = begun.model
         self.downlink = Downlink(
             self.wires,
             run,
@@ -114,7 +121,7 @@ class Service:
 
     @property
     def hangs(self) -> bool:
-        """A disk that does not answer keeps a thread busy: only `os._exit` ends the process."""
+        """True if a disk that does not answer keeps a thread busy: only `os._exit` helps then."""
         return self.commits is not None and self.commits.hangs
 
     def stop(self, reason: str) -> None:
@@ -196,7 +203,7 @@ class Service:
             self._received_from(member.name, size_bytes)
 
     def _refuse_frame(self, peer: bytes, address: str, error: RemoteProtocolError) -> None:
-        """A control frame that does not decode: its sender is told, the first is logged."""
+        """Refuses a control frame that does not decode; logs the first, then every 1000th."""
         self.syncer.state.tally.refuse(error.code)
         self.bad_frames += 1
         if self.bad_frames == 1 or self.bad_frames % 1000 == 0:
@@ -252,9 +259,9 @@ class Service:
                 self.downlink.admit(learner, incarnation)
             case ev.Acknowledge(learner, positions):
                 self.downlink.acknowledge(learner, positions, time.monotonic())
-            case ev.RatesChanged(wan, told):
+            case ev.RatesChanged(wan, settings):
                 if self.jobs.model is not None:
-                    self.jobs.model.tell(told)
+                    self.jobs.model.follow(settings)
                 self.downlink.set_rates(wan, time.monotonic())
             case ev.Forget(learner):
                 self.downlink.forget(learner)
@@ -302,8 +309,8 @@ class Service:
                 "fragment": effect.fragment,
                 "version": effect.version,
                 "digest": f"{outcome.state.digest:016x}",
-                "contributors": [done.learner for done in effect.contributions],
-                "tokens": sum(done.tokens for done in effect.contributions),
+                "contributors": [each.learner for each in effect.contributions],
+                "tokens": sum(each.tokens for each in effect.contributions),
                 "live": len(run.roster.ready()),
                 "run_tokens": run.clock.run_tokens,
                 "reason": effect.reason,

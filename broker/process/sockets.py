@@ -15,7 +15,8 @@ from narrows.proto.address import Address, parse_listen
 from narrows.proto.errors import ErrorCode, NarrowsError
 
 FRAMES_PER_TURN = 64
-"""Messages read from one socket before the others get their turn."""
+"""Messages that are read from one socket before the others get their turn. Data must not keep Hello
+and Report waiting."""
 
 
 @dataclass
@@ -38,7 +39,7 @@ class BrokerSockets:
     uplink_port: int
     downlink_port: int
     subscribed: Subscriptions = field(default_factory=Subscriptions)
-    """Before somebody has subscribed to a topic, nobody would receive it."""
+    """Topics with listeners. A message to a topic without one is lost."""
 
     @classmethod
     def bind(
@@ -75,13 +76,14 @@ class BrokerSockets:
         return frames[0].bytes, address, [frame.bytes for frame in frames[1:]]
 
     def receive_data(self) -> list[bytes] | None:
+        """The frames of the next data message, None if there is none."""
         try:
             return self.uplink.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
 
     def read_subscriptions(self) -> set[bytes]:
-        """Notes who listens on the downlink; returns the topics that are subscribed to (again)."""
+        """Takes in the subscriptions that have come; returns their topics, repeated ones too."""
         topics: set[bytes] = set()
         while True:
             try:
@@ -95,7 +97,8 @@ class BrokerSockets:
         try:
             self.control.send_multipart([peer, frame], zmq.NOBLOCK)
         except zmq.Again:
-            return True  # Its queue is full: it reads nothing, and will turn late, then lost.
+            # The queue is full, so the peer reads nothing. It becomes late, then lost.
+            return True
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 return False
@@ -103,17 +106,18 @@ class BrokerSockets:
         return True
 
     def send_data(self, topic: bytes, header: bytes, payload: bytes | memoryview) -> None:
+        """Queues a data message. The payload is not copied: a publication has many addressees."""
         self.downlink.send_multipart([topic, header, payload], zmq.NOBLOCK, copy=False)
 
     def close(self) -> None:
-        """Closes everything; what is queued gets the linger time of the socket options."""
+        """Closes everything. Queued messages get the linger time of the socket options."""
         for socket in (self.control, self.uplink, self.downlink):
             socket.close()
         self.context.term()
 
 
 def _listen_address(listen: str, *, insecure: bool) -> Address:
-    """Off loopback only with --insecure: there are no keys."""
+    """The address to listen on; beyond loopback only with --insecure, since there are no keys."""
     address = parse_listen(listen)
     if not address.is_loopback and not insecure:
         raise NarrowsError(

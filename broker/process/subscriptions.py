@@ -1,4 +1,8 @@
-"""Which topics of the downlink somebody listens to."""
+"""The topics of the downlink that have listeners.
+
+The broker must know: pub/sub drops a message to a topic without one, and the learner would have to
+ask for it again.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,16 @@ from dataclasses import dataclass, field
 from narrows.proto.limits import TOPIC_BYTES_MAX
 
 TOPICS_MAX = 1 << 18
-"""Topics remembered, beside those of known learners; more is a flood."""
+"""Topics that are remembered, beside those of known learners. More of them are a flood."""
 
 
 @dataclass
 class Subscriptions:
-    """Topics with the number of their connections, as far as their messages can be believed.
+    """Topics with the number of their connections, as far as subscriptions can be trusted.
 
     Anybody may send an unsubscription, and could silence a learner with it. So the topics of a
-    known learner stay until it is forgotten; those that nobody listens to go then, or with their
-    last connection. A learner that is only cut off does not subscribe again.
+    known learner stay until it is forgotten. Then those without listeners go, as others do with
+    their last connection. A learner that is only cut off does not subscribe again.
     """
 
     _listeners: dict[bytes, int] = field(default_factory=dict[bytes, int])
@@ -30,13 +34,13 @@ class Subscriptions:
         return len(self._listeners)
 
     def has(self, topics: Set[bytes]) -> bool:
-        """Somebody has subscribed to each of them."""
+        """True if somebody has subscribed to each of them."""
         return topics <= self._listeners.keys()
 
     def take(self, frame: bytes) -> Set[bytes]:
-        """Notes what a subscriber sends: 1 or 0 and the topic; noise means nothing.
+        """Takes in the message of a subscriber: 1 or 0, and the topic. Anything else is ignored.
 
-        Returns the topic if it is subscribed to (again).
+        Returns the topic if it is subscribed to, also if it was before.
         """
         topic = frame[1 : 1 + TOPIC_BYTES_MAX]
         if frame[:1] == b"\x01":
@@ -49,15 +53,16 @@ class Subscriptions:
         return frozenset()
 
     def keep(self, topics: Set[bytes]) -> None:
-        """They belong to a learner."""
+        """Keeps the topics of a known learner, whatever unsubscriptions come."""
         self._kept |= topics
 
     def let_go(self, topics: Set[bytes]) -> None:
-        """Their learner is forgotten."""
+        """Lets the topics of a forgotten learner go once nobody listens to them."""
         self._kept -= topics
         self._drop_unheard(topics)
 
     def _drop_unheard(self, topics: Iterable[bytes]) -> None:
         for topic in topics:
+            # 1 for a topic that was never subscribed to: there is nothing to delete.
             if topic not in self._kept and not self._listeners.get(topic, 1):
                 del self._listeners[topic]

@@ -18,9 +18,11 @@ from narrows.broker.merging import (
     Outcome,
     encode_state,
     from_chunks,
+    policy_of,
     warm_up,
 )
 from narrows.broker.storage import (
+    Begun,
     CheckpointContent,
     Chunk,
     Commits,
@@ -37,11 +39,12 @@ from narrows.proto.flow import chunk_elements
 from narrows.proto.shell import guarded
 
 POOL_THREADS = 2
-"""Decode, merge and encode release the interpreter lock, so two threads use two cores."""
+"""Threads for decode, merge and encode. These release the interpreter lock, so two threads use two
+cores."""
 
 
 class Jobs:
-    """Payloads, decoded chunks and the global model, worked on behind the loop's back."""
+    """Holds payloads, decoded chunks and the global model, and works on them in threads."""
 
     def __init__(
         self,
@@ -50,13 +53,15 @@ class Jobs:
         state_dir: StateDir,
         post: Callable[[Callable[[], ev.Event | None]], None],
         commits: Commits | None,
-        journaled: int,
+        begun: Begun,
+        *,
         reach: Callable[[str], None],
     ) -> None:
-        """`journaled`: the newest record that the model holds, where no journal is written.
-        `reach` is told each place of crash_points.NAMES."""
+        """`begun` gives the model that was recovered, and the newest record that it holds.
+        `reach` is called with each place of crash_points.NAMES."""
         self._reach = reach
-        self._journaled = journaled
+        self._journaled = begun.journaled
+        self._policy = policy_of(config)
         self._commits = commits
         self._keeps_payloads = commits is not None and config.broker.journal == "full"
         self._config, self._run, self._state_dir, self._post = config, run, state_dir, post
@@ -66,8 +71,8 @@ class Jobs:
         self._chunks: dict[int, tuple[int, DecodedChunk]] = {}
         self._handle = 0
         self._submit(self._pool, warm_up)
-        self.model: GlobalModel | None = None
-        """None until version 0 stands."""
+        self.model = begun.model
+        """Only this object replaces it; None until version 0 stands."""
 
     @property
     def held(self) -> int:
@@ -90,11 +95,11 @@ class Jobs:
         payload = self._payloads[handle]
         if not self._keeps_payloads or header.kind is not msg.DataKind.PUSH:
             del self._payloads[handle]
-        part = self._run.table[header.fragment]
+        fragment = self._run.table[header.fragment]
 
         def work() -> None:
             try:
-                chunk = decode_chunk(part, header.codec, header.offset, header.count, payload)
+                chunk = decode_chunk(fragment, header.codec, header.offset, header.count, payload)
             except RemoteProtocolError as error:
                 damaged = ev.ChunkDamaged(header, handle, error.code, error.message)
                 self._post(lambda: damaged)
@@ -112,7 +117,7 @@ class Jobs:
     def found(self, effect: ev.Found) -> None:
         """Makes version 0 from the founder's chunks or from the initial file."""
         table, handles = self._run.table, effect.handles
-        chunks = {h: self._chunks[h] for part in handles or () for h in part}
+        chunks = {h: self._chunks[h] for fragment in handles or () for h in fragment}
 
         def work() -> None:
             try:
@@ -127,7 +132,7 @@ class Jobs:
 
             def founded() -> ev.Event:
                 self.model = GlobalModel(self._config, table, fragments)
-                self.model.tell(self._run.settings)
+                self.model.follow(self._run.settings)
                 self.drop(tuple(chunks))
                 return ev.Founded(tuple(state.digest for state in fragments))
 
@@ -135,15 +140,17 @@ class Jobs:
 
         self._submit(self._pool, work)
 
-    def merge(self, effect: ev.StartMerge, done: Callable[[Outcome], None]) -> None:
-        """Merges contributions into the next version; `done` sees it before the syncer does."""
+    def merge(self, effect: ev.StartMerge, installed: Callable[[Outcome], None]) -> None:
+        """Merges contributions; `installed` gets the outcome before the syncer hears of it."""
         model = self.model
         assert model is not None
         chunks = {h: self._chunks[h] for c in effect.contributions for h in c.handles}
 
         def work() -> None:
             try:
-                outcome = model.merge(effect.fragment, effect.version, effect.contributions, chunks)
+                outcome = model.merge(
+                    effect.fragment, effect.version, effect.contributions, chunks, self._policy
+                )
             except (FloatingPointError, NarrowsError) as error:
                 failed = ev.MergeFailed(effect.fragment, str(error))
                 self._post(lambda: finish(failed, None))
@@ -156,14 +163,14 @@ class Jobs:
             if self._commits is None:
                 return finish(event, outcome)
             travelled = self._travelled(effect, chunks) if self._keeps_payloads else []
-            self._commits.commit(effect, outcome, model, travelled, lambda: finish(event, outcome))
+            self._commits.commit(effect, outcome, travelled, lambda: finish(event, outcome))
             return None
 
         def finish(event: ev.Event, outcome: Outcome | None) -> ev.Event:
             self.drop(tuple(chunks))
             if outcome is not None:
                 model.install(outcome)
-                done(outcome)
+                installed(outcome)
                 self._reach("installed")
             return event
 
@@ -172,24 +179,25 @@ class Jobs:
     def _travelled(
         self, effect: ev.StartMerge, chunks: Mapping[int, tuple[int, DecodedChunk]]
     ) -> list[tuple[str, list[Chunk]]]:
-        """Codec and chunks of each contribution, encoded as they came."""
+        """Returns codec and chunks of each contribution, encoded as they came."""
         return [
             (
-                chunks[done.handles[0]][1].codec,
-                [(chunks[h][0], chunks[h][1].count, self._payloads[h]) for h in done.handles],
+                chunks[each.handles[0]][1].codec,
+                [(chunks[h][0], chunks[h][1].count, self._payloads[h]) for h in each.handles],
             )
-            for done in effect.contributions
+            for each in effect.contributions
         ]
 
-    def encode_state(self, fragment: int, done: Callable[[EncodedVersion, float], None]) -> None:
-        """Encodes the newest published copy of a fragment; `done` gets it, and the time, on the
-        loop's thread."""
+    def encode_state(self, index: int, encoded: Callable[[EncodedVersion, float], None]) -> None:
+        """Encodes the newest published copy; `encoded` gets it, and the time, on the loop's
+        thread."""
         assert self.model is not None
-        part, state = self._run.table[fragment], self.model.fragments[fragment]
+        fragment, state = self._run.table[index], self.model.fragments[index]
 
         def work() -> None:
-            encoded = encode_state(part, state, chunk_elements(self._run.settings, STATE_CODEC))
-            self._post(lambda: done(encoded, time.monotonic()))
+            size = chunk_elements(self._run.settings, STATE_CODEC)
+            version = encode_state(fragment, state, size)
+            self._post(lambda: encoded(version, time.monotonic()))
 
         self._submit(self._pool, work)
 
@@ -236,7 +244,7 @@ class Jobs:
             frozen_digest=run.frozen_digest,
             fragment_count=run.settings.fragment_count,
             run_tokens=run.clock.run_tokens,
-            phase=run.phase,
+            phase=run.phase.stored,
             fragments=tuple(self.model.fragments),
             journal=self._commits.installed if self._commits is not None else self._journaled,
             merged_pushes=self._merged_pushes(),

@@ -1,4 +1,11 @@
-"""What the broker keeps on disk: journal, checkpoints, and the way back from them."""
+"""The broker's disk: journal, checkpoints, and recovery from them.
+
+`StateDir` is a run's directory with its lock, epoch and checkpoints. `Journal` makes numbered
+records durable; `Commits` writes rounds to it from a thread of its own. `begin_epoch` recovers all
+of that for a start of the broker. `recover`, `merge_again` and `Audit` read a history for
+`narrows journal`, `narrows export` and the benches. Others import the names below; files, formats
+and system calls stay in here. Whatever is read back is compared with a digest.
+"""
 
 from narrows.broker.storage.audit import Audit
 from narrows.broker.storage.checkpoint import CheckpointContent, StateDir, export_tensors
@@ -19,13 +26,14 @@ from narrows.broker.storage.initial import check_initial, read_initial
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import MergedPush
 from narrows.broker.storage.records import FateRecord, Head, LifeRecord, Mode, RoundRecord
-from narrows.broker.storage.recovery import begin_epoch
+from narrows.broker.storage.recovery import Begun, begin_epoch
 from narrows.broker.storage.replay import History, read_records, recover
 from narrows.broker.storage.writer import Chunk, Commits
 
 __all__ = [
     "GAP",
     "Audit",
+    "Begun",
     "Changes",
     "CheckpointContent",
     "Chunk",

@@ -1,4 +1,7 @@
-"""What the records of a journal must add up to: epochs, versions, pushes, tokens."""
+"""The audit of a journal: epochs rise, versions follow, no push is merged twice, tokens add up.
+
+It knows only the records, nothing of the code that wrote them, so that it finds that code's errors.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,22 @@ from narrows.broker.storage.records import FateRecord, Head, LifeRecord, RoundRe
 
 @dataclass
 class Audit:
-    """What `narrows journal audit` checks and counts."""
+    """The counts and problems that `narrows journal audit` prints."""
 
     rounds: int = 0
     contributions: int = 0
     epochs: list[Start] = field(default_factory=list[Start])
     tokens: dict[tuple[str, str, int], int] = field(default_factory=dict[tuple[str, str, int], int])
-    """Merged, by learner, incarnation and fragment; those before the journal's beginning too."""
+    """Tokens merged, by learner, incarnation and fragment, those before the journal began too."""
     fates: dict[str, int] = field(default_factory=dict[str, int])
     problems: list[str] = field(default_factory=list[str])
     _forgotten: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
-    """Learners and incarnations whose tokens are counted from 0 again if they return."""
+    """(learner, incarnation) whose tokens are counted from 0 again if they return."""
     _pushes: set[tuple[str, str, int]] = field(default_factory=set[tuple[str, str, int]])
     _versions: dict[int, int] = field(default_factory=dict[int, int])
 
     def take(self, number: int, head: Head) -> None:
-        """Takes a record in."""
+        """Checks the next record against those before it."""
         if isinstance(head, LifeRecord):
             if self.epochs and head.epoch <= self.epochs[-1]:
                 self.problems.append(f"record {number}: epoch {head.epoch} after {self.epochs[-1]}")
@@ -46,6 +49,7 @@ class Audit:
             gap = "; those between were never written" if head.version > before else ""
             self.problems.append(f"{text} after {before}{gap}")
         self._versions[head.fragment] = head.version
+        # A weight is a float: a sum of a thousand of them may miss 1 by its rounding.
         if abs(sum(each.weight for each in head.contributors) - 1) > 1e-9:
             self.problems.append(f"record {number}: weights do not sum to 1")
         for each in head.contributors:
@@ -55,6 +59,7 @@ class Audit:
                 self.problems.append(f"record {number}: push {push} is merged a second time")
             self._pushes.add(push)
             account = each.learner, each.incarnation, head.fragment
+            # None where the journal was cut back: then the first record says what came before.
             known = self.tokens.get(account)
             if account[:2] in self._forgotten and each.merged_tokens == each.tokens:
                 known = 0

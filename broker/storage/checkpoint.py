@@ -1,4 +1,4 @@
-"""What the broker keeps on disk: the epoch, and generations of checkpoints.
+"""A run's state directory: its lock, its epoch, and generations of checkpoints.
 
     run.json  run.copy.json                  the run and its epoch, twice
     checkpoint-00000012/fragment-00000.safetensors ...   global, momentum, published: float32 (n,)
@@ -7,8 +7,9 @@
     lock                                     held by the one broker that uses the directory
 
 Nothing counts before it is durable: temporary name, fsync, rename, fsync of the directory. Two
-generations are kept, and a digest guards every byte that is read back. Names are built here and
-nowhere else, symbolic links are not followed, and files with other names are left alone.
+generations are kept, because a disk may damage the newest one after it was verified. A digest
+guards every byte that is read back. Names are built in this package only, symbolic links are not
+followed, and files with other names are left alone.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _LEFTOVER: Final = re.compile(r"\.(new|old)-[a-z0-9.-]+")
 _OWN_FILE: Final = re.compile(r"manifest\.json|fragment-[0-9]{5,}\.safetensors")
 _RECORDS: Final = ("run.copy.json", "run.json")
 
-# Remedies, by what was asked for when the damage was met.
+# Remedies: for state that cannot be read, and for a checkpoint that cannot be written.
 _GONE: Final = "restore the directory from a backup, or start a new run in an empty state_dir"
 _KEPT: Final = "check the disk; the checkpoint before it and the journal still hold everything"
 
@@ -70,9 +71,9 @@ class StateDir:
     def __init__(self, path: Path, directory_fd: int, lock_fd: int) -> None:
         self.path = path
         self.keep_first = False
-        """The generation of version 0 is never removed."""
+        """True if the generation of version 0 is never removed: a replay begins there."""
         self.warnings: list[str] = []
-        """What was found damaged and passed over; the caller tells the operator."""
+        """Damage that was passed over; the caller tells the operator."""
         self._fd = directory_fd
         self._journal_fd: int | None = None
         self._lock_fd = lock_fd
@@ -80,7 +81,7 @@ class StateDir:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Makes the directory if need be and locks it.
+        """Makes the directory if it is missing, and locks it.
 
         Raises StateError STATE_LOCKED, naming the process that has it, and ConfigError.
         """
@@ -97,7 +98,11 @@ class StateDir:
             raise ConfigError(message, got=error.strerror or str(error)) from error
 
     def close(self) -> None:
-        """Gives the lock back. The lock file stays: removing it would let two brokers in."""
+        """Gives the lock back. The lock file stays.
+
+        A broker that has opened it already would lock a file without a name, and a third one a new
+        file: both would go on.
+        """
         if self._journal_fd is not None:
             os.close(self._journal_fd)
         os.close(self._lock_fd)
@@ -145,6 +150,7 @@ class StateDir:
         before = self.run
         run_id = before.run_id if before else new_run_id
         term, life = before.epoch if before else (1, 0)
+        assert term >= 1 and life >= 0, before
         record = sealed(RunRecord(FORMAT, run_id, (term, life + 1), config_digest))
         for name in _RECORDS:
             write_file(self._fd, f".new-{name}", [msgspec.json.encode(record)])
@@ -205,8 +211,10 @@ class StateDir:
         return "journal" in os.listdir(self._fd)
 
     def journal_directory(self) -> int:
-        """A descriptor of the folder of the journal, which is made if need be; closed with this
-        directory. Raises OSError."""
+        """A descriptor of the journal's folder, which is made if it is missing. Raises OSError.
+
+        `close` closes it.
+        """
         if self._journal_fd is not None:
             return self._journal_fd
         with suppress(FileExistsError):
@@ -271,7 +279,7 @@ class StateDir:
         return manifest
 
     def _remove_older(self, newest: int) -> None:
-        """Keeps the newest generations, those known to be damaged last of all."""
+        """Removes all but the newest generations. Damaged ones go first, however new they are."""
         older = [number for number in self._generations() if number < newest]
         older.sort(key=lambda number: (number in self._damaged, -number))
         for number in older[GENERATIONS_KEPT - 1 :]:
@@ -279,9 +287,9 @@ class StateDir:
                 self._remove(number)
 
     def _remove(self, number: int) -> None:
-        """Renamed first, so that nobody sees a generation with half of its files.
+        """Removes a generation, renamed first, so that nobody sees one with half of its files.
 
-        What cannot be removed is tried again by the next `save`; nothing depends on it.
+        The next `save` tries again to remove what is left. Nothing depends on it.
         """
         name = _generation_name(number)
         with suppress(OSError):
@@ -289,7 +297,8 @@ class StateDir:
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """Removes what an interrupted `save` left; anything odd in it stays, and is no harm."""
+        """Removes the remains of an interrupted `save`. Files with odd names stay: they do no
+        harm."""
         for name in filter(_LEFTOVER.fullmatch, os.listdir(self._fd)):
             with suppress(OSError):
                 if not stat.S_ISDIR(os.lstat(name, dir_fd=self._fd).st_mode):

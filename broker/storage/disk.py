@@ -1,6 +1,7 @@
-"""What the journal asks of a disk: few primitives on plain names below one directory.
+"""The journal's view of a disk: few primitives on plain names below one directory.
 
-They are a protocol so that tests can put a disk in their place that fails and forgets.
+They are a protocol, so that tests can replace the disk by one that fails and forgets what was not
+synced. A real disk does that too rarely.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Files(Protocol):
         ...
 
     def create(self, name: str, size_bytes: int) -> int:
-        """A handle to write a new file from its start; the room for `size_bytes` zeros is taken."""
+        """A handle to write a new file from its start. Room for `size_bytes` zeros is reserved."""
         ...
 
     def write(self, handle: int, parts: Sequence[bytes | memoryview]) -> None:
@@ -43,11 +44,15 @@ class Files(Protocol):
         ...
 
     def sync(self, handle: int) -> None:
-        """What was written is durable when this returns. Never again after it has failed once."""
+        """Everything written is durable when this returns.
+
+        After a failure it is never called again for this handle: Linux reports an error of
+        writeback once, and a second fsync would succeed without the data.
+        """
         ...
 
     def close(self, handle: int) -> None:
-        """The handle is gone even if this fails."""
+        """Gives the handle back, even if this fails."""
         ...
 
     def unlink(self, name: str) -> None:
@@ -55,7 +60,7 @@ class Files(Protocol):
         ...
 
     def sync_directory(self) -> None:
-        """Names that were made and removed are durably so when this returns."""
+        """Names that were made or removed stay so after a power cut when this returns."""
         ...
 
 
@@ -84,7 +89,7 @@ class DirectoryFiles:
             _preallocate(fd, size_bytes)
         except BaseException:
             os.close(fd)
-            # On a full disk this is what gives the part back that could be had.
+            # On a full disk this gives back the room that was reserved before it ran out.
             with suppress(OSError):
                 os.unlink(name, dir_fd=self._fd)
             raise
@@ -93,6 +98,7 @@ class DirectoryFiles:
     def write(self, handle: int, parts: Sequence[bytes | memoryview]) -> None:
         views = [memoryview(part) for part in parts]
         index = 0
+        # The kernel may take less than it was given: the rest goes into the next call.
         while index < len(views):
             count = os.writev(handle, views[index : index + WRITEV_PARTS_MAX])
             while index < len(views) and count >= len(views[index]):
@@ -115,6 +121,10 @@ class DirectoryFiles:
 
 
 def _preallocate(fd: int, size_bytes: int) -> None:
+    """Reserves room, so that a full disk shows here and not in the middle of a record.
+
+    A file system that cannot do it is no error: then a write fails later, and that is handled too.
+    """
     try:
         os.posix_fallocate(fd, 0, size_bytes)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Files that are durable, whole and where they should be: the system calls behind checkpoints.
+"""The system calls behind checkpoints: files that are durable, whole and in their place.
 
 Every file is opened below a directory that is open already, by a plain name, and never through a
-symbolic link.
+symbolic link. So nobody can lead the broker to another file by renaming folders above it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 from narrows.proto.errors import ErrorCode, NarrowsError
 
 CALL_BYTES_MAX: Final = 1 << 30
-"""Per call; the kernel takes less than 2 GiB at once."""
+"""Bytes per call. Linux takes less than 2 GiB at once."""
 
 
 class StateError(NarrowsError):
@@ -25,15 +25,15 @@ class StateError(NarrowsError):
 
 
 class RecordsLost(StateError):
-    """Records of the journal are needed that are gone, or that do not say what they should."""
+    """Records of the journal are needed that are gone or do not verify."""
 
 
 class Damaged(Exception):
-    """One file or generation is not what was written; the text says which and why."""
+    """One file or generation differs from what was written; the text says which and how."""
 
 
 def write_file(directory_fd: int, name: str, blocks: Iterable[bytes | memoryview]) -> None:
-    """A new file, durable but for its name. Its descriptor is not used again if anything fails."""
+    """Writes a new file. Its content is durable, its name only after an fsync of the directory."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(name, flags, 0o600, dir_fd=directory_fd)
     try:
@@ -90,7 +90,7 @@ def directory(parent_fd: int | None, name: str) -> Generator[int]:
 
 
 def make_directory(path: Path) -> None:
-    """Makes `path` and what is missing above it; their names are durable."""
+    """Makes `path` and the missing folders above it, with durable names."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for each in missing:
@@ -99,7 +99,11 @@ def make_directory(path: Path) -> None:
 
 
 def lock(path: Path, directory_fd: int) -> int:
-    """The descriptor that holds the lock until it is closed. Raises StateError STATE_LOCKED."""
+    """The descriptor that holds the lock until it is closed. Raises StateError STATE_LOCKED.
+
+    The kernel gives the lock back when the process ends, however it ends. A file with a process
+    number would have to be judged after a crash.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open("lock", flags, 0o600, dir_fd=directory_fd)
     try:

@@ -1,4 +1,4 @@
-"""The history of a run as its state directory has it: opened, checked, and merged again."""
+"""The history of a run in its state directory: opened, checked, and merged again."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from narrows.proto.fragments import build_table
 from narrows.proto.units import counted
 
 RULES = {"avg": "mean", "rda": "layout"}
-"""What `--merge` may say, and the merge rule that it means."""
+"""The merge rule for each value of `--merge`."""
 
 SEGMENT_BYTES = 1 << 20
-"""Only read here; nothing is written."""
+"""A size that `Journal.open` asks for. No segment is written here."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What a replay does otherwise than the run; None: as the run did."""
+    """The rules that a replay changes; None: as in the run."""
 
     merge: str | None = None
     optimizer: str | None = None
@@ -119,29 +119,33 @@ def merge_again(
 def _merge_again(
     model: GlobalModel, head: RoundRecord, blobs: memoryview, changes: Changes, number: int
 ) -> int:
-    """Installs the version that the changes make of a round; the digest of its published copy."""
-    part = model.table[head.fragment]
+    """Installs the version that a round gives under the changes; the digest of its published
+    copy."""
+    fragment = model.table[head.fragment]
     if not head.contributions and changes.merge is not None:
         raise ConfigError(
             f"record {number} holds the merged outer gradient only",
             expected='journal = "full" in the run\'s settings, for another merge',
         )
-    model.policy = changes.policy(head.policy)
+    policy = changes.policy(head.policy)
     try:
         vectors = list(payloads([head.publication, *head.contributions], blobs))
-        merged = merged_of(model, part, head, vectors, blobs)
+        merged = merged_of(model, fragment, head, vectors, blobs, policy)
     except Damaged as problem:
         raise NarrowsError(ErrorCode.STATE_DAMAGED, f"record {number}: {problem}") from problem
-    params, momentum = model.step(part, merged.outer_grad)
+    params, momentum = model.step(fragment, merged.outer_grad, policy)
     _code_as_then(model, head)
     weights = tuple(each.weight for each in head.contributors)
-    outcome = model.published(part, head.version, params, momentum, merged, weights)
+    outcome = model.published(fragment, head.version, params, momentum, merged, weights, policy)
     model.install(outcome)
     return outcome.state.digest
 
 
 def _code_as_then(model: GlobalModel, head: RoundRecord) -> None:
-    """The publication is coded as the round's was: codec, step, cut into chunks."""
+    """Sets the coding of the round's publication: codec, step, cut into chunks.
+
+    With another step the published copies would differ for a reason that nobody asked about.
+    """
     codec = replace(
         model.config.codec,
         publish=head.publication.codec,
@@ -154,7 +158,7 @@ def _code_as_then(model: GlobalModel, head: RoundRecord) -> None:
 def config_of(snapshot: CheckpointContent) -> BrokerConfig:
     """A configuration that reads any history: records bring their policy and their codec.
 
-    Gaps are counted and told, so that whoever looks at a run need not decide anything.
+    Gaps are counted and reported, so that a reader of a run need not decide anything.
     """
     config = BrokerConfig()
     fragments = replace(config.fragments, count=snapshot.fragment_count)
@@ -164,11 +168,11 @@ def config_of(snapshot: CheckpointContent) -> BrokerConfig:
 
 
 GAP = "of the journal came after one that was published and never written"
-"""What `journal_errors = "serve"` may leave behind."""
+"""The gap that `journal_errors = "serve"` may leave behind, as the end of a sentence."""
 
 
 def check_whole(gaps: int) -> None:
-    """Raises NarrowsError if rounds are missing: what follows them cannot be made again."""
+    """Raises NarrowsError if rounds are missing: the rounds after them cannot be made again."""
     if gaps:
         raise NarrowsError(
             ErrorCode.STATE_DAMAGED, f"{counted(gaps, 'round')} {GAP}: they cannot be made again",

@@ -1,4 +1,7 @@
-"""Version 0 from a safetensors file, for runs that do not begin with a learner's parameters."""
+"""Version 0 from a safetensors file, for runs that do not begin with a learner's parameters.
+
+The file is read as bytes: safetensors' own arrays for numpy cannot hold bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def read_initial(
     """Version 0 from float32, float16 or bfloat16 tensors with the layout's names.
 
     Raises ConfigError if the file is damaged, or a tensor is missing, has another shape or dtype,
-    or is not finite. What the layout does not name is passed over.
+    or is not finite. Tensors that the layout does not name are skipped.
     """
     try:
         content: Any = _deserialize(path.read_bytes())
@@ -50,9 +53,9 @@ def read_initial(
     flat = [_values(path, entry, tensors.get(entry.name)) for entry in layout]
     return [
         version_zero(
-            np.concatenate([flat[p.tensor][p.start : p.start + p.count] for p in part.pieces])
+            np.concatenate([flat[p.tensor][p.start : p.start + p.count] for p in fragment.pieces])
         )
-        for part in table
+        for fragment in table
     ]
 
 

@@ -1,8 +1,8 @@
 """The journal: numbered records that are durable, whole and in order when they are read again.
 
-Records get numbers from 1 on without gaps. `append` queues them in memory, `sync` makes all that
-are queued durable with few writes and one fdatasync. The bytes on the disk are described in
-`segments`. What a record means is the business of others.
+Records get numbers from 1 on without gaps. `append` queues them in memory; `sync` makes the whole
+queue durable with few writes and one fdatasync. `segments` describes the bytes on the disk. The
+meaning of a record is in `records`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, Self
 
 from narrows.broker.storage.disk import Files
 from narrows.broker.storage.durable_files import Damaged
-from narrows.broker.storage.scan import Recovered, lost, recover, supersede, unreadable
+from narrows.broker.storage.scan import JournalScan, lost, scan_journal, supersede, unreadable
 from narrows.broker.storage.segments import (
     RECORD_HEADER_BYTES,
     RUN_ID_BYTES_MAX,
@@ -33,10 +33,13 @@ from narrows.proto.errors import ErrorCode, LocalProtocolError, NarrowsError
 __all__ = ["Journal", "JournalError", "Record"]
 
 QUEUED_BYTES_MAX: Final = 1 << 30
+"""Bytes that may wait for the disk. Beyond them it has failed for long, and memory would run
+out."""
 
 
 class JournalError(NarrowsError):
-    """JOURNAL_FAILED: the disk does not take the records now. None is lost; try again."""
+    """JOURNAL_FAILED: the disk does not take the records now. None is lost; the caller tries
+    again."""
 
 
 class _Queued(NamedTuple):
@@ -56,25 +59,25 @@ class Journal:
 
     def __init__(
         self, files: Files, run_id: str, segment_bytes: int, queued_bytes_max: int,
-        found: Recovered,
+        scan: JournalScan,
     ) -> None:  # fmt: skip
-        self.durable = found.proven
+        self.durable = scan.proven
         """The newest durable record, 0: none. All before it are durable too."""
-        self.warnings = found.warnings
-        """What was cut off or passed over; the caller tells the operator."""
+        self.warnings = scan.warnings
+        """Ends and files that were left out; the caller tells the operator."""
         self._files = files
         self._run_id = run_id
         self._segment_bytes = segment_bytes
         self._queued_bytes_max = queued_bytes_max
-        self._found = found
-        self._copied = found.newest
+        self._scan = scan
+        self._copied = scan.newest
         self._lock = Lock()
         """Guards the queue, its size and `_next`; held for moments."""
         self._queue: deque[_Queued] = deque()
         self._queued_bytes = 0
-        self._next = found.proven + 1
+        self._next = scan.proven + 1
         self._handle: int | None = None
-        """Of the last segment, while records may be appended to it."""
+        """Handle of the last segment, while records may be appended to it."""
         self._position_bytes = 0
         self._names_are_durable = False
 
@@ -83,35 +86,35 @@ class Journal:
         cls, files: Files, *, run_id: str, segment_bytes: int,
         queued_bytes_max: int = QUEUED_BYTES_MAX,
     ) -> Self:  # fmt: skip
-        """Scans what is there and writes nothing. Call `sync` before anybody relies on it.
+        """Scans the files and writes nothing. Call `sync` before anybody relies on the records.
 
         The newest records may never have reached the disk. They can be read, but they are queued
         as if they had just been appended, and `durable` does not count them: the first `sync`
         writes them again, and makes sure that files which are gone do not come back.
 
         Raises StateError STATE_DAMAGED if the journal belongs to another run or format or cannot
-        be read. Other damage is no matter until somebody asks for the records that are lost.
+        be read. Other damage does not matter until somebody asks for the records that are lost.
         """
         if not 0 < len(run_id.encode()) <= RUN_ID_BYTES_MAX or "\0" in run_id:
             expected = f"1 to {RUN_ID_BYTES_MAX} bytes without NUL"
             raise LocalProtocolError(ErrorCode.MISUSE, "run id", expected=expected, got=run_id)
-        found = recover(files, run_id)
-        journal = cls(files, run_id, segment_bytes, queued_bytes_max, found)
-        for record in journal.records(found.proven + 1):
+        scan = scan_journal(files, run_id)
+        journal = cls(files, run_id, segment_bytes, queued_bytes_max, scan)
+        for record in journal.records(scan.proven + 1):
             journal._enqueue((record.body,))
         return journal
 
     def close(self) -> None:
-        """Closes the file. What is queued is forgotten: call `sync` before."""
+        """Closes the file. The queue is forgotten: call `sync` before."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            with suppress(OSError):  # Nothing in it depends on that.
+            with suppress(OSError):  # Its records are durable already, or will be written anew.
                 self._files.close(handle)
 
     @property
     def first(self) -> int:
         """The record from which on all are there; the next one's number if there is none."""
-        return self._found.first
+        return self._scan.first
 
     # Reading.
 
@@ -121,12 +124,12 @@ class Journal:
         Those that `append` has queued since `open` are among them once they are durable. Raises
         StateError STATE_DAMAGED at once if one of them is lost, and later if a file has changed.
         """
-        segments = [each for each in self._found.counting if each.last >= first]
+        segments = [each for each in self._scan.counting if each.last >= first]
         if first < self.first:
             begins = [f"{each.name} begins with record {each.first}" for each in segments[:1]]
             raise lost(
                 f"record {first} is needed, and the journal is whole from {self.first} on only",
-                "; ".join([*self._found.faults, *self.warnings, *begins]),
+                "; ".join([*self._scan.faults, *self.warnings, *begins]),
             )
         return self._read(segments, first)
 
@@ -154,8 +157,8 @@ class Journal:
         with self._lock:
             number = self._next
             queued_bytes = self._queued_bytes + size_bytes
-            # What the files hold has to be copied, however much it is.
-            # A record that is too large for the queue must not be refused for ever.
+            # Records that the files hold must be copied, however many they are. A single record
+            # that is larger than the queue must not be refused for ever.
             is_full = self._queue and queued_bytes > self._queued_bytes_max
             if is_full and number > self._copied:
                 raise JournalError(
@@ -166,6 +169,7 @@ class Journal:
             self._queue.append(_Queued(number, body, size_bytes))
             self._queued_bytes = queued_bytes
             self._next += 1
+            assert number == self._queue[0].number + len(self._queue) - 1, "numbers have no gaps"
         return number
 
     def sync(self) -> None:
@@ -198,7 +202,7 @@ class Journal:
                 self._flush(parts, written)
                 self._begin_segment(record)
                 parts = []
-            salt = self._found.segments[-1].salt
+            salt = self._scan.segments[-1].salt
             parts += [record_header(salt, record.number, self.durable, record.body), *record.body]
             self._position_bytes += record.size_bytes
             written = record.number
@@ -212,63 +216,66 @@ class Journal:
         return fits or record.number <= self._copied
 
     def _flush(self, parts: Sequence[bytes | memoryview], written: int) -> None:
-        """Writes the parts, the last of which belong to record `written`, and makes them so."""
+        """Writes the parts and makes them durable; the last of them belong to record `written`."""
         if not parts or self._handle is None:
             return
-        segment = self._found.segments[-1]
+        segment = self._scan.segments[-1]
         segment.newest = max(segment.newest, written)
         self._files.write(self._handle, parts)
         self._files.sync(self._handle)
         segment.last = written
-        supersede(self._found.counting, segment)
+        supersede(self._scan.counting, segment)
         with self._lock:
             while self._queue and self._queue[0].number <= written:
                 self._queued_bytes -= self._queue.popleft().size_bytes
+        assert written >= self.durable, f"{written} after {self.durable}: what is durable stays so"
         self.durable = written
 
     def _begin_segment(self, record: _Queued) -> None:
         """Ends the segment and makes one that begins with `record`; all before it are durable."""
+        assert record.number == self.durable + 1, f"{record.number} after {self.durable}"
         self.close()
-        while self._found.empty:
-            with suppress(OSError):  # It would be no harm.
-                self._files.unlink(self._found.empty.pop())
-        self._found.number += 1
-        name, first = segment_name(self._found.number), record.number
+        while self._scan.empty:
+            with suppress(OSError):  # An unfinished file does no harm; the next start removes it.
+                self._files.unlink(self._scan.empty.pop())
+        self._scan.number += 1
+        name, first = segment_name(self._scan.number), record.number
         salt = int.from_bytes(os.urandom(8), "little")
         segment = Segment(name, first, self._copied, salt, first - 1, newest=first)
         size_bytes = max(self._segment_bytes, SEGMENT_HEADER_BYTES + record.size_bytes)
         self._handle = self._files.create(name, size_bytes)
-        self._found.segments.append(segment)
+        self._scan.segments.append(segment)
         self._files.write(self._handle, [segment_header(segment, self._run_id)])
         self._files.sync(self._handle)
         self._files.sync_directory()
         self._position_bytes = SEGMENT_HEADER_BYTES
 
     def _give_up(self) -> None:
-        """Leaves the segment; one without a durable record goes, its room may be needed."""
+        """Leaves the segment. One without a durable record goes, because a full disk needs its
+        room."""
         if self._handle is None:
             return
         self.close()
-        segment = self._found.segments[-1]
+        segment = self._scan.segments[-1]
         if segment.first > self.durable:
-            self._found.segments.pop()
+            self._scan.segments.pop()
             with suppress(OSError):
                 self._files.unlink(segment.name)
 
     def cut_before(self, number: int) -> None:
         """Removes the oldest segments as far as all of their records are older than `number`.
 
-        The newest one that counts stays, and with it the count. Raises JournalError: some of
-        those that are to go may be there still.
+        The newest segment that counts stays, because it has the number of the last record. Raises
+        JournalError; then some of the old ones may still be there.
         """
-        found = self._found
+        scan = self._scan
         try:
-            while found.counting and (oldest := found.segments[0]) is not found.counting[-1]:
+            while scan.counting and (oldest := scan.segments[0]) is not scan.counting[-1]:
                 if oldest.newest >= number:
                     break
                 with suppress(FileNotFoundError):
                     self._files.unlink(oldest.name)
-                self._forget(found.segments.pop(0))
+                self._forget(scan.segments.pop(0))
             self._files.sync_directory()
         except OSError as error:
             raise JournalError(
@@ -277,27 +284,28 @@ class Journal:
             ) from error  # fmt: skip
 
     def _forget(self, segment: Segment) -> None:
-        self._found.counting = [each for each in self._found.counting if each is not segment]
-        self._found.first = max(self._found.first, segment.last + 1)
+        self._scan.counting = [each for each in self._scan.counting if each is not segment]
+        self._scan.first = max(self._scan.first, segment.last + 1)
 
     def continue_after(self, number: int) -> None:
-        """Says that a checkpoint holds everything up to `number`: later records go on from there.
+        """Goes on after `number`: a checkpoint holds everything up to it.
 
-        Needed where the journal may have lost its end, and with it the count. Raises
-        LocalProtocolError if it would jump over records that were appended since `open`.
+        A journal that has lost its end has lost the number of its last record as well, and two
+        records must never share a number. Raises LocalProtocolError if records that were appended
+        since `open` would be skipped.
         """
         with self._lock:
             if number < self._next:
                 return
-            if self._next != self._found.newest + 1:
+            if self._next != self._scan.newest + 1:
                 raise LocalProtocolError(
                     ErrorCode.MISUSE, "the journal is being written already",
                     expected=f"less than {self._next}", got=str(number),
                     remedy="call continue_after before append",
                 )  # fmt: skip
-            self._found.faults.append(f"records {self._next} to {number} are missing")
+            self._scan.faults.append(f"records {self._next} to {number} are missing")
             self._queue.clear()
             self._queued_bytes = 0
             self._next = number + 1
-        self._found.first = self._next
+        self._scan.first = self._next
         self.durable = number

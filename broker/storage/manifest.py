@@ -1,7 +1,7 @@
 """The content of a checkpoint: three arrays per fragment and a manifest with their digests.
 
-A fragment is a safetensors file of `global`, `momentum` and `published`, each float32 (n,). JSON
-files are sealed: they carry a digest of themselves.
+A fragment is a safetensors file of `global`, `momentum` and `published`, each float32 (n,), so that
+other programs can read a checkpoint. JSON files are sealed: they carry a digest of themselves.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from narrows.proto.frames import digest
 from narrows.proto.messages import Count, DtypeName, LayoutEntry, Phase
 
 FORMAT: Final = 1
-"""Of everything in a state directory; other formats are refused by name, not guessed at."""
+"""Format of everything in a state directory. Other formats are refused by their number."""
 
 JSON_BYTES_MAX: Final = 64 << 20
-"""A manifest of the longest layout is a quarter of it."""
+"""Largest JSON file that is read. The manifest of the longest layout takes a quarter of it."""
 
 _ARRAYS: Final = ("global", "momentum", "published")
 _DTYPES: Final[Mapping[DtypeName, tuple[str, int]]] = {
     "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2),
 }  # fmt: skip
-"""What safetensors calls them, and bytes per element."""
+"""Name in safetensors, and bytes per element, of each dtype."""
 
 NO_METADATA: Final[Mapping[str, str]] = MappingProxyType({})
 
 Sealed = TypeVar("Sealed", "RunRecord", "Manifest")
 
 Start: TypeAlias = tuple[Count, Count]
-"""(term, life): an epoch as files have it. The nonce is for peers: it tells this directory's lives
-from those of its copies, of which a file cannot know."""
+"""(term, life): an epoch as files have it. Only peers see the nonce. It tells the lives of this
+directory from those of its copies, and a copied file could not."""
 
 
 class RunRecord(Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,7 +62,8 @@ class RunRecord(Struct, frozen=True, forbid_unknown_fields=True):
     run_id: str
     epoch: Start
     config_digest: str
-    """Of the configuration that the epoch began with; told, not enforced."""
+    """Digest of the configuration that the epoch began with. It is for people; nothing checks
+    it."""
     digest: str = ""
     """xxh3_64 (hex) of this record with an empty digest."""
 
@@ -77,7 +78,7 @@ class FragmentEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MergedPush(Struct, frozen=True, forbid_unknown_fields=True):
-    """The last push of a learner's process that is merged into a fragment, and all its tokens."""
+    """The last push of a learner's process that is merged into a fragment, and all tokens of it."""
 
     learner: str
     incarnation: str
@@ -87,7 +88,7 @@ class MergedPush(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything of a snapshot but its arrays; the fields mean the same."""
+    """Everything in a checkpoint but its arrays; the fields mean the same."""
 
     format: int
     run_id: str
@@ -126,7 +127,7 @@ def fragment_name(index: int) -> str:
 
 
 def fragment_header(elements: int) -> bytes:
-    """What stands in front of the arrays in a fragment's file."""
+    """The bytes in front of the arrays in a fragment's file."""
     return _safetensors_header([(name, "float32", (elements,)) for name in _ARRAYS])
 
 
@@ -142,6 +143,7 @@ def _safetensors_header(
         start, end = end, end + math.prod(shape) * item_bytes
         header[name] = {"dtype": code, "shape": shape, "data_offsets": (start, end)}
     text = msgspec.json.encode(header)
+    # Blanks after the JSON align the data, as the format asks for.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -158,7 +160,8 @@ def blocks_of(state: FragmentState) -> list[memoryview]:
 def manifest_of(snapshot: CheckpointContent) -> Manifest:
     """The sealed manifest of a snapshot.
 
-    Raises StateError if the snapshot does not fit together: such a thing is not written.
+    Raises StateError if the snapshot does not fit together: damaged memory must not become a
+    checkpoint.
     """
     entries: list[FragmentEntry] = []
     for index, state in enumerate(snapshot.fragments):
@@ -198,7 +201,7 @@ def snapshot_of(manifest: Manifest, fragments: list[FragmentState]) -> Checkpoin
 
 
 def sealed(content: Sealed) -> Sealed:
-    """The same with its own digest in it."""
+    """The same content with its own digest in it."""
     empty = msgspec.structs.replace(content, digest="")
     return msgspec.structs.replace(empty, digest=f"{digest(msgspec.json.encode(empty)):016x}")
 
@@ -224,8 +227,10 @@ def read_sealed(directory_fd: int, name: str, kind: type[Sealed]) -> Sealed:
 
 
 def _refuse_other_format(name: str, data: bytearray) -> None:
-    """Raises StateError if another version of Narrows has sealed this: then it is not damaged, and
-    neither a second copy nor an older checkpoint may take its place."""
+    """Raises StateError if another version of Narrows has sealed this.
+
+    Such a file is not damaged, so neither a second copy nor an older checkpoint may take its place.
+    """
     try:
         fields = msgspec.json.decode(data, type=dict[str, object])
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -246,10 +251,10 @@ def read_fragment(directory_fd: int, index: int, entry: FragmentEntry) -> Fragme
     with open_file(directory_fd, name) as (fd, size_bytes):
         if size_bytes != len(header) + 4 * entry.elements * len(arrays):
             raise Damaged(f"{name}: {size_bytes} bytes")
-        # What stands in the header follows from the manifest, so there is nothing to parse.
-        found = bytearray(len(header))
-        read_into(fd, name, memoryview(found))
-        if bytes(found) != header:
+        # The manifest says which header the file must have, so there is nothing to parse.
+        read_header = bytearray(len(header))
+        read_into(fd, name, memoryview(read_header))
+        if bytes(read_header) != header:
             raise Damaged(f"{name}: another header than was written")
         for values in arrays.values():
             read_into(fd, name, _bytes_of(values))
@@ -272,17 +277,17 @@ def export_tensors(
     buffers are not in it: the broker does not know them. Raises OSError.
     """
     layout, table = snapshot.layout, build_table(snapshot.layout, snapshot.fragment_count)
-    parts: list[list[tuple[int, F32]]] = [[] for _ in layout]
+    pieces_of: list[list[tuple[int, F32]]] = [[] for _ in layout]
     for fragment, state in zip(table, snapshot.fragments, strict=True):
         for piece in fragment.pieces:
             values = state.global_[piece.offset : piece.offset + piece.count]
-            parts[piece.tensor].append((piece.start, values))
+            pieces_of[piece.tensor].append((piece.start, values))
 
     def blocks() -> Iterator[bytes | memoryview]:
         yield _safetensors_header(
             [(each.name, each.dtype, each.shape) for each in layout], metadata
         )
-        for entry, pieces in zip(layout, parts, strict=True):
+        for entry, pieces in zip(layout, pieces_of, strict=True):
             for _, values in sorted(pieces, key=lambda piece: piece[0]):
                 yield _as_dtype(values, entry.dtype)
 
@@ -301,6 +306,7 @@ def export_tensors(
 
 
 def _as_dtype(values: F32, dtype: DtypeName) -> bytes | memoryview:
+    """The bytes of `values` as a tensor of that dtype, rounded half to even."""
     if dtype == "float16":
         return values.astype(np.float16).tobytes()
     if dtype == "float32":

@@ -1,8 +1,8 @@
-"""What the journal's records say: a life of the broker, a committed round, the fate of a learner.
+"""The content of the journal's records: a start of the broker, a committed round, a learner's fate.
 
-A body is the length of its head (uint32, little-endian), the head (MessagePack), and behind it the
-blobs that the head counts, in its order. Heads are told apart by `type`; fields that are unknown
-are refused, so that an old broker never misreads a newer journal.
+A body is the length of its head (uint32, little-endian), the head (MessagePack), and the blobs that
+the head counts, in its order. The field `type` tells heads apart. Unknown fields are refused, so
+that an old broker never misreads a newer journal.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class _RecordHead(Struct, frozen=True, forbid_unknown_fields=True, tag_field="ty
 
 
 class LifeRecord(_RecordHead, frozen=True, tag="began"):
-    """A life of the broker."""
+    """A life of the broker: the time from one start to the end of the process."""
 
     format: int
     epoch: Start
     config_digest: str
     versions: tuple[int, ...]
-    """With which it begins, by fragment; empty before version 0."""
+    """Versions with which it begins, by fragment; empty before version 0."""
     at: float
-    """Seconds since 1970, of this and every record; for people."""
+    """Seconds since 1970, in this and every record. Only people read it: clocks may jump."""
 
 
 class ContributorRecord(Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,11 +50,11 @@ class ContributorRecord(Struct, frozen=True, forbid_unknown_fields=True):
     steps: int
     weight: float
     merged_tokens: int
-    """Of this process into this fragment, this push included."""
+    """Tokens of this process in this fragment so far, with this push."""
 
 
 class VectorRecord(Struct, frozen=True, forbid_unknown_fields=True):
-    """Values of a fragment as they travelled; a blob per chunk."""
+    """Values of a fragment as they travelled, a blob per chunk."""
 
     codec: str
     rho: float
@@ -64,8 +64,11 @@ class VectorRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RoundRecord(_RecordHead, frozen=True, tag="committed"):
-    """A round: with this record the version exists. Blobs: the publication's chunks, then those of
-    each contribution, or the merged outer gradient (bfloat16) if only that is kept."""
+    """A round. With this record the version exists.
+
+    Blobs: the publication's chunks, then those of each contribution, or the merged outer gradient
+    (bfloat16) if only that is kept.
+    """
 
     epoch: Start
     fragment: int
@@ -79,7 +82,7 @@ class RoundRecord(_RecordHead, frozen=True, tag="committed"):
     contributions: tuple[VectorRecord, ...]
     """Empty in a journal of merged outer gradients."""
     error_ratio: float
-    """Of the publication, for its rate control; see transfer.error_ratio."""
+    """Error ratio of the publication, for its rate control; see transfer.error_ratio."""
     digests: tuple[int, int, int]
     """xxh3_64 of global parameters, momentum and published copy."""
     at: float
@@ -105,7 +108,7 @@ _decoder = msgspec.msgpack.Decoder(Head)
 
 
 def encode(head: Head, blobs: Sequence[bytes | memoryview] = ()) -> list[bytes | memoryview]:
-    """The parts of a record's body."""
+    """The parts of a record's body; `decode` is the inverse."""
     packed = msgspec.msgpack.encode(head)
     return [len(packed).to_bytes(HEAD_LENGTH_BYTES, "little"), packed, *blobs]
 

@@ -1,4 +1,4 @@
-"""How a life of the broker begins: checkpoint, durable epoch, journal, replay, syncer."""
+"""The beginning of a broker's life: checkpoint, durable epoch, journal, replay, syncer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from narrows.broker.storage.durable_files import RecordsLost, StateError
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import RunRecord
 from narrows.broker.storage.replay import History, read_records, recover
-from narrows.broker.syncer import Resumed, Syncer
+from narrows.broker.syncer import Resumed, RunPhase, Syncer
 from narrows.proto import messages as msg
 from narrows.proto.config import flatten
 from narrows.proto.errors import ConfigError, ErrorCode
@@ -26,7 +26,7 @@ from narrows.proto.frames import digest
 from narrows.proto.units import counted
 
 NONCE_BITS: Final = 62
-"""As much as an integer of the wire holds: no two lives of a run will ever share one."""
+"""Bits of a nonce, as many as an integer of the wire holds. No two lives of a run share one."""
 
 _log = logging.getLogger("narrows.broker")
 
@@ -43,23 +43,29 @@ class Begun:
     """The newest record of the journal whose round is in the model."""
 
     def close(self) -> None:
-        """For a life that ends before it serves."""
+        """Closes the journal of a life that ends before it serves."""
         if self.journal is not None:
             self.journal.close()
 
 
-def begin_epoch(config: BrokerConfig, state_dir: StateDir, *, now: float) -> Begun:
+def begin_epoch(
+    config: BrokerConfig,
+    state_dir: StateDir,
+    *,
+    now: float,
+    uplink_port: int = 0,
+    downlink_port: int = 0,
+) -> Begun:
     """Recovers what is durable and begins the next epoch.
 
-    The epoch is on disk when this returns, but for its nonce, which no other life has: whatever a
-    learner hears from now on is told from all that it heard from lives before, those of copies of
-    this directory too. Raises NarrowsError if the state is damaged, or was
-    made with another fragment count, and OSError.
+    The epoch is on disk when this returns. Its nonce is not: no other life has it, so a learner can
+    tell this life from all lives before, those of copies of this directory too. Raises NarrowsError
+    if the state is damaged or was made with another fragment count, and OSError.
     """
     state_dir.keep_first = config.broker.journal_keep
     snapshot = state_dir.load()
     for warning in state_dir.warnings:
-        _log.error("%s", warning)  # Also where nothing comes of the start.
+        _log.error("%s", warning)  # At once: the start may fail below.
     if snapshot is not None and snapshot.fragment_count != config.fragments.count:
         raise ConfigError(
             f"the checkpoint in {state_dir.path} has another fragment count",
@@ -93,11 +99,14 @@ def begin_epoch(config: BrokerConfig, state_dir: StateDir, *, now: float) -> Beg
         now=now,
         resumed=_resumed(snapshot, history) if snapshot is not None and history else None,
         from_file=bool(config.broker.init) and snapshot is None,
+        uplink_port=uplink_port,
+        downlink_port=downlink_port,
     )
     if history is not None and history.gaps:
         text = "%s of the journal came after one that was never written: lost"
         _log.error(text, counted(history.gaps, "round"))
-        syncer.lifecycle.checkpoint_wanted = True  # The next start need not meet the gap again.
+        # The next start then begins behind the gap, and does not meet it again.
+        syncer.lifecycle.checkpoint_wanted = True
     _tell(state_dir, run, syncer, history)
     newest = history.newest if history is not None else 0
     if journal is not None and config.broker.journal == "off":
@@ -107,7 +116,10 @@ def begin_epoch(config: BrokerConfig, state_dir: StateDir, *, now: float) -> Beg
 
 
 def _open_journal(config: BrokerConfig, state_dir: StateDir, run: RunRecord) -> Journal | None:
-    """Also for a life that writes none, if one before did: its rounds are not thrown away."""
+    """The journal; None if this life writes none and no life before has written one.
+
+    A life without a journal reads an older one: its rounds must not be thrown away.
+    """
     if config.broker.journal == "off" and not state_dir.has_journal:
         return None
     return Journal.open(
@@ -120,7 +132,7 @@ def _open_journal(config: BrokerConfig, state_dir: StateDir, run: RunRecord) -> 
 def _last_resort(
     error: RecordsLost, state_dir: StateDir, snapshot: CheckpointContent
 ) -> RecordsLost:
-    """The same error, with what a start can do without a backup and what that costs."""
+    """The same error, with the remedy for a start without a backup and its price."""
     versions = [state.version for state in snapshot.fragments]
     return RecordsLost(
         error.code, error.message, expected=error.expected, got=error.got,
@@ -131,7 +143,8 @@ def _last_resort(
 
 
 def _check_new(state_dir: StateDir, journal: Journal) -> None:
-    """Rounds without any checkpoint: not a new run, but one whose checkpoints are lost."""
+    """Raises StateError if the journal has rounds: then this is no new run, its checkpoints are
+    lost."""
     if any(
         isinstance(head, records.RoundRecord) for _, head, _ in read_records(journal, journal.first)
     ):
@@ -159,7 +172,7 @@ def _tell(state_dir: StateDir, run: RunRecord, syncer: Syncer, history: History 
         replayed = counted(history.replayed, "round")
         how = f"resumed at versions {syncer.state.versions}, {replayed} replayed"
     _log.info("run %s %s, epoch %d.%d", run.run_id, how, *run.epoch)
-    if syncer.state.phase is msg.Phase.ENDED:
+    if syncer.state.phase is RunPhase.ENDED:
         _log.warning(
             "this run has ended, its final model is in %s; learners only get it. "
             "A new run needs another --state-dir",

@@ -1,7 +1,7 @@
 """From records back to versions: recovery after a restart, and the same history under other rules.
 
-Everything that is computed again is compared with the digests that the record holds: a difference
-is damage or a bug, never a new truth.
+Every version that is computed again is compared with the digests in its record. A difference is
+damage or a bug, never a new truth: learners hold the copy that was published then.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from narrows.broker.merging import (
     GlobalModel,
     MergeResult,
     Outcome,
+    Policy,
 )
 from narrows.broker.storage.checkpoint import CheckpointContent
 from narrows.broker.storage.durable_files import Damaged, RecordsLost, StateError
@@ -46,7 +47,7 @@ PHASES: Final = tuple(Phase)
 
 @dataclass
 class History:
-    """What checkpoint and journal say together."""
+    """The state that a checkpoint and the journal after it give together."""
 
     model: GlobalModel
     phase: Phase
@@ -57,8 +58,8 @@ class History:
     newest: int = 0
     """The newest record that was read."""
     gaps: int = 0
-    """Rounds that follow one which was published and never written (journal_errors = "serve"):
-    nothing can be made of them."""
+    """Rounds that follow one which was published and never written (journal_errors = "serve"). No
+    version can be made of them."""
 
 
 def recover(config: BrokerConfig, snapshot: CheckpointContent, journal: Journal | None) -> History:
@@ -75,12 +76,10 @@ def recover(config: BrokerConfig, snapshot: CheckpointContent, journal: Journal 
     history = History(model, snapshot.phase, snapshot.run_tokens, merged, newest=snapshot.journal)
     if journal is None:
         return history
-    own = model.policy
     for number, head, blobs in read_records(journal, snapshot.journal + 1):
         history.newest = number
         if isinstance(head, RoundRecord):
             apply(history, head, blobs, number)
-    model.policy = own
     model.forget_publications()
     return history
 
@@ -96,7 +95,7 @@ def read_records(journal: Journal, first: int) -> Iterator[tuple[int, Head, memo
 
 
 def apply(history: History, head: RoundRecord, blobs: memoryview, number: int) -> None:
-    """Makes a committed round part of the state, unless a checkpoint has it already."""
+    """Installs the version of a committed round, unless the checkpoint has it already."""
     model = history.model
     if head.fragment >= len(model.table):
         raise _damaged(number, f"fragment {head.fragment} of {len(model.table)}")
@@ -118,20 +117,20 @@ def apply(history: History, head: RoundRecord, blobs: memoryview, number: int) -
     history.phase = max(history.phase, head.phase, key=PHASES.index)
     history.run_tokens = max(history.run_tokens, head.run_tokens)
     history.replayed += 1
-    for done in head.contributors:
-        key = done.learner, done.incarnation, head.fragment
-        history.merged_pushes[key] = done.push_id, done.merged_tokens
+    for contributor in head.contributors:
+        key = contributor.learner, contributor.incarnation, head.fragment
+        history.merged_pushes[key] = contributor.push_id, contributor.merged_tokens
 
 
 def outcome_of(model: GlobalModel, head: RoundRecord, blobs: memoryview) -> Outcome:
     """The outcome that was committed, computed again. Raises Damaged unless the digests agree."""
-    part, before = model.table[head.fragment], model.fragments[head.fragment]
-    model.policy = head.policy
+    fragment, before = model.table[head.fragment], model.fragments[head.fragment]
     vectors = list(payloads([head.publication, *head.contributions], blobs))
-    steps = _decoded(part, head.publication.codec, vectors[0])
-    merged = merged_of(model, part, head, vectors, blobs)
-    params, momentum = model.step(part, merged.outer_grad)
-    published = advance_copy(part, before.published, steps)
+    steps = _decoded(fragment, head.publication.codec, vectors[0])
+    # Each round is merged under the policy of its time.
+    merged = merged_of(model, fragment, head, vectors, blobs, head.policy)
+    params, momentum = model.step(fragment, merged.outer_grad, head.policy)
+    published = advance_copy(fragment, before.published, steps)
     digests = digest_of(params), digest_of(momentum), digest_of(published)
     if digests != head.digests:
         raise Damaged(
@@ -146,35 +145,44 @@ def outcome_of(model: GlobalModel, head: RoundRecord, blobs: memoryview) -> Outc
     )
     state = FragmentState(head.version, digests[2], params, momentum, published)
     weights = tuple(each.weight for each in head.contributors)
-    return Outcome(head.fragment, state, digests, publication, head.error_ratio, merged, weights)
+    return Outcome(
+        head.fragment, state, digests, publication, head.error_ratio, merged, weights, head.policy
+    )
 
 
 def merged_of(
     model: GlobalModel,
-    part: Fragment,
+    fragment: Fragment,
     head: RoundRecord,
     vectors: list[list[tuple[int, int, bytes]]],
     blobs: memoryview,
+    policy: Policy,
 ) -> MergeResult:
-    """The merged outer gradient: from the contributions, or as it was kept."""
+    """The merged outer gradient: merged again by `policy`, or as the record keeps it."""
     if not head.contributions:
         halves = np.frombuffer(blobs[sum(len(data) for _, _, data in vectors[0]) :], np.uint16)
-        if halves.size != part.elements:
-            raise Damaged(f"{halves.size} elements of a merged outer gradient of {part.elements}")
+        if halves.size != fragment.elements:
+            text = f"{halves.size} elements of a merged outer gradient"
+            raise Damaged(f"{text} of {fragment.elements}")
         return MergeResult(widened(halves), 0, np.zeros((0, 0)))
     contributions = [
-        DecodedVector(who.learner, _decoded(part, vector.codec, chunks))
+        DecodedVector(who.learner, _decoded(fragment, vector.codec, chunks))
         for who, vector, chunks in zip(
             head.contributors, head.contributions, vectors[1:], strict=True
         )
     ]
-    return model.merged(part, contributions, [who.weight for who in head.contributors])
+    return model.merged(fragment, contributions, [who.weight for who in head.contributors], policy)
 
 
 def _decoded(
-    part: Fragment, codec: str, chunks: Iterable[tuple[int, int, bytes]]
+    fragment: Fragment, codec: str, chunks: Iterable[tuple[int, int, bytes]]
 ) -> list[tuple[int, DecodedChunk]]:
-    return [(o, decode_chunk(part, codec, o, count, data)) for o, count, data in chunks]
+    """Raises Damaged unless the chunks hold every element: the rest would be old memory."""
+    decoded = [(o, decode_chunk(fragment, codec, o, count, data)) for o, count, data in chunks]
+    elements = sum(chunk.count for _, chunk in decoded)
+    if elements != fragment.elements:
+        raise Damaged(f"{elements} elements of a fragment of {fragment.elements}")
+    return decoded
 
 
 def _damaged(number: int, got: str) -> RecordsLost:
@@ -182,8 +190,10 @@ def _damaged(number: int, got: str) -> RecordsLost:
 
 
 def _gap(number: int, head: RoundRecord, version: int) -> StateError:
-    """The journal is whole, so the versions between were never in it: no backup has them, and all
-    that the others need is leave to go on without."""
+    """The error for a round whose predecessor is not in a whole journal.
+
+    It was never written, so no backup has it. The operator can only allow a start without it.
+    """
     return StateError(
         ErrorCode.STATE_DAMAGED,
         f"record {number} of the journal follows a round that was published and never written",

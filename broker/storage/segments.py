@@ -1,4 +1,4 @@
-"""The files of the journal: their bytes, and what a scan finds in them.
+"""The files of the journal: their bytes, and the scan of one of them.
 
 A segment `journal-00000012.log` is a header and records without gaps between them; the rest, if
 any, is zeros. Integers are little-endian, digests are xxh3_64.
@@ -57,7 +57,7 @@ SEGMENT_HEADER_BYTES: Final = 96
 RECORD_HEADER_BYTES: Final = 44
 RUN_ID_BYTES_MAX: Final = 44
 BLOCK_BYTES: Final = 1 << 20
-"""Read at once while scanning."""
+"""Bytes that a scan reads at once."""
 
 _MAGIC: Final = b"NARROWSJ"
 _MARKER: Final = b"\x9dREC"
@@ -77,7 +77,7 @@ class Record(NamedTuple):
 
 @dataclass
 class Segment:
-    """One segment; `damage` says where a record should be that does not verify, "" if nowhere."""
+    """One segment. `damage` says where a record should be that does not verify; "": nowhere."""
 
     name: str
     first: int
@@ -87,7 +87,7 @@ class Segment:
     last: int
     """The newest record in it that counts; `first` - 1 if there is none."""
     newest: int = 0
-    """The newest record of which there is a trace in it."""
+    """The newest record of which the file has a trace."""
     proven: int = 0
     """The newest record that was durable according to this segment."""
     damage: str = ""
@@ -113,6 +113,7 @@ def segment_number(name: str) -> int:
 
 def segment_header(segment: Segment, run_id: str) -> bytes:
     """The first bytes of a segment's file."""
+    assert segment.first >= 1 and len(run_id.encode()) <= RUN_ID_BYTES_MAX, (segment, run_id)
     number, name = segment_number(segment.name), run_id.encode()
     fields = (FORMAT, number, segment.first, segment.copied, segment.salt)
     content = _SEGMENT.pack(_MAGIC, *fields, name)
@@ -120,7 +121,8 @@ def segment_header(segment: Segment, run_id: str) -> bytes:
 
 
 def record_header(salt: int, number: int, durable: int, body: Sequence[memoryview]) -> bytes:
-    """What stands in front of the parts of a body."""
+    """The bytes in front of the parts of a body."""
+    assert number >= 1 and 0 <= durable < number, f"record {number} after {durable}"
     hasher = xxhash.xxh3_64()
     for part in body:
         hasher.update(part)
@@ -130,7 +132,10 @@ def record_header(salt: int, number: int, durable: int, body: Sequence[memoryvie
 
 
 class _Window:
-    """A file through a buffer; everything is cut at the end that the file had at first."""
+    """A file through a buffer. It ends where the file ended when the window was made.
+
+    A journal can be larger than memory, so no file is read whole.
+    """
 
     def __init__(self, files: Files, name: str) -> None:
         self.name = name
@@ -150,9 +155,9 @@ class _Window:
         while offset + len(text) <= self.size_bytes:
             self._fill(offset, len(text))
             stop = self._stop - self._start
-            found = self._buffer.find(text, offset - self._start, stop)
-            if found >= 0:
-                return self._start + found
+            place = self._buffer.find(text, offset - self._start, stop)
+            if place >= 0:
+                return self._start + place
             offset = self._stop - len(text) + 1
         return -1
 
@@ -169,13 +174,13 @@ class _Window:
             yield self.at(start, min(BLOCK_BYTES, stop - start))
 
     def ends_with_zeros(self, offset: int) -> bool:
-        """Whether there is nothing but zeros from `offset` on."""
+        """True if the file has only zeros from `offset` on."""
         pieces = self.pieces(offset, self.size_bytes)
         return all(bytes(piece) == _ZEROS[: len(piece)] for piece in pieces)
 
 
 def scan_segment(files: Files, name: str, run_id: str) -> Segment | None:
-    """What is in a segment; None if its creation was cut short and nothing ever was in it.
+    """The content of a segment; None if its creation was cut short and it never had a record.
 
     Raises StateError if it belongs to another run or format; OSError, Damaged.
     """
@@ -199,9 +204,9 @@ def scan_segment(files: Files, name: str, run_id: str) -> Segment | None:
 def _refuse_other_format(name: str, content: bytes) -> None:
     if len(content) < 12 or not content.startswith(_MAGIC):
         return
-    found = int.from_bytes(content[8:12], "little")
-    if found not in (0, FORMAT):  # Zero is an unfinished header.
-        raise _refusal(f"{name} cannot be read", f"format {FORMAT}", f"format {found}")
+    number = int.from_bytes(content[8:12], "little")
+    if number not in (0, FORMAT):  # Zero is an unfinished header.
+        raise _refusal(f"{name} cannot be read", f"format {FORMAT}", f"format {number}")
 
 
 def _header_verifies(content: bytes) -> bool:
@@ -219,7 +224,7 @@ def _refusal(message: str, expected: str, got: str) -> StateError:
 
 
 def _scan_records(window: _Window, segment: Segment) -> None:
-    """Finds out what counts, and behind that every trace of more."""
+    """Finds the records that count, and behind them every trace of later ones."""
     offset = SEGMENT_HEADER_BYTES
     for start, head in _heads(window, segment):
         if not _body_verifies(window, start, head):
@@ -231,6 +236,7 @@ def _scan_records(window: _Window, segment: Segment) -> None:
         return
     what = f"record {segment.last + 1} does not verify"
     segment.damage = f"{window.name}: byte {offset}: {what}"
+    # Later headers that verify tell which records were durable, so they are searched for.
     while (offset := window.find(_MARKER, offset)) >= 0:
         trace = _head_at(window, offset, segment.salt)
         if trace:
@@ -244,7 +250,7 @@ def _take_notice(segment: Segment, head: _SegmentHead) -> None:
 
 
 def _heads(window: _Window, segment: Segment) -> Iterator[tuple[int, _SegmentHead]]:
-    """Offset and header of one record after the other as long as they verify, bodies aside."""
+    """Offset and header of each record as long as headers verify; bodies are not looked at."""
     offset, number = SEGMENT_HEADER_BYTES, segment.first
     while (head := _head_at(window, offset, segment.salt)) and head.number == number:
         stop = offset + RECORD_HEADER_BYTES + head.body_bytes
@@ -255,6 +261,7 @@ def _heads(window: _Window, segment: Segment) -> Iterator[tuple[int, _SegmentHea
 
 
 def _head_at(window: _Window, offset: int, salt: int) -> _SegmentHead | None:
+    """The header at `offset`, None if none verifies there."""
     content = window.at(offset, RECORD_HEADER_BYTES)
     if len(content) < RECORD_HEADER_BYTES or bytes(content[: len(_MARKER)]) != _MARKER:
         return None

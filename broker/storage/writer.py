@@ -1,7 +1,7 @@
-"""Rounds become durable before they exist: the thread behind the journal. No decisions.
+"""The thread behind the journal: rounds become durable before they exist. No decisions.
 
-Records are appended in the order of the merges and synced in groups: while one sync runs, what
-comes meanwhile waits for the next.
+Records are appended in the order of the merges and synced in groups: records that come while one
+sync runs share the next one. So a slow disk costs latency, but hardly any throughput.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from narrows.broker.merging import Contribution, GlobalModel, Outcome
+from narrows.broker.merging import Contribution, Outcome
 from narrows.broker.storage import records
 from narrows.broker.storage.journal import Journal, JournalError
 from narrows.broker.syncer import RunState
@@ -25,17 +25,17 @@ from narrows.proto.shell import guarded
 from narrows.proto.units import format_bytes
 
 CLOSE_S: Final = 5.0
-"""How long the end of the process waits for the last sync."""
+"""Seconds that the end of the process waits for the last sync."""
 
 RETRY_S: Final = 2.0
-"""A journal that could not be written is tried again after so long."""
+"""Seconds after which a journal that could not be written is tried again."""
 
 SLOW_S: Final = 2.0
 SLOW_TOLD_S: Final = 60.0
-"""A disk that takes longer than SLOW_S for a sync is told so often."""
+"""A sync of more than SLOW_S seconds is logged, at most once in SLOW_TOLD_S seconds."""
 
 PACE_ROUNDS: Final = 20
-"""Rounds after which the pace is known."""
+"""Rounds after which the pace of the journal is logged. Earlier the first rounds would mislead."""
 
 _log = logging.getLogger("narrows.broker")
 
@@ -45,7 +45,7 @@ Chunk = tuple[int, int, bytes]
 
 @dataclass
 class Written:
-    """Tells once what the journal takes, as soon as the pace of the run can be seen."""
+    """Logs once how fast the journal grows, as soon as the pace of the run can be seen."""
 
     rounds: int = 0
     size_bytes: int = 0
@@ -78,8 +78,8 @@ class Commits:
         serve_on: bool,
         reach: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """`serve_on`: a round exists even if the disk does not take it. `reach` is told each place
-        of crash_points.NAMES."""
+        """`serve_on`: a round exists even if the disk does not take it. `reach` is called with each
+        place of crash_points.NAMES that is reached."""
         self._reach = reach
         self._journal, self._run, self._post, self._serve_on = journal, run, post, serve_on
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="narrows-journal")
@@ -88,16 +88,15 @@ class Commits:
         self._sync_waits = False
         self._slow_told_at = -math.inf
         self.hangs = False
-        """The disk did not answer when the journal was closed."""
+        """True if the disk did not answer when the journal was closed."""
         self.installed = journal.durable
-        """Newest record whose version is installed; a checkpoint made now holds all up to it."""
+        """Newest record whose version is installed. A checkpoint made now holds all up to it."""
         self._written = Written()
 
     def commit(
         self,
         effect: ev.StartMerge,
         outcome: Outcome,
-        model: GlobalModel,
         contributions: Sequence[tuple[str, Sequence[Chunk]]],
         done: Callable[[], ev.Event],
     ) -> None:
@@ -107,14 +106,17 @@ class Commits:
         gradients. Called on the loop's thread.
         """
         self._reach("merged")
-        body = committed(self._run, effect, outcome, model, contributions)
+        body = committed(self._run, effect, outcome, contributions)
         self._written.add(sum(map(len, body)))
         number = self._append(body)
         self._reach("appended")
         self._submit(lambda: self._make_durable(number, body, done))
 
     def note(self, fate: ev.LogFate) -> None:
-        """Appends what became of a learner or a push; it is soon durable."""
+        """Appends the fate of a learner or a push; it is durable soon.
+
+        Nobody waits for it: a lost fate costs an operator a line, not the run a version.
+        """
         head = records.FateRecord(
             self._run.epoch[:2], fate.what, fate.learner, fate.incarnation, fate.fragment,
             fate.push_id, fate.reason, time.time(),
@@ -125,7 +127,7 @@ class Commits:
             self._submit(self._sync_fates)
 
     def cut_before(self, number: int) -> None:
-        """Removes what no checkpoint needs any more."""
+        """Removes the records before `number`, which no checkpoint needs any more."""
 
         def work() -> None:
             try:
@@ -137,7 +139,7 @@ class Commits:
         self._submit(work)
 
     def close(self) -> None:
-        """Makes durable what can be; a disk that does not answer is not waited for."""
+        """Makes the last records durable, unless the disk does not answer within CLOSE_S."""
         self._closing.set()
         last = self._thread.submit(self._sync)
         try:
@@ -154,7 +156,7 @@ class Commits:
         self._thread.submit(guarded(work, self._post))
 
     def _append(self, body: list[bytes | memoryview]) -> int:
-        """The record's number, 0 if the queue is full: then the disk has failed for long."""
+        """The record's number, 0 if the queue is full, as after a long failure of the disk."""
         try:
             return self._journal.append(body)
         except JournalError as error:
@@ -164,7 +166,10 @@ class Commits:
     def _make_durable(
         self, number: int, body: list[bytes | memoryview], done: Callable[[], ev.Event]
     ) -> None:
-        """On the journal's thread. In the mode that serves on, a round may exist before."""
+        """Runs on the journal's thread until the record is durable, or is given up.
+
+        In the mode that serves on, a round may exist although its record is not durable.
+        """
         while True:
             number = number or self._append(body)
             if self._sync() and number:
@@ -172,7 +177,7 @@ class Commits:
             if self._serve_on:
                 break
             if self._closing.wait(RETRY_S):
-                return  # It never existed: nobody has seen it.
+                return  # The round never existed: nobody has seen it.
         self._reach("durable")
 
         def exists() -> ev.Event:
@@ -213,7 +218,7 @@ class Commits:
             )
 
     def _fails(self, reason: str) -> None:
-        """Says so once, until it works again."""
+        """Reports a failure once, until the journal works again."""
         if not self._failing:
             self._failing = True
             self._post(lambda: ev.JournalFailed(reason))
@@ -223,16 +228,15 @@ def committed(
     run: RunState,
     effect: ev.StartMerge,
     outcome: Outcome,
-    model: GlobalModel,
     contributions: Sequence[tuple[str, Sequence[Chunk]]],
 ) -> list[bytes | memoryview]:
-    """The record of a round: see records.Committed."""
+    """The body of a round's record: see records.RoundRecord."""
     publication = outcome.publication
     steps = [(c.offset, c.count, c.payload) for c in publication.chunks]
     vectors = [records.vector_of(codec, 0.0, chunks) for codec, chunks in contributions]
     blobs: list[bytes | memoryview] = [data for _, _, data in steps]
     blobs += [data for _, chunks in contributions for _, _, data in chunks]
-    if model.policy.is_rounded:
+    if outcome.policy.is_rounded:
         blobs.append(upper_halves(outcome.merged.outer_grad).data.cast("B"))
     head = records.RoundRecord(
         epoch=run.epoch[:2],
@@ -251,8 +255,8 @@ def committed(
             )
             for c, weight in zip(effect.contributions, outcome.weights, strict=True)
         ),
-        policy=model.policy,
-        phase=run.phase,
+        policy=outcome.policy,
+        phase=run.phase.stored,
         run_tokens=run.clock.run_tokens,
         publication=records.vector_of(publication.codec, publication.rho, steps),
         contributions=tuple(vectors),
@@ -263,6 +267,7 @@ def committed(
     return records.encode(head, blobs)
 
 
-def _tokens_before(run: RunState, done: Contribution, fragment: int) -> int:
+def _tokens_before(run: RunState, contribution: Contribution, fragment: int) -> int:
     """Tokens of this process that were merged into the fragment before."""
-    return run.merged_pushes.get((done.learner, done.incarnation, fragment), (0, 0))[1]
+    key = contribution.learner, contribution.incarnation, fragment
+    return run.merged_pushes.get(key, (0, 0))[1]

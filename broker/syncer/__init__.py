@@ -1,9 +1,21 @@
-"""The syncer decides: who takes part, which round is open, when it is merged. [pure]"""
+"""The syncer decides: who takes part, which round is open, when it is merged. [pure]
+
+`Syncer` is the state machine of the broker. It takes events (`events`) with the time, and returns
+effects for a shell to perform; it owns no socket, clock, thread or tensor. The names below are all
+that other districts may import:
+
+- `broker/process` and `bench/sim` drive a `Syncer`, perform its effects and show `status_of` it;
+- `broker/storage` starts one (`Resumed`) and reads its `RunState` for records;
+- nothing in here imports them back. `events` comes as a module, to be used as `ev.Merged` etc.
+
+Other districts read the state and never write it: they send an event instead.
+"""
 
 from narrows.broker.syncer import events
 from narrows.broker.syncer.data_path import Deaf
 from narrows.broker.syncer.events import Publish, StartMerge
 from narrows.broker.syncer.machine import Resumed, Syncer
+from narrows.broker.syncer.phases import RunPhase, Turn
 from narrows.broker.syncer.run import MergedPushes, RunState, refusal
 from narrows.broker.syncer.status import status_of
 
@@ -12,9 +24,11 @@ __all__ = [
     "MergedPushes",
     "Publish",
     "Resumed",
+    "RunPhase",
     "RunState",
     "StartMerge",
     "Syncer",
+    "Turn",
     "events",
     "refusal",
     "status_of",

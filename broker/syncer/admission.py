@@ -1,14 +1,18 @@
-"""Who joins: Hello, contested names, Welcome. [pure]"""
+"""Admission of learners: Hello, contested names, Welcome. [pure]"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from narrows.broker.config import BrokerSection
+from narrows.broker.syncer import data_path, serving
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.forgetting import forget_at, forget_gone, forget_older
 from narrows.broker.syncer.founding import Founding
-from narrows.broker.syncer.members import Member, check_name
+from narrows.broker.syncer.lost_history import LostHistory
+from narrows.broker.syncer.member import Copies, Member, Presence, Uplink
+from narrows.broker.syncer.participation import Participation
+from narrows.broker.syncer.phases import RunPhase
+from narrows.broker.syncer.roster import check_name
 from narrows.broker.syncer.run import RunState, drop_pushes, refusal
 from narrows.proto import messages as msg
 from narrows.proto.codec import codecs_of, setting_names
@@ -36,20 +40,21 @@ class Admission:
     founding: Founding
     _contests: dict[str, _Contest] = field(default_factory=dict[str, _Contest])
     _nonce: int = 0
-    _lost: dict[int, int] = field(default_factory=dict[int, int])
-    """The newest version by fragment that the operator was told of as lost."""
-    _copy_told: bool = False
-    """The operator was told that this state directory is an older copy."""
+
+    def __post_init__(self) -> None:
+        self._lost_history = LostHistory(self.state)
 
     def hello(self, event: ev.Received, now: float) -> list[ev.Effect]:
         """A Hello: refused with the reason, contested, or admitted."""
         hello = event.message
         assert isinstance(hello, msg.Hello)
+        # Checked before the name is contested: a Hello that can never be admitted disturbs nobody.
         try:
             self._check(hello, event.peer)
         except NarrowsError as error:
             return self._refused(event, error)
         holder = self.state.roster.get(hello.name)
+        # The same incarnation is the same process: it reconnects and need not contest its own name.
         if holder is None or not holder.connected or holder.incarnation == hello.incarnation:
             return self._admit(event, hello, now) + self._probe_again(hello, event.peer, now)
         return self._contest(event, hello, holder, now)
@@ -62,24 +67,26 @@ class Admission:
     def _contest(
         self, event: ev.Received, hello: msg.Hello, holder: Member, now: float
     ) -> list[ev.Effect]:
-        """Somebody else holds the name: the holder is probed."""
-        assert holder.peer is not None
+        """Probes the live holder of a name that a newcomer claims."""
+        assert holder.connected and holder.incarnation != hello.incarnation
         contest = self._contests.get(hello.name)
         if contest is not None:
             # The newcomer repeats its Hello, perhaps on a new connection; a third one waits.
             if contest.hello.incarnation == hello.incarnation:
                 contest.newcomer = event
             return []
+        # The nonce tells the answer to this probe from a late answer to an earlier one.
         self._nonce += 1
         until = now + self.state.config.liveness.probe
         self._contests[hello.name] = _Contest(event, hello, self._nonce, until)
         return [ev.Send(holder.peer, msg.Probe(self._nonce))]
 
     def _probe_again(self, hello: msg.Hello, peer: ev.Peer, now: float) -> list[ev.Effect]:
-        """The holder of a contested name came back on another connection: ask it there."""
+        """Asks the holder of a contested name again, on the connection on which it came back."""
         contest = self._contests.get(hello.name)
         if contest is None:
             return []
+        # The first probe may have gone to a dead connection: the holder gets the full time again.
         contest.until = now + self.state.config.liveness.probe
         return [ev.Send(peer, msg.Probe(contest.nonce))]
 
@@ -93,8 +100,8 @@ class Admission:
             ErrorCode.NAME_IN_USE,
             f"the name {member.name!r} is held by a live learner",
             expected="a name of its own for every learner",
-            got=f"{member.name!r}, held from {member.address or 'unknown address'} "
-            f"for {now - member.joined_at:.0f} s",
+            got=f"{member.name!r}, held from {member.presence.address or 'unknown address'} "
+            f"for {now - member.presence.joined_at:.0f} s",
             remedy="choose another --name, or stop the other process first",
         )
         self.state.tally.refuse(error.code)
@@ -103,29 +110,40 @@ class Admission:
         return [ev.Send(newcomer.peer, refusal(error)), note]
 
     def expire(self, now: float) -> list[ev.Effect]:
-        """Gives contested names whose holder did not answer to the newcomer; forgets who is gone
-        for long."""
+        """Gives a contested name to the newcomer if its holder did not answer in time.
+
+        It also forgets learners that are gone for long.
+        """
         effects: list[ev.Effect] = []
+        # In name order, so that effects do not depend on the order of arrival.
         for name in sorted(self._contests):
             if now >= self._contests[name].until:
                 effects += self._award(name, now)
         return effects + forget_gone(self.state, now)
 
     def _award(self, name: str, now: float) -> list[ev.Effect]:
-        """The newcomer gets the name, if there is one."""
+        """Gives a contested name to the newcomer, if there is one."""
         contest = self._contests.pop(name, None)
-        return self._admit(contest.newcomer, contest.hello, now) if contest else []
+        if contest is None:
+            return []
+        try:
+            # Its connection may speak for another name by now, which it joined under meanwhile.
+            self._check(contest.hello, contest.newcomer.peer)
+        except NarrowsError as error:
+            return self._refused(contest.newcomer, error)
+        return self._admit(contest.newcomer, contest.hello, now)
 
     def next_deadline(self) -> float | None:
         times = [contest.until for contest in self._contests.values()]
         return min([*times, *forget_at(self.state)], default=None)
 
     def lost(self, member: Member, now: float) -> list[ev.Effect]:
-        """A learner is gone: whoever claims its name gets it; the next founder is asked."""
+        """A learner is gone: gives its name to a newcomer and asks the next founder."""
         effects = self._award(member.name, now)
         holder = self.state.roster.get(member.name)
-        if self.state.phase is not msg.Phase.FOUNDING or (holder is not None and holder.connected):
+        if self.state.phase is not RunPhase.FOUNDING or (holder is not None and holder.connected):
             return effects
+        # While the run is founded, someone must send version 0: the next in name order is asked.
         effects += self.founding.lost(member)
         waiting = self.state.roster.connected()
         return (
@@ -133,7 +151,7 @@ class Admission:
         )
 
     def welcome_all(self, now: float) -> list[ev.Effect]:
-        """Version 0 is durable: everybody who waits may adopt it."""
+        """Sends the state that the group shares to everybody: it has changed."""
         effects: list[ev.Effect] = []
         for member in self.state.roster.connected():
             effects += self._welcome(member, now)
@@ -184,6 +202,7 @@ class Admission:
             )
         settings = state.settings
         needed = codecs_of(settings.push_codec) | codecs_of(settings.publish_codec)
+        # Checked now, not at the first push: a learner would train for nothing until then.
         missing = needed - set(hello.codecs)
         if missing:
             shared = ", ".join(
@@ -203,15 +222,15 @@ class Admission:
 
     def _check_layout(self, hello: msg.Hello) -> None:
         state = self.state
-        found = differences(state.layout, hello.layout)
-        if not found and hello.frozen_digest != state.frozen_digest:
-            found = ["the frozen (not trained) parameters differ"]
-        if found:
+        different = differences(state.layout, hello.layout)
+        if not different and hello.frozen_digest != state.frozen_digest:
+            different = ["the frozen (not trained) parameters differ"]
+        if different:
             raise RemoteProtocolError(
                 ErrorCode.LAYOUT_MISMATCH,
                 f"the model of {hello.name!r} is not the run's model",
                 expected=f"the run's layout of {counted(len(state.layout), 'tensor')}",
-                got="; ".join(found),
+                got="; ".join(different),
                 remedy="start every learner with the same model code and configuration; another "
                 "model needs a run of its own, that is a broker with another --state-dir",
             )
@@ -227,28 +246,29 @@ class Admission:
         is_same = before is not None and before.incarnation == hello.incarnation
         if before is not None and is_same and before.connected and before.peer == event.peer:
             return self._welcome(before, now)  # A Hello that was repeated.
+        # After a restart of the broker the journal still knows what this process had merged. The
+        # learner learns from it whether the residual of an open push counts.
+        last_merged = [
+            state.merged_pushes.get((hello.name, hello.incarnation, index), (0, 0))[0]
+            for index in range(count)
+        ]
         member = Member(
             hello.name,
             hello.incarnation,
-            event.peer,
-            event.address,
-            now,
-            now,
-            held=[-1] * count,
-            last_merged=[
-                state.merged_pushes.get((hello.name, hello.incarnation, index), (0, 0))[0]
-                for index in range(count)
-            ],
-            received=[0] * state.settings.streams,
-            contributed_at=now,
+            Presence(event.peer, event.address, heard_at=now, joined_at=now),
+            Copies([-1] * count),
+            Uplink([0] * state.settings.streams),
+            Participation(last_merged, contributed_at=now),
         )
         try:
-            if before is not None and is_same and len(before.held) == count:
+            if before is not None and is_same and len(before.copies.held) == count:
                 state.roster.move(before, event.peer, event.address, now)
+                data_path.begin(before)
                 return self._enter(before, hello, "is back", now)
             state.roster.admit(member)
         except RemoteProtocolError as error:
             return self._refused(event, error)
+        # Accounts of replaced processes go: a name would collect one with each restart.
         state.clock.keep({each.incarnation for each in state.roster})
         effects = forget_older(state, member) + drop_pushes(state, member.name)
         if before is not None:
@@ -256,81 +276,22 @@ class Admission:
         return effects + self._enter(member, hello, "rejoined" if before else "joined", now)
 
     def _enter(self, member: Member, hello: msg.Hello, verb: str, now: float) -> list[ev.Effect]:
+        # Tokens made before it joined do not count: an earlier life may have counted them.
         self.state.clock.join(member.incarnation, hello.tokens, now)
         self.state.shares.admit(member, self.state.roster.connected(), now)
         return [
             ev.Admit(member.name, member.incarnation),
-            ev.Note("info", f"{member.name} {verb} from {member.address or '?'}"),
+            ev.Note("info", f"{member.name} {verb} from {member.presence.address or '?'}"),
             ev.LogFate("joined", member.name, member.incarnation, reason=verb),
-            *self._history_lost(hello),
+            *self._lost_history.look(hello),
             *self._welcome(member, now),
         ]
 
-    def _history_lost(self, hello: msg.Hello) -> list[ev.Effect]:
-        """A learner has seen what this state directory does not hold. Told as far as it is news;
-        the learner finds out from the Welcome and goes back."""
-        state = self.state
-        here = state.versions or (-1,) * len(hello.versions)
-        ahead = {
-            index: (version, own)
-            for index, (version, own) in enumerate(zip(hello.versions, here, strict=False))
-            if version > own
-        }
-        # A life that was not before this one, or has its number: one of another copy.
-        is_copy = hello.epoch[:2] >= state.epoch[:2] and hello.epoch != state.epoch
-        if hello.run_id != state.run_id or not (ahead or is_copy):
-            return []
-        news = is_copy and not self._copy_told
-        news |= any(v > self._lost.get(index, -1) for index, (v, _) in ahead.items())
-        if not news:
-            return []
-        self._copy_told |= is_copy
-        self._lost |= {index: max(v, self._lost.get(index, -1)) for index, (v, _) in ahead.items()}
-        broker = state.config.broker
-        level = "error" if broker.journal != "off" and not is_copy else "warning"
-        why = _why_lost(hello, broker, is_copy=is_copy)
-        return [ev.Note(level, f"history_lost: {why}. {_what_is_lost(hello.name, ahead)}")]
-
     def _welcome(self, member: Member, now: float) -> list[ev.Effect]:
         state = self.state
-        assert member.peer is not None
         role, effects = msg.Role.ADOPT, list[ev.Effect]()
-        if state.phase is msg.Phase.FOUNDING:
+        if state.phase is RunPhase.FOUNDING:
             role, effects = self.founding.role(member, now)
-        elif not member.ready and member.adopting_since is None:
-            member.adopting_since = now
-            member.down.expect(now)
+        else:
+            serving.begin_adoption(member, now)
         return [ev.Send(member.peer, state.welcome(member, role, now)), *effects]
-
-
-def _why_lost(hello: msg.Hello, broker: BrokerSection, *, is_copy: bool) -> str:
-    """How it can be that a learner has seen more than the state directory holds."""
-    if is_copy:
-        epoch = "{}.{}".format(*hello.epoch)
-        return (
-            "the state directory was restored from an older copy, it does not know the epoch"
-            f" {epoch} that {hello.name} has followed"
-        )
-    if broker.journal == "off":
-        return "what came after the last checkpoint is gone, there is no journal"
-    why = "the state directory was restored from an older copy, or the disk has lost the end of"
-    why += " the journal"
-    if broker.journal_errors == "serve":
-        why += ", or it was published while the journal could not be written"
-    return why
-
-
-def _what_is_lost(name: str, ahead: dict[int, tuple[int, int]]) -> str:
-    """`ahead`: the learner's version and the broker's, by fragment."""
-    if not ahead:
-        return f"{name} holds no newer version; where its copies differ it takes the broker's"
-    listed = [
-        f"of fragment {index} by {version - own} ({version}, here {own if own >= 0 else 'none'})"
-        for index, (version, own) in ahead.items()
-    ]
-    more = f" and of {counted(len(listed) - 3, 'other')}" if len(listed) > 3 else ""
-    total = sum(version - own for version, own in ahead.values())
-    return (
-        f"{name} is ahead {', '.join(listed[:3])}{more}; versions lost: {total}. Learners go back"
-        " to the broker's by themselves"
-    )

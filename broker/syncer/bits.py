@@ -1,4 +1,4 @@
-"""Whether the rates suffice for the sync period, and how many bits they allow. [pure]"""
+"""Fit of the rates to the sync period: bits per parameter that they allow, and warnings. [pure]"""
 
 from __future__ import annotations
 
@@ -16,78 +16,92 @@ from narrows.proto.messages import RunSettings
 from narrows.proto.units import format_bits_per_s, format_duration_s
 
 BITS_MIN: Final = 1.0
-"""Codec auto goes no lower: below, fragments are exchanged later instead."""
+"""Fewest bits per parameter of codec auto. Below, fragments are exchanged later instead."""
 
 NEARLY: Final = 0.1
-"""Smaller changes of the bits are not told: step times swing."""
+"""Relative change of the bits below which nothing is sent: step times swing."""
 
 OVERHEAD: Final = 1.08
-"""Of headers, packets, acknowledgements and control over the payload."""
+"""Bytes on the line per byte of payload: headers, packets, acknowledgements, control."""
 
 
 @dataclass
 class Need:
-    """Compares what the fragments need with what the budget gives; says it once."""
+    """Compares the rate that the fragments need with the budget; warns once per direction."""
 
     state: RunState
-    _said: set[str] = field(default_factory=set[str])
+    _named: set[str] = field(default_factory=set[str])
 
     def forget(self) -> None:
-        """The rates are others now."""
-        self._said.clear()
+        """Lets every warning come again: the rates have changed."""
+        self._named.clear()
 
     def affordable(self) -> RunSettings:
-        """The settings with the bits per parameter that the rates allow under codec auto, at most
-        what the operator asked for; those that are told as long as they are nearly that."""
-        told, codec = self.state.settings, self.state.config.codec
+        """Settings with the bits per parameter that the rates allow under codec auto.
+
+        The operator's setting is the upper limit. The present bits stay as long as they are nearly
+        right: each change is sent to all learners.
+        """
+        settings, codec = self.state.settings, self.state.config.codec
+        # Both directions are looked at alone: lines are often asymmetric.
         up, down = self._rates()
         return structs.replace(
-            told,
-            push_bits=self._bits(told.push_codec, told.push_bits, codec.push_bits, up),
+            settings,
+            push_bits=self._bits(settings.push_codec, settings.push_bits, codec.push_bits, up),
             publish_bits=self._bits(
-                told.publish_codec, told.publish_bits, codec.publish_bits, down
+                settings.publish_codec, settings.publish_bits, codec.publish_bits, down
             ),
         )
 
-    def _bits(self, setting: str, told: float, most: float, rate: float) -> float:
+    def _bits(self, setting: str, present: float, most: float, rate: float) -> float:
         step_s, elements = self.state.roster.step_s(), self._elements()
         if setting != AUTO or not step_s or not elements:
-            return told
+            return present
         period_s = self.state.settings.sync_period_steps * step_s
+        # Each fragment travels once per period, so all elements share the rate of one period.
         allowed = rate * SHARE_USED * period_s / (elements * OVERHEAD) if rate else most
         bits = min(most, max(BITS_MIN, allowed))
-        return told if abs(bits - told) <= NEARLY * told else bits
+        assert bits > 0.0
+        return present if abs(bits - present) <= NEARLY * present else bits
 
     def _elements(self) -> int:
-        return sum(part.elements for part in self.state.table)
+        return sum(fragment.elements for fragment in self.state.table)
 
     def _rates(self) -> tuple[float, float]:
-        """What one learner has up and down while all send; 0: no limit."""
+        """Rates of one learner up and down while all send; 0: no limit."""
+        # The worst case: in the lockstep modes all send at once.
         wan, count = self.state.config.wan, max(1, len(self.state.roster.ready()))
         up = _narrower(wan.up, wan.total_up / count)
-        return up, _narrower(wan.down, wan.total_down / count)
+        down = _narrower(wan.down, wan.total_down / count)
+        assert up >= 0.0 and down >= 0.0
+        return up, down
 
     def warn(self) -> list[ev.Effect]:
-        """A line for the log for each direction that is too narrow."""
-        told, step_s = self.state.settings, self.state.roster.step_s()
+        """Returns a line for the log for each direction that is too narrow."""
+        settings, step_s = self.state.settings, self.state.roster.step_s()
         if not step_s:
             return []
         rate_up, rate_down = self._rates()
-        up = expected_bits(told.push_codec, rho=told.push_rho, bits=told.push_bits)
-        down = expected_bits(told.publish_codec, rho=told.publish_rho, bits=told.publish_bits)
+        up = expected_bits(settings.push_codec, rho=settings.push_rho, bits=settings.push_bits)
+        down = expected_bits(
+            settings.publish_codec, rho=settings.publish_rho, bits=settings.publish_bits
+        )
         return [
             *self._warn("up", up, rate_up, step_s),
             *self._warn("down", down, rate_down, step_s),
         ]
 
     def _warn(self, way: str, bits: float, rate: float, step_s: float) -> list[ev.Effect]:
+        assert way in ("up", "down") and bits > 0.0 and step_s > 0.0
         period = self.state.settings.sync_period_steps
         model_bits = self._elements() * bits * OVERHEAD
         needed = model_bits / (period * step_s) / SHARE_USED
-        if not rate or needed <= rate or way in self._said:
+        if not rate or needed <= rate or way in self._named:
             return []
-        self._said.add(way)
+        # Step times swing: without memory the same line would come every second.
+        self._named.add(way)
         steps = math.ceil(period * needed / rate)
+        assert steps >= period, "the line is too narrow, so an exchange takes no less"
         fewer = self._fewer_bits("push" if way == "up" else "publish")
         text = (
             f"wan.{way} or wan.total_{way} is too little: {bits:.1f} bits per parameter every"
@@ -99,7 +113,7 @@ class Need:
         return [ev.Note("warning", text)]
 
     def _fewer_bits(self, what: str) -> str:
-        """What sends fewer bits; "" if as few are sent as can be."""
+        """Advice that makes fewer bits be sent; empty if no fewer can be."""
         name = getattr(self.state.settings, f"{what}_codec")
         if name == AUTO:
             return ""
@@ -108,5 +122,5 @@ class Need:
 
 
 def _narrower(*rates: float) -> float:
-    """The smallest of the rates that are limits; 0 if none is."""
+    """Smallest of the rates that are limits; 0 if none is a limit."""
     return min((rate for rate in rates if rate), default=0.0)

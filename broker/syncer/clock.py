@@ -1,4 +1,4 @@
-"""The run's clock: tokens of all learners, monotone, robust against wild reports. [pure]"""
+"""Counting of the run's tokens: sum over all learners, monotone, robust to wild reports. [pure]"""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ RATE_RATIO_MAX = 8.0
 """A learner's tokens are accepted at up to this multiple of its own average."""
 
 FIRST_REPORTS = 8
-"""So many reports with tokens make an average: a single one may hold a part of a step's tokens."""
+"""Reports with tokens that make an average: a single one may hold a part of a step's tokens."""
 
 FIRST_TOKENS_MAX = 1 << 24
-"""Accepted from the first report with tokens, and from the FIRST_REPORTS after it together: more
-than any learner makes in the second before a report."""
+"""Tokens accepted from the first report with tokens, and from the FIRST_REPORTS after it together:
+more than any learner makes in the second before a report."""
 
 
 @dataclass
 class _Account:
+    """Tokens of one incarnation: as reported, and as accepted."""
+
     reported: int
     accepted: int
     heard_at: float
     since: float | None = None
-    """When the first tokens came, later by all pauses since: the average begins there. What came
-    with that report took nobody knows how long: a wait for other learners, a compilation."""
+    """Start of the average: the time of the first tokens, later by all pauses since. The tokens of
+    that report are left out: a wait or a compilation may have come before them."""
     grown_at: float = 0.0
-    """When the last tokens came."""
+    """Time of the last report that brought tokens."""
     made: int = 0
     """Tokens after `since`, as far as they were plausible when they came."""
     growths: int = 0
     """Reports that brought them."""
     allowance: float = 0.0
+    """Tokens that may still be accepted now."""
 
     @property
     def rate(self) -> float:
@@ -41,11 +44,11 @@ class _Account:
         return self.made / seconds if seconds > 0 else 0.0
 
     def plausible(self, now: float) -> float:
-        """Most that a report may bring now: 8 times an average one, or 8 times what the average
-        rate makes of the time since the last one.
+        """Most tokens that a report may bring now.
 
-        The first lets a learner go on where it was after an evaluation or a slow step; the second
-        accepts what was made while reports were lost.
+        It is 8 times an average report, or 8 times the average rate times the time since the last
+        one. The first lets a learner go on where it was after an evaluation or a slow step. The
+        second accepts the tokens that it made while reports were lost.
         """
         if not self.growths:
             return FIRST_TOKENS_MAX
@@ -55,7 +58,8 @@ class _Account:
         return usual if is_known else max(usual, FIRST_TOKENS_MAX - self.made)
 
     def grow(self, tokens: int, now: float) -> None:
-        """A report has brought so many new tokens: learns the average."""
+        """Learns the average from a report that brought this many new tokens."""
+        assert tokens > 0
         plausible = self.plausible(now)
         if self.since is None:
             self.since = self.grown_at = now
@@ -67,9 +71,10 @@ class _Account:
                 self.since += max(0.0, now - self.grown_at - usual_s)
             self.made, self.growths, self.grown_at = self.made + fair, self.growths + 1, now
         self.allowance = max(self.allowance, plausible)
+        assert self.made >= 0 and self.allowance >= 0.0
 
     def rests(self, now: float) -> bool:
-        """It makes no tokens now: it evaluates, waits, or is cut off."""
+        """True for a learner that makes no tokens now: it evaluates, waits, or is cut off."""
         if self.since is None or not self.growths:
             return True
         usual_s = (self.grown_at - self.since) / self.growths
@@ -80,8 +85,8 @@ class _Account:
 class RunClock:
     """Accepted tokens of the run and their rate.
 
-    Reports are cumulative per incarnation, so a lost or repeated one changes nothing. What one
-    claims beyond 8 times the learner's average is not lost: it is accepted as time passes.
+    Reports are cumulative per incarnation, so a lost or repeated one changes nothing. Tokens beyond
+    8 times the learner's average are not lost: they are accepted as time passes.
     """
 
     run_tokens: int = 0
@@ -89,6 +94,7 @@ class RunClock:
 
     def join(self, incarnation: str, tokens: int, now: float) -> None:
         """Starts to count an incarnation that has already reported `tokens` (0 at first)."""
+        assert tokens >= 0
         if incarnation not in self._accounts:
             self._accounts[incarnation] = _Account(tokens, tokens, now)
 
@@ -99,6 +105,7 @@ class RunClock:
     def report(self, incarnation: str, tokens: int, now: float) -> None:
         """Takes a cumulative token count in."""
         account = self._accounts[incarnation]
+        assert now >= account.heard_at, "time does not run backwards"
         rate, waited_s = account.rate, now - account.heard_at
         grown = account.allowance + RATE_RATIO_MAX * rate * waited_s
         account.allowance = min(grown, RATE_RATIO_MAX * rate * CLOCK_BURST_S)
@@ -106,19 +113,22 @@ class RunClock:
         known = max(account.reported, account.accepted)
         if is_growth := tokens > known:
             account.grow(tokens - known, now)
-        account.reported = tokens  # The last word: a wild count that was a mistake is taken back.
+        account.reported = tokens  # The last word: a wild count was a mistake and is taken back.
         granted = min(max(tokens - account.accepted, 0), int(account.allowance))
         account.accepted += granted
         # What was not needed does not pile up, or a wild report would get it all.
         account.allowance = 0.0 if is_growth else account.allowance - granted
-        self.run_tokens = min(self.run_tokens + granted, TOKENS_MAX)
+        before, self.run_tokens = self.run_tokens, min(self.run_tokens + granted, TOKENS_MAX)
+        assert 0 <= before <= self.run_tokens, "the tokens of the run never fall"
+        assert account.allowance >= 0.0
 
     def tokens_per_s(self, incarnations: list[str], now: float) -> float:
-        """Sum of the average rates of the incarnations named, of those that make tokens now."""
+        """Sum of the average rates of the given incarnations, leaving out those that rest."""
         rate = 0.0
         for incarnation in incarnations:
             account = self._accounts.get(incarnation)
             if account and account.since is not None and not account.rests(now):
                 # In the first second the time says more about the network than about the rate.
                 rate += account.made / max(account.grown_at - account.since, 1.0)
+        assert rate >= 0.0
         return rate

@@ -1,4 +1,7 @@
-"""What learners may send: the credit that their positions give, and their rates. [pure]"""
+"""Permission to send: acknowledged uplink positions, and the learners' rates. [pure]
+
+This module alone writes `Member.credit`; `rates` sets the rates that it asks for.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from narrows.broker.config import BrokerConfig, settings
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.bits import Need
 from narrows.broker.syncer.founding import Founding
-from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.member import Member
 from narrows.broker.syncer.run import RunState
 from narrows.proto import messages as msg
 from narrows.proto.config import flatten
@@ -26,7 +29,7 @@ NOTHING_NEW = "read again: the rates are what they were (those given as flags wi
 
 @dataclass
 class Allowance:
-    """Tells learners how far and how fast they may go on."""
+    """Lets learners know how far and how fast they may go on."""
 
     state: RunState
     founding: Founding
@@ -35,37 +38,41 @@ class Allowance:
         self.need = Need(self.state)
 
     def arrived(self, header: msg.Header, now: float) -> list[ev.Effect]:
-        """Data has come: its sender learns how much, the sooner the more it is."""
+        """Data has come: acknowledges it at once or later, the sooner the more it is."""
         member = self.state.roster.get(header.learner)
         if member is None or member.incarnation != header.incarnation or not member.connected:
             return []
+        # Data is a sign of life: control messages may wait behind it on a narrow line.
         self.state.roster.heard(member, now)
-        if member.acknowledge_at is None:
-            member.acknowledge_at = now + ACKNOWLEDGE_S
-        if sum(member.received) - member.acknowledged >= ACKNOWLEDGE_BYTES:
-            soon = member.acknowledged_at + ACKNOWLEDGE_SOON_S
-            member.acknowledge_at = min(member.acknowledge_at, max(now, soon))
-        return [self._progress(member, now)] if now >= member.acknowledge_at else []
+        if member.credit.due_at is None:
+            member.credit.due_at = now + ACKNOWLEDGE_S
+        if sum(member.uplink.positions) - member.credit.acknowledged_bytes >= ACKNOWLEDGE_BYTES:
+            # Much data comes fast: an early acknowledgement keeps the window open, but not one per
+            # chunk, which would load the line back.
+            soon = member.credit.acknowledged_at + ACKNOWLEDGE_SOON_S
+            member.credit.due_at = min(member.credit.due_at, max(now, soon))
+        return [self._progress(member, now)] if now >= member.credit.due_at else []
 
     def advance(self, now: float) -> list[ev.Effect]:
-        """Positions that are due, and rates that have changed."""
+        """Sends the acknowledgements that are due, and the rates that have changed."""
         due = [
             member
             for member in self.state.roster.connected()
-            if member.acknowledge_at is not None and now >= member.acknowledge_at
+            if member.credit.due_at is not None and now >= member.credit.due_at
         ]
         return [self._progress(member, now) for member in due] + self._divide(now)
 
     def next_deadline(self) -> float | None:
-        """When the next positions are due."""
+        """Time at which the next acknowledgement is due."""
         members = self.state.roster.connected()
-        times = [m.acknowledge_at for m in members if m.acknowledge_at is not None]
+        times = [m.credit.due_at for m in members if m.credit.due_at is not None]
         return min(times, default=None)
 
-    def told(self, member: Member, now: float) -> None:
-        """A Beat with the positions has gone out."""
-        member.acknowledged, member.acknowledge_at = sum(member.received), None
-        member.acknowledged_at = now
+    def acknowledged(self, member: Member, now: float) -> None:
+        """Notes that a Beat or Progress with the positions has gone out."""
+        member.credit.acknowledged_bytes, member.credit.due_at = sum(member.uplink.positions), None
+        assert now >= member.credit.acknowledged_at
+        member.credit.acknowledged_at = now
 
     def reload(self, config: BrokerConfig, now: float) -> list[ev.Effect]:
         """Takes the rates of a configuration that was read again; names what needs a restart."""
@@ -80,14 +87,16 @@ class Allowance:
         if not rates:
             return [*effects, ev.Note("info", NOTHING_NEW)]
         streams = self.state.config.wan.streams
+        # The number of streams stays: learners have opened theirs.
         config = replace(self.state.config, wan=replace(config.wan, streams=streams))
-        told = settings(config)
-        # The bits of codec auto follow at the next look: till then they are what they were.
+        renewed = settings(config)
+        # The bits of codec auto follow at the next look. Until then they stay.
         before = self.state.settings
         self.state.set_config(
             config,
-            structs.replace(told, push_bits=before.push_bits, publish_bits=before.publish_bits),
+            structs.replace(renewed, push_bits=before.push_bits, publish_bits=before.publish_bits),
         )
+        # Slower lines get smaller messages, so transfers that have begun may be cut finer.
         self.founding.cut_finer()
         self.need.forget()
         text = ", ".join(
@@ -98,12 +107,13 @@ class Allowance:
         return effects + self._divide(now)
 
     def adapt(self) -> list[ev.Effect]:
-        """Under codec auto the bits follow the budget; where they cannot, the operator is told."""
+        """Lets the bits of codec auto follow the budget; warns where they cannot."""
         effects: list[ev.Effect] = []
-        told = self.need.affordable()
-        if told != self.state.settings:
-            self.state.settings = told
-            text = f"{told.push_bits:.2f} up, {told.publish_bits:.2f} down"
+        affordable = self.need.affordable()
+        # A Welcome brings the new bits to the learners, RatesChanged to the publications.
+        if affordable != self.state.settings:
+            self.state.settings = affordable
+            text = f"{affordable.push_bits:.2f} up, {affordable.publish_bits:.2f} down"
             effects = [ev.Note("info", f"bits per parameter: {text}"), self._rates_changed()]
         return effects + self.need.warn()
 
@@ -111,9 +121,9 @@ class Allowance:
         return ev.RatesChanged(self.state.config.wan, self.state.settings)
 
     def _progress(self, member: Member, now: float) -> ev.Effect:
-        assert member.peer is not None
-        self.told(member, now)
-        return ev.Send(member.peer, msg.Progress(tuple(member.received)))
+        # Progress is shorter than a Beat: it is sent many times a second while data comes.
+        self.acknowledged(member, now)
+        return ev.Send(member.peer, msg.Progress(tuple(member.uplink.positions)))
 
     def _divide(self, now: float) -> list[ev.Effect]:
         members = self.state.roster.connected()
@@ -121,8 +131,7 @@ class Allowance:
         return [self._beat(member, now) for member in changed]
 
     def _beat(self, member: Member, now: float) -> ev.Effect:
-        assert member.peer is not None
-        self.told(member, now)
+        self.acknowledged(member, now)
         return ev.Send(member.peer, self.state.beat(member, now))
 
     def _senders(self) -> set[str]:
@@ -130,7 +139,7 @@ class Allowance:
         names = {
             name
             for round_ in self.state.rounds.values()
-            for name, push in round_.incoming.items()
-            if not push.complete
+            for name, incoming in round_.incoming.items()
+            if not incoming.complete
         }
         return names if self.state.heads else {self.founding.founder}

@@ -1,4 +1,7 @@
-"""Whom the end of a run waits for, how long, and who has the final model. [pure]"""
+"""Waiting at the end of a run: for which learners, how long, who has the final model. [pure]
+
+This module alone writes `Member.given_up`.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,21 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 from narrows.broker.syncer import events as ev
-from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.member import Member
+from narrows.broker.syncer.phases import RunPhase
 from narrows.broker.syncer.run import RunState
-from narrows.proto import messages as msg
 from narrows.proto.flow import STATE_BYTES, Patience, Way, push_bytes_max
 from narrows.proto.units import counted, format_bytes, format_duration_s
 
 NAMED_MAX = 10
-"""Names in one line of the log."""
+"""Most names in one line of the log."""
 
 LIVES_MAX: Final = 3
-"""So many processes of a name are waited for in a phase of the end: the next one would crash as the
-ones before it did."""
+"""Processes of one name that a phase of the end waits for: the next one would crash as the ones
+before it did."""
 
 EndProgress: TypeAlias = tuple[str, float, int]
-"""Incarnation, when its last contribution was complete, sum of the versions that it has adopted."""
+"""Incarnation, time of its last complete contribution, sum of the versions that it has adopted."""
 
 
 class _Wait(NamedTuple):
@@ -31,16 +34,16 @@ class _Wait(NamedTuple):
 
 @dataclass
 class Waiting:
-    """Gives up learners that hold the end up for longer than the rule of `proto.patience` allows.
+    """Gives up learners that hold the end up for longer than the rule of `Patience` allows.
 
-    The rule is applied to one learner at a time: to its answers to the last rounds, to what it
-    lacks of the final versions. Each contribution and each adoption begins its wait anew.
+    The rule is applied to one learner at a time: first to its answers to the last rounds, then to
+    the final versions that it lacks. Each contribution and each adoption begins its wait anew.
     """
 
     state: RunState
     started_at: float
     ending_since: float = math.inf
-    """Who has been gone since before does not belong to the end."""
+    """Start of the end; a learner that was gone before does not belong to it."""
     _took_part: set[str] = field(default_factory=set[str])
     """Names that were connected when a phase of the end began."""
     _lives: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
@@ -49,24 +52,26 @@ class Waiting:
     _until: dict[str, float] = field(default_factory=dict[str, float])
 
     def begin(self, now: float) -> None:
-        """The phase is another one: what was waited for in the one before is over."""
+        """Begins a phase of the end: the waits of the phase before are over."""
+        assert self.state.phase is not RunPhase.FOUNDING
         self.ending_since = min(self.ending_since, now)
         self._took_part |= {member.name for member in self.state.roster.connected()}
         self._lives.clear()
         self._waits.clear()
+        # A learner that missed the last rounds may still take the final model in time.
         for member in self.state.roster:
             member.given_up = False
 
     def look(self, now: float) -> list[ev.Effect]:
-        """Gives up those whose time is over."""
+        """Gives up the learners whose time is over."""
         self._until.clear()
-        ending = self.state.phase in (msg.Phase.ENDING, msg.Phase.ENDED)
-        if not ending or self.state.phase is not self.state.told_phase:
+        if self.state.phase not in (RunPhase.ENDING, RunPhase.ENDED):
             return []
         effects: list[ev.Effect] = []
         for member in self.state.roster.connected():
             lives = self._lives.setdefault(member.name, set())
             lives.add(member.incarnation)
+            # A crash loop looks like progress, since each new process begins its wait anew.
             if len(lives) > LIVES_MAX:
                 effects += self._give_up(
                     member, f"it was started {len(lives)} times while the end waited for it"
@@ -87,6 +92,7 @@ class Waiting:
     def _give_up(self, member: Member, why: str) -> list[ev.Effect]:
         if member.given_up:
             return []
+        assert member.name not in self._until, "nobody waits for a learner that is given up"
         member.given_up = True
         return [ev.Note("warning", f"the end goes on without {member.name}: {why}")]
 
@@ -94,22 +100,27 @@ class Waiting:
         return min(self._until.values(), default=None)
 
     def anybody(self) -> bool:
-        """Somebody takes part in the end, or may come back to it."""
+        """True while somebody takes part in the end, or may come back to it."""
         here = any(not member.given_up for member in self.state.roster.connected())
         return here or bool(self._until)
 
     @property
     def holders_up(self) -> list[str]:
-        """The connected learners that are waited for, by name."""
+        """Names of the connected learners that are waited for."""
         return [m.name for m in self.state.roster.connected() if m.name in self._until]
 
-    # How long.
+    # The length of a wait.
 
     def _wait_for(self, member: Member, now: float) -> _Wait | None:
         """The wait for a connected learner; None if it owes nothing."""
-        progress = (member.incarnation, member.contributed_at, sum(member.held))
+        progress = (
+            member.incarnation,
+            member.participation.contributed_at,
+            sum(member.copies.held),
+        )
         wait = self._waits.get(member.name)
         is_new = wait is None or wait.progress != progress
+        # A learner that makes progress after all is taken back: it was slow, not hung.
         if is_new:
             member.given_up = False
         if not self._owes(member) and not member.given_up:
@@ -120,7 +131,10 @@ class Waiting:
         return wait
 
     def _owes(self, member: Member) -> bool:
-        if self.state.phase is msg.Phase.ENDED or not member.ready:
+        """True if the phase cannot end without this learner: a contribution, an adoption, a Bye."""
+        assert self.state.phase in (RunPhase.ENDING, RunPhase.ENDED)
+        # After the end every connected learner owes its Bye, and the process stays for it.
+        if self.state.phase is RunPhase.ENDED or not member.ready:
             return True
         return bool(self._rounds_of(member))
 
@@ -132,19 +146,21 @@ class Waiting:
     def _lacks(self, member: Member) -> list[int]:
         """Fragments of which the learner has not adopted the newest version."""
         heads = self.state.versions
-        return [index for index, held in enumerate(member.held) if held < heads[index]]
+        return [index for index, held in enumerate(member.copies.held) if held < heads[index]]
 
     def _patience(self, member: Member, now: float) -> Patience:
+        """Patience for the bytes that the learner has to send and to receive."""
         state = self.state
         codec, table = state.settings.push_codec, state.table
         pushes = sum(push_bytes_max(codec, table[i].elements) for i in self._rounds_of(member))
         states = STATE_BYTES * sum(table[index].elements for index in self._lacks(member))
-        ways = (Way(member.up, pushes), Way(member.down, states))
+        ways = (Way(member.uplink.flow, pushes), Way(member.copies.flow, states))
         return Patience(now, self._round_s(member, now), state.config.liveness.lost, ways)
 
     def _keep_to_budget(self, member: Member, patience: Patience) -> None:
-        """Rates may have changed: nobody can be faster than it may be now."""
+        """Limits the expected speed to the rate that is granted now: rates may have changed."""
         wan, count = self.state.config.wan, len(self.state.roster.connected())
+        assert count >= 1, "the member that is waited for is connected"
         down = [rate for rate in (wan.down, wan.total_down / count) if rate]
         for way, bits_per_s in zip(
             patience.ways, (member.up_bits_per_s, min(down, default=0.0)), strict=True
@@ -152,33 +168,37 @@ class Waiting:
             way.limit_bytes_per_s = bits_per_s / 8 or math.inf
 
     def _round_s(self, member: Member, now: float) -> float:
-        """The learner's usual round, as measured here; of one that has not contributed yet the
-        slowest other's, and at least its step, of which only it can tell: no longer than it is
-        here."""
-        if member.arrival.samples:
-            return member.arrival.mean
-        others = max((other.arrival.mean for other in self.state.roster), default=0.0)
-        return max(others, min(member.step_s, now - member.joined_at))
+        """Usual seconds of the learner's rounds, as measured here.
+
+        For a learner that has not contributed yet it is the slowest other's, and at least its step.
+        Only the learner knows its step, so it counts at most as long as the learner is here.
+        """
+        if member.participation.arrival.samples:
+            return member.participation.arrival.mean
+        others = max((other.participation.arrival.mean for other in self.state.roster), default=0.0)
+        assert now >= member.presence.joined_at
+        return max(others, min(member.step_s, now - member.presence.joined_at))
 
     def absent(self, now: float) -> dict[str, float]:
-        """Who was cut off lately may come back, by name until when; "": after a start anybody."""
+        """Learners that were cut off lately and may come back, each with the end of its wait. The
+        name "" stands for anybody: after a start of the broker all learners are cut off."""
         lost_s, until_by_name = self.state.config.liveness.lost, dict[str, float]()
         for member in self.state.roster:
-            if member.connected or member.left or member.given_up:
+            if member.connected or member.presence.left or member.given_up:
                 continue
-            absence = Patience(member.heard_at, self._round_s(member, now), lost_s)
+            absence = Patience(member.presence.heard_at, self._round_s(member, now), lost_s)
             if now < (until := absence.until(now)):
                 until_by_name[member.name] = until
         if self.state.epoch_resumed and now < self.started_at + lost_s:
             until_by_name[""] = self.started_at + lost_s
         return until_by_name
 
-    # What is said.
+    # Texts for the operator.
 
     def _why(self, member: Member, patience: Patience, now: float) -> str:
         rounds, lacks = self._rounds_of(member), self._lacks(member)
         what = f"it has not adopted the newest version of {_fragments(lacks)}"
-        if self.state.phase is msg.Phase.ENDING and rounds:
+        if self.state.phase is RunPhase.ENDING and rounds:
             what = f"it has not contributed to the last round of {_fragments(rounds)}"
         elif not lacks:
             what = "it has the final model and has not left"
@@ -188,13 +208,13 @@ class Waiting:
         return f"{what} in {waited_s}, {moved} came; its rounds usually take {usual_s}"
 
     def outcome(self) -> str:
-        """Who has the final model, as far as it was told, now that nobody is waited for."""
+        """Sentence on who has the final model, as far as the broker knows."""
         have = [member for member in self.state.roster if not self._lacks(member)]
         others = [
             f"{member.name} ({_fragments(self._lacks(member))})"
             for member in self.state.roster
             if self._lacks(member)
-            and (member.name in self._took_part or member.heard_at >= self.ending_since)
+            and (member.name in self._took_part or member.presence.heard_at >= self.ending_since)
         ]
         if others:
             count = f"{len(have)} of {counted(len(have) + len(others), 'learner')}"
@@ -202,7 +222,7 @@ class Waiting:
                 f"the run has ended, {count} have the final model; not adopted: {_listed(others)}"
             )
         if have:
-            # Of those that a broker before this one knew, only who came back is known.
+            # A broker before this one knew others; this one only knows those that came back.
             which = "that came back " if self.state.epoch_resumed else ""
             return f"the run has ended, all learners {which}have the final model"
         return "the run has ended, no learner has come for the final model"

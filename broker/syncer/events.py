@@ -1,4 +1,4 @@
-"""What goes into the syncer (events) and what comes out of it (effects). [pure]"""
+"""Events that go into the syncer, and effects that come out of it. [pure]"""
 
 from __future__ import annotations
 
@@ -101,6 +101,8 @@ class CheckpointWritten:
 
 @dataclass(frozen=True)
 class CheckpointFailed:
+    """The disk did not take a checkpoint."""
+
     reason: str
 
 
@@ -120,7 +122,7 @@ class JournalGap:
 
 @dataclass(frozen=True)
 class JournalWorks:
-    """They can again."""
+    """Merged rounds can be made durable again."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,8 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True)
 class Send:
+    """Send a control message on a connection."""
+
     peer: Peer
     message: ControlMessage
 
@@ -200,7 +204,7 @@ class Publish:
     fragment: int
     version: int
     push_id: int
-    """The learner's last merged push of the fragment, 0: none."""
+    """Last merged push of the learner in this fragment; 0: none."""
     ranges: tuple[tuple[int, int], ...] = ()
     """Only these elements (repair); empty: all."""
     kind: DataKind = DataKind.PUBLICATION
@@ -224,10 +228,10 @@ class Acknowledge:
 
 @dataclass(frozen=True)
 class RatesChanged:
-    """The downlink's rates are these from now on, and the settings that the group shares."""
+    """From now on these are the downlink's rates, and the settings that the group shares."""
 
     wan: WanSection
-    told: RunSettings
+    settings: RunSettings
 
 
 @dataclass(frozen=True)
@@ -246,7 +250,7 @@ class Erase:
 
 @dataclass(frozen=True)
 class LogFate:
-    """What became of a learner or of a push: for the journal."""
+    """Fate of a learner or of a push, for the journal."""
 
     what: Literal["joined", "left", "forgotten", "refused", "expired"]
     learner: str
@@ -258,12 +262,12 @@ class LogFate:
 
 @dataclass(frozen=True)
 class WriteCheckpoint:
-    pass
+    """Write a checkpoint; answer with CheckpointWritten or CheckpointFailed."""
 
 
 @dataclass(frozen=True)
 class Finish:
-    """Everything is durable and told: the process may exit."""
+    """The process may exit: everything is durable, and the learners have heard of it."""
 
     reason: str
 

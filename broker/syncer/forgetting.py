@@ -1,9 +1,9 @@
-"""Learners that do not return: what is known of them is forgotten, and when. [pure]
+"""Forgetting of learners that do not return, so that memory stays bounded. [pure]
 
-What a name leaves behind is the member, its account in the run's clock, and for each fragment its
-last merged push, by which it would learn on its return whether the residual of that push counts.
-A name that comes back after it was forgotten is new: an open push of it is refused as stale or
-collected anew, but never merged twice, since a merge makes its base version old.
+A name leaves behind the member, its account in the run's clock, and its last merged push in each
+fragment. From that push it would learn on its return whether the push's residual counts. A name
+that comes back after it was forgotten is new. An open push of it is refused as stale or collected
+anew, but never merged twice, since a merge makes its base version old.
 """
 
 from __future__ import annotations
@@ -12,31 +12,32 @@ from collections.abc import Callable
 from itertools import islice
 
 from narrows.broker.syncer import events as ev
-from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.member import Member
 from narrows.broker.syncer.run import RunState
 from narrows.proto.limits import LEARNERS_MAX
 
 GONE_MAX = LEARNERS_MAX
-"""Names of learners that are gone: more are forgotten sooner, the longest gone first."""
+"""Most names of learners that are gone; beyond it the longest gone is forgotten early."""
 
 MERGED_PUSHES_MAX = 1 << 17
-"""Merged pushes that are remembered, a name and a fragment each, if forgetting those that are gone
-suffices: 200 bytes of a checkpoint's manifest, which is read up to 64 MiB."""
+"""Most merged pushes that are remembered, one per name and fragment, if forgetting learners that
+are gone suffices. Each takes 200 bytes of a checkpoint's manifest, which may have 64 MiB."""
 
 
 def forget_at(state: RunState) -> list[float]:
-    """When the next name is due: one time, or none."""
+    """Time at which the next name is due, as a list of one or none."""
     first = islice(state.roster.gone.values(), 1)
     return [heard_at + state.config.liveness.forget for heard_at in first]
 
 
 def forget_gone(state: RunState, now: float) -> list[ev.Effect]:
-    """Forgets the names that are due, and those that are too many."""
+    """Forgets the names that are due, and the names beyond the limit."""
     names = _due(state, now)
     if not names:
         return []
     for name in names:
         state.roster.forget(name)
+    assert not any(name in state.roster.gone for name in names)
     state.clock.keep({member.incarnation for member in state.roster})
     erased: list[ev.Effect] = [ev.Erase(name) for name in names]
     return erased + _forget_pushes(state, lambda name, _: name in names)
@@ -50,8 +51,10 @@ def forget_older(state: RunState, member: Member) -> list[ev.Effect]:
 
 
 def _forget_pushes(state: RunState, is_over: Callable[[str, str], bool]) -> list[ev.Effect]:
-    """Forgets the merged pushes of these names and incarnations. The audit of the journal has to
-    know: one that is merged all the same begins to count its tokens again."""
+    """Forgets the merged pushes of some names and incarnations, and logs it.
+
+    The audit of the journal has to know: a later merge begins to count their tokens again.
+    """
     over = {key[:2] for key in state.merged_pushes if is_over(*key[:2])}
     if over:
         pushes = state.merged_pushes.items()
@@ -61,7 +64,8 @@ def _forget_pushes(state: RunState, is_over: Callable[[str, str], bool]) -> list
 
 def _due(state: RunState, now: float) -> list[str]:
     gone = state.roster.gone
-    # By the most that they can hold, not by a count: this runs with every event.
+    # The limit assumes that each name has a push in every fragment: counting them would take too
+    # long, since this runs with every event.
     held_max = max(1, MERGED_PUSHES_MAX // max(1, len(state.heads)))
     too_many = len(gone) - min(GONE_MAX, held_max)
     names: list[str] = []
@@ -70,4 +74,5 @@ def _due(state: RunState, now: float) -> list[str]:
         if now < heard_at + state.config.liveness.forget and len(names) >= too_many:
             break
         names.append(name)
+    assert len(gone) - len(names) <= GONE_MAX
     return names

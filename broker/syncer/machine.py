@@ -1,8 +1,9 @@
-"""The syncer: opens rounds, collects contributions, has them merged, publishes. [pure]
+"""The syncer: hands each event to the module that decides, and lets time decide the rest. [pure]
 
-What decides stands here and in the files it names: `admission` (who joins), `intake` (what is a
-valid contribution), `quorum` (when to merge), `members` (who is alive), `run_clock` (how far the
-run is). Events come in with `now`, effects go out in order; no sockets, tensors, clocks, threads.
+The decisions are in `admission` (joining), `pushes` (valid contributions), `scheduler` and
+`quorum` (opening and merging rounds), `serving` (the learners' copies), `credit` (rates and
+acknowledgements), `lifecycle` (phases, checkpoints, the end). Events come in with `now`, effects
+go out in order. There are no sockets, tensors, clocks or threads.
 """
 
 from __future__ import annotations
@@ -11,37 +12,46 @@ from dataclasses import dataclass, field
 
 from narrows.broker.config import BrokerConfig, settings
 from narrows.broker.syncer import events as ev
+from narrows.broker.syncer import serving
 from narrows.broker.syncer.admission import Admission
 from narrows.broker.syncer.credit import Allowance
+from narrows.broker.syncer.ending import Waiting
 from narrows.broker.syncer.founding import Founding
-from narrows.broker.syncer.members import Liveness, Member, Roster
-from narrows.broker.syncer.phases import Lifecycle
+from narrows.broker.syncer.lifecycle import Lifecycle
+from narrows.broker.syncer.member import Liveness, Member
+from narrows.broker.syncer.phases import resumed_phase
 from narrows.broker.syncer.pushes import Intake
-from narrows.broker.syncer.run import MergedPushes, RunState, drop_pushes, refusal
+from narrows.broker.syncer.roster import Roster
+from narrows.broker.syncer.run import (
+    MergedPushes,
+    RunState,
+    Tally,
+    drop_pushes,
+    refusal,
+)
 from narrows.broker.syncer.scheduler import Scheduler
-from narrows.broker.syncer.tally import Tally
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.fragments import build_table
-from narrows.proto.limits import PUBLICATIONS_KEPT
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a checkpoint gives to a new epoch of the same run."""
+    """State of a run that a new epoch goes on from."""
 
     layout: tuple[msg.LayoutEntry, ...]
     frozen_digest: int
     heads: tuple[msg.FragmentHead, ...]
     run_tokens: int
     phase: msg.Phase
+    """Phase on disk."""
     merged_pushes: MergedPushes = field(default_factory=dict[tuple[str, str, int], tuple[int, int]])
     checkpoint_sum: int | None = None
     """Sum of the versions in the checkpoint; None: that of `heads`."""
 
 
 class Syncer:
-    """The state machine that merges: one epoch of one run (of one shard)."""
+    """The state machine of the broker: one epoch of one run (of one shard)."""
 
     def __init__(
         self,
@@ -52,29 +62,46 @@ class Syncer:
         now: float,
         resumed: Resumed | None = None,
         from_file: bool = False,
+        uplink_port: int = 0,
+        downlink_port: int = 0,
     ) -> None:
+        """`from_file`: version 0 comes from a file, not from the first learner. The ports are those
+        of the data sockets, for learners; 0 in a simulation, which has none."""
         roster = Roster(config.liveness.late, config.liveness.lost)
-        self.state = RunState(config, settings(config), run_id, epoch, roster, Tally(now))
+        self.state = RunState(
+            config,
+            settings(config),
+            run_id,
+            epoch,
+            roster,
+            Tally(now),
+            uplink_port=uplink_port,
+            downlink_port=downlink_port,
+        )
         self.founding = Founding(self.state, from_file)
         self.admission = Admission(self.state, self.founding)
         self.intake = Intake(self.state)
         self.allowance = Allowance(self.state, self.founding)
-        self.scheduler = Scheduler(self.state, launched_at=now)
-        self.lifecycle = Lifecycle(self.state, self.scheduler, started_at=now)
-        #: Phase and rounds that the last Beat told.
-        self._told = (msg.Phase.FOUNDING, frozenset[msg.OpenRound]())
-        self._beat_at = now
+        waiting = Waiting(self.state, started_at=now)
+        self.scheduler = Scheduler(self.state, waiting, launched_at=now)
+        self.lifecycle = Lifecycle(self.state, self.scheduler, waiting, started_at=now)
+        #: Phase and rounds in the last Beat.
+        self._last_beat = (msg.Phase.FOUNDING, frozenset[msg.OpenRound]())
+        self._beat_at = self._now = now
         if resumed is not None:
             self._resume(resumed)
 
     # The three methods of a state machine.
 
     def handle(self, event: ev.Event, *, now: float, more: bool = False) -> list[ev.Effect]:
-        """Takes one event in; returns what is to be done, in order.
+        """Takes one event in; returns the effects to perform, in order.
 
-        `more`: others wait already. What time decides is left to the last of them, or a shell
-        that was held up would charge its own delay to all whose messages come after the first.
+        `more`: more events wait already. Decisions that depend on time are left to the last of
+        them: a shell that was held up would charge its own delay to every learner whose message
+        comes after the first.
         """
+        assert now >= self._now, "time does not run backwards"
+        self._now = now
         effects: list[ev.Effect] = []
         match event:
             case ev.Received():
@@ -119,7 +146,8 @@ class Syncer:
         return effects if more else effects + self._advance(now)
 
     def next_deadline(self) -> float | None:
-        """When `handle(DeadlineReached())` is due if nothing else happens; None: it is over."""
+        """Time at which `handle(DeadlineReached())` is due if nothing else happens; None: it is
+        over."""
         if self.lifecycle.finished:
             return None
         times: list[float | None] = [
@@ -133,7 +161,7 @@ class Syncer:
         return min(time for time in times if time is not None)
 
     def check(self) -> None:
-        """Asserts every invariant; cheap enough to run after each event in tests."""
+        """Asserts the invariants that need a loop; tests run it after each event."""
         state = self.state
         assert len(state.rounds) <= state.config.merge.rounds_in_flight
         assert state.heads or not state.rounds
@@ -143,15 +171,19 @@ class Syncer:
             if round_.merging:
                 assert len(round_.contributed) >= round_.quorum
                 assert not round_.incoming
-            for name, done in round_.contributed.items():
-                assert done.learner == name
-                assert done.tokens > 0
+            for name, contribution in round_.contributed.items():
+                assert contribution.learner == name
+                assert contribution.tokens > 0
                 assert name not in round_.incoming
         for member in state.roster:
-            for held, head in zip(member.held, state.heads, strict=False):
+            for held, head in zip(member.copies.held, state.heads, strict=False):
                 assert held <= head.version
+            if member.connected:
+                assert state.roster.by_peer(member.peer) is member
+        total = state.config.wan.total_up
+        assert not total or all(m.up_bits_per_s <= total for m in state.roster.connected())
 
-    # What every event may have made possible.
+    # Decisions that any event may have made possible.
 
     def _advance(self, now: float) -> list[ev.Effect]:
         if self.lifecycle.finished:
@@ -159,6 +191,8 @@ class Syncer:
         effects = self.admission.expire(now)
         for member in self.state.roster.age(now):
             effects += self._aged(member, now)
+        # The order matters: liveness decides who is awaited, the phase which rounds are opened, and
+        # a round that is closed frees its place for the next one.
         if begun := self.lifecycle.begin(now):
             effects += begun + self.admission.welcome_all(now)
         effects += self.lifecycle.reach_goal(now)
@@ -172,14 +206,14 @@ class Syncer:
         return effects
 
     def _beat(self, now: float) -> list[ev.Effect]:
-        """Tells the state to everybody on change, and every second."""
+        """Sends the state to everybody on change, and every second."""
         state = self.state
         due = now >= self._beat_at + state.config.broker.beat
+        phase, rounds = state.phase.visible, frozenset(state.open_rounds())
         # A round that is over needs no Beat of its own: its publication tells the version.
-        told = (state.told_phase, frozenset(state.open_rounds()))
-        if told[0] is self._told[0] and told[1] <= self._told[1] and not due:
+        if phase is self._last_beat[0] and rounds <= self._last_beat[1] and not due:
             return []
-        self._told = told
+        self._last_beat = phase, rounds
         effects: list[ev.Effect] = []
         if due:
             self._beat_at = now
@@ -196,8 +230,7 @@ class Syncer:
         return effects
 
     def _beat_to(self, member: Member, now: float) -> list[ev.Effect]:
-        assert member.peer is not None
-        self.allowance.told(member, now)
+        self.allowance.acknowledged(member, now)
         return [ev.Send(member.peer, self.state.beat(member, now))]
 
     # Messages and chunks.
@@ -205,6 +238,7 @@ class Syncer:
     def _received(self, event: ev.Received, now: float) -> list[ev.Effect]:
         message = event.message
         if isinstance(message, msg.Hello):
+            # A broker that stops admits nobody, but still gives way to its successor.
             answer = self.admission.hello(event, now) if not self.lifecycle.stopping else []
             return answer + self._give_way(message)
         member = self.state.roster.by_peer(event.peer)
@@ -225,16 +259,16 @@ class Syncer:
             case msg.Decline():
                 effects += self.intake.decline(member, message)
             case msg.Adopted(fragment, version):
-                self._adopted(member, fragment, version, now)
+                if serving.adopt(self.state, member, fragment, version):
+                    self.scheduler.adopted(fragment, version, now)
             case msg.Fetch(fragment, have_version):
-                effects += self._fetch(member, fragment, have_version)
+                effects += serving.fetch(self.state, member, fragment, have_version)
             case msg.Missing():
-                effects += self._resend(member, message)
+                effects += serving.resend(self.state, member, message)
             case msg.Alive(nonce):
                 effects += self.admission.alive(member, nonce, now)
             case msg.Bye(reason):
-                member.left = True
-                effects += self._lose(member, f"said Bye ({reason})", now)
+                effects += self._lose(member, f"said Bye ({reason})", now, left=True)
             case _:
                 error = RemoteProtocolError(
                     ErrorCode.BAD_MESSAGE,
@@ -257,21 +291,14 @@ class Syncer:
         return [ev.Note("error", reason), *self.lifecycle.stop(reason)]
 
     def _report(self, member: Member, report: msg.Report, now: float) -> None:
-        member.step, member.tokens = report.step, report.tokens
-        member.step_s, member.loss, member.ledger = report.step_s, report.loss, report.ledger
-        member.keeps_bits_per_s = report.up_bits_per_s
-        member.down.move(report.received, now)
+        member.report = report
+        serving.acknowledge(member, report.received, now)
         self.state.clock.report(member.incarnation, report.tokens, now)
-
-    def _adopted(self, member: Member, fragment: int, version: int, now: float) -> None:
-        if fragment < len(self.state.heads) and version <= self.state.heads[fragment].version:
-            if version > member.held[fragment]:  # It is told again after each Welcome.
-                self.scheduler.adopted(fragment, version, now)
-            member.held[fragment] = version
 
     def _unpacked(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
         if header.kind is msg.DataKind.PUSH:
             return self.intake.unpacked(header, handle, now)
+        # The learner may have been replaced while its chunk was decoded.
         member = self.state.roster.get(header.learner)
         if member is None or member.incarnation != header.incarnation:
             return [ev.Drop((handle,))]
@@ -284,9 +311,11 @@ class Syncer:
             return self.intake.damaged(header, handle, error)
         return [ev.Drop((handle,)), *self.founding.damaged(header, error)]
 
-    def _lose(self, member: Member, reason: str, now: float) -> list[ev.Effect]:
+    def _lose(
+        self, member: Member, reason: str, now: float, *, left: bool = False
+    ) -> list[ev.Effect]:
         """A learner is gone: its unfinished pushes go, its complete contributions stay."""
-        self.state.roster.disconnect(member)
+        self.state.roster.disconnect(member, left=left)
         return [
             ev.Forget(member.name),
             ev.Note("info", f"{member.name} left: {reason}"),
@@ -296,55 +325,24 @@ class Syncer:
         ]
 
     def _aged(self, member: Member, now: float) -> list[ev.Effect]:
-        quiet_s = now - member.heard_at
-        if member.state is Liveness.LOST:
+        quiet_s = now - member.presence.heard_at
+        if member.presence.liveness is Liveness.LOST:
             return self._lose(member, f"nothing heard for {quiet_s:.0f} s", now)
         return [ev.Note("warning", f"{member.name} is late: nothing heard for {quiet_s:.1f} s")]
 
-    # What learners ask for.
-
-    def _fetch(self, member: Member, fragment: int, have_version: int) -> list[ev.Effect]:
-        """Fills a small gap with the publications that were kept, a large one with the State."""
-        state = self.state
-        if fragment >= len(state.told_heads()):
-            return []
-        head = state.heads[fragment].version
-        if have_version >= head:
-            return []
-        push_id = member.last_merged[fragment]
-        oldest = max(state.first_kept[fragment], head - PUBLICATIONS_KEPT + 1)
-        if have_version + 1 >= oldest:
-            return [
-                ev.Publish(member.name, fragment, version, push_id)
-                for version in range(have_version + 1, head + 1)
-            ]
-        return [ev.Publish(member.name, fragment, head, push_id, (), msg.DataKind.STATE)]
-
-    def _resend(self, member: Member, missing: msg.Missing) -> list[ev.Effect]:
-        state = self.state
-        down = (msg.DataKind.PUBLICATION, msg.DataKind.STATE)
-        if missing.fragment >= len(state.told_heads()) or missing.kind not in down:
-            return []
-        elements = state.table[missing.fragment].elements
-        ranges = tuple((o, min(c, elements - o)) for o, c in missing.ranges if c and o < elements)
-        head = state.heads[missing.fragment].version
-        oldest = max(state.first_kept[missing.fragment], head - PUBLICATIONS_KEPT + 1)
-        kept = oldest <= missing.version <= head
-        if missing.kind is msg.DataKind.PUBLICATION and not kept:
-            return self._fetch(member, missing.fragment, missing.version - 1)
-        push_id = member.last_merged[missing.fragment]
-        kind = missing.kind
-        return [ev.Publish(member.name, missing.fragment, missing.version, push_id, ranges, kind)]
-
     def _resume(self, resumed: Resumed) -> None:
         state = self.state
+        assert resumed.run_tokens >= 0 and all(head.version >= 0 for head in resumed.heads)
         state.layout, state.frozen_digest = resumed.layout, resumed.frozen_digest
         state.table = build_table(resumed.layout, state.settings.fragment_count)
         state.heads = list(resumed.heads)
+        assert len(state.heads) == len(state.table)
         state.clock.run_tokens = resumed.run_tokens
-        state.phase, state.epoch_resumed = resumed.phase, True
+        state.phase, state.epoch_resumed = resumed_phase(resumed.phase), True
+        # Publications of earlier lives are gone with the memory that kept them.
         state.first_kept = [head.version + 1 for head in resumed.heads]
         state.merged_pushes = dict(resumed.merged_pushes)
         names = sorted({name for name, _, _ in resumed.merged_pushes})
+        # They count as gone since the start, or names that never return would be kept for ever.
         state.roster.remember(names, state.tally.started_at)
         self.lifecycle.resumed(resumed.checkpoint_sum)

@@ -1,4 +1,7 @@
-"""What learners send into open rounds: announcements, chunks, declines; and its repair. [pure]"""
+"""Intake of pushes into open rounds: announcements, chunks, declines, and repair. [pure]
+
+This module alone writes `Member.uplink`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from dataclasses import dataclass
 
 from narrows.broker.syncer import data_path
 from narrows.broker.syncer import events as ev
-from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.member import Member
 from narrows.broker.syncer.rounds import Round
 from narrows.broker.syncer.run import RunState, refusal
 from narrows.proto import messages as msg
@@ -18,107 +21,114 @@ from narrows.proto.timing import BROKER_REPAIR_S, REPAIR_MAX_S
 
 @dataclass
 class Intake:
-    """Checks everything that claims to be part of a contribution."""
+    """Checks every message and chunk that claims to be part of a contribution."""
 
     state: RunState
 
     def push(self, member: Member, message: msg.Push, now: float) -> list[ev.Effect]:
-        """An announced push: its chunks come on the uplink, or have come already."""
+        """Takes an announcement in: its chunks come on the uplink, or have come already."""
+        # Announcements may be repeated, so late copies are normal.
         if self._is_settled(member, message.fragment, message.push_id):
             return self._decline_refused(member, message)
         try:
             round_ = self._round(member, message.fragment, message.base_version)
             effects = self._supersede(round_, member, message.push_id)
             self._expect(member, now)
-            push = round_.push_of(member.name, member.incarnation, message.push_id, now)
-            round_.announce(push, message)
+            incoming = round_.incoming_of(member.name, member.incarnation, message.push_id, now)
+            round_.announce(incoming, message)
         except RemoteProtocolError as error:
             return self.refuse(member, error, message.fragment, message.push_id)
         self._settle(round_, member, now)
         return effects + data_path.announced(self.state, member, now)
 
     def _decline_refused(self, member: Member, message: msg.Push) -> list[ev.Effect]:
-        """A push that was refused, perhaps for a chunk that came before it, will not come; who
-        announces it again may have missed the refusal."""
-        if message.push_id not in member.refused_pushes or member.peer is None:
+        """Counts an announcement of a refused push as a decline, and repeats the refusal.
+
+        It may have been refused for a chunk that came before; the learner may have missed that.
+        """
+        if message.push_id not in member.uplink.refused_pushes or member.presence.peer is None:
             return []
-        told = msg.Decline(
+        decline = msg.Decline(
             message.fragment, message.base_version, message.attempt, "its push was refused"
         )
         error = RemoteProtocolError(
             ErrorCode.NO_ROUND, f"push {message.push_id} of {member.name} was refused before"
         )
         refuse = refusal(error, fragment=message.fragment, push_id=message.push_id)
-        return [*self.decline(member, told), ev.Send(member.peer, refuse)]
+        return [*self.decline(member, decline), ev.Send(member.peer, refuse)]
 
     def decline(self, member: Member, message: msg.Decline) -> list[ev.Effect]:
-        """The learner will not contribute; about a round that is gone this means nothing."""
+        """Notes that a learner will not contribute; for a round that is gone it means nothing."""
         round_ = self.state.rounds.get(message.fragment)
-        told = (message.base_version, message.attempt)
-        if round_ is None or round_.merging or (round_.base_version, round_.attempt) != told:
+        wanted = (message.base_version, message.attempt)
+        if round_ is None or round_.merging or (round_.base_version, round_.attempt) != wanted:
             return []
         if member.name not in round_.contributed:
             round_.declined[member.name] = message.reason
-        handles = round_.drop_push(member.name)
+        handles = round_.drop_incoming(member.name)
         return [ev.Drop(handles)] if handles else []
 
     def arrived(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
-        """A chunk before its payload is decoded: only what fits an open round is."""
+        """Takes the header of a chunk in; the payload is decoded only if it fits an open round."""
         member = self.state.roster.get(header.learner)
         drop: list[ev.Effect] = [ev.Drop((handle,))]
         if member is None or member.incarnation != header.incarnation:
             # There is no session to answer to: an old process, or one that never joined.
             self.state.tally.refuse(ErrorCode.OLD_INCARNATION)
             return drop
+        # Even a chunk that is refused below proves that the data path works.
         data_path.arrived(member)
-        if header.stream < len(member.received):
-            member.received[header.stream] = header.position
-            member.up.move(member.received, now)
-        push = header.kind is msg.DataKind.PUSH
-        if push and self._is_settled(member, header.fragment, header.push_id):
+        if header.stream < len(member.uplink.positions):
+            member.uplink.positions[header.stream] = header.position
+            member.uplink.flow.move(member.uplink.positions, now)
+        is_push = header.kind is msg.DataKind.PUSH
+        if is_push and self._is_settled(member, header.fragment, header.push_id):
             return drop
         try:
+            # The header is checked in full before anybody pays for decoding.
             self._check(header)
             effects, is_wanted = self._enter(member, header, now)
         except RemoteProtocolError as error:
-            if not push and error.code is ErrorCode.WRONG_EPOCH:
-                return drop  # On its way since before a restart; it says nothing about now.
+            if not is_push and error.code is ErrorCode.WRONG_EPOCH:
+                return drop  # It was under way before a restart and says nothing about now.
             return drop + self.refuse(member, error, header.fragment, header.push_id)
         return effects + ([ev.Unpack(header, handle)] if is_wanted else drop)
 
     def _enter(
         self, member: Member, header: msg.Header, now: float
     ) -> tuple[list[ev.Effect], bool]:
-        """Notes that a push makes progress, and whether the chunk is to be decoded; raises if no
-        open round takes it."""
+        """Notes progress of a push; returns effects, and whether to decode the chunk.
+
+        Raises RemoteProtocolError if no open round takes it.
+        """
         if header.kind is not msg.DataKind.PUSH:
             return [], True
         round_ = self._round(member, header.fragment, header.version)
         effects = self._supersede(round_, member, header.push_id)
         self._expect(member, now)
-        push = round_.push_of(member.name, member.incarnation, header.push_id, now)
-        is_wanted = push.wants(header)
+        incoming = round_.incoming_of(member.name, member.incarnation, header.push_id, now)
+        is_wanted = incoming.wants(header)
         if is_wanted:
-            push.progress_at, push.asks = now, 0
+            incoming.progress_at, incoming.asks = now, 0
         return effects, is_wanted
 
     def unpacked(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
-        """A decoded chunk of a push."""
+        """Takes a decoded chunk of a push in."""
         member = self.state.roster.get(header.learner)
         round_ = self.state.rounds.get(header.fragment)
         drop: list[ev.Effect] = [ev.Drop((handle,))]
-        push = round_.incoming.get(header.learner) if round_ else None
+        incoming = round_.incoming.get(header.learner) if round_ else None
         ours = (header.incarnation, header.push_id)
         if (
             member is None
             or round_ is None
             or round_.base_version != header.version
-            or push is None
-            or (push.incarnation, push.push_id) != ours
+            or incoming is None
+            or (incoming.incarnation, incoming.push_id) != ours
         ):
             return drop  # The round went on while the payload was decoded.
         try:
-            arrival = round_.add_chunk(push, header, handle, now)
+            arrival = round_.add_chunk(incoming, header, handle, now)
         except RemoteProtocolError as error:
             return drop + self.refuse(member, error, header.fragment, header.push_id)
         self._settle(round_, member, now)
@@ -127,7 +137,7 @@ class Intake:
     def damaged(
         self, header: msg.Header, handle: int, error: RemoteProtocolError
     ) -> list[ev.Effect]:
-        """The payload does not decode: the push is refused whole."""
+        """Refuses a whole push for a payload that does not decode."""
         member = self.state.roster.get(header.learner)
         effects: list[ev.Effect] = [ev.Drop((handle,))]
         if member is None or member.incarnation != header.incarnation:
@@ -137,11 +147,12 @@ class Intake:
     def refuse(
         self, member: Member, error: NarrowsError, fragment: int, push_id: int
     ) -> list[ev.Effect]:
-        """Tells the learner once per push why it is not merged; what has arrived of it goes."""
-        if push_id and push_id in member.refused_pushes:
+        """Refuses a push once, with the reason; drops all that has arrived of it."""
+        if push_id and push_id in member.uplink.refused_pushes:
             return []
-        member.refused_pushes.append(push_id)
-        member.refused += 1
+        # Remembered, so that the push's other chunks do not get a Refuse each.
+        member.uplink.refused_pushes.append(push_id)
+        member.uplink.refused += 1
         self.state.tally.refuse(error.code)
         effects: list[ev.Effect] = [
             ev.LogFate(
@@ -149,27 +160,31 @@ class Intake:
             )
         ]
         round_ = self.state.rounds.get(fragment)
-        push = round_.incoming.get(member.name) if round_ else None
-        if round_ and push and (push.incarnation, push.push_id) == (member.incarnation, push_id):
-            effects.append(ev.Drop(round_.drop_push(member.name)))
+        incoming = round_.incoming.get(member.name) if round_ else None
+        own = (member.incarnation, push_id)
+        if round_ and incoming and (incoming.incarnation, incoming.push_id) == own:
+            effects.append(ev.Drop(round_.drop_incoming(member.name)))
             # Nobody waits for it; while the round is open, it may answer again.
             round_.declined[member.name] = f"its push was refused: {error.code}"
-        if member.peer is not None:
+        if member.presence.peer is not None:
             refuse = refusal(error, fragment=fragment, push_id=push_id)
             effects.append(ev.Send(member.peer, refuse))
         return effects
 
     def _is_settled(self, member: Member, fragment: int, push_id: int) -> bool:
-        """True for a push whose outcome is known: a late copy of it changes nothing.
+        """True for a push whose fate is known: a late copy of it changes nothing.
 
         A refusal would make the learner believe that its merged push was lost.
         """
-        if push_id in member.refused_pushes:
+        if push_id in member.uplink.refused_pushes:
             return True
         round_ = self.state.rounds.get(fragment)
         if round_ is not None and round_.has(member.incarnation, push_id, member.name):
             return True
-        return fragment < len(member.last_merged) and 0 < push_id <= member.last_merged[fragment]
+        return (
+            fragment < len(member.participation.last_merged)
+            and 0 < push_id <= member.participation.last_merged[fragment]
+        )
 
     def repair(self, now: float) -> list[ev.Effect]:
         """Asks for the chunks that are missing from announced pushes without progress."""
@@ -177,19 +192,21 @@ class Intake:
         for index in sorted(self.state.rounds):
             round_ = self.state.rounds[index]
             for name in sorted(round_.incoming):
-                push = round_.incoming[name]
+                incoming = round_.incoming[name]
                 member = self.state.roster.get(name)
-                quiet_s = now - max(push.progress_at, push.asked_at)
-                patience_s = min(BROKER_REPAIR_S * 2.0**push.asks, REPAIR_MAX_S)
-                if member is None or member.peer is None or quiet_s < patience_s or push.here:
+                quiet_s = now - max(incoming.progress_at, incoming.asked_at)
+                patience_s = min(BROKER_REPAIR_S * 2.0**incoming.asks, REPAIR_MAX_S)
+                if quiet_s < patience_s or incoming.here:
                     continue
-                push.asked_at, push.asks = now, push.asks + 1
+                if member is None or member.presence.peer is None:
+                    continue
+                incoming.asked_at, incoming.asks = now, incoming.asks + 1
                 missing = msg.Missing(
                     msg.DataKind.PUSH,
                     index,
                     round_.base_version,
-                    push.push_id,
-                    push.assembly.missing(),
+                    incoming.push_id,
+                    incoming.assembly.missing(),
                 )
                 effects.append(ev.Send(member.peer, missing))
         return effects
@@ -232,7 +249,7 @@ class Intake:
             )
 
     def _round(self, member: Member, fragment: int, base_version: int) -> Round:
-        """The open round that a push belongs to, or the reason why there is none."""
+        """Returns the open round that a push belongs to. Raises RemoteProtocolError if none is."""
         state, who = self.state, f"push of {member.name}"
         if fragment >= len(state.heads):
             raise RemoteProtocolError(
@@ -259,6 +276,7 @@ class Intake:
                 expected="a round that takes contributions",
                 got="the round is being merged" if round_ else "no open round",
             )
+        assert round_.base_version == version and round_.fragment == fragment
         return round_
 
     def _supersede(self, round_: Round, member: Member, push_id: int) -> list[ev.Effect]:
@@ -266,19 +284,19 @@ class Intake:
         return [ev.Drop(handles)] if handles else []
 
     def _settle(self, round_: Round, member: Member, now: float) -> None:
-        push = round_.incoming.get(member.name)
-        if push is not None and round_.settle_if_complete(push, now):
-            if member.name in round_.expected and not push.declined_before:
-                # Who evaluated or was not here would seem to take as long for every push.
-                member.arrival.add(now - round_.opened_at)
-            member.missed_running, member.missed_named = 0, False
-            member.contributed_at = now
+        """Turns a complete push into a contribution, and learns the learner's pace from it."""
+        assert not round_.merging and now >= round_.opened_at
+        incoming = round_.incoming.get(member.name)
+        if incoming is not None and round_.settle_if_complete(incoming, now):
+            # A learner that evaluated or was not here would seem to take as long for every push.
+            is_usual = member.name in round_.expected and not incoming.declined_before
+            member.participation.complete(now - round_.opened_at if is_usual else None, now)
             if not self._is_sending(member):
-                member.up.settle()
+                member.uplink.flow.settle()
 
     def _expect(self, member: Member, now: float) -> None:
-        """Bytes of a push are awaited: the time until they come tells the learner's rate."""
-        member.up.expect(now, anew=not self._is_sending(member))
+        """Bytes of a push are awaited: the time until they come shows the learner's rate."""
+        member.uplink.flow.expect(now, anew=not self._is_sending(member))
 
     def _is_sending(self, member: Member) -> bool:
         return any(member.name in round_.incoming for round_ in self.state.rounds.values())

@@ -1,6 +1,6 @@
-"""When a round is merged: quorum, adaptive grace window, predicted arrivals. [pure]
+"""Decision when to merge a round: quorum, adaptive grace window, predicted arrivals. [pure]
 
-This file decides and says why; it keeps no state and changes none.
+This module decides and gives the reason. It keeps no state and changes none.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from enum import Enum
 
 
 class Verdict(Enum):
+    """Kinds of decision about a round."""
+
     WAIT = "wait"
     """The quorum is not met, or (lockstep modes) somebody has not answered."""
     GRACE = "grace"
@@ -22,11 +24,15 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with a round and why; `until` (s) is set for GRACE."""
+    """Decision about a round, with its reason; `until` (s) is set for GRACE."""
 
     verdict: Verdict
     reason: str
     until: float | None = None
+
+    def __post_init__(self) -> None:
+        assert self.reason
+        assert (self.until is not None) is (self.verdict is Verdict.GRACE)
 
 
 @dataclass(frozen=True)
@@ -47,11 +53,12 @@ class Awaited:
 
 @dataclass(frozen=True)
 class QuorumRule:
-    """The settings that decide. Times in seconds."""
+    """Settings of the decision. Times in seconds."""
 
     quorum: int
     everybody: bool
-    """Every live learner must answer: lockstep modes, and the end, when waiting costs no work."""
+    """Every live learner must answer: in the lockstep modes, and at the end, where waiting costs no
+    work."""
     closing: bool
     """The end of the run: below the quorum a round is closed, nobody new will come."""
     overlap_steps: int
@@ -66,6 +73,8 @@ class QuorumRule:
 
         Source: Decoupled DiLoCo (arXiv 2604.21428), Eq. 3.
         """
+        assert quorum_s >= 0.0 and sync_s >= 0.0
+        # Learners train for the overlap in any case: waiting within it costs them nothing.
         slack_s = self.overlap_steps * step_s - quorum_s - sync_s
         return min(max(self.grace_fraction * slack_s, 0.0), self.grace_max_s)
 
@@ -83,9 +92,12 @@ class QuorumRule:
     ) -> Decision:
         """The decision for one round.
 
-        `quorum_at` is when the K-th contribution was complete, `declined` which live learners have
-        declined and why: below the quorum the round waits for them, who push when they can.
+        `quorum_at` is the time at which the K-th contribution was complete. `declined` names the
+        live learners that have declined, with the reason; below the quorum the round waits for
+        them, since they push when they can.
         """
+        assert opened_at <= now and complete >= 0
+        assert (quorum_at is not None) is (complete >= self.quorum)
         if not awaited:
             if complete >= self.quorum:
                 return Decision(Verdict.MERGE, f"all {complete} expected contributions are here")
@@ -94,19 +106,21 @@ class QuorumRule:
             others = ", ".join(declined) or "nobody else is here"
             have = f"{complete} of {self.quorum} contributions"
             return Decision(Verdict.WAIT, f"{have}; {others}")
+        # A lockstep merge without one learner would be another algorithm.
         if self.everybody:
             names = ", ".join(learner.name for learner in awaited)
             return Decision(Verdict.WAIT, f"waits for {names}: every live learner must answer")
         if complete < self.quorum or quorum_at is None:
             return Decision(Verdict.WAIT, f"{complete} of {self.quorum} contributions")
         grace = self.grace_s(step_s=step_s, quorum_s=quorum_at - opened_at, sync_s=sync_s)
-        # Not from the opening: a line on which every push takes longer would merge one at a time.
+        # The longest wait counts from the quorum, not from the opening: a line on which every push
+        # takes longer would merge one contribution at a time.
         longest = quorum_at + self.wait_fraction * self.sync_period_steps * step_s
         until = max([quorum_at + grace, *(self._arrival(w, opened_at, longest) for w in awaited)])
         missing = ", ".join(learner.name for learner in awaited)
         if any(learner.here for learner in awaited):
-            # If that takes long, it is the broker that is late: its own delay would shut out
-            # those who were in time, and on a busy machine all but the first.
+            # If decoding takes long, the broker is late. Its own delay would shut out learners
+            # that were in time, and on a busy machine all but the first.
             return Decision(Verdict.WAIT, f"{complete} contributions; being decoded: {missing}")
         if now >= until:
             return Decision(
@@ -117,7 +131,7 @@ class QuorumRule:
         )
 
     def _arrival(self, learner: Awaited, opened_at: float, longest: float) -> float:
-        """Until when waiting for this learner pays.
+        """Time until which waiting for this learner pays.
 
         A learner that has gone quiet without announcing is not waited for beyond the grace
         window; one without history gets the longest wait, because the first rounds of a run

@@ -1,7 +1,11 @@
-"""One round: who was asked, what has arrived, who declined. [pure]
+"""One round: learners asked, pushes that arrive, contributions, refusals to take part. [pure]
 
-A round is the collection of contributions to (fragment, base version). It is state, told in
-every Beat, so that no lost message can lose it.
+A round is the collection of contributions to (fragment, base version). It is part of the state that
+every Beat repeats, so that no lost message can lose it.
+
+The words for a learner's work, in the order of time: `Push` is the message that announces it,
+`Incoming` is the push while it arrives, `Contribution` is the complete push, `Outcome` is what a
+merge makes of several.
 """
 
 from __future__ import annotations
@@ -16,23 +20,23 @@ from narrows.proto.messages import Header, OpenRound, Push
 
 @dataclass
 class Incoming:
-    """A push on its way: its announcement and its chunks, whichever come first."""
+    """A push that is arriving: its announcement and its chunks, in any order."""
 
     learner: str
     incarnation: str
     push_id: int
     assembly: Assembly
     codec: str = ""
-    """Of its chunks: the first one's."""
+    """Codec of its first chunk, which all others must have."""
     decoding: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
     """Chunks that are being decoded: offset, count, digest."""
     announced: Push | None = None
     declined_before: bool = False
-    """Its learner had declined: nobody waited for it."""
+    """Its learner had declined before, so nobody waited for it."""
     progress_at: float = 0.0
     asked_at: float = 0.0
     asks: int = 0
-    """Since the last progress."""
+    """Requests for missing chunks since the last progress."""
 
     @property
     def complete(self) -> bool:
@@ -46,10 +50,10 @@ class Incoming:
         return self.announced is not None and received >= self.assembly.elements
 
     def wants(self, header: Header) -> bool:
-        """Notes that a chunk is going to be decoded; False if it has been, or is being.
+        """Notes that a chunk is going to be decoded; False if it has been, or is being, decoded.
 
-        Raises RemoteProtocolError BAD_RANGE for more chunks than anybody needs, CHUNK_CONFLICT for
-        another codec than that of the push: the journal keeps one.
+        Raises RemoteProtocolError BAD_RANGE for more chunks than a push needs, and CHUNK_CONFLICT
+        for a second codec: the journal keeps one per push.
         """
         if self.codec and header.codec != self.codec:
             raise RemoteProtocolError(
@@ -62,6 +66,7 @@ class Incoming:
         chunk = (header.offset, header.count, header.payload_digest)
         if chunk in self.decoding or self.assembly.has(*chunk):
             return False
+        # Counted before decoding: a flood of tiny chunks must not cost a decode each.
         self.assembly.check_room(len(self.decoding))
         self.codec = header.codec
         self.decoding.add(chunk)
@@ -81,9 +86,9 @@ class Round:
     opened_at: float
     quorum: int
     expected: set[str]
-    """Learners that were asked; used for membership tests only, never iterated."""
+    """Learners that were ready at the opening; for membership tests only, never iterated."""
     last: bool = False
-    """The fragment's last round of the run."""
+    """True for the fragment's last round of the run."""
     incoming: dict[str, Incoming] = field(default_factory=dict[str, Incoming])
     contributed: dict[str, Contribution] = field(default_factory=dict[str, Contribution])
     declined: dict[str, str] = field(default_factory=dict[str, str])
@@ -91,139 +96,160 @@ class Round:
     merging: bool = False
 
     def open_round(self) -> OpenRound:
-        """The round as the wire tells it."""
+        """Returns the round as it travels."""
+        assert not self.merging
         return OpenRound(self.fragment, self.base_version, self.attempt, self.at_step)
 
     def cut_finer(self, parts_max: int) -> None:
-        """Messages have become smaller: pushes may come in more chunks."""
+        """Allows more chunks per push: messages have become smaller."""
+        assert parts_max >= self.parts_max, "the smallest chunk size of an epoch never grows"
         self.parts_max = parts_max
-        for push in self.incoming.values():
-            push.assembly.parts_max = parts_max
+        for incoming in self.incoming.values():
+            incoming.assembly.parts_max = parts_max
 
-    def push_of(self, name: str, incarnation: str, push_id: int, now: float) -> Incoming:
-        """The push that a message belongs to, entered if it is the learner's first.
+    def incoming_of(self, name: str, incarnation: str, push_id: int, now: float) -> Incoming:
+        """Returns the push that a message belongs to, entered if it is the learner's first.
 
-        Raises RemoteProtocolError PUSH_CONFLICT if the learner has another push in this round:
-        at most one contribution per (learner, fragment, base version), the first complete one.
+        Raises RemoteProtocolError PUSH_CONFLICT if the learner has another push in this round. A
+        round has at most one contribution per learner, the first complete one.
         """
-        done = self.contributed.get(name)
-        if done is not None and (done.incarnation, done.push_id) != (incarnation, push_id):
+        assert not self.merging
+        complete = self.contributed.get(name)
+        own = (incarnation, push_id)
+        if complete is not None and (complete.incarnation, complete.push_id) != own:
             raise RemoteProtocolError(
                 ErrorCode.PUSH_CONFLICT,
                 f"{name} has already contributed to fragment {self.fragment}",
-                expected=f"push {done.push_id}",
+                expected=f"push {complete.push_id}",
                 got=f"push {push_id}",
             )
-        push = self.incoming.get(name)
-        if push is None:
+        incoming = self.incoming.get(name)
+        # Chunks may overtake the announcement: they travel on other connections.
+        if incoming is None:
             assembly = Assembly(self.elements, self.parts_max)
-            push = Incoming(name, incarnation, push_id, assembly, progress_at=now, asked_at=now)
-            if done is None and not self.merging:
-                self.incoming[name] = push
-        if push.push_id != push_id:
+            incoming = Incoming(name, incarnation, push_id, assembly, progress_at=now, asked_at=now)
+            if complete is None:
+                self.incoming[name] = incoming
+        if incoming.push_id != push_id:
             raise RemoteProtocolError(
                 ErrorCode.PUSH_CONFLICT,
                 f"{name} has a newer push for fragment {self.fragment}",
-                expected=f"push {push.push_id}",
+                expected=f"push {incoming.push_id}",
                 got=f"push {push_id}",
             )
-        return push
+        return incoming
 
-    def announce(self, push: Incoming, message: Push) -> None:
-        """Takes an announcement in; the same one again changes nothing."""
+    def announce(self, incoming: Incoming, message: Push) -> None:
+        """Takes an announcement in; the same one again changes nothing.
+
+        Raises RemoteProtocolError BAD_RANGE, BAD_TOKENS or PUSH_CONFLICT.
+        """
         if message.elements != self.elements:
             raise RemoteProtocolError(
                 ErrorCode.BAD_RANGE,
-                f"push {message.push_id} of {push.learner}",
+                f"push {message.push_id} of {incoming.learner}",
                 expected=f"{self.elements} elements in fragment {self.fragment}",
                 got=str(message.elements),
             )
         if message.tokens < 1 or message.steps < 1:
             raise RemoteProtocolError(
                 ErrorCode.BAD_TOKENS,
-                f"push {message.push_id} of {push.learner}",
+                f"push {message.push_id} of {incoming.learner}",
                 expected="at least one token and one step",
                 got=f"{message.tokens} tokens, {message.steps} steps",
                 remedy="log the tokens of each step before optimizer.step()",
             )
-        before = push.announced
+        before = incoming.announced
         if before is not None and (before.tokens, before.steps) != (message.tokens, message.steps):
             raise RemoteProtocolError(
                 ErrorCode.PUSH_CONFLICT,
-                f"push {message.push_id} of {push.learner} was announced differently",
+                f"push {message.push_id} of {incoming.learner} was announced differently",
                 expected=f"{before.tokens} tokens, {before.steps} steps",
                 got=f"{message.tokens} tokens, {message.steps} steps",
             )
-        push.announced = message
-        push.declined_before |= self.declined.pop(push.learner, None) is not None
+        # A learner that had declined and pushes now answers after all.
+        incoming.announced = message
+        incoming.declined_before |= self.declined.pop(incoming.learner, None) is not None
 
-    def add_chunk(self, push: Incoming, header: Header, handle: int, now: float) -> Arrival:
-        """Takes a decoded chunk in."""
-        push.decoding.discard((header.offset, header.count, header.payload_digest))
-        arrival = push.assembly.add(header.offset, header.count, header.payload_digest, handle)
-        push.progress_at = now
+    def add_chunk(self, incoming: Incoming, header: Header, handle: int, now: float) -> Arrival:
+        """Takes a decoded chunk in. Raises RemoteProtocolError if it does not fit the others."""
+        assert not self.merging and self.incoming.get(incoming.learner) is incoming
+        incoming.decoding.discard((header.offset, header.count, header.payload_digest))
+        arrival = incoming.assembly.add(header.offset, header.count, header.payload_digest, handle)
+        incoming.progress_at = now
         return arrival
 
-    def settle_if_complete(self, push: Incoming, now: float) -> bool:
+    def settle_if_complete(self, incoming: Incoming, now: float) -> bool:
         """Turns a complete push into a contribution; True if this one did."""
-        if not push.complete or push.learner in self.contributed or self.merging:
+        if not incoming.complete or incoming.learner in self.contributed or self.merging:
             return False
-        assert push.announced is not None
-        self.contributed[push.learner] = Contribution(
-            push.learner,
-            push.incarnation,
-            push.push_id,
-            push.announced.tokens,
-            push.announced.steps,
-            push.assembly.handles,
+        assert incoming.announced is not None and incoming.announced.tokens >= 1
+        self.contributed[incoming.learner] = Contribution(
+            incoming.learner,
+            incoming.incarnation,
+            incoming.push_id,
+            incoming.announced.tokens,
+            incoming.announced.steps,
+            incoming.assembly.handles,
         )
-        self.incoming.pop(push.learner, None)
+        self.incoming.pop(incoming.learner, None)
         if self.quorum_at is None and len(self.contributed) >= self.quorum:
             self.quorum_at = now
+        assert incoming.learner not in self.incoming
         return True
 
     def supersede(self, name: str, incarnation: str, push_id: int) -> tuple[int, ...]:
-        """Drops an unfinished push that a newer one of the same learner replaces."""
-        push = self.incoming.get(name)
-        if push is None:
+        """Drops an unfinished push that a newer push of the same learner replaces."""
+        incoming = self.incoming.get(name)
+        if incoming is None:
             return ()
-        if push.incarnation == incarnation and push.push_id >= push_id:
+        if incoming.incarnation == incarnation and incoming.push_id >= push_id:
             return ()
-        return self.drop_push(name)
+        return self.drop_incoming(name)
 
-    def drop_push(self, name: str) -> tuple[int, ...]:
-        """Forgets an unfinished push; returns the payloads that nobody needs any more."""
-        push = self.incoming.pop(name, None)
-        return push.assembly.handles if push else ()
+    def drop_incoming(self, name: str) -> tuple[int, ...]:
+        """Forgets an unfinished push; returns its payloads."""
+        assert not self.merging or name not in self.incoming
+        incoming = self.incoming.pop(name, None)
+        return incoming.assembly.handles if incoming else ()
 
     def close(self) -> tuple[int, ...]:
-        """Ends the collection; returns the payloads of the unfinished pushes."""
-        return tuple(handle for name in sorted(self.incoming) for handle in self.drop_push(name))
+        """Drops all unfinished pushes; returns their payloads."""
+        names = sorted(self.incoming)
+        handles = tuple(handle for name in names for handle in self.drop_incoming(name))
+        assert not self.incoming
+        return handles
 
     def discard(self) -> tuple[int, ...]:
         """Gives the round up; returns the payloads of all its pushes."""
+        # The contributions' payloads go too: no merge will ever use them.
         handles = self.close()
-        for done in self.contributions():
-            handles += done.handles
+        for contribution in self.contributions():
+            handles += contribution.handles
         self.contributed.clear()
         return handles
 
     def awaits(self, name: str) -> bool:
-        """A contribution of this learner may still come: it was asked, or all are below the
-        quorum, and it has neither contributed nor declined, nor is its push being decoded."""
+        """True if a contribution of this learner may still come.
+
+        It was asked, or the round is below the quorum and takes anybody. It has neither contributed
+        nor declined, and its push is not merely being decoded.
+        """
         asked = name in self.expected or len(self.contributed) < self.quorum
         over = self.merging or name in self.contributed or name in self.declined
         return asked and not over and not self.is_here(name)
 
     def is_here(self, name: str) -> bool:
-        """All of the learner's push has arrived; the rest is ours to do."""
+        """True if all of the learner's push has arrived, and only decoding is left to do."""
         return name in self.incoming and self.incoming[name].here
 
     def has(self, incarnation: str, push_id: int, name: str) -> bool:
         """True if this very push is a complete contribution already."""
-        done = self.contributed.get(name)
-        return done is not None and (done.incarnation, done.push_id) == (incarnation, push_id)
+        complete = self.contributed.get(name)
+        if complete is None:
+            return False
+        return (complete.incarnation, complete.push_id) == (incarnation, push_id)
 
     def contributions(self) -> tuple[Contribution, ...]:
-        """In learner-name order: sums must not depend on arrival."""
+        """Contributions in learner-name order: sums must not depend on the order of arrival."""
         return tuple(self.contributed[name] for name in sorted(self.contributed))

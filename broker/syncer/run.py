@@ -1,6 +1,6 @@
-"""The state that the parts of the syncer share. [pure]
+"""The state that the modules of the syncer share. [pure]
 
-Nothing here decides anything; `syncer`, `admission` and `intake` do.
+Nothing here decides anything: `machine` and the modules that it names do.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import TypeAlias
 from narrows.broker.config import BrokerConfig
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.clock import RunClock
-from narrows.broker.syncer.members import Member, Roster
+from narrows.broker.syncer.member import Member
+from narrows.broker.syncer.phases import RunPhase, Turn, next_phase
 from narrows.broker.syncer.rates import Shares
+from narrows.broker.syncer.roster import Roster
 from narrows.broker.syncer.rounds import Round
-from narrows.broker.syncer.tally import Tally
 from narrows.proto import messages as msg
 from narrows.proto.errors import NarrowsError
 from narrows.proto.flow import least_chunk_elements, parts_max
@@ -22,7 +23,40 @@ from narrows.proto.fragments import Fragment
 from narrows.proto.schedule import first_step, is_lockstep, snapshot_step
 
 MergedPushes: TypeAlias = dict[tuple[str, str, int], tuple[int, int]]
-"""Last merged push, and tokens of all merged ones, by learner, incarnation and fragment."""
+"""Last merged push and tokens of all merged pushes, by learner, incarnation and fragment."""
+
+
+@dataclass
+class Tally:
+    """Counts since the broker started, for operators and benches. Times on the caller's clock."""
+
+    started_at: float
+    merges: int = 0
+    contributions_merged: int = 0
+    refused: dict[str, int] = field(default_factory=dict[str, int])
+    """Refused messages by error code."""
+    norms_clipped: int = 0
+    longest_gap_s: float = 0.0
+    last_merge_at: float | None = None
+
+    def merged(self, contributors: int, clipped: int, now: float) -> None:
+        """Counts one merge."""
+        assert contributors >= 1 and clipped >= 0
+        if self.last_merge_at is not None:
+            assert now >= self.last_merge_at
+            self.longest_gap_s = max(self.longest_gap_s, now - self.last_merge_at)
+        self.last_merge_at = now
+        self.merges += 1
+        self.contributions_merged += contributors
+        self.norms_clipped += clipped
+
+    def refuse(self, code: str) -> None:
+        """Counts one refused message."""
+        self.refused[code] = self.refused.get(code, 0) + 1
+
+    @property
+    def mean_contributors(self) -> float:
+        return self.contributions_merged / self.merges if self.merges else 0.0
 
 
 @dataclass
@@ -36,50 +70,51 @@ class RunState:
     roster: Roster
     tally: Tally
     clock: RunClock = field(default_factory=RunClock)
-    phase: msg.Phase = msg.Phase.FOUNDING
-    end_told: bool = False
-    """The end is durable: whoever leaves now leaves with the model that a restart has as well."""
+    phase: RunPhase = RunPhase.FOUNDING
+    """Written by `turn`, and by a restart before the first event."""
     layout: tuple[msg.LayoutEntry, ...] = ()
     """Empty until the first learner (or the checkpoint) has brought it."""
     frozen_digest: int = 0
     table: tuple[Fragment, ...] = ()
     heads: list[msg.FragmentHead] = field(default_factory=list[msg.FragmentHead])
-    """Newest version and digest per fragment; empty while founding."""
+    """Newest version and digest per fragment; empty until version 0 stands."""
     first_kept: list[int] = field(default_factory=list[int])
     """First version published in this epoch, per fragment: older ones cannot be resent."""
     merged_pushes: MergedPushes = field(default_factory=dict[tuple[str, str, int], tuple[int, int]])
-    """From all lives of the broker, of the newest process of each name."""
+    """Pushes of the newest process of each name, in all lives of the broker."""
     rounds: dict[int, Round] = field(default_factory=dict[int, Round])
     """Open rounds by fragment."""
     least_chunk_elements: int = 0
-    """The smallest cut that was told in this epoch: with it a transfer may have begun."""
+    """The smallest chunk size announced in this epoch: a transfer may have begun with it."""
     epoch_resumed: bool = False
     """The state came from a checkpoint: learners of the epoch before may still come back."""
     uplink_port: int = 0
+    """TCP port of the uplink; 0 in a simulation."""
     downlink_port: int = 0
+    """TCP port of the downlink; 0 in a simulation."""
 
     def __post_init__(self) -> None:
         self.least_chunk_elements = least_chunk_elements(self.settings)
         self.shares = Shares(self.config.wan.total_up, self.config.wan.up)
 
-    def set_config(self, config: BrokerConfig, told: msg.RunSettings) -> None:
-        """Other rates apply from now on."""
-        self.config, self.settings = config, told
-        self.least_chunk_elements = min(self.least_chunk_elements, least_chunk_elements(told))
+    def set_config(self, config: BrokerConfig, settings: msg.RunSettings) -> None:
+        """Takes other rates and message sizes, which apply from now on."""
+        assert settings.fragment_count == self.settings.fragment_count
+        self.config, self.settings = config, settings
+        # Never above the old one: transfers that began with smaller chunks may still come.
+        self.least_chunk_elements = min(self.least_chunk_elements, least_chunk_elements(settings))
         for index, round_ in self.rounds.items():
             round_.cut_finer(parts_max(self.table[index].elements, self.least_chunk_elements))
         self.shares.set_rates(config.wan.total_up, config.wan.up)
 
-    @property
-    def lockstep(self) -> bool:
-        """All live learners contribute at a named step."""
-        return is_lockstep(self.settings)
+    def turn(self, turn: Turn) -> None:
+        """Goes on to the next phase; nothing else changes the phase of a run."""
+        self.phase = next_phase(self.phase, turn)
 
     @property
-    def told_phase(self) -> msg.Phase:
-        """The phase that learners and users hear of."""
-        is_early = self.phase is msg.Phase.ENDED and not self.end_told
-        return msg.Phase.ENDING if is_early else self.phase
+    def lockstep(self) -> bool:
+        """True in the modes in which all live learners contribute at a named step."""
+        return is_lockstep(self.settings)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -90,7 +125,8 @@ class RunState:
         return sum(self.versions)
 
     def open_rounds(self) -> tuple[msg.OpenRound, ...]:
-        """The rounds that still take contributions, by fragment."""
+        """Rounds that still take contributions, in the order of fragments."""
+        # A round that is being merged takes nothing more, so learners need not answer it.
         return tuple(
             self.rounds[index].open_round()
             for index in sorted(self.rounds)
@@ -99,35 +135,38 @@ class RunState:
 
     def at_step(self, fragment: int) -> int:
         """Inner step of the next snapshot of a fragment in the lockstep modes."""
+        assert self.lockstep
         return snapshot_step(self.settings, fragment, self.heads[fragment].version)
 
     def first_step(self) -> int:
         """Inner step at which a newcomer starts to count in the lockstep modes."""
         return first_step(self.settings, self.versions) if self.lockstep and self.heads else 0
 
-    def told_heads(self) -> tuple[msg.FragmentHead, ...]:
-        """The newest versions; none before version 0 is handed out."""
-        return () if self.phase is msg.Phase.FOUNDING else tuple(self.heads)
+    def visible_heads(self) -> tuple[msg.FragmentHead, ...]:
+        """Newest versions as learners may know them; none before version 0 is handed out."""
+        return () if self.phase is RunPhase.FOUNDING else tuple(self.heads)
 
     def tokens_per_s(self, now: float) -> float:
         live = [member.incarnation for member in self.roster.ready()]
         return self.clock.tokens_per_s(live, now)
 
     def beat(self, member: Member, now: float) -> msg.Beat:
-        """What a learner is told on change and every second."""
+        """Beat for one learner, sent on change and every second."""
+        assert member.connected
         return msg.Beat(
             epoch=self.epoch,
-            phase=self.told_phase,
-            versions=tuple(head.version for head in self.told_heads()),
+            phase=self.phase.visible,
+            versions=tuple(head.version for head in self.visible_heads()),
             rounds=self.open_rounds(),
             run_tokens=self.clock.run_tokens,
             tokens_per_s=self.tokens_per_s(now),
-            received=tuple(member.received),
+            received=tuple(member.uplink.positions),
             up_bits_per_s=member.up_bits_per_s,
         )
 
     def welcome(self, member: Member, role: msg.Role, now: float) -> msg.Welcome:
-        """Everything that the group shares, for a learner that (re)joins."""
+        """Welcome for one learner: everything that the group shares."""
+        assert member.connected
         return msg.Welcome(
             run_id=self.run_id,
             epoch=self.epoch,
@@ -135,9 +174,9 @@ class RunState:
             settings=self.settings,
             uplink_port=self.uplink_port,
             downlink_port=self.downlink_port,
-            fragments=self.told_heads(),
+            fragments=self.visible_heads(),
             rounds=self.open_rounds(),
-            phase=self.told_phase,
+            phase=self.phase.visible,
             run_tokens=self.clock.run_tokens,
             tokens_per_s=self.tokens_per_s(now),
             step=self.first_step(),
@@ -146,8 +185,9 @@ class RunState:
 
 
 def refusal(error: NarrowsError, *, fragment: int = -1, push_id: int = 0) -> msg.Refuse:
-    """An error as the message that its causer gets."""
+    """Turns an error into the message for its sender."""
 
+    # Texts may repeat what the peer sent: their length on the wire must not be its choice.
     def cut(text: str) -> str:
         return text[:1000]
 
@@ -163,6 +203,6 @@ def refusal(error: NarrowsError, *, fragment: int = -1, push_id: int = 0) -> msg
 
 
 def drop_pushes(state: RunState, name: str) -> list[ev.Effect]:
-    """Forgets what a learner has begun to push; complete contributions stay."""
-    handles = [h for index in sorted(state.rounds) for h in state.rounds[index].drop_push(name)]
+    """Drops the unfinished pushes of a learner; its complete contributions stay."""
+    handles = [h for index in sorted(state.rounds) for h in state.rounds[index].drop_incoming(name)]
     return [ev.Drop(tuple(handles))] if handles else []

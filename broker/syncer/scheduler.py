@@ -1,13 +1,15 @@
-"""Rounds from launch to version: which fragment is next, when to merge, what it made. [pure]"""
+"""Schedule of rounds: which fragment is next, when it opens, when it is merged. [pure]"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from narrows.broker.syncer import events as ev
-from narrows.broker.syncer.members import Liveness, Member, median_step_s
+from narrows.broker.syncer import serving
+from narrows.broker.syncer.ending import Waiting
+from narrows.broker.syncer.member import Liveness, Member, median_step_s
+from narrows.broker.syncer.phases import RunPhase
 from narrows.broker.syncer.quorum import Awaited, Decision, QuorumRule, Verdict
 from narrows.broker.syncer.rounds import Round
 from narrows.broker.syncer.run import RunState
@@ -18,34 +20,26 @@ from narrows.proto.smoothing import Smoothed
 from narrows.proto.timing import ADOPTION_WAIT_S, REOPEN_S
 
 REASON_CHARACTERS = 60
-"""Of a peer's reason, as operators see it."""
-
-MISSED_FACTOR = 1.5
-"""A contribution that was missed counts as one that took so much longer than the wait."""
-
-MISSED_RUNNING_NAMED = 3
-MISSED_NAMED_S = 10.0
-"""A learner that missed so many rounds running, for so long, is named in the log: where rounds
-are quick a healthy one misses some."""
+"""Most characters of a peer's reason in a status line."""
 
 
 @dataclass
 class Scheduler:
-    """Opens rounds, decides when they are merged, and counts what came of them."""
+    """Opens rounds, decides when they are merged, and enters the versions that come of them."""
 
     state: RunState
+    waiting: Waiting
+    """Knows which learners may come back to the last rounds."""
     launched_at: float
     waiting_for: str = ""
-    """What holds the newest round up, for operators."""
+    """Reason for which the newest round waits, for operators."""
     halted: bool = False
     """The broker is stopping: nothing is opened or merged any more."""
     adopting: list[str] = field(default_factory=list[str])
     """Lockstep: learners that the next round waits for while they adopt."""
     _adopting_until: float = math.inf
-    absent: Callable[[float], Mapping[str, float]] = field(default=lambda now: {})
-    """Who was cut off and may come back to the end, by name until when; "": anybody."""
     _return_by: float = 0.0
-    """Until when the last rounds are not opened, because anybody may come back to them."""
+    """Time before which the last rounds are not opened, because anybody may come back to them."""
     final_due: list[int] = field(default_factory=list[int])
     """Fragments whose last round is still to come; filled when the goal is reached."""
     _next_fragment: int = 0
@@ -67,58 +61,65 @@ class Scheduler:
         return min(times, default=None)
 
     def adopted(self, fragment: int, version: int, now: float) -> None:
-        """A learner adopted a version: how long that took after the merge began."""
+        """Measures how long after the start of its merge a version was adopted."""
+        # A version that is no longer kept is unknown here: such a late adoption says nothing.
         started = self._merge_started.get((fragment, version))
         if started is not None:
+            assert now >= started
             self._sync_s.add(now - started)
 
     def _launch_at(self) -> float:
         """Earliest time of the next launch: H * xi_step / P after the last one.
 
-        Else a fast network would shrink the effective H, and the outer momentum would over-drive.
-        In the lockstep modes the snapshot's step takes care of that; at the end nothing does.
+        Without it a fast network would shrink the effective H, and the outer momentum would
+        over-drive. The lockstep modes need no spacing, since the snapshot's step gives it, and the
+        last rounds need none.
         """
         state = self.state
-        if state.lockstep or state.phase is msg.Phase.ENDING:
+        if state.lockstep or state.phase is RunPhase.ENDING:
             return max(self._reopen_at, self._return_by)
         spacing = state.settings.sync_period_steps / state.settings.fragment_count
         return max(self._reopen_at, self.launched_at + spacing * state.roster.step_s())
 
     def _can_launch(self) -> bool:
         state = self.state
-        if self.halted or state.phase not in (msg.Phase.RUNNING, msg.Phase.ENDING):
+        if self.halted or state.phase not in (RunPhase.RUNNING, RunPhase.ENDING):
             return False
+        # Without a learner that can contribute, a round would only age.
         if len(state.rounds) >= state.config.merge.rounds_in_flight or not state.roster.ready():
             return False
-        if state.phase is msg.Phase.ENDING:
+        if state.phase is RunPhase.ENDING:
             return any(index not in state.rounds for index in self.final_due)
         if state.lockstep:
             # A learner that is still adopting would miss a round that all must contribute to.
             return not self.adopting
+        # The spacing needs a step time; before the first report there is none.
         return state.roster.step_s() > 0
 
     def _next_due(self) -> int | None:
-        """The fragment whose turn it is, None if it is in flight already."""
+        """Fragment whose turn it is; None if it is in flight already."""
         state = self.state
         free = [index for index in range(len(state.heads)) if index not in state.rounds]
-        if state.phase is msg.Phase.ENDING:
+        if state.phase is RunPhase.ENDING:
             free = [index for index in free if index in self.final_due]
             return free[0] if free else None
         if state.lockstep:
             return min(free, key=lambda index: (state.at_step(index), index), default=None)
+        # Round robin: every fragment is exchanged equally often.
         count = len(state.heads)
         return min(free, key=lambda index: (index - self._next_fragment) % count, default=None)
 
     def launch(self, now: float) -> None:
-        """Opens the rounds that are due; the next Beat tells them."""
+        """Opens the rounds that are due; the next Beat carries them."""
         state = self.state
         self._find_adopting(now)
-        ending = state.phase is msg.Phase.ENDING
-        self._return_by = self.absent(now).get("", 0.0) if ending else 0.0
+        ending = state.phase is RunPhase.ENDING
+        self._return_by = self.waiting.absent(now).get("", 0.0) if ending else 0.0
         while self._can_launch():
             index = self._next_due()
             if index is None or now < self._launch_at():
                 return
+            assert index not in state.rounds
             self._attempts[index] = self._attempts.get(index, 0) + 1
             state.rounds[index] = Round(
                 fragment=index,
@@ -134,28 +135,34 @@ class Scheduler:
             )
             self._next_fragment = (index + 1) % len(state.heads)
             self.launched_at = now
+            assert len(state.rounds) <= state.config.merge.rounds_in_flight
 
     def _find_adopting(self, now: float) -> None:
-        """Who is waited for in the lockstep modes before the next round: not for ever, or one
-        learner that cannot reach the downlink would hold all others up."""
+        """Finds the learners that the next round of the lockstep modes waits for.
+
+        The wait has an end, or one learner that cannot reach the downlink would hold up all others.
+        """
         self.adopting.clear()
         self._adopting_until = math.inf
         for member in self.state.roster.connected():
-            until = (member.adopting_since or now) + ADOPTION_WAIT_S
+            until = (member.copies.adopting_since or now) + ADOPTION_WAIT_S
             if self.state.lockstep and not member.ready and now < until:
                 self.adopting.append(member.name)
                 self._adopting_until = min(self._adopting_until, until)
 
     def _awaited(self, round_: Round, ready: list[Member]) -> list[Awaited]:
-        """Who may still contribute: expected, alive, not declined; all, below the quorum."""
+        """Learners that may still contribute: expected, alive and not declined.
+
+        Below the quorum, learners that were not expected count as well.
+        """
         short = len(round_.contributed) < round_.quorum
         return [
             Awaited(
                 member.name,
                 member.name in round_.incoming and bool(round_.incoming[member.name].announced),
-                member.state is Liveness.LATE,
+                member.presence.liveness is Liveness.LATE,
                 member.predicted_s(),
-                member.arrival.mean,
+                member.participation.arrival.mean,
                 round_.is_here(member.name),
             )
             for member in ready
@@ -165,9 +172,10 @@ class Scheduler:
         ]
 
     def decision(self, round_: Round, ready: list[Member], now: float) -> Decision:
-        """What to do with a round now, and why; `ready` are the learners that may contribute."""
-        merge, ending = self.state.config.merge, self.state.phase is msg.Phase.ENDING
-        if ending and (absent := [name for name in self.absent(now) if round_.awaits(name)]):
+        """Decides about a round; `ready` are the learners that may contribute."""
+        assert not round_.merging
+        merge, ending = self.state.config.merge, self.state.phase is RunPhase.ENDING
+        if ending and (absent := [n for n in self.waiting.absent(now) if round_.awaits(n)]):
             return Decision(Verdict.WAIT, f"may come back: {', '.join(absent)}")
         rule = QuorumRule(
             quorum=round_.quorum,
@@ -195,7 +203,7 @@ class Scheduler:
         )
 
     def decide(self, now: float) -> list[ev.Effect]:
-        """Starts the merges whose time has come."""
+        """Starts the merges and closes the rounds whose time has come."""
         effects: list[ev.Effect] = []
         self._decide_at.clear()
         ready = self.state.roster.counted_on()
@@ -216,6 +224,7 @@ class Scheduler:
     def _close(self, round_: Round, decision: Decision, now: float) -> list[ev.Effect]:
         """Ends a round without a merge."""
         self._end_round(round_)
+        # A round that nobody can join would otherwise open and close in one busy loop.
         if not round_.last:
             self._reopen_at = now + REOPEN_S
         names = ", ".join(sorted(round_.contributed))
@@ -228,77 +237,75 @@ class Scheduler:
         return effects
 
     def _end_round(self, round_: Round) -> None:
+        assert self.state.rounds.get(round_.fragment) is round_
         del self.state.rounds[round_.fragment]
         if round_.last and round_.fragment in self.final_due:
             self.final_due.remove(round_.fragment)
 
     def _start_merge(self, round_: Round, decision: Decision, now: float) -> list[ev.Effect]:
+        # Before the unfinished pushes go: they show why a learner missed the round.
         effects = self._count_missed(round_, now)
         effects += [
-            ev.LogFate("expired", name, push.incarnation, round_.fragment, push.push_id)
-            for name, push in sorted(round_.incoming.items())
+            ev.LogFate("expired", name, incoming.incarnation, round_.fragment, incoming.push_id)
+            for name, incoming in sorted(round_.incoming.items())
         ]
+        # Unfinished pushes go now: their base version is about to become old.
         handles = round_.close()
         if handles:
             effects.append(ev.Drop(handles))
         round_.merging = True
         version = round_.base_version + 1
+        assert len(round_.contributed) >= round_.quorum
         self._merge_started[round_.fragment, version] = now
         contributions = round_.contributions()
         effects.append(ev.StartMerge(round_.fragment, version, contributions, decision.reason))
         return effects
 
     def _count_missed(self, round_: Round, now: float) -> list[ev.Effect]:
-        """Names learners that keep missing rounds, once, with the reason that can be seen."""
+        """Counts the round as missed by the awaited; warns of one that keeps missing rounds."""
         effects: list[ev.Effect] = []
         for awaited in self._awaited(round_, self.state.roster.counted_on()):
             member = self.state.roster.get(awaited.name)
             assert member is not None
-            member.missed_running += 1
-            if not awaited.late:
-                # It would have come later than now: predictions that know only those who were in
-                # time would leave a learner that became slower out for ever.
-                member.arrival.add(MISSED_FACTOR * (now - round_.opened_at))
-            since_s = now - member.contributed_at
-            running = member.missed_running >= MISSED_RUNNING_NAMED and since_s >= MISSED_NAMED_S
-            if running and not member.missed_named:
-                member.missed_named = True
-                missed = f"missed {member.missed_running} rounds in {since_s:.0f} s"
+            # A learner that is late may be cut off: that says nothing about its pace.
+            waited_s = None if awaited.late else now - round_.opened_at
+            member.participation.miss(waited_s)
+            if missed := member.participation.name_misses(now):
                 text = f"{member.name} {missed}: {_why_missed(awaited)}"
                 effects.append(ev.Note("warning", text))
         return effects
 
     def merged(self, event: ev.Merged, now: float) -> list[ev.Effect]:
-        """A new version exists: publish it to everybody."""
+        """Enters a new version and publishes it to everybody."""
         state, index = self.state, event.fragment
         round_ = state.rounds[index]
+        assert round_.merging
         assert event.version == round_.base_version + 1 == state.heads[index].version + 1
         state.heads[index] = msg.FragmentHead(event.version, event.digest)
         self._attempts.pop(index, None)
         self._merge_started.pop((index, event.version - PUBLICATIONS_KEPT), None)
         state.tally.merged(len(round_.contributed), event.clipped, now)
         self._end_round(round_)
-        for done in round_.contributions():
-            member = state.roster.get(done.learner)
-            if member is None or member.incarnation != done.incarnation:
+        for contribution in round_.contributions():
+            member = state.roster.get(contribution.learner)
+            if member is None or member.incarnation != contribution.incarnation:
                 continue  # It was replaced or forgotten: it cannot come back to ask.
-            member.last_merged[index] = done.push_id
-            member.contributions += 1
-            key = done.learner, done.incarnation, index
-            tokens = state.merged_pushes.get(key, (0, 0))[1] + done.tokens
-            state.merged_pushes[key] = done.push_id, tokens
+            member.participation.merge(index, contribution.push_id)
+            key = contribution.learner, contribution.incarnation, index
+            tokens = state.merged_pushes.get(key, (0, 0))[1] + contribution.tokens
+            assert tokens > 0
+            state.merged_pushes[key] = contribution.push_id, tokens
         effects: list[ev.Effect] = [
-            ev.Publish(member.name, index, event.version, member.last_merged[index])
+            ev.Publish(member.name, index, event.version, member.participation.last_merged[index])
             for member in state.roster.connected()
         ]
-        before = tuple(head.version - (i == index) for i, head in enumerate(state.heads))
-        for member in state.roster.connected():
-            member.down.expect(now, anew=tuple(member.held) == before)
+        serving.expect_adoptions(state, index, now)
         return effects
 
     def merge_failed(self, fragment: int, reason: str, now: float) -> list[ev.Effect]:
-        """Nothing was changed; the round starts again with fresh pushes."""
+        """Ends a round whose merge changed nothing; it starts again with fresh pushes."""
         round_ = self.state.rounds[fragment]
+        assert round_.merging
         self._end_round(round_)
         self._reopen_at = now + REOPEN_S
         names = ", ".join(sorted(round_.contributed))
@@ -307,6 +314,7 @@ class Scheduler:
 
 
 def _why_missed(awaited: Awaited) -> str:
+    """Names the likely reason for a missed round, and the remedy."""
     if awaited.late:
         return "nothing was heard from it; is it alive, and its line up?"
     longer = "a larger merge.wait_fraction or fragments.sync_period_steps waits for it"

@@ -1,4 +1,4 @@
-"""The run as an operator sees it. [pure]"""
+"""The view of a run that operators get: counts, phase, learners, and what holds it up. [pure]"""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from narrows.broker.syncer.machine import Syncer
-from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.member import Member
+from narrows.broker.syncer.phases import RunPhase
 from narrows.proto import messages as msg
 
 
 class Bytes(Protocol):
-    """Bytes of ZeroMQ frames with one learner."""
+    """Bytes of ZeroMQ frames exchanged with one learner."""
 
     up_bytes: int
     down_bytes: int
 
 
 def status_of(syncer: Syncer, traffic: Mapping[str, Bytes], now: float) -> msg.Status:
-    """What `narrows status` shows."""
+    """Status message that `narrows status` shows."""
+    assert now >= syncer.state.tally.started_at
     state = syncer.state
     tally = state.tally
     return msg.Status(
         run_id=state.run_id,
         epoch=state.epoch,
-        phase=state.told_phase,
+        phase=state.phase.visible,
         mode=state.settings.mode,
         uptime_s=now - tally.started_at,
         versions=state.versions,
@@ -47,53 +49,55 @@ def status_of(syncer: Syncer, traffic: Mapping[str, Bytes], now: float) -> msg.S
 
 
 def _waiting_for(syncer: Syncer) -> str:
-    """One phrase that names what the run waits for, "" if nothing holds it up."""
+    """One phrase that names what the run waits for; empty if nothing holds it up."""
     state = syncer.state
+    # The most urgent reason comes first: a reader sees one line only.
     if syncer.lifecycle.journal_fails:
         return "the disk: the journal cannot be written"
-    if state.phase is msg.Phase.FOUNDING and not state.heads:
+    if state.phase is RunPhase.FOUNDING and not state.heads:
         return "version 0 from the first learner"
-    if state.phase is msg.Phase.FOUNDING:
+    if state.phase is RunPhase.FOUNDING:
         wanted = state.config.run.learners_at_start
         return f"learners, {len(state.roster.connected())} of {wanted} are here"
     if adopting := syncer.scheduler.adopting:
         return f"{', '.join(adopting)} to adopt the fragments"
-    if state.phase is not msg.Phase.ENDED and not state.roster.ready():
+    if not state.phase.is_over and not state.roster.ready():
         return "a learner"
     if state.open_rounds():
         return syncer.scheduler.waiting_for
-    if state.phase is not state.told_phase:
+    if state.phase is RunPhase.CLOSING:
         return "the disk: the final checkpoint"
-    if state.phase is msg.Phase.ENDED and (names := syncer.lifecycle.waiting.holders_up):
+    if state.phase is RunPhase.ENDED and (names := syncer.lifecycle.waiting.holders_up):
         return f"{', '.join(names)} to take the final model"
     merging = ", ".join(map(str, sorted(state.rounds)))
     return f"fragment {merging}: merged, then written to disk" if merging else ""
 
 
-def _state(member: Member) -> str:
-    if member.left:
+def _status_text(member: Member) -> str:
+    """Word for a learner's state in the status table."""
+    if member.presence.left:
         return "left"
     if member.given_up and member.connected:
         return "given up"
-    return str(member.state) if member.ready or not member.connected else "joining"
+    return str(member.presence.liveness) if member.ready or not member.connected else "joining"
 
 
 def _learner(member: Member, traffic: Mapping[str, Bytes], now: float) -> msg.LearnerStatus:
-    entry = traffic.get(member.name)
+    entry, report = traffic.get(member.name), member.report
     return msg.LearnerStatus(
         name=member.name,
         incarnation=member.incarnation,
-        address=member.address,
-        state=_state(member),
-        last_heard_s=now - member.heard_at,
-        step=member.step,
-        tokens=member.tokens,
+        address=member.presence.address,
+        state=_status_text(member),
+        last_heard_s=now - member.presence.heard_at,
+        step=report.step if report else 0,
+        tokens=report.tokens if report else 0,
         step_s=member.step_s,
-        loss=member.loss,
-        contributions=member.contributions,
-        refused=member.refused,
-        missed_running=member.missed_running,
-        ledger=member.ledger,
+        loss=report.loss if report else None,
+        contributions=member.participation.contributions,
+        refused=member.uplink.refused,
+        missed_running=member.participation.missed_running,
+        ledger=report.ledger if report else msg.TokenLedger(),
         up_bytes=entry.up_bytes if entry else 0,
         down_bytes=entry.down_bytes if entry else 0,
     )

@@ -1,4 +1,10 @@
-"""The torch module that trains: its parameters, snapshots, adoption, logged steps."""
+"""Reads and writes the torch module that trains; nothing here knows of the network.
+
+`parameters_of` gives a `ModuleParameters`, or a `DeviceParameters` that encodes pushes on a GPU
+from a `DeviceSnapshot`. `StepLog` and `HostLoss` collect tokens and losses. `GradientWatch` and
+`StrangerWatch` notice what a training loop does beside `log`. `ramp_steps` tells how many steps a
+newcomer trains before it contributes. Others import these and nothing behind them.
+"""
 
 from narrows.learner.module.gpu import (
     DeviceParameters,

@@ -1,4 +1,4 @@
-"""Pushes encoded where the parameters are: on a GPU, so that only codes cross to the host.
+"""Encodes pushes where the parameters are: on a GPU, so that only codes cross to the host.
 
 The bits are those of the kernels on the CPU: the same operations in float32, each rounded once,
 and a rms from the same samples, summed on the host.
@@ -42,8 +42,8 @@ from narrows.proto.fragments import Fragment
 from narrows.proto.frames import digest
 
 BLOCK_ELEMENTS: Final = 1 << 24
-"""Coded at once: enough to fill a GPU, few enough to bound what it needs besides (20 bytes per
-element)."""
+"""Elements coded at once: enough to fill a GPU, few enough to bound the memory that coding takes
+besides (20 bytes per element)."""
 
 
 class DeviceParameters(ModuleParameters):
@@ -58,12 +58,12 @@ class DeviceParameters(ModuleParameters):
         self._adopted: dict[int, Tensor] = {}
 
     def adopt(self, fragment: Fragment, values: F32) -> None:
-        """As ModuleParameters does; what the parameters then hold is the next push's base."""
+        """As ModuleParameters does; the parameters' new values are the next push's base."""
         super().adopt(fragment, values)
         self._adopted[fragment.index] = self._gathered(fragment)
 
     def capture(self, fragment: Fragment) -> DeviceSnapshot:
-        """A copy of an adopted fragment on its device; does not wait for it to be made."""
+        """Copies an adopted fragment on its device, and does not wait for the copy."""
         local = self._gathered(fragment)
         ready = None
         if local.is_cuda:
@@ -72,7 +72,7 @@ class DeviceParameters(ModuleParameters):
         return DeviceSnapshot(self._adopted[fragment.index], local, ready)
 
     def _gathered(self, fragment: Fragment) -> Tensor:
-        """(fragment.elements,) float32."""
+        """The fragment's parameters in one float32 tensor of shape (elements,)."""
         views = [self.view(piece).reshape(-1) for piece in fragment.pieces]
         gathered = torch.empty(fragment.elements, dtype=torch.float32, device=views[0].device)
         torch.cat([view.to(torch.float32) for view in views], out=gathered)
@@ -100,10 +100,10 @@ class DeviceSnapshot:
     base: Tensor
     local: Tensor
     ready: torch.cuda.Event | None
-    """When `local` is complete; the training thread does not wait for it."""
+    """Happens when `local` is complete; the training thread does not wait for it."""
 
     def empty(self) -> Tensor:
-        """(n,) float32, uninitialised, for what encoding fills."""
+        """Uninitialised float32 memory of shape (n,), for encoding to fill."""
         with beside_training(self.local.device):
             return torch.empty_like(self.local)
 
@@ -126,20 +126,20 @@ class DeviceSnapshot:
         block = max(1, BLOCK_ELEMENTS // chunk_elements) * chunk_elements
         for start in range(0, fragment.elements, block):
             count = min(block, fragment.elements - start)
-            part = slice(start, start + count)
+            block_span = slice(start, start + count)
             # A generator must not leave a stream current while its caller goes on.
             with self._after_snapshot():
                 coded = self._coded(
-                    fragment, part, residual, scales, codec_name, next_residual[part]
+                    fragment, block_span, residual, scales, codec_name, next_residual[block_span]
                 )
             for offset in range(start, start + count, chunk_elements):
                 yield self._chunk(
                     fragment, coded[offset - start :][:chunk_elements], offset, scales, codec_name
                 )
 
-    def _value(self, part: slice | Tensor, residual: Tensor | None) -> Tensor:
-        value = self.base[part] - self.local[part]
-        return value if residual is None else value + residual[part]
+    def _value(self, places: slice | Tensor, residual: Tensor | None) -> Tensor:
+        value = self.base[places] - self.local[places]
+        return value if residual is None else value + residual[places]
 
     def _scales(
         self, fragment: Fragment, residual: Tensor | None, codec_name: str, rho: float
@@ -152,25 +152,25 @@ class DeviceSnapshot:
             samples = self._value(where, residual).cpu().numpy()
         scales = piece_scales(samples, bounds, rho)
         for piece in np.flatnonzero(scales == 0):
-            # What the samples miss must travel all the same.
-            part = slice(int(fragment.bounds[piece]), int(fragment.bounds[piece + 1]))
+            # A few large elements among zeros: the samples miss them, and they must travel.
+            span = slice(int(fragment.bounds[piece]), int(fragment.bounds[piece + 1]))
             with self._after_snapshot():
-                whole = self._value(part, residual).cpu().numpy()
+                whole = self._value(span, residual).cpu().numpy()
             scales[piece] = piece_scales(whole, np.array([0, whole.size]), rho)[0]
         return scales
 
     def _coded(
         self,
         fragment: Fragment,
-        part: slice,
+        span: slice,
         residual: Tensor | None,
         scales: F32,
         codec_name: str,
         next_residual: Tensor,
     ) -> NDArray[np.generic]:
-        """Codes of elements `part` in host memory, int8; the values themselves, float32, of a codec
-        that is not quantised."""
-        value, scheme = self._value(part, residual), codec(codec_name)
+        """Codes of the elements `span` in host memory, int8; with a codec that is not quantised the
+        values themselves, float32."""
+        value, scheme = self._value(span, residual), codec(codec_name)
         if not torch.isfinite(value).all():
             raise not_finite(f"values to be sent as {codec_name}")
         if not isinstance(scheme, QuantisedCodec):
@@ -179,17 +179,17 @@ class DeviceSnapshot:
             scheme.encode(values, np.array([0, values.size]), scales[:1], sent)
             next_residual.copy_(value - torch.from_numpy(sent).to(value.device))  # pyright: ignore
             return sent
-        steps = self._steps(fragment, part, scales)
+        steps = self._steps(fragment, span, scales)
         inverse = torch.where(steps > 0, 1 / steps, torch.zeros_like(steps))
         codes = (value * inverse).clamp_(-scheme.limit, scheme.limit).round_()
         # The product is exact, so that one rounding remains, fused or not.
         torch.sub(value, codes * steps, out=next_residual)
         return _in_host_memory(codes.to(torch.int8))
 
-    def _steps(self, fragment: Fragment, part: slice, scales: F32) -> Tensor:
-        """(count,) scale of each element."""
-        count = part.stop - part.start
-        pieces, bounds = fragment.pieces_of(part.start, count), fragment.spans(part.start, count)
+    def _steps(self, fragment: Fragment, span: slice, scales: F32) -> Tensor:
+        """The scale of each element, shape (count,)."""
+        count = span.stop - span.start
+        pieces, bounds = fragment.pieces_of(span.start, count), fragment.spans(span.start, count)
         device = self.local.device
         own = torch.from_numpy(scales[pieces.start : pieces.stop]).to(device)  # pyright: ignore
         lengths = torch.from_numpy(np.diff(bounds)).to(device)  # pyright: ignore
@@ -215,7 +215,7 @@ class DeviceSnapshot:
 
     @contextmanager
     def _after_snapshot(self) -> Generator[None]:
-        """Beside training; waits for the snapshot and not for what training does after it."""
+        """Work in the block waits for the snapshot, and not for training's work after it."""
         with beside_training(self.local.device) as stream:
             if stream is not None and self.ready is not None:
                 stream.wait_event(self.ready)
@@ -227,9 +227,9 @@ class DeviceSnapshot:
 
 @contextmanager
 def beside_training(device: torch.device) -> Generator[torch.cuda.Stream | None]:
-    """What is queued and allocated in the block belongs to a stream of our own; None on a CPU.
+    """Queues and allocates in the block on a stream of our own; yields None on a CPU.
 
-    There is one per device: what one push leaves is read by the next on the same stream.
+    There is one stream per device: one push reads the residual of the last one on the same stream.
     """
     if device.type != "cuda":
         yield None

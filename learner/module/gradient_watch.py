@@ -1,4 +1,4 @@
-"""Tells when a loop clears the model's gradients, and when AMP withholds an optimizer's step."""
+"""Notices when a loop clears the model's gradients, and when AMP withholds an optimizer's step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AnyMethod: TypeAlias = Callable[..., Any]
 
 @dataclass(eq=False)
 class GradientWatch:
-    """Who wants to know what happens to the gradients of a module and its optimizers."""
+    """Calls back when something happens to the gradients of a module and its optimizers."""
 
     module: nn.Module
     """Inside all wrappers."""
@@ -28,12 +28,12 @@ class GradientWatch:
     steps: Callable[[], int]
     """Counts the steps that these optimizers have made."""
     cleared: Callable[[], None]
-    """Is called before the gradients are cleared, perhaps those of one optimizer only."""
+    """Called before the gradients are cleared, perhaps those of one optimizer only."""
     withheld: Callable[[], None]
-    """Is called when a GradScaler did not let an optimizer step: gradients were not finite."""
+    """Called when a GradScaler did not let an optimizer step: gradients were not finite."""
 
     def start(self) -> ExitStack:
-        """Closing the result ends it.
+        """Starts to watch; closing the result ends it.
 
         Methods of torch's classes are wrapped for the module, since a method on the module itself
         would be copied and pickled with it, and for the scaler, which only the loop knows.
@@ -65,7 +65,7 @@ class _Shared:
         self._undo = ExitStack()
 
     def add(self, watch: GradientWatch) -> Callable[[], None]:
-        """Returns what ends it."""
+        """Begins to tell `watch`; returns the function that ends it."""
         with self._lock:
             if not self._watches:
                 self._undo.callback(_wrap(self._owner, self._name, self._telling))
@@ -113,7 +113,7 @@ _SCALER_STEPS = _Shared(GradScaler, "step", _scaler_steps)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[AnyMethod], AnyMethod]) -> Callable[[], None]:
-    """Puts wrapper(method) in the place of a method; returns what puts the method back."""
+    """Puts wrapper(method) in the place of a method; returns a function that puts it back."""
     own: Any = owner.__dict__
     before = own.get(name)
     original = getattr(owner, name)
@@ -121,7 +121,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[AnyMethod], AnyMethod]) -> C
     setattr(owner, name, ours)
 
     def restore() -> None:
-        # Somebody who wrapped it after us keeps theirs.
+        # Other code may have wrapped it after us: to put ours back would remove theirs.
         if own.get(name) is not ours:
             return
         if before is None:

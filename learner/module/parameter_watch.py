@@ -15,16 +15,17 @@ _log = logging.getLogger("narrows.learner")
 
 
 class StrangerWatch:
-    """What a run exchanges is its layout, fixed when its first learner joins.
+    """Watches for parameters that train outside of the run's layout.
 
-    A parameter that trains beside it would make each learner's model another one. Those that freeze
-    stay in the layout: they adopt what other learners do to them. Parameters outside of the model
-    that an optimizer has from the start may be meant to stay here; they are only warned of.
+    A run exchanges its layout, which its first learner fixes. A parameter that trains beside it
+    would make each learner's model another one. Those that freeze stay in the layout: they adopt
+    the changes of other learners. Parameters outside of the model that an optimizer has from the
+    start may be meant to stay here: they only cause a warning.
     """
 
     def __init__(self, parameters: ModuleParameters, optimizers: Sequence[Optimizer]) -> None:
         self._parameters, self._optimizers = parameters, optimizers
-        #: What may train, by id; kept, so that no other tensor gets the id.
+        #: Tensors that may train, by id. They are kept, so that no other tensor gets the id.
         self._known: dict[int, Tensor] = {}
 
     def start(self) -> None:
@@ -65,11 +66,11 @@ class StrangerWatch:
     def _know(self, tensors: Iterable[Tensor]) -> None:
         self._known.update((id(tensor), tensor) for tensor in tensors)
 
-    def _raise_for(self, found: Sequence[Tensor]) -> None:
-        if found:
+    def _raise_for(self, strangers: Sequence[Tensor]) -> None:
+        if strangers:
             raise LocalProtocolError(
                 ErrorCode.MISUSE,
-                f"parameters train that do not travel: {self._described(found)}",
+                f"parameters train that do not travel: {self._described(strangers)}",
                 expected="those that required gradients when the Learner was made",
                 remedy="What trains is the run's layout: unfreeze or add it before the Learner is "
                 "made, at every learner, in a run of its own. Or keep it frozen.",

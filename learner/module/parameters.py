@@ -1,4 +1,4 @@
-"""The parameters of any torch module: layout, snapshot, adopt and the final state."""
+"""Reads and writes the parameters of any torch module: layout, snapshot, adopt, final state."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ModuleParameters:
         return {tensor.device for tensor in self._tensors}
 
     def strangers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Those whose memory is no part of the layout."""
+        """Those of the tensors whose memory is no part of the layout."""
         own = {_memory(tensor) for tensor in self._tensors}
         return [tensor for tensor in tensors if _memory(tensor) not in own]
 
@@ -135,10 +135,13 @@ class ModuleParameters:
         state: dict[str, Any] = self.module.state_dict()
         return {clean_name(name): value for name, value in state.items()}
 
-    def save(self, path: str | os.PathLike[str], told: Mapping[str, str] | None = None) -> None:
-        """Writes `state_dict()` as safetensors, for a strict `load_state_dict`; missing folders
-        are made, and an older file is replaced only by a complete one. Its metadata are `told`."""
-        metadata = {"format": "pt", "narrows.final": "false", **(told or {})}
+    def save(self, path: str | os.PathLike[str], standing: Mapping[str, str] | None = None) -> None:
+        """Writes `state_dict()` as safetensors, for a strict `load_state_dict`.
+
+        Missing folders are made. An older file is replaced only by a complete one. `standing` goes
+        into the metadata: see Client.standing.
+        """
+        metadata = {"format": "pt", "narrows.final": "false", **(standing or {})}
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_name(f".{target.name}.{os.getpid()}")
@@ -213,7 +216,8 @@ def _parameters(module: nn.Module, *, trainable: bool) -> Iterator[tuple[str, Te
 
 
 def _memory(tensor: Tensor) -> _Memory:
-    """What two names of one weight have in common, be it one Parameter or two on one memory."""
+    """Identity of a weight: two names of one weight have it in common, whether they name one
+    Parameter or two on the same memory."""
     return tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride()
 
 
@@ -287,7 +291,7 @@ def _check_usable(module: nn.Module) -> None:
 
 
 def _problem(tensor: Tensor) -> tuple[str, str]:
-    """What is wrong with a parameter and the remedy; ("", "") if it can be exchanged."""
+    """Fault of a parameter and its remedy; ("", "") if it can be exchanged."""
     if nn.parameter.is_lazy(tensor):
         return "has no shape yet", "Run one forward pass first."
     if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
@@ -313,7 +317,7 @@ def _misuse(message: str, **detail: str) -> LocalProtocolError:
 
 
 def _buffer_mark(buffer: Tensor) -> tuple[int, bytes]:
-    """Tells whether a buffer was written to: its count of writes and the bytes of a sample.
+    """Mark that changes when a buffer is written to: its count of writes and a sample's bytes.
 
     Both, because batch norm writes without counting, and other writes may miss the sample.
     """
@@ -325,7 +329,7 @@ def _buffer_mark(buffer: Tensor) -> tuple[int, bytes]:
 
 
 def _separate(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Contiguous copies on the host, of which no two share memory."""
+    """Contiguous copies on the host; no two of them share memory, as safetensors demands."""
     separate: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in state.items():

@@ -1,4 +1,4 @@
-"""The steps that an optimizer without its inner state needs before its steps mean something."""
+"""Counts the steps that an optimizer without its inner state needs to warm up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ RAMP_STEPS_MIN = 20
 def ramp_steps(optimizers: Sequence[Optimizer]) -> int:
     """Steps until the optimizers' empty moments mean something: 1/(1 - beta2), at least 20.
 
-    The largest over the optimizers, 0 if each has its state (or, as plain SGD, keeps none).
+    This is the largest number over the optimizers, and 0 if each has its state, or, as plain SGD,
+    keeps none.
     """
     return max((_ramp_steps(o) for o in optimizers if not o.state and _keeps_state(o)), default=0)
 

@@ -1,4 +1,4 @@
-"""Tokens and losses logged for the coming step, and which of them no step ever used."""
+"""Collects tokens and losses for the coming step, and finds those that no step ever used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Logged:
 
     tokens: int = 0
     loss: Loss | None = None
-    """Weighted by tokens, over those that came with a loss."""
+    """Mean over the tokens that came with a loss."""
     _loss_tokens: int = 0
 
     def add(self, tokens: int, loss: Loss | None) -> None:
@@ -51,18 +51,18 @@ class StepLog:
 
     def __init__(self, skipped: Callable[[int], None]) -> None:
         self._skipped = skipped
-        #: Steps of optimizers, of several each.
+        #: Steps of all optimizers.
         self.steps = 0
-        #: What an optimizer has stepped on, of several not the last one.
+        #: Logged, and used by an optimizer that is not the last one of several.
         self._used = Logged()
-        #: For a step that was withheld; of several optimizers another one may still make it.
+        #: Logged for a step that was withheld; another optimizer may still make it.
         self._withheld = Logged()
         #: Logged before the gradients were last cleared, and since.
         self._before = Logged()
         self._since = Logged()
-        #: A step, or nothing at all, came since the gradients were last cleared.
+        #: A step has come since the gradients were last cleared, or they never were.
         self._stepped = True
-        #: `_before` counts whatever is logged after it.
+        #: `_before` counts, whatever is logged after it.
         self._before_counts = False
 
     def add(self, tokens: int, loss: Loss | None) -> None:
@@ -92,7 +92,7 @@ class StepLog:
         self._withheld.merge(self._gathered())
 
     def take(self) -> Logged:
-        """A step is complete: what it learned from; no tokens if nothing was logged."""
+        """A step is complete: returns all that it learned from; no tokens if nothing was logged."""
         self.stepped()
         taken, self._used = self._used, Logged()
         return taken
@@ -107,7 +107,7 @@ class StepLog:
         self._throw_away(self.take())
 
     def _gathered(self) -> Logged:
-        """What the gradients hold that a step would be made on now; begins anew."""
+        """Takes out all that a step would learn from now; begins anew."""
         if self._since.tokens and not self._before_counts:
             self._before = self._throw_away(self._before)
         gathered = self._before
@@ -117,7 +117,7 @@ class StepLog:
         return gathered
 
     def _throw_away(self, logged: Logged) -> Logged:
-        """Returns an empty one to take its place."""
+        """Counts it as skipped; returns an empty log to take its place."""
         if logged.tokens:
             self._skipped(logged.tokens)
         return Logged()

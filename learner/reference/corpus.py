@@ -1,4 +1,4 @@
-"""Real text that every machine has: Python's own sources, or a folder, as byte tokens.
+"""Reads text that every machine has: Python's own sources, or a folder, as byte tokens.
 
 The files are split by a hash of their *name*, so every machine with the same files gets the same
 train, validation and test text, and a file that changes stays on its side.  `corpus_digest` says
@@ -37,7 +37,7 @@ GENERATED_MODULES = (
 """Beginnings of the names of modules that a script wrote or that belong to one machine."""
 
 TEXT_SUFFIXES = frozenset({".c", ".h", ".js", ".md", ".py", ".rs", ".rst", ".tex", ".txt"})
-"""What counts as text in a folder given by the user."""
+"""Suffixes of the text files in a folder given by the user."""
 
 SECTION_BYTES = 256 << 10
 """Longer files are cut into sections of this size and split by section name: one long book still
@@ -56,7 +56,7 @@ TEST_PERCENT = 5
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text of one run, uint8 of one dimension each, and what it was made of."""
+    """Text of one run, each part uint8 of one dimension, and the files that it was made of."""
 
     train: Bytes
     validation: Bytes
@@ -168,7 +168,7 @@ class Reader:
         part: tuple[int, int] = (1, 1),
         start_batch: int = 0,
     ) -> None:
-        """`start_batch`: batches to pass over; whoever returns to a run goes on, not back."""
+        """`start_batch`: batches to pass over, so that a learner that returns goes on, not back."""
         i, n = part
         if not 1 <= i <= n:
             raise ConfigError("this part does not exist", expected="1 <= i <= n", got=f"{i}/{n}")

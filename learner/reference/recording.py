@@ -1,23 +1,24 @@
-"""Outer gradients of a run, written to a file: real data for benches of the codecs."""
+"""Writes outer gradients of a run to a file: real data for benches of the codecs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
 
-from narrows.learner.transport import Client, ParameterHost
+from narrows.learner.transport import Client, ClientOptions, ParameterHost
 from narrows.proto.codec import F32
 from narrows.proto.fragments import Fragment
 
 RECORDED_ROUND: Final = 50
-"""Of each fragment the outer gradient of this round is kept: the first ones are not typical."""
+"""The round whose outer gradient is kept for each fragment: the first rounds are not typical."""
 
 
 class RecordingHost:
-    """The parameters of a learner, and one outer gradient of each fragment on its way out.
+    """Stands between a learner and its parameters, and keeps one outer gradient per fragment.
 
     The file is a safetensors file with `outer_grad.i`, float32 (n,), and `bounds.i`, int64
     (k + 1,): the bounds of the tensor pieces in fragment i.
@@ -45,6 +46,6 @@ class RecordingHost:
         self._adopted[fragment.index] = values
 
 
-def recording_client(path: Path, *, host: ParameterHost, **options: Any) -> Client:
+def recording_client(path: Path, options: ClientOptions) -> Client:
     """A client whose outer gradients are recorded; for the `connect` of a Learner."""
-    return Client(host=RecordingHost(host, path), **options)
+    return Client(replace(options, host=RecordingHost(options.host, path)))

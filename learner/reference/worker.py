@@ -43,7 +43,7 @@ _log = logging.getLogger("narrows.worker")
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What one learner of the reference model is told; all else comes from the broker."""
+    """Settings of one learner of the reference model; all others come from the broker."""
 
     broker: str
     """Control endpoint, such as tcp://127.0.0.1:7070."""

@@ -1,4 +1,4 @@
-"""What of one fragment is arriving: publications and states, each in chunks. [pure]"""
+"""Collects the chunks of one fragment: publications and states on their way. [pure]"""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ Key: TypeAlias = tuple[msg.DataKind, int]
 """Kind and version."""
 
 AHEAD_MAX = 64
-"""Publications kept while the state below them is still on its way."""
+"""Publications kept while the state below them is still on its way. Without a limit a broker that
+never sends the state would fill the learner's memory."""
 
 
 @dataclass
 class _Transfer:
+    """One publication or state; parts of it may be missing."""
+
     assembly: Assembly
     digest: int
     push_id: int
+    """Newest push of ours that the version holds, as its chunks say; 0: none."""
 
 
 class Arriving:
@@ -38,11 +42,12 @@ class Arriving:
         return key in self._transfers
 
     def add(self, header: msg.Header, handle: int) -> tuple[list[ev.Effect], bool]:
-        """Takes a decoded chunk in; True if it is new, else it is dropped."""
+        """Takes a decoded chunk in; True if it is new. A chunk that is not new is dropped."""
         drop: list[ev.Effect] = [ev.Drop((handle,))]
         key = (header.kind, header.version)
         transfer = self._transfers.get(key)
         effects: list[ev.Effect] = []
+        # Another digest is another history of the broker: chunks of the two must never mix.
         if transfer is None or transfer.digest != header.result_digest:
             effects += [ev.Drop(transfer.assembly.handles)] if transfer else []
             oldest = header.version - AHEAD_MAX
@@ -58,7 +63,7 @@ class Arriving:
             if not is_anew:
                 note = ev.Note("warning", f"fragment {self._fragment.index}: {error}")
                 return [*effects, *drop, note], False
-            # The broker has cut it anew, for messages of another size.
+            # The broker has cut the state anew, for messages of another size.
             effects.append(ev.Drop(transfer.assembly.handles))
             transfer.assembly = Assembly(self._fragment.elements)
             arrival = transfer.assembly.add(*chunk)
@@ -68,7 +73,8 @@ class Arriving:
         return effects, True
 
     def next_complete(self, held: int) -> Key | None:
-        """What can follow version `held` (-1: none): the newest state, or the next publication."""
+        """The transfer that can follow version `held` (-1: none): the newest state, or the next
+        publication. None if neither is complete."""
         complete = [key for key, t in self._transfers.items() if t.assembly.complete]
         states = [v for kind, v in complete if kind is msg.DataKind.STATE and v > held]
         if states:
@@ -77,23 +83,27 @@ class Arriving:
         return following if held >= 0 and following in complete else None
 
     def content(self, key: Key) -> tuple[tuple[int, ...], int]:
-        """Of a transfer: the handles of its chunks, the digest of its result."""
-        return self._transfers[key].assembly.handles, self._transfers[key].digest
+        """The handles of a complete transfer's chunks, and the digest of its result."""
+        transfer = self._transfers[key]
+        assert transfer.assembly.complete, key
+        return transfer.assembly.handles, transfer.digest
 
     def merged_push(self, version: int) -> int:
-        """Id of our push that a version says it holds; 0 for none."""
-        told = (t.push_id for (_, v), t in self._transfers.items() if v == version)
-        return max(told, default=0)
+        """Id of the newest push of ours that a version says it holds; 0 for none."""
+        push_ids = (t.push_id for (_, v), t in self._transfers.items() if v == version)
+        return max(push_ids, default=0)
 
     def missing(self, held: int) -> tuple[Key, Ranges] | None:
-        """What misses of the transfer that was begun and would be applied to version `held`."""
+        """The transfer that has begun and would follow version `held`, with the ranges that it
+        lacks; None if there is no such transfer."""
         for (kind, version), transfer in sorted(self._transfers.items()):
+            assert version > held, "what is not newer was dropped when `held` was applied"
             if kind is msg.DataKind.STATE or version == held + 1:
                 return (kind, version), transfer.assembly.missing()
         return None
 
     def handles(self) -> list[int]:
-        """Payloads that have arrived and are not applied."""
+        """Handles of the payloads that have arrived and are not applied."""
         return [h for transfer in self._transfers.values() for h in transfer.assembly.handles]
 
     def forget(self, unwanted: Callable[[msg.DataKind, int], bool]) -> list[ev.Effect]:
@@ -102,4 +112,5 @@ class Arriving:
         for key in sorted(self._transfers):
             if unwanted(*key):
                 effects.append(ev.Drop(self._transfers.pop(key).assembly.handles))
+        assert not any(unwanted(*key) for key in self._transfers), sorted(self._transfers)
         return effects

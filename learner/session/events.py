@@ -1,4 +1,8 @@
-"""What goes into a learner's session (events) and what comes out of it (effects). [pure]"""
+"""Names the events that a learner's session takes and the effects that it asks for. [pure]
+
+An effect is performed by the shell, in the order in which the session returned them. The shell
+answers some effects with an event: Apply with Applied or ApplyFailed, a Copy only if it failed.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +22,19 @@ from narrows.proto.messages import ControlMessage, DataKind, Epoch, Header, RunS
 
 @dataclass(frozen=True)
 class Received:
+    """A control message of the broker; it is decoded, and not yet believed."""
+
     message: ControlMessage
 
 
 @dataclass(frozen=True)
 class Connected:
-    """There is a new connection for control messages; what was sent before may be lost."""
+    """There is a new control connection; messages sent on the old one may be lost."""
 
 
 @dataclass(frozen=True)
 class ChunkDecoded:
-    """A data message whose payload is checked and decoded; `handle` names the content."""
+    """A data message whose payload is checked and decoded; the shell keeps it as `handle`."""
 
     header: Header
     handle: int
@@ -36,7 +42,7 @@ class ChunkDecoded:
 
 @dataclass(frozen=True)
 class Applied:
-    """A publication or state is applied: the published copy now is `version`."""
+    """A publication or state is applied: the next published copy is ready to be installed."""
 
     fragment: int
     version: int
@@ -45,8 +51,10 @@ class Applied:
 
 @dataclass(frozen=True)
 class ApplyFailed:
-    """The published copy is unchanged: the next one would not have the digest that the broker told,
-    or, with a `reason`, it could not be made here."""
+    """The published copy is unchanged.
+
+    Without a `reason` the next one has not the broker's digest; with one it could not be made here.
+    """
 
     fragment: int
     version: int
@@ -64,9 +72,10 @@ class EncodeFailed:
 
 @dataclass(frozen=True)
 class CopyFailed:
-    """A copy was not made, or only half of it; of version 0 also when it cannot be encoded.
+    """A copy was not made, or only half of it; also: version 0 cannot be encoded.
 
-    Between the effect and this event nobody may stand at a boundary.
+    Between the effect and this event no boundary may be reported, as that would say that all copies
+    are made.
     """
 
     copy: Copy
@@ -87,29 +96,31 @@ class StepTaken:
 
 @dataclass(frozen=True)
 class StepSkipped:
-    """Tokens whose step never happened."""
+    """Tokens were logged, and the step that should have learned from them never happened."""
 
     tokens: int
 
 
 @dataclass(frozen=True)
 class BoundaryReached:
-    """The parameters may be read and written, no step was made (joining, waiting, ending)."""
+    """The parameters may be touched although no step was made: joining, waiting or ending."""
 
 
 @dataclass(frozen=True)
 class Paused:
+    """No boundary will come for a while; the broker is told the reason."""
+
     reason: str
 
 
 @dataclass(frozen=True)
 class Continued:
-    pass
+    """Boundaries come again after a pause."""
 
 
 @dataclass(frozen=True)
 class LoopEnded:
-    """The training loop is over: answer what is in flight, then leave; after `within_s` anyway."""
+    """The training loop is over: leave once nothing is open, after `within_s` seconds anyway."""
 
     within_s: float = math.inf
 
@@ -136,12 +147,14 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True)
 class Send:
+    """Send this control message; a lost one is repeated by the session."""
+
     message: ControlMessage
 
 
 @dataclass(frozen=True)
 class Redial:
-    """Give up all connections, which may only look alive; dial the control port anew."""
+    """Give up all connections, since they may only look alive; dial the control port anew."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +177,7 @@ class Identify:
 
 @dataclass(frozen=True)
 class SendFounding:
-    """Send the parameters of these fragments as version 0; `ranges` empty: all elements."""
+    """Training thread, now: read a fragment as version 0, to be sent; `ranges` empty: all of it."""
 
     fragment: int
     ranges: tuple[tuple[int, int], ...] = ()
@@ -179,11 +192,12 @@ class Apply:
     kind: DataKind
     handles: tuple[int, ...]
     digest: int
+    """The broker's digest; a result with another one is no version."""
 
 
 @dataclass(frozen=True)
 class Install:
-    """The applied result becomes the published copy of this host."""
+    """The result that was applied last becomes the published copy of this host."""
 
     fragment: int
     version: int
@@ -191,7 +205,7 @@ class Install:
 
 @dataclass(frozen=True)
 class Adopt:
-    """Training thread, now: parameters of the fragment := the published copy."""
+    """Training thread, now: the parameters of the fragment take the published copy."""
 
     fragment: int
     version: int
@@ -199,7 +213,7 @@ class Adopt:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Training thread, now: copy the fragment to the host; then encode and push it."""
+    """Training thread, now: copy the fragment, to be encoded and pushed."""
 
     fragment: int
     base_version: int
@@ -216,7 +230,8 @@ class Resend:
 
 @dataclass(frozen=True)
 class SettlePush:
-    """The push is over: stop sending it. `merged` decides which residual stays."""
+    """The push is over: stop sending it. Its residual stays if it was `merged`, else the one from
+    before."""
 
     push_id: int
     merged: bool
@@ -224,14 +239,14 @@ class SettlePush:
 
 @dataclass(frozen=True)
 class Acknowledge:
-    """The broker has received these uplink stream positions."""
+    """The broker has received the uplink streams up to these positions."""
 
     positions: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class SetRate:
-    """What is sent from now on stays below this rate; 0: no limit."""
+    """Send no faster than this from now on; 0: no limit."""
 
     bits_per_s: float
 
@@ -245,11 +260,11 @@ class Fail:
 
 @dataclass(frozen=True)
 class Left:
-    """Bye is sent: the sockets may close."""
+    """The session is over: the sockets may close."""
 
 
 Copy: TypeAlias = Adopt | Snapshot | SendFounding
-"""What only the training thread may do: its parameters are read or written."""
+"""Effects that only the training thread performs, since they read or write the parameters."""
 
 Effect: TypeAlias = (
     Send

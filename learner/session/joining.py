@@ -1,4 +1,4 @@
-"""What keeps a learner from joining: no broker, or data ports that let nothing through. [pure]"""
+"""Says when a join has failed: no broker, or data ports that let nothing through. [pure]"""
 
 from __future__ import annotations
 
@@ -14,30 +14,33 @@ class DataConnection:
 
     port: int
     is_open: bool
-    """Every stream has a connection; up: the broker has subscribed there."""
+    """Every stream has a connection; for the uplink: the broker has subscribed on it."""
     is_due: bool
-    """There is something to be sent, or to be received, now."""
+    """Something waits to be sent, or to be received."""
     progress: int
-    """Changes with every message that gets through."""
+    """Bytes that got through; it changes with every message."""
 
 
 @dataclass(frozen=True)
 class DataConnections:
-    """What a learner with a session sees of its data connections."""
+    """The data connections of a learner that has a session."""
 
     uplink: DataConnection
     downlink: DataConnection
     message_bytes: int
-    """The largest regular message."""
+    """Size of the largest regular message."""
+
+    def __post_init__(self) -> None:
+        assert self.message_bytes > 0, self.message_bytes
 
 
 @dataclass
 class _Direction:
-    """How long nothing has got through. Times in seconds."""
+    """Measures for how long nothing has got through. Times are in seconds."""
 
     name: str
     nothing: str
-    """What does not happen on a connection that stands."""
+    """For the error: the thing that does not happen on a connection that stands."""
     since: float
     has_opened: bool = False
     _progress: int = 0
@@ -54,13 +57,16 @@ class _Direction:
         patience_s = max(timeout_s, message_s) if self.has_opened else timeout_s
         return now - self.since > patience_s
 
-    def told(self, line: DataConnection) -> str:
+    def described(self, line: DataConnection) -> str:
         return f"{line.port} ({self.name}: {self.nothing if self.has_opened else 'no connection'})"
 
 
 @dataclass
 class JoinWatch:
-    """Says when to give up. Waiting for others, with nothing to send or receive, may last."""
+    """Says when to give up.
+
+    To wait for other learners, with nothing to send or to receive, may last as long as it likes.
+    """
 
     broker: str
     timeout_s: float
@@ -73,18 +79,19 @@ class JoinWatch:
         self._begin(self.started_at)
 
     def look(self, path: DataConnections | None, now: float) -> BrokerUnreachable | None:
-        """`path`: None without a session. Returns what to raise, None to wait on."""
+        """Returns the error to raise, None to wait on. `path`: None without a session."""
+        assert now >= self._heard_at, (now, self._heard_at)
         if path is None:
             self._begin(now)
             return self._no_broker() if now - self._heard_at > self.timeout_s else None
         self._heard_at = now
         lines = (path.uplink, path.downlink)
-        # So long it takes on the slowest line that a budget can name.
+        # Seconds for one message on the slowest line that a budget can name.
         message_s = 8 * path.message_bytes / RATE_MIN
         for direction, line in zip(self._directions, lines, strict=True):
             direction.look(line, now)
         stuck = [
-            direction.told(line)
+            direction.described(line)
             for direction, line in zip(self._directions, lines, strict=True)
             if direction.is_stuck(now, self.timeout_s, message_s)
         ]

@@ -1,6 +1,7 @@
-"""The session: joins, answers rounds, adopts versions, survives outages, leaves in order. [pure]
+"""Joins a run, answers rounds, adopts versions, survives outages, leaves in order. [pure]
 
-Events come in with `now`, effects go out in order.
+Events come in with `now`, effects go out in order. Nothing else changes a session, and other
+threads see no more of it than its view.
 """
 
 from __future__ import annotations
@@ -9,45 +10,41 @@ import math
 from collections.abc import Callable, Sequence
 
 from narrows.learner.session import events as ev
-from narrows.learner.session.connection import (
-    WAITS_FOR,
-    Connection,
-    Dialer,
-    Identity,
-    error_of,
-)
-from narrows.learner.session.fragments import Links
+from narrows.learner.session.dialer import WAITS_FOR, Connection, Dialer, error_of
+from narrows.learner.session.fragments import FragmentSessions
+from narrows.learner.session.identity import Identity
 from narrows.learner.session.leaving import Leaving, is_ending
-from narrows.learner.session.ledger import Ledger
-from narrows.learner.session.reporting import Pace, RunTime
+from narrows.learner.session.pace import Pace
+from narrows.learner.session.run_time import RunTime
+from narrows.learner.session.view import SessionView
 from narrows.proto import messages as msg
 from narrows.proto.errors import OF_ONE_MESSAGE, RETRYABLE, Refused
 from narrows.proto.fragments import build_table
-from narrows.proto.schedule import is_lockstep, next_snapshot
+from narrows.proto.schedule import is_lockstep
 from narrows.proto.timing import QUIET_S
 
 
 class Session:
     """The state machine of one learner; lives as long as its process (one incarnation)."""
 
-    def __init__(self, identity: Identity, *, jitter: Callable[[], float]) -> None:
-        """`jitter` returns numbers in [0, 1) that spread retries."""
+    def __init__(
+        self, identity: Identity, *, jitter: Callable[[], float], contribute_after_steps: int = 0
+    ) -> None:
+        """`jitter` returns numbers in [0, 1) that spread retries. `contribute_after_steps`: no
+        contribution before so many own steps (the ramp of a newcomer)."""
         self.identity = identity
         self.run_id = ""
         self.epoch: msg.Epoch = (0, 0, 0)
         self.settings: msg.RunSettings | None = None
         self.phase = msg.Phase.FOUNDING
-        self.links = Links()
-        self.contribute_after_steps = identity.contribute_after_steps
-        self.farewell = Leaving()
+        self.fragments = FragmentSessions()
+        self.leaving = Leaving()
         self.waits_for = "an answer from the broker"
         self._dialer = Dialer(jitter)
-        self._pace = Pace()
+        self._pace = Pace(contribute_after_steps)
         self._run_time = RunTime()
         self._jitter = jitter
         self._paused = ""
-
-    # The three methods of a state machine.
 
     def handle(self, event: ev.Event, *, now: float) -> list[ev.Effect]:
         """Takes one event in; returns what is to be done, in order."""
@@ -60,22 +57,22 @@ class Session:
             case ev.ChunkDecoded(header, handle):
                 effects = self._chunk(header, handle, now)
             case ev.Applied(fragment, version, digest):
-                effects = self.links.applied(fragment, version, digest)
+                effects = self.fragments.applied(fragment, version, digest)
             case ev.ApplyFailed():
-                effects = self.links.apply_failed(event)
+                effects = self.fragments.apply_failed(event)
             case ev.EncodeFailed(push_id, reason):
-                effects = self.links.encode_failed(push_id, reason, now)
+                effects = self.fragments.encode_failed(push_id, reason, now)
             case ev.CopyFailed(copy, reason):
-                self.farewell.copying = False
-                effects = self.links.copy_failed(copy, reason, now)
+                self.leaving.copying = False
+                effects = self.fragments.copy_failed(copy, reason, now)
             case ev.StepTaken(tokens, loss, at_boundary):
                 self._pace.step(loss, now)
-                self.ledger.step(tokens)
-                if self.steps == self.contribute_after_steps:
-                    self.links.answer_again()
+                self.fragments.ledger.step(tokens)
+                if self._pace.steps == self._pace.contribute_after_steps:
+                    self.fragments.answer_again()
                 effects = self._boundary() if at_boundary else []
             case ev.StepSkipped(tokens):
-                self.ledger.skip(tokens)
+                self.fragments.ledger.skip(tokens)
             case ev.BoundaryReached():
                 effects = self._boundary()
             case ev.Paused(reason):
@@ -83,87 +80,88 @@ class Session:
                 self._pace.pause()
             case ev.Continued():
                 self._paused = ""
-                self.links.answer_again()
+                self.fragments.answer_again()
             case ev.LoopEnded(within_s):
-                self.farewell.ask(within_s, now)
+                self.leaving.ask(within_s, now)
             case ev.Connected():
                 self._dialer.connected(now)
             case ev.DeadlineReached():
                 effects = self._look_for_broker(now)
         effects += self._advance(now)
-        self.farewell.note(effects, now)
+        self.leaving.note(effects, now)
+        at_boundary = isinstance(event, ev.StepTaken | ev.BoundaryReached)
+        assert at_boundary or not any(isinstance(effect, ev.Copy) for effect in effects), event
         return effects
 
     def next_deadline(self) -> float | None:
-        """When `handle(DeadlineReached())` is due if nothing else happens."""
+        """Time at which `handle(DeadlineReached())` is due if nothing else happens."""
         deadline = self._dialer.next_deadline()
         if deadline is None or not self.online:
             return deadline
-        checks = [link.check_at for link in self.links.fetching()]
-        return min(deadline, self._pace.report_at(), self.links.retry_at, *checks)
+        checks = [each.check_at for each in self.fragments.fetching()]
+        return min(deadline, self._pace.report_at(), self.fragments.retry_at, *checks)
 
     def check(self) -> None:
         """Asserts every invariant; cheap enough for every event of a test."""
-        self.links.check()
+        self.fragments.check()
+        assert not self.online or self.settings is not None, "a session begins with its settings"
+        assert not (self._dialer.closed and self.fragments.pushing), "it is over, a push is open"
+        assert not self.leaving.final or self.connection is Connection.LEFT, self.connection
 
-    # What the shell and the training loop ask.
+    def view(self) -> SessionView:
+        """The session as other threads may see it; make it anew after every event."""
+        return SessionView(
+            connection=self.connection,
+            run_id=self.run_id,
+            settings=self.settings,
+            phase=self.phase,
+            table=self.fragments.table,
+            adopted=self.fragments.adopted,
+            held=self.fragments.held,
+            ready=self.fragments.ready,
+            steps=self._pace.steps,
+            tokens=self.fragments.ledger.learned,
+            run_time=self._run_time,
+            waits_from=self._waits_from(),
+            waits_for=self._waits_for(),
+            wants_boundary=self._wants_boundary(),
+            next_deadline=self.next_deadline(),
+            not_admitted=self._dialer.not_admitted,
+            final=self.leaving.final,
+            lacks=self.leaving.lacks,
+        )
 
     @property
     def connection(self) -> Connection:
         return self._dialer.connection
 
     @property
-    def not_admitted(self) -> Refused | None:
-        """Why the broker does not admit this learner for now."""
-        return self._dialer.not_admitted
-
-    @property
     def online(self) -> bool:
+        """The broker has admitted the learner and was heard lately."""
         return self.connection is Connection.JOINED
-
-    @property
-    def ledger(self) -> Ledger:
-        return self.links.ledger
-
-    @property
-    def steps(self) -> int:
-        return self._pace.steps
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the steps that happened."""
-        return self.ledger.logged - self.ledger.skipped
-
-    @property
-    def ready(self) -> bool:
-        """Every fragment has been adopted at least once."""
-        return self.links.ready
 
     @property
     def should_stop(self) -> bool:
         """The goal is reached: no further inner step counts."""
         return is_ending(self.phase)
 
-    @property
-    def wants_boundary(self) -> bool:
-        """There may be something to do at the next boundary; until then steps only count."""
+    def _wants_boundary(self) -> bool:
         lockstep = self.settings is not None and is_lockstep(self.settings)
-        return lockstep or self._dialer.closed or self.links.wants_boundary
+        return lockstep or self._dialer.closed or self.fragments.wants_boundary
 
-    def must_wait(self, now: float) -> bool:
-        """True while the training loop may not go on: lockstep modes, or offline for too long."""
+    def _waits_from(self) -> float:
+        """Time from which the training loop must wait; -inf: in any case, inf: never."""
         settings = self.settings
         if settings is None or self.should_stop or self._dialer.closed:
-            return False
+            return math.inf
         if is_lockstep(settings):
-            due = next_snapshot(settings, self.links.adopted)
-            return self._pace.run_step >= due + settings.overlap_steps
-        return 0 < settings.max_offline_s < self._dialer.silent_s(now)
+            return -math.inf if self._pace.is_ahead(settings, self.fragments.adopted) else math.inf
+        return self._dialer.offline_from(settings.max_offline_s)
 
-    def run_tokens(self, now: float) -> float:
-        """The run's clock, extrapolated; monotone but for broker restarts."""
-        goal = self.settings.goal_tokens if self.settings else 0
-        return min(self._run_time.tokens(now), goal or math.inf)
+    def _waits_for(self) -> str:
+        if self.leaving.asked and self.online:
+            return self.leaving.waits_for(self.phase, self.fragments)
+        return self.waits_for
 
     # Messages.
 
@@ -177,7 +175,7 @@ class Session:
         self._dialer.heard(message, now)
         match message:
             case msg.Welcome():
-                return self._welcome(message, now)
+                return self._welcomed(message, now)
             case msg.Refuse():
                 return self._refused(message, now)
             case msg.Probe(nonce):
@@ -198,10 +196,12 @@ class Session:
                 note = f"unexpected {type(message).__name__} from the broker"
         return [ev.Note("warning", note)]
 
-    def _welcome(self, welcome: msg.Welcome, now: float) -> list[ev.Effect]:
+    def _welcomed(self, welcome: msg.Welcome, now: float) -> list[ev.Effect]:
         first = self.settings is None
         if first:
-            self.links = Links(build_table(self.identity.layout, welcome.settings.fragment_count))
+            self.fragments = FragmentSessions(
+                build_table(self.identity.layout, welcome.settings.fragment_count)
+            )
         elif self.settings and welcome.settings.fragment_count != self.settings.fragment_count:
             counts = welcome.settings.fragment_count, self.settings.fragment_count
             return self._fail(self._dialer.other_count(*counts))
@@ -216,48 +216,50 @@ class Session:
         self._dialer.joined(now)
         ports = (welcome.uplink_port, welcome.downlink_port)
         effects.append(ev.Identify(self.run_id, self.epoch))
-        effects.append(ev.OpenStreams(welcome.settings, self.links.table, *ports))
-        compare = restarted and not first
-        effects += self.links.welcomed(welcome.fragments, restarted=compare, now=now)
+        effects.append(ev.OpenStreams(welcome.settings, self.fragments.table, *ports))
+        effects += self.fragments.welcomed(welcome.fragments, restarted=restarted, now=now)
         self.waits_for = WAITS_FOR[welcome.role]
         if welcome.role is msg.Role.FOUND:
-            self.links.found_all(self.epoch)
+            self.fragments.found_all(self.epoch)
         if restarted:
             self._run_time = RunTime()
+        assert self.online and self.epoch == welcome.epoch, (self.connection, self.epoch)
         return effects + self._run_state(welcome, [h.version for h in welcome.fragments], now)
 
     def _run_state(
-        self, told: msg.Welcome | msg.Beat, versions: Sequence[int], now: float
+        self, news: msg.Welcome | msg.Beat, versions: Sequence[int], now: float
     ) -> list[ev.Effect]:
-        self.phase = told.phase
-        self._run_time.tell(told.run_tokens, told.tokens_per_s, now)
-        self.links.tell(told.rounds, versions, now)
-        changed = self._pace.keep_rate(told.up_bits_per_s)
-        return [ev.SetRate(told.up_bits_per_s)] if changed else []
+        """Takes over the state of the run that a Welcome and a Beat both carry."""
+        self.phase = news.phase
+        self._run_time = self._run_time.updated(news.run_tokens, news.tokens_per_s, now)
+        self.fragments.note_newest(news.rounds, versions, now)
+        changed = self._pace.keep_rate(news.up_bits_per_s)
+        return [ev.SetRate(news.up_bits_per_s)] if changed else []
 
     def _refused(self, refuse: msg.Refuse, now: float) -> list[ev.Effect]:
         if refuse.push_id:
-            return self.links.refused(refuse, now)
+            return self.fragments.refused(refuse, now)
         if refuse.code in OF_ONE_MESSAGE and self.settings is not None:
             return [ev.Note("warning", f"a message of ours was refused: {refuse.message}")]
         if refuse.code in RETRYABLE:
             self._rejoin(now)
-            news = self._dialer.not_yet(refuse)
-            return [ev.Note("warning", news)] if news else []
+            line = self._dialer.not_yet(refuse)
+            return [ev.Note("warning", line)] if line else []
         return self._fail(error_of(refuse))
 
     def _fail(self, error: Refused) -> list[ev.Effect]:
-        self._dialer.connection = Connection.REFUSED
-        return [*self.links.close(), ev.Fail(error)]
+        self._dialer.close(Connection.REFUSED)
+        return [*self.fragments.close(), ev.Fail(error)]
 
     def _missing(self, missing: msg.Missing) -> list[ev.Effect]:
-        if missing.kind is msg.DataKind.FOUND and missing.fragment < len(self.links):
-            self.links.to_found.setdefault(missing.fragment, missing.ranges)
+        if missing.kind is msg.DataKind.FOUND and missing.fragment < len(self.fragments):
+            self.fragments.found_again(missing.fragment, missing.ranges)
             return []
-        if (link := self.links.pushed(missing.push_id)) is None or link.push is None:
+        fragment = self.fragments.pushed(missing.push_id)
+        if fragment is None or fragment.push is None:
             return []
         # The announcement may be what is missing: with all chunks there, no range is.
-        return [ev.Send(link.push.announced), ev.Resend(missing.push_id, missing.ranges)]
+        return [ev.Send(fragment.push.announced), ev.Resend(missing.push_id, missing.ranges)]
 
     def _chunk(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
         known = (
@@ -265,86 +267,83 @@ class Session:
             and (header.run_id, header.epoch) == (self.run_id, self.epoch)
             and header.incarnation == self.identity.incarnation
             and header.kind in (msg.DataKind.PUBLICATION, msg.DataKind.STATE)
-            and header.fragment < len(self.links)
+            and header.fragment < len(self.fragments)
         )
         if not known:
             return [ev.Drop((handle,))]
-        self._dialer.heard_at = now
-        if header.stream < len(self._pace.received):
-            self._pace.received[header.stream] = header.position
-        return self.links[header.fragment].take(header, handle)
+        self._dialer.heard_data(now)
+        self._pace.note_position(header.stream, header.position)
+        return self.fragments[header.fragment].take(header, handle)
 
     # The training loop.
 
     def _boundary(self) -> list[ev.Effect]:
         """The parameters may be touched: adopt what is new, then answer the open rounds."""
-        rolled_back = any(link.fallen_back and link.fresh for link in self.links)
-        was_ready = self.ready
-        effects = self.links.adopt(final=self.farewell.asked and self.phase is msg.Phase.ENDED)
-        self.farewell.copying = bool(effects)  # Who stands here again has made all copies.
-        if self.ready and not was_ready and not any(self.links.adopted):
-            self.contribute_after_steps = 0  # Everybody starts here: nobody warms up.
-        if effects and self.ready and self.settings is not None:
-            self._pace.realign(self.settings, self.links.adopted, rolled_back=rolled_back)
-        effects += self.links.found()
-        if self._warming or not self.online or self._paused:
+        rolled_back = any(each.fallen_back and each.fresh for each in self.fragments)
+        was_ready = self.fragments.ready
+        effects = self.fragments.adopt(final=self.leaving.asked and self.phase is msg.Phase.ENDED)
+        # A training thread that is at a boundary again has made all the copies of the last one.
+        self.leaving.copying = bool(effects)
+        if self.fragments.ready and not was_ready and not any(self.fragments.adopted):
+            self._pace.contribute_after_steps = 0  # Everybody starts here: nobody warms up.
+        if effects and self.fragments.ready and self.settings is not None:
+            self._pace.realign(self.settings, self.fragments.adopted, rolled_back=rolled_back)
+        effects += self.fragments.send_founding()
+        if self._pace.warming(self.settings) or not self.online or self._paused:
             return effects
-        last = self.farewell.asked or self.should_stop
-        return effects + self.links.snapshot(self._pace.run_step, any_step=last)
-
-    @property
-    def _warming(self) -> str:
-        """Why a newcomer does not contribute yet; in the lockstep modes everybody must."""
-        lockstep = self.settings is not None and is_lockstep(self.settings)
-        if lockstep or self.steps >= self.contribute_after_steps:
-            return ""
-        return f"warming up, {self.steps} of {self.contribute_after_steps} steps"
+        last = self.leaving.asked or self.should_stop
+        return effects + self.fragments.snapshot(self._pace.run_step, any_step=last)
 
     def _look_for_broker(self, now: float) -> list[ev.Effect]:
-        """Here only: before any other event the broker's messages may lie unread in a socket."""
+        """Looks whether the broker is gone. Only at a deadline: before any other event its messages
+        may lie unread in a socket."""
         if not self._dialer.is_quiet(now):
             return []
         self._rejoin(now)
         quiet = f"nothing heard from the broker for {QUIET_S:.0f} s"
         return [ev.Note("warning", f"{quiet}; joining again")]
 
-    # What every event may have made possible.
+    # After every event.
 
     def _advance(self, now: float) -> list[ev.Effect]:
+        """Does all that the event, or the time, has made possible."""
         effects: list[ev.Effect] = []
         silent_s = None if self.online else self._dialer.silent_s(now)
-        if self._dialer.closed or self.farewell.may_go(self.phase, self.links, silent_s, now):
+        if self._dialer.closed or self.leaving.may_go(self.phase, self.fragments, silent_s, now):
             return effects + self._bye(now)
         if self._dialer.hello_due(now):
             effects += self._dialer.redial(self.identity, now)
-            told = (self.run_id, self.epoch, self.steps, self.tokens, self.links.held)
-            effects.append(ev.Send(self.identity.hello(*told)))
+            counts = self._pace.steps, self.fragments.ledger.learned
+            hello = self.identity.hello(self.run_id, self.epoch, *counts, self.fragments.held)
+            effects.append(ev.Send(hello))
         if not self.online:
             return effects
-        self.links.retry(now)
-        effects += [e for link in self.links.fetching() for e in link.ask(now, self._jitter())]
-        stopped = self.farewell.asked or self.should_stop
-        effects += self.links.decline(self._warming or self._paused, stopped=stopped)
+        self.fragments.retry(now)
+        for fragment in self.fragments.fetching():
+            effects += fragment.ask(now, self._jitter())
+        stopped = self.leaving.asked or self.should_stop
+        reason = self._pace.warming(self.settings) or self._paused
+        effects += self.fragments.decline(reason, stopped=stopped)
         if now >= self._pace.report_at():
             effects.append(self._report(now))
         return effects
 
     def _report(self, now: float) -> ev.Effect:
-        return ev.Send(self._pace.report(self.tokens, self.ledger.total(), now))
+        ledger = self.fragments.ledger
+        return ev.Send(self._pace.report(ledger.learned, ledger.total(), now))
 
     def _rejoin(self, now: float) -> None:
         """The session is gone; training goes on, and so do the Hellos."""
         if self.online:
             self._dialer.lose(now)
             self.waits_for = "the broker to come back"
-
-    # The end.
+        assert not self.online
 
     def _bye(self, now: float) -> list[ev.Effect]:
         if self._dialer.closed:
             return []
-        effects = [*self.farewell.go(self.phase, self.links), *self.links.close()]
+        effects = [*self.leaving.go(self.phase, self.fragments), *self.fragments.close()]
         if self.online:
-            effects += [self._report(now), ev.Send(msg.Bye(self.farewell.reason(self.phase)))]
-        self._dialer.connection = Connection.LEFT
+            effects += [self._report(now), ev.Send(msg.Bye(self.leaving.reason(self.phase)))]
+        self._dialer.close(Connection.LEFT)
         return [*effects, ev.Left()]

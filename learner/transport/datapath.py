@@ -1,4 +1,4 @@
-"""The learner's data path: published copies, chunks, pushes, the outbox. No decisions.
+"""Encodes, decodes and keeps the data of a learner: copies, chunks, pushes. No decisions.
 
 Called on the background thread, which alone changes `published`; slow work runs on a pool and
 reports through `post`, which hands an event to the background thread.
@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from narrows.learner.module import DeviceSnapshot
 from narrows.learner.session import events as ev
+from narrows.learner.transport.options import ClientOptions
 from narrows.learner.transport.push import PushWork, Residuals, encode_push
 from narrows.learner.transport.sockets import LearnerSockets
 from narrows.proto import messages as msg
@@ -44,13 +44,13 @@ from narrows.proto.shell import EventFile, raising
 from narrows.proto.terms import Ranges
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
-"""Passes by itself, and says nothing about what could not be done."""
+"""Errors that pass by themselves: the same work may succeed later, so it is tried again."""
 
 _log = logging.getLogger("narrows.learner")
 
 
 def reason_of(error: BaseException) -> str:
-    """An error as the broker and the log are told it; its kind comes first, before a colon."""
+    """The text of an error for the broker and the log. Its kind comes first, before a colon."""
     text = str(error) if isinstance(error, NarrowsError) else f"{type(error).__name__}: {error}"
     return text.removesuffix(": ")[:500]
 
@@ -76,24 +76,21 @@ class DataCounters:
 
 
 class DataPath:
-    """All that one learner sends, receives and holds, by fragment."""
+    """The data of one learner by fragment: received, held, and on its way out."""
 
     def __init__(
         self,
         wires: LearnerSockets,
+        options: ClientOptions,
         *,
-        name: str,
-        incarnation: str,
-        layout: Sequence[msg.LayoutEntry],
         post: Callable[[Callable[[], ev.Event | None]], None],
-        records: Path | None,
     ) -> None:
         self._wires = wires
-        self._name, self._layout = name, layout
+        self._name, self._layout = options.name, options.layout
         self._post = post
-        self._records = EventFile(records, _log) if records else None
+        self._records = EventFile(options.events, _log) if options.events else None
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="narrows-codec")
-        self.sender = Sender(name, incarnation, topic=lambda _: UPLINK_TOPIC)
+        self.sender = Sender(options.name, options.incarnation, topic=lambda _: UPLINK_TOPIC)
         self.counters = DataCounters()
         self.table: tuple[Fragment, ...] = ()
         self.settings: msg.RunSettings | None = None
@@ -131,7 +128,7 @@ class DataPath:
         self._pool.submit(guarded)
 
     def _trace(self, error: Exception) -> None:
-        """Logs where an error came from, unless it is a usual one or was seen before."""
+        """Logs the traceback of an error, unless it is a usual one or was seen before."""
         usual = isinstance(error, (NarrowsError, *OUT_OF_MEMORY)) or type(error) in self._seen
         self._seen.add(type(error))
         _log.log(logging.DEBUG if usual else logging.ERROR, "in a worker:", exc_info=error)
@@ -165,16 +162,16 @@ class DataPath:
             raise RemoteProtocolError(
                 ErrorCode.BAD_FRAGMENT, "data message", got=f"fragment {header.fragment}"
             )
-        part = self.table[header.fragment]
-        if header.offset + header.count > part.elements:
+        fragment = self.table[header.fragment]
+        if header.offset + header.count > fragment.elements:
             raise RemoteProtocolError(
                 ErrorCode.BAD_RANGE,
                 f"data message for fragment {header.fragment}",
-                expected=f"within 0..{part.elements}",
+                expected=f"within 0..{fragment.elements}",
                 got=f"{header.offset}+{header.count}",
             )
-        state = header.kind is msg.DataKind.STATE
-        codecs = codecs_of(STATE_CODEC if state else self.settings.publish_codec)
+        is_state = header.kind is msg.DataKind.STATE
+        codecs = codecs_of(STATE_CODEC if is_state else self.settings.publish_codec)
         if header.codec not in codecs:
             raise RemoteProtocolError(
                 ErrorCode.UNKNOWN_CODEC,
@@ -182,11 +179,11 @@ class DataPath:
                 expected=" or ".join(sorted(codecs)),
                 got=header.codec,
             )
-        chunk = decode_chunk(part, header.codec, header.offset, header.count, payload)
+        chunk = decode_chunk(fragment, header.codec, header.offset, header.count, payload)
         size_bytes = sum(map(len, frames))
         self.counters.data_down_bytes += size_bytes
         self.sender.received(size_bytes, time.monotonic())
-        if not state:
+        if not is_state:
             self.counters.publication_bytes += size_bytes
             self.counters.publication_elements += header.count
         self._handle += 1
@@ -194,30 +191,33 @@ class DataPath:
         return ev.ChunkDecoded(header, self._handle)
 
     def drop(self, handles: Sequence[int]) -> None:
+        """Lets go of chunks; those that are gone already are passed over."""
         for handle in handles:
             self._chunks.pop(handle, None)
 
     def apply(self, effect: ev.Apply) -> None:
-        """Makes the next published copy on the pool and checks its digest."""
-        part = self.table[effect.fragment]
+        """Makes the next published copy on the pool and compares its digest with the broker's."""
+        fragment = self.table[effect.fragment]
         chunks = [self._chunks[handle] for handle in effect.handles]
         base = None
         if effect.kind is msg.DataKind.PUBLICATION:
             base = self.published[effect.fragment]
-        told = (effect.fragment, effect.version, effect.digest)
         self._submit(
-            lambda: self._apply(effect, part, chunks, base),
-            lambda reason: ev.ApplyFailed(*told, reason),
+            lambda: self._apply(effect, fragment, chunks, base),
+            lambda reason: ev.ApplyFailed(effect.fragment, effect.version, effect.digest, reason),
         )
 
     def _apply(
         self,
         effect: ev.Apply,
-        part: Fragment,
+        fragment: Fragment,
         chunks: list[tuple[int, DecodedChunk]],
         base: F32 | None,
     ) -> None:
-        values = values_of(part, chunks) if base is None else advance_copy(part, base, chunks)
+        if base is None:
+            values = values_of(fragment, chunks)
+        else:
+            values = advance_copy(fragment, base, chunks)
         digest = digest_of(values)
 
         def applied() -> ev.Event:

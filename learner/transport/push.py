@@ -1,4 +1,4 @@
-"""Pushes from snapshot to settled: outer gradient, residual, chunks kept for repair."""
+"""Encodes pushes: outer gradient, residual, and chunks that are kept for repair."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from narrows.proto.fragments import Fragment
 from narrows.proto.messages import DataKind, LayoutEntry, RunSettings
 
 Residual: TypeAlias = F32 | Tensor
-"""(n,), where the push was encoded."""
+"""Shape (n,); in the memory where the push was encoded."""
 
 
 @dataclass
@@ -28,16 +28,17 @@ class PushWork:
     fragment: Fragment
     base_version: int
     base: F32
-    """What the learner adopted, as published."""
+    """The published copy that the learner adopted."""
     local: F32 | DeviceSnapshot
     """The snapshot; one on a device has a base of its own."""
     residual: Residual | None
-    """What earlier pushes did not send; comes back if this push is not merged."""
+    """Rest of the outer gradient that earlier pushes did not send. It counts again if this push is
+    not merged."""
     codec: str
     rho: float
     """Codec and quantisation step of this push."""
     next_residual: Residual | None = None
-    """What this push does not send; true up to the last chunk that is ready."""
+    """Rest that this push does not send; valid up to the last chunk that is ready."""
     chunks: list[EncodedChunk] = field(default_factory=list[EncodedChunk])
     settled: bool = False
 
@@ -63,13 +64,13 @@ class PushWork:
 
     @property
     def bits_per_param(self) -> float:
-        """On the wire, once, headers left out; known when all chunks are made."""
+        """Bits on the wire without headers and repairs; known when all chunks are made."""
         return 8 * sum(len(chunk.payload) for chunk in self.chunks) / self.fragment.elements
 
 
 @dataclass
 class Residuals:
-    """Error feedback, two-phase: a push's residual counts only once the push is merged."""
+    """Error feedback in two phases: the residual of a push counts only once the push is merged."""
 
     enabled: bool
     _by_fragment: dict[int, Residual] = field(default_factory=dict[int, "Residual"])

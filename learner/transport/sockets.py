@@ -1,4 +1,4 @@
-"""A learner's sockets: one DEALER for control, S publishers up, S subscribers down."""
+"""Owns a learner's sockets: a DEALER for control, S publishers up, S subscribers down."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from narrows.proto.frames import downlink_topic
 from narrows.proto.shell import WakePipe
 
 FRAMES_PER_TURN = 64
-"""Messages read from one socket before the others get their turn."""
+"""Messages read from one socket before the others get their turn. Without a limit a fast downlink
+would keep the control messages, and thus the acknowledgements, waiting."""
 
 Socket = zmq.Socket[bytes]
 
 
 @dataclass
 class LearnerSockets:
-    """All sockets, for use by one thread; `wake` may be called by any."""
+    """All sockets of one learner. One thread uses them; any thread may call `wake`."""
 
     broker: str
     incarnation: str
@@ -33,12 +34,12 @@ class LearnerSockets:
     _listeners: list[int] = field(default_factory=list[int])
     """Subscriptions per uplink stream: without one a message would be dropped silently."""
     _monitors: dict[Socket, Socket] = field(default_factory=dict[Socket, Socket])
-    """What tells of new connections, and of which socket."""
+    """The watched socket by the socket that reports its connections."""
     _unconnected: set[Socket] = field(default_factory=set[Socket])
     """Downlinks that have never been connected."""
     _reconnected: set[int] = field(default_factory=set[int])
     ports: tuple[int, int] = (0, 0)
-    """Of uplink and downlink, once the streams are open."""
+    """Ports of uplink and downlink, once the streams are open."""
 
     def __post_init__(self) -> None:
         self._address = parse_address(self.broker)
@@ -56,14 +57,16 @@ class LearnerSockets:
         return bool(self._downlinks) and not self._unconnected
 
     def redial(self) -> None:
-        """Gives the control connection up for a new one, and has the next Welcome do the same with
-        the data's: what has made the one look alive only may have met them as well."""
+        """Replaces the control connection; the next Welcome then replaces the data connections.
+
+        Whatever made the control connection look alive may have met those as well.
+        """
         self._drop(self._control, linger=0)
         self._open_control()
         self.ports = (0, 0)
 
     def open_streams(self, streams: int, uplink_port: int, downlink_port: int) -> None:
-        """Connects the data sockets; the same ones again change nothing."""
+        """Connects the data sockets. The same streams and ports again change nothing."""
         if (self.ports, len(self._uplinks)) == ((uplink_port, downlink_port), streams):
             return
         for socket in (*self._uplinks, *self._downlinks):
@@ -72,8 +75,7 @@ class LearnerSockets:
         self._listeners = [0] * streams
         self._uplinks = [self._make(zmq.XPUB, socket_options.XPUB) for _ in range(streams)]
         downlinks = [self._make(zmq.SUB, socket_options.DATA) for _ in range(streams)]
-        self._unconnected = set(downlinks)  # First: the training thread may look at any time.
-        self._downlinks = downlinks
+        self._unconnected, self._downlinks = set(downlinks), downlinks
         for socket in self._uplinks:
             self._connect(socket, uplink_port)
         for stream, socket in enumerate(self._downlinks):
@@ -104,6 +106,7 @@ class LearnerSockets:
                 self._read_subscriptions(stream, socket)
 
     def wake(self) -> None:
+        """Ends the `wait` of the thread that uses the sockets; never blocks."""
         self._wake.wake()
 
     def has_connected(self) -> bool:
@@ -114,6 +117,7 @@ class LearnerSockets:
         return True
 
     def receive_control(self) -> Iterator[bytes]:
+        """Control messages that have arrived, at most FRAMES_PER_TURN."""
         for _ in range(FRAMES_PER_TURN if self._control in self._ready else 0):
             try:
                 frames = self._control.recv_multipart(zmq.NOBLOCK)
@@ -123,6 +127,7 @@ class LearnerSockets:
             yield frames[0]
 
     def receive_data(self) -> Iterator[list[bytes]]:
+        """Data messages that have arrived, at most FRAMES_PER_TURN of each stream."""
         for socket in self._downlinks:
             for _ in range(FRAMES_PER_TURN if socket in self._ready else 0):
                 try:
@@ -144,6 +149,7 @@ class LearnerSockets:
         self._uplinks[stream].send_multipart(frames, zmq.NOBLOCK, copy=False)
 
     def close(self) -> None:
+        """Closes all; messages that were sent already get the linger time of their socket."""
         for socket in (self._control, *self._uplinks, *self._downlinks):
             self._drop(socket)
         self._context.term()
@@ -156,7 +162,7 @@ class LearnerSockets:
         self._connect(self._control, self._address.port)
 
     def _watch(self, socket: Socket) -> None:
-        """Before it connects, or the event of a quick handshake would be missed."""
+        """Call it before the socket connects, or the event of a quick handshake is missed."""
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._monitors[monitor] = socket
         self._poller.register(monitor, zmq.POLLIN)

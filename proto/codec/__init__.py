@@ -1,4 +1,11 @@
-"""Values to bytes and back: quantisation, kernels, entropy coders. [pure]"""
+"""Values to bytes and back: quantisation, kernels, entropy coders. [pure]
+
+`transfer` (encode_push, encode_step, decode_chunk and its kin) codes a whole fragment in chunks;
+`codec` gives one coding by its name; `BitControl` chooses codec and step for a bit rate. `F32` and
+its kin are the array types of the whole project. `kernel` compiles a strict loop, for merging too.
+Decoders trust nothing in a payload: peers wrote it. Encoders give the same bits on every machine,
+because both ends must hold the same published copy.
+"""
 
 from narrows.proto.codec import blosc2_chunk, codecs, transfer
 from narrows.proto.codec.bfloat16 import round_to_dtype

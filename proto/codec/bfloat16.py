@@ -10,7 +10,7 @@ from narrows.proto.messages import DtypeName
 
 
 def round_to_dtype(values: F32, dtype: DtypeName, out: F32) -> None:
-    """out (n,) = values rounded to `dtype` and back, half to even: what a parameter would hold.
+    """out (n,) = values rounded to `dtype` and back, half to even, as a parameter would hold them.
 
     Values beyond the range become infinite, as in every such cast. May be in place.
     """
@@ -18,6 +18,7 @@ def round_to_dtype(values: F32, dtype: DtypeName, out: F32) -> None:
     if dtype == "bfloat16":
         kernels.round_bfloat16(read_only(values.view(np.uint32)), out.view(np.uint32))
     elif dtype == "float16":
+        # An overflow is the documented result here; numpy would warn of it.
         with np.errstate(over="ignore"):
             out[:] = values.astype(np.float16)
     else:

@@ -1,4 +1,4 @@
-"""Rate control: the quantisation step that takes the bits that were asked for. [pure]
+"""Rate control: chooses the quantisation step that yields the bits asked for. [pure]
 
 The entropy of a quantised value falls by one bit each time the step doubles, whatever the data's
 distribution, as long as the step is small. So the step follows the target in the logarithm. The
@@ -14,31 +14,34 @@ from typing import Final
 from narrows.proto.codec.codecs import codec_names
 
 AUTO: Final = "auto"
-"""The setting that is no codec: a bit rate decides, push by push."""
+"""The setting that names no codec: a bit rate decides, push by push."""
 
 FINE, COARSE = "int8-zstd", "int4-zstd"
 
 GAUSSIAN_BITS: Final = 0.5 * math.log2(2 * math.pi * math.e)
-"""Entropy of Gaussian data at a step of one rms, for small steps: where the search begins."""
+"""Entropy in bits of Gaussian data at a step of one rms, for small steps. The search begins
+there."""
 
 GAIN: Final = 0.5
-"""Share of the error that one observation corrects: half, so that noise does not swing it."""
+"""Share of the error that one observation corrects. Half, so that noise does not make the step
+swing."""
 
 RHO_MIN, RHO_MAX = 1 / 64, 4.0
-"""Below, int8 is full; above, hardly anything is sent."""
+"""Below the smallest step int8 has no codes left; above the largest hardly any value is sent."""
 
 CLIPPED_FROM: Final = 1.5
-"""From this ratio of the error to what the steps explain on, much of it is what was cut off."""
+"""Ratio of the error to the part that the steps explain, from which on clipping causes much of
+it."""
 
 BACK_OFF: Final = 1.25
-"""Factor of the step where even int8 cuts off too much."""
+"""Factor by which the step grows where even int8 clips too much."""
 
 SINK: Final = 0.99
-"""Of the floor that this makes, per exchange."""
+"""Factor of the floor per exchange: it sinks slowly, so that a smaller step is tried again."""
 
 FINE_BELOW, COARSE_ABOVE = 0.40, 0.48
-"""int4 cuts off what exceeds 7 steps, too much below 0.4; two bounds, so that it does not
-alternate."""
+"""Steps at which the codec changes. int4 clips values beyond 7 steps, which is too many of them
+below a step of 0.4. Two bounds, so that the codec does not alternate."""
 
 
 @dataclass
@@ -50,17 +53,18 @@ class BitControl:
     target_bits: float | None
     """Bits per parameter on the wire; None: codec and step are fixed."""
     is_wide: bool = False
-    """int4 has cut off too much of this fragment: its values vary too much for it."""
+    """True once int4 has clipped too much of this fragment: its values vary too widely."""
     rho_floor: float = RHO_MIN
-    """Below, even int8 has cut off too much. It sinks slowly, so that it is tried again."""
+    """Smallest step: below it even int8 has clipped too much."""
 
     def observe(self, bits_per_param: float, error_ratio: float) -> None:
-        """An exchange has taken so many bits: the next one takes more nearly the target.
+        """Takes in the bits of an exchange, so that the next one comes closer to the target.
 
-        `error_ratio` is transfer.error_ratio. Where most of the error is what was cut off, a
-        smaller step takes fewer bits and loses more: the codec with the wider range comes first,
-        and then a larger step.
+        `error_ratio` is transfer.error_ratio. Where clipping causes most of the error, a smaller
+        step takes fewer bits and loses more, so the usual correction would run away. Then the
+        codec with the wider range comes first, and after it a larger step.
         """
+        assert bits_per_param >= 0 and error_ratio >= 0, (bits_per_param, error_ratio)
         if self.target_bits is None:
             return
         self.rho_floor *= SINK
@@ -72,12 +76,12 @@ class BitControl:
         self.set_rho(self.rho * 2.0 ** (GAIN * error))
 
     def aim(self, bits: float) -> None:
-        """Another target from now on, if there is one."""
+        """Sets another target, if this control aims at one."""
         if self.target_bits is not None:
             self.target_bits = bits
 
     def resume(self, codec: str, rho: float) -> None:
-        """Goes on from a step that was used before; a fixed one stays as it is."""
+        """Goes on from a step that was used before. A fixed one stays as it is."""
         if self.target_bits is not None and codec in codecs_of(AUTO):
             self.is_wide |= codec == FINE and rho > COARSE_ABOVE
             self.codec, self.rho = codec, rho
@@ -89,6 +93,7 @@ class BitControl:
             self.codec = FINE
         elif self.rho > COARSE_ABOVE:
             self.codec = COARSE
+        assert RHO_MIN <= self.rho <= RHO_MAX, self
 
 
 def make_bit_control(setting: str, *, rho: float, bits: float) -> BitControl:
@@ -109,7 +114,7 @@ def expected_bits(setting: str, *, rho: float, bits: float) -> float:
 
 
 def setting_names() -> tuple[str, ...]:
-    """What a codec setting may be."""
+    """The values of a codec setting."""
     return (*codec_names(), AUTO)
 
 

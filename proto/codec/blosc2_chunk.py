@@ -1,9 +1,10 @@
 """One Blosc2 chunk of float32 values, bytes shuffled, coded by zstd: written, and read back
 without trusting its header.
 
-A header can ask for memory, name filters and codecs that are loaded as plugins, and leave content
-unwritten, so that what lay in memory shows. So all of it must be as `compress` writes it (Blosc2
-chunk format 5, little-endian), and only the coded bytes behind it are the library's to judge:
+A hostile header can ask for any amount of memory, name filters and codecs that are loaded as
+plugins, and leave content unwritten, so that old memory shows. Therefore the whole header must be
+as `compress` writes it (Blosc2 chunk format 5, little-endian). Only the coded bytes behind it are
+left to the library:
 
 | bytes | content |
 |---|---|
@@ -37,18 +38,20 @@ TAIL: Final = b"\1\0\0\0\0\0\5" + bytes(8)
 ZEROS: Final = 0x10
 
 LEVEL: Final = 1
-"""84% of the bytes of parameters; higher levels take longer and gain nothing."""
+"""Compression level. It leaves 84% of the bytes of parameters; higher ones are slower and gain
+nothing."""
 
 _HEADER: Final = struct.Struct("<4B3I15sB")
 
-# Their own annotations are of dictionaries, for every keyword.
+# The library annotates every keyword as a dictionary.
 _compress = cast(Callable[..., bytes], blosc2.compress2)  # pyright: ignore
 _decompress = cast(Callable[..., Any], blosc2.decompress2)  # pyright: ignore
 
 
 def compress(values: F32) -> bytes:
     """The chunk of `values` (n,), n > 0, at most 4 n + HEADER_BYTES bytes."""
-    return _compress(
+    assert values.size > 0, "an empty chunk has an empty payload"
+    chunk = _compress(
         values,
         codec=blosc2.Codec.ZSTD,
         clevel=LEVEL,
@@ -56,6 +59,8 @@ def compress(values: F32) -> bytes:
         typesize=ITEM_BYTES,
         nthreads=1,
     )
+    assert len(chunk) <= ITEM_BYTES * values.size + HEADER_BYTES, f"{len(chunk)} bytes"
+    return chunk
 
 
 def decompress(chunk: memoryview, count: int) -> F32:
@@ -63,10 +68,11 @@ def decompress(chunk: memoryview, count: int) -> F32:
 
     Raises RemoteProtocolError BAD_PAYLOAD unless `chunk` is one that `compress` can have made.
     """
+    assert count > 0, "an empty chunk has an empty payload"
     _check_header(chunk, ITEM_BYTES * count)
     values = empty_f32(count)
     try:
-        # A copy: the library wants bytes that are aligned.
+        # A copy: the library needs aligned bytes.
         _decompress(bytes(chunk), dst=values, nthreads=1)
     except (RuntimeError, ValueError) as error:
         raise _bad("content that decodes", str(error)) from error

@@ -1,8 +1,8 @@
-"""Memory for large arrays that come and go, used again instead of asked for again.
+"""A pool of memory for large arrays that come and go.
 
-An array of some 100 kB that numpy allocates is new memory of the system each time, and touching
-new memory costs more than most of what is done with it (docs/lab-notes.md). An array from here
-gives its memory back by itself once nobody refers to it or to a view of it.
+numpy asks the system for new memory for each array of some 100 kB, and the first touch of new
+memory costs more than most of the work on it (docs/lab-notes.md). An array from here gives its
+memory back by itself once nobody refers to it or to a view of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from narrows.proto.codec.kernels import F32, U8
 
 IDLE_BYTES_MAX: Final = 512 << 20
-"""Idle memory that is kept; beyond it an array that nobody needs is freed."""
+"""Bytes of idle memory that the pool keeps. An array beyond them is freed."""
 
 STEPS: Final = 8
 """Sizes are rounded up to one of so many between two powers of two: at most 1/8 is wasted."""
@@ -31,7 +31,9 @@ def empty_f32(count: int) -> F32:
 
 def empty_u8(count: int) -> U8:
     """An uninitialised uint8 array (count,)."""
+    assert count >= 0, count
     size = _size_class(count)
+    assert size >= count and 8 * (size - count) <= count + 8 * 64, f"{size} bytes for {count}"
     memory = _take(size)
     if memory is None:
         memory = np.empty(size, np.uint8)
@@ -42,11 +44,12 @@ def empty_u8(count: int) -> U8:
 
 
 def idle_bytes() -> int:
-    """Memory that waits to be used again."""
+    """Bytes of memory in the pool."""
     return sum(size * len(waiting) for size, waiting in list(_idle.items()))
 
 
 def _size_class(count: int) -> int:
+    """The size that `count` is rounded up to, so that arrays of about one size share memory."""
     step = max(64, 1 << max(0, count.bit_length() - STEPS.bit_length()))
     return max(step, -(-count // step) * step)
 
@@ -60,7 +63,8 @@ def _take(size: int) -> U8 | None:
 
 def _give(memory: U8) -> None:
     if idle_bytes() + memory.nbytes > IDLE_BYTES_MAX:
-        # Sizes that a state transfer left must not keep those out that every round needs.
+        # The pool is full. Other sizes go first: those that a state transfer left behind must not
+        # keep out the ones that every round needs.
         for size in [size for size in list(_idle) if size != memory.nbytes]:
             _idle.pop(size, None)
     if idle_bytes() + memory.nbytes <= IDLE_BYTES_MAX:

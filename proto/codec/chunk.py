@@ -1,4 +1,4 @@
-"""The content of one payload, checked, and what can be wrong with a payload."""
+"""The checked content of one payload, and the errors of payloads."""
 
 from __future__ import annotations
 
@@ -9,14 +9,26 @@ from numpy.typing import NDArray
 
 from narrows.proto.codec import kernels
 from narrows.proto.codec.buffers import empty_u8
-from narrows.proto.codec.kernels import F32, F64, I8, I64, check_inputs, check_outputs, read_only
+from narrows.proto.codec.kernels import (
+    F32,
+    F64,
+    I8,
+    I64,
+    RUN,
+    check_inputs,
+    check_outputs,
+    read_only,
+)
 from narrows.proto.codec.scales import widened
 from narrows.proto.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DecodedChunk:
-    """The checked content of a payload, as compact as it came: scale * code is the value."""
+    """The checked content of a payload; scale * code is the value.
+
+    It stays as compact as it came: the broker holds the chunks of many pushes at once.
+    """
 
     codec: str
     bounds: I64
@@ -28,7 +40,7 @@ class DecodedChunk:
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """Elements of the chunk."""
         return int(self.bounds[-1])
 
     @property
@@ -47,9 +59,9 @@ class DecodedChunk:
     def add_to(self, base: F32, out: F32) -> None:
         """out (n,) = base + the values, in float32; where a value is 0, the bits of base.
 
-        With value = scale * code the product is exact, so the sum is rounded once, with or without
-        a fused multiply-add: every machine gets the same bits. The rule for 0 keeps -0.0, which
-        -0.0 + 0.0 would not.
+        The product scale * code is exact, so the sum is rounded once, with or without a fused
+        multiply-add, and every machine gets the same bits. The rule for 0 keeps -0.0, which the
+        sum -0.0 + 0.0 would not.
         """
         check_inputs(self.count, base=base)
         check_outputs(self.count, out=out)
@@ -66,6 +78,7 @@ class DecodedChunk:
         Otherwise float64, in lanes (kernels.float_square_sums).
         """
         if self.quantised:
+            # No more than 34 bits: 127**2 times CHUNK_ELEMENTS_MAX. So nothing can overflow.
             integers = np.empty(self.scales.size, np.int64)
             kernels.code_square_sums(self.whole_codes(), self.bounds, integers)
             return integers * self.scales.astype(np.float64) ** 2
@@ -76,11 +89,13 @@ class DecodedChunk:
         return self.codes_of(0, self.count, empty_u8(self.count).view(np.int8))
 
     def codes_of(self, first: int, end: int, scratch: I8) -> I8:
-        """The codes first..end, one byte each, read-only; they may be written to `scratch`.
+        """The codes first..end, one byte each, read-only; they may lie in `scratch`.
 
-        `first` is a multiple of RUN, the unit that packed codes are cut at; so is `end`, unless
-        it is `count`.
+        `first` is a multiple of RUN, because packed codes can be cut there only. So is `end`,
+        unless it is `count`.
         """
+        assert 0 <= first <= end <= self.count, f"{first} to {end} of {self.count}"
+        assert first % RUN == 0, f"{first} cuts a run of packed codes"
         if self.codes.dtype == np.int8:
             return read_only(self.codes.view(np.int8)[first:end])
         codes = scratch[: end - first]
@@ -89,6 +104,7 @@ class DecodedChunk:
 
     def floats(self, first: int = 0, end: int | None = None) -> F32:
         """The values first..end of a codec that is not quantised."""
+        assert not self.quantised, self.codec
         if self.codes.dtype == np.float32:
             return self.codes.view(np.float32)[first:end]
         return widened(self.codes.view(np.uint16)[first:end])
@@ -104,6 +120,7 @@ def float_square_sums(values: F32, bounds: I64) -> F64:
 
 def check_size(name: str, payload: memoryview, bytes_min: int, bytes_max: int) -> None:
     """Raises RemoteProtocolError TOO_LARGE or BAD_PAYLOAD unless the size is within bounds."""
+    assert 0 <= bytes_min <= bytes_max, (bytes_min, bytes_max)
     if not bytes_min <= payload.nbytes <= bytes_max:
         too_large = payload.nbytes > bytes_max
         code = ErrorCode.TOO_LARGE if too_large else ErrorCode.BAD_PAYLOAD
@@ -115,12 +132,12 @@ def check_size(name: str, payload: memoryview, bytes_min: int, bytes_max: int) -
 def bad_payload(
     name: str, what: str, expected: str, got: str, code: ErrorCode = ErrorCode.BAD_PAYLOAD
 ) -> RemoteProtocolError:
-    """What a decoder says of a payload that no encoder writes."""
+    """The error of a decoder for a payload that no encoder writes."""
     return RemoteProtocolError(code, f"{name} payload: {what}", expected=expected, got=got)
 
 
 def not_finite(what: str) -> LocalProtocolError:
-    """What an encoder says of values that nobody could use."""
+    """The error of an encoder for values that nobody could use."""
     return LocalProtocolError(
         ErrorCode.NOT_FINITE,
         f"{what}: not finite, or too large",

@@ -9,7 +9,7 @@ tensor pieces; a quantised codec has one scale per span. Payloads, little-endian
   of the codes: a byte each, -127..127, or packed in pairs, -7..7 (see kernels.pack).
 
 A scale is 0 or from 2**-100 to 2**100, so that scale * code is exact and finite in float32.
-An empty chunk has an empty payload. Decoders trust nothing but the bounds, which are local.
+An empty chunk has an empty payload. Decoders trust only the bounds, which are local.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from narrows.proto.codec.scales import SCALE_MAX, SCALE_MIN
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 
 RMS_SAMPLES_MAX: Final = 1 << 14
-"""Elements of a piece that its rms is taken from: a relative error of about one per cent."""
+"""Elements of a piece from which its rms is computed, with a relative error of about one per cent.
+All elements would take as long as the coding itself."""
 
 
 class Codec(Protocol):
-    """One way to put float32 values into bytes. Stateless; any number of threads may use it."""
+    """A coding of float32 values as bytes. Stateless; any number of threads may use it."""
 
     @property
     def name(self) -> str:
-        """The name that is agreed at join and stands in every header."""
+        """The name on which peers agree at join, and which stands in every header."""
         ...
 
     @property
@@ -49,7 +50,7 @@ class Codec(Protocol):
         ...
 
     def encode(self, values: F32, bounds: I64, scales: F32, reconstructed: F32) -> bytes:
-        """The payload of `values` (n,); `reconstructed` (n,) gets what the decoder will see.
+        """The payload of `values` (n,); `reconstructed` (n,) gets the values that a decoder sees.
 
         `bounds` (s + 1,) rises from 0 to n. `scales` (s,) come from `piece_scales`; they are
         ignored unless the codec is quantised. Values beyond the range of the codes are clamped:
@@ -67,7 +68,7 @@ class Codec(Protocol):
         scales: F32,
         next_residual: F32,
     ) -> bytes:
-        """The payload of (base - local) + residual; `next_residual` gets that less what is sent.
+        """The payload of (base - local) + residual; `next_residual` gets the part that is not sent.
 
         All (n,), float32, one rounding per operation; errors as for `encode`.
         """
@@ -76,8 +77,9 @@ class Codec(Protocol):
     def encode_step(
         self, params: F32, published: F32, bounds: I64, scales: F32, advanced: F32
     ) -> bytes:
-        """The payload of params - published; `advanced` gets published + what is sent, with the
-        bits that `DecodedChunk.add_to` gives. All (n,); errors as for `encode`.
+        """The payload of params - published; `advanced` gets the next published copy.
+
+        It has the very bits that `DecodedChunk.add_to` gives. All (n,); errors as for `encode`.
         """
         ...
 
@@ -134,6 +136,7 @@ def piece_scales(
     Rounded to bfloat16; below 2**-100 it is 0, and everything stays with the sender. Raises
     LocalProtocolError: NOT_FINITE if an rms is not finite or a scale exceeds 2**100.
     """
+    assert rho > 0, rho
     count = chunk_elements(bounds)
     values = {"minuend": minuend, "subtrahend": subtrahend, "addend": addend}
     check_inputs(count, **{k: v for k, v in values.items() if v is not NOTHING})
@@ -146,6 +149,7 @@ def piece_scales(
     scales = np.empty(exact.size, np.float32)
     round_to_dtype(exact.astype(np.float32), "bfloat16", scales)
     scales[scales < SCALE_MIN] = 0.0
+    assert scales.size == bounds.size - 1, scales.shape
     return scales
 
 

@@ -1,4 +1,8 @@
-"""How kernels are compiled: strictly, at the first call, and kept on disk where that can be."""
+"""The compilation of kernels: strict, at the first call, kept on disk where possible.
+
+Strict means without fast-math and without reordering: the same source must give the same bits on
+every machine, or the copies of the model would drift apart.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ _uncached: set[str] = set()
 
 
 def kernel(function: Function) -> Function:
-    """Compiles a strict loop at its first call, and keeps the result on disk where it can."""
+    """Compiles a strict loop at its first call, and keeps the result on disk if it can."""
     # The numpy error model lets loops with a division vectorise: no check for a zero divisor.
     strict = {"nogil": True, "fastmath": False, "error_model": "numpy"}
     try:
@@ -30,7 +34,7 @@ def kernel(function: Function) -> Function:
 
 
 def uncached_advice() -> str:
-    """What to tell the user if kernels cannot be kept on disk; "" if they can."""
+    """The advice to a user whose kernels cannot be kept on disk; "" if they can."""
     if not _uncached:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""raw32, f32-blosc2 and bf16: the values themselves, with all or the upper half of their bits."""
+"""raw32, f32-blosc2 and bf16: the values themselves, with all of their bits or the upper half."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ class FloatCodec:
         next_residual: F32,
     ) -> bytes:
         values = base - local if residual is None else (base - local) + residual
+        # `encode` leaves what the receiver will see in it; the difference is the next residual.
         payload = self.encode(values, bounds, scales, next_residual)
         np.subtract(values, next_residual, out=next_residual)
         return payload
@@ -66,6 +67,7 @@ class FloatCodec:
     def encode_step(
         self, params: F32, published: F32, bounds: I64, scales: F32, advanced: F32
     ) -> bytes:
+        # `encode` leaves the step as the receiver will see it, which is added in its very order.
         payload = self.encode(params - published, bounds, scales, advanced)
         kernels.add_nonzero(read_only(published), read_only(advanced), advanced)
         return payload
@@ -77,7 +79,7 @@ class FloatCodec:
         if self.compressed and count:
             codes: NDArray[np.generic] = blosc2_chunk.decompress(view, count)
         else:
-            # Copied: the payload may lie at any address and belongs to the socket.
+            # A copy: the payload may lie at any address, and its memory belongs to the socket.
             kind = np.dtype(np.float32 if self.item_bytes == 4 else np.uint16)
             codes = np.frombuffer(view, kind).copy()
         scales = np.ones(bounds.size - 1, np.float32)

@@ -3,7 +3,7 @@
 Every kernel does elementwise arithmetic or sums in element order; nothing is reassociated and
 nothing is contracted (no fast-math), so that the result does not depend on the vector width, on
 the number of threads or on the CPU model. They release the GIL, never allocate and check nothing:
-who calls them has lengths and bounds checked by the functions below. Inputs come as read-only,
+the caller has checked lengths and bounds with the functions below. Inputs come as read-only,
 outputs as writable arrays, because numba compiles once per combination of the two.
 """
 
@@ -26,7 +26,8 @@ U16: TypeAlias = NDArray[np.uint16]
 U32: TypeAlias = NDArray[np.uint32]
 
 RUN: Final = 256
-"""Elements that are packed together: element j of a run shares its byte with element j + half."""
+"""Elements that are packed together: element j of a run shares its byte with element j + half. A
+run of neighbours in separate bytes vectorises, pairs of neighbours in one byte do not."""
 
 ROUNDER: Final = np.float32(3 << 22)
 """1.5 * 2**23: adding and subtracting it rounds |x| < 2**22 to an integer, half to even.
@@ -41,7 +42,7 @@ INFINITE_BITS: Final = 0x7F800000
 """Magnitude bits of infinity; those of a NaN are larger."""
 
 NOTHING: Final = np.zeros(0, np.float32)
-"""An array that a kernel passes over."""
+"""Stands for an array that is not given; kernels skip it."""
 NOTHING.setflags(write=False)
 
 ONE: Final = np.float32(1)
@@ -52,6 +53,7 @@ Element = TypeVar("Element", bound=np.generic)
 
 def read_only(array: NDArray[Element]) -> NDArray[Element]:
     """A read-only contiguous view of `array`, or a copy if need be: the form of every input."""
+    # A writable input would be another type to numba, hence another compilation of seconds.
     flags = array.flags
     view = array.view() if flags.c_contiguous and flags.aligned else array.copy()
     view.setflags(write=False)
@@ -305,7 +307,8 @@ def sampled_mean_squares(
 
 def sample_places(bounds: I64, samples_max: int) -> tuple[I64, I64]:
     """The elements that `sampled_mean_squares` reads, in its order, and the bounds of the pieces
-    among them: for who has to fetch them first."""
+    among them. A caller whose values lie on a GPU fetches only these."""
+    assert samples_max > 0, samples_max
     places: list[I64] = []
     for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         width = -(-(end - start) // samples_max)

@@ -1,4 +1,8 @@
-"""int8-zstd and int4-zstd: whole multiples of a scale, entropy-coded."""
+"""int8-zstd and int4-zstd: whole multiples of a scale, entropy-coded.
+
+Most codes of an outer gradient are small. The entropy coder turns that into bits saved, so the
+step decides about the rate, not the width of a code.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +66,7 @@ class QuantisedCodec:
         scales: F32,
         next_residual: F32,
     ) -> bytes:
+        # One kernel for both cases: an addend of zeros costs less than a second compiled loop.
         residual = ZEROS[: base.size] if residual is None else residual
         head, codes = self._difference(base, local, residual, bounds, scales, next_residual)
         return self._payload(head, codes)
@@ -79,7 +84,8 @@ class QuantisedCodec:
     def payload(self, codes: I8, scales: F32) -> bytes:
         """The payload of codes (n,) that were made elsewhere, with the scales (s,) of their spans.
 
-        The codes must be within the limit; who made them knows.
+        The caller has made sure that all codes are within the limit: a GPU clamps them as it
+        makes them, and to look again would read them once more.
         """
         return self._payload(encode_scales(scales, scales.size), codes)
 
@@ -118,7 +124,10 @@ class QuantisedCodec:
             packed = empty_u8(self._code_bytes(codes.size))
             kernels.pack(read_only(whole), packed)
             whole = packed
-        return head + zstd_frame.compress(whole)
+        payload = head + zstd_frame.compress(whole)
+        # Paired with the check of `decode`: no receiver may refuse what we send.
+        assert len(payload) <= self.payload_bytes_max(codes.size, len(head) // 2), len(payload)
+        return payload
 
     def _code_bytes(self, count: int) -> int:
         return (count + 1) // 2 if self.packed else count
@@ -131,7 +140,7 @@ class QuantisedCodec:
             kernels.unpack(read_only(body), codes)
             if count % 2 and body[-1] >> 4:
                 raise bad_payload(self.name, "unused nibble", "0", str(body[-1] >> 4))
-        # The lowest code has no positive twin; no encoder sends it.
+        # -128 and -8 have no positive twin, so no encoder sends them.
         if count and int(codes.min()) < -self.limit:
             raise bad_payload(self.name, "code", f"codes from -{self.limit}", str(codes.min()))
         return read_only(body if self.packed else codes)

@@ -11,10 +11,10 @@ from narrows.proto.codec.kernels import F32, U16, check_inputs, read_only
 from narrows.proto.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 
 SCALE_MIN: Final = 2.0**-100
-"""Smallest scale but 0: below it products with codes could become subnormal, hence inexact."""
+"""Smallest scale but 0. Below it, products with codes could be subnormal, hence inexact."""
 
 SCALE_MAX: Final = 2.0**100
-"""Largest scale: 127 times it is finite, and no honest outer gradient comes near."""
+"""Largest scale. 127 times it is finite, and no honest outer gradient comes near it."""
 
 _MIN_BITS: Final = 27 << 7
 _MAX_BITS: Final = 227 << 7
@@ -50,6 +50,7 @@ def decode_scales(head: memoryview) -> F32:
     Raises RemoteProtocolError: NOT_FINITE, or BAD_PAYLOAD for a negative one (-0.0 included) and
     one outside the bounds.
     """
+    assert head.nbytes % 2 == 0, f"{head.nbytes} bytes are no scales"
     halves = np.frombuffer(head, np.uint16)
     wrong = halves[~_valid(halves)]
     if wrong.size:
@@ -64,6 +65,7 @@ def decode_scales(head: memoryview) -> F32:
 
 
 def _valid(halves: U16) -> NDArray[np.bool_]:
-    # Bit patterns of positive floats order as integers do; negative ones and NaN are above.
+    # Bit patterns of positive floats have the order of integers. Those of negative numbers and of
+    # NaN are larger, so two comparisons refuse everything wrong.
     valid: NDArray[np.bool_] = (halves == 0) | ((halves >= _MIN_BITS) & (halves <= _MAX_BITS))
     return valid

@@ -1,4 +1,4 @@
-"""A fragment to encoded chunks and back: what both ends of a transfer share."""
+"""A fragment to encoded chunks and back: the code that both ends of a transfer share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from narrows.proto.fragments import Fragment
 from narrows.proto.frames import digest
 
 STATE_CODEC = "f32-blosc2"
-"""Full states and version 0 travel without loss."""
+"""Codec of full states and of version 0, which travel without loss: they are nobody's difference,
+so nothing would ever correct an error."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,11 @@ class EncodedChunk:
 def error_ratio(
     fragment: Fragment, chunks: Iterable[EncodedChunk], residual_at: Callable[[I64], F32]
 ) -> float:
-    """The squared error of quantised chunks over what their steps explain, scale**2 / 12 each.
+    """The squared error of quantised chunks, in units of the error that their steps explain.
 
-    About 1 as long as nothing exceeds the range of the codes. From samples: `residual_at(places)`
-    is the residual there; where that is 0 there was nothing to send.
+    A step explains scale**2 / 12 per element. The ratio is about 1 as long as no value exceeds the
+    range of the codes. It is computed from samples: `residual_at(places)` is the residual there.
+    Where the residual is 0 there was nothing to send.
     """
     places, bounds = sample_places(fragment.bounds, RMS_SAMPLES_MAX)
     scales = np.zeros(len(fragment.pieces))
@@ -47,7 +49,9 @@ def error_ratio(
     errors = residual_at(places).astype(np.float64) ** 2
     weights = np.repeat(np.diff(fragment.bounds) / sampled, sampled) * (errors > 0)
     explained = float(weights @ np.repeat(scales**2 / 12, sampled))
-    return float(weights @ errors) / max(explained, 1e-300)
+    ratio = float(weights @ errors) / max(explained, 1e-300)
+    assert ratio >= 0, ratio
+    return ratio
 
 
 def digest_of(values: F32) -> int:
@@ -73,8 +77,8 @@ def encode_fragment(
     scheme = codec(codec_name)
     scales = piece_scales(values, fragment.bounds, rho) if scheme.quantised else None
 
-    def encode(part: slice, bounds: I64, span_scales: F32) -> bytes:
-        return scheme.encode(values[part], bounds, span_scales, reconstructed[part])
+    def encode(place: slice, bounds: I64, span_scales: F32) -> bytes:
+        return scheme.encode(values[place], bounds, span_scales, reconstructed[place])
 
     yield from _chunks(fragment, chunk_elements, scales, encode)
 
@@ -92,7 +96,8 @@ def encode_push(
 ) -> Iterator[EncodedChunk]:
     """Encodes the outer gradient (base - local) + residual, as `encode_fragment` does.
 
-    `next_residual` (n,) gets what is not sent of it, true up to the chunk that was yielded last.
+    `next_residual` (n,) gets the part that is not sent. It is true up to the chunk that was yielded
+    last.
     """
     scheme = codec(codec_name)
     scales = None
@@ -100,10 +105,10 @@ def encode_push(
         addend = NOTHING if residual is None else residual
         scales = piece_scales(base, fragment.bounds, rho, subtrahend=local, addend=addend)
 
-    def encode(part: slice, bounds: I64, span_scales: F32) -> bytes:
-        carried = None if residual is None else residual[part]
+    def encode(place: slice, bounds: I64, span_scales: F32) -> bytes:
+        carried = None if residual is None else residual[place]
         return scheme.encode_push(
-            base[part], local[part], carried, bounds, span_scales, next_residual[part]
+            base[place], local[place], carried, bounds, span_scales, next_residual[place]
         )
 
     yield from _chunks(fragment, chunk_elements, scales, encode)
@@ -128,9 +133,9 @@ def encode_step(
     if scheme.quantised:
         scales = piece_scales(params, fragment.bounds, rho, subtrahend=published)
 
-    def encode(part: slice, bounds: I64, span_scales: F32) -> bytes:
+    def encode(place: slice, bounds: I64, span_scales: F32) -> bytes:
         return scheme.encode_step(
-            params[part], published[part], bounds, span_scales, advanced[part]
+            params[place], published[place], bounds, span_scales, advanced[place]
         )
 
     yield from _chunks(fragment, chunk_elements, scales, encode)
@@ -142,12 +147,17 @@ def _chunks(
     scales: F32 | None,
     encode: Callable[[slice, I64, F32], bytes],
 ) -> Iterator[EncodedChunk]:
-    """The chunks of a fragment; `encode` gets the elements, the spans and their scales."""
+    """The chunks of a fragment; `encode` gets their place, the spans and the scales of these.
+
+    A scale belongs to a piece, not to a chunk: chunks can be cut anew without another result.
+    """
+    pieces_max = len(fragment.pieces)
+    assert scales is None or scales.shape == (pieces_max,), f"{pieces_max} pieces"
     for offset, count in fragment.chunks(chunk_elements):
         pieces = fragment.pieces_of(offset, count)
         span_scales = NOTHING if scales is None else scales[pieces.start : pieces.stop]
-        part = slice(offset, offset + count)
-        payload = encode(part, fragment.spans(offset, count), span_scales)
+        place = slice(offset, offset + count)
+        payload = encode(place, fragment.spans(offset, count), span_scales)
         yield EncodedChunk(offset, count, payload, digest(payload))
 
 
@@ -160,6 +170,7 @@ def decode_chunk(
 
 def values_of(fragment: Fragment, chunks: Sequence[tuple[int, DecodedChunk]]) -> F32:
     """The decoded values of a complete set of (offset, chunk), shape (fragment.elements,)."""
+    _check_complete(fragment, chunks)
     values = empty_f32(fragment.elements)
     for offset, chunk in chunks:
         chunk.values(values[offset : offset + chunk.count])
@@ -167,13 +178,21 @@ def values_of(fragment: Fragment, chunks: Sequence[tuple[int, DecodedChunk]]) ->
 
 
 def advance_copy(fragment: Fragment, copy: F32, chunks: Sequence[tuple[int, DecodedChunk]]) -> F32:
-    """The next published copy: copy + what a publication carries, a new array.
+    """The next published copy: the copy plus the step that a publication carries; a new array.
 
-    Exact: a product of scale and code has at most 15 significant bits, so the sum is one
-    correctly rounded operation and has the same bits everywhere.
+    A product of scale and code has at most 15 significant bits, so the sum is one correctly
+    rounded operation and has the same bits everywhere.
     """
+    assert copy.shape == (fragment.elements,), copy.shape
+    _check_complete(fragment, chunks)
     advanced = empty_f32(fragment.elements)
     for offset, chunk in chunks:
-        part = slice(offset, offset + chunk.count)
-        chunk.add_to(copy[part], advanced[part])
+        place = slice(offset, offset + chunk.count)
+        chunk.add_to(copy[place], advanced[place])
     return advanced
+
+
+def _check_complete(fragment: Fragment, chunks: Sequence[tuple[int, DecodedChunk]]) -> None:
+    """Without every element once, uninitialised memory would pass for values."""
+    elements = sum(chunk.count for _, chunk in chunks)
+    assert elements == fragment.elements, f"{elements} of {fragment.elements} elements"

@@ -1,7 +1,7 @@
 """One zstd frame of known content size: written, and read back without trusting its header.
 
-The library allocates what a frame declares, whatever limit its caller gives: 13 bytes can ask
-for exabytes. So the header is read and compared before anything is decompressed.
+The library allocates the size that a frame declares, whatever limit its caller gives: 13 bytes can
+ask for exabytes. So the header is read and compared before anything is decompressed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ BLOCK_HEAD_BYTES: Final = 3
 RLE_BLOCK: Final = 1
 CHECKSUM_FLAG: Final = 4
 CHECKSUM_BYTES: Final = 4
-"""Of a frame, as RFC 8878 has them."""
+"""Numbers of the frame format (RFC 8878)."""
 
 BLOCK_CONTENT_BYTES_MIN: Final = 1024
-"""On average; less is no encoder's doing, and a walk over many empty blocks takes long."""
+"""Smallest mean content of a block. No encoder makes smaller ones, and a walk over many empty
+blocks would take long."""
 
 LEVEL: Final = 1
 """Higher levels gain nothing on codes; levels below 0 leave the entropy coder out."""
@@ -39,12 +40,14 @@ _decompressors: list[zstandard.ZstdDecompressor] = []
 
 def compress(content: U8) -> bytes:
     """One frame of `content` (n,), at most `frame_bytes_max(n)` bytes."""
+    assert content.size > 0, "an empty chunk has an empty payload"
     try:
         compressor = _compressors.pop()
     except IndexError:
         compressor = zstandard.ZstdCompressor(level=LEVEL)
     frame = compressor.compress(content.data)
     _compressors.append(compressor)
+    assert len(frame) <= frame_bytes_max(content.size), f"{len(frame)} of {content.size} bytes"
     return frame
 
 
@@ -54,6 +57,7 @@ def decompress(frame: memoryview, size_bytes: int) -> U8:
     Raises RemoteProtocolError BAD_PAYLOAD unless `frame` is one whole frame that declares this
     size, a window up to WINDOW_BYTES_MAX and no dictionary, with nothing after it.
     """
+    assert size_bytes > 0, "an empty chunk has an empty payload"
     try:
         _check_header(frame, size_bytes)
         _check_end(frame, size_bytes)
@@ -64,6 +68,7 @@ def decompress(frame: memoryview, size_bytes: int) -> U8:
 
 def frame_bytes_max(size_bytes: int) -> int:
     """Largest frame of `size_bytes` bytes: ZSTD_compressBound of zstd.h."""
+    assert size_bytes >= 0, size_bytes
     margin = ((128 << 10) - size_bytes) >> 11 if size_bytes < 128 << 10 else 0
     return size_bytes + (size_bytes >> 8) + margin
 
@@ -105,12 +110,12 @@ def _decompress(frame: memoryview, size_bytes: int) -> U8:
     except IndexError:
         decompressor = zstandard.ZstdDecompressor()
     content = empty_u8(size_bytes)
-    # Not `decompress`: it makes bytes, memory of the system that is new each time.
+    # Not `decompress`: it returns bytes, which are new memory of the system each time.
     with decompressor.stream_reader(frame) as reader:
         got_bytes = reader.readinto(content.data)  # pyright: ignore[reportUnknownMemberType]
     if got_bytes != size_bytes:
         raise _bad(f"{size_bytes} bytes", str(got_bytes))
-    # Only after success: a context that met a damaged frame is dropped.
+    # Only after success: a context that has met a damaged frame is not used again.
     _decompressors.append(decompressor)
     return content
 

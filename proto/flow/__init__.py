@@ -1,4 +1,11 @@
-"""What paces a sender: budget, queue, credit, and the reassembly at the other end. [pure]"""
+"""The pace of a sender, and the reassembly at the other end. [pure]
+
+`Budget` says when the next message may leave under a bit rate, and `wire_bytes` what it costs.
+`Outbox` orders the messages to one peer and limits them by credit. `Assembly` notes which elements
+of a transfer have arrived. `Patience`, `Way` and `Flow` say how long to wait for a peer, by what is
+usual for it. Both sides import these names from here; the modules are their own business. Nothing
+in here reads a clock: every `now` is an argument, in seconds of the caller's monotonic clock.
+"""
 
 from narrows.proto.flow.assembly import Arrival, Assembly, parts_max, touches
 from narrows.proto.flow.budget import (

@@ -1,4 +1,8 @@
-"""Which elements of one transfer have arrived: ranges, duplicates, conflicts, what is missing."""
+"""The elements of one transfer that have arrived: ranges, duplicates, conflicts, gaps.
+
+Chunks may come in any order, twice, and cut differently when they are asked for again. The list is
+kept in the order of offsets, so that neighbours alone decide about an overlap.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,13 @@ def touches(ranges: Ranges, offset: int, count: int) -> bool:
 
 
 class Arrival(Enum):
-    """What a chunk was to an assembly."""
+    """The answer of an assembly to a chunk."""
 
     NEW = "new"
     DUPLICATE = "duplicate"
 
 
-class Part(NamedTuple):
+class ArrivedChunk(NamedTuple):
     """A chunk that has arrived; `handle` names its content, which the shell holds."""
 
     offset: int
@@ -43,7 +47,7 @@ class Assembly:
         assert elements > 0, elements
         self.elements = elements
         self.parts_max = elements if parts_max is None else parts_max
-        self.parts: list[Part] = []
+        self.chunks: list[ArrivedChunk] = []
         self._received = 0
 
     @property
@@ -57,8 +61,8 @@ class Assembly:
 
     @property
     def handles(self) -> tuple[int, ...]:
-        """Handles of all parts, by offset."""
-        return tuple(part.handle for part in self.parts)
+        """Handles of all chunks, by offset."""
+        return tuple(chunk.handle for chunk in self.chunks)
 
     def add(self, offset: int, count: int, digest: int, handle: int) -> Arrival:
         """Takes a chunk in.
@@ -69,9 +73,9 @@ class Assembly:
         self.check_range(offset, count)
         if self.has(offset, count, digest):
             return Arrival.DUPLICATE
-        index = bisect_left(self.parts, (offset,))
-        before = self.parts[index - 1] if index else None
-        after = self.parts[index] if index < len(self.parts) else None
+        index = bisect_left(self.chunks, (offset,))
+        before = self.chunks[index - 1] if index else None
+        after = self.chunks[index] if index < len(self.chunks) else None
         for other in (before, after):
             if other and offset < other.offset + other.elements and other.offset < offset + count:
                 raise RemoteProtocolError(
@@ -82,18 +86,20 @@ class Assembly:
                     remedy="one push id must always carry the same bytes",
                 )
         self.check_room()
-        self.parts.insert(index, Part(offset, count, digest, handle))
+        self.chunks.insert(index, ArrivedChunk(offset, count, digest, handle))
         self._received += count
+        assert self._received <= self.elements, "an element has arrived twice"
         return Arrival.NEW
 
     def has(self, offset: int, count: int, digest: int) -> bool:
         """Whether this very chunk has arrived."""
-        index = bisect_left(self.parts, (offset,))
-        return index < len(self.parts) and self.parts[index][:3] == (offset, count, digest)
+        index = bisect_left(self.chunks, (offset,))
+        return index < len(self.chunks) and self.chunks[index][:3] == (offset, count, digest)
 
     def check_room(self, coming: int = 0) -> None:
-        """Raises RemoteProtocolError BAD_RANGE if, with those that are coming, it is full."""
-        if len(self.parts) + coming >= self.parts_max:
+        """Raises RemoteProtocolError BAD_RANGE if, with those that are coming, no room is left."""
+        assert coming >= 0, coming
+        if len(self.chunks) + coming >= self.parts_max:
             raise RemoteProtocolError(
                 ErrorCode.BAD_RANGE,
                 "a transfer in too many chunks",
@@ -114,17 +120,24 @@ class Assembly:
 
     def missing(self, limit: int = RANGES_MAX) -> Ranges:
         """The first `limit` gaps as (offset, count)."""
+        assert limit > 0, limit
         gaps: list[tuple[int, int]] = []
         position = 0
-        for part in self.parts:
-            if part.offset > position:
-                gaps.append((position, part.offset - position))
-            position = part.offset + part.elements
+        for chunk in self.chunks:
+            if chunk.offset > position:
+                gaps.append((position, chunk.offset - position))
+            position = chunk.offset + chunk.elements
         if position < self.elements:
             gaps.append((position, self.elements - position))
+        # Conservation: every element has arrived or lies in a gap.
+        assert self._received + sum(count for _, count in gaps) == self.elements, gaps
         return tuple(gaps[:limit])
 
 
 def parts_max(elements: int, chunk_elements: int) -> int:
-    """The most chunks that a transfer may come in."""
+    """The largest number of chunks that a transfer may come in.
+
+    A receiver keeps a record per chunk: single elements would let a peer fill its memory.
+    """
+    assert elements > 0 and chunk_elements > 0, (elements, chunk_elements)
     return 16 + CHUNKS_OF_A_REGULAR_CUT_MAX * -(-elements // chunk_elements)

@@ -1,8 +1,9 @@
-"""How fast a peer takes what it is sent, and how much of it may be under way. [pure]
+"""The rate at which a peer takes data, and how many bytes may be under way to it. [pure]
 
-A line holds rate x round trip; what is sent beyond that only waits in queues, and a push that is
-settled meanwhile cannot be called back from there. The rate is the largest of the last seconds,
-as in BBR (Cardwell et al. 2016): deliveries per time between two acknowledgements.
+A line holds rate x round trip. More bytes would only wait in queues, and a push that is settled
+meanwhile cannot be called back from a queue. The rate is the largest of the last seconds, as in BBR
+(Cardwell et al. 2016): deliveries per time between two acknowledgements. The mean would be too
+low, because a sender often has nothing to send.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ from narrows.proto.timing import (
 )
 
 ACKNOWLEDGE_BYTES: Final = 128 << 10
-"""Received bytes after which positions are told every ACKNOWLEDGE_SOON_S."""
+"""Received bytes after which a receiver acknowledges every ACKNOWLEDGE_SOON_S. The sooner it does,
+the fewer bytes must be under way."""
 
 WINDOW_START_BYTES: Final = 1 << 20
-"""Until something is known. A window that is used up doubles with every round trip."""
+"""The window before the first acknowledgement. A window that is used up doubles with every round
+trip, so a low start costs a few round trips only."""
 
 WINDOW_MIN_BYTES: Final = 64 << 10
+"""The smallest window: a slow line, too, needs a message under way while the next one is made."""
 
 
 class Mark(NamedTuple):
-    """What a message needs to remember when it leaves."""
+    """The state of the path at a message's departure; its acknowledgement is compared with it."""
 
     sent_at: float
     delivered: int
@@ -37,7 +41,7 @@ class Mark(NamedTuple):
 
 @dataclass
 class Delivery:
-    """Bytes and seconds on the caller's monotonic clock."""
+    """Deliveries to one peer. Bytes, and seconds on the caller's monotonic clock."""
 
     delivered: int = 0
     _delivered_at: float = 0.0
@@ -55,12 +59,17 @@ class Delivery:
 
     def arrive(self, size_bytes: int, newest: Mark, now: float) -> None:
         """So many bytes were acknowledged; `newest` is the mark of the last message of them."""
+        assert size_bytes >= 0, size_bytes
+        assert newest.sent_at <= now, f"acknowledged {newest.sent_at - now} s before it was sent"
+        assert newest.delivered <= self.delivered, "a mark from the future"
         self.delivered += size_bytes
         self._delivered_at = now
         if now >= self._period_at + DELIVERY_MEMORY_S:
             self._period_at = now
             self._rates = (0.0, self._rates[0])
             self._trips_s = (math.inf, self._trips_s[0])
+        # The longer of both times: acknowledgements that come together, or a sender that paused,
+        # must not look like a fast line. The floor keeps a clock that stands still from dividing.
         elapsed_s = max(now - newest.delivered_at, now - newest.sent_at, 1e-6)
         rate = (self.delivered - newest.delivered) / elapsed_s
         self._rates = (max(self._rates[0], rate), self._rates[1])
@@ -68,17 +77,21 @@ class Delivery:
 
     @property
     def round_trip_s(self) -> float:
-        """From a message's departure to its acknowledgement, at best; inf before the first."""
+        """Seconds from a departure to its acknowledgement, at best; inf before the first."""
         return min(self._trips_s)
 
     @property
     def window_bytes(self) -> float:
-        """How much may be unacknowledged: twice what the line holds, so that a rate which has
-        risen is noticed, and what arrives until the receiver says so."""
+        """Bytes that may be unacknowledged: twice the bytes that the line holds.
+
+        Bytes that arrive before the receiver says so count as well. Twice, because with a window
+        of exactly the known rate nobody would notice that the rate has risen.
+        """
         rate = max(self._rates)
         if not rate:
             return WINDOW_START_BYTES
         between_s = min(max(ACKNOWLEDGE_BYTES / rate, ACKNOWLEDGE_SOON_S), ACKNOWLEDGE_S)
+        assert math.isfinite(self.round_trip_s), "a rate without a round trip"
         return max(
             WINDOW_MIN_BYTES, 2 * rate * (self.round_trip_s + between_s + ACKNOWLEDGE_SLACK_S)
         )

@@ -1,9 +1,10 @@
-"""How long one side of the wire waits for the other, by what is usual for it. [pure]
+"""The time that one side of the wire waits for the other, from what is usual for it. [pure]
 
-One rule for all who wait: three usual rounds; beyond them as long as bytes flow at half of their
-usual rate or more, and at most twice the time that the outstanding bytes need at that rate. So a
-slow line is waited for, whatever it carries, but not a line that trickles, nor a process that
-hangs and still says that it lives.
+One rule holds for everybody who waits. A peer gets three usual rounds. Beyond them it gets time as
+long as bytes flow at half of their usual rate or more, and at most twice the time that the
+outstanding bytes need at the usual rate. So a slow line is waited for, whatever it carries. A line
+that trickles is not, nor a process that hangs and still says that it lives. A fixed time would be
+too short for one model and too long for another.
 """
 
 from __future__ import annotations
@@ -20,49 +21,51 @@ from narrows.proto.limits import RATE_MIN
 from narrows.proto.timing import PATIENCE_SAMPLE_S
 
 ROUNDS: Final = 3.0
-"""So many usual rounds are waited for whether or not bytes flow."""
+"""Usual rounds that a peer gets whether or not bytes flow."""
 
 SLOWER: Final = 2.0
-"""A peer may be so many times slower than it usually is."""
+"""Factor by which a peer may be slower than it usually is."""
 
 SAMPLES: Final = 15
 """The usual rate is the median of so many samples, each of at least PATIENCE_SAMPLE_S in which
-bytes were awaited: a few seconds of another rate, such as a join beside an idle broker, do not move
-it."""
+bytes were awaited. A few seconds of another rate, such as a join beside an idle broker, do not move
+a median."""
 
 STATE_BYTES: Final = 4.0
-"""Per element of a fragment that is behind: its whole state is the most that can be needed."""
+"""Bytes per element of a fragment that is behind. Its whole state is the most that it can need."""
 
 
 def push_bytes_max(setting: str, elements: int) -> float:
-    """The largest payload of a push under this codec setting."""
+    """Bytes of the largest payload of a push under this codec setting."""
+    assert elements > 0, f"a push of {elements} elements"
     return float(max(codec(name).payload_bytes_max(elements, 1) for name in codecs_of(setting)))
 
 
 @dataclass
 class Flow:
-    """Bytes in one direction, and how fast they usually come. Seconds on the caller's clock."""
+    """Bytes in one direction and their usual rate. Seconds on the caller's clock."""
 
     moved: int = 0
-    """In all. The first message of a stream only shows where it stands."""
+    """Bytes so far. The first message of a stream only shows the position that it starts from."""
     _positions: tuple[int, ...] = ()
     _since: float | None = None
-    """Of the last progress, or since when bytes are awaited; None: none are."""
+    """Time of the last progress, or from which on bytes are awaited; None: none are."""
     _bytes: int = 0
     _seconds: float = 0.0
     _rates: deque[float] = field(default_factory=lambda: deque[float](maxlen=SAMPLES))
 
     def expect(self, now: float, *, anew: bool = False) -> None:
-        """Bytes are awaited from now on, if they were not already; `anew`: they were not."""
+        """Bytes are awaited from now on, if they were not before; `anew`: the wait starts again."""
         if anew or self._since is None:
             self._since = now
 
     def settle(self) -> None:
-        """All that was awaited is here: time that passes says nothing about the rate."""
+        """Everything awaited is here. From now on passing time says nothing about the rate."""
         self._since = None
 
     def move(self, positions: Sequence[int], now: float) -> None:
-        """The streams stand at these positions; a session that begins anew begins at 0."""
+        """The streams stand at these positions; a new session begins at 0."""
+        # Positions come from a peer: one that falls counts as a new start, and is no error.
         pairs = zip(positions, self._positions, strict=False)
         grown = sum(new - old for new, old in pairs if new > old > 0)
         self._positions = tuple(positions)
@@ -78,7 +81,7 @@ class Flow:
 
     @property
     def usual_bytes_per_s(self) -> float | None:
-        """None: nothing has been seen yet."""
+        """The usual rate; None: nothing has been seen yet."""
         if self._rates:
             return median(self._rates)
         return self._bytes / self._seconds if self._seconds > 0 else None
@@ -91,11 +94,13 @@ class Way:
     flow: Flow
     outstanding_bytes: float
     limit_bytes_per_s: float = math.inf
-    """What the budget allows now: nobody can be asked for more."""
+    """Rate that the budget allows now. No peer can be asked for more."""
 
     def __post_init__(self) -> None:
+        assert self.outstanding_bytes >= 0, self.outstanding_bytes
+        assert self.limit_bytes_per_s > 0, self.limit_bytes_per_s
         self._moved_before = self.flow.moved
-        # Later, a trickle would be what is usual.
+        # Taken now: measured during the wait, a trickle would become the usual rate.
         self._usual = self.flow.usual_bytes_per_s
 
     @property
@@ -104,14 +109,16 @@ class Way:
 
     @property
     def usual_bytes_per_s(self) -> float:
-        """That of the time before the wait; of a peer of which nothing was known, the present one.
-        No line counts as slower than what a budget may be."""
+        """The rate of the time before the wait, or the present one of a peer that was unknown.
+
+        No line counts as slower than the smallest budget.
+        """
         usual = self._usual or self.flow.usual_bytes_per_s or 0.0
         return min(max(usual, RATE_MIN / 8), self.limit_bytes_per_s)
 
     @property
     def moved_s(self) -> float:
-        """Time that usually passes until so much has moved; what is sent again does not count."""
+        """Seconds that these bytes usually take. Bytes that were sent again do not count."""
         return min(self.moved_bytes, self.outstanding_bytes) / self.usual_bytes_per_s
 
     @property
@@ -125,14 +132,15 @@ class Patience:
 
     begun_at: float
     round_s: float
-    """The peer's usual round."""
+    """Seconds of the peer's usual round."""
     least_s: float
-    """Nobody is given up sooner: so long a peer may be gone altogether."""
+    """Seconds before which nobody is given up: a peer may be gone for so long."""
     ways: tuple[Way, ...] = ()
     _moving_since: float | None = None
 
     def until(self, now: float) -> float:
-        """When the peer is given up, unless more bytes come."""
+        """The time at which the peer is given up, unless more bytes come."""
+        assert self.round_s >= 0 and self.least_s >= 0, self
         until = self.begun_at + max(ROUNDS * self.round_s, self.least_s)
         moved_s = sum(way.moved_s for way in self.ways)
         if not moved_s:
@@ -141,4 +149,5 @@ class Patience:
             self._moving_since = now
         flowing = self._moving_since + SLOWER * moved_s
         longest = self.begun_at + SLOWER * sum(way.needed_s for way in self.ways)
+        # Progress only ever adds patience: nobody is given up sooner for having sent something.
         return max(until, min(flowing, longest))

@@ -13,16 +13,16 @@ from io import FileIO
 from pathlib import Path
 
 BYTES_MAX = 64 << 20
-"""Of one file: some 250,000 lines. With its predecessor it takes up to twice as much."""
+"""Largest size of one file, some 250,000 lines. It and its predecessor take twice as much."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class EventFile:
-    """For benches and monitors, never for recovery: what cannot be written is missing there.
+    """Lines for benches and monitors, never for recovery: a line that cannot be written is missing.
 
     Before the file grows beyond `bytes_max` it becomes NAME.1, in the place of the one before it.
-    What is not a regular file (a pipe, a terminal) has no bound. Used by one thread.
+    A pipe or a terminal has no bound. One thread uses it.
     """
 
     def __init__(self, path: Path, log: logging.Logger, *, bytes_max: int = BYTES_MAX) -> None:
@@ -32,7 +32,7 @@ class EventFile:
         self._size_bytes = 0
         self._is_regular = True
         self._is_torn = False
-        """The file ends within a line."""
+        """True if the file ends within a line."""
         self._missing = 0
         """Lines since the last one that was written."""
         try:

@@ -1,4 +1,4 @@
-"""A pipe that wakes the thread which owns the sockets: for both shells, not for what decides."""
+"""A pipe that wakes the thread which owns the sockets. Both shells use it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import os
 from contextlib import suppress
 
 READ_BYTES = 4096
-"""Of wakes that nobody has answered yet, so many are read at once; more come with the next look."""
+"""Wakes that are read at once. More of them make the pipe readable again."""
 
 
 class WakePipe:
-    """`wake` may be called by any thread and by signal handlers; the rest by one thread."""
+    """A pipe as an alarm. Any thread or signal handler may call `wake`, one thread the rest.
+
+    A pipe, because a poller waits for descriptors only, and a lock is not safe in a handler.
+    """
 
     def __init__(self) -> None:
         self.source, self._end = os.pipe()
@@ -19,13 +22,16 @@ class WakePipe:
         os.set_blocking(self._end, False)
 
     def wake(self) -> None:
-        """Never waits. A full pipe says all that one byte more would say, and its reader may be
-        waiting for a lock that the caller holds."""
+        """Makes `source` readable, without waiting.
+
+        A full pipe already says all that one more byte would say, and its reader may be waiting
+        for a lock that the caller holds.
+        """
         with suppress(BlockingIOError):
             os.write(self._end, b"\0")
 
     def drain(self) -> None:
-        """Takes the wakes so far; none is fine."""
+        """Takes the wakes so far. That there are none is no error."""
         with suppress(BlockingIOError):
             os.read(self.source, READ_BYTES)
 

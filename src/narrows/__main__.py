@@ -1,4 +1,7 @@
-"""The `narrows` command."""
+"""The `narrows` command: it parses the command line and turns errors into exit codes.
+
+Commands are imported when they run: torch, numba and matplotlib take seconds to load.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ app = cyclopts.App(
     version=__version__,
     help="Train one network on several islands of compute over an ordinary network.",
     help_epilogue=EXIT_CODES,
-    # Else it would end the process without a word, before main() could say why.
+    # Otherwise the library ends the process without a word, before main() can say why.
     suppress_keyboard_interrupt=False,
 )
 
@@ -258,13 +261,14 @@ def export_(state_dir: Path, *, to: Path) -> None:
 
 
 def main() -> NoReturn:
-    """Runs a command; every expected failure is one line and an exit code, never a traceback."""
+    """Runs a command. Every expected failure is one line and an exit code, never a traceback."""
     if not __debug__:
         _fail("python -O removes the assertions that guard the model; run without it", EXIT_USAGE)
     logging.getLogger("numexpr").setLevel(logging.WARNING)  # It greets whoever loads Blosc2.
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     if sys.argv[1:2] in (["bench"], ["demo"]):
-        # They end what they have started, processes and namespaces, however they are ended.
+        # As an exception, SIGTERM lets them end the processes and namespaces that they have
+        # started.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     if sys.argv[1:2] == ["broker"] and {"--help", "-h"} & set(sys.argv):
         from narrows.broker.cli.broker import settings_help

@@ -18,6 +18,7 @@ import numpy as np
 from narrows.broker.config import BrokerConfig, load_config
 from narrows.broker.merging.contribution import Contribution
 from narrows.broker.merging.model import GlobalModel, version_zero
+from narrows.broker.merging.policy import policy_of
 from narrows.broker.storage.checkpoint import CheckpointContent, StateDir
 from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.durable_files import StateError
@@ -28,7 +29,8 @@ from narrows.broker.storage.recovery import begin_epoch
 from narrows.broker.storage.writer import committed
 from narrows.broker.syncer.events import Note, Received, StartMerge
 from narrows.broker.syncer.machine import Syncer
-from narrows.learner.session.connection import Identity
+from narrows.broker.syncer.phases import Turn
+from narrows.learner.session.identity import Identity
 from narrows.proto.codec.chunk import DecodedChunk
 from narrows.proto.codec.transfer import decode_chunk, encode_fragment
 from narrows.proto.errors import NarrowsError
@@ -45,12 +47,12 @@ SEGMENT_BYTES = 1500
 
 @dataclass
 class State:
-    """A state directory and what it says, after each round."""
+    """A state directory, and the model that it holds after each round."""
 
     path: Path
     config: BrokerConfig
     digests: list[str]
-    """Of the model after 0, 1, ... rounds."""
+    """Digests of the model after 0, 1, ... rounds."""
 
 
 def config_of(path: Path) -> BrokerConfig:
@@ -71,7 +73,7 @@ def make(path: Path) -> State:
         journal.append(encode(LifeRecord(FORMAT, run.epoch, run.config_digest, (), 0.0)))
         journal.sync()
         syncer = Syncer(config, run_id=run.run_id, epoch=(*run.epoch, 7), now=0.0)
-        syncer.state.phase = Phase.RUNNING
+        syncer.state.turn(Turn.BEGIN)
         digests = [model_digest(model)]
         for version in range(ROUNDS + 1):
             if version:
@@ -106,8 +108,8 @@ def _round(
         contributed.append(Contribution(learner, "0" * 32, version, 100, 5, (handle,)))
         travelled.append(("int4-zstd", [(0, 20, chunk.payload)]))
     effect = StartMerge(0, version, tuple(contributed), "a test")
-    outcome = model.merge(0, version, contributed, chunks)
-    journal.append(committed(syncer.state, effect, outcome, model, travelled))
+    outcome = model.merge(0, version, contributed, chunks, policy_of(model.config))
+    journal.append(committed(syncer.state, effect, outcome, travelled))
     journal.sync()
     model.install(outcome)
     for done in contributed:
@@ -117,7 +119,7 @@ def _round(
 
 
 def fate_of(state: State) -> str:
-    """What a broker makes of the directory: detected, harmless, last rounds gone, or SILENT."""
+    """The broker's reaction to the directory: detected, harmless, last rounds gone, or SILENT."""
     loud = _Loud()
     logging.getLogger("narrows.broker").addHandler(loud)
     try:
@@ -141,7 +143,7 @@ def fate_of(state: State) -> str:
 
 
 def _told_by_a_learner(syncer: Syncer) -> bool:
-    """The first learner that joins holds the newest version: it must be noticed."""
+    """True if the first learner that joins makes the loss known: it holds the newest version."""
     identity, run_id = Identity("a", "1" * 32, LAYOUT, 0), syncer.state.run_id
     hello = identity.hello(run_id, (1, 1, 7), 9, 900, (ROUNDS,))
     effects = syncer.handle(Received(b"a", hello), now=0.0)
@@ -149,7 +151,7 @@ def _told_by_a_learner(syncer: Syncer) -> bool:
 
 
 class _Loud(logging.Handler):
-    """Whether the operator was told of damage."""
+    """Records whether the operator was told of damage."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -160,7 +162,7 @@ class _Loud(logging.Handler):
 
 
 def damage(folder: Path, *, stride: int = 1) -> Counter[str]:
-    """Counts by kind of damage and what became of it."""
+    """Counts by kind of damage and fate."""
     counts: Counter[str] = Counter()
     whole = make(folder / "whole")
     broken = State(folder / "broken", config_of(folder / "broken"), whole.digests)
@@ -190,7 +192,7 @@ def _fate(whole: State, broken: State, file: Path, data: bytes | None) -> str:
 
 
 def main(stride: int) -> int:
-    """Exit code 0 if nothing was silent."""
+    """Exit code 0 if no damage was silent."""
     logging.getLogger("narrows").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         counts = damage(Path(folder), stride=stride)

@@ -1,4 +1,5 @@
-"""A real broker, killed hundreds of times under load; what learners saw must all still be there.
+"""A real broker, killed hundreds of times under load; every version that a learner saw must
+survive.
 
 `python tests/chaos/broker_kills.py 500` prints the numbers (make chaos-broker). The learners are
 threads of this process with real sockets; they live through every kill.
@@ -34,12 +35,13 @@ from narrows.broker.merging.model import warm_up
 from narrows.broker.process.crash_points import NAMES, VARIABLE
 from narrows.broker.storage.audit import Audit
 from narrows.learner.transport.client import Client
+from narrows.learner.transport.options import ClientOptions
 
 LEARNERS = ("a", "b", "c")
 STEP_S = 0.004
 PATIENCE_S = 180.0
 COMPARED_LIFE_S = 6.0
-"""Between two kills, where training with and without them is compared."""
+"""Time between two kills, where training with and without kills is compared."""
 
 SETTINGS = {
     "fragments.count": "2",
@@ -54,14 +56,14 @@ SETTINGS = {
 
 @dataclass
 class Result:
-    """What the kills did, and what was found afterwards."""
+    """Counts of the kills and of the checks after them."""
 
     kills: int = 0
     kills_by_place: dict[str, int] = field(default_factory=dict[str, int])
     versions_seen: int = 0
-    """Different (fragment, version) that some learner installed."""
+    """Different (fragment, version) pairs that a learner installed."""
     versions_lost: int = 0
-    """Seen, but not in the journal, or there with another digest."""
+    """Versions that a learner saw, but that the journal lacks or has with another digest."""
     pushes_merged_twice: int = 0
     rounds: int = 0
     lives: int = 0
@@ -75,7 +77,7 @@ class Result:
 
 
 class Learners:
-    """Threads that train toys until they are told to stop."""
+    """Threads that train toys until they are stopped."""
 
     def __init__(self, address: str, folder: Path) -> None:
         self.steps = 0
@@ -95,8 +97,10 @@ class Learners:
         host = ToyHost(vector(seed))
         try:
             learner = Client(
-                broker=address, name=name, layout=LAYOUT, frozen_digest=0, host=host,
-                join_timeout_s=PATIENCE_S, events=path,
+                ClientOptions(
+                    broker=address, name=name, layout=LAYOUT, frozen_digest=0, host=host,
+                    join_timeout_s=PATIENCE_S, events=path,
+                )
             )  # fmt: skip
             learner.start()
             self.joined.append(learner)
@@ -112,7 +116,7 @@ class Learners:
 
     def installed(self) -> int:
         """Sum of the newest versions held, over learners and fragments."""
-        return sum(sum(c.background.session.links.held) for c in list(self.joined))
+        return sum(sum(c.background.view.session.held) for c in list(self.joined))
 
     def stop(self) -> None:
         self._stop.set()
@@ -205,7 +209,7 @@ def _wait_for(
 
 
 def _wait_for_death(broker: subprocess.Popen[bytes], rng: random.Random) -> None:
-    """A place that is visited too rarely is not waited for for ever."""
+    """Waits for the death at a named place, but not for ever: some places are rarely visited."""
     try:
         broker.wait(rng.uniform(2.0, 4.0))
     except subprocess.TimeoutExpired:
@@ -227,9 +231,9 @@ def check(folder: Path, learners: Learners, result: Result) -> None:
 
 
 def unbalanced(audit: Audit, ledgers: dict[str, dict[str, int]]) -> Iterator[str]:
-    """Learners whose own account of merged tokens is not that of the journal.
+    """Learners whose ledger of merged tokens does not agree with the journal.
 
-    What was merged last a learner may not have heard of yet: then it is pending there.
+    A learner may not have heard of the last merge yet. Its tokens are pending there.
     """
     for name, ledger in sorted(ledgers.items()):
         merged = sum(tokens for (who, _, _), tokens in audit.tokens.items() if who == name)

@@ -30,7 +30,7 @@ from narrows.proto.limits import PROTOCOL
 NAMES = 20
 STREAMS = 4
 SLACK = 4
-"""Descriptors more than in the beginning that mean nothing."""
+"""Descriptors beyond the first count that do not mean a leak."""
 HANG_S = 120.0
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 4) + b"XPUB"
@@ -39,13 +39,13 @@ LAYOUT = (msg.LayoutEntry("weight", (64, 64), "float32", "rda"),)
 
 @dataclass
 class Sample:
-    """What the broker held after so many connections."""
+    """Resources that the broker held after so many connections."""
 
     connections: int
     descriptors: int
     resident_bytes: int
     seconds: float
-    """Since the start."""
+    """Seconds since the start."""
 
 
 @dataclass
@@ -114,7 +114,7 @@ def _member(
     name: str,
     known: msg.Welcome | None = None,
 ) -> msg.Welcome:
-    """Joins as a new process of one of the names, subscribes, and is gone without a Bye."""
+    """Joins as a new process of one of the names, subscribes, and vanishes without a Bye."""
     incarnation = secrets.token_hex(16)
     hello = msg.Hello(
         PROTOCOL, name, incarnation, "", (0, 0, 0), LAYOUT, 0, codec_names(), 0, 0, (),
@@ -135,7 +135,7 @@ def _member(
 
 
 def _cut_short(host: str, port: int) -> None:
-    """Half of a data message, then a reset."""
+    """Sends half of a data message, then a reset."""
     with socket.create_connection((host, port), timeout=HANG_S) as connection:
         connection.sendall(GREETING + b"\x04" + bytes([len(READY)]) + READY)
         received = b""

@@ -1,4 +1,5 @@
-"""The end of a run with real processes: who gets the final model, and what is said of the others.
+"""The end of a run with real processes: which learners get the final model, and the log about
+others.
 
 `python end_of_run.py CASE [PARAMETERS] [LOST_S]` for each of the CASES. Without numbers it is the
 literal case: 1.5 million parameters, and the broker's own limits.
@@ -33,7 +34,7 @@ from narrows.proto.fragments import build_table
 
 HANG_S = 900.0
 LATE_SHARE = 0.7
-"""Of the goal: from there on a step is long, or a line bad."""
+"""Share of the goal from which on a step is long, or a line bad."""
 
 WIDTH = 100
 
@@ -44,7 +45,7 @@ class Member:
 
     step_s: float = 0.05
     long_step_s: float = 0.0
-    """Its first step after LATE_SHARE takes so much longer; infinity: it hangs."""
+    """Extra length of its first step after LATE_SHARE; infinity: it hangs."""
     trickles: bool = False
     """From LATE_SHARE on its data ports pass one byte a second."""
 
@@ -56,9 +57,9 @@ class Case:
     members: dict[str, Member]
     steps: int = 60
     rate: str = ""
-    """Of every line, both ways, as soon as all have joined."""
+    """Rate of every line, both ways, as soon as all have joined."""
     ends: tuple[str, ...] = ()
-    """Those that end by themselves; the others would be there for ever."""
+    """Learners that end by themselves. The others would stay for ever."""
 
 
 CASES: dict[str, Callable[[float], Case]] = {
@@ -81,20 +82,20 @@ CASES: dict[str, Callable[[float], Case]] = {
 
 @dataclass
 class Outcome:
-    """What became of a case."""
+    """Results of a case."""
 
     log: str = ""
-    """The broker's."""
+    """The broker's log."""
     versions: tuple[int, ...] = ()
     exit_codes: dict[str, int] = field(default_factory=dict[str, int])
     said: dict[str, str] = field(default_factory=dict[str, str])
-    """What a learner raised, "" for nothing."""
+    """Error that each learner raised; "" for none."""
     final: dict[str, str] = field(default_factory=dict[str, str])
     """`narrows.final` of the file that it saved."""
     same: dict[str, bool] = field(default_factory=dict[str, bool])
-    """Whether the file has the bits that the broker has published last."""
+    """True if the file has the bits of the broker's last publication."""
     left_s: dict[str, float] = field(default_factory=dict[str, float])
-    """From the end of the loop until the learner was gone."""
+    """Seconds from the end of the loop until the learner was gone."""
     seconds: float = 0.0
 
 
@@ -172,7 +173,7 @@ def _compare(outcome: Outcome, case: Case, folder: Path) -> None:
 
 
 def metadata(path: Path) -> dict[str, str]:
-    """What a safetensors file says of itself."""
+    """The metadata of a safetensors file."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return dict(header["__metadata__"])
@@ -181,7 +182,7 @@ def metadata(path: Path) -> dict[str, str]:
 def learn(
     name: str, broker: str, folder: Path, parameters: int, step_s: float, long_step_s: float
 ) -> None:
-    """One learner: its steps are timed waits, everything else is what users have."""
+    """One learner. Its steps are timed waits; the rest is the code of a user."""
     torch.set_num_threads(1)
     torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
     model = nn.Linear(WIDTH, parameters // WIDTH, bias=False)

@@ -20,21 +20,21 @@ from narrows.broker.syncer.status import status_of
 from narrows.proto import messages as msg
 
 PAUSE_S = 1.5
-"""Between two names: a thousand are gone in half an hour."""
+"""Pause between two names: a thousand are gone in half an hour."""
 
 
 @dataclass
 class Sample:
-    """What is kept after so many names."""
+    """Memory that so many names have left behind."""
 
     names: int
     members: int
     merged_pushes: int
     status_bytes: int
     manifest_bytes: int
-    """Of what names leave in it."""
+    """Bytes of the part of it that grows with names."""
     ms_per_name: float
-    """Since the sample before."""
+    """Milliseconds per name since the sample before."""
 
 
 class Soak(Desk):
@@ -82,7 +82,7 @@ class Soak(Desk):
 
 
 def run(count: int, *, samples: int = 10) -> list[Sample]:
-    """Has `count` names come and go."""
+    """Lets `count` names come and go."""
     soak = Soak(fragments__sync_period_steps=3, broker__beat="10s")
     soak.found("stays")
     found: list[Sample] = []

@@ -1,4 +1,4 @@
-"""Damage to a state directory is told or does no harm; every bit in `bit_flips.py`."""
+"""Damage to a state directory is reported or harmless; `bit_flips.py` tries every bit."""
 
 from __future__ import annotations
 

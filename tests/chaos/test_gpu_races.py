@@ -30,7 +30,7 @@ from narrows.proto.fragments import Fragment, build_table
 ROWS, COLUMNS, TENSORS = 2048, 4096, 4
 """33 M parameters in fragments of 8 M."""
 PUSHES = 6
-"""Of each fragment."""
+"""Pushes of each fragment."""
 AHEAD_STEPS = 4
 """Steps that training queues before it waits for one."""
 MULTIPLICATIONS = 24
@@ -69,13 +69,13 @@ class Training:
 
 @dataclass
 class Times:
-    """Milliseconds, one entry each."""
+    """Times in milliseconds, one entry each."""
 
     encode: list[float] = field(default_factory=list[float])
     capture_thread: list[float] = field(default_factory=list[float])
     capture_stream: list[float] = field(default_factory=list[float])
     step: list[float] = field(default_factory=list[float])
-    """Of a training step while pushes were encoded."""
+    """Times of a training step while pushes were encoded."""
 
 
 def mark_on(device: torch.device) -> torch.cuda.Event:
@@ -142,7 +142,7 @@ class Rig:
 def trained(
     training: Training, steps_min: int, futures: Sequence[Future[list[EncodedChunk]]] = ()
 ) -> list[float]:
-    """Trains until all is encoded; milliseconds per step."""
+    """Trains until everything is encoded; returns milliseconds per step."""
     marks = [mark_on(training.device)]
     while len(marks) <= steps_min or not all(future.done() for future in futures):
         training.step()
@@ -151,7 +151,7 @@ def trained(
 
 
 def rounds(rig: Rig, training: Training, pool: ThreadPoolExecutor) -> Iterator[str]:
-    """What is wrong with a push, if anything."""
+    """Differences of the pushes from their twins; empty if there are none."""
     for number in range(PUSHES):
         for first in range(0, len(rig.table), 2):
             pairs = [rig.works(part) for part in rig.table[first : first + 2]]

@@ -1,4 +1,4 @@
-"""A live broker with one honest learner, and peers that say what no honest learner says."""
+"""A live broker with one honest learner, and peers that send messages no honest learner sends."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from narrows.bench.quality.run import QualityCell, config_digest
 
 
 def run_cell(cell: QualityCell, seed: int) -> dict[str, Any]:
-    """Tells in the folder for temporary files that it has begun."""
+    """Reports, in the folder for temporary files, that the job has begun."""
     folder = Path(tempfile.gettempdir())
     with suppress(FileExistsError):
         (folder / "short").touch(exist_ok=False)

@@ -109,7 +109,7 @@ def test_a_chunk_that_fits_nothing_refuses_its_push(member: Peer, case: str) -> 
 
 
 def honest_payload(member: Peer, seed: int = 0) -> bytes:
-    """Of all elements of fragment 0."""
+    """Payload of all elements of fragment 0."""
     values = np.random.default_rng(seed).standard_normal(216).astype(np.float32)
     return encoded(member.table[0], values, "int4-zstd")[0].payload
 
@@ -182,7 +182,7 @@ _marks = itertools.count(1000)
 
 
 def wait_for_data(world: World, peer: Peer) -> None:
-    """Until all data that `peer` has sent is handled: the last one's refusal is seen."""
+    """Waits until all data of `peer` is handled: the refusal of the last one is seen."""
     before = world.good.refusals("wrong_run")
     peer.send_data(peer.frames(b"", run_id="mark", push_id=next(_marks)))
     wait_until(lambda: world.good.refusals("wrong_run") > before, "the mark to be refused")
@@ -193,7 +193,7 @@ def wait_for_data(world: World, peer: Peer) -> None:
 def test_version_0_cannot_be_sent_again(
     world: World, member: Peer, sender: str, payload: bytes
 ) -> None:
-    """Not even by who founded the run."""
+    """Not even the learner that founded the run may do so."""
     peer = world.good if sender == "good" else member
     fields: dict[str, Any] = {"kind": FOUND, "push_id": 0, "codec": STATE_CODEC, "count": 216}
     peer.send_data(peer.frames(payload, **fields))
@@ -223,7 +223,7 @@ def test_a_flood_of_garbage_is_survived(world: World, member: Peer) -> None:
 
 
 def test_the_header_of_an_honest_chunk_is_accepted(world: World, member: Peer) -> None:
-    """What the cases above vary is right in itself: half a push, which then is dropped."""
+    """The chunk that the cases above vary is itself valid: half a push, which is dropped later."""
     chunk = encoded(member.table[0], np.ones(216, np.float32), "int4-zstd", 108)[0]
     member.send_data(member.frames(chunk.payload, count=108))
     wait_until(lambda: world.service.jobs.held == 1, "the chunk to be held")

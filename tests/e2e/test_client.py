@@ -17,9 +17,10 @@ from running import HANG_S, LAYOUT, ToyHost, broker_config, client, live_broker,
 
 from narrows.bench.kit.processes import free_ports
 from narrows.broker.process.service import Service
-from narrows.broker.syncer.members import Roster
+from narrows.broker.syncer.roster import Roster
 from narrows.learner.session import events as ev
 from narrows.learner.transport.client import Client
+from narrows.learner.transport.options import ClientOptions
 from narrows.learner.transport.sockets import LearnerSockets
 from narrows.proto import messages as msg
 from narrows.proto.codec import F32
@@ -71,8 +72,10 @@ def answering(frame: bytes) -> Generator[str]:
 
 def lone(address: str, *, layout: tuple[msg.LayoutEntry, ...] = LAYOUT, wait_s: float) -> Client:
     return Client(
-        broker=address, name="a", layout=layout, frozen_digest=0, host=ToyHost(vector(1)),
-        join_timeout_s=wait_s,
+        ClientOptions(
+            broker=address, name="a", layout=layout, frozen_digest=0, host=ToyHost(vector(1)),
+            join_timeout_s=wait_s,
+        )
     )  # fmt: skip
 
 
@@ -90,7 +93,7 @@ def ignored(*_: object) -> None:
 
 
 def open_push(learner: Client) -> int:
-    pushes = [link.push for link in learner.background.session.links]
+    pushes = [each.push for each in learner.background.session.fragments]
     return next(p.announced.push_id for p in pushes if p is not None and p.merged is None)
 
 
@@ -145,8 +148,8 @@ def test_who_waits_for_others_has_nothing_due(tmp_path: Path) -> None:
         started.start()
 
         def is_at_rest() -> bool:
-            path = first._data_path()  # pyright: ignore[reportPrivateUsage]
-            lines = (path.uplink, path.downlink) if path else ()
+            data = first.background.view.data
+            lines = (data.uplink, data.downlink) if data else ()
             return bool(lines) and all(line.is_open and not line.is_due for line in lines)
 
         wait_until(lambda: service.syncer.state.heads, "version 0")
@@ -202,7 +205,7 @@ def test_a_broker_that_is_back_is_greeted_without_the_back_off() -> None:
 
 def test_a_control_message_that_arrives_is_charged_for_its_acknowledgement() -> None:
     learner = lone(f"tcp://127.0.0.1:{free_ports()}", wait_s=HANG_S)
-    sender = learner.background.exchange.sender
+    sender = learner.background.data_path.sender
     try:
         sender.set_rate(1e6, time.monotonic())
         budget = sender.budget
@@ -230,7 +233,7 @@ def test_a_broker_that_returns_with_another_codec_is_answered_in_it(tmp_path: Pa
 
                 def has_contributed(roster: Roster = roster) -> bool:
                     member = roster.get("a")
-                    return member is not None and member.contributions > 1
+                    return member is not None and member.participation.contributions > 1
 
                 step_until(learner, has_contributed)
     finally:
@@ -252,7 +255,7 @@ def test_a_push_settled_while_it_is_copied_is_neither_sent_nor_kept(service: Ser
     step_until(learner, lambda: len(late) == 2)
     host.copied = None
     learner.finish(HANG_S)
-    assert not learner.background.exchange.pushes
+    assert not learner.background.data_path.pushes
     assert learner.stats()["pushes"] == 0
 
 
@@ -262,8 +265,8 @@ def test_a_refusal_while_leaving_is_raised(
     learner = client(service, "a", ToyHost(vector(1)))
     learner.start()
     # Pushes are announced and never sent: leaving waits for their outcome.
-    monkeypatch.setattr(learner.background.exchange, "start_push", ignored)
-    step_until(learner, lambda: learner.background.session.links.pushing)
+    monkeypatch.setattr(learner.background.data_path, "start_push", ignored)
+    step_until(learner, lambda: learner.background.session.fragments.pushing)
     superseded = encode_control(msg.Refuse("superseded", "a newer process has taken the name"))
 
     def superseded_while_waiting(_timeout_s: float) -> None:
@@ -306,7 +309,7 @@ def test_another_version_is_passed_over_by_who_trains(service: Service) -> None:
     learner = client(service, "a", ToyHost(vector(1)))
     learner.start()
     service.stop("to be replaced")
-    wait_until(lambda: not learner.background.session.online, "the learner to be offline")
+    wait_until(lambda: not learner.background.view.session.online, "the learner to be offline")
     tell(learner, sealed(b"", protocol=1))
     learner.boundary(1, 1.0)
     learner.abort()

@@ -1,4 +1,4 @@
-"""What fails at a learner beside training: copies, encodings, decodings; training goes on."""
+"""Failures at a learner beside training: copies, encodings, decodings; training goes on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FailingHost(ToyHost):
         self.counts = {"snapshot": 0, "adopt": 0}
         self.failed = 0
         self.torn: set[int] = set()
-        """Fragments of which the parameters hold a part only."""
+        """Fragments of which the parameters hold only a part."""
 
     def _fails(self, kind: str) -> bool:
         self.counts[kind] += 1
@@ -71,7 +71,7 @@ def train_until(
     condition: Callable[[], bool],
     caught: type[Exception] | tuple[()] = (),
 ) -> int:
-    """As a loop that skips a batch after an error `caught`; returns how many there were."""
+    """Trains as a loop that skips a batch after an error `caught`; returns the number of errors."""
     pace, errors = threading.Event(), 0
     for _ in range(int(HANG_S * 100)):
         if condition():
@@ -125,7 +125,7 @@ def test_an_encoding_that_fails_is_declined_and_told_once(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a GPU whose memory is full: the next rounds may find some."""
+    """As on a GPU with full memory: the next rounds may find some."""
     failed = 0
 
     def failing(*arguments: Any) -> None:

@@ -223,7 +223,7 @@ def test_without_a_journal_the_first_learner_tells_what_was_lost(
         host = ToyHost(vector(3))
         learner = client(service, "a", host)
         learner.start()
-        while sum(learner.background.session.links.held) < 6:
+        while sum(learner.background.view.session.held) < 6:
             host.step(0.1)
             learner.boundary(1, 0.0)
             threading.Event().wait(0.003)
@@ -566,7 +566,7 @@ def test_a_checkpoint_that_fails_is_tried_again_and_advises_nothing_drastic(
     def read_records(_self: StateDir, number: int, _take: object) -> object:
         raise Damaged(f"checkpoint-{number}: another bit")
 
-    monkeypatch.setattr("narrows.broker.syncer.phases.RETRY_S", 0.05)
+    monkeypatch.setattr("narrows.broker.syncer.lifecycle.RETRY_S", 0.05)
     with live_broker(broker_config(tmp_path, broker__checkpoint_versions=1_000_000)) as service:
         training = Training(service)
         try:

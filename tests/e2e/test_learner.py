@@ -57,7 +57,7 @@ def batches(seed: int) -> Generator[Tensor]:
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    """What compiling changes for us are the names, and those change with any backend."""
+    """A compiled model. Compiling changes only names for us, and every backend changes those."""
     module = torch.compile(model, backend="eager")  # pyright: ignore[reportUnknownMemberType]
     assert isinstance(module, nn.Module)
     return module

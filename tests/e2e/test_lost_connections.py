@@ -45,12 +45,12 @@ class Sites:
         )  # fmt: skip
 
     def merged_at(self) -> list[float]:
-        """When learner a's contributions were merged, on the system's clock."""
+        """Times at which learner a's contributions were merged, on the system's clock."""
         rows = self.events("far")
         return [r["time_s"] for r in rows if r["event"] == "merged" and "a" in r["contributors"]]
 
     def installed_at(self) -> list[float]:
-        """When the learner had a new version."""
+        """Times at which the learner got a new version."""
         return [row["time_s"] for row in self.events("near") if row["version"] > 0]
 
     def events(self, site: str) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from narrows.proto.messages import LearnerStatus, Phase
 pytestmark = pytest.mark.slow
 
 STEP_TOKENS = 256
-"""Of one inner step of the tiny preset."""
+"""Tokens of one inner step of the tiny preset."""
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_killed_learner_returns_under_its_name_and_contributes(run: Run) -> No
 
 
 def _is_newer(now: LearnerStatus | None, before: LearnerStatus) -> bool:
-    """Another process has the name and has contributed."""
+    """True if another process has the name and has contributed."""
     return now is not None and now.incarnation != before.incarnation and now.contributions > 0
 
 

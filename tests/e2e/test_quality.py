@@ -1,5 +1,5 @@
-"""The quality bench beside the system that it stands for: the same cell with real processes; and
-what a signal leaves of it."""
+"""The quality bench beside the system that it simulates: the same cell with real processes; and a
+bench that a signal ends."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ ABLE = 'import os, sys; sys.exit(os.access(".", os.W_OK))'
 
 @dataclass
 class Container:
-    """What a process finds there."""
+    """The paths inside the container."""
 
     install: Path
     scratch: Path

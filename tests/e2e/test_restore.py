@@ -79,7 +79,7 @@ def test_a_life_whose_number_comes_again_is_another_one(
             assert restored.syncer.state.version_sum < lost.syncer.state.version_sum
             # The quorum is both: nothing is merged unless each has come back and gone back.
             merged(restored, 30)
-    totals = [learner.background.session.ledger.total() for learner in learners]
+    totals = [learner.background.ledger() for learner in learners]
     assert min(total.rolled_back for total in totals) > 0
     told = [r.getMessage() for r in caplog.records if "history_lost" in r.getMessage()]
     assert told and all("restored from an older copy" in text for text in told)

@@ -31,6 +31,7 @@ from narrows.broker.cli.dissecting import Printer
 from narrows.broker.cli.relay import Relay, Route, Watcher
 from narrows.broker.process.service import Service
 from narrows.learner.transport.client import Client
+from narrows.learner.transport.options import ClientOptions
 from narrows.proto.address import Address
 from narrows.proto.dissector import capture
 
@@ -48,8 +49,11 @@ def learn(address: str, service: Service, versions: int) -> None:
     """One learner trains until so many versions are made, then leaves."""
     host = ToyHost(vector(1))
     learner = Client(
-        broker=address, name="a", layout=LAYOUT, frozen_digest=0, host=host, join_timeout_s=HANG_S
-    )
+        ClientOptions(
+            broker=address, name="a", layout=LAYOUT, frozen_digest=0, host=host,
+            join_timeout_s=HANG_S,
+        )
+    )  # fmt: skip
     learner.start()
     pace = threading.Event()
 

@@ -24,7 +24,7 @@ from narrows.proto.codec.kernels import F32
 
 
 class Coded(TypedDict):
-    """What one codec makes of a case; hex of little-endian bytes."""
+    """Result of one codec for a case; hex of little-endian bytes."""
 
     payload: str
     codes: str

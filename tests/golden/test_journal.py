@@ -19,7 +19,7 @@ SEGMENT_BYTES = 256
 
 
 class StoredFile(TypedDict):
-    """A file; what is not told are zeros."""
+    """A file; bytes that are not listed are zeros."""
 
     size_bytes: int
     hex: list[str]

@@ -17,6 +17,7 @@ from narrows.broker.config import load_config
 from narrows.broker.merging.contribution import Contribution
 from narrows.broker.merging.merge import DecodedVector, merge_vectors, token_weights
 from narrows.broker.merging.model import GlobalModel, version_zero
+from narrows.broker.merging.policy import policy_of
 from narrows.proto.codec.chunk import DecodedChunk, float_square_sums
 from narrows.proto.codec.kernels import F32, F64
 from narrows.proto.codec.transfer import decode_chunk, encode_fragment
@@ -76,11 +77,11 @@ def round_of(version: int) -> tuple[list[Contribution], dict[int, tuple[int, Dec
 
 
 def digest_of_everything() -> str:
-    """Over global parameters, momentum and published copy after three merges."""
+    """Digest of global parameters, momentum and published copy after three merges."""
     hasher = xxhash.xxh3_128()
     model = GlobalModel(CONFIG, TABLE, [version_zero(awkward(0))])
     for version in (1, 2, 3):
-        model.install(model.merge(0, version, *round_of(version)))
+        model.install(model.merge(0, version, *round_of(version), policy_of(CONFIG)))
         state = model.fragments[0]
         for array in (state.global_, state.momentum, state.published):
             hasher.update(array.tobytes())
@@ -149,7 +150,7 @@ def test_a_merge_has_the_bits_of_its_twin() -> None:
         vectors.append(vector)
     weights = token_weights([(d.tokens, d.steps) for d in contributed], rule="tokens")
     model = GlobalModel(CONFIG, TABLE, [version_zero(awkward(0))])
-    outcome = model.merge(0, 1, contributed, chunks)
+    outcome = model.merge(0, 1, contributed, chunks, policy_of(CONFIG))
     contributions = [DecodedVector(d.learner, [chunks[h] for h in d.handles]) for d in contributed]
     merged = merge_vectors(PART, contributions, weights)
     assert merged.clipped >= 3

@@ -1,4 +1,4 @@
-"""Which test files can meet a module at all: those that import it, directly or through others."""
+"""Test files that can meet a module: those that import it, directly or through others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ PACKAGE = "narrows"
 
 def reaching(root: Path, paths: tuple[str, ...], module: str) -> list[str]:
     """The test files in these files and folders whose imports lead to `module`, as paths below
-    `root`; benches last, which take longest. What a test starts as a process is not seen."""
+    `root`. Benches come last, because they take longest. Processes that a test starts are not
+    seen."""
     tests = [file for path in paths for file in _tests(root / path)]
     known: dict[Path, list[Path]] = {}
     found = [test for test in tests if root / module in _closure(root, test, known)]

@@ -21,7 +21,7 @@ SIGNS: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.Gt: (">", ">="),
     ast.GtE: (">=", ">"),
 }
-"""How a comparison is written, and what is off by one."""
+"""Text of a comparison, and the comparison that is off by one."""
 
 SYMMETRIC = ("min", "max")
 """Functions to which the order of their arguments means nothing."""

@@ -49,7 +49,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Row:
-    """What became of a mutant."""
+    """Verdict on a mutant."""
 
     number: int
     operator: str
@@ -59,13 +59,13 @@ class Row:
     diff: str
     verdict: str
     by: str
-    """The test that noticed it; of an equivalent one the reason."""
+    """The test that noticed it; for an equivalent mutant the reason."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Tests that are run at one go."""
+    """Tests that are run together."""
 
     arguments: tuple[str, ...]
     repeat: bool = False

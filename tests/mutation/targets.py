@@ -1,4 +1,4 @@
-"""Which modules are mutated, and which tests belong to each, the most telling first."""
+"""Modules that are mutated, and the tests of each, the most telling first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Target:
     sockets: tuple[str, ...] = SOCKETS
     """Quick ones with real sockets and files."""
     slow: tuple[str, ...] = PROCESSES
-    """Of these only what is marked slow."""
+    """Tests of which only those that are marked slow run."""
 
 
 def _unit(*names: str) -> tuple[str, ...]:
@@ -85,10 +85,10 @@ TARGETS = {
     ),
     "session": Target(
         "learner/session/machine.py",
-        (*_unit("session", "link", "bad_messages"), *DECISIONS),
+        (*_unit("session", "fragment_session", "bad_messages"), *DECISIONS),
     ),
-    "link": Target(
+    "fragment": Target(
         "learner/session/fragment.py",
-        (*_unit("link", "session", "ledger", "bad_messages"), *DECISIONS),
+        (*_unit("fragment_session", "session", "ledger", "bad_messages"), *DECISIONS),
     ),
 }

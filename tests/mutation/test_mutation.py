@@ -144,8 +144,8 @@ def test_the_tests_of_the_module_come_first_and_no_test_twice() -> None:
 
 
 def test_a_test_meets_what_its_imports_lead_to() -> None:
-    near = ("tests/unit/test_link.py", "tests/unit/test_units.py")
-    assert reaching(ROOT, near, TARGETS["link"].path) == ["tests/unit/test_link.py"]
+    near = ("tests/unit/test_fragment_session.py", "tests/unit/test_units.py")
+    assert reaching(ROOT, near, TARGETS["fragment"].path) == ["tests/unit/test_fragment_session.py"]
     whole = reaching(ROOT, ("tests/unit",), TARGETS["downlink"].path)
     assert "tests/unit/test_downlink.py" in whole and "tests/unit/test_units.py" not in whole
     assert "test_bench" in whole[-1]

@@ -23,7 +23,7 @@ LEFT_OUT = (
 )  # fmt: skip
 
 DATA_BYTES_MAX = 6 << 30
-"""Of a process that a mutant has made endless: the machine belongs to others too."""
+"""Memory limit of a process that a mutant has made endless: the machine belongs to others too."""
 
 TEST_S = 120
 """A test that takes so long hangs; the longest fast one takes 7 s on an idle core."""
@@ -31,7 +31,7 @@ TEST_S = 120
 SLOW_TEST_S = 400
 
 RUN_S = 3000
-"""What the limit of a test does not see: a module that never ends while it is imported."""
+"""Limit for a hang outside of any test, such as a module that never ends while it is imported."""
 
 OUTPUT_BYTES_MAX = 64 << 20
 
@@ -42,7 +42,7 @@ WHERE = "import narrows.broker.merging.model as m; m.warm_up(); print(m.__file__
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of pytest said."""
+    """Result of a run of pytest."""
 
     passed: bool
     test: str = ""
@@ -123,7 +123,7 @@ def end_all(mark: str) -> None:
 
 
 def outcome(code: int, output: str) -> Outcome:
-    """What pytest's exit status and its output, with -v, mean."""
+    """The meaning of pytest's exit status and of its output with -v."""
     if code in (0, 5):  # 5: none of the files has a test of this kind.
         return Outcome(True)
     if code in (3, 4):

@@ -41,7 +41,7 @@ def test_the_run_goes_on_with_everybody(mode: str, start: int) -> None:
     assert simulation.broker.syncer.state.epoch == (0, start + 1, 4)
     check_safety(simulation)
     check_progress(simulation, since_s=70.0)
-    ledgers = {n: each.session.ledger.total() for n, each in simulation.learners.items()}
+    ledgers = {n: each.session.fragments.ledger.total() for n, each in simulation.learners.items()}
     assert min(ledger.rolled_back for ledger in ledgers.values()) > 0, ledgers
     told = [n.text for n in simulation.trace if isinstance(n, Noted) and "history_lost" in n.text]
     assert told and all("restored from an older copy" in text for text in told), told

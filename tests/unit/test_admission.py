@@ -1,6 +1,8 @@
-"""Who joins: founding, contested names, coming back."""
+"""Joining: founding, contested names, coming back."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from machines import ELEMENTS, EPOCH, RUN, Desk, hello, incarnation_of, one, only
@@ -47,7 +49,7 @@ def test_a_failed_first_checkpoint_is_tried_again() -> None:
     assert not only(desk.do(ev.CheckpointFailed("disk full")), ev.WriteCheckpoint)
     desk.say("a", msg.Alive(0), after_s=9.0)
     assert only(desk.wait(1.0), ev.WriteCheckpoint)
-    assert desk.state.phase is Phase.FOUNDING
+    assert desk.state.phase.stored is Phase.FOUNDING
 
 
 def test_learners_at_start_are_waited_for() -> None:
@@ -60,7 +62,7 @@ def test_learners_at_start_are_waited_for() -> None:
     assert not desk.state.open_rounds()
     roles = [w.role for w in only(desk.say("b", hello("b")), msg.Welcome)]
     assert roles == [Role.WAIT, Role.ADOPT, Role.ADOPT]
-    assert desk.state.phase is Phase.RUNNING
+    assert desk.state.phase.stored is Phase.RUNNING
 
 
 def test_the_next_learner_founds_if_the_founder_is_gone() -> None:
@@ -181,9 +183,9 @@ def test_a_model_whose_learners_have_all_left_binds_nobody() -> None:
 def test_learners_at_start_are_waited_for_after_a_restart_too() -> None:
     desk = Desk(run__learners_at_start=2)
     desk.found("a")
-    assert desk.state.phase is Phase.FOUNDING
+    assert desk.state.phase.stored is Phase.FOUNDING
     state = desk.state
-    resumed = Resumed(state.layout, state.frozen_digest, tuple(state.heads), 0, state.phase)
+    resumed = Resumed(state.layout, state.frozen_digest, tuple(state.heads), 0, Phase.FOUNDING)
     desk = Desk(run__learners_at_start=2, resumed=resumed)
     assert one(desk.say("a", hello("a")), msg.Welcome).role is Role.WAIT
     desk.say("a", msg.Bye("for now"))
@@ -255,6 +257,16 @@ def test_a_holder_that_comes_back_on_another_connection_is_probed_there() -> Non
     assert refuse.code == ErrorCode.NAME_IN_USE
 
 
+def test_a_newcomer_that_joined_under_another_name_meanwhile_does_not_get_both() -> None:
+    """One connection would speak for two learners."""
+    desk = Desk().running("a")
+    desk.say("x", hello("a", incarnation=incarnation_of("a", 2)))
+    assert only(desk.say("x", hello("b")), msg.Welcome)
+    refuse = one(desk.do(ev.PeerLost(b"a")), msg.Refuse)
+    assert refuse.code == ErrorCode.BAD_NAME
+    assert [member.name for member in desk.state.roster.connected()] == ["b"]
+
+
 def test_the_newcomer_is_answered_where_it_asked_last() -> None:
     desk = Desk().running("a")
     newcomer = hello("a", incarnation=incarnation_of("a", 2))
@@ -315,7 +327,7 @@ def test_a_broker_that_was_replaced_stops_serving() -> None:
     assert not desk.syncer.lifecycle.stopping
 
 
-def resumed_at(*versions: int, **settings: object) -> Desk:
+def resumed_at(*versions: int, **settings: Any) -> Desk:
     """A broker that begins its life with these versions."""
     before = Desk().running("a")
     heads = tuple(msg.FragmentHead(version, 10 * version) for version in versions)

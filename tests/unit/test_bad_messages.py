@@ -12,23 +12,24 @@ from machines import EPOCH, LAYOUT, RUN, Desk, Seat, hello, incarnation_of, one,
 
 from narrows.broker.syncer import events as ev
 from narrows.learner.session import events as lev
-from narrows.learner.session.connection import Connection
+from narrows.learner.session.dialer import Connection
 from narrows.proto import messages as msg
 from narrows.proto.errors import OF_ONE_MESSAGE, RETRYABLE, ErrorCode
 
 
 def essence(desk: Desk) -> object:
-    """What a refused message may not change: rounds, versions, the run's clock, who is a member.
+    """The state that a refused message may not change: rounds, versions, the run's clock, the
+    members.
 
-    Liveness, counters of refusals and stream positions may: a refused sender is alive all the
-    same, and its bytes have left the line.
+    Liveness, counters of refusals and stream positions may change: a refused sender is still alive,
+    and its bytes have left the line.
     """
     state = desk.state
     rounds = {
         index: (r.base_version, r.attempt, sorted(r.contributed), r.merging)
         for index, r in state.rounds.items()
     }
-    members = [(m.name, m.incarnation, m.peer, tuple(m.held)) for m in state.roster]
+    members = [(m.name, m.incarnation, m.presence.peer, tuple(m.copies.held)) for m in state.roster]
     return copy.deepcopy((rounds, state.heads, state.clock.run_tokens, members, state.layout))
 
 
@@ -314,15 +315,15 @@ def test_learner_drops_data_that_is_not_for_it() -> None:
         assert isinstance(version, int)
         effects = seat.data(0, version, **fields)
         assert one(effects, lev.Drop).handles == (seat.handle,)
-    assert not any(link.held_handles() for link in seat.session.links)
+    assert not any(each.held_handles() for each in seat.session.fragments)
 
 
 def test_learner_ignores_a_broker_that_was_replaced() -> None:
     seat = Seat().joined()
     seat.restarted()
-    before = seat.session.phase, [link.known for link in seat.session.links]
+    before = seat.session.phase, [each.known for each in seat.session.fragments]
     seat.beat((9, 9), phase=msg.Phase.ENDED, epoch=EPOCH)
-    assert before == (seat.session.phase, [link.known for link in seat.session.links])
+    assert before == (seat.session.phase, [each.known for each in seat.session.fragments])
 
 
 def test_refusal_texts_fit_the_wire() -> None:

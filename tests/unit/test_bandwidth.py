@@ -91,7 +91,7 @@ def test_a_thin_line_is_all_that_counts() -> None:
 
 
 def test_a_step_of_three_layers_by_hand() -> None:
-    """Data parallel: what its last all-reduces leave uncovered."""
+    """Data parallel: the time that its last all-reduces leave uncovered."""
     setup = Setup("toy", 1e9, 3, 0.9)
     share = compute_utilization(setup, Method("data_parallel"), np.array([48.0]))[0]
     # Operations of 0.1 s, layers of 1/9 s on the wire. The gradient of the second layer is there

@@ -125,6 +125,13 @@ def test_steps_kept_are_shown_with_what_was_merged(folder: Path) -> None:
     assert f"{steps:.1f}% of the steps, {merged:.1f}% of the merged tokens" in figure.ours
 
 
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_demo_without_a_kill_is_not_shown_as_one_with(killed: bool) -> None:
+    shown = json.loads((RESULTS / "demo.json").read_text()) | {"killed": killed}
+    (figure, *_) = figures_of(ResultFile("demo.json", "demo", shown))
+    assert ("killed" in figure.what) == killed
+
+
 def parts_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, codes: dict[str, int]
 ) -> tuple[list[str], list[str]]:

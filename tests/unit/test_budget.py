@@ -124,7 +124,8 @@ def test_a_debt_is_one_of_bytes() -> None:
 
 @pytest.mark.parametrize("before", [0.0, 1e9])
 def test_a_rate_that_is_lowered_lets_data_go_between_control_messages(before: float) -> None:
-    """What left before was cut for another rate: no second of this one has room for as much."""
+    """The data that left before was cut for another rate: no second of this rate has room for as
+    much."""
     budget, rate = Budget(before), 1e6
     budget.send(1_000_000, 0.0)
     budget.set_rate(rate, 10.0)

@@ -135,7 +135,8 @@ def test_without_any_record_nothing_is_guessed(tmp_path: Path) -> None:
 
 
 def seal_as_of_another_version(file: Path) -> None:
-    """What a later Narrows might write: another format with a field that is not known here."""
+    """A file as a later Narrows might write it: another format with a field that is not known
+    here."""
     fields: dict[str, object] = json.loads(file.read_text())
     fields |= {"format": 2, "added": [1, 2]}
     text = json.dumps({**fields, "digest": ""}, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""Whatever is damaged or fails at whatever moment: the old or the new state comes back, whole."""
+"""Any damage or failure at any moment: the old or the new state comes back, whole."""
 
 from __future__ import annotations
 

@@ -15,9 +15,7 @@ UPLINK_PORT = 7071
 
 
 def desk(**settings: Any) -> Desk:
-    desk = Desk(**settings)
-    desk.state.uplink_port = UPLINK_PORT
-    return desk
+    return Desk(uplink_port=UPLINK_PORT, **settings)
 
 
 def warnings(effects: list[ev.Effect]) -> list[str]:
@@ -26,7 +24,7 @@ def warnings(effects: list[ev.Effect]) -> list[str]:
 
 
 def wait(desk: Desk, seconds: int, *names: str) -> list[str]:
-    """What the broker warns of while these learners are heard of on the control port."""
+    """Warnings of the broker while it hears these learners on the control port."""
     told: list[str] = []
     for _ in range(seconds):
         told += warnings(desk.wait(1.0))

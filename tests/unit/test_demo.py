@@ -1,4 +1,4 @@
-"""The demo's story: when a learner is killed and started again, and what is said meanwhile."""
+"""The demo's story: the times at which a learner is killed and started again, and its display."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ signal.pause()
 
 
 def acts(train_s: float) -> list[tuple[str, float]]:
-    """What is done to the victim, at which share, in a run that takes so long from its begin on;
-    its learners needed START_S to be up."""
+    """The acts on the victim, with the share of the run at which each happens.
+
+    `train_s` is the length of the run. Its learners needed START_S to be up.
+    """
     story, done = DemoStory("b", started_at=0.0, begun_at=START_S), list[tuple[str, float]]()
     for percent in range(1, 100):
         share, now = percent / 100, START_S + train_s * percent / 100

@@ -11,6 +11,7 @@ from machines import EPOCH, RUN
 from narrows.broker.config import load_config
 from narrows.broker.merging.merge import MergeResult
 from narrows.broker.merging.model import EncodedVersion, GlobalModel, encode_state, version_zero
+from narrows.broker.merging.policy import policy_of
 from narrows.broker.process.downlink import PARCELS_PER_PUMP, Downlink
 from narrows.broker.process.subscriptions import Subscriptions
 from narrows.broker.syncer.events import Publish
@@ -88,7 +89,11 @@ class Line:
         state = self.model.fragments[0]
         part, params = self.model.table[0], state.global_ - np.float32(1.0)
         merged = MergeResult(params, 0, np.zeros((0, 0)))
-        self.model.install(self.model.published(part, version, params, state.momentum, merged, ()))
+        policy = policy_of(self.model.config)
+        outcome = self.model.published(
+            part, version, params, state.momentum, merged, (1.0,), policy
+        )
+        self.model.install(outcome)
 
 
 def test_a_learner_that_falls_behind_gets_the_newest_state_instead() -> None:
@@ -205,7 +210,7 @@ def test_who_still_waits_for_an_older_state_shares_the_new_one_too() -> None:
 
 
 def test_nothing_is_kept_for_a_learner_that_is_lost() -> None:
-    """What was queued for it is as large as the model, and many may come and go."""
+    """A lost learner's queue is as large as the model, and many learners may come and go."""
     line = Line(1000)
     line.publish(0, DataKind.STATE)
     before = line.downlink._addressees["a"]  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""Event files: bounded, whole lines, and no error that ends who writes them."""
+"""Event files: bounded, whole lines, and no error that ends their writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learner's data path: what it makes of the chunks that come."""
+"""The learner's data path: the effects of the chunks that arrive."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from machines import EPOCH, LAYOUT, RUN, SETTINGS, incarnation_of
 from peer import encoded
-from running import HANG_S
+from running import HANG_S, ToyHost, vector
 
 from narrows.learner.session import events as ev
 from narrows.learner.transport.datapath import DataPath
+from narrows.learner.transport.options import ClientOptions
 from narrows.learner.transport.sockets import LearnerSockets
 from narrows.proto.codec.transfer import STATE_CODEC, digest_of
 from narrows.proto.fragments import build_table
@@ -32,19 +33,23 @@ class NoWires:
 
 
 class Receiver:
-    """An exchange to which the test brings the messages."""
+    """A data path to which the test brings the messages."""
 
     def __init__(self) -> None:
         self.posted: queue.SimpleQueue[Callable[[], ev.Event | None]] = queue.SimpleQueue()
-        self.exchange = DataPath(
+        self.data_path = DataPath(
             cast(LearnerSockets, NoWires()),
-            name="a",
-            incarnation=incarnation_of("a"),
-            layout=LAYOUT,
+            ClientOptions(
+                broker="tcp://127.0.0.1:9",
+                name="a",
+                layout=LAYOUT,
+                frozen_digest=0,
+                host=ToyHost(vector(1)),
+                incarnation=incarnation_of("a"),
+            ),
             post=self.posted.put,
-            records=None,
         )
-        self.exchange.open_streams(ev.OpenStreams(SETTINGS, TABLE, 1, 2))
+        self.data_path.open_streams(ev.OpenStreams(SETTINGS, TABLE, 1, 2))
 
     def apply(self, kind: DataKind, version: int, fill: float, told: int) -> ev.Event | None:
         """A whole fragment 0 of equal values comes with the digest `told`, and is applied."""
@@ -71,8 +76,8 @@ class Receiver:
                 position=1,
             )
             frames = [b"a", encode_header(header), chunk.payload]
-            handles.append(self.exchange.receive(frames).handle)
-        self.exchange.apply(ev.Apply(0, version, kind, tuple(handles), told))
+            handles.append(self.data_path.receive(frames).handle)
+        self.data_path.apply(ev.Apply(0, version, kind, tuple(handles), told))
         return self.posted.get(timeout=HANG_S)()
 
 
@@ -80,16 +85,16 @@ class Receiver:
 def test_a_copy_that_is_not_the_brokers_is_told_and_not_installed(kind: DataKind) -> None:
     """Every copy of a version has the same bits: a digest that differs never becomes a base."""
     receiver = Receiver()
-    exchange = receiver.exchange
+    data_path = receiver.data_path
     try:
         base = np.full(TABLE[0].elements, 1.0, np.float32)
         right = digest_of(base)
         assert receiver.apply(DataKind.STATE, 1, 1.0, right) == ev.Applied(0, 1, right)
-        exchange.install(0, 1)
+        data_path.install(0, 1)
         fill = 0.0 if kind is DataKind.PUBLICATION else 1.0  # Either way the copy is `base` again.
         assert receiver.apply(kind, 2, fill, right + 1) == ev.ApplyFailed(0, 2, right + 1)
         assert receiver.apply(kind, 2, fill, right) == ev.Applied(0, 2, right)
-        exchange.install(0, 2)
-        assert np.array_equal(exchange.published[0], base)
+        data_path.install(0, 2)
+        assert np.array_equal(data_path.published[0], base)
     finally:
-        exchange.close()
+        data_path.close()

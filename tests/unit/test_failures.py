@@ -1,4 +1,4 @@
-"""Processes of a bench that fail: what is said of them in a line, and where the rest is."""
+"""Processes of a bench that fail: the message in one line, and the place of the rest."""
 
 from __future__ import annotations
 

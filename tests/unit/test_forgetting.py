@@ -1,4 +1,4 @@
-"""Names that do not return are forgotten; what returns all the same is safe."""
+"""Names that do not return are forgotten; a name that returns all the same is safe."""
 
 from __future__ import annotations
 

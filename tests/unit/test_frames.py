@@ -1,4 +1,4 @@
-"""Frames by name: what is refused, with which code, and what is not sent at all."""
+"""Frames by name: the refusals with their codes, and the frames that are never sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoding beside training: which stream does what, on a GPU that only keeps clocks."""
+"""Encoding beside training: the stream of each operation, on a GPU that only keeps clocks."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_missing_chunks_are_asked_for_once_nothing_arrives() -> None:
 
 
 def test_what_is_missing_is_asked_for_twice_as_late_each_time() -> None:
-    """What is only late is not sent twice, and a line that is slow is not filled with repeats."""
+    """A late chunk is not sent twice, and a slow line is not filled with repeats."""
     desk = Desk().running("a", "b")
     desk.push("a")
     desk.chunk("a", 0, count=600)
@@ -207,7 +207,7 @@ def test_goal_gives_each_fragment_one_last_round_of_everybody() -> None:
     desk = Desk(run__goal_tokens=1000).running("a", "b")
     desk.contribute("a")
     desk.report("b", step=20, tokens=4000)
-    assert desk.state.phase is Phase.ENDING
+    assert desk.state.phase.stored is Phase.ENDING
     assert sorted(desk.state.rounds) == [0, 1]
     # Beyond the grace window: at the end nobody has anything better to do than to wait.
     for _ in range(9):
@@ -220,13 +220,13 @@ def at_the_goal(*names: str) -> Desk:
     """The last rounds are open."""
     desk = Desk(run__goal_tokens=1000).running(*names)
     desk.report(names[0], step=20, tokens=4000)
-    assert desk.state.phase is Phase.ENDING
+    assert desk.state.phase.stored is Phase.ENDING
     return desk
 
 
 def decline_all(desk: Desk, *names: str) -> None:
     """The learners have no work for the last rounds; one that was open before comes again."""
-    while desk.state.phase is Phase.ENDING:
+    while desk.state.phase.stored is Phase.ENDING:
         for round_ in desk.state.open_rounds():
             decline = msg.Decline(round_.fragment, round_.base_version, round_.attempt, "")
             for name in names:
@@ -237,7 +237,7 @@ def decline_all(desk: Desk, *names: str) -> None:
 def test_the_end() -> None:
     desk = at_the_goal("a")
     decline_all(desk, "a")
-    assert desk.state.phase is Phase.ENDED
+    assert desk.state.phase.stored is Phase.ENDED
     effects = desk.do(ev.CheckpointWritten(0))
     assert not only(effects, ev.Finish)
     finish = one(desk.say("a", msg.Bye("the run has ended")), ev.Finish)
@@ -249,7 +249,7 @@ def test_the_end_waits_a_while_for_a_learner_that_was_cut_off() -> None:
     desk = at_the_goal("a", "b")
     decline_all(desk, "a", "b")
     desk.do(ev.PeerLost(b"b"))
-    assert desk.state.phase is Phase.ENDED
+    assert desk.state.phase.stored is Phase.ENDED
     desk.do(ev.CheckpointWritten(0))
     assert not only(desk.say("a", msg.Bye("")), ev.Finish)
     assert one(desk.say("y", hello("b")), msg.Welcome).phase is Phase.ENDED
@@ -292,8 +292,8 @@ def test_the_positions_that_a_learner_reports_give_the_downlink_credit() -> None
 
 
 def test_the_time_to_an_adoption_shortens_the_grace() -> None:
-    """grace_fraction * (overlap - time to the quorum - time from a merge to its adoption): what is
-    given to those who are late must not come out of the time to be early."""
+    """grace_fraction * (overlap - time to the quorum - time from a merge to its adoption): the time
+    given to late learners must not come out of the time to be early."""
 
     def grace_s(adopted_after_s: float) -> float:
         desk = Desk(
@@ -333,7 +333,7 @@ def test_credit_is_given_back_soon_however_little_came() -> None:
 
 
 def missed_notes(beat_s: float) -> list[str]:
-    """What is noted of b, which answers none of five rounds."""
+    """Notes about b, which answers none of five rounds."""
     desk = Desk().running("a", "b")
     notes: list[str] = []
     for push_id in range(1, 6):
@@ -388,7 +388,7 @@ def test_what_an_old_process_contributed_is_not_credited_to_the_new_one() -> Non
     published = {publish.learner: publish.push_id for publish in only(merged(desk), ev.Publish)}
     assert published == {"a": 0, "b": 1}
     member = desk.state.roster.get("a")
-    assert member is not None and member.contributions == 0
+    assert member is not None and member.participation.contributions == 0
 
 
 def test_an_old_process_cannot_push_under_a_name_taken_over() -> None:

@@ -1,4 +1,4 @@
-"""When a joining learner gives up, and on what: the broker, or a port."""
+"""The time at which a joining learner gives up, and the reason: the broker, or a port."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from narrows.learner.session.joining import DataConnection, DataConnections, Joi
 UP, DOWN = DataConnection(7071, True, False, 0), DataConnection(7072, True, False, 0)
 MESSAGE_BYTES = 2_000_000
 MESSAGE_S = 160.0
-"""At the smallest rate of a budget."""
+"""Time of a message at the smallest rate of a budget."""
 
 
 class Joiner:
@@ -22,7 +22,7 @@ class Joiner:
         self.now = 0.0
 
     def gives_up(self, path: DataConnections | None, seconds: int) -> str:
-        """What it says within so many seconds of seeing this; "" if it waits on."""
+        """Its error within so many seconds of seeing this; "" if it waits on."""
         for _ in range(seconds):
             self.now += 1
             if (error := self.watch.look(path, self.now)) is not None:

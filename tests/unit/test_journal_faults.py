@@ -1,4 +1,4 @@
-"""Whatever the disk forgets, tears, flips or refuses: no promise is broken, nothing is invented."""
+"""A disk that forgets, tears, flips or refuses: no promise is broken, nothing is invented."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SCRIPT: Script = (
     cut_before(9),
 )
 SECOND: Script = (append(25, 300), sync, append(70), sync)
-"""What happens to whatever has survived the first crash."""
+"""Script for the journal that has survived the first crash."""
 
 MAGIC, MARKER = b"NARROWSJ", bytes.fromhex("9d524543")
 EIO, ENOSPC = errno.EIO, errno.ENOSPC
@@ -184,7 +184,7 @@ def test_a_disk_that_stays_full_is_not_filled_with_attempts() -> None:
 
 
 def outcome(files: dict[str, bytes], bodies: list[bytes]) -> str:
-    """What a broker makes of a damaged journal. Fails if it believes something that is not so."""
+    """The broker's reaction to a damaged journal. Fails if the broker believes something false."""
     try:
         journal = opened(FakeDisk(files))
         found = contents(journal, 1)

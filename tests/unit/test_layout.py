@@ -1,4 +1,4 @@
-"""Layouts: what is refused, and how differences read."""
+"""Layouts: the refusals, and the text of differences."""
 
 from __future__ import annotations
 

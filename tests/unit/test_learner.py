@@ -1,4 +1,4 @@
-"""The context manager against a connection that writes down what it is told."""
+"""The context manager against a connection that records its calls."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from narrows.learner import Learner, LocalProtocolError, Refused, Unfinished
 from narrows.learner.module.parameters import ModuleParameters
 from narrows.learner.module.ramp import ramp_steps
 from narrows.learner.module.step_log import Logged, detached
+from narrows.learner.transport import ClientOptions
 from narrows.proto.codec import F32
 from narrows.proto.errors import ErrorCode
 from narrows.proto.fragments import build_table
@@ -34,9 +35,10 @@ Call: TypeAlias = tuple[object, ...]
 class Recorder:
     """Takes the place of Client: keeps its calls, does on each what a test wants done."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, options: ClientOptions) -> None:
         self.options = options
-        self.host: ModuleParameters = options["host"]
+        assert isinstance(options.host, ModuleParameters)
+        self.host = options.host
         self.calls: list[Call] = []
         self.joined_version_sum = 0
         self.should_stop = False
@@ -114,8 +116,8 @@ class Loop:
             connect=self._connect, **options,
         )  # fmt: skip
 
-    def _connect(self, **options: Any) -> Recorder:
-        self._recorder = Recorder(**options)
+    def _connect(self, options: ClientOptions) -> Recorder:
+        self._recorder = Recorder(options)
         self._recorder.joined_version_sum = self._versions
         self._prepare(self._recorder)
         return self._recorder
@@ -149,7 +151,7 @@ class Loop:
 
 
 def told(loop: Loop) -> list[Call]:
-    """What the connection was told between start and finish, without losses."""
+    """Calls of the connection between start and finish, without losses."""
     return [call[:2] for call in loop.calls if call[0] in ("boundary", "skipped")]
 
 
@@ -177,12 +179,12 @@ def test_what_the_connection_is_made_with(tmp_path: Path) -> None:
     )
     with loop.learner:
         pass
-    options = loop.recorder.options
-    host = options.pop("host")
-    assert options == {
-        "broker": "tcp://127.0.0.1:1", "name": "a", "layout": host.layout, "frozen_digest": 0,
-        "join_timeout_s": 5.0, "events": tmp_path / "events.jsonl", "contribute_after_steps": 20,
-    }  # fmt: skip
+    host, options = loop.recorder.host, loop.recorder.options
+    assert options == ClientOptions(
+        broker="tcp://127.0.0.1:1", name="a", layout=host.layout, frozen_digest=0, host=host,
+        join_timeout_s=5.0, events=tmp_path / "events.jsonl", contribute_after_steps=20,
+        incarnation=options.incarnation,
+    )  # fmt: skip
     assert {e.name: e.rule for e in host.layout}["1.weight"] == "mean"
 
 
@@ -341,7 +343,7 @@ def test_a_step_that_a_fused_optimizer_skips_counts_with_its_own_tokens_only() -
 
 
 def test_of_two_optimizers_one_may_be_withheld() -> None:
-    """What either of them has stepped on was learned from."""
+    """Tokens of a step of either optimizer were learned from."""
     for broken in (0, 1):
         loop = Loop(sgd, sgd)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -433,8 +435,8 @@ def test_the_model_inside_a_wrapper_is_watched_too() -> None:
     for outer, inner in ((wrapper, model), (model, wrapper)):
         recorder: list[Recorder] = []
 
-        def connect(recorder: list[Recorder] = recorder, **options: Any) -> Recorder:
-            recorder.append(Recorder(**options))
+        def connect(options: ClientOptions, recorder: list[Recorder] = recorder) -> Recorder:
+            recorder.append(Recorder(options))
             return recorder[0]
 
         optimizer = SGD(model.parameters(), lr=0.1)
@@ -671,7 +673,7 @@ def test_newcomer_ramps_up_and_contributes_after_it() -> None:
             loop.log(1)
             loop.step()
     assert scales == [min(1.0, k / 25) for k in range(1, 28)]
-    assert loop.recorder.options["contribute_after_steps"] == 25
+    assert loop.recorder.options.contribute_after_steps == 25
 
 
 def test_no_ramp_for_one_of_the_first_or_with_inner_state() -> None:
@@ -689,7 +691,7 @@ def test_no_ramp_for_one_of_the_first_or_with_inner_state() -> None:
     loop = Loop(warm, versions=3)
     with loop.learner as learner:
         assert learner.lr_scale == 1.0
-    assert loop.recorder.options["contribute_after_steps"] == 0
+    assert loop.recorder.options.contribute_after_steps == 0
 
 
 def test_the_optimizers_state_may_be_loaded_until_the_block_is_entered() -> None:
@@ -703,7 +705,7 @@ def test_the_optimizers_state_may_be_loaded_until_the_block_is_entered() -> None
     assert loop.learner.lr_scale == 1.0
     with loop.learner as learner:
         assert learner.lr_scale == 1.0
-    assert loop.recorder.options["contribute_after_steps"] == 0
+    assert loop.recorder.options.contribute_after_steps == 0
 
 
 def test_length_of_the_ramp() -> None:

@@ -1,4 +1,4 @@
-"""When a learner may go: at the end of the run, before it, and without a broker."""
+"""The time at which a learner may go: at the end of the run, before it, and without a broker."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_a_broker_that_speaks_is_waited_for_however_long_the_last_rounds_take() 
     seat.receive(0, 1)
     assert one(seat.do(ev.BoundaryReached()), ev.Adopt).fragment == 0
     assert one(seat.do(ev.BoundaryReached()), msg.Bye).reason == "the run has ended"
-    assert seat.session.farewell.final
-    assert not seat.session.farewell.lacks
+    assert seat.session.leaving.final
+    assert not seat.session.leaving.lacks
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_a_broker_that_is_gone_is_waited_for_and_what_is_lacking_is_said(
     effects = alone(seat, 4)
     assert only(effects, ev.Left)
     assert [note.text for note in only(effects, ev.Note)] == [f"leaves without {lacks}"]
-    assert not seat.session.farewell.final
-    assert seat.session.farewell.lacks == lacks
+    assert not seat.session.leaving.final
+    assert seat.session.leaving.lacks == lacks
 
 
 def test_a_broker_that_is_gone_is_waited_for_three_usual_rounds() -> None:
@@ -104,7 +104,7 @@ def test_what_has_come_is_the_final_model_though_the_broker_has_gone() -> None:
     seat.do(ev.LoopEnded())
     seat.do(ev.BoundaryReached())
     assert only(seat.do(ev.BoundaryReached()), ev.Left)
-    assert seat.session.farewell.final
+    assert seat.session.leaving.final
 
 
 def at_the_final_copy(within_s: float = math.inf) -> Seat:
@@ -122,9 +122,9 @@ def test_nobody_leaves_while_the_final_copy_is_being_made() -> None:
     seat = at_the_final_copy(within_s=5.0)
     beat = msg.Beat(EPOCH, Phase.ENDED, (1, 0), (), 0, 0.0, (), 0.0)
     assert not only(seat.hear(beat) + seat.wait(3600), ev.Left)
-    assert not seat.session.farewell.final
+    assert not seat.session.leaving.final
     assert only(seat.do(ev.BoundaryReached()), ev.Left)
-    assert seat.session.farewell.final
+    assert seat.session.leaving.final
 
 
 def test_a_final_copy_that_fails_for_want_of_memory_is_made_at_the_next_boundary() -> None:
@@ -132,15 +132,15 @@ def test_a_final_copy_that_fails_for_want_of_memory_is_made_at_the_next_boundary
     assert not only(seat.do(ev.CopyFailed(FINAL_COPY, "MemoryError: full")), ev.Left)
     assert one(seat.do(ev.BoundaryReached()), ev.Adopt) == FINAL_COPY
     assert only(seat.do(ev.BoundaryReached()), ev.Left)
-    assert seat.session.farewell.final
+    assert seat.session.leaving.final
 
 
 def test_a_final_copy_that_cannot_be_made_is_lacking_when_the_time_is_over() -> None:
     seat = at_the_final_copy(within_s=5.0)
     effects = seat.do(ev.CopyFailed(FINAL_COPY, "MemoryError: full"), after_s=6.0)
     assert only(effects, ev.Left)
-    assert not seat.session.farewell.final
-    assert seat.session.farewell.lacks == "the final versions of fragment 0"
+    assert not seat.session.leaving.final
+    assert seat.session.leaving.lacks == "the final versions of fragment 0"
 
 
 def test_the_users_limit_holds_whatever_the_broker_says() -> None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import pytest
 from machines import incarnation_of
 
-from narrows.broker.syncer.members import Liveness, Member, Roster, check_name
+from narrows.broker.syncer.member import Copies, Liveness, Member, Presence, Uplink
+from narrows.broker.syncer.participation import Participation
+from narrows.broker.syncer.roster import Roster, check_name
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.limits import LEARNERS_MAX
+from narrows.proto.messages import Report, TokenLedger
 
 
 def member(name: str, *, life: int = 1, peer: bytes = b"", held: int = 0) -> Member:
     incarnation = incarnation_of(name, life)
-    return Member(name, incarnation, peer or name.encode(), "", 100.0, 100.0, [held], [0])
+    presence = Presence(peer or name.encode(), "", heard_at=100.0, joined_at=100.0)
+    participation = Participation([0], contributed_at=100.0)
+    return Member(name, incarnation, presence, Copies([held]), Uplink([0]), participation)
 
 
 def roster(*names: str) -> Roster:
@@ -20,6 +25,10 @@ def roster(*names: str) -> Roster:
     for name in names:
         members.admit(member(name))
     return members
+
+
+def report(step_s: float) -> Report:
+    return Report(1, 100, step_s, None, (), TokenLedger(), 0.0)
 
 
 @pytest.mark.parametrize("name", ["", "-a", "a b", "a/b", "ä", "a" * 65, "a\n"])
@@ -42,10 +51,10 @@ def test_silence_makes_late_then_lost() -> None:
     members = roster("a")
     assert members.age(102.9) == []
     assert members.next_deadline() == 103.0
-    assert [m.state for m in members.age(103.0)] == [Liveness.LATE]
+    assert [m.presence.liveness for m in members.age(103.0)] == [Liveness.LATE]
     assert members.next_deadline() == 110.0
     assert members.age(109.0) == []
-    assert [m.state for m in members.age(110.0)] == [Liveness.LOST]
+    assert [m.presence.liveness for m in members.age(110.0)] == [Liveness.LOST]
     assert members.next_deadline() is None
 
 
@@ -55,7 +64,7 @@ def test_a_sign_of_life_is_reported_once_after_lateness() -> None:
     members.age(104.0)
     assert members.heard(a, 105.0)
     assert not members.heard(a, 106.0)
-    assert a.state is Liveness.LIVE
+    assert a.presence.liveness is Liveness.LIVE
 
 
 def test_ready_means_connected_and_holding_everything() -> None:
@@ -109,7 +118,7 @@ def test_capacity_is_bounded_and_the_lost_make_room() -> None:
 def test_step_time_is_the_median_of_the_ready() -> None:
     members = roster("a", "b", "c", "d")
     for m, step_s in zip(members, (1.0, 2.0, 9.0, 0.0), strict=True):
-        m.step_s = step_s
+        m.report = report(step_s)
     assert members.step_s() == 2.0
     assert roster().step_s() == 0.0
 
@@ -117,8 +126,8 @@ def test_step_time_is_the_median_of_the_ready() -> None:
 def test_a_contribution_is_expected_within_a_step_and_the_mean_at_least() -> None:
     (a,) = roster("a")
     assert a.predicted_s() is None
-    a.step_s = 2.0
-    a.arrival.add(0.1)
+    a.report = report(2.0)
+    a.participation.arrival.add(0.1)
     assert a.predicted_s() == pytest.approx(2.1)
-    a.arrival.add(20.0)
-    assert a.predicted_s() == a.arrival.upper()
+    a.participation.arrival.add(20.0)
+    assert a.predicted_s() == a.participation.arrival.upper()

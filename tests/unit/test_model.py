@@ -13,6 +13,7 @@ from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariable
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging.contribution import Contribution
 from narrows.broker.merging.model import GlobalModel, version_zero
+from narrows.broker.merging.policy import policy_of
 from narrows.broker.storage.initial import read_initial
 from narrows.proto.codec import F32
 from narrows.proto.codec.chunk import DecodedChunk
@@ -31,6 +32,7 @@ LAYOUT = (
 TABLE = build_table(LAYOUT, 1)
 PART = TABLE[0]
 CONFIG = BrokerConfig()
+POLICY = policy_of(CONFIG)
 
 
 def vector(seed: int) -> F32:
@@ -63,7 +65,12 @@ def test_a_learner_that_applies_the_publication_has_the_published_copy() -> None
     model = new_model()
     held = model.fragments[0].published
     for version in (1, 2, 3):
-        outcome = model.merge(0, version, *contributions({"a": vector(version), "b": vector(9)}))
+        outcome = model.merge(
+            0,
+            version,
+            *contributions({"a": vector(version), "b": vector(9)}),
+            POLICY,
+        )
         model.install(outcome)
         publication = model.publication(0, version)
         assert publication is not None
@@ -85,18 +92,18 @@ def test_a_learner_that_applies_the_publication_has_the_published_copy() -> None
 def test_a_merge_changes_nothing_until_it_is_installed() -> None:
     model = new_model()
     before = model.fragments[0]
-    model.merge(0, 1, *contributions({"a": vector(1)}))
+    model.merge(0, 1, *contributions({"a": vector(1)}), POLICY)
     assert model.fragments[0] is before
     assert model.publication(0, 1) is None
 
 
 def test_what_the_publication_drops_is_published_later() -> None:
     model = new_model()
-    model.install(model.merge(0, 1, *contributions({"a": vector(1)})))
+    model.install(model.merge(0, 1, *contributions({"a": vector(1)}), POLICY))
     gap = np.abs(model.fragments[0].global_ - model.fragments[0].published).max()
     still = np.zeros(PART.elements, np.float32)
     for version in range(2, 12):
-        model.install(model.merge(0, version, *contributions({"a": still})))
+        model.install(model.merge(0, version, *contributions({"a": still}), POLICY))
     after = np.abs(model.fragments[0].global_ - model.fragments[0].published).max()
     assert 0 < after < gap
 
@@ -104,7 +111,7 @@ def test_what_the_publication_drops_is_published_later() -> None:
 def test_only_the_last_publications_are_kept() -> None:
     model = new_model()
     for version in range(1, PUBLICATIONS_KEPT + 3):
-        model.install(model.merge(0, version, *contributions({"a": vector(version)})))
+        model.install(model.merge(0, version, *contributions({"a": vector(version)}), POLICY))
     assert model.publication(0, 2) is None
     assert model.publication(0, 3) is not None
 
@@ -114,7 +121,7 @@ def test_a_step_to_infinity_is_refused_and_changes_nothing() -> None:
     before = model.fragments[0]
     huge = np.full(PART.elements, -1e38, np.float32)
     with pytest.raises(FloatingPointError), np.errstate(over="ignore"):
-        model.merge(0, 1, *contributions({"a": huge}, codec="raw32"))
+        model.merge(0, 1, *contributions({"a": huge}, codec="raw32"), policy_of(model.config))
     assert model.fragments[0] is before
 
 

@@ -130,7 +130,7 @@ def filled(streams: int, count: int, size_bytes: int = 10) -> Outbox[int]:
 
 
 def positions(outbox: Outbox[int], taken: list[Departure[int]], dead: int) -> tuple[int, ...]:
-    """What a receiver tells that gets nothing on one stream."""
+    """Positions that a receiver reports if it gets nothing on one stream."""
     told = [0] * outbox.stream_count
     for departure in taken:
         if departure.stream != dead:

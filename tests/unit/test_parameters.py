@@ -229,7 +229,7 @@ def test_adopted_values_are_read_back_rounded(
 
 
 def assert_in_place(model: nn.Module, parameters: ModuleParameters, fragment: Fragment) -> None:
-    """What is read is what the model holds, each element where the layout says."""
+    """Asserts that a snapshot reads the model's values, each element where the layout says."""
     values = read(parameters, fragment)
     state = model.state_dict()
     for piece in fragment.pieces:

@@ -1,4 +1,4 @@
-"""How long one side waits for the other: the rule itself."""
+"""The rule for how long one side waits for the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USUAL = 100_000.0
 
 
 def flow_at(bytes_per_s: float, seconds: int = 30) -> Flow:
-    """Has come at this rate until the time 0."""
+    """A flow that came at this rate until the time 0."""
     flow, position = Flow(), 1
     flow.move((position,), -float(seconds))
     flow.expect(-float(seconds))
@@ -31,8 +31,8 @@ def wait(flow: Flow, outstanding_bytes: float, **fields: float) -> Patience:
 
 
 def given_up_at(patience: Patience, bytes_per_s: float, *, from_s: float = 0.0) -> float:
-    """When the peer is given up that sends at this rate, in ever so many small messages; infinity
-    if all that was outstanding has come before."""
+    """Time at which a peer is given up that sends at this rate, in ever so many small messages;
+    infinity if all outstanding bytes came before."""
     (way,) = patience.ways
     start, now = 1 + way.flow.moved, 0.0
     while now < patience.until(now):

@@ -1,4 +1,4 @@
-"""Below the quorum: a round waits for who declined, and is not opened again and again."""
+"""Below the quorum: a round waits for learners that declined, and is not opened again and again."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_time_that_nobody_waited_is_not_how_long_a_contribution_takes() -> N
     wait(desk, 600, "a", "b")
     desk.contribute("b")
     b = desk.state.roster.get("b")
-    assert b is not None and b.arrival.mean < 30.0
+    assert b is not None and b.participation.arrival.mean < 30.0
     desk = Desk(merge__quorum=2, merge__rounds_in_flight=1).running("a")
     desk.contribute("a")
     wait(desk, 600, "a")
@@ -67,7 +67,7 @@ def test_the_time_that_nobody_waited_is_not_how_long_a_contribution_takes() -> N
     desk.adopt("b")
     desk.contribute("b")
     b = desk.state.roster.get("b")
-    assert b is not None and b.arrival.mean < 30.0
+    assert b is not None and b.participation.arrival.mean < 30.0
 
 
 def test_status_names_who_is_waited_for() -> None:
@@ -105,7 +105,7 @@ def test_an_end_without_a_quorum_closes_the_round() -> None:
     desk.say("b", msg.Decline(0, 0, 1, "evaluating"))
     desk.report("a", step=20, tokens=4000)
     effects = desk.wait(1.0)
-    assert desk.state.phase is msg.Phase.ENDING
+    assert desk.state.phase.stored is msg.Phase.ENDING
     assert {r.attempt for beat in only(effects, msg.Beat) for r in beat.rounds} == {1, 2}
 
 

@@ -1,4 +1,4 @@
-"""Scripts and environments of other systems, as far as they can be tested without these."""
+"""Scripts and environments of other systems, as far as they can be tested without these systems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a run: known runs by hand, what is chosen, what is refused."""
+"""The plan of a run: known runs by hand, the choices, the refusals."""
 
 from __future__ import annotations
 

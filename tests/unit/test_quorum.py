@@ -1,4 +1,5 @@
-"""When a round is merged: the quorum, the grace window, predicted arrivals, the end."""
+"""The time at which a round is merged: the quorum, the grace window, predicted arrivals, the
+end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rate control: the bits that were asked for, within a few exchanges, and never at any price."""
+"""Rate control: the requested bits within a few exchanges, and never at any price."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fixed(data: Data, codec: str, rho: float) -> tuple[float, float]:
 def test_more_bits_are_never_worse_than_what_a_fixed_setting_gives(
     name: str, target: float
 ) -> None:
-    """Of all fixed settings that take no more bits, none has more than 3 dB less error."""
+    """No fixed setting that takes no more bits has more than 3 dB less error."""
     data, control = data_of(name), make_bit_control(AUTO, rho=0.5, bits=target)
     seen = [exchange(data, control) for _ in range(40)][-8:]
     taken, snr = np.median(seen, axis=0).tolist()

@@ -1,4 +1,4 @@
-"""What an error or a line of the log advises is right in the situation in which it is printed."""
+"""The advice in an error or a line of the log is right in the situation in which it is printed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from narrows.broker.cli.broker import join_address
 from narrows.broker.process import sockets as wires
 from narrows.broker.syncer import events as bev
 from narrows.broker.syncer.bits import Need
-from narrows.broker.syncer.members import Roster
+from narrows.broker.syncer.roster import Roster
 from narrows.learner.session import events as lev
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, NarrowsError
@@ -29,7 +29,7 @@ def test_a_codec_that_a_learner_lacks_is_not_advised() -> None:
 
 
 class Bound:
-    """A socket of which the system does not let us have the address."""
+    """A socket whose address the system does not let us have."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -19,7 +19,7 @@ def announced(push_id: int = 1, tokens: int = 100) -> Push:
 
 
 def add(round_: Round, name: str, push_id: int = 1, *, handle: int = 1) -> Incoming:
-    push = round_.push_of(name, "i" + name, push_id, 11.0)
+    push = round_.incoming_of(name, "i" + name, push_id, 11.0)
     header = Desk().header(name, 0, count=ELEMENTS[0])
     round_.add_chunk(push, header, handle, 11.0)
     return push
@@ -61,7 +61,7 @@ def test_only_the_first_complete_push_of_a_name_counts() -> None:
     contribute(round_, "a")
     assert round_.has("ia", 1, "a") and not round_.has("ia", 2, "a")
     with pytest.raises(RemoteProtocolError) as error:
-        round_.push_of("a", "ia", 2, 13.0)
+        round_.incoming_of("a", "ia", 2, 13.0)
     assert error.value.code is ErrorCode.PUSH_CONFLICT
 
 
@@ -70,7 +70,7 @@ def test_a_newer_push_replaces_an_unfinished_one() -> None:
     add(round_, "a", 1, handle=5)
     assert round_.supersede("a", "ia", 1) == ()
     assert round_.supersede("a", "ia", 2) == (5,)
-    assert round_.push_of("a", "ia", 2, 13.0).push_id == 2
+    assert round_.incoming_of("a", "ia", 2, 13.0).push_id == 2
 
 
 def test_a_new_incarnation_replaces_the_push_of_the_old_one() -> None:
@@ -81,7 +81,7 @@ def test_a_new_incarnation_replaces_the_push_of_the_old_one() -> None:
 
 def test_the_same_announcement_again_changes_nothing() -> None:
     round_ = round_of()
-    push = round_.push_of("a", "ia", 1, 11.0)
+    push = round_.incoming_of("a", "ia", 1, 11.0)
     round_.announce(push, announced())
     round_.announce(push, announced())
     with pytest.raises(RemoteProtocolError):
@@ -91,7 +91,7 @@ def test_the_same_announcement_again_changes_nothing() -> None:
 def test_an_announcement_takes_a_decline_back() -> None:
     round_ = round_of()
     round_.declined["a"] = "evaluating"
-    round_.announce(round_.push_of("a", "ia", 1, 11.0), announced())
+    round_.announce(round_.incoming_of("a", "ia", 1, 11.0), announced())
     assert not round_.declined
 
 

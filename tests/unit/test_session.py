@@ -9,7 +9,7 @@ import pytest
 from machines import EPOCH, LAYOUT, NEXT_EPOCH, SETTINGS, Seat, digest, one, only, open_round
 
 from narrows.learner.session import events as ev
-from narrows.learner.session.connection import Connection
+from narrows.learner.session.dialer import Connection
 from narrows.learner.session.machine import Session
 from narrows.proto import messages as msg
 from narrows.proto.frames import encode_control
@@ -108,11 +108,11 @@ def test_a_joiner_fetches_adopts_and_is_ready() -> None:
     for index, version in ((0, 4), (1, 7)):
         effects = seat.receive(index, version, kind=msg.DataKind.STATE)
         assert one(effects, ev.Install).version == version
-    assert not seat.session.ready
+    assert not seat.session.fragments.ready
     effects = seat.do(ev.BoundaryReached())
     assert [(a.fragment, a.version) for a in only(effects, ev.Adopt)] == [(0, 4), (1, 7)]
     assert [(a.fragment, a.version) for a in only(effects, msg.Adopted)] == [(0, 4), (1, 7)]
-    assert seat.session.ready
+    assert seat.session.fragments.ready
 
 
 def test_a_founder_sends_every_fragment_once_per_epoch() -> None:
@@ -157,9 +157,9 @@ def test_why_a_learner_is_not_admitted_yet_is_remembered() -> None:
     seat.do(ev.DeadlineReached())
     for _ in range(2):
         seat.hear(msg.Refuse("over_capacity", "the run is full"))
-    assert "the run is full" in str(seat.session.not_admitted)
+    assert "the run is full" in str(seat.session.view().not_admitted)
     seat.welcome((0, 0))
-    assert seat.session.not_admitted is None
+    assert seat.session.view().not_admitted is None
 
 
 def test_a_probe_is_answered() -> None:
@@ -260,7 +260,7 @@ def test_silence_of_the_broker_means_hello_again() -> None:
     effects = seat.wait(4.0)
     assert only(effects, msg.Hello)
     assert seat.session.connection is Connection.JOINING
-    assert not seat.session.must_wait(seat.now)
+    assert not seat.session.view().must_wait(seat.now)
 
 
 def test_a_broker_that_is_gone_is_told_to_the_user() -> None:
@@ -276,9 +276,9 @@ def test_a_broker_that_is_gone_is_told_to_the_user() -> None:
 def test_training_pauses_only_after_max_offline() -> None:
     seat = Seat().joined()
     seat.wait(3590.0)
-    assert not seat.session.must_wait(seat.now)
+    assert not seat.session.view().must_wait(seat.now)
     seat.wait(20.0)
-    assert seat.session.must_wait(seat.now)
+    assert seat.session.view().must_wait(seat.now)
 
 
 def test_a_new_epoch_in_a_beat_means_hello() -> None:
@@ -310,7 +310,7 @@ def test_a_restarted_broker_with_older_versions_rolls_back() -> None:
     assert one(effects, msg.Fetch) == msg.Fetch(0, -1)
     seat.receive(0, 2, kind=msg.DataKind.STATE)
     assert one(seat.step(tokens=30), ev.Adopt) == ev.Adopt(0, 2)
-    assert seat.session.ledger.total().rolled_back == 100
+    assert seat.session.fragments.ledger.total().rolled_back == 100
 
 
 @pytest.mark.parametrize("epoch", [(0, 1, 8), (0, 0, 9)], ids=["number again", "lower number"])
@@ -321,7 +321,7 @@ def test_a_restored_broker_is_followed_and_what_it_lacks_is_rolled_back(epoch: m
     push = one(seat.step(tokens=70), msg.Push)
     seat.receive(0, 4, push_id=push.push_id)
     seat.do(ev.BoundaryReached())
-    assert seat.session.ledger.total().merged == 70
+    assert seat.session.fragments.ledger.total().merged == 70
     effects = seat.restarted((2, 3), epoch=epoch)
     assert seat.session.epoch == epoch
     assert one(effects, msg.Fetch) == msg.Fetch(0, -1)
@@ -329,7 +329,7 @@ def test_a_restored_broker_is_followed_and_what_it_lacks_is_rolled_back(epoch: m
     assert not only(seat.step(tokens=30), msg.Push)
     seat.receive(0, 2, kind=msg.DataKind.STATE)
     assert one(seat.do(ev.BoundaryReached()), ev.Adopt) == ev.Adopt(0, 2)
-    total = seat.session.ledger.total()
+    total = seat.session.fragments.ledger.total()
     assert (total.merged, total.rolled_back) == (0, 100)
     assert one(seat.step(), msg.Push).base_version == 2
 
@@ -352,10 +352,10 @@ def test_what_another_life_left_behind_only_makes_the_learner_ask_again() -> Non
     assert not only(effects, ev.Identify)
     effects = seat.welcome((3, 3), epoch=NEXT_EPOCH)
     assert seat.session.online and not only(effects, msg.Fetch)
-    assert seat.session.ledger.total().rolled_back == 0
+    assert seat.session.fragments.ledger.total().rolled_back == 0
     effects = seat.beat((9, 9), epoch=EPOCH)
     assert one(effects, msg.Hello).epoch == NEXT_EPOCH
-    assert [link.known for link in seat.session.links] == [3, 3]
+    assert [each.known for each in seat.session.fragments] == [3, 3]
 
 
 def test_a_lower_term_is_never_followed() -> None:
@@ -371,14 +371,14 @@ def test_a_broker_restored_from_before_version_0_is_given_one_again() -> None:
     seat = Seat().joined((3, 3))
     seat.step(tokens=50)
     seat.restarted((), epoch=(0, 1, 8), role=Role.FOUND, phase=Phase.FOUNDING)
-    assert [link.held for link in seat.session.links] == [-1, -1]
+    assert [each.held for each in seat.session.fragments] == [-1, -1]
     assert len(only(seat.do(ev.BoundaryReached()), ev.SendFounding)) == 2
     effects = seat.welcome((0, 0), epoch=(0, 1, 8))
     assert only(effects, msg.Fetch) == [msg.Fetch(0, -1), msg.Fetch(1, -1)]
     for index in (0, 1):
         seat.receive(index, 0, kind=msg.DataKind.STATE)
     assert len(only(seat.do(ev.BoundaryReached()), ev.Adopt)) == 2
-    assert seat.session.ledger.total().rolled_back == 100
+    assert seat.session.fragments.ledger.total().rolled_back == 100
 
 
 def test_another_fragment_count_ends_the_session() -> None:
@@ -390,12 +390,12 @@ def test_another_fragment_count_ends_the_session() -> None:
 def test_the_runs_clock_is_extrapolated_and_never_falls() -> None:
     seat = Seat().joined()
     seat.hear(msg.Beat(EPOCH, Phase.RUNNING, (0, 0), (), 1000, 100.0, (), 0.0))
-    assert seat.session.run_tokens(seat.now + 5.0) == 1500.0
-    assert seat.session.run_tokens(seat.now + 500.0) == 7000.0
+    assert seat.session.view().run_tokens(seat.now + 5.0) == 1500.0
+    assert seat.session.view().run_tokens(seat.now + 500.0) == 7000.0
     seat.now += 5.0
     seat.hear(msg.Beat(EPOCH, Phase.RUNNING, (0, 0), (), 1400, 10.0, (), 0.0))
-    assert seat.session.run_tokens(seat.now) == 1500.0
-    assert seat.session.run_tokens(seat.now + 20.0) == 1600.0
+    assert seat.session.view().run_tokens(seat.now) == 1500.0
+    assert seat.session.view().run_tokens(seat.now + 20.0) == 1600.0
 
 
 def test_diloco_takes_its_snapshot_at_the_named_step_and_waits() -> None:
@@ -407,13 +407,13 @@ def test_diloco_takes_its_snapshot_at_the_named_step_and_waits() -> None:
     seat.beat((0,), open_round(0, 0, at_step=4))
     for _ in range(3):
         assert not only(seat.step(), ev.Snapshot)
-        assert not seat.session.must_wait(seat.now)
+        assert not seat.session.view().must_wait(seat.now)
     assert only(seat.step(), ev.Snapshot)
-    assert seat.session.must_wait(seat.now)
+    assert seat.session.view().must_wait(seat.now)
     seat.receive(0, 1, count=2000, push_id=1)
-    assert seat.session.must_wait(seat.now)
+    assert seat.session.view().must_wait(seat.now)
     seat.do(ev.BoundaryReached())
-    assert not seat.session.must_wait(seat.now)
+    assert not seat.session.view().must_wait(seat.now)
 
 
 def test_in_lockstep_a_joiner_starts_at_the_step_of_the_versions() -> None:
@@ -432,7 +432,7 @@ def test_in_lockstep_a_roll_back_does_not_block_for_ever() -> None:
     for index in (0, 1):
         seat.receive(index, 2, kind=msg.DataKind.STATE)
     seat.do(ev.BoundaryReached())
-    assert not seat.session.must_wait(seat.now)
+    assert not seat.session.view().must_wait(seat.now)
 
 
 def test_lockstep_has_no_warm_up() -> None:
@@ -519,7 +519,7 @@ def test_a_refused_push_counts_as_refused_once_adopted(code: str) -> None:
     assert one(effects, ev.SettlePush) == ev.SettlePush(1, merged=False)
     seat.receive(0, 1)
     seat.do(ev.BoundaryReached())
-    total = seat.session.ledger.total()
+    total = seat.session.fragments.ledger.total()
     assert (total.refused, total.overwritten, total.pending) == (60, 40, 100)
 
 

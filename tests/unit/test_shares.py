@@ -7,7 +7,8 @@ from random import Random
 import pytest
 from machines import Desk, incarnation_of
 
-from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.member import Copies, Member, Presence, Uplink
+from narrows.broker.syncer.participation import Participation
 from narrows.broker.syncer.rates import IDLE_SHARE, TINY, Shares
 from narrows.proto import messages as msg
 from narrows.proto.timing import SHARE_IDLE_S
@@ -16,13 +17,27 @@ TOTAL = 1e9
 
 
 def members(count: int) -> list[Member]:
-    names = [f"site-{i}" for i in range(count)]
-    return [Member(n, incarnation_of(n), n.encode(), "", 0.0, 0.0, [], []) for n in names]
+    return [
+        Member(
+            name,
+            incarnation_of(name),
+            Presence(name.encode(), "", heard_at=0.0, joined_at=0.0),
+            Copies([]),
+            Uplink([]),
+            Participation([], contributed_at=0.0),
+        )
+        for name in (f"site-{i}" for i in range(count))
+    ]
+
+
+def confirm(member: Member) -> None:
+    """The learner reports that it keeps to its rate."""
+    member.report = msg.Report(1, 1, 0.1, None, (), msg.TokenLedger(), member.up_bits_per_s)
 
 
 def obey(all_members: list[Member]) -> None:
     for member in all_members:
-        member.keeps_bits_per_s = member.up_bits_per_s
+        confirm(member)
 
 
 def settle(shares: Shares, all_members: list[Member], active: set[str], now: float) -> float:
@@ -70,10 +85,10 @@ def test_the_sum_never_exceeds_the_total_however_late_learners_obey(seed: int) -
         shares.divide(connected, active, now)
         for member in connected:
             if random.random() < 0.3:
-                member.keeps_bits_per_s = member.up_bits_per_s
+                confirm(member)
         # A newcomer may begin with a little before the others have made room.
         room = TOTAL * (1 + IDLE_SHARE) + len(site) * TINY
-        assert sum(max(m.up_bits_per_s, m.keeps_bits_per_s or 0.0) for m in connected) <= room
+        assert sum(max(m.up_bits_per_s, m.kept_bits_per_s or 0.0) for m in connected) <= room
         assert all(m.up_bits_per_s > 0 for m in connected)
 
 

@@ -75,7 +75,7 @@ def words_of(table: Table | Facts) -> Counter[str]:
 
 
 def lost(table: Table | Facts, text: str) -> Counter[str]:
-    """What the table holds and the text does not; in a block a colon follows a heading."""
+    """Words that the table holds and the text lacks; in a block a colon follows a heading."""
     found = Counter(text.split())
     found.update(word[:-1] for word in text.split() if word.endswith(":"))
     return words_of(table) - found

@@ -1,4 +1,4 @@
-"""Values with units: what is read, what is refused with which remedy, what is printed."""
+"""Values with units: the accepted texts, the refusals with their remedy, the printed texts."""
 
 from __future__ import annotations
 

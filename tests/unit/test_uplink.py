@@ -1,4 +1,4 @@
-"""Pushes: what is sent, and when what was not sent is carried over."""
+"""Pushes: the values that are sent, and the time at which the rest is carried over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only the bench knows: other codings of a step, other outer rules."""
+"""Variants that only the bench has: other codings of a step, other outer rules."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from narrows.bench.codec.codings import BLOCK, CODINGS
 from narrows.bench.quality.variants import VARIANTS
 from narrows.broker.config import load_config
 from narrows.broker.merging.model import version_zero
+from narrows.broker.merging.policy import policy_of
 from narrows.proto.fragments import build_table
 from narrows.proto.messages import LayoutEntry
 
@@ -50,7 +51,9 @@ def test_delayed_nesterov_moves_by_the_momentum_in_every_second_merge_of_two_lea
     model = VARIANTS["delayed nesterov"](load_config(None, settings), [part], [state])
     seen: list[tuple[float, float]] = []
     for version, grad in enumerate((2.0, 4.0, 2.0, 2.0)):
-        params, momentum = model.outer_step(part, state, np.array([grad], np.float32))
+        params, momentum = model.outer_step(
+            part, state, np.array([grad], np.float32), policy_of(model.config)
+        )
         state = replace(state, version=version + 1, global_=params, momentum=momentum)
         seen.append((float(params[0]), float(momentum[0])))
     # By g / 2 each; then the momentum is half of itself plus the mean of two, and half of it moves.
@@ -64,5 +67,7 @@ def test_heloco_halves_what_opposes_the_momentum() -> None:
     state = replace(version_zero(np.zeros(4, np.float32)), momentum=momentum)
     model = VARIANTS["heloco"](config, [part], [state])
     for opposed, kept in ((-1.0, -0.5), (1.0, 1.0)):
-        params, _ = model.outer_step(part, state, np.float32(opposed) * momentum)
+        params, _ = model.outer_step(
+            part, state, np.float32(opposed) * momentum, policy_of(model.config)
+        )
         np.testing.assert_allclose(params, -np.float32(kept) * momentum, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Whom the end of a run waits for: hung learners, slow lines, absent ones; and what it says."""
+"""The end of a run waits for hung learners, slow lines and absent ones; and its messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from machines import RUN, Desk, hello, incarnation_of, only
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.ending import LIVES_MAX
 from narrows.broker.syncer.machine import Resumed
-from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.member import Member
+from narrows.broker.syncer.phases import RunPhase
 from narrows.broker.syncer.status import status_of
 from narrows.proto import messages as msg
 from narrows.proto.flow import patience
@@ -20,7 +21,7 @@ from narrows.proto.messages import Phase
 
 GOAL = 10**6
 LOST_S = 10.0
-"""liveness.lost: nobody is given up sooner."""
+"""liveness.lost: no learner is given up sooner."""
 
 
 def at_the_goal(
@@ -28,7 +29,7 @@ def at_the_goal(
 ) -> Desk:
     """The last rounds are open; everybody reports, nobody has contributed yet.
 
-    `prepare` makes the time before, of which the machine knows only what it keeps.
+    `prepare` makes the time before. The machine knows of it only what it keeps.
     """
     desk = Desk(run__goal_tokens=GOAL, **settings).running(*names)
     prepare(desk)
@@ -39,7 +40,7 @@ def at_the_goal(
 
 
 def is_ending(desk: Desk) -> bool:
-    return desk.state.phase is Phase.ENDING
+    return desk.state.phase is RunPhase.ENDING
 
 
 def pass_time(desk: Desk, seconds: float, *names: str) -> list[ev.Effect]:
@@ -69,7 +70,7 @@ def contribute(desk: Desk, name: str) -> list[ev.Effect]:
     for index in sorted(desk.state.rounds):
         if index in desk.state.rounds and desk.state.rounds[index].awaits(name):
             effects += desk.contribute(
-                name, index, push_id=member(desk, name).last_merged[index] + 1
+                name, index, push_id=member(desk, name).participation.last_merged[index] + 1
             )
     return effects
 
@@ -83,7 +84,7 @@ def merge(desk: Desk, effects: list[ev.Effect]) -> list[ev.Effect]:
 
 
 def end_with(desk: Desk, *names: str) -> list[ev.Effect]:
-    """These contribute to all last rounds; then the run has ended and is durable."""
+    """These learners contribute to all last rounds; then the run has ended and is durable."""
     effects: list[ev.Effect] = []
     while is_ending(desk):
         for name in names:
@@ -100,13 +101,14 @@ def leave(desk: Desk, name: str) -> list[ev.Effect]:
 
 def slow_line(desk: Desk, name: str, bytes_per_s: float) -> None:
     """The history of a learner's lines."""
-    for way in ("up", "down"):
+    slow = member(desk, name)
+    for way in (slow.uplink, slow.copies):
         flow = Flow()
         flow.move((1,), desk.now - 30)
         flow.expect(desk.now - 30)
         for second in range(30):
             flow.move((2 + int(bytes_per_s * second),), desk.now - 30 + second)
-        setattr(member(desk, name), way, flow)
+        way.flow = flow
 
 
 def test_a_learner_that_hangs_and_reports_does_not_hold_the_last_rounds() -> None:
@@ -134,12 +136,12 @@ def test_whoever_is_given_up_is_not_waited_for_again_in_the_next_rounds() -> Non
             begun = contribute(desk, "a")
             assert only(begun, ev.StartMerge)
             merge(desk, begun)
-    assert desk.state.phase is Phase.ENDED
+    assert desk.state.phase.is_over
 
 
 def test_three_usual_rounds_are_waited_for() -> None:
     def slow_rounds(desk: Desk) -> None:
-        member(desk, "slow").arrival.add(20.0)
+        member(desk, "slow").participation.arrival.add(20.0)
 
     desk = at_the_goal("a", "slow", prepare=slow_rounds)
     contribute(desk, "a")
@@ -179,7 +181,7 @@ def test_a_push_is_waited_for_at_its_usual_rate_only(
     contribute(desk, "a")
     for index in sorted(desk.state.rounds):
         desk.push("slow", index, push_id=1 + index)
-    at, effects = member(desk, "slow").up.moved + 2, list[ev.Effect]()
+    at, effects = member(desk, "slow").uplink.flow.moved + 2, list[ev.Effect]()
     for tenth in range(10):
         effects += pass_time(desk, 5, "a", "slow")
         at += 5 * bytes_per_s
@@ -199,7 +201,7 @@ def test_the_final_model_is_waited_for_at_the_usual_rate_only(
     desk = at_the_goal("a", "slow", prepare=lambda desk: slow_line(desk, "slow", 10.0))
     end_with(desk, "a", "slow")
     leave(desk, "a")
-    position, effects = member(desk, "slow").down.moved + 2, list[ev.Effect]()
+    position, effects = member(desk, "slow").copies.flow.moved + 2, list[ev.Effect]()
     for _ in range(40):
         position += bytes_per_s
         report = msg.Report(20, 4000, 1.0, None, (position,), msg.TokenLedger(), 0.0)
@@ -222,8 +224,8 @@ def at_the_end_not_yet_durable(**settings: Any) -> tuple[Desk, list[ev.Effect]]:
     return desk, effects
 
 
-def told_phase(desk: Desk) -> Phase:
-    """The phase that status and Beats tell."""
+def visible_phase(desk: Desk) -> Phase:
+    """The phase in status and Beats."""
     phase = status_of(desk.syncer, {}, desk.now).phase
     beats = only(desk.wait(desk.state.config.broker.beat), msg.Beat)
     assert {beat.phase for beat in beats} == {phase}
@@ -236,12 +238,12 @@ def test_the_end_is_told_when_it_is_durable() -> None:
     desk, effects = at_the_end_not_yet_durable()
     assert only(effects, ev.WriteCheckpoint)
     assert not notes(effects, "the run has ended")
-    assert told_phase(desk) is Phase.ENDING
+    assert visible_phase(desk) is Phase.ENDING
     assert status_of(desk.syncer, {}, desk.now).waiting_for == "the disk: the final checkpoint"
     effects = desk.do(ev.CheckpointWritten(desk.state.version_sum))
     assert notes(effects, "the run has ended")
     assert {beat.phase for beat in only(effects, msg.Beat)} == {Phase.ENDED}
-    assert told_phase(desk) is Phase.ENDED
+    assert visible_phase(desk) is Phase.ENDED
 
 
 def test_nobody_is_given_up_for_the_time_that_the_final_checkpoint_takes() -> None:
@@ -270,7 +272,7 @@ def test_a_final_checkpoint_that_fails_holds_the_end_up_unless_the_operator_says
 ) -> None:
     desk, _ = at_the_end_not_yet_durable(broker__journal_errors=errors)
     desk.do(ev.CheckpointFailed("the disk is full"))
-    assert told_phase(desk) is told
+    assert visible_phase(desk) is told
 
 
 def test_a_learner_that_never_takes_the_final_model_is_named() -> None:
@@ -343,7 +345,7 @@ def test_a_learner_that_was_silent_when_the_goal_came_is_named() -> None:
 
 def test_a_learner_that_died_long_before_does_not_belong_to_the_end() -> None:
     def die(desk: Desk) -> None:
-        member(desk, "b").arrival.add(1.0)
+        member(desk, "b").participation.arrival.add(1.0)
         desk.do(ev.PeerLost(b"b"))
         pass_time(desk, 20 * LOST_S, "a")
 
@@ -361,7 +363,7 @@ def test_a_joiner_that_hangs_does_not_hold_the_end() -> None:
     pass_time(desk, LOST_S - 2, "new")
     assert is_ending(desk)
     pass_time(desk, 4, "new")
-    assert desk.state.phase is Phase.ENDED
+    assert desk.state.phase.is_over
 
 
 def finished_run() -> Desk:

@@ -1,4 +1,4 @@
-"""Waking the thread that owns the sockets: never blocks, whatever it is busy with."""
+"""Waking the thread that owns the sockets: it never blocks, however busy that thread is."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from running import HANG_S, LAYOUT, ToyHost, broker_config, vector
 
 from narrows.broker.process.service import Service
+from narrows.learner.transport.options import ClientOptions
 from narrows.learner.transport.thread import Background
 
 WAKES = 70_000
@@ -31,13 +32,13 @@ def repeat(action: Callable[[], None]) -> None:
 def test_a_learner_is_woken_while_its_background_thread_is_busy() -> None:
     ran: list[int] = []
     background = Background(
-        broker="tcp://127.0.0.1:9",
-        name="a",
-        layout=LAYOUT,
-        frozen_digest=0,
-        host=ToyHost(vector(1)),
-        contribute_after_steps=0,
-        events=None,
+        ClientOptions(
+            broker="tcp://127.0.0.1:9",
+            name="a",
+            layout=LAYOUT,
+            frozen_digest=0,
+            host=ToyHost(vector(1)),
+        )
     )
     # Not started, it reads as little as one that is busy. The encoders post once per chunk.
     repeat(lambda: background.later(lambda: ran.append(1)))

@@ -88,7 +88,7 @@ def test_a_state_beats_the_publications_below_it() -> None:
     seat.data(0, 5)
     effects = seat.receive(0, 9, kind=STATE)
     assert one(effects, ev.Install).version == 9
-    assert not any(link.held_handles() for link in seat.session.links)
+    assert not any(each.held_handles() for each in seat.session.fragments)
 
 
 def test_a_state_that_is_cut_anew_begins_again_with_the_new_chunks() -> None:
@@ -121,7 +121,7 @@ def test_publications_kept_for_a_state_are_bounded() -> None:
     for version in range(1, 3 * AHEAD_MAX):
         seat.beat((version, 0))
         seat.data(0, version)
-    assert len(seat.session.links[0].held_handles()) <= AHEAD_MAX + 1
+    assert len(seat.session.fragments[0].held_handles()) <= AHEAD_MAX + 1
 
 
 def test_another_digest_means_fetching_the_state() -> None:
@@ -142,7 +142,7 @@ def test_nothing_is_pushed_from_a_copy_that_is_not_to_be_trusted() -> None:
     seat.beat((0, 0), open_round(0, 0))
     one(seat.data(0, 1), ev.Apply)
     seat.do(ev.ApplyFailed(0, 1, digest(0, 1)))
-    assert seat.session.links[0].round == open_round(0, 0)
+    assert seat.session.fragments[0].round == open_round(0, 0)
     assert not only(seat.step(), ev.Snapshot)
     seat.receive(0, 1, kind=STATE)
     seat.beat((1, 0), open_round(0, 1))
@@ -165,11 +165,12 @@ def test_a_result_from_before_a_restart_is_ignored() -> None:
     seat.data(0, 1)
     seat.restarted((0, 0))
     assert not only(seat.do(ev.Applied(0, 1, digest(0, 1))), ev.Install)
-    assert seat.session.links[0].held == 0
+    assert seat.session.fragments[0].held == 0
 
 
 def test_only_versions_that_may_be_needed_are_kept() -> None:
-    """What is held already, or beyond all that the broker could send, would stay for ever."""
+    """A version that is held already, or is beyond all that the broker could send, would stay for
+    ever."""
     seat = Seat().joined((3, 3))
     for version in (2, 3, 3 + PUBLICATIONS_KEPT + 1):
         assert one(seat.data(0, version, count=10), ev.Drop).handles == (seat.handle,)
@@ -194,7 +195,7 @@ def test_the_publication_tells_whether_the_push_was_merged(told: int, merged: bo
     effects = seat.receive(0, 1, push_id=told)
     assert one(effects, ev.SettlePush) == ev.SettlePush(1, merged=merged)
     seat.do(ev.BoundaryReached())
-    total = seat.session.ledger.total()
+    total = seat.session.fragments.ledger.total()
     assert total.merged == (60 if merged else 0)
     assert total.overwritten == (40 if merged else 100)
 
@@ -215,7 +216,7 @@ def test_a_push_merged_but_not_adopted_before_a_restart_keeps_its_outcome() -> N
     seat.receive(0, 1, push_id=1)
     seat.restarted((1, 0))
     seat.do(ev.BoundaryReached())
-    assert seat.session.ledger.total().merged == 100
+    assert seat.session.fragments.ledger.total().merged == 100
 
 
 @pytest.mark.parametrize(("told", "merged"), [(1, True), (0, False)])
@@ -231,7 +232,7 @@ def test_a_push_that_was_open_at_a_restart_learns_its_outcome_from_the_state(
     effects = seat.receive(0, 1, kind=STATE, push_id=told)
     assert one(effects, ev.SettlePush) == ev.SettlePush(1, merged=merged)
     seat.do(ev.BoundaryReached())
-    assert seat.session.ledger.total().merged == (100 if merged else 0)
+    assert seat.session.fragments.ledger.total().merged == (100 if merged else 0)
 
 
 def test_a_push_that_was_open_at_a_restart_without_news_is_given_up() -> None:
@@ -248,16 +249,16 @@ def test_a_push_merged_and_lost_with_the_broker_is_rolled_back() -> None:
     seat.step()
     seat.receive(0, 1, push_id=1)
     seat.do(ev.BoundaryReached())
-    assert seat.session.ledger.total().merged == 100
+    assert seat.session.fragments.ledger.total().merged == 100
     seat.restarted((0, 0))
     seat.receive(0, 0, kind=STATE)
-    total = seat.session.ledger.total()
+    total = seat.session.fragments.ledger.total()
     assert (total.merged, total.rolled_back) == (0, 100)
 
 
 @pytest.mark.parametrize(("told", "merged"), [(0, 0), (1, 100), (2, 130)])
 def test_what_was_merged_is_what_the_history_of_the_broker_holds(told: int, merged: int) -> None:
-    """Even if that is further by now than the one in which it was merged: others have gone on."""
+    """Even if that history is further by now than at the merge: others have gone on."""
     seat = Seat().joined()
     for push_id, tokens in ((1, 100), (2, 30)):
         seat.beat((push_id - 1, 0), open_round(0, push_id - 1))
@@ -268,7 +269,7 @@ def test_what_was_merged_is_what_the_history_of_the_broker_holds(told: int, merg
     seat.restarted((9, 0))
     seat.receive(0, 9, kind=STATE, push_id=told)
     seat.do(ev.BoundaryReached())
-    total = seat.session.ledger.total()
+    total = seat.session.fragments.ledger.total()
     assert (total.merged, total.rolled_back + total.overwritten) == (merged, 130 - merged)
 
 
@@ -300,7 +301,7 @@ def test_a_half_adopted_fragment_is_adopted_again_before_anything_is_pushed() ->
     copy = one(seat.step(), ev.Adopt)
     seat.do(ev.CopyFailed(copy, "MemoryError: full"))
     seat.beat((1, 0), open_round(0, 1))
-    assert seat.session.wants_boundary
+    assert seat.session.view().wants_boundary
     effects = seat.step()
     assert not only(effects, ev.Snapshot)
     assert one(effects, msg.Adopted) == msg.Adopted(0, 1)

@@ -1,0 +1,147 @@
+"""One learner as the syncer knows it: one object per concern, each written by one module. [pure]
+
+Everybody may read all of a member. The docstring of each object names the only module of the
+syncer that writes to it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import median
+
+from narrows.broker.syncer.events import Peer
+from narrows.broker.syncer.participation import Participation
+from narrows.proto.flow import Flow
+from narrows.proto.messages import Report
+
+
+class Liveness(StrEnum):
+    """Time since the learner was heard, in three steps; operators see green, yellow and red."""
+
+    LIVE = "live"
+    LATE = "late"
+    LOST = "lost"
+
+
+@dataclass
+class Presence:
+    """The connection and its signs of life. Written by `roster`."""
+
+    peer: Peer | None
+    """None once the connection is gone or the name was taken over."""
+    address: str
+    heard_at: float
+    joined_at: float
+    """Time at which this incarnation joined first; a reconnection does not change it."""
+    liveness: Liveness = Liveness.LIVE
+    left: bool = False
+    """The learner said Bye or was refused, so nobody waits for its return."""
+
+
+@dataclass
+class Copies:
+    """The learner's copies of the fragments. Written by `serving`."""
+
+    held: list[int]
+    """Version adopted per fragment; -1: none yet."""
+    flow: Flow = field(default_factory=Flow)
+    """Bytes that the learner has acknowledged."""
+    adopting_since: float | None = None
+    """Time at which it was first asked to adopt."""
+
+
+@dataclass
+class Uplink:
+    """Data that has come from the learner. Written by `pushes`."""
+
+    positions: list[int]
+    """Position reached on each stream; the learner may send one window beyond it."""
+    flow: Flow = field(default_factory=Flow)
+    """Bytes of its pushes."""
+    refused: int = 0
+    """Pushes refused since it joined."""
+    refused_pushes: deque[int] = field(default_factory=lambda: deque[int](maxlen=16))
+    """Ids of the newest refused pushes: one Refuse per push, not one per chunk."""
+
+
+@dataclass
+class Credit:
+    """Acknowledgement of the uplink's positions. Written by `credit`."""
+
+    acknowledged_bytes: int = 0
+    """Sum of the positions in the last Beat or Progress."""
+    acknowledged_at: float = 0.0
+    due_at: float | None = None
+    """Time of the next acknowledgement; None: nothing has come since the last one."""
+
+
+@dataclass
+class Silence:
+    """Announced pushes without data, in one session. Written by `data_path`."""
+
+    announced: int = 0
+    """Pushes announced since data has come."""
+    since: float = 0.0
+    """Time of the first of these announcements."""
+    named: bool = False
+    """The operator's log has the warning."""
+
+
+@dataclass
+class Member:
+    """One learner, from its first Hello on; it stays in the roster after it is lost."""
+
+    name: str
+    incarnation: str
+    presence: Presence
+    copies: Copies
+    uplink: Uplink
+    participation: Participation
+    """Contributions to rounds. Written by `participation`."""
+    credit: Credit = field(default_factory=Credit)
+    silence: Silence = field(default_factory=Silence)
+    report: Report | None = None
+    """Newest report of this incarnation; None: the first has not come. Written by `machine`."""
+    up_bits_per_s: float = 0.0
+    """Uplink rate granted; 0: no limit. Written by `rates`."""
+    given_up: bool = False
+    """The end of the run goes on without this learner. Written by `ending`."""
+
+    @property
+    def connected(self) -> bool:
+        return self.presence.peer is not None and self.presence.liveness is not Liveness.LOST
+
+    @property
+    def ready(self) -> bool:
+        """Connected and holding every fragment: the learner can contribute."""
+        return self.connected and -1 not in self.copies.held
+
+    @property
+    def peer(self) -> Peer:
+        """Routing id of a learner that has a connection."""
+        assert self.presence.peer is not None, f"{self.name} has no connection"
+        return self.presence.peer
+
+    @property
+    def step_s(self) -> float:
+        """Reported seconds per inner step; 0: none reported yet."""
+        return self.report.step_s if self.report is not None else 0.0
+
+    @property
+    def kept_bits_per_s(self) -> float | None:
+        """Uplink rate that the learner has confirmed; 0: it knows of no limit; None: it is new and
+        sends nothing yet."""
+        return self.report.up_bits_per_s if self.report is not None else None
+
+    def predicted_s(self) -> float | None:
+        """Seconds after the opening of a round within which a contribution is expected."""
+        return self.participation.predicted_s(self.step_s)
+
+
+def median_step_s(members: Sequence[Member]) -> float:
+    """Median step time of these learners; 0 if none has reported one."""
+    times = [member.step_s for member in members if member.step_s > 0]
+    return median(times) if times else 0.0

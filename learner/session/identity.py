@@ -1,0 +1,50 @@
+"""The identity of one learner process, and the Hello that tells it. [pure]"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from narrows.proto.codec import codec_names
+from narrows.proto.frames import encode_control
+from narrows.proto.limits import PROTOCOL, RATE_MIN
+from narrows.proto.messages import Epoch, Hello, LayoutEntry
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One process of a learner; fixed for the life of that process."""
+
+    name: str
+    incarnation: str
+    layout: tuple[LayoutEntry, ...]
+    frozen_digest: int
+
+    def hello(
+        self,
+        run_id: str,
+        epoch: Epoch,
+        steps: int,
+        tokens: int,
+        versions: tuple[int, ...] = (),
+    ) -> Hello:
+        """The message that asks for a session; `versions` are empty before all are adopted."""
+        assert steps >= 0 and tokens >= 0, (steps, tokens)
+        assert all(version >= 0 for version in versions), versions
+        return Hello(
+            protocol=PROTOCOL,
+            name=self.name,
+            incarnation=self.incarnation,
+            run_id=run_id,
+            epoch=epoch,
+            layout=self.layout,
+            frozen_digest=self.frozen_digest,
+            codecs=codec_names(),
+            step=steps,
+            tokens=tokens,
+            versions=versions,
+        )
+
+    @property
+    def hello_s(self) -> float:
+        """Seconds that a Hello takes on the slowest line that a budget can name."""
+        return 8 * len(encode_control(self.hello("", (0, 0, 0), 0, 0))) / RATE_MIN

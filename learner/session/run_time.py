@@ -1,0 +1,33 @@
+"""The run's clock in tokens, as a learner sees it between two messages of the broker. [pure]"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from narrows.proto.timing import EXTRAPOLATION_MAX_S
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """Tokens of the run in one epoch: told by the broker, extrapolated in between, never falling.
+
+    Other threads read it, therefore it never changes: news make another one. A broker that was
+    restarted from older state begins a new epoch, and the learner a new RunTime.
+    """
+
+    _tokens: int = 0
+    _tokens_per_s: float = 0.0
+    _updated_at: float = 0.0
+    _floor: float = 0.0
+    """Tokens below which the clock does not fall: it was read at least so high."""
+
+    def updated(self, tokens: int, tokens_per_s: float, now: float) -> RunTime:
+        """The clock after the broker's message of time `now`."""
+        newer = RunTime(tokens, tokens_per_s, now, self.tokens(now))
+        assert newer.tokens(now) >= self.tokens(now), (newer, self)
+        return newer
+
+    def tokens(self, now: float) -> float:
+        """Tokens at the time `now`, in seconds on the clock of `updated`."""
+        ahead_s = min(max(now - self._updated_at, 0.0), EXTRAPOLATION_MAX_S)
+        return max(self._floor, self._tokens + self._tokens_per_s * ahead_s)
