@@ -100,11 +100,13 @@ class _Stream:
     told: int = 0
     moved_at: float = 0.0
     """Time of the last progress, or of the first message after a pause."""
+    was_late: bool = False
 
 
 def check_credit(log: LineLog, window_bytes: int) -> None:
     """Never more than the window is unacknowledged on a stream, but for a single larger message
-    on an empty one, and for what is tried where nothing has moved for STANDSTILL_S."""
+    on an empty one, and for what is tried where nothing has moved for STANDSTILL_S. A stream that
+    moves again after so long may have one message more, until all of it is acknowledged."""
     streams = defaultdict[tuple[LineRoute, int], _Stream](_Stream)
     for each in log:
         route = each.route
@@ -114,14 +116,16 @@ def check_credit(log: LineLog, window_bytes: int) -> None:
             for index, position in enumerate(each.positions):
                 stream = streams[route, index]
                 if stream.told < position <= stream.sent:
+                    stream.was_late |= each.at_s - stream.moved_at >= STANDSTILL_S
                     stream.told, stream.moved_at = position, each.at_s
         elif each.stream >= 0:
             stream = streams[route, each.stream]
             if stream.sent == stream.told:
-                stream.moved_at = each.at_s
+                stream.moved_at, stream.was_late = each.at_s, False
             stream.sent += each.payload_bytes
             unknown_bytes = stream.sent - stream.told
+            more_bytes = each.payload_bytes if stream.was_late else 0
             assert (
-                unknown_bytes <= max(window_bytes, each.payload_bytes)
+                unknown_bytes <= max(window_bytes + more_bytes, each.payload_bytes)
                 or each.at_s - stream.moved_at >= STANDSTILL_S
             ), f"{unknown_bytes} bytes are unacknowledged on stream {each.stream} of {route}"

@@ -105,6 +105,11 @@ class _Stream(Generic[Item]):
     def in_flight(self) -> int:
         return self.sent - self.acknowledged
 
+    @property
+    def unknown(self) -> int:
+        """Bytes that the receiver has not told to have seen, given up or not."""
+        return self.sent - self.told
+
 
 @dataclass
 class Outbox(Generic[Item]):
@@ -120,7 +125,7 @@ class Outbox(Generic[Item]):
     """A peer without progress for so long has lost what was under way: then one message may leave
     to find out, the next after twice the time; all of the window after progress."""
     delivery: Delivery = field(default_factory=Delivery)
-    in_flight: int = 0
+    in_flight: int = field(default=0, init=False)
     """Bytes that are not acknowledged, of all streams."""
     _streams: list[_Stream[Item]] = field(default_factory=list[_Stream[Item]])
     _lanes: tuple[deque[tuple[Item, int]], ...] = ()
@@ -229,8 +234,9 @@ class Outbox(Generic[Item]):
         if not moving:
             return None
         index = min(moving, key=lambda i: self._streams[i].in_flight)
-        in_flight, total = self._streams[index].in_flight, self.in_flight
-        is_full = in_flight and in_flight + size_bytes > self.window_bytes
+        stream, total = self._streams[index], self.in_flight
+        # What was given up and is merely late is on its way too, once the stream moves again.
+        is_full = stream.in_flight and stream.unknown + size_bytes > self.window_bytes
         is_ahead = total and total + size_bytes > self.delivery.window_bytes
         return None if is_full or is_ahead else index
 

@@ -237,6 +237,18 @@ def test_a_stream_that_was_only_late_is_used_again_at_once() -> None:
     assert {each.stream for each in take_all(outbox, 1.7)} == {0, 1}
 
 
+def test_what_is_merely_late_takes_its_part_of_the_window() -> None:
+    outbox = Outbox[str](1, 40)
+    for item in "abcdef":
+        outbox.put(item, 10)
+    assert len(drain(outbox, now=0.0)) == 4
+    assert outbox.renew_stalled(5.0) == 40
+    outbox.acknowledge((10,), 5.1)
+    assert drain(outbox, now=5.1) == [("b", 0, 50)], "c and d are perhaps on their way"
+    outbox.acknowledge((40,), 5.2)
+    assert drain(outbox, now=5.2) == [("e", 0, 60), ("f", 0, 70)]
+
+
 def test_an_outbox_counts_on_from_the_one_before() -> None:
     before = filled(2, 4)
     take_all(before, 0.0)
