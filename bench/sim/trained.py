@@ -52,7 +52,7 @@ Poison: TypeAlias = Callable[[F32, F32, Random], F32]
 
 @dataclass(frozen=True)
 class Training:
-    """What the learners of a run do between two exchanges."""
+    """The training that the learners of a run do between two exchanges."""
 
     corpus: Corpus
     make_model: Callable[[], GPT]
@@ -60,22 +60,22 @@ class Training:
     peak_learning_rate: float
     batch: int
     seed: int
-    """Of the order of the text."""
+    """Seed of the order of the text."""
     adoption: Adoption = "overwrite"
     """blend: half own, half published. carry: what was trained since the snapshot stays. lean: the
     residual of a push stays in the parameters, not in memory of its own."""
     ramp: bool = True
     """A learner without inner state begins with small steps and contributes after them."""
     poison: Mapping[str, Poison] = field(default_factory=dict[str, Poison])
-    """By name of the learner."""
+    """Poison by the name of the learner that sends it."""
     make_global: ModelMaker = GlobalModel
     coding: Coding | None = None
-    """Of the pushes, instead of a codec."""
+    """Codes the pushes in place of a codec."""
 
 
 @dataclass
 class Shelf:
-    """What the simulator's messages stand for, by the name that they carry."""
+    """The values behind the simulator's messages, by the name that a message carries."""
 
     founding: dict[int, F32] = field(default_factory=dict[int, F32])
     pushes: dict[str, list[tuple[int, DecodedChunk]]] = field(
