@@ -52,7 +52,7 @@ Poison: TypeAlias = Callable[[F32, F32, Random], F32]
 
 @dataclass(frozen=True)
 class Training:
-    """What the learners of a run do between two exchanges."""
+    """The learners' work between two exchanges."""
 
     corpus: Corpus
     make_model: Callable[[], GPT]
@@ -60,7 +60,7 @@ class Training:
     peak_learning_rate: float
     batch: int
     seed: int
-    """Of the order of the text."""
+    """Seed of the order of the text."""
     adoption: Adoption = "overwrite"
     """blend: half own, half published. carry: what was trained since the snapshot stays. lean: the
     residual of a push stays in the parameters, not in memory of its own."""
@@ -70,12 +70,12 @@ class Training:
     """By name of the learner."""
     make_global: ModelMaker = GlobalModel
     coding: Coding | None = None
-    """Of the pushes, instead of a codec."""
+    """Encoding of the pushes, instead of a codec."""
 
 
 @dataclass
 class Shelf:
-    """What the simulator's messages stand for, by the name that they carry."""
+    """The tensors that the simulator's messages stand for, by the name that they carry."""
 
     founding: dict[int, F32] = field(default_factory=dict[int, F32])
     pushes: dict[str, list[tuple[int, DecodedChunk]]] = field(

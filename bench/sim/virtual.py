@@ -17,7 +17,7 @@ Span: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong until `until_s`. Rates are per second and host, shares per message."""
+    """The mishaps until `until_s`. Rates are per second and host, shares per message."""
 
     until_s: float = math.inf
     loss: float = 0.0
@@ -48,9 +48,9 @@ class Faults:
     restores: float = 0.0
     """Share of the broker's returns that begin from an older copy of its state directory."""
     latency_s: Span = (0.001, 0.02)
-    """Of every message, faults or not."""
+    """Delay of every message, faults or not."""
     work_s: Span = (0.001, 0.03)
-    """Of every piece of slow work, faults or not."""
+    """Duration of every piece of slow work, faults or not."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Clock:
 
 
 class Machine(Protocol):
-    """What Syncer and Session have in common."""
+    """The part of Syncer and Session that a host needs."""
 
     def next_deadline(self) -> float | None: ...
     def check(self) -> None: ...

@@ -31,7 +31,8 @@ ACKNOWLEDGED_BYTES: Final = 2 * SEGMENT_BYTES
 """TCP acknowledges every second full segment, and the end of a message by itself."""
 
 SHARE_USED: Final = 0.985
-"""Of a rate, in the long run: the rest is room for what nobody here sees, retransmissions."""
+"""Share of a rate that is used in the long run: the rest is room for retransmissions, which nobody
+here sees."""
 
 WINDOW_SHARE: Final = 0.995
 """In no window of RATE_WINDOW_S more than this share of the rate leaves, however late a sender
@@ -41,7 +42,7 @@ BIN_S: Final = 0.01
 """Time is counted in such bins for the window."""
 
 BACK_SHARE: Final = 0.5
-"""Of a rate may be taken by the acknowledgements of what is received."""
+"""Share of a rate that the acknowledgements of what is received may take."""
 
 MESSAGE_BYTES_MIN: Final = 4096
 """Below 3.3 Mbit/s a message takes longer: smaller ones would be mostly header."""
@@ -54,7 +55,7 @@ CUT: Final = 256
 
 
 def wire_bytes(*frames: int) -> int:
-    """What a message of frames of these sizes takes on the wire, in bytes."""
+    """Bytes on the wire of a message whose frames have these sizes."""
     size = sum(frames) + len(frames) * FRAME_OVERHEAD_BYTES
     return size + SEGMENT_OVERHEAD_BYTES * math.ceil(size / SEGMENT_BYTES)
 
@@ -96,7 +97,7 @@ class Budget:
     """(number, bytes) of the bins of the last window, oldest first."""
     _window_bytes: float = 0.0
     _largest_bytes: float = 0.0
-    """Of the messages: the next one may be as large."""
+    """Size of the largest message: the next one may be as large."""
     _back_at: float = -math.inf
     _paused: bool = False
 

@@ -33,7 +33,7 @@ DOUBLINGS_MAX: Final = 6
 """The longest pause between two messages to a peer that acknowledges nothing is 64 stalls."""
 
 STATE_FLOOR: Final = 1 / 8
-"""Of the bytes, at least so many are states while some wait: who joins must get there at last."""
+"""Share of the bytes that states get while some wait: who joins must get there at last."""
 
 LATE_FACTOR: Final = 1.5
 """After an acknowledgement that came later than a stall, a stall is this many times its delay, up
@@ -41,7 +41,7 @@ to LATE_STALL_MAX_S; once one comes sooner again, as it was."""
 
 
 class Lane(IntEnum):
-    """What goes first: fragments of open rounds, then full-state transfers."""
+    """The order of departure: fragments of open rounds, then full-state transfers."""
 
     FRAGMENT = 0
     STATE = 1
@@ -94,7 +94,7 @@ class _Stream(Generic[Item]):
     told: int = 0
     """Newest position that the receiver has told; behind `acknowledged` where that was given up."""
     waits_since: float = 0.0
-    """Of the last progress, or of the first message after a pause."""
+    """Time of the last progress, or of the first message after a pause."""
     renewals: int = 0
     """Since the last progress."""
     under_way: deque[_Sent[Item]] = field(default_factory=lambda: deque())
@@ -145,12 +145,12 @@ class Outbox(Generic[Item]):
         return len(fragments) + len(states)
 
     def __iter__(self) -> Iterator[Item]:
-        """What waits to leave."""
+        """The items that wait to leave."""
         return (item for lane in self._lanes for item, _ in lane)
 
     @property
     def next_lane(self) -> Lane | None:
-        """What leaves next, None if nothing waits."""
+        """Lane of the item that leaves next, None if nothing waits."""
         fragments, states = self._lanes
         if states and (not fragments or self._debt.is_due(states[0][1])):
             return Lane.STATE
@@ -181,11 +181,11 @@ class Outbox(Generic[Item]):
 
     @property
     def told_bytes(self) -> int:
-        """What the receiver has told to have seen, whatever was given up meanwhile."""
+        """Bytes that the receiver has told to have seen, whatever was given up meanwhile."""
         return sum(stream.told for stream in self._streams)
 
     def coming(self, now: float) -> Iterator[Item]:
-        """What waits to leave or has left so lately that it cannot be missing yet."""
+        """Items that wait to leave, or have left so lately that they cannot be missing yet."""
         yield from self
         patience_s = self._patience_s
         for stream in self._streams:
@@ -313,8 +313,8 @@ class Outbox(Generic[Item]):
         return max(STANDSTILL_S, 2 * self._patience_s)
 
     def _forget_late(self, stream: _Stream[Item], position: int, now: float) -> None:
-        """What was given up has arrived: it need not leave again. On a line that takes longer than
-        a stall nothing else would ever get past it."""
+        """Drops what was given up and has arrived: it need not leave again. On a line that takes
+        longer than a stall nothing else would ever get past it."""
         late: list[Item] = []
         while stream.given_up and stream.given_up[0].position <= position:
             sent = stream.given_up.popleft()
