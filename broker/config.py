@@ -35,7 +35,7 @@ OUTER_OPTIMIZERS: Final = ("nesterov", "sgd")
 
 @dataclass(frozen=True)
 class BrokerSection(Section):
-    """[broker] The process: where it listens and what it writes."""
+    """[broker] The process: its addresses and its files."""
 
     listen: str = "tcp://127.0.0.1:7070"
     """Address of the control port, tcp://HOST:PORT. Port 0: any free one, for tests."""
@@ -47,7 +47,8 @@ class BrokerSection(Section):
     """Directory of run.json, checkpoints and journal; one broker at a time. A checkpoint is about
     three float32 copies of the model, and there are two or three."""
     insecure: bool = False
-    """Allow to listen beyond loopback although connections are neither encrypted nor checked."""
+    """Allow a broker to listen beyond loopback although connections have no encryption and no
+    keys."""
     init: str = ""
     """Safetensors file that becomes version 0. Empty: the first learner's parameters do."""
     checkpoint_versions: Annotated[int, Range(1, 1_000_000)] = 50
@@ -84,7 +85,7 @@ class BrokerSection(Section):
 
 @dataclass(frozen=True)
 class RunSection(Section):
-    """[run] What the run is and when it ends."""
+    """[run] The mode of the run, its clock, and its end."""
 
     mode: Mode = Mode.DECOUPLED
     """decoupled: quorum and grace, nobody waits. streaming: all live learners, overlapped.
@@ -105,7 +106,7 @@ class RunSection(Section):
 
 @dataclass(frozen=True)
 class FragmentsSection(Section):
-    """[fragments] How the model is cut and how often each part is exchanged."""
+    """[fragments] The cut of the model, and how often each fragment is exchanged."""
 
     count: Annotated[int, Range(1, FRAGMENTS_MAX)] = 4
     """P, the number of fragments. More of them spread the traffic more evenly; each has at least
@@ -185,9 +186,9 @@ class CodecSection(Section):
     """Codec of updates on their way to the learners."""
     push_rho: Annotated[float, Range(0.001, 100)] = 0.5
     """Quantisation step of pushes in units of the tensor piece's rms: 0.5 is about 3 bits per
-    parameter, 1.0 about 2. With int4 a step below 0.4 cuts off what exceeds 7 steps."""
+    parameter, 1.0 about 2. With int4 a step below 0.4 clips values beyond 7 steps."""
     publish_rho: Annotated[float, Range(0.001, 100)] = 0.5
-    """The same for publications; what they drop stays in the next difference."""
+    """The same for publications. Their rounding error is in the next difference again."""
     push_bits: Annotated[float, Range(0.5, 8)] = 3.0
     """With push = "auto": bits per parameter to aim at; the step follows, fragment by fragment."""
     publish_bits: Annotated[float, Range(0.5, 8)] = 3.0
@@ -195,7 +196,7 @@ class CodecSection(Section):
     chunk_elements: Annotated[int, Range(256, CHUNK_ELEMENTS_MAX)] = 262144
     """Elements per data message: small ones let control messages pass, large ones cost less."""
     error_feedback: bool = True
-    """Learners add what their push dropped to the next push of the fragment."""
+    """Learners add the rounding error of a push to the next push of the fragment."""
 
 
 @dataclass(frozen=True)
@@ -288,6 +289,9 @@ _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
 }
 
 
+assert _PRESETS.keys() == set(Mode), "each mode has a preset"
+
+
 def preset(mode: Mode | str) -> dict[str, object]:
     """The settings that a mode changes, for `override`. Raises ConfigError."""
     check_choice("run.mode", mode, tuple(Mode))
@@ -309,8 +313,10 @@ def load_config(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
 
 
 def settings(config: BrokerConfig) -> RunSettings:
-    """The part that the whole group shares, as a Welcome tells it."""
+    """The settings that the whole group shares, as a Welcome carries them."""
     wan, count = config.wan, config.run.learners_at_start
+    # Paired with FragmentsSection and with the learner, which waits beyond the overlap.
+    assert config.fragments.overlap_steps < config.fragments.sync_period_steps, config.fragments
     return RunSettings(
         mode=config.run.mode,
         fragment_count=config.fragments.count,

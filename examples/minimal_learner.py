@@ -1,9 +1,8 @@
-"""A whole Narrows learner in one file, written from PROTOCOL.md alone; (§n) names its sections.
+"""A whole Narrows learner in one file, written from proto/PROTOCOL.md alone; §n is its section n.
 
---layout names a JSON list of [name, shape, "float32", rule], as all learners of the run have it.
-The model's gradient is beyond this file: a step is weight decay. It founds no run, and refuses by
-name what it does not support. Exit codes: 0 the run has ended, 2 not supported, 3 refused, 4 no
-broker."""
+--layout names a file that `narrows layout` wrote. A training step is weight decay: this file has no
+model, so it founds no run. Exit codes: 0 run ended, 2 not supported, 3 refused, 4 no broker.
+"""
 
 import argparse
 import json
@@ -24,10 +23,10 @@ Message: TypeAlias = dict[str, Any]
 PROTOCOL, PUSH, PUBLICATION, STATE, INT4, BLOSC2 = 2, 1, 3, 4, "int4-zstd", "f32-blosc2"
 SUPPORTED = {"mode": "decoupled", "push_codec": INT4, "publish_codec": INT4, "role": "adopt wait"}
 OPTIONS = {zmq.RECONNECT_IVL: 100, zmq.RECONNECT_IVL_MAX: 2000, zmq.TCP_MAXRT: 20000}
-OPTIONS |= {zmq.LINGER: 1000, zmq.IMMEDIATE: 1}
 OPTIONS |= {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5}
-OPTIONS |= {zmq.SNDHWM: 0, zmq.RCVHWM: 64, zmq.MAXMSGSIZE: 4259840}
-GOES_ON = ("over_capacity", "bad_frame", "bad_message", "too_large", "bad_checksum")
+OPTIONS |= {zmq.IMMEDIATE: 1, zmq.SNDHWM: 0, zmq.RCVHWM: 64, zmq.MAXMSGSIZE: 4259840}
+HELLO_AGAIN = ("unknown_session", "wrong_epoch", "over_capacity")
+LOGGED = ("bad_frame", "bad_message", "too_large", "bad_checksum")
 digest = xxhash.xxh3_64_intdigest
 
 
@@ -37,7 +36,7 @@ def stop(code: int, text: str) -> NoReturn:
 
 
 def seal(body: object) -> bytes:
-    """Returns the envelope around a message or a data header (§3)."""
+    """Returns the envelope around a message or a data header (§4)."""
     packed: bytes = msgpack.packb(body)
     return b"NRW" + bytes([PROTOCOL]) + digest(packed).to_bytes(8, "little") + packed
 
@@ -50,7 +49,7 @@ def unseal(frame: bytes) -> Any:
 
 
 def cut(shapes: list[list[int]], count: int) -> list[list[tuple[int, int]]]:
-    """Returns each fragment's pieces as ranges of all elements in layout order (§6)."""
+    """Returns each fragment's pieces as ranges of all elements in layout order (§7)."""
     parts, fragments = list[tuple[int, int]](), [list[tuple[int, int]]() for _ in range(count)]
     total, start = sum(int(np.prod(shape)) for shape in shapes), 0
     for shape in shapes:
@@ -65,7 +64,7 @@ def cut(shapes: list[list[int]], count: int) -> list[list[tuple[int, int]]]:
 
 
 def unblosc(chunk: bytes) -> Floats:
-    """Decodes a Blosc2 chunk: of zeros, stored, or in blocks, each of 1 or 4 byte streams (§7)."""
+    """Decodes a Blosc2 chunk: of zeros, stored, or in blocks of 1 or 4 byte streams each (§8)."""
     (size, block), content = unpack_from("<II", chunk, 4), b""
     if chunk[31] == 0x10 or chunk[2] & 2:
         return np.frombuffer(chunk[32:] or bytes(size), "<f4")
@@ -94,7 +93,7 @@ class Fragment:
         self.ask_at, self.pause_s, self.retry_at, self.declined = 0.0, 0.5, 0.0, (-1, 0)
 
     def quantise(self, values: Floats, rho: float) -> tuple[Any, Any, Floats]:
-        """Returns the scale of each piece, all codes, and the values that they stand for (§7)."""
+        """Returns the scale of each piece, all codes, and the values that they stand for (§8)."""
         pieces = np.split(values.astype(np.float64), self.edges[1:-1])
         rms = np.sqrt([p @ p / (np.count_nonzero(p) or 1) for p in pieces])
         bits = (rms * rho).astype(np.float32).view(np.uint32)
@@ -105,7 +104,7 @@ class Fragment:
         return scales, codes, codes * each
 
     def encode(self, scales: Any, codes: Any, at: int, count: int) -> bytes:
-        """Returns an int4-zstd payload: in each run of 256 codes, two halves share bytes (§7)."""
+        """Returns an int4-zstd payload: in each run of 256 codes, two halves share bytes (§8)."""
         packed, spans = b"", np.diff(np.clip(self.edges, at, at + count))
         for run in np.split(codes[at : at + count], range(256, count, 256)):
             half = -(-len(run) // 2)
@@ -113,7 +112,7 @@ class Fragment:
         return bytes(scales[spans > 0].data) + zstandard.compress(packed, 1)
 
     def decode(self, payload: bytes, at: int, count: int) -> Floats:
-        """Returns the values of an int4-zstd payload (§7)."""
+        """Returns the values of an int4-zstd payload (§8)."""
         spans = np.diff(np.clip(self.edges, at, at + count))
         scales = np.frombuffer(payload, "<u2", np.count_nonzero(spans))
         octets = np.frombuffer(zstandard.decompress(payload[scales.nbytes :]), np.int8)
@@ -123,10 +122,13 @@ class Fragment:
 
 
 class Learner:
-    def __init__(self, address: str, name: str, layout: list[Any]) -> None:
+    def __init__(self, address: str, name: str, model: Message) -> None:
         self.host, _, self.port = address.rpartition(":")
-        self.name, self.incarnation, self.layout = name, np.random.bytes(16).hex(), layout
-        self.flat = np.zeros(sum(int(np.prod(entry[1])) for entry in layout), np.float32)
+        if any(entry[2] != "float32" for entry in model["layout"]):
+            stop(2, "config: the layout has another dtype than float32")
+        self.name, self.incarnation, self.model = name, np.random.bytes(16).hex(), model
+        self.shapes: list[list[int]] = [entry[1] for entry in model["layout"]]
+        self.flat = np.zeros(sum(int(np.prod(shape)) for shape in self.shapes), np.float32)
         self.run_id, self.epoch, self.phase = "", [0, 0, 0], "founding"
         self.fragments, self.rounds, self.received = list[Fragment](), list[list[int]](), [0]
         self.fates = dict.fromkeys(("merged", "overwritten", "refused", "rolled_back"), 0)
@@ -137,12 +139,12 @@ class Learner:
         self.dial(self.heard_at)
 
     def dial(self, now: float) -> None:
-        """Begins to join, on new connections (§2)."""
+        """Begins to join, on new connections (§3, §10)."""
         self.context.destroy(linger=0)
         self.context, self.poller = zmq.Context(), zmq.Poller()
         self.uplinks, self.subscribed = list[Any](), set[Any]()
         self.control, self.joined = self.socket(zmq.DEALER, self.port), False
-        self.dialed_at, self.redial_s = now, min(60, 2 * self.redial_s)
+        self.asked_at, self.redial_s = np.inf, min(60, 2 * self.redial_s)
         self.hello_at, self.hello_s = now + 0.1, 0.25
 
     def socket(self, kind: int, port: int | str) -> "zmq.Socket[bytes]":
@@ -160,7 +162,7 @@ class Learner:
             self.charge(size - size // -1448 * 66, time.monotonic())
 
     def charge(self, size: float, now: float) -> None:
-        if self.rate:  # data may leave when all is paid at 98.5 % of it (§11)
+        if self.rate:  # data may leave when all is paid at 98.5 % of it (§15)
             self.paid_at = max(self.paid_at, now) + 8 * size / (0.985 * self.rate)
 
     def tell(self, kind: str, **fields: Any) -> None:
@@ -168,21 +170,20 @@ class Learner:
 
     def hello(self, now: float) -> None:
         held = [f.version for f in self.fragments]
-        m: Message = {"name": self.name, "incarnation": self.incarnation, "run_id": self.run_id}
-        m |= {"epoch": self.epoch, "layout": self.layout, "frozen_digest": 0, "step": self.steps}
-        m |= {"tokens": self.steps, "versions": [] if -1 in held else held, "protocol": PROTOCOL}
-        self.tell("hello", **m, codecs=[INT4, BLOSC2])
+        m = self.model | {"name": self.name, "incarnation": self.incarnation, "run_id": self.run_id}
+        m |= {"epoch": self.epoch, "step": self.steps, "tokens": self.steps, "protocol": PROTOCOL}
+        self.tell("hello", **m, versions=[] if -1 in held else held, codecs=[INT4, BLOSC2])
         self.hello_at = now + self.hello_s * (1 + np.random.random())
-        self.hello_s = min(5.0, 2 * self.hello_s)
+        self.asked_at, self.hello_s = min(self.asked_at, now), min(5.0, 2 * self.hello_s)
 
     def on_control(self, m: Message, now: float) -> None:
-        """Takes a control message (§4)."""
+        """Takes a control message (§5); the codes of a Refuse are in §16."""
         kind, epoch, push_id = m["type"], m.get("epoch", self.epoch), m.get("push_id")
-        self.heard_at, self.dialed_at, self.redial_s = now, now, 5.0
+        self.heard_at, self.asked_at, self.redial_s = now, np.inf, 2.5
         if epoch[0] < self.epoch[0] or not (self.joined or kind in ("welcome", "refuse", "probe")):
             return
-        lost = not push_id and m.get("code") in ("unknown_session", "wrong_epoch")
-        if kind == "bye" or lost or (epoch != self.epoch and self.joined):
+        again = not push_id and m.get("code") in HELLO_AGAIN
+        if self.joined and (kind == "bye" or again or epoch != self.epoch):
             return self.dial(now)
         if kind == "probe":
             self.tell("alive", nonce=m["nonce"])
@@ -193,7 +194,7 @@ class Learner:
             elif f.chunks and f.push["push_id"] == push_id:
                 f.failed, f.chunks, f.unsent, f.declined = True, {}, [], (-1, 0)
                 f.retry_at = np.inf if m["code"] == "push_conflict" else now + 5
-        elif kind == "refuse" and m["code"] not in (GOES_ON if self.run_id else GOES_ON[:1]):
+        elif kind == "refuse" and not again and not (self.run_id and m["code"] in LOGGED):
             told = [f"{key} {m[key]}" for key in ("expected", "got", "remedy") if m.get(key)]
             stop(3, f"{m['code']}: {m['message']}; {', '.join(told)}")
         elif kind in ("beat", "progress") and self.known < m["received"][0] <= self.sent:
@@ -202,20 +203,21 @@ class Learner:
             self.on_welcome(m)
         if kind in ("beat", "welcome"):
             self.phase, self.rounds = m["phase"], m["rounds"]
-            if m["up_bits_per_s"] != self.rate:
-                self.rate, self.news = m["up_bits_per_s"], True
+            self.news, self.rate = self.news or m["up_bits_per_s"] != self.rate, m["up_bits_per_s"]
             versions = m["versions"] if kind == "beat" else [head[0] for head in m["fragments"]]
             for f, version in zip(self.fragments, versions, strict=False):
                 if version > f.newest:
                     f.newest, f.ask_at, f.pause_s = version, now + 0.5 * (kind == "beat"), 0.5
 
     def on_welcome(self, m: Message) -> None:
-        """Joins, or rejoins; in a new epoch (§9, Fencing) it takes every fragment anew."""
+        """Joins, or rejoins; in a new epoch it takes every fragment anew (§10, §12)."""
         settings = self.settings = m["settings"]
         for key, known in (SUPPORTED | {"run_id": self.run_id or m["run_id"]}).items():
             if (told := (settings | m)[key]) not in known.split():
+                self.tell("bye", reason=f"{key} {told!r} is not supported")
+                self.context.destroy(linger=1000)
                 stop(2, f"config: {key} {told!r} is not supported, only {known!r} is")
-        cuts = enumerate(cut([entry[1] for entry in self.layout], settings["fragment_count"]))
+        cuts = enumerate(cut(self.shapes, settings["fragment_count"]))
         self.fragments = self.fragments or [Fragment(index, pieces) for index, pieces in cuts]
         if not self.joined:
             self.known, self.received = self.sent, [0] * settings["streams"]
@@ -233,14 +235,16 @@ class Learner:
         self.run_id, self.epoch, self.joined = m["run_id"], m["epoch"], True
 
     def on_data(self, header: list[Any], payload: bytes, now: float) -> None:
-        """Takes a chunk of a publication or a state (§5)."""
+        """Takes a chunk of a publication or a state (§6)."""
         at, count, codec, payload_digest, result_digest, stream, position = header[9:]
         kind, (index, version, push_id) = header[3], header[6:9]
         mine = [self.run_id, self.epoch, self.name, self.incarnation]
         if header[1:3] + header[4:6] != mine or codec != (BLOSC2 if kind == STATE else INT4):
             return
-        self.received[stream], self.news, f = position, True, self.fragments[index]
-        if version > f.version and digest(payload) == payload_digest:
+        self.received[stream], self.news, self.heard_at = position, True, now
+        f = self.fragments[index]
+        is_wanted = f.version < version <= max(f.version, f.newest) + 8
+        if is_wanted and digest(payload) == payload_digest:
             values = unblosc(payload) if kind == STATE else f.decode(payload, at, count)
             blank = [np.full(len(f.places), np.nan, np.float32), 0, 0]
             transfer = f.transfers.setdefault((version, kind), blank)
@@ -250,7 +254,7 @@ class Learner:
             self.adopt(f)
 
     def adopt(self, f: Fragment) -> None:
-        """Applies what is complete (§8), and settles the push and the tokens of that time (§9)."""
+        """Applies what is complete (§9), and settles the push and its tokens (§10)."""
         for (version, kind), (values, push_id, result_digest) in sorted(f.transfers.items()):
             wrong = version != f.version + 1 if kind == PUBLICATION else version <= f.version
             if wrong or np.isnan(values).any():
@@ -274,7 +278,7 @@ class Learner:
         f.transfers = {key: value for key, value in f.transfers.items() if key[0] > f.version}
 
     def ask(self, now: float) -> None:
-        """Asks for what does not come, of four fragments at a time (§10)."""
+        """Asks for what does not come, of four fragments at a time (§13)."""
         behind = [f for f in self.fragments if f.version < f.newest]
         for f in [f for f in behind[:4] if now >= f.ask_at]:
             f.ask_at, f.pause_s = now + f.pause_s * (1 + np.random.random()), min(8, 2 * f.pause_s)
@@ -288,7 +292,7 @@ class Learner:
                 self.tell("fetch", fragment=f.index, have_version=f.version)
 
     def answer(self, f: Fragment, base: int, attempt: int, now: float) -> None:
-        """Answers a round: with its outer gradient, or a Decline if no step will come (§8, §9)."""
+        """Answers a round: with its outer gradient, or a Decline if none can come (§9, §10)."""
         m: Message = {"fragment": f.index, "base_version": base, "attempt": attempt}
         idle, tokens = f.since == self.steps or now < f.retry_at, self.steps - f.since
         waits = idle and (f.declined == (base, attempt) or (self.phase == "running" and not tokens))
@@ -296,7 +300,7 @@ class Learner:
             return
         if idle:
             f.declined = base, attempt
-            return self.tell("decline", **m, reason="no step since the adoption")
+            return self.tell("decline", **m, reason="nothing to push now")
         gradient, size = f.copy - self.flat[f.places], len(f.places)
         if self.settings["error_feedback"] and f.merged:
             gradient += f.merged[-1][2]
@@ -317,7 +321,7 @@ class Learner:
         f.unsent += [chunk for chunk in touched if chunk not in f.unsent]
 
     def send_data(self, f: Fragment, now: float) -> None:
-        """Sends a chunk; at most 64 KiB or one is under way, as every credit allows (§5, §11)."""
+        """Sends a chunk; at most 64 KiB or one is under way, which is always allowed (§6, §14)."""
         under_way = self.sent - self.known if now < self.moved_at + 5 else 0
         ready = f.unsent and now > self.paid_at and self.subscribed == set(self.uplinks)
         if ready and (not under_way or under_way + len(f.chunks[f.unsent[0]]) <= 65536):
@@ -343,17 +347,17 @@ class Learner:
             print(text, file=sys.stderr) if self.run_id else stop(3, text)
 
     def run(self, step_s: float, join_timeout_s: float) -> None:
-        """Trains until the run has ended (§9)."""
+        """Trains until the run has ended (§10)."""
         ready = ended = False
         while not ended:
-            for socket, _ in self.poller.poll(2):
+            for socket in (s for s, _ in self.poller.poll(2) if not s.closed):  # by dial()
                 self.receive(socket, socket.recv_multipart(), time.monotonic())
             now = time.monotonic()
             silent_s, ending = now - self.heard_at, self.phase in ("ending", "ended")
             if silent_s > (60 if ending else np.inf if self.run_id else join_timeout_s):
                 why = "unfinished" if ending else "broker_unreachable"
                 stop(4, f"{why}: nothing heard from {self.host}:{self.port} for {silent_s:.0f} s")
-            if silent_s > 4 if self.joined else now - self.dialed_at > self.redial_s:
+            if silent_s > 4 if self.joined else now - self.asked_at > self.redial_s:
                 self.dial(now)
             elif not self.joined and now >= self.hello_at:
                 self.hello(now)
@@ -385,14 +389,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A Narrows learner, written from PROTOCOL.md.")
     parser.add_argument("--broker", required=True, help="tcp://HOST:PORT")
     parser.add_argument("--name", required=True, help="unique in the run")
-    parser.add_argument("--layout", required=True, type=Path, help="JSON file")
+    parser.add_argument("--layout", required=True, type=Path, help="what `narrows layout` prints")
     parser.add_argument("--step-s", type=float, default=0.02, help="least seconds of a step")
     parser.add_argument("--join-timeout-s", type=float, default=60)
     options = parser.parse_args()
-    layout = json.loads(options.layout.read_text())
-    if any(entry[2] != "float32" for entry in layout):
-        stop(2, f"config: {options.layout} has another dtype than float32")
-    learner = Learner(options.broker, options.name, layout)
+    learner = Learner(options.broker, options.name, json.loads(options.layout.read_text()))
     learner.run(options.step_s, options.join_timeout_s)
     for f in learner.fragments:
         end = {"fragment": f.index, "version": f.version, "digest": f"{digest(f.copy.data):016x}"}

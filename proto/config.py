@@ -40,7 +40,7 @@ _TAKES: Final = {
 
 
 ENDLESS: Final = 1e16
-"""A bound beyond this only keeps a number within 64 bits; nobody wants to read all its digits."""
+"""A bound beyond this only keeps a number within 64 bits, so its digits are not printed."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,11 @@ class Range:
     low: float
     high: float
 
+    def __post_init__(self) -> None:
+        assert self.low <= self.high, self
+
     def text(self, unit: str) -> str:
         """Both bounds in the units of the setting: "4KiB to 1TiB"."""
-        assert self.low <= self.high, self
         return " to ".join(_bound(n, unit) for n in (self.low, self.high))
 
 
@@ -61,6 +63,9 @@ class Choice:
     """Values of a text, where a `Literal` cannot name them: another module makes the list."""
 
     names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        assert self.names and len(set(self.names)) == len(self.names), self.names
 
 
 def check_choice(key: str, value: str, names: Sequence[str]) -> None:
@@ -132,6 +137,7 @@ def read_table(path: Path) -> dict[str, object]:
 
 def flatten(instance: Section, prefix: str = "") -> dict[str, object]:
     """All values by dotted key, in the order of the fields, for logs, digests and `--help`."""
+    assert not prefix or prefix.endswith("."), prefix
     flat: dict[str, object] = {}
     for name in _fields(type(instance)):
         value = getattr(instance, name)
@@ -143,7 +149,7 @@ def flatten(instance: Section, prefix: str = "") -> dict[str, object]:
 
 
 def described(cls: type[Section], prefix: str = "") -> list[tuple[str, str, str]]:
-    """Dotted key, default and what it takes, of every setting; the default as `--set` reads it."""
+    """Dotted key, default and possible values of every setting; the default as `--set` reads it."""
     rows: list[tuple[str, str, str]] = []
     defaults = cls()
     for name, (kind, notes) in _fields(cls).items():
@@ -312,4 +318,6 @@ def _fields(cls: type[Section]) -> dict[str, tuple[object, tuple[object, ...]]]:
             hint, *rest = get_args(hint)
             notes = tuple(rest)
         fields[field.name] = (hint, notes)
+        has_default = field.default is not dataclasses.MISSING
+        assert has_default or field.default_factory is not dataclasses.MISSING, field.name
     return fields

@@ -153,4 +153,6 @@ def printable(text: str) -> str:
     Escape sequences of a terminal could hide or forge lines of the log.
     """
     cut = text if len(text) <= LOG_CHARACTERS_MAX else text[:LOG_CHARACTERS_MAX] + " ..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+    assert line.isprintable(), "a peer could forge lines of the log"
+    return line

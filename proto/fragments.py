@@ -76,7 +76,9 @@ class Fragment:
                 got=f"{count} from {offset}",
             )
         first = int(self.bounds.searchsorted(offset, side="right")) - 1
-        return range(first, int(self.bounds.searchsorted(offset + count, side="left")))
+        touched = range(first, int(self.bounds.searchsorted(offset + count, side="left")))
+        assert touched and touched.stop <= len(self.pieces), touched
+        return touched
 
     def chunks(self, chunk_elements: int) -> list[tuple[int, int]]:
         """(offset, count) of the regular chunks; only the last one may be shorter."""
@@ -153,11 +155,13 @@ def _largest_possible(layout: Sequence[LayoutEntry], fragment_count: int) -> int
     while slices != possible:
         possible = slices
         slices = min(slices, sum(_slice_count(entry, elements, possible) for entry in layout))
+    assert possible >= 1, "a model has at least one row"
     return possible
 
 
 def _deal(slices: Sequence[_Slice], fragment_count: int) -> list[list[_Slice]]:
     """Largest slice first (equal ones in layout order) to the smallest fragment (the first)."""
+    assert len(slices) >= fragment_count, "a fragment would be empty"
     shares: list[list[_Slice]] = [[] for _ in range(fragment_count)]
     heap = [(0, index) for index in range(fragment_count)]
     heapify(heap)

@@ -164,6 +164,7 @@ def _check_protocol(protocol: int, what: str) -> None:
 
 
 def _check_size(size_bytes: int, bytes_max: int, what: str) -> None:
+    assert 0 <= size_bytes and 0 < bytes_max, (size_bytes, bytes_max)
     if size_bytes > bytes_max:
         raise RemoteProtocolError(
             ErrorCode.TOO_LARGE, what, expected=f"at most {bytes_max} bytes", got=str(size_bytes)

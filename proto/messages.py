@@ -157,7 +157,7 @@ class Adopted(_Control, frozen=True):
 
 
 class Fetch(_Control, frozen=True):
-    """Asks for what is newer than `have_version` (-1: nothing held)."""
+    """Asks for the versions after `have_version` (-1: none is held)."""
 
     fragment: Count
     have_version: int

@@ -20,10 +20,11 @@ def snapshot_step(settings: RunSettings, fragment: int, version: int) -> int:
     """Inner step at which every learner takes its snapshot against `version`.
 
     The fragments are spread evenly over the sync period: fragment p is due at
-    version * H + (p + 1) * H / P, as in Streaming DiLoCo (arXiv 2501.18512, Sec. 2).
+    version * H + (p + 1) * H / P, as in Streaming DiLoCo (arXiv 2501.18512, Sec. 2). A learner that
+    has adopted nothing asks with version -1: it is one period behind version 0.
     """
     assert 0 <= fragment < settings.fragment_count, f"fragment {fragment}"
-    assert version >= 0, f"version {version} has no successor"
+    assert version >= -1, f"version {version}"
     period = settings.sync_period_steps
     return version * period + (fragment + 1) * period // settings.fragment_count
 

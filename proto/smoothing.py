@@ -31,6 +31,6 @@ class Smoothed:
         assert self.deviation >= 0.0, self
 
     def upper(self, deviations: float = 3.0) -> float:
-        """The mean and so many mean deviations: a value that is rarely exceeded."""
+        """The mean plus `deviations` mean deviations: a value that is rarely exceeded."""
         assert deviations >= 0.0, deviations
         return self.mean + deviations * self.deviation

@@ -89,6 +89,7 @@ def _parse(text: str, units: Mapping[str, int | Fraction], what: str, example: s
     if match is None:
         raise ConfigError(f"not {what}", expected=expected, got=repr(text[:64]))
     number, unit = Fraction(match[1]), ALIASES.get(match[2], match[2])
+    assert number >= 0, "the pattern has no sign"
     if unit in units:
         return number * units[unit]
     if not unit and number == 0:
@@ -102,7 +103,7 @@ def _parse(text: str, units: Mapping[str, int | Fraction], what: str, example: s
 def _near(unit: str, units: Mapping[str, int | Fraction]) -> list[str]:
     """The units that somebody may have meant; none for a unit of another kind.
 
-    Who writes bits where bytes are asked for must think again, not guess again.
+    Bits where bytes are asked for are a wrong idea, not a wrong spelling.
     """
     others = (kind for kind in (SECONDS, BYTES, BITS_PER_S) if kind is not units)
     if not unit or any(unit in kind for kind in others):

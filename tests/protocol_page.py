@@ -7,7 +7,8 @@ writes them into the page; test_protocol_document.py compares the page with them
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias, cast
 
@@ -31,8 +32,6 @@ from protocol_exchange import (
 from narrows.proto import frames
 from narrows.proto import messages as msg
 from narrows.proto.codec import transfer
-from narrows.proto.codec.codecs import RMS_SAMPLES_MAX
-from narrows.proto.codec.kernels import sample_places
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import ENVELOPE_BYTES, downlink_topic, encode_control, encode_header
 
@@ -56,8 +55,7 @@ def worked() -> str:
         (f"codes of `b`, scales {_listed(made.other.scales)}", made.other.codes),
         ("values of `b`", made.other.values),
         ("mean d = 0.6 · values of `a` + 0.4 · values of `b`", made.mean),
-        ("momentum b = 0.6 · 0 + d", made.momentum),
-        ("parameters p = copy - 0.4 · (d + 0.6 · b)", made.params),
+        ("parameters p = copy - 0.4 · (d + 0.6 · b), momentum b = d", made.params),
         ("p - copy", made.params - BASE),
         (f"codes of the publication, scales {_step_scales(made)}", made.step_codes),
         ("published copy, version 1", made.copy),
@@ -96,17 +94,12 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def samples() -> str:
-    """Which elements of a piece its rms is taken from."""
-    places, _ = sample_places(np.array([0, 40000]), RMS_SAMPLES_MAX)
-    sampled = ", ".join(str(place) for place in places[:6])
-    return f"A piece of 40000 elements has w = 3 and {len(places)} samples, at {sampled}, …"
-
-
 # Bytes.
 
 Line: TypeAlias = tuple[bytes, str]
-HEX_BYTES: Final = 24
+HEX_BYTES: Final = 16
+PLAIN_HEX_BYTES: Final = 56
+JSON_COLUMNS: Final = 112
 
 
 def dump() -> str:
@@ -128,20 +121,19 @@ def dump() -> str:
     ledger = msg.TokenLedger(logged=64, merged=48, overwritten=16)
     parts = [
         _control("→", hello()),
-        _control("←", welcome(heads[0])),
-        _control("→", msg.Fetch(0, -1), "The learner holds nothing yet."),
+        _brief("←", welcome(heads[0])),
+        _brief("→", msg.Fetch(0, -1), "The learner holds nothing yet."),
         _section("← STATE of version 0, payload frame (topic and header as in message 10)",
                  _blosc2_lines(state.payload)),
-        _control("→", msg.Adopted(0, 0)),
-        _control("←", beat, "The round is open: fragment 0, base version 0, attempt 1."),
-        _control("→", announced),
-        _data("→ uplink", b"u", header(msg.DataKind.PUSH, 0, 1, push, 0, push), push),
-        _control("←", msg.Progress((len(push.payload),))),
+        _brief("→", msg.Adopted(0, 0)),
+        _brief("←", beat, "The round is open: fragment 0, base version 0, attempt 1."),
+        _brief("→", announced),
+        _data("→ uplink", b"u", header(msg.DataKind.PUSH, 0, 1, push, 0, push), push, _fields),
+        _brief("←", msg.Progress((len(push.payload),))),
         _data("← downlink", downlink_topic(INCARNATION, 0),
-              header(msg.DataKind.PUBLICATION, 1, 1, publication, heads[1], state), publication),
-        _control("→", msg.Adopted(0, 1)),
-        _control("→", msg.Report(4, 64, 0.5, 1.5, (received,), ledger, 0.0)),
-        _control("→", msg.Bye("the loop has ended")),
+              header(msg.DataKind.PUBLICATION, 1, 1, publication, heads[1], state), publication,
+              _plain),
+        _brief("→", msg.Report(4, 64, 0.5, 1.5, (received,), ledger, 0.0)),
     ]  # fmt: skip
     return "\n\n".join(f"**{number}** {part}" for number, part in enumerate(parts, 1))
 
@@ -152,16 +144,39 @@ def _control(arrow: str, message: msg.ControlMessage, text: str = "") -> str:
     return _section(title, [*_envelope(frame), *_map_lines(frame[ENVELOPE_BYTES:])])
 
 
-def _data(arrow: str, topic: bytes, head: msg.Header, chunk: transfer.EncodedChunk) -> str:
+def _brief(arrow: str, message: msg.ControlMessage, text: str = "") -> str:
+    frame = encode_control(message)
+    fields = _json(msgspec.to_builtins(message)).replace(":", ": ")
+    title = f"{arrow} {type(message).__name__}, one frame of {len(frame)} bytes. {text}".rstrip()
+    shown = textwrap.wrap(fields, JSON_COLUMNS, break_on_hyphens=False)
+    return f"{title}\n\n{_plain(frame, shown)}"
+
+
+def _data(
+    arrow: str, topic: bytes, head: msg.Header, chunk: transfer.EncodedChunk,
+    shown: Callable[[bytes], str],
+) -> str:  # fmt: skip
     frame = encode_header(head)
     sizes = f"{len(topic)}, {len(frame)} and {len(chunk.payload)} bytes"
     parts = [
-        f"{arrow}: {head.kind.name}, three frames of {sizes}. Topic `{topic.decode()}`, header:",
-        _block([*_envelope(frame), *_array_lines(frame[ENVELOPE_BYTES:])]),
+        f"{arrow}: {head.kind.name}, frames of {sizes}. Topic `{topic.decode()}`, header:",
+        shown(frame),
         "payload:",
         _block(_int4_lines(chunk)),
     ]
     return "\n\n".join(parts)
+
+
+def _fields(frame: bytes) -> str:
+    """A header, a line per field."""
+    return _block([*_envelope(frame), *_array_lines(frame[ENVELOPE_BYTES:])])
+
+
+def _plain(frame: bytes, told: Sequence[str] = ()) -> str:
+    """A frame in hexadecimal, without its fields: for a form that was shown before."""
+    starts = range(0, len(frame), PLAIN_HEX_BYTES)
+    lines = [frame[start : start + PLAIN_HEX_BYTES].hex() for start in starts]
+    return "\n".join(["```text", *told, *lines, "```"])
 
 
 def _section(title: str, lines: Sequence[Line]) -> str:
@@ -180,7 +195,7 @@ def _block(lines: Sequence[Line]) -> str:
 
 
 def _envelope(frame: bytes) -> list[Line]:
-    return [(frame[:4], "magic, protocol"), (frame[4:12], "digest of the body")]
+    return [(frame[:12], "magic, protocol, digest of the body")]
 
 
 class Unpacker(Protocol):
@@ -265,7 +280,7 @@ def _blosc2_lines(payload: bytes) -> list[Line]:
 
 # The page.
 
-PARTS: Final = {"fragments": table, "samples": samples, "worked": worked, "exchange": dump}
+PARTS: Final = {"fragments": table, "worked": worked, "exchange": dump}
 
 
 def generated(page: str) -> str:
@@ -275,7 +290,19 @@ def generated(page: str) -> str:
         return f"{match[1]}\n{PARTS[match[2]]()}\n{match[3]}"
 
     pattern = r"(<!-- generated: (\w+) -->)\n.*?\n?(<!-- end -->)"
-    return re.sub(pattern, fill, page, flags=re.DOTALL)
+    return with_sections(re.sub(pattern, fill, page, flags=re.DOTALL))
+
+
+def with_sections(page: str) -> str:
+    """The page with the numbers of the sections that use a constant, in the table of constants."""
+    parts = re.split(r"(?m)^## (\d+)\. (.*)$", page)[1:]
+    sections = [each for each in zip(*[iter(parts)] * 3, strict=True) if each[1] != "Constants"]
+
+    def fill(match: re.Match[str]) -> str:
+        places = [place for place, _, text in sections if re.search(rf"\b{match[2]}\b", text)]
+        return f"{match[1]} {', '.join(places)} |"
+
+    return re.sub(r"(?m)^(\| `([A-Z_]+)` \| [^|]+ \| [^|]+ \|)[^|]*\|$", fill, page)
 
 
 def parts_of(page: str) -> Iterator[str]:

@@ -77,15 +77,12 @@ class SimulatedLearner(Host):
         spec: LearnerSpec,
         layout: tuple[msg.LayoutEntry, ...],
     ) -> None:
-        incarnation = f"{random.getrandbits(128):032x}"
-        session = Session(
-            Identity(spec.name, incarnation, layout, 0),
-            jitter=random.random,
-            contribute_after_steps=spec.contribute_after_steps,
-        )
+        incarnation = self.incarnation = f"{random.getrandbits(128):032x}"
+        identity = Identity(spec.name, incarnation, layout, 0)
+        ramp_steps = spec.contribute_after_steps
+        session = Session(identity, jitter=random.random, contribute_after_steps=ramp_steps)
         super().__init__(clock, random, session)
         self.faults, self.world, self.spec, self.session = faults, world, spec, session
-        self.incarnation = incarnation
         self.store: dict[int, Content] = {}
         self.parameters: dict[int, tuple[int, int]] = {}
         """(version, digest) adopted by fragment."""

@@ -1,4 +1,4 @@
-"""The texts of `narrows journal` and `narrows export`."""
+"""The texts of `narrows journal`, `narrows export` and `narrows layout`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+
+import msgspec
 
 from narrows.broker.cli.tables import TextLine, show_lines, terminal, width_of, wrapped
 from narrows.broker.merging import FragmentState, GlobalModel
@@ -29,6 +31,7 @@ from narrows.broker.storage import (
     model_digest,
     needed_journal,
     opened_run,
+    read_manifest,
     read_records,
     recover,
 )
@@ -116,6 +119,13 @@ def export_model(path: Path, target: Path) -> None:
     export_tensors(exported, target, _standing(exported, history))
     versions = _versions(history.model.fragments)
     print(f"{target}: versions {versions}, {counted(history.replayed, 'round')} from the journal")
+
+
+def show_layout(path: Path) -> None:
+    """Prints the fields `layout` and `frozen_digest` of Hello as JSON, a line per tensor."""
+    manifest = read_manifest(path)
+    entries = ",\n".join(msgspec.json.encode(entry).decode() for entry in manifest.layout)
+    print(f'{{"frozen_digest": {manifest.frozen_digest}, "layout": [\n{entries}\n]}}')
 
 
 def _standing(

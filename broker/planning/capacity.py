@@ -50,7 +50,9 @@ class Load:
 
 def loads_of(plan: RunPlan) -> tuple[Load, ...]:
     """Every resource, of one learner or of one broker."""
-    return (*_line_loads(plan), *_broker_loads(plan), *_time_loads(plan))
+    loads = (*_line_loads(plan), *_broker_loads(plan), *_time_loads(plan))
+    assert len({load.name for load in loads}) == len(loads), "names tell loads apart"
+    return loads
 
 
 def fits(plan: RunPlan) -> bool:
@@ -98,6 +100,7 @@ def _enough_memory(plan: RunPlan) -> RunPlan:
 
     A broker owns whole fragments, so a fragment that is too large to be merged stays too large.
     """
+    # Memory of a round does not shrink with more brokers, so only the rest can hold the state.
     free = USABLE * plan.site.broker_memory_bytes - plan.round_memory_bytes
     brokers = max(1, math.ceil(plan.state_memory_bytes / free)) if free > 0 else 1
     return replace(plan, brokers=brokers if brokers <= plan.fragments else 1)

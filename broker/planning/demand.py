@@ -110,7 +110,10 @@ class RunPlan:
 
     @property
     def rounds_in_flight(self) -> int:
-        return min(self.config.merge.rounds_in_flight, self.fragments)
+        """Rounds that may be open at once, one per fragment at most."""
+        rounds = min(self.config.merge.rounds_in_flight, self.fragments)
+        assert rounds >= 1, "no round could ever begin"
+        return rounds
 
     @cached_property
     def push_bits(self) -> float:
@@ -182,7 +185,9 @@ class RunPlan:
         """Seconds from the snapshot of a fragment until a learner can adopt its next version."""
         params = self.fragment_params
         down_s = params * self.publish_bits / self._transfer_bits_per_s
-        return self.round_s + down_s + params * costs.DECODE_NS * 1e-9
+        exchange_s = self.round_s + down_s + params * costs.DECODE_NS * 1e-9
+        assert exchange_s > self.round_s, "a publication takes time"
+        return exchange_s
 
     @property
     def join_s(self) -> float:
@@ -192,7 +197,9 @@ class RunPlan:
         hub = site.broker_line_bits_per_s * self.brokers - self.down_bits_per_s * site.learners
         rate = min(spare, hub)
         bits = 8 * costs.FIRST_COPY_BYTES * site.params
-        return bits / rate if rate > 0 else math.inf
+        join_s = bits / rate if rate > 0 else math.inf
+        assert join_s > 0, join_s
+        return join_s
 
     @property
     def overlap_steps(self) -> int:

@@ -8,7 +8,11 @@ and system calls stay in here. Whatever is read back is compared with a digest.
 """
 
 from narrows.broker.storage.audit import Audit
-from narrows.broker.storage.checkpoint import CheckpointContent, StateDir, export_tensors
+from narrows.broker.storage.checkpoint import (
+    CheckpointContent,
+    StateDir,
+    export_tensors,
+)
 from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.history import (
     GAP,
@@ -21,6 +25,7 @@ from narrows.broker.storage.history import (
     model_digest,
     needed_journal,
     opened_run,
+    read_manifest,
 )
 from narrows.broker.storage.initial import check_initial, read_initial
 from narrows.broker.storage.journal import Journal
@@ -60,6 +65,7 @@ __all__ = [
     "needed_journal",
     "opened_run",
     "read_initial",
+    "read_manifest",
     "read_records",
     "recover",
 ]

@@ -51,7 +51,15 @@ from narrows.broker.storage.manifest import (
 )
 from narrows.proto.errors import ConfigError, ErrorCode
 
-__all__ = ["CheckpointContent", "RunRecord", "StateDir", "StateError", "export_tensors"]
+__all__ = [
+    "CheckpointContent",
+    "RunRecord",
+    "StateDir",
+    "StateError",
+    "export_tensors",
+    "generation_name",
+    "generations_in",
+]
 
 GENERATIONS_KEPT: Final = 2
 _GENERATION: Final = re.compile(r"checkpoint-([0-9]{8,18})")
@@ -174,7 +182,7 @@ class StateDir:
         manifest = manifest_of(snapshot)
         self._remove_leftovers()
         number = max(map(int, _NUMBER.findall(" ".join(os.listdir(self._fd)))), default=0) + 1
-        name = _generation_name(number)
+        name = generation_name(number)
         os.mkdir(f".new-{name}", 0o700, dir_fd=self._fd)
         with directory(self._fd, f".new-{name}") as fd:
             for index, state in enumerate(snapshot.fragments):
@@ -199,7 +207,7 @@ class StateDir:
         manifests: list[Manifest] = []
         for number in self._generations():
             try:
-                with directory(self._fd, _generation_name(number)) as fd:
+                with directory(self._fd, generation_name(number)) as fd:
                     manifests.append(read_sealed(fd, "manifest.json", Manifest))
             except (OSError, Damaged) as problem:
                 self._raise_damaged("a checkpoint cannot be read", [str(problem)], _KEPT)
@@ -237,7 +245,7 @@ class StateDir:
             try:
                 manifest = self._read(number, fragments.append)
                 if run is None or manifest.run_id != run.run_id:
-                    raise Damaged(f"{_generation_name(number)}: of run {manifest.run_id}")
+                    raise Damaged(f"{generation_name(number)}: of run {manifest.run_id}")
             except Damaged as problem:
                 self._damaged.add(number)
                 problems.append(f"{problem}; passed over for an older checkpoint")
@@ -262,13 +270,11 @@ class StateDir:
         return None
 
     def _generations(self) -> list[int]:
-        """Numbers of the generations, newest first."""
-        matches = map(_GENERATION.fullmatch, os.listdir(self._fd))
-        return sorted((int(match[1]) for match in matches if match), reverse=True)
+        return generations_in(self._fd)
 
     def _read(self, number: int, take: Callable[[FragmentState], None]) -> Manifest:
         """Reads a generation fragment by fragment, checking every digest."""
-        name = _generation_name(number)
+        name = generation_name(number)
         try:
             with directory(self._fd, name) as fd:
                 manifest = read_sealed(fd, "manifest.json", Manifest)
@@ -291,7 +297,7 @@ class StateDir:
 
         The next `save` tries again to remove what is left. Nothing depends on it.
         """
-        name = _generation_name(number)
+        name = generation_name(number)
         with suppress(OSError):
             os.rename(name, f".old-{name}", src_dir_fd=self._fd, dst_dir_fd=self._fd)
         self._remove_leftovers()
@@ -319,5 +325,12 @@ class StateDir:
         raise StateError(ErrorCode.STATE_DAMAGED, f"{self.path}: {message}", got=got, remedy=remedy)
 
 
-def _generation_name(number: int) -> str:
+def generations_in(directory_fd: int) -> list[int]:
+    """Numbers of the generations in a state directory, newest first."""
+    matches = map(_GENERATION.fullmatch, os.listdir(directory_fd))
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+
+def generation_name(number: int) -> str:
+    """Name of a generation's folder."""
     return f"checkpoint-{number:08d}"

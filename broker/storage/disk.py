@@ -40,7 +40,7 @@ class Files(Protocol):
         ...
 
     def write(self, handle: int, parts: Sequence[bytes | memoryview]) -> None:
-        """Writes all parts behind what was written before."""
+        """Writes all parts behind those of earlier calls."""
         ...
 
     def sync(self, handle: int) -> None:

@@ -49,7 +49,7 @@ def write_file(directory_fd: int, name: str, blocks: Iterable[bytes | memoryview
 @contextmanager
 def open_file(directory_fd: int, name: str) -> Generator[tuple[int, int]]:
     """A regular file's descriptor and size in bytes. Raises FileNotFoundError, Damaged."""
-    # Without O_NONBLOCK a pipe in the place of the file would hold the broker up for ever.
+    # Without O_NONBLOCK a pipe in the place of the file would stop the broker without end.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(name, flags, dir_fd=directory_fd)

@@ -12,10 +12,16 @@ import xxhash
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import GlobalModel, Policy
-from narrows.broker.storage.checkpoint import CheckpointContent, StateDir
+from narrows.broker.storage.checkpoint import (
+    CheckpointContent,
+    StateDir,
+    generation_name,
+    generations_in,
+)
 from narrows.broker.storage.disk import DirectoryFiles
-from narrows.broker.storage.durable_files import Damaged, StateError
+from narrows.broker.storage.durable_files import Damaged, StateError, directory
 from narrows.broker.storage.journal import Journal
+from narrows.broker.storage.manifest import Manifest, read_sealed
 from narrows.broker.storage.records import RoundRecord, payloads
 from narrows.broker.storage.replay import merged_of, read_records
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
@@ -75,6 +81,30 @@ def opened_run(path: Path) -> Generator[tuple[StateDir, Journal | None]]:
             files = DirectoryFiles(state_dir.journal_directory())
             journal = Journal.open(files, run_id=run.run_id, segment_bytes=SEGMENT_BYTES)
         yield state_dir, journal
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Returns the newest manifest of a state directory, without its lock: a broker may be running.
+
+    Raises ConfigError if there is none that is whole.
+    """
+    problems: list[str] = []
+    try:
+        with directory(None, str(path)) as parent_fd:
+            for number in generations_in(parent_fd):
+                try:
+                    with directory(parent_fd, generation_name(number)) as fd:
+                        return read_sealed(fd, "manifest.json", Manifest)
+                except (OSError, Damaged) as problem:
+                    problems.append(f"{generation_name(number)}: {problem}")
+    except OSError as error:
+        problems.append(error.strerror or str(error))
+    raise ConfigError(
+        f"{path}: no checkpoint can be read",
+        expected="the state directory of a run that has its version 0",
+        got="; ".join(problems) or "a directory without checkpoints",
+        remedy="see --state-dir of the broker; start the learner that brings the model first",
+    )
 
 
 def model_digest(model: GlobalModel) -> str:

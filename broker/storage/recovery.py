@@ -56,7 +56,7 @@ def begin_epoch(
     uplink_port: int = 0,
     downlink_port: int = 0,
 ) -> Begun:
-    """Recovers what is durable and begins the next epoch.
+    """Recovers the durable state and begins the next epoch.
 
     The epoch is on disk when this returns. Its nonce is not: no other life has it, so a learner can
     tell this life from all lives before, those of copies of this directory too. Raises NarrowsError

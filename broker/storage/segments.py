@@ -23,20 +23,20 @@ any, is zeros. Integers are little-endian, digests are xxh3_64.
      44   n  body
 
 The header of a segment and its name are durable before a record is written, so zeros follow a
-header that does not verify, or else it was damaged. Thanks to the salt no body can look like a
+header that does not verify; otherwise it was damaged. Thanks to the salt no body can look like a
 record, and thanks to the header's own digest a search for headers takes linear time.
 
 **Which records count.** In a segment, those up to the first one that does not verify. A segment
 takes the place of the records of older segments from its `first` on: a writer that cannot trust
 a file any more (a failed fsync) and one that has opened the journal anew (nobody knows whether
 the last records were synced) write the records after the newest durable one again, into a new
-segment. It counts once it holds record `copied`, the newest that its writer had found; until then
+segment. It counts once it holds record `copied`, the newest that its writer had read; until then
 the older copies do, which may have been durable.
 
-**What is damaged.** Records up to the highest `durable` of any header that verifies, wherever it
-stands, and below the `first` of any segment were durable: one of them that is missing was lost by
-the disk. A record beyond that may be missing: its write was interrupted, and nobody was told.
-"""
+**Which records are lost.** Records up to the highest `durable` of any header that verifies,
+wherever it stands, and below the `first` of any segment were durable: one of them that is missing
+was lost by the disk. A record beyond that may be missing: its write was interrupted, and nobody was
+told."""
 
 from __future__ import annotations
 

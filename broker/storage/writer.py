@@ -52,7 +52,7 @@ class Written:
     began_at: float = 0.0
 
     def add(self, size_bytes: int) -> None:
-        """A round of so many bytes is about to be written."""
+        """Counts a round of `size_bytes` that is about to be written."""
         now = time.monotonic()
         self.began_at = self.began_at or now
         if self.rounds == PACE_ROUNDS and now > self.began_at:

@@ -12,7 +12,7 @@ from narrows.broker.syncer.run import RunState, refusal
 from narrows.proto import messages as msg
 from narrows.proto.codec import STATE_CODEC
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
-from narrows.proto.flow import Arrival, Assembly, parts_max
+from narrows.proto.flow import Arrival, Assembly, chunks_max
 from narrows.proto.fragments import build_table
 from narrows.proto.timing import BROKER_REPAIR_S
 
@@ -62,7 +62,7 @@ class Founding:
         self.founder, self._progress_at = member.name, now
         chunk = self.state.least_chunk_elements
         self._assemblies = {
-            f.index: Assembly(f.elements, parts_max(f.elements, chunk)) for f in self.state.table
+            f.index: Assembly(f.elements, chunks_max(f.elements, chunk)) for f in self.state.table
         }
         return msg.Role.FOUND, [ev.Note("info", f"{member.name} sends version 0")]
 
@@ -115,7 +115,7 @@ class Founding:
     def _begin_anew(self, header: msg.Header, handle: int) -> list[ev.Effect]:
         elements = self.state.table[header.fragment].elements
         before = self._assemblies[header.fragment].handles
-        anew = Assembly(elements, parts_max(elements, self.state.least_chunk_elements))
+        anew = Assembly(elements, chunks_max(elements, self.state.least_chunk_elements))
         anew.add(header.offset, header.count, header.payload_digest, handle)
         self._assemblies[header.fragment] = anew
         return [ev.Drop(before)]
@@ -123,7 +123,7 @@ class Founding:
     def cut_finer(self) -> None:
         """Allows more chunks per fragment: messages have become smaller."""
         for assembly in self._assemblies.values():
-            assembly.parts_max = parts_max(assembly.elements, self.state.least_chunk_elements)
+            assembly.chunks_max = chunks_max(assembly.elements, self.state.least_chunk_elements)
 
     def missing(self, now: float) -> list[ev.Effect]:
         """Asks the founder again for missing chunks, once nothing arrives any more."""

@@ -94,7 +94,7 @@ class _Room:
     """Free part of the total: learners have confirmed that they do not use it."""
 
     def __init__(self, total: float, members: Sequence[Member]) -> None:
-        assert total > 0.0 and members
+        assert total > 0.0
         self._total, self._count = total, len(members)
         self._taken = sum(_taken(member) for member in members)
         self._unlimited = sum(member.kept_bits_per_s == 0.0 for member in members)

@@ -82,7 +82,7 @@ class Round:
     attempt: int
     at_step: int
     elements: int
-    parts_max: int
+    chunks_max: int
     opened_at: float
     quorum: int
     expected: set[str]
@@ -100,12 +100,12 @@ class Round:
         assert not self.merging
         return OpenRound(self.fragment, self.base_version, self.attempt, self.at_step)
 
-    def cut_finer(self, parts_max: int) -> None:
+    def cut_finer(self, chunks_max: int) -> None:
         """Allows more chunks per push: messages have become smaller."""
-        assert parts_max >= self.parts_max, "the smallest chunk size of an epoch never grows"
-        self.parts_max = parts_max
+        assert chunks_max >= self.chunks_max, "the smallest chunk size of an epoch never grows"
+        self.chunks_max = chunks_max
         for incoming in self.incoming.values():
-            incoming.assembly.parts_max = parts_max
+            incoming.assembly.chunks_max = chunks_max
 
     def incoming_of(self, name: str, incarnation: str, push_id: int, now: float) -> Incoming:
         """Returns the push that a message belongs to, entered if it is the learner's first.
@@ -126,7 +126,7 @@ class Round:
         incoming = self.incoming.get(name)
         # Chunks may overtake the announcement: they travel on other connections.
         if incoming is None:
-            assembly = Assembly(self.elements, self.parts_max)
+            assembly = Assembly(self.elements, self.chunks_max)
             incoming = Incoming(name, incarnation, push_id, assembly, progress_at=now, asked_at=now)
             if complete is None:
                 self.incoming[name] = incoming

@@ -18,7 +18,7 @@ from narrows.broker.syncer.roster import Roster
 from narrows.broker.syncer.rounds import Round
 from narrows.proto import messages as msg
 from narrows.proto.errors import NarrowsError
-from narrows.proto.flow import least_chunk_elements, parts_max
+from narrows.proto.flow import chunks_max, least_chunk_elements
 from narrows.proto.fragments import Fragment
 from narrows.proto.schedule import first_step, is_lockstep, snapshot_step
 
@@ -104,7 +104,7 @@ class RunState:
         # Never above the old one: transfers that began with smaller chunks may still come.
         self.least_chunk_elements = min(self.least_chunk_elements, least_chunk_elements(settings))
         for index, round_ in self.rounds.items():
-            round_.cut_finer(parts_max(self.table[index].elements, self.least_chunk_elements))
+            round_.cut_finer(chunks_max(self.table[index].elements, self.least_chunk_elements))
         self.shares.set_rates(config.wan.total_up, config.wan.up)
 
     def turn(self, turn: Turn) -> None:

@@ -14,7 +14,7 @@ from narrows.broker.syncer.quorum import Awaited, Decision, QuorumRule, Verdict
 from narrows.broker.syncer.rounds import Round
 from narrows.broker.syncer.run import RunState
 from narrows.proto import messages as msg
-from narrows.proto.flow import parts_max
+from narrows.proto.flow import chunks_max
 from narrows.proto.limits import PUBLICATIONS_KEPT
 from narrows.proto.smoothing import Smoothed
 from narrows.proto.timing import ADOPTION_WAIT_S, REOPEN_S
@@ -127,7 +127,7 @@ class Scheduler:
                 attempt=self._attempts[index],
                 at_step=state.at_step(index) if state.lockstep and not ending else -1,
                 elements=state.table[index].elements,
-                parts_max=parts_max(state.table[index].elements, state.least_chunk_elements),
+                chunks_max=chunks_max(state.table[index].elements, state.least_chunk_elements),
                 opened_at=now,
                 quorum=state.config.merge.quorum,
                 expected={member.name for member in state.roster.ready()},

@@ -60,6 +60,7 @@ class DeviceParameters(ModuleParameters):
     def adopt(self, fragment: Fragment, values: F32) -> None:
         """As ModuleParameters does; the parameters' new values are the next push's base."""
         super().adopt(fragment, values)
+        # Read back: bfloat16 parameters hold other values than those that were adopted.
         self._adopted[fragment.index] = self._gathered(fragment)
 
     def capture(self, fragment: Fragment) -> DeviceSnapshot:

@@ -84,6 +84,7 @@ class _Shared:
 
 def _module_clears(original: AnyMethod, watches: list[GradientWatch]) -> AnyMethod:
     def zero_grad(self: nn.Module, *arguments: Any, **options: Any) -> Any:
+        # A loop may clear the gradients of a wrapper, such as DistributedDataParallel.
         inside = unwrapped(self)
         for watch in [watch for watch in watches if watch.module is inside]:
             watch.cleared()
@@ -99,6 +100,7 @@ def _scaler_steps(original: AnyMethod, watches: list[GradientWatch]) -> AnyMetho
             for watch in watches
             if any(optimizer is ours for ours in watch.optimizers)
         ]
+        # The scaler does not tell what it did: a step that was not made is one that it withheld.
         result = original(self, optimizer, *arguments, **options)
         for watch, steps in before:
             if watch.steps() == steps:

@@ -55,6 +55,7 @@ class MasterWeightsWatch:
     @contextmanager
     def adoption(self, fragment: Fragment) -> Generator[None]:
         """Around the copying: samples the fragment before and after."""
+        # To sample is to wait for the device: an optimizer that has proved itself is spared.
         if self._kept >= KEPT_ENOUGH:
             yield
             return
@@ -71,6 +72,7 @@ class MasterWeightsWatch:
             if adoption.stepped is None:
                 adoption.stepped = now
                 continue
+            # Together the fragments are less at the mercy of chance than each by itself.
             back += _square_distance(adoption.stepped, adoption.before)
             away += _square_distance(adoption.stepped, adoption.adopted)
             step += _square_distance(adoption.stepped, now)

@@ -56,6 +56,7 @@ class StrangerWatch:
                 yield from group["params"]
 
     def _strangers(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        # Known tensors are passed over first, since this runs at every step.
         new = [t for t in tensors if t.requires_grad and id(t) not in self._known]
         if not new:
             return new

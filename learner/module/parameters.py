@@ -147,6 +147,7 @@ class ModuleParameters:
         unfinished = target.with_name(f".{target.name}.{os.getpid()}")
         try:
             save_file(_separate(self.state_dict()), unfinished, metadata=metadata)
+            # A crash while the file is written leaves the older one whole.
             os.replace(unfinished, target)
         finally:
             unfinished.unlink(missing_ok=True)

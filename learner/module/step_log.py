@@ -139,6 +139,7 @@ class HostLoss:
         if not isinstance(loss, Tensor):
             self._newest = self._newest if loss is None else loss
         elif self._coming is None:
+            # One at a time: with one per step they would queue up behind a slow device.
             self._coming = loss.to("cpu", non_blocking=True), event_after_queued(loss.device)
         return self._newest
 

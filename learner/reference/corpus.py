@@ -94,6 +94,7 @@ def build_corpus(files: Mapping[str, bytes]) -> Corpus:
         digest.update(f"{len(name)}:{name}:{len(files[name])}:".encode() + files[name])
         sides[side_of(name)].append(name)
     train = _joined(files, sides["train"])
+    # Sorted and without repeats, so that each held-out file costs one binary search per shingle.
     known = np.unique(_shingles(train))
     held_out = sides["validation"] + sides["test"]
     dropped = tuple(n for n in held_out if shared_fraction(files[n], known) > SHARED_MAX)
@@ -169,6 +170,7 @@ class Reader:
         start_batch: int = 0,
     ) -> None:
         """`start_batch`: batches to pass over, so that a learner that returns goes on, not back."""
+        # Every n-th window and not one stretch: parts of a text would differ in subject.
         i, n = part
         if not 1 <= i <= n:
             raise ConfigError("this part does not exist", expected="1 <= i <= n", got=f"{i}/{n}")

@@ -81,8 +81,8 @@ class Block(nn.Module):
         batch, time, width = x.shape
         # (batch, time, 3 * width) -> three of (batch, heads, time, width / heads)
         q, k, v = (
-            part.view(batch, time, self.heads, width // self.heads).transpose(1, 2)
-            for part in self.qkv(x).split(width, dim=2)
+            each.view(batch, time, self.heads, width // self.heads).transpose(1, 2)
+            for each in self.qkv(x).split(width, dim=2)
         )
         q, k = rotate(q, rotation), rotate(k, rotation)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -108,8 +108,10 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
+        # Tied, as in GPT-2: fewer parameters, which matters in a model this small.
         self.head.weight = self.embedding.weight
         rotation = rotary_table(config.context, config.width // config.heads)
+        # It follows from the config: a file of the model need not hold it.
         self.register_buffer("rotation", rotation, persistent=False)
         self.reset_parameters(seed)
 

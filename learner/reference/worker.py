@@ -121,7 +121,7 @@ class _Loop:
         self.loss = float("nan")
         self.loop_s = 0.0
         self.stats: dict[str, Any] = {}
-        self._told = (0.0, 0)
+        self._printed = (0.0, 0)
 
     def run(self, stop: _Stop) -> None:
         options = self.options
@@ -134,23 +134,24 @@ class _Loop:
             events=options.events,
             connect=partial(recording_client, options.record) if options.record else Client,
         ) as learner:
+            # From here on a signal ends the loop in order; before it leaves at once.
             stop.joined = True
             self._train(learner, stop)
         self.stats = dict(learner.stats())
 
     def _train(self, learner: Learner, stop: _Stop) -> None:
         started_s = time.monotonic()
-        self._told = (started_s, 0)
+        self._printed = (started_s, 0)
         for x, y in learner.until_end(self._reader(learner)):
             self._step(learner, x, y)
             self.loop_s = time.monotonic() - started_s
-            self._tell(learner)
+            self._print_status(learner)
             if stop.asked or self.steps == self.options.steps_max:
                 break
 
     def _reader(self, learner: Learner) -> Reader:
-        # Whoever returns goes on in the text where the run stands, instead of reading again what
-        # its last life has contributed.
+        # A learner that returns goes on in the text where the run stands: the text before has been
+        # contributed, by its last life or by the others.
         return Reader(
             self.corpus.train,
             batch=self.options.batch or self.model.config.batch,
@@ -169,21 +170,23 @@ class _Loop:
         learner.log(tokens=x.size, loss=loss)
         self.optimizer.step()  # pyright: ignore[reportUnknownMemberType]
         self.optimizer.zero_grad()
+        # Waits for the device; a loop that cares for speed keeps the tensor.
         self.loss = loss.item()
         self.steps += 1
         self.tokens += x.size
         if self.options.step_wait_s:
             time.sleep(self.options.step_wait_s)
 
-    def _tell(self, learner: Learner) -> None:
+    def _print_status(self, learner: Learner) -> None:
         now_s = time.monotonic()
-        told_s, told_tokens = self._told
-        if now_s - told_s < REPORT_INTERVAL_S:
+        printed_s, printed_tokens = self._printed
+        # A step may take a millisecond: a line for each would hide the training.
+        if now_s - printed_s < REPORT_INTERVAL_S:
             return
-        self._told = (now_s, self.tokens)
+        self._printed = (now_s, self.tokens)
         stats = learner.stats()
         goal = f" ({learner.progress:.0%})" if learner.progress else ""
-        tokens_per_s = (self.tokens - told_tokens) / (now_s - told_s)
+        tokens_per_s = (self.tokens - printed_tokens) / (now_s - printed_s)
         print(
             f"{self.options.name}: step {self.steps:,}  loss {self.loss:.3f}"
             f"  {tokens_per_s:,.0f} tokens/s  {stats['versions_adopted']:,} versions adopted"

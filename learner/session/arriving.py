@@ -77,6 +77,7 @@ class Arriving:
         publication. None if neither is complete."""
         complete = [key for key, t in self._transfers.items() if t.assembly.complete]
         states = [v for kind, v in complete if kind is msg.DataKind.STATE and v > held]
+        # A state replaces all below it, so publications that it holds are not applied first.
         if states:
             return msg.DataKind.STATE, max(states)
         following = (msg.DataKind.PUBLICATION, held + 1)
@@ -98,6 +99,7 @@ class Arriving:
         lacks; None if there is no such transfer."""
         for (kind, version), transfer in sorted(self._transfers.items()):
             assert version > held, "what is not newer was dropped when `held` was applied"
+            # Only the next publication can be applied: to ask for later ones would delay it.
             if kind is msg.DataKind.STATE or version == held + 1:
                 return (kind, version), transfer.assembly.missing()
         return None
@@ -109,6 +111,7 @@ class Arriving:
     def forget(self, unwanted: Callable[[msg.DataKind, int], bool]) -> list[ev.Effect]:
         """Drops the transfers whose kind and version are unwanted."""
         effects: list[ev.Effect] = []
+        # In order, so that the same events always give the same effects.
         for key in sorted(self._transfers):
             if unwanted(*key):
                 effects.append(ev.Drop(self._transfers.pop(key).assembly.handles))

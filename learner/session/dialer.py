@@ -81,6 +81,7 @@ class Dialer:
     def heard(self, message: ControlMessage, now: float) -> None:
         """A message came: the connection works. A refusal is no sign of a session."""
         assert not self.closed, "messages after the end are dropped by the session"
+        # Even a refusal shows that messages get through.
         self._asked_at, self._redial_s = None, REDIAL_S
         if not isinstance(message, Refuse):
             self.heard_at = now
@@ -99,6 +100,7 @@ class Dialer:
     def not_yet(self, refuse: Refuse) -> str:
         """Notes a refusal that need not last; returns the line for the user, "" for a repeat."""
         before, self.not_admitted = self.not_admitted, error_of(refuse)
+        # A broker without room refuses every Hello: the user is told once.
         if before is not None and before.code == refuse.code:
             return ""
         if refuse.code == ErrorCode.UNKNOWN_SESSION:
@@ -113,6 +115,7 @@ class Dialer:
 
     def other_count(self, now: int, before: int) -> Refused:
         """The error for a broker that came back with another number of fragments."""
+        # Fragments are cut by this number: nothing that is held here fits another one.
         what, remedy = f"the broker now has {counted(now, 'fragment')}", "start the learner again"
         return Refused(ErrorCode.LAYOUT_MISMATCH, what, expected=str(before), remedy=remedy)
 
@@ -122,6 +125,7 @@ class Dialer:
 
     def offline_from(self, max_offline_s: float) -> float:
         """Time from which a learner that hears nothing is offline for longer than this; 0: inf."""
+        # Before the broker was ever heard, joining has a time limit of its own.
         if self.heard_at is None or max_offline_s <= 0:
             return math.inf
         return self.heard_at + max_offline_s

@@ -93,6 +93,7 @@ class FragmentSession:
 
     def take(self, header: msg.Header, handle: int) -> list[ev.Effect]:
         """A decoded chunk of a publication or state."""
+        # A version far beyond all that was announced cannot be the broker's.
         newest = max(self.held, self.known) + PUBLICATIONS_KEPT
         is_applying = self.applying is not None and self.applying[0] == header.version
         if not self.held < header.version <= newest or (
@@ -109,6 +110,7 @@ class FragmentSession:
 
     def apply_next(self) -> list[ev.Effect]:
         """Applies the next complete publication, or a complete newer state."""
+        # One at a time: a publication builds on the copy that is being made.
         if self.applying is not None:
             return []
         key = self._arriving.next_complete(self.held)
@@ -137,6 +139,7 @@ class FragmentSession:
         self.known = max(self.known, version)
         self.delay_s, self.progressed = LEARNER_REPAIR_S, False
         effects: list[ev.Effect] = [ev.Install(self.index, version)]
+        # A state may have overtaken publications that were on their way.
         effects += self._arriving.forget(lambda _, other: other <= version)
         if self.push is not None and version > self.push.announced.base_version:
             effects += self.settle(merged=merged_id == self.push.announced.push_id)
@@ -190,6 +193,7 @@ class FragmentSession:
         """The parameters take the published copy; every token since then gets its fate."""
         assert self.fresh and self.held >= 0, (self.fresh, self.held)
         push_id, merged, refused = self._outcome()
+        # Its steps are replaced now: nothing can answer a push that is still open.
         effects = self.settle(merged=False)
         self.account.adopt(push_id, merged=merged, refused=refused, rolled_back=self.fallen_back)
         self.adopted, self.fresh, self.fallen_back, self.push = self.held, False, False, None
@@ -227,6 +231,7 @@ class FragmentSession:
         if self.round is None:
             return []
         answered = (self.round.base_version, self.round.attempt)
+        # A round against another version is answered once that version is adopted.
         if self.answered == answered or self.round.base_version != self.adopted:
             return []
         self.answered = answered
@@ -274,6 +279,7 @@ class FragmentSession:
 
     def encode_failed(self, reason: str) -> list[ev.Effect]:
         """The push cannot be sent: declines instead."""
+        # The push was the answer to the round; now it can only be declined.
         self.answered = (-1, -1)
         return [*self.settle(merged=False), *self.decline(reason)]
 

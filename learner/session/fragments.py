@@ -27,6 +27,9 @@ class FragmentSessions:
         self.table = tuple(table)
         self._sessions = tuple(FragmentSession(fragment, FragmentAccount()) for fragment in table)
         self.ledger = Ledger(tuple(each.account for each in self._sessions))
+        #: Version in the parameters by fragment; -1 before the first adoption. Kept, not computed:
+        #: it is shown to other threads after every event, and changes only when they adopt.
+        self.adopted = (-1,) * len(self._sessions)
         self._push_id = 0
         #: Parts of version 0 that the broker waits for: ranges by fragment, () for all elements.
         self.to_found: dict[int, Ranges] = {}
@@ -49,16 +52,12 @@ class FragmentSessions:
     @property
     def ready(self) -> bool:
         """Every fragment has been adopted at least once."""
-        return bool(self._sessions) and all(each.adopted >= 0 for each in self._sessions)
-
-    @property
-    def adopted(self) -> tuple[int, ...]:
-        """Version in the parameters by fragment; -1 before the first adoption."""
-        return tuple(each.adopted for each in self._sessions)
+        return bool(self.adopted) and min(self.adopted) >= 0
 
     @property
     def held(self) -> tuple[int, ...]:
         """Newest version by fragment; empty before there is one of each."""
+        # A copy that is fetched anew is held as -1; version 0 claims nothing of any history.
         return tuple(max(each.held, 0) for each in self._sessions) if self.ready else ()
 
     @property
@@ -91,6 +90,7 @@ class FragmentSessions:
         self, rounds: Sequence[msg.OpenRound], versions: Sequence[int], now: float
     ) -> None:
         """The broker's open rounds and newest versions (none while the run is founded)."""
+        # The broker names all open rounds: a round that it leaves out is over.
         by_fragment = {round_.fragment: round_ for round_ in rounds}
         for session in self._sessions:
             session.round = by_fragment.get(session.index)
@@ -121,6 +121,7 @@ class FragmentSessions:
 
     def found_all(self, epoch: msg.Epoch) -> None:
         """The broker wants version 0. It is read once per epoch; gaps are asked for by range."""
+        # A Welcome that is repeated must not have the founder send everything twice.
         if self._founded_in != epoch:
             self._founded_in = epoch
             self.to_found = dict.fromkeys(range(len(self)), ())
@@ -144,14 +145,19 @@ class FragmentSessions:
         """
         for session in self._sessions:
             if final and session.account.steps and session.held >= 0 and not session.behind:
+                # The same version once more: it undoes the step that came too late.
                 session.fresh = True
-        return [effect for each in self._sessions if each.fresh for effect in each.adopt()]
+        effects = [effect for each in self._sessions if each.fresh for effect in each.adopt()]
+        if effects:
+            self.adopted = tuple(each.adopted for each in self._sessions)
+        return effects
 
     def snapshot(self, step: int, *, any_step: bool) -> list[ev.Effect]:
         """Answers the open rounds that are due at this boundary."""
         effects: list[ev.Effect] = []
         for session in self._sessions:
             if session.wants_snapshot(step, any_step=any_step):
+                # Ids rise over all fragments: an outcome names its push by the id alone.
                 self._push_id += 1
                 effects += session.snapshot(self._push_id)
         return effects
@@ -164,6 +170,7 @@ class FragmentSessions:
         """
         effects: list[ev.Effect] = []
         for session in self._sessions:
+            # Without a step there is nothing to push, and no further step will come.
             if reason or (stopped and session.account.steps == 0 and not session.fresh):
                 effects += session.decline(reason or "no step since it adopted")
         return effects
@@ -171,6 +178,7 @@ class FragmentSessions:
     def applied(self, fragment: int, version: int, digest: int) -> list[ev.Effect]:
         """See FragmentSession.applied."""
         effects = self._sessions[fragment].applied(version, digest)
+        # After a push that was merged the next failure is news again.
         if any(isinstance(effect, ev.SettlePush) and effect.merged for effect in effects):
             self._ails.pop(fragment, None)
         return effects
@@ -248,6 +256,7 @@ class FragmentSessions:
     def check(self) -> None:
         """Asserts the invariants that hold between any two events."""
         self.ledger.total()
+        assert self.adopted == tuple(each.adopted for each in self._sessions), self.adopted
         push_ids = [each.push.announced.push_id for each in self._sessions if each.push is not None]
         assert len(set(push_ids)) == len(push_ids), "every push has an id of its own"
         assert max(push_ids, default=0) <= self._push_id, (push_ids, self._push_id)

@@ -54,6 +54,7 @@ class _Direction:
         self._progress = line.progress
 
     def is_stuck(self, now: float, timeout_s: float, message_s: float) -> bool:
+        # The first message on a slow line takes long, and shows nothing before its end.
         patience_s = max(timeout_s, message_s) if self.has_opened else timeout_s
         return now - self.since > patience_s
 
@@ -82,6 +83,7 @@ class JoinWatch:
         """Returns the error to raise, None to wait on. `path`: None without a session."""
         assert now >= self._heard_at, (now, self._heard_at)
         if path is None:
+            # Without a session nothing can come: both directions get their time anew.
             self._begin(now)
             return self._no_broker() if now - self._heard_at > self.timeout_s else None
         self._heard_at = now

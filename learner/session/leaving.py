@@ -64,6 +64,7 @@ class Leaving:
                 case ev.SettlePush(push_id):
                     if (pushed_at := self._pushed_at.pop(push_id, None)) is not None:
                         self._round_s.add(now - pushed_at)
+                    # An outcome is progress: patience with the other pushes begins anew.
                     self._patience = None
                 case ev.Acknowledge(positions):
                     self._up.move(positions, now)
@@ -90,8 +91,10 @@ class Leaving:
         if now >= self._by:
             return True
         if silent_s is not None:
+            # Only the final model is worth waiting for a broker that is gone.
             absence = self._patience_from(max(now - silent_s, self._asked_at))
             return not is_ending(phase) or now >= absence.until(now)
+        # In a run that ends, a broker that is here says when it is over.
         if is_ending(phase) or not fragments.pushing:
             return not is_ending(phase)
         if self._patience is None:
@@ -99,6 +102,7 @@ class Leaving:
                 push_bytes_max(self._codec, each.fragment.elements) for each in fragments.pushing
             ]
             self._patience = self._patience_from(now, Way(self._up, sum(sizes)))
+        # The rate may have changed since the push was made.
         for way in self._patience.ways:
             way.limit_bytes_per_s = self._bits_per_s / 8 or math.inf
         return now >= self._patience.until(now)

@@ -46,6 +46,7 @@ class FragmentAccount:
         assert not (merged and refused), "a push has one outcome"
         self.merged += merged
         self.refused += refused
+        # Steps after the push, or of a push that was not merged, are not in the adopted copy.
         if rolled_back:
             self.rolled_back += rest
         else:
@@ -54,6 +55,7 @@ class FragmentAccount:
             assert push_id not in self._merged_by_push, f"push {push_id} is merged twice"
             self._merged_by_push[push_id] = merged
             if len(self._merged_by_push) > MERGED_PUSHES_KEPT:
+                # The oldest goes first: brokers fall back by a few versions only.
                 del self._merged_by_push[min(self._merged_by_push)]
         self.tokens = self.steps = 0
         assert self.total == before, (self.total, before)
@@ -62,6 +64,7 @@ class FragmentAccount:
         """Settles a last push whose version is never adopted; the other tokens stay pending."""
         pending, before = self.tokens - merged - refused, self.total
         assert pending >= 0, (self.tokens, merged, refused)
+        # Nothing overwrites the rest: the learner keeps its parameters as they are.
         self.tokens = merged + refused
         self.adopt(push_id, merged=merged, refused=refused, rolled_back=False)
         self.tokens = pending

@@ -117,7 +117,6 @@ class Session:
             phase=self.phase,
             table=self.fragments.table,
             adopted=self.fragments.adopted,
-            held=self.fragments.held,
             ready=self.fragments.ready,
             steps=self._pace.steps,
             tokens=self.fragments.ledger.learned,
@@ -152,7 +151,7 @@ class Session:
     def _waits_from(self) -> float:
         """Time from which the training loop must wait; -inf: in any case, inf: never."""
         settings = self.settings
-        if settings is None or self.should_stop or self._dialer.closed:
+        if settings is None or not self.fragments.ready or self.should_stop or self._dialer.closed:
             return math.inf
         if is_lockstep(settings):
             return -math.inf if self._pace.is_ahead(settings, self.fragments.adopted) else math.inf

@@ -57,7 +57,7 @@ class Pace:
 
     def is_ahead(self, settings: RunSettings, adopted: Sequence[int]) -> bool:
         """Lockstep modes: the next step would be one of the round after the versions adopted."""
-        assert is_lockstep(settings), settings.mode
+        assert is_lockstep(settings) and min(adopted) >= 0, (settings.mode, adopted)
         return self.run_step >= next_snapshot(settings, adopted) + settings.overlap_steps
 
     def warming(self, settings: RunSettings | None) -> str:
@@ -83,6 +83,7 @@ class Pace:
         """Counts an inner step that ended at `now`."""
         self.steps += 1
         self._loss = loss
+        # The first step, and the first after a pause, began at a time that nobody knows.
         if self._stepped_at is not None:
             self._step_s.add(now - self._stepped_at)
         self._stepped_at = now
@@ -107,6 +108,7 @@ class Pace:
     def keep_rate(self, bits_per_s: float) -> bool:
         """Notes the uplink's rate; True if it is another one, which others wait to hear of."""
         changed = bits_per_s != self.up_bits_per_s
+        # Others get the share that this learner gives up only once the broker has heard of it.
         self._rate_changed |= changed
         self.up_bits_per_s = bits_per_s
         return changed
@@ -114,6 +116,7 @@ class Pace:
     def report(self, tokens: int, ledger: TokenLedger, now: float) -> Report:
         """The Report of this moment; the next one is then scheduled."""
         assert 0 <= tokens <= ledger.logged, (tokens, ledger)
+        # A Report also acknowledges data, which gives the broker credit for more.
         self._reported_at, self._reported_steps = now, self.steps
         self._acknowledged, self._rate_changed = sum(self.received), False
         return Report(

@@ -29,5 +29,6 @@ class RunTime:
 
     def tokens(self, now: float) -> float:
         """Tokens at the time `now`, in seconds on the clock of `updated`."""
+        # `now` may lie before the update: a step is counted with the time at which it ended.
         ahead_s = min(max(now - self._updated_at, 0.0), EXTRAPOLATION_MAX_S)
         return max(self._floor, self._tokens + self._tokens_per_s * ahead_s)

@@ -28,8 +28,6 @@ class SessionView:
     table: tuple[Fragment, ...]
     adopted: tuple[int, ...]
     """Version in the parameters by fragment; -1 before the first adoption."""
-    held: tuple[int, ...]
-    """Newest version on this host by fragment; empty before every fragment is adopted."""
     ready: bool
     """Every fragment has been adopted at least once."""
     steps: int
@@ -53,7 +51,6 @@ class SessionView:
 
     def __post_init__(self) -> None:
         assert len(self.adopted) == len(self.table), (self.adopted, len(self.table))
-        assert len(self.held) == (len(self.table) if self.ready else 0), (self.held, self.ready)
         assert not self.ready or (self.settings is not None and min(self.adopted) >= 0)
         assert self.steps >= 0 and self.tokens >= 0, (self.steps, self.tokens)
         assert not (self.final and self.lacks), self.lacks

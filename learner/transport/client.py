@@ -68,6 +68,7 @@ class Client:
         try:
             self.background.start()
             self._join()
+        # Also at a KeyboardInterrupt: the broker would wait for a learner that never trains.
         except BaseException:
             self.abort()
             raise
@@ -80,6 +81,7 @@ class Client:
         said_at = time.monotonic()
         watch = JoinWatch(self._options.broker, self._options.join_timeout_s, said_at)
         while not self.background.view.joined:
+            # A thread that waits is at a boundary: it adopts each fragment as soon as it is there.
             self._at_boundary(ev.BoundaryReached())
             self.background.wait(0.1)
             now, view = time.monotonic(), self.background.view
@@ -107,6 +109,7 @@ class Client:
 
     def pause(self, reason: str) -> None:
         """No boundary will come for a while: rounds are declined with `reason`, "evaluating"."""
+        # Messages have a limit, and the reason may be any text of the user's.
         self._at_boundary(ev.Paused(reason[:200]))
 
     def resume(self) -> None:
@@ -127,6 +130,7 @@ class Client:
                 _log.info("leaving waits for %s", view.waits_for)
             self._at_boundary(ev.BoundaryReached())
             self.background.wait(0.05)
+        # The thread ends first: nothing changes any more while the outcome is judged.
         self.abort()
         view = self._view
         if self.background.view.error is not None:
@@ -218,6 +222,7 @@ class Client:
                 self._make(copy, published)
             except BaseException as error:
                 passes = isinstance(error, OUT_OF_MEMORY) and self._joined
+                # After an error that is raised no later copy is made: they are all due again.
                 for undone in copies[place : place + 1] if passes else copies[place:]:
                     self.background.hand_over(ev.CopyFailed(undone, reason_of(error)))
                 if not passes or self._leaves_quietly:
@@ -240,15 +245,20 @@ class Client:
 
     def _adopt(self, fragment: int, version: int, values: F32) -> None:
         started = time.perf_counter()
-        self._options.host.adopt(self._view.table[fragment], values)
+        target = self._view.table[fragment]
+        assert values.shape == (target.elements,), (values.shape, target)
+        self._options.host.adopt(target, values)
         self._times.adopt_s += time.perf_counter() - started
+        # Version 0 is where everybody starts; nobody has learned it.
         self._times.versions_adopted += version > 0
 
     def _snapshot(self, effect: ev.Snapshot, base: F32) -> None:
         started = time.perf_counter()
         fragment, host = self._view.table[effect.fragment], self._options.host
+        assert base.shape == (fragment.elements,), (base.shape, fragment)
         local: F32 | DeviceSnapshot
         if isinstance(host, DeviceParameters):
+            # On a device the copy is only queued: training does not wait for it.
             local = host.capture(fragment)
         else:
             local = empty_f32(fragment.elements)

@@ -201,6 +201,7 @@ class DataPath:
         chunks = [self._chunks[handle] for handle in effect.handles]
         base = None
         if effect.kind is msg.DataKind.PUBLICATION:
+            # Read here, on the only thread that replaces it, and not on the pool.
             base = self.published[effect.fragment]
         self._submit(
             lambda: self._apply(effect, fragment, chunks, base),
@@ -248,10 +249,10 @@ class DataPath:
 
     def start_push(self, effect: ev.Snapshot, local: F32 | DeviceSnapshot, base: F32) -> None:
         """A snapshot is taken: encode it behind the training thread's back."""
-        part, rate = self.table[effect.fragment], self._rates[effect.fragment]
+        fragment, rate = self.table[effect.fragment], self._rates[effect.fragment]
         work = PushWork(
             effect.push_id,
-            part,
+            fragment,
             effect.base_version,
             base,
             local,
@@ -278,7 +279,7 @@ class DataPath:
             if chunk.offset + chunk.count == work.fragment.elements:
                 rate = self._rates[work.fragment.index]
                 if rate.target_bits is not None:
-                    # What it takes to look may lie on a device: not on this thread.
+                    # To look may take waiting for a device: not on this thread.
                     self._submit(lambda: self._observe(work, rate), lambda _: None)
 
     def _observe(self, work: PushWork, rate: BitControl) -> None:
@@ -300,26 +301,26 @@ class DataPath:
             self._residuals.settle(work, merged=merged)
             self.sender.discard(lambda parcel: parcel.push_id == push_id)
 
-    def found(self, fragment: int, values: F32, ranges: Ranges) -> None:
+    def start_founding(self, fragment: int, values: F32, ranges: Ranges) -> None:
         """Encodes the parameters of a fragment, or these ranges of them, as version 0."""
-        again = ev.SendFounding(fragment, ranges)
+        copy = ev.SendFounding(fragment, ranges)
         self._submit(
             lambda: self._encode_founding(self.table[fragment], values, ranges),
-            partial(ev.CopyFailed, again),
+            partial(ev.CopyFailed, copy),
         )
 
-    def _encode_founding(self, part: Fragment, values: F32, ranges: Ranges) -> None:
+    def _encode_founding(self, fragment: Fragment, values: F32, ranges: Ranges) -> None:
         assert self.settings is not None
         again: list[Parcel] = []
         for chunk in encode_fragment(
-            part,
+            fragment,
             values,
             codec_name=STATE_CODEC,
             rho=1.0,
             chunk_elements=chunk_elements(self.settings, STATE_CODEC),
             reconstructed=np.empty_like(values),
         ):
-            parcel = Parcel(msg.DataKind.FOUND, part.index, 0, 0, STATE_CODEC, chunk)
+            parcel = Parcel(msg.DataKind.FOUND, fragment.index, 0, 0, STATE_CODEC, chunk)
             if ranges:
                 again.append(parcel)
             else:

@@ -93,8 +93,8 @@ def rounded_base(fragment: Fragment, base: F32, layout: Sequence[LayoutEntry]) -
         return base
     rounded = np.empty_like(base)
     for piece in fragment.pieces:
-        part = slice(piece.offset, piece.offset + piece.count)
-        round_to_dtype(base[part], layout[piece.tensor].dtype, rounded[part])
+        span = slice(piece.offset, piece.offset + piece.count)
+        round_to_dtype(base[span], layout[piece.tensor].dtype, rounded[span])
     return rounded
 
 
@@ -116,12 +116,12 @@ def encode_push(
 
 
 def _encoded(work: PushWork, layout: Sequence[LayoutEntry], cut: int) -> Iterator[EncodedChunk]:
-    part, local, residual = work.fragment, work.local, work.residual
+    fragment, local, residual = work.fragment, work.local, work.residual
     if isinstance(local, DeviceSnapshot):
         assert not isinstance(residual, np.ndarray)
         work.next_residual = next_residual = local.empty()
         return local.encode(
-            part,
+            fragment,
             residual,
             codec_name=work.codec,
             rho=work.rho,
@@ -129,10 +129,10 @@ def _encoded(work: PushWork, layout: Sequence[LayoutEntry], cut: int) -> Iterato
             next_residual=next_residual,
         )
     assert not isinstance(residual, Tensor)
-    work.next_residual = values = empty_f32(part.elements)
+    work.next_residual = values = empty_f32(fragment.elements)
     return transfer.encode_push(
-        part,
-        rounded_base(part, work.base, layout),
+        fragment,
+        rounded_base(fragment, work.base, layout),
         local,
         residual,
         codec_name=work.codec,

@@ -70,6 +70,7 @@ class LearnerSockets:
         if (self.ports, len(self._uplinks)) == ((uplink_port, downlink_port), streams):
             return
         for socket in (*self._uplinks, *self._downlinks):
+            # Messages that still wait there are for ports that the broker has left.
             self._drop(socket, linger=0)
         self.ports = (uplink_port, downlink_port)
         self._listeners = [0] * streams
@@ -96,6 +97,7 @@ class LearnerSockets:
 
     def wait(self, timeout_s: float) -> None:
         """Sleeps until something arrives, `wake` is called, or the time is over."""
+        # Rounded up: with a fraction of a millisecond left the loop would spin.
         self._ready = {source for source, _ in self._poller.poll(math.ceil(timeout_s * 1000))}
         if self._wake.source in self._ready:
             self._wake.drain()
@@ -111,6 +113,7 @@ class LearnerSockets:
 
     def has_connected(self) -> bool:
         """True once for every new control connection, when it takes messages."""
+        # The handshake may be over before the socket takes messages.
         if not (self._has_connected and self._control.poll(0, zmq.POLLOUT)):
             return False
         self._has_connected = False

@@ -72,6 +72,7 @@ class Background:
         _check_hello(identity)
         self.session = Session(
             identity,
+            # A generator of its own: the user's seed would make all learners say Hello at once.
             jitter=random.Random().random,
             contribute_after_steps=options.contribute_after_steps,
         )
@@ -101,6 +102,7 @@ class Background:
             if self._thread.is_alive():
                 self.wires.wake()
         if self._thread.is_alive():
+            # Not under the lock, which the thread may need to end.
             self._thread.join()
         self.data_path.close()
         self.wires.close()
@@ -114,6 +116,7 @@ class Background:
         try:
             self._loop()
         except Exception as error:
+            # A refusal says all where it is raised; a bug leaves its traceback here.
             if not isinstance(error, Refused):
                 _log.exception("the exchange has failed")
             with self.changed:
@@ -233,7 +236,7 @@ class Background:
 
     def start_founding(self, fragment: Fragment, values: F32, ranges: Ranges) -> None:
         """For the training thread: version 0 is read; has it encoded and sent."""
-        self.later(lambda: self.data_path.found(fragment.index, values, ranges))
+        self.later(lambda: self.data_path.start_founding(fragment.index, values, ranges))
 
     def start_push(self, effect: ev.Snapshot, local: F32 | DeviceSnapshot, base: F32) -> None:
         """For the training thread: a snapshot is taken; has it encoded and sent."""
@@ -286,6 +289,7 @@ class Background:
             message = decode_control(frame)
         except RemoteProtocolError as error:
             _log.warning("a message of the broker was refused: %s", printable(str(error)))
+            # A learner that trains waits for its own broker to come back to the address.
             if error.code is ErrorCode.PROTOCOL_VERSION and self.view.session.settings is None:
                 raise Refused(
                     error.code,

@@ -109,6 +109,7 @@ def expected_bits(setting: str, *, rho: float, bits: float) -> float:
     """Bits per parameter of Gaussian data under a codec setting, headers left out."""
     if setting == AUTO:
         return bits
+    assert rho > 0 and bits > 0, (rho, bits)
     fixed = {"bf16": 16.0, "raw32": 32.0, "f32-blosc2": 32.0}
     return fixed.get(setting) or max(0.1, GAUSSIAN_BITS - math.log2(rho))
 

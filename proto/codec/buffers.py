@@ -18,7 +18,8 @@ IDLE_BYTES_MAX: Final = 512 << 20
 """Bytes of idle memory that the pool keeps. An array beyond them is freed."""
 
 STEPS: Final = 8
-"""Sizes are rounded up to one of so many between two powers of two: at most 1/8 is wasted."""
+"""Sizes between two powers of two. A size is rounded up to one of them, so at most 1/8 is
+wasted."""
 
 # Threads share it without a lock: pop and append of a list are atomic.
 _idle: dict[int, list[U8]] = {}
@@ -62,6 +63,8 @@ def _take(size: int) -> U8 | None:
 
 
 def _give(memory: U8) -> None:
+    """Takes memory into the pool, unless it is full even without other sizes."""
+    assert memory.nbytes == _size_class(memory.nbytes), f"{memory.nbytes} bytes are no size class"
     if idle_bytes() + memory.nbytes > IDLE_BYTES_MAX:
         # The pool is full. Other sizes go first: those that a state transfer left behind must not
         # keep out the ones that every round needs.

@@ -38,6 +38,11 @@ class DecodedChunk:
     codes: NDArray[np.generic]
     """int8 (n,), uint8 ((n + 1) // 2,) packed nibbles, uint16 (n,) bfloat16, or float32 (n,)."""
 
+    def __post_init__(self) -> None:
+        # Decoders have checked the payload, so a misfit is an error of theirs.
+        assert self.scales.size == self.bounds.size - 1, f"{self.scales.size} scales"
+        assert self.codes.size in (self.count, (self.count + 1) // 2), f"{self.codes.size} codes"
+
     @property
     def count(self) -> int:
         """Elements of the chunk."""
@@ -112,6 +117,7 @@ class DecodedChunk:
 
 def float_square_sums(values: F32, bounds: I64) -> F64:
     """(s,) sums of value**2 of the spans of `values` (n,), in float64, in lanes."""
+    assert bounds[-1] == values.size, f"bounds to {bounds[-1]} of {values.size} values"
     sums = np.empty(bounds.size - 1, np.float64)
     lanes = np.empty(kernels.LANES, np.float64)
     kernels.float_square_sums(read_only(values), read_only(bounds), lanes, sums)

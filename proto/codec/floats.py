@@ -32,6 +32,9 @@ class FloatCodec:
     """Without loss, by Blosc2."""
     quantised: bool = False
 
+    def __post_init__(self) -> None:
+        assert self.item_bytes in (2, 4), self
+
     def payload_bytes_max(self, count: int, spans: int) -> int:
         header_bytes = blosc2_chunk.HEADER_BYTES if self.compressed and count else 0
         return count * self.item_bytes + header_bytes
@@ -44,10 +47,14 @@ class FloatCodec:
         if not kernels.all_finite(reconstructed):
             raise not_finite(f"values to be sent as {self.name}")
         if self.compressed and values.size:
-            return blosc2_chunk.compress(reconstructed)
-        if self.item_bytes == 4:
-            return reconstructed.tobytes()
-        return upper_halves(reconstructed).tobytes()
+            payload = blosc2_chunk.compress(reconstructed)
+        elif self.item_bytes == 4:
+            payload = reconstructed.tobytes()
+        else:
+            payload = upper_halves(reconstructed).tobytes()
+        # Paired with the check of `decode`: no receiver may refuse what we send.
+        assert len(payload) <= self.payload_bytes_max(count, bounds.size - 1), len(payload)
+        return payload
 
     def encode_push(
         self,

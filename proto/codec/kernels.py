@@ -57,6 +57,7 @@ def read_only(array: NDArray[Element]) -> NDArray[Element]:
     flags = array.flags
     view = array.view() if flags.c_contiguous and flags.aligned else array.copy()
     view.setflags(write=False)
+    assert view.flags.c_contiguous and view.shape == array.shape, array.flags
     return view
 
 
@@ -273,16 +274,16 @@ def sampled_mean_squares(
     zeros left out: where few rows of an embedding are used, the step is one for those rows.
 
     value = (minuend - subtrahend) + addend; the latter two may be empty. A piece of n elements is
-    cut into strata of width ceil(n / samples_max); what does not fill a stratum is left out. One
-    element is read of each, at a place that a multiplicative hash of the stratum's number chooses:
-    a constant stride would read a few columns of a matrix only. A piece of up to samples_max
-    elements has strata of one element and is read whole, and so is one whose samples are all 0.
-    """
+    cut into strata of width ceil(n / samples_max); elements that do not fill a stratum are left
+    out. One element is read of each, at a place that a multiplicative hash of the stratum's number
+    chooses: a constant stride would read a few columns of a matrix only. A piece of up to
+    samples_max elements has strata of one element and is read whole, and so is one whose samples
+    are all 0."""
     for piece in range(out.size):
         start, count = bounds[piece], bounds[piece + 1] - bounds[piece]
         width = (count + samples_max - 1) // samples_max
         samples = count // width
-        total, found = 0.0, 0
+        total, nonzero = 0.0, 0
         for i in range(samples):
             hashed = ((i * 0x9E3779B1) & 0xFFFFFFFF) >> 8
             place = start + i * width + ((hashed * width) >> 24)
@@ -292,8 +293,8 @@ def sampled_mean_squares(
             if addend.size:
                 value += addend[place]
             total += np.float64(value) * np.float64(value)
-            found += value != ZERO
-        if not found:
+            nonzero += value != ZERO
+        if not nonzero:
             for place in range(start, start + count):
                 value = minuend[place]
                 if subtrahend.size:
@@ -301,8 +302,8 @@ def sampled_mean_squares(
                 if addend.size:
                     value += addend[place]
                 total += np.float64(value) * np.float64(value)
-                found += value != ZERO
-        out[piece] = total / max(found, 1)
+                nonzero += value != ZERO
+        out[piece] = total / max(nonzero, 1)
 
 
 def sample_places(bounds: I64, samples_max: int) -> tuple[I64, I64]:
@@ -315,7 +316,9 @@ def sample_places(bounds: I64, samples_max: int) -> tuple[I64, I64]:
         strata = np.arange((end - start) // width, dtype=np.int64)
         hashed = ((strata * 0x9E3779B1) & 0xFFFFFFFF) >> 8
         places.append(start + strata * width + ((hashed * width) >> 24))
-    return np.concatenate(places), np.cumsum([0, *map(len, places)], dtype=np.int64)
+    among = np.cumsum([0, *map(len, places)], dtype=np.int64)
+    assert bool(np.all(np.diff(among) > 0)), "a piece without a sample has no scale"
+    return np.concatenate(places), among
 
 
 @kernel

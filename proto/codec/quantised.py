@@ -43,7 +43,12 @@ class QuantisedCodec:
     """Two codes share a byte."""
     quantised: bool = True
 
+    def __post_init__(self) -> None:
+        # A nibble holds -8 to 7, a byte -128 to 127; the lowest one has no positive twin.
+        assert self.limit == (7 if self.packed else 127), self
+
     def payload_bytes_max(self, count: int, spans: int) -> int:
+        assert count >= 0 and spans >= 0, f"{spans} spans of {count} elements"
         return 2 * spans + zstd_frame.frame_bytes_max(self._code_bytes(count)) if count else 0
 
     def encode(self, values: F32, bounds: I64, scales: F32, reconstructed: F32) -> bytes:
@@ -134,6 +139,7 @@ class QuantisedCodec:
 
     def _codes(self, body: U8, count: int) -> NDArray[np.generic]:
         """The codes in a decompressed body of the right size, checked."""
+        assert body.size == self._code_bytes(count), f"{body.size} bytes for {count} codes"
         codes = body.view(np.int8)
         if self.packed:
             codes = empty_u8(count).view(np.int8)

@@ -25,11 +25,13 @@ _EXPONENT_BITS: Final = 0x7F80
 
 def upper_halves(values: F32) -> U16:
     """(n,) bfloat16 bit patterns of `values` (n,), exact if they are bfloat16 numbers."""
+    assert values.dtype == np.float32, values.dtype
     return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
 def widened(halves: U16) -> F32:
     """(n,) float32 values of bfloat16 bit patterns."""
+    assert halves.dtype == np.uint16, halves.dtype
     return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 

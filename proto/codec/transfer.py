@@ -56,6 +56,7 @@ def error_ratio(
 
 def digest_of(values: F32) -> int:
     """xxh3_64 of a vector's little-endian float32 bytes: the digest of a (fragment, version)."""
+    assert values.ndim == 1, values.shape
     return digest(np.ascontiguousarray(values, dtype="<f4").data.cast("B"))
 
 
@@ -153,12 +154,15 @@ def _chunks(
     """
     pieces_max = len(fragment.pieces)
     assert scales is None or scales.shape == (pieces_max,), f"{pieces_max} pieces"
+    encoded = 0
     for offset, count in fragment.chunks(chunk_elements):
         pieces = fragment.pieces_of(offset, count)
         span_scales = NOTHING if scales is None else scales[pieces.start : pieces.stop]
         place = slice(offset, offset + count)
         payload = encode(place, fragment.spans(offset, count), span_scales)
+        encoded += count
         yield EncodedChunk(offset, count, payload, digest(payload))
+    assert encoded == fragment.elements, f"{encoded} of {fragment.elements} elements"
 
 
 def decode_chunk(

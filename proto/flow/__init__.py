@@ -7,7 +7,7 @@ usual for it. Both sides import these names from here; the modules are their own
 in here reads a clock: every `now` is an argument, in seconds of the caller's monotonic clock.
 """
 
-from narrows.proto.flow.assembly import Arrival, Assembly, parts_max, touches
+from narrows.proto.flow.assembly import Arrival, Assembly, chunks_max, touches
 from narrows.proto.flow.budget import (
     SEGMENT_BYTES,
     SEGMENT_OVERHEAD_BYTES,
@@ -40,9 +40,9 @@ __all__ = [
     "Sender",
     "Way",
     "chunk_elements",
+    "chunks_max",
     "least_chunk_elements",
     "message_bytes",
-    "parts_max",
     "push_bytes_max",
     "touches",
     "wire_bytes",

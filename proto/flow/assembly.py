@@ -43,10 +43,10 @@ class Assembly:
     the first bytes that arrived are never silently replaced.
     """
 
-    def __init__(self, elements: int, parts_max: int | None = None) -> None:
+    def __init__(self, elements: int, chunks_max: int | None = None) -> None:
         assert elements > 0, elements
         self.elements = elements
-        self.parts_max = elements if parts_max is None else parts_max
+        self.chunks_max = elements if chunks_max is None else chunks_max
         self.chunks: list[ArrivedChunk] = []
         self._received = 0
 
@@ -67,7 +67,7 @@ class Assembly:
     def add(self, offset: int, count: int, digest: int, handle: int) -> Arrival:
         """Takes a chunk in.
 
-        Raises RemoteProtocolError BAD_RANGE outside the transfer or beyond `parts_max` chunks and
+        Raises RemoteProtocolError BAD_RANGE outside the transfer or beyond `chunks_max` chunks and
         CHUNK_CONFLICT on an overlap that differs; the assembly is unchanged then.
         """
         self.check_range(offset, count)
@@ -99,11 +99,11 @@ class Assembly:
     def check_room(self, coming: int = 0) -> None:
         """Raises RemoteProtocolError BAD_RANGE if, with those that are coming, no room is left."""
         assert coming >= 0, coming
-        if len(self.chunks) + coming >= self.parts_max:
+        if len(self.chunks) + coming >= self.chunks_max:
             raise RemoteProtocolError(
                 ErrorCode.BAD_RANGE,
                 "a transfer in too many chunks",
-                expected=f"at most {self.parts_max} for {self.elements} elements",
+                expected=f"at most {self.chunks_max} for {self.elements} elements",
                 got="one more",
                 remedy="cut at chunk_elements, as the Welcome says",
             )
@@ -134,7 +134,7 @@ class Assembly:
         return tuple(gaps[:limit])
 
 
-def parts_max(elements: int, chunk_elements: int) -> int:
+def chunks_max(elements: int, chunk_elements: int) -> int:
     """The largest number of chunks that a transfer may come in.
 
     A receiver keeps a record per chunk: single elements would let a peer fill its memory.

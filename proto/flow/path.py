@@ -58,7 +58,7 @@ class Delivery:
         return Mark(now, self.delivered, self._delivered_at)
 
     def arrive(self, size_bytes: int, newest: Mark, now: float) -> None:
-        """So many bytes were acknowledged; `newest` is the mark of the last message of them."""
+        """`size_bytes` were acknowledged; `newest` is the mark of the last message of them."""
         assert size_bytes >= 0, size_bytes
         assert newest.sent_at <= now, f"acknowledged {newest.sent_at - now} s before it was sent"
         assert newest.delivered <= self.delivered, "a mark from the future"

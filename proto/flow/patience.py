@@ -68,6 +68,7 @@ class Flow:
         # Positions come from a peer: one that falls counts as a new start, and is no error.
         pairs = zip(positions, self._positions, strict=False)
         grown = sum(new - old for new, old in pairs if new > old > 0)
+        assert grown >= 0, grown
         self._positions = tuple(positions)
         self.moved += grown
         if not grown or self._since is None:
@@ -114,7 +115,9 @@ class Way:
         No line counts as slower than the smallest budget.
         """
         usual = self._usual or self.flow.usual_bytes_per_s or 0.0
-        return min(max(usual, RATE_MIN / 8), self.limit_bytes_per_s)
+        rate = min(max(usual, RATE_MIN / 8), self.limit_bytes_per_s)
+        assert rate > 0, "times are divided by it"
+        return rate
 
     @property
     def moved_s(self) -> float:

@@ -1,4 +1,4 @@
-"""A bounded file of JSON lines, which stops nobody when it cannot be written: for both shells."""
+"""A bounded file of JSON lines. A disk that cannot take a line stops neither shell."""
 
 from __future__ import annotations
 

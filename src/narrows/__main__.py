@@ -59,7 +59,7 @@ def broker(
     events: Path | None = None,
     ready_file: Path | None = None,
 ) -> None:
-    """Run the standalone broker: it holds the global model and merges what learners push.
+    """Run the standalone broker, which holds the global model and merges the learners' pushes.
 
     Stops with SIGINT or SIGTERM: a checkpoint is written first; a second signal ends at once.
 
@@ -146,7 +146,7 @@ def learner(
     peak_learning_rate
         Peak of the schedule; 0: the preset's.
     steps_max
-        Leave after so many own inner steps; 0: at the end of the run.
+        Number of own inner steps after which it leaves; 0: it stays to the end of the run.
     step_wait_s
         Seconds added to every inner step, to act as a slower machine.
     join_timeout_s
@@ -172,7 +172,7 @@ def learner(
 def status(
     broker: str = "tcp://127.0.0.1:7070", *, json: bool = False, timeout_s: float = 5.0
 ) -> None:
-    """Show who takes part, how far the run is and what it waits for.
+    """Show the learners, the progress of the run, and the reason why it waits.
 
     Parameters
     ----------
@@ -203,7 +203,7 @@ def plan(
     setting: Annotated[list[str], Parameter(name=["--set", "-s"], negative="")] | None = None,
     json: bool = False,
 ) -> None:
-    """Say what a run will need before anything is started: rates, memory, disk, brokers.
+    """Plan a run before anything is started: rates, memory, disk, brokers.
 
     Chooses fragments and sync period unless they are set; names the bottleneck and a remedy. Exit
     code 1 if it does not fit.
@@ -225,7 +225,7 @@ def plan(
     broker_cores
         Cores of the broker's machine.
     disk
-        What the broker's disk writes per second, such as 500MB/s.
+        Rate of the broker's disk, such as 500MB/s.
     config
         TOML file of the broker: its settings instead of the defaults.
     setting
@@ -258,6 +258,20 @@ def export_(state_dir: Path, *, to: Path) -> None:
     from narrows.broker.cli.journal_report import export_model
 
     export_model(state_dir, to)
+
+
+@app.command
+def layout(state_dir: Path) -> None:
+    """Print a run's layout as JSON, for a learner that is not made from the run's model code.
+
+    Parameters
+    ----------
+    state_dir
+        Directory of the broker. It is only read, and the broker may be running.
+    """
+    from narrows.broker.cli.journal_report import show_layout
+
+    show_layout(state_dir)
 
 
 def main() -> NoReturn:

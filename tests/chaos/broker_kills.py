@@ -116,7 +116,7 @@ class Learners:
 
     def installed(self) -> int:
         """Sum of the newest versions held, over learners and fragments."""
-        return sum(sum(c.background.view.session.held) for c in list(self.joined))
+        return sum(sum(c.background.session.fragments.held) for c in list(self.joined))
 
     def stop(self) -> None:
         self._stop.set()

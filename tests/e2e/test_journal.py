@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from chaos.end_of_run import metadata
 from running import (
     HANG_S,
     LAYOUT,
@@ -25,11 +26,10 @@ from running import (
     vector,
     wait_until,
 )
-from safetensors import safe_open
 from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from narrows.bench.kit.processes import free_ports
-from narrows.broker.cli.journal_report import audit, export_model, replay, show
+from narrows.broker.cli.journal_report import audit, export_model, replay, show, show_layout
 from narrows.broker.cli.status import ask_status
 from narrows.broker.merging.model import GlobalModel
 from narrows.broker.process.service import Service
@@ -80,8 +80,7 @@ def test_a_replay_under_another_merge_says_from_where_on_it_differs(
     ended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replay(ended, Changes(merge="avg"), tmp_path / "other.safetensors")
-    with safe_open(tmp_path / "other.safetensors", framework="numpy") as file:
-        assert file.metadata()["narrows.final"] == "false"
+    assert metadata(tmp_path / "other.safetensors")["narrows.final"] == "false"
     told = capsys.readouterr().out
     assert "different from record" in told and "version 1 of fragment" in told
     replay(ended, Changes(merge="rda"))
@@ -119,18 +118,44 @@ def test_the_journal_can_be_read(ended: Path, capsys: pytest.CaptureFixture[str]
     assert re.search(r"fragment 0 version 1 from a \d+%, b \d+%", told)
 
 
+def test_the_layout_is_that_of_hello_while_the_broker_runs(
+    ended: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with StateDir.open(ended):  # The lock of a broker that is running.
+        show_layout(ended)
+    told = json.loads(capsys.readouterr().out)
+    entries = [[e.name, list(e.shape), e.dtype, e.rule] for e in LAYOUT]
+    assert told == {"frozen_digest": 0, "layout": entries}
+
+
+def test_the_layout_of_an_older_checkpoint_stands_in_for_a_damaged_one(
+    ended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "state"
+    shutil.copytree(ended, state)
+    manifests = sorted(state.glob("checkpoint-*/manifest.json"))
+    assert len(manifests) > 1
+    manifests[-1].write_bytes(b"{}")
+    show_layout(state)
+    assert LAYOUT[0].name in capsys.readouterr().out
+    for manifest in manifests:
+        manifest.unlink()
+    with pytest.raises(ConfigError, match="no checkpoint can be read"):
+        show_layout(state)
+    with pytest.raises(ConfigError, match="No such file"):
+        show_layout(tmp_path / "nowhere")
+
+
 def test_an_export_has_the_names_of_the_tensors(ended: Path, tmp_path: Path) -> None:
     export_model(ended, tmp_path / "model.safetensors")
     tensors = load_file(tmp_path / "model.safetensors")
     assert {name: array.shape for name, array in tensors.items()} == {
         entry.name: entry.shape for entry in LAYOUT
     }
-    with safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
-        standing = file.metadata()
     with StateDir.open(ended) as state_dir:
         newest = state_dir.load()
     assert newest is not None
-    assert standing == {
+    assert metadata(tmp_path / "model.safetensors") == {
         "format": "pt",
         "narrows.final": "true",
         "narrows.parameters": "global",
@@ -223,7 +248,7 @@ def test_without_a_journal_the_first_learner_tells_what_was_lost(
         host = ToyHost(vector(3))
         learner = client(service, "a", host)
         learner.start()
-        while sum(learner.background.view.session.held) < 6:
+        while sum(learner.background.session.fragments.held) < 6:
             host.step(0.1)
             learner.boundary(1, 0.0)
             threading.Event().wait(0.003)

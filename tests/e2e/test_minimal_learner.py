@@ -16,19 +16,27 @@ import pytest
 from running import HANG_S, LAYOUT, ToyHost, broker_config, live_broker, train, vector, wait_until
 
 from narrows.bench.kit.processes import free_ports
+from narrows.broker.cli.journal_report import show_layout
+from narrows.broker.cli.status import ask_status
 from narrows.proto.codec.transfer import digest_of
 from narrows.proto.fragments import build_table
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "minimal_learner.py"
 LINES_MAX = 400
+UNSUPPORTED = 2
+MODEL = json.dumps(
+    {"frozen_digest": 0, "layout": [[e.name, e.shape, e.dtype, e.rule] for e in LAYOUT]}
+)
 THIRD_PARTY = {"msgpack", "numpy", "xxhash", "zmq", "zstandard"}
 
 
 @contextmanager
-def minimal_learner(folder: Path, address: str, *options: str) -> Generator[subprocess.Popen[str]]:
+def minimal_learner(
+    folder: Path, address: str, *options: str, model: str = MODEL
+) -> Generator[subprocess.Popen[str]]:
     """The script as a process; isolated, so that it finds nothing of the repository."""
     layout = folder / "layout.json"
-    layout.write_text(json.dumps([[e.name, e.shape, e.dtype, e.rule] for e in LAYOUT]))
+    layout.write_text(model)
     command = [sys.executable, "-I", str(SCRIPT), "--broker", address, "--name", "minimal"]
     command += ["--layout", str(layout), *options]
     pipe = subprocess.PIPE
@@ -55,7 +63,9 @@ def test_it_is_one_short_file_that_imports_nothing_of_narrows() -> None:
 
 
 @pytest.mark.slow
-def test_it_shares_every_version_with_our_learners_and_is_merged(tmp_path: Path) -> None:
+def test_it_shares_every_version_with_our_learners_and_is_merged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     events, hosts = tmp_path / "events.jsonl", {"a": ToyHost(vector(1)), "b": ToyHost(vector(2))}
     config = broker_config(
         tmp_path,
@@ -67,7 +77,9 @@ def test_it_shares_every_version_with_our_learners_and_is_merged(tmp_path: Path)
     with live_broker(config, events=events) as service, ThreadPoolExecutor(1) as pool:
         ours = pool.submit(train, service, hosts, rate=0.05, step_s=0.01)
         wait_until(lambda: "version 0 is durable" in events.read_text(), "version 0")
-        with minimal_learner(tmp_path, service.wires.address) as process:
+        show_layout(Path(config.broker.state_dir))
+        told = capsys.readouterr().out
+        with minimal_learner(tmp_path, service.wires.address, model=told) as process:
             output, log = process.communicate(timeout=HANG_S)
         assert process.returncode == 0, log
         ours.result(HANG_S)
@@ -89,7 +101,11 @@ def test_it_shares_every_version_with_our_learners_and_is_merged(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "value", "code"),
-    [("run__mode", "streaming", 2), ("codec__publish", "raw32", 3), ("codec__push", "bf16", 3)],
+    [
+        ("run__mode", "streaming", UNSUPPORTED),
+        ("codec__publish", "raw32", 3),
+        ("codec__push", "bf16", 3),
+    ],
 )
 def test_it_refuses_by_name_what_it_does_not_support(
     key: str, value: str, code: int, tmp_path: Path
@@ -97,8 +113,15 @@ def test_it_refuses_by_name_what_it_does_not_support(
     with live_broker(broker_config(tmp_path, **{key: value})) as service:
         with minimal_learner(tmp_path, service.wires.address) as process:
             _, log = process.communicate(timeout=HANG_S)
+        if code == UNSUPPORTED:
+            wait_until(lambda: states(service.wires.address) == ["left"], "its Bye")
     assert process.returncode == code
     assert value in log
+
+
+def states(address: str) -> list[str]:
+    """The states of the learners as the broker tells them."""
+    return [learner.state for learner in ask_status(address, timeout_s=HANG_S).learners]
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
-from narrows.proto.flow.assembly import Arrival, Assembly, parts_max
+from narrows.proto.flow.assembly import Arrival, Assembly, chunks_max
 
 
 def test_complete_in_any_order() -> None:
@@ -56,7 +56,7 @@ def test_missing_names_the_first_gaps() -> None:
 
 
 def test_a_transfer_in_too_many_chunks_is_refused() -> None:
-    most = parts_max(1000, 250)
+    most = chunks_max(1000, 250)
     assert most == 32
     parts = Assembly(1000, most)
     for index in range(most):

@@ -241,7 +241,8 @@ def test_a_learner_that_has_diverged_declines_and_the_others_go_on(
 
     monkeypatch.setitem(POISONS, "noise", diverged)
     row = run_cell(replace(TINY, poison="noise"), 1)
-    assert row["contributors_mean"] == 2 and math.isfinite(row["test_loss"])
+    # One of the two may decline a last round: it has made no step since it adopted.
+    assert 1.75 < row["contributors_mean"] <= 2 and math.isfinite(row["test_loss"])
 
 
 def test_data_parallel_learns_and_is_curved() -> None:

@@ -28,7 +28,7 @@ RECORDS: dict[str, type[msgspec.Struct]] = {
     "Vector": records.VectorRecord,
 }
 
-CONSTANTS = {row[0].strip("`"): row[1] for row in table("constant", "value", "unit", "meaning")}
+CONSTANTS = {row[0].strip("`"): row[1] for row in table("constant", "value", "unit", "sections")}
 
 
 def structures(head: str) -> Iterator[tuple[str, str, list[tuple[str, str]]]]:

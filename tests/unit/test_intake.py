@@ -151,7 +151,7 @@ def test_a_flood_of_chunks_is_refused_before_it_is_decoded() -> None:
     for handle in range(ELEMENTS[0]):
         header = structs.replace(first, offset=handle, count=1, payload_digest=handle)
         effects += desk.do(ev.ChunkArrived(header, handle))
-    most = desk.state.rounds[0].parts_max
+    most = desk.state.rounds[0].chunks_max
     assert len(only(effects, ev.Unpack)) == most < ELEMENTS[0]
     assert desk.state.tally.refused == {ErrorCode.BAD_RANGE: 1}
 

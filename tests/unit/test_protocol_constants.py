@@ -65,7 +65,7 @@ def constants() -> dict[str, object]:
 
 
 def test_every_constant_with_its_value() -> None:
-    told = {row[0].strip("`"): row[1] for row in table("constant", "value", "unit", "meaning")}
+    told = {row[0].strip("`"): row[1] for row in table("constant", "value", "unit", "sections")}
     assert list(told) == list(constants())
     for name, actual in constants().items():
         value = told[name]
@@ -73,13 +73,13 @@ def test_every_constant_with_its_value() -> None:
 
 
 def test_times_are_in_seconds() -> None:
-    units = {row[0].strip("`"): row[2] for row in table("constant", "value", "unit", "meaning")}
+    units = {row[0].strip("`"): row[2] for row in table("constant", "value", "unit", "sections")}
     assert all(units[name] == "s" for name in vars(timing) if name.isupper())
 
 
 def test_names_of_constants_in_the_text() -> None:
     """The text uses every constant by its name, and no name that the table lacks."""
-    before, _, after = DOCUMENT.partition("| constant | value | unit | meaning |")
+    before, _, after = DOCUMENT.partition("| constant | value | unit | sections |")
     text = before + after.partition("\n\n")[2]
     used = set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b", text))
     assert used - constants().keys() == NOT_CONSTANTS

@@ -230,3 +230,10 @@ def test_the_state_codec() -> None:
 
 def test_the_version_on_the_title() -> None:
     assert DOCUMENT.startswith(f"# The Narrows wire format, version {limits.PROTOCOL}\n")
+
+
+def test_lines_are_at_most_120_columns() -> None:
+    """Rows of tables cannot be broken. No merge has left its markers either."""
+    lines = [line for line in DOCUMENT.splitlines() if not line.startswith("|")]
+    assert [line for line in lines if len(line) > 120] == []
+    assert not re.search(r"^(<{7}|={7}|>{7})", DOCUMENT, re.MULTILINE)

@@ -119,3 +119,7 @@ def test_a_total_that_is_new_waits_for_those_without_limit() -> None:
     assert sum(m.up_bits_per_s for m in site) <= TOTAL * IDLE_SHARE + 3 * TINY
     settle(shares, site, {m.name for m in site}, 10.1)
     assert [round(m.up_bits_per_s) for m in site] == [round(TOTAL / 3)] * 3
+
+
+def test_a_total_without_learners_is_divided_among_nobody() -> None:
+    assert Shares(TOTAL, 0.0).divide([], set(), 1.0) == []
