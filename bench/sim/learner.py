@@ -271,7 +271,9 @@ class SimulatedLearner(Host):
 
     def _apply(self, effect: ev.Apply) -> None:
         contents = {self.store[handle] for handle in effect.handles}
-        base = self.published[effect.fragment][1] if contents_need_base(effect) else 0
+        # A publication builds on the copy before, a state on nothing.
+        builds = effect.kind is msg.DataKind.PUBLICATION
+        base = self.published[effect.fragment][1] if builds else 0
         fits = contents == {Content("", base, effect.digest)} and not self._fails()
 
         def done() -> None:
@@ -343,8 +345,3 @@ class SimulatedLearner(Host):
         self.alive = False
         self.world.record(Failed(self.clock.now, self.spec.name, self.incarnation, effect.error))
         self.world.learner_ended(self)
-
-
-def contents_need_base(effect: ev.Apply) -> bool:
-    """A publication builds on the copy before, a state on nothing."""
-    return effect.kind is msg.DataKind.PUBLICATION
