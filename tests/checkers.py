@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from narrows.bench.sim.broker import SimulatedContributor, SimulatedRound
 from narrows.bench.sim.learner import TORN, SimulatedLearner
-from narrows.bench.sim.simulated_records import AdoptionRecord, Failed, Installed
+from narrows.bench.sim.records import AdoptionRecord, Failed, Installed
 from narrows.bench.sim.simulation import Simulation
 from narrows.broker.merging.merge import token_weights
 from narrows.proto.messages import Epoch, Phase

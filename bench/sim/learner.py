@@ -9,7 +9,7 @@ from typing import Protocol
 
 from narrows.bench.sim.line import Frames, LineSpec
 from narrows.bench.sim.payloads import Content, codec_for, decode_content, digest_of, encode_content
-from narrows.bench.sim.simulated_records import AdoptionRecord, Failed, Installed
+from narrows.bench.sim.records import AdoptionRecord, Failed, Installed
 from narrows.bench.sim.virtual import Clock, Faults, Host, Noted
 from narrows.learner.session import Identity, Session
 from narrows.learner.session import events as ev
