@@ -81,16 +81,18 @@ def check_digests(simulation: Simulation) -> None:
 
 def check_ledgers(simulation: Simulation) -> None:
     """No learner believes that more of its tokens were merged than were. If the broker never died,
-    learners that left in order know exactly which were."""
+    learners that left in order know exactly which were; but a push that was withdrawn too late is
+    merged, and the next one to the same round refused: these tokens a ledger counts as refused."""
     merged: Counter[str] = Counter()
     for done in contributors(simulation):
         merged[done.incarnation] += done.tokens
     one_epoch = len({commit.epoch for commit in commits(simulation)}) <= 1
     for learner in (*simulation.learners.values(), *simulation.ended.values()):
-        told = learner.session.fragments.ledger.total().merged
-        assert told <= merged[learner.incarnation], (learner.spec.name, told)
+        ledger = learner.session.fragments.ledger.total()
+        told, actual = ledger.merged, merged[learner.incarnation]
+        assert told <= actual, (learner.spec.name, told, actual)
         if one_epoch and learner.spec.name in simulation.ended:
-            assert told == merged[learner.incarnation], (learner.spec.name, told)
+            assert actual <= told + ledger.refused, (learner.spec.name, told, actual)
 
 
 def check_merged(simulation: Simulation) -> None:
@@ -172,7 +174,8 @@ def check_progress(simulation: Simulation, since_s: float) -> None:
     fragments = simulation.config.fragments.count
     assert len(late) >= 2 * fragments, f"only {len(late)} merges since {since_s} s"
     mean = sum(len(commit.contributors) for commit in late) / len(late)
-    assert mean >= 0.8 * len(names), f"{mean:.2f} of {len(names)} contribute"
+    # Lines may carry only twice what the fastest rounds need: some pushes come too late for theirs.
+    assert mean >= 0.75 * len(names), f"{mean:.2f} of {len(names)} contribute"
     broker = simulation.broker
     assert broker is not None
     for learner in simulation.learners.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from narrows.proto.limits import TOKENS_MAX
 from narrows.proto.timing import CLOCK_BURST_S, CLOCK_RESTS_S
@@ -16,6 +17,10 @@ FIRST_REPORTS = 8
 FIRST_TOKENS_MAX = 1 << 24
 """Tokens accepted from the first report with tokens, and from the FIRST_REPORTS after it together:
 more than any learner makes in the second before a report."""
+
+TOKENS_PER_S_MAX: Final = 1e18
+"""The largest Rate that a message can carry. Wild reports of one learner must not make the Beats of
+all others undecodable."""
 
 
 @dataclass
@@ -131,4 +136,4 @@ class RunClock:
                 # In the first second the time says more about the network than about the rate.
                 rate += account.made / max(account.grown_at - account.since, 1.0)
         assert rate >= 0.0
-        return rate
+        return min(rate, TOKENS_PER_S_MAX)

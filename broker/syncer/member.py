@@ -11,11 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
+from typing import Final
 
 from narrows.broker.syncer.events import Peer
 from narrows.broker.syncer.participation import Participation
 from narrows.proto.flow import Flow
 from narrows.proto.messages import Report
+
+STEP_S_MIN: Final = 1e-6
+"""Shortest inner step that is believed."""
 
 
 class Liveness(StrEnum):
@@ -128,7 +132,9 @@ class Member:
     @property
     def step_s(self) -> float:
         """Reported seconds per inner step; 0: none reported yet."""
-        return self.report.step_s if self.report is not None else 0.0
+        step_s = self.report.step_s if self.report is not None else 0.0
+        # A report may say 5e-324: what is divided by it would be infinite.
+        return max(step_s, STEP_S_MIN) if step_s else 0.0
 
     @property
     def kept_bits_per_s(self) -> float | None:

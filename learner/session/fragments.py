@@ -162,16 +162,25 @@ class FragmentSessions:
                 effects += session.snapshot(self._push_id)
         return effects
 
-    def decline(self, reason: str, *, stopped: bool) -> list[ev.Effect]:
+    def decline(
+        self, reason: str, *, stopped: bool, lockstep_step: int | None = None
+    ) -> list[ev.Effect]:
         """Declines rounds that will get no push, so that nobody waits for this learner.
 
-        With a `reason` these are all rounds. When training has stopped, they are those of fragments
-        without a step since their adoption.
+        With a `reason` these are all rounds. Otherwise they are those of fragments without a step
+        since their adoption, if no step will come: training has stopped, or in lockstep the round
+        wants a snapshot at a step that this learner has passed (after a broker's older state).
         """
         effects: list[ev.Effect] = []
         for session in self._sessions:
-            # Without a step there is nothing to push, and no further step will come.
-            if reason or (stopped and session.account.steps == 0 and not session.fresh):
+            round_ = session.round
+            passed = (
+                lockstep_step is not None
+                and round_ is not None
+                and 0 <= round_.at_step <= lockstep_step
+            )
+            without_step = session.account.steps == 0 and not session.fresh
+            if reason or ((stopped or passed) and without_step):
                 effects += session.decline(reason or "no step since it adopted")
         return effects
 

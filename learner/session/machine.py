@@ -30,8 +30,7 @@ class Session:
     def __init__(
         self, identity: Identity, *, jitter: Callable[[], float], contribute_after_steps: int = 0
     ) -> None:
-        """`jitter` returns numbers in [0, 1) that spread retries. `contribute_after_steps`: no
-        contribution before so many own steps (the ramp of a newcomer)."""
+        """`jitter` returns numbers in [0, 1). A newcomer contributes after so many own steps."""
         self.identity = identity
         self.run_id = ""
         self.epoch: msg.Epoch = (0, 0, 0)
@@ -284,7 +283,9 @@ class Session:
         # A training thread that is at a boundary again has made all the copies of the last one.
         self.leaving.copying = bool(effects)
         if self.fragments.ready and not was_ready and not any(self.fragments.adopted):
-            self._pace.contribute_after_steps = 0  # Everybody starts here: nobody warms up.
+            # Everybody starts here: nobody warms up, whatever was declined while it was unknown.
+            self._pace.contribute_after_steps = 0
+            self.fragments.answer_again()
         if effects and self.fragments.ready and self.settings is not None:
             self._pace.realign(self.settings, self.fragments.adopted, rolled_back=rolled_back)
         effects += self.fragments.send_founding()
@@ -322,7 +323,8 @@ class Session:
             effects += fragment.ask(now, self._jitter())
         stopped = self.leaving.asked or self.should_stop
         reason = self._pace.warming(self.settings) or self._paused
-        effects += self.fragments.decline(reason, stopped=stopped)
+        step = self._pace.lockstep_step(self.settings)
+        effects += self.fragments.decline(reason, stopped=stopped, lockstep_step=step)
         if now >= self._pace.report_at():
             effects.append(self._report(now))
         return effects

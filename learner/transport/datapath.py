@@ -197,6 +197,10 @@ class DataPath:
 
     def apply(self, effect: ev.Apply) -> None:
         """Makes the next published copy on the pool and compares its digest with the broker's."""
+        if not self._chunks.keys() >= set(effect.handles):
+            # The session has dropped them since, with its wish for this version: effects of the
+            # training thread's events come here behind those of the background's own.
+            return
         fragment = self.table[effect.fragment]
         chunks = [self._chunks[handle] for handle in effect.handles]
         base = None

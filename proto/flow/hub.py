@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from narrows.proto.flow.budget import Budget
-from narrows.proto.flow.outbox import Lane, StateDebt
+from narrows.proto.flow.lanes import Lane, StateDebt
 from narrows.proto.flow.sender import Datagram, Sender
 
 
@@ -36,6 +36,8 @@ class Hub:
         self._served_bytes = 0
         """Place of the sender that was served last: a newcomer begins there."""
         self._debt = StateDebt()
+        """One debt for all: a sender with a debt of its own would hold back its fragments while
+        the others' states are served."""
 
     def add(self, sender: Sender) -> Sender | None:
         """A session begins; returns the last sender to the same learner."""
@@ -43,6 +45,7 @@ class Hub:
         sender.budget = before.budget if before else Budget(self._each_bits_per_s)
         if before is not None and before.incarnation == sender.incarnation:
             sender.start_at(before.positions)
+        sender.share_debt(self._debt)
         self.senders[sender.learner] = self._before[sender.learner] = sender
         self._turns[sender.learner] = _Turn()
         return before
@@ -121,7 +124,7 @@ class Hub:
             if not turn.is_active:
                 turn.served_bytes = max(turn.served_bytes, self._served_bytes)
             turn.is_active = name in waiting
-        if all(sender.next_lane is not Lane.STATE for sender in waiting.values()):
+        if not any(sender.holds_states for sender in self.senders.values()):
             self._debt.forget()
         return waiting
 
@@ -137,7 +140,7 @@ class Hub:
         """None if this sender's rate or credit lets nothing go now."""
         if not sender.budget.is_open(now):
             return None
-        turn, payload_bytes = self._turns[sender.learner], sender.next_bytes
+        turn = self._turns[sender.learner]
         datagram = sender.take(now)
         if datagram is None:
             turn.is_active = False
@@ -146,7 +149,6 @@ class Hub:
         self.total.send(size_bytes, now)
         self._served_bytes = turn.served_bytes
         turn.served_bytes += size_bytes
-        self._debt.settle(datagram.parcel.lane, payload_bytes)
         return datagram
 
     def _rest(self) -> None:

@@ -14,9 +14,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Final, Generic, NamedTuple, TypeVar
 
+from narrows.proto.flow.lanes import Lane, StateDebt
 from narrows.proto.flow.path import Delivery, Mark
 from narrows.proto.timing import (
     ACKNOWLEDGE_S,
@@ -32,41 +32,10 @@ Item = TypeVar("Item")
 DOUBLINGS_MAX: Final = 6
 """The longest pause between two messages to a peer that acknowledges nothing is 64 stalls."""
 
-STATE_FLOOR: Final = 1 / 8
-"""Least share of the bytes that states get while some wait, so that a joiner arrives at last."""
 
 LATE_FACTOR: Final = 1.5
 """After an acknowledgement that came later than a stall, a stall is this many times its delay, up
 to LATE_STALL_MAX_S; once one comes sooner again, as it was."""
-
-
-class Lane(IntEnum):
-    """The order of departure: fragments of open rounds first, then transfers of whole states."""
-
-    FRAGMENT = 0
-    STATE = 1
-
-
-@dataclass
-class StateDebt:
-    """Whose turn it is where both wait: of the bytes, STATE_FLOOR are states."""
-
-    owed_bytes: float = 0.0
-
-    def is_due(self, size_bytes: int) -> bool:
-        """A state message of this size goes next."""
-        return self.owed_bytes >= size_bytes
-
-    def settle(self, lane: Lane, size_bytes: int) -> None:
-        """A message of this lane has left."""
-        if lane is Lane.STATE:
-            self.owed_bytes = max(0.0, self.owed_bytes - size_bytes)
-        else:
-            self.owed_bytes += size_bytes * STATE_FLOOR / (1 - STATE_FLOOR)
-
-    def forget(self) -> None:
-        """No state waits: what fragments take now is not at its expense."""
-        self.owed_bytes = 0.0
 
 
 class Departure(NamedTuple, Generic[Item]):
@@ -125,11 +94,13 @@ class Outbox(Generic[Item]):
     """A peer without progress for so long has lost what was under way: then one message may leave
     to find out, the next after twice the time; all of the window after progress."""
     delivery: Delivery = field(default_factory=Delivery)
+    shared_debt: StateDebt | None = None
+    """The debt to states of all peers behind the same line; None: this peer has its own."""
     in_flight: int = field(default=0, init=False)
     """Bytes that are not acknowledged, of all streams."""
     _streams: list[_Stream[Item]] = field(default_factory=list[_Stream[Item]])
     _lanes: tuple[deque[tuple[Item, int]], ...] = ()
-    _debt: StateDebt = field(default_factory=lambda: StateDebt())
+    _own_debt: StateDebt = field(default_factory=lambda: StateDebt(), init=False)
     _moved_at: float = -math.inf
     """When anything was acknowledged last."""
     _late_s: float = 0.0
@@ -147,6 +118,15 @@ class Outbox(Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         """The items that wait to leave."""
         return (item for lane in self._lanes for item, _ in lane)
+
+    @property
+    def _debt(self) -> StateDebt:
+        return self._own_debt if self.shared_debt is None else self.shared_debt
+
+    @property
+    def holds_states(self) -> bool:
+        """A state message waits."""
+        return bool(self._lanes[Lane.STATE])
 
     @property
     def next_lane(self) -> Lane | None:
@@ -196,6 +176,8 @@ class Outbox(Generic[Item]):
     def put(self, item: Item, size_bytes: int, lane: Lane = Lane.FRAGMENT) -> None:
         """Queues a message of `size_bytes`."""
         self._lanes[lane].append((item, size_bytes))
+        if lane is Lane.STATE:
+            self._debt.expect(size_bytes)
 
     def has_credit(self, now: float) -> bool:
         """Whether `take` would return a message."""
@@ -213,7 +195,7 @@ class Outbox(Generic[Item]):
         stream = self._streams[index]
         self._lanes[lane].popleft()
         self._debt.settle(lane, size_bytes)
-        if not self._lanes[Lane.STATE]:
+        if self.shared_debt is None and not self.holds_states:
             self._debt.forget()
         mark = self.delivery.leave(now, alone=not self.in_flight)
         if not stream.in_flight:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from narrows.proto.codec import EncodedChunk
 from narrows.proto.flow.assembly import touches
 from narrows.proto.flow.budget import Budget, wire_bytes
-from narrows.proto.flow.outbox import Departure, Lane, Outbox
+from narrows.proto.flow.lanes import Lane, StateDebt
+from narrows.proto.flow.outbox import Departure, Outbox
 from narrows.proto.frames import encode_header
 from narrows.proto.limits import PROTOCOL
 from narrows.proto.messages import DataKind, Epoch, Header
@@ -107,7 +108,13 @@ class Sender:
     def open_streams(self, streams: int) -> None:
         """Another number of streams drops the queue, and positions begin at 0 again."""
         if streams != self._outbox.stream_count:
-            self._outbox = Outbox[Parcel](streams, self._window_bytes)
+            debt = self._outbox.shared_debt
+            self._outbox = Outbox[Parcel](streams, self._window_bytes, shared_debt=debt)
+
+    def share_debt(self, debt: StateDebt) -> None:
+        """All senders behind one line owe their states together; before anything is queued."""
+        assert not self._outbox
+        self._outbox.shared_debt = debt
 
     def start_at(self, positions: tuple[int, ...]) -> None:
         """Counts on from the positions of an earlier sender to the same process."""
@@ -141,6 +148,11 @@ class Sender:
     def __iter__(self) -> Iterator[Parcel]:
         """The parcels that wait to leave."""
         return iter(self._outbox)
+
+    @property
+    def holds_states(self) -> bool:
+        """A state message waits to leave."""
+        return self._outbox.holds_states
 
     @property
     def next_lane(self) -> Lane | None:

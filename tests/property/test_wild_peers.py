@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from machines import Desk, hello, incarnation_of, only
+from msgspec import structs
 
 from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
+from narrows.proto.frames import decode_control, encode_control
 
 NAMES = "abcd"
-EXTREMES = (0, 1, 2, 7, 1000, 1 << 40, (1 << 53) - 1)
+EXTREMES = (0, 1, 2, 7, 1000, 1 << 40, (1 << 53) - 1, 1 << 62)
 RATES = (0.0, 1.0, 1e3, 1e6, 1e9, 1e18)
 
 
@@ -21,7 +23,7 @@ def report(random: Random) -> msg.Report:
     return msg.Report(
         step=random.choice(EXTREMES),
         tokens=random.choice(EXTREMES),
-        step_s=random.choice((0.0, 1e-9, 0.5, 3.0, 1e9)),
+        step_s=random.choice((0.0, 5e-324, 1e-9, 0.5, 3.0, 1e9)),
         loss=None,
         received=tuple(random.choice(EXTREMES) for _ in range(random.randint(0, 5))),
         ledger=msg.TokenLedger(),
@@ -72,7 +74,12 @@ def reload(desk: Desk, random: Random) -> list[ev.Effect]:
 
 
 def answer(desk: Desk, effects: list[ev.Effect]) -> None:
-    """The shell does what it is told."""
+    """The shell does what it is told; what it sends can be decoded."""
+    for send in only(effects, ev.Send):
+        message = send.message
+        if isinstance(message, msg.Welcome):  # The desk has no ports.
+            message = structs.replace(message, uplink_port=1, downlink_port=2)
+        decode_control(encode_control(message))
     for merge in only(effects, ev.StartMerge):
         done = ev.Merged(merge.fragment, merge.version, merge.version, 0)
         answer(desk, desk.do(done))
@@ -107,3 +114,27 @@ def test_whatever_learners_say_the_broker_goes_on(seed: int) -> None:
         else:
             effects = desk.wait(random.choice((0.1, 1.0, 5.0)))
         answer(desk, effects)
+
+
+def test_a_step_that_takes_no_time_is_no_reason_to_end() -> None:
+    desk = Desk("decoupled", wan__up="1Mbit/s").running("a")
+    desk.say("a", msg.Report(5, 1000, 5e-324, None, (0,), msg.TokenLedger(), 0.0))
+    assert desk.wait(5.0)
+
+
+def test_wild_counts_of_tokens_leave_the_beats_readable() -> None:
+    desk = Desk("decoupled").running("a", "b")
+    join_again = hello("c")
+    desk.say("c", join_again)
+    for fragment in range(2):
+        desk.say("c", msg.Adopted(fragment, 0))
+    for _ in range(400):
+        for tokens in (1 << 62, 0):
+            desk.say(
+                "c", msg.Report(5, tokens, 0.1, None, (0,), msg.TokenLedger(), 0.0), after_s=0.0005
+            )
+    for name in "abc":
+        desk.say(name, msg.Alive(0))
+    beats = only(desk.wait(1.0), ev.Send)
+    told = [send.message for send in beats if isinstance(send.message, msg.Beat)]
+    assert told and all(decode_control(encode_control(beat)) == beat for beat in told)

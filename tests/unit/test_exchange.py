@@ -98,3 +98,13 @@ def test_a_copy_that_is_not_the_brokers_is_told_and_not_installed(kind: DataKind
         assert np.array_equal(data_path.published[0], base)
     finally:
         data_path.close()
+
+
+def test_an_apply_whose_chunks_were_dropped_does_nothing() -> None:
+    """A Drop of the background's own may overtake an Apply of the training thread's event."""
+    receiver = Receiver()
+    try:
+        receiver.data_path.apply(ev.Apply(0, 1, DataKind.STATE, (12345,), 1))
+        assert receiver.posted.empty()
+    finally:
+        receiver.data_path.close()

@@ -141,6 +141,39 @@ def test_a_joiner_is_owed_nothing_for_the_time_before_it_came() -> None:
     assert abs(after.count("b") - 10) <= 2
 
 
+def test_a_joiner_that_is_cut_off_saves_nothing_up_for_the_next_one() -> None:
+    line = Line(total=1e6)
+    for number, name in enumerate("abc"):
+        line.join(name, number)
+    line.queue("a", 6000)
+    line.queue("b", 200, DataKind.STATE)
+    line.hub.senders["b"].set_rate(1e-3, 0.0)
+    line.serve_turns(1500)
+    line.acknowledge("a")
+    line.queue("c", 200, DataKind.STATE)
+    before = len(line.sent)
+    line.serve_turns(80)
+    after = line.names[before : before + 80]
+    assert abs(after.count("c") - 10) <= 2
+
+
+def test_a_state_of_its_own_does_not_hold_back_a_learners_fragments() -> None:
+    line = Line(total=1e6)
+    for number, name in enumerate("abcdef"):
+        line.join(name, number)
+    for name in "ab":
+        line.queue(name, 2000)
+    for name in "acdef":
+        line.queue(name, 2000, DataKind.STATE)
+    for _ in range(800):
+        line.serve_turns(1)
+        for name in "abcdef":
+            line.acknowledge(name)
+    sent = [(name, datagram.parcel.kind) for name, datagram in line.sent]
+    share = {name: sent.count((name, DataKind.PUBLICATION)) / len(sent) for name in "ab"}
+    assert min(share.values()) > 0.35
+
+
 def test_who_had_no_credit_does_not_get_what_it_missed() -> None:
     line = Line(total=1e6)
     line.join("a")

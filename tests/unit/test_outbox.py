@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from narrows.proto.flow.outbox import Departure, Lane, Outbox
+from narrows.proto.flow.lanes import Lane
+from narrows.proto.flow.outbox import Departure, Outbox
 from narrows.proto.flow.path import Mark
 
 

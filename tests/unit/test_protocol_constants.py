@@ -11,7 +11,7 @@ from narrows.broker.syncer import clock, ending, forgetting, rates
 from narrows.learner.session import fragments
 from narrows.proto import limits, socket_options, timing
 from narrows.proto.codec import codecs, kernels, scales, zstd_frame
-from narrows.proto.flow import budget, outbox, path, patience
+from narrows.proto.flow import budget, lanes, outbox, path, patience
 
 #: Constants that are neither a limit nor a time, by the name that the document gives them.
 AMOUNTS: dict[str, object] = {
@@ -31,7 +31,7 @@ AMOUNTS: dict[str, object] = {
     "STREAM_WINDOW_BYTES": socket_options.STREAM_WINDOW_BYTES,
     "WINDOW_START_BYTES": path.WINDOW_START_BYTES,
     "WINDOW_MIN_BYTES": path.WINDOW_MIN_BYTES,
-    "STATE_FLOOR": outbox.STATE_FLOOR,
+    "STATE_FLOOR": lanes.STATE_FLOOR,
     "LATE_FACTOR": outbox.LATE_FACTOR,
     "SHARE_USED": budget.SHARE_USED,
     "WINDOW_SHARE": budget.WINDOW_SHARE,

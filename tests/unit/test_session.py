@@ -218,6 +218,27 @@ def test_a_newcomer_declines_until_it_is_warm_and_then_answers() -> None:
     assert one(seat.step(), msg.Push).fragment == 0
 
 
+def test_a_round_declined_while_joining_is_answered_where_everybody_starts_at_0() -> None:
+    seat = Seat(warm_up_steps=5)
+    seat.do(ev.DeadlineReached())
+    seat.welcome((0, 0))
+    seat.receive(0, 0, kind=msg.DataKind.STATE)
+    seat.do(ev.BoundaryReached())
+    declined = seat.beat((0, 0), open_round(0, 0))
+    assert one(declined, msg.Decline).reason == "warming up, 0 of 5 steps"
+    seat.receive(1, 0, kind=msg.DataKind.STATE)
+    seat.do(ev.BoundaryReached())
+    assert one(seat.step(), msg.Push).fragment == 0
+
+
+def test_a_lockstep_round_for_a_step_that_has_passed_is_declined_without_work() -> None:
+    """After a broker's older state a fragment may be behind the others: its round wants a snapshot
+    at a step that this learner has made, and lockstep lets it make no other."""
+    seat = Seat(settings=LOCKSTEP).joined((10, 9))
+    late = seat.beat((10, 9), open_round(1, 9, at_step=0))
+    assert one(late, msg.Decline).fragment == 1
+
+
 def test_a_pause_declines_with_its_reason_and_ends() -> None:
     seat = Seat().joined()
     seat.step()
