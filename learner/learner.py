@@ -220,7 +220,7 @@ class Learner:
 
     @property
     def progress(self) -> float:
-        """Fraction of the run's goal that is reached, 0 to 1; 0 for a run without a goal."""
+        """Fraction of the run's goal that is reached, 0 to 1, never falling; 0 without a goal."""
         return self._client.progress
 
     @property

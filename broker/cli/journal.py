@@ -56,7 +56,7 @@ def replay(
     state_dir
         Directory of the broker, which must not be running.
     merge
-        avg: plain weighted mean; rda: radial-directional averaging, as by default.
+        mean: weighted mean; rda: radial-directional averaging, as by default.
     outer
         Another outer optimizer: nesterov or sgd.
     outer_lr

@@ -28,7 +28,7 @@ from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.fragments import build_table
 from narrows.proto.units import counted
 
-RULES = {"avg": "mean", "rda": "layout"}
+RULES = {"mean": "mean", "rda": "layout"}
 """The merge rule for each value of `--merge`."""
 
 SEGMENT_BYTES = 1 << 20

@@ -55,7 +55,7 @@ class Client:
         self._times = _Times()
         #: Sum of the versions adopted when the learner joined: 0 if the run began with it.
         self.joined_version_sum = 0
-        self._run_step = 0.0
+        self._run_step = self._run_tokens = self._progress = 0.0
         self._joined = False
 
     def start(self) -> None:
@@ -153,8 +153,10 @@ class Client:
 
     @property
     def run_tokens(self) -> float:
-        """The run's clock now."""
-        return self._view.run_tokens(time.monotonic())
+        """The run's clock in tokens, never falling: after a restart of the broker it stands until
+        the broker's clock is there again."""
+        self._run_tokens = max(self._run_tokens, self._view.run_tokens(time.monotonic()))
+        return self._run_tokens
 
     @property
     def run_step(self) -> float:
@@ -164,8 +166,9 @@ class Client:
 
     @property
     def progress(self) -> float:
-        """Fraction of the goal, 0 to 1; 0 if the run has no goal."""
-        return self._view.progress(time.monotonic())
+        """Fraction of the goal, 0 to 1, never falling; 0 if the run has no goal."""
+        self._progress = max(self._progress, self._view.progress(time.monotonic()))
+        return self._progress
 
     @property
     def health(self) -> str:

@@ -79,7 +79,7 @@ def test_a_replay_gives_the_model_of_the_run(
 def test_a_replay_under_another_merge_says_from_where_on_it_differs(
     ended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    replay(ended, Changes(merge="avg"), tmp_path / "other.safetensors")
+    replay(ended, Changes(merge="mean"), tmp_path / "other.safetensors")
     assert metadata(tmp_path / "other.safetensors")["narrows.final"] == "false"
     told = capsys.readouterr().out
     assert "different from record" in told and "version 1 of fragment" in told
@@ -87,7 +87,7 @@ def test_a_replay_under_another_merge_says_from_where_on_it_differs(
     assert "no difference" in capsys.readouterr().out
     replay(ended, Changes(outer_lr=0.1))
     assert "different from record" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="avg or rda"):
+    with pytest.raises(ConfigError, match="mean or rda"):
         replay(ended, Changes(merge="median"))
 
 
@@ -509,7 +509,7 @@ def test_a_replay_codes_publications_as_the_run_did(
     )
     replay(state, Changes(merge="rda"))
     assert "no difference" in capsys.readouterr().out
-    replay(state, Changes(merge="avg"))
+    replay(state, Changes(merge="mean"))
     assert "different from record" in capsys.readouterr().out
 
 
