@@ -29,7 +29,8 @@ def test_schedules_never_go_back_with_a_restarted_broker(monkeypatch: pytest.Mon
     clock = Clock(500.0)
     monkeypatch.setattr(Client, "_view", clock)
     client = Client.__new__(Client)
-    client._run_step = client._run_tokens = client._progress = 0.0  # pyright: ignore[reportPrivateUsage]
+    for name in ("_run_step", "_run_tokens", "_progress"):
+        setattr(client, name, 0.0)
     seen = [(client.run_tokens, client.run_step, client.progress)]
     for tokens in (200.0, 600.0):
         clock.tokens = tokens
