@@ -163,22 +163,19 @@ class FragmentSessions:
         return effects
 
     def decline(
-        self, reason: str, *, stopped: bool, lockstep_step: int | None = None
+        self, reason: str, *, stopped: bool, stuck_at: int | None = None
     ) -> list[ev.Effect]:
         """Declines rounds that will get no push, so that nobody waits for this learner.
 
         With a `reason` these are all rounds. Otherwise they are those of fragments without a step
-        since their adoption, if no step will come: training has stopped, or in lockstep the round
-        wants a snapshot at a step that this learner has passed (after a broker's older state).
+        since their adoption, if no step will come: training has stopped, or lockstep lets this
+        learner not go beyond step `stuck_at`, and the round wants a snapshot at that step or an
+        earlier one (after a broker's older state).
         """
         effects: list[ev.Effect] = []
         for session in self._sessions:
             round_ = session.round
-            passed = (
-                lockstep_step is not None
-                and round_ is not None
-                and 0 <= round_.at_step <= lockstep_step
-            )
+            passed = stuck_at is not None and round_ is not None and 0 <= round_.at_step <= stuck_at
             without_step = session.account.steps == 0 and not session.fresh
             if reason or ((stopped or passed) and without_step):
                 effects += session.decline(reason or "no step since it adopted")

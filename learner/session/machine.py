@@ -323,8 +323,8 @@ class Session:
             effects += fragment.ask(now, self._jitter())
         stopped = self.leaving.asked or self.should_stop
         reason = self._pace.warming(self.settings) or self._paused
-        step = self._pace.lockstep_step(self.settings)
-        effects += self.fragments.decline(reason, stopped=stopped, lockstep_step=step)
+        stuck_at = self._pace.run_step if self._waits_from() == -math.inf else None
+        effects += self.fragments.decline(reason, stopped=stopped, stuck_at=stuck_at)
         if now >= self._pace.report_at():
             effects.append(self._report(now))
         return effects

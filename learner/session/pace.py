@@ -60,10 +60,6 @@ class Pace:
         assert is_lockstep(settings) and min(adopted) >= 0, (settings.mode, adopted)
         return self.run_step >= next_snapshot(settings, adopted) + settings.overlap_steps
 
-    def lockstep_step(self, settings: RunSettings | None) -> int | None:
-        """Own inner step as the rounds of the lockstep modes count it; None in other modes."""
-        return self.run_step if settings is not None and is_lockstep(settings) else None
-
     def warming(self, settings: RunSettings | None) -> str:
         """Reason for a newcomer not to contribute yet, "" if it may.
 

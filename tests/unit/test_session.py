@@ -235,8 +235,17 @@ def test_a_lockstep_round_for_a_step_that_has_passed_is_declined_without_work() 
     """After a broker's older state a fragment may be behind the others: its round wants a snapshot
     at a step that this learner has made, and lockstep lets it make no other."""
     seat = Seat(settings=LOCKSTEP).joined((10, 9))
-    late = seat.beat((10, 9), open_round(1, 9, at_step=0))
-    assert one(late, msg.Decline).fragment == 1
+    for _ in range(40):
+        seat.step()
+    seat.receive(0, 11, kind=msg.DataKind.STATE)
+    seat.do(ev.BoundaryReached())
+    late = seat.beat((11, 9), open_round(0, 11, at_step=0))
+    assert one(late, msg.Decline).fragment == 0
+
+
+def test_a_lockstep_round_is_not_declined_where_a_step_will_come() -> None:
+    seat = Seat(settings=LOCKSTEP).joined((10, 10))
+    assert not only(seat.beat((10, 10), open_round(0, 10, at_step=0)), msg.Decline)
 
 
 def test_a_pause_declines_with_its_reason_and_ends() -> None:
