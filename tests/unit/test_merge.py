@@ -242,13 +242,12 @@ from merge_cases import contribution, one_fragment
 from narrows.broker.merging.merge import merge_vectors
 from narrows.broker.merging.outer import outer_optimizer
 from narrows.proto.frames import digest
-from narrows.proto.codec import F32, F32
 fragment = one_fragment((3000, "rda"), (77, "mean"), (2000, "rda"))
 rng = np.random.default_rng(1)
 vectors = rng.normal(size=(5, fragment.elements)).astype(np.float32)
 ones = [contribution(str(i), fragment, v, codec_name="int4-zstd") for i, v in enumerate(vectors)]
 merged = merge_vectors(fragment, ones, [0.1, 0.15, 0.2, 0.25, 0.3]).outer_grad
-optimizer = outer_optimizer("nesterov", rate=0.7, momentum=0.6)
+optimizer = outer_optimizer("nesterov", lr=0.7, momentum=0.6)
 params, momentum = optimizer.step(vectors[0], vectors[1], merged)
 print([digest(each.data.cast("B")) for each in (merged, params, momentum)])
 """
