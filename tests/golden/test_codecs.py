@@ -124,6 +124,7 @@ def test_a_generic_cpu_computes_the_stored_bits(tmp_path: Path) -> None:
         "NUMBA_CPU_NAME": "generic",
         "NUMBA_CPU_FEATURES": "",
         "NUMBA_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parents[1]),
     }
     script = "import runpy, sys\nprint(runpy.run_path(sys.argv[1])['digest_of_everything']())\n"
     done = subprocess.run(
