@@ -66,7 +66,7 @@ class Keyring:
     def __post_init__(self) -> None:
         """Raises ConfigError unless a name has one holder and a key one holder."""
         holders: dict[str, str] = {}
-        for each in self._all:
+        for each in self.everybody:
             name = each.holder.name
             if each.public in holders:
                 raise ConfigError(
@@ -79,7 +79,8 @@ class Keyring:
             _check_name(name, grants)
 
     @property
-    def _all(self) -> tuple[Grant | Invited, ...]:
+    def everybody(self) -> tuple[Grant | Invited, ...]:
+        """Keys, then invitations, each in the order of the file."""
         return (*self.grants, *self.invitations)
 
     @cached_property
@@ -91,7 +92,7 @@ class Keyring:
 
     @cached_property
     def _entries(self) -> dict[str, Grant | Invited]:
-        return {each.public: each for each in self._all}
+        return {each.public: each for each in self.everybody}
 
     def of(self, name: str) -> list[Grant]:
         """The keys of a name, in the order of the file: the newest is the last."""
@@ -224,7 +225,7 @@ def write_ring(directory: Path, ring: Keyring) -> None:
     """Puts a ring in the place of the one in `directory`, in one step."""
     lines = ["# The keys that the broker admits. A running broker reads changes at once.", ""]
     lines.append(f"format = {FORMAT}")
-    for each in (*ring.grants, *ring.invitations):
+    for each in ring.everybody:
         table = "key" if isinstance(each, Grant) else "invitation"
         lines += ["", f"[[{table}]]", *toml_lines(_values(each))]
     replace_secret(ring_path(directory), "\n".join([*lines, ""]))
