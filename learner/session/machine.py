@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from narrows.learner.session import events as ev
-from narrows.learner.session.dialer import WAITS_FOR, Connection, Dialer, error_of
+from narrows.learner.session.dialer import WAITS_FOR, Connection, Dialer
 from narrows.learner.session.fragments import FragmentSessions
 from narrows.learner.session.identity import Identity
 from narrows.learner.session.leaving import Leaving, is_ending
@@ -20,6 +20,7 @@ from narrows.learner.session.view import SessionView
 from narrows.proto import messages as msg
 from narrows.proto.errors import OF_ONE_MESSAGE, RETRYABLE, Refused
 from narrows.proto.fragments import build_table
+from narrows.proto.refusal import error_of
 from narrows.proto.schedule import is_lockstep
 from narrows.proto.timing import QUIET_S
 

@@ -184,6 +184,12 @@ def ring_path(directory: Path) -> Path:
     return directory / "allowed.toml"
 
 
+def new_ring(directory: Path) -> None:
+    """Makes a ring that admits nobody; one that is there stays."""
+    if not ring_path(directory).exists():
+        write_ring(directory, Keyring())
+
+
 def read_ring(directory: Path) -> Keyring:
     """The ring in `directory`. Raises ConfigError, naming the file and the entry."""
     path = ring_path(directory)
