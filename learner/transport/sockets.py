@@ -34,6 +34,7 @@ class LearnerSockets:
     """All sockets of one learner. One thread uses them; any thread may call `wake`."""
 
     broker: str
+    name: str
     incarnation: str
     key: SiteKey | None = None
     key_file: Path | None = None
@@ -191,7 +192,7 @@ class LearnerSockets:
     def _open_downlink(self, stream: int) -> Socket:
         socket = self._make(zmq.SUB, socket_options.DATA)
         self._unconnected.add(socket)
-        socket.setsockopt(zmq.SUBSCRIBE, downlink_topic(self.incarnation, stream))
+        socket.setsockopt(zmq.SUBSCRIBE, downlink_topic(self.name, self.incarnation, stream))
         self._connect(socket, self.ports[1])
         return socket
 

@@ -79,7 +79,7 @@ class Background:
         )
         self.view = BackgroundView(self.session.view())
         self.wires = LearnerSockets(
-            options.broker, identity.incarnation, options.key, options.key_file
+            options.broker, options.name, identity.incarnation, options.key, options.key_file
         )
         self.data_path = DataPath(self.wires, options, post=self._post)
         self.changed = threading.Condition()
