@@ -18,12 +18,13 @@ from narrows.proto.keys.handshakes import (
     curve_options,
     outcome_of,
 )
-from narrows.proto.keys.invitation import Invitation, read_invitation
+from narrows.proto.keys.invitation import Invitation, is_invitation, read_invitation
 from narrows.proto.keys.pair import KeyPair, check_public_key, new_pair, pair_of_secret
 from narrows.proto.keys.ring import (
     Grant,
     Invited,
     Keyring,
+    check_holder,
     edit_ring,
     new_ring,
     read_ring,
@@ -51,9 +52,11 @@ __all__ = [
     "SiteKey",
     "allow_command",
     "broker_key_path",
+    "check_holder",
     "check_public_key",
     "curve_options",
     "edit_ring",
+    "is_invitation",
     "key_path",
     "new_broker_key",
     "new_pair",
