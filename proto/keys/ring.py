@@ -257,13 +257,12 @@ def _values(entry: Grant | Invited) -> dict[str, object]:
 
 
 def _holder(path: Path, entry: _Entry) -> KeyHolder:
-    check_public_key(entry.public, f"{path}: {entry.name}")
-    return check_holder(
-        KeyHolder(
-            entry.name, entry.role, entry.organisation, tuple(entry.carries), entry.tokens_per_s_max
-        ),
-        str(path),
+    holder = KeyHolder(
+        entry.name, entry.role, entry.organisation, tuple(entry.carries), entry.tokens_per_s_max
     )
+    check_holder(holder, str(path))
+    check_public_key(entry.public, f"{path}: {entry.name}")
+    return holder
 
 
 def check_holder(holder: KeyHolder, where: str) -> KeyHolder:
