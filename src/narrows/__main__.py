@@ -54,6 +54,7 @@ def broker(
     goal_tokens: str | None = None,
     mode: str | None = None,
     init: Path | None = None,
+    keys: Path | None = None,
     insecure: bool = False,
     setting: Annotated[list[str], Parameter(name=["--set", "-s"], negative="")] | None = None,
     events: Path | None = None,
@@ -79,6 +80,8 @@ def broker(
         decoupled (default), streaming or diloco.
     init
         Safetensors file that becomes version 0 instead of the first learner's parameters.
+    keys
+        Directory of keys that `narrows keys new` made: only the holders of its keys may connect.
     insecure
         Allow to listen beyond loopback, although nothing is encrypted or authenticated.
     setting
@@ -98,6 +101,7 @@ def broker(
         "run.goal_tokens": goal_tokens,
         "run.mode": mode,
         "broker.insecure": insecure or None,
+        "security.keys": str(keys) if keys else None,
     }
     flags.update({key: value for key, value in named.items() if value is not None})
     run_broker(BrokerCommand(config, flags, setting or [], events, ready_file))
