@@ -50,7 +50,7 @@ def _check_hello(identity: Identity) -> None:
     """Raises ConfigError for a layout that no broker takes."""
     try:
         check_layout(identity.layout)
-        encode_control(identity.hello("", (0, 0, 0), 0, 0))
+        encode_control(identity.hello("", (0, 0, 0), "", 0, 0))
     except NarrowsError as error:
         raise ConfigError(
             f"this model cannot take part: {error.message}",
@@ -77,7 +77,7 @@ class Background:
             contribute_after_steps=options.contribute_after_steps,
         )
         self.view = BackgroundView(self.session.view())
-        self.wires = LearnerSockets(options.broker, identity.incarnation)
+        self.wires = LearnerSockets(options.broker, options.name, identity.incarnation)
         self.data_path = DataPath(self.wires, options, post=self._post)
         self.changed = threading.Condition()
         #: Steps that the session has not counted yet: (tokens, loss, time in seconds).
