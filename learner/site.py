@@ -24,7 +24,7 @@ class Site:
 def site_of(
     broker: str | None, name: str | None, key: str | os.PathLike[str] | None = None
 ) -> Site:
-    """What is not given comes from the key file: the one that `key`, or NARROWS_KEY, names.
+    """The key file gives what is not given: the file that `key`, or NARROWS_KEY, names.
 
     Raises ConfigError for another name than the key's, for a file that cannot be used, or if
     something is missing.
