@@ -97,6 +97,10 @@ class Dialer:
             return "the broker does not know this session, it was restarted perhaps; joining again"
         return f"not admitted yet: {refuse.message}. {refuse.remedy}".rstrip()
 
+    def refused(self, refuse: Refuse) -> Refused:
+        """The error for a refusal that lasts."""
+        return error_of(refuse)
+
     def lose(self, now: float) -> None:
         """The session is gone; the next Hello is due at once, later ones with back-off."""
         if self.connection is Connection.JOINED:

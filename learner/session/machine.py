@@ -20,7 +20,6 @@ from narrows.learner.session.view import SessionView
 from narrows.proto import messages as msg
 from narrows.proto.errors import OF_ONE_MESSAGE, RETRYABLE, Refused
 from narrows.proto.fragments import build_table
-from narrows.proto.refusal import error_of
 from narrows.proto.schedule import is_lockstep
 from narrows.proto.timing import QUIET_S
 
@@ -244,7 +243,7 @@ class Session:
             self._rejoin(now)
             line = self._dialer.not_yet(refuse)
             return [ev.Note("warning", line)] if line else []
-        return self._fail(error_of(refuse))
+        return self._fail(self._dialer.refused(refuse))
 
     def _fail(self, error: Refused) -> list[ev.Effect]:
         self._dialer.close(Connection.REFUSED)
