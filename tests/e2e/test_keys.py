@@ -331,22 +331,8 @@ def test_an_expired_invitation_names_the_remedy(site: Site) -> None:
 # Connections.
 
 
-def test_a_message_that_never_ends_is_cut(site: Site) -> None:
-    with site.peer("a") as a, site.peer("b") as b:
-        a.join()
-        a.found()
-        b.join()
-        monitor = b.uplink.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        part = bytes(1 << 20)
-        while not monitor.poll(10):
-            b.uplink.send(part, zmq.SNDMORE)
-        wait_until(lambda: a.refusals("too_large") >= 1, "the count")
-        assert a.status().phase is msg.Phase.RUNNING
-        b.uplink.disable_monitor()
-        monitor.close()
-
-
 def test_a_message_that_never_ends_takes_bounded_memory(tmp_path: Path) -> None:
+    # By hand: libzmq keeps the parts of a message until it is whole.
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
     ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 4) + b"XPUB"
     part = b"\x03" + struct.pack(">Q", 1 << 20) + bytes(1 << 20)
@@ -364,7 +350,8 @@ def test_a_message_that_never_ends_takes_bounded_memory(tmp_path: Path) -> None:
                 most = max(most, _resident_bytes() - before)
         assert sent > UPLINK_HELD_MAX
         assert most < 4 * UPLINK_HELD_MAX
-        assert service.wires.connections.cuts["too_large"] == 1
+        with Peer(service.wires.address, "a") as a:
+            assert a.refusals("too_large") == 1
 
 
 def test_a_holder_has_a_bounded_number_of_connections(site: Site) -> None:
