@@ -20,6 +20,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -308,6 +309,7 @@ def _is_section(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
+@cache
 def _fields(cls: type[Section]) -> dict[str, tuple[object, tuple[object, ...]]]:
     """Bare type and annotations of every field, by its name."""
     hints = get_type_hints(cls, include_extras=True)
