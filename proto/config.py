@@ -40,6 +40,9 @@ _TAKES: Final = {
 }  # fmt: skip
 
 
+INTEGER_BITS_MAX: Final = 64
+"""Bits of a whole number. TOML has no longer ones, and beyond 1024 there is no float for it."""
+
 ENDLESS: Final = 1e16
 """A bound beyond this only keeps a number within 64 bits, so its digits are not printed."""
 
@@ -129,7 +132,8 @@ def read_table(path: Path) -> dict[str, object]:
     """The nested tables of a TOML file. Raises ConfigError if it cannot be read or parsed."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
+        # tomllib itself raises for numbers of thousands of digits, and for deep nesting.
         raise ConfigError(f"{path}: not a TOML file", got=str(error)) from error
     except OSError as error:
         reason = error.strerror or str(error)
@@ -228,6 +232,10 @@ def _behind(prefix: str, error: ConfigError) -> ConfigError:
 
 def _convert(value: object, kind: object, notes: tuple[object, ...], key: str) -> object:
     """A value as the field holds it; the checks of Section see the result."""
+    if isinstance(value, int) and value.bit_length() > INTEGER_BITS_MAX:
+        expected = f"a number of {INTEGER_BITS_MAX} bits"
+        got = f"{value.bit_length()} bits"
+        raise ConfigError(f"{key}: too large", expected=expected, got=got)
     unit = _unit(notes)
     if unit and isinstance(value, str):
         try:
@@ -279,7 +287,10 @@ def _choices(kind: object) -> list[str]:
 
 
 def _show(value: object) -> str:
-    return repr(str(value)) if isinstance(value, str) else str(value)[:64]
+    try:
+        return repr(str(value)) if isinstance(value, str) else str(value)[:64]
+    except ValueError:  # Python does not print such a number.
+        return "thousands of digits"
 
 
 def _unknown(key: str, root: type[Section]) -> ConfigError:
