@@ -20,7 +20,6 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -320,9 +319,18 @@ def _is_section(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
-@cache
+_INSPECTED: Final[dict[type[Section], dict[str, tuple[object, tuple[object, ...]]]]] = {}
+"""What `_fields` returns, by class: to look once more takes longer than all else here."""
+
+
 def _fields(cls: type[Section]) -> dict[str, tuple[object, tuple[object, ...]]]:
     """Bare type and annotations of every field, by its name."""
+    if cls not in _INSPECTED:
+        _INSPECTED[cls] = _inspected(cls)
+    return _INSPECTED[cls]
+
+
+def _inspected(cls: type[Section]) -> dict[str, tuple[object, tuple[object, ...]]]:
     hints = get_type_hints(cls, include_extras=True)
     fields: dict[str, tuple[object, tuple[object, ...]]] = {}
     for field in dataclasses.fields(cls):

@@ -107,7 +107,7 @@ def test_refused(parse: Callable[[str], float], text: str, message: str) -> None
 @pytest.mark.parametrize("digits", [400, 5000])
 def test_a_number_that_no_float_can_be_is_refused(unit: str, digits: int) -> None:
     kind = {"s": "duration", "B": "bytes", "bit/s": "bits_per_s", "": "count"}[unit]
-    with pytest.raises(ConfigError, match="^config: not a"):
+    with pytest.raises(ConfigError, match=r"^config: not a"):
         units.PARSERS[kind]("9" * digits + unit)
 
 
