@@ -75,11 +75,15 @@ DATA: dict[str, int] = {
 
 XPUB: dict[str, int] = {
     **DATA,
-    # Only subscriptions come in, and a topic is short. Below 512 no CURVE handshake would pass.
-    "MAXMSGSIZE": 512,
     # Show each subscription, repeated ones after a reconnect too. XPUB_NODROP stays off: with it
     # one stalled subscriber stops all the others.
     "XPUB_VERBOSER": 1,
+}
+
+DOWNLINK: dict[str, int] = {
+    **XPUB,
+    # Only subscriptions come in, and a topic is short. Below 512 no CURVE handshake would pass.
+    "MAXMSGSIZE": 512,
     # The broker decides which subscriptions count: a topic is for its learner alone.
     "XPUB_MANUAL": 1,
 }
