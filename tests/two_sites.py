@@ -70,7 +70,7 @@ class Walk:
         broker = self._start(
             "broker", self.broker_site, f"narrows broker --keys keys --listen {address}"
         )
-        self._wait(broker, "join with")
+        self._wait(broker, "serving on")
         shutil.move(self.broker_site / "site-a.invite", self.learner_site)
         self._run("accept", self.learner_site, "narrows keys accept site-a.invite --to site-a.key")
         learner = self._start(
@@ -83,6 +83,9 @@ class Walk:
         self._run("revoke", self.broker_site, "narrows keys revoke site-a")
         self._wait(broker, "out of the ring")
         self._wait(learner, REMEDY)
+        # Training goes on.
+        told = len(self.log(learner).partition(REMEDY)[0])
+        wait_until(lambda: "  joining" in self.log(learner)[told:], "another step")
         self._keep("broker", broker)
         self._keep("revoked", learner, after=len(self.blocks["learner"].splitlines()) - 1)
 
