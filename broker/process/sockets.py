@@ -91,7 +91,7 @@ class BrokerSockets:
             uplink.setsockopt(zmq.SUBSCRIBE, b"")
             connections.watch(uplink, UPLINK_HELD_MAX)
             up = _bind(uplink, host, up_port, "uplink")
-            downlink = make(zmq.XPUB, socket_options.XPUB)
+            downlink = make(zmq.XPUB, socket_options.DOWNLINK)
             connections.watch(downlink, DOWNLINK_HELD_MAX)
             down = _bind(downlink, host, down_port, "downlink")
         except NarrowsError:
