@@ -24,7 +24,7 @@ from narrows.proto.limits import PROTOCOL
 from narrows.proto.messages import Enrol, Enrolled
 
 RING_S: Final = 3.0
-"""An invitation may be younger than the broker's last look at its ring, which is 2 s old at most."""
+"""An invitation may be younger than the broker's last look at its ring: at most 2 s."""
 
 
 def provisional(path: Path) -> Path:
