@@ -144,6 +144,9 @@ class MergeSection(Section):
     Nobody is blocked by it; 0 merges slow learners rarely, 1 delays every adoption."""
     weights: Literal["tokens", "equal"] = "tokens"
     """tokens: tokens^2 / steps (Decoupled DiLoCo, arXiv 2604.21428, Sec. 3.2). equal: 1 / M."""
+    tokens_per_s_max: Annotated[Amount, Range(0, 10**18)] = 0
+    """Tokens per second of each learner that count, for the run's clock and for its weight. 0: 8
+    times its own usual rate, and at most 4 times the lower median of all learners' rates."""
     rule: Literal["layout", "mean"] = "layout"
     """layout: radial-directional or mean, as the layout says per tensor. mean: always the mean."""
     clip_ratio: Annotated[float, Range(0, 1000)] = 3.0

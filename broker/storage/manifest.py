@@ -34,8 +34,11 @@ from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest
 from narrows.proto.messages import Count, DtypeName, LayoutEntry, Phase
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Format of everything in a state directory. Other formats are refused by their number."""
+
+FORMATS_READ: Final = (1, FORMAT)
+"""Format 1 has no token_parts: its clock counted what learners reported, in whole tokens."""
 
 JSON_BYTES_MAX: Final = 64 << 20
 """Largest JSON file that is read. The manifest of the longest layout takes a quarter of it."""
@@ -102,6 +105,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     merged_pushes: tuple[MergedPush, ...]
     digest: str = ""
     """xxh3_64 (hex) of this manifest with an empty digest."""
+    token_parts: int = 0
+    """What the run's clock has beyond run_tokens, in units of a P-th token for P fragments."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,7 @@ class CheckpointContent:
     journal: int = 0
     """The newest record of the journal whose round is in here."""
     merged_pushes: tuple[MergedPush, ...] = ()
+    token_parts: int = 0
 
 
 def fragment_name(index: int) -> str:
@@ -179,7 +185,7 @@ def manifest_of(snapshot: CheckpointContent) -> Manifest:
         Manifest(
             FORMAT, snapshot.run_id, snapshot.epoch, snapshot.phase, snapshot.run_tokens,
             snapshot.frozen_digest, tuple(entries), snapshot.layout, snapshot.journal,
-            snapshot.merged_pushes,
+            snapshot.merged_pushes, token_parts=snapshot.token_parts,
         )
     )  # fmt: skip
 
@@ -197,6 +203,7 @@ def snapshot_of(manifest: Manifest, fragments: list[FragmentState]) -> Checkpoin
         fragments=tuple(fragments),
         journal=manifest.journal,
         merged_pushes=manifest.merged_pushes,
+        token_parts=manifest.token_parts,
     )
 
 
@@ -219,11 +226,17 @@ def read_sealed(directory_fd: int, name: str, kind: type[Sealed]) -> Sealed:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         _refuse_other_format(name, data)
         raise Damaged(f"{name}: {error}") from error
-    if content.format != FORMAT:
+    if content.format not in FORMATS_READ:
         _refuse_other_format(name, data)
-    if content != sealed(content):
+    if content.digest != _seal_of(data):
         raise Damaged(f"{name}: does not match its digest")
     return content
+
+
+def _seal_of(data: bytearray) -> str:
+    """The digest that whole content would carry: an older format has other fields."""
+    fields = msgspec.json.decode(data, type=dict[str, object])
+    return f"{digest(msgspec.json.encode(fields | {'digest': ''})):016x}"
 
 
 def _refuse_other_format(name: str, data: bytearray) -> None:
@@ -235,8 +248,7 @@ def _refuse_other_format(name: str, data: bytearray) -> None:
         fields = msgspec.json.decode(data, type=dict[str, object])
     except (msgspec.DecodeError, UnicodeDecodeError):
         return
-    seal = digest(msgspec.json.encode(fields | {"digest": ""}))
-    if fields.get("format") != FORMAT and fields.get("digest") == f"{seal:016x}":
+    if fields.get("format") not in FORMATS_READ and fields.get("digest") == _seal_of(data):
         raise StateError(
             ErrorCode.STATE_DAMAGED, f"{name} cannot be read",
             expected=f"format {FORMAT}", got=f"format {fields.get('format')}",

@@ -18,7 +18,7 @@ from narrows.broker.syncer.credit import Allowance
 from narrows.broker.syncer.ending import Waiting
 from narrows.broker.syncer.founding import Founding
 from narrows.broker.syncer.lifecycle import Lifecycle
-from narrows.broker.syncer.member import Liveness, Member
+from narrows.broker.syncer.member import Liveness, Member, Stepping
 from narrows.broker.syncer.phases import resumed_phase
 from narrows.broker.syncer.pushes import Intake
 from narrows.broker.syncer.roster import Roster
@@ -48,6 +48,8 @@ class Resumed:
     merged_pushes: MergedPushes = field(default_factory=dict[tuple[str, str, int], tuple[int, int]])
     checkpoint_sum: int | None = None
     """Sum of the versions in the checkpoint; None: that of `heads`."""
+    token_parts: int = 0
+    """What the run's clock has beyond run_tokens, in units of a P-th token for P fragments."""
 
 
 class Syncer:
@@ -259,7 +261,7 @@ class Syncer:
             case msg.Decline():
                 effects += self.intake.decline(member, message)
             case msg.Adopted(fragment, version):
-                if serving.adopt(self.state, member, fragment, version):
+                if serving.adopt(self.state, member, fragment, version, now):
                     self.scheduler.adopted(fragment, version, now)
             case msg.Fetch(fragment, have_version):
                 effects += serving.fetch(self.state, member, fragment, have_version)
@@ -293,7 +295,10 @@ class Syncer:
     def _report(self, member: Member, report: msg.Report, now: float) -> None:
         member.report = report
         serving.acknowledge(member, report.received, now)
-        self.state.clock.report(member.incarnation, report.tokens, now)
+        if member.stepping is not None:
+            member.stepping.note(report.step, now)
+        elif report.step > 0:
+            member.stepping = Stepping(report.step, now, report.step, now)
 
     def _unpacked(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
         if header.kind is msg.DataKind.PUSH:
@@ -337,12 +342,16 @@ class Syncer:
         state.table = build_table(resumed.layout, state.settings.fragment_count)
         state.heads = list(resumed.heads)
         assert len(state.heads) == len(state.table)
-        state.clock.run_tokens = resumed.run_tokens
+        count, now = len(state.table), state.tally.started_at
+        assert 0 <= resumed.token_parts < count
+        state.clock.begin(count, now, resumed.run_tokens * count + resumed.token_parts)
         state.phase, state.epoch_resumed = resumed_phase(resumed.phase), True
         # Publications of earlier lives are gone with the memory that kept them.
         state.first_kept = [head.version + 1 for head in resumed.heads]
         state.merged_pushes = dict(resumed.merged_pushes)
         names = sorted({name for name, _, _ in resumed.merged_pushes})
         # They count as gone since the start, or names that never return would be kept for ever.
-        state.roster.remember(names, state.tally.started_at)
+        state.roster.remember(names, now)
+        for name in names:
+            state.clock.expect(name, now)
         self.lifecycle.resumed(resumed.checkpoint_sum)
