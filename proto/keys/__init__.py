@@ -1,0 +1,37 @@
+"""Keys of brokers and sites: CURVE key pairs in files, a broker's key ring, invitations.
+
+A secret stands in a file of its owner alone, and in no other place. The ring holds public keys.
+"""
+
+from narrows.proto.keys.broker_key import (
+    BrokerKey,
+    broker_key_path,
+    new_broker_key,
+    read_broker_key,
+)
+from narrows.proto.keys.invitation import Invitation, read_invitation
+from narrows.proto.keys.pair import KeyPair, check_public_key, new_pair, pair_of_secret
+from narrows.proto.keys.ring import Grant, Invited, Keyring, edit_ring, read_ring, ring_path
+from narrows.proto.keys.site_key import SiteKey, read_site_key, write_site_key
+
+__all__ = [
+    "BrokerKey",
+    "Grant",
+    "Invitation",
+    "Invited",
+    "KeyPair",
+    "Keyring",
+    "SiteKey",
+    "broker_key_path",
+    "check_public_key",
+    "edit_ring",
+    "new_broker_key",
+    "new_pair",
+    "pair_of_secret",
+    "read_broker_key",
+    "read_invitation",
+    "read_ring",
+    "read_site_key",
+    "ring_path",
+    "write_site_key",
+]
