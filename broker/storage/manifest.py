@@ -251,7 +251,7 @@ def _refuse_other_format(name: str, data: bytearray) -> None:
     if fields.get("format") not in FORMATS_READ and fields.get("digest") == _seal_of(data):
         raise StateError(
             ErrorCode.STATE_DAMAGED, f"{name} cannot be read",
-            expected=f"format {FORMAT}", got=f"format {fields.get('format')}",
+            expected="format 1 or 2", got=f"format {fields.get('format')}",
             remedy="use the version of Narrows that wrote it",
         )  # fmt: skip
 

@@ -40,6 +40,7 @@ class Scheduler:
     adopting: list[str] = field(default_factory=list[str])
     """Lockstep: learners that the next round waits for while they adopt."""
     _adopting_until: float = math.inf
+    _adopting_since: dict[str, float] = field(default_factory=dict[str, float])
     _return_by: float = 0.0
     """Time before which the last rounds are not opened, because anybody may come back to them."""
     final_due: list[int] = field(default_factory=list[int])
@@ -147,8 +148,13 @@ class Scheduler:
         self.adopting.clear()
         self._adopting_until = math.inf
         for member in self.state.roster.connected():
-            until = (member.copies.adopting_since or now) + ADOPTION_WAIT_S
-            if self.state.lockstep and not member.ready and now < until:
+            if not self.state.lockstep or member.ready:
+                self._adopting_since.pop(member.name, None)
+                continue
+            # By name: one that joins anew again and again must not hold up everybody for ever.
+            since = self._adopting_since.setdefault(member.name, now)
+            until = since + ADOPTION_WAIT_S
+            if not member.given_up and now < until:
                 self.adopting.append(member.name)
                 self._adopting_until = min(self._adopting_until, until)
 
