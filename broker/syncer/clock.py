@@ -36,7 +36,7 @@ SECONDS_MIN: Final = 1e-3
 """Shortest time of a contribution, for rates."""
 
 RESTS_RATIO: Final = 2.0
-"""Without a merge for so many usual distances the clock rests: learners must not run ahead of it."""
+"""Without a merge for so many usual distances the clock rests: learners must not overtake it."""
 
 TOKENS_PER_S_MAX: Final = 1e18
 """The largest Rate that a message can carry."""

@@ -1,9 +1,9 @@
 """Forgetting of learners that do not return, so that memory stays bounded. [pure]
 
-A name leaves behind the member, its accounts in the run's clock and pace, and its last merged push in each
-fragment. From that push it would learn on its return whether the push's residual counts. A name
-that comes back after it was forgotten is new. An open push of it is refused as stale or collected
-anew, but never merged twice, since a merge makes its base version old.
+A name leaves behind the member, its accounts in the run's clock and pace, and its last merged push
+in each fragment. From that push it would learn on its return whether the push's residual counts. A
+name that comes back after it was forgotten is new. An open push of it is refused as stale or
+collected anew, but never merged twice, since a merge makes its base version old.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from narrows.broker.syncer.credit import Allowance
 from narrows.broker.syncer.ending import Waiting
 from narrows.broker.syncer.founding import Founding
 from narrows.broker.syncer.lifecycle import Lifecycle
-from narrows.broker.syncer.member import Liveness, Member, Stepping
+from narrows.broker.syncer.member import Liveness, Member, stepped
 from narrows.broker.syncer.phases import resumed_phase
 from narrows.broker.syncer.pushes import Intake
 from narrows.broker.syncer.roster import Roster
@@ -71,15 +71,9 @@ class Syncer:
         of the data sockets, for learners; 0 in a simulation, which has none."""
         roster = Roster(config.liveness.late, config.liveness.lost)
         self.state = RunState(
-            config,
-            settings(config),
-            run_id,
-            epoch,
-            roster,
-            Tally(now),
-            uplink_port=uplink_port,
-            downlink_port=downlink_port,
-        )
+            config, settings(config), run_id, epoch, roster, Tally(now),
+            uplink_port=uplink_port, downlink_port=downlink_port,
+        )  # fmt: skip
         self.founding = Founding(self.state, from_file)
         self.admission = Admission(self.state, self.founding)
         self.intake = Intake(self.state)
@@ -294,11 +288,8 @@ class Syncer:
 
     def _report(self, member: Member, report: msg.Report, now: float) -> None:
         member.report = report
+        member.stepping = stepped(member.stepping, report.step, now)
         serving.acknowledge(member, report.received, now)
-        if member.stepping is not None:
-            member.stepping.note(report.step, now)
-        elif report.step > 0:
-            member.stepping = Stepping(report.step, now, report.step, now)
 
     def _unpacked(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
         if header.kind is msg.DataKind.PUSH:
@@ -330,10 +321,10 @@ class Syncer:
         ]
 
     def _aged(self, member: Member, now: float) -> list[ev.Effect]:
-        quiet_s = now - member.presence.heard_at
+        quiet = f"nothing heard for {now - member.presence.heard_at:.1f} s"
         if member.presence.liveness is Liveness.LOST:
-            return self._lose(member, f"nothing heard for {quiet_s:.0f} s", now)
-        return [ev.Note("warning", f"{member.name} is late: nothing heard for {quiet_s:.1f} s")]
+            return self._lose(member, quiet, now)
+        return [ev.Note("warning", f"{member.name} is late: {quiet}")]
 
     def _resume(self, resumed: Resumed) -> None:
         state = self.state
@@ -341,9 +332,8 @@ class Syncer:
         state.layout, state.frozen_digest = resumed.layout, resumed.frozen_digest
         state.table = build_table(resumed.layout, state.settings.fragment_count)
         state.heads = list(resumed.heads)
-        assert len(state.heads) == len(state.table)
         count, now = len(state.table), state.tally.started_at
-        assert 0 <= resumed.token_parts < count
+        assert len(state.heads) == count and 0 <= resumed.token_parts < count
         state.clock.begin(count, now, resumed.run_tokens * count + resumed.token_parts)
         state.phase, state.epoch_resumed = resumed_phase(resumed.phase), True
         # Publications of earlier lives are gone with the memory that kept them.

@@ -7,7 +7,7 @@ syncer that writes to it.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
@@ -97,7 +97,7 @@ class Silence:
     """The operator's log has the warning."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Stepping:
     """Steps as the Reports count them, with the times at which the broker heard of them."""
 
@@ -108,15 +108,18 @@ class Stepping:
     at: float
     """Time of the first Report with `steps`."""
 
-    def note(self, steps: int, now: float) -> None:
-        if steps > self.steps:
-            self.steps, self.at = steps, now
-
     @property
     def step_s(self) -> float:
         """Seconds per inner step since the first Report; 0: unknown."""
         steps, seconds = self.steps - self.first_steps, self.at - self.first_at
         return max(seconds / steps, STEP_S_MIN) if steps > 0 and seconds > 0.0 else 0.0
+
+
+def stepped(before: Stepping | None, steps: int, now: float) -> Stepping | None:
+    """The steps after a Report that counts so many."""
+    if before is None:
+        return Stepping(steps, now, steps, now) if steps > 0 else None
+    return replace(before, steps=steps, at=now) if steps > before.steps else before
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The pace of inner steps, from what the broker sees: time that passed, steps that were pushed. [pure]
+"""The pace of inner steps as the broker sees it: time that passed, steps that were pushed. [pure]
 
 The time between two messages is the broker's own. Only the number of steps is claimed. A learner's
 word on the duration of its steps (Report.step_s) is shown to operators and decides nothing.

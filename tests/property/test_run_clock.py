@@ -1,4 +1,4 @@
-"""The run's clock: monotone, bounded per name, exact, whatever is claimed and however it arrives."""
+"""The run's clock: monotone, bounded per name, exact, whatever is claimed, in whatever order."""
 
 from __future__ import annotations
 
