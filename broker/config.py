@@ -145,8 +145,7 @@ class MergeSection(Section):
     weights: Literal["tokens", "equal"] = "tokens"
     """tokens: tokens^2 / steps (Decoupled DiLoCo, arXiv 2604.21428, Sec. 3.2). equal: 1 / M."""
     tokens_per_s_max: Annotated[Amount, Range(0, 10**18)] = 0
-    """Tokens per second of each learner that count, for the run's clock and for its weight. 0: 8
-    times its own usual rate, and at most 4 times the lower median of all learners' rates."""
+    """Tokens/s of a learner that count, in the clock and its weight. 0: from what is usual."""
     rule: Literal["layout", "mean"] = "layout"
     """layout: radial-directional or mean, as the layout says per tensor. mean: always the mean."""
     clip_ratio: Annotated[float, Range(0, 1000)] = 3.0
@@ -264,6 +263,15 @@ class LivenessSection(Section):
 
 
 @dataclass(frozen=True)
+class SecuritySection(Section):
+    """[security] Keys: who may connect, and who may read what is on disk."""
+
+    keys: str = ""
+    """Directory with the broker's key and the ring of keys that it admits; `narrows keys new` makes
+    one. Empty: no keys, so the broker serves this machine alone."""
+
+
+@dataclass(frozen=True)
 class BrokerConfig(Section):
     """All settings of a broker."""
 
@@ -275,6 +283,7 @@ class BrokerConfig(Section):
     codec: CodecSection = field(default_factory=CodecSection)
     wan: WanSection = field(default_factory=WanSection)
     liveness: LivenessSection = field(default_factory=LivenessSection)
+    security: SecuritySection = field(default_factory=SecuritySection)
 
 
 _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
@@ -310,7 +319,8 @@ def load_config(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
     run = table.get("run")
     of_file = cast(Mapping[str, object], run).get("mode") if isinstance(run, dict) else None
     # The mode first: its preset stands below the file and the flags that name the mode.
-    mode = str(flags.get("run.mode") or of_file or Mode.DECOUPLED)
+    named = flags.get("run.mode") or of_file
+    mode = named if isinstance(named, str) else Mode.DECOUPLED
     config = override(BrokerConfig(), preset(mode))
     return override(override(config, table, source=str(path)), flags, source="flags")
 

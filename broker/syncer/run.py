@@ -17,6 +17,7 @@ from narrows.broker.syncer.phases import RunPhase, Turn, next_phase
 from narrows.broker.syncer.rates import Shares
 from narrows.broker.syncer.roster import Roster
 from narrows.broker.syncer.rounds import Round
+from narrows.broker.syncer.run_secret import RunSecret
 from narrows.proto import messages as msg
 from narrows.proto.errors import NarrowsError
 from narrows.proto.flow import chunks_max, least_chunk_elements
@@ -70,6 +71,7 @@ class RunState:
     epoch: msg.Epoch
     roster: Roster
     tally: Tally
+    secret: RunSecret
     clock: RunClock = field(default_factory=RunClock)
     pace: Pace = field(default_factory=Pace)
     phase: RunPhase = RunPhase.FOUNDING
@@ -96,9 +98,11 @@ class RunState:
     """TCP port of the downlink; 0 in a simulation."""
 
     def __post_init__(self) -> None:
+        self.epoch_proof = self.secret.proof(self.run_id, self.epoch)
         self.least_chunk_elements = least_chunk_elements(self.settings)
         self.shares = Shares(self.config.wan.total_up, self.config.wan.up)
         self.clock.limit = float(self.config.merge.tokens_per_s_max)
+        self.clock.limit_of = self._tokens_per_s_max
 
     def set_config(self, config: BrokerConfig, settings: msg.RunSettings) -> None:
         """Takes other rates and message sizes, which apply from now on."""
@@ -110,6 +114,11 @@ class RunState:
             round_.cut_finer(chunks_max(self.table[index].elements, self.least_chunk_elements))
         self.clock.limit = float(config.merge.tokens_per_s_max)
         self.shares.set_rates(config.wan.total_up, config.wan.up)
+
+    def is_proven(self, hello: msg.Hello) -> bool:
+        """True if a broker of this run has admitted the learner to the epoch that it names."""
+        told = hello.run_id == self.run_id and hello.epoch_proof
+        return bool(told) and self.secret.proves(self.run_id, hello.epoch, hello.epoch_proof)
 
     def turn(self, turn: Turn) -> None:
         """Goes on to the next phase; nothing else changes the phase of a run."""
@@ -150,6 +159,11 @@ class RunState:
         """Newest versions as learners may know them; none before version 0 is handed out."""
         return () if self.phase is RunPhase.FOUNDING else tuple(self.heads)
 
+    def _tokens_per_s_max(self, name: str) -> float:
+        """Tokens per second that may count of this learner, by its key; 0: its key says nothing."""
+        member = self.roster.get(name)
+        return member.tokens_per_s_max if member is not None else 0.0
+
     def step_s(self) -> float:
         """Seconds of an inner step of the run, xi_step; 0: unknown."""
         return self.pace.step_s(self.roster.ready())
@@ -185,6 +199,7 @@ class RunState:
             tokens_per_s=self.clock.tokens_per_s(now),
             step=self.first_step(),
             up_bits_per_s=member.up_bits_per_s,
+            epoch_proof=self.epoch_proof,
         )
 
 
