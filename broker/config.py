@@ -68,8 +68,7 @@ class BrokerSection(Section):
     journal_segment: Annotated[Size, Range(1 << 12, 1 << 40)] = 64 << 20
     """Size of one file of the journal; a broker takes the room of one at its start."""
     beat: Annotated[Duration, Range(0.01, 60)] = BEAT_S
-    """Time between two beats to each learner. Beats repeat the state, so a lost one costs this much
-    delay."""
+    """Time between two beats to each learner. They repeat the state: a lost one is a delay."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -223,9 +223,11 @@ class Desk:
         }
         return self.say(name, make(msg.Push, values, fields))
 
-    def contribute(self, name: str, fragment: int = 0, push_id: int = 1) -> list[bev.Effect]:
+    def contribute(
+        self, name: str, fragment: int = 0, push_id: int = 1, steps: int = 1
+    ) -> list[bev.Effect]:
         """A complete push."""
-        effects = self.push(name, fragment, push_id=push_id)
+        effects = self.push(name, fragment, push_id=push_id, steps=steps)
         return effects + self.chunk(name, fragment, push_id=push_id)
 
 

@@ -303,7 +303,8 @@ def test_the_time_to_an_adoption_shortens_the_grace() -> None:
             fragments__overlap_steps=8, merge__wait_fraction=0.0, merge__grace_fraction=1.0
         ).running("a", "b")
         for name in "ab":
-            desk.contribute(name, desk.round.fragment)
+            # The eleven seconds since it adopted the fragment.
+            desk.contribute(name, desk.round.fragment, steps=11)
         desk.now += adopted_after_s
         merged(desk)
         for name in "ab":
