@@ -88,12 +88,12 @@ PATIENCE_SAMPLE_S: Final = 1.0
 
 # The run's clock.
 
-CLOCK_BURST_S: Final = 60.0
-"""Seconds since the last report with tokens that count; one that was cut off for up to eight times
-as long is accepted at once."""
+CLOCK_FIRST_S: Final = 60.0
+"""A learner without others is measured by its first minute. For so long the clock also waits, at
+the start of a broker, for a second learner to compare the first one with."""
 
 CLOCK_RESTS_S: Final = 2.0
-"""Without tokens for this long, and for 8 reports of the usual distance: a learner makes none."""
+"""Without a merge for this long, and for twice the usual distance of merges: the clock rests."""
 
 # Credit.
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 from narrows.broker.config import BrokerConfig, preset
 from narrows.broker.syncer import events as bev
 from narrows.broker.syncer.machine import Resumed, Syncer
+from narrows.broker.syncer.member import Stepping
 from narrows.broker.syncer.rounds import Round
 from narrows.broker.syncer.run_secret import RunSecret
 from narrows.learner.session import events as lev
@@ -146,8 +147,17 @@ class Desk:
         self.report(name, step=2, tokens=200)
 
     def report(self, name: str, *, step: int, tokens: int, step_s: float = 1.0) -> list[bev.Effect]:
+        """The broker has seen steps of `step_s` seconds, the last one now."""
         ledger = msg.TokenLedger()
-        return self.say(name, msg.Report(step, tokens, step_s, None, (), ledger, 0.0))
+        effects = self.say(name, msg.Report(step, tokens, step_s, None, (), ledger, 0.0))
+        if (member := self.state.roster.get(name)) is not None and step_s > 0:
+            member.stepping = Stepping(step - 1, self.now - step_s, step, self.now)
+        return effects
+
+    def count(self, tokens: int) -> None:
+        """So many tokens have been merged."""
+        clock = self.state.clock
+        clock.units = max(clock.units, tokens * clock.fragments)
 
     def running(self, *names: str) -> Desk:
         """Founded, and the first round is open."""
@@ -213,9 +223,11 @@ class Desk:
         }
         return self.say(name, make(msg.Push, values, fields))
 
-    def contribute(self, name: str, fragment: int = 0, push_id: int = 1) -> list[bev.Effect]:
+    def contribute(
+        self, name: str, fragment: int = 0, push_id: int = 1, steps: int = 1
+    ) -> list[bev.Effect]:
         """A complete push."""
-        effects = self.push(name, fragment, push_id=push_id)
+        effects = self.push(name, fragment, push_id=push_id, steps=steps)
         return effects + self.chunk(name, fragment, push_id=push_id)
 
 

@@ -188,6 +188,7 @@ def _resumed(snapshot: CheckpointContent, history: History) -> Resumed:
         frozen_digest=snapshot.frozen_digest,
         heads=tuple(msg.FragmentHead(f.version, f.digest) for f in fragments),
         run_tokens=history.run_tokens,
+        token_parts=history.token_units % len(fragments),
         phase=msg.Phase(history.phase),
         merged_pushes=history.merged_pushes,
         checkpoint_sum=sum(state.version for state in snapshot.fragments),

@@ -250,7 +250,7 @@ class Admission:
             hello.name,
             hello.incarnation,
             Presence(event.peer, event.address, heard_at=now, joined_at=now, holder=event.holder),
-            Copies([-1] * count),
+            Copies([-1] * count, adopted_at=[None] * count, is_new=hello.epoch == (0, 0, 0)),
             Uplink([0] * state.settings.streams),
             Participation(last_merged, contributed_at=now),
         )
@@ -262,16 +262,13 @@ class Admission:
             state.roster.admit(member)
         except RemoteProtocolError as error:
             return self._refused(event, error)
-        # Accounts of replaced processes go: a name would collect one with each restart.
-        state.clock.keep({each.incarnation for each in state.roster})
         effects = forget_older(state, member) + drop_pushes(state, member.name)
         if before is not None:
             effects += self.founding.taken_over(member.name)
         return effects + self._enter(member, hello, "rejoined" if before else "joined", now)
 
     def _enter(self, member: Member, hello: msg.Hello, verb: str, now: float) -> list[ev.Effect]:
-        # Tokens made before it joined do not count: an earlier life may have counted them.
-        self.state.clock.join(member.incarnation, hello.tokens, now)
+        self.state.clock.expect(member.name, now)
         self.state.shares.admit(member, self.state.roster.connected(), now)
         return [
             ev.Admit(member.name, member.incarnation),

@@ -35,11 +35,21 @@ class Intake:
             effects = self._supersede(round_, member, message.push_id)
             self._expect(member, now)
             incoming = round_.incoming_of(member.name, member.incarnation, message.push_id, now)
+            is_first = incoming.announced is None
             round_.announce(incoming, message)
         except RemoteProtocolError as error:
             return self.refuse(member, error, message.fragment, message.push_id)
+        if is_first:
+            incoming.seconds = self._worked_s(member, message.fragment, now)
+            self.state.pace.pushed(member, message.fragment, message.steps, now)
+            self.state.pace.settle(self.state.roster.ready())
         self._settle(round_, member, now)
         return effects + data_path.announced(self.state, member, now)
+
+    def _worked_s(self, member: Member, fragment: int, now: float) -> float:
+        """Seconds since a learner adopted a fragment, or since the fragment was published."""
+        adopted_at = member.copies.adopted_at[fragment]
+        return self.state.clock.age(fragment, now) if adopted_at is None else now - adopted_at
 
     def _decline_refused(self, member: Member, message: msg.Push) -> list[ev.Effect]:
         """Counts an announcement of a refused push as a decline, and repeats the refusal.

@@ -142,7 +142,7 @@ Committed map: epoch Start; fragment int; version int; reason str; contributors 
 Fate map: epoch Start; what str; learner str; incarnation str; fragment int; push_id int;
     reason str; at float
 Contributor map: learner str; incarnation str; push_id int; tokens int; steps int; weight float;
-    merged_tokens int
+    merged_tokens int; counted int = -1
 Policy map: weights str; law str; clip_ratio float; share_max float; optimizer str; rate float;
     momentum float; is_rounded bool
 Vector map: codec str; rho float; chunks [Chunk]
