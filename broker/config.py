@@ -6,6 +6,7 @@ Flags win over the file, the file over the mode's preset, the preset over the de
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from narrows.proto.limits import (
     CHUNK_ELEMENTS_MAX,
     FRAGMENTS_MAX,
     LEARNERS_MAX,
+    NAME_PATTERN,
     RATE_MAX,
     RATE_MIN,
     STREAMS_MAX,
@@ -99,9 +101,17 @@ class RunSection(Section):
     learners_at_start: Annotated[int, Range(1, LEARNERS_MAX)] = 1
     """Learners that must have joined before the first version is handed out, so that they all
     start together. Later ones join at any time."""
+    founder: str = ""
+    """Name of the learner whose model becomes the run's: its layout, and its parameters unless
+    broker.init has them. Others wait for it. Empty: the first learner that joins."""
     max_offline: Duration = 3600.0
     """A learner that is cut off for longer pauses until it is back, because its work would be
     thrown away. 0: it trains on for ever."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.founder and not re.search(NAME_PATTERN, self.founder):
+            raise ConfigError("founder: no name", expected="a learner's name", got=self.founder)
 
 
 @dataclass(frozen=True)

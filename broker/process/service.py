@@ -32,6 +32,7 @@ from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, RemoteProtocolError, printable
 from narrows.proto.flow import wire_bytes
 from narrows.proto.frames import decode_control, decode_data, encode_control
+from narrows.proto.limits import CONTROL_UP_BYTES_MAX
 from narrows.proto.shell import EventFile, WakePipe
 
 _log = logging.getLogger("narrows.broker")
@@ -190,7 +191,7 @@ class Service:
         try:
             if len(frames) != 1:
                 raise _bad_frame_count(len(frames))
-            message = decode_control(frames[0])
+            message = decode_control(frames[0], CONTROL_UP_BYTES_MAX)
         except RemoteProtocolError as error:
             self._refuse_frame(peer, address, error)
             return

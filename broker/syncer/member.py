@@ -111,6 +111,8 @@ class Member:
     """Newest report of this incarnation; None: the first has not come. Written by `machine`."""
     up_bits_per_s: float = 0.0
     """Uplink rate granted; 0: no limit. Written by `rates`."""
+    fingerprint: str = ""
+    """Of its layout, as its Hello told it. Written by `admission`."""
     given_up: bool = False
     """The end of the run goes on without this learner. Written by `ending`."""
 

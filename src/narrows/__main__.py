@@ -54,6 +54,7 @@ def broker(
     goal_tokens: str | None = None,
     mode: str | None = None,
     init: Path | None = None,
+    founder: str | None = None,
     new_run_secret: Annotated[bool, Parameter(negative="")] = False,
     insecure: bool = False,
     setting: Annotated[list[str], Parameter(name=["--set", "-s"], negative="")] | None = None,
@@ -80,6 +81,8 @@ def broker(
         decoupled (default), streaming or diloco.
     init
         Safetensors file that becomes version 0 instead of the first learner's parameters.
+    founder
+        Name of the learner whose model becomes the run's; without it the first one founds.
     new_run_secret
         Make a new run.secret in the state directory, say what that costs, and end.
     insecure
@@ -100,6 +103,7 @@ def broker(
         "broker.init": str(init) if init else None,
         "run.goal_tokens": goal_tokens,
         "run.mode": mode,
+        "run.founder": founder,
         "broker.insecure": insecure or None,
     }
     flags.update({key: value for key, value in named.items() if value is not None})
