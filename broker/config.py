@@ -6,7 +6,6 @@ Flags win over the file, the file over the mode's preset, the preset over the de
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,6 @@ from narrows.proto.limits import (
     CHUNK_ELEMENTS_MAX,
     FRAGMENTS_MAX,
     LEARNERS_MAX,
-    NAME_PATTERN,
     RATE_MAX,
     RATE_MIN,
     STREAMS_MAX,
@@ -102,16 +100,9 @@ class RunSection(Section):
     """Learners that must have joined before the first version is handed out, so that they all
     start together. Later ones join at any time."""
     founder: str = ""
-    """Name of the learner whose model becomes the run's: its layout, and its parameters unless
-    broker.init has them. Others wait for it. Empty: the first learner that joins."""
+    """Learner whose model becomes the run's; others wait for it. Empty: the first that joins."""
     max_offline: Duration = 3600.0
-    """A learner that is cut off for longer pauses until it is back, because its work would be
-    thrown away. 0: it trains on for ever."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.founder and not re.search(NAME_PATTERN, self.founder):
-            raise ConfigError("founder: no name", expected="a learner's name", got=self.founder)
+    """A learner that is cut off for longer pauses: its work would be thrown away. 0: it does not."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +262,15 @@ class LivenessSection(Section):
 
 
 @dataclass(frozen=True)
+class SecuritySection(Section):
+    """[security] Keys: who may connect, and who may read what is on disk."""
+
+    keys: str = ""
+    """Directory with the broker's key and the ring of keys that it admits; `narrows keys new` makes
+    one. Empty: no keys, so the broker serves this machine alone."""
+
+
+@dataclass(frozen=True)
 class BrokerConfig(Section):
     """All settings of a broker."""
 
@@ -282,6 +282,7 @@ class BrokerConfig(Section):
     codec: CodecSection = field(default_factory=CodecSection)
     wan: WanSection = field(default_factory=WanSection)
     liveness: LivenessSection = field(default_factory=LivenessSection)
+    security: SecuritySection = field(default_factory=SecuritySection)
 
 
 _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
@@ -317,7 +318,8 @@ def load_config(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
     run = table.get("run")
     of_file = cast(Mapping[str, object], run).get("mode") if isinstance(run, dict) else None
     # The mode first: its preset stands below the file and the flags that name the mode.
-    mode = str(flags.get("run.mode") or of_file or Mode.DECOUPLED)
+    named = flags.get("run.mode") or of_file
+    mode = named if isinstance(named, str) else Mode.DECOUPLED
     config = override(BrokerConfig(), preset(mode))
     return override(override(config, table, source=str(path)), flags, source="flags")
 

@@ -80,7 +80,7 @@ class Hello(_Control, frozen=True):
     epoch: Epoch
     """The epoch that the learner followed last, (0, 0, 0) on its first Hello."""
     fingerprint: Fingerprint
-    """Of the layout and of the parameters that do not travel."""
+    """The layout and the parameters that do not travel, in 16 bytes."""
     codecs: Codecs
     step: Count
     tokens: Count
@@ -285,8 +285,8 @@ class Status(_Control, frozen=True):
     run_tokens: Count
     goal_tokens: int
     tokens_per_s: Rate
-    merges: int
-    contributions_merged: int
+    merges: Count
+    contributions_merged: Count
     contributions_refused: dict[str, int]
     mean_contributors_per_merge: float
     longest_merge_gap_s: float

@@ -52,6 +52,8 @@ ROUTER: dict[str, int] = {
     **CONTROL,
     # Anybody may send, so the broker takes small messages only.
     "MAXMSGSIZE": CONTROL_UP_BYTES_MAX,
+    # Per connection, and messages may be large: a peer that floods waits for the broker to read.
+    "RCVHWM": 64,
     # A send to a peer that is gone fails, which is how a closed connection is noticed.
     "ROUTER_MANDATORY": 1,
 }
@@ -75,7 +77,15 @@ DATA: dict[str, int] = {
 
 XPUB: dict[str, int] = {
     **DATA,
+    # Only subscriptions come in, and a topic is short. Below 512 no CURVE handshake would pass.
+    "MAXMSGSIZE": 512,
     # Show each subscription, repeated ones after a reconnect too. XPUB_NODROP stays off: with it
     # one stalled subscriber stops all the others.
     "XPUB_VERBOSER": 1,
+}
+
+DOWNLINK: dict[str, int] = {
+    **XPUB,
+    # The broker decides which subscriptions count: a topic is for its learner alone.
+    "XPUB_MANUAL": 1,
 }

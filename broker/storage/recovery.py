@@ -55,14 +55,12 @@ def begin_epoch(
     now: float,
     uplink_port: int = 0,
     downlink_port: int = 0,
-    has_keys: bool = False,
 ) -> Begun:
     """Recovers the durable state and begins the next epoch.
 
     The epoch is on disk when this returns. Its nonce is not: no other life has it, so a learner can
-    tell this life from all lives before, those of copies of this directory too. `has_keys`: peers
-    have keys, so a new run needs to know its founder. Raises NarrowsError if the state is damaged
-    or was made with another fragment count, and OSError.
+    tell this life from all lives before, those of copies of this directory too. Raises NarrowsError
+    if the state is damaged, was made with another fragment count or needs a founder, and OSError.
     """
     state_dir.keep_first = config.broker.journal_keep
     snapshot = state_dir.load()
@@ -76,7 +74,7 @@ def begin_epoch(
             remedy="start with the old setting, or with a new --state-dir",
         )
     if snapshot is None:
-        check_founder(config, has_keys=has_keys)
+        check_founder(config)
     settings = json.dumps(flatten(config), sort_keys=True).encode()
     run = state_dir.begin_epoch(secrets.token_hex(8), f"{digest(settings):016x}")
     journal, history = None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from narrows.broker.config import BrokerConfig
@@ -17,6 +18,7 @@ from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError, RemotePro
 from narrows.proto.flow import Arrival, Assembly, chunks_max
 from narrows.proto.fragments import build_table
 from narrows.proto.layout import JoinedLayout, check_layout, fingerprint
+from narrows.proto.limits import NAME_PATTERN
 from narrows.proto.timing import BROKER_REPAIR_S
 
 ASKS_MAX = 3
@@ -24,12 +26,16 @@ ASKS_MAX = 3
 late each time, up to 2**ASKS_MAX times as late."""
 
 
-def check_founder(config: BrokerConfig, *, has_keys: bool) -> None:
-    """Raises ConfigError for a new run whose beginning anybody with a key could decide.
+def check_founder(config: BrokerConfig) -> None:
+    """Raises ConfigError for a new run whose beginning anybody with a key could decide, and for a
+    founder that no learner can be.
 
     Without keys nobody is told from anybody, so the first learner founds.
     """
-    if has_keys and not config.run.founder and not config.broker.init:
+    founder = config.run.founder
+    if founder and not re.search(NAME_PATTERN, founder):
+        raise ConfigError("run.founder: no name", expected="a learner's name", got=repr(founder))
+    if config.security.keys and not founder and not config.broker.init:
         raise ConfigError(
             "this run has no founder, and its learners have keys",
             expected="the learner, or the file, that the run begins with",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from narrows.learner.session import events as ev
-from narrows.learner.session.dialer import error_of
 from narrows.learner.session.identity import Identity
 from narrows.proto.errors import ErrorCode, Refused, RemoteProtocolError
 from narrows.proto.layout import JoinedLayout, check_layout, differences, split_layout
 from narrows.proto.messages import AskLayout, LayoutPart, Refuse
+from narrows.proto.refusal import error_of
 from narrows.proto.timing import ASK_LAYOUT_S, LAYOUT_GONE_S
 from narrows.proto.units import counted
 

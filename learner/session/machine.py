@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from narrows.learner.session import events as ev
-from narrows.learner.session.dialer import WAITS_FOR, Connection, Dialer, error_of
+from narrows.learner.session.dialer import WAITS_FOR, Connection, Dialer
 from narrows.learner.session.fragments import FragmentSessions
 from narrows.learner.session.identity import Identity
 from narrows.learner.session.layouts import Layouts
@@ -252,7 +252,7 @@ class Session:
         if self._layouts.refused(refuse, now):
             self._rejoin(now)
             return []
-        return self._fail(error_of(refuse))
+        return self._fail(self._dialer.refused(refuse))
 
     def _fail(self, error: Refused) -> list[ev.Effect]:
         self._dialer.close(Connection.REFUSED)

@@ -1,4 +1,4 @@
-"""Who founds a run: the layout in parts, the named founder, and what others may not send."""
+"""Founding a run: the layout in parts, the named founder, and what others may not send."""
 
 from __future__ import annotations
 
@@ -307,17 +307,17 @@ def test_with_a_file_the_named_founder_brings_the_layout() -> None:
 
 def test_keys_need_a_founder() -> None:
     with pytest.raises(ConfigError) as caught:
-        check_founder(config(), has_keys=True)
+        check_founder(config(security__keys="keys"))
     assert "--founder NAME" in caught.value.remedy and "--init FILE" in caught.value.remedy
-    check_founder(config(), has_keys=False)
-    check_founder(config(run__founder="a"), has_keys=True)
-    check_founder(config(broker__init="model.safetensors"), has_keys=True)
+    check_founder(config())
+    check_founder(config(security__keys="keys", run__founder="a"))
+    check_founder(config(security__keys="keys", broker__init="model.safetensors"))
 
 
 @pytest.mark.parametrize("name", ["../a", "a b", "-a", "n" * 65])
 def test_a_founder_has_a_learner_s_name(name: str) -> None:
     with pytest.raises(ConfigError, match="founder"):
-        config(run__founder=name)
+        check_founder(config(run__founder=name))
 
 
 # The run's layout for who was refused.
