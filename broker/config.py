@@ -102,7 +102,7 @@ class RunSection(Section):
     founder: str = ""
     """Learner whose model becomes the run's; others wait for it. Empty: the first that joins."""
     max_offline: Duration = 3600.0
-    """A learner that is cut off for longer pauses: its work would be thrown away. 0: it does not."""
+    """A learner that is cut off for longer pauses: its work would be thrown away. 0: never."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class RunState:
     """Empty until the first learner (or the checkpoint) has brought it."""
     frozen_digest: int = 0
     fingerprint: str = ""
-    """The run's layout and frozen parameters; known from the founder's Hello on, before they are."""
+    """The layout's; the founder's Hello tells it, before the layout comes."""
     founder: str = ""
     """Learner that sends version 0; empty: none does."""
     table: tuple[Fragment, ...] = ()

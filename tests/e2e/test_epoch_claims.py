@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from conftest import World
-from peer import Peer
+from pathlib import Path
+
+from peer import Peer, World
+from running import broker_config, live_broker
 
 from narrows.proto import messages as msg
 
@@ -26,11 +28,16 @@ def test_wild_epochs_of_a_member_stop_nobody(world: World, mallory: Peer) -> Non
     assert mallory.status().epoch == welcome.epoch
 
 
-def test_the_proof_of_a_successor_stops_it(world: World, mallory: Peer) -> None:
+def test_the_proof_of_a_successor_stops_a_broker(tmp_path: Path) -> None:
     """Two brokers of one run would make two models."""
-    state = world.service.syncer.state
-    epoch = (state.epoch[0] + 1, 1, 1)
-    proof = state.secret.proof(state.run_id, epoch)
-    mallory.send(mallory.hello(run_id=state.run_id, epoch=epoch, epoch_proof=proof))
-    assert mallory.receive(msg.Refuse).remedy == "this broker was replaced: stop it"
-    assert "serves this run now" in world.good.receive(msg.Bye).reason
+    with (
+        live_broker(broker_config(tmp_path, wan__streams=1)) as service,
+        Peer(service.wires.address, "a") as a,
+    ):
+        a.join()
+        state = service.syncer.state
+        epoch = (state.epoch[0] + 1, 1, 1)
+        proof = state.secret.proof(state.run_id, epoch)
+        a.send(a.hello(run_id=state.run_id, epoch=epoch, epoch_proof=proof))
+        assert a.receive(msg.Refuse).remedy == "this broker was replaced: stop it"
+        assert "serves this run now" in a.receive(msg.Bye).reason
