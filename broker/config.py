@@ -261,6 +261,15 @@ class LivenessSection(Section):
 
 
 @dataclass(frozen=True)
+class SecuritySection(Section):
+    """[security] What an attacker may not do unnoticed."""
+
+    seal_key: str = ""
+    """File with the key that seals journal and checkpoints, outside the state directory; see
+    `narrows journal new-seal-key`. Empty: nothing is sealed."""
+
+
+@dataclass(frozen=True)
 class BrokerConfig(Section):
     """All settings of a broker."""
 
@@ -272,6 +281,7 @@ class BrokerConfig(Section):
     codec: CodecSection = field(default_factory=CodecSection)
     wan: WanSection = field(default_factory=WanSection)
     liveness: LivenessSection = field(default_factory=LivenessSection)
+    security: SecuritySection = field(default_factory=SecuritySection)
 
 
 _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {

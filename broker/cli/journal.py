@@ -24,17 +24,58 @@ def show(state_dir: Path) -> None:
 
 
 @journal.command
-def audit(state_dir: Path) -> None:
+def audit(state_dir: Path, *, seal_key: Path | None = None, holds: str = "") -> None:
     """Check that versions follow each other, no push is merged twice, and weights sum to one.
+
+    With the seal key it also names the first file or record that was altered without that key.
 
     Parameters
     ----------
     state_dir
         Directory of the broker, which must not be running.
+    seal_key
+        File with the seal key of the run.
+    holds
+        NUMBER:SEAL of a record, as the broker's log tells them: it must be in the journal, or a
+        checkpoint must hold it. So it shows that no older copy was put back.
     """
     from narrows.broker.cli.journal_report import audit
 
-    audit(state_dir)
+    audit(state_dir, seal_key, holds)
+
+
+@journal.command
+def new_seal_key(file: Path) -> None:
+    """Make a key for `security.seal_key`, readable by its owner only.
+
+    Parameters
+    ----------
+    file
+        A new file, outside the state directory. Keep a copy elsewhere: a lost key cannot be made
+        again.
+    """
+    from narrows.broker.storage import new_seal_key
+
+    key = new_seal_key(file)
+    print(f"{file}: seal key {key.name}; set security.seal_key to this file")
+
+
+@journal.command
+def seal(state_dir: Path, *, seal_key: Path) -> None:
+    """Seal a state directory that was written without a seal, as it is now.
+
+    Parameters
+    ----------
+    state_dir
+        Directory of the broker, which must not be running.
+    seal_key
+        File with the seal key.
+    """
+    from narrows.broker.storage import read_seal_key, seal_run
+
+    key = read_seal_key(seal_key, state_dir)
+    seal_run(state_dir, key)
+    print(f"{state_dir}: sealed as it is with the key {key.name}")
 
 
 @journal.command

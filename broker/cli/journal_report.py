@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from narrows.broker.cli.tables import TextLine, show_lines, terminal, width_of, 
 from narrows.broker.merging import FragmentState, GlobalModel
 from narrows.broker.storage import (
     GAP,
+    NO_SEAL,
     Audit,
     Changes,
     CheckpointContent,
@@ -23,6 +25,8 @@ from narrows.broker.storage import (
     Journal,
     LifeRecord,
     MergedAgain,
+    SealRecord,
+    StateDir,
     check_whole,
     config_of,
     export_tensors,
@@ -33,6 +37,7 @@ from narrows.broker.storage import (
     opened_run,
     read_manifest,
     read_records,
+    read_seal_key,
     recover,
 )
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
@@ -53,10 +58,15 @@ def show(path: Path) -> None:
         _warn(journal)
 
 
-def audit(path: Path) -> None:
-    """Checks the sums and orders of the records. Raises NarrowsError that names the errors."""
-    result = Audit()
-    with opened_run(path) as (_, journal):
+def audit(path: Path, seal_key: Path | None = None, holds: str = "") -> None:
+    """Checks the sums and orders of the records, and all seals with a key. Raises NarrowsError that
+    names the errors."""
+    result, key = Audit(), read_seal_key(seal_key, path) if seal_key is not None else None
+    with opened_run(path, key) as (state_dir, journal):
+        if state_dir.seal is not None:
+            _tell_sealed(state_dir, journal, holds)
+            if journal is None:
+                return
         first = first_record(journal)
         for number, head, _blobs in read_records(needed_journal(journal, path), first):
             result.take(number, head)
@@ -75,6 +85,38 @@ def audit(path: Path) -> None:
         )  # fmt: skip
     if result.rounds:
         print("every version once and in order, every push at most once, all weights sum to 1")
+
+
+def _tell_sealed(state_dir: StateDir, journal: Journal | None, holds: str) -> None:
+    """Says what is sealed. Raises NarrowsError if records are missing, or the one of `holds`."""
+    number, _, seal = holds.partition(":")
+    if journal is not None:
+        # What was cut off from the front is missed by the oldest checkpoint.
+        journal.records(state_dir.journal_needed_from())
+        newest = journal.seal_of(journal.newest)
+        print(f"every seal as it was; the newest is {journal.newest}:{newest.hex()}")
+    else:
+        print("every seal as it was; there is no journal")
+    if not holds:
+        return
+    if not number.isdecimal() or not re.fullmatch("[0-9a-f]{16,64}", seal):
+        expected = "NUMBER:SEAL with at least 16 digits of the seal"
+        raise ConfigError("--holds", expected=expected, got=holds)
+    found = _seal_of(state_dir, journal, int(number)).hex()
+    if not found.startswith(seal):
+        raise NarrowsError(
+            ErrorCode.STATE_DAMAGED, f"record {number} with seal {seal} is not here",
+            got=f"seal {found[:16]}" if int(found, 16) else "no such record",
+            remedy="this is an older copy, or its end was cut off: restore a newer backup",
+        )  # fmt: skip
+    print(f"record {number} is here with its seal")
+
+
+def _seal_of(state_dir: StateDir, journal: Journal | None, number: int) -> bytes:
+    """The seal of a record in the journal or in a checkpoint; NO_SEAL if there is none."""
+    anchors = state_dir.seal.chain().anchors if state_dir.seal is not None else {}
+    found = journal.seal_of(number) if journal is not None else NO_SEAL
+    return found if any(found) else anchors.get(number, NO_SEAL)
 
 
 def replay(path: Path, changes: Changes, target: Path | None = None) -> None:
@@ -179,6 +221,8 @@ def _line(head: Head, blob_bytes: int) -> str:
     at = datetime.fromtimestamp(head.at, UTC).strftime("%Y-%m-%d %H:%M:%S")
     if isinstance(head, LifeRecord):
         return f"{at}  epoch {head.epoch[0]}.{head.epoch[1]} begins"
+    if isinstance(head, SealRecord):
+        return f"{at}  sealed from here on with the key {head.key}"
     if isinstance(head, FateRecord):
         where = f", push {head.push_id} of fragment {head.fragment}" if head.push_id else ""
         why = f": {head.reason}" if head.reason not in ("", head.what) else ""

@@ -25,7 +25,13 @@ from narrows.broker.process.crash_points import crash_points
 from narrows.broker.process.downlink import Downlink
 from narrows.broker.process.sockets import FRAMES_PER_TURN, BrokerSockets, Traffic
 from narrows.broker.process.workers import Jobs
-from narrows.broker.storage import Commits, StateDir, begin_epoch, check_initial
+from narrows.broker.storage import (
+    Commits,
+    StateDir,
+    begin_epoch,
+    check_initial,
+    read_seal_key,
+)
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer import refusal, status_of
 from narrows.proto import messages as msg
@@ -59,7 +65,9 @@ class Service:
                 insecure=config.broker.insecure,
             )
             undo.callback(self.wires.close)
-            self.state_dir = StateDir.open(Path(config.broker.state_dir))
+            state_path, seal_key = Path(config.broker.state_dir), config.security.seal_key
+            key = read_seal_key(Path(seal_key), state_path) if seal_key else None
+            self.state_dir = StateDir.open(state_path, key)
             undo.callback(self.state_dir.close)
             begun = begin_epoch(
                 config,

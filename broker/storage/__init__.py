@@ -26,17 +26,27 @@ from narrows.broker.storage.history import (
     needed_journal,
     opened_run,
     read_manifest,
+    seal_run,
 )
 from narrows.broker.storage.initial import check_initial, read_initial
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import MergedPush
-from narrows.broker.storage.records import FateRecord, Head, LifeRecord, Mode, RoundRecord
+from narrows.broker.storage.records import (
+    FateRecord,
+    Head,
+    LifeRecord,
+    Mode,
+    RoundRecord,
+    SealRecord,
+)
 from narrows.broker.storage.recovery import Begun, begin_epoch
 from narrows.broker.storage.replay import History, read_records, recover
+from narrows.broker.storage.seal import NO_SEAL, SealKey, new_seal_key, read_seal_key
 from narrows.broker.storage.writer import Chunk, Commits
 
 __all__ = [
     "GAP",
+    "NO_SEAL",
     "Audit",
     "Begun",
     "Changes",
@@ -53,6 +63,8 @@ __all__ = [
     "MergedPush",
     "Mode",
     "RoundRecord",
+    "SealKey",
+    "SealRecord",
     "StateDir",
     "begin_epoch",
     "check_initial",
@@ -63,9 +75,12 @@ __all__ = [
     "merge_again",
     "model_digest",
     "needed_journal",
+    "new_seal_key",
     "opened_run",
     "read_initial",
     "read_manifest",
     "read_records",
+    "read_seal_key",
     "recover",
+    "seal_run",
 ]

@@ -4,6 +4,7 @@
     checkpoint-00000012/fragment-00000.safetensors ...   global, momentum, published: float32 (n,)
     checkpoint-00000012/manifest.json        written last; versions and digests of every array
     journal/journal-00000003.log ...         the rounds since the older checkpoint (journal.py)
+    seal.json  checkpoint-00000012/seal.json  only with a seal key (sealed.py)
     lock                                     held by the one broker that uses the directory
 
 Nothing counts before it is durable: temporary name, fsync, rename, fsync of the directory. Two
@@ -17,8 +18,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, NoReturn, Self
@@ -33,6 +34,11 @@ from narrows.broker.storage.durable_files import (
     lock,
     make_directory,
     write_file,
+)
+from narrows.broker.storage.generations import (
+    generation_name,
+    generations_in,
+    next_generation,
 )
 from narrows.broker.storage.manifest import (
     FORMAT,
@@ -49,6 +55,8 @@ from narrows.broker.storage.manifest import (
     sealed,
     snapshot_of,
 )
+from narrows.broker.storage.seal import SealKey
+from narrows.broker.storage.sealed import DirectorySeal, is_sealed
 from narrows.proto.errors import ConfigError, ErrorCode
 
 __all__ = [
@@ -62,10 +70,8 @@ __all__ = [
 ]
 
 GENERATIONS_KEPT: Final = 2
-_GENERATION: Final = re.compile(r"checkpoint-([0-9]{8,18})")
-_NUMBER: Final = re.compile(r"\bcheckpoint-([0-9]{8,18})\b")
 _LEFTOVER: Final = re.compile(r"\.(new|old)-[a-z0-9.-]+")
-_OWN_FILE: Final = re.compile(r"manifest\.json|fragment-[0-9]{5,}\.safetensors")
+_OWN_FILE: Final = re.compile(r"manifest\.json|seal\.json|fragment-[0-9]{5,}\.safetensors")
 _RECORDS: Final = ("run.copy.json", "run.json")
 
 # Remedies: for state that cannot be read, and for a checkpoint that cannot be written.
@@ -76,8 +82,11 @@ _KEPT: Final = "check the disk; the checkpoint before it and the journal still h
 class StateDir:
     """The state directory of one broker, locked from `open` to `close`. Not thread-safe."""
 
-    def __init__(self, path: Path, directory_fd: int, lock_fd: int) -> None:
+    def __init__(
+        self, path: Path, directory_fd: int, lock_fd: int, seal_key: SealKey | None = None
+    ) -> None:
         self.path = path
+        self.seal = DirectorySeal(path, directory_fd, seal_key) if seal_key else None
         self.keep_first = False
         """True if the generation of version 0 is never removed: a replay begins there."""
         self.warnings: list[str] = []
@@ -88,8 +97,8 @@ class StateDir:
         self._damaged: set[int] = set()
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        """Makes the directory if it is missing, and locks it.
+    def open(cls, path: Path, seal_key: SealKey | None = None) -> Self:
+        """Makes the directory if it is missing, and locks it. With a key all it writes is sealed.
 
         Raises StateError STATE_LOCKED, naming the process that has it, and ConfigError.
         """
@@ -97,7 +106,7 @@ class StateDir:
             make_directory(path)
             directory_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                return cls(path, directory_fd, lock(path, directory_fd))
+                return cls(path, directory_fd, lock(path, directory_fd), seal_key)
             except BaseException:
                 os.close(directory_fd)
                 raise
@@ -124,6 +133,33 @@ class StateDir:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         self.close()
+
+    def check_seals(self) -> None:
+        """Compares the seals of all files but the journal's. Raises StateError if one differs, or
+        if the directory is sealed and there is no key, or the other way round."""
+        if self.seal is not None:
+            run, places = self.run, [generation_name(number) for number in self._generations()]
+            is_new = run is None and not self.has_journal
+            self.seal.check(run.run_id if run else None, places, is_new=is_new)
+        elif is_sealed(self._fd):
+            raise StateError(
+                ErrorCode.STATE_DAMAGED, f"{self.path}: it is sealed, and no seal key is set",
+                remedy="set security.seal_key to the file with the key. To give the seal up for "
+                f"ever, move {self.path}/seal.json away",
+            )  # fmt: skip
+
+    def adopt_seal(self, key: SealKey) -> None:
+        """Seals everything as it is. Raises StateError if it is sealed or damaged."""
+        if is_sealed(self._fd):
+            raise StateError(
+                ErrorCode.STATE_DAMAGED, f"{self.path}: it is sealed already",
+                remedy="check it: narrows journal audit --seal-key FILE",
+            )  # fmt: skip
+        run = self.run
+        assert run is not None
+        numbers = {number: self._read(number, lambda state: None) for number in self._generations()}
+        journal = {generation_name(number): each.journal for number, each in numbers.items()}
+        DirectorySeal(self.path, self._fd, key).adopt(run.run_id, journal)
 
     # The run and its epoch.
 
@@ -160,10 +196,15 @@ class StateDir:
         term, life = before.epoch if before else (1, 0)
         assert term >= 1 and life >= 0, before
         record = sealed(RunRecord(FORMAT, run_id, (term, life + 1), config_digest))
-        for name in _RECORDS:
-            write_file(self._fd, f".new-{name}", [msgspec.json.encode(record)])
-            self._publish(name)
+        self._replace(run_id, {name: msgspec.json.encode(record) for name in _RECORDS})
         return record
+
+    def _replace(self, run_id: str, contents: Mapping[str, bytes]) -> None:
+        """Gives files beside the checkpoints new contents, one after the other, durably."""
+        with self.seal.replacing(run_id, contents) if self.seal else nullcontext():
+            for name, content in contents.items():
+                write_file(self._fd, f".new-{name}", [content])
+                self._publish(name)
 
     def _publish(self, name: str) -> None:
         """Gives the finished `.new-` file or directory its name, durably."""
@@ -181,7 +222,7 @@ class StateDir:
         """
         manifest = manifest_of(snapshot)
         self._remove_leftovers()
-        number = max(map(int, _NUMBER.findall(" ".join(os.listdir(self._fd)))), default=0) + 1
+        number = next_generation(self._fd)
         name = generation_name(number)
         os.mkdir(f".new-{name}", 0o700, dir_fd=self._fd)
         with directory(self._fd, f".new-{name}") as fd:
@@ -192,6 +233,9 @@ class StateDir:
                 ]
                 write_file(fd, fragment_name(index), blocks)
             write_file(fd, "manifest.json", [msgspec.json.encode(manifest)])
+            if self.seal is not None:
+                journal = snapshot.journal, snapshot.journal_seal
+                self.seal.seal_folder(fd, name, snapshot.run_id, journal)
             os.fsync(fd)
         self._publish(name)
         try:
@@ -323,14 +367,3 @@ class StateDir:
     ) -> NoReturn:
         got = "; ".join(problems)
         raise StateError(ErrorCode.STATE_DAMAGED, f"{self.path}: {message}", got=got, remedy=remedy)
-
-
-def generations_in(directory_fd: int) -> list[int]:
-    """Numbers of the generations in a state directory, newest first."""
-    matches = map(_GENERATION.fullmatch, os.listdir(directory_fd))
-    return sorted((int(match[1]) for match in matches if match), reverse=True)
-
-
-def generation_name(number: int) -> str:
-    """Name of a generation's folder."""
-    return f"checkpoint-{number:08d}"

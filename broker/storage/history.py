@@ -12,18 +12,15 @@ import xxhash
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import GlobalModel, Policy
-from narrows.broker.storage.checkpoint import (
-    CheckpointContent,
-    StateDir,
-    generation_name,
-    generations_in,
-)
+from narrows.broker.storage.checkpoint import CheckpointContent, StateDir
 from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.durable_files import Damaged, StateError, directory
+from narrows.broker.storage.generations import generation_name, generations_in
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import Manifest, read_sealed
 from narrows.broker.storage.records import RoundRecord, payloads
 from narrows.broker.storage.replay import merged_of, read_records
+from narrows.broker.storage.seal import SealKey
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.fragments import build_table
 from narrows.proto.units import counted
@@ -58,15 +55,20 @@ class Changes:
 
 
 @contextmanager
-def opened_run(path: Path) -> Generator[tuple[StateDir, Journal | None]]:
-    """A state directory and its journal, locked, for reading. Raises NarrowsError."""
+def opened_run(
+    path: Path, seal_key: SealKey | None = None
+) -> Generator[tuple[StateDir, Journal | None]]:
+    """A state directory and its journal, locked, for reading. With a key all seals are compared.
+
+    Raises NarrowsError.
+    """
     remedy = "see --state-dir of the broker"
     if not path.is_dir():
         raise ConfigError(f"{path} is no state directory", remedy=remedy)
     if not any((path / name).exists() for name in ("run.json", "run.copy.json")):
         raise ConfigError(f"{path} holds no run", remedy=remedy)
     try:
-        state_dir = StateDir.open(path)
+        state_dir = StateDir.open(path, seal_key)
     except StateError as error:
         if error.code is not ErrorCode.STATE_LOCKED:
             raise
@@ -76,11 +78,22 @@ def opened_run(path: Path) -> Generator[tuple[StateDir, Journal | None]]:
     with state_dir:
         run = state_dir.run
         assert run is not None
-        journal = None
+        journal, chain = None, None
+        if state_dir.seal is not None:
+            state_dir.check_seals()
+            chain = state_dir.seal.chain()
         if state_dir.has_journal:
             files = DirectoryFiles(state_dir.journal_directory())
-            journal = Journal.open(files, run_id=run.run_id, segment_bytes=SEGMENT_BYTES)
+            journal = Journal.open(
+                files, run_id=run.run_id, segment_bytes=SEGMENT_BYTES, chain=chain
+            )
         yield state_dir, journal
+
+
+def seal_run(path: Path, key: SealKey) -> None:
+    """Seals a state directory as it is, which must be readable. Raises NarrowsError."""
+    with opened_run(path) as (state_dir, _):
+        state_dir.adopt_seal(key)
 
 
 def read_manifest(path: Path) -> Manifest:

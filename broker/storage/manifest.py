@@ -119,6 +119,8 @@ class CheckpointContent:
     journal: int = 0
     """The newest record of the journal whose round is in here."""
     merged_pushes: tuple[MergedPush, ...] = ()
+    journal_seal: bytes = b""
+    """The seal of that record, for a sealed journal. It is in no manifest: see sealed.SealFile."""
 
 
 def fragment_name(index: int) -> str:

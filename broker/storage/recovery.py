@@ -63,6 +63,7 @@ def begin_epoch(
     if the state is damaged or was made with another fragment count, and OSError.
     """
     state_dir.keep_first = config.broker.journal_keep
+    state_dir.check_seals()
     snapshot = state_dir.load()
     for warning in state_dir.warnings:
         _log.error("%s", warning)  # At once: the start may fail below.
@@ -126,6 +127,7 @@ def _open_journal(config: BrokerConfig, state_dir: StateDir, run: RunRecord) -> 
         DirectoryFiles(state_dir.journal_directory()),
         run_id=run.run_id,
         segment_bytes=config.broker.journal_segment,
+        chain=state_dir.seal.chain() if state_dir.seal else None,
     )
 
 
@@ -162,6 +164,10 @@ def _begin_record(journal: Journal, run: RunRecord, history: History | None) -> 
     began = records.LifeRecord(
         records.FORMAT, run.epoch, run.config_digest, tuple(s.version for s in states), time.time()
     )
+    if journal.has_unsealed:
+        key = journal.sealer.key
+        name = key.name if key else ""
+        journal.append(records.encode(records.SealRecord(run.epoch, name, time.time())))
     journal.append(records.encode(began))
     journal.sync()
 

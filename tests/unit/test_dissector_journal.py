@@ -165,8 +165,9 @@ def test_a_segment_of_another_format() -> None:
 
 def test_a_record_that_comes_out_of_turn() -> None:
     body = [memoryview(each) for each in encode(FATE)]
-    data = segment_header(Segment("journal-00000001.log", 1, 0, 7, 0), "run")
-    data += record_header(7, 2, 0, body) + b"".join(body)
+    segment = Segment("journal-00000001.log", 1, 0, 7, 0)
+    data = segment_header(segment, "run")
+    data += record_header(segment, 2, 0, body) + b"".join(body)
     _, found = read(data)
     assert [(fault.at, fault.expected, fault.got) for fault in found.faults] == [
         (96 + 12, "record 1", "2"),
