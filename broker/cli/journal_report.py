@@ -93,10 +93,14 @@ def _tell_sealed(state_dir: StateDir, journal: Journal | None, holds: str) -> No
     if journal is not None:
         # What was cut off from the front is missed by the oldest checkpoint.
         journal.records(state_dir.journal_needed_from())
+        for damage in journal.damage:
+            print(f"note: {damage}; a write that was cut short looks like this. It is not used")
         newest = journal.seal_of(journal.newest)
-        print(f"every seal as it was; the newest is {journal.newest}:{newest.hex()}")
+        print(
+            f"every seal of what is used is as it was; the newest is {journal.newest}:{newest.hex()}"
+        )
     else:
-        print("every seal as it was; there is no journal")
+        print("every seal is as it was; there is no journal")
     if not holds:
         return
     if not number.isdecimal() or not re.fullmatch("[0-9a-f]{16,64}", seal):

@@ -16,8 +16,6 @@ followed, and files with other names are left alone.
 from __future__ import annotations
 
 import os
-import re
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -35,11 +33,6 @@ from narrows.broker.storage.durable_files import (
     make_directory,
     write_file,
 )
-from narrows.broker.storage.generations import (
-    generation_name,
-    generations_in,
-    next_generation,
-)
 from narrows.broker.storage.manifest import (
     FORMAT,
     CheckpointContent,
@@ -54,6 +47,12 @@ from narrows.broker.storage.manifest import (
     read_sealed,
     sealed,
     snapshot_of,
+)
+from narrows.broker.storage.names import (
+    generation_name,
+    generations_in,
+    next_generation,
+    remove_leftovers,
 )
 from narrows.broker.storage.seal import SealKey
 from narrows.broker.storage.sealed import DirectorySeal, is_sealed
@@ -70,8 +69,6 @@ __all__ = [
 ]
 
 GENERATIONS_KEPT: Final = 2
-_LEFTOVER: Final = re.compile(r"\.(new|old)-[a-z0-9.-]+")
-_OWN_FILE: Final = re.compile(r"manifest\.json|seal\.json|fragment-[0-9]{5,}\.safetensors")
 _RECORDS: Final = ("run.copy.json", "run.json")
 
 # Remedies: for state that cannot be read, and for a checkpoint that cannot be written.
@@ -190,7 +187,7 @@ class StateDir:
         `new_run_id` is used in a new directory only, where the first epoch is (1, 1). Raises
         StateError STATE_DAMAGED and OSError.
         """
-        self._remove_leftovers()
+        remove_leftovers(self._fd)
         before = self.run
         run_id = before.run_id if before else new_run_id
         term, life = before.epoch if before else (1, 0)
@@ -221,7 +218,7 @@ class StateDir:
         before are still there, and the next `save` starts anew.
         """
         manifest = manifest_of(snapshot)
-        self._remove_leftovers()
+        remove_leftovers(self._fd)
         number = next_generation(self._fd)
         name = generation_name(number)
         os.mkdir(f".new-{name}", 0o700, dir_fd=self._fd)
@@ -344,20 +341,7 @@ class StateDir:
         name = generation_name(number)
         with suppress(OSError):
             os.rename(name, f".old-{name}", src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        self._remove_leftovers()
-
-    def _remove_leftovers(self) -> None:
-        """Removes the remains of an interrupted `save`. Files with odd names stay: they do no
-        harm."""
-        for name in filter(_LEFTOVER.fullmatch, os.listdir(self._fd)):
-            with suppress(OSError):
-                if not stat.S_ISDIR(os.lstat(name, dir_fd=self._fd).st_mode):
-                    os.unlink(name, dir_fd=self._fd)
-                    continue
-                with directory(self._fd, name) as fd:
-                    for file in filter(_OWN_FILE.fullmatch, os.listdir(fd)):
-                        os.unlink(file, dir_fd=fd)
-                os.rmdir(name, dir_fd=self._fd)
+        remove_leftovers(self._fd)
 
     def _warn(self, problems: Sequence[str]) -> None:
         self.warnings += [text for text in problems if text not in self.warnings]

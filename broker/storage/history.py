@@ -15,9 +15,9 @@ from narrows.broker.merging import GlobalModel, Policy
 from narrows.broker.storage.checkpoint import CheckpointContent, StateDir
 from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.durable_files import Damaged, StateError, directory
-from narrows.broker.storage.generations import generation_name, generations_in
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import Manifest, read_sealed
+from narrows.broker.storage.names import generation_name, generations_in
 from narrows.broker.storage.records import RoundRecord, payloads
 from narrows.broker.storage.replay import merged_of, read_records
 from narrows.broker.storage.seal import SealKey

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple, Self
 from narrows.broker.storage.chain import Chain, Sealer, seal_in
 from narrows.broker.storage.disk import Files
 from narrows.broker.storage.durable_files import Damaged
+from narrows.broker.storage.names import segment_name
 from narrows.broker.storage.scan import JournalScan, lost, scan_journal, supersede, unreadable
 from narrows.broker.storage.seal import NO_SEAL
 from narrows.broker.storage.segments import (
@@ -28,7 +29,6 @@ from narrows.broker.storage.segments import (
     read_records,
     record_header,
     segment_header,
-    segment_name,
 )
 from narrows.proto.errors import ErrorCode, LocalProtocolError, NarrowsError
 
@@ -129,6 +129,11 @@ class Journal:
     def newest(self) -> int:
         """The newest record in the files; it may not be durable."""
         return self._scan.newest
+
+    @property
+    def damage(self) -> list[str]:
+        """All places where a record should be that does not verify, needed or not."""
+        return [each.damage for each in self._scan.segments if each.damage]
 
     @property
     def has_unsealed(self) -> bool:

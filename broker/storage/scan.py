@@ -10,7 +10,11 @@ from dataclasses import dataclass, field
 from narrows.broker.storage.chain import Chain
 from narrows.broker.storage.disk import Files
 from narrows.broker.storage.durable_files import Damaged, RecordsLost, StateError
-from narrows.broker.storage.segments import Segment, scan_segment, segment_name, segment_number
+from narrows.broker.storage.names import segment_name, segment_number
+from narrows.broker.storage.segments import (
+    Segment,
+    scan_segment,
+)
 from narrows.proto.errors import ErrorCode
 
 

@@ -49,7 +49,6 @@ told."""
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -59,6 +58,7 @@ import xxhash
 
 from narrows.broker.storage.disk import Files
 from narrows.broker.storage.durable_files import Damaged, StateError
+from narrows.broker.storage.names import segment_name, segment_number
 from narrows.broker.storage.seal import MARK_BYTES, NO_SEAL, SEAL_BYTES, SealKey, altered
 from narrows.broker.storage.window import Window
 from narrows.proto.errors import ErrorCode
@@ -74,7 +74,6 @@ RUN_ID_BYTES_MAX: Final = 44
 
 _MAGIC: Final = b"NARROWSJ"
 _MARKER: Final = b"\x9dREC"
-_NAME: Final = re.compile(r"journal-([0-9]{8,18})\.log")
 _SEGMENT: Final = struct.Struct("<8sIQQQQ44s")
 _RECORD: Final = struct.Struct("<4sQQQQ")
 _DIGEST: Final = struct.Struct("<Q")
@@ -133,16 +132,9 @@ class _RecordHeader(NamedTuple):
     content: bytes
     """The bytes before the digest."""
 
-
-def segment_name(number: int) -> str:
-    """Name of a segment's file."""
-    return f"journal-{number:08d}.log"
-
-
-def segment_number(name: str) -> int:
-    """The inverse of `segment_name`; 0: not a segment's name."""
-    match = _NAME.fullmatch(name)
-    return int(match[1]) if match and segment_name(int(match[1])) == name else 0
+    def is_marked(self, segment: Segment, key: SealKey) -> bool:
+        """True if the header was written with the key, for this segment."""
+        return key.mark(segment.seal, self.content[:-MARK_BYTES]) == self.content[-MARK_BYTES:]
 
 
 def segment_header(segment: Segment, run_id: str, key: SealKey | None = None) -> bytes:
@@ -266,7 +258,7 @@ def _scan_records(window: Window, segment: Segment, key: SealKey | None) -> None
     # Later headers that verify tell which records were durable, so they are searched for.
     while (offset := window.find(_MARKER, offset)) >= 0:
         trace = _head_at(window, offset, segment)
-        if trace and (not key or _mark_verifies(segment, trace, key)):
+        if trace and (not key or trace.is_marked(segment, key)):
             _take_notice(segment, trace)
         offset += 1
 
@@ -277,13 +269,8 @@ def _compare_seals(
     """Raises StateError unless the record was written with the key, behind `before`."""
     start += segment.record_header_bytes
     body = window.pieces(start, start + head.body_bytes)
-    if not _mark_verifies(segment, head, key) or key.record(before, head.number, body) != head.seal:
+    if not head.is_marked(segment, key) or key.record(before, head.number, body) != head.seal:
         raise altered(segment.name, f"record {head.number} does not match its seal")
-
-
-def _mark_verifies(segment: Segment, head: _RecordHeader, key: SealKey) -> bool:
-    content, mark = head.content[:-MARK_BYTES], head.content[-MARK_BYTES:]
-    return key.mark(segment.seal, content) == mark
 
 
 def _take_notice(segment: Segment, head: _RecordHeader) -> None:

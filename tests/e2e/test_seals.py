@@ -8,18 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running import HANG_S, broker_config, live_broker, wait_until
+from checkpoint_cases import Killed, failing
+from e2e.test_journal import run_to_its_goal
+from running import broker_config, live_broker
 from seal_cases import digest_again, samples, sealed_files
 
-from e2e.test_journal import run_to_its_goal
 from narrows.broker.cli.journal_report import audit, replay, show
 from narrows.broker.process.service import Service
 from narrows.broker.storage import StateDir, begin_epoch, new_seal_key, read_seal_key, seal_run
 from narrows.broker.storage.durable_files import StateError
 from narrows.broker.storage.history import Changes
 from narrows.proto.errors import ConfigError, NarrowsError
-
-assert HANG_S and wait_until
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,7 @@ def test_a_sealed_run_is_whole(
     state, key = ended
     audit(state, key)
     told = capsys.readouterr().out
-    assert "every seal as it was" in told and "all weights sum to 1" in told
+    assert "every seal of what is used is as it was" in told and "all weights sum to 1" in told
     show(state)
     replay(state, Changes())
     assert "every digest as it was" in capsys.readouterr().out
@@ -59,10 +58,10 @@ def test_a_sealed_run_is_whole(
 
 
 def test_a_flipped_byte_in_every_file_is_named_although_digests_are_right(
-    ended: tuple[Path, Path], tmp_path: Path
+    ended: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state, key = ended
-    copy, count = tmp_path / "state", 0
+    copy, count, unused = tmp_path / "state", 0, 0
     shutil.copytree(state, copy)
     for path in sealed_files(copy):
         whole, named = path.read_bytes(), str(path.relative_to(copy).name)
@@ -76,6 +75,9 @@ def test_a_flipped_byte_in_every_file_is_named_although_digests_are_right(
             if path.read_bytes() == whole:
                 continue
             told = refusal(lambda: audit(copy, key))
+            if path.suffix == ".log" and not told:
+                # The end of a file looks like a torn write: what follows is not used, and told.
+                told, unused = capsys.readouterr().out, unused + 1
             # With the digests of an array its manifest was altered too, and may be named first.
             assert named in told or (path.suffix == ".safetensors" and "manifest.json" in told), (
                 path, place, told,
@@ -84,7 +86,8 @@ def test_a_flipped_byte_in_every_file_is_named_although_digests_are_right(
             path.write_bytes(whole)
             if manifest:
                 neighbour.write_bytes(manifest)
-    assert count > 300
+    assert count > 300 and unused < 20
+    print(f"{count} flipped bytes, {unused} of them in ends that are not used")
     audit(copy, key)
 
 
@@ -138,7 +141,7 @@ def test_files_are_not_left_out_added_or_brought_from_elsewhere(
 
 
 def test_an_older_copy_is_found_by_a_line_of_the_log(
-    ended: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ended: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     state, key = ended
     audit(state, key)
@@ -149,14 +152,8 @@ def test_an_older_copy_is_found_by_a_line_of_the_log(
     number = newest[1].partition(":")[0]
     assert "older copy" in refusal(lambda: audit(state, key, f"{int(number) + 1}:{'ab' * 32}"))
     assert "older copy" in refusal(lambda: audit(state, key, f"{number}:{'ab' * 32}"))
-    assert "NUMBER:SEAL" in refusal_config(lambda: audit(state, key, "12"))
-    assert tmp_path
-
-
-def refusal_config(work: Callable[[], object]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        work()
-    return str(caught.value)
+    with pytest.raises(ConfigError, match="NUMBER:SEAL"):
+        audit(state, key, "12")
 
 
 # Keys, and directories that were not sealed.
@@ -187,7 +184,7 @@ def test_a_key_has_its_place_and_its_form(tmp_path: Path) -> None:
         read_seal_key(linked, state)
     with pytest.raises(ConfigError, match="expected a new file"):
         new_seal_key(inside)
-    with pytest.raises(ConfigError, match="cannot be read.*new-seal-key"):
+    with pytest.raises(ConfigError, match=r"cannot be read.*new-seal-key"):
         read_seal_key(tmp_path / "none", state)
     bad = tmp_path / "bad"
     bad.write_text("secret")
@@ -212,7 +209,7 @@ def test_a_directory_without_a_seal_is_sealed_by_command_and_says_so(
     key = tmp_path / "seal.key"
     new_seal_key(key)
     config = broker_config(tmp_path, security__seal_key=str(key))
-    with pytest.raises(StateError, match="it is not sealed.*narrows journal seal"):
+    with pytest.raises(StateError, match=r"it is not sealed.*narrows journal seal"):
         Service(config)
     assert "it is not sealed" in refusal(lambda: audit(state, key))
     seal_run(state, read_seal_key(key, state))
@@ -230,7 +227,8 @@ def test_a_directory_without_a_seal_is_sealed_by_command_and_says_so(
         flipped = bytearray(whole)
         flipped[len(whole) // 3] ^= 1
         path.write_bytes(flipped)
-        assert path.name in refusal(lambda: audit(state, key)), path
+        told = refusal(lambda: audit(state, key)) or capsys.readouterr().out
+        assert path.name in told, path
         path.write_bytes(whole)
 
 
@@ -254,10 +252,8 @@ def test_a_sealed_directory_is_not_served_without_its_key(
 
 
 def test_no_start_that_is_cut_short_is_an_alteration(
-    ended: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ended: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    from checkpoint_cases import Killed, failing
-
     state, key_file = ended
     copy, starts = tmp_path / "state", 0
     shutil.copytree(state, copy)
@@ -277,4 +273,3 @@ def test_no_start_that_is_cut_short_is_an_alteration(
             starts += 1
             audit(copy, key_file)
     assert starts > 20
-    assert monkeypatch

@@ -1,4 +1,4 @@
-"""A sealed journal: whoever lacks the key alters nothing unnoticed, and a crash is no alteration."""
+"""A sealed journal: nothing is altered unnoticed without the key, and a crash is no alteration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from narrows.broker.storage.durable_files import StateError
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.seal import SealKey
 from narrows.broker.storage.segments import (
-    SEALED_RECORD_HEADER_BYTES,
     SEALED_SEGMENT_HEADER_BYTES,
 )
 
