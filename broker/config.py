@@ -67,6 +67,9 @@ class BrokerSection(Section):
     journal is cut back to the older of the two checkpoints that are kept."""
     journal_segment: Annotated[Size, Range(1 << 12, 1 << 40)] = 64 << 20
     """Size of one file of the journal; a broker takes the room of one at its start."""
+    rollback_to: Annotated[int, Range(-1, TOKENS_MAX)] = -1
+    """Version, summed over the fragments, to which this start takes the run back; better as the
+    flag --rollback-to, because a second start with it is refused. -1: none."""
     beat: Annotated[Duration, Range(0.01, 60)] = BEAT_S
     """Time between two beats to each learner. Beats repeat the state, so a lost one costs this much
     delay."""

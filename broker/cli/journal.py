@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import cyclopts
+from cyclopts import Parameter
 
 journal = cyclopts.App(name="journal", help="Read, check and replay the journal of a run.")
 
@@ -86,6 +88,7 @@ def replay(
     outer: str | None = None,
     outer_lr: float | None = None,
     outer_momentum: float | None = None,
+    without: Annotated[list[str], Parameter(negative="")] | None = None,
     to: Path | None = None,
 ) -> None:
     """Make the versions of a run again: bit for bit, or the same history under other rules.
@@ -104,10 +107,13 @@ def replay(
         Another outer learning rate.
     outer_momentum
         Another outer momentum.
+    without
+        Learner whose contributions are left out, as after a compromise; repeatable. The others'
+        weights keep their proportions. Needs `broker.journal = "full"`.
     to
         Safetensors file for the model that comes out.
     """
     from narrows.broker.cli.journal_report import replay
     from narrows.broker.storage import Changes
 
-    replay(state_dir, Changes(merge, outer, outer_lr, outer_momentum), to)
+    replay(state_dir, Changes(merge, outer, outer_lr, outer_momentum, tuple(without or ())), to)

@@ -25,6 +25,7 @@ from narrows.broker.storage import (
     Journal,
     LifeRecord,
     MergedAgain,
+    RoundRecord,
     SealRecord,
     StateDir,
     check_whole,
@@ -34,11 +35,13 @@ from narrows.broker.storage import (
     merge_again,
     model_digest,
     needed_journal,
+    oldest_versions,
     opened_run,
     read_manifest,
     read_records,
     read_seal_key,
     recover,
+    version_sum_of,
 )
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.messages import Phase
@@ -49,11 +52,16 @@ def show(path: Path) -> None:
     """Prints the journal, a line per record. A narrow terminal gets long lines broken and
     indented."""
     console = terminal()
-    with opened_run(path) as (_, journal):
+    with opened_run(path) as (state_dir, journal):
+        held, versions = oldest_versions(state_dir)
         for number, head, blobs in read_records(
             needed_journal(journal, path), first_record(journal)
         ):
-            text = f"{number:8d}  {_line(head, len(blobs))}"
+            total = ""
+            if isinstance(head, RoundRecord) and number > held and versions:
+                versions[head.fragment] = head.version
+                total = f" ({sum(versions)} in all)"
+            text = f"{number:8d}  {_line(head, len(blobs), total)}"
             show_lines(console, map(TextLine, wrapped(text, width_of(console), more=" " * 10)))
         _warn(journal)
 
@@ -97,7 +105,8 @@ def _tell_sealed(state_dir: StateDir, journal: Journal | None, holds: str) -> No
             print(f"note: {damage}; a write that was cut short looks like this. It is not used")
         newest = journal.seal_of(journal.newest)
         print(
-            f"every seal of what is used is as it was; the newest is {journal.newest}:{newest.hex()}"
+            f"every seal of what is used is as it was; the newest is "
+            f"{journal.newest}:{newest.hex()}"
         )
     else:
         print("every seal is as it was; there is no journal")
@@ -139,15 +148,16 @@ def replay(path: Path, changes: Changes, target: Path | None = None) -> None:
         print(f"from versions {_versions(oldest.fragments)} on")
         is_same = changes == Changes()
         if is_same:
-            again = recover(config, oldest, journal)
-            _tell_equal(again, as_run)
-            model = again.model
+            replayed = recover(config, oldest, journal)
+            _tell_equal(replayed, as_run)
+            model = replayed.model
         else:
-            model = _tell_different(merge_again(config, oldest, journal, changes), as_run)
+            again = merge_again(config, oldest, journal, changes)
+            model = _tell_different(again, as_run, version_sum_of(oldest.fragments))
         _warn(journal)
     if target is not None:
-        replayed = replace(newest, fragments=tuple(model.fragments))
-        export_tensors(replayed, target, _standing(replayed, as_run, is_same=is_same))
+        content = replace(newest, fragments=tuple(model.fragments))
+        export_tensors(content, target, _standing(content, as_run, is_same=is_same))
 
 
 def export_model(path: Path, target: Path) -> None:
@@ -221,7 +231,7 @@ def _warn(journal: Journal | None) -> None:
         print(f"warning: {warning}")
 
 
-def _line(head: Head, blob_bytes: int) -> str:
+def _line(head: Head, blob_bytes: int, total: str) -> str:
     at = datetime.fromtimestamp(head.at, UTC).strftime("%Y-%m-%d %H:%M:%S")
     if isinstance(head, LifeRecord):
         return f"{at}  epoch {head.epoch[0]}.{head.epoch[1]} begins"
@@ -233,14 +243,21 @@ def _line(head: Head, blob_bytes: int) -> str:
         return f"{at}  {head.learner} {head.what}{where}{why}"
     who = ", ".join(f"{c.learner} {c.weight:.0%}" for c in head.contributors)
     return (
-        f"{at}  fragment {head.fragment} version {head.version} from {who} ({head.reason});"
+        f"{at}  fragment {head.fragment} version {head.version}{total} from {who} ({head.reason});"
         f" {head.policy.optimizer} {head.policy.outer_lr:g}/{head.policy.momentum:g},"
         f" {format_bytes(blob_bytes)}, published {head.digests[2]:016x}"
     )
 
 
-def _tell_different(again: MergedAgain, as_run: History) -> GlobalModel:
+def _tell_different(again: MergedAgain, as_run: History, begins_at: int) -> GlobalModel:
     print(f"{counted(again.rounds, 'round')} merged again")
     print(f"model {model_digest(again.model)}, of the run {model_digest(as_run.model)}")
+    for name, count in again.left_out.items():
+        print(f"without {counted(count, 'contribution')} of {name}")
+    if again.left_out and begins_at:
+        print(
+            f"warning: what they contributed up to version {begins_at}, the oldest checkpoint, is"
+            " still in this model: the journal was cut back, see broker.journal_keep"
+        )
     print(f"different from {again.differs} on" if again.differs else "no difference")
     return again.model

@@ -24,6 +24,7 @@ from narrows.broker.storage.history import (
     merge_again,
     model_digest,
     needed_journal,
+    oldest_versions,
     opened_run,
     read_manifest,
     seal_run,
@@ -40,7 +41,7 @@ from narrows.broker.storage.records import (
     SealRecord,
 )
 from narrows.broker.storage.recovery import Begun, begin_epoch
-from narrows.broker.storage.replay import History, read_records, recover
+from narrows.broker.storage.replay import History, read_records, recover, version_sum_of
 from narrows.broker.storage.seal import NO_SEAL, SealKey, new_seal_key, read_seal_key
 from narrows.broker.storage.writer import Chunk, Commits
 
@@ -76,6 +77,7 @@ __all__ = [
     "model_digest",
     "needed_journal",
     "new_seal_key",
+    "oldest_versions",
     "opened_run",
     "read_initial",
     "read_manifest",
@@ -83,4 +85,5 @@ __all__ = [
     "read_seal_key",
     "recover",
     "seal_run",
+    "version_sum_of",
 ]

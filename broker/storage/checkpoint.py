@@ -35,6 +35,7 @@ from narrows.broker.storage.durable_files import (
 )
 from narrows.broker.storage.manifest import (
     FORMAT,
+    RUN_FILES,
     CheckpointContent,
     Manifest,
     RunRecord,
@@ -44,6 +45,7 @@ from narrows.broker.storage.manifest import (
     fragment_name,
     manifest_of,
     read_fragment,
+    read_run,
     read_sealed,
     sealed,
     snapshot_of,
@@ -69,7 +71,6 @@ __all__ = [
 ]
 
 GENERATIONS_KEPT: Final = 2
-_RECORDS: Final = ("run.copy.json", "run.json")
 
 # Remedies: for state that cannot be read, and for a checkpoint that cannot be written.
 _GONE: Final = "restore the directory from a backup, or start a new run in an empty state_dir"
@@ -111,6 +112,11 @@ class StateDir:
             message = f"{path}: cannot be used as state directory"
             raise ConfigError(message, got=error.strerror or str(error)) from error
 
+    @property
+    def directory_fd(self) -> int:
+        """A descriptor of the directory, until `close`."""
+        return self._fd
+
     def close(self) -> None:
         """Gives the lock back. The lock file stays.
 
@@ -145,19 +151,6 @@ class StateDir:
                 f"ever, move {self.path}/seal.json away",
             )  # fmt: skip
 
-    def adopt_seal(self, key: SealKey) -> None:
-        """Seals everything as it is. Raises StateError if it is sealed or damaged."""
-        if is_sealed(self._fd):
-            raise StateError(
-                ErrorCode.STATE_DAMAGED, f"{self.path}: it is sealed already",
-                remedy="check it: narrows journal audit --seal-key FILE",
-            )  # fmt: skip
-        run = self.run
-        assert run is not None
-        numbers = {number: self._read(number, lambda state: None) for number in self._generations()}
-        journal = {generation_name(number): each.journal for number, each in numbers.items()}
-        DirectorySeal(self.path, self._fd, key).adopt(run.run_id, journal)
-
     # The run and its epoch.
 
     @property
@@ -166,15 +159,7 @@ class StateDir:
 
         Of the two copies the newer one counts, so that one damaged file cannot lower the epoch.
         """
-        records: list[RunRecord] = []
-        problems: list[str] = []
-        for name in _RECORDS:
-            try:
-                records.append(read_sealed(self._fd, name, RunRecord))
-            except FileNotFoundError:
-                continue
-            except Damaged as problem:
-                problems.append(str(problem))
+        records, problems = read_run(self._fd)
         if not records and (problems or self._generations()):
             what = "the run and its epoch cannot be read"
             self._raise_damaged(what, problems or ["no run.json"])
@@ -193,7 +178,7 @@ class StateDir:
         term, life = before.epoch if before else (1, 0)
         assert term >= 1 and life >= 0, before
         record = sealed(RunRecord(FORMAT, run_id, (term, life + 1), config_digest))
-        self._replace(run_id, {name: msgspec.json.encode(record) for name in _RECORDS})
+        self._replace(run_id, {name: msgspec.json.encode(record) for name in RUN_FILES})
         return record
 
     def _replace(self, run_id: str, contents: Mapping[str, bytes]) -> None:
@@ -273,8 +258,10 @@ class StateDir:
         self._journal_fd = os.open("journal", flags, dir_fd=self._fd)
         return self._journal_fd
 
-    def load(self) -> CheckpointContent | None:
+    def load(self, *, at_most: int | None = None) -> CheckpointContent | None:
         """The newest generation that is whole, None if there is none at all.
+
+        `at_most`: the newest one whose versions have no larger sum.
 
         Generations that had to be passed over are named in `warnings`. Raises StateError
         STATE_DAMAGED if there are some and none is whole.
@@ -292,8 +279,9 @@ class StateDir:
                 problems.append(f"{problem}; passed over for an older checkpoint")
             else:
                 self._warn(problems)
-                return snapshot_of(manifest, fragments)
-        if problems:
+                if at_most is None or sum(each.version for each in fragments) <= at_most:
+                    return snapshot_of(manifest, fragments)
+        if problems and at_most is None:
             self._raise_damaged("no checkpoint is whole", problems)
         return None
 
@@ -332,6 +320,12 @@ class StateDir:
         for number in older[GENERATIONS_KEPT - 1 :]:
             if not (self.keep_first and number == 1):
                 self._remove(number)
+
+    def remove_before(self, number: int) -> None:
+        """Removes all generations that are older."""
+        for each in self._generations():
+            if each < number:
+                self._remove(each)
 
     def _remove(self, number: int) -> None:
         """Removes a generation, renamed first, so that nobody sees one with half of its files.

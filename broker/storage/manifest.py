@@ -55,6 +55,10 @@ Start: TypeAlias = tuple[Count, Count]
 directory from those of its copies, and a copied file could not."""
 
 
+RUN_FILES: Final = ("run.copy.json", "run.json")
+"""Names of the run's record and of its copy; the copy is written first."""
+
+
 class RunRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """Which run this directory belongs to, and its newest epoch."""
 
@@ -226,6 +230,20 @@ def read_sealed(directory_fd: int, name: str, kind: type[Sealed]) -> Sealed:
     if content != sealed(content):
         raise Damaged(f"{name}: does not match its digest")
     return content
+
+
+def read_run(directory_fd: int) -> tuple[list[RunRecord], list[str]]:
+    """The run's records that are whole, and what is wrong with the others."""
+    records: list[RunRecord] = []
+    problems: list[str] = []
+    for name in RUN_FILES:
+        try:
+            records.append(read_sealed(directory_fd, name, RunRecord))
+        except FileNotFoundError:
+            continue
+        except Damaged as problem:
+            problems.append(str(problem))
+    return records, problems
 
 
 def _refuse_other_format(name: str, data: bytearray) -> None:

@@ -18,6 +18,7 @@ from narrows.broker.storage.durable_files import RecordsLost, StateError
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import RunRecord
 from narrows.broker.storage.replay import History, read_records, recover
+from narrows.broker.storage.rollback import finish_rollbacks, roll_back
 from narrows.broker.syncer import Resumed, RunPhase, Syncer
 from narrows.proto import messages as msg
 from narrows.proto.config import flatten
@@ -64,6 +65,9 @@ def begin_epoch(
     """
     state_dir.keep_first = config.broker.journal_keep
     state_dir.check_seals()
+    finish_rollbacks(state_dir)
+    if config.broker.rollback_to >= 0:
+        _roll_back(config, state_dir)
     snapshot = state_dir.load()
     for warning in state_dir.warnings:
         _log.error("%s", warning)  # At once: the start may fail below.
@@ -114,6 +118,17 @@ def begin_epoch(
         journal.close()
         journal = None
     return Begun(syncer, history.model if history else None, journal, newest)
+
+
+def _roll_back(config: BrokerConfig, state_dir: StateDir) -> None:
+    run = state_dir.run
+    journal = _open_journal(config, state_dir, run) if run is not None else None
+    try:
+        roll_back(config, state_dir, journal)
+    finally:
+        if journal is not None:
+            journal.close()
+    state_dir.check_seals()
 
 
 def _open_journal(config: BrokerConfig, state_dir: StateDir, run: RunRecord) -> Journal | None:

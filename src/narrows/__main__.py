@@ -54,6 +54,7 @@ def broker(
     goal_tokens: str | None = None,
     mode: str | None = None,
     init: Path | None = None,
+    rollback_to: int | None = None,
     insecure: bool = False,
     setting: Annotated[list[str], Parameter(name=["--set", "-s"], negative="")] | None = None,
     events: Path | None = None,
@@ -79,6 +80,9 @@ def broker(
         decoupled (default), streaming or diloco.
     init
         Safetensors file that becomes version 0 instead of the first learner's parameters.
+    rollback_to
+        Version to which the run goes back, as the sum that `narrows status` and `narrows journal
+        show` print. What came after it is kept aside in the state directory. For one start only.
     insecure
         Allow to listen beyond loopback, although nothing is encrypted or authenticated.
     setting
@@ -95,6 +99,7 @@ def broker(
         "broker.listen": listen,
         "broker.state_dir": str(state_dir) if state_dir else None,
         "broker.init": str(init) if init else None,
+        "broker.rollback_to": rollback_to,
         "run.goal_tokens": goal_tokens,
         "run.mode": mode,
         "broker.insecure": insecure or None,
