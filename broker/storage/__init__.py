@@ -8,6 +8,7 @@ and system calls stay in here. Whatever is read back is compared with a digest.
 """
 
 from narrows.broker.storage.audit import Audit
+from narrows.broker.storage.chain import Chain
 from narrows.broker.storage.checkpoint import (
     CheckpointContent,
     StateDir,
@@ -50,6 +51,7 @@ __all__ = [
     "NO_SEAL",
     "Audit",
     "Begun",
+    "Chain",
     "Changes",
     "CheckpointContent",
     "Chunk",

@@ -14,6 +14,7 @@ import secrets
 import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Final, Literal
 
@@ -59,7 +60,8 @@ class SealKey:
 
         It does not depend on the segment, because a record may be written a second time.
         """
-        return self.seal("record", [before, number.to_bytes(8, "little"), *body])
+        # One after the other: pieces of a file may lie in one buffer.
+        return self.seal("record", chain([before, number.to_bytes(8, "little")], body))
 
     def mark(self, segment_seal: bytes, header: bytes) -> bytes:
         """The mark of a record's header in one segment."""

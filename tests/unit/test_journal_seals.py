@@ -20,6 +20,7 @@ from journal_cases import (
 )
 from seal_cases import digested, places
 
+from narrows.broker.storage import window
 from narrows.broker.storage.chain import Chain
 from narrows.broker.storage.durable_files import StateError
 from narrows.broker.storage.journal import Journal
@@ -268,3 +269,17 @@ def test_a_gap_that_the_writer_left_is_none_that_somebody_made() -> None:
     assert journal.append([b"six"]) == 6
     journal.sync()
     assert contents(opened(disk, 4096, CHAIN), 6) == [b"six"]
+
+
+@pytest.mark.parametrize("size_bytes", [255, 256, 257, 1000, 1024])
+def test_a_record_that_is_read_in_several_pieces_keeps_its_seal(
+    size_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(window, "BLOCK_BYTES", 256)
+    disk = FakeDisk()
+    journal = opened(disk, 4096, CHAIN)
+    bodies = [bytes(range(250)) * (size_bytes // 250), b"x" * size_bytes]
+    for each in bodies:
+        journal.append([each[:100], each[100:]])
+    journal.sync()
+    assert contents(opened(disk, 4096, CHAIN)) == bodies
