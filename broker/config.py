@@ -47,8 +47,7 @@ class BrokerSection(Section):
     """Directory of run.json, checkpoints and journal; one broker at a time. A checkpoint is about
     three float32 copies of the model, and there are two or three."""
     insecure: bool = False
-    """Allow a broker to listen beyond loopback although connections have no encryption and no
-    keys."""
+    """Allow a broker to listen beyond loopback without encryption and keys."""
     init: str = ""
     """Safetensors file that becomes version 0. Empty: the first learner's parameters do."""
     checkpoint_versions: Annotated[int, Range(1, 1_000_000)] = 50
@@ -68,11 +67,9 @@ class BrokerSection(Section):
     journal_segment: Annotated[Size, Range(1 << 12, 1 << 40)] = 64 << 20
     """Size of one file of the journal; a broker takes the room of one at its start."""
     rollback_to: Annotated[int, Range(-1, TOKENS_MAX)] = -1
-    """Version, summed over the fragments, to which this start takes the run back; better as the
-    flag --rollback-to, because a second start with it is refused. -1: none."""
+    """Version, summed over the fragments, to which this start takes the run back. -1: none."""
     beat: Annotated[Duration, Range(0.01, 60)] = BEAT_S
-    """Time between two beats to each learner. Beats repeat the state, so a lost one costs this much
-    delay."""
+    """Time between two beats to each learner; a lost one delays the state by as much."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -265,11 +262,13 @@ class LivenessSection(Section):
 
 @dataclass(frozen=True)
 class SecuritySection(Section):
-    """[security] What an attacker may not do unnoticed."""
+    """[security] Keys: who may connect, and what on the disk nobody alters unnoticed."""
 
+    keys: str = ""
+    """Directory with the broker's key and the ring of keys that it admits; `narrows keys new` makes
+    one. Empty: no keys, so the broker serves this machine alone."""
     seal_key: str = ""
-    """File with the key that seals journal and checkpoints, outside the state directory; see
-    `narrows journal new-seal-key`. Empty: nothing is sealed."""
+    """File with the key that seals the state directory, outside of it. Empty: nothing is sealed."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +300,6 @@ _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
     },
 }
 
-
 assert _PRESETS.keys() == set(Mode), "each mode has a preset"
 
 
@@ -320,7 +318,8 @@ def load_config(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
     run = table.get("run")
     of_file = cast(Mapping[str, object], run).get("mode") if isinstance(run, dict) else None
     # The mode first: its preset stands below the file and the flags that name the mode.
-    mode = str(flags.get("run.mode") or of_file or Mode.DECOUPLED)
+    named = flags.get("run.mode") or of_file
+    mode = named if isinstance(named, str) else Mode.DECOUPLED
     config = override(BrokerConfig(), preset(mode))
     return override(override(config, table, source=str(path)), flags, source="flags")
 

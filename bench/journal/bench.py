@@ -35,7 +35,7 @@ from narrows.broker.storage import (
     SealKey,
     new_seal_key,
 )
-from narrows.broker.syncer import StartMerge, Syncer, Turn
+from narrows.broker.syncer import RunSecret, StartMerge, Syncer, Turn
 from narrows.broker.syncer import events as ev
 from narrows.proto.codec import DecodedChunk, decode_chunk, encode_fragment
 from narrows.proto.fragments import Fragment, build_table
@@ -191,7 +191,9 @@ def _commits(
     segment_bytes = config.broker.journal_segment
     files, chain = DirectoryFiles(fd), Chain(key) if key else None
     journal = Journal.open(files, run_id="bench", segment_bytes=segment_bytes, chain=chain)
-    state = Syncer(config, run_id="bench", epoch=(1, 1, 1), now=0.0).state
+    state = Syncer(
+        config, run_id="bench", epoch=(1, 1, 1), secret=RunSecret(bytes(32)), now=0.0
+    ).state
     state.turn(Turn.BEGIN)
     return Commits(journal, state, posted.put, serve_on=False)
 

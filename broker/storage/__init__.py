@@ -12,9 +12,9 @@ from narrows.broker.storage.chain import Chain
 from narrows.broker.storage.checkpoint import (
     CheckpointContent,
     StateDir,
-    export_tensors,
 )
 from narrows.broker.storage.disk import DirectoryFiles
+from narrows.broker.storage.export import export_tensors
 from narrows.broker.storage.history import (
     GAP,
     Changes,
@@ -41,7 +41,7 @@ from narrows.broker.storage.records import (
     RoundRecord,
     SealRecord,
 )
-from narrows.broker.storage.recovery import Begun, begin_epoch
+from narrows.broker.storage.recovery import Begun, begin_epoch, open_state_dir
 from narrows.broker.storage.replay import History, read_records, recover, version_sum_of
 from narrows.broker.storage.seal import NO_SEAL, SealKey, new_seal_key, read_seal_key
 from narrows.broker.storage.writer import Chunk, Commits
@@ -80,6 +80,7 @@ __all__ = [
     "needed_journal",
     "new_seal_key",
     "oldest_versions",
+    "open_state_dir",
     "opened_run",
     "read_initial",
     "read_manifest",

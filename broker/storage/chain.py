@@ -14,7 +14,7 @@ from types import MappingProxyType
 from narrows.broker.storage.disk import Files
 from narrows.broker.storage.seal import NO_SEAL, SealKey, altered
 from narrows.broker.storage.segments import Segment, scan_segment, seal_of
-from narrows.broker.storage.window import Window
+from narrows.broker.storage.window import FileWindow
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Chain:
             if segment is not None and not segment.first:
                 raise altered(name, "its header does not verify")
             return segment
-        window = Window(files, name)
+        window = FileWindow(files, name)
         if self.key.seal("file", window.pieces(0, window.size_bytes)).hex() != self.adopted[name]:
             raise altered(name, "does not match the seal that it got when the directory was sealed")
         segment = scan_segment(files, name, run_id)

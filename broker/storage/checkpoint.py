@@ -1,6 +1,7 @@
 """A run's state directory: its lock, its epoch, and generations of checkpoints.
 
     run.json  run.copy.json                  the run and its epoch, twice
+    run.secret                               32 bytes that prove an epoch (secret_file.py)
     checkpoint-00000012/fragment-00000.safetensors ...   global, momentum, published: float32 (n,)
     checkpoint-00000012/manifest.json        written last; versions and digests of every array
     journal/journal-00000003.log ...         the rounds since the older checkpoint (journal.py)
@@ -19,7 +20,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Final, NoReturn, Self
 
 import msgspec
@@ -34,19 +34,19 @@ from narrows.broker.storage.durable_files import (
     write_file,
 )
 from narrows.broker.storage.manifest import (
-    FORMAT,
+    MANIFEST,
     RUN_FILES,
+    RUN_FORMAT,
     CheckpointContent,
     Manifest,
     RunRecord,
     blocks_of,
-    export_tensors,
     fragment_header,
     fragment_name,
     manifest_of,
     read_fragment,
+    read_manifest,
     read_run,
-    read_sealed,
     sealed,
     snapshot_of,
 )
@@ -57,18 +57,11 @@ from narrows.broker.storage.names import (
     remove_leftovers,
 )
 from narrows.broker.storage.seal import SealKey
-from narrows.broker.storage.sealed import DirectorySeal, is_sealed
+from narrows.broker.storage.sealed import DirectorySeal, refuse_sealed
+from narrows.broker.storage.secret_file import SECRET_FILE, find_secret, new_secret
 from narrows.proto.errors import ConfigError, ErrorCode
 
-__all__ = [
-    "CheckpointContent",
-    "RunRecord",
-    "StateDir",
-    "StateError",
-    "export_tensors",
-    "generation_name",
-    "generations_in",
-]
+__all__ = ["CheckpointContent", "RunRecord", "StateDir", "StateError"]
 
 GENERATIONS_KEPT: Final = 2
 
@@ -89,6 +82,8 @@ class StateDir:
         """True if the generation of version 0 is never removed: a replay begins there."""
         self.warnings: list[str] = []
         """Damage that was passed over; the caller tells the operator."""
+        self.secret = b""
+        """The run's, once its epoch has begun."""
         self._fd = directory_fd
         self._journal_fd: int | None = None
         self._lock_fd = lock_fd
@@ -131,25 +126,20 @@ class StateDir:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def check_seals(self) -> None:
-        """Compares the seals of all files but the journal's. Raises StateError if one differs, or
-        if the directory is sealed and there is no key, or the other way round."""
-        if self.seal is not None:
-            run, places = self.run, [generation_name(number) for number in self._generations()]
-            is_new = run is None and not self.has_journal
-            self.seal.check(run.run_id if run else None, places, is_new=is_new)
-        elif is_sealed(self._fd):
-            raise StateError(
-                ErrorCode.STATE_DAMAGED, f"{self.path}: it is sealed, and no seal key is set",
-                remedy="set security.seal_key to the file with the key. To give the seal up for "
-                f"ever, move {self.path}/seal.json away",
-            )  # fmt: skip
+    def check_seals(self, *, but: str = "") -> None:
+        """Compares the seals of all files but the journal's, and but one at the top.
+
+        Raises StateError if one differs, or if there is a key and no seal, or the other way round.
+        """
+        if self.seal is None:
+            refuse_sealed(self._fd, self.path)
+            return
+        run, places = self.run, [generation_name(number) for number in self._generations()]
+        is_new = run is None and not self.has_journal
+        self.seal.check(run.run_id if run else None, places, is_new=is_new, but=but)
 
     # The run and its epoch.
 
@@ -170,16 +160,30 @@ class StateDir:
         """Raises the life of the epoch by one; durable when it returns, so call it before serving.
 
         `new_run_id` is used in a new directory only, where the first epoch is (1, 1). Raises
-        StateError STATE_DAMAGED and OSError.
+        StateError STATE_DAMAGED or RUN_SECRET, and OSError.
         """
         remove_leftovers(self._fd)
         before = self.run
         run_id = before.run_id if before else new_run_id
         term, life = before.epoch if before else (1, 0)
         assert term >= 1 and life >= 0, before
-        record = sealed(RunRecord(FORMAT, run_id, (term, life + 1), config_digest))
-        self._replace(run_id, {name: msgspec.json.encode(record) for name in RUN_FILES})
+        is_required = before is not None and before.format == RUN_FORMAT
+        secret = find_secret(self._fd, self.path, is_required=is_required)
+        self.secret = secret or new_secret()
+        record = sealed(RunRecord(RUN_FORMAT, run_id, (term, life + 1), config_digest))
+        contents = {name: msgspec.json.encode(record) for name in RUN_FILES}
+        self._replace(run_id, contents if secret else {SECRET_FILE: self.secret, **contents})
         return record
+
+    def renew_secret(self) -> Path:
+        """Makes a new secret of the run, durably, and returns the path of its file."""
+        self.check_seals(but=SECRET_FILE)
+        if (run := self.run) is None:
+            raise ConfigError(f"{self.path}: no run, so there is no secret to renew")
+        remove_leftovers(self._fd)
+        self.secret = new_secret()
+        self._replace(run.run_id, {SECRET_FILE: self.secret})
+        return self.path / SECRET_FILE
 
     def _replace(self, run_id: str, contents: Mapping[str, bytes]) -> None:
         """Gives files beside the checkpoints new contents, one after the other, durably."""
@@ -209,12 +213,9 @@ class StateDir:
         os.mkdir(f".new-{name}", 0o700, dir_fd=self._fd)
         with directory(self._fd, f".new-{name}") as fd:
             for index, state in enumerate(snapshot.fragments):
-                blocks: list[bytes | memoryview] = [
-                    fragment_header(state.global_.size),
-                    *blocks_of(state),
-                ]
-                write_file(fd, fragment_name(index), blocks)
-            write_file(fd, "manifest.json", [msgspec.json.encode(manifest)])
+                header = fragment_header(state.global_.size)
+                write_file(fd, fragment_name(index), [header, *blocks_of(state)])
+            write_file(fd, MANIFEST, [msgspec.json.encode(manifest)])
             if self.seal is not None:
                 journal = snapshot.journal, snapshot.journal_seal
                 self.seal.seal_folder(fd, name, snapshot.run_id, journal)
@@ -234,7 +235,7 @@ class StateDir:
         for number in self._generations():
             try:
                 with directory(self._fd, generation_name(number)) as fd:
-                    manifests.append(read_sealed(fd, "manifest.json", Manifest))
+                    manifests.append(read_manifest(fd))
             except (OSError, Damaged) as problem:
                 self._raise_damaged("a checkpoint cannot be read", [str(problem)], _KEPT)
         return 1 + min((manifest.journal for manifest in manifests), default=0)
@@ -306,7 +307,7 @@ class StateDir:
         name = generation_name(number)
         try:
             with directory(self._fd, name) as fd:
-                manifest = read_sealed(fd, "manifest.json", Manifest)
+                manifest = read_manifest(fd)
                 for index, entry in enumerate(manifest.fragments):
                     take(read_fragment(fd, index, entry))
         except (OSError, Damaged) as problem:

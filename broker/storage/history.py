@@ -15,14 +15,15 @@ import xxhash
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import GlobalModel, Policy
+from narrows.broker.storage import manifest
 from narrows.broker.storage.checkpoint import CheckpointContent, StateDir
 from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.durable_files import Damaged, StateError, directory
 from narrows.broker.storage.journal import Journal
-from narrows.broker.storage.manifest import Manifest, read_sealed
+from narrows.broker.storage.manifest import Manifest
 from narrows.broker.storage.names import generation_name, generations_in
 from narrows.broker.storage.records import RoundRecord, payloads
-from narrows.broker.storage.replay import merged_of, read_records
+from narrows.broker.storage.replay import merged_of, read_records, version_before
 from narrows.broker.storage.seal import SealKey
 from narrows.broker.storage.sealed import DirectorySeal, is_sealed
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
@@ -107,8 +108,8 @@ def oldest_versions(state_dir: StateDir) -> tuple[int, list[int]]:
     for number in reversed(generations_in(state_dir.directory_fd)):
         with suppress(Damaged, OSError):
             with directory(state_dir.directory_fd, generation_name(number)) as fd:
-                manifest = read_sealed(fd, "manifest.json", Manifest)
-                return manifest.journal, [entry.version for entry in manifest.fragments]
+                found = manifest.read_manifest(fd)
+                return found.journal, [entry.version for entry in found.fragments]
     return 0, []
 
 
@@ -126,7 +127,7 @@ def seal_run(path: Path, key: SealKey) -> None:
         state_dir.load()
         for place in map(generation_name, generations_in(fd)):
             with directory(fd, place) as each:
-                journal[place] = read_sealed(each, "manifest.json", Manifest).journal
+                journal[place] = manifest.read_manifest(each).journal
         DirectorySeal(path, fd, key).adopt(run.run_id, journal)
 
 
@@ -141,7 +142,7 @@ def read_manifest(path: Path) -> Manifest:
             for number in generations_in(parent_fd):
                 try:
                     with directory(parent_fd, generation_name(number)) as fd:
-                        return read_sealed(fd, "manifest.json", Manifest)
+                        return manifest.read_manifest(fd)
                 except (OSError, Damaged) as problem:
                     problems.append(f"{generation_name(number)}: {problem}")
     except OSError as error:
@@ -188,7 +189,7 @@ def merge_again(
     for number, head, blobs in read_records(journal, oldest.journal + 1):
         if not isinstance(head, RoundRecord):
             continue
-        before = model.fragments[head.fragment].version
+        before = version_before(model, head, number)
         if head.version <= before:
             continue
         check_whole(head.version - before - 1)

@@ -7,11 +7,8 @@ other programs can read a checkpoint. JSON files are sealed: they carry a digest
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Final, TypeAlias, TypeVar
 
@@ -23,22 +20,26 @@ from narrows.broker.merging import FragmentState
 from narrows.broker.storage.durable_files import (
     Damaged,
     StateError,
-    directory,
     open_file,
     read_into,
-    write_file,
 )
-from narrows.proto.codec import F32, round_to_dtype
-from narrows.proto.errors import ErrorCode
+from narrows.proto.codec import F32
+from narrows.proto.errors import ErrorCode, NarrowsError
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest
+from narrows.proto.layout import check_layout
 from narrows.proto.messages import Count, DtypeName, LayoutEntry, Phase
 
 FORMAT: Final = 1
 """Format of everything in a state directory. Other formats are refused by their number."""
 
+RUN_FORMAT: Final = 2
+"""Format of run.json, whose fields are those of format 1: since 2 the run has a secret."""
+
 JSON_BYTES_MAX: Final = 64 << 20
 """Largest JSON file that is read. The manifest of the longest layout takes a quarter of it."""
+
+MANIFEST: Final = "manifest.json"
 
 _ARRAYS: Final = ("global", "momentum", "published")
 _DTYPES: Final[Mapping[DtypeName, tuple[str, int]]] = {
@@ -134,10 +135,10 @@ def fragment_name(index: int) -> str:
 
 def fragment_header(elements: int) -> bytes:
     """The bytes in front of the arrays in a fragment's file."""
-    return _safetensors_header([(name, "float32", (elements,)) for name in _ARRAYS])
+    return safetensors_header([(name, "float32", (elements,)) for name in _ARRAYS])
 
 
-def _safetensors_header(
+def safetensors_header(
     tensors: Sequence[tuple[str, DtypeName, tuple[int, ...]]],
     metadata: Mapping[str, str] = NO_METADATA,
 ) -> bytes:
@@ -154,13 +155,13 @@ def _safetensors_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(array: F32) -> memoryview:
+def bytes_of(array: F32) -> memoryview:
     return np.ascontiguousarray(array).data.cast("B")
 
 
 def blocks_of(state: FragmentState) -> list[memoryview]:
     """The bytes of a fragment's arrays, in the order of the file."""
-    return [_bytes_of(array) for array in (state.global_, state.momentum, state.published)]
+    return [bytes_of(array) for array in (state.global_, state.momentum, state.published)]
 
 
 def manifest_of(snapshot: CheckpointContent) -> Manifest:
@@ -222,10 +223,10 @@ def read_sealed(directory_fd: int, name: str, kind: type[Sealed]) -> Sealed:
         read_into(fd, name, memoryview(data))
     try:
         content = msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         _refuse_other_format(name, data)
         raise Damaged(f"{name}: {error}") from error
-    if content.format != FORMAT:
+    if content.format not in (FORMAT, RUN_FORMAT if kind is RunRecord else FORMAT):
         _refuse_other_format(name, data)
     if content != sealed(content):
         raise Damaged(f"{name}: does not match its digest")
@@ -253,9 +254,9 @@ def _refuse_other_format(name: str, data: bytearray) -> None:
     """
     try:
         fields = msgspec.json.decode(data, type=dict[str, object])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        seal = digest(msgspec.json.encode(fields | {"digest": ""}))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError):
         return
-    seal = digest(msgspec.json.encode(fields | {"digest": ""}))
     if fields.get("format") != FORMAT and fields.get("digest") == f"{seal:016x}":
         raise StateError(
             ErrorCode.STATE_DAMAGED, f"{name} cannot be read",
@@ -264,21 +265,34 @@ def _refuse_other_format(name: str, data: bytearray) -> None:
         )  # fmt: skip
 
 
+def read_manifest(directory_fd: int) -> Manifest:
+    """The manifest of a generation. Raises FileNotFoundError, Damaged, StateError."""
+    manifest = read_sealed(directory_fd, MANIFEST, Manifest)
+    try:
+        check_layout(manifest.layout)
+        table = build_table(manifest.layout, len(manifest.fragments))
+    except NarrowsError as error:
+        raise Damaged(f"{MANIFEST}: {error}") from error
+    if [part.elements for part in table] != [each.elements for each in manifest.fragments]:
+        raise Damaged(f"{MANIFEST}: the fragments are not those of its layout")
+    return manifest
+
+
 def read_fragment(directory_fd: int, index: int, entry: FragmentEntry) -> FragmentState:
     """A fragment as the manifest describes it. Raises FileNotFoundError, Damaged."""
     name, header = fragment_name(index), fragment_header(entry.elements)
-    arrays = {array: np.empty(entry.elements, np.float32) for array in _ARRAYS}
     with open_file(directory_fd, name) as (fd, size_bytes):
-        if size_bytes != len(header) + 4 * entry.elements * len(arrays):
+        if size_bytes != len(header) + 4 * entry.elements * len(_ARRAYS):
             raise Damaged(f"{name}: {size_bytes} bytes")
+        arrays = {array: np.empty(entry.elements, np.float32) for array in _ARRAYS}
         # The manifest says which header the file must have, so there is nothing to parse.
         read_header = bytearray(len(header))
         read_into(fd, name, memoryview(read_header))
         if bytes(read_header) != header:
             raise Damaged(f"{name}: another header than was written")
         for values in arrays.values():
-            read_into(fd, name, _bytes_of(values))
-    digests = {array: digest(_bytes_of(values)) for array, values in arrays.items()}
+            read_into(fd, name, bytes_of(values))
+    digests = {array: digest(bytes_of(values)) for array, values in arrays.items()}
     for array, value in digests.items():
         if entry.digests.get(array) != f"{value:016x}":
             raise Damaged(f"{name}: {array} does not match its digest")
@@ -286,51 +300,3 @@ def read_fragment(directory_fd: int, index: int, entry: FragmentEntry) -> Fragme
         entry.version, digests["published"], arrays["global"], arrays["momentum"],
         arrays["published"],
     )  # fmt: skip
-
-
-def export_tensors(
-    snapshot: CheckpointContent, path: Path, metadata: Mapping[str, str] = NO_METADATA
-) -> None:
-    """Writes the global fragments as safetensors with the layout's names, shapes and dtypes.
-
-    `metadata` goes into the file's header. The file appears whole or not at all. Tied names and
-    buffers are not in it: the broker does not know them. Raises OSError.
-    """
-    layout, table = snapshot.layout, build_table(snapshot.layout, snapshot.fragment_count)
-    pieces_of: list[list[tuple[int, F32]]] = [[] for _ in layout]
-    for fragment, state in zip(table, snapshot.fragments, strict=True):
-        for piece in fragment.pieces:
-            values = state.global_[piece.offset : piece.offset + piece.count]
-            pieces_of[piece.tensor].append((piece.start, values))
-
-    def blocks() -> Iterator[bytes | memoryview]:
-        yield _safetensors_header(
-            [(each.name, each.dtype, each.shape) for each in layout], metadata
-        )
-        for entry, pieces in zip(layout, pieces_of, strict=True):
-            for _, values in sorted(pieces, key=lambda piece: piece[0]):
-                yield _as_dtype(values, entry.dtype)
-
-    with directory(None, str(path.parent)) as fd:
-        unfinished = f".new-{path.name}"
-        with suppress(FileNotFoundError):
-            os.unlink(unfinished, dir_fd=fd)
-        try:
-            write_file(fd, unfinished, blocks())
-            os.rename(unfinished, path.name, src_dir_fd=fd, dst_dir_fd=fd)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(unfinished, dir_fd=fd)
-            raise
-        os.fsync(fd)
-
-
-def _as_dtype(values: F32, dtype: DtypeName) -> bytes | memoryview:
-    """The bytes of `values` as a tensor of that dtype, rounded half to even."""
-    if dtype == "float16":
-        return values.astype(np.float16).tobytes()
-    if dtype == "float32":
-        return _bytes_of(values)
-    rounded = np.empty_like(values)
-    round_to_dtype(values, dtype, rounded)
-    return (rounded.view(np.uint32) >> np.uint32(16)).astype(np.uint16).tobytes()

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from narrows.broker.config import BrokerConfig
@@ -19,7 +20,8 @@ from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import RunRecord
 from narrows.broker.storage.replay import History, read_records, recover
 from narrows.broker.storage.rollback import finish_rollbacks, roll_back
-from narrows.broker.syncer import Resumed, RunPhase, Syncer
+from narrows.broker.storage.seal import read_seal_key
+from narrows.broker.syncer import Resumed, RunPhase, RunSecret, Syncer
 from narrows.proto import messages as msg
 from narrows.proto.config import flatten
 from narrows.proto.errors import ConfigError, ErrorCode
@@ -47,6 +49,15 @@ class Begun:
         """Closes the journal of a life that ends before it serves."""
         if self.journal is not None:
             self.journal.close()
+
+
+def open_state_dir(config: BrokerConfig) -> StateDir:
+    """The state directory of a broker, locked, with its seal key if there is one.
+
+    Raises StateError, ConfigError.
+    """
+    path, seal_key = Path(config.broker.state_dir), config.security.seal_key
+    return StateDir.open(path, read_seal_key(Path(seal_key), path) if seal_key else None)
 
 
 def begin_epoch(
@@ -101,6 +112,7 @@ def begin_epoch(
         config,
         run_id=run.run_id,
         epoch=(*run.epoch, secrets.randbits(NONCE_BITS)),
+        secret=RunSecret(state_dir.secret),
         now=now,
         resumed=_resumed(snapshot, history) if snapshot is not None and history else None,
         from_file=bool(config.broker.init) and snapshot is None,

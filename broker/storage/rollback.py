@@ -20,7 +20,7 @@ from narrows.broker.config import BrokerConfig
 from narrows.broker.storage.checkpoint import CheckpointContent, StateDir
 from narrows.broker.storage.durable_files import Damaged, StateError, directory
 from narrows.broker.storage.journal import Journal
-from narrows.broker.storage.manifest import Manifest, MergedPush, read_sealed
+from narrows.broker.storage.manifest import MergedPush, read_manifest
 from narrows.broker.storage.names import generation_name, generations_in
 from narrows.broker.storage.replay import recover, version_sum_of
 from narrows.proto.errors import ConfigError, ErrorCode
@@ -83,7 +83,7 @@ def _done_by(fd: int, newest: int, target: int) -> int | None:
     for number in sorted(generations_in(fd)):
         if number > newest:
             with directory(fd, generation_name(number)) as each, suppress(Damaged):
-                manifest = read_sealed(each, "manifest.json", Manifest)
+                manifest = read_manifest(each)
                 if sum(entry.version for entry in manifest.fragments) == target:
                     return number
     return None

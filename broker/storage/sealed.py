@@ -73,9 +73,13 @@ class DirectorySeal:
         self._anchors: dict[int, bytes] = {}
         self._needed_from: int | None = None
 
-    def check(self, run_id: str | None, places: Sequence[str], *, is_new: bool) -> None:
-        """Compares every seal but those of the journal. Raises StateError for the first that
-        differs. `places` are the folders of the checkpoints."""
+    def check(
+        self, run_id: str | None, places: Sequence[str], *, is_new: bool, but: str = ""
+    ) -> None:
+        """Compares every seal but those of the journal, and of the file `but` at the top.
+
+        `places` are the folders of the checkpoints. Raises StateError for the first that differs.
+        """
         if SEAL_FILE not in os.listdir(self._fd):
             if is_new:
                 return
@@ -88,7 +92,7 @@ class DirectorySeal:
         self._top = found.files
         names = [name for name in os.listdir(self._fd) if _TOP_FILE.fullmatch(name)]
         listed = [name for name in found.files if not name.startswith(_JOURNAL)]
-        self._compare(self._fd, "", found.files, set(names) | set(listed))
+        self._compare(self._fd, "", found.files, {*names, *listed} - {but})
         numbers: list[int] = []
         for place in places:
             with directory(self._fd, place) as fd:
@@ -218,3 +222,13 @@ def is_sealed(directory_fd: int) -> bool:
         return stat.S_ISREG(os.stat(SEAL_FILE, dir_fd=directory_fd, follow_symlinks=False).st_mode)
     except FileNotFoundError:
         return False
+
+
+def refuse_sealed(directory_fd: int, path: Path) -> None:
+    """Raises StateError if the state directory is sealed: without the key it is not served."""
+    if is_sealed(directory_fd):
+        raise StateError(
+            ErrorCode.STATE_DAMAGED, f"{path}: it is sealed, and no seal key is set",
+            remedy="set security.seal_key to the file with the key. To give the seal up for ever,"
+            f" move {path}/{SEAL_FILE} away",
+        )  # fmt: skip

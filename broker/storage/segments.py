@@ -60,7 +60,7 @@ from narrows.broker.storage.disk import Files
 from narrows.broker.storage.durable_files import Damaged, StateError
 from narrows.broker.storage.names import segment_name, segment_number
 from narrows.broker.storage.seal import MARK_BYTES, NO_SEAL, SEAL_BYTES, SealKey, altered
-from narrows.broker.storage.window import Window
+from narrows.broker.storage.window import FileWindow
 from narrows.proto.errors import ErrorCode
 
 FORMAT: Final = 1
@@ -108,7 +108,7 @@ class Segment:
     seal: bytes = NO_SEAL
     """The seal of the header, likewise."""
     is_adopted: bool = False
-    """The file was written before the journal was sealed; its own seals, if any, say nothing."""
+    """The file was written before the journal was sealed: its own seals say nothing."""
 
     @property
     def is_sealed(self) -> bool:
@@ -177,7 +177,7 @@ def scan_segment(
     With a key all seals in it are compared. Raises StateError if one differs, or if the segment
     belongs to another run or format; OSError, Damaged.
     """
-    window = Window(files, name)
+    window = FileWindow(files, name)
     content = bytes(window.at(0, SEALED_SEGMENT_HEADER_BYTES))
     _refuse_other_format(name, content)
     segment = _header_of(name, content)
@@ -198,7 +198,7 @@ def scan_segment(
     return segment
 
 
-def _is_unfinished(window: Window, content: bytes) -> bool:
+def _is_unfinished(window: FileWindow, content: bytes) -> bool:
     """True if there is a part of a header at most, and no record ever was."""
     if window.ends_with_zeros(SEGMENT_HEADER_BYTES):
         return True
@@ -240,7 +240,7 @@ def _refusal(message: str, expected: str, got: str) -> StateError:
     )  # fmt: skip
 
 
-def _scan_records(window: Window, segment: Segment, key: SealKey | None) -> None:
+def _scan_records(window: FileWindow, segment: Segment, key: SealKey | None) -> None:
     """Finds the records that count, and behind them every trace of later ones."""
     offset, before = segment.header_bytes, segment.before
     for start, head in _heads(window, segment):
@@ -253,8 +253,7 @@ def _scan_records(window: Window, segment: Segment, key: SealKey | None) -> None
         offset = start + segment.record_header_bytes + head.body_bytes
     if window.ends_with_zeros(offset):
         return
-    what = f"record {segment.last + 1} does not verify"
-    segment.damage = f"{window.name}: byte {offset}: {what}"
+    segment.damage = f"{window.name}: byte {offset}: record {segment.last + 1} does not verify"
     # Later headers that verify tell which records were durable, so they are searched for.
     while (offset := window.find(_MARKER, offset)) >= 0:
         trace = _head_at(window, offset, segment)
@@ -264,7 +263,12 @@ def _scan_records(window: Window, segment: Segment, key: SealKey | None) -> None
 
 
 def _compare_seals(
-    window: Window, start: int, segment: Segment, head: _RecordHeader, key: SealKey, before: bytes
+    window: FileWindow,
+    start: int,
+    segment: Segment,
+    head: _RecordHeader,
+    key: SealKey,
+    before: bytes,
 ) -> None:
     """Raises StateError unless the record was written with the key, behind `before`."""
     start += segment.record_header_bytes
@@ -278,7 +282,7 @@ def _take_notice(segment: Segment, head: _RecordHeader) -> None:
     segment.proven = max(segment.proven, head.durable)
 
 
-def _heads(window: Window, segment: Segment) -> Iterator[tuple[int, _RecordHeader]]:
+def _heads(window: FileWindow, segment: Segment) -> Iterator[tuple[int, _RecordHeader]]:
     """Offset and header of each record as long as headers verify; bodies are not looked at."""
     offset, number = segment.header_bytes, segment.first
     while (head := _head_at(window, offset, segment)) and head.number == number:
@@ -289,7 +293,7 @@ def _heads(window: Window, segment: Segment) -> Iterator[tuple[int, _RecordHeade
         offset, number = stop, number + 1
 
 
-def _head_at(window: Window, offset: int, segment: Segment) -> _RecordHeader | None:
+def _head_at(window: FileWindow, offset: int, segment: Segment) -> _RecordHeader | None:
     """The header at `offset`, None if none verifies there."""
     size_bytes = segment.record_header_bytes
     content = bytes(window.at(offset, size_bytes))
@@ -303,7 +307,7 @@ def _head_at(window: Window, offset: int, segment: Segment) -> _RecordHeader | N
     return _RecordHeader(size_bytes, number, durable, body_digest, seal, content)
 
 
-def _body_verifies(window: Window, start: int, head: _RecordHeader) -> bool:
+def _body_verifies(window: FileWindow, start: int, head: _RecordHeader) -> bool:
     hasher = xxhash.xxh3_64()
     for piece in window.pieces(start, start + head.body_bytes):
         hasher.update(piece)
@@ -317,7 +321,7 @@ def seal_of(files: Files, segment: Segment, number: int) -> bytes:
     """
     assert segment.first - 1 <= number <= segment.last, (segment, number)
     seal = segment.before
-    for _, head in _heads(Window(files, segment.name), segment):
+    for _, head in _heads(FileWindow(files, segment.name), segment):
         if head.number > number:
             break
         seal = head.seal
@@ -329,7 +333,7 @@ def read_records(files: Files, segment: Segment, first: int) -> Iterator[Record]
 
     Raises OSError, and Damaged if they are not there any more.
     """
-    window = Window(files, segment.name)
+    window = FileWindow(files, segment.name)
     number = segment.first
     for offset, head in _heads(window, segment):
         if number > segment.last:

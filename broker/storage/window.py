@@ -13,7 +13,7 @@ BLOCK_BYTES: Final = 1 << 20
 _ZEROS: Final = bytes(BLOCK_BYTES)
 
 
-class Window:
+class FileWindow:
     """A file through a buffer. It ends where the file ended when the window was made.
 
     A journal can be larger than memory, so no file is read whole.

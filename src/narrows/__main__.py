@@ -20,6 +20,7 @@ from narrows.bench.commands import bench
 from narrows.bench.demo.command import demo
 from narrows.bench.kit.torch_needed import need_torch
 from narrows.broker.cli.journal import journal
+from narrows.broker.cli.keys import keys
 from narrows.broker.cli.wire import wire
 from narrows.proto.errors import BrokerUnreachable, ConfigError, ErrorCode, NarrowsError, Refused
 
@@ -42,6 +43,7 @@ app = cyclopts.App(
 app.command(bench)
 app.command(demo)
 app.command(journal)
+app.command(keys)
 app.command(wire)
 
 
@@ -55,6 +57,8 @@ def broker(
     mode: str | None = None,
     init: Path | None = None,
     rollback_to: int | None = None,
+    keys: Path | None = None,
+    new_run_secret: Annotated[bool, Parameter(negative="")] = False,
     insecure: bool = False,
     setting: Annotated[list[str], Parameter(name=["--set", "-s"], negative="")] | None = None,
     events: Path | None = None,
@@ -72,8 +76,7 @@ def broker(
         Control port as tcp://HOST:PORT (default tcp://127.0.0.1:7070); the two ports after it
         carry the data.
     state_dir
-        Directory of journal and checkpoints (default runs/broker); a broker started on it again
-        resumes the run.
+        Directory of journal and checkpoints (default runs/broker), from which a run goes on.
     goal_tokens
         Tokens of all learners after which the run ends, such as 12e9; 0: never (default).
     mode
@@ -81,8 +84,11 @@ def broker(
     init
         Safetensors file that becomes version 0 instead of the first learner's parameters.
     rollback_to
-        Version to which the run goes back, as the sum that `narrows status` and `narrows journal
-        show` print. What came after it is kept aside in the state directory. For one start only.
+        Version to go back to, as `narrows journal show` prints it "in all"; for one start.
+    keys
+        Directory of keys that `narrows keys new` made: only the holders of its keys may connect.
+    new_run_secret
+        Make a new run.secret in the state directory, say what that costs, and end.
     insecure
         Allow to listen beyond loopback, although nothing is encrypted or authenticated.
     setting
@@ -92,9 +98,8 @@ def broker(
     ready_file
         File that gets the address once the broker serves.
     """
-    from narrows.broker.cli.broker import BrokerCommand, run_broker
+    from narrows.broker.cli.broker import BrokerCommand, renew_run_secret, run_broker
 
-    flags: dict[str, object] = {}
     named = {
         "broker.listen": listen,
         "broker.state_dir": str(state_dir) if state_dir else None,
@@ -103,16 +108,22 @@ def broker(
         "run.goal_tokens": goal_tokens,
         "run.mode": mode,
         "broker.insecure": insecure or None,
+        "security.keys": str(keys) if keys else None,
     }
-    flags.update({key: value for key, value in named.items() if value is not None})
-    run_broker(BrokerCommand(config, flags, setting or [], events, ready_file))
+    flags: dict[str, object] = {k: value for k, value in named.items() if value is not None}
+    command = BrokerCommand(config, flags, setting or [], events, ready_file)
+    if new_run_secret:
+        renew_run_secret(command)
+    else:
+        run_broker(command)
 
 
 @app.command
 def learner(
     *,
-    broker: str,
-    name: str,
+    broker: str | None = None,
+    name: str | None = None,
+    key: Path | None = None,
     data: Path | None = None,
     preset: str = "tiny",
     part: str = "1/1",
@@ -132,9 +143,13 @@ def learner(
     Parameters
     ----------
     broker
-        Address that `narrows broker` prints, tcp://HOST:PORT.
+        Address that `narrows broker` prints, tcp://HOST:PORT (default: the key's).
     name
-        Name of this learner, unique in the run; a restarted learner takes its old name.
+        Name of this learner, unique in the run; a restarted learner takes its old name (default:
+        the key's).
+    key
+        Key file of this site, as `narrows keys accept` writes it (default: the one that the
+        environment names in NARROWS_KEY, if it names any).
     data
         Folder with text files (default: the sources of Python's standard library).
     preset
@@ -165,24 +180,33 @@ def learner(
     """
     need_torch()
     from narrows.learner.reference.worker import WorkerOptions, run_worker
+    from narrows.learner.site import site_of
 
+    site = site_of(broker, name, key)
     options = WorkerOptions(
-        broker, name, data, preset, part, batch, seed, threads, peak_learning_rate, steps_max,
-        step_wait_s, join_timeout_s, events, json, record,
+        site.broker, site.name, data, preset, part, batch, seed, threads, peak_learning_rate,
+        steps_max, step_wait_s, join_timeout_s, events, json, record, site.key_file,
     )  # fmt: skip
     run_worker(options)
 
 
 @app.command
 def status(
-    broker: str = "tcp://127.0.0.1:7070", *, json: bool = False, timeout_s: float = 5.0
+    broker: str | None = None,
+    *,
+    key: Path | None = None,
+    json: bool = False,
+    timeout_s: float = 5.0,
 ) -> None:
     """Show the learners, the progress of the run, and the reason why it waits.
 
     Parameters
     ----------
     broker
-        Address of the broker, tcp://HOST:PORT.
+        Address of the broker, tcp://HOST:PORT (default: the key's, else tcp://127.0.0.1:7070).
+    key
+        Key file (default: the one that NARROWS_KEY names, if it names any). The key's role says how
+        much the broker tells.
     json
         Print JSON instead of a table.
     timeout_s
@@ -190,7 +214,7 @@ def status(
     """
     from narrows.broker.cli.status import show_status
 
-    show_status(broker, as_json=json, timeout_s=timeout_s)
+    show_status(broker, key_file=key, as_json=json, timeout_s=timeout_s)
 
 
 @app.command

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from e2e.test_journal import run_to_its_goal
 from running import broker_config, live_broker
 from seal_cases import digest_again, samples, sealed_files
 
+from narrows.broker.cli.broker import BrokerCommand, renew_run_secret
 from narrows.broker.cli.journal_report import audit, replay, show
 from narrows.broker.process.service import Service
 from narrows.broker.storage import StateDir, begin_epoch, new_seal_key, read_seal_key, seal_run
@@ -129,13 +131,13 @@ def test_files_are_not_left_out_added_or_brought_from_elsewhere(
             other.rename(one)
             (tmp_path / "aside").rename(other)
         elif what == "other top":
-            (copy / "run.secret").write_text("mine")
+            (copy / "run.more").write_text("mine")
         else:
             (copy / "seal.json").unlink()
-        told = refusal(lambda copy=copy: audit(copy, key))
+        told = refusal(partial(audit, copy, key))
         expected = {
             "left out": "manifest.json", "added": "more.json", "swapped": "another place",
-            "other top": "run.secret", "key": "it is not sealed",
+            "other top": "run.more", "key": "it is not sealed",
         }  # fmt: skip
         assert expected[what] in told, (what, told)
 
@@ -230,6 +232,22 @@ def test_a_directory_without_a_seal_is_sealed_by_command_and_says_so(
         told = refusal(lambda: audit(state, key)) or capsys.readouterr().out
         assert path.name in told, path
         path.write_bytes(whole)
+
+
+def test_the_secret_of_a_run_is_sealed_and_can_be_renewed(
+    ended: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, key = ended
+    copy = tmp_path / "state"
+    shutil.copytree(state, copy)
+    (copy / "run.secret").unlink()
+    assert "run.secret: is missing" in refusal(lambda: audit(copy, key))
+    settings = [f"broker.state_dir={copy}", f"security.seal_key={key}"]
+    renew_run_secret(BrokerCommand(None, {}, settings, None, None))
+    audit(copy, key)
+    assert "is new" in capsys.readouterr().out
+    with pytest.raises(StateError, match="no seal key is set"):
+        renew_run_secret(BrokerCommand(None, {}, settings[:1], None, None))
 
 
 def test_a_sealed_directory_is_not_served_without_its_key(
