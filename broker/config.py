@@ -47,8 +47,7 @@ class BrokerSection(Section):
     """Directory of run.json, checkpoints and journal; one broker at a time. A checkpoint is about
     three float32 copies of the model, and there are two or three."""
     insecure: bool = False
-    """Allow a broker to listen beyond loopback although connections have no encryption and no
-    keys."""
+    """Allow a broker to listen beyond loopback without encryption and keys."""
     init: str = ""
     """Safetensors file that becomes version 0. Empty: the first learner's parameters do."""
     checkpoint_versions: Annotated[int, Range(1, 1_000_000)] = 50
@@ -67,6 +66,8 @@ class BrokerSection(Section):
     journal is cut back to the older of the two checkpoints that are kept."""
     journal_segment: Annotated[Size, Range(1 << 12, 1 << 40)] = 64 << 20
     """Size of one file of the journal; a broker takes the room of one at its start."""
+    rollback_to: Annotated[int, Range(-1, TOKENS_MAX)] = -1
+    """Version, summed over the fragments, to which this start takes the run back. -1: none."""
     beat: Annotated[Duration, Range(0.01, 60)] = BEAT_S
     """Time between two beats to each learner. They repeat the state: a lost one is a delay."""
 
@@ -264,11 +265,13 @@ class LivenessSection(Section):
 
 @dataclass(frozen=True)
 class SecuritySection(Section):
-    """[security] Keys: who may connect, and who may read what is on disk."""
+    """[security] Keys: who may connect, and what on the disk nobody alters unnoticed."""
 
     keys: str = ""
     """Directory with the broker's key and the ring of keys that it admits; `narrows keys new` makes
     one. Empty: no keys, so the broker serves this machine alone."""
+    seal_key: str = ""
+    """File with the key that seals the state directory, outside of it. Empty: nothing is sealed."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +302,6 @@ _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
         "merge.rounds_in_flight": 1,
     },
 }
-
 
 assert _PRESETS.keys() == set(Mode), "each mode has a preset"
 

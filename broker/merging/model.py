@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -270,6 +270,14 @@ class GlobalModel:
         kept[outcome.publication.version] = outcome.publication
         kept.pop(outcome.publication.version - PUBLICATIONS_KEPT, None)
         assert len(kept) <= PUBLICATIONS_KEPT
+
+    def stand_still(self, fragment: int, version: int) -> int:
+        """Gives the state of a fragment the number of its next version, for a round in which
+        nobody's contribution is left; the digest of its published copy."""
+        state = self.fragments[fragment]
+        assert version == state.version + 1, "versions rise by one"
+        self.fragments[fragment] = replace(state, version=version)
+        return state.digest
 
 
 def warm_up() -> None:

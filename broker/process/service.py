@@ -29,7 +29,7 @@ from narrows.broker.process.reception import Reception
 from narrows.broker.process.ring_keeper import RingKeeper, enrol
 from narrows.broker.process.sockets import FRAMES_PER_TURN, BrokerSockets, Traffic
 from narrows.broker.process.workers import Jobs
-from narrows.broker.storage import Commits, StateDir, begin_epoch, check_initial
+from narrows.broker.storage import Commits, begin_epoch, check_initial, open_state_dir
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer import status_for, status_of
 from narrows.proto import messages as msg
@@ -66,7 +66,7 @@ class Service:
                 told=self._connection_cut,
             )
             undo.callback(self.wires.close)
-            self.state_dir = StateDir.open(Path(config.broker.state_dir))
+            self.state_dir = open_state_dir(config)
             undo.callback(self.state_dir.close)
             begun = begin_epoch(
                 config,

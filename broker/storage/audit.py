@@ -39,7 +39,7 @@ class Audit:
             self.fates[head.what] = self.fates.get(head.what, 0) + 1
             if head.what == "forgotten":
                 self._forgotten.add((head.learner, head.incarnation))
-        else:
+        elif isinstance(head, RoundRecord):
             self._round(number, head)
 
     def _round(self, number: int, head: RoundRecord) -> None:

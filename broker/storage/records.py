@@ -112,7 +112,16 @@ class FateRecord(_RecordHead, frozen=True, tag="fate"):
     at: float
 
 
-Head: TypeAlias = LifeRecord | RoundRecord | FateRecord
+class SealRecord(_RecordHead, frozen=True, tag="sealed"):
+    """From here on the journal is sealed; before, somebody said that it was whole."""
+
+    epoch: Start
+    key: str
+    """Name of the seal key (SealKey.name), by which keys are told apart."""
+    at: float
+
+
+Head: TypeAlias = LifeRecord | RoundRecord | FateRecord | SealRecord
 _decoder = msgspec.msgpack.Decoder(Head)
 
 

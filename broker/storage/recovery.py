@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from narrows.broker.config import BrokerConfig
@@ -18,6 +19,8 @@ from narrows.broker.storage.durable_files import RecordsLost, StateError
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import RunRecord
 from narrows.broker.storage.replay import History, read_records, recover
+from narrows.broker.storage.rollback import finish_rollbacks, roll_back
+from narrows.broker.storage.seal import read_seal_key
 from narrows.broker.syncer import Resumed, RunPhase, RunSecret, Syncer, check_founder
 from narrows.proto import messages as msg
 from narrows.proto.config import flatten
@@ -48,6 +51,15 @@ class Begun:
             self.journal.close()
 
 
+def open_state_dir(config: BrokerConfig) -> StateDir:
+    """The state directory of a broker, locked, with its seal key if there is one.
+
+    Raises StateError, ConfigError.
+    """
+    path, seal_key = Path(config.broker.state_dir), config.security.seal_key
+    return StateDir.open(path, read_seal_key(Path(seal_key), path) if seal_key else None)
+
+
 def begin_epoch(
     config: BrokerConfig,
     state_dir: StateDir,
@@ -63,6 +75,10 @@ def begin_epoch(
     if the state is damaged, was made with another fragment count or needs a founder, and OSError.
     """
     state_dir.keep_first = config.broker.journal_keep
+    state_dir.check_seals()
+    finish_rollbacks(state_dir)
+    if config.broker.rollback_to >= 0:
+        _roll_back(config, state_dir)
     snapshot = state_dir.load()
     for warning in state_dir.warnings:
         _log.error("%s", warning)  # At once: the start may fail below.
@@ -118,6 +134,17 @@ def begin_epoch(
     return Begun(syncer, history.model if history else None, journal, newest)
 
 
+def _roll_back(config: BrokerConfig, state_dir: StateDir) -> None:
+    run = state_dir.run
+    journal = _open_journal(config, state_dir, run) if run is not None else None
+    try:
+        roll_back(config, state_dir, journal)
+    finally:
+        if journal is not None:
+            journal.close()
+    state_dir.check_seals()
+
+
 def _open_journal(config: BrokerConfig, state_dir: StateDir, run: RunRecord) -> Journal | None:
     """The journal; None if this life writes none and no life before has written one.
 
@@ -129,6 +156,7 @@ def _open_journal(config: BrokerConfig, state_dir: StateDir, run: RunRecord) -> 
         DirectoryFiles(state_dir.journal_directory()),
         run_id=run.run_id,
         segment_bytes=config.broker.journal_segment,
+        chain=state_dir.seal.chain() if state_dir.seal else None,
     )
 
 
@@ -165,6 +193,10 @@ def _begin_record(journal: Journal, run: RunRecord, history: History | None) -> 
     began = records.LifeRecord(
         records.FORMAT, run.epoch, run.config_digest, tuple(s.version for s in states), time.time()
     )
+    if journal.has_unsealed:
+        key = journal.sealer.key
+        name = key.name if key else ""
+        journal.append(records.encode(records.SealRecord(run.epoch, name, time.time())))
     journal.append(records.encode(began))
     journal.sync()
 

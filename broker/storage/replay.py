@@ -6,7 +6,7 @@ damage or a bug, never a new truth: learners hold the copy that was published th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -68,8 +68,13 @@ class History:
         return self.token_units // len(self.model.table)
 
 
-def recover(config: BrokerConfig, snapshot: CheckpointContent, journal: Journal | None) -> History:
+def recover(
+    config: BrokerConfig, snapshot: CheckpointContent, journal: Journal | None,
+    *, until: int | None = None,
+) -> History:  # fmt: skip
     """The newest state: a checkpoint and the rounds that the journal has after it.
+
+    `until`: the first state at which the versions have this sum.
 
     Raises StateError STATE_DAMAGED if a record is lost, or does not give the digests it states.
     """
@@ -84,11 +89,18 @@ def recover(config: BrokerConfig, snapshot: CheckpointContent, journal: Journal 
     if journal is None:
         return history
     for number, head, blobs in read_records(journal, snapshot.journal + 1):
+        if until is not None and version_sum_of(model.fragments) >= until:
+            break
         history.newest = number
         if isinstance(head, RoundRecord):
             apply(history, head, blobs, number)
     model.forget_publications()
     return history
+
+
+def version_sum_of(fragments: Sequence[FragmentState]) -> int:
+    """The version of the whole model: each merged round raises it by one."""
+    return sum(state.version for state in fragments)
 
 
 def read_records(journal: Journal, first: int) -> Iterator[tuple[int, Head, memoryview]]:

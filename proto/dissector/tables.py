@@ -142,6 +142,7 @@ Committed map: epoch Start; fragment int; version int; reason str; contributors 
     error_ratio float; digests [int]; at float
 Fate map: epoch Start; what str; learner str; incarnation str; fragment int; push_id int;
     reason str; at float
+Sealed map: epoch Start; key str; at float
 Contributor map: learner str; incarnation str; push_id int; tokens int; steps int; weight float;
     merged_tokens int; counted int = -1
 Policy map: weights str; law str; clip_ratio float; share_max float; optimizer str; rate float;
@@ -269,7 +270,7 @@ def _member(text: str) -> StructureField:
 
 CONTROL: Final = _parsed(CONTROL_TABLE)
 STRUCTURES: Final = _parsed(STRUCTURE_TABLE)
-JOURNAL: Final = _parsed(JOURNAL_TABLE, tagged=("Began", "Committed", "Fate"))
+JOURNAL: Final = _parsed(JOURNAL_TABLE, tagged=("Began", "Committed", "Fate", "Sealed"))
 HEADER: Final = STRUCTURES["Header"]
 CONTROL_TAGS: Final = {name.lower(): each for name, each in CONTROL.items()}
 RECORD_TAGS: Final = {name.lower(): each for name, each in JOURNAL.items() if each.is_tagged}

@@ -26,7 +26,8 @@ from checkpoint_cases import (
 from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
 from safetensors.torch import load_file as load_torch  # pyright: ignore[reportUnknownVariableType]
 
-from narrows.broker.storage.checkpoint import StateDir, StateError, export_tensors
+from narrows.broker.storage.checkpoint import StateDir, StateError
+from narrows.broker.storage.export import export_tensors
 from narrows.proto.errors import ConfigError, ErrorCode
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest

@@ -23,6 +23,7 @@ RECORDS: dict[str, type[msgspec.Struct]] = {
     "Began": records.LifeRecord,
     "Committed": records.RoundRecord,
     "Fate": records.FateRecord,
+    "Sealed": records.SealRecord,
     "Contributor": records.ContributorRecord,
     "Policy": Policy,
     "Vector": records.VectorRecord,
