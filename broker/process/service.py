@@ -224,7 +224,9 @@ class Service:
         if self.syncer.state.roster.get(header.learner) is not None:
             self._received_from(header.learner, sum(map(len, frames)))
         self._reach("received")
-        self._handle_event(ev.ChunkArrived(header, self.jobs.keep(frames[2])))
+        self._handle_event(
+            ev.ChunkArrived(header, self.jobs.keep(frames[2]), sum(map(len, frames)))
+        )
 
     def _received_from(self, learner: str, size_bytes: int) -> None:
         self.traffic.setdefault(learner, Traffic()).up_bytes += size_bytes

@@ -109,9 +109,9 @@ class Syncer:
             case ev.PeerLost(peer):
                 member = self.state.roster.by_peer(peer)
                 effects = self._lose(member, "its connection closed", now) if member else []
-            case ev.ChunkArrived(header, handle):
+            case ev.ChunkArrived(header, handle, size_bytes):
                 effects = self.intake.arrived(header, handle, now)
-                effects += self.allowance.arrived(header, now)
+                effects += self.allowance.arrived(header, size_bytes, now)
             case ev.ChunkUnpacked(header, handle):
                 effects = self._unpacked(header, handle, now)
             case ev.ChunkDamaged(header, handle, code, reason):
