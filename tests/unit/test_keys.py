@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from narrows.proto.errors import ConfigError
-from narrows.proto.key_holder import KeyHolder, KeyRole
+from narrows.proto.key_holder import MAY_SAY, KeyHolder, KeyRole
 from narrows.proto.keys import (
     Invitation,
     Keyring,
     SiteKey,
     broker_key_path,
+    check_public_key,
     edit_ring,
     new_broker_key,
     new_pair,
@@ -26,6 +28,7 @@ from narrows.proto.keys import (
     write_site_key,
 )
 from narrows.proto.keys.ring import ROTATION_S, write_ring
+from narrows.proto.messages import ControlMessage
 
 NOW = 1_800_000_000.0
 
@@ -176,6 +179,14 @@ def test_a_ring_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str, name
         read_ring(tmp_path)
 
 
+def test_every_message_to_the_broker_has_a_role_that_may_send_it() -> None:
+    tags = {kind.__struct_config__.tag for kind in get_args(ControlMessage)}
+    only_from_the_broker = {
+        "welcome", "beat", "progress", "refuse", "probe", "status", "enrolled",
+    }  # fmt: skip
+    assert set().union(*MAY_SAY.values()) == tags - only_from_the_broker
+
+
 def test_a_relay_speaks_for_those_it_carries_alone() -> None:
     relay = KeyHolder("edge", KeyRole.RELAY, carries=("a", "b"))
     assert [relay.speaks_for(name) for name in ("a", "b", "c", "edge")] == [
@@ -189,3 +200,10 @@ def test_a_relay_speaks_for_those_it_carries_alone() -> None:
     monitor = KeyHolder("a", KeyRole.MONITOR)
     assert not monitor.speaks_for("a") and not monitor.trains
     assert monitor.may_say("askstatus") and not monitor.may_say("hello")
+
+
+def test_forty_characters_that_spell_more_than_32_bytes_are_no_key() -> None:
+    with pytest.raises(ConfigError, match="not a public key"):
+        check_public_key("#" * 40, "x")
+    with pytest.raises(ConfigError, match="not a secret key"):
+        pair_of_secret("#" * 40, "x")
