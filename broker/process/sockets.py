@@ -117,10 +117,14 @@ class BrokerSockets:
 
     def _origin(self, frame: zmq.Frame) -> Origin:
         """Origin of a message by one of its frames."""
-        descriptor, address = int(frame.get(zmq.SRCFD)), str(frame.get("Peer-Address"))
-        if self.gate is None:
-            return Origin(descriptor, address)
-        key = str(frame.get("User-Id"))
+        try:
+            descriptor, address = int(frame.get(zmq.SRCFD)), str(frame.get("Peer-Address"))
+            if self.gate is None:
+                return Origin(descriptor, address)
+            key = str(frame.get("User-Id"))
+        except (zmq.ZMQError, KeyError):
+            # A peer of ZMTP 1 has no properties; a CURVE server does not talk to it.
+            return Origin()
         return Origin(descriptor, address, key, self.gate.holder(key))
 
     def read_subscriptions(self) -> set[bytes]:
