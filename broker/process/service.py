@@ -23,15 +23,18 @@ from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import Outcome
 from narrows.broker.process.crash_points import crash_points
 from narrows.broker.process.downlink import Downlink
+from narrows.broker.process.notes import Notes
 from narrows.broker.process.sockets import FRAMES_PER_TURN, BrokerSockets, Origin, Traffic
+from narrows.broker.process.turnstile import Turnstile
 from narrows.broker.process.workers import Jobs
 from narrows.broker.storage import Commits, StateDir, begin_epoch, check_initial
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer import refusal, status_of
 from narrows.proto import messages as msg
-from narrows.proto.errors import ErrorCode, RemoteProtocolError, printable
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.flow import wire_bytes
 from narrows.proto.frames import decode_control, decode_data, encode_control
+from narrows.proto.key_holder import KeyHolder
 from narrows.proto.shell import EventFile, WakePipe
 
 _log = logging.getLogger("narrows.broker")
@@ -71,7 +74,7 @@ class Service:
             )
             self.syncer = begun.syncer
             undo.callback(begun.close)
-            self._events = EventFile(events, _log) if events else None
+            self._notes = Notes(EventFile(events, _log) if events else None)
             undo.pop_all()
         self.traffic: dict[str, Traffic] = {}
         self.bad_frames = 0
@@ -89,6 +92,7 @@ class Service:
             self.commits = Commits(
                 begun.journal, run, self._post, serve_on=serve_on, reach=self._reach
             )
+            self._notes.commits = self.commits
         self.jobs = Jobs(
             config, run, self.state_dir, self._post, self.commits, begun, reach=self._reach
         )
@@ -97,8 +101,10 @@ class Service:
             run,
             self.traffic,
             self.jobs.encode_state,
-            lambda text: self._note("warning", text),
+            self._warn,
+            lambda name, count: self.turnstile.queued_state(name, count, time.monotonic()),
         )
+        self.turnstile = Turnstile(run, self._send, self._warn)
 
     # The loop.
 
@@ -189,56 +195,64 @@ class Service:
         self._later(action)
 
     def _on_control(self, peer: bytes, origin: Origin, frames: list[bytes]) -> None:
+        if not self.turnstile.control(peer, origin.holder, frames, time.monotonic()):
+            return
         size_bytes = sum(map(len, frames))
         try:
             if len(frames) != 1:
                 raise _bad_frame_count(len(frames))
             message = decode_control(frames[0])
         except RemoteProtocolError as error:
-            self._refuse_frame(peer, origin.address, error)
+            self._refuse_frame(origin, "control message", error)
+            self._send(peer, refusal(error))
+            return
+        if not self.turnstile.message(peer, origin.holder, message, time.monotonic()):
             return
         if isinstance(message, msg.AskStatus):
             self._send(peer, status_of(self.syncer, self.traffic, time.monotonic()))
             return
-        self._handle_event(ev.Received(peer, message, origin.address))
+        self._handle_event(ev.Received(peer, message, origin.address), origin.holder)
         member = self.syncer.state.roster.by_peer(peer)
         if member is not None:
             self._received_from(member.name, size_bytes)
 
-    def _refuse_frame(self, peer: bytes, address: str, error: RemoteProtocolError) -> None:
-        """Refuses a control frame that does not decode; logs the first, then every 1000th."""
+    def _refuse_frame(self, origin: Origin, what: str, error: RemoteProtocolError) -> None:
+        """Counts and logs a message that does not decode."""
         self.syncer.state.tally.refuse(error.code)
+        self.turnstile.refused(origin.holder, 1, time.monotonic())
         self.bad_frames += 1
-        if self.bad_frames == 1 or self.bad_frames % 1000 == 0:
-            _log.warning(
-                "frame %d from %s refused: %s", self.bad_frames, address, printable(str(error))
-            )
-        self._send(peer, refusal(error))
+        who = origin.holder.name if origin.holder is not None else origin.address
+        text = f"{what} from {who} refused, {self.bad_frames} so far: {error}"
+        self._notes.note(ev.Note("warning", text, about=f"{what} {error.code} {who}"))
 
-    def _on_data(self, _origin: Origin, frames: list[bytes]) -> None:
+    def _on_data(self, origin: Origin, frames: list[bytes]) -> None:
+        if not self.turnstile.data(origin.holder, frames, time.monotonic()):
+            return
         try:
             header, _ = decode_data(frames)
         except RemoteProtocolError as error:
-            self.syncer.state.tally.refuse(error.code)
-            self.bad_frames += 1
-            if self.bad_frames == 1 or self.bad_frames % 1000 == 0:
-                _log.warning("data message %d refused: %s", self.bad_frames, printable(str(error)))
+            self._refuse_frame(origin, "data message", error)
             return
+        size_bytes = sum(map(len, frames))
         if self.syncer.state.roster.get(header.learner) is not None:
-            self._received_from(header.learner, sum(map(len, frames)))
+            self._received_from(header.learner, size_bytes)
         self._reach("received")
-        self._handle_event(
-            ev.ChunkArrived(header, self.jobs.keep(frames[2]), sum(map(len, frames)))
-        )
+        arrived = ev.ChunkArrived(header, self.jobs.keep(frames[2]), size_bytes)
+        self._handle_event(arrived, origin.holder)
 
     def _received_from(self, learner: str, size_bytes: int) -> None:
         self.traffic.setdefault(learner, Traffic()).up_bytes += size_bytes
         self.downlink.hub.received(learner, size_bytes, time.monotonic())
 
-    def _handle_event(self, event: ev.Event) -> None:
-        self._unjudged = True
+    def _handle_event(self, event: ev.Event, holder: KeyHolder | None = None) -> None:
+        """Lets the syncer decide; what is refused is charged to the holder of the sender's key."""
+        tally = self.syncer.state.tally
+        self._unjudged, faults = True, tally.faults
+        if isinstance(event, ev.ChunkDamaged):
+            holder = self.turnstile.holder_of(event.header.learner)
         for effect in self.syncer.handle(event, now=time.monotonic(), more=True):
             self._perform(effect)
+        self.turnstile.refused(holder, tally.faults - faults, time.monotonic())
 
     # Effects.
 
@@ -246,8 +260,8 @@ class Service:
         match effect:
             case ev.Send(peer, message):
                 self._send(peer, message)
-            case ev.Note(level, text):
-                self._note(level, text)
+            case ev.Note():
+                self._notes.note(effect)
             case ev.Unpack(header, handle):
                 self.jobs.unpack(header, handle)
             case ev.Drop(handles):
@@ -273,8 +287,8 @@ class Service:
             case ev.Erase(learner):
                 self._erase(learner)
             case ev.LogFate():
-                if self.commits is not None:
-                    self.commits.note(effect)
+                self._notes.fate(effect)
+                self.turnstile.performed(effect, time.monotonic())
             case ev.WriteCheckpoint():
                 self.jobs.save()
             case ev.Finish(reason):
@@ -282,6 +296,7 @@ class Service:
 
     def _erase(self, learner: str) -> None:
         self.downlink.erase(learner)
+        self.turnstile.erase(learner)
         if (entry := self.traffic.pop(learner, None)) is not None:
             total = self.traffic.setdefault("", Traffic())  # No learner has this name.
             total.up_bytes += entry.up_bytes
@@ -297,18 +312,12 @@ class Service:
             # Not from inside the effects of another event: the syncer must finish that one.
             self._later(lambda: self._handle_event(ev.PeerLost(peer)))
 
-    def _note(self, level: str, text: str) -> None:
-        _log.log(getattr(logging, level.upper()), "%s", printable(text))
-        self._record({"event": "note", "level": level, "text": printable(text)})
-
-    def _record(self, record: dict[str, object]) -> None:
-        """One line in the events file: for benches, not for recovery."""
-        if self._events is not None:
-            self._events.write(record)
+    def _warn(self, text: str) -> None:
+        self._notes.note(ev.Note("warning", text))
 
     def _record_merge(self, effect: ev.StartMerge, outcome: Outcome) -> None:
         run = self.syncer.state
-        self._record(
+        self._notes.record(
             {
                 "event": "merged",
                 "fragment": effect.fragment,
@@ -325,13 +334,12 @@ class Service:
     def _close(self) -> None:
         self.jobs.close()
         final = status_of(self.syncer, self.traffic, time.monotonic())
-        self._record({"event": "final", "status": json.loads(msgspec.json.encode(final))})
+        self._notes.record({"event": "final", "status": json.loads(msgspec.json.encode(final))})
         self.wires.close()
         self.state_dir.close()
         self._closed = True  # A signal may still come.
         self._wake.close()
-        if self._events is not None:
-            self._events.close()
+        self._notes.close()
 
 
 def _bad_frame_count(count: int) -> RemoteProtocolError:

@@ -49,7 +49,13 @@ class LostHistory:
         broker = state.config.broker
         level = "error" if broker.journal != "off" and not is_copy else "warning"
         why = _why_lost(hello, broker, is_copy=is_copy)
-        return [ev.Note(level, f"history_lost: {why}. {_what_is_lost(hello.name, ahead)}")]
+        return [
+            ev.Note(
+                level,
+                f"history_lost: {why}. {_what_is_lost(hello.name, ahead)}",
+                about=f"lost {hello.name}",
+            )
+        ]
 
 
 def _why_lost(hello: msg.Hello, broker: BrokerSection, *, is_copy: bool) -> str:

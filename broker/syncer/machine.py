@@ -252,7 +252,9 @@ class Syncer:
             return [ev.Send(event.peer, refusal(error))]
         effects: list[ev.Effect] = []
         if self.state.roster.heard(member, now):
-            effects.append(ev.Note("info", f"{member.name} is heard from again"))
+            effects.append(
+                ev.Note("info", f"{member.name} is heard from again", about=f"heard {member.name}")
+            )
         match message:
             case msg.Report():
                 self._report(member, message, now)
@@ -310,7 +312,7 @@ class Syncer:
         self.state.roster.disconnect(member, left=left)
         return [
             ev.Forget(member.name),
-            ev.Note("info", f"{member.name} left: {reason}"),
+            ev.Note("info", f"{member.name} left: {reason}", about=f"left {member.name}"),
             ev.LogFate("left", member.name, member.incarnation, reason=reason),
             *drop_pushes(self.state, member.name),
             *self.admission.lost(member, now),
@@ -320,7 +322,8 @@ class Syncer:
         quiet_s = now - member.presence.heard_at
         if member.presence.liveness is Liveness.LOST:
             return self._lose(member, f"nothing heard for {quiet_s:.0f} s", now)
-        return [ev.Note("warning", f"{member.name} is late: nothing heard for {quiet_s:.1f} s")]
+        text = f"{member.name} is late: nothing heard for {quiet_s:.1f} s"
+        return [ev.Note("warning", text, about=f"late {member.name}")]
 
     def _resume(self, resumed: Resumed) -> None:
         state = self.state

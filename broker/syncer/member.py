@@ -111,6 +111,9 @@ class Member:
     """Newest report of this incarnation; None: the first has not come. Written by `machine`."""
     up_bits_per_s: float = 0.0
     """Uplink rate granted; 0: no limit. Written by `rates`."""
+    charged_bits_per_s: float = 0.0
+    """Uplink rate that its bytes may have: the granted one, or a higher one before it that it may
+    still not have heard of. 0: no limit. Written by `rates`."""
     given_up: bool = False
     """The end of the run goes on without this learner. Written by `ending`."""
 

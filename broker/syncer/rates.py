@@ -62,6 +62,14 @@ class _Use:
         self.arrive(0, now)
         return min(claimed, max(granted, self.seen_bits_per_s))
 
+    def tell(self, member: Member, now: float) -> None:
+        """Notes the rate that it is told, and charges it by the one that it may have had before."""
+        rate = member.up_bits_per_s or math.inf
+        self.told, self.lowered_to = max(self.told, rate), max(self.lowered_to, rate)
+        in_time = self.lowered_at is None or now < self.lowered_at + RATE_CONFIRM_S
+        charged = self.told if in_time else rate
+        member.charged_bits_per_s = 0.0 if math.isinf(charged) else charged
+
 
 @dataclass
 class Shares:
@@ -85,7 +93,7 @@ class Shares:
         member.up_bits_per_s = 0.0 if self.total else self.each
         if self.total:
             self._room(members, now).give(member, self._wanted(members, now)[member.name])
-        self._tell(member)
+        self._tell(member, now)
 
     def arrive(self, name: str, size_bytes: int, now: float) -> None:
         """Data of a learner has come."""
@@ -96,14 +104,12 @@ class Shares:
         """Rate that a learner may be using; infinite: it knows of no limit."""
         return self._uses.setdefault(member.name, _Use()).counted(member, now)
 
-    def _tell(self, member: Member) -> None:
-        """Notes the rate that a learner is told."""
-        use = self._uses.setdefault(member.name, _Use())
-        rate = member.up_bits_per_s or math.inf
-        use.told, use.lowered_to = max(use.told, rate), max(use.lowered_to, rate)
+    def _tell(self, member: Member, now: float) -> None:
+        self._uses.setdefault(member.name, _Use()).tell(member, now)
 
     def _room(self, members: Sequence[Member], now: float) -> _Room:
-        return _Room(self.total, {m.name: self.counted(m, now) for m in members})
+        taken = {member.name: self.counted(member, now) for member in members}
+        return _Room(self.total, taken)
 
     def divide(self, members: Sequence[Member], active: set[str], now: float) -> list[Member]:
         """Sets the rates of the connected learners; returns the learners whose rate has changed.
@@ -123,7 +129,7 @@ class Shares:
             changed = [member for member in members if member.up_bits_per_s != self.each]
             for member in members:
                 member.up_bits_per_s = self.each
-                self._tell(member)
+                self._tell(member, now)
             return changed
         before = {member.name: member.up_bits_per_s for member in members}
         wanted = self._wanted(members, now)
@@ -134,7 +140,7 @@ class Shares:
         room = self._room(members, now)
         for member in members:
             room.give(member, wanted[member.name])
-            self._tell(member)
+            self._tell(member, now)
             assert 0.0 < member.up_bits_per_s <= wanted[member.name]
         return [member for member in members if member.up_bits_per_s != before[member.name]]
 
