@@ -62,7 +62,7 @@ class Downlink:
         traffic: dict[str, Traffic],
         encode_state: EncodeState,
         warn: Callable[[str], None],
-        queued_state: Callable[[str, int], None] = lambda learner, elements: None,
+        queued_state: Callable[[str, int, float], None] = lambda *_: None,
         *,
         window_bytes: int = STREAM_WINDOW_BYTES,
     ) -> None:
@@ -200,7 +200,7 @@ class Downlink:
         parcels = [Parcel(*what, chunk, encoded.digest) for chunk in encoded.chunks]
         queued = addressee.sender.put_again(parcels, order.ranges, now)
         if queued and order.kind is DataKind.STATE:
-            self._queued_state(order.learner, queued)
+            self._queued_state(order.learner, queued, now)
 
     # What leaves.
 

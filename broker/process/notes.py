@@ -45,6 +45,10 @@ class Notes:
         _log.log(getattr(logging, note.level.upper()), "%s", text)
         self.record({"event": "note", "level": note.level, "text": text})
 
+    def warn(self, text: str) -> None:
+        """A warning that no peer can cause again and again."""
+        self.note(ev.Note("warning", text))
+
     def fate(self, fate: ev.LogFate) -> None:
         """Has the journal keep the fate of a learner or a push, unless there are too many."""
         if self.commits is None:

@@ -17,6 +17,7 @@ from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.flow import chunks_max
 from narrows.proto.key_holder import KeyHolder
 from narrows.proto.quotas import RETURN_COST, Ask
+from narrows.proto.units import counted
 
 REMEDIES: Final[Mapping[Ask, str]] = {
     Ask.JOINS: "a process seems to be started again and again: look into its log",
@@ -38,12 +39,10 @@ class Turnstile:
         self,
         run: RunState,
         send: Callable[[bytes, msg.ControlMessage], None],
-        warn: Callable[[str], None],
+        note: Callable[[ev.Note], None],
     ) -> None:
         self.quotas = Quotas(run.settings.fragment_count)
-        self._run, self._send, self._warn = run, send, warn
-        self._holders: dict[str, KeyHolder] = {}
-        """Holders by the learners that they have spoken for."""
+        self._run, self._send, self._note = run, send, note
         self._cut: tuple[int, int] = (0, 0)
 
     # Before a message is decoded.
@@ -76,10 +75,8 @@ class Turnstile:
         if holder is None:
             return True
         match message:
-            case msg.Hello(name=name):
+            case msg.Hello():
                 excess = self._hello(peer, holder, message, now)
-                if excess is None and holder.speaks_for(name):
-                    self._holders[name] = holder
             case msg.AskStatus():
                 excess = self.quotas.take(holder, Ask.STATUS, 1.0, now)
             case msg.Fetch(fragment=fragment) | msg.Missing(fragment=fragment):
@@ -104,27 +101,32 @@ class Turnstile:
         """Charges a join: a contested name may be given to a newcomer long after its Hello."""
         if fate.what == "joined":
             amount = RETURN_COST if fate.reason == "is back" else 1.0
-            self.quotas.charge(self._holders.get(fate.learner), Ask.JOINS, amount, now)
-
-    def erase(self, learner: str) -> None:
-        """A name is forgotten."""
-        self._holders.pop(learner, None)
+            self.quotas.charge(self._holder(fate.learner), Ask.JOINS, amount, now)
 
     def queued_state(self, learner: str, elements: int, now: float) -> None:
         """So many elements of states were queued for a learner."""
         total = sum(fragment.elements for fragment in self._run.table)
-        self.quotas.charge(self._holders.get(learner), Ask.STATES, elements / total, now)
-
-    def holder_of(self, learner: str) -> KeyHolder | None:
-        """Holder that has spoken for a learner; None: there are no keys."""
-        return self._holders.get(learner)
+        self.quotas.charge(self._holder(learner), Ask.STATES, elements / total, now)
 
     def refused(self, holder: KeyHolder | None, count: int, now: float) -> None:
         """So many messages of a holder were refused."""
-        if count:
-            self.quotas.charge(holder, Ask.REFUSED, float(count), now)
+        self.quotas.charge(holder, Ask.REFUSED, float(count), now)
+
+    def refused_by(self, event: ev.Event, count: int, now: float) -> None:
+        """The syncer has refused what came with this event."""
+        match event:
+            case ev.Received(holder=holder):
+                self.refused(holder, count, now)
+            case ev.ChunkArrived(header=header) | ev.ChunkDamaged(header=header):
+                self.refused(self._holder(header.learner), count, now)
+            case _:
+                pass
 
     # Parts.
+
+    def _holder(self, learner: str) -> KeyHolder | None:
+        member = self._run.roster.get(learner)
+        return member.presence.holder if member is not None else None
 
     def _follow(self) -> None:
         """Lets the quotas follow the run: its versions, and the cut of its model."""
@@ -159,7 +161,8 @@ class Turnstile:
             return True
         if excess.dropped:
             what = f"the key {holder.name!r} has used up its quota of {excess.kind}"
-            self._warn(f"{what}; {excess.dropped} of its messages were dropped for it")
+            text = f"{what}; dropped so far for it: {counted(excess.dropped, 'message')}"
+            self._note(ev.Note("warning", text, about=f"quota {excess.kind} {holder.name}"))
             self._run.tally.refuse(ErrorCode.QUOTA)
             if peer is not None:
                 error = RemoteProtocolError(

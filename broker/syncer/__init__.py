@@ -20,7 +20,7 @@ from narrows.broker.syncer.quotas import Excess, Quotas
 from narrows.broker.syncer.repeats import Repeats, with_count
 from narrows.broker.syncer.run import MergedPushes, RunState, refusal
 from narrows.broker.syncer.run_secret import SECRET_BYTES, RunSecret
-from narrows.broker.syncer.status import status_of
+from narrows.broker.syncer.status import status_for, status_of
 
 __all__ = [
     "SECRET_BYTES",
@@ -39,6 +39,7 @@ __all__ = [
     "Turn",
     "events",
     "refusal",
+    "status_for",
     "status_of",
     "with_count",
 ]
