@@ -8,9 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import Final
+from typing import Final, Protocol
 
-from narrows.broker.storage import Commits
 from narrows.broker.syncer import Repeats, with_count
 from narrows.broker.syncer import events as ev
 from narrows.proto.errors import printable
@@ -25,11 +24,17 @@ LINE_BYTES: Final = 60
 """Bytes that a line of the log takes, beside its text."""
 
 
+class Fates(Protocol):
+    """The journal, as far as it takes fates."""
+
+    def note(self, fate: ev.LogFate) -> None: ...
+
+
 class Notes:
     """Writes lines for operators."""
 
-    def __init__(self, events: EventFile | None, commits: Commits | None = None) -> None:
-        self.events, self.commits = events, commits
+    def __init__(self, events: EventFile | None, journal: Fates | None = None) -> None:
+        self.events, self.journal = events, journal
         self.lines, self.fates = Repeats(), Repeats()
 
     def note(self, note: ev.Note) -> None:
@@ -51,7 +56,7 @@ class Notes:
 
     def fate(self, fate: ev.LogFate) -> None:
         """Has the journal keep the fate of a learner or a push, unless there are too many."""
-        if self.commits is None:
+        if self.journal is None:
             return
         # The audit has to know each name that is forgotten.
         if fate.what != "forgotten":
@@ -61,7 +66,7 @@ class Notes:
             if left_out is None:
                 return
             fate = replace(fate, reason=with_count(fate.reason, left_out))
-        self.commits.note(fate)
+        self.journal.note(fate)
 
     def record(self, record: dict[str, object]) -> None:
         """One line in the events file: for benches, not for recovery."""

@@ -79,7 +79,7 @@ class Service:
             )
             self.syncer = begun.syncer
             undo.callback(begun.close)
-            self._notes = Notes(EventFile(events, _log) if events else None)
+            self.notes = Notes(EventFile(events, _log) if events else None)
             undo.pop_all()
         self.traffic: dict[str, Traffic] = {}
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -90,8 +90,8 @@ class Service:
         self._turns_behind = 0
         self._reach = crash_points(os.environ)
         run = self.syncer.state
-        self.turnstile = Turnstile(run, self._send, self._notes.note)
-        self.reception = Reception(run, self._send, self.turnstile, self._notes.note)
+        self.turnstile = Turnstile(run, self._send, self.notes.note)
+        self.reception = Reception(run, self._send, self.turnstile, self.notes.note)
         self.keeper = None
         if self.wires.gate is not None:
             self.keeper = RingKeeper(
@@ -107,7 +107,7 @@ class Service:
             self.commits = Commits(
                 begun.journal, run, self._post, serve_on=serve_on, reach=self._reach
             )
-            self._notes.commits = self.commits
+            self.notes.journal = self.commits
         self.jobs = Jobs(
             config, run, self.state_dir, self._post, self.commits, begun, reach=self._reach
         )
@@ -116,7 +116,7 @@ class Service:
             run,
             self.traffic,
             self.jobs.encode_state,
-            self._notes.warn,
+            self.notes.warn,
             self.turnstile.queued_state,
         )
 
@@ -268,7 +268,7 @@ class Service:
             case ev.Send(peer, message):
                 self._send(peer, message)
             case ev.Note():
-                self._notes.note(effect)
+                self.notes.note(effect)
             case ev.Unpack(header, handle):
                 self.jobs.unpack(header, handle)
             case ev.Drop(handles):
@@ -277,7 +277,7 @@ class Service:
                 self.jobs.found(effect)
             case ev.StartMerge():
                 self.jobs.merge(
-                    effect, lambda outcome: self._notes.record(merge_record(run, effect, outcome))
+                    effect, lambda outcome: self.notes.record(merge_record(run, effect, outcome))
                 )
             case ev.Publish():
                 assert self.jobs.model is not None
@@ -296,7 +296,7 @@ class Service:
             case ev.Erase(learner):
                 self._erase(learner)
             case ev.LogFate():
-                self._notes.fate(effect)
+                self.notes.fate(effect)
                 self.turnstile.performed(effect, time.monotonic())
             case ev.WriteCheckpoint():
                 self.jobs.save()
@@ -324,16 +324,16 @@ class Service:
         """Counts a connection that was cut; `text` is empty if its cause was named before."""
         self.syncer.state.tally.refuse(code)
         if text:
-            self._notes.warn(text)
+            self.notes.warn(text)
 
     def _close(self) -> None:
         self.jobs.close()
         if self.keeper is not None:
             self.keeper.close()
         final = status_of(self.syncer, self.traffic, time.monotonic())
-        self._notes.record({"event": "final", "status": json.loads(msgspec.json.encode(final))})
+        self.notes.record({"event": "final", "status": json.loads(msgspec.json.encode(final))})
         self.wires.close()
         self.state_dir.close()
         self._closed = True  # A signal may still come.
         self._wake.close()
-        self._notes.close()
+        self.notes.close()

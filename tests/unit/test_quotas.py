@@ -28,9 +28,9 @@ HOLDER = KeyHolder("a")
 RELAY = KeyHolder("r", KeyRole.RELAY, carries=("a", "b", "c"))
 
 
-def four(**fields: int) -> Quotas:
+def four() -> Quotas:
     """Quotas of a run of four fragments of ten chunks each."""
-    made = Quotas(4, **fields)
+    made = Quotas(4)
     made.cut([10] * 4)
     return made
 
