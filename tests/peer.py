@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -36,7 +36,6 @@ from narrows.proto.frames import (
 from narrows.proto.limits import PROTOCOL
 
 Frames = Sequence[bytes]
-Socket: TypeAlias = "zmq.Socket[bytes]"
 Message = TypeVar("Message")
 
 PUSH = msg.Push(fragment=0, base_version=0, attempt=1, push_id=1, elements=216, tokens=9, steps=3)
@@ -46,15 +45,12 @@ PUSH = msg.Push(fragment=0, base_version=0, attempt=1, push_id=1, elements=216, 
 class Peer:
     """One connection to each port of a broker that has a single stream per direction."""
 
-    def __init__(
-        self, address: str, name: str, protect: Callable[[Socket], None] = lambda _: None
-    ) -> None:
-        """`protect` gives a socket its keys."""
-        self.address, self.name, self._protect = address, name, protect
+    def __init__(self, address: str, name: str) -> None:
+        self.address, self.name = address, name
         self.incarnation = secrets.token_hex(16)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.setsockopt(zmq.LINGER, 0)
-        self.control = self._socket(zmq.DEALER)
+        self.control = self.make(zmq.DEALER)
         self.control.connect(address)
         self.welcome: msg.Welcome | None = None
 
@@ -64,10 +60,9 @@ class Peer:
     def __exit__(self, *_: object) -> None:
         self._context.destroy()
 
-    def _socket(self, kind: int) -> Socket:
-        socket = self._context.socket(kind)
-        self._protect(socket)
-        return socket
+    def make(self, kind: int) -> zmq.Socket[bytes]:
+        """A socket of this peer's context."""
+        return self._context.socket(kind)
 
     # Control.
 
@@ -113,9 +108,9 @@ class Peer:
         self.welcome = self.receive(msg.Welcome)
         assert self.welcome.settings.streams == 1
         host = self.address.rsplit(":", 1)[0]
-        self.uplink = self._socket(zmq.XPUB)
+        self.uplink = self.make(zmq.XPUB)
         self.uplink.connect(f"{host}:{self.welcome.uplink_port}")
-        self.downlink = self._socket(zmq.SUB)
+        self.downlink = self.make(zmq.SUB)
         self.downlink.setsockopt(zmq.SUBSCRIBE, downlink_topic(self.name, self.incarnation, 0))
         self.downlink.connect(f"{host}:{self.welcome.downlink_port}")
         assert _receive(self.uplink) == [b"\1"]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from narrows.broker.process.connections import Origin
+from narrows.broker.process.connections import MessageOrigin
 from narrows.broker.process.turnstile import Turnstile
 from narrows.broker.syncer import RunState, refusal
 from narrows.broker.syncer import events as ev
@@ -42,7 +42,7 @@ class Reception:
         self.bad_frames = 0
 
     def control(
-        self, peer: bytes, origin: Origin, frames: list[bytes]
+        self, peer: bytes, origin: MessageOrigin, frames: list[bytes]
     ) -> msg.ControlMessage | None:
         """The message, None if it is refused or dropped."""
         if not self._turnstile.control(peer, origin.holder, frames, time.monotonic()):
@@ -61,7 +61,7 @@ class Reception:
         passes = self._turnstile.message(peer, origin.holder, message, time.monotonic())
         return message if passes else None
 
-    def data(self, origin: Origin, frames: list[bytes]) -> msg.Header | None:
+    def data(self, origin: MessageOrigin, frames: list[bytes]) -> msg.Header | None:
         """The header of a data message, None if it is refused or dropped."""
         if not self._turnstile.data(origin.holder, frames, time.monotonic()):
             return None
@@ -74,7 +74,7 @@ class Reception:
             return None
         return header
 
-    def subscription(self, origin: Origin, topic: bytes) -> bool:
+    def subscription(self, origin: MessageOrigin, topic: bytes) -> bool:
         """True if the connection may listen to a topic: it must be a learner's of its own."""
         name = topic_name(topic)
         try:
@@ -90,7 +90,7 @@ class Reception:
             return False
         return True
 
-    def refuse(self, origin: Origin, error: RemoteProtocolError, what: str) -> None:
+    def refuse(self, origin: MessageOrigin, error: RemoteProtocolError, what: str) -> None:
         """Counts a refusal. Logs the first of each holder, or as many as `Repeats` lets pass."""
         self._run.tally.refuse(error.code)
         self._turnstile.refused(origin.holder, 1, time.monotonic())

@@ -54,6 +54,11 @@ class _Body(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     until: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
+def is_invitation(text: str) -> bool:
+    """True for a text that begins as an invitation does; `read_invitation` may still refuse it."""
+    return text.startswith(PREFIX)
+
+
 def read_invitation(text: str) -> Invitation:
     """The invitation in a line of text. Raises ConfigError, which does not show the token."""
     text = "".join(text.split())  # Mail programs break long lines.
@@ -69,7 +74,7 @@ def read_invitation(text: str) -> Invitation:
         raise _damaged()
     try:
         parts = msgspec.msgpack.decode(body, type=_Body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _damaged() from error
     parse_address(parts.broker, "the invitation's broker")
     check_public_key(parts.server, "the invitation's broker key")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Generator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,12 +31,22 @@ from narrows.proto.quotas import (
 NAMES = ("good", "status", "control", "refused", "joins", "chunks", "garbage")
 
 
-def protect(pair: KeyPair, server: str, socket: zmq.Socket[bytes]) -> None:
-    socket.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
-    socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
+class KeyedPeer(Peer):
+    """A peer with the key of its name."""
+
+    def __init__(self, address: str, name: str, pair: KeyPair, server: str) -> None:
+        self.pair, self.server = pair, server
+        super().__init__(address, name)
+
+    def make(self, kind: int) -> zmq.Socket[bytes]:
+        socket = super().make(kind)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.server.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.pair.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.pair.secret.encode())
+        # No message of a flood is lost on its own side.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        return socket
 
 
 class Floods:
@@ -61,8 +70,7 @@ class Floods:
         self.service: Service
 
     def peer(self, name: str) -> Peer:
-        keys = partial(protect, self.pairs[name], self.server)
-        return Peer(self.service.wires.address, name, keys)
+        return KeyedPeer(self.service.wires.address, name, self.pairs[name], self.server)
 
     @property
     def dropped(self) -> int:
