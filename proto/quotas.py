@@ -72,6 +72,9 @@ REFUSED: Final = Quota(burst=20, per_s=20 / 60, per_version=2)
 """An honest message is refused when it crosses the end of its round: at most once for each version,
 with its chunks. The others are mistakes. Each costs a line of the log and of the journal."""
 
+CHUNKS: Final = Quota(burst=1000, per_s=20)
+"""Data messages may be under way to a broker that does not know the model (again) yet."""
+
 CHUNKS_PER_VERSION: Final = 2.0
 """Data messages that one version allows, in units of the largest number of chunks of its fragment:
 a push, and the same again for what was lost or superseded."""
@@ -97,8 +100,8 @@ def quotas(chunks: Sequence[int], fragments: int) -> Mapping[Ask, Quota]:
         Ask.REFUSED: REFUSED,
         # Version 0 is all of the fragments. A round that ends without a merge has no version.
         Ask.CHUNKS: Quota(
-            CHUNKS_PER_VERSION * all_of_them,
-            CHUNKS_PER_VERSION * most,
+            CHUNKS.burst + CHUNKS_PER_VERSION * all_of_them,
+            CHUNKS.per_s + CHUNKS_PER_VERSION * most,
             CHUNKS_PER_VERSION * most,
         ),
     }

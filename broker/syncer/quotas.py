@@ -102,6 +102,9 @@ class Quotas:
     def cut(self, chunks: Sequence[int]) -> None:
         """Takes the largest number of chunks of each fragment, once the model is known."""
         self._quotas = quotas(chunks, self.fragments)
+        for account in self._accounts.values():
+            # What it has used was of another cut.
+            account.buckets.pop(Ask.CHUNKS, None)
 
     # Before a message is decoded.
 
