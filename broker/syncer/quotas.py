@@ -69,7 +69,7 @@ class Excess:
 
 
 @dataclass
-class _Account:
+class _HolderAccount:
     times: int
     heard_at: float
     buckets: dict[Ask, Bucket] = field(default_factory=dict[Ask, Bucket])
@@ -90,7 +90,7 @@ class Quotas:
     dropped: int = 0
     """Messages dropped since the start."""
     _quotas: Mapping[Ask, Quota] = field(default_factory=dict[Ask, Quota])
-    _accounts: dict[str, _Account] = field(default_factory=dict[str, _Account])
+    _accounts: dict[str, _HolderAccount] = field(default_factory=dict[str, _HolderAccount])
     """The one that was heard longest ago comes first."""
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ class Quotas:
         return self.look(holder, Ask.REFUSED, 1.0, now)
 
     def _has_byte_room(
-        self, account: _Account, size_bytes: int, bytes_per_s: float, now: float
+        self, account: _HolderAccount, size_bytes: int, bytes_per_s: float, now: float
     ) -> bool:
         burst = BYTES_BURST_S * bytes_per_s + PAYLOAD_BYTES_MAX
         if math.isinf(account.bytes_room):
@@ -178,11 +178,11 @@ class Quotas:
 
     # Accounts.
 
-    def _account(self, holder: KeyHolder, now: float) -> _Account:
+    def _account(self, holder: KeyHolder, now: float) -> _HolderAccount:
         account = self._accounts.pop(holder.name, None)
         times = max(1, len(holder.carries))
         if account is None or account.times != times:
-            account = _Account(times, now)
+            account = _HolderAccount(times, now)
         account.heard_at = now
         self._accounts[holder.name] = account
         oldest = next(iter(self._accounts))
@@ -190,7 +190,7 @@ class Quotas:
             del self._accounts[oldest]
         return account
 
-    def _bucket(self, account: _Account, kind: Ask, now: float) -> Bucket:
+    def _bucket(self, account: _HolderAccount, kind: Ask, now: float) -> Bucket:
         quota = self._quotas[kind]
         bucket = account.buckets.get(kind)
         if bucket is None:
@@ -199,7 +199,7 @@ class Quotas:
         bucket.fill(quota, account.times, now, self.versions)
         return bucket
 
-    def _exceed(self, account: _Account, kind: Ask, now: float) -> Excess:
+    def _exceed(self, account: _HolderAccount, kind: Ask, now: float) -> Excess:
         self.dropped += 1
         dropped = account.dropped.get(kind, 0) + 1
         if now < account.told_at.get(kind, -math.inf) + TOLD_S:
