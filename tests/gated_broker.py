@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from narrows.bench.sim.broker import Frames, SimulatedBroker
+from narrows.bench.sim.broker import SimulatedBroker
+from narrows.bench.sim.line import Frames
 from narrows.broker.process.turnstile import Turnstile
 from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg

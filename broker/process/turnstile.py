@@ -1,4 +1,4 @@
-"""What passes from each holder of a key: messages within its quotas. No decisions about the run.
+"""Passes messages of key holders within their quotas. No decisions about the run.
 
 A message beyond a quota is dropped, most of them before they are decoded. The holder is refused
 once per minute and kind, with the remedy, and the operator's log has a line. All is in order again
