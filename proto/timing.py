@@ -161,6 +161,10 @@ round."""
 SHARE_DIVIDE_S: Final = 0.05
 """Shares of the uplink are divided anew at most this often."""
 
+RATE_CONFIRM_S: Final = 5.0
+"""A learner that has not confirmed a lower rate for this long is counted by what arrives from it:
+what it claims to use must not be lost to the others."""
+
 # Sockets.
 
 LINGER_S: Final = 1.0

@@ -161,10 +161,10 @@ class SimulatedBroker(Host):
         header, payload = decode_data(frames)
         self._handle += 1
         self.store[self._handle] = decode_content(payload)
+        size = sum(map(len, frames))
         if self.syncer.state.roster.get(header.learner) is not None:
-            size = sum(map(len, frames))
             self.downlink.hub.received(header.learner, size, self.clock.now)
-        self.handle(ev.ChunkArrived(header, self._handle))
+        self.handle(ev.ChunkArrived(header, self._handle, size))
 
     def subscribe(self, topics: Set[bytes]) -> None:
         """A learner process listens to its streams, perhaps again."""

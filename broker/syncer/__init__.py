@@ -17,6 +17,8 @@ from narrows.broker.syncer.events import Publish, StartMerge
 from narrows.broker.syncer.founding import check_founder
 from narrows.broker.syncer.machine import Resumed, Syncer
 from narrows.broker.syncer.phases import RunPhase, Turn
+from narrows.broker.syncer.quotas import Excess, Quotas
+from narrows.broker.syncer.repeats import Repeats, with_count
 from narrows.broker.syncer.run import MergedPushes, RunState, refusal
 from narrows.broker.syncer.run_secret import SECRET_BYTES, RunSecret
 from narrows.broker.syncer.status import status_for, status_of
@@ -24,8 +26,11 @@ from narrows.broker.syncer.status import status_for, status_of
 __all__ = [
     "SECRET_BYTES",
     "Deaf",
+    "Excess",
     "MergedPushes",
     "Publish",
+    "Quotas",
+    "Repeats",
     "Resumed",
     "RunPhase",
     "RunSecret",
@@ -38,4 +43,5 @@ __all__ = [
     "refusal",
     "status_for",
     "status_of",
+    "with_count",
 ]

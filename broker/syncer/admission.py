@@ -63,7 +63,11 @@ class Admission:
         if error.code is ErrorCode.LAYOUT_MISMATCH:
             self.layouts.refused(event.peer)
         self.state.tally.refuse(error.code)
-        note = ev.Note("warning", f"{event.address or 'a peer'} refused: {error}")
+        note = ev.Note(
+            "warning",
+            f"{event.address or 'a peer'} refused: {error}",
+            about=f"{error.code} {event.address}",
+        )
         return [ev.Send(event.peer, refusal(error)), note]
 
     def _contest(
@@ -108,7 +112,11 @@ class Admission:
         )
         self.state.tally.refuse(error.code)
         newcomer = contest.newcomer
-        note = ev.Note("warning", f"{newcomer.address or 'a peer'} refused: {error}")
+        note = ev.Note(
+            "warning",
+            f"{newcomer.address or 'a peer'} refused: {error}",
+            about=f"{error.code} {newcomer.address}",
+        )
         return [ev.Send(newcomer.peer, refusal(error)), note]
 
     def expire(self, now: float) -> list[ev.Effect]:
@@ -269,7 +277,11 @@ class Admission:
         self.state.shares.admit(member, self.state.roster.connected(), now)
         return [
             ev.Admit(member.name, member.incarnation),
-            ev.Note("info", f"{member.name} {verb} from {member.presence.address or '?'}"),
+            ev.Note(
+                "info",
+                f"{member.name} {verb} from {member.presence.address or '?'}",
+                about=f"joined {member.name}",
+            ),
             ev.LogFate("joined", member.name, member.incarnation, reason=verb),
             *self._lost_history.look(hello),
             *self._begin_founding(member),

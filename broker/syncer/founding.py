@@ -144,7 +144,7 @@ class Founding:
         self._assemblies = {
             f.index: Assembly(f.elements, chunks_max(f.elements, chunk)) for f in self.state.table
         }
-        return msg.Role.FOUND, [ev.Note("info", f"{member.name} sends version 0")]
+        return msg.Role.FOUND, [ev.Note("info", f"{member.name} sends version 0", about="founder")]
 
     def taken_over(self, name: str) -> list[ev.Effect]:
         """Drops the parts or the chunks of a founder whose name another process has now."""
@@ -253,7 +253,9 @@ class Founding:
         self.state.founder, self._making = "", False
         effects = self._drop()
         self._forget_layout()
-        effects.append(ev.Note("error", f"version 0 cannot be made: {error}"))
+        effects.append(
+            ev.Note("error", f"version 0 cannot be made: {error}", about="founding failed")
+        )
         # The others are refused too, but not for good: they say Hello again with their own layout.
         again = RemoteProtocolError(ErrorCode.UNKNOWN_SESSION, "founding starts again")
         for member in self.state.roster.connected():

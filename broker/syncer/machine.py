@@ -108,9 +108,9 @@ class Syncer:
             case ev.PeerLost(peer):
                 member = self.state.roster.by_peer(peer)
                 effects = self._lose(member, "its connection closed", now) if member else []
-            case ev.ChunkArrived(header, handle):
+            case ev.ChunkArrived(header, handle, size_bytes):
                 effects = self.intake.arrived(header, handle, now)
-                effects += self.allowance.arrived(header, now)
+                effects += self.allowance.arrived(header, size_bytes, now)
             case ev.ChunkUnpacked(header, handle):
                 effects = self._unpacked(header, handle, now)
             case ev.ChunkDamaged(header, handle, code, reason):
@@ -250,7 +250,9 @@ class Syncer:
             return [ev.Send(event.peer, refusal(error))]
         effects: list[ev.Effect] = []
         if self.state.roster.heard(member, now):
-            effects.append(ev.Note("info", f"{member.name} is heard from again"))
+            effects.append(
+                ev.Note("info", f"{member.name} is heard from again", about=f"heard {member.name}")
+            )
         match message:
             case msg.Report():
                 self._report(member, message, now)
@@ -310,7 +312,7 @@ class Syncer:
         self.state.roster.disconnect(member, left=left)
         return [
             ev.Forget(member.name),
-            ev.Note("info", f"{member.name} left: {reason}"),
+            ev.Note("info", f"{member.name} left: {reason}", about=f"left {member.name}"),
             ev.LogFate("left", member.name, member.incarnation, reason=reason),
             *drop_pushes(self.state, member.name),
             *self.admission.lost(member, now),
@@ -320,7 +322,8 @@ class Syncer:
         quiet = f"nothing heard for {now - member.presence.heard_at:.1f} s"
         if member.presence.liveness is Liveness.LOST:
             return self._lose(member, quiet, now)
-        return [ev.Note("warning", f"{member.name} is late: {quiet}")]
+        text = f"{member.name} is late: {quiet}"
+        return [ev.Note("warning", text, about=f"late {member.name}")]
 
     def _resume(self, resumed: Resumed) -> None:
         state = self.state

@@ -144,6 +144,9 @@ class Member:
     """Steps that it has reported; None: none yet. Written by `machine`."""
     up_bits_per_s: float = 0.0
     """Uplink rate granted; 0: no limit. Written by `rates`."""
+    charged_bits_per_s: float = 0.0
+    """Uplink rate that its bytes may have: the granted one, or a higher one before it that it may
+    still not have heard of. 0: no limit. Written by `rates`."""
     fingerprint: str = ""
     """The layout's, from its Hello. Written by `admission`."""
     given_up: bool = False

@@ -6,7 +6,7 @@ Nothing here decides anything: `machine` and the modules that it names do.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.syncer import events as ev
@@ -19,13 +19,24 @@ from narrows.broker.syncer.roster import Roster
 from narrows.broker.syncer.rounds import Round
 from narrows.broker.syncer.run_secret import RunSecret
 from narrows.proto import messages as msg
-from narrows.proto.errors import NarrowsError
+from narrows.proto.errors import ErrorCode, NarrowsError
 from narrows.proto.flow import chunks_max, least_chunk_elements
 from narrows.proto.fragments import Fragment
 from narrows.proto.schedule import first_step, is_lockstep, snapshot_step
 
 MergedPushes: TypeAlias = dict[tuple[str, str, int], tuple[int, int]]
 """Last merged push and tokens of all merged pushes, by learner, incarnation and fragment."""
+
+
+_UNDER_WAY: Final = frozenset(
+    {
+        ErrorCode.OLD_INCARNATION,
+        ErrorCode.WRONG_EPOCH,
+        ErrorCode.UNKNOWN_SESSION,
+        ErrorCode.QUOTA,
+    }
+)
+"""Codes of messages that nobody can be blamed for, or that a quota has counted already."""
 
 
 @dataclass
@@ -37,6 +48,8 @@ class Tally:
     contributions_merged: int = 0
     refused: dict[str, int] = field(default_factory=dict[str, int])
     """Refused messages by error code."""
+    faults: int = 0
+    """Refused messages but those that were under way when a session or an epoch ended."""
     norms_clipped: int = 0
     longest_gap_s: float = 0.0
     last_merge_at: float | None = None
@@ -55,6 +68,7 @@ class Tally:
     def refuse(self, code: str) -> None:
         """Counts one refused message."""
         self.refused[code] = self.refused.get(code, 0) + 1
+        self.faults += code not in _UNDER_WAY
 
     @property
     def mean_contributors(self) -> float:
