@@ -98,7 +98,7 @@ class _Run:
         return ask_status(self.address, timeout_s=5.0, key=self.key)
 
     def start_learner(self, processes: Processes, name: str, *arguments: str) -> None:
-        joins = ("--broker", self.address, "--name", name)
+        joins: tuple[str, ...] = ("--broker", self.address, "--name", name)
         if self.keys is not None:
             joins = ("--key", str(self.keys.file(name)))
         processes.start(
