@@ -98,9 +98,10 @@ class RunSection(Section):
     learners_at_start: Annotated[int, Range(1, LEARNERS_MAX)] = 1
     """Learners that must have joined before the first version is handed out, so that they all
     start together. Later ones join at any time."""
+    founder: str = ""
+    """Learner whose model becomes the run's; others wait for it. Empty: the first that joins."""
     max_offline: Duration = 3600.0
-    """A learner that is cut off for longer pauses until it is back, because its work would be
-    thrown away. 0: it trains on for ever."""
+    """A learner that is cut off for longer pauses: its work would be thrown away. 0: never."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,13 @@ connection begins again."""
 HELLO_MAX_S: Final = 5.0
 """Longest pause between two Hellos, before the jitter."""
 
+ASK_LAYOUT_S: Final = 0.5
+"""A learner that was refused for its layout repeats its question for the run's after this time."""
+
+LAYOUT_GONE_S: Final = 10.0
+"""It ends with the refusal as it came if no part has come for so long: a part takes 4 s on the
+slowest line that a budget can name."""
+
 REDIAL_S: Final = 5.0
 """A connection on which Hellos have no answer for this long is given up for a new one: a firewall
 or a proxy may have forgotten it. The next one gets twice the time, until something is heard."""

@@ -34,6 +34,7 @@ from narrows.broker.syncer.scheduler import Scheduler
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.fragments import build_table
+from narrows.proto.layout import fingerprint
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,8 @@ class Syncer:
             # A broker that stops admits nobody, but still gives way to its successor.
             answer = self.admission.hello(event, now) if not self.lifecycle.stopping else []
             return answer + self.lifecycle.give_way(message)
+        if (told := self.admission.layouts.answer(event, now)) is not None:
+            return told
         member = self.state.roster.by_peer(event.peer)
         if member is None:
             error = RemoteProtocolError(
@@ -265,6 +268,8 @@ class Syncer:
                 effects += serving.resend(self.state, member, message)
             case msg.Alive(nonce):
                 effects += self.admission.alive(member, nonce, now)
+            case msg.LayoutPart():
+                effects += self.admission.layout_part(member, message, now)
             case msg.Bye(reason):
                 effects += self._lose(member, f"said Bye ({reason})", now, left=True)
             case _:
@@ -321,6 +326,7 @@ class Syncer:
         state = self.state
         assert resumed.run_tokens >= 0 and all(head.version >= 0 for head in resumed.heads)
         state.layout, state.frozen_digest = resumed.layout, resumed.frozen_digest
+        state.fingerprint = fingerprint(resumed.layout, resumed.frozen_digest)
         state.table = build_table(resumed.layout, state.settings.fragment_count)
         state.heads = list(resumed.heads)
         count, now = len(state.table), state.tally.started_at

@@ -144,6 +144,8 @@ class Member:
     """Steps that it has reported; None: none yet. Written by `machine`."""
     up_bits_per_s: float = 0.0
     """Uplink rate granted; 0: no limit. Written by `rates`."""
+    fingerprint: str = ""
+    """The layout's, from its Hello. Written by `admission`."""
     given_up: bool = False
     """The end of the run goes on without this learner. Written by `ending`."""
 

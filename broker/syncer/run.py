@@ -79,6 +79,10 @@ class RunState:
     layout: tuple[msg.LayoutEntry, ...] = ()
     """Empty until the first learner (or the checkpoint) has brought it."""
     frozen_digest: int = 0
+    fingerprint: str = ""
+    """The layout's; the founder's Hello tells it, before the layout comes."""
+    founder: str = ""
+    """Learner that sends version 0; empty: none does."""
     table: tuple[Fragment, ...] = ()
     heads: list[msg.FragmentHead] = field(default_factory=list[msg.FragmentHead])
     """Newest version and digest per fragment; empty until version 0 stands."""

@@ -45,6 +45,7 @@ FLOATS: Final[Mapping[str, tuple[float, float]]] = {
 TEXT_CHARACTERS_MAX: Final = 1024
 CODEC_CHARACTERS_MAX: Final = 32
 PATTERNS: Final[Mapping[str, str]] = {
+    "Fingerprint": r"\A[0-9a-f]{32}\Z",
     "Proof": r"\A([0-9a-f]{64})?\Z",
     "PublicKey": r"\A[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}\Z",
 }
@@ -80,7 +81,7 @@ UP, DOWN = "→", "←"
 
 CONTROL_TABLE: Final = """
 Hello →: protocol int; name Text; incarnation Text; run_id Text; epoch Epoch;
-    layout [LayoutEntry]; frozen_digest int; codecs Codecs; step Count; tokens Count;
+    fingerprint Fingerprint; codecs Codecs; step Count; tokens Count;
     versions Versions; epoch_proof Proof = ""
 Report →: step Count; tokens Count; step_s Seconds; loss float or nil; received Positions;
     ledger TokenLedger; up_bits_per_s Rate

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from machines import RUN, Desk, hello, incarnation_of, only
+from machines import LAYOUT, RUN, Desk, hello, incarnation_of, only
 
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.ending import LIVES_MAX
@@ -368,7 +368,7 @@ def test_a_joiner_that_hangs_does_not_hold_the_end() -> None:
 def finished_run() -> Desk:
     """A broker that was started again after the end."""
     heads = (msg.FragmentHead(3, 1), msg.FragmentHead(3, 2))
-    return Desk(resumed=Resumed(hello("a").layout, 0, heads, 1000, Phase.ENDED))
+    return Desk(resumed=Resumed(LAYOUT, 0, heads, 1000, Phase.ENDED))
 
 
 def test_a_broker_started_on_a_finished_run_does_not_claim_that_anybody_came() -> None:
