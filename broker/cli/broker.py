@@ -15,7 +15,7 @@ from typing import Final
 from narrows.broker.cli.tables import Table
 from narrows.broker.config import BrokerConfig, load_config
 from narrows.broker.process import Service
-from narrows.broker.storage import StateDir
+from narrows.broker.storage import open_state_dir
 from narrows.proto.address import parse_listen
 from narrows.proto.codec import uncached_advice
 from narrows.proto.config import described
@@ -75,7 +75,7 @@ def run_broker(command: BrokerCommand) -> None:
 def renew_run_secret(command: BrokerCommand) -> None:
     """Makes a new secret for the run in the state directory. Raises NarrowsError, OSError."""
     config = _configuration(command)
-    with StateDir.open(Path(config.broker.state_dir)) as state_dir:
+    with open_state_dir(config) as state_dir:
         path = state_dir.renew_secret()
     print(
         f"{path} is new. What learners were told before proves nothing now: one that has met a\n"
