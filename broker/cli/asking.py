@@ -87,7 +87,7 @@ class _Question:
             outcome = self._handshakes.take(self._monitor.recv_multipart()[0], time.monotonic())
             if outcome is Handshake.BROKEN_OFF and self._handshakes.reopen_at < math.inf:
                 self._close()
-            if outcome in (Handshake.ADMITTED, Handshake.KEY_REFUSED):
+            if outcome is Handshake.ADMITTED or outcome is Handshake.KEY_REFUSED:
                 return outcome
             if outcome is not None and outcome.gives_up:
                 break

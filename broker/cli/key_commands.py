@@ -114,7 +114,7 @@ def new_broker(directory: Path) -> None:
     print("Next, for each site:")
     print(f"    narrows keys invite NAME --address tcp://HOST:7070{option} > NAME.invite")
     print("Then:")
-    print(f"    narrows broker --keys {_quoted(directory)} --listen 'tcp://*:7070'")
+    print(f"    narrows broker --keys {_quoted(directory)} --founder NAME --listen 'tcp://*:7070'")
 
 
 def new_site(file: Path, name: str, broker: str, server: str) -> None:

@@ -66,7 +66,10 @@ def test_new_makes_a_directory_that_is_its_owners_and_says_what_to_type(
     assert code == 0
     assert stat.S_IMODE((folder / "keys").stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "keys/broker.key").stat().st_mode) == 0o600
-    assert "narrows keys invite NAME" in output and "narrows broker --keys keys" in output
+    assert (
+        "narrows keys invite NAME" in output
+        and "narrows broker --keys keys --founder NAME" in output
+    )
     code, _, errors = narrows("keys", "new")
     assert code == 2 and "exists" in errors
 
