@@ -51,7 +51,7 @@ class Resumed:
     checkpoint_sum: int | None = None
     """Sum of the versions in the checkpoint; None: that of `heads`."""
     token_parts: int = 0
-    """What the run's clock has beyond run_tokens, in units of a P-th token for P fragments."""
+    """Rest of the run's clock beyond run_tokens, in units of a P-th token for P fragments."""
 
 
 class Syncer:
