@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ from narrows.proto.frames import (
     encode_control,
     encode_header,
 )
+from narrows.proto.layout import fingerprint, split_layout
 from narrows.proto.limits import PROTOCOL
 
 Frames = Sequence[bytes]
@@ -50,7 +51,7 @@ class Peer:
         self.incarnation = secrets.token_hex(16)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.setsockopt(zmq.LINGER, 0)
-        self.control = self._context.socket(zmq.DEALER)
+        self.control = self.make(zmq.DEALER)
         self.control.connect(address)
         self.welcome: msg.Welcome | None = None
 
@@ -59,6 +60,10 @@ class Peer:
 
     def __exit__(self, *_: object) -> None:
         self._context.destroy()
+
+    def make(self, kind: int) -> zmq.Socket[bytes]:
+        """A socket of this peer's context."""
+        return self._context.socket(kind)
 
     # Control.
 
@@ -72,17 +77,22 @@ class Peer:
             message = decode_control(_receive(self.control, deadline)[0])
             if isinstance(message, kind):
                 return message
+            if isinstance(message, msg.AskLayout):
+                self.send(self.parts[message.first])
 
     def hello(self, **fields: object) -> msg.Hello:
-        """An honest Hello but for these fields."""
+        """An honest Hello but for these fields; `layout` and `frozen_digest` go into the
+        fingerprint."""
+        layout = cast(tuple[msg.LayoutEntry, ...], fields.pop("layout", LAYOUT))
+        frozen_digest = cast(int, fields.pop("frozen_digest", 0))
+        self.parts = split_layout(layout, frozen_digest)
         honest = msg.Hello(
             protocol=PROTOCOL,
             name=self.name,
             incarnation=self.incarnation,
             run_id="",
             epoch=(0, 0, 0),
-            layout=LAYOUT,
-            frozen_digest=0,
+            fingerprint=fingerprint(layout, frozen_digest),
             codecs=codec_names(),
             step=0,
             tokens=0,
@@ -104,9 +114,9 @@ class Peer:
         self.welcome = self.receive(msg.Welcome)
         assert self.welcome.settings.streams == 1
         host = self.address.rsplit(":", 1)[0]
-        self.uplink = self._context.socket(zmq.XPUB)
+        self.uplink = self.make(zmq.XPUB)
         self.uplink.connect(f"{host}:{self.welcome.uplink_port}")
-        self.downlink = self._context.socket(zmq.SUB)
+        self.downlink = self.make(zmq.SUB)
         self.downlink.setsockopt(zmq.SUBSCRIBE, downlink_topic(self.name, self.incarnation, 0))
         self.downlink.connect(f"{host}:{self.welcome.downlink_port}")
         assert _receive(self.uplink) == [b"\1"]

@@ -42,7 +42,9 @@ HALF_OPEN_MAX: Final = 512
 SCAN_S: Final = 0.05
 """Time between two scans, as long as they are cheap."""
 SCAN_SHARE_MAX: Final = 0.02
-"""Largest share of the loop's time that goes to scans."""
+"""Largest share of the loop's time that goes to scans, up to some thousand connections."""
+SCAN_MAX_S: Final = 0.5
+"""Longest time between two scans: a fast line brings half a gigabyte in it."""
 
 NAMED_MAX: Final = 1024
 """Holders and addresses that are named in the log for what was cut."""
@@ -54,7 +56,7 @@ _FRAME_BYTES: Final = {True: 33, False: 0}
 """Bytes that each frame is longer on the wire, beside its length."""
 
 
-class Origin(NamedTuple):
+class MessageOrigin(NamedTuple):
     """The connection from which a message came."""
 
     descriptor: int = -1
@@ -67,7 +69,7 @@ class Origin(NamedTuple):
 
 
 @dataclass(slots=True)
-class Connection:
+class Accepted:
     """One accepted TCP connection."""
 
     source: zmq.Socket[bytes]
@@ -93,12 +95,20 @@ Told = Callable[[ErrorCode, str], None]
 class Connections:
     """The connections of the broker's sockets, by file descriptor."""
 
-    def __init__(self, *, with_keys: bool, streams: int, most: int, told: Told) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        with_keys: bool,
+        streams: int,
+        most: int,
+        told: Told,
+    ) -> None:
         """`most`: connections that are kept at the same time."""
         self._with_keys, self._streams, self._most = with_keys, streams, most
-        self._told = told
+        self._context, self._told = context, told
         self._monitors: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes], int]] = []
-        self._all: dict[int, Connection] = {}
+        self._all: dict[int, Accepted] = {}
         """In the order in which they were accepted."""
         self._half_open: dict[str, dict[int, None]] = {}
         """Descriptors by address, the oldest first."""
@@ -121,7 +131,7 @@ class Connections:
         """Follows the connections of a socket. Call it before the socket binds."""
         where = f"inproc://connections-{len(self._monitors)}"
         source.monitor(where, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        monitor = source.context.socket(zmq.PAIR)
+        monitor = self._context.socket(zmq.PAIR)
         # Without a limit: a full queue would stop the thread that serves all connections.
         monitor.setsockopt(zmq.RCVHWM, 0)
         monitor.setsockopt(zmq.LINGER, 0)
@@ -158,7 +168,7 @@ class Connections:
         peer = peer_of(descriptor)
         if peer is None:
             return  # It is gone already.
-        self._all[descriptor] = Connection(source, held_max, peer)
+        self._all[descriptor] = Accepted(source, held_max, peer)
         self._half_open.setdefault(peer[0], {})[descriptor] = None
         self._half_open_count += 1
         self.scan_at = min(self.scan_at, now + SCAN_S)
@@ -172,14 +182,16 @@ class Connections:
         if connection is None:
             return
         self._opened(descriptor, connection)
-        for name in [name for name, those in self._by_name.items() if descriptor in those]:
+        # Refused handshakes come in hundreds per second, and belong to nobody.
+        by_name = self._by_name if connection.keys else {}
+        for name in [name for name, those in by_name.items() if descriptor in those]:
             del self._by_name[name][descriptor]
             if not self._by_name[name]:
                 del self._by_name[name]
         if not self._all:
             self.scan_at = math.inf
 
-    def _opened(self, descriptor: int, connection: Connection) -> None:
+    def _opened(self, descriptor: int, connection: Accepted) -> None:
         if connection.is_open:
             return
         connection.is_open = True
@@ -191,7 +203,7 @@ class Connections:
 
     # Messages.
 
-    def delivered(self, origin: Origin, frames: Iterable[int], now: float) -> None:
+    def delivered(self, origin: MessageOrigin, frames: Iterable[int], now: float) -> None:
         """A message has come out of a socket; `frames` are the lengths of its frames."""
         if origin.descriptor not in self._all:
             self.read_events(now)
@@ -206,7 +218,7 @@ class Connections:
             if origin.holder is not None:
                 self._count(origin.descriptor, origin.holder)
 
-    def subscribed(self, origin: Origin) -> None:
+    def subscribed(self, origin: MessageOrigin) -> None:
         """A subscription or its end has come out of the socket."""
         connection = self._all.get(origin.descriptor)
         if connection is not None:
@@ -282,9 +294,11 @@ class Connections:
     # Scans.
 
     def scan(self, now: float, clock: Callable[[], float]) -> None:
-        """Looks at what each connection holds; cuts those that hold too much."""
+        """Looks at what each connection holds; cuts those that hold too much. `clock` tells the
+        processor time of the thread: a scan that had to wait is not a dear one."""
         if now < self.scan_at:
             return
+        begun = clock()
         for key in [key for key, at in self._cut_at.items() if now >= at]:
             del self._cut_at[key]
             for descriptor in [d for d, c in self._all.items() if key in c.keys]:
@@ -308,9 +322,10 @@ class Connections:
             if held > TOGETHER_HELD_MAX:
                 of_key = [d for d, c in self._all.items() if key in self._owners(c)]
                 self._cut_holding(max(of_key, key=lambda d: self._all[d].held), held)
-        self.scan_at = now + max(SCAN_S, (clock() - now) / SCAN_SHARE_MAX)
+        cost_s = clock() - begun
+        self.scan_at = now + min(max(SCAN_S, cost_s / SCAN_SHARE_MAX), SCAN_MAX_S)
 
-    def _owners(self, connection: Connection) -> Iterable[str]:
+    def _owners(self, connection: Accepted) -> Iterable[str]:
         """Keys to which held bytes are charged; "" stands for all that have never sent a message.
         Without keys nobody knows which of the others belong together."""
         return connection.keys or (() if connection.delivered else ("",))

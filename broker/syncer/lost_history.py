@@ -50,7 +50,13 @@ class LostHistory:
         is_known = is_copy or broker.journal == "off" or broker.rollback_to >= 0
         level = "warning" if is_known else "error"
         why = _why_lost(hello, broker, is_copy=is_copy)
-        return [ev.Note(level, f"history_lost: {why}. {_what_is_lost(hello.name, ahead)}")]
+        return [
+            ev.Note(
+                level,
+                f"history_lost: {why}. {_what_is_lost(hello.name, ahead)}",
+                about=f"lost {hello.name}",
+            )
+        ]
 
 
 def _why_lost(hello: msg.Hello, broker: BrokerSection, *, is_copy: bool) -> str:

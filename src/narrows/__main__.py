@@ -56,6 +56,7 @@ def broker(
     goal_tokens: str | None = None,
     mode: str | None = None,
     init: Path | None = None,
+    founder: str | None = None,
     rollback_to: int | None = None,
     keys: Path | None = None,
     new_run_secret: Annotated[bool, Parameter(negative="")] = False,
@@ -83,6 +84,8 @@ def broker(
         decoupled (default), streaming or diloco.
     init
         Safetensors file that becomes version 0 instead of the first learner's parameters.
+    founder
+        Name of the learner whose model becomes the run's; without it the first one founds.
     rollback_to
         Version to go back to, as `narrows journal show` prints it "in all"; for one start.
     keys
@@ -107,15 +110,13 @@ def broker(
         "broker.rollback_to": rollback_to,
         "run.goal_tokens": goal_tokens,
         "run.mode": mode,
+        "run.founder": founder,
         "broker.insecure": insecure or None,
         "security.keys": str(keys) if keys else None,
     }
     flags: dict[str, object] = {k: value for k, value in named.items() if value is not None}
     command = BrokerCommand(config, flags, setting or [], events, ready_file)
-    if new_run_secret:
-        renew_run_secret(command)
-    else:
-        run_broker(command)
+    (renew_run_secret if new_run_secret else run_broker)(command)
 
 
 @app.command
