@@ -268,8 +268,7 @@ class SecuritySection(Section):
     """[security] Keys: who may connect, and what on the disk nobody alters unnoticed."""
 
     keys: str = ""
-    """Directory with the broker's key and the ring of keys that it admits; `narrows keys new` makes
-    one. Empty: no keys, so the broker serves this machine alone."""
+    """Directory that `narrows keys new` makes. Empty: the broker serves this machine alone."""
     seal_key: str = ""
     """File with the key that seals the state directory, outside of it. Empty: nothing is sealed."""
 
@@ -291,7 +290,6 @@ class BrokerConfig(Section):
 
 _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
     Mode.DECOUPLED: {},
-    # Nothing to set: that all live learners contribute follows from the mode itself.
     Mode.STREAMING: {},
     Mode.DILOCO: {
         "fragments.count": 1,
@@ -330,7 +328,6 @@ def load_config(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
 def settings(config: BrokerConfig) -> RunSettings:
     """The settings that the whole group shares, as a Welcome carries them."""
     wan, count = config.wan, config.run.learners_at_start
-    # Paired with FragmentsSection and with the learner, which waits beyond the overlap.
     assert config.fragments.overlap_steps < config.fragments.sync_period_steps, config.fragments
     return RunSettings(
         mode=config.run.mode,
