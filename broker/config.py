@@ -267,8 +267,7 @@ class SecuritySection(Section):
     """[security] Keys: who may connect, and what on the disk nobody alters unnoticed."""
 
     keys: str = ""
-    """Directory with the broker's key and the ring of keys that it admits; `narrows keys new` makes
-    one. Empty: no keys, so the broker serves this machine alone."""
+    """Directory that `narrows keys new` makes. Empty: the broker serves this machine alone."""
     seal_key: str = ""
     """File with the key that seals the state directory, outside of it. Empty: nothing is sealed."""
 
@@ -290,7 +289,6 @@ class BrokerConfig(Section):
 
 _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
     Mode.DECOUPLED: {},
-    # Nothing to set: that all live learners contribute follows from the mode itself.
     Mode.STREAMING: {},
     Mode.DILOCO: {
         "fragments.count": 1,

@@ -68,8 +68,7 @@ def broker(
     config
         TOML file; every key has a default, flags win over the file.
     listen
-        Control port as tcp://HOST:PORT (default tcp://127.0.0.1:7070); the two ports after it
-        carry the data.
+        Control port, tcp://HOST:PORT (default 127.0.0.1:7070); the two ports after it carry data.
     state_dir
         Directory of journal and checkpoints (default runs/broker), from which a run goes on.
     goal_tokens
