@@ -37,7 +37,7 @@ export OMP_NUM_THREADS NUMBA_NUM_THREADS
 # The version of pyright is pinned; it need not ask a registry for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo bench test check fmt house chaos chaos-broker chaos-connections chaos-names chaos-end fuzz mutation venv
+.PHONY: help demo bench test check fmt house transcript chaos chaos-broker chaos-connections chaos-names chaos-end fuzz mutation venv
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ check: $(READY)  ## format, lint, both type checkers, the rules of the house
 fmt: $(READY)  ## format, and repair what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+transcript: $(READY)  ## walk two sites with real commands, and write what they print into docs/two-sites.md
+	PYTHONPATH=tests $(BIN)/python tests/two_sites.py
 
 house: $(READY)  ## write the tree into docs/house.md
 	PYTHONPATH=tests $(BIN)/python tests/house.py

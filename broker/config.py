@@ -68,8 +68,7 @@ class BrokerSection(Section):
     journal_segment: Annotated[Size, Range(1 << 12, 1 << 40)] = 64 << 20
     """Size of one file of the journal; a broker takes the room of one at its start."""
     beat: Annotated[Duration, Range(0.01, 60)] = BEAT_S
-    """Time between two beats to each learner. Beats repeat the state, so a lost one costs this much
-    delay."""
+    """Time between two beats to each learner. They repeat the state: a lost one is a delay."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,9 +98,10 @@ class RunSection(Section):
     learners_at_start: Annotated[int, Range(1, LEARNERS_MAX)] = 1
     """Learners that must have joined before the first version is handed out, so that they all
     start together. Later ones join at any time."""
+    founder: str = ""
+    """Learner whose model becomes the run's; others wait for it. Empty: the first that joins."""
     max_offline: Duration = 3600.0
-    """A learner that is cut off for longer pauses until it is back, because its work would be
-    thrown away. 0: it trains on for ever."""
+    """A learner that is cut off for longer pauses: its work would be thrown away. 0: never."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,8 @@ class MergeSection(Section):
     Nobody is blocked by it; 0 merges slow learners rarely, 1 delays every adoption."""
     weights: Literal["tokens", "equal"] = "tokens"
     """tokens: tokens^2 / steps (Decoupled DiLoCo, arXiv 2604.21428, Sec. 3.2). equal: 1 / M."""
+    tokens_per_s_max: Annotated[Amount, Range(0, 10**18)] = 0
+    """Tokens/s of a learner that count, in the clock and its weight. 0: from what is usual."""
     rule: Literal["layout", "mean"] = "layout"
     """layout: radial-directional or mean, as the layout says per tensor. mean: always the mean."""
     clip_ratio: Annotated[float, Range(0, 1000)] = 3.0

@@ -273,9 +273,11 @@ class SimulatedBroker(Host):
         stored = state.phase.stored
         phase = msg.Phase.RUNNING if stored is msg.Phase.FOUNDING else stored
         heads = tuple(msg.FragmentHead(*head) for head in self._model.heads)
-        tokens = state.clock.run_tokens
+        tokens, parts = divmod(state.clock.units, state.clock.fragments)
         pushes = dict(state.merged_pushes)
-        snapshot = Resumed(state.layout, state.frozen_digest, heads, tokens, phase, pushes)
+        snapshot = Resumed(
+            state.layout, state.frozen_digest, heads, tokens, phase, pushes, token_parts=parts
+        )
         failed = self._fails()
 
         def done() -> ev.Event:

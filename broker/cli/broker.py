@@ -56,7 +56,10 @@ def run_broker(command: BrokerCommand) -> None:
         config.broker.state_dir,
     )
     address = join_address(wires.address)
-    _log.info("join with: narrows learner --broker %s --name NAME", address)
+    if config.security.keys:
+        _log.info("invite a site with: narrows keys invite NAME --address %s", address)
+    else:
+        _log.info("join with: narrows learner --broker %s --name NAME", address)
     if command.ready_file is not None:
         # Renamed, so that a script that waits for the file never reads half of the address.
         temporary = command.ready_file.with_suffix(".tmp")

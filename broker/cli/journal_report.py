@@ -36,6 +36,7 @@ from narrows.broker.storage import (
     recover,
 )
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
+from narrows.proto.layout import fingerprint
 from narrows.proto.messages import Phase
 from narrows.proto.units import counted, format_bytes
 
@@ -122,10 +123,12 @@ def export_model(path: Path, target: Path) -> None:
 
 
 def show_layout(path: Path) -> None:
-    """Prints the fields `layout` and `frozen_digest` of Hello as JSON, a line per tensor."""
+    """Prints layout, frozen digest and the fingerprint of both as JSON, a line per tensor."""
     manifest = read_manifest(path)
     entries = ",\n".join(msgspec.json.encode(entry).decode() for entry in manifest.layout)
-    print(f'{{"frozen_digest": {manifest.frozen_digest}, "layout": [\n{entries}\n]}}')
+    told = fingerprint(manifest.layout, manifest.frozen_digest)
+    head = f'"fingerprint": "{told}", "frozen_digest": {manifest.frozen_digest}'
+    print(f'{{{head}, "layout": [\n{entries}\n]}}')
 
 
 def _standing(

@@ -174,7 +174,7 @@ class GlobalModel:
             for each in contributed
         ]
         weights = token_weights(
-            [(each.tokens, each.steps) for each in contributed],
+            [(each.weighing, each.steps) for each in contributed],
             rule=policy.weights,
             share_max=policy.share_max,
         )

@@ -19,6 +19,7 @@ from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, RemoteProtocolError, printable
 from narrows.proto.frames import decode_control, decode_data, topic_name
 from narrows.proto.key_holder import KeyHolder
+from narrows.proto.limits import CONTROL_UP_BYTES_MAX
 
 _log = logging.getLogger("narrows.broker")
 
@@ -50,7 +51,7 @@ class Reception:
         try:
             if len(frames) != 1:
                 raise _bad_frame_count(len(frames))
-            message = decode_control(frames[0])
+            message = decode_control(frames[0], CONTROL_UP_BYTES_MAX)
             if origin.holder is not None:
                 member = self._run.roster.by_peer(peer)
                 check_speaker(origin.holder, message, member.name if member else "")

@@ -244,6 +244,7 @@ class Jobs:
             frozen_digest=run.frozen_digest,
             fragment_count=run.settings.fragment_count,
             run_tokens=run.clock.run_tokens,
+            token_parts=run.clock.units % run.clock.fragments,
             phase=run.phase.stored,
             fragments=tuple(self.model.fragments),
             journal=self._commits.installed if self._commits is not None else self._journaled,

@@ -86,8 +86,7 @@ class StateDir:
         """True if the generation of version 0 is never removed: a replay begins there."""
         self.warnings: list[str] = []
         """Damage that was passed over; the caller tells the operator."""
-        self.secret = b""
-        """The run's, once its epoch has begun."""
+        self.secret = b""  # The run's, once its epoch has begun.
         self._fd = directory_fd
         self._journal_fd: int | None = None
         self._lock_fd = lock_fd

@@ -35,8 +35,11 @@ from narrows.proto.frames import digest
 from narrows.proto.layout import check_layout
 from narrows.proto.messages import Count, DtypeName, LayoutEntry, Phase
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Format of everything in a state directory. Other formats are refused by their number."""
+
+FORMATS_READ: Final = (1, FORMAT)
+"""Format 1 has no token_parts: its clock counted what learners reported, in whole tokens."""
 
 RUN_FORMAT: Final = 2
 """Format of run.json, whose fields are those of format 1: since 2 the run has a secret."""
@@ -108,6 +111,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     merged_pushes: tuple[MergedPush, ...]
     digest: str = ""
     """xxh3_64 (hex) of this manifest with an empty digest."""
+    token_parts: int = 0
+    """What the run's clock has beyond run_tokens, in units of a P-th token for P fragments."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,7 @@ class CheckpointContent:
     journal: int = 0
     """The newest record of the journal whose round is in here."""
     merged_pushes: tuple[MergedPush, ...] = ()
+    token_parts: int = 0
 
 
 def fragment_name(index: int) -> str:
@@ -185,7 +191,7 @@ def manifest_of(snapshot: CheckpointContent) -> Manifest:
         Manifest(
             FORMAT, snapshot.run_id, snapshot.epoch, snapshot.phase, snapshot.run_tokens,
             snapshot.frozen_digest, tuple(entries), snapshot.layout, snapshot.journal,
-            snapshot.merged_pushes,
+            snapshot.merged_pushes, token_parts=snapshot.token_parts,
         )
     )  # fmt: skip
 
@@ -203,6 +209,7 @@ def snapshot_of(manifest: Manifest, fragments: list[FragmentState]) -> Checkpoin
         fragments=tuple(fragments),
         journal=manifest.journal,
         merged_pushes=manifest.merged_pushes,
+        token_parts=manifest.token_parts,
     )
 
 
@@ -225,11 +232,17 @@ def read_sealed(directory_fd: int, name: str, kind: type[Sealed]) -> Sealed:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         _refuse_other_format(name, data)
         raise Damaged(f"{name}: {error}") from error
-    if content.format not in (FORMAT, RUN_FORMAT if kind is RunRecord else FORMAT):
+    if content.format not in FORMATS_READ:
         _refuse_other_format(name, data)
-    if content != sealed(content):
+    if content.digest != _seal_of(data):
         raise Damaged(f"{name}: does not match its digest")
     return content
+
+
+def _seal_of(data: bytearray) -> str:
+    """The digest that whole content would carry: an older format has other fields."""
+    fields = msgspec.json.decode(data, type=dict[str, object])
+    return f"{digest(msgspec.json.encode(fields | {'digest': ''})):016x}"
 
 
 def _refuse_other_format(name: str, data: bytearray) -> None:
@@ -242,10 +255,10 @@ def _refuse_other_format(name: str, data: bytearray) -> None:
         seal = digest(msgspec.json.encode(fields | {"digest": ""}))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError):
         return
-    if fields.get("format") != FORMAT and fields.get("digest") == f"{seal:016x}":
+    if fields.get("format") not in FORMATS_READ and fields.get("digest") == f"{seal:016x}":
         raise StateError(
             ErrorCode.STATE_DAMAGED, f"{name} cannot be read",
-            expected=f"format {FORMAT}", got=f"format {fields.get('format')}",
+            expected="format 1 or 2", got=f"format {fields.get('format')}",
             remedy="use the version of Narrows that wrote it",
         )  # fmt: skip
 

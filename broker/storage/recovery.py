@@ -18,7 +18,7 @@ from narrows.broker.storage.durable_files import RecordsLost, StateError
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import RunRecord
 from narrows.broker.storage.replay import History, read_records, recover
-from narrows.broker.syncer import Resumed, RunPhase, RunSecret, Syncer
+from narrows.broker.syncer import Resumed, RunPhase, RunSecret, Syncer, check_founder
 from narrows.proto import messages as msg
 from narrows.proto.config import flatten
 from narrows.proto.errors import ConfigError, ErrorCode
@@ -60,7 +60,7 @@ def begin_epoch(
 
     The epoch is on disk when this returns. Its nonce is not: no other life has it, so a learner can
     tell this life from all lives before, those of copies of this directory too. Raises NarrowsError
-    if the state is damaged or was made with another fragment count, and OSError.
+    if the state is damaged, was made with another fragment count or needs a founder, and OSError.
     """
     state_dir.keep_first = config.broker.journal_keep
     snapshot = state_dir.load()
@@ -73,6 +73,8 @@ def begin_epoch(
             got=str(config.fragments.count),
             remedy="start with the old setting, or with a new --state-dir",
         )
+    if snapshot is None:
+        check_founder(config)
     settings = json.dumps(flatten(config), sort_keys=True).encode()
     run = state_dir.begin_epoch(secrets.token_hex(8), f"{digest(settings):016x}")
     journal, history = None, None
@@ -188,6 +190,7 @@ def _resumed(snapshot: CheckpointContent, history: History) -> Resumed:
         frozen_digest=snapshot.frozen_digest,
         heads=tuple(msg.FragmentHead(f.version, f.digest) for f in fragments),
         run_tokens=history.run_tokens,
+        token_parts=history.token_units % len(fragments),
         phase=msg.Phase(history.phase),
         merged_pushes=history.merged_pushes,
         checkpoint_sum=sum(state.version for state in snapshot.fragments),

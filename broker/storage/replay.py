@@ -39,6 +39,7 @@ from narrows.proto.codec import (
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.frames import digest
+from narrows.proto.limits import TOKENS_MAX
 from narrows.proto.messages import Phase
 
 PHASES: Final = tuple(Phase)
@@ -51,7 +52,8 @@ class History:
 
     model: GlobalModel
     phase: Phase
-    run_tokens: int
+    token_units: int
+    """The run's clock in units of a P-th token, for P fragments."""
     merged_pushes: MergedPushes
     replayed: int = 0
     """Rounds that came from the journal."""
@@ -60,6 +62,10 @@ class History:
     gaps: int = 0
     """Rounds that follow one which was published and never written (journal_errors = "serve"). No
     version can be made of them."""
+
+    @property
+    def run_tokens(self) -> int:
+        return self.token_units // len(self.model.table)
 
 
 def recover(config: BrokerConfig, snapshot: CheckpointContent, journal: Journal | None) -> History:
@@ -73,7 +79,8 @@ def recover(config: BrokerConfig, snapshot: CheckpointContent, journal: Journal 
         (p.learner, p.incarnation, p.fragment): (p.push_id, p.tokens)
         for p in snapshot.merged_pushes
     }
-    history = History(model, snapshot.phase, snapshot.run_tokens, merged, newest=snapshot.journal)
+    units = snapshot.run_tokens * len(table) + snapshot.token_parts
+    history = History(model, snapshot.phase, units, merged, newest=snapshot.journal)
     if journal is None:
         return history
     for number, head, blobs in read_records(journal, snapshot.journal + 1):
@@ -113,11 +120,19 @@ def apply(history: History, head: RoundRecord, blobs: memoryview, number: int) -
     model.install(outcome)
     # A round may have been under way when the clock or the phase went on.
     history.phase = max(history.phase, head.phase, key=PHASES.index)
-    history.run_tokens = max(history.run_tokens, head.run_tokens)
+    history.token_units = units_after(history.token_units, len(model.table), head)
     history.replayed += 1
     for contributor in head.contributors:
         key = contributor.learner, contributor.incarnation, head.fragment
         history.merged_pushes[key] = contributor.push_id, contributor.merged_tokens
+
+
+def units_after(units: int, fragments: int, head: RoundRecord) -> int:
+    """The run's clock after a round, in units of a P-th token, for P fragments."""
+    # More only after a gap, and in records of format 1, whose clock was that of the reports.
+    units = max(units, head.run_tokens * fragments)
+    counted = sum(max(each.counted, 0) for each in head.contributors)
+    return min(units + counted, TOKENS_MAX * fragments)
 
 
 def version_before(model: GlobalModel, head: RoundRecord, number: int) -> int:

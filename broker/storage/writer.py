@@ -21,6 +21,7 @@ from narrows.broker.storage.journal import Journal, JournalError
 from narrows.broker.syncer import RunState
 from narrows.broker.syncer import events as ev
 from narrows.proto.codec import upper_halves
+from narrows.proto.limits import TOKENS_MAX
 from narrows.proto.shell import guarded
 from narrows.proto.units import format_bytes
 
@@ -251,7 +252,8 @@ def committed(
                 c.tokens,
                 c.steps,
                 weight,
-                c.tokens + _tokens_before(run, c, effect.fragment),
+                min(c.tokens + _tokens_before(run, c, effect.fragment), TOKENS_MAX),
+                c.tokens if c.counted is None else c.counted,
             )
             for c, weight in zip(effect.contributions, outcome.weights, strict=True)
         ),

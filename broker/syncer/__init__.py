@@ -14,6 +14,7 @@ Other districts read the state and never write it: they send an event instead.
 from narrows.broker.syncer import events
 from narrows.broker.syncer.data_path import Deaf
 from narrows.broker.syncer.events import Publish, StartMerge
+from narrows.broker.syncer.founding import check_founder
 from narrows.broker.syncer.machine import Resumed, Syncer
 from narrows.broker.syncer.phases import RunPhase, Turn
 from narrows.broker.syncer.quotas import Excess, Quotas
@@ -37,6 +38,7 @@ __all__ = [
     "StartMerge",
     "Syncer",
     "Turn",
+    "check_founder",
     "events",
     "refusal",
     "status_for",

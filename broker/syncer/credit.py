@@ -143,4 +143,4 @@ class Allowance:
             for name, incoming in round_.incoming.items()
             if not incoming.complete
         }
-        return names if self.state.heads else {self.founding.founder}
+        return names if self.state.heads else {self.state.founder}

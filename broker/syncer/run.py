@@ -12,6 +12,7 @@ from narrows.broker.config import BrokerConfig
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.clock import RunClock
 from narrows.broker.syncer.member import Member
+from narrows.broker.syncer.pace import Pace
 from narrows.broker.syncer.phases import RunPhase, Turn, next_phase
 from narrows.broker.syncer.rates import Shares
 from narrows.broker.syncer.roster import Roster
@@ -86,11 +87,16 @@ class RunState:
     tally: Tally
     secret: RunSecret
     clock: RunClock = field(default_factory=RunClock)
+    pace: Pace = field(default_factory=Pace)
     phase: RunPhase = RunPhase.FOUNDING
     """Written by `turn`, and by a restart before the first event."""
     layout: tuple[msg.LayoutEntry, ...] = ()
     """Empty until the first learner (or the checkpoint) has brought it."""
     frozen_digest: int = 0
+    fingerprint: str = ""
+    """The layout's; the founder's Hello tells it, before the layout comes."""
+    founder: str = ""
+    """Learner that sends version 0; empty: none does."""
     table: tuple[Fragment, ...] = ()
     heads: list[msg.FragmentHead] = field(default_factory=list[msg.FragmentHead])
     """Newest version and digest per fragment; empty until version 0 stands."""
@@ -113,6 +119,8 @@ class RunState:
         self.epoch_proof = self.secret.proof(self.run_id, self.epoch)
         self.least_chunk_elements = least_chunk_elements(self.settings)
         self.shares = Shares(self.config.wan.total_up, self.config.wan.up)
+        self.clock.limit = float(self.config.merge.tokens_per_s_max)
+        self.clock.limit_of = self._tokens_per_s_max
 
     def set_config(self, config: BrokerConfig, settings: msg.RunSettings) -> None:
         """Takes other rates and message sizes, which apply from now on."""
@@ -122,6 +130,7 @@ class RunState:
         self.least_chunk_elements = min(self.least_chunk_elements, least_chunk_elements(settings))
         for index, round_ in self.rounds.items():
             round_.cut_finer(chunks_max(self.table[index].elements, self.least_chunk_elements))
+        self.clock.limit = float(config.merge.tokens_per_s_max)
         self.shares.set_rates(config.wan.total_up, config.wan.up)
 
     def is_proven(self, hello: msg.Hello) -> bool:
@@ -168,9 +177,14 @@ class RunState:
         """Newest versions as learners may know them; none before version 0 is handed out."""
         return () if self.phase is RunPhase.FOUNDING else tuple(self.heads)
 
-    def tokens_per_s(self, now: float) -> float:
-        live = [member.incarnation for member in self.roster.ready()]
-        return self.clock.tokens_per_s(live, now)
+    def _tokens_per_s_max(self, name: str) -> float:
+        """Tokens per second that may count of this learner, by its key; 0: its key says nothing."""
+        member = self.roster.get(name)
+        return member.tokens_per_s_max if member is not None else 0.0
+
+    def step_s(self) -> float:
+        """Seconds of an inner step of the run, xi_step; 0: unknown."""
+        return self.pace.step_s(self.roster.ready())
 
     def beat(self, member: Member, now: float) -> msg.Beat:
         """Beat for one learner, sent on change and every second."""
@@ -181,7 +195,7 @@ class RunState:
             versions=tuple(head.version for head in self.visible_heads()),
             rounds=self.open_rounds(),
             run_tokens=self.clock.run_tokens,
-            tokens_per_s=self.tokens_per_s(now),
+            tokens_per_s=self.clock.tokens_per_s(now),
             received=tuple(member.uplink.positions),
             up_bits_per_s=member.up_bits_per_s,
         )
@@ -200,7 +214,7 @@ class RunState:
             rounds=self.open_rounds(),
             phase=self.phase.visible,
             run_tokens=self.clock.run_tokens,
-            tokens_per_s=self.tokens_per_s(now),
+            tokens_per_s=self.clock.tokens_per_s(now),
             step=self.first_step(),
             up_bits_per_s=member.up_bits_per_s,
             epoch_proof=self.epoch_proof,

@@ -45,6 +45,7 @@ FLOATS: Final[Mapping[str, tuple[float, float]]] = {
 TEXT_CHARACTERS_MAX: Final = 1024
 CODEC_CHARACTERS_MAX: Final = 32
 PATTERNS: Final[Mapping[str, str]] = {
+    "Fingerprint": r"\A[0-9a-f]{32}\Z",
     "Proof": r"\A([0-9a-f]{64})?\Z",
     "PublicKey": r"\A[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}\Z",
 }
@@ -80,7 +81,7 @@ UP, DOWN = "→", "←"
 
 CONTROL_TABLE: Final = """
 Hello →: protocol int; name Text; incarnation Text; run_id Text; epoch Epoch;
-    layout [LayoutEntry]; frozen_digest int; codecs Codecs; step Count; tokens Count;
+    fingerprint Fingerprint; codecs Codecs; step Count; tokens Count;
     versions Versions; epoch_proof Proof = ""
 Report →: step Count; tokens Count; step_s Seconds; loss float or nil; received Positions;
     ledger TokenLedger; up_bits_per_s Rate
@@ -142,7 +143,7 @@ Committed map: epoch Start; fragment int; version int; reason str; contributors 
 Fate map: epoch Start; what str; learner str; incarnation str; fragment int; push_id int;
     reason str; at float
 Contributor map: learner str; incarnation str; push_id int; tokens int; steps int; weight float;
-    merged_tokens int
+    merged_tokens int; counted int = -1
 Policy map: weights str; law str; clip_ratio float; share_max float; optimizer str; rate float;
     momentum float; is_rounded bool
 Vector map: codec str; rho float; chunks [Chunk]

@@ -56,6 +56,7 @@ def broker(
     goal_tokens: str | None = None,
     mode: str | None = None,
     init: Path | None = None,
+    founder: str | None = None,
     keys: Path | None = None,
     new_run_secret: Annotated[bool, Parameter(negative="")] = False,
     insecure: bool = False,
@@ -83,6 +84,8 @@ def broker(
         decoupled (default), streaming or diloco.
     init
         Safetensors file that becomes version 0 instead of the first learner's parameters.
+    founder
+        Name of the learner whose model becomes the run's; without it the first one founds.
     keys
         Directory of keys that `narrows keys new` made: only the holders of its keys may connect.
     new_run_secret
@@ -105,15 +108,13 @@ def broker(
         "broker.init": str(init) if init else None,
         "run.goal_tokens": goal_tokens,
         "run.mode": mode,
+        "run.founder": founder,
         "broker.insecure": insecure or None,
         "security.keys": str(keys) if keys else None,
     }
     flags.update({key: value for key, value in named.items() if value is not None})
     command = BrokerCommand(config, flags, setting or [], events, ready_file)
-    if new_run_secret:
-        renew_run_secret(command)
-    else:
-        run_broker(command)
+    (renew_run_secret if new_run_secret else run_broker)(command)
 
 
 @app.command
