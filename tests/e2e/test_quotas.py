@@ -64,6 +64,7 @@ class Floods:
         self.config = broker_config(
             folder,
             security__keys=str(directory),
+            run__founder="good",
             wan__streams=1,
             liveness__late="5min",
             liveness__lost="10min",
