@@ -25,6 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fuzz.corpus import CORPUS, NAMES, examples, load, name_of
 
 ROOT = Path(__file__).resolve().parents[2]
+PORTS_NAME = "ports"
+"""The ports of a broker, in the report beside the decoders."""
+
 FOLDER = ROOT / "runs/fuzz"
 HANG_S = 10
 """Time for one input. The slowest of all takes a tenth of a second."""
