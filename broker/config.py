@@ -26,7 +26,7 @@ from narrows.proto.limits import (
     TOKENS_MAX,
 )
 from narrows.proto.messages import Mode, RunSettings
-from narrows.proto.timing import BEAT_S, FORGET_S, LATE_S, LOST_S, PROBE_S
+from narrows.proto.timing import BEAT_S, FORGET_S, LATE_S, LOST_S, PROBE_S, QUIET_S
 from narrows.proto.units import Amount, BitRate, Duration, Size, written
 
 OUTER_OPTIMIZERS: Final = ("nesterov", "sgd")
@@ -68,8 +68,7 @@ class BrokerSection(Section):
     journal_segment: Annotated[Size, Range(1 << 12, 1 << 40)] = 64 << 20
     """Size of one file of the journal; a broker takes the room of one at its start."""
     beat: Annotated[Duration, Range(0.01, 60)] = BEAT_S
-    """Time between two beats to each learner. Beats repeat the state, so a lost one costs this much
-    delay."""
+    """Time between two beats to each learner. They repeat the state: a lost one costs as much."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,6 +80,9 @@ class BrokerSection(Section):
             )
         if not self.state_dir:
             raise ConfigError("state_dir: empty", expected="a directory")
+        if self.beat >= QUIET_S:
+            what = "beat: learners that hear nothing for so long take the broker for lost"
+            raise ConfigError(what, expected=f"less than {QUIET_S:g}s", got=f"{self.beat:g}s")
 
 
 @dataclass(frozen=True)
@@ -297,7 +299,6 @@ _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
         "merge.rounds_in_flight": 1,
     },
 }
-
 
 assert _PRESETS.keys() == set(Mode), "each mode has a preset"
 
