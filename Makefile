@@ -6,7 +6,7 @@
 #   make test ARGS="-k fragments"   more arguments for pytest
 #   make chaos SEEDS=5000           more simulated runs with faults
 #   make chaos-broker KILLS=1000    more kills of a real broker
-#   make fuzz MINUTES=60 ARGS=payloads    longer, and one decoder alone
+#   make fuzz MINUTES=60 ARGS=payloads    longer, and one decoder beside the ports alone
 #   make mutation SEED=2 COUNT=60    planted errors, another list of them for each seed
 #   make venv TORCH_INDEX=URL       take torch from this index (only torch, only at the first build)
 
@@ -87,6 +87,7 @@ chaos-names: $(READY)  ## a hundred thousand learners come and go in virtual tim
 
 fuzz: $(READY) $(FUZZ)/.ready  ## MINUTES of made-up bytes for every decoder, and for the ports of a broker
 	PYTHONPATH=$(FUZZ) $(BIN)/python tests/fuzz/run.py --minutes $(MINUTES) $(ARGS)
+	$(BIN)/python tests/fuzz/ports.py --minutes $(MINUTES)
 
 mutation: $(READY)  ## COUNT small errors drawn by SEED: which of them do the tests notice?
 	$(BIN)/python tests/mutation/run.py --seed $(SEED) --count $(COUNT) --report $(REPORT) $(ARGS)

@@ -25,7 +25,7 @@ from narrows.proto.limits import (
     TOKENS_MAX,
 )
 from narrows.proto.messages import Mode
-from narrows.proto.timing import BEAT_S, FORGET_S, LATE_S, LOST_S, PROBE_S
+from narrows.proto.timing import BEAT_S, FORGET_S, LATE_S, LOST_S, PROBE_S, QUIET_S
 from narrows.proto.units import Amount, BitRate, Duration, Size, written
 
 OUTER_OPTIMIZERS: Final = ("nesterov", "sgd")
@@ -80,6 +80,9 @@ class BrokerSection(Section):
             )
         if not self.state_dir:
             raise ConfigError("state_dir: empty", expected="a directory")
+        if self.beat >= QUIET_S:
+            what = "beat: learners that hear nothing for so long take the broker for lost"
+            raise ConfigError(what, expected=f"less than {QUIET_S:g}s", got=f"{self.beat:g}s")
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,13 @@
 """A whole Narrows learner in one file, written from proto/PROTOCOL.md alone; §n is its section n.
 
 --layout names a file that `narrows layout` wrote. A training step is weight decay: this file has no
-model, so it founds no run. Exit codes: 0 run ended, 2 not supported, 3 refused, 4 no broker.
-"""
+model, so it founds no run. Exits: 0 run ended, 2 not supported, 3 refused, 4 no broker, 130 ^C."""
 
 import argparse
 import json
+import signal
 import sys
 import time
-from pathlib import Path
 from struct import unpack_from
 from typing import Any, NoReturn, TypeAlias
 
@@ -389,11 +388,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A Narrows learner, written from PROTOCOL.md.")
     parser.add_argument("--broker", required=True, help="tcp://HOST:PORT")
     parser.add_argument("--name", required=True, help="unique in the run")
-    parser.add_argument("--layout", required=True, type=Path, help="what `narrows layout` prints")
+    parser.add_argument("--layout", required=True, type=argparse.FileType(), help="a layout file")
     parser.add_argument("--step-s", type=float, default=0.02, help="least seconds of a step")
     parser.add_argument("--join-timeout-s", type=float, default=60)
     options = parser.parse_args()
-    learner = Learner(options.broker, options.name, json.loads(options.layout.read_text()))
+    signal.signal(signal.SIGINT, lambda *_: stop(130, "stopped by Ctrl-C"))
+    learner = Learner(options.broker, options.name, json.load(options.layout))
     learner.run(options.step_s, options.join_timeout_s)
     for f in learner.fragments:
         end = {"fragment": f.index, "version": f.version, "digest": f"{digest(f.copy.data):016x}"}

@@ -152,6 +152,8 @@ def _check_round(head: RoundRecord) -> None:
         raise Damaged(f"a record of the journal: {counts} contributors")
     if not head.publication.chunks or not 0 < head.publication.rho < math.inf:
         raise Damaged("a record of the journal: its publication has no chunks or no step")
+    if not head.error_ratio >= 0:
+        raise Damaged(f"a record of the journal: an error ratio of {head.error_ratio}")
 
 
 def vector_of(codec: str, rho: float, chunks: Sequence[tuple[int, int, bytes]]) -> VectorRecord:

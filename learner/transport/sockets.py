@@ -94,6 +94,7 @@ class LearnerSockets:
             self._drop(socket, linger=0)
         self.ports = (uplink_port, downlink_port)
         self._listeners = [0] * streams
+        self._reconnected.clear()
         self._refused.clear()
         self._uplinks = [self._open_uplink() for _ in range(streams)]
         self._unconnected.clear()

@@ -83,7 +83,7 @@ class Soak(Desk):
 
 def run(count: int, *, samples: int = 10) -> list[Sample]:
     """Lets `count` names come and go."""
-    soak = Soak(fragments__sync_period_steps=3, broker__beat="10s")
+    soak = Soak(fragments__sync_period_steps=3, broker__beat="3.9s")
     soak.found("stays")
     found: list[Sample] = []
     began, since = time.monotonic(), 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Generator
@@ -130,6 +132,25 @@ def test_it_refuses_by_name_what_it_does_not_support(
             wait_until(lambda: "left" in states(service.wires.address), "its Bye")
     assert process.returncode == code
     assert value in log
+
+
+def test_ctrl_c_ends_it_with_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(HANG_S)
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        with minimal_learner(tmp_path, address) as process, server.accept()[0]:
+            process.send_signal(signal.SIGINT)
+            _, log = process.communicate(timeout=HANG_S)
+    assert process.returncode == 130
+    assert log == "minimal_learner: stopped by Ctrl-C\n"
+
+
+def test_a_layout_that_is_not_there_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--broker", "tcp://a:1", "--name", "a"]
+    command += ["--layout", str(tmp_path / "nowhere.json")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+    assert found.returncode == 2
+    assert "nowhere.json" in found.stderr and "Traceback" not in found.stderr
 
 
 def states(address: str) -> list[str]:

@@ -242,12 +242,17 @@ def test_who_falls_behind_stops_looking(capsys: pytest.CaptureFixture[str]) -> N
     assert "printing has fallen behind" in capsys.readouterr().out
 
 
+def dissected(watcher: Watcher) -> int:
+    """The frames that a watcher has dissected."""
+    return sum(frames for frames, _ in list(watcher.printer.tally.counts.values()))
+
+
 def test_who_keeps_up_goes_on_looking(capsys: pytest.CaptureFixture[str]) -> None:
     watcher = watching(behind_bytes_max=len(GREETING))
     watcher.start()
-    for data in (GREETING, *[b"\0\3abc"] * 100):
+    for number, data in enumerate((GREETING, *[b"\0\3abc"] * 100), start=1):
         watcher.passed(1, "up", data)
-        wait_until(lambda: watcher.waiting_bytes == 0, "the watcher to keep up")
+        wait_until(lambda number=number: dissected(watcher) == number, "the watcher to keep up")
     watcher.stop()
     assert "101 in all" in capsys.readouterr().out
 

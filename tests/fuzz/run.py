@@ -25,6 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fuzz.corpus import CORPUS, NAMES, examples, load, name_of
 
 ROOT = Path(__file__).resolve().parents[2]
+PORTS_NAME = "ports"
+"""The ports of a broker, in the report beside the decoders."""
+
 FOLDER = ROOT / "runs/fuzz"
 HANG_S = 10
 """Time for one input. The slowest of all takes a tenth of a second."""
@@ -80,11 +83,15 @@ def fuzz(name: str, seconds: float) -> Figures:
         (folder / part).mkdir(parents=True, exist_ok=True)
     write(folder / "seeds", [*load(name).seeds(), *examples(name, 300)])
     started = time.monotonic()
-    take(figures, drive(name, folder, seconds), folder)
+    said = drive(name, folder, seconds)
+    take(figures, said, folder)
     spent_s = time.monotonic() - started
     figures.minutes = round(spent_s / 60, 2)
     figures.inputs_per_s = round(figures.inputs / spent_s, 1)
-    for crash in sorted((folder / "crashes").iterdir()):
+    crashes = {path.read_bytes(): path for path in (folder / "crashes").iterdir()}
+    figures.crashes_found = figures.crashes_open = len(crashes)
+    for crash in crashes.values():
+        print("\n".join(cause(said)), flush=True)
         keep_crash(name, crash)
     return figures
 
@@ -108,15 +115,13 @@ def drive(name: str, folder: Path, seconds: float) -> str:
 def take(figures: Figures, said: str, folder: Path) -> None:
     """Adds what the process said. Raises RuntimeError if it did not fuzz at all."""
     units = re.findall(r"stat::number_of_executed_units:\s*(\d+)", said)
+    units = units or re.findall(r"^#(\d+)\t", said, re.MULTILINE)
     if not units:
         raise RuntimeError(f"the fuzzer did not run: see {folder}/log.txt\n{said[-2000:]}")
     figures.inputs += int(units[-1])
     figures.edges = max([figures.edges, *map(int, re.findall(r"\bcov: (\d+)", said))])
     peaks = map(int, re.findall(r"stat::peak_rss_mb:\s*(\d+)", said))
     figures.resident_mb = max([figures.resident_mb, *peaks])
-    if "Test unit written to" in said:
-        figures.crashes_found += 1
-        print("\n".join(cause(said)), flush=True)
 
 
 def cause(said: str) -> Iterable[str]:

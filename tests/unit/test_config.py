@@ -201,6 +201,11 @@ def test_every_field_of_the_broker_has_a_docstring() -> None:
         ("broker.journal_segment", 65536, "broker.journal_segment: without a unit"),
         ("broker.journal_segment", "1KiB", "broker.journal_segment: out of range"),
         ("broker.beat", "1us", "broker.beat: out of range"),
+        (
+            "broker.beat",
+            "4s",
+            "broker.beat: learners that hear nothing for so long take the broker for lost",
+        ),
         ("broker.checkpoint_versions", 0, "broker.checkpoint_versions: out of range"),
         ("run.mode", "dilocco", "run.mode: unknown value"),
         ("run.goal_tokens", "-1", "run.goal_tokens: not a count"),

@@ -27,7 +27,7 @@ QUIET: dict[str, Any] = {
     "liveness__lost": "10h",
     "liveness__late": "9h",
     "liveness__forget": "10h",
-    "broker__beat": "60s",
+    "broker__beat": "3.9s",
 }
 """For tests that do not want to say for hours that a learner lives."""
 
