@@ -378,6 +378,29 @@ def test_a_holder_has_a_bounded_number_of_connections(site: Site) -> None:
         assert site.members == ["a"]
 
 
+@pytest.fixture
+def room_for_twenty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("narrows.broker.process.sockets.connections_max", lambda: 20)
+
+
+@pytest.mark.usefixtures("room_for_twenty")
+def test_silent_connections_push_out_nobody_elses(site: Site) -> None:
+    connections, port = site.service.wires.connections, site.service.wires.uplink_port
+    with site.peer("a") as a, site.peer("b") as b:
+        a.join()  # Its uplink is silent, and the oldest.
+        ends = a.uplink.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        flood = [b.make(zmq.XPUB) for _ in range(40)]
+        for each in flood:
+            each.connect(f"tcp://127.0.0.2:0;127.0.0.1:{port}")
+        wait_until(lambda: connections.cuts["quota"] > 40, "the flood to be cut")
+        assert len(connections) <= 20 and not ends.poll(0)
+        for each in flood:
+            each.close()
+        a.found()
+        a.uplink.disable_monitor()
+        ends.close()
+
+
 def test_half_open_handshakes_are_bounded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("narrows.broker.process.connections.HALF_OPEN_MAX", 20)
     connections = site.service.wires.connections
