@@ -142,13 +142,24 @@ class MergeSection(Section):
     wait_fraction: Annotated[float, Range(0, 1)] = 0.25
     """Longest wait after quorum for pushes that are predicted to arrive, in units of H inner steps.
     Nobody is blocked by it; 0 merges slow learners rarely, 1 delays every adoption."""
-    weights: Literal["tokens", "equal"] = "tokens"
-    """tokens: tokens^2 / steps (Decoupled DiLoCo, arXiv 2604.21428, Sec. 3.2). equal: 1 / M."""
+    weights: Literal["auto", "tokens", "equal"] = "auto"
+    """tokens: tokens^2 / steps (Decoupled DiLoCo, arXiv 2604.21428, Sec. 3.2), as learners report
+    them. equal: 1 / M. auto: tokens, but equal while learners of several organisations are here."""
     rule: Literal["layout", "mean"] = "layout"
     """layout: radial-directional or mean, as the layout says per tensor. mean: always the mean."""
+    norm_limit: Annotated[float, Range(0, 1000)] = 1.5
+    """Norms are clipped to this multiple of their running median over the last 16 versions, per
+    tensor piece, whoever contributes. At least 1; 0: never."""
     clip_ratio: Annotated[float, Range(0, 1000)] = 3.0
-    """From three contributors on, norms are clipped to this multiple of their median, per tensor
-    piece. At least 1; 0: never."""
+    """The bound while that history is young: from three contributors on, norms are clipped to this
+    multiple of their median in the round. At least 1; 0: never."""
+    robust: Literal["off", "trimmed", "centered"] = "off"
+    """Average of three and more contributions. off: the mean, by `rule`. trimmed: per element
+    without the largest and smallest values, unweighted. centered: clipped around the outer momentum
+    (Karimireddy, He, Jaggi 2021). The latter two average lengths with directions."""
+    quarantine: Literal["alert", "exclude"] = "alert"
+    """For a learner that the norm bound clips, or that points away from the others, in 8 of its
+    last 10 rounds. alert: it is named. exclude: its pushes are refused until the broker restarts."""
     share_max: Annotated[float, Range(0.34, 1)] = 0.5
     """Largest weight of one contribution among three or more; 1: no limit."""
     rounds_in_flight: Annotated[int, Range(1, 64)] = 2
@@ -156,10 +167,11 @@ class MergeSection(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if 0 < self.clip_ratio < 1:
-            raise ConfigError(
-                "clip_ratio: below the median", expected="0 or at least 1", got=str(self.clip_ratio)
-            )
+        for name in ("norm_limit", "clip_ratio"):
+            if 0 < (ratio := getattr(self, name)) < 1:
+                raise ConfigError(
+                    f"{name}: below the median", expected="0 or at least 1", got=str(ratio)
+                )
 
 
 @dataclass(frozen=True)
@@ -283,6 +295,7 @@ _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
         "fragments.overlap_steps": 0,
         "merge.weights": "equal",
         "merge.rule": "mean",
+        "merge.norm_limit": 0.0,
         "merge.clip_ratio": 0.0,
         "merge.rounds_in_flight": 1,
     },

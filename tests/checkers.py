@@ -9,7 +9,7 @@ from narrows.bench.sim.broker import SimulatedContributor, SimulatedRound
 from narrows.bench.sim.learner import TORN, SimulatedLearner
 from narrows.bench.sim.records import AdoptionRecord, Failed, Installed
 from narrows.bench.sim.simulation import Simulation
-from narrows.broker.merging.merge import token_weights
+from narrows.broker.merging.weights import token_weights
 from narrows.proto.messages import Epoch, Phase
 
 THAW_S = 5.0

@@ -13,7 +13,9 @@ The bits of a merge are promised: see merge.py before changing the order of any 
 """
 
 from narrows.broker.merging.contribution import Contribution
-from narrows.broker.merging.merge import DecodedVector, MergeResult, merge_vectors, weighted_sums
+from narrows.broker.merging.evidence import Evidence
+from narrows.broker.merging.history import NormHistory, Process, RoundNorms
+from narrows.broker.merging.merge import MergeResult, merge_vectors
 from narrows.broker.merging.model import (
     EncodedVersion,
     FragmentState,
@@ -21,26 +23,36 @@ from narrows.broker.merging.model import (
     Outcome,
     encode_state,
     from_chunks,
+    remembered,
     version_zero,
     warm_up,
 )
 from narrows.broker.merging.outer import outer_optimizer
 from narrows.broker.merging.policy import Policy, policy_of
+from narrows.broker.merging.sums import DecodedVector, weighted_sums
+from narrows.broker.merging.watch import UNWATCHED, Watch
 
 __all__ = [
+    "UNWATCHED",
     "Contribution",
     "DecodedVector",
     "EncodedVersion",
+    "Evidence",
     "FragmentState",
     "GlobalModel",
     "MergeResult",
+    "NormHistory",
     "Outcome",
     "Policy",
+    "Process",
+    "RoundNorms",
+    "Watch",
     "encode_state",
     "from_chunks",
     "merge_vectors",
     "outer_optimizer",
     "policy_of",
+    "remembered",
     "version_zero",
     "warm_up",
     "weighted_sums",

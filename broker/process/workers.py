@@ -248,6 +248,7 @@ class Jobs:
             fragments=tuple(self.model.fragments),
             journal=self._commits.installed if self._commits is not None else self._journaled,
             merged_pushes=self._merged_pushes(),
+            watch=self.model.watch,
         )
 
     def _merged_pushes(self) -> tuple[MergedPush, ...]:

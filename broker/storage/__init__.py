@@ -8,12 +8,9 @@ and system calls stay in here. Whatever is read back is compared with a digest.
 """
 
 from narrows.broker.storage.audit import Audit
-from narrows.broker.storage.checkpoint import (
-    CheckpointContent,
-    StateDir,
-    export_tensors,
-)
+from narrows.broker.storage.checkpoint import CheckpointContent, StateDir
 from narrows.broker.storage.disk import DirectoryFiles
+from narrows.broker.storage.exported import export_tensors
 from narrows.broker.storage.history import (
     GAP,
     Changes,

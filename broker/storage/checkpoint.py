@@ -40,10 +40,10 @@ from narrows.broker.storage.manifest import (
     Manifest,
     RunRecord,
     blocks_of,
-    export_tensors,
     fragment_header,
     fragment_name,
     manifest_of,
+    norms_of,
     read_fragment,
     read_sealed,
     sealed,
@@ -56,7 +56,6 @@ __all__ = [
     "RunRecord",
     "StateDir",
     "StateError",
-    "export_tensors",
     "generation_name",
     "generations_in",
 ]
@@ -186,9 +185,11 @@ class StateDir:
         os.mkdir(f".new-{name}", 0o700, dir_fd=self._fd)
         with directory(self._fd, f".new-{name}") as fd:
             for index, state in enumerate(snapshot.fragments):
+                norms = norms_of(state)
                 blocks: list[bytes | memoryview] = [
-                    fragment_header(state.global_.size),
+                    fragment_header(state.global_.size, *norms.shape),
                     *blocks_of(state),
+                    norms.tobytes(),
                 ]
                 write_file(fd, fragment_name(index), blocks)
             write_file(fd, "manifest.json", [msgspec.json.encode(manifest)])

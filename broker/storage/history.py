@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ import msgspec
 import xxhash
 
 from narrows.broker.config import BrokerConfig
-from narrows.broker.merging import GlobalModel, Policy
+from narrows.broker.merging import FragmentState, GlobalModel, NormHistory, Policy, remembered
 from narrows.broker.storage.checkpoint import (
     CheckpointContent,
     StateDir,
@@ -23,7 +24,7 @@ from narrows.broker.storage.durable_files import Damaged, StateError, directory
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import Manifest, read_sealed
 from narrows.broker.storage.records import RoundRecord, payloads
-from narrows.broker.storage.replay import merged_of, read_records
+from narrows.broker.storage.replay import merged_of, processes_of, read_records
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.fragments import build_table
 from narrows.proto.units import counted
@@ -43,6 +44,8 @@ class Changes:
     optimizer: str | None = None
     outer_lr: float | None = None
     momentum: float | None = None
+    without: frozenset[str] = frozenset()
+    """Names whose contributions are left out. The others' shares grow in proportion."""
 
     def policy(self, own: Policy) -> Policy:
         """The run's policy with the changes."""
@@ -130,15 +133,18 @@ def merge_again(
     config: BrokerConfig, oldest: CheckpointContent, journal: Journal, changes: Changes
 ) -> MergedAgain:
     """Merges the same contributions again, with changes. Raises NarrowsError."""
-    model = GlobalModel(config, build_table(oldest.layout, len(oldest.fragments)), oldest.fragments)
+    states = [_forgetting(state, changes.without) for state in oldest.fragments]
+    table = build_table(oldest.layout, len(states))
+    model = GlobalModel(config, table, states)
+    recorded = [state.version for state in states]
     differs, rounds = "", 0
     for number, head, blobs in read_records(journal, oldest.journal + 1):
-        if not isinstance(head, RoundRecord):
+        if not isinstance(head, RoundRecord) or head.version <= recorded[head.fragment]:
             continue
-        before = model.fragments[head.fragment].version
-        if head.version <= before:
-            continue
-        check_whole(head.version - before - 1)
+        check_whole(head.version - recorded[head.fragment] - 1)
+        recorded[head.fragment] = head.version
+        if changes.without.issuperset(each.learner for each in head.contributors):
+            continue  # Nothing is left of it. Later versions get lower numbers than in the run.
         rounds += 1
         published = _merge_again(model, head, blobs, changes, number)
         if published != head.digests[2] and not differs:
@@ -152,7 +158,8 @@ def _merge_again(
     """Installs the version that a round gives under the changes; the digest of its published
     copy."""
     fragment = model.table[head.fragment]
-    if not head.contributions and changes.merge is not None:
+    is_without = not changes.without.isdisjoint(each.learner for each in head.contributors)
+    if not head.contributions and (changes.merge is not None or is_without):
         raise ConfigError(
             f"record {number} holds the merged outer gradient only",
             expected='journal = "full" in the run\'s settings, for another merge',
@@ -160,15 +167,43 @@ def _merge_again(
     policy = changes.policy(head.policy)
     try:
         vectors = list(payloads([head.publication, *head.contributions], blobs))
+        if is_without:
+            head, vectors = _without(head, vectors, changes.without)
         merged = merged_of(model, fragment, head, vectors, blobs, policy)
     except Damaged as problem:
         raise NarrowsError(ErrorCode.STATE_DAMAGED, f"record {number}: {problem}") from problem
     params, momentum = model.step(fragment, merged.outer_grad, policy)
     _code_as_then(model, head)
     weights = tuple(each.weight for each in head.contributors)
-    outcome = model.published(fragment, head.version, params, momentum, merged, weights, policy)
-    model.install(outcome)
+    before = model.fragments[head.fragment]
+    version = before.version + 1
+    outcome = model.published(fragment, version, params, momentum, merged, weights, policy)
+    state = remembered(before, outcome.state, processes_of(head), merged)
+    model.install(replace(outcome, state=state))
     return outcome.state.digest
+
+
+def _forgetting(state: FragmentState, names: frozenset[str]) -> FragmentState:
+    """A fragment whose history begins anew if names are left out of it."""
+    return replace(state, history=NormHistory()) if names else state
+
+
+def _without(
+    head: RoundRecord, vectors: list[list[tuple[int, int, bytes]]], names: frozenset[str]
+) -> tuple[RoundRecord, list[list[tuple[int, int, bytes]]]]:
+    """A round and its payloads without the contributions of some names."""
+    kept = [i for i, each in enumerate(head.contributors) if each.learner not in names]
+    total = math.fsum(head.contributors[i].weight for i in kept)
+    contributors = tuple(
+        msgspec.structs.replace(
+            head.contributors[i],
+            weight=head.contributors[i].weight / total if total else 1.0 / len(kept),
+        )
+        for i in kept
+    )
+    contributions = tuple(head.contributions[i] for i in kept)
+    left = msgspec.structs.replace(head, contributors=contributors, contributions=contributions)
+    return left, [vectors[0], *(vectors[i + 1] for i in kept)]
 
 
 def _code_as_then(model: GlobalModel, head: RoundRecord) -> None:

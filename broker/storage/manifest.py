@@ -7,11 +7,8 @@ other programs can read a checkpoint. JSON files are sealed: they carry a digest
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Final, TypeAlias, TypeVar
 
@@ -19,29 +16,30 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from narrows.broker.merging import FragmentState
+from narrows.broker.merging import UNWATCHED, FragmentState, NormHistory, RoundNorms, Watch
 from narrows.broker.storage.durable_files import (
     Damaged,
     StateError,
-    directory,
     open_file,
     read_into,
-    write_file,
 )
-from narrows.proto.codec import F32, round_to_dtype
+from narrows.proto.codec import F32
 from narrows.proto.errors import ErrorCode
-from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest
 from narrows.proto.messages import Count, DtypeName, LayoutEntry, Phase
 
-FORMAT: Final = 1
-"""Format of everything in a state directory. Other formats are refused by their number."""
+FORMAT: Final = 2
+"""Format of everything in a state directory. 2 added the history of norms and the watch."""
+
+READABLE: Final = (1, 2)
+"""Formats that are read. Others are refused by their number."""
 
 JSON_BYTES_MAX: Final = 64 << 20
 """Largest JSON file that is read. The manifest of the longest layout takes a quarter of it."""
 
 _ARRAYS: Final = ("global", "momentum", "published")
-_DTYPES: Final[Mapping[DtypeName, tuple[str, int]]] = {
+_NORMS: Final = "norms"
+DTYPES: Final[Mapping[DtypeName, tuple[str, int]]] = {
     "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2),
 }  # fmt: skip
 """Name in safetensors, and bytes per element, of each dtype."""
@@ -68,13 +66,30 @@ class RunRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """xxh3_64 (hex) of this record with an empty digest."""
 
 
-class FragmentEntry(Struct, frozen=True, forbid_unknown_fields=True):
+class RoundEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """One round in the history of norms, whose norms stand in the fragment's file."""
+
+    version: int
+    processes: tuple[tuple[str, str], ...]
+    """(name, incarnation) of each contributor, in the order of the rows of norms."""
+
+
+class FragmentEntry(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One fragment in a manifest."""
 
     version: int
     elements: int
     digests: dict[str, str]
     """xxh3_64 (hex) per array."""
+    pieces: int = 0
+    """Columns of the norms; 0: there are none."""
+    history: tuple[RoundEntry, ...] = ()
+    """Oldest first."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the norms."""
+        return sum(len(each.processes) for each in self.history)
 
 
 class MergedPush(Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,7 +102,7 @@ class MergedPush(Struct, frozen=True, forbid_unknown_fields=True):
     tokens: int
 
 
-class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Everything in a checkpoint but its arrays; the fields mean the same."""
 
     format: int
@@ -100,8 +115,9 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     layout: tuple[LayoutEntry, ...]
     journal: int
     merged_pushes: tuple[MergedPush, ...]
-    digest: str = ""
+    digest: str
     """xxh3_64 (hex) of this manifest with an empty digest."""
+    watch: Watch = UNWATCHED
 
 
 @dataclass(frozen=True)
@@ -119,6 +135,7 @@ class CheckpointContent:
     journal: int = 0
     """The newest record of the journal whose round is in here."""
     merged_pushes: tuple[MergedPush, ...] = ()
+    watch: Watch = UNWATCHED
 
 
 def fragment_name(index: int) -> str:
@@ -126,12 +143,17 @@ def fragment_name(index: int) -> str:
     return f"fragment-{index:05d}.safetensors"
 
 
-def fragment_header(elements: int) -> bytes:
-    """The bytes in front of the arrays in a fragment's file."""
-    return _safetensors_header([(name, "float32", (elements,)) for name in _ARRAYS])
+def fragment_header(elements: int, rows: int, pieces: int) -> bytes:
+    """The bytes in front of the arrays in a fragment's file; `rows` of norms come last."""
+    arrays: list[tuple[str, DtypeName, tuple[int, ...]]] = [
+        (name, "float32", (elements,)) for name in _ARRAYS
+    ]
+    if rows:
+        arrays.append((_NORMS, "float32", (rows, pieces)))
+    return safetensors_header(arrays)
 
 
-def _safetensors_header(
+def safetensors_header(
     tensors: Sequence[tuple[str, DtypeName, tuple[int, ...]]],
     metadata: Mapping[str, str] = NO_METADATA,
 ) -> bytes:
@@ -139,7 +161,7 @@ def _safetensors_header(
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name, dtype, shape in tensors:
-        code, item_bytes = _DTYPES[dtype]
+        code, item_bytes = DTYPES[dtype]
         start, end = end, end + math.prod(shape) * item_bytes
         header[name] = {"dtype": code, "shape": shape, "data_offsets": (start, end)}
     text = msgspec.json.encode(header)
@@ -148,13 +170,20 @@ def _safetensors_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(array: F32) -> memoryview:
+def bytes_of(array: F32) -> memoryview:
+    """The bytes of an array."""
     return np.ascontiguousarray(array).data.cast("B")
 
 
 def blocks_of(state: FragmentState) -> list[memoryview]:
-    """The bytes of a fragment's arrays, in the order of the file."""
-    return [_bytes_of(array) for array in (state.global_, state.momentum, state.published)]
+    """The bytes of a fragment's arrays, in the order of the file, without the norms."""
+    return [bytes_of(array) for array in (state.global_, state.momentum, state.published)]
+
+
+def norms_of(state: FragmentState) -> F32:
+    """The norms (r, k) of a fragment's history, a row per contribution."""
+    rounds = [each.norms for each in state.history.rounds]
+    return np.concatenate(rounds) if rounds else np.zeros((0, 0), np.float32)
 
 
 def manifest_of(snapshot: CheckpointContent) -> Manifest:
@@ -174,12 +203,17 @@ def manifest_of(snapshot: CheckpointContent) -> Manifest:
                 got=f"{sorted(sizes)} bytes, {digests[-1]:016x}",
             )  # fmt: skip
         named = {name: f"{value:016x}" for name, value in zip(_ARRAYS, digests, strict=True)}
-        entries.append(FragmentEntry(state.version, state.global_.size, named))
+        norms = norms_of(state)
+        if norms.size:
+            named[_NORMS] = f"{digest(bytes_of(norms)):016x}"
+        rounds = tuple(RoundEntry(each.version, each.processes) for each in state.history.rounds)
+        size, pieces = state.global_.size, norms.shape[1]
+        entries.append(FragmentEntry(state.version, size, named, pieces, rounds))
     return sealed(
         Manifest(
             FORMAT, snapshot.run_id, snapshot.epoch, snapshot.phase, snapshot.run_tokens,
             snapshot.frozen_digest, tuple(entries), snapshot.layout, snapshot.journal,
-            snapshot.merged_pushes,
+            snapshot.merged_pushes, "", snapshot.watch,
         )
     )  # fmt: skip
 
@@ -197,6 +231,7 @@ def snapshot_of(manifest: Manifest, fragments: list[FragmentState]) -> Checkpoin
         fragments=tuple(fragments),
         journal=manifest.journal,
         merged_pushes=manifest.merged_pushes,
+        watch=manifest.watch,
     )
 
 
@@ -219,7 +254,7 @@ def read_sealed(directory_fd: int, name: str, kind: type[Sealed]) -> Sealed:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         _refuse_other_format(name, data)
         raise Damaged(f"{name}: {error}") from error
-    if content.format != FORMAT:
+    if content.format not in READABLE:
         _refuse_other_format(name, data)
     if content != sealed(content):
         raise Damaged(f"{name}: does not match its digest")
@@ -236,20 +271,24 @@ def _refuse_other_format(name: str, data: bytearray) -> None:
     except (msgspec.DecodeError, UnicodeDecodeError):
         return
     seal = digest(msgspec.json.encode(fields | {"digest": ""}))
-    if fields.get("format") != FORMAT and fields.get("digest") == f"{seal:016x}":
+    if fields.get("format") not in READABLE and fields.get("digest") == f"{seal:016x}":
         raise StateError(
             ErrorCode.STATE_DAMAGED, f"{name} cannot be read",
-            expected=f"format {FORMAT}", got=f"format {fields.get('format')}",
+            expected=f"format {' or '.join(map(str, READABLE))}",
+            got=f"format {fields.get('format')}",
             remedy="use the version of Narrows that wrote it",
         )  # fmt: skip
 
 
 def read_fragment(directory_fd: int, index: int, entry: FragmentEntry) -> FragmentState:
     """A fragment as the manifest describes it. Raises FileNotFoundError, Damaged."""
-    name, header = fragment_name(index), fragment_header(entry.elements)
+    name, rows = fragment_name(index), entry.rows
+    header = fragment_header(entry.elements, rows, entry.pieces)
     arrays = {array: np.empty(entry.elements, np.float32) for array in _ARRAYS}
+    if rows:
+        arrays[_NORMS] = np.empty((rows, entry.pieces), np.float32)
     with open_file(directory_fd, name) as (fd, size_bytes):
-        if size_bytes != len(header) + 4 * entry.elements * len(arrays):
+        if size_bytes != len(header) + sum(each.nbytes for each in arrays.values()):
             raise Damaged(f"{name}: {size_bytes} bytes")
         # The manifest says which header the file must have, so there is nothing to parse.
         read_header = bytearray(len(header))
@@ -257,60 +296,22 @@ def read_fragment(directory_fd: int, index: int, entry: FragmentEntry) -> Fragme
         if bytes(read_header) != header:
             raise Damaged(f"{name}: another header than was written")
         for values in arrays.values():
-            read_into(fd, name, _bytes_of(values))
-    digests = {array: digest(_bytes_of(values)) for array, values in arrays.items()}
+            read_into(fd, name, bytes_of(values))
+    digests = {array: digest(bytes_of(values)) for array, values in arrays.items()}
     for array, value in digests.items():
         if entry.digests.get(array) != f"{value:016x}":
             raise Damaged(f"{name}: {array} does not match its digest")
     return FragmentState(
         entry.version, digests["published"], arrays["global"], arrays["momentum"],
-        arrays["published"],
+        arrays["published"], _history(entry, arrays.get(_NORMS)),
     )  # fmt: skip
 
 
-def export_tensors(
-    snapshot: CheckpointContent, path: Path, metadata: Mapping[str, str] = NO_METADATA
-) -> None:
-    """Writes the global fragments as safetensors with the layout's names, shapes and dtypes.
-
-    `metadata` goes into the file's header. The file appears whole or not at all. Tied names and
-    buffers are not in it: the broker does not know them. Raises OSError.
-    """
-    layout, table = snapshot.layout, build_table(snapshot.layout, snapshot.fragment_count)
-    pieces_of: list[list[tuple[int, F32]]] = [[] for _ in layout]
-    for fragment, state in zip(table, snapshot.fragments, strict=True):
-        for piece in fragment.pieces:
-            values = state.global_[piece.offset : piece.offset + piece.count]
-            pieces_of[piece.tensor].append((piece.start, values))
-
-    def blocks() -> Iterator[bytes | memoryview]:
-        yield _safetensors_header(
-            [(each.name, each.dtype, each.shape) for each in layout], metadata
-        )
-        for entry, pieces in zip(layout, pieces_of, strict=True):
-            for _, values in sorted(pieces, key=lambda piece: piece[0]):
-                yield _as_dtype(values, entry.dtype)
-
-    with directory(None, str(path.parent)) as fd:
-        unfinished = f".new-{path.name}"
-        with suppress(FileNotFoundError):
-            os.unlink(unfinished, dir_fd=fd)
-        try:
-            write_file(fd, unfinished, blocks())
-            os.rename(unfinished, path.name, src_dir_fd=fd, dst_dir_fd=fd)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(unfinished, dir_fd=fd)
-            raise
-        os.fsync(fd)
-
-
-def _as_dtype(values: F32, dtype: DtypeName) -> bytes | memoryview:
-    """The bytes of `values` as a tensor of that dtype, rounded half to even."""
-    if dtype == "float16":
-        return values.astype(np.float16).tobytes()
-    if dtype == "float32":
-        return _bytes_of(values)
-    rounded = np.empty_like(values)
-    round_to_dtype(values, dtype, rounded)
-    return (rounded.view(np.uint32) >> np.uint32(16)).astype(np.uint16).tobytes()
+def _history(entry: FragmentEntry, norms: F32 | None) -> NormHistory:
+    """The history that a manifest and the norms of a fragment's file give together."""
+    rounds, start = list[RoundNorms](), 0
+    for each in entry.history if norms is not None else ():
+        end = start + len(each.processes)
+        rounds.append(RoundNorms(each.version, each.processes, norms[start:end]))
+        start = end
+    return NormHistory(tuple(rounds))

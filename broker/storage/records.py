@@ -18,7 +18,10 @@ from narrows.broker.storage.durable_files import Damaged
 from narrows.broker.storage.manifest import Start
 from narrows.proto.messages import Phase
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+"""Format that is written. 2 added what defaults stand for below."""
+
+READABLE: Final = (1, 2)
 HEAD_LENGTH_BYTES: Final = 4
 
 Mode: TypeAlias = Literal["full", "merged", "off"]
@@ -51,6 +54,12 @@ class ContributorRecord(Struct, frozen=True, forbid_unknown_fields=True):
     weight: float
     merged_tokens: int
     """Tokens of this process in this fragment so far, with this push."""
+    is_clipped: bool = False
+    """See merging.Evidence, as for `cosine`; the watch of a replay judges by both."""
+    cosine: float | None = None
+    norms: tuple[float, ...] = ()
+    """Applied norms by piece, for the history. Only where the record has no contributions, from
+    which they come out again."""
 
 
 class VectorRecord(Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,8 +129,9 @@ def decode(body: memoryview) -> tuple[Head, memoryview]:
         head = _decoder.decode(body[HEAD_LENGTH_BYTES:end])
     except msgspec.DecodeError as error:
         raise Damaged(f"a record of the journal: {error}") from error
-    if isinstance(head, LifeRecord) and head.format != FORMAT:
-        raise Damaged(f"a journal of format {head.format}, this version reads {FORMAT}")
+    if isinstance(head, LifeRecord) and head.format not in READABLE:
+        told = " and ".join(map(str, READABLE))
+        raise Damaged(f"a journal of format {head.format}, this version reads {told}")
     return head, body[end:]
 
 

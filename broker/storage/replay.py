@@ -16,11 +16,14 @@ from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import (
     DecodedVector,
     EncodedVersion,
+    Evidence,
     FragmentState,
     GlobalModel,
     MergeResult,
     Outcome,
     Policy,
+    Process,
+    remembered,
 )
 from narrows.broker.storage.checkpoint import CheckpointContent
 from narrows.broker.storage.durable_files import Damaged, RecordsLost, StateError
@@ -29,6 +32,7 @@ from narrows.broker.storage.records import Head, RoundRecord, decode, payloads
 from narrows.broker.storage.scan import lost
 from narrows.broker.syncer import MergedPushes
 from narrows.proto.codec import (
+    F32,
     DecodedChunk,
     EncodedChunk,
     advance_copy,
@@ -68,7 +72,7 @@ def recover(config: BrokerConfig, snapshot: CheckpointContent, journal: Journal 
     Raises StateError STATE_DAMAGED if a record is lost, or does not give the digests it states.
     """
     table = build_table(snapshot.layout, snapshot.fragment_count)
-    model = GlobalModel(config, table, snapshot.fragments)
+    model = GlobalModel(config, table, snapshot.fragments, snapshot.watch)
     merged = {
         (p.learner, p.incarnation, p.fragment): (p.push_id, p.tokens)
         for p in snapshot.merged_pushes
@@ -144,6 +148,7 @@ def outcome_of(model: GlobalModel, head: RoundRecord, blobs: memoryview) -> Outc
         head.version, digests[2], head.publication.codec, head.publication.rho, chunks
     )
     state = FragmentState(head.version, digests[2], params, momentum, published)
+    state = remembered(before, state, processes_of(head), merged)
     weights = tuple(each.weight for each in head.contributors)
     return Outcome(
         head.fragment, state, digests, publication, head.error_ratio, merged, weights, head.policy
@@ -164,7 +169,9 @@ def merged_of(
         if halves.size != fragment.elements:
             text = f"{halves.size} elements of a merged outer gradient"
             raise Damaged(f"{text} of {fragment.elements}")
-        return MergeResult(widened(halves), 0, np.zeros((0, 0)))
+        return MergeResult(
+            widened(halves), 0, np.zeros((0, 0)), _norms_of(head, fragment), _evidence_of(head)
+        )
     contributions = [
         DecodedVector(who.learner, _decoded(fragment, vector.codec, chunks))
         for who, vector, chunks in zip(
@@ -172,6 +179,28 @@ def merged_of(
         )
     ]
     return model.merged(fragment, contributions, [who.weight for who in head.contributors], policy)
+
+
+def _norms_of(head: RoundRecord, fragment: Fragment) -> F32:
+    """The applied norms (M, k) that a record keeps; (0, 0) in one of a release without a history.
+
+    Raises Damaged if they do not fit the fragment.
+    """
+    kept = [each.norms for each in head.contributors]
+    if not any(kept):
+        return np.zeros((0, 0), np.float32)
+    if {len(norms) for norms in kept} != {len(fragment.pieces)}:
+        raise Damaged(f"norms of other pieces than the {len(fragment.pieces)} of the fragment")
+    return np.array(kept, np.float32)
+
+
+def _evidence_of(head: RoundRecord) -> tuple[Evidence, ...]:
+    return tuple(Evidence(each.learner, each.is_clipped, each.cosine) for each in head.contributors)
+
+
+def processes_of(head: RoundRecord) -> list[Process]:
+    """Name and incarnation of each contributor, in name order."""
+    return [(each.learner, each.incarnation) for each in head.contributors]
 
 
 def _decoded(

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from narrows.broker.merging import Contribution, Outcome
+from narrows.broker.merging import Contribution, Evidence, Outcome
 from narrows.broker.storage import records
 from narrows.broker.storage.journal import Journal, JournalError
 from narrows.broker.syncer import RunState
@@ -244,16 +244,8 @@ def committed(
         version=effect.version,
         reason=effect.reason,
         contributors=tuple(
-            records.ContributorRecord(
-                c.learner,
-                c.incarnation,
-                c.push_id,
-                c.tokens,
-                c.steps,
-                weight,
-                c.tokens + _tokens_before(run, c, effect.fragment),
-            )
-            for c, weight in zip(effect.contributions, outcome.weights, strict=True)
+            _contributor(run, effect.fragment, place, c, outcome)
+            for place, c in enumerate(effect.contributions)
         ),
         policy=outcome.policy,
         phase=run.phase.stored,
@@ -265,6 +257,27 @@ def committed(
         at=time.time(),
     )
     return records.encode(head, blobs)
+
+
+def _contributor(
+    run: RunState, fragment: int, place: int, contribution: Contribution, outcome: Outcome
+) -> records.ContributorRecord:
+    """The part of the contribution at `place` in name order."""
+    merged = outcome.merged
+    evidence = merged.evidence[place] if merged.evidence else Evidence(contribution.learner)
+    norms = merged.applied[place].tolist() if outcome.policy.is_rounded else ()
+    return records.ContributorRecord(
+        contribution.learner,
+        contribution.incarnation,
+        contribution.push_id,
+        contribution.tokens,
+        contribution.steps,
+        outcome.weights[place],
+        contribution.tokens + _tokens_before(run, contribution, fragment),
+        is_clipped=evidence.is_clipped,
+        cosine=evidence.cosine,
+        norms=tuple(norms),
+    )
 
 
 def _tokens_before(run: RunState, contribution: Contribution, fragment: int) -> int:

@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 from narrows.broker.config import load_config
 from narrows.broker.merging.contribution import Contribution
-from narrows.broker.merging.merge import DecodedVector, merge_vectors, token_weights
+from narrows.broker.merging.merge import merge_vectors
 from narrows.broker.merging.model import GlobalModel, version_zero
 from narrows.broker.merging.policy import policy_of
+from narrows.broker.merging.sums import DecodedVector
+from narrows.broker.merging.weights import token_weights
 from narrows.proto.codec.chunk import DecodedChunk, float_square_sums
 from narrows.proto.codec.kernels import F32, F64
 from narrows.proto.codec.transfer import decode_chunk, encode_fragment

@@ -1,0 +1,147 @@
+"""The watch over the learners of a run: who is clipped, or points away, again and again. [pure]
+
+Every merged round is evidence about its contributors. The state is part of the run's: it stands in
+checkpoints, and a replay makes it again from the records. It changes no version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Final
+
+from msgspec import Struct
+
+from narrows.broker.merging.evidence import Evidence
+from narrows.proto.limits import LEARNERS_MAX
+
+ROUNDS_WATCHED: Final = 10
+"""Newest rounds of a name that are judged."""
+
+ROUNDS_BAD: Final = 8
+"""Bad rounds among them that make a suspect."""
+
+ROUNDS_FORGIVEN: Final = 4
+"""Bad rounds among them with which a suspect is none any more."""
+
+COSINES_KEPT: Final = 64
+"""Newest cosines of the run that the bound is learned from."""
+
+COSINE_SHARE: Final = 0.1
+"""The bound in units of their median: learners with other data have more of it."""
+
+AGREEMENT_MIN: Final = 0.15
+"""Median below which no bound is learned: where learners have so little in common, one that points
+away from the others has other data, for all that anybody can know."""
+
+NOISE_DEVIATIONS: Final = 2.5
+"""A cosine of no more than so many times 1 / sqrt(elements) is that of noise."""
+
+RECENT_ROUNDS: Final = 50
+"""A name that has not contributed in so many rounds of the run is not counted as one of it."""
+
+
+class Watched(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One name: its newest rounds."""
+
+    learner: str
+    bad: tuple[str, ...]
+    """Per round, oldest first: why it was bad, or ""."""
+    last: int
+    """Number of the newest one in the run."""
+
+    @property
+    def bad_rounds(self) -> int:
+        """Bad rounds among the newest."""
+        return sum(map(bool, self.bad))
+
+
+class Watch(Struct, frozen=True, forbid_unknown_fields=True):
+    """The state of the watch; `after` gives the next one."""
+
+    rounds: int = 0
+    names: tuple[Watched, ...] = ()
+    """The name that has not contributed for longest comes first."""
+    cosines: tuple[float, ...] = ()
+    """Cosines of contributions that were not bad, oldest first."""
+
+    def bound(self) -> float:
+        """Cosine below which a contribution is bad; -1 where the run teaches none."""
+        typical = median(self.cosines) if self.cosines else 0.0
+        return COSINE_SHARE * typical if typical >= AGREEMENT_MIN else -1.0
+
+    def after(self, evidence: Sequence[Evidence], elements: int) -> Watch:
+        """The watch with one more round of a fragment, whose evidence is in name order."""
+        if not evidence:
+            return self
+        rounds, known = self.rounds + 1, {each.learner: each for each in self.names}
+        recent = {each.learner for each in self.names if rounds - each.last <= RECENT_ROUNDS} | {
+            each.learner for each in evidence
+        }
+        noise = NOISE_DEVIATIONS / math.sqrt(elements)
+        bad = _bad(evidence, self.bound(), noise, names=len(recent))
+        for each in evidence:
+            before = known.pop(each.learner, None)
+            past = (before.bad if before else ())[1 - ROUNDS_WATCHED :]
+            known[each.learner] = Watched(each.learner, (*past, bad.get(each.learner, "")), rounds)
+        good = tuple(
+            each.cosine for each in evidence if each.cosine is not None and each.learner not in bad
+        )
+        names = tuple(known.values())[-LEARNERS_MAX:]
+        return Watch(rounds, names, (*self.cosines, *good)[-COSINES_KEPT:])
+
+    def suspects(self, evidence: Sequence[Evidence]) -> dict[str, str]:
+        """Why a contributor of the newest round is a suspect, by name."""
+        found: dict[str, str] = {}
+        contributed = {each.learner for each in evidence}
+        for each in self.names:
+            if each.learner in contributed and each.bad[-1] and each.bad_rounds >= ROUNDS_BAD:
+                count = f"{each.bad_rounds} of its last {len(each.bad)} rounds"
+                found[each.learner] = f"{_commonest(each.bad)} in {count}"
+        return found
+
+    def forgiven(self, evidence: Sequence[Evidence]) -> frozenset[str]:
+        """Contributors of the newest round that are no suspects, whatever they were before."""
+        contributed = {each.learner for each in evidence}
+        return frozenset(
+            each.learner
+            for each in self.names
+            if each.learner in contributed and each.bad_rounds <= ROUNDS_FORGIVEN
+        )
+
+
+UNWATCHED: Final = Watch()
+"""The watch of a run that has no round yet."""
+
+CLIPPED: Final = "clipped by the norm bound"
+AWAY: Final = "pointing away from the others"
+
+
+def _bad(evidence: Sequence[Evidence], bound: float, noise: float, *, names: int) -> dict[str, str]:
+    """Why a contribution is bad, by name; `names` learners take part in the run.
+
+    Of the contributions that point away only a minority is blamed, those with the least cosines:
+    one that points away turns the mean that the others are compared with. In a run of two nobody
+    can say which of both is wrong, so both are blamed. In a round of two of a larger run a
+    cosine says nothing.
+    """
+    bad: dict[str, str] = {}
+    away = sorted(
+        (each.cosine, each.learner)
+        for each in evidence
+        if each.cosine is not None and (each.cosine < bound or abs(each.cosine) < noise)
+    )
+    if len(evidence) > 2:
+        bad = {learner: AWAY for _, learner in away[: (len(evidence) - 1) // 2]}
+    elif names == 2:
+        bad = {learner: AWAY for _, learner in away}
+    bad |= {each.learner: CLIPPED for each in evidence if each.is_clipped}
+    if len(evidence) == names == 2 and bad:
+        bad = {each.learner: max(bad.values(), key=(AWAY, CLIPPED).index) for each in evidence}
+    return bad
+
+
+def _commonest(bad: Sequence[str]) -> str:
+    reasons = [reason for reason in bad if reason]
+    return max(sorted(set(reasons)), key=reasons.count)
