@@ -143,23 +143,23 @@ class MergeSection(Section):
     """Longest wait after quorum for pushes that are predicted to arrive, in units of H inner steps.
     Nobody is blocked by it; 0 merges slow learners rarely, 1 delays every adoption."""
     weights: Literal["auto", "tokens", "equal"] = "auto"
-    """tokens: tokens^2 / steps (Decoupled DiLoCo, arXiv 2604.21428, Sec. 3.2), as learners report
-    them. equal: 1 / M. auto: tokens, but equal while learners of several organisations are here."""
+    """tokens: tokens^2 / steps (Decoupled DiLoCo, arXiv 2604.21428, Sec. 3.2). equal: 1 / M. auto:
+    tokens, but equal while learners of several organisations are here."""
     rule: Literal["layout", "mean"] = "layout"
-    """layout: radial-directional or mean, as the layout says per tensor. mean: always the mean."""
+    """layout: radial-directional or mean, as the layout says per tensor. mean: always mean."""
     norm_limit: Annotated[float, Range(0, 1000)] = 1.5
-    """Norms are clipped to this multiple of their running median over the last 16 versions, per
-    tensor piece, whoever contributes. At least 1; 0: never."""
+    """Norms are clipped to this multiple of their running median, per tensor piece, and what was
+    clipped weighs less. At least 1; 0: never."""
     clip_ratio: Annotated[float, Range(0, 1000)] = 3.0
     """The bound while that history is young: from three contributors on, norms are clipped to this
     multiple of their median in the round. At least 1; 0: never."""
     robust: Literal["off", "trimmed", "centered"] = "off"
-    """Average of three and more contributions. off: the mean, by `rule`. trimmed: per element
-    without the largest and smallest values, unweighted. centered: clipped around the outer momentum
-    (Karimireddy, He, Jaggi 2021). The latter two average lengths with directions."""
+    """Average from three contributors on. off: by `rule`. trimmed: mean per element without largest
+    and smallest values, unweighted. centered: mean clipped around the outer momentum (Karimireddy,
+    He, Jaggi 2021)."""
     quarantine: Literal["alert", "exclude"] = "alert"
-    """For a learner that the norm bound clips, or that points away from the others, in 8 of its
-    last 10 rounds. alert: it is named. exclude: its pushes are refused until the broker restarts."""
+    """For a learner that is clipped, or points away from the others, in 8 of its last 10 rounds.
+    alert: it is named. exclude: its pushes are refused until the broker restarts."""
     share_max: Annotated[float, Range(0.34, 1)] = 0.5
     """Largest weight of one contribution among three or more; 1: no limit."""
     rounds_in_flight: Annotated[int, Range(1, 64)] = 2
@@ -300,7 +300,6 @@ _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
         "merge.rounds_in_flight": 1,
     },
 }
-
 
 assert _PRESETS.keys() == set(Mode), "each mode has a preset"
 

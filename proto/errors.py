@@ -38,6 +38,7 @@ class ErrorCode(StrEnum):
     FUTURE_BASE = "future_base"
     NO_ROUND = "no_round"
     BAD_TOKENS = "bad_tokens"
+    QUARANTINED = "quarantined"
     OLD_INCARNATION = "old_incarnation"
     # Local: nothing was sent.
     CONFIG = "config"

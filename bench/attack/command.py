@@ -1,4 +1,4 @@
-"""`narrows bench attack`: its commands and their options. What they need is loaded when they run."""
+"""`narrows bench attack`: its commands and options. What they need is loaded when they run."""
 
 from __future__ import annotations
 

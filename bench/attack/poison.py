@@ -105,41 +105,40 @@ class PoisonCell:
 
 def attacks() -> list[PoisonCell]:
     """What does each attack cost under the defaults of several organisations?"""
+    of_two = [name for name in ATTACKS if name != "sign-flip x1.5"]
+    of_four = ["nobody", "sign-flip x1.5", "sign-flip x10", "noise at the bound"]
     return [
         PoisonCell("attacks", "defaults", learners, name)
-        for learners in (2, 3, 4)
-        for name in ATTACKS
+        for learners, names in ((3, list(ATTACKS)), (2, of_two), (4, of_four))
+        for name in names
     ]
 
 
 def robust() -> list[PoisonCell]:
     """What do the robust averages save, and what do they cost?"""
     return [
-        PoisonCell("robust", rule, learners, name, {**EQUAL, "merge.robust": rule})
+        PoisonCell("robust", rule, 3, name, {**EQUAL, "merge.robust": rule})
         for rule in ("trimmed", "centered")
-        for learners in (3, 4)
-        for name in ("nobody", "sign-flip x1", "sign-flip x1.5", "sign-flip x10")
+        for name in ("nobody", "sign-flip x1.5")
     ]
 
 
 def tokens() -> list[PoisonCell]:
-    """What do claimed tokens do, under equal weights, weights by tokens, and the rules before?"""
+    """What do claimed tokens do to equal weights, to weights by tokens, and to the rules before?"""
     rules = {"defaults": EQUAL, "weights by tokens": TOKENS, "before": BEFORE}
-    cells = [
-        PoisonCell("tokens", name, learners, attack, settings, inflated=attack != "nobody")
+    return [
+        PoisonCell("tokens", name, learners, "sign-flip x3", settings, inflated=True)
+        for learners, names in ((3, list(rules)), (2, ["defaults"]))
         for name, settings in rules.items()
-        for learners in (2, 3)
-        for attack in ("nobody", "sign-flip x3")
+        if name in names
     ]
-    return cells + [PoisonCell("tokens", "before", 3, "sign-flip x3", BEFORE)]
 
 
 def unequal() -> list[PoisonCell]:
     """Are honest learners of unequal text named?"""
     return [
-        PoisonCell("unequal", "defaults", learners, texts=texts, steps=600)
-        for texts in ("parts", "kinds")
-        for learners in (2, 3, 4)
+        PoisonCell("unequal", "defaults", learners, texts=texts, steps=400)
+        for texts, learners in (("kinds", 3), ("kinds", 2), ("kinds", 4), ("parts", 4))
     ]
 
 

@@ -13,7 +13,7 @@ The bits of a merge are promised: see merge.py before changing the order of any 
 """
 
 from narrows.broker.merging.contribution import Contribution
-from narrows.broker.merging.evidence import Evidence
+from narrows.broker.merging.evidence import PushEvidence
 from narrows.broker.merging.history import NormHistory, Process, RoundNorms
 from narrows.broker.merging.merge import MergeResult, merge_vectors
 from narrows.broker.merging.model import (
@@ -37,7 +37,6 @@ __all__ = [
     "Contribution",
     "DecodedVector",
     "EncodedVersion",
-    "Evidence",
     "FragmentState",
     "GlobalModel",
     "MergeResult",
@@ -45,6 +44,7 @@ __all__ = [
     "Outcome",
     "Policy",
     "Process",
+    "PushEvidence",
     "RoundNorms",
     "Watch",
     "encode_state",

@@ -1,4 +1,4 @@
-"""Evidence about each contribution of a merge: what the bound took off, and where it points. [pure]
+"""Evidence about each contribution: what the bound took off, and where it points. [pure]
 
 It changes no version. It is journalled with the round, and `watch` judges names by it.
 """
@@ -25,8 +25,8 @@ OTHERS_MIN: Final = 1e-6
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """Of one contribution in one round."""
+class PushEvidence:
+    """Evidence about one contribution in one round."""
 
     learner: str
     is_clipped: bool = False
@@ -43,11 +43,11 @@ def evidence_of(
     factors: F64,
     norms: F64,
     applied: F64,
-) -> tuple[Evidence, ...]:
+) -> tuple[PushEvidence, ...]:
     """Evidence per contribution, in name order.
 
-    `total` (n,) is the sum of the contributions v times `factors` (k, M). `norms` (k, M) are claimed,
-    `applied` (k, M) are left after clipping.
+    `total` (n,) is the sum of the contributions v times `factors` (k, M). `norms` (k, M) are
+    claimed, `applied` (k, M) are left after clipping.
     """
     kept = np.sqrt((applied * applied).sum(axis=0))
     claimed = np.sqrt((norms * norms).sum(axis=0))
@@ -56,7 +56,7 @@ def evidence_of(
     if len(contributions) > 1:
         cosines = _cosines(fragment, contributions, total, factors, norms)
     return tuple(
-        Evidence(each.learner, bool(flag), cosine)
+        PushEvidence(each.learner, bool(flag), cosine)
         for each, flag, cosine in zip(contributions, is_clipped, cosines, strict=True)
     )
 
@@ -81,22 +81,15 @@ def _cosines(
     ]
     if len(cosines) == 2:  # One angle; a contribution that outweighs the other measures it badly.
         return [next((each for each in cosines if each is not None), None)] * 2
-    worst = min(range(len(cosines)), key=lambda i: cosines[i] if cosines[i] is not None else 2.0)
-    with_worst = (
-        factors
-        * dots(
-            fragment,
-            contributions,
-            _alone(fragment, contributions[worst], factors[:, worst : worst + 1]),
-        )
-    ).sum(axis=0)
-    for i, (product, square) in enumerate(zip(products.tolist(), own.tolist(), strict=True)):
-        if i == worst:
-            continue
-        common = float(with_worst[i])
-        others = whole - 2.0 * (product + float(products[worst]) - common)
-        others += square + float(own[worst])
-        cosines[i] = _cosine(product - square - common, square, others)
+    known = [(cosine, place) for place, cosine in enumerate(cosines) if cosine is not None]
+    if not known:
+        return cosines
+    worst = min(known)[1]
+    alone = _alone(fragment, contributions[worst], factors[:, worst : worst + 1])
+    common = (factors * dots(fragment, contributions, alone)).sum(axis=0)
+    for i in set(range(len(cosines))) - {worst}:
+        others = whole - 2.0 * (products[i] + products[worst] - common[i]) + own[i] + own[worst]
+        cosines[i] = _cosine(float(products[i] - own[i] - common[i]), float(own[i]), float(others))
     return cosines
 
 

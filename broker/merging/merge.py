@@ -21,7 +21,7 @@ import numpy as np
 from narrows.broker.merging import robust as robust_means
 from narrows.broker.merging import sums
 from narrows.broker.merging.bounds import clips, trusted
-from narrows.broker.merging.evidence import Evidence, evidence_of
+from narrows.broker.merging.evidence import PushEvidence, evidence_of
 from narrows.broker.merging.history import EMPTY, NORM_MIN, NormHistory
 from narrows.broker.merging.sums import DecodedVector, sum_over_learners, weighted_sums
 from narrows.broker.merging.weights import CLIP_CONTRIBUTORS_MIN
@@ -47,7 +47,7 @@ class MergeResult:
     """(k, M) norms before clipping, in name order."""
     applied: F32 = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """(M, k) norms after it, for the history; (0, 0) if nobody knows them."""
-    evidence: tuple[Evidence, ...] = ()
+    evidence: tuple[PushEvidence, ...] = ()
     """Per contribution; empty if nobody knows it."""
 
 

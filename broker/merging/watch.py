@@ -13,7 +13,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from narrows.broker.merging.evidence import Evidence
+from narrows.broker.merging.evidence import PushEvidence
 from narrows.proto.limits import LEARNERS_MAX
 
 ROUNDS_WATCHED: Final = 10
@@ -28,14 +28,15 @@ ROUNDS_FORGIVEN: Final = 4
 COSINES_KEPT: Final = 64
 """Newest cosines of the run that the bound is learned from."""
 
-COSINE_SHARE: Final = 0.1
-"""The bound in units of their median: learners with other data have more of it."""
+AWAY_SHARE: Final = -0.25
+"""The bound in units of what is usual. It lies on the other side of zero: a learner with other data
+may well have nothing in common with the others."""
 
 AGREEMENT_MIN: Final = 0.15
-"""Median below which no bound is learned: where learners have so little in common, one that points
-away from the others has other data, for all that anybody can know."""
+"""Usual cosine below which there is no bound: where learners have so little in common, one that
+points away from the others has other data, for all that anybody can know."""
 
-NOISE_DEVIATIONS: Final = 2.5
+NOISE_DEVIATIONS: Final = 2.0
 """A cosine of no more than so many times 1 / sqrt(elements) is that of noise."""
 
 RECENT_ROUNDS: Final = 50
@@ -64,14 +65,20 @@ class Watch(Struct, frozen=True, forbid_unknown_fields=True):
     names: tuple[Watched, ...] = ()
     """The name that has not contributed for longest comes first."""
     cosines: tuple[float, ...] = ()
-    """Cosines of contributions that were not bad, oldest first."""
+    """The newest ones, oldest first."""
 
-    def bound(self) -> float:
-        """Cosine below which a contribution is bad; -1 where the run teaches none."""
-        typical = median(self.cosines) if self.cosines else 0.0
-        return COSINE_SHARE * typical if typical >= AGREEMENT_MIN else -1.0
+    def bound(self, others: Sequence[float]) -> float:
+        """Cosine below which a contribution is bad, beside the cosines of the others of its round.
 
-    def after(self, evidence: Sequence[Evidence], elements: int) -> Watch:
+        Usual is the median of the run's newest cosines, or that of the round if it is smaller. -1
+        where the learners agree too little.
+        """
+        if not (self.cosines and others):
+            return -1.0
+        usual = min(median(self.cosines), median(others))
+        return AWAY_SHARE * usual if usual >= AGREEMENT_MIN else -1.0
+
+    def after(self, evidence: Sequence[PushEvidence], elements: int) -> Watch:
         """The watch with one more round of a fragment, whose evidence is in name order."""
         if not evidence:
             return self
@@ -80,18 +87,27 @@ class Watch(Struct, frozen=True, forbid_unknown_fields=True):
             each.learner for each in evidence
         }
         noise = NOISE_DEVIATIONS / math.sqrt(elements)
-        bad = _bad(evidence, self.bound(), noise, names=len(recent))
+        bad = _bad(evidence, self._away(evidence, noise), names=len(recent))
         for each in evidence:
             before = known.pop(each.learner, None)
             past = (before.bad if before else ())[1 - ROUNDS_WATCHED :]
             known[each.learner] = Watched(each.learner, (*past, bad.get(each.learner, "")), rounds)
-        good = tuple(
-            each.cosine for each in evidence if each.cosine is not None and each.learner not in bad
-        )
+        cosines = tuple(each.cosine for each in evidence if each.cosine is not None)
         names = tuple(known.values())[-LEARNERS_MAX:]
-        return Watch(rounds, names, (*self.cosines, *good)[-COSINES_KEPT:])
+        return Watch(rounds, names, (*self.cosines, *cosines)[-COSINES_KEPT:])
 
-    def suspects(self, evidence: Sequence[Evidence]) -> dict[str, str]:
+    def _away(self, evidence: Sequence[PushEvidence], noise: float) -> list[str]:
+        """Contributors that point away, or nowhere: those with the least cosines first."""
+        found: list[tuple[float, str]] = []
+        for each in evidence:
+            if each.cosine is None:
+                continue
+            others = [o.cosine for o in evidence if o is not each and o.cosine is not None]
+            if each.cosine < self.bound(others) or abs(each.cosine) < noise:
+                found.append((each.cosine, each.learner))
+        return [learner for _, learner in sorted(found)]
+
+    def suspects(self, evidence: Sequence[PushEvidence]) -> dict[str, str]:
         """Why a contributor of the newest round is a suspect, by name."""
         found: dict[str, str] = {}
         contributed = {each.learner for each in evidence}
@@ -101,7 +117,7 @@ class Watch(Struct, frozen=True, forbid_unknown_fields=True):
                 found[each.learner] = f"{_commonest(each.bad)} in {count}"
         return found
 
-    def forgiven(self, evidence: Sequence[Evidence]) -> frozenset[str]:
+    def forgiven(self, evidence: Sequence[PushEvidence]) -> frozenset[str]:
         """Contributors of the newest round that are no suspects, whatever they were before."""
         contributed = {each.learner for each in evidence}
         return frozenset(
@@ -118,7 +134,7 @@ CLIPPED: Final = "clipped by the norm bound"
 AWAY: Final = "pointing away from the others"
 
 
-def _bad(evidence: Sequence[Evidence], bound: float, noise: float, *, names: int) -> dict[str, str]:
+def _bad(evidence: Sequence[PushEvidence], away: Sequence[str], *, names: int) -> dict[str, str]:
     """Why a contribution is bad, by name; `names` learners take part in the run.
 
     Of the contributions that point away only a minority is blamed, those with the least cosines:
@@ -127,18 +143,14 @@ def _bad(evidence: Sequence[Evidence], bound: float, noise: float, *, names: int
     cosine says nothing.
     """
     bad: dict[str, str] = {}
-    away = sorted(
-        (each.cosine, each.learner)
-        for each in evidence
-        if each.cosine is not None and (each.cosine < bound or abs(each.cosine) < noise)
-    )
     if len(evidence) > 2:
-        bad = {learner: AWAY for _, learner in away[: (len(evidence) - 1) // 2]}
+        bad = dict.fromkeys(away[: (len(evidence) - 1) // 2], AWAY)
     elif names == 2:
-        bad = {learner: AWAY for _, learner in away}
+        bad = dict.fromkeys(away, AWAY)
     bad |= {each.learner: CLIPPED for each in evidence if each.is_clipped}
     if len(evidence) == names == 2 and bad:
-        bad = {each.learner: max(bad.values(), key=(AWAY, CLIPPED).index) for each in evidence}
+        reason = CLIPPED if CLIPPED in bad.values() else AWAY
+        bad = {each.learner: reason for each in evidence}
     return bad
 
 

@@ -16,13 +16,13 @@ from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import (
     DecodedVector,
     EncodedVersion,
-    Evidence,
     FragmentState,
     GlobalModel,
     MergeResult,
     Outcome,
     Policy,
     Process,
+    PushEvidence,
     remembered,
 )
 from narrows.broker.storage.checkpoint import CheckpointContent
@@ -194,8 +194,10 @@ def _norms_of(head: RoundRecord, fragment: Fragment) -> F32:
     return np.array(kept, np.float32)
 
 
-def _evidence_of(head: RoundRecord) -> tuple[Evidence, ...]:
-    return tuple(Evidence(each.learner, each.is_clipped, each.cosine) for each in head.contributors)
+def _evidence_of(head: RoundRecord) -> tuple[PushEvidence, ...]:
+    return tuple(
+        PushEvidence(each.learner, each.is_clipped, each.cosine) for each in head.contributors
+    )
 
 
 def processes_of(head: RoundRecord) -> list[Process]:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from narrows.broker.merging import Contribution, Evidence, Outcome
+from narrows.broker.merging import Contribution, Outcome, PushEvidence
 from narrows.broker.storage import records
 from narrows.broker.storage.journal import Journal, JournalError
 from narrows.broker.syncer import RunState
@@ -264,7 +264,7 @@ def _contributor(
 ) -> records.ContributorRecord:
     """The part of the contribution at `place` in name order."""
     merged = outcome.merged
-    evidence = merged.evidence[place] if merged.evidence else Evidence(contribution.learner)
+    evidence = merged.evidence[place] if merged.evidence else PushEvidence(contribution.learner)
     norms = merged.applied[place].tolist() if outcome.policy.is_rounded else ()
     return records.ContributorRecord(
         contribution.learner,

@@ -37,6 +37,7 @@ def forget_gone(state: RunState, now: float) -> list[ev.Effect]:
         return []
     for name in names:
         state.roster.forget(name)
+        state.suspects.pop(name, None)
     assert not any(name in state.roster.gone for name in names)
     state.clock.keep({member.incarnation for member in state.roster})
     erased: list[ev.Effect] = [ev.Erase(name) for name in names]

@@ -111,6 +111,8 @@ class Member:
     """Newest report of this incarnation; None: the first has not come. Written by `machine`."""
     up_bits_per_s: float = 0.0
     """Uplink rate granted; 0: no limit. Written by `rates`."""
+    organisation: str = ""
+    """Whose learner it is. "" where no key says so."""
     given_up: bool = False
     """The end of the run goes on without this learner. Written by `ending`."""
 

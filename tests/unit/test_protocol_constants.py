@@ -51,12 +51,12 @@ AMOUNTS: dict[str, object] = {
     "SCALE_MAX": scales.SCALE_MAX,
     "LANES": kernels.LANES,
     "NORM_MIN": history.NORM_MIN,
+    "DIRECTION_MIN": merge.DIRECTION_MIN,
+    "CLIP_CONTRIBUTORS_MIN": weights.CLIP_CONTRIBUTORS_MIN,
     "VERSIONS_KEPT": history.VERSIONS_KEPT,
     "NAMES_KEPT": history.NAMES_KEPT,
     "NORMS_MIN": history.NORMS_MIN,
     "TRIM_SHARE": robust.TRIM_SHARE,
-    "DIRECTION_MIN": merge.DIRECTION_MIN,
-    "CLIP_CONTRIBUTORS_MIN": weights.CLIP_CONTRIBUTORS_MIN,
 }
 
 
