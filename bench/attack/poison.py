@@ -12,20 +12,19 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from random import Random
-from statistics import fmean
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
+from narrows.bench.attack.report import Row, honest_alarms, key_of, summary, table
 from narrows.bench.kit import machine
 from narrows.bench.kit.runner import run_missing
 from narrows.bench.quality.run import QualityCell, adamw, learner_name, losses_of
 from narrows.bench.sim.trained import Poison, TrainedSimulation, Training
 from narrows.bench.sim.virtual import Faults
-from narrows.broker.cli.tables import show, terminal
+from narrows.broker.cli.tables import terminal
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import (
     Contribution,
@@ -42,7 +41,6 @@ from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import Fragment
 from narrows.proto.limits import TOKENS_MAX
 
-Row: TypeAlias = dict[str, Any]
 Job: TypeAlias = tuple["PoisonCell", int]
 
 MODEL: Final = "nano"
@@ -105,8 +103,8 @@ class PoisonCell:
 
 def attacks() -> list[PoisonCell]:
     """What does each attack cost under the defaults of several organisations?"""
-    of_two = [name for name in ATTACKS if name != "sign-flip x1.5"]
-    of_four = ["nobody", "sign-flip x1.5", "sign-flip x10", "noise at the bound"]
+    of_two = ["nobody", "sign-flip x1", "sign-flip x10", "push x10^4", "noise at the bound"]
+    of_four = ["nobody", "sign-flip x1.5", "sign-flip x10"]
     return [
         PoisonCell("attacks", "defaults", learners, name)
         for learners, names in ((3, list(ATTACKS)), (2, of_two), (4, of_four))
@@ -279,7 +277,7 @@ def run_poison_bench(
     console = terminal()
     rows = run_cells(cells, seeds, rows_file, workers=workers, console=console)
     report = summary(rows)
-    show(console, table(report))
+    console.print(table(report))
     false = honest_alarms(rows)
     console.print(f"honest runs: {false}", markup=False)
     machine.write_result(json_file, "attack poison", {"rows": report, "honest": false})
@@ -299,86 +297,7 @@ def run_cells(
     return [rows[key] for key in jobs]
 
 
-def key_of(row: Mapping[str, Any]) -> str:
-    """Key of a run: everything that was chosen."""
-    names = ("group", "rules", "learners", "attack", "inflated", "texts", "steps", "seed")
-    return "/".join(str(row[name]) for name in names)
-
-
 def _said(row: Row) -> str:
     loss = row["validation_loss"]
     text = "diverged" if loss is None else f"{loss:.4f}"
     return f"{row['rules']}, {row['learners']} learners, {row['attack']}: {text}"
-
-
-def summary(rows: Sequence[Row]) -> list[Row]:
-    """One row per cell: loss relative to the same learners undisturbed under the defaults."""
-    undisturbed = {
-        (row["learners"], row["steps"], row["seed"]): row["test_loss"]
-        for row in rows
-        if row["attack"] == "nobody" and row["rules"] == "defaults" and not row["texts"]
-    }
-    cells: dict[str, list[Row]] = {}
-    for row in rows:
-        cells.setdefault(key_of({**row, "seed": ""}), []).append(row)
-    return [_summarised(own, undisturbed) for own in cells.values()]
-
-
-def _summarised(runs: Sequence[Row], undisturbed: Mapping[tuple[int, int, int], float]) -> Row:
-    first, attacker = runs[0], learner_name(0)
-    names = ("group", "rules", "learners", "attack", "inflated", "texts", "steps")
-    losses = [run["test_loss"] for run in runs]
-    base = [undisturbed.get((run["learners"], run["steps"], run["seed"])) for run in runs]
-    ratios = [
-        loss / reference
-        for loss, reference in zip(losses, base, strict=True)
-        if loss is not None and reference
-    ]
-    named = [run["named"].get(attacker) for run in runs]
-    is_attacked = first["attack"] != "nobody"
-    others = {name for run in runs for name in run["named"] if name != attacker or not is_attacked}
-    return {name: first[name] for name in names} | {
-        "seeds": [run["seed"] for run in runs],
-        "test_loss": fmean(losses) if None not in losses else None,
-        "loss_ratio": fmean(ratios) if len(ratios) == len(runs) else None,
-        "loss_ratio_max": max(ratios, default=None) if len(ratios) == len(runs) else None,
-        "named_after_rounds": [each for each in named if is_attacked],
-        "others_named": sorted(others),
-        "pieces_clipped": sum(run["clipped"] for run in runs) / sum(run["pieces"] for run in runs),
-    }
-
-
-def honest_alarms(rows: Sequence[Row]) -> Row:
-    """Alarms in the runs without an attacker, per learner and round."""
-    honest = [row for row in rows if row["attack"] == "nobody"]
-    by_texts: dict[str, Row] = {}
-    for texts in ("", "parts", "kinds"):
-        own = [row for row in honest if row["texts"] == texts]
-        by_texts[texts or "the same text"] = {
-            "runs": len(own),
-            "learner_rounds": sum(sum(row["contributed"].values()) for row in own),
-            "rounds": sum(row["rounds"] for row in own),
-            "learners_named": sum(len(row["named"]) for row in own),
-            "rounds_with_an_alarm": sum(sum(row["alarms"].values()) for row in own),
-        }
-    return by_texts
-
-
-def table(rows: Sequence[Row]) -> Table:
-    """The table that is printed."""
-    made = Table(
-        "rules", "learners", "attack", "loss / undisturbed", "worst", "named after", "also"
-    )
-    for row in rows:
-        attack = row["attack"] + (", inflated tokens" if row["inflated"] else "")
-        ratio, worst = row["loss_ratio"], row["loss_ratio_max"]
-        made.add_row(
-            row["rules"],
-            str(row["learners"]),
-            attack if not row["texts"] else f"{attack}, {row['texts']} of text",
-            f"{ratio:.3f}" if ratio is not None else "-",
-            f"{worst:.3f}" if worst is not None else "-",
-            ", ".join(str(each or "never") for each in row["named_after_rounds"]),
-            ", ".join(row["others_named"]),
-        )
-    return made

@@ -119,6 +119,19 @@ def model_digest(model: GlobalModel) -> str:
     return hasher.hexdigest()
 
 
+def memory_digest(model: GlobalModel) -> str:
+    """xxh3_128 (hex) over what the merge remembers: the histories of norms, and the watch.
+
+    It is no part of `model_digest`, since checkpoints of older releases have none.
+    """
+    hasher = xxhash.xxh3_128(msgspec.json.encode(model.watch))
+    for state in model.fragments:
+        for each in state.history.rounds:
+            hasher.update(msgspec.json.encode((each.version, each.processes)))
+            hasher.update(each.norms.tobytes())
+    return hasher.hexdigest()
+
+
 @dataclass(frozen=True)
 class MergedAgain:
     """A history under other rules."""

@@ -53,8 +53,9 @@ def test_fragments_are_safetensors_files_and_the_manifest_is_json(tmp_path: Path
     path = prepared(tmp_path, 3)
     tensors = load_file(path / "checkpoint-00000001" / "fragment-00001.safetensors")
     part = snapshot(3).fragments[1]
-    assert sorted(tensors) == ["global", "momentum", "published"]
+    assert sorted(tensors) == ["global", "momentum", "norms", "published"]
     assert np.array_equal(tensors["momentum"], part.momentum)
+    assert np.array_equal(tensors["norms"], np.concatenate([e.norms for e in part.history.rounds]))
     manifest = json.loads((path / "checkpoint-00000001" / "manifest.json").read_text())
     assert [each["version"] for each in manifest["fragments"]] == [3, 4]
     assert manifest["fragments"][1]["digests"]["published"] == f"{part.digest:016x}"
