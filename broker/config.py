@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, Literal, cast
 
+from narrows.broker.merge_config import MergeSection as MergeSection
 from narrows.proto.address import parse_listen
 from narrows.proto.codec import setting_names
 from narrows.proto.config import Choice, Range, Section, check_choice, override, read_table
@@ -129,52 +130,6 @@ class FragmentsSection(Section):
 
 
 @dataclass(frozen=True)
-class MergeSection(Section):
-    """[merge] When a round is merged and how."""
-
-    quorum: Annotated[int, Range(1, LEARNERS_MAX)] = 1
-    """K, contributions without which a round is not merged. 1 keeps the run going whatever
-    happens, and with the waits below it merges one learner alone only if nobody else is near."""
-    grace_fraction: Annotated[float, Range(0, 1)] = 0.9
-    """gamma, share of the slack that the overlap leaves which is spent waiting after quorum."""
-    grace_max: Duration = 30.0
-    """Longest grace window, a duration."""
-    wait_fraction: Annotated[float, Range(0, 1)] = 0.25
-    """Longest wait after quorum for pushes that are predicted to arrive, in units of H inner steps.
-    Nobody is blocked by it; 0 merges slow learners rarely, 1 delays every adoption."""
-    weights: Literal["auto", "tokens", "equal"] = "auto"
-    """tokens: tokens^2 / steps (Decoupled DiLoCo, arXiv 2604.21428, Sec. 3.2). equal: 1 / M. auto:
-    tokens, but equal while learners of several organisations are here."""
-    rule: Literal["layout", "mean"] = "layout"
-    """layout: radial-directional or mean, as the layout says per tensor. mean: always mean."""
-    norm_limit: Annotated[float, Range(0, 1000)] = 1.5
-    """Norms are clipped to this multiple of their running median, per tensor piece, and what was
-    clipped weighs less. At least 1; 0: never."""
-    clip_ratio: Annotated[float, Range(0, 1000)] = 3.0
-    """The bound while that history is young: from three contributors on, norms are clipped to this
-    multiple of their median in the round. At least 1; 0: never."""
-    robust: Literal["off", "trimmed", "centered"] = "off"
-    """Average from three contributors on. off: by `rule`. trimmed: mean per element without largest
-    and smallest values, unweighted. centered: mean clipped around the outer momentum (Karimireddy,
-    He, Jaggi 2021)."""
-    quarantine: Literal["alert", "exclude"] = "alert"
-    """For a learner that is clipped, or points away from the others, in 8 of its last 10 rounds.
-    alert: it is named. exclude: its pushes are refused until the broker restarts."""
-    share_max: Annotated[float, Range(0.34, 1)] = 0.5
-    """Largest weight of one contribution among three or more; 1: no limit."""
-    rounds_in_flight: Annotated[int, Range(1, 64)] = 2
-    """Rounds that may be open at the same time, on different fragments."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("norm_limit", "clip_ratio"):
-            if 0 < (ratio := getattr(self, name)) < 1:
-                raise ConfigError(
-                    f"{name}: below the median", expected="0 or at least 1", got=str(ratio)
-                )
-
-
-@dataclass(frozen=True)
 class OuterSection(Section):
     """[outer] The outer optimizer."""
 
@@ -273,6 +228,15 @@ class LivenessSection(Section):
 
 
 @dataclass(frozen=True)
+class SecuritySection(Section):
+    """[security] Keys: who may connect, and who may read what is on disk."""
+
+    keys: str = ""
+    """Directory with the broker's key and the ring of keys that it admits; `narrows keys new` makes
+    one. Empty: no keys, so the broker serves this machine alone."""
+
+
+@dataclass(frozen=True)
 class BrokerConfig(Section):
     """All settings of a broker."""
 
@@ -284,6 +248,7 @@ class BrokerConfig(Section):
     codec: CodecSection = field(default_factory=CodecSection)
     wan: WanSection = field(default_factory=WanSection)
     liveness: LivenessSection = field(default_factory=LivenessSection)
+    security: SecuritySection = field(default_factory=SecuritySection)
 
 
 _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
@@ -319,7 +284,8 @@ def load_config(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
     run = table.get("run")
     of_file = cast(Mapping[str, object], run).get("mode") if isinstance(run, dict) else None
     # The mode first: its preset stands below the file and the flags that name the mode.
-    mode = str(flags.get("run.mode") or of_file or Mode.DECOUPLED)
+    named = flags.get("run.mode") or of_file
+    mode = named if isinstance(named, str) else Mode.DECOUPLED
     config = override(BrokerConfig(), preset(mode))
     return override(override(config, table, source=str(path)), flags, source="flags")
 

@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "proto/codec": set[str](),
     "proto/dissector": set[str](),
     "proto/flow": {"proto/codec"},
+    "proto/keys": set[str](),
     "proto/shell": set[str](),
     "broker/*": {"proto/codec", "proto/flow"},
     "broker/merging": {"broker/*", "proto/codec", "proto/flow"},
@@ -54,18 +55,19 @@ MAY_IMPORT = {
     },
     "broker/process": {
         "broker/*", "broker/merging", "broker/storage", "broker/syncer", "proto/codec",
-        "proto/flow", "proto/shell",
+        "proto/flow", "proto/keys", "proto/shell",
     },
     "broker/cli": {
         "broker/*", "broker/merging", "broker/planning", "broker/process", "broker/storage",
-        "proto/codec", "proto/dissector",
+        "proto/codec", "proto/dissector", "proto/keys",
     },
     "learner/session": {"proto/codec", "proto/flow"},
     "learner/module": {"proto/codec"},
     "learner/transport": {
-        "learner/module", "learner/session", "proto/codec", "proto/flow", "proto/shell",
+        "learner/module", "learner/session", "proto/codec", "proto/flow", "proto/keys",
+        "proto/shell",
     },
-    "learner/*": {"learner/module", "learner/transport"},
+    "learner/*": {"learner/module", "learner/transport", "proto/keys"},
     "learner/reference": {"learner/*", "learner/transport", "proto/codec"},
 }  # fmt: skip
 
@@ -75,10 +77,10 @@ DISTRICTS = tuple(path for path in MAY_IMPORT if not path.endswith("*"))
 #: is to be done, so the simulator runs the very code that runs for real. All of proto/ is pure too,
 #: but for what the shells of both sides share.
 PURE = ("broker/merging", "broker/planning", "broker/syncer", "learner/session", "broker/config.py")
-SHARED_SHELLS = "proto/shell"
+SHARED_SHELLS = ("proto/keys", "proto/shell")
 
-#: Places in broker/ and learner/ that own sockets.
-SOCKETS = ("broker/cli/status.py", "broker/process", "learner/transport")
+#: Places that may import ZeroMQ: they own sockets, or make key pairs.
+SOCKETS = ("broker/cli/asking.py", "broker/process", "learner/transport", "proto/keys/pair.py")
 
 #: Sources of time, chance, concurrency and I/O that a pure module may not import.
 IMPURE = frozenset(
@@ -157,7 +159,7 @@ def lies_in(path: str, *places: str) -> bool:
 
 
 def is_pure(path: str) -> bool:
-    return lies_in(path, *PURE) or (lies_in(path, "proto") and not lies_in(path, SHARED_SHELLS))
+    return lies_in(path, *PURE) or (lies_in(path, "proto") and not lies_in(path, *SHARED_SHELLS))
 
 
 def district_of(path: str) -> str:
@@ -420,7 +422,7 @@ def test_a_planted_class_name_is_found() -> None:
     assert same_names([*planted, nested]) == {"A": ["proto/x.py", "bench/kit/y.py"]}
 
 
-@pytest.mark.parametrize("path", [*PURE, SHARED_SHELLS, *SOCKETS])
+@pytest.mark.parametrize("path", [*PURE, *SHARED_SHELLS, *SOCKETS])
 def test_listed_places_exist(path: str) -> None:
     assert (ROOT / path).exists(), f"{path} is listed in {Path(__file__).name} and not in the tree"
 

@@ -14,7 +14,13 @@ The bits of a merge are promised: see merge.py before changing the order of any 
 
 from narrows.broker.merging.contribution import Contribution
 from narrows.broker.merging.evidence import PushEvidence
-from narrows.broker.merging.history import NormHistory, Process, RoundNorms
+from narrows.broker.merging.history import (
+    NAMES_KEPT,
+    VERSIONS_KEPT,
+    NormHistory,
+    Process,
+    RoundNorms,
+)
 from narrows.broker.merging.merge import MergeResult, merge_vectors
 from narrows.broker.merging.model import (
     EncodedVersion,
@@ -33,7 +39,9 @@ from narrows.broker.merging.sums import DecodedVector, weighted_sums
 from narrows.broker.merging.watch import UNWATCHED, Watch
 
 __all__ = [
+    "NAMES_KEPT",
     "UNWATCHED",
+    "VERSIONS_KEPT",
     "Contribution",
     "DecodedVector",
     "EncodedVersion",

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
-from collections.abc import Mapping
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeAlias
 
 import zmq
 
+from narrows.broker.process.connections import (
+    CONTROL_HELD_MAX,
+    DOWNLINK_HELD_MAX,
+    UPLINK_HELD_MAX,
+    Connections,
+    MessageOrigin,
+    Told,
+)
+from narrows.broker.process.descriptors import FEW_LEARNERS, connections_max, learners_that_fit
+from narrows.broker.process.gate import Gate
 from narrows.broker.process.subscriptions import Subscriptions
 from narrows.proto import socket_options
 from narrows.proto.address import Address, parse_listen
 from narrows.proto.errors import ErrorCode, NarrowsError
+from narrows.proto.keys import read_broker_key, read_ring
+from narrows.proto.units import counted
+
+_log = logging.getLogger("narrows.broker")
 
 FRAMES_PER_TURN = 64
 """Messages that are read from one socket before the others get their turn. Data must not keep Hello
@@ -27,11 +47,18 @@ class Traffic:
     down_bytes: int = 0
 
 
+Allowed: TypeAlias = Callable[[MessageOrigin, bytes], bool]
+"""True if a connection may listen to a topic."""
+
+
 @dataclass
 class BrokerSockets:
-    """ROUTER for control, SUB for the uplink, XPUB for the downlink."""
+    """ROUTER for control, SUB for the uplink, XPUB for the downlink, and the gate if there are
+    keys."""
 
     context: zmq.Context[zmq.Socket[bytes]]
+    gate: Gate | None
+    connections: Connections
     control: zmq.Socket[bytes]
     uplink: zmq.Socket[bytes]
     downlink: zmq.Socket[bytes]
@@ -43,54 +70,102 @@ class BrokerSockets:
 
     @classmethod
     def bind(
-        cls, listen: str, *, uplink_port: int, downlink_port: int, insecure: bool
-    ) -> BrokerSockets:
-        """Binds all three. Raises ConfigError for a bad address, PORT_IN_USE for a taken port."""
-        host, port = address = _listen_address(listen, insecure=insecure)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2)
+        cls, listen: str, *, uplink_port: int, downlink_port: int, insecure: bool, keys: str = "",
+        streams: int = 1, told: Told = lambda _code, _text: None,
+    ) -> BrokerSockets:  # fmt: skip
+        """Binds all three. Raises ConfigError for a bad address, a bad key or ring, PORT_IN_USE for
+        a taken port."""
+        host, port = address = _listen_address(listen, insecure=insecure or bool(keys))
+        context = _context()
         try:
-            control = _socket(context, zmq.ROUTER, socket_options.ROUTER, ipv6=address.is_ipv6)
+            gate = _gate(context, Path(keys)) if keys else None
+            most = _connections_max(streams)
+            connections = Connections(with_keys=bool(keys), streams=streams, most=most, told=told)
+            make = partial(_socket, context, gate, ipv6=address.is_ipv6)
+            control = make(zmq.ROUTER, socket_options.ROUTER)
+            connections.watch(control, CONTROL_HELD_MAX)
             control_port = _bind(control, host, port, "control")
             up_port = uplink_port or (control_port + 1 if port else 0)
             down_port = downlink_port or (control_port + 2 if port else 0)
-            uplink = _socket(context, zmq.SUB, socket_options.DATA, ipv6=address.is_ipv6)
+            uplink = make(zmq.SUB, socket_options.DATA)
             uplink.setsockopt(zmq.SUBSCRIBE, b"")
+            connections.watch(uplink, UPLINK_HELD_MAX)
             up = _bind(uplink, host, up_port, "uplink")
-            downlink = _socket(context, zmq.XPUB, socket_options.XPUB, ipv6=address.is_ipv6)
+            downlink = make(zmq.XPUB, socket_options.DOWNLINK)
+            connections.watch(downlink, DOWNLINK_HELD_MAX)
             down = _bind(downlink, host, down_port, "downlink")
         except NarrowsError:
             context.destroy(linger=0)
             raise
-        return cls(context, control, uplink, downlink, f"tcp://{host}:{control_port}", up, down)
+        where = f"tcp://{host}:{control_port}"
+        return cls(context, gate, connections, control, uplink, downlink, where, up, down)
 
-    def receive_control(self) -> tuple[bytes, str, list[bytes]] | None:
-        """(peer, address, frames) of the next control message, None if there is none."""
-        try:
-            frames = self.control.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
+    @property
+    def sources(self) -> list[zmq.Socket[bytes]]:
+        """The sockets that a poll loop watches."""
+        gate = [self.gate.socket] if self.gate is not None else []
+        return [self.control, self.uplink, self.downlink, *gate, *self.connections.sources]
+
+    def attend(self, now: float) -> None:
+        """Answers handshakes and looks after the connections."""
+        self.connections.read_events(now)
+        if self.gate is not None:
+            self.gate.answer(now)
+        self.connections.scan(now, time.monotonic)
+
+    def receive_control(self) -> tuple[bytes, MessageOrigin, list[bytes]] | None:
+        """(peer, origin, frames) of the next control message, None if there is none."""
+        while (frames := _received(self.control)) is not None:
+            origin = self._origin(frames[1:])
+            if origin is not None:
+                return frames[0].bytes, origin, [frame.bytes for frame in frames[1:]]
+        return None
+
+    def receive_data(self) -> tuple[MessageOrigin, list[bytes]] | None:
+        """(origin, frames) of the next data message, None if there is none."""
+        while (frames := _received(self.uplink)) is not None:
+            origin = self._origin(frames)
+            if origin is not None:
+                return origin, [frame.bytes for frame in frames]
+        return None
+
+    def _origin(self, frames: list[zmq.Frame]) -> MessageOrigin | None:
+        """Origin of a message; None: its key is nobody's any more, so its connection is cut."""
+        origin = _origin(frames[-1], self.gate) if frames else MessageOrigin()
+        if self.gate is not None and origin.holder is None:
+            self.connections.cut(origin.descriptor)
             return None
-        try:
-            address = str(frames[-1].get("Peer-Address"))
-        except (zmq.ZMQError, KeyError):
-            address = ""
-        return frames[0].bytes, address, [frame.bytes for frame in frames[1:]]
+        self.connections.delivered(origin, map(len, frames), time.monotonic())
+        return origin
 
-    def receive_data(self) -> list[bytes] | None:
-        """The frames of the next data message, None if there is none."""
-        try:
-            return self.uplink.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-
-    def read_subscriptions(self) -> set[bytes]:
-        """Takes in the subscriptions that have come; returns their topics, repeated ones too."""
+    def read_subscriptions(self, allowed: Allowed) -> set[bytes]:
+        """Takes in the subscriptions that have come, a bounded number; returns their topics,
+        repeated ones too."""
         topics: set[bytes] = set()
-        while True:
+        for _ in range(FRAMES_PER_TURN):
+            frames = _received(self.downlink)
+            if frames is None:
+                break
+            frame = frames[-1].bytes
             try:
-                frame = self.downlink.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return topics
+                frames[-1].get("Peer-Address")
+            except (zmq.ZMQError, KeyError):
+                # libzmq's own word that a connection with this topic has ended.
+                topics |= self.subscribed.take(frame)
+                continue
+            origin = self._origin(frames)
+            if origin is None:
+                continue
+            self.connections.subscribed(origin)
+            topic = frame[1:]
+            if frame[:1] not in (b"\x00", b"\x01") or not allowed(origin, topic):
+                self.subscribed.ignore(frame)
+                continue
+            # libzmq leaves the choice to us (XPUB_MANUAL); it is for the connection of this frame.
+            what = zmq.SUBSCRIBE if frame[:1] == b"\x01" else zmq.UNSUBSCRIBE
+            self.downlink.setsockopt(what, topic)
             topics |= self.subscribed.take(frame)
+        return topics
 
     def send_control(self, peer: bytes, frame: bytes) -> bool:
         """False if the peer's connection is gone."""
@@ -111,33 +186,87 @@ class BrokerSockets:
 
     def close(self) -> None:
         """Closes everything. Queued messages get the linger time of the socket options."""
+        self.connections.close()
         for socket in (self.control, self.uplink, self.downlink):
             socket.close()
+        if self.gate is not None:
+            self.gate.close()
         self.context.term()
 
 
+def _received(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
+
+
+def _origin(frame: zmq.Frame, gate: Gate | None) -> MessageOrigin:
+    try:
+        descriptor, address = int(frame.get(zmq.SRCFD)), str(frame.get("Peer-Address"))
+        if gate is None:
+            return MessageOrigin(descriptor, address)
+        key = str(frame.get("User-Id"))
+    except (zmq.ZMQError, KeyError):
+        return (
+            MessageOrigin()
+        )  # A peer of ZMTP 1 has no properties; a CURVE server does not talk to it.
+    return MessageOrigin(descriptor, address, key, gate.holder(key))
+
+
+def _connections_max(streams: int) -> int:
+    most = connections_max()
+    if (fit := learners_that_fit(most, streams)) < FEW_LEARNERS:
+        _log.warning(
+            "the limit of open files has room for %s: raise it (ulimit -n, LimitNOFILE=)",
+            counted(fit, "learner"),
+        )
+    return most
+
+
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    # libzmq numbers the connections of a ROUTER from rand() on, which nothing seeds: a peer could
+    # claim the number that comes next, and an assertion of libzmq would end the process.
+    ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
+    return zmq.Context(io_threads=2)
+
+
+def _gate(context: zmq.Context[zmq.Socket[bytes]], keys: Path) -> Gate:
+    return Gate.bind(context, read_broker_key(keys), read_ring(keys), time.time())
+
+
 def _listen_address(listen: str, *, insecure: bool) -> Address:
-    """The address to listen on; beyond loopback only with --insecure, since there are no keys."""
+    """The address to listen on; without keys and --insecure only on loopback."""
     address = parse_listen(listen)
     if not address.is_loopback and not insecure:
         raise NarrowsError(
             ErrorCode.INSECURE,
             "anybody who reaches this address could read and change the model",
-            expected="a loopback address, or --insecure",
+            expected="keys, or a loopback address",
             got=listen,
-            remedy="listen on tcp://127.0.0.1:PORT behind a tunnel (WireGuard, ssh), or pass "
-            "--insecure on a network that you trust",
+            remedy=f"""make keys with these three commands:
+  narrows keys new
+  narrows keys invite NAME --address tcp://HOST:{address.port}
+  narrows broker --listen {listen} --keys keys
+or pass --insecure on a network that you trust""",
         )
     return address
 
 
 def _socket(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, options: dict[str, int], *, ipv6: bool
+    context: zmq.Context[zmq.Socket[bytes]],
+    gate: Gate | None,
+    kind: int,
+    options: dict[str, int],
+    *,
+    ipv6: bool,
 ) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.setsockopt(zmq.IPV6, ipv6)
     for name, value in options.items():
         socket.setsockopt(getattr(zmq, name), value)
+    if gate is not None:
+        gate.protect(socket)
     return socket
 
 

@@ -13,6 +13,7 @@ import xxhash
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import FragmentState, GlobalModel, NormHistory, Policy, remembered
+from narrows.broker.storage import manifest
 from narrows.broker.storage.checkpoint import (
     CheckpointContent,
     StateDir,
@@ -22,9 +23,14 @@ from narrows.broker.storage.checkpoint import (
 from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.durable_files import Damaged, StateError, directory
 from narrows.broker.storage.journal import Journal
-from narrows.broker.storage.manifest import Manifest, read_sealed
+from narrows.broker.storage.manifest import Manifest
 from narrows.broker.storage.records import RoundRecord, payloads
-from narrows.broker.storage.replay import merged_of, processes_of, read_records
+from narrows.broker.storage.replay import (
+    merged_of,
+    processes_of,
+    read_records,
+    version_before,
+)
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.fragments import build_table
 from narrows.proto.units import counted
@@ -97,7 +103,7 @@ def read_manifest(path: Path) -> Manifest:
             for number in generations_in(parent_fd):
                 try:
                     with directory(parent_fd, generation_name(number)) as fd:
-                        return read_sealed(fd, "manifest.json", Manifest)
+                        return manifest.read_manifest(fd)
                 except (OSError, Damaged) as problem:
                     problems.append(f"{generation_name(number)}: {problem}")
     except OSError as error:
@@ -152,7 +158,10 @@ def merge_again(
     recorded = [state.version for state in states]
     differs, rounds = "", 0
     for number, head, blobs in read_records(journal, oldest.journal + 1):
-        if not isinstance(head, RoundRecord) or head.version <= recorded[head.fragment]:
+        if not isinstance(head, RoundRecord):
+            continue
+        version_before(model, head, number)
+        if head.version <= recorded[head.fragment]:
             continue
         check_whole(head.version - recorded[head.fragment] - 1)
         recorded[head.fragment] = head.version

@@ -6,26 +6,34 @@ other programs can read a checkpoint. JSON files are sealed: they carry a digest
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
-from narrows.broker.merging import UNWATCHED, FragmentState, NormHistory, RoundNorms, Watch
+from narrows.broker.merging import (
+    NAMES_KEPT,
+    UNWATCHED,
+    VERSIONS_KEPT,
+    FragmentState,
+    NormHistory,
+    RoundNorms,
+    Watch,
+)
 from narrows.broker.storage.durable_files import (
     Damaged,
     StateError,
     open_file,
     read_into,
 )
+from narrows.broker.storage.safetensors_format import bytes_of, safetensors_header
 from narrows.proto.codec import F32
-from narrows.proto.errors import ErrorCode
+from narrows.proto.errors import ErrorCode, NarrowsError
+from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest
+from narrows.proto.layout import check_layout
 from narrows.proto.messages import Count, DtypeName, LayoutEntry, Phase
 
 FORMAT: Final = 2
@@ -34,18 +42,19 @@ FORMAT: Final = 2
 READABLE: Final = (1, 2)
 """Formats that are read. Others are refused by their number."""
 
+RUN_FORMAT: Final = 2
+"""Format of run.json, whose fields are those of format 1: since 2 the run has a secret."""
+
 JSON_BYTES_MAX: Final = 64 << 20
 """Largest JSON file that is read. The manifest of the longest layout takes a quarter of it."""
 
+MANIFEST: Final = "manifest.json"
+
+ROWS_MAX: Final = VERSIONS_KEPT * NAMES_KEPT
+"""Most rows of norms that a fragment has."""
+
 _ARRAYS: Final = ("global", "momentum", "published")
 _NORMS: Final = "norms"
-DTYPES: Final[Mapping[DtypeName, tuple[str, int]]] = {
-    "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2),
-}  # fmt: skip
-"""Name in safetensors, and bytes per element, of each dtype."""
-
-NO_METADATA: Final[Mapping[str, str]] = MappingProxyType({})
-
 Sealed = TypeVar("Sealed", "RunRecord", "Manifest")
 
 Start: TypeAlias = tuple[Count, Count]
@@ -153,31 +162,16 @@ def fragment_header(elements: int, rows: int, pieces: int) -> bytes:
     return safetensors_header(arrays)
 
 
-def safetensors_header(
-    tensors: Sequence[tuple[str, DtypeName, tuple[int, ...]]],
-    metadata: Mapping[str, str] = NO_METADATA,
-) -> bytes:
-    """Length and JSON of a safetensors file whose data follow in this order without gaps."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
-    end = 0
-    for name, dtype, shape in tensors:
-        code, item_bytes = DTYPES[dtype]
-        start, end = end, end + math.prod(shape) * item_bytes
-        header[name] = {"dtype": code, "shape": shape, "data_offsets": (start, end)}
-    text = msgspec.json.encode(header)
-    # Blanks after the JSON align the data, as the format asks for.
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def bytes_of(array: F32) -> memoryview:
-    """The bytes of an array."""
-    return np.ascontiguousarray(array).data.cast("B")
-
-
 def blocks_of(state: FragmentState) -> list[memoryview]:
     """The bytes of a fragment's arrays, in the order of the file, without the norms."""
     return [bytes_of(array) for array in (state.global_, state.momentum, state.published)]
+
+
+def file_of(state: FragmentState) -> list[bytes | memoryview]:
+    """The content of a fragment's file."""
+    norms = norms_of(state)
+    header = fragment_header(state.global_.size, *norms.shape)
+    return [header, *blocks_of(state), norms.tobytes()]
 
 
 def norms_of(state: FragmentState) -> F32:
@@ -251,7 +245,7 @@ def read_sealed(directory_fd: int, name: str, kind: type[Sealed]) -> Sealed:
         read_into(fd, name, memoryview(data))
     try:
         content = msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         _refuse_other_format(name, data)
         raise Damaged(f"{name}: {error}") from error
     if content.format not in READABLE:
@@ -268,9 +262,9 @@ def _refuse_other_format(name: str, data: bytearray) -> None:
     """
     try:
         fields = msgspec.json.decode(data, type=dict[str, object])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        seal = digest(msgspec.json.encode(fields | {"digest": ""}))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError):
         return
-    seal = digest(msgspec.json.encode(fields | {"digest": ""}))
     if fields.get("format") not in READABLE and fields.get("digest") == f"{seal:016x}":
         raise StateError(
             ErrorCode.STATE_DAMAGED, f"{name} cannot be read",
@@ -280,16 +274,32 @@ def _refuse_other_format(name: str, data: bytearray) -> None:
         )  # fmt: skip
 
 
+def read_manifest(directory_fd: int) -> Manifest:
+    """The manifest of a generation. Raises FileNotFoundError, Damaged, StateError."""
+    manifest = read_sealed(directory_fd, MANIFEST, Manifest)
+    try:
+        check_layout(manifest.layout)
+        table = build_table(manifest.layout, len(manifest.fragments))
+    except NarrowsError as error:
+        raise Damaged(f"{MANIFEST}: {error}") from error
+    if [part.elements for part in table] != [each.elements for each in manifest.fragments]:
+        raise Damaged(f"{MANIFEST}: the fragments are not those of its layout")
+    for part, each in zip(table, manifest.fragments, strict=True):
+        if each.pieces != (len(part.pieces) if each.rows else 0) or each.rows > ROWS_MAX:
+            raise Damaged(f"{MANIFEST}: the norms are not those of its layout")
+    return manifest
+
+
 def read_fragment(directory_fd: int, index: int, entry: FragmentEntry) -> FragmentState:
     """A fragment as the manifest describes it. Raises FileNotFoundError, Damaged."""
     name, rows = fragment_name(index), entry.rows
     header = fragment_header(entry.elements, rows, entry.pieces)
-    arrays = {array: np.empty(entry.elements, np.float32) for array in _ARRAYS}
-    if rows:
-        arrays[_NORMS] = np.empty((rows, entry.pieces), np.float32)
     with open_file(directory_fd, name) as (fd, size_bytes):
-        if size_bytes != len(header) + sum(each.nbytes for each in arrays.values()):
+        if size_bytes != len(header) + 4 * (entry.elements * len(_ARRAYS) + rows * entry.pieces):
             raise Damaged(f"{name}: {size_bytes} bytes")
+        arrays = {array: np.empty(entry.elements, np.float32) for array in _ARRAYS}
+        if rows:
+            arrays[_NORMS] = np.empty((rows, entry.pieces), np.float32)
         # The manifest says which header the file must have, so there is nothing to parse.
         read_header = bytearray(len(header))
         read_into(fd, name, memoryview(read_header))

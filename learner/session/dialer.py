@@ -10,7 +10,8 @@ from enum import StrEnum
 from narrows.learner.session import events as ev
 from narrows.learner.session.identity import Identity
 from narrows.proto.errors import ErrorCode, Refused
-from narrows.proto.messages import ControlMessage, Refuse, Role
+from narrows.proto.messages import ControlMessage, Refuse, Role, Welcome
+from narrows.proto.refusal import error_of
 from narrows.proto.timing import HELLO_MAX_S, HELLO_S, QUIET_S, REDIAL_MAX_S, REDIAL_S
 from narrows.proto.units import counted
 
@@ -20,19 +21,6 @@ WAITS_FOR = {
     Role.ADOPT: "the fragments",
 }
 """For the user's log: the next thing that a learner with this role waits for."""
-
-
-def error_of(refuse: Refuse) -> Refused:
-    """A refusal of the session as the error that the user of the learner sees."""
-    known = refuse.code in set(ErrorCode)
-    return Refused(
-        # A newer broker may send a code that this learner does not know.
-        ErrorCode(refuse.code) if known else ErrorCode.BAD_MESSAGE,
-        refuse.message,
-        expected=refuse.expected,
-        got=refuse.got,
-        remedy=refuse.remedy,
-    )
 
 
 class Connection(StrEnum):
@@ -54,6 +42,8 @@ class Dialer:
     heard_at: float | None = None
     not_admitted: Refused | None = None
     """The broker's reason not to admit this learner for now; None if it gave none."""
+    epoch_proof: str = ""
+    """The broker's, of the epoch of its last Welcome."""
     _hello_at: float = 0.0
     _delay_s: float = HELLO_S
     _asked_at: float | None = None
@@ -91,11 +81,11 @@ class Dialer:
         assert self.connection is Connection.JOINED, self.connection
         self.heard_at = now
 
-    def joined(self, now: float) -> None:
+    def joined(self, welcome: Welcome, now: float) -> None:
         """A Welcome came."""
         assert not self.closed, self.connection
         self.connection, self.heard_at, self._delay_s = Connection.JOINED, now, HELLO_S
-        self.not_admitted = None
+        self.not_admitted, self.epoch_proof = None, welcome.epoch_proof
 
     def not_yet(self, refuse: Refuse) -> str:
         """Notes a refusal that need not last; returns the line for the user, "" for a repeat."""
@@ -106,6 +96,10 @@ class Dialer:
         if refuse.code == ErrorCode.UNKNOWN_SESSION:
             return "the broker does not know this session, it was restarted perhaps; joining again"
         return f"not admitted yet: {refuse.message}. {refuse.remedy}".rstrip()
+
+    def refused(self, refuse: Refuse) -> Refused:
+        """The error for a refusal that lasts."""
+        return error_of(refuse)
 
     def lose(self, now: float) -> None:
         """The session is gone; the next Hello is due at once, later ones with back-off."""

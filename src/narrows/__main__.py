@@ -20,6 +20,7 @@ from narrows.bench.commands import bench
 from narrows.bench.demo.command import demo
 from narrows.bench.kit.torch_needed import need_torch
 from narrows.broker.cli.journal import journal
+from narrows.broker.cli.keys import keys
 from narrows.broker.cli.wire import wire
 from narrows.proto.errors import BrokerUnreachable, ConfigError, ErrorCode, NarrowsError, Refused
 
@@ -42,6 +43,7 @@ app = cyclopts.App(
 app.command(bench)
 app.command(demo)
 app.command(journal)
+app.command(keys)
 app.command(wire)
 
 
@@ -54,6 +56,8 @@ def broker(
     goal_tokens: str | None = None,
     mode: str | None = None,
     init: Path | None = None,
+    keys: Path | None = None,
+    new_run_secret: Annotated[bool, Parameter(negative="")] = False,
     insecure: bool = False,
     setting: Annotated[list[str], Parameter(name=["--set", "-s"], negative="")] | None = None,
     events: Path | None = None,
@@ -79,6 +83,10 @@ def broker(
         decoupled (default), streaming or diloco.
     init
         Safetensors file that becomes version 0 instead of the first learner's parameters.
+    keys
+        Directory of keys that `narrows keys new` made: only the holders of its keys may connect.
+    new_run_secret
+        Make a new run.secret in the state directory, say what that costs, and end.
     insecure
         Allow to listen beyond loopback, although nothing is encrypted or authenticated.
     setting
@@ -88,7 +96,7 @@ def broker(
     ready_file
         File that gets the address once the broker serves.
     """
-    from narrows.broker.cli.broker import BrokerCommand, run_broker
+    from narrows.broker.cli.broker import BrokerCommand, renew_run_secret, run_broker
 
     flags: dict[str, object] = {}
     named = {
@@ -98,16 +106,22 @@ def broker(
         "run.goal_tokens": goal_tokens,
         "run.mode": mode,
         "broker.insecure": insecure or None,
+        "security.keys": str(keys) if keys else None,
     }
     flags.update({key: value for key, value in named.items() if value is not None})
-    run_broker(BrokerCommand(config, flags, setting or [], events, ready_file))
+    command = BrokerCommand(config, flags, setting or [], events, ready_file)
+    if new_run_secret:
+        renew_run_secret(command)
+    else:
+        run_broker(command)
 
 
 @app.command
 def learner(
     *,
-    broker: str,
-    name: str,
+    broker: str | None = None,
+    name: str | None = None,
+    key: Path | None = None,
     data: Path | None = None,
     preset: str = "tiny",
     part: str = "1/1",
@@ -127,9 +141,13 @@ def learner(
     Parameters
     ----------
     broker
-        Address that `narrows broker` prints, tcp://HOST:PORT.
+        Address that `narrows broker` prints, tcp://HOST:PORT (default: the key's).
     name
-        Name of this learner, unique in the run; a restarted learner takes its old name.
+        Name of this learner, unique in the run; a restarted learner takes its old name (default:
+        the key's).
+    key
+        Key file of this site, as `narrows keys accept` writes it (default: the one that the
+        environment names in NARROWS_KEY, if it names any).
     data
         Folder with text files (default: the sources of Python's standard library).
     preset
@@ -160,24 +178,33 @@ def learner(
     """
     need_torch()
     from narrows.learner.reference.worker import WorkerOptions, run_worker
+    from narrows.learner.site import site_of
 
+    site = site_of(broker, name, key)
     options = WorkerOptions(
-        broker, name, data, preset, part, batch, seed, threads, peak_learning_rate, steps_max,
-        step_wait_s, join_timeout_s, events, json, record,
+        site.broker, site.name, data, preset, part, batch, seed, threads, peak_learning_rate,
+        steps_max, step_wait_s, join_timeout_s, events, json, record, site.key_file,
     )  # fmt: skip
     run_worker(options)
 
 
 @app.command
 def status(
-    broker: str = "tcp://127.0.0.1:7070", *, json: bool = False, timeout_s: float = 5.0
+    broker: str | None = None,
+    *,
+    key: Path | None = None,
+    json: bool = False,
+    timeout_s: float = 5.0,
 ) -> None:
     """Show the learners, the progress of the run, and the reason why it waits.
 
     Parameters
     ----------
     broker
-        Address of the broker, tcp://HOST:PORT.
+        Address of the broker, tcp://HOST:PORT (default: the key's, else tcp://127.0.0.1:7070).
+    key
+        Key file (default: the one that NARROWS_KEY names, if it names any). The key's role says how
+        much the broker tells.
     json
         Print JSON instead of a table.
     timeout_s
@@ -185,7 +212,7 @@ def status(
     """
     from narrows.broker.cli.status import show_status
 
-    show_status(broker, as_json=json, timeout_s=timeout_s)
+    show_status(broker, key_file=key, as_json=json, timeout_s=timeout_s)
 
 
 @app.command
