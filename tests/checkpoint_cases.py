@@ -67,7 +67,7 @@ def snapshot(
             )
             for part in build_table(layout, fragment_count)
         ),
-        watch=Watch().after([PushEvidence("l0", version % 2 == 0, version / 7)], 10),
+        watch=Watch().after([PushEvidence("l0", version % 2 == 0, version / 7)]),
     )
 
 

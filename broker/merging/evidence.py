@@ -13,12 +13,18 @@ from typing import Final
 import numpy as np
 
 from narrows.broker.merging.sums import DecodedVector, dots, weighted_sums
-from narrows.proto.codec import F32, F64, float_square_sums
+from narrows.proto.codec import F32, F64, digest_of, float_square_sums
 from narrows.proto.fragments import Fragment
 
 KEPT_MIN: Final = 0.5
 """Share of its length that a contribution keeps. Below, it counts as clipped: chance takes a few
 percent off a few pieces, the more pieces there are the more often."""
+
+CHUNKS_SAMPLED: Final = 4
+"""Chunks that cosines are measured on, at least: all of them would double the time of a merge."""
+
+NOISE_DEVIATIONS: Final = 2.0
+"""A cosine of no more than so many times 1 / sqrt(elements) is that of noise."""
 
 OTHERS_MIN: Final = 1e-6
 """Least square sum of the others, in units of one's own: below, it is mostly rounding."""
@@ -34,6 +40,8 @@ class PushEvidence:
     cosine: float | None = None
     """Cosine to the sum of the others, as they were applied, from three contributors on without the
     one that disagrees most. None: there are no others, or one of both has no direction."""
+    is_noise: bool = False
+    """The cosine is no larger than that of a random direction."""
 
 
 def evidence_of(
@@ -53,28 +61,39 @@ def evidence_of(
     claimed = np.sqrt((norms * norms).sum(axis=0))
     is_clipped = kept < KEPT_MIN * claimed
     cosines: list[float | None] = [None] * len(contributions)
+    noise = 0.0
     if len(contributions) > 1:
-        cosines = _cosines(fragment, contributions, total, factors, norms)
+        sample = _sample(contributions, total)
+        cosines = _cosines(fragment, sample, total, factors)
+        noise = NOISE_DEVIATIONS / math.sqrt(sum(chunk.count for _, chunk in sample[0].chunks))
     return tuple(
-        PushEvidence(each.learner, bool(flag), cosine)
+        PushEvidence(each.learner, bool(flag), cosine, cosine is not None and abs(cosine) < noise)
         for each, flag, cosine in zip(contributions, is_clipped, cosines, strict=True)
     )
 
 
+def _sample(contributions: Sequence[DecodedVector], total: F32) -> list[DecodedVector]:
+    """The contributions with some of their chunks, the same ones of all; all if they differ.
+
+    Which ones follows from the bits of the sum, so that nobody knows before all pushes are in.
+    """
+    cuts = [[(offset, chunk.count) for offset, chunk in each.chunks] for each in contributions]
+    step = len(cuts[0]) // CHUNKS_SAMPLED
+    if step < 2 or any(cut != cuts[0] for cut in cuts):
+        return list(contributions)
+    first = digest_of(total[: cuts[0][0][1]]) % step
+    return [DecodedVector(each.learner, each.chunks[first::step]) for each in contributions]
+
+
 def _cosines(
-    fragment: Fragment,
-    contributions: Sequence[DecodedVector],
-    total: F32,
-    factors: F64,
-    norms: F64,
+    fragment: Fragment, contributions: Sequence[DecodedVector], total: F32, factors: F64
 ) -> list[float | None]:
     """Cosine of each contribution s to the sum of the others, total - s.
 
     From three on, the one that disagrees most is left out of the others' sums: it would turn them.
     """
-    own = ((factors * norms) ** 2).sum(axis=0)
+    own, whole = _square_sums(fragment, contributions, total, factors)
     products = (factors * dots(fragment, contributions, total)).sum(axis=0)
-    whole = float(float_square_sums(total, fragment.bounds).sum())
     cosines = [
         _cosine(product - square, square, whole - 2.0 * product + square)
         for product, square in zip(products.tolist(), own.tolist(), strict=True)
@@ -91,6 +110,22 @@ def _cosines(
         others = whole - 2.0 * (products[i] + products[worst] - common[i]) + own[i] + own[worst]
         cosines[i] = _cosine(float(products[i] - own[i] - common[i]), float(own[i]), float(others))
     return cosines
+
+
+def _square_sums(
+    fragment: Fragment, contributions: Sequence[DecodedVector], total: F32, factors: F64
+) -> tuple[F64, float]:
+    """Square sums (M,) of the contributions times `factors` (k, M), and that of `total`."""
+    own, whole = np.zeros(len(contributions)), 0.0
+    for column, each in enumerate(contributions):
+        for offset, chunk in each.chunks:
+            touched = fragment.pieces_of(offset, chunk.count)
+            factor = factors[touched.start : touched.stop, column]
+            own[column] += float((factor * factor * chunk.square_sums()).sum())
+    for offset, chunk in contributions[0].chunks:
+        part = total[offset : offset + chunk.count]
+        whole += float(float_square_sums(part, fragment.spans(offset, chunk.count)).sum())
+    return own, whole
 
 
 def _alone(fragment: Fragment, contribution: DecodedVector, factors: F64) -> F32:

@@ -283,9 +283,7 @@ class GlobalModel:
         assert outcome.publication.digest == outcome.state.digest == outcome.digests[2]
         # One assignment: a worker reads the old state or the new one, never a mixture.
         self.fragments[outcome.fragment] = outcome.state
-        self.watch = self.watch.after(
-            outcome.merged.evidence, self.table[outcome.fragment].elements
-        )
+        self.watch = self.watch.after(outcome.merged.evidence)
         rate = self._rates[outcome.fragment]
         rate.observe(outcome.publication.bits_per_param, outcome.error_ratio)
         # Kept for repair and for learners that missed a few; older gaps are filled with states.

@@ -6,7 +6,6 @@ checkpoints, and a replay makes it again from the records. It changes no version
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from statistics import median
 from typing import Final
@@ -35,9 +34,6 @@ may well have nothing in common with the others."""
 AGREEMENT_MIN: Final = 0.15
 """Usual cosine below which there is no bound: where learners have so little in common, one that
 points away from the others has other data, for all that anybody can know."""
-
-NOISE_DEVIATIONS: Final = 2.0
-"""A cosine of no more than so many times 1 / sqrt(elements) is that of noise."""
 
 RECENT_ROUNDS: Final = 50
 """A name that has not contributed in so many rounds of the run is not counted as one of it."""
@@ -78,16 +74,15 @@ class Watch(Struct, frozen=True, forbid_unknown_fields=True):
         usual = min(median(self.cosines), median(others))
         return AWAY_SHARE * usual if usual >= AGREEMENT_MIN else -1.0
 
-    def after(self, evidence: Sequence[PushEvidence], elements: int) -> Watch:
-        """The watch with one more round of a fragment, whose evidence is in name order."""
+    def after(self, evidence: Sequence[PushEvidence]) -> Watch:
+        """The watch with one more round, whose evidence is in name order."""
         if not evidence:
             return self
         rounds, known = self.rounds + 1, {each.learner: each for each in self.names}
         recent = {each.learner for each in self.names if rounds - each.last <= RECENT_ROUNDS} | {
             each.learner for each in evidence
         }
-        noise = NOISE_DEVIATIONS / math.sqrt(elements)
-        bad = _bad(evidence, self._away(evidence, noise), names=len(recent))
+        bad = _bad(evidence, self._away(evidence), names=len(recent))
         for each in evidence:
             before = known.pop(each.learner, None)
             past = (before.bad if before else ())[1 - ROUNDS_WATCHED :]
@@ -96,14 +91,14 @@ class Watch(Struct, frozen=True, forbid_unknown_fields=True):
         names = tuple(known.values())[-LEARNERS_MAX:]
         return Watch(rounds, names, (*self.cosines, *cosines)[-COSINES_KEPT:])
 
-    def _away(self, evidence: Sequence[PushEvidence], noise: float) -> list[str]:
+    def _away(self, evidence: Sequence[PushEvidence]) -> list[str]:
         """Contributors that point away, or nowhere: those with the least cosines first."""
         found: list[tuple[float, str]] = []
         for each in evidence:
             if each.cosine is None:
                 continue
             others = [o.cosine for o in evidence if o is not each and o.cosine is not None]
-            if each.cosine < self.bound(others) or abs(each.cosine) < noise:
+            if each.cosine < self.bound(others) or each.is_noise:
                 found.append((each.cosine, each.learner))
         return [learner for _, learner in sorted(found)]
 

@@ -320,7 +320,9 @@ def read_fragment(directory_fd: int, index: int, entry: FragmentEntry) -> Fragme
 def _history(entry: FragmentEntry, norms: F32 | None) -> NormHistory:
     """The history that a manifest and the norms of a fragment's file give together."""
     rounds, start = list[RoundNorms](), 0
-    for each in entry.history if norms is not None else ():
+    if norms is None:
+        return NormHistory()
+    for each in entry.history:
         end = start + len(each.processes)
         rounds.append(RoundNorms(each.version, each.processes, norms[start:end]))
         start = end

@@ -56,8 +56,9 @@ class ContributorRecord(Struct, frozen=True, forbid_unknown_fields=True):
     merged_tokens: int
     """Tokens of this process in this fragment so far, with this push."""
     is_clipped: bool = False
-    """See merging.PushEvidence, as for `cosine`; the watch of a replay judges by both."""
+    """See merging.PushEvidence, as for the next two; the watch of a replay judges by them."""
     cosine: float | None = None
+    is_noise: bool = False
     norms: tuple[float, ...] = ()
     """Applied norms by piece, for the history. Only where the record has no contributions, from
     which they come out again."""

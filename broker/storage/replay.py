@@ -204,7 +204,8 @@ def _norms_of(head: RoundRecord, fragment: Fragment) -> F32:
 
 def _evidence_of(head: RoundRecord) -> tuple[PushEvidence, ...]:
     return tuple(
-        PushEvidence(each.learner, each.is_clipped, each.cosine) for each in head.contributors
+        PushEvidence(each.learner, each.is_clipped, each.cosine, each.is_noise)
+        for each in head.contributors
     )
 
 

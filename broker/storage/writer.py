@@ -276,6 +276,7 @@ def _contributor(
         contribution.tokens + _tokens_before(run, contribution, fragment),
         is_clipped=evidence.is_clipped,
         cosine=evidence.cosine,
+        is_noise=evidence.is_noise,
         norms=tuple(norms),
     )
 

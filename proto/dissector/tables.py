@@ -142,7 +142,8 @@ Committed map: epoch Start; fragment int; version int; reason str; contributors 
 Fate map: epoch Start; what str; learner str; incarnation str; fragment int; push_id int;
     reason str; at float
 Contributor map: learner str; incarnation str; push_id int; tokens int; steps int; weight float;
-    merged_tokens int; is_clipped bool = False; cosine float or nil = None; norms [float] = ()
+    merged_tokens int; is_clipped bool = False; cosine float or nil = None;
+    is_noise bool = False; norms [float] = ()
 Policy map: weights str; law str; clip_ratio float; share_max float; optimizer str; rate float;
     momentum float; is_rounded bool; norm_limit float = 0.0; robust str = off
 Vector map: codec str; rho float; chunks [Chunk]

@@ -24,20 +24,20 @@ from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode
 from narrows.proto.limits import LEARNERS_MAX
 
-ELEMENTS = 1_000_000
-
 
 def seen(**cosines: float | None) -> list[PushEvidence]:
     """Evidence of a round; None: clipped, and as the others else."""
     return [
-        PushEvidence(name, cosine is None, 0.4 if cosine is None else cosine)
+        PushEvidence(
+            name, cosine is None, 0.4 if cosine is None else cosine, abs(cosine or 1.0) < 0.002
+        )
         for name, cosine in sorted(cosines.items())
     ]
 
 
 def after(watch: Watch, rounds: int, **cosines: float | None) -> Watch:
     for _ in range(rounds):
-        watch = watch.after(seen(**cosines), ELEMENTS)
+        watch = watch.after(seen(**cosines))
     return watch
 
 
@@ -119,8 +119,8 @@ def test_noise_is_named_even_among_learners_that_differ() -> None:
 
 
 def test_only_a_minority_is_blamed_for_a_direction() -> None:
-    watch = after(UNWATCHED, ROUNDS_WATCHED, a=0.001, b=0.0005, c=0.0)
-    assert suspects(watch, a=0.001, b=0.0005, c=0.0) == {"c"}
+    watch = after(UNWATCHED, ROUNDS_WATCHED, a=0.001, b=0.0005, c=0.0001)
+    assert suspects(watch, a=0.001, b=0.0005, c=0.0001) == {"c"}
 
 
 def test_with_two_learners_both_are_named() -> None:
@@ -130,8 +130,8 @@ def test_with_two_learners_both_are_named() -> None:
 
 def test_a_round_of_two_of_a_larger_run_says_nothing_of_directions() -> None:
     watch = after(UNWATCHED, 1, a=0.4, b=0.4, c=0.4)
-    watch = after(watch, ROUNDS_WATCHED, a=0.0, b=0.0)
-    assert not suspects(watch, a=0.0, b=0.0)
+    watch = after(watch, ROUNDS_WATCHED, a=0.001, b=0.001)
+    assert not suspects(watch, a=0.001, b=0.001)
     watch = after(watch, ROUNDS_BAD, a=0.4, b=None)
     assert suspects(watch, a=0.4, b=None) == {"b"}, "clipped is clipped"
 
@@ -148,12 +148,12 @@ def test_good_rounds_forgive() -> None:
 def test_the_state_is_bounded_and_survives_a_file() -> None:
     watch = UNWATCHED
     for number in range(LEARNERS_MAX + 10):
-        watch = watch.after(seen(**{f"l{number}": 0.1, "steady": 0.2}), ELEMENTS)
+        watch = watch.after(seen(**{f"l{number}": 0.1, "steady": 0.2}))
     assert len(watch.names) == LEARNERS_MAX and watch.names[-1].learner == "steady"
     assert len(watch.cosines) == COSINES_KEPT
     assert all(len(each.bad) <= ROUNDS_WATCHED for each in watch.names)
     assert msgspec.json.decode(msgspec.json.encode(watch), type=Watch) == watch
-    assert watch.after([], ELEMENTS) is watch
+    assert watch.after([]) is watch
 
 
 # The syncer.
