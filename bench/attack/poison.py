@@ -102,7 +102,7 @@ class PoisonCell:
 
 
 def attacks() -> list[PoisonCell]:
-    """What does each attack cost under the defaults of several organisations?"""
+    """Each attack under the defaults of several organisations."""
     of_two = ["nobody", "sign-flip x1", "sign-flip x10", "push x10^4", "noise at the bound"]
     of_four = ["nobody", "sign-flip x1.5", "sign-flip x10"]
     return [
@@ -113,7 +113,7 @@ def attacks() -> list[PoisonCell]:
 
 
 def robust() -> list[PoisonCell]:
-    """What do the robust averages save, and what do they cost?"""
+    """Robust averages, with and without an attacker."""
     return [
         PoisonCell("robust", rule, 3, name, {**EQUAL, "merge.robust": rule})
         for rule in ("trimmed", "centered")
@@ -122,7 +122,7 @@ def robust() -> list[PoisonCell]:
 
 
 def tokens() -> list[PoisonCell]:
-    """What do claimed tokens do to equal weights, to weights by tokens, and to the rules before?"""
+    """Claimed tokens under equal weights, weights by tokens, and the rules before."""
     rules = {"defaults": EQUAL, "weights by tokens": TOKENS, "before": BEFORE}
     return [
         PoisonCell("tokens", name, learners, "sign-flip x3", settings, inflated=True)
@@ -145,7 +145,7 @@ GROUPS: Final = {make.__name__: make for make in (attacks, robust, tokens, unequ
 
 @dataclass
 class _Seen:
-    """What the watch said during a run."""
+    """Findings of the watch during a run."""
 
     rounds: int = 0
     contributed: dict[str, int] = field(default_factory=dict[str, int])

@@ -297,7 +297,7 @@ def read_fragment(directory_fd: int, index: int, entry: FragmentEntry) -> Fragme
     with open_file(directory_fd, name) as (fd, size_bytes):
         if size_bytes != len(header) + 4 * (entry.elements * len(_ARRAYS) + rows * entry.pieces):
             raise Damaged(f"{name}: {size_bytes} bytes")
-        arrays = {array: np.empty(entry.elements, np.float32) for array in _ARRAYS}
+        arrays: dict[str, F32] = {array: np.empty(entry.elements, np.float32) for array in _ARRAYS}
         if rows:
             arrays[_NORMS] = np.empty((rows, entry.pieces), np.float32)
         # The manifest says which header the file must have, so there is nothing to parse.

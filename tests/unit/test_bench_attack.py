@@ -85,7 +85,8 @@ def test_the_bench_goes_on_where_it_stopped(
 
     def run() -> dict[str, Any]:
         run_poison_bench(rows_file, file, steps=STEPS, seeds=[1], groups=["attacks"], workers=1)
-        return json.loads(file.read_text())
+        told: dict[str, Any] = json.loads(file.read_text())
+        return told
 
     first, again = run(), run()
     assert first == again and first["bench"] == "attack poison"
