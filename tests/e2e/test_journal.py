@@ -132,7 +132,7 @@ def test_the_journal_can_be_read(ended: Path, capsys: pytest.CaptureFixture[str]
     show(ended)
     told = capsys.readouterr().out
     assert "epoch 1.1 begins" in told and "a joined" in told
-    assert re.search(r"fragment 0 version 1 from a \d+%, b \d+%", told)
+    assert re.search(r"fragment 0 version 1 \(\d+ in all\) from a \d+%, b \d+%", told)
 
 
 def test_the_layout_is_that_of_hello_while_the_broker_runs(
