@@ -47,8 +47,7 @@ class BrokerSection(Section):
     """Directory of run.json, checkpoints and journal; one broker at a time. A checkpoint is about
     three float32 copies of the model, and there are two or three."""
     insecure: bool = False
-    """Allow a broker to listen beyond loopback although connections have no encryption and no
-    keys."""
+    """Allow a broker to listen beyond loopback without encryption and keys."""
     init: str = ""
     """Safetensors file that becomes version 0. Empty: the first learner's parameters do."""
     checkpoint_versions: Annotated[int, Range(1, 1_000_000)] = 50
@@ -67,8 +66,10 @@ class BrokerSection(Section):
     journal is cut back to the older of the two checkpoints that are kept."""
     journal_segment: Annotated[Size, Range(1 << 12, 1 << 40)] = 64 << 20
     """Size of one file of the journal; a broker takes the room of one at its start."""
+    rollback_to: Annotated[int, Range(-1, TOKENS_MAX)] = -1
+    """Version, summed over the fragments, to which this start takes the run back. -1: none."""
     beat: Annotated[Duration, Range(0.01, 60)] = BEAT_S
-    """Time between two beats to each learner. They repeat the state: a lost one costs as much."""
+    """Time between two beats to each learner. They repeat the state: a lost one is a delay."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,9 +102,10 @@ class RunSection(Section):
     learners_at_start: Annotated[int, Range(1, LEARNERS_MAX)] = 1
     """Learners that must have joined before the first version is handed out, so that they all
     start together. Later ones join at any time."""
+    founder: str = ""
+    """Learner whose model becomes the run's; others wait for it. Empty: the first that joins."""
     max_offline: Duration = 3600.0
-    """A learner that is cut off for longer pauses until it is back, because its work would be
-    thrown away. 0: it trains on for ever."""
+    """A learner that is cut off for longer pauses: its work would be thrown away. 0: never."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,8 @@ class MergeSection(Section):
     Nobody is blocked by it; 0 merges slow learners rarely, 1 delays every adoption."""
     weights: Literal["tokens", "equal"] = "tokens"
     """tokens: tokens^2 / steps (Decoupled DiLoCo, arXiv 2604.21428, Sec. 3.2). equal: 1 / M."""
+    tokens_per_s_max: Annotated[Amount, Range(0, 10**18)] = 0
+    """Tokens/s of a learner that count, in the clock and its weight. 0: from what is usual."""
     rule: Literal["layout", "mean"] = "layout"
     """layout: radial-directional or mean, as the layout says per tensor. mean: always the mean."""
     clip_ratio: Annotated[float, Range(0, 1000)] = 3.0
@@ -264,11 +268,13 @@ class LivenessSection(Section):
 
 @dataclass(frozen=True)
 class SecuritySection(Section):
-    """[security] Keys: who may connect, and who may read what is on disk."""
+    """[security] Keys: who may connect, and what on the disk nobody alters unnoticed."""
 
     keys: str = ""
     """Directory with the broker's key and the ring of keys that it admits; `narrows keys new` makes
     one. Empty: no keys, so the broker serves this machine alone."""
+    seal_key: str = ""
+    """File with the key that seals the state directory, outside of it. Empty: nothing is sealed."""
 
 
 @dataclass(frozen=True)

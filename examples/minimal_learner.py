@@ -20,12 +20,12 @@ import zstandard
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 Message: TypeAlias = dict[str, Any]
 PROTOCOL, PUSH, PUBLICATION, STATE, INT4, BLOSC2 = 3, 1, 3, 4, "int4-zstd", "f32-blosc2"
-SUPPORTED = {"mode": "decoupled", "push_codec": INT4, "publish_codec": INT4, "role": "adopt wait"}
+SUPPORTED = {"role": "adopt wait", "mode": "decoupled", "push_codec": INT4, "publish_codec": INT4}
 OPTIONS = {zmq.RECONNECT_IVL: 100, zmq.RECONNECT_IVL_MAX: 2000, zmq.TCP_MAXRT: 20000}
 OPTIONS |= {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5}
 OPTIONS |= {zmq.IMMEDIATE: 1, zmq.SNDHWM: 0, zmq.RCVHWM: 64, zmq.MAXMSGSIZE: 4259840}
 HELLO_AGAIN = ("unknown_session", "wrong_epoch", "over_capacity", "quota")
-LOGGED = ("bad_frame", "bad_message", "too_large", "bad_checksum")
+FIRST, LOGGED = "welcome asklayout refuse probe", "bad_frame bad_message too_large bad_checksum"
 digest = xxhash.xxh3_64_intdigest
 
 
@@ -169,10 +169,10 @@ class Learner:
 
     def hello(self, now: float) -> None:
         held = [f.version for f in self.fragments]
-        m = self.model | {"name": self.name, "incarnation": self.incarnation, "run_id": self.run_id}
-        m |= {"epoch": self.epoch, "epoch_proof": self.proof, "protocol": PROTOCOL}
+        m = {"fingerprint": self.model["fingerprint"], "name": self.name, "run_id": self.run_id}
+        m |= {"incarnation": self.incarnation, "epoch": self.epoch, "epoch_proof": self.proof}
         m |= {"step": self.steps, "tokens": self.steps, "codecs": [INT4, BLOSC2]}
-        self.tell("hello", **m, versions=[] if -1 in held else held)
+        self.tell("hello", **m, protocol=PROTOCOL, versions=[] if -1 in held else held)
         self.hello_at = now + self.hello_s * (1 + np.random.random())
         self.asked_at, self.hello_s = min(self.asked_at, now), min(5.0, 2 * self.hello_s)
 
@@ -180,7 +180,7 @@ class Learner:
         """Takes a control message (§5); the codes of a Refuse are in §16."""
         kind, epoch, push_id = m["type"], m.get("epoch", self.epoch), m.get("push_id")
         self.heard_at, self.asked_at, self.redial_s = now, np.inf, 2.5
-        if epoch[0] < self.epoch[0] or not (self.joined or kind in ("welcome", "refuse", "probe")):
+        if epoch[0] < self.epoch[0] or not (self.joined or kind in FIRST.split()):
             return
         again = not push_id and m.get("code") in HELLO_AGAIN
         if self.joined and (kind == "bye" or again or epoch != self.epoch):
@@ -194,13 +194,13 @@ class Learner:
             elif f.chunks and f.push["push_id"] == push_id:
                 f.failed, f.chunks, f.unsent, f.declined = True, {}, [], (-1, 0)
                 f.retry_at = np.inf if m["code"] == "push_conflict" else now + 5
-        elif kind == "refuse" and not again and not (self.run_id and m["code"] in LOGGED):
+        elif kind == "refuse" and not again and not (self.run_id and m["code"] in LOGGED.split()):
             told = [f"{key} {m[key]}" for key in ("expected", "got", "remedy") if m.get(key)]
             stop(3, f"{m['code']}: {m['message']}; {', '.join(told)}")
         elif kind in ("beat", "progress") and self.known < m["received"][0] <= self.sent:
             self.known, self.moved_at = m["received"][0], now
-        elif kind == "welcome":
-            self.on_welcome(m)
+        elif kind in ("welcome", "asklayout"):  # who is asked for its layout founds the run
+            self.on_welcome({"role": "found", "settings": {}, "run_id": ""} | m)
         if kind in ("beat", "welcome"):
             self.phase, self.rounds = m["phase"], m["rounds"]
             self.news, self.rate = self.news or m["up_bits_per_s"] != self.rate, m["up_bits_per_s"]

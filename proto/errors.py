@@ -61,7 +61,13 @@ class ErrorCode(StrEnum):
 
 #: Refusals of one message: it is dropped, the session goes on.
 OF_ONE_MESSAGE = frozenset(
-    {ErrorCode.BAD_FRAME, ErrorCode.BAD_MESSAGE, ErrorCode.TOO_LARGE, ErrorCode.BAD_CHECKSUM}
+    {
+        ErrorCode.BAD_FRAME,
+        ErrorCode.BAD_MESSAGE,
+        ErrorCode.TOO_LARGE,
+        ErrorCode.BAD_CHECKSUM,
+        ErrorCode.NOT_FOUNDER,
+    }
 )
 
 #: Refusals of a session after which the learner says Hello again by itself, with back-off.

@@ -17,6 +17,7 @@ from narrows.proto.terms import (
     DtypeName,
     Elements,
     Epoch,
+    Fingerprint,
     FragmentHead,
     Heads,
     LayoutEntries,
@@ -78,9 +79,8 @@ class Hello(_Control, frozen=True):
     """The run this learner belongs to, "" on its first Hello."""
     epoch: Epoch
     """The epoch that the learner followed last, (0, 0, 0) on its first Hello."""
-    layout: tuple[LayoutEntry, ...]
-    frozen_digest: int
-    """xxh3_64 over names and bytes of the parameters that do not travel; 0: none."""
+    fingerprint: Fingerprint
+    """The layout and the parameters that do not travel, in 16 bytes."""
     codecs: Codecs
     step: Count
     tokens: Count

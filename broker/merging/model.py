@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -174,7 +174,7 @@ class GlobalModel:
             for each in contributed
         ]
         weights = token_weights(
-            [(each.tokens, each.steps) for each in contributed],
+            [(each.weighing, each.steps) for each in contributed],
             rule=policy.weights,
             share_max=policy.share_max,
         )
@@ -270,6 +270,14 @@ class GlobalModel:
         kept[outcome.publication.version] = outcome.publication
         kept.pop(outcome.publication.version - PUBLICATIONS_KEPT, None)
         assert len(kept) <= PUBLICATIONS_KEPT
+
+    def stand_still(self, fragment: int, version: int) -> int:
+        """Gives the state of a fragment the number of its next version, for a round in which
+        nobody's contribution is left; the digest of its published copy."""
+        state = self.fragments[fragment]
+        assert version == state.version + 1, "versions rise by one"
+        self.fragments[fragment] = replace(state, version=version)
+        return state.digest
 
 
 def warm_up() -> None:

@@ -6,6 +6,7 @@ or the syncer.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,8 @@ from narrows.proto.codec import STATE_CODEC, DecodedChunk, decode_chunk
 from narrows.proto.errors import NarrowsError, RemoteProtocolError
 from narrows.proto.flow import chunk_elements
 from narrows.proto.shell import guarded
+
+_log = logging.getLogger("narrows.broker")
 
 POOL_THREADS = 2
 """Threads for decode, merge and encode. These release the interpreter lock, so two threads use two
@@ -215,6 +218,9 @@ class Jobs:
                 self._post(lambda: failed)
                 return
             written = ev.CheckpointWritten(sum(state.version for state in snapshot.fragments))
+            if any(snapshot.journal_seal):
+                seal = snapshot.journal_seal.hex()
+                _log.info("sealed up to record %d:%s", snapshot.journal, seal)
             self._reach("checkpoint_written")
             self._post(lambda: written)
             if self._commits is not None and not self._config.broker.journal_keep:
@@ -244,10 +250,12 @@ class Jobs:
             frozen_digest=run.frozen_digest,
             fragment_count=run.settings.fragment_count,
             run_tokens=run.clock.run_tokens,
+            token_parts=run.clock.units % run.clock.fragments,
             phase=run.phase.stored,
             fragments=tuple(self.model.fragments),
             journal=self._commits.installed if self._commits is not None else self._journaled,
             merged_pushes=self._merged_pushes(),
+            journal_seal=self._commits.installed_seal if self._commits is not None else b"",
         )
 
     def _merged_pushes(self) -> tuple[MergedPush, ...]:

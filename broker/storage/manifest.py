@@ -7,11 +7,8 @@ other programs can read a checkpoint. JSON files are sealed: they carry a digest
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Final, TypeAlias, TypeVar
 
@@ -23,20 +20,21 @@ from narrows.broker.merging import FragmentState
 from narrows.broker.storage.durable_files import (
     Damaged,
     StateError,
-    directory,
     open_file,
     read_into,
-    write_file,
 )
-from narrows.proto.codec import F32, round_to_dtype
+from narrows.proto.codec import F32
 from narrows.proto.errors import ErrorCode, NarrowsError
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest
 from narrows.proto.layout import check_layout
 from narrows.proto.messages import Count, DtypeName, LayoutEntry, Phase
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Format of everything in a state directory. Other formats are refused by their number."""
+
+FORMATS_READ: Final = (1, FORMAT)
+"""Format 1 has no token_parts: its clock counted what learners reported, in whole tokens."""
 
 RUN_FORMAT: Final = 2
 """Format of run.json, whose fields are those of format 1: since 2 the run has a secret."""
@@ -59,6 +57,10 @@ Sealed = TypeVar("Sealed", "RunRecord", "Manifest")
 Start: TypeAlias = tuple[Count, Count]
 """(term, life): an epoch as files have it. Only peers see the nonce. It tells the lives of this
 directory from those of its copies, and a copied file could not."""
+
+
+RUN_FILES: Final = ("run.copy.json", "run.json")
+"""Names of the run's record and of its copy; the copy is written first."""
 
 
 class RunRecord(Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,6 +110,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     merged_pushes: tuple[MergedPush, ...]
     digest: str = ""
     """xxh3_64 (hex) of this manifest with an empty digest."""
+    token_parts: int = 0
+    """What the run's clock has beyond run_tokens, in units of a P-th token for P fragments."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,9 @@ class CheckpointContent:
     journal: int = 0
     """The newest record of the journal whose round is in here."""
     merged_pushes: tuple[MergedPush, ...] = ()
+    token_parts: int = 0
+    journal_seal: bytes = b""
+    """The seal of that record, for a sealed journal. It is in no manifest: see sealed.SealFile."""
 
 
 def fragment_name(index: int) -> str:
@@ -134,10 +141,10 @@ def fragment_name(index: int) -> str:
 
 def fragment_header(elements: int) -> bytes:
     """The bytes in front of the arrays in a fragment's file."""
-    return _safetensors_header([(name, "float32", (elements,)) for name in _ARRAYS])
+    return safetensors_header([(name, "float32", (elements,)) for name in _ARRAYS])
 
 
-def _safetensors_header(
+def safetensors_header(
     tensors: Sequence[tuple[str, DtypeName, tuple[int, ...]]],
     metadata: Mapping[str, str] = NO_METADATA,
 ) -> bytes:
@@ -154,13 +161,13 @@ def _safetensors_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(array: F32) -> memoryview:
+def bytes_of(array: F32) -> memoryview:
     return np.ascontiguousarray(array).data.cast("B")
 
 
 def blocks_of(state: FragmentState) -> list[memoryview]:
     """The bytes of a fragment's arrays, in the order of the file."""
-    return [_bytes_of(array) for array in (state.global_, state.momentum, state.published)]
+    return [bytes_of(array) for array in (state.global_, state.momentum, state.published)]
 
 
 def manifest_of(snapshot: CheckpointContent) -> Manifest:
@@ -185,7 +192,7 @@ def manifest_of(snapshot: CheckpointContent) -> Manifest:
         Manifest(
             FORMAT, snapshot.run_id, snapshot.epoch, snapshot.phase, snapshot.run_tokens,
             snapshot.frozen_digest, tuple(entries), snapshot.layout, snapshot.journal,
-            snapshot.merged_pushes,
+            snapshot.merged_pushes, token_parts=snapshot.token_parts,
         )
     )  # fmt: skip
 
@@ -203,6 +210,7 @@ def snapshot_of(manifest: Manifest, fragments: list[FragmentState]) -> Checkpoin
         fragments=tuple(fragments),
         journal=manifest.journal,
         merged_pushes=manifest.merged_pushes,
+        token_parts=manifest.token_parts,
     )
 
 
@@ -225,11 +233,31 @@ def read_sealed(directory_fd: int, name: str, kind: type[Sealed]) -> Sealed:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         _refuse_other_format(name, data)
         raise Damaged(f"{name}: {error}") from error
-    if content.format not in (FORMAT, RUN_FORMAT if kind is RunRecord else FORMAT):
+    if content.format not in FORMATS_READ:
         _refuse_other_format(name, data)
-    if content != sealed(content):
+    if content.digest != _seal_of(data):
         raise Damaged(f"{name}: does not match its digest")
     return content
+
+
+def _seal_of(data: bytearray) -> str:
+    """The digest that whole content would carry: an older format has other fields."""
+    fields = msgspec.json.decode(data, type=dict[str, object])
+    return f"{digest(msgspec.json.encode(fields | {'digest': ''})):016x}"
+
+
+def read_run(directory_fd: int) -> tuple[list[RunRecord], list[str]]:
+    """The run's records that are whole, and what is wrong with the others."""
+    records: list[RunRecord] = []
+    problems: list[str] = []
+    for name in RUN_FILES:
+        try:
+            records.append(read_sealed(directory_fd, name, RunRecord))
+        except FileNotFoundError:
+            continue
+        except Damaged as problem:
+            problems.append(str(problem))
+    return records, problems
 
 
 def _refuse_other_format(name: str, data: bytearray) -> None:
@@ -242,10 +270,10 @@ def _refuse_other_format(name: str, data: bytearray) -> None:
         seal = digest(msgspec.json.encode(fields | {"digest": ""}))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError):
         return
-    if fields.get("format") != FORMAT and fields.get("digest") == f"{seal:016x}":
+    if fields.get("format") not in FORMATS_READ and fields.get("digest") == f"{seal:016x}":
         raise StateError(
             ErrorCode.STATE_DAMAGED, f"{name} cannot be read",
-            expected=f"format {FORMAT}", got=f"format {fields.get('format')}",
+            expected="format 1 or 2", got=f"format {fields.get('format')}",
             remedy="use the version of Narrows that wrote it",
         )  # fmt: skip
 
@@ -276,8 +304,8 @@ def read_fragment(directory_fd: int, index: int, entry: FragmentEntry) -> Fragme
         if bytes(read_header) != header:
             raise Damaged(f"{name}: another header than was written")
         for values in arrays.values():
-            read_into(fd, name, _bytes_of(values))
-    digests = {array: digest(_bytes_of(values)) for array, values in arrays.items()}
+            read_into(fd, name, bytes_of(values))
+    digests = {array: digest(bytes_of(values)) for array, values in arrays.items()}
     for array, value in digests.items():
         if entry.digests.get(array) != f"{value:016x}":
             raise Damaged(f"{name}: {array} does not match its digest")
@@ -285,51 +313,3 @@ def read_fragment(directory_fd: int, index: int, entry: FragmentEntry) -> Fragme
         entry.version, digests["published"], arrays["global"], arrays["momentum"],
         arrays["published"],
     )  # fmt: skip
-
-
-def export_tensors(
-    snapshot: CheckpointContent, path: Path, metadata: Mapping[str, str] = NO_METADATA
-) -> None:
-    """Writes the global fragments as safetensors with the layout's names, shapes and dtypes.
-
-    `metadata` goes into the file's header. The file appears whole or not at all. Tied names and
-    buffers are not in it: the broker does not know them. Raises OSError.
-    """
-    layout, table = snapshot.layout, build_table(snapshot.layout, snapshot.fragment_count)
-    pieces_of: list[list[tuple[int, F32]]] = [[] for _ in layout]
-    for fragment, state in zip(table, snapshot.fragments, strict=True):
-        for piece in fragment.pieces:
-            values = state.global_[piece.offset : piece.offset + piece.count]
-            pieces_of[piece.tensor].append((piece.start, values))
-
-    def blocks() -> Iterator[bytes | memoryview]:
-        yield _safetensors_header(
-            [(each.name, each.dtype, each.shape) for each in layout], metadata
-        )
-        for entry, pieces in zip(layout, pieces_of, strict=True):
-            for _, values in sorted(pieces, key=lambda piece: piece[0]):
-                yield _as_dtype(values, entry.dtype)
-
-    with directory(None, str(path.parent)) as fd:
-        unfinished = f".new-{path.name}"
-        with suppress(FileNotFoundError):
-            os.unlink(unfinished, dir_fd=fd)
-        try:
-            write_file(fd, unfinished, blocks())
-            os.rename(unfinished, path.name, src_dir_fd=fd, dst_dir_fd=fd)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(unfinished, dir_fd=fd)
-            raise
-        os.fsync(fd)
-
-
-def _as_dtype(values: F32, dtype: DtypeName) -> bytes | memoryview:
-    """The bytes of `values` as a tensor of that dtype, rounded half to even."""
-    if dtype == "float16":
-        return values.astype(np.float16).tobytes()
-    if dtype == "float32":
-        return _bytes_of(values)
-    rounded = np.empty_like(values)
-    round_to_dtype(values, dtype, rounded)
-    return (rounded.view(np.uint32) >> np.uint32(16)).astype(np.uint16).tobytes()

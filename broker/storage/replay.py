@@ -6,7 +6,7 @@ damage or a bug, never a new truth: learners hold the copy that was published th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,6 +39,7 @@ from narrows.proto.codec import (
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.frames import digest
+from narrows.proto.limits import TOKENS_MAX
 from narrows.proto.messages import Phase
 
 PHASES: Final = tuple(Phase)
@@ -51,7 +52,8 @@ class History:
 
     model: GlobalModel
     phase: Phase
-    run_tokens: int
+    token_units: int
+    """The run's clock in units of a P-th token, for P fragments."""
     merged_pushes: MergedPushes
     replayed: int = 0
     """Rounds that came from the journal."""
@@ -61,9 +63,18 @@ class History:
     """Rounds that follow one which was published and never written (journal_errors = "serve"). No
     version can be made of them."""
 
+    @property
+    def run_tokens(self) -> int:
+        return self.token_units // len(self.model.table)
 
-def recover(config: BrokerConfig, snapshot: CheckpointContent, journal: Journal | None) -> History:
+
+def recover(
+    config: BrokerConfig, snapshot: CheckpointContent, journal: Journal | None,
+    *, until: int | None = None,
+) -> History:  # fmt: skip
     """The newest state: a checkpoint and the rounds that the journal has after it.
+
+    `until`: the first state at which the versions have this sum.
 
     Raises StateError STATE_DAMAGED if a record is lost, or does not give the digests it states.
     """
@@ -73,15 +84,23 @@ def recover(config: BrokerConfig, snapshot: CheckpointContent, journal: Journal 
         (p.learner, p.incarnation, p.fragment): (p.push_id, p.tokens)
         for p in snapshot.merged_pushes
     }
-    history = History(model, snapshot.phase, snapshot.run_tokens, merged, newest=snapshot.journal)
+    units = snapshot.run_tokens * len(table) + snapshot.token_parts
+    history = History(model, snapshot.phase, units, merged, newest=snapshot.journal)
     if journal is None:
         return history
     for number, head, blobs in read_records(journal, snapshot.journal + 1):
+        if until is not None and version_sum_of(model.fragments) >= until:
+            break
         history.newest = number
         if isinstance(head, RoundRecord):
             apply(history, head, blobs, number)
     model.forget_publications()
     return history
+
+
+def version_sum_of(fragments: Sequence[FragmentState]) -> int:
+    """The version of the whole model: each merged round raises it by one."""
+    return sum(state.version for state in fragments)
 
 
 def read_records(journal: Journal, first: int) -> Iterator[tuple[int, Head, memoryview]]:
@@ -113,11 +132,19 @@ def apply(history: History, head: RoundRecord, blobs: memoryview, number: int) -
     model.install(outcome)
     # A round may have been under way when the clock or the phase went on.
     history.phase = max(history.phase, head.phase, key=PHASES.index)
-    history.run_tokens = max(history.run_tokens, head.run_tokens)
+    history.token_units = units_after(history.token_units, len(model.table), head)
     history.replayed += 1
     for contributor in head.contributors:
         key = contributor.learner, contributor.incarnation, head.fragment
         history.merged_pushes[key] = contributor.push_id, contributor.merged_tokens
+
+
+def units_after(units: int, fragments: int, head: RoundRecord) -> int:
+    """The run's clock after a round, in units of a P-th token, for P fragments."""
+    # More only after a gap, and in records of format 1, whose clock was that of the reports.
+    units = max(units, head.run_tokens * fragments)
+    counted = sum(max(each.counted, 0) for each in head.contributors)
+    return min(units + counted, TOKENS_MAX * fragments)
 
 
 def version_before(model: GlobalModel, head: RoundRecord, number: int) -> int:

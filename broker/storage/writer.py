@@ -21,6 +21,7 @@ from narrows.broker.storage.journal import Journal, JournalError
 from narrows.broker.syncer import RunState
 from narrows.broker.syncer import events as ev
 from narrows.proto.codec import upper_halves
+from narrows.proto.limits import TOKENS_MAX
 from narrows.proto.shell import guarded
 from narrows.proto.units import format_bytes
 
@@ -91,6 +92,8 @@ class Commits:
         """True if the disk did not answer when the journal was closed."""
         self.installed = journal.durable
         """Newest record whose version is installed. A checkpoint made now holds all up to it."""
+        self.installed_seal = journal.sealer.seal
+        """The seal of that record, in a sealed journal."""
         self._written = Written()
 
     def commit(
@@ -121,7 +124,7 @@ class Commits:
             self._run.epoch[:2], fate.what, fate.learner, fate.incarnation, fate.fragment,
             fate.push_id, fate.reason, time.time(),
         )  # fmt: skip
-        self._append(records.encode(head))
+        self._append(records.encode(head), keep_seal=False)
         if not self._sync_waits:
             self._sync_waits = True
             self._submit(self._sync_fates)
@@ -155,10 +158,10 @@ class Commits:
         """Runs `work` on the journal's thread; an unexpected error ends the loop, loudly."""
         self._thread.submit(guarded(work, self._post))
 
-    def _append(self, body: list[bytes | memoryview]) -> int:
+    def _append(self, body: list[bytes | memoryview], *, keep_seal: bool = True) -> int:
         """The record's number, 0 if the queue is full, as after a long failure of the disk."""
         try:
-            return self._journal.append(body)
+            return self._journal.append(body, keep_seal=keep_seal)
         except JournalError as error:
             self._fails(str(error))
             return 0
@@ -179,11 +182,12 @@ class Commits:
             if self._closing.wait(RETRY_S):
                 return  # The round never existed: nobody has seen it.
         self._reach("durable")
+        seal = self._journal.sealer.take(number)
 
         def exists() -> ev.Event:
             event = done()
             if number:
-                self.installed = number
+                self.installed, self.installed_seal = number, seal
             return event
 
         self._post(exists)
@@ -251,7 +255,8 @@ def committed(
                 c.tokens,
                 c.steps,
                 weight,
-                c.tokens + _tokens_before(run, c, effect.fragment),
+                min(c.tokens + _tokens_before(run, c, effect.fragment), TOKENS_MAX),
+                c.tokens if c.counted is None else c.counted,
             )
             for c, weight in zip(effect.contributions, outcome.weights, strict=True)
         ),

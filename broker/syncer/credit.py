@@ -37,11 +37,12 @@ class Allowance:
     def __post_init__(self) -> None:
         self.need = Need(self.state)
 
-    def arrived(self, header: msg.Header, now: float) -> list[ev.Effect]:
+    def arrived(self, header: msg.Header, size_bytes: int, now: float) -> list[ev.Effect]:
         """Data has come: acknowledges it at once or later, the sooner the more it is."""
         member = self.state.roster.get(header.learner)
         if member is None or member.incarnation != header.incarnation or not member.connected:
             return []
+        self.state.shares.arrive(member.name, size_bytes, now)
         # Data is a sign of life: control messages may wait behind it on a narrow line.
         self.state.roster.heard(member, now)
         if member.credit.due_at is None:
@@ -142,4 +143,4 @@ class Allowance:
             for name, incoming in round_.incoming.items()
             if not incoming.complete
         }
-        return names if self.state.heads else {self.founding.founder}
+        return names if self.state.heads else {self.state.founder}

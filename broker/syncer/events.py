@@ -43,6 +43,8 @@ class ChunkArrived:
 
     header: Header
     handle: int
+    size_bytes: int = 0
+    """Bytes of its frames; the header says nothing of what has really come."""
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,8 @@ class LearnerSockets:
             self._on_handshake(socket, frame, now)
         if now >= self.handshakes.reopen_at:
             self.redial()
-        if now >= self._replace_at:
+        # A broker that refuses the control connection refuses these as well.
+        if now >= self._replace_at and self.handshakes.outcome is Outcome.ADMITTED:
             self._replace_refused()
         for stream, socket in enumerate(self._uplinks):
             if socket in self._ready:

@@ -56,6 +56,8 @@ def broker(
     goal_tokens: str | None = None,
     mode: str | None = None,
     init: Path | None = None,
+    founder: str | None = None,
+    rollback_to: int | None = None,
     keys: Path | None = None,
     new_run_secret: Annotated[bool, Parameter(negative="")] = False,
     insecure: bool = False,
@@ -75,14 +77,17 @@ def broker(
         Control port as tcp://HOST:PORT (default tcp://127.0.0.1:7070); the two ports after it
         carry the data.
     state_dir
-        Directory of journal and checkpoints (default runs/broker); a broker started on it again
-        resumes the run.
+        Directory of journal and checkpoints (default runs/broker), from which a run goes on.
     goal_tokens
         Tokens of all learners after which the run ends, such as 12e9; 0: never (default).
     mode
         decoupled (default), streaming or diloco.
     init
         Safetensors file that becomes version 0 instead of the first learner's parameters.
+    founder
+        Name of the learner whose model becomes the run's; without it the first one founds.
+    rollback_to
+        Version to go back to, as `narrows journal show` prints it "in all"; for one start.
     keys
         Directory of keys that `narrows keys new` made: only the holders of its keys may connect.
     new_run_secret
@@ -98,22 +103,20 @@ def broker(
     """
     from narrows.broker.cli.broker import BrokerCommand, renew_run_secret, run_broker
 
-    flags: dict[str, object] = {}
     named = {
         "broker.listen": listen,
         "broker.state_dir": str(state_dir) if state_dir else None,
         "broker.init": str(init) if init else None,
+        "broker.rollback_to": rollback_to,
         "run.goal_tokens": goal_tokens,
         "run.mode": mode,
+        "run.founder": founder,
         "broker.insecure": insecure or None,
         "security.keys": str(keys) if keys else None,
     }
-    flags.update({key: value for key, value in named.items() if value is not None})
+    flags: dict[str, object] = {k: value for k, value in named.items() if value is not None}
     command = BrokerCommand(config, flags, setting or [], events, ready_file)
-    if new_run_secret:
-        renew_run_secret(command)
-    else:
-        run_broker(command)
+    (renew_run_secret if new_run_secret else run_broker)(command)
 
 
 @app.command

@@ -44,6 +44,7 @@ from narrows.broker.storage.recovery import begin_epoch
 from narrows.broker.storage.replay import read_records
 from narrows.broker.syncer.events import JournalGap
 from narrows.proto.errors import ConfigError, NarrowsError
+from narrows.proto.layout import fingerprint
 
 
 def run_to_its_goal(folder: Path, **flags: object) -> Path:
@@ -125,7 +126,8 @@ def test_the_layout_is_that_of_hello_while_the_broker_runs(
         show_layout(ended)
     told = json.loads(capsys.readouterr().out)
     entries = [[e.name, list(e.shape), e.dtype, e.rule] for e in LAYOUT]
-    assert told == {"frozen_digest": 0, "layout": entries}
+    mark = fingerprint(LAYOUT, 0)
+    assert told == {"fingerprint": mark, "frozen_digest": 0, "layout": entries}
 
 
 def test_the_layout_of_an_older_checkpoint_stands_in_for_a_damaged_one(

@@ -100,7 +100,7 @@ def site(tmp_path: Path) -> Generator[Site]:
         ring = ring.allow(KeyHolder(name, role), pairs[name].public, now=time.time())
     write_ring(directory, ring)
     config = broker_config(
-        tmp_path, security__keys=str(directory), wan__streams=1,
+        tmp_path, security__keys=str(directory), run__founder="a", wan__streams=1,
         liveness__late="5min", liveness__lost="10min",
     )  # fmt: skip
     with live_broker(config) as service:

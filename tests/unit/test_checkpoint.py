@@ -26,7 +26,8 @@ from checkpoint_cases import (
 from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
 from safetensors.torch import load_file as load_torch  # pyright: ignore[reportUnknownVariableType]
 
-from narrows.broker.storage.checkpoint import StateDir, StateError, export_tensors
+from narrows.broker.storage.checkpoint import StateDir, StateError
+from narrows.broker.storage.export import export_tensors
 from narrows.proto.errors import ConfigError, ErrorCode
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest
@@ -138,7 +139,7 @@ def seal_as_of_another_version(file: Path) -> None:
     """A file as a later Narrows might write it: another format with a field that is not known
     here."""
     fields: dict[str, object] = json.loads(file.read_text())
-    fields |= {"format": 2, "added": [1, 2]}
+    fields |= {"format": 3, "added": [1, 2]}
     text = json.dumps({**fields, "digest": ""}, separators=(",", ":"))
     fields["digest"] = f"{digest(text.encode()):016x}"
     file.write_text(json.dumps(fields, separators=(",", ":")))
@@ -152,14 +153,14 @@ def test_a_format_of_the_future_is_refused_by_name(name: str, tmp_path: Path) ->
     with StateDir.open(path) as state, pytest.raises(StateError) as caught:
         state.load()
     assert name.split("/")[-1] in caught.value.message
-    assert (caught.value.expected, caught.value.got) == ("format 1", "format 2")
+    assert (caught.value.expected, caught.value.got) == ("format 1 or 2", "format 3")
     assert "the version of Narrows that wrote it" in caught.value.remedy
 
 
 def test_a_flipped_format_is_damage(tmp_path: Path) -> None:
     path = prepared(tmp_path, 1, 2)
     file = path / "checkpoint-00000002" / "manifest.json"
-    file.write_text(file.read_text().replace('"format":1', '"format":3'))
+    file.write_text(file.read_text().replace('"format":2', '"format":3'))
     with StateDir.open(path) as state:
         assert same(state.load(), snapshot(1))
         assert "does not match its digest" in state.warnings[0]

@@ -23,6 +23,7 @@ RECORDS: dict[str, type[msgspec.Struct]] = {
     "Began": records.LifeRecord,
     "Committed": records.RoundRecord,
     "Fate": records.FateRecord,
+    "Sealed": records.SealRecord,
     "Contributor": records.ContributorRecord,
     "Policy": Policy,
     "Vector": records.VectorRecord,
@@ -137,6 +138,11 @@ def test_what_the_page_says_of_payloads() -> None:
     assert CONSTANTS["ZSTD_BLOCK_BYTES_MIN"] == "1024"
 
 
+def default_of(value: object) -> str:
+    """The default as the tables have it; "" if there is none."""
+    return f" = {value}" if isinstance(value, int) else ""
+
+
 @pytest.mark.parametrize("name", tables.JOURNAL)
 def test_heads_of_the_journal(name: str) -> None:
     """They are no part of the page: the structs are their description."""
@@ -146,8 +152,10 @@ def test_heads_of_the_journal(name: str) -> None:
         assert "(offset, elements, payload bytes)" in Path(records.__file__).read_text()
         return
     struct = RECORDS[name]
-    told = [(f.encode_name, words_of(str(struct.__annotations__[f.name]))) for f in
-            msgspec.structs.fields(struct)]  # fmt: skip
+    told = [
+        (f.encode_name, words_of(str(struct.__annotations__[f.name])) + default_of(f.default))
+        for f in msgspec.structs.fields(struct)
+    ]
     assert told == ours(tables.JOURNAL[name])
     assert tables.JOURNAL[name].is_map == (not struct.__struct_config__.array_like)
     assert tables.JOURNAL[name].is_tagged == (struct.__struct_config__.tag is not None)
