@@ -102,7 +102,7 @@ sbom: $(READY) $(TOOLS)/.ready  ## build/sbom.json: what .venv is made of, as Cy
 audit: $(TOOLS)/.ready  ## known vulnerabilities of the pinned packages, where the network allows it
 	@$(TOOLS)/bin/python -c 'import urllib.request as u; u.urlopen("https://pypi.org/pypi/pip/json", timeout=20)' \
 		2>/dev/null || { echo "make audit asks pypi.org, which does not answer from here; run it elsewhere" >&2; exit 1; }
-	$(TOOLS)/bin/pip-audit --disable-pip --require-hashes --requirement locks/venv.txt
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes --requirement locks/venv.txt
 
 $(TOOLS)/.ready: locks/tools.txt
 	$(PYTHON) -m venv --clear $(TOOLS)

@@ -15,7 +15,6 @@ from narrows.proto.address import parse_listen
 from narrows.proto.codec import setting_names
 from narrows.proto.config import Choice, Range, Section, check_choice, override, read_table
 from narrows.proto.errors import ConfigError
-from narrows.proto.flow import message_bytes
 from narrows.proto.limits import (
     CHUNK_ELEMENTS_MAX,
     FRAGMENTS_MAX,
@@ -25,7 +24,7 @@ from narrows.proto.limits import (
     STREAMS_MAX,
     TOKENS_MAX,
 )
-from narrows.proto.messages import Mode, RunSettings
+from narrows.proto.messages import Mode
 from narrows.proto.timing import BEAT_S, FORGET_S, LATE_S, LOST_S, PROBE_S, QUIET_S
 from narrows.proto.units import Amount, BitRate, Duration, Size, written
 
@@ -271,8 +270,7 @@ class SecuritySection(Section):
     """[security] Keys: who may connect, and what on the disk nobody alters unnoticed."""
 
     keys: str = ""
-    """Directory with the broker's key and the ring of keys that it admits; `narrows keys new` makes
-    one. Empty: no keys, so the broker serves this machine alone."""
+    """Directory that `narrows keys new` makes. Empty: the broker serves this machine alone."""
     seal_key: str = ""
     """File with the key that seals the state directory, outside of it. Empty: nothing is sealed."""
 
@@ -294,7 +292,6 @@ class BrokerConfig(Section):
 
 _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
     Mode.DECOUPLED: {},
-    # Nothing to set: that all live learners contribute follows from the mode itself.
     Mode.STREAMING: {},
     Mode.DILOCO: {
         "fragments.count": 1,
@@ -328,29 +325,3 @@ def load_config(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
     mode = named if isinstance(named, str) else Mode.DECOUPLED
     config = override(BrokerConfig(), preset(mode))
     return override(override(config, table, source=str(path)), flags, source="flags")
-
-
-def settings(config: BrokerConfig) -> RunSettings:
-    """The settings that the whole group shares, as a Welcome carries them."""
-    wan, count = config.wan, config.run.learners_at_start
-    # Paired with FragmentsSection and with the learner, which waits beyond the overlap.
-    assert config.fragments.overlap_steps < config.fragments.sync_period_steps, config.fragments
-    return RunSettings(
-        mode=config.run.mode,
-        fragment_count=config.fragments.count,
-        sync_period_steps=config.fragments.sync_period_steps,
-        overlap_steps=config.fragments.overlap_steps,
-        push_codec=config.codec.push,
-        publish_codec=config.codec.publish,
-        push_rho=config.codec.push_rho,
-        publish_rho=config.codec.publish_rho,
-        push_bits=config.codec.push_bits,
-        publish_bits=config.codec.publish_bits,
-        chunk_elements=config.codec.chunk_elements,
-        message_bytes=message_bytes(wan.up, wan.down, wan.total_up / count, wan.total_down / count),
-        streams=wan.streams,
-        error_feedback=config.codec.error_feedback,
-        tokens_per_run_step=config.run.tokens_per_run_step,
-        goal_tokens=config.run.goal_tokens,
-        max_offline_s=config.run.max_offline,
-    )

@@ -24,11 +24,20 @@ def check_safety(simulation: Simulation) -> None:
     """Checks the laws that hold even while everything fails."""
     assert not [record for record in simulation.trace if isinstance(record, Failed)]
     check_contributions(simulation)
+    check_clock(simulation)
     check_versions(simulation)
     check_digests(simulation)
     check_ledgers(simulation)
     check_merged(simulation)
     check_payloads(simulation)
+
+
+def check_clock(simulation: Simulation) -> None:
+    """The run's clock never has more tokens than were merged."""
+    assert simulation.broker is not None
+    clock = simulation.broker.syncer.state.clock
+    merged = sum(done.tokens for done in contributors(simulation))
+    assert 0 <= clock.units <= merged, (clock.units, merged)
 
 
 def check_contributions(simulation: Simulation) -> None:

@@ -174,12 +174,13 @@ class Peer:
             pass
         for part in self.table:
             self.send(msg.Adopted(part.index, 0))
-        # No round is opened before somebody has told how long a step takes.
-        self._report()
+        # No round is opened before two Reports have shown how long a step takes.
+        self._report(steps=2)
+        self._report(steps=3)
         wait_until(lambda: len(self.status().rounds) == 2, "two open rounds")
 
-    def _report(self, *received: int) -> None:
-        self.send(msg.Report(2, 2, 0.001, None, received, msg.TokenLedger(), 0.0))
+    def _report(self, *received: int, steps: int = 3) -> None:
+        self.send(msg.Report(steps, steps, 0.001, None, received, msg.TokenLedger(), 0.0))
 
     def heads(self) -> list[msg.FragmentHead]:
         """Version and digest of each fragment as the broker sends it, checked."""

@@ -68,7 +68,9 @@ class Walk:
             f"narrows keys invite site-a --address {address} > site-a.invite",
         )
         broker = self._start(
-            "broker", self.broker_site, f"narrows broker --keys keys --listen {address}"
+            "broker",
+            self.broker_site,
+            f"narrows broker --keys keys --founder site-a --listen {address}",
         )
         self._wait(broker, "serving on")
         shutil.move(self.broker_site / "site-a.invite", self.learner_site)

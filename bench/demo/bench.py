@@ -98,7 +98,7 @@ class _Run:
         return ask_status(self.address, timeout_s=5.0, key=self.key)
 
     def start_learner(self, processes: Processes, name: str, *arguments: str) -> None:
-        joins = ("--broker", self.address, "--name", name)
+        joins: tuple[str, ...] = ("--broker", self.address, "--name", name)
         if self.keys is not None:
             joins = ("--key", str(self.keys.file(name)))
         processes.start(
@@ -123,7 +123,7 @@ def _start(options: DemoOptions, processes: Processes, folder: Path, keys: DemoK
         "--set", f"fragments.sync_period_steps={SYNC_PERIOD_STEPS}",
         "--set", f"run.tokens_per_run_step={options.tokens_per_step * options.learners}",
         "--set", "broker.journal_keep=true",
-        *(("--keys", str(keys.directory)) if keys else ()),
+        *(("--keys", str(keys.directory), "--founder", options.names[0]) if keys else ()),
     )  # fmt: skip
     run = _Run(address, folder, keys, keys.write(address) if keys else None)
     for name in options.names:

@@ -13,13 +13,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from narrows.broker.config import BrokerConfig, settings
+from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import merge as merge_module
 from narrows.broker.merging import outer
 from narrows.broker.merging.contribution import Contribution
 from narrows.broker.merging.merge import DecodedVector, MergeResult, merge_vectors, token_weights
 from narrows.broker.merging.outer import outer_optimizer
 from narrows.broker.merging.policy import Policy
+from narrows.broker.shared_settings import settings
 from narrows.proto.codec import (
     F32,
     STATE_CODEC,

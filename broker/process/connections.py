@@ -42,7 +42,9 @@ HALF_OPEN_MAX: Final = 512
 SCAN_S: Final = 0.05
 """Time between two scans, as long as they are cheap."""
 SCAN_SHARE_MAX: Final = 0.02
-"""Largest share of the loop's time that goes to scans."""
+"""Largest share of the loop's time that goes to scans, up to some thousand connections."""
+SCAN_MAX_S: Final = 0.5
+"""Longest time between two scans: a fast line brings half a gigabyte in it."""
 
 NAMED_MAX: Final = 1024
 """Holders and addresses that are named in the log for what was cut."""
@@ -93,10 +95,18 @@ Told = Callable[[ErrorCode, str], None]
 class Connections:
     """The connections of the broker's sockets, by file descriptor."""
 
-    def __init__(self, *, with_keys: bool, streams: int, most: int, told: Told) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        with_keys: bool,
+        streams: int,
+        most: int,
+        told: Told,
+    ) -> None:
         """`most`: connections that are kept at the same time."""
         self._with_keys, self._streams, self._most = with_keys, streams, most
-        self._told = told
+        self._context, self._told = context, told
         self._monitors: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes], int]] = []
         self._all: dict[int, Accepted] = {}
         """In the order in which they were accepted."""
@@ -121,8 +131,7 @@ class Connections:
         """Follows the connections of a socket. Call it before the socket binds."""
         where = f"inproc://connections-{len(self._monitors)}"
         source.monitor(where, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        context: zmq.Context[zmq.Socket[bytes]] = source.context
-        monitor = context.socket(zmq.PAIR)
+        monitor = self._context.socket(zmq.PAIR)
         # Without a limit: a full queue would stop the thread that serves all connections.
         monitor.setsockopt(zmq.RCVHWM, 0)
         monitor.setsockopt(zmq.LINGER, 0)
@@ -173,7 +182,9 @@ class Connections:
         if connection is None:
             return
         self._opened(descriptor, connection)
-        for name in [name for name, those in self._by_name.items() if descriptor in those]:
+        # Refused handshakes come in hundreds per second, and belong to nobody.
+        by_name = self._by_name if connection.keys else {}
+        for name in [name for name, those in by_name.items() if descriptor in those]:
             del self._by_name[name][descriptor]
             if not self._by_name[name]:
                 del self._by_name[name]
@@ -283,9 +294,11 @@ class Connections:
     # Scans.
 
     def scan(self, now: float, clock: Callable[[], float]) -> None:
-        """Looks at what each connection holds; cuts those that hold too much."""
+        """Looks at what each connection holds; cuts those that hold too much. `clock` tells the
+        processor time of the thread: a scan that had to wait is not a dear one."""
         if now < self.scan_at:
             return
+        begun = clock()
         for key in [key for key, at in self._cut_at.items() if now >= at]:
             del self._cut_at[key]
             for descriptor in [d for d, c in self._all.items() if key in c.keys]:
@@ -309,7 +322,8 @@ class Connections:
             if held > TOGETHER_HELD_MAX:
                 of_key = [d for d, c in self._all.items() if key in self._owners(c)]
                 self._cut_holding(max(of_key, key=lambda d: self._all[d].held), held)
-        self.scan_at = now + max(SCAN_S, (clock() - now) / SCAN_SHARE_MAX)
+        cost_s = clock() - begun
+        self.scan_at = now + min(max(SCAN_S, cost_s / SCAN_SHARE_MAX), SCAN_MAX_S)
 
     def _owners(self, connection: Accepted) -> Iterable[str]:
         """Keys to which held bytes are charged; "" stands for all that have never sent a message.

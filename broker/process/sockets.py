@@ -80,7 +80,9 @@ class BrokerSockets:
         try:
             gate = _gate(context, Path(keys)) if keys else None
             most = _connections_max(streams)
-            connections = Connections(with_keys=bool(keys), streams=streams, most=most, told=told)
+            connections = Connections(
+                context, with_keys=bool(keys), streams=streams, most=most, told=told
+            )
             make = partial(_socket, context, gate, ipv6=address.is_ipv6)
             control = make(zmq.ROUTER, socket_options.ROUTER)
             connections.watch(control, CONTROL_HELD_MAX)
@@ -111,7 +113,7 @@ class BrokerSockets:
         self.connections.read_events(now)
         if self.gate is not None:
             self.gate.answer(now)
-        self.connections.scan(now, time.monotonic)
+        self.connections.scan(now, time.thread_time)
 
     def receive_control(self) -> tuple[bytes, MessageOrigin, list[bytes]] | None:
         """(peer, origin, frames) of the next control message, None if there is none."""

@@ -111,7 +111,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     digest: str = ""
     """xxh3_64 (hex) of this manifest with an empty digest."""
     token_parts: int = 0
-    """What the run's clock has beyond run_tokens, in units of a P-th token for P fragments."""
+    """Part of the run's clock beyond run_tokens, in units of a P-th token for P fragments."""
 
 
 @dataclass(frozen=True)

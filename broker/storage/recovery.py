@@ -82,15 +82,7 @@ def begin_epoch(
     snapshot = state_dir.load()
     for warning in state_dir.warnings:
         _log.error("%s", warning)  # At once: the start may fail below.
-    if snapshot is not None and snapshot.fragment_count != config.fragments.count:
-        raise ConfigError(
-            f"the checkpoint in {state_dir.path} has another fragment count",
-            expected=f"fragments.count = {snapshot.fragment_count}",
-            got=str(config.fragments.count),
-            remedy="start with the old setting, or with a new --state-dir",
-        )
-    if snapshot is None:
-        check_founder(config)
+    _check_fits(config, state_dir, snapshot)
     settings = json.dumps(flatten(config), sort_keys=True).encode()
     run = state_dir.begin_epoch(secrets.token_hex(8), f"{digest(settings):016x}")
     journal, history = None, None
@@ -132,6 +124,21 @@ def begin_epoch(
         journal.close()
         journal = None
     return Begun(syncer, history.model if history else None, journal, newest)
+
+
+def _check_fits(
+    config: BrokerConfig, state_dir: StateDir, snapshot: CheckpointContent | None
+) -> None:
+    """Raises ConfigError unless the run that is there, or begins, can have these settings."""
+    if snapshot is None:
+        check_founder(config)
+    elif snapshot.fragment_count != config.fragments.count:
+        raise ConfigError(
+            f"the checkpoint in {state_dir.path} has another fragment count",
+            expected=f"fragments.count = {snapshot.fragment_count}",
+            got=str(config.fragments.count),
+            remedy="start with the old setting, or with a new --state-dir",
+        )
 
 
 def _roll_back(config: BrokerConfig, state_dir: StateDir) -> None:

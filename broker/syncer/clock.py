@@ -71,7 +71,7 @@ class _Rate:
 
 @dataclass
 class _Account:
-    """What is known of one name: all of its incarnations share it."""
+    """Account of one name: all of its incarnations share it."""
 
     since: float
     """Time at which the name was met first."""

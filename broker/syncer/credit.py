@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from narrows.broker.config import BrokerConfig, settings
+from narrows.broker.config import BrokerConfig
+from narrows.broker.shared_settings import settings
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.bits import Need
 from narrows.broker.syncer.founding import Founding

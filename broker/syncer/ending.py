@@ -124,8 +124,8 @@ class Waiting:
             if any(name in round_.contributed for round_ in rounds):
                 self._left_out.pop(name, None)
             left_out = self._left_out.get(name)
-            member.given_up = bool(left_out) and (
-                self.state.version_sum < left_out.until_version_sum
+            member.given_up = (
+                left_out is not None and self.state.version_sum < left_out.until_version_sum
             )
             awaited = any(round_.contributed and round_.awaits(name) for round_ in rounds)
             if member.given_up or not member.ready or not awaited:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from narrows.broker.config import BrokerConfig, settings
+from narrows.broker.config import BrokerConfig
+from narrows.broker.shared_settings import settings
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer import serving
 from narrows.broker.syncer.admission import Admission
@@ -51,7 +52,7 @@ class Resumed:
     checkpoint_sum: int | None = None
     """Sum of the versions in the checkpoint; None: that of `heads`."""
     token_parts: int = 0
-    """What the run's clock has beyond run_tokens, in units of a P-th token for P fragments."""
+    """Part of the run's clock beyond run_tokens, in units of a P-th token for P fragments."""
 
 
 class Syncer:

@@ -24,7 +24,7 @@ claim anything."""
 
 
 @dataclass
-class Pace:
+class RunPace:
     """Seconds per inner step of each name, and of the run."""
 
     _samples: dict[str, deque[float]] = field(default_factory=dict[str, deque[float]])

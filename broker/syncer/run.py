@@ -12,7 +12,7 @@ from narrows.broker.config import BrokerConfig
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.clock import RunClock
 from narrows.broker.syncer.member import Member
-from narrows.broker.syncer.pace import Pace
+from narrows.broker.syncer.pace import RunPace
 from narrows.broker.syncer.phases import RunPhase, Turn, next_phase
 from narrows.broker.syncer.rates import Shares
 from narrows.broker.syncer.roster import Roster
@@ -87,7 +87,7 @@ class RunState:
     tally: Tally
     secret: RunSecret
     clock: RunClock = field(default_factory=RunClock)
-    pace: Pace = field(default_factory=Pace)
+    pace: RunPace = field(default_factory=RunPace)
     phase: RunPhase = RunPhase.FOUNDING
     """Written by `turn`, and by a restart before the first event."""
     layout: tuple[msg.LayoutEntry, ...] = ()

@@ -16,7 +16,7 @@ from narrows.proto import socket_options
 from narrows.proto.address import parse_address
 from narrows.proto.errors import ConfigError
 from narrows.proto.frames import downlink_topic
-from narrows.proto.keys import Handshakes, Outcome, SiteKey, outcome_of, read_site_key
+from narrows.proto.keys import Handshake, Handshakes, SiteKey, outcome_of, read_site_key
 from narrows.proto.shell import WakePipe
 from narrows.proto.timing import RECONNECT_MAX_S, REDIAL_MAX_S
 
@@ -123,7 +123,7 @@ class LearnerSockets:
         if now >= self.handshakes.reopen_at:
             self.redial()
         # A broker that refuses the control connection refuses these as well.
-        if now >= self._replace_at and self.handshakes.outcome is Outcome.ADMITTED:
+        if now >= self._replace_at and self.handshakes.outcome is Handshake.ADMITTED:
             self._replace_refused()
         for stream, socket in enumerate(self._uplinks):
             if socket in self._ready:
@@ -203,7 +203,7 @@ class LearnerSockets:
             self._on_data_handshake(socket, outcome_of(frame), now)
             return
         due_before, outcome = self.handshakes.reopen_at, self.handshakes.take(frame, now)
-        if outcome is Outcome.ADMITTED:
+        if outcome is Handshake.ADMITTED:
             self._has_connected = True
         elif outcome is not None:
             if self.handshakes.reopen_at < due_before:
@@ -211,8 +211,8 @@ class LearnerSockets:
             if self._read_key_again():
                 self.handshakes.reopen_at = now
 
-    def _on_data_handshake(self, socket: Socket, outcome: Outcome | None, now: float) -> None:
-        if outcome is Outcome.ADMITTED:
+    def _on_data_handshake(self, socket: Socket, outcome: Handshake | None, now: float) -> None:
+        if outcome is Handshake.ADMITTED:
             self._unconnected.discard(socket)
             self._replace_s = RECONNECT_MAX_S
         elif outcome is not None and self.key is not None and socket not in self._refused:
@@ -255,7 +255,8 @@ class LearnerSockets:
 
     def _make(self, kind: int, options: dict[str, int]) -> Socket:
         socket = self._context.socket(kind)
-        for name, value in [*options.items(), *self.handshakes.options.items()]:
+        all_options: dict[str, int | bytes] = {**options, **self.handshakes.options}
+        for name, value in all_options.items():
             socket.setsockopt(getattr(zmq, name), value)
         socket.setsockopt(zmq.IPV6, self._address.is_ipv6)
         self._monitors.watch(socket)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -22,13 +21,8 @@ from narrows.bench.kit.torch_needed import need_torch
 from narrows.broker.cli.journal import journal
 from narrows.broker.cli.keys import keys
 from narrows.broker.cli.wire import wire
-from narrows.proto.errors import BrokerUnreachable, ConfigError, ErrorCode, NarrowsError, Refused
-
-EXIT_CODES = (
-    "Exit codes: 0 ok, 1 failure, 2 usage or configuration, 3 refused by the peer, 4 broker not "
-    "reachable, 130 interrupted."
-)
-EXIT_FAILURE, EXIT_USAGE, EXIT_REFUSED, EXIT_UNREACHABLE = 1, 2, 3, 4
+from narrows.exit_codes import EXIT_CODES, EXIT_FAILURE, EXIT_USAGE, exit_code
+from narrows.proto.errors import NarrowsError
 
 app = cyclopts.App(
     name="narrows",
@@ -74,8 +68,7 @@ def broker(
     config
         TOML file; every key has a default, flags win over the file.
     listen
-        Control port as tcp://HOST:PORT (default tcp://127.0.0.1:7070); the two ports after it
-        carry the data.
+        Control port, tcp://HOST:PORT (default 127.0.0.1:7070); the two ports after it carry data.
     state_dir
         Directory of journal and checkpoints (default runs/broker), from which a run goes on.
     goal_tokens
@@ -321,7 +314,7 @@ def main() -> NoReturn:
     try:
         app(sys.argv[1:])
     except NarrowsError as error:
-        _fail(str(error), _exit_code(error))
+        _fail(str(error), exit_code(error))
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except BrokenPipeError:
@@ -329,16 +322,6 @@ def main() -> NoReturn:
     except OSError as error:
         _fail(str(error), EXIT_FAILURE)
     sys.exit(0)
-
-
-def _exit_code(error: NarrowsError) -> int:
-    table: list[tuple[Callable[[NarrowsError], bool], int]] = [
-        (lambda e: isinstance(e, BrokerUnreachable), EXIT_UNREACHABLE),
-        (lambda e: isinstance(e, Refused), EXIT_REFUSED),
-        (lambda e: isinstance(e, ConfigError), EXIT_USAGE),
-        (lambda e: e.code in (ErrorCode.CONFIG, ErrorCode.INSECURE), EXIT_USAGE),
-    ]
-    return next((code for matches, code in table if matches(error)), EXIT_FAILURE)
 
 
 def _fail(text: str, code: int) -> NoReturn:

@@ -281,9 +281,12 @@ def test_a_refusal_while_leaving_is_raised(
 def test_the_clock_in_steps_is_0_before_the_first_step_and_never_falls(service: Service) -> None:
     first, second = (client(service, name, ToyHost(vector(1))) for name in "ab")
     first.start()
-    for _ in range(50):
+
+    def counts() -> bool:
         first.boundary(1000, 1.0)
-    wait_until(lambda: service.syncer.state.clock.run_tokens > 0, "the clock to run")
+        return service.syncer.state.clock.run_tokens > 0
+
+    wait_until(counts, "the clock to run: a push has to be merged")
     second.start()
     assert second.run_tokens > 0
     assert second.run_step == 0

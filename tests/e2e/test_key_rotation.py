@@ -20,7 +20,9 @@ from narrows.proto.keys import SiteKey, read_site_key
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, narrows: Run) -> Generator[Service]:
     monkeypatch.chdir(tmp_path)
     assert narrows("keys", "new")[0] == 0
-    with live_broker(broker_config(tmp_path, security__keys="keys", wan__streams=1)) as service:
+    with live_broker(
+        broker_config(tmp_path, security__keys="keys", run__founder="site-a", wan__streams=1)
+    ) as service:
         yield service
 
 

@@ -13,6 +13,7 @@ from peer import Peer
 from running import broker_config, live_broker, wait_until
 
 from narrows.broker.process.service import Service
+from narrows.broker.syncer.status import status_of
 from narrows.proto import messages as msg
 from narrows.proto.frames import decode_control, encode_control
 from narrows.proto.key_holder import KeyHolder
@@ -35,9 +36,13 @@ NAMES = ("good", "status", "control", "refused", "joins", "chunks", "garbage")
 class KeyedPeer(Peer):
     """A peer with the key of its name."""
 
-    def __init__(self, address: str, name: str, pair: KeyPair, server: str) -> None:
-        self.pair, self.server = pair, server
-        super().__init__(address, name)
+    def __init__(self, service: Service, name: str, pair: KeyPair, server: str) -> None:
+        self.service, self.pair, self.server = service, pair, server
+        super().__init__(service.wires.address, name)
+
+    def status(self) -> msg.Status:
+        """Read from the broker itself: who waits for something must not use up the quota."""
+        return status_of(self.service.syncer, self.service.traffic, time.monotonic())
 
     def make(self, kind: int) -> zmq.Socket[bytes]:
         socket = super().make(kind)
@@ -64,6 +69,7 @@ class Floods:
         self.config = broker_config(
             folder,
             security__keys=str(directory),
+            run__founder="good",
             wan__streams=1,
             liveness__late="5min",
             liveness__lost="10min",
@@ -71,7 +77,7 @@ class Floods:
         self.service: Service
 
     def peer(self, name: str) -> Peer:
-        return KeyedPeer(self.service.wires.address, name, self.pairs[name], self.server)
+        return KeyedPeer(self.service, name, self.pairs[name], self.server)
 
     @property
     def dropped(self) -> int:

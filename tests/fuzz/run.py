@@ -41,7 +41,7 @@ FILE_BYTES_MAX, CORPUS_BYTES_MAX = 1500, 60_000
 
 @dataclass
 class Figures:
-    """What a decoder went through, in all runs together."""
+    """Sum of all runs of one decoder."""
 
     minutes: float = 0.0
     inputs: int = 0
@@ -97,7 +97,7 @@ def fuzz(name: str, seconds: float) -> Figures:
 
 
 def drive(name: str, folder: Path, seconds: float) -> str:
-    """What one process of the fuzzer says."""
+    """Lines of one process of the fuzzer."""
     (CORPUS / name).mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
     with log.open("wb") as out:

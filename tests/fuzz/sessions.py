@@ -40,7 +40,7 @@ ENDLESS_BYTES: Final = 300_000
 
 @dataclass(frozen=True)
 class Connection:
-    """What is said on one connection, and to whom."""
+    """A whole connection: its port, and all that is said."""
 
     port: Port
     data: bytes
@@ -109,7 +109,7 @@ def _control(random: Random, honest: Peer) -> bytes:
 
 
 def _message(random: Random, honest: Peer) -> msg.ControlMessage:
-    """What a member might say; on its first Hello it joins."""
+    """One of the messages of a member; on its first Hello it joins."""
     number, name = random.randrange(4), f"fuzz-{random.randrange(NAMES)}"
     hello = honest.hello(name=name, incarnation=_incarnation(random))
     return random.choice((
@@ -156,7 +156,7 @@ def _incarnation(random: Random) -> str:
 
 
 def handshake(port: Port) -> bytes:
-    """What a socket of the right type says first."""
+    """The greeting and the command with which a socket of the right type begins."""
     kind = SOCKET_TYPES[port]
     ready = b"\5READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
     return GREETING + frame(ready, command=True)

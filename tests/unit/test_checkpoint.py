@@ -157,6 +157,19 @@ def test_a_format_of_the_future_is_refused_by_name(name: str, tmp_path: Path) ->
     assert "the version of Narrows that wrote it" in caught.value.remedy
 
 
+def test_a_checkpoint_of_format_1_goes_on_from_its_clock(tmp_path: Path) -> None:
+    path = prepared(tmp_path, 1, 2)
+    file = path / "checkpoint-00000002" / "manifest.json"
+    fields: dict[str, object] = json.loads(file.read_text())
+    del fields["token_parts"]
+    text = json.dumps({**fields, "format": 1, "digest": ""}, separators=(",", ":"))
+    fields |= {"format": 1, "digest": f"{digest(text.encode()):016x}"}
+    file.write_text(json.dumps(fields, separators=(",", ":")))
+    with StateDir.open(path) as state:
+        assert same(state.load(), snapshot(2))
+        assert not state.warnings
+
+
 def test_a_flipped_format_is_damage(tmp_path: Path) -> None:
     path = prepared(tmp_path, 1, 2)
     file = path / "checkpoint-00000002" / "manifest.json"

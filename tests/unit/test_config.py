@@ -15,7 +15,8 @@ import pytest
 
 from narrows.broker import config as broker_config
 from narrows.broker.cli.broker import assigned
-from narrows.broker.config import BrokerConfig, MergeSection, load_config, preset, settings
+from narrows.broker.config import BrokerConfig, MergeSection, load_config, preset
+from narrows.broker.shared_settings import settings
 from narrows.proto.config import Range, Section, described, flatten, override, read_table
 from narrows.proto.errors import ConfigError
 from narrows.proto.messages import Mode

@@ -143,7 +143,8 @@ def test_one_that_is_slow_but_contributes_is_waited_for_again() -> None:
     contribute(desk, "a", push_id=9)
     finish(desk, spend(desk, 70.0, "a", "slow"), "a", "slow")
     contribute(desk, "slow", push_id=10)
-    assert not desk.state.roster.get("slow").given_up  # pyright: ignore[reportOptionalMemberAccess]
+    slow = desk.state.roster.get("slow")
+    assert slow is not None and not slow.given_up
     one(contribute(desk, "a", push_id=10), ev.StartMerge)
 
 

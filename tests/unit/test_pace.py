@@ -7,7 +7,7 @@ from machines import Desk, hello, incarnation_of
 
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.member import Copies, Member, Presence, Stepping, Uplink
-from narrows.broker.syncer.pace import Pace
+from narrows.broker.syncer.pace import RunPace
 from narrows.broker.syncer.participation import Participation
 from narrows.proto import messages as msg
 from narrows.proto.codec import STATE_CODEC
@@ -60,7 +60,7 @@ def member(name: str) -> Member:
     return made
 
 
-def push(pace: Pace, members: list[Member], now: float, **steps: int) -> None:
+def push(pace: RunPace, members: list[Member], now: float, **steps: int) -> None:
     """Everybody adopts, and pushes so many steps after ten seconds."""
     for each in members:
         each.copies.adopted_at[0] = now
@@ -76,7 +76,7 @@ def test_claimed_steps_of_one_learner_move_the_pace_by_four_at_most(
 ) -> None:
     """It was there before with honest claims, or comes new."""
     for comes_new in (False, True):
-        pace, honest, insider = Pace(), [member(name) for name in others], member("x")
+        pace, honest, insider = RunPace(), [member(name) for name in others], member("x")
         for at in range(0, 200, 10):
             there = honest if comes_new else [*honest, insider]
             push(pace, there, float(at), **dict.fromkeys(others, 10), x=10)
@@ -88,7 +88,7 @@ def test_claimed_steps_of_one_learner_move_the_pace_by_four_at_most(
 
 @pytest.mark.parametrize("factor", [0.7, 1.4])
 def test_a_learner_that_drifts_away_does_not_take_the_pace_along(factor: float) -> None:
-    pace, members, claimed = Pace(), [member("a"), member("x")], 1e6
+    pace, members, claimed = RunPace(), [member("a"), member("x")], 1e6
     for at in range(0, 2000, 10):
         push(pace, members, float(at), a=10**6, x=max(1, int(claimed)))
         claimed = min(claimed * factor, 2.0**62)
@@ -96,7 +96,7 @@ def test_a_learner_that_drifts_away_does_not_take_the_pace_along(factor: float) 
 
 
 def test_a_pause_and_a_compilation_are_no_step_time() -> None:
-    pace, a = Pace(), member("a")
+    pace, a = RunPace(), member("a")
     a.copies.adopted_at[0], a.stepping = 0.0, Stepping(1, 300.0, 11, 310.0)
     pace.pushed(a, 0, 11, 310.0)
     assert pace.step_s([a]) == 1.0, "the first step took five minutes"
@@ -108,7 +108,7 @@ def test_a_pause_and_a_compilation_are_no_step_time() -> None:
 
 
 def test_what_a_process_adopted_in_an_earlier_session_says_nothing() -> None:
-    pace, a = Pace(), member("a")
+    pace, a = RunPace(), member("a")
     a.copies.adopted_at[0] = None
     pace.pushed(a, 0, 5000, 310.0)
     assert pace.of("a") == 0.0

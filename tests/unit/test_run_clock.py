@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from narrows.broker.config import BrokerConfig
+from narrows.broker.merging import policy_of
+from narrows.broker.storage.records import (
+    NOT_COUNTED,
+    ContributorRecord,
+    RoundRecord,
+    VectorRecord,
+)
+from narrows.broker.storage.replay import units_after
 from narrows.broker.syncer.clock import FIRST_TOKENS_PER_S_MAX, Claim, RunClock
 from narrows.proto.limits import TOKENS_MAX
+from narrows.proto.messages import Phase
 
 WILD = 1 << 62
 
@@ -170,3 +180,29 @@ def test_a_restart_goes_on_with_the_units_and_with_no_time_of_before() -> None:
     # The insider is back first.
     assert merge(again, 505.0, {"x": WILD}) == [0]
     assert merge(again, 506.0, {"a": 100, "x": WILD}, 1) == [100, 400]
+
+
+def record(run_tokens: int, *counted: int) -> RoundRecord:
+    contributors = tuple(
+        ContributorRecord(name, "0" * 32, 1, 500, 1, 0.5, 500, tokens)
+        for name, tokens in zip("ab", counted, strict=False)
+    )
+    policy = policy_of(BrokerConfig())
+    publication = VectorRecord("raw32", 0.0, ())
+    return RoundRecord(
+        (1, 1), 0, 1, "", contributors, policy, Phase.RUNNING, run_tokens, publication, (), 0.0,
+        (0, 0, 0), 0.0,
+    )  # fmt: skip
+
+
+def test_a_restart_adds_up_what_the_records_count() -> None:
+    units = 7
+    for counted in ((100, 50), (1, 1)):
+        units = units_after(units, 4, record(0, *counted))
+    assert units == 7 + 152
+    assert units_after(TOKENS_MAX * 4, 4, record(0, 9)) == TOKENS_MAX * 4
+
+
+def test_records_of_format_1_and_those_after_a_gap_have_the_clock_themselves() -> None:
+    assert units_after(7, 4, record(1000, NOT_COUNTED, NOT_COUNTED)) == 4000
+    assert units_after(7, 4, record(1000, 100)) == 4100
