@@ -195,7 +195,13 @@ def merge_again(
         check_whole(head.version - before - 1)
         rounds += 1
         names.update(each.learner for each in head.contributors)
-        published = _merge_again(model, head, blobs, changes, number)
+        try:
+            published = _merge_again(model, head, blobs, changes, number)
+        except FloatingPointError as error:
+            raise NarrowsError(
+                ErrorCode.NOT_FINITE, f"record {number}: {error}",
+                remedy="choose a smaller --outer-lr, or leave that learner's pushes out",
+            ) from error  # fmt: skip
         if published != head.digests[2] and not differs:
             differs = f"record {number}, version {head.version} of fragment {head.fragment}"
     return MergedAgain(model, rounds, differs, _left_out(names, changes.without))
@@ -256,6 +262,8 @@ def left_over(
     if len(kept) == len(head.contributors):
         return head, vectors
     total = math.fsum(head.contributors[i].weight for i in kept)
+    if kept and not total > 0:
+        raise ConfigError(f"--without: the others of version {head.version} have no weight")
     contributors = tuple(
         msgspec.structs.replace(head.contributors[i], weight=head.contributors[i].weight / total)
         for i in kept
