@@ -214,7 +214,13 @@ def merge_again(
         check_whole(head.version - before - 1)
         rounds += 1
         names.update(each.learner for each in head.contributors)
-        published = _merge_again(model, head, blobs, changes, number)
+        try:
+            published = _merge_again(model, head, blobs, changes, number)
+        except FloatingPointError as error:
+            raise NarrowsError(
+                ErrorCode.NOT_FINITE, f"record {number}: {error}",
+                remedy="choose a smaller --outer-lr, or leave that learner's pushes out",
+            ) from error  # fmt: skip
         if published != head.digests[2] and not differs:
             differs = f"record {number}, version {head.version} of fragment {head.fragment}"
     return MergedAgain(model, rounds, differs, _left_out(names, changes.without))

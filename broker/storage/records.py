@@ -161,6 +161,8 @@ def _check_round(head: RoundRecord) -> None:
         raise Damaged(f"a record of the journal: {counts} contributors")
     if not head.publication.chunks or not 0 < head.publication.rho < math.inf:
         raise Damaged("a record of the journal: its publication has no chunks or no step")
+    if not all(0 <= each.weight < math.inf for each in head.contributors):
+        raise Damaged("a record of the journal: a contribution's weight is no number from 0 on")
     if not head.error_ratio >= 0:
         raise Damaged(f"a record of the journal: an error ratio of {head.error_ratio}")
 

@@ -130,7 +130,7 @@ def apply(history: History, head: RoundRecord, blobs: memoryview, number: int) -
         return
     try:
         outcome = outcome_of(model, head, blobs)
-    except (Damaged, RemoteProtocolError) as problem:
+    except (Damaged, RemoteProtocolError, FloatingPointError) as problem:
         raise _damaged(number, str(problem)) from problem
     model.set_rate(head.fragment, head.publication.codec, head.publication.rho)
     model.install(outcome)
