@@ -40,7 +40,7 @@ ENDLESS_BYTES: Final = 300_000
 
 @dataclass(frozen=True)
 class Connection:
-    """What is said on one connection, and to whom."""
+    """The bytes for one connection, and its port."""
 
     port: Port
     data: bytes
@@ -109,7 +109,7 @@ def _control(random: Random, honest: Peer) -> bytes:
 
 
 def _message(random: Random, honest: Peer) -> msg.ControlMessage:
-    """What a member might say; on its first Hello it joins."""
+    """A message that a member might send; its first Hello joins."""
     number, name = random.randrange(4), f"fuzz-{random.randrange(NAMES)}"
     hello = honest.hello(name=name, incarnation=_incarnation(random))
     return random.choice((
@@ -156,7 +156,7 @@ def _incarnation(random: Random) -> str:
 
 
 def handshake(port: Port) -> bytes:
-    """What a socket of the right type says first."""
+    """The greeting and READY of a socket of the right type."""
     kind = SOCKET_TYPES[port]
     ready = b"\5READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
     return GREETING + frame(ready, command=True)
