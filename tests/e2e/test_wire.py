@@ -243,9 +243,9 @@ def test_who_falls_behind_stops_looking(capsys: pytest.CaptureFixture[str]) -> N
     assert "printing has fallen behind" in capsys.readouterr().out
 
 
-def keeps_up(watcher: Watcher, count: int) -> bool:
-    """True once the watcher has dissected so many frames."""
-    return sum(frames for frames, _ in list(watcher.printer.tally.counts.values())) == count
+def has_dissected(watcher: Watcher, number: int) -> bool:
+    """True if a watcher has dissected so many frames."""
+    return sum(frames for frames, _ in list(watcher.printer.tally.counts.values())) == number
 
 
 def test_who_keeps_up_goes_on_looking(capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,7 +253,7 @@ def test_who_keeps_up_goes_on_looking(capsys: pytest.CaptureFixture[str]) -> Non
     watcher.start()
     for number, data in enumerate((GREETING, *[b"\0\3abc"] * 100), start=1):
         watcher.passed(1, "up", data)
-        wait_until(partial(keeps_up, watcher, number), "the watcher to keep up")
+        wait_until(partial(has_dissected, watcher, number), "the watcher to keep up")
     watcher.stop()
     assert "101 in all" in capsys.readouterr().out
 

@@ -24,9 +24,10 @@ from narrows.broker.merging import FragmentState
 from narrows.broker.storage.audit import Audit
 from narrows.broker.storage.checkpoint import CheckpointContent
 from narrows.broker.storage.durable_files import Damaged, directory
+from narrows.broker.storage.fragment_file import read_fragment
 from narrows.broker.storage.history import Changes, config_of, merge_again
 from narrows.broker.storage.journal import Journal
-from narrows.broker.storage.manifest import Manifest, read_fragment, read_sealed, snapshot_of
+from narrows.broker.storage.manifest import Manifest, read_sealed, snapshot_of
 from narrows.broker.storage.records import RoundRecord, decode, encode, payloads
 from narrows.broker.storage.replay import recover
 from narrows.broker.storage.segments import Record
