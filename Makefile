@@ -88,6 +88,7 @@ chaos-names: $(READY)  ## a hundred thousand learners come and go in virtual tim
 fuzz: $(READY) $(FUZZ)/.ready  ## MINUTES of made-up bytes for every decoder, and for the ports of a broker
 	PYTHONPATH=$(FUZZ) $(BIN)/python tests/fuzz/run.py --minutes $(MINUTES) $(ARGS)
 	$(BIN)/python tests/fuzz/ports.py --minutes $(MINUTES)
+	$(BIN)/python tests/fuzz/ports.py --minutes $(MINUTES) --keys
 
 mutation: $(READY)  ## COUNT small errors drawn by SEED: which of them do the tests notice?
 	$(BIN)/python tests/mutation/run.py --seed $(SEED) --count $(COUNT) --report $(REPORT) $(ARGS)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, Literal, cast
 
+from narrows.broker.merge_config import MergeSection as MergeSection
 from narrows.proto.address import parse_listen
 from narrows.proto.codec import setting_names
 from narrows.proto.config import Choice, Range, Section, check_choice, override, read_table
@@ -128,42 +129,6 @@ class FragmentsSection(Section):
                 "overlap_steps: as long as the sync period",
                 expected=f"less than sync_period_steps = {self.sync_period_steps}",
                 got=str(self.overlap_steps),
-            )
-
-
-@dataclass(frozen=True)
-class MergeSection(Section):
-    """[merge] When a round is merged and how."""
-
-    quorum: Annotated[int, Range(1, LEARNERS_MAX)] = 1
-    """K, contributions without which a round is not merged. 1 keeps the run going whatever
-    happens, and with the waits below it merges one learner alone only if nobody else is near."""
-    grace_fraction: Annotated[float, Range(0, 1)] = 0.9
-    """gamma, share of the slack that the overlap leaves which is spent waiting after quorum."""
-    grace_max: Duration = 30.0
-    """Longest grace window, a duration."""
-    wait_fraction: Annotated[float, Range(0, 1)] = 0.25
-    """Longest wait after quorum for pushes that are predicted to arrive, in units of H inner steps.
-    Nobody is blocked by it; 0 merges slow learners rarely, 1 delays every adoption."""
-    weights: Literal["tokens", "equal"] = "tokens"
-    """tokens: tokens^2 / steps (Decoupled DiLoCo, arXiv 2604.21428, Sec. 3.2). equal: 1 / M."""
-    tokens_per_s_max: Annotated[Amount, Range(0, 10**18)] = 0
-    """Tokens/s of a learner that count, in the clock and its weight. 0: from what is usual."""
-    rule: Literal["layout", "mean"] = "layout"
-    """layout: radial-directional or mean, as the layout says per tensor. mean: always the mean."""
-    clip_ratio: Annotated[float, Range(0, 1000)] = 3.0
-    """From three contributors on, norms are clipped to this multiple of their median, per tensor
-    piece. At least 1; 0: never."""
-    share_max: Annotated[float, Range(0.34, 1)] = 0.5
-    """Largest weight of one contribution among three or more; 1: no limit."""
-    rounds_in_flight: Annotated[int, Range(1, 64)] = 2
-    """Rounds that may be open at the same time, on different fragments."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if 0 < self.clip_ratio < 1:
-            raise ConfigError(
-                "clip_ratio: below the median", expected="0 or at least 1", got=str(self.clip_ratio)
             )
 
 
@@ -298,6 +263,7 @@ _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
         "fragments.overlap_steps": 0,
         "merge.weights": "equal",
         "merge.rule": "mean",
+        "merge.norm_limit": 0.0,
         "merge.clip_ratio": 0.0,
         "merge.rounds_in_flight": 1,
     },

@@ -44,6 +44,7 @@ class ErrorCode(StrEnum):
     NO_ROUND = "no_round"
     BAD_TOKENS = "bad_tokens"
     TOO_MANY_PUSHES = "too_many_pushes"
+    QUARANTINED = "quarantined"
     OLD_INCARNATION = "old_incarnation"
     # Local: nothing was sent.
     CONFIG = "config"

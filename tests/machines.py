@@ -120,13 +120,17 @@ class Desk:
         """Handles an event. Learners tell their layouts at once, unless they are `silent`."""
         self.now += after_s
         effects = self.syncer.handle(event, now=self.now)
-        self.syncer.check()
+        self.check()
         asked = [each for each in effects if isinstance(each, bev.Send)]
         for send in asked:
             if isinstance(send.message, msg.AskLayout) and not self.silent:
                 effects.remove(send)
                 effects += self.tell_layout(send.peer, send.message.first)
         return effects
+
+    def check(self) -> None:
+        """The syncer's state fits together, after each event."""
+        self.syncer.check()
 
     def tell_layout(self, peer: bytes, first: int) -> list[bev.Effect]:
         """A learner tells the part of its layout that it is asked for."""

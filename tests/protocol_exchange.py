@@ -7,8 +7,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from narrows.broker.merging.merge import DecodedVector, merge_vectors, token_weights
+from narrows.broker.merging.merge import merge_vectors
 from narrows.broker.merging.outer import outer_optimizer
+from narrows.broker.merging.sums import DecodedVector
+from narrows.broker.merging.weights import token_weights
 from narrows.proto import messages as msg
 from narrows.proto.codec import transfer
 from narrows.proto.codec.chunk import DecodedChunk

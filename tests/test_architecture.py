@@ -78,7 +78,7 @@ DISTRICTS = tuple(path for path in MAY_IMPORT if not path.endswith("*"))
 #: but for what the shells of both sides share.
 PURE = (
     "broker/merging", "broker/planning", "broker/syncer", "learner/session", "broker/config.py",
-    "broker/shared_settings.py",
+    "broker/merge_config.py", "broker/shared_settings.py",
 )  # fmt: skip
 SHARED_SHELLS = ("proto/keys", "proto/shell")
 

@@ -14,8 +14,8 @@ import pytest
 from machines import SETTINGS, Desk, Seat, one, only, open_round
 
 from narrows.broker.config import BrokerConfig
-from narrows.broker.merging.merge import token_weights
 from narrows.broker.merging.outer import outer_optimizer
+from narrows.broker.merging.weights import token_weights
 from narrows.broker.syncer import events as bev
 from narrows.broker.syncer.quorum import QuorumRule
 from narrows.learner.session import events as lev

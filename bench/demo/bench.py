@@ -29,8 +29,10 @@ from narrows.broker.merging import warm_up
 from narrows.proto.errors import BrokerUnreachable
 from narrows.proto.keys import SiteKey
 from narrows.proto.messages import Phase, Status
+from narrows.proto.quotas import STATUS
 
 POLL_S = 0.25
+"""Time between two looks at the run, without keys. A key has a quota of questions."""
 END_TIMEOUT_S = 120.0
 
 
@@ -171,7 +173,7 @@ def _follow(
         view.update(status, _alone_progress(run.folder))
         if status.phase is Phase.ENDED:
             break
-        time.sleep(POLL_S)
+        time.sleep(POLL_S if run.key is None else 1 / STATUS.per_s)
     story.ended_at = time.monotonic()
 
 

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import zmq
 
 from narrows.broker.process.descriptors import byte_counts, peer_of, shut_down
+from narrows.broker.process.silent import SilentConnections
 from narrows.proto.errors import ErrorCode
 from narrows.proto.key_holder import KeyHolder
 from narrows.proto.limits import CONTROL_BYTES_MAX
@@ -115,6 +116,7 @@ class Connections:
         self._half_open_count = 0
         self._by_name: dict[str, dict[int, None]] = {}
         """Descriptors by the holder's name, the oldest first."""
+        self._silent = SilentConnections()
         self._cut_at: dict[str, float] = {}
         """Keys whose connections are cut later, when their answer has left."""
         self._named: set[tuple[ErrorCode, str]] = set()
@@ -231,13 +233,21 @@ class Connections:
     def _count(self, descriptor: int, holder: KeyHolder) -> None:
         those = self._by_name.setdefault(holder.name, {})
         those[descriptor] = None
-        most = 2 * self._streams * max(1, len(holder.carries)) + 4
+        most = self._most_of(holder)
         if len(those) > most:
             # The oldest goes: after an outage the new ones work, and the old ones are dead.
             oldest = next(iter(those))
             reason = f"more than {counted(most, 'connection')}"
             self._cut_for(oldest, ErrorCode.QUOTA, reason)
             those.pop(oldest, None)
+
+    def admitted(self, address: str, holder: KeyHolder) -> None:
+        """A handshake from `address` has proved a key. Read the events before the next scan."""
+        self._silent.admitted(address, holder.name, self._most_of(holder))
+
+    def _most_of(self, holder: KeyHolder) -> int:
+        """Connections that a holder may have."""
+        return 2 * self._streams * max(1, len(holder.carries)) + 4
 
     # Cutting.
 
@@ -286,10 +296,13 @@ class Connections:
             return
 
     def _cut_one_too_many(self) -> None:
-        silent = (d for d, c in self._all.items() if not c.keys and not c.delivered)
-        newest = next(reversed(self._all))
+        """Makes room: silent connections go before the newest one. They are forgotten at once,
+        because the next one may be accepted before their ends are reported."""
+        silent = ((c.peer[0], d) for d, c in self._all.items() if not c.keys and not c.delivered)
         reason = f"more than {self._most} connections in all"
-        self._cut_for(next(silent, newest), ErrorCode.QUOTA, reason)
+        for descriptor in self._silent.too_many(silent) or [next(reversed(self._all))]:
+            self._cut_for(descriptor, ErrorCode.QUOTA, reason)
+            self._forget(descriptor)
 
     # Scans.
 
@@ -303,6 +316,7 @@ class Connections:
             del self._cut_at[key]
             for descriptor in [d for d, c in self._all.items() if key in c.keys]:
                 self.cut(descriptor)
+        self._silent.keep({each.peer[0] for each in self._all.values()})
         together: dict[str, int] = {}
         enough = _OPEN_BYTES[self._with_keys]
         for descriptor, connection in list(self._all.items()):

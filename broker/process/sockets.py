@@ -110,9 +110,10 @@ class BrokerSockets:
 
     def attend(self, now: float) -> None:
         """Answers handshakes and looks after the connections."""
-        self.connections.read_events(now)
         if self.gate is not None:
-            self.gate.answer(now)
+            for address, holder in self.gate.answer(now):
+                self.connections.admitted(address, holder)
+        self.connections.read_events(now)
         self.connections.scan(now, time.thread_time)
 
     def receive_control(self) -> tuple[bytes, MessageOrigin, list[bytes]] | None:

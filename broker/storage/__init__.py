@@ -9,10 +9,7 @@ and system calls stay in here. Whatever is read back is compared with a digest.
 
 from narrows.broker.storage.audit import Audit
 from narrows.broker.storage.chain import Chain
-from narrows.broker.storage.checkpoint import (
-    CheckpointContent,
-    StateDir,
-)
+from narrows.broker.storage.checkpoint import CheckpointContent, StateDir
 from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.export import export_tensors
 from narrows.broker.storage.history import (
@@ -22,6 +19,7 @@ from narrows.broker.storage.history import (
     check_whole,
     config_of,
     first_record,
+    memory_digest,
     merge_again,
     model_digest,
     needed_journal,
@@ -75,6 +73,7 @@ __all__ = [
     "config_of",
     "export_tensors",
     "first_record",
+    "memory_digest",
     "merge_again",
     "model_digest",
     "needed_journal",

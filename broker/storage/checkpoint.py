@@ -33,6 +33,7 @@ from narrows.broker.storage.durable_files import (
     make_directory,
     write_file,
 )
+from narrows.broker.storage.fragment_file import file_of, fragment_name, read_fragment
 from narrows.broker.storage.manifest import (
     MANIFEST,
     RUN_FILES,
@@ -40,11 +41,7 @@ from narrows.broker.storage.manifest import (
     CheckpointContent,
     Manifest,
     RunRecord,
-    blocks_of,
-    fragment_header,
-    fragment_name,
     manifest_of,
-    read_fragment,
     read_manifest,
     read_run,
     sealed,
@@ -212,8 +209,7 @@ class StateDir:
         os.mkdir(f".new-{name}", 0o700, dir_fd=self._fd)
         with directory(self._fd, f".new-{name}") as fd:
             for index, state in enumerate(snapshot.fragments):
-                header = fragment_header(state.global_.size)
-                write_file(fd, fragment_name(index), [header, *blocks_of(state)])
+                write_file(fd, fragment_name(index), file_of(state))
             write_file(fd, MANIFEST, [msgspec.json.encode(manifest)])
             if self.seal is not None:
                 journal = snapshot.journal, snapshot.journal_seal

@@ -10,12 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from narrows.broker.storage.durable_files import directory, write_file
-from narrows.broker.storage.manifest import (
-    NO_METADATA,
-    CheckpointContent,
-    bytes_of,
-    safetensors_header,
-)
+from narrows.broker.storage.manifest import CheckpointContent
+from narrows.broker.storage.safetensors_format import NO_METADATA, bytes_of, safetensors_header
 from narrows.proto.codec import F32, round_to_dtype
 from narrows.proto.fragments import build_table
 from narrows.proto.messages import DtypeName

@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from narrows.broker.config import BrokerConfig
-from narrows.broker.merging import GlobalModel, Policy
+from narrows.broker.merging import FragmentState, GlobalModel, NormHistory, Policy, remembered
 from narrows.broker.storage import manifest
 from narrows.broker.storage.checkpoint import CheckpointContent, StateDir
 from narrows.broker.storage.disk import DirectoryFiles
@@ -23,7 +23,12 @@ from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import Manifest
 from narrows.broker.storage.names import generation_name, generations_in
 from narrows.broker.storage.records import RoundRecord, payloads
-from narrows.broker.storage.replay import merged_of, read_records, version_before
+from narrows.broker.storage.replay import (
+    merged_of,
+    processes_of,
+    read_records,
+    version_before,
+)
 from narrows.broker.storage.seal import SealKey
 from narrows.broker.storage.sealed import DirectorySeal, is_sealed
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
@@ -164,6 +169,19 @@ def model_digest(model: GlobalModel) -> str:
     return hasher.hexdigest()
 
 
+def memory_digest(model: GlobalModel) -> str:
+    """xxh3_128 (hex) over what the merge remembers: the histories of norms, and the watch.
+
+    It is no part of `model_digest`, since checkpoints of older releases have none.
+    """
+    hasher = xxhash.xxh3_128(msgspec.json.encode(model.watch))
+    for state in model.fragments:
+        for each in state.history.rounds:
+            hasher.update(msgspec.json.encode((each.version, each.processes)))
+            hasher.update(each.norms.tobytes())
+    return hasher.hexdigest()
+
+
 Payloads: TypeAlias = list[tuple[int, int, bytes]]
 """Offset, elements and payload of a vector's chunks."""
 
@@ -184,7 +202,8 @@ def merge_again(
     config: BrokerConfig, oldest: CheckpointContent, journal: Journal, changes: Changes
 ) -> MergedAgain:
     """Merges the same contributions again, with changes. Raises NarrowsError."""
-    model = GlobalModel(config, build_table(oldest.layout, len(oldest.fragments)), oldest.fragments)
+    states = [_forgetting(state, changes.without) for state in oldest.fragments]
+    model = GlobalModel(config, build_table(oldest.layout, len(states)), states)
     differs, rounds, names = "", 0, Counter[str]()
     for number, head, blobs in read_records(journal, oldest.journal + 1):
         if not isinstance(head, RoundRecord):
@@ -195,7 +214,13 @@ def merge_again(
         check_whole(head.version - before - 1)
         rounds += 1
         names.update(each.learner for each in head.contributors)
-        published = _merge_again(model, head, blobs, changes, number)
+        try:
+            published = _merge_again(model, head, blobs, changes, number)
+        except FloatingPointError as error:
+            raise NarrowsError(
+                ErrorCode.NOT_FINITE, f"record {number}: {error}",
+                remedy="choose a smaller --outer-lr, or leave that learner's pushes out",
+            ) from error  # fmt: skip
         if published != head.digests[2] and not differs:
             differs = f"record {number}, version {head.version} of fragment {head.fragment}"
     return MergedAgain(model, rounds, differs, _left_out(names, changes.without))
@@ -240,8 +265,11 @@ def _merge_again(
     params, momentum = model.step(fragment, merged.outer_grad, policy)
     _code_as_then(model, head)
     weights = tuple(each.weight for each in head.contributors)
-    outcome = model.published(fragment, head.version, params, momentum, merged, weights, policy)
-    model.install(outcome)
+    before = model.fragments[head.fragment]
+    version = before.version + 1
+    outcome = model.published(fragment, version, params, momentum, merged, weights, policy)
+    state = remembered(before, outcome.state, processes_of(head), merged)
+    model.install(replace(outcome, state=state))
     return outcome.state.digest
 
 
@@ -256,13 +284,19 @@ def left_over(
     if len(kept) == len(head.contributors):
         return head, vectors
     total = math.fsum(head.contributors[i].weight for i in kept)
+    weights = [head.contributors[i].weight / total if total else 1 / len(kept) for i in kept]
     contributors = tuple(
-        msgspec.structs.replace(head.contributors[i], weight=head.contributors[i].weight / total)
-        for i in kept
+        msgspec.structs.replace(head.contributors[i], weight=weight)
+        for i, weight in zip(kept, weights, strict=True)
     )
     contributions = tuple(head.contributions[i] for i in kept)
     changed = msgspec.structs.replace(head, contributors=contributors, contributions=contributions)
     return changed, [vectors[0], *(vectors[1 + i] for i in kept)]
+
+
+def _forgetting(state: FragmentState, names: Sequence[str]) -> FragmentState:
+    """A fragment whose history begins anew if names are left out of it."""
+    return replace(state, history=NormHistory()) if names else state
 
 
 def _code_as_then(model: GlobalModel, head: RoundRecord) -> None:

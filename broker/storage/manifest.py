@@ -1,40 +1,43 @@
-"""The content of a checkpoint: three arrays per fragment and a manifest with their digests.
-
-A fragment is a safetensors file of `global`, `momentum` and `published`, each float32 (n,), so that
-other programs can read a checkpoint. JSON files are sealed: they carry a digest of themselves.
-"""
+"""The manifest of a checkpoint, and the record of a run. Both carry a digest of themselves."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final, TypeAlias, TypeVar
 
 import msgspec
-import numpy as np
 from msgspec import Struct
 
-from narrows.broker.merging import FragmentState
+from narrows.broker.merging import UNWATCHED, FragmentState, Watch
 from narrows.broker.storage.durable_files import (
     Damaged,
     StateError,
     open_file,
     read_into,
 )
-from narrows.proto.codec import F32
+from narrows.broker.storage.fragment_file import (
+    ARRAYS,
+    NORMS,
+    ROWS_MAX,
+    FragmentEntry,
+    RoundEntry,
+    blocks_of,
+    norms_of,
+)
+from narrows.broker.storage.safetensors_format import bytes_of
 from narrows.proto.errors import ErrorCode, NarrowsError
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest
 from narrows.proto.layout import check_layout
-from narrows.proto.messages import Count, DtypeName, LayoutEntry, Phase
+from narrows.proto.messages import Count, LayoutEntry, Phase
 
 FORMAT: Final = 2
-"""Format of everything in a state directory. Other formats are refused by their number."""
+"""Format of everything in a state directory. 2 added the history of norms, the watch, and the
+parts of tokens that the clock counts; the clock of format 1 counted what learners reported."""
+
 
 FORMATS_READ: Final = (1, FORMAT)
-"""Format 1 has no token_parts: its clock counted what learners reported, in whole tokens."""
+"""Formats that are read. Others are refused by their number."""
 
 RUN_FORMAT: Final = 2
 """Format of run.json, whose fields are those of format 1: since 2 the run has a secret."""
@@ -43,14 +46,6 @@ JSON_BYTES_MAX: Final = 64 << 20
 """Largest JSON file that is read. The manifest of the longest layout takes a quarter of it."""
 
 MANIFEST: Final = "manifest.json"
-
-_ARRAYS: Final = ("global", "momentum", "published")
-_DTYPES: Final[Mapping[DtypeName, tuple[str, int]]] = {
-    "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2),
-}  # fmt: skip
-"""Name in safetensors, and bytes per element, of each dtype."""
-
-NO_METADATA: Final[Mapping[str, str]] = MappingProxyType({})
 
 Sealed = TypeVar("Sealed", "RunRecord", "Manifest")
 
@@ -76,15 +71,6 @@ class RunRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """xxh3_64 (hex) of this record with an empty digest."""
 
 
-class FragmentEntry(Struct, frozen=True, forbid_unknown_fields=True):
-    """One fragment in a manifest."""
-
-    version: int
-    elements: int
-    digests: dict[str, str]
-    """xxh3_64 (hex) per array."""
-
-
 class MergedPush(Struct, frozen=True, forbid_unknown_fields=True):
     """The last push of a learner's process that is merged into a fragment, and all tokens of it."""
 
@@ -95,7 +81,7 @@ class MergedPush(Struct, frozen=True, forbid_unknown_fields=True):
     tokens: int
 
 
-class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Everything in a checkpoint but its arrays; the fields mean the same."""
 
     format: int
@@ -108,10 +94,11 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     layout: tuple[LayoutEntry, ...]
     journal: int
     merged_pushes: tuple[MergedPush, ...]
-    digest: str = ""
+    digest: str
     """xxh3_64 (hex) of this manifest with an empty digest."""
     token_parts: int = 0
     """Part of the run's clock beyond run_tokens, in units of a P-th token for P fragments."""
+    watch: Watch = UNWATCHED
 
 
 @dataclass(frozen=True)
@@ -132,42 +119,7 @@ class CheckpointContent:
     token_parts: int = 0
     journal_seal: bytes = b""
     """The seal of that record, for a sealed journal. It is in no manifest: see sealed.SealFile."""
-
-
-def fragment_name(index: int) -> str:
-    """Name of a fragment's file."""
-    return f"fragment-{index:05d}.safetensors"
-
-
-def fragment_header(elements: int) -> bytes:
-    """The bytes in front of the arrays in a fragment's file."""
-    return safetensors_header([(name, "float32", (elements,)) for name in _ARRAYS])
-
-
-def safetensors_header(
-    tensors: Sequence[tuple[str, DtypeName, tuple[int, ...]]],
-    metadata: Mapping[str, str] = NO_METADATA,
-) -> bytes:
-    """Length and JSON of a safetensors file whose data follow in this order without gaps."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
-    end = 0
-    for name, dtype, shape in tensors:
-        code, item_bytes = _DTYPES[dtype]
-        start, end = end, end + math.prod(shape) * item_bytes
-        header[name] = {"dtype": code, "shape": shape, "data_offsets": (start, end)}
-    text = msgspec.json.encode(header)
-    # Blanks after the JSON align the data, as the format asks for.
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def bytes_of(array: F32) -> memoryview:
-    return np.ascontiguousarray(array).data.cast("B")
-
-
-def blocks_of(state: FragmentState) -> list[memoryview]:
-    """The bytes of a fragment's arrays, in the order of the file."""
-    return [bytes_of(array) for array in (state.global_, state.momentum, state.published)]
+    watch: Watch = UNWATCHED
 
 
 def manifest_of(snapshot: CheckpointContent) -> Manifest:
@@ -186,13 +138,18 @@ def manifest_of(snapshot: CheckpointContent) -> Manifest:
                 expected=f"three float32 arrays of one size, published with {state.digest:016x}",
                 got=f"{sorted(sizes)} bytes, {digests[-1]:016x}",
             )  # fmt: skip
-        named = {name: f"{value:016x}" for name, value in zip(_ARRAYS, digests, strict=True)}
-        entries.append(FragmentEntry(state.version, state.global_.size, named))
+        named = {name: f"{value:016x}" for name, value in zip(ARRAYS, digests, strict=True)}
+        norms = norms_of(state)
+        if norms.size:
+            named[NORMS] = f"{digest(bytes_of(norms)):016x}"
+        rounds = tuple(RoundEntry(each.version, each.processes) for each in state.history.rounds)
+        size, pieces = state.global_.size, norms.shape[1]
+        entries.append(FragmentEntry(state.version, size, named, pieces, rounds))
     return sealed(
         Manifest(
             FORMAT, snapshot.run_id, snapshot.epoch, snapshot.phase, snapshot.run_tokens,
             snapshot.frozen_digest, tuple(entries), snapshot.layout, snapshot.journal,
-            snapshot.merged_pushes, token_parts=snapshot.token_parts,
+            snapshot.merged_pushes, "", snapshot.token_parts, snapshot.watch,
         )
     )  # fmt: skip
 
@@ -211,6 +168,7 @@ def snapshot_of(manifest: Manifest, fragments: list[FragmentState]) -> Checkpoin
         journal=manifest.journal,
         merged_pushes=manifest.merged_pushes,
         token_parts=manifest.token_parts,
+        watch=manifest.watch,
     )
 
 
@@ -273,7 +231,8 @@ def _refuse_other_format(name: str, data: bytearray) -> None:
     if fields.get("format") not in FORMATS_READ and fields.get("digest") == f"{seal:016x}":
         raise StateError(
             ErrorCode.STATE_DAMAGED, f"{name} cannot be read",
-            expected="format 1 or 2", got=f"format {fields.get('format')}",
+            expected=f"format {' or '.join(map(str, FORMATS_READ))}",
+            got=f"format {fields.get('format')}",
             remedy="use the version of Narrows that wrote it",
         )  # fmt: skip
 
@@ -288,28 +247,7 @@ def read_manifest(directory_fd: int) -> Manifest:
         raise Damaged(f"{MANIFEST}: {error}") from error
     if [part.elements for part in table] != [each.elements for each in manifest.fragments]:
         raise Damaged(f"{MANIFEST}: the fragments are not those of its layout")
+    for part, each in zip(table, manifest.fragments, strict=True):
+        if each.pieces != (len(part.pieces) if each.rows else 0) or each.rows > ROWS_MAX:
+            raise Damaged(f"{MANIFEST}: the norms are not those of its layout")
     return manifest
-
-
-def read_fragment(directory_fd: int, index: int, entry: FragmentEntry) -> FragmentState:
-    """A fragment as the manifest describes it. Raises FileNotFoundError, Damaged."""
-    name, header = fragment_name(index), fragment_header(entry.elements)
-    with open_file(directory_fd, name) as (fd, size_bytes):
-        if size_bytes != len(header) + 4 * entry.elements * len(_ARRAYS):
-            raise Damaged(f"{name}: {size_bytes} bytes")
-        arrays = {array: np.empty(entry.elements, np.float32) for array in _ARRAYS}
-        # The manifest says which header the file must have, so there is nothing to parse.
-        read_header = bytearray(len(header))
-        read_into(fd, name, memoryview(read_header))
-        if bytes(read_header) != header:
-            raise Damaged(f"{name}: another header than was written")
-        for values in arrays.values():
-            read_into(fd, name, bytes_of(values))
-    digests = {array: digest(bytes_of(values)) for array, values in arrays.items()}
-    for array, value in digests.items():
-        if entry.digests.get(array) != f"{value:016x}":
-            raise Damaged(f"{name}: {array} does not match its digest")
-    return FragmentState(
-        entry.version, digests["published"], arrays["global"], arrays["momentum"],
-        arrays["published"],
-    )  # fmt: skip

@@ -20,8 +20,9 @@ from narrows.broker.storage.manifest import Start
 from narrows.proto.messages import Phase
 
 FORMAT: Final = 2
-"""Format of the records of a life. Format 1 knew no counted tokens; it is read as well."""
+"""Format of the records of a life. 2 added what the defaults of format 1 stand for below."""
 
+READABLE: Final = (1, FORMAT)
 HEAD_LENGTH_BYTES: Final = 4
 
 NOT_COUNTED: Final = -1
@@ -59,6 +60,13 @@ class ContributorRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens of this process in this fragment so far, with this push; TOKENS_MAX at most."""
     counted: int = NOT_COUNTED
     """Tokens of this push that the run's clock counts, and the weight."""
+    is_clipped: bool = False
+    """See merging.PushEvidence, as for the next two; the watch of a replay judges by them."""
+    cosine: float | None = None
+    is_noise: bool = False
+    norms: tuple[float, ...] = ()
+    """Applied norms by piece, for the history. Only where the record has no contributions, from
+    which they come out again."""
 
 
 class VectorRecord(Struct, frozen=True, forbid_unknown_fields=True):
@@ -138,8 +146,9 @@ def decode(body: memoryview) -> tuple[Head, memoryview]:
         head = _decoder.decode(body[HEAD_LENGTH_BYTES:end])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(f"a record of the journal: {error}") from error
-    if isinstance(head, LifeRecord) and not 1 <= head.format <= FORMAT:
-        raise Damaged(f"a journal of format {head.format}, this version reads 1 to {FORMAT}")
+    if isinstance(head, LifeRecord) and head.format not in READABLE:
+        told = " and ".join(map(str, READABLE))
+        raise Damaged(f"a journal of format {head.format}, this version reads {told}")
     if isinstance(head, RoundRecord):
         _check_round(head)
     return head, body[end:]
@@ -152,6 +161,8 @@ def _check_round(head: RoundRecord) -> None:
         raise Damaged(f"a record of the journal: {counts} contributors")
     if not head.publication.chunks or not 0 < head.publication.rho < math.inf:
         raise Damaged("a record of the journal: its publication has no chunks or no step")
+    if not all(0 <= each.weight < math.inf for each in head.contributors):
+        raise Damaged("a record of the journal: a contribution's weight is no number from 0 on")
     if not head.error_ratio >= 0:
         raise Damaged(f"a record of the journal: an error ratio of {head.error_ratio}")
 

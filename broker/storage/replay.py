@@ -21,6 +21,9 @@ from narrows.broker.merging import (
     MergeResult,
     Outcome,
     Policy,
+    Process,
+    PushEvidence,
+    remembered,
 )
 from narrows.broker.storage.checkpoint import CheckpointContent
 from narrows.broker.storage.durable_files import Damaged, RecordsLost, StateError
@@ -29,6 +32,7 @@ from narrows.broker.storage.records import Head, RoundRecord, decode, payloads
 from narrows.broker.storage.scan import lost
 from narrows.broker.syncer import MergedPushes
 from narrows.proto.codec import (
+    F32,
     DecodedChunk,
     EncodedChunk,
     advance_copy,
@@ -79,7 +83,7 @@ def recover(
     Raises StateError STATE_DAMAGED if a record is lost, or does not give the digests it states.
     """
     table = build_table(snapshot.layout, snapshot.fragment_count)
-    model = GlobalModel(config, table, snapshot.fragments)
+    model = GlobalModel(config, table, snapshot.fragments, snapshot.watch)
     merged = {
         (p.learner, p.incarnation, p.fragment): (p.push_id, p.tokens)
         for p in snapshot.merged_pushes
@@ -126,7 +130,7 @@ def apply(history: History, head: RoundRecord, blobs: memoryview, number: int) -
         return
     try:
         outcome = outcome_of(model, head, blobs)
-    except (Damaged, RemoteProtocolError) as problem:
+    except (Damaged, RemoteProtocolError, FloatingPointError) as problem:
         raise _damaged(number, str(problem)) from problem
     model.set_rate(head.fragment, head.publication.codec, head.publication.rho)
     model.install(outcome)
@@ -176,6 +180,7 @@ def outcome_of(model: GlobalModel, head: RoundRecord, blobs: memoryview) -> Outc
         head.version, digests[2], head.publication.codec, head.publication.rho, chunks
     )
     state = FragmentState(head.version, digests[2], params, momentum, published)
+    state = remembered(before, state, processes_of(head), merged)
     weights = tuple(each.weight for each in head.contributors)
     return Outcome(
         head.fragment, state, digests, publication, head.error_ratio, merged, weights, head.policy
@@ -196,7 +201,9 @@ def merged_of(
         if len(merged) != 2 * fragment.elements:
             text = f"{len(merged)} bytes of a merged outer gradient"
             raise Damaged(f"{text} of {fragment.elements} elements")
-        return MergeResult(widened(np.frombuffer(merged, np.uint16)), 0, np.zeros((0, 0)))
+        values = widened(np.frombuffer(merged, np.uint16))
+        norms, evidence = _norms_of(head, fragment), _evidence_of(head)
+        return MergeResult(values, 0, np.zeros((0, 0)), norms, evidence)
     contributions = [
         DecodedVector(who.learner, _decoded(fragment, vector.codec, chunks))
         for who, vector, chunks in zip(
@@ -204,6 +211,34 @@ def merged_of(
         )
     ]
     return model.merged(fragment, contributions, [who.weight for who in head.contributors], policy)
+
+
+def _norms_of(head: RoundRecord, fragment: Fragment) -> F32:
+    """The applied norms (M, k) that a record keeps; (0, 0) in one of a release without a history.
+
+    Raises Damaged if they do not fit the fragment.
+    """
+    kept = [each.norms for each in head.contributors]
+    if not any(kept):
+        return np.zeros((0, 0), np.float32)
+    if {len(norms) for norms in kept} != {len(fragment.pieces)}:
+        raise Damaged(f"norms of other pieces than the {len(fragment.pieces)} of the fragment")
+    norms = np.array(kept, np.float32)
+    if not (norms >= 0).all() or not np.isfinite(norms).all():
+        raise Damaged("norms that are no lengths")
+    return norms
+
+
+def _evidence_of(head: RoundRecord) -> tuple[PushEvidence, ...]:
+    return tuple(
+        PushEvidence(each.learner, each.is_clipped, each.cosine, each.is_noise)
+        for each in head.contributors
+    )
+
+
+def processes_of(head: RoundRecord) -> list[Process]:
+    """Name and incarnation of each contributor, in name order."""
+    return [(each.learner, each.incarnation) for each in head.contributors]
 
 
 def _decoded(

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from narrows.broker.merging import Contribution, Outcome
+from narrows.broker.merging import Contribution, Outcome, PushEvidence
 from narrows.broker.storage import records
 from narrows.broker.storage.journal import Journal, JournalError
 from narrows.broker.syncer import RunState
@@ -248,17 +248,8 @@ def committed(
         version=effect.version,
         reason=effect.reason,
         contributors=tuple(
-            records.ContributorRecord(
-                c.learner,
-                c.incarnation,
-                c.push_id,
-                c.tokens,
-                c.steps,
-                weight,
-                min(c.tokens + _tokens_before(run, c, effect.fragment), TOKENS_MAX),
-                c.tokens if c.counted is None else c.counted,
-            )
-            for c, weight in zip(effect.contributions, outcome.weights, strict=True)
+            _contributor(run, effect.fragment, place, c, outcome)
+            for place, c in enumerate(effect.contributions)
         ),
         policy=outcome.policy,
         phase=run.phase.stored,
@@ -270,6 +261,29 @@ def committed(
         at=time.time(),
     )
     return records.encode(head, blobs)
+
+
+def _contributor(
+    run: RunState, fragment: int, place: int, contribution: Contribution, outcome: Outcome
+) -> records.ContributorRecord:
+    """The part of the contribution at `place` in name order."""
+    merged = outcome.merged
+    evidence = merged.evidence[place] if merged.evidence else PushEvidence(contribution.learner)
+    norms = merged.applied[place].tolist() if outcome.policy.is_rounded else ()
+    return records.ContributorRecord(
+        contribution.learner,
+        contribution.incarnation,
+        contribution.push_id,
+        contribution.tokens,
+        contribution.steps,
+        outcome.weights[place],
+        min(contribution.tokens + _tokens_before(run, contribution, fragment), TOKENS_MAX),
+        contribution.tokens if contribution.counted is None else contribution.counted,
+        is_clipped=evidence.is_clipped,
+        cosine=evidence.cosine,
+        is_noise=evidence.is_noise,
+        norms=tuple(norms),
+    )
 
 
 def _tokens_before(run: RunState, contribution: Contribution, fragment: int) -> int:

@@ -39,6 +39,7 @@ def forget_gone(state: RunState, now: float) -> list[ev.Effect]:
         state.roster.forget(name)
         state.clock.forget(name)
         state.pace.forget(name)
+        state.suspects.pop(name, None)
     assert not any(name in state.roster.gone for name in names)
     erased: list[ev.Effect] = [ev.Erase(name) for name in names]
     return erased + _forget_pushes(state, lambda name, _: name in names)

@@ -14,6 +14,7 @@ from narrows.broker.syncer.layouts import refuse_stray
 from narrows.broker.syncer.member import Member
 from narrows.broker.syncer.rounds import Round
 from narrows.broker.syncer.run import RunState, refusal
+from narrows.broker.syncer.suspicion import check_merged
 from narrows.proto import messages as msg
 from narrows.proto.codec import STATE_CODEC, codecs_of
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
@@ -273,6 +274,7 @@ class Intake:
     def _round(self, member: Member, fragment: int, base_version: int) -> Round:
         """Returns the open round that a push belongs to. Raises RemoteProtocolError if none is."""
         state, who = self.state, f"push of {member.name}"
+        check_merged(state, member.name)
         if fragment >= len(state.heads):
             raise RemoteProtocolError(
                 ErrorCode.BAD_FRAGMENT,

@@ -75,6 +75,15 @@ class Tally:
         return self.contributions_merged / self.merges if self.merges else 0.0
 
 
+@dataclass(frozen=True)
+class Suspect:
+    """A learner that may poison the model."""
+
+    reason: str
+    is_excluded: bool
+    """Its pushes are refused."""
+
+
 @dataclass
 class RunState:
     """One epoch of one run."""
@@ -104,6 +113,8 @@ class RunState:
     """First version published in this epoch, per fragment: older ones cannot be resent."""
     merged_pushes: MergedPushes = field(default_factory=dict[tuple[str, str, int], tuple[int, int]])
     """Pushes of the newest process of each name, in all lives of the broker."""
+    suspects: dict[str, Suspect] = field(default_factory=dict[str, Suspect])
+    """By name. Written by `suspicion`, and by `forgetting`."""
     rounds: dict[int, Round] = field(default_factory=dict[int, Round])
     """Open rounds by fragment."""
     least_chunk_elements: int = 0
@@ -150,6 +161,15 @@ class RunState:
     @property
     def versions(self) -> tuple[int, ...]:
         return tuple(head.version for head in self.heads)
+
+    @property
+    def organisations(self) -> int:
+        """Organisations of the learners that are known, at least 1."""
+        return max(1, len({member.organisation for member in self.roster}))
+
+    def is_excluded(self, name: str) -> bool:
+        """True if nothing of this learner is merged."""
+        return name in self.suspects and self.suspects[name].is_excluded
 
     @property
     def version_sum(self) -> int:

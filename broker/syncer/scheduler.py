@@ -15,6 +15,7 @@ from narrows.broker.syncer.phases import RunPhase
 from narrows.broker.syncer.quorum import Awaited, Decision, QuorumRule, Verdict
 from narrows.broker.syncer.rounds import Round
 from narrows.broker.syncer.run import RunState
+from narrows.broker.syncer.suspicion import Suspicion
 from narrows.proto import messages as msg
 from narrows.proto.flow import chunks_max
 from narrows.proto.limits import PUBLICATIONS_KEPT, TOKENS_MAX
@@ -133,7 +134,7 @@ class Scheduler:
                 chunks_max=chunks_max(state.table[index].elements, state.least_chunk_elements),
                 opened_at=now,
                 quorum=state.config.merge.quorum,
-                expected={member.name for member in state.roster.ready()},
+                expected={m.name for m in state.roster.ready() if not state.is_excluded(m.name)},
                 last=ending,
             )
             self._next_fragment = (index + 1) % len(state.heads)
@@ -176,6 +177,7 @@ class Scheduler:
             for member in ready
             if member.name not in round_.contributed
             and member.name not in round_.declined
+            and not self.state.is_excluded(member.name)
             and (short or member.name in round_.expected)
         ]
 
@@ -266,7 +268,10 @@ class Scheduler:
         assert len(round_.contributed) >= round_.quorum
         self._merge_started[round_.fragment, version] = now
         contributions = self._counted(round_, now)
-        effects.append(ev.StartMerge(round_.fragment, version, contributions, decision.reason))
+        organisations = self.state.organisations
+        effects.append(
+            ev.StartMerge(round_.fragment, version, contributions, decision.reason, organisations)
+        )
         return effects
 
     def _counted(self, round_: Round, now: float) -> tuple[Contribution, ...]:
@@ -275,10 +280,8 @@ class Scheduler:
         claims = [Claim(c.learner, c.tokens, round_.seconds[c.learner]) for c in contributions]
         ready = {member.name for member in state.roster.ready()}
         counted = state.clock.count(round_.fragment, claims, ready, now)
-        contributions = tuple(
-            replace(contribution, counted=tokens)
-            for contribution, tokens in zip(contributions, counted, strict=True)
-        )
+        pairs = zip(contributions, counted, strict=True)
+        contributions = tuple(replace(each, counted=tokens) for each, tokens in pairs)
         round_.contributed = {contribution.learner: contribution for contribution in contributions}
         return contributions
 
@@ -323,7 +326,7 @@ class Scheduler:
             for member in state.roster.connected()
         ]
         serving.expect_adoptions(state, index, now)
-        return effects
+        return effects + Suspicion(state).judge(event, len(round_.contributed))
 
     def merge_failed(self, fragment: int, reason: str, now: float) -> list[ev.Effect]:
         """Ends a round whose merge changed nothing; it starts again with fresh pushes."""

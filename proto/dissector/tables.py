@@ -144,9 +144,10 @@ Fate map: epoch Start; what str; learner str; incarnation str; fragment int; pus
     reason str; at float
 Sealed map: epoch Start; key str; at float
 Contributor map: learner str; incarnation str; push_id int; tokens int; steps int; weight float;
-    merged_tokens int; counted int = -1
+    merged_tokens int; counted int = -1; is_clipped bool = False; cosine float or nil = None;
+    is_noise bool = False; norms [float] = ()
 Policy map: weights str; law str; clip_ratio float; share_max float; optimizer str; rate float;
-    momentum float; is_rounded bool
+    momentum float; is_rounded bool; norm_limit float = 0.0; robust str = off
 Vector map: codec str; rho float; chunks [Chunk]
 Chunk array: offset int; elements int; payload_bytes int
 """

@@ -42,9 +42,8 @@ class Soak(Desk):
 
     now: float
 
-    def do(self, event: ev.Event, after_s: float = 0.0) -> list[ev.Effect]:
-        self.now += after_s
-        return self.syncer.handle(event, now=self.now)
+    def check(self) -> None:
+        """Once at the end of all, by `run`."""
 
     def visit(self, number: int) -> None:
         """A learner joins, contributes to what is open, and is gone."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from running import HANG_S, LAYOUT, Run, ToyHost, broker_config, live_broker, vector, wait_until
 
+from narrows.bench.kit.processes import free_ports
 from narrows.broker.process.service import Service
 from narrows.learner.transport.client import Client
 from narrows.learner.transport.options import ClientOptions
-from narrows.proto.keys import SiteKey, read_site_key
+from narrows.proto.keys import SiteKey, read_broker_key, read_site_key
 
 
 @pytest.fixture
@@ -105,3 +106,42 @@ def test_a_key_is_rotated_while_its_learner_trains(
         # Between the two commands the new key may have been refused; the old one is never named.
         said = [r.getMessage() for r in caplog.records if r.name == "narrows.learner"]
         assert not any(old.pair.public in line for line in said)
+
+
+@pytest.mark.parametrize("trusted", ["before", "after"])
+def test_the_broker_changes_to_its_successor_while_a_learner_trains(
+    trusted: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    narrows: Run,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert narrows("keys", "new")[0] == 0
+    config = broker_config(
+        tmp_path, security__keys="keys", run__founder="site-a", wan__streams=1,
+        broker__listen=f"tcp://127.0.0.1:{free_ports()}",
+    )  # fmt: skip
+
+    def merges_of(service: Service) -> Callable[[], bool]:
+        begun = service.syncer.state.version_sum
+        return lambda: service.syncer.state.version_sum > begun + 2
+
+    with ExitStack() as learners:
+        with live_broker(config) as service:
+            admit(narrows, service, "site-a")
+            assert narrows("keys", "rotate")[0] == 0
+            successor = read_broker_key(Path("keys")).next
+            assert successor is not None
+            if trusted == "before":
+                assert narrows("keys", "trust", "site-a.key", successor.public)[0] == 0
+            client = learners.enter_context(training(read_site_key(Path("site-a.key"))))
+            wait_until(merges_of(service), "merges")
+        assert narrows("keys", "rotate", "--now")[0] == 0
+        assert read_broker_key(Path("keys")).current == successor
+        with live_broker(config) as service:
+            if trusted == "after":
+                wait_until(lambda: "narrows keys trust" in caplog.text, "the line")
+                assert narrows("keys", "trust", "site-a.key", successor.public)[0] == 0
+            wait_until(merges_of(service), "merges with the successor")
+            assert client.health == "joined"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import resource
 import sys
 from pathlib import Path
@@ -18,6 +19,9 @@ from fuzz.corpus import name_of
 
 COMPILED = ("proto.codec.kernels", "broker.merging.merge", "broker.merging.outer")
 """Modules with loops that numba compiles; it cannot compile instrumented ones."""
+
+AGAIN = "NARROWS_FUZZ_AGAIN"
+"""Variable with a program that does the same as this one: libFuzzer starts it to merge a corpus."""
 
 MEMORY_BYTES = 1 << 30
 """Memory beyond that after the start which a decoder may ask for."""
@@ -52,7 +56,7 @@ def main() -> None:
             keep(data)
             raise
 
-    flags = [sys.argv[0], f"-max_len={target.bytes_max}", *arguments]
+    flags = [os.environ.get(AGAIN, sys.argv[0]), f"-max_len={target.bytes_max}", *arguments]
     atheris.Setup(flags, run, custom_mutator=mutator)
     atheris.Fuzz()
 

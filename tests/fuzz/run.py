@@ -35,7 +35,7 @@ HANG_S = 10
 RESIDENT_MB = 1500
 """Memory of a process that fuzzes."""
 
-FILE_BYTES_MAX, CORPUS_BYTES_MAX = 1500, 60_000
+FILE_BYTES_MAX, CORPUS_BYTES_MAX = 1500, 12_000
 """Bytes of one input in the corpus, and of all inputs of one decoder."""
 
 
@@ -151,9 +151,15 @@ def shrink(name: str) -> None:
     least.mkdir(exist_ok=True)
     for old in least.iterdir():
         old.unlink()
-    command = [sys.executable, str(ROOT / "tests/fuzz/drive.py"), name, "-merge=1", str(least)]
-    sources = [folder / "grown", folder / "seeds", CORPUS / name]
-    subprocess.run([*command, *map(str, sources)], capture_output=True, check=False)
+    (CORPUS / name).mkdir(parents=True, exist_ok=True)
+    again, drive_py = folder / "again.sh", ROOT / "tests/fuzz/drive.py"
+    again.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{drive_py}" {name} "$@"\n')
+    again.chmod(0o755)
+    sources = [least, folder / "grown", folder / "seeds", CORPUS / name]
+    subprocess.run(
+        [str(again), "-merge=1", *map(str, sources)], capture_output=True, check=True,
+        env={**os.environ, "PYTHONSAFEPATH": "1", "NARROWS_FUZZ_AGAIN": str(again)},
+    )  # fmt: skip
     for old in (CORPUS / name).iterdir():
         if not old.name.startswith("crash-"):
             old.unlink()

@@ -281,7 +281,7 @@ def test_presets() -> None:
     assert diloco.run.mode is Mode.DILOCO
     assert (diloco.fragments.count, diloco.fragments.overlap_steps) == (1, 0)
     assert diloco.merge == MergeSection(
-        weights="equal", rule="mean", clip_ratio=0.0, rounds_in_flight=1
+        weights="equal", rule="mean", norm_limit=0.0, clip_ratio=0.0, rounds_in_flight=1
     )
     assert override(BrokerConfig(), preset(Mode.DECOUPLED)) == BrokerConfig()
     streaming = override(BrokerConfig(), preset("streaming"))

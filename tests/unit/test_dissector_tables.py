@@ -138,11 +138,6 @@ def test_what_the_page_says_of_payloads() -> None:
     assert CONSTANTS["ZSTD_BLOCK_BYTES_MIN"] == "1024"
 
 
-def default_of(value: object) -> str:
-    """The default as the tables have it; "" if there is none."""
-    return f" = {value}" if isinstance(value, int) else ""
-
-
 @pytest.mark.parametrize("name", tables.JOURNAL)
 def test_heads_of_the_journal(name: str) -> None:
     """They are no part of the page: the structs are their description."""
@@ -153,7 +148,7 @@ def test_heads_of_the_journal(name: str) -> None:
         return
     struct = RECORDS[name]
     told = [
-        (f.encode_name, words_of(str(struct.__annotations__[f.name])) + default_of(f.default))
+        (f.encode_name, words_of(str(struct.__annotations__[f.name])) + default_of(f))
         for f in msgspec.structs.fields(struct)
     ]
     assert told == ours(tables.JOURNAL[name])
@@ -163,9 +158,14 @@ def test_heads_of_the_journal(name: str) -> None:
         assert struct.__struct_config__.tag == name.lower()
 
 
+def default_of(field: msgspec.structs.FieldInfo) -> str:
+    return "" if field.default is msgspec.NODEFAULT else f" = {field.default}"
+
+
 def words_of(annotation: str) -> str:
     """A type of a record in the words of the table."""
     found = re.sub(r"Literal\[.*\]", "str", annotation).replace("Record", "")
+    found = found.replace("float | None", "float or nil").replace("Robust", "str")
     found = re.sub(r"tuple\[tuple\[int, int, int\], \.\.\.\]", "[Chunk]", found)
     return re.sub(r"tuple\[(\w+), (?:\.\.\.|int, int)\]", r"[\1]", found)
 

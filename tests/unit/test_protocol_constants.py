@@ -6,7 +6,7 @@ import re
 
 from protocol_tables import DOCUMENT, number, table
 
-from narrows.broker.merging import merge
+from narrows.broker.merging import history, merge, robust, weights
 from narrows.broker.syncer import clock, ending, forgetting, pace, rates
 from narrows.learner.session import fragments
 from narrows.proto import limits, socket_options, timing
@@ -57,9 +57,13 @@ AMOUNTS: dict[str, object] = {
     "SCALE_MIN": scales.SCALE_MIN,
     "SCALE_MAX": scales.SCALE_MAX,
     "LANES": kernels.LANES,
-    "NORM_MIN": merge.NORM_MIN,
+    "NORM_MIN": history.NORM_MIN,
     "DIRECTION_MIN": merge.DIRECTION_MIN,
-    "CLIP_CONTRIBUTORS_MIN": merge.CLIP_CONTRIBUTORS_MIN,
+    "CLIP_CONTRIBUTORS_MIN": weights.CLIP_CONTRIBUTORS_MIN,
+    "VERSIONS_KEPT": history.VERSIONS_KEPT,
+    "NAMES_KEPT": history.NAMES_KEPT,
+    "NORMS_MIN": history.NORMS_MIN,
+    "TRIM_SHARE": robust.TRIM_SHARE,
 }
 
 
