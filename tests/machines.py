@@ -178,6 +178,13 @@ class Desk:
             member.stepping = Stepping(step - 1, self.now - step_s, step, self.now)
         return effects
 
+    def steps(self, name: str, fragment: int) -> int:
+        """Inner steps since the learner adopted the fragment, at one per second."""
+        member = self.state.roster.get(name)
+        assert member is not None
+        adopted_at = member.copies.adopted_at[fragment]
+        return max(1, int(self.now - adopted_at)) if adopted_at is not None else 1
+
     def count(self, tokens: int) -> None:
         """So many tokens have been merged."""
         clock = self.state.clock

@@ -288,7 +288,7 @@ class SimulatedBroker(Host):
 
         self._work(done)
 
-    def _ignore(self, _: ev.LogFate) -> None:
+    def _ignore(self, fate: ev.LogFate) -> None:
         """The simulated broker keeps no journal."""
 
     def _finish(self, effect: ev.Finish) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -128,7 +128,7 @@ def _tell_sealed(state_dir: StateDir, journal: Journal | None, holds: str) -> No
 
 def _seal_of(state_dir: StateDir, journal: Journal | None, number: int) -> bytes:
     """The seal of a record in the journal or in a checkpoint; NO_SEAL if there is none."""
-    anchors = state_dir.seal.chain().anchors if state_dir.seal is not None else {}
+    anchors: Mapping[int, bytes] = state_dir.seal.chain().anchors if state_dir.seal else {}
     found = journal.seal_of(number) if journal is not None else NO_SEAL
     return found if any(found) else anchors.get(number, NO_SEAL)
 

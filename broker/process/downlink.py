@@ -52,6 +52,10 @@ class _Addressee:
     same version. Held longer, each would keep a copy of the fragment in memory."""
 
 
+def _nobody_asks(learner: str, elements: int, now: float) -> None:
+    """Takes elements of states that were queued; a broker without keys has no quotas."""
+
+
 class Downlink:
     """The broker's data for each learner: publications, and states for those that are behind."""
 
@@ -62,7 +66,7 @@ class Downlink:
         traffic: dict[str, Traffic],
         encode_state: EncodeState,
         warn: Callable[[str], None],
-        queued_state: Callable[[str, int, float], None] = lambda *_: None,
+        queued_state: Callable[[str, int, float], None] = _nobody_asks,
         *,
         window_bytes: int = STREAM_WINDOW_BYTES,
     ) -> None:

@@ -138,7 +138,7 @@ def test_push_is_refused(code: ErrorCode, fields: dict[str, Any], expected: str,
 
 def test_stale_base_is_refused() -> None:
     desk = Desk().running("a", "b")
-    desk.contribute("b")
+    desk.contribute("b", steps=11)  # One per second since version 0.
     desk.wait(6.0)
     desk.do(ev.Merged(0, 1, 5, 0))
     before = essence(desk)

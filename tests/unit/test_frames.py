@@ -171,7 +171,7 @@ LONGEST = "\U0001f40b" * TEXT_CHARACTERS_MAX
     "message",
     [
         msg.Hello(
-            PROTOCOL, LONGEST, LONGEST, LONGEST, (TOKENS_MAX,) * 3, "f" * 32,
+            PROTOCOL, LONGEST, LONGEST, LONGEST, (TOKENS_MAX, TOKENS_MAX, TOKENS_MAX), "f" * 32,
             ("\U0001f40b" * CODEC_CHARACTERS_MAX,) * CODECS_MAX, TOKENS_MAX, TOKENS_MAX,
             (VERSION_MAX,) * FRAGMENTS_MAX, "f" * 64,
         ),

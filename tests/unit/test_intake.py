@@ -342,7 +342,7 @@ def missed_notes(beat_s: float) -> list[str]:
     notes: list[str] = []
     for push_id in range(1, 6):
         fragment = desk.round.fragment
-        effects = desk.contribute("a", fragment, push_id)
+        effects = desk.contribute("a", fragment, push_id, desk.steps("a", fragment))
         while not only(effects, ev.StartMerge):
             desk.say("a", msg.Alive(0))
             effects += desk.say("b", msg.Alive(0), after_s=beat_s)
