@@ -146,9 +146,9 @@ class Fetch(_Control, frozen=True):
 
 
 class Enrol(_Control, frozen=True):
-    """Hands over the public key of a site that accepts an invitation.
+    """Hands over a public key: of a site that accepts an invitation, or the successor of one's own.
 
-    The connection's own key says for which name: it was made for the invitation.
+    The connection's own key says for which name.
     """
 
     protocol: int

@@ -250,7 +250,7 @@ def _listen_address(listen: str, *, insecure: bool) -> Address:
             remedy=f"""make keys with these three commands:
   narrows keys new
   narrows keys invite NAME --address tcp://HOST:{address.port}
-  narrows broker --listen {listen} --keys keys
+  narrows broker --listen {listen} --keys keys --founder NAME
 or pass --insecure on a network that you trust""",
         )
     return address

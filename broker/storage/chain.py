@@ -102,7 +102,7 @@ class Sealer:
         self.key = chain.key if chain else None
         self.seal = NO_SEAL
         """The seal of the newest durable record."""
-        self._anchors = chain.anchors if chain else {}
+        self._anchors: Mapping[int, bytes] = chain.anchors if chain else {}
         self._kept: dict[int, bytes] = {}
 
     def next(self, before: bytes, number: int, body: Sequence[memoryview], *, keep: bool) -> bytes:

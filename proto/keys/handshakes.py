@@ -215,8 +215,8 @@ def _one_has_keys(broker: str, key: SiteKey | None) -> NarrowsError:
     return Refused(
         ErrorCode.KEY_REFUSED,
         f"what answers at {broker} has no keys, so nobody knows who it is",
-        remedy="its operator types `narrows broker --keys DIRECTORY`; or join without a key "
-        "(--key, NARROWS_KEY)",
+        remedy="its operator types `narrows broker --keys DIRECTORY`, for a new run with "
+        "`--founder NAME`; or join without a key (--key, NARROWS_KEY)",
     )
 
 

@@ -162,7 +162,7 @@ def test_beyond_loopback_the_broker_names_the_three_commands(tmp_path: Path) -> 
     for command in (
         "\n  narrows keys new\n",
         "\n  narrows keys invite NAME --address tcp://HOST:7070\n",
-        "\n  narrows broker --listen tcp://0.0.0.0:7070 --keys keys\n",
+        "\n  narrows broker --listen tcp://0.0.0.0:7070 --keys keys --founder NAME\n",
     ):
         assert command in str(caught.value)
 

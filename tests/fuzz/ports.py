@@ -74,7 +74,7 @@ class Siege:
         """Makes connections for a time. Raises AssertionError once the broker does not stand it."""
         figures, started = Figures(), time.monotonic()
         with self._processes, ExitStack() as sockets:
-            sockets.callback(lambda: [each.close() for each in self._open])
+            sockets.callback(self._hang_up)
             self._start()
             with self._peer("honest") as honest, self._peer("insider") as insider:
                 self._found(honest)
@@ -97,8 +97,12 @@ class Siege:
         figures.inputs_per_s = round(figures.inputs / spent_s, 1)
         return figures
 
+    def _hang_up(self) -> None:
+        for each in self._open:
+            each.close()
+
     def _start(self) -> None:
-        keys = ()
+        keys: tuple[str, ...] = ()
         if self._keys:
             keys = ("--keys", str(self._keys.directory), "--set", "run.founder=honest")
         self._address = self._processes.start_broker(
