@@ -20,12 +20,12 @@ import zstandard
 
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 Message: TypeAlias = dict[str, Any]
-PROTOCOL, PUSH, PUBLICATION, STATE, INT4, BLOSC2 = 2, 1, 3, 4, "int4-zstd", "f32-blosc2"
+PROTOCOL, PUSH, PUBLICATION, STATE, INT4, BLOSC2 = 3, 1, 3, 4, "int4-zstd", "f32-blosc2"
 SUPPORTED = {"mode": "decoupled", "push_codec": INT4, "publish_codec": INT4, "role": "adopt wait"}
 OPTIONS = {zmq.RECONNECT_IVL: 100, zmq.RECONNECT_IVL_MAX: 2000, zmq.TCP_MAXRT: 20000}
 OPTIONS |= {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5}
 OPTIONS |= {zmq.IMMEDIATE: 1, zmq.SNDHWM: 0, zmq.RCVHWM: 64, zmq.MAXMSGSIZE: 4259840}
-HELLO_AGAIN = ("unknown_session", "wrong_epoch", "over_capacity")
+HELLO_AGAIN = ("unknown_session", "wrong_epoch", "over_capacity", "quota")
 LOGGED = ("bad_frame", "bad_message", "too_large", "bad_checksum")
 digest = xxhash.xxh3_64_intdigest
 
@@ -135,7 +135,7 @@ class Learner:
         self.steps, self.step_s, self.push_ids, self.news = 0, 0.0, 0, False
         self.sent, self.known, self.moved_at, self.rate, self.paid_at = 0, 0, 0.0, 0.0, 0.0
         self.heard_at = self.stepped_at = self.reported_at = self.came_at = time.monotonic()
-        self.context, self.redial_s = zmq.Context(), 2.5
+        self.context, self.redial_s, self.topic = zmq.Context(), 2.5, f"{name}/{self.incarnation}"
         self.dial(self.heard_at)
 
     def dial(self, now: float) -> None:
@@ -223,7 +223,7 @@ class Learner:
             self.known, self.received = self.sent, [0] * settings["streams"]
             self.uplinks = [self.socket(zmq.XPUB, m["uplink_port"]) for _ in self.received]
             for s in range(settings["streams"]):
-                self.socket(zmq.SUB, m["downlink_port"]).subscribe(f"{self.incarnation}/{s:02d}")
+                self.socket(zmq.SUB, m["downlink_port"]).subscribe(f"{self.topic}/{s:02d}")
         for f in self.fragments:
             f.declined, f.newest = (-1, 0), -1
             if m["epoch"] != self.epoch:  # the State's push_id says what became of an open push

@@ -23,6 +23,11 @@ class ErrorCode(StrEnum):
     SUPERSEDED = "superseded"
     UNKNOWN_SESSION = "unknown_session"
     WRONG_EPOCH = "wrong_epoch"
+    KEY_NAME = "key_name"
+    KEY_ROLE = "key_role"
+    INVITATION = "invitation"
+    QUOTA = "quota"
+    NOT_FOUNDER = "not_founder"
     # One message or one push is refused; the session goes on.
     BAD_FRAME = "bad_frame"
     BAD_MESSAGE = "bad_message"
@@ -38,6 +43,7 @@ class ErrorCode(StrEnum):
     FUTURE_BASE = "future_base"
     NO_ROUND = "no_round"
     BAD_TOKENS = "bad_tokens"
+    TOO_MANY_PUSHES = "too_many_pushes"
     OLD_INCARNATION = "old_incarnation"
     # Local: nothing was sent.
     CONFIG = "config"
@@ -46,6 +52,7 @@ class ErrorCode(StrEnum):
     BROKER_UNREACHABLE = "broker_unreachable"
     STATE_LOCKED = "state_locked"
     STATE_DAMAGED = "state_damaged"
+    RUN_SECRET = "run_secret"
     JOURNAL_FAILED = "journal_failed"
     UNFINISHED = "unfinished"
     MISUSE = "misuse"
@@ -57,7 +64,14 @@ OF_ONE_MESSAGE = frozenset(
 )
 
 #: Refusals of a session after which the learner says Hello again by itself, with back-off.
-RETRYABLE = frozenset({ErrorCode.UNKNOWN_SESSION, ErrorCode.WRONG_EPOCH, ErrorCode.OVER_CAPACITY})
+RETRYABLE = frozenset(
+    {
+        ErrorCode.UNKNOWN_SESSION,
+        ErrorCode.WRONG_EPOCH,
+        ErrorCode.OVER_CAPACITY,
+        ErrorCode.QUOTA,
+    }
+)
 
 
 LOG_CHARACTERS_MAX = 1000

@@ -8,6 +8,7 @@ not change by one. Frames know nothing of membership, rounds or fragments.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -17,17 +18,22 @@ from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.limits import (
     CHUNK_ELEMENTS_MAX,
     CONTROL_BYTES_MAX,
+    CONTROL_UP_BYTES_MAX,
     HEADER_BYTES_MAX,
+    NAME_PATTERN,
     PAYLOAD_BYTES_MAX,
     PROTOCOL,
     STREAMS_MAX,
     TOPIC_BYTES_MAX,
 )
-from narrows.proto.messages import ControlMessage, Header
+from narrows.proto.messages import Beat, ControlMessage, Header, Hello, Status, Welcome
 from narrows.proto.units import counted
 
 MAGIC = b"NRW"
 ENVELOPE_BYTES = 12
+
+_LARGE = Hello, Welcome, Beat, Status
+"""Messages that only learners take, and that grow with the run."""
 
 _encoder = msgspec.msgpack.Encoder()
 _control_decoder = msgspec.msgpack.Decoder(ControlMessage)
@@ -43,15 +49,17 @@ def digest(data: bytes | memoryview) -> int:
 
 
 def encode_control(message: ControlMessage) -> bytes:
-    """One control frame. Raises RemoteProtocolError if the message exceeds CONTROL_BYTES_MAX."""
+    """One control frame. Raises RemoteProtocolError if it is too large for its way."""
     frame = _seal(_encoder.encode(message))
-    _check_size(len(frame), CONTROL_BYTES_MAX, "control message")
+    is_down = isinstance(message, _LARGE)
+    bytes_max = CONTROL_BYTES_MAX if is_down else CONTROL_UP_BYTES_MAX
+    _check_size(len(frame), bytes_max, "control message")
     return frame
 
 
-def decode_control(frame: bytes | memoryview) -> ControlMessage:
+def decode_control(frame: bytes | memoryview, bytes_max: int = CONTROL_BYTES_MAX) -> ControlMessage:
     """The message in a control frame. Raises RemoteProtocolError on anything else."""
-    body = _unseal(frame, CONTROL_BYTES_MAX, "control message")
+    body = _unseal(frame, bytes_max, "control message")
     try:
         message: ControlMessage = _control_decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -65,16 +73,29 @@ UPLINK_TOPIC = b"u"
 """The topic of all that a learner publishes: the broker subscribes to everything."""
 
 
-def downlink_topic(incarnation: str, stream: int) -> bytes:
+def downlink_topic(name: str, incarnation: str, stream: int) -> bytes:
     """The topic of one stream of one learner's process.
 
+    The name comes first, so that the broker sees whose topic a subscription names.
     The stream has two digits because ZeroMQ matches prefixes: a subscription to stream 1 must not
     take the messages of stream 10.
     """
     assert 0 <= stream < STREAMS_MAX <= 100, f"stream {stream} has no topic of two digits"
-    topic = f"{incarnation}/{stream:02d}".encode()
+    topic = f"{name}/{incarnation}/{stream:02d}".encode()
     assert len(topic) <= TOPIC_BYTES_MAX, topic
     return topic
+
+
+_NAME = NAME_PATTERN.removeprefix(r"\A").removesuffix(r"\Z")
+_TOPIC = re.compile(f"({_NAME})/[0-9a-f]{{32}}/([0-9]{{2}})")
+
+
+def topic_name(topic: bytes) -> str | None:
+    """The learner's name in a topic of the downlink, None if this is no such topic."""
+    if len(topic) > TOPIC_BYTES_MAX or not topic.isascii():
+        return None
+    match = _TOPIC.fullmatch(topic.decode())
+    return match[1] if match and int(match[2]) < STREAMS_MAX else None
 
 
 def encode_header(header: Header) -> bytes:

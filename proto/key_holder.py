@@ -32,7 +32,7 @@ class KeyRole(StrEnum):
 _TRAINS: Final = frozenset(
     {
         "hello", "report", "push", "decline", "adopted", "fetch", "missing", "alive", "bye",
-        "layoutpart", "askstatus", "enrol",
+        "asklayout", "layoutpart", "askstatus", "enrol",
     }
 )  # fmt: skip
 _ASKS: Final = frozenset({"askstatus", "enrol"})

@@ -1,4 +1,4 @@
-"""Every message on the wire as a frozen struct: control messages and the data header.
+"""Every control message as a frozen struct; the header of a data message stands beside it.
 
 PROTOCOL.md is the specification; this file is its Python form and changes with it.
 """
@@ -9,72 +9,52 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
+from narrows.proto.header import Header
 from narrows.proto.terms import (
+    Codecs,
     Count,
     DataKind,
     DtypeName,
     Elements,
     Epoch,
     FragmentHead,
+    Heads,
+    LayoutEntries,
     LayoutEntry,
+    LearnerStatus,
+    LearnerStatuses,
     MergeRule,
     Mode,
     OpenRound,
+    OpenRounds,
+    PartCount,
+    PartIndex,
     Phase,
     Port,
     Positions,
+    Proof,
+    PublicKey,
     PushId,
+    PushTokens,
     Ranges,
     Rate,
     Role,
     RunSettings,
     Seconds,
-    Stream,
     Text,
     TokenLedger,
     Version,
-)
+    Versions,
+)  # fmt: skip
 
 __all__ = [
-    "Adopted",
-    "Alive",
-    "AskStatus",
-    "Beat",
-    "Bye",
-    "ControlMessage",
-    "Count",
-    "DataKind",
-    "Decline",
-    "DtypeName",
-    "Elements",
-    "Epoch",
-    "Fetch",
-    "FragmentHead",
-    "Header",
-    "Hello",
-    "LayoutEntry",
-    "LearnerStatus",
-    "MergeRule",
-    "Missing",
-    "Mode",
-    "OpenRound",
-    "Phase",
-    "Positions",
-    "Probe",
-    "Progress",
-    "Push",
-    "Ranges",
-    "Refuse",
-    "Report",
-    "Role",
-    "RunSettings",
-    "Seconds",
-    "Status",
-    "Text",
-    "TokenLedger",
-    "Version",
-    "Welcome",
-]
+    "Adopted", "Alive", "AskLayout", "AskStatus", "Beat", "Bye", "ControlMessage", "Count",
+    "DataKind", "Decline", "DtypeName", "Elements", "Enrol", "Enrolled", "Epoch", "Fetch",
+    "FragmentHead", "Header", "Hello", "LayoutEntry", "LayoutPart", "LearnerStatus",
+    "MergeRule", "Missing", "Mode", "OpenRound", "Phase", "Positions", "Probe", "Progress",
+    "Push", "Ranges", "Refuse", "Report", "Role", "RunSettings", "Seconds", "Status", "Text",
+    "TokenLedger", "Version", "Welcome",
+]  # fmt: skip
 
 
 class _Control(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag=str.lower):
@@ -101,11 +81,13 @@ class Hello(_Control, frozen=True):
     layout: tuple[LayoutEntry, ...]
     frozen_digest: int
     """xxh3_64 over names and bytes of the parameters that do not travel; 0: none."""
-    codecs: tuple[str, ...]
+    codecs: Codecs
     step: Count
     tokens: Count
-    versions: tuple[Version, ...]
+    versions: Versions
     """Newest version held per fragment, empty before the first."""
+    epoch_proof: Proof = ""
+    """As told with `epoch` in Welcome, "" on its first Hello."""
 
 
 class Report(_Control, frozen=True):
@@ -134,9 +116,9 @@ class Push(_Control, frozen=True):
     push_id: PushId
     """Counts the pushes of this incarnation from 1."""
     elements: Elements
-    tokens: Count
+    tokens: PushTokens
     """Tokens since the base was adopted (c_tokens)."""
-    steps: Count
+    steps: PushTokens
     """Inner steps since the base was adopted (c_steps)."""
 
 
@@ -163,7 +145,23 @@ class Fetch(_Control, frozen=True):
     have_version: int
 
 
+class Enrol(_Control, frozen=True):
+    """Hands over the public key of a site that accepts an invitation.
+
+    The connection's own key says for which name: it was made for the invitation.
+    """
+
+    protocol: int
+    public_key: PublicKey
+
+
 # Broker to learner.
+
+
+class Enrolled(_Control, frozen=True):
+    """Says that the key of an Enrol speaks for this name from now on."""
+
+    name: Text
 
 
 class Welcome(_Control, frozen=True):
@@ -175,8 +173,8 @@ class Welcome(_Control, frozen=True):
     settings: RunSettings
     uplink_port: Port
     downlink_port: Port
-    fragments: tuple[FragmentHead, ...]
-    rounds: tuple[OpenRound, ...]
+    fragments: Heads
+    rounds: OpenRounds
     phase: Phase
     run_tokens: Count
     tokens_per_s: Rate
@@ -184,6 +182,8 @@ class Welcome(_Control, frozen=True):
     """Inner step at which this learner starts counting (modes streaming and diloco)."""
     up_bits_per_s: Rate
     """Rate that the addressee may use, with everything that crosses the line; 0: no limit."""
+    epoch_proof: Proof = ""
+    """Shows in a later Hello that the learner has met this epoch."""
 
 
 class Beat(_Control, frozen=True):
@@ -191,8 +191,8 @@ class Beat(_Control, frozen=True):
 
     epoch: Epoch
     phase: Phase
-    versions: tuple[Version, ...]
-    rounds: tuple[OpenRound, ...]
+    versions: Versions
+    rounds: OpenRounds
     run_tokens: Count
     tokens_per_s: Rate
     received: Positions
@@ -237,6 +237,25 @@ class Missing(_Control, frozen=True):
     """(offset, count) in elements."""
 
 
+class AskLayout(_Control, frozen=True):
+    """Asks for the parts of a layout: the broker its founder, a learner of another layout the
+    broker."""
+
+    first: PartIndex
+    """The first part that is missing."""
+
+
+class LayoutPart(_Control, frozen=True):
+    """Some tensors of a layout, in its order."""
+
+    index: PartIndex
+    count: PartCount
+    """Parts of the layout."""
+    frozen_digest: int
+    """xxh3_64 over names and bytes of the parameters that do not travel; 0: none."""
+    entries: LayoutEntries
+
+
 class Alive(_Control, frozen=True):
     """Answers a Probe."""
 
@@ -253,26 +272,6 @@ class AskStatus(_Control, frozen=True):
     """Asks for a Status; needs no session."""
 
 
-class LearnerStatus(Struct, frozen=True, forbid_unknown_fields=True):
-    """One learner as the broker sees it."""
-
-    name: Text
-    incarnation: Text
-    address: str
-    state: str
-    last_heard_s: float
-    step: Count
-    tokens: Count
-    step_s: Seconds
-    loss: float | None
-    contributions: int
-    refused: Count
-    missed_running: int
-    ledger: TokenLedger
-    up_bytes: int
-    down_bytes: int
-
-
 class Status(_Control, frozen=True):
     """The run as the broker sees it."""
 
@@ -281,8 +280,8 @@ class Status(_Control, frozen=True):
     phase: Phase
     mode: Mode
     uptime_s: float
-    versions: tuple[Version, ...]
-    rounds: tuple[OpenRound, ...]
+    versions: Versions
+    rounds: OpenRounds
     run_tokens: Count
     goal_tokens: int
     tokens_per_s: Rate
@@ -298,7 +297,7 @@ class Status(_Control, frozen=True):
     """Sum of the versions in the newest durable checkpoint, -1: none yet."""
     waiting_for: str
     """The phrase that says what holds the run up now; "" if nothing does."""
-    learners: tuple[LearnerStatus, ...]
+    learners: LearnerStatuses
 
 
 ControlMessage: TypeAlias = (
@@ -308,43 +307,18 @@ ControlMessage: TypeAlias = (
     | Decline
     | Adopted
     | Fetch
+    | Enrol
+    | Enrolled
     | Welcome
     | Beat
     | Progress
     | Refuse
     | Probe
     | Missing
+    | AskLayout
+    | LayoutPart
     | Alive
     | Bye
     | AskStatus
     | Status
 )
-
-
-class Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Header of a data message, a msgpack array in this order."""
-
-    protocol: int
-    run_id: Text
-    epoch: Epoch
-    kind: DataKind
-    learner: Text
-    incarnation: Text
-    """The learner's, on the uplink and on the downlink."""
-    fragment: Count
-    version: Version
-    """PUSH: base version. FOUND: 0. PUBLICATION, STATE: the version that results."""
-    push_id: Count
-    """PUSH: its id. PUBLICATION, STATE: the addressee's last merged push of the fragment."""
-    offset: Elements
-    """First element of this chunk within the fragment."""
-    count: Elements
-    """Elements in this chunk."""
-    codec: Text
-    payload_digest: int
-    """xxh3_64 of the payload frame."""
-    result_digest: int
-    """PUBLICATION, STATE: xxh3_64 of the published copy at `version`; else 0."""
-    stream: Stream
-    position: Count
-    """Payload bytes sent on this stream so far, this message included."""

@@ -13,10 +13,17 @@ from msgspec import Meta, Struct
 
 from narrows.proto.limits import (
     CHUNK_ELEMENTS_MAX,
+    CODEC_CHARACTERS_MAX,
+    CODECS_MAX,
+    DIMENSIONS_MAX,
     ELEMENTS_MAX,
     FRAGMENTS_MAX,
+    LAYOUT_PART_ENTRIES_MAX,
+    LAYOUT_PARTS_MAX,
     PAYLOAD_BYTES_MAX,
+    PUSH_TOKENS_MAX,
     RANGES_MAX,
+    STATUS_LEARNERS_MAX,
     STREAMS_MAX,
     TEXT_CHARACTERS_MAX,
     TOKENS_MAX,
@@ -34,15 +41,25 @@ Streams: TypeAlias = Annotated[int, Meta(ge=1, le=STREAMS_MAX)]
 Port: TypeAlias = Annotated[int, Meta(ge=1, le=65535)]
 Stream: TypeAlias = Annotated[int, Meta(ge=0, le=STREAMS_MAX - 1)]
 PushId: TypeAlias = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
+PushTokens: TypeAlias = Annotated[int, Meta(ge=0, le=PUSH_TOKENS_MAX)]
+PartIndex: TypeAlias = Annotated[int, Meta(ge=0, le=LAYOUT_PARTS_MAX - 1)]
+PartCount: TypeAlias = Annotated[int, Meta(ge=1, le=LAYOUT_PARTS_MAX)]
 Rho: TypeAlias = Annotated[float, Meta(ge=0.001, le=100.0)]
 Bits: TypeAlias = Annotated[float, Meta(ge=0.0, le=64.0)]
 Rate: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e18)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
 Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]
+Codec: TypeAlias = Annotated[str, Meta(max_length=CODEC_CHARACTERS_MAX)]
+Proof: TypeAlias = Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")]
+"""Proof of the broker that knows the run's secret for an epoch; "": none."""
+PublicKey: TypeAlias = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}\Z")]
+"""A CURVE key in Z85."""
 Positions: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=STREAMS_MAX)]
 Ranges: TypeAlias = Annotated[tuple[tuple[Elements, Elements], ...], Meta(max_length=RANGES_MAX)]
 """(offset, count) in elements."""
-
+Versions: TypeAlias = Annotated[tuple[Version, ...], Meta(max_length=FRAGMENTS_MAX)]
+Codecs: TypeAlias = Annotated[tuple[Codec, ...], Meta(max_length=CODECS_MAX)]
+Shape: TypeAlias = Annotated[tuple[int, ...], Meta(max_length=DIMENSIONS_MAX)]
 
 Epoch: TypeAlias = tuple[Count, Count, Count]
 """(term, life, nonce). A promotion raises the term; each start on a state directory raises its life
@@ -91,7 +108,7 @@ class LayoutEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     """One parameter tensor that travels. `rule` says how its outer gradients are merged."""
 
     name: Text
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: DtypeName
     rule: MergeRule
 
@@ -106,8 +123,8 @@ class RunSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """H: inner steps between two syncs of the same fragment."""
     overlap_steps: Count
     """tau: inner steps that an exchange may take without holding anybody up."""
-    push_codec: str
-    publish_codec: str
+    push_codec: Codec
+    publish_codec: Codec
     push_rho: Rho
     """Quantisation step of pushes in units of the tensor piece's rms."""
     publish_rho: Rho
@@ -163,6 +180,26 @@ class TokenLedger(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     skipped: Count = 0
 
 
+class LearnerStatus(Struct, frozen=True, forbid_unknown_fields=True):
+    """One learner as the broker sees it."""
+
+    name: Text
+    incarnation: Text
+    address: str
+    state: str
+    last_heard_s: float
+    step: Count
+    tokens: Count
+    step_s: Seconds
+    loss: float | None
+    contributions: int
+    refused: Count
+    missed_running: int
+    ledger: TokenLedger
+    up_bytes: int
+    down_bytes: int
+
+
 class DataKind(IntEnum):
     """The content of a data message."""
 
@@ -174,3 +211,13 @@ class DataKind(IntEnum):
     """Down: the step from version - 1 to `version`."""
     STATE = 4
     """Down: the whole published copy at `version`, lossless."""
+
+
+LayoutEntries: TypeAlias = Annotated[
+    tuple[LayoutEntry, ...], Meta(max_length=LAYOUT_PART_ENTRIES_MAX)
+]
+Heads: TypeAlias = Annotated[tuple[FragmentHead, ...], Meta(max_length=FRAGMENTS_MAX)]
+OpenRounds: TypeAlias = Annotated[tuple[OpenRound, ...], Meta(max_length=FRAGMENTS_MAX)]
+LearnerStatuses: TypeAlias = Annotated[
+    tuple[LearnerStatus, ...], Meta(max_length=STATUS_LEARNERS_MAX)
+]

@@ -22,6 +22,8 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.integers(-(2**63) if least is None else least, most or 2**64 - 1)
         case inspect.FloatType(ge=least, le=most):
             return st.floats(least, most, allow_nan=False)
+        case inspect.StrType(pattern=str(pattern)):
+            return st.from_regex(pattern)
         case inspect.StrType():
             return st.text(max_size=WORDS)
         case inspect.BoolType():

@@ -38,7 +38,7 @@ def sender_to(
     sender = Sender(
         learner,
         incarnation,
-        topic=lambda stream: downlink_topic(incarnation, stream),
+        topic=lambda stream: downlink_topic(learner, incarnation, stream),
         streams=streams,
         window_bytes=window_bytes,
     )

@@ -107,7 +107,7 @@ class Peer:
         self.uplink = self._context.socket(zmq.XPUB)
         self.uplink.connect(f"{host}:{self.welcome.uplink_port}")
         self.downlink = self._context.socket(zmq.SUB)
-        self.downlink.setsockopt(zmq.SUBSCRIBE, downlink_topic(self.incarnation, 0))
+        self.downlink.setsockopt(zmq.SUBSCRIBE, downlink_topic(self.name, self.incarnation, 0))
         self.downlink.connect(f"{host}:{self.welcome.downlink_port}")
         assert _receive(self.uplink) == [b"\1"]
         return self.welcome

@@ -130,7 +130,7 @@ def dump() -> str:
         _brief("→", announced),
         _data("→ uplink", b"u", header(msg.DataKind.PUSH, 0, 1, push, 0, push), push, _fields),
         _brief("←", msg.Progress((len(push.payload),))),
-        _data("← downlink", downlink_topic(INCARNATION, 0),
+        _data("← downlink", downlink_topic("a", INCARNATION, 0),
               header(msg.DataKind.PUBLICATION, 1, 1, publication, heads[1], state), publication,
               _plain),
         _brief("→", msg.Report(4, 64, 0.5, 1.5, (received,), ledger, 0.0)),

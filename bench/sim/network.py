@@ -114,12 +114,12 @@ class Network:
         self._lines[learner.spec.name].send_data(stream, frames, receive, up=True)
 
     def data_to_learner(self, topic: bytes, frames: Frames) -> None:
-        incarnation, number = topic.decode().split("/")
-        name, stream = self._names[incarnation], int(number)
+        name, incarnation, number = topic.decode().split("/")
+        stream = int(number)
 
         def receive() -> None:
             learner = self.learners.get(name)
-            # The topic is the incarnation: an old process gets nothing of its successor.
+            # The topic has the incarnation: an old process gets nothing of its successor.
             if learner is not None and learner.incarnation == incarnation:
                 learner.do(lambda: learner.receive_data(frames))
 
@@ -140,7 +140,9 @@ class Network:
         line, broker = self._lines[learner.spec.name], self.broker
         assert broker is not None
         streams = range(settings.streams)
-        topics = {downlink_topic(learner.incarnation, stream) for stream in streams}
+        topics = {
+            downlink_topic(learner.spec.name, learner.incarnation, stream) for stream in streams
+        }
         size = wire_bytes(sum(map(len, topics)))
         line.send(size, lambda: broker.do(lambda: broker.subscribe(topics)), up=True)
         line.send(

@@ -81,7 +81,7 @@ class Downlink:
 
     def admit(self, learner: str, incarnation: str) -> None:
         """A session begins."""
-        topic, subscribed = partial(downlink_topic, incarnation), self._wires.subscribed
+        topic, subscribed = partial(downlink_topic, learner, incarnation), self._wires.subscribed
         streams = self._run.settings.streams
         sender = Sender(
             learner, incarnation, topic=topic, streams=streams, window_bytes=self._window_bytes
@@ -118,12 +118,12 @@ class Downlink:
         a stranger may do so for others costs a message each, and only while they are cut off."""
         for learner, addressee in self._addressees.items():
             for stream in addressee.sender.dead:
-                if downlink_topic(addressee.sender.incarnation, stream) in topics:
+                if addressee.sender.topic(stream) in topics:
                     self.hub.reconnect(learner, stream, now)
 
     def _topics(self, sender: Sender) -> set[bytes]:
         streams = range(self._run.settings.streams)
-        return {downlink_topic(sender.incarnation, stream) for stream in streams}
+        return {sender.topic(stream) for stream in streams}
 
     # What is to be sent.
 

@@ -25,6 +25,7 @@ class LearnerSockets:
     """All sockets of one learner. One thread uses them; any thread may call `wake`."""
 
     broker: str
+    name: str
     incarnation: str
     control_up_bytes: int = 0
     control_down_bytes: int = 0
@@ -80,7 +81,7 @@ class LearnerSockets:
         for socket in self._uplinks:
             self._connect(socket, uplink_port)
         for stream, socket in enumerate(self._downlinks):
-            socket.setsockopt(zmq.SUBSCRIBE, downlink_topic(self.incarnation, stream))
+            socket.setsockopt(zmq.SUBSCRIBE, downlink_topic(self.name, self.incarnation, stream))
             self._watch(socket)
             self._connect(socket, downlink_port)
 

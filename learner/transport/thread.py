@@ -77,7 +77,7 @@ class Background:
             contribute_after_steps=options.contribute_after_steps,
         )
         self.view = BackgroundView(self.session.view())
-        self.wires = LearnerSockets(options.broker, identity.incarnation)
+        self.wires = LearnerSockets(options.broker, options.name, identity.incarnation)
         self.data_path = DataPath(self.wires, options, post=self._post)
         self.changed = threading.Condition()
         #: Steps that the session has not counted yet: (tokens, loss, time in seconds).

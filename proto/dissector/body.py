@@ -314,6 +314,8 @@ def described(kind: Type) -> str:
             return f"{kind.name}, {' or '.join(kind.words)}"
         case String() if kind.characters_max >= 0:
             return f"{kind.name}, up to {kind.characters_max} characters"
+        case String() if kind.pattern:
+            return f"{kind.name}, {kind.pattern}"
         case _:
             return kind.name
 
@@ -335,7 +337,7 @@ def _check_choice(kind: AnyOf, value: object) -> str:
 
 
 def _check_string(kind: String, value: str) -> str:
-    return "ok" if kind.characters_max < 0 or len(value) <= kind.characters_max else ""
+    return "ok" if kind.fits(value) else ""
 
 
 def _check_bool(_: Bool, __: object) -> str:

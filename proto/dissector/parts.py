@@ -22,7 +22,7 @@ from narrows.proto.dissector.tables import (
 Direction: TypeAlias = Literal["up", "down"]
 """Up is the direction from the peer that dialled: from a learner to the broker."""
 
-_TOPIC: Final = re.compile(rb"([0-9a-f]{32})/([0-9]{2})")
+_TOPIC: Final = re.compile(rb"([A-Za-z0-9][A-Za-z0-9._-]{0,63})/([0-9a-f]{32})/([0-9]{2})")
 _ARROWS: Final = {name.lower(): each.arrow for name, each in CONTROL.items()}
 
 
@@ -72,7 +72,7 @@ class Parts:
             return found
         found.fields.append(Field("topic", 0, len(frame), "", _text(frame)))
         if self._direction == "down" and not _TOPIC.fullmatch(frame):
-            self._blame(found, 0, "bad_frame", "INCARNATION/ss", repr(_text(frame)), frame)
+            self._blame(found, 0, "bad_frame", "NAME/INCARNATION/ss", repr(_text(frame)), frame)
         return found
 
     def _take_header(self, frame: bytes) -> Dissected:
@@ -110,10 +110,9 @@ class Parts:
         match = _TOPIC.fullmatch(self._topic)
         if self._direction != "down" or not match:
             return
-        self._check_field(
-            found, "incarnation", match[1].decode(), "bad_message", "this topic", frame
-        )
-        self._check_field(found, "stream", int(match[2]), "bad_message", "this topic", frame)
+        name, incarnation, stream = match[1].decode(), match[2].decode(), int(match[3])
+        for field, told in (("learner", name), ("incarnation", incarnation), ("stream", stream)):
+            self._check_field(found, field, told, "bad_message", "this topic", frame)
 
     def _take_payload(self, frame: bytes) -> Dissected:
         found = Dissected("payload", len(frame))

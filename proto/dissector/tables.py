@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final, TypeAlias
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 CONTROL_BYTES_MAX: Final = 4194304
 HEADER_BYTES_MAX: Final = 1024
-TOPIC_BYTES_MAX: Final = 64
+TOPIC_BYTES_MAX: Final = 100
 CHUNK_ELEMENTS_MAX: Final = 1048576
 PAYLOAD_BYTES_MAX: Final = 4259840
 STATE_CODEC: Final = "f32-blosc2"
@@ -32,6 +32,9 @@ INTEGERS: Final[Mapping[str, tuple[int, int]]] = {
     "Port": (1, 65535),
     "Stream": (0, 63),
     "PushId": (1, 2**62),
+    "PushTokens": (0, 2**40),
+    "PartIndex": (0, 95),
+    "PartCount": (1, 96),
 }
 FLOATS: Final[Mapping[str, tuple[float, float]]] = {
     "Rho": (0.001, 100),
@@ -40,10 +43,24 @@ FLOATS: Final[Mapping[str, tuple[float, float]]] = {
     "Rate": (0, 1e18),
 }
 TEXT_CHARACTERS_MAX: Final = 1024
+CODEC_CHARACTERS_MAX: Final = 32
+PATTERNS: Final[Mapping[str, str]] = {
+    "Proof": r"\A([0-9a-f]{64})?\Z",
+    "PublicKey": r"\A[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}\Z",
+}
+"""Texts of a fixed form."""
+
 LISTS: Final[Mapping[str, tuple[str, int, int]]] = {
     "Positions": ("Count", 0, 64),
     "Ranges": ("Range", 0, 256),
     "Range": ("Elements", 2, 2),
+    "Versions": ("Version", 0, 4096),
+    "Codecs": ("Codec", 0, 32),
+    "Shape": ("int", 0, 8),
+    "LayoutEntries": ("LayoutEntry", 0, 4096),
+    "Heads": ("FragmentHead", 0, 4096),
+    "OpenRounds": ("OpenRound", 0, 4096),
+    "LearnerStatuses": ("LearnerStatus", 0, 2048),
     "Epoch": ("Count", 3, 3),
     "Start": ("Count", 2, 2),
 }
@@ -63,43 +80,47 @@ UP, DOWN = "→", "←"
 
 CONTROL_TABLE: Final = """
 Hello →: protocol int; name Text; incarnation Text; run_id Text; epoch Epoch;
-    layout [LayoutEntry]; frozen_digest int; codecs [str]; step Count; tokens Count;
-    versions [Version]
+    layout [LayoutEntry]; frozen_digest int; codecs Codecs; step Count; tokens Count;
+    versions Versions; epoch_proof Proof = ""
 Report →: step Count; tokens Count; step_s Seconds; loss float or nil; received Positions;
     ledger TokenLedger; up_bits_per_s Rate
 Push →: fragment Count; base_version Version; attempt Count; push_id PushId; elements Elements;
-    tokens Count; steps Count
+    tokens PushTokens; steps PushTokens
 Decline →: fragment Count; base_version Version; attempt Count; reason Text
 Adopted →: fragment Count; version Version
 Fetch →: fragment Count; have_version int
+Enrol →: protocol int; public_key PublicKey
+Enrolled ←: name Text
 Welcome ←: run_id Text; epoch Epoch; role Role; settings RunSettings; uplink_port Port;
-    downlink_port Port; fragments [FragmentHead]; rounds [OpenRound]; phase Phase;
-    run_tokens Count; tokens_per_s Rate; step Count; up_bits_per_s Rate
-Beat ←: epoch Epoch; phase Phase; versions [Version]; rounds [OpenRound]; run_tokens Count;
+    downlink_port Port; fragments Heads; rounds OpenRounds; phase Phase;
+    run_tokens Count; tokens_per_s Rate; step Count; up_bits_per_s Rate; epoch_proof Proof = ""
+Beat ←: epoch Epoch; phase Phase; versions Versions; rounds OpenRounds; run_tokens Count;
     tokens_per_s Rate; received Positions; up_bits_per_s Rate
 Progress ←: received Positions
 Refuse ←: code Text; message Text; expected Text = ""; got Text = ""; remedy Text = "";
     fragment int = -1; push_id Count = 0
 Probe ←: nonce Count
 Missing ↔: kind DataKind; fragment Count; version Version; push_id Count; ranges Ranges
+AskLayout ↔: first PartIndex
+LayoutPart ↔: index PartIndex; count PartCount; frozen_digest int; entries LayoutEntries
 Alive →: nonce Count
 Bye ↔: reason Text
 AskStatus →:
-Status ←: run_id Text; epoch Epoch; phase Phase; mode Mode; uptime_s float; versions [Version];
-    rounds [OpenRound]; run_tokens Count; goal_tokens int; tokens_per_s Rate; merges int;
+Status ←: run_id Text; epoch Epoch; phase Phase; mode Mode; uptime_s float; versions Versions;
+    rounds OpenRounds; run_tokens Count; goal_tokens int; tokens_per_s Rate; merges int;
     contributions_merged int; contributions_refused {str: int};
     mean_contributors_per_merge float; longest_merge_gap_s float; norms_clipped int;
     up_bytes int; down_bytes int; checkpoint_version int; waiting_for str;
-    learners [LearnerStatus]
+    learners LearnerStatuses
 """
 
 STRUCTURE_TABLE: Final = """
 RunSettings map: mode Mode; fragment_count Fragments; sync_period_steps Period;
-    overlap_steps Count; push_codec str; publish_codec str; push_rho Rho; publish_rho Rho;
+    overlap_steps Count; push_codec Codec; publish_codec Codec; push_rho Rho; publish_rho Rho;
     push_bits Bits; publish_bits Bits; chunk_elements ChunkSize; message_bytes MessageSize;
     streams Streams; error_feedback bool; tokens_per_run_step Count; goal_tokens Count;
     max_offline_s Seconds
-LayoutEntry array: name Text; shape [int]; dtype DtypeName; rule MergeRule
+LayoutEntry array: name Text; shape Shape; dtype DtypeName; rule MergeRule
 FragmentHead array: version Version; digest int
 OpenRound array: fragment Count; base_version Version; attempt Count; at_step int
 TokenLedger array: logged Count = 0; pending Count = 0; merged Count = 0; overwritten Count = 0;
@@ -109,7 +130,7 @@ LearnerStatus map: name Text; incarnation Text; address str; state str; last_hea
     refused Count; missed_running int; ledger TokenLedger; up_bytes int; down_bytes int
 Header array: protocol int; run_id Text; epoch Epoch; kind DataKind; learner Text;
     incarnation Text; fragment Count; version Version; push_id Count; offset Elements;
-    count Elements; codec Text; payload_digest int; result_digest int; stream Stream;
+    count Elements; codec Codec; payload_digest int; result_digest int; stream Stream;
     position Count
 """
 
@@ -162,6 +183,13 @@ class String:
 
     name: str
     characters_max: int = -1
+    pattern: str = ""
+    """Regular expression that it matches."""
+
+    def fits(self, value: str) -> bool:
+        """Whether `value` is as long, and of the form, as it may be."""
+        is_short = self.characters_max < 0 or len(value) <= self.characters_max
+        return is_short and re.search(self.pattern, value) is not None
 
 
 @dataclass(frozen=True)
@@ -270,6 +298,8 @@ def _named(text: str) -> Type:
     named: dict[str, Type] = {
         "str": String("str"),
         "Text": String("Text", TEXT_CHARACTERS_MAX),
+        "Codec": String("Codec", CODEC_CHARACTERS_MAX),
+        **{name: String(name, pattern=pattern) for name, pattern in PATTERNS.items()},
         "bool": Bool(),
         "DataKind": AnyOf("DataKind", DATA_KINDS, is_number=True),
         **{name: AnyOf(name, words) for name, words in WORDS.items()},

@@ -92,7 +92,7 @@ class Sender:
         #: The peer has subscribed to every stream: before that pub/sub drops silently.
         self.is_heard = False
         self.budget = Budget()
-        self._topic, self._window_bytes = topic, window_bytes
+        self.topic, self._window_bytes = topic, window_bytes
         self._run_id, self._epoch = "", (0, 0, 0)
         self._outbox = Outbox[Parcel](streams, window_bytes)
         self._looked_at = float("-inf")
@@ -240,7 +240,7 @@ class Sender:
             return None
         parcel, stream = departure.item, departure.stream
         header = encode_header(self._header(departure))
-        datagram = Datagram(stream, (self._topic(stream), header, parcel.chunk.payload), parcel)
+        datagram = Datagram(stream, (self.topic(stream), header, parcel.chunk.payload), parcel)
         self.budget.send(datagram.wire_bytes, now)
         return datagram
 

@@ -123,7 +123,7 @@ def _member(
         if known is not None:
             downlink.connect(address.rsplit(":", 1)[0] + f":{known.downlink_port}")
             for stream in range(STREAMS):
-                downlink.setsockopt(zmq.SUBSCRIBE, downlink_topic(incarnation, stream))
+                downlink.setsockopt(zmq.SUBSCRIBE, downlink_topic(name, incarnation, stream))
         control.connect(address)
         control.send(encode_control(hello))
         while control.poll(1000 * int(HANG_S)):

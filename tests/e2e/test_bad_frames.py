@@ -25,7 +25,7 @@ FRAMES: dict[str, tuple[Frames, str, str]] = {
     "HTTP": ([b"GET / HTTP/1.1\r\nHost: broker\r\n\r\n"], "bad_frame", "b'NRW'"),
     "delimiter": ([b"", ASK], "bad_frame", "1 frame"),
     "many frames": ([ASK] * 100, "bad_frame", "1 frame"),
-    "other protocol": ([sealed(ASK[12:], 1)], "protocol_version", "2"),
+    "other protocol": ([sealed(ASK[12:], 2)], "protocol_version", "3"),
     "something after the body": ([sealed(ASK[12:] + b"\0")], "bad_message", ""),
     "no body": ([sealed(b"")], "bad_message", ""),
     "not a map": ([sealed(b"\x93\1\2\3")], "bad_message", ""),
@@ -55,7 +55,7 @@ def test_a_control_frame_that_is_no_message_is_refused(mallory: Peer, case: str)
 def test_another_protocol_is_told_what_to_install(mallory: Peer) -> None:
     mallory.control.send(sealed(b"\xc0", 77))
     refuse = mallory.receive(msg.Refuse)
-    assert (refuse.expected, refuse.got) == ("2", "77")
+    assert (refuse.expected, refuse.got) == ("3", "77")
     assert "install the same narrows version" in refuse.remedy
 
 
@@ -99,7 +99,7 @@ def test_noise_on_the_downlink_silences_nobody(world: World, mallory: Peer) -> N
     try:
         noise = context.socket(zmq.XSUB)
         noise.connect(f"tcp://127.0.0.1:{world.service.wires.downlink_port}")
-        topic = downlink_topic(world.good.incarnation, 0)
+        topic = downlink_topic(world.good.name, world.good.incarnation, 0)
         for first in (b"", b"\5", b"\2", b"x"):
             noise.send(first + topic)
         noise.send(b"\1last")

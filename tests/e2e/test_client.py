@@ -109,7 +109,7 @@ def step_until(learner: Client, condition: Callable[[], object]) -> None:
 
 def test_every_new_connection_is_told_once() -> None:
     port = free_ports()
-    wires = LearnerSockets(f"tcp://127.0.0.1:{port}", "0" * 32)
+    wires = LearnerSockets(f"tcp://127.0.0.1:{port}", "a", "0" * 32)
 
     def connected() -> bool:
         wires.wait(0.05)
@@ -302,7 +302,7 @@ def test_another_version_is_final_for_who_joins(tmp_path: Path) -> None:
     with answering(sealed(b"", protocol=1)) as address, pytest.raises(Refused) as caught:
         lone(address, wait_s=HANG_S).start()
     assert caught.value.code == ErrorCode.PROTOCOL_VERSION
-    assert (caught.value.expected, caught.value.got) == ("2", "1")
+    assert (caught.value.expected, caught.value.got) == ("3", "1")
 
 
 def test_another_version_is_passed_over_by_who_trains(service: Service) -> None:

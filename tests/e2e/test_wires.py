@@ -15,7 +15,7 @@ def test_a_new_dial_replaces_every_connection() -> None:
     broker = broker_wires.BrokerSockets.bind(
         "tcp://127.0.0.1:0", uplink_port=0, downlink_port=0, insecure=False
     )
-    learner = learner_wires.LearnerSockets(broker.address, "0" * 32)
+    learner = learner_wires.LearnerSockets(broker.address, "a", "0" * 32)
     ports = broker.uplink_port, broker.downlink_port
     subscribed = 0
     heard: list[bytes] = []
@@ -60,8 +60,8 @@ def test_what_leaves_on_a_stream_arrives_there_alone(streams: int) -> None:
     broker = broker_wires.BrokerSockets.bind(
         "tcp://127.0.0.1:0", uplink_port=0, downlink_port=0, insecure=False
     )
-    learner = learner_wires.LearnerSockets(broker.address, "0" * 32)
-    topics = {downlink_topic("0" * 32, stream) for stream in range(streams)}
+    learner = learner_wires.LearnerSockets(broker.address, "a", "0" * 32)
+    topics = {downlink_topic("a", "0" * 32, stream) for stream in range(streams)}
     received: list[list[bytes]] = []
 
     def all_subscribed() -> bool:

@@ -1,4 +1,4 @@
-"""Protocol version 2 byte by byte: stored frames decode to their messages and come out again.
+"""Protocol version 3 byte by byte: stored frames decode to their messages and come out again.
 
 If this fails, the wire format has changed: raise PROTOCOL, say so in PROTOCOL.md, and only then
 make new frames with `python tests/golden/test_messages.py`.
@@ -20,12 +20,13 @@ from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.limits import PROTOCOL
 
 FILE = Path(__file__).with_name("messages.json")
-VERSION_1 = Path(__file__).with_name("messages-version-1.json")
+OLD = {n: Path(__file__).with_name(f"messages-version-{n}.json") for n in (1, 2)}
 Message: TypeAlias = msg.ControlMessage | msg.Header
 
 INCARNATION = "0123456789abcdef0123456789abcdef"
 EPOCH: msg.Epoch = (1, 3, 2**62 - 1)
 PAYLOAD = b"Narrows"
+PROOF = "5e" * 32
 LAYOUT = (
     msg.LayoutEntry("embedding.weight", (256, 64), "bfloat16", "mean"),
     msg.LayoutEntry("größe", (), "float32", "rda"),
@@ -122,12 +123,15 @@ MESSAGES: tuple[Message, ...] = (
         120,
         983040,
         (7, 8),
+        PROOF,
     ),
     msg.Report(120, 983040, 0.5, 1.5, (1, 1 << 40, 0, 7), LEDGER, 2e9),
     msg.Push(1, 7, 2, 12, 16384, 65536, 8),
     msg.Decline(1, 7, 2, "evaluating"),
     msg.Adopted(1, 8),
     msg.Fetch(1, -1),
+    msg.Enrol(PROTOCOL, "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"),
+    msg.Enrolled("site-a"),
     msg.Welcome(
         run_id="5f2a9c01b3d4e6f7",
         epoch=EPOCH,
@@ -142,12 +146,15 @@ MESSAGES: tuple[Message, ...] = (
         tokens_per_s=123456.75,
         step=130,
         up_bits_per_s=1e9,
+        epoch_proof=PROOF,
     ),
     msg.Beat(EPOCH, msg.Phase.ENDING, (7, 6), ROUNDS, 1 << 40, 123456.75, (1, 2, 3, 4), 5e8),
     msg.Progress((1, 1 << 40, 0, 7)),
     msg.Refuse("stale_base", "push of site-a", "base version 8", "7", "adopt it", 1, 12),
     msg.Probe(5),
     msg.Missing(msg.DataKind.PUSH, 1, 7, 12, ((0, 4096), (8192, 1))),
+    msg.AskLayout(3),
+    msg.LayoutPart(0, 1, 2**63 + 1, LAYOUT),
     msg.Alive(5),
     msg.Bye("the loop has ended"),
     msg.AskStatus(),
@@ -194,12 +201,14 @@ def test_another_library_reads_the_body(message: Message) -> None:
     assert plain == json.loads(msgspec.json.encode(message))
 
 
-@pytest.mark.parametrize("name", stored(VERSION_1))
-def test_version_1_is_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "name"), [(version, name) for version, path in OLD.items() for name in stored(path)]
+)
+def test_an_old_version_is_refused_by_name(version: int, name: str) -> None:
     with pytest.raises(RemoteProtocolError) as caught:
-        decode(name, bytes.fromhex(stored(VERSION_1)[name]))
+        decode(name, bytes.fromhex(stored(OLD[version])[name]))
     assert caught.value.code == ErrorCode.PROTOCOL_VERSION
-    assert (caught.value.expected, caught.value.got) == ("2", "1")
+    assert (caught.value.expected, caught.value.got) == (str(PROTOCOL), str(version))
     assert "the same narrows version" in caught.value.remedy
 
 
@@ -207,7 +216,7 @@ def test_a_frame_by_hand() -> None:
     """Probe(5), written down from PROTOCOL.md: map of type and nonce, behind the envelope."""
     body = b"\x82" + b"\xa4type" + b"\xa5probe" + b"\xa5nonce" + b"\x05"
     frame = bytes.fromhex(stored()["Probe"])
-    assert frame[:4] == b"NRW\x02"
+    assert frame[:4] == b"NRW\x03"
     assert frame[12:] == body
     assert int.from_bytes(frame[4:12], "little") == frames.digest(body)
 

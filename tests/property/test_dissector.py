@@ -48,8 +48,8 @@ PAYLOAD = b"payload"
 
 
 def of_this_version(message: msg.ControlMessage) -> msg.ControlMessage:
-    """Which protocol a Hello names, the decoder leaves to the broker."""
-    if isinstance(message, msg.Hello):
+    """Which protocol a Hello or an Enrol names, the decoder leaves to the broker."""
+    if isinstance(message, msg.Hello | msg.Enrol):
         return msgspec.structs.replace(message, protocol=PROTOCOL)
     return message
 
@@ -94,7 +94,7 @@ def refusal(frame: bytes) -> str:
         message = decode_control(frame)
     except RemoteProtocolError as error:
         return error.code
-    is_other = isinstance(message, msg.Hello) and message.protocol != PROTOCOL
+    is_other = isinstance(message, msg.Hello | msg.Enrol) and message.protocol != PROTOCOL
     return ErrorCode.PROTOCOL_VERSION if is_other else ""
 
 

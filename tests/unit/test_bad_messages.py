@@ -41,7 +41,7 @@ def other_layout() -> tuple[msg.LayoutEntry, ...]:
 
 
 HELLOS: list[tuple[ErrorCode, dict[str, object], str, str]] = [
-    (ErrorCode.PROTOCOL_VERSION, {"protocol": 1}, "2", "1"),
+    (ErrorCode.PROTOCOL_VERSION, {"protocol": 2}, "3", "2"),
     (ErrorCode.BAD_NAME, {"name": "../evil"}, "1 to 64 of A-Z", "'../evil'"),
     (ErrorCode.BAD_NAME, {"incarnation": "xyz"}, "32 hex digits", "'xyz'"),
     (ErrorCode.WRONG_RUN, {"run_id": "another"}, RUN, "another"),

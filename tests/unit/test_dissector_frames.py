@@ -19,7 +19,7 @@ from narrows.proto.frames import downlink_topic, encode_header
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 STORED: dict[str, str] = json.loads((GOLDEN / "messages.json").read_text(encoding="utf-8"))
-OLD: dict[str, str] = json.loads((GOLDEN / "messages-version-1.json").read_text(encoding="utf-8"))
+OLD: dict[str, str] = json.loads((GOLDEN / "messages-version-2.json").read_text(encoding="utf-8"))
 PAYLOAD = bytes(28)  # Seven zeros as raw32.
 INCARNATION = "0123456789abcdef0123456789abcdef"
 
@@ -31,11 +31,11 @@ def test_stored_frames(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OLD)
-def test_frames_of_version_1_are_named(name: str) -> None:
+def test_frames_of_another_version_are_named(name: str) -> None:
     found = bare(bytes.fromhex(OLD[name]))
     (fault,) = found.faults
-    assert (fault.at, fault.code, fault.expected, fault.got) == (3, "protocol_version", "2", "1")
-    assert found.near.startswith("from byte 0: 4e 52 57 [01]")
+    assert (fault.at, fault.code, fault.expected, fault.got) == (3, "protocol_version", "3", "2")
+    assert found.near.startswith("from byte 0: 4e 52 57 [02]")
 
 
 def body_of(name: str) -> bytes:
@@ -155,10 +155,10 @@ def header_of(**changes: object) -> bytes:
 
 def test_a_hello_of_another_protocol() -> None:
     fields = msgspec.msgpack.decode(body_of("Hello"))
-    fields["protocol"] = 3
+    fields["protocol"] = 2
     at, code, _, got, path = first(control(seal(msgspec.msgpack.encode(fields))))
-    assert (code, got, path) == ("protocol_version", "3", "protocol")
-    assert body_of("Hello")[at - 12] == 2
+    assert (code, got, path) == ("protocol_version", "2", "protocol")
+    assert body_of("Hello")[at - 12] == 3
 
 
 @pytest.mark.parametrize("count", [0, 1048577])
@@ -178,7 +178,7 @@ def said(direction: Direction, topic: bytes, frame: bytes, payload: bytes) -> li
 
 
 def test_a_data_message() -> None:
-    found = said("down", downlink_topic(INCARNATION, 3), header_of(), PAYLOAD)
+    found = said("down", downlink_topic("site-a", INCARNATION, 3), header_of(), PAYLOAD)
     assert [each.kind for each in found] == ["topic", "header", "payload"]
     assert not any(each.faults for each in found)
     assert found[2].get("values") == "7 finite values"
@@ -200,12 +200,13 @@ FOUND = {"kind": msg.DataKind.FOUND, "codec": "f32-blosc2", "version": 0, "push_
         ("down", {"kind": msg.DataKind.STATE, "codec": "bf16"}, "unknown_codec", "codec"),
         ("down", {"stream": 4}, "bad_message", "stream"),
         ("down", {"incarnation": "f" * 32}, "bad_message", "incarnation"),
+        ("down", {"learner": "site-b"}, "bad_message", "learner"),
     ],
 )
 def test_headers_that_do_not_fit(
     direction: Direction, changes: dict[str, object], code: str, path: str
 ) -> None:
-    topic = b"u" if direction == "up" else downlink_topic(INCARNATION, 3)
+    topic = b"u" if direction == "up" else downlink_topic("site-a", INCARNATION, 3)
     _, found, _ = said(direction, topic, header_of(**changes), PAYLOAD)
     (fault,) = found.faults
     assert (fault.code, fault.path) == (code, path)
@@ -213,7 +214,7 @@ def test_headers_that_do_not_fit(
 
 
 def test_a_payload_that_is_not_the_headers() -> None:
-    found = said("down", downlink_topic(INCARNATION, 3), header_of(), PAYLOAD + b"\0")[2]
+    found = said("down", downlink_topic("site-a", INCARNATION, 3), header_of(), PAYLOAD + b"\0")[2]
     assert [(fault.at, fault.code) for fault in found.faults] == [
         (0, "bad_checksum"), (28, "too_large"),
     ]  # fmt: skip
@@ -221,14 +222,15 @@ def test_a_payload_that_is_not_the_headers() -> None:
 
 def test_a_payload_that_is_too_large() -> None:
     payload = bytes(PAYLOAD_BYTES_MAX + 1)
-    found = said("down", downlink_topic(INCARNATION, 3), header_of(), payload)[2]
+    found = said("down", downlink_topic("site-a", INCARNATION, 3), header_of(), payload)[2]
     assert first(found)[:2] == (PAYLOAD_BYTES_MAX, "too_large")
 
 
 def test_a_topic_of_the_downlink() -> None:
     parts = Parts("down")
-    assert first(parts.take(0, has_more=True, frame=b"u"))[:3] == (0, "bad_frame", "INCARNATION/ss")
-    assert first(parts.take(0, has_more=True, frame=b"u" * 65))[:2] == (64, "too_large")
+    found = first(parts.take(0, has_more=True, frame=b"u"))
+    assert found[:3] == (0, "bad_frame", "NAME/INCARNATION/ss")
+    assert first(parts.take(0, has_more=True, frame=b"u" * 101))[:2] == (100, "too_large")
 
 
 def test_parts_that_are_no_message() -> None:
@@ -264,7 +266,7 @@ def test_a_frame_as_text() -> None:
     assert list(block(control(bytes(frame)), "here")) == [
         "here  decline  77 bytes",
         "         0  magic                         NRW",
-        "         3  wire_version                  2",
+        "         3  wire_version                  3",
         "         4  body_digest                   5ce5355c758c4047",
         '        18  type                          "decline"',
         "        35  fragment                      1",
@@ -273,7 +275,7 @@ def test_a_frame_as_text() -> None:
         f"  !! byte 4: bad_checksum: expected {digest(bytes(frame[12:])):016x}, "
         "the digest of the 65 bytes behind, got",
         "     5ce5355c758c4047",
-        "     from byte 0: 4e 52 57 02 [47] 40 8c 75 5c 35 e5 5c 85 a4 74 79",
+        "     from byte 0: 4e 52 57 03 [47] 40 8c 75 5c 35 e5 5c 85 a4 74 79",
         "  !! also byte 76 (reason): bad_message: expected UTF-8, got ff",
     ]
 

@@ -53,7 +53,7 @@ def ours(structure: Structure) -> list[tuple[str, str]]:
 
 def test_control_messages() -> None:
     told = {name: (arrow, fields) for name, arrow, fields in structures("message")}
-    assert len(told) == 16
+    assert len(told) == 20
     assert told == {name: (each.arrow, ours(each)) for name, each in tables.CONTROL.items()}
     assert all(each.is_map and each.is_tagged for each in tables.CONTROL.values())
 
@@ -80,10 +80,14 @@ def test_types() -> None:
     for name, text in told.items():
         assert numbers(meanings.pop(name))[:2] == numbers(text), name
     assert numbers(meanings.pop("Text")) == [tables.TEXT_CHARACTERS_MAX]
-    for name in ("Positions", "Ranges"):
-        item, least, most = tables.LISTS[name]
-        assert least == 0 and numbers(meanings.pop(name))[0] == most
-        assert item == {"Positions": "Count", "Ranges": "Range"}[name]
+    assert numbers(meanings.pop("Codec")) == [tables.CODEC_CHARACTERS_MAX]
+    for name, pattern in tables.PATTERNS.items():
+        assert f"string that matches `{pattern}`" in meanings.pop(name)
+    for name, (item, least, most) in tables.LISTS.items():
+        if least == 0:
+            meaning = meanings.pop(name)
+            assert numbers(meaning)[0] == most
+            assert item == "Range" if name == "Ranges" else f"_MAX {item}" in meaning
     assert tables.LISTS["Epoch"] == ("Count", 3, 3)
     assert meanings.pop("Epoch").startswith("array of three Count:")
     assert list(meanings) == ["int, float, str, bool", "[X], {str: X}"]
@@ -113,6 +117,7 @@ def test_limits() -> None:
     for name in (
         "PROTOCOL", "CONTROL_BYTES_MAX", "HEADER_BYTES_MAX", "TOPIC_BYTES_MAX",
         "CHUNK_ELEMENTS_MAX", "PAYLOAD_BYTES_MAX", "TEXT_CHARACTERS_MAX",
+        "CODEC_CHARACTERS_MAX",
     ):  # fmt: skip
         assert int(CONSTANTS[name]) == getattr(tables, name), name
     assert int(CONSTANTS["ZSTD_WINDOW_BYTES_MAX"]) == chunks.WINDOW_BYTES_MAX

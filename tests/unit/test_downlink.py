@@ -37,11 +37,11 @@ class Sent:
     def __post_init__(self) -> None:
         self.subscribe(INCARNATION)
 
-    def subscribe(self, incarnation: str) -> None:
-        self.subscribed.take(b"\1" + downlink_topic(incarnation, 0))
+    def subscribe(self, incarnation: str, name: str = "a") -> None:
+        self.subscribed.take(b"\1" + downlink_topic(name, incarnation, 0))
 
     def unsubscribe(self, incarnation: str) -> None:
-        self.subscribed.take(b"\0" + downlink_topic(incarnation, 0))
+        self.subscribed.take(b"\0" + downlink_topic("a", incarnation, 0))
 
     def send_data(self, topic: bytes, header: bytes, payload: bytes) -> None:
         self.headers.append(decode_data([topic, header, payload])[0])
@@ -119,16 +119,18 @@ def test_who_was_cut_off_is_tried_as_soon_as_it_subscribes_again() -> None:
         line.downlink.pump(now)
         sent.append(len(line.sent.headers))
     assert sent == [4, 5, 5], "one message tries a dead stream"
-    line.downlink.reconnect({downlink_topic("1" * 32, 0), downlink_topic(INCARNATION, 1)}, 7.0)
+    line.downlink.reconnect(
+        {downlink_topic("a", "1" * 32, 0), downlink_topic("a", INCARNATION, 1)}, 7.0
+    )
     line.downlink.pump(7.0)
     assert len(line.sent.headers) == 5
-    line.downlink.reconnect({downlink_topic(INCARNATION, 0)}, 7.0)
+    line.downlink.reconnect({downlink_topic("a", INCARNATION, 0)}, 7.0)
     line.downlink.pump(7.0)
     assert len(line.sent.headers) == 6
     line.downlink.acknowledge("a", (line.sent.headers[-1].position,), 7.1)
     line.downlink.pump(7.1)
     assert len(line.sent.headers) == 9
-    line.downlink.reconnect({downlink_topic(INCARNATION, 0)}, 7.2)
+    line.downlink.reconnect({downlink_topic("a", INCARNATION, 0)}, 7.2)
     line.downlink.pump(7.2)
     assert len(line.sent.headers) == 9, "a stream that moves loses nothing"
 
@@ -140,7 +142,7 @@ def test_who_does_not_subscribe_is_named_once_with_the_port() -> None:
     line.downlink.admit("b", "1" * 32)
     line.downlink.pump(0.5)
     line.downlink.pump(10.0)
-    line.sent.subscribe("1" * 32)
+    line.sent.subscribe("1" * 32, "b")
     for now in (19.0, 21.0, 60.0, 90.0):
         line.downlink.pump(now)
     assert len(line.warnings) == 1

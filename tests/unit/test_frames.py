@@ -15,8 +15,10 @@ from narrows.proto.frames import (
     decode_control,
     decode_data,
     digest,
+    downlink_topic,
     encode_control,
     encode_header,
+    topic_name,
 )
 from narrows.proto.limits import (
     CHUNK_ELEMENTS_MAX,
@@ -27,6 +29,7 @@ from narrows.proto.limits import (
     RANGES_MAX,
     STREAMS_MAX,
     TOKENS_MAX,
+    TOPIC_BYTES_MAX,
 )
 
 Plain: TypeAlias = dict[str, Any]
@@ -228,3 +231,33 @@ def test_a_header_that_is_too_large_is_not_sent() -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         encode_header(header_of(run_id="x" * 1000))
     assert caught.value.code is ErrorCode.TOO_LARGE
+
+
+@pytest.mark.parametrize("name", ["a", "site-a.9_B", "n" * 64])
+def test_a_topic_names_its_learner(name: str) -> None:
+    for stream in (0, 7, 63):
+        topic = downlink_topic(name, "0123456789abcdef" * 2, stream)
+        assert len(topic) <= TOPIC_BYTES_MAX and topic_name(topic) == name
+
+
+@pytest.mark.parametrize(
+    "topic",
+    [
+        b"",
+        b"a",
+        b"a/",
+        b"/" + b"0" * 32 + b"/00",
+        b"0" * 32 + b"/00",
+        b"-a/" + b"0" * 32 + b"/00",
+        b"a/" + b"0" * 31 + b"/00",
+        b"a/" + b"F" * 32 + b"/00",
+        b"a/" + b"0" * 32 + b"/64",
+        b"a/" + b"0" * 32 + b"/0",
+        b"a/" + b"0" * 32 + b"/00\n",
+        b"a/b/" + b"0" * 32 + b"/00",
+        b"\xff/" + b"0" * 32 + b"/00",
+        b"n" * 65 + b"/" + b"0" * 32 + b"/00",
+    ],
+)
+def test_what_is_no_topic_names_nobody(topic: bytes) -> None:
+    assert topic_name(topic) is None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from narrows.proto.errors import ConfigError
-from narrows.proto.key_holder import KeyHolder, KeyRole
+from narrows.proto.key_holder import MAY_SAY, KeyHolder, KeyRole
 from narrows.proto.keys import (
     Invitation,
     Keyring,
@@ -26,6 +27,7 @@ from narrows.proto.keys import (
     write_site_key,
 )
 from narrows.proto.keys.ring import ROTATION_S, write_ring
+from narrows.proto.messages import ControlMessage
 
 NOW = 1_800_000_000.0
 
@@ -174,6 +176,14 @@ def test_a_ring_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str, name
     ring_path(tmp_path).write_text(text.replace("KEY", new_pair().public))
     with pytest.raises(ConfigError, match=named):
         read_ring(tmp_path)
+
+
+def test_every_message_to_the_broker_has_a_role_that_may_send_it() -> None:
+    tags = {kind.__struct_config__.tag for kind in get_args(ControlMessage)}
+    only_from_the_broker = {
+        "welcome", "beat", "progress", "refuse", "probe", "status", "enrolled",
+    }  # fmt: skip
+    assert set().union(*MAY_SAY.values()) == tags - only_from_the_broker
 
 
 def test_a_relay_speaks_for_those_it_carries_alone() -> None:

@@ -88,9 +88,14 @@ def test_maps_are_told_from_arrays() -> None:
 def test_directions() -> None:
     told = [re.match(r"\*\*(\w+)\*\* (.)", row[0]) for row in table("message", "field")]
     arrows = {match[1]: match[2] for match in told if match}
-    assert {name for name, arrow in arrows.items() if arrow == "↔"} == {"Missing", "Bye"}
+    assert {name for name, arrow in arrows.items() if arrow == "↔"} == {
+        "Missing",
+        "AskLayout",
+        "LayoutPart",
+        "Bye",
+    }
     down = {name for name, arrow in arrows.items() if arrow == "←"}
-    assert down == {"Welcome", "Beat", "Progress", "Refuse", "Probe", "Status"}
+    assert down == {"Enrolled", "Welcome", "Beat", "Progress", "Refuse", "Probe", "Status"}
     assert set(arrows.values()) == {"→", "←", "↔"}
 
 
@@ -124,6 +129,13 @@ def bound(text: str) -> float:
     return float(value) - float(less or 0)
 
 
+#: Types of bounded length.
+UP_TO = (
+    "Text", "Codec", "Positions", "Ranges", "Versions", "Codecs", "Shape", "LayoutEntries",
+    "Heads", "OpenRounds", "LearnerStatuses",
+)  # fmt: skip
+
+
 def test_bounds_of_the_types() -> None:
     meanings = {row[0]: row[1] for row in table("type", "meaning")}
     told = {
@@ -138,7 +150,10 @@ def test_bounds_of_the_types() -> None:
         if meta and isinstance(meta[0], msgspec.Meta) and meta[0].ge is not None
     }
     assert told == bounds
-    for name in ("Text", "Positions", "Ranges"):
+    for name, meta in metas.items():
+        if meta and isinstance(meta[0], msgspec.Meta) and meta[0].pattern is not None:
+            assert f"string that matches `{meta[0].pattern}`" in meanings[name], name
+    for name in UP_TO:
         match = re.search(r"up to ([A-Z_]+)", meanings[name])
         assert match and bound(match[1]) == get_args(getattr(terms, name))[1].max_length, name
 

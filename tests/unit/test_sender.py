@@ -25,7 +25,7 @@ def test_a_header_says_whose_chunk_it_is_and_where_its_stream_stands() -> None:
     for offset in (0, 10, 20):
         sender.put(parcel(offset, kind=DataKind.PUSH, version=4, push_id=9))
     *_, last = sender.due(0.0)
-    assert last.stream == 0 and last.frames[0] == f"{incarnation_of(3)}/00".encode()
+    assert last.stream == 0 and last.frames[0] == f"a/{incarnation_of(3)}/00".encode()
     assert header_of(last) == Header(
         protocol=PROTOCOL,
         run_id="run",

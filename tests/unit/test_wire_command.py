@@ -56,9 +56,9 @@ def test_stored_frames(narrows: Run) -> None:
 
 
 def test_frames_of_another_version_are_faulty(narrows: Run) -> None:
-    code, output, _ = narrows(GOLDEN / "messages-version-1.json", "--only", "faulty")
+    code, output, _ = narrows(GOLDEN / "messages-version-2.json", "--only", "faulty")
     assert code == 1
-    assert "byte 3: protocol_version: expected 2, got 1" in output
+    assert "byte 3: protocol_version: expected 3, got 2" in output
 
 
 def test_a_single_frame(narrows: Run, tmp_path: Path) -> None:
