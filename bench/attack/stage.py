@@ -8,24 +8,16 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from narrows.bench.attack.target import Target
 from narrows.bench.kit.processes import Processes, free_ports
+from narrows.bench.kit.site_keys import SiteKeys
 from narrows.proto.address import parse_address
 from narrows.proto.errors import BrokerUnreachable
-from narrows.proto.key_holder import KeyHolder
-from narrows.proto.keys import (
-    KeyPair,
-    SiteKey,
-    edit_ring,
-    new_broker_key,
-    new_pair,
-    write_site_key,
-)
-from narrows.proto.keys.ring import Keyring, write_ring
+from narrows.proto.keys import edit_ring
 
 HONEST: Final = ("site-a", "site-b")
 INSIDER: Final = "site-x"
@@ -58,20 +50,20 @@ class Window:
 
 @dataclass
 class Stage:
-    """The running processes; made by `open_stage`."""
+    """The running processes; made by `open`."""
 
     processes: Processes
     scene: Scene
     target: Target
+    _folder: Path
     _attacker: str = ""
     _attackers: int = 0
-    _folder: Path = field(default_factory=Path)
 
     @classmethod
     def open(cls, processes: Processes, scene: Scene) -> Stage:
         """Makes the keys, starts the broker and the learners, returns when all have joined."""
         folder = processes.folder
-        server, pairs = _make_keys(folder / "keys")
+        keys = SiteKeys.make(folder / "keys", (*HONEST, INSIDER))
         port = free_ports()
         address = processes.start_broker(
             "--listen", f"tcp://127.0.0.1:{port}",
@@ -84,16 +76,15 @@ class Stage:
             "--set", "broker.checkpoint_versions=200",
             *(word for each in scene.settings for word in ("--set", each)),
         )  # fmt: skip
-        for name in (*HONEST, INSIDER):
-            site = SiteKey(name, pairs[name], address, (server,))
-            write_site_key(folder / f"{name}.key", site)
-        own = pairs[INSIDER]
+        for name in HONEST:
+            keys.write(name, address)
+        own = keys.pairs[INSIDER]
         control = parse_address(address).port
         target = Target(
-            address, control + 1, control + 2, server, own.public, own.secret, INSIDER, HONEST[0],
-            scene.params,
+            address, control + 1, control + 2, keys.server, own.public, own.secret,
+            INSIDER, HONEST[0], scene.params,
         )  # fmt: skip
-        stage = cls(processes, scene, target, _folder=folder)
+        stage = cls(processes, scene, target, folder)
         for name in HONEST:
             stage._start_honest(name)
         for name in HONEST:
@@ -190,14 +181,3 @@ def _written_bytes(path: Path) -> int:
         return path.stat().st_blocks * 512
     except FileNotFoundError:  # A checkpoint was replaced meanwhile.
         return 0
-
-
-def _make_keys(directory: Path) -> tuple[str, dict[str, KeyPair]]:
-    """The broker's public key, and the pairs of all whom its ring admits."""
-    server = new_broker_key(directory).current.public
-    pairs = {name: new_pair() for name in (*HONEST, INSIDER)}
-    ring = Keyring()
-    for name, pair in pairs.items():
-        ring = ring.allow(KeyHolder(name), pair.public, now=time.time())
-    write_ring(directory, ring)
-    return server, pairs

@@ -11,7 +11,15 @@ from narrows.proto.keys.broker_key import (
 )
 from narrows.proto.keys.invitation import Invitation, read_invitation
 from narrows.proto.keys.pair import KeyPair, check_public_key, new_pair, pair_of_secret
-from narrows.proto.keys.ring import Grant, Invited, Keyring, edit_ring, read_ring, ring_path
+from narrows.proto.keys.ring import (
+    Grant,
+    Invited,
+    Keyring,
+    edit_ring,
+    read_ring,
+    ring_path,
+    write_ring,
+)
 from narrows.proto.keys.site_key import SiteKey, read_site_key, write_site_key
 
 __all__ = [
@@ -33,5 +41,6 @@ __all__ = [
     "read_ring",
     "read_site_key",
     "ring_path",
+    "write_ring",
     "write_site_key",
 ]
