@@ -261,6 +261,15 @@ class LivenessSection(Section):
 
 
 @dataclass(frozen=True)
+class SecuritySection(Section):
+    """[security] Keys: who may connect, and who may read what is on disk."""
+
+    keys: str = ""
+    """Directory with the broker's key and the ring of keys that it admits; `narrows keys new` makes
+    one. Empty: no keys, so the broker serves this machine alone."""
+
+
+@dataclass(frozen=True)
 class BrokerConfig(Section):
     """All settings of a broker."""
 
@@ -272,6 +281,7 @@ class BrokerConfig(Section):
     codec: CodecSection = field(default_factory=CodecSection)
     wan: WanSection = field(default_factory=WanSection)
     liveness: LivenessSection = field(default_factory=LivenessSection)
+    security: SecuritySection = field(default_factory=SecuritySection)
 
 
 _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {

@@ -129,7 +129,7 @@ class Learner:
         self.name, self.incarnation, self.model = name, np.random.bytes(16).hex(), model
         self.shapes: list[list[int]] = [entry[1] for entry in model["layout"]]
         self.flat = np.zeros(sum(int(np.prod(shape)) for shape in self.shapes), np.float32)
-        self.run_id, self.epoch, self.phase = "", [0, 0, 0], "founding"
+        self.run_id, self.epoch, self.proof, self.phase = "", [0, 0, 0], "", "founding"
         self.fragments, self.rounds, self.received = list[Fragment](), list[list[int]](), [0]
         self.fates = dict.fromkeys(("merged", "overwritten", "refused", "rolled_back"), 0)
         self.steps, self.step_s, self.push_ids, self.news = 0, 0.0, 0, False
@@ -171,8 +171,9 @@ class Learner:
     def hello(self, now: float) -> None:
         held = [f.version for f in self.fragments]
         m = self.model | {"name": self.name, "incarnation": self.incarnation, "run_id": self.run_id}
-        m |= {"epoch": self.epoch, "step": self.steps, "tokens": self.steps, "protocol": PROTOCOL}
-        self.tell("hello", **m, versions=[] if -1 in held else held, codecs=[INT4, BLOSC2])
+        m |= {"epoch": self.epoch, "epoch_proof": self.proof, "protocol": PROTOCOL}
+        m |= {"step": self.steps, "tokens": self.steps, "codecs": [INT4, BLOSC2]}
+        self.tell("hello", **m, versions=[] if -1 in held else held)
         self.hello_at = now + self.hello_s * (1 + np.random.random())
         self.asked_at, self.hello_s = min(self.asked_at, now), min(5.0, 2 * self.hello_s)
 
@@ -232,7 +233,8 @@ class Learner:
                 self.tell("adopted", fragment=f.index, version=f.version)
             if f.chunks:
                 self.announce(f, [])
-        self.run_id, self.epoch, self.joined = m["run_id"], m["epoch"], True
+        self.run_id, self.epoch = m["run_id"], m["epoch"]
+        self.proof, self.joined = m["epoch_proof"], True
 
     def on_data(self, header: list[Any], payload: bytes, now: float) -> None:
         """Takes a chunk of a publication or a state (§6)."""
@@ -309,9 +311,8 @@ class Learner:
         step = min(self.settings["chunk_elements"], max(256, room * 2 // 257 * 256))
         cuts = [(at, min(step, size - at)) for at in range(0, size, step)]
         f.chunks = {(at, n): f.encode(scales, codes, at, n) for at, n in cuts}
-        self.push_ids += 1
-        m |= {"push_id": self.push_ids, "elements": size, "tokens": tokens, "steps": tokens}
-        f.push, f.failed, f.remainder = m, False, gradient - coded
+        m |= {"push_id": self.push_ids + 1, "elements": size, "tokens": tokens, "steps": tokens}
+        self.push_ids, f.push, f.failed, f.remainder = self.push_ids + 1, m, False, gradient - coded
         self.announce(f, [[0, size]])
 
     def announce(self, f: Fragment, ranges: list[list[int]]) -> None:
@@ -371,11 +372,10 @@ class Learner:
                 ready, ended = ready or held, held and self.phase == "ended"
                 if ended or now - self.reported_at >= (0.05 if self.news else 1):
                     self.reported_at, self.news = now, False
-                    pending = sum(self.steps - f.since for f in self.fragments)
+                    told = [sum(self.steps - f.since for f in self.fragments), *self.fates.values()]
                     m: Message = {"received": self.received, "up_bits_per_s": self.rate}
                     m |= {"step": self.steps, "tokens": self.steps, "step_s": self.step_s}
-                    m |= {"ledger": [self.steps, pending, *self.fates.values(), 0], "loss": None}
-                    self.tell("report", **m)
+                    self.tell("report", **m, ledger=[self.steps, *told, 0], loss=None)
             offline = self.run_id and 0 < self.settings["max_offline_s"] < silent_s
             if ready and not ending and not offline and now >= self.stepped_at + step_s:
                 self.flat *= np.float32(0.999)  # the step, of one token

@@ -50,6 +50,8 @@ CONTROL: dict[str, int] = {
 
 ROUTER: dict[str, int] = {
     **CONTROL,
+    # Per connection, and messages may be large: a peer that floods waits for the broker to read.
+    "RCVHWM": 64,
     # A send to a peer that is gone fails, which is how a closed connection is noticed.
     "ROUTER_MANDATORY": 1,
 }
@@ -73,6 +75,8 @@ DATA: dict[str, int] = {
 
 XPUB: dict[str, int] = {
     **DATA,
+    # Only subscriptions come in, and a topic is short. Below 512 no CURVE handshake would pass.
+    "MAXMSGSIZE": 512,
     # Show each subscription, repeated ones after a reconnect too. XPUB_NODROP stays off: with it
     # one stalled subscriber stops all the others.
     "XPUB_VERBOSER": 1,

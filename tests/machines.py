@@ -9,6 +9,7 @@ from narrows.broker.config import BrokerConfig, preset
 from narrows.broker.syncer import events as bev
 from narrows.broker.syncer.machine import Resumed, Syncer
 from narrows.broker.syncer.rounds import Round
+from narrows.broker.syncer.run_secret import RunSecret
 from narrows.learner.session import events as lev
 from narrows.learner.session.identity import Identity
 from narrows.learner.session.machine import Session
@@ -22,6 +23,7 @@ RUN = "run"
 EPOCH = (0, 1, 7)
 NEXT_EPOCH = (0, 2, 3)
 """Epoch of the next life of the broker. Nonces are random: this one is lower."""
+SECRET = RunSecret(b"s" * 32)
 LAYOUT = (
     msg.LayoutEntry("weight", (25, 40), "float32", "rda"),
     msg.LayoutEntry("bias", (1000,), "float32", "mean"),
@@ -98,6 +100,7 @@ class Desk:
             config(mode, **{"fragments__sync_period_steps": 20, **settings}),
             run_id=RUN,
             epoch=EPOCH,
+            secret=SECRET,
             now=self.now,
             resumed=resumed,
             uplink_port=uplink_port,

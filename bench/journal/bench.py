@@ -26,7 +26,7 @@ from narrows.broker.merging import (
     warm_up,
 )
 from narrows.broker.storage import Chunk, Commits, DirectoryFiles, Journal, Mode
-from narrows.broker.syncer import StartMerge, Syncer, Turn
+from narrows.broker.syncer import RunSecret, StartMerge, Syncer, Turn
 from narrows.broker.syncer import events as ev
 from narrows.proto.codec import DecodedChunk, decode_chunk, encode_fragment
 from narrows.proto.fragments import Fragment, build_table
@@ -169,7 +169,9 @@ def _commits(
     fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     segment_bytes = config.broker.journal_segment
     journal = Journal.open(DirectoryFiles(fd), run_id="bench", segment_bytes=segment_bytes)
-    state = Syncer(config, run_id="bench", epoch=(1, 1, 1), now=0.0).state
+    state = Syncer(
+        config, run_id="bench", epoch=(1, 1, 1), secret=RunSecret(bytes(32)), now=0.0
+    ).state
     state.turn(Turn.BEGIN)
     return Commits(journal, state, posted.put, serve_on=False)
 

@@ -18,7 +18,7 @@ from narrows.bench.sim.virtual import Clock, Faults, Host, Noted
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import EncodedVersion
 from narrows.broker.process import Downlink, Subscriptions
-from narrows.broker.syncer import Resumed, Syncer
+from narrows.broker.syncer import Resumed, RunSecret, Syncer
 from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
 from narrows.proto.codec import STATE_CODEC
@@ -26,6 +26,8 @@ from narrows.proto.errors import ErrorCode
 from narrows.proto.flow import wire_bytes
 from narrows.proto.frames import decode_data, encode_control
 from narrows.proto.socket_options import STREAM_WINDOW_BYTES
+
+_SECRET = RunSecret(b"simulated secret of all brokers.."[:32])
 
 EncodedDone = Callable[[EncodedVersion, float], None]
 
@@ -95,7 +97,9 @@ class SimulatedBroker(Host):
         durable: Resumed | None,
         window_bytes: int = STREAM_WINDOW_BYTES,
     ) -> None:
-        syncer = Syncer(config, run_id="run", epoch=epoch, now=clock.now, resumed=durable)
+        syncer = Syncer(
+            config, run_id="run", epoch=epoch, secret=_SECRET, now=clock.now, resumed=durable
+        )
         super().__init__(clock, random, syncer)
         self.faults, self.world, self.syncer = faults, world, syncer
         self.durable = durable

@@ -15,6 +15,7 @@ from typing import Final
 from narrows.broker.cli.tables import Table
 from narrows.broker.config import BrokerConfig, load_config
 from narrows.broker.process import Service
+from narrows.broker.storage import StateDir
 from narrows.proto.address import parse_listen
 from narrows.proto.codec import uncached_advice
 from narrows.proto.config import described
@@ -66,6 +67,18 @@ def run_broker(command: BrokerCommand) -> None:
         # A thread is stuck in a system call; Python would wait for it for ever.
         _log.error("the disk does not answer; leaving without the journal's last records")
         os._exit(1)
+
+
+def renew_run_secret(command: BrokerCommand) -> None:
+    """Makes a new secret for the run in the state directory. Raises NarrowsError, OSError."""
+    config = _configuration(command)
+    with StateDir.open(Path(config.broker.state_dir)) as state_dir:
+        path = state_dir.renew_secret()
+    print(
+        f"{path} is new. What learners were told before proves nothing now: one that has met a\n"
+        "broker of a higher term is refused (wrong_epoch) until it is started again. Copy the new\n"
+        "file to every standby and into the backup. The model and its rounds are as they were."
+    )
 
 
 def join_address(listen: str) -> str:

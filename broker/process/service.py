@@ -23,7 +23,7 @@ from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import Outcome
 from narrows.broker.process.crash_points import crash_points
 from narrows.broker.process.downlink import Downlink
-from narrows.broker.process.sockets import FRAMES_PER_TURN, BrokerSockets, Traffic
+from narrows.broker.process.sockets import FRAMES_PER_TURN, BrokerSockets, Origin, Traffic
 from narrows.broker.process.workers import Jobs
 from narrows.broker.storage import Commits, StateDir, begin_epoch, check_initial
 from narrows.broker.syncer import events as ev
@@ -57,6 +57,7 @@ class Service:
                 uplink_port=config.broker.uplink_port,
                 downlink_port=config.broker.downlink_port,
                 insecure=config.broker.insecure,
+                keys=config.security.keys,
             )
             undo.callback(self.wires.close)
             self.state_dir = StateDir.open(Path(config.broker.state_dir))
@@ -104,7 +105,7 @@ class Service:
     def run(self) -> str:
         """Serves until the run has ended or `stop` was called; returns why."""
         poller, hub = zmq.Poller(), self.downlink.hub
-        for source in (self.wires.control, self.wires.uplink, self.wires.downlink):
+        for source in self.wires.sources:
             poller.register(source, zmq.POLLIN)
         poller.register(self._wake.source, zmq.POLLIN)
         try:
@@ -136,6 +137,8 @@ class Service:
         self._wake.drain()
         while not self._results.empty():
             self._results.get()()
+        if self.wires.gate is not None:
+            self.wires.gate.answer(time.monotonic())
         self._turns_behind = 0 if self._read() else self._turns_behind + 1
         if topics := self.wires.read_subscriptions():
             self.downlink.reconnect(topics, time.monotonic())
@@ -154,11 +157,11 @@ class Service:
                 break
             self._on_control(*received)
         for _ in range(FRAMES_PER_TURN):
-            frames = self.wires.receive_data()
-            if frames is None:
+            data = self.wires.receive_data()
+            if data is None:
                 drained += 1
                 break
-            self._on_data(frames)
+            self._on_data(*data)
         return drained == 2
 
     def _judge(self) -> None:
@@ -185,19 +188,19 @@ class Service:
 
         self._later(action)
 
-    def _on_control(self, peer: bytes, address: str, frames: list[bytes]) -> None:
+    def _on_control(self, peer: bytes, origin: Origin, frames: list[bytes]) -> None:
         size_bytes = sum(map(len, frames))
         try:
             if len(frames) != 1:
                 raise _bad_frame_count(len(frames))
             message = decode_control(frames[0])
         except RemoteProtocolError as error:
-            self._refuse_frame(peer, address, error)
+            self._refuse_frame(peer, origin.address, error)
             return
         if isinstance(message, msg.AskStatus):
             self._send(peer, status_of(self.syncer, self.traffic, time.monotonic()))
             return
-        self._handle_event(ev.Received(peer, message, address))
+        self._handle_event(ev.Received(peer, message, origin.address))
         member = self.syncer.state.roster.by_peer(peer)
         if member is not None:
             self._received_from(member.name, size_bytes)
@@ -212,7 +215,7 @@ class Service:
             )
         self._send(peer, refusal(error))
 
-    def _on_data(self, frames: list[bytes]) -> None:
+    def _on_data(self, _origin: Origin, frames: list[bytes]) -> None:
         try:
             header, _ = decode_data(frames)
         except RemoteProtocolError as error:

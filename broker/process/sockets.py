@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
 
 import zmq
 
+from narrows.broker.process.gate import Gate
 from narrows.broker.process.subscriptions import Subscriptions
 from narrows.proto import socket_options
 from narrows.proto.address import Address, parse_listen
 from narrows.proto.errors import ErrorCode, NarrowsError
+from narrows.proto.key_holder import KeyHolder
+from narrows.proto.keys import read_broker_key, read_ring
 
 FRAMES_PER_TURN = 64
 """Messages that are read from one socket before the others get their turn. Data must not keep Hello
@@ -27,11 +35,25 @@ class Traffic:
     down_bytes: int = 0
 
 
+class Origin(NamedTuple):
+    """The connection from which a message came."""
+
+    descriptor: int = -1
+    """Its file descriptor; another connection may have it by now."""
+    address: str = ""
+    key: str = ""
+    """Public key that it has proved; empty: the broker has no keys."""
+    holder: KeyHolder | None = None
+    """None: the broker has no keys, or the key is nobody's any more."""
+
+
 @dataclass
 class BrokerSockets:
-    """ROUTER for control, SUB for the uplink, XPUB for the downlink."""
+    """ROUTER for control, SUB for the uplink, XPUB for the downlink, and the gate if there are
+    keys."""
 
     context: zmq.Context[zmq.Socket[bytes]]
+    gate: Gate | None
     control: zmq.Socket[bytes]
     uplink: zmq.Socket[bytes]
     downlink: zmq.Socket[bytes]
@@ -43,44 +65,67 @@ class BrokerSockets:
 
     @classmethod
     def bind(
-        cls, listen: str, *, uplink_port: int, downlink_port: int, insecure: bool
+        cls, listen: str, *, uplink_port: int, downlink_port: int, insecure: bool, keys: str = ""
     ) -> BrokerSockets:
-        """Binds all three. Raises ConfigError for a bad address, PORT_IN_USE for a taken port."""
-        host, port = address = _listen_address(listen, insecure=insecure)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2)
+        """Binds all three. Raises ConfigError for a bad address, a bad key or ring, PORT_IN_USE for
+        a taken port."""
+        host, port = address = _listen_address(listen, insecure=insecure or bool(keys))
+        context = _context()
         try:
-            control = _socket(context, zmq.ROUTER, socket_options.ROUTER, ipv6=address.is_ipv6)
+            gate = _gate(context, Path(keys)) if keys else None
+            make = partial(_socket, context, gate, ipv6=address.is_ipv6)
+            control = make(zmq.ROUTER, socket_options.ROUTER)
             control_port = _bind(control, host, port, "control")
             up_port = uplink_port or (control_port + 1 if port else 0)
             down_port = downlink_port or (control_port + 2 if port else 0)
-            uplink = _socket(context, zmq.SUB, socket_options.DATA, ipv6=address.is_ipv6)
+            uplink = make(zmq.SUB, socket_options.DATA)
             uplink.setsockopt(zmq.SUBSCRIBE, b"")
             up = _bind(uplink, host, up_port, "uplink")
-            downlink = _socket(context, zmq.XPUB, socket_options.XPUB, ipv6=address.is_ipv6)
+            downlink = make(zmq.XPUB, socket_options.XPUB)
             down = _bind(downlink, host, down_port, "downlink")
         except NarrowsError:
             context.destroy(linger=0)
             raise
-        return cls(context, control, uplink, downlink, f"tcp://{host}:{control_port}", up, down)
+        where = f"tcp://{host}:{control_port}"
+        return cls(context, gate, control, uplink, downlink, where, up, down)
 
-    def receive_control(self) -> tuple[bytes, str, list[bytes]] | None:
-        """(peer, address, frames) of the next control message, None if there is none."""
+    @property
+    def sources(self) -> list[zmq.Socket[bytes]]:
+        """The sockets that a poll loop watches."""
+        return [
+            self.control,
+            self.uplink,
+            self.downlink,
+            *([self.gate.socket] if self.gate else []),
+        ]
+
+    def receive_control(self) -> tuple[bytes, Origin, list[bytes]] | None:
+        """(peer, origin, frames) of the next control message, None if there is none."""
         try:
             frames = self.control.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        try:
-            address = str(frames[-1].get("Peer-Address"))
-        except (zmq.ZMQError, KeyError):
-            address = ""
-        return frames[0].bytes, address, [frame.bytes for frame in frames[1:]]
+        return frames[0].bytes, self._origin(frames[-1]), [frame.bytes for frame in frames[1:]]
 
-    def receive_data(self) -> list[bytes] | None:
-        """The frames of the next data message, None if there is none."""
+    def receive_data(self) -> tuple[Origin, list[bytes]] | None:
+        """(origin, frames) of the next data message, None if there is none."""
         try:
-            return self.uplink.recv_multipart(zmq.NOBLOCK)
+            frames = self.uplink.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
+        return self._origin(frames[-1]), [frame.bytes for frame in frames]
+
+    def _origin(self, frame: zmq.Frame) -> Origin:
+        """Origin of a message by one of its frames."""
+        try:
+            descriptor, address = int(frame.get(zmq.SRCFD)), str(frame.get("Peer-Address"))
+            if self.gate is None:
+                return Origin(descriptor, address)
+            key = str(frame.get("User-Id"))
+        except (zmq.ZMQError, KeyError):
+            # A peer of ZMTP 1 has no properties; a CURVE server does not talk to it.
+            return Origin()
+        return Origin(descriptor, address, key, self.gate.holder(key))
 
     def read_subscriptions(self) -> set[bytes]:
         """Takes in the subscriptions that have come; returns their topics, repeated ones too."""
@@ -111,33 +156,54 @@ class BrokerSockets:
 
     def close(self) -> None:
         """Closes everything. Queued messages get the linger time of the socket options."""
-        for socket in (self.control, self.uplink, self.downlink):
+        for socket in self.sources:
             socket.close()
         self.context.term()
 
 
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    # libzmq numbers the connections of a ROUTER from rand() on, which nothing seeds: a peer could
+    # claim the number that comes next, and an assertion of libzmq would end the process.
+    ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
+    return zmq.Context(io_threads=2)
+
+
+def _gate(context: zmq.Context[zmq.Socket[bytes]], keys: Path) -> Gate:
+    return Gate.bind(context, read_broker_key(keys), read_ring(keys), time.time())
+
+
 def _listen_address(listen: str, *, insecure: bool) -> Address:
-    """The address to listen on; beyond loopback only with --insecure, since there are no keys."""
+    """The address to listen on; without keys and --insecure only on loopback."""
     address = parse_listen(listen)
     if not address.is_loopback and not insecure:
         raise NarrowsError(
             ErrorCode.INSECURE,
             "anybody who reaches this address could read and change the model",
-            expected="a loopback address, or --insecure",
+            expected="keys, or a loopback address",
             got=listen,
-            remedy="listen on tcp://127.0.0.1:PORT behind a tunnel (WireGuard, ssh), or pass "
-            "--insecure on a network that you trust",
+            remedy=f"""make keys with these three commands:
+  narrows keys new
+  narrows keys invite NAME --address tcp://HOST:{address.port}
+  narrows broker --listen {listen} --keys keys
+or pass --insecure on a network that you trust""",
         )
     return address
 
 
 def _socket(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, options: dict[str, int], *, ipv6: bool
+    context: zmq.Context[zmq.Socket[bytes]],
+    gate: Gate | None,
+    kind: int,
+    options: dict[str, int],
+    *,
+    ipv6: bool,
 ) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.setsockopt(zmq.IPV6, ipv6)
     for name, value in options.items():
         socket.setsockopt(getattr(zmq, name), value)
+    if gate is not None:
+        gate.protect(socket)
     return socket
 
 

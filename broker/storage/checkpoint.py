@@ -1,6 +1,7 @@
 """A run's state directory: its lock, its epoch, and generations of checkpoints.
 
     run.json  run.copy.json                  the run and its epoch, twice
+    run.secret                               32 bytes that prove an epoch (secret_file.py)
     checkpoint-00000012/fragment-00000.safetensors ...   global, momentum, published: float32 (n,)
     checkpoint-00000012/manifest.json        written last; versions and digests of every array
     journal/journal-00000003.log ...         the rounds since the older checkpoint (journal.py)
@@ -35,7 +36,7 @@ from narrows.broker.storage.durable_files import (
     write_file,
 )
 from narrows.broker.storage.manifest import (
-    FORMAT,
+    RUN_FORMAT,
     CheckpointContent,
     Manifest,
     RunRecord,
@@ -49,6 +50,7 @@ from narrows.broker.storage.manifest import (
     sealed,
     snapshot_of,
 )
+from narrows.broker.storage.secret_file import SECRET_FILE, find_secret, make_secret
 from narrows.proto.errors import ConfigError, ErrorCode
 
 __all__ = [
@@ -82,6 +84,8 @@ class StateDir:
         """True if the generation of version 0 is never removed: a replay begins there."""
         self.warnings: list[str] = []
         """Damage that was passed over; the caller tells the operator."""
+        self.secret = b""
+        """The run's, once its epoch has begun."""
         self._fd = directory_fd
         self._journal_fd: int | None = None
         self._lock_fd = lock_fd
@@ -152,18 +156,27 @@ class StateDir:
         """Raises the life of the epoch by one; durable when it returns, so call it before serving.
 
         `new_run_id` is used in a new directory only, where the first epoch is (1, 1). Raises
-        StateError STATE_DAMAGED and OSError.
+        StateError STATE_DAMAGED or RUN_SECRET, and OSError.
         """
         self._remove_leftovers()
         before = self.run
         run_id = before.run_id if before else new_run_id
         term, life = before.epoch if before else (1, 0)
         assert term >= 1 and life >= 0, before
-        record = sealed(RunRecord(FORMAT, run_id, (term, life + 1), config_digest))
+        is_required = before is not None and before.format == RUN_FORMAT
+        self.secret = find_secret(self._fd, self.path, is_required=is_required)
+        record = sealed(RunRecord(RUN_FORMAT, run_id, (term, life + 1), config_digest))
         for name in _RECORDS:
             write_file(self._fd, f".new-{name}", [msgspec.json.encode(record)])
             self._publish(name)
         return record
+
+    def renew_secret(self) -> Path:
+        """Makes a new secret of the run, durably, and returns the path of its file."""
+        if self.run is None:
+            raise ConfigError(f"{self.path}: no run, so there is no secret to renew")
+        self.secret = make_secret(self._fd)
+        return self.path / SECRET_FILE
 
     def _publish(self, name: str) -> None:
         """Gives the finished `.new-` file or directory its name, durably."""

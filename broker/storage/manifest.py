@@ -37,6 +37,9 @@ from narrows.proto.messages import Count, DtypeName, LayoutEntry, Phase
 FORMAT: Final = 1
 """Format of everything in a state directory. Other formats are refused by their number."""
 
+RUN_FORMAT: Final = 2
+"""Format of run.json, whose fields are those of format 1: since 2 the run has a secret."""
+
 JSON_BYTES_MAX: Final = 64 << 20
 """Largest JSON file that is read. The manifest of the longest layout takes a quarter of it."""
 
@@ -219,7 +222,7 @@ def read_sealed(directory_fd: int, name: str, kind: type[Sealed]) -> Sealed:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         _refuse_other_format(name, data)
         raise Damaged(f"{name}: {error}") from error
-    if content.format != FORMAT:
+    if content.format not in (FORMAT, RUN_FORMAT if kind is RunRecord else FORMAT):
         _refuse_other_format(name, data)
     if content != sealed(content):
         raise Damaged(f"{name}: does not match its digest")

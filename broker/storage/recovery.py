@@ -18,7 +18,7 @@ from narrows.broker.storage.durable_files import RecordsLost, StateError
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import RunRecord
 from narrows.broker.storage.replay import History, read_records, recover
-from narrows.broker.syncer import Resumed, RunPhase, Syncer
+from narrows.broker.syncer import Resumed, RunPhase, RunSecret, Syncer
 from narrows.proto import messages as msg
 from narrows.proto.config import flatten
 from narrows.proto.errors import ConfigError, ErrorCode
@@ -96,6 +96,7 @@ def begin_epoch(
         config,
         run_id=run.run_id,
         epoch=(*run.epoch, secrets.randbits(NONCE_BITS)),
+        secret=RunSecret(state_dir.secret),
         now=now,
         resumed=_resumed(snapshot, history) if snapshot is not None and history else None,
         from_file=bool(config.broker.init) and snapshot is None,

@@ -17,14 +17,17 @@ from narrows.broker.syncer.events import Publish, StartMerge
 from narrows.broker.syncer.machine import Resumed, Syncer
 from narrows.broker.syncer.phases import RunPhase, Turn
 from narrows.broker.syncer.run import MergedPushes, RunState, refusal
+from narrows.broker.syncer.run_secret import SECRET_BYTES, RunSecret
 from narrows.broker.syncer.status import status_of
 
 __all__ = [
+    "SECRET_BYTES",
     "Deaf",
     "MergedPushes",
     "Publish",
     "Resumed",
     "RunPhase",
+    "RunSecret",
     "RunState",
     "StartMerge",
     "Syncer",

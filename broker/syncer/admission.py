@@ -193,13 +193,7 @@ class Admission:
                 remedy="start the learner again to join this run with this run's model",
             )
         if hello.epoch[0] > state.epoch[0]:
-            raise RemoteProtocolError(
-                ErrorCode.WRONG_EPOCH,
-                f"{hello.name!r} has followed a broker of a higher term",
-                expected=f"term {state.epoch[0]} at most",
-                got=f"term {hello.epoch[0]}",
-                remedy="this broker was replaced: stop it",
-            )
+            raise _higher_term(hello, state)
         settings = state.settings
         needed = codecs_of(settings.push_codec) | codecs_of(settings.publish_codec)
         # Checked now, not at the first push: a learner would train for nothing until then.
@@ -295,3 +289,20 @@ class Admission:
         else:
             serving.begin_adoption(member, now)
         return [ev.Send(member.peer, state.welcome(member, role, now)), *effects]
+
+
+def _higher_term(hello: msg.Hello, state: RunState) -> RemoteProtocolError:
+    """The refusal of a learner that names a higher term, with what it means for who shows it."""
+    name, remedy = repr(hello.name), "this broker was replaced: stop it"
+    message = f"{name} has followed a broker of a higher term"
+    if not state.is_proven(hello):
+        message = f"{name} names a higher term and does not prove that it has met its broker"
+        remedy = "start the learner again, then it follows this broker; if a broker of that term"
+        remedy += " does serve this run, stop this one"
+    return RemoteProtocolError(
+        ErrorCode.WRONG_EPOCH,
+        message,
+        expected=f"term {state.epoch[0]} at most",
+        got=f"term {hello.epoch[0]}",
+        remedy=remedy,
+    )

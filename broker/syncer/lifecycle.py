@@ -205,6 +205,20 @@ class Lifecycle:
 
     # The end of the process.
 
+    def give_way(self, hello: msg.Hello) -> list[ev.Effect]:
+        """Ends a broker that another one has replaced: two that serve would make two models.
+
+        Who claims a replacement without its proof changes nothing.
+        """
+        state = self.state
+        if hello.epoch[0] <= state.epoch[0] or not state.is_proven(hello):
+            return []
+        reason = (
+            f"a broker of term {hello.epoch[0]} serves this run now, {hello.name} has met it;"
+            f" this one is of term {state.epoch[0]}"
+        )
+        return [ev.Note("error", reason), *self.stop(reason)]
+
     def stop(self, reason: str) -> list[ev.Effect]:
         """Takes no more work in; the process ends when what exists is durable."""
         assert reason

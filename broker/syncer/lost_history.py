@@ -34,7 +34,8 @@ class LostHistory:
             if version > own
         }
         # An epoch that this directory did not count before its own was counted in another copy.
-        is_copy = hello.epoch[:2] >= state.epoch[:2] and hello.epoch != state.epoch
+        is_other = hello.epoch[:2] >= state.epoch[:2] and hello.epoch != state.epoch
+        is_copy = is_other and state.is_proven(hello)
         if hello.run_id != state.run_id or not (ahead or is_copy):
             return []
         named = self._versions

@@ -29,6 +29,7 @@ from narrows.broker.syncer.run import (
     drop_pushes,
     refusal,
 )
+from narrows.broker.syncer.run_secret import RunSecret
 from narrows.broker.syncer.scheduler import Scheduler
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
@@ -59,6 +60,7 @@ class Syncer:
         *,
         run_id: str,
         epoch: msg.Epoch,
+        secret: RunSecret,
         now: float,
         resumed: Resumed | None = None,
         from_file: bool = False,
@@ -75,6 +77,7 @@ class Syncer:
             epoch,
             roster,
             Tally(now),
+            secret,
             uplink_port=uplink_port,
             downlink_port=downlink_port,
         )
@@ -240,7 +243,7 @@ class Syncer:
         if isinstance(message, msg.Hello):
             # A broker that stops admits nobody, but still gives way to its successor.
             answer = self.admission.hello(event, now) if not self.lifecycle.stopping else []
-            return answer + self._give_way(message)
+            return answer + self.lifecycle.give_way(message)
         member = self.state.roster.by_peer(event.peer)
         if member is None:
             error = RemoteProtocolError(
@@ -278,17 +281,6 @@ class Syncer:
                 self.state.tally.refuse(error.code)
                 effects.append(ev.Send(event.peer, refusal(error)))
         return effects
-
-    def _give_way(self, hello: msg.Hello) -> list[ev.Effect]:
-        """Ends a broker that another one has replaced: two that serve would make two models."""
-        state = self.state
-        if hello.run_id != state.run_id or hello.epoch[0] <= state.epoch[0]:
-            return []
-        reason = (
-            f"a broker of term {hello.epoch[0]} serves this run now, {hello.name} has met it;"
-            f" this one is of term {state.epoch[0]}"
-        )
-        return [ev.Note("error", reason), *self.lifecycle.stop(reason)]
 
     def _report(self, member: Member, report: msg.Report, now: float) -> None:
         member.report = report

@@ -16,6 +16,7 @@ from narrows.broker.syncer.phases import RunPhase, Turn, next_phase
 from narrows.broker.syncer.rates import Shares
 from narrows.broker.syncer.roster import Roster
 from narrows.broker.syncer.rounds import Round
+from narrows.broker.syncer.run_secret import RunSecret
 from narrows.proto import messages as msg
 from narrows.proto.errors import NarrowsError
 from narrows.proto.flow import chunks_max, least_chunk_elements
@@ -69,6 +70,7 @@ class RunState:
     epoch: msg.Epoch
     roster: Roster
     tally: Tally
+    secret: RunSecret
     clock: RunClock = field(default_factory=RunClock)
     phase: RunPhase = RunPhase.FOUNDING
     """Written by `turn`, and by a restart before the first event."""
@@ -94,6 +96,7 @@ class RunState:
     """TCP port of the downlink; 0 in a simulation."""
 
     def __post_init__(self) -> None:
+        self.epoch_proof = self.secret.proof(self.run_id, self.epoch)
         self.least_chunk_elements = least_chunk_elements(self.settings)
         self.shares = Shares(self.config.wan.total_up, self.config.wan.up)
 
@@ -106,6 +109,11 @@ class RunState:
         for index, round_ in self.rounds.items():
             round_.cut_finer(chunks_max(self.table[index].elements, self.least_chunk_elements))
         self.shares.set_rates(config.wan.total_up, config.wan.up)
+
+    def is_proven(self, hello: msg.Hello) -> bool:
+        """True if a broker of this run has admitted the learner to the epoch that it names."""
+        told = hello.run_id == self.run_id and hello.epoch_proof
+        return bool(told) and self.secret.proves(self.run_id, hello.epoch, hello.epoch_proof)
 
     def turn(self, turn: Turn) -> None:
         """Goes on to the next phase; nothing else changes the phase of a run."""
@@ -181,6 +189,7 @@ class RunState:
             tokens_per_s=self.tokens_per_s(now),
             step=self.first_step(),
             up_bits_per_s=member.up_bits_per_s,
+            epoch_proof=self.epoch_proof,
         )
 
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 from narrows.learner.session import events as ev
 from narrows.learner.session.identity import Identity
 from narrows.proto.errors import ErrorCode, Refused
-from narrows.proto.messages import ControlMessage, Refuse, Role
+from narrows.proto.messages import ControlMessage, Refuse, Role, Welcome
 from narrows.proto.timing import HELLO_MAX_S, HELLO_S, QUIET_S, REDIAL_MAX_S, REDIAL_S
 from narrows.proto.units import counted
 
@@ -54,6 +54,8 @@ class Dialer:
     heard_at: float | None = None
     not_admitted: Refused | None = None
     """The broker's reason not to admit this learner for now; None if it gave none."""
+    epoch_proof: str = ""
+    """The broker's, of the epoch of its last Welcome."""
     _hello_at: float = 0.0
     _delay_s: float = HELLO_S
     _asked_at: float | None = None
@@ -91,11 +93,11 @@ class Dialer:
         assert self.connection is Connection.JOINED, self.connection
         self.heard_at = now
 
-    def joined(self, now: float) -> None:
+    def joined(self, welcome: Welcome, now: float) -> None:
         """A Welcome came."""
         assert not self.closed, self.connection
         self.connection, self.heard_at, self._delay_s = Connection.JOINED, now, HELLO_S
-        self.not_admitted = None
+        self.not_admitted, self.epoch_proof = None, welcome.epoch_proof
 
     def not_yet(self, refuse: Refuse) -> str:
         """Notes a refusal that need not last; returns the line for the user, "" for a repeat."""

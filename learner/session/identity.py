@@ -23,6 +23,7 @@ class Identity:
         self,
         run_id: str,
         epoch: Epoch,
+        epoch_proof: str,
         steps: int,
         tokens: int,
         versions: tuple[int, ...] = (),
@@ -42,9 +43,10 @@ class Identity:
             step=steps,
             tokens=tokens,
             versions=versions,
+            epoch_proof=epoch_proof,
         )
 
     @property
     def hello_s(self) -> float:
         """Seconds that a Hello takes on the slowest line that a budget can name."""
-        return 8 * len(encode_control(self.hello("", (0, 0, 0), 0, 0))) / RATE_MIN
+        return 8 * len(encode_control(self.hello("", (0, 0, 0), "", 0, 0))) / RATE_MIN

@@ -211,7 +211,7 @@ class Session:
                 epoch = "{}.{}".format(*welcome.epoch)
                 effects.append(ev.Note("info", f"back with the broker, epoch {epoch}"))
         self.run_id, self.epoch, self.settings = welcome.run_id, welcome.epoch, welcome.settings
-        self._dialer.joined(now)
+        self._dialer.joined(welcome, now)
         ports = (welcome.uplink_port, welcome.downlink_port)
         effects.append(ev.Identify(self.run_id, self.epoch))
         effects.append(ev.OpenStreams(welcome.settings, self.fragments.table, *ports))
@@ -313,8 +313,8 @@ class Session:
             return effects + self._bye(now)
         if self._dialer.hello_due(now):
             effects += self._dialer.redial(self.identity, now)
-            counts = self._pace.steps, self.fragments.ledger.learned
-            hello = self.identity.hello(self.run_id, self.epoch, *counts, self.fragments.held)
+            told = self.run_id, self.epoch, self._dialer.epoch_proof, self._pace.steps
+            hello = self.identity.hello(*told, self.fragments.ledger.learned, self.fragments.held)
             effects.append(ev.Send(hello))
         if not self.online:
             return effects

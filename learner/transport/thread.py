@@ -50,7 +50,7 @@ def _check_hello(identity: Identity) -> None:
     """Raises ConfigError for a layout that no broker takes."""
     try:
         check_layout(identity.layout)
-        encode_control(identity.hello("", (0, 0, 0), 0, 0))
+        encode_control(identity.hello("", (0, 0, 0), "", 0, 0))
     except NarrowsError as error:
         raise ConfigError(
             f"this model cannot take part: {error.message}",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import dataclass, field
 from typing import Final
 
 import zmq
+import zmq.utils.z85
 
 from narrows.proto.errors import ConfigError
 
@@ -32,7 +34,7 @@ def new_pair() -> KeyPair:
 
 def pair_of_secret(secret: str, what: str) -> KeyPair:
     """The pair that belongs to a secret. Raises ConfigError, which does not show the secret."""
-    if not _KEY.fullmatch(secret):
+    if not _is_key(secret):
         raise ConfigError(
             f"{what}: not a secret key",
             expected=f"{KEY_CHARACTERS} characters of Z85",
@@ -44,10 +46,21 @@ def pair_of_secret(secret: str, what: str) -> KeyPair:
 
 def check_public_key(text: str, what: str) -> str:
     """`text` if it is a public key. Raises ConfigError."""
-    if not _KEY.fullmatch(text):
+    if not _is_key(text):
         raise ConfigError(
             f"{what}: not a public key",
             expected=f"{KEY_CHARACTERS} characters of Z85, as `narrows keys show FILE` prints them",
             got=repr(text[:64]),
         )
     return text
+
+
+def _is_key(text: str) -> bool:
+    """True for 32 bytes in Z85. Five characters can spell more than four bytes hold."""
+    if not _KEY.fullmatch(text):
+        return False
+    try:
+        zmq.utils.z85.decode(text)
+    except struct.error:
+        return False
+    return True

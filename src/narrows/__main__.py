@@ -54,6 +54,8 @@ def broker(
     goal_tokens: str | None = None,
     mode: str | None = None,
     init: Path | None = None,
+    keys: Path | None = None,
+    new_run_secret: Annotated[bool, Parameter(negative="")] = False,
     insecure: bool = False,
     setting: Annotated[list[str], Parameter(name=["--set", "-s"], negative="")] | None = None,
     events: Path | None = None,
@@ -79,6 +81,10 @@ def broker(
         decoupled (default), streaming or diloco.
     init
         Safetensors file that becomes version 0 instead of the first learner's parameters.
+    keys
+        Directory of keys that `narrows keys new` made: only the holders of its keys may connect.
+    new_run_secret
+        Make a new run.secret in the state directory, say what that costs, and end.
     insecure
         Allow to listen beyond loopback, although nothing is encrypted or authenticated.
     setting
@@ -88,7 +94,7 @@ def broker(
     ready_file
         File that gets the address once the broker serves.
     """
-    from narrows.broker.cli.broker import BrokerCommand, run_broker
+    from narrows.broker.cli.broker import BrokerCommand, renew_run_secret, run_broker
 
     flags: dict[str, object] = {}
     named = {
@@ -98,9 +104,14 @@ def broker(
         "run.goal_tokens": goal_tokens,
         "run.mode": mode,
         "broker.insecure": insecure or None,
+        "security.keys": str(keys) if keys else None,
     }
     flags.update({key: value for key, value in named.items() if value is not None})
-    run_broker(BrokerCommand(config, flags, setting or [], events, ready_file))
+    command = BrokerCommand(config, flags, setting or [], events, ready_file)
+    if new_run_secret:
+        renew_run_secret(command)
+    else:
+        run_broker(command)
 
 
 @app.command

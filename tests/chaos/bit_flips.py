@@ -30,6 +30,7 @@ from narrows.broker.storage.writer import committed
 from narrows.broker.syncer.events import Note, Received, StartMerge
 from narrows.broker.syncer.machine import Syncer
 from narrows.broker.syncer.phases import Turn
+from narrows.broker.syncer.run_secret import RunSecret
 from narrows.learner.session.identity import Identity
 from narrows.proto.codec.chunk import DecodedChunk
 from narrows.proto.codec.transfer import decode_chunk, encode_fragment
@@ -72,7 +73,9 @@ def make(path: Path) -> State:
         journal = Journal.open(files, run_id=run.run_id, segment_bytes=SEGMENT_BYTES)
         journal.append(encode(LifeRecord(FORMAT, run.epoch, run.config_digest, (), 0.0)))
         journal.sync()
-        syncer = Syncer(config, run_id=run.run_id, epoch=(*run.epoch, 7), now=0.0)
+        secret = RunSecret(state_dir.secret)
+        epoch = (*run.epoch, 7)
+        syncer = Syncer(config, run_id=run.run_id, epoch=epoch, secret=secret, now=0.0)
         syncer.state.turn(Turn.BEGIN)
         digests = [model_digest(model)]
         for version in range(ROUNDS + 1):
@@ -145,7 +148,7 @@ def fate_of(state: State) -> str:
 def _told_by_a_learner(syncer: Syncer) -> bool:
     """True if the first learner that joins makes the loss known: it holds the newest version."""
     identity, run_id = Identity("a", "1" * 32, LAYOUT, 0), syncer.state.run_id
-    hello = identity.hello(run_id, (1, 1, 7), 9, 900, (ROUNDS,))
+    hello = identity.hello(run_id, (1, 1, 7), "", 9, 900, (ROUNDS,))
     effects = syncer.handle(Received(b"a", hello), now=0.0)
     return any(isinstance(e, Note) and e.text.startswith("history_lost") for e in effects)
 

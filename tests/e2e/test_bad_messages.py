@@ -18,7 +18,7 @@ def other_layout() -> tuple[msg.LayoutEntry, ...]:
 
 
 HELLOS: dict[str, tuple[dict[str, object], str, str, str]] = {
-    "other protocol": ({"protocol": 1}, "protocol_version", "2", "1"),
+    "other protocol": ({"protocol": 1}, "protocol_version", "3", "1"),
     "no name": ({"name": ""}, "bad_name", "1 to 64", "''"),
     "path as name": ({"name": "../../etc/passwd"}, "bad_name", "1 to 64", "etc/passwd"),
     "control characters": ({"name": "a\x1b[2J\n"}, "bad_name", "1 to 64", r"'a\x1b[2J\n'"),

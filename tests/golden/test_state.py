@@ -9,7 +9,7 @@ import pytest
 from chaos.bit_flips import config_of
 
 from narrows.broker.cli.journal_report import audit, replay
-from narrows.broker.storage.checkpoint import StateDir
+from narrows.broker.storage.checkpoint import StateDir, StateError
 from narrows.broker.storage.history import Changes, model_digest
 from narrows.broker.storage.recovery import begin_epoch
 from narrows.proto.messages import Epoch
@@ -51,3 +51,16 @@ def test_two_copies_begin_lives_of_one_number_that_are_told_apart(tmp_path: Path
         epochs.append(begun.syncer.state.epoch)
     assert epochs[0][:2] == epochs[1][:2] == (1, 2)
     assert epochs[0] != epochs[1]
+
+
+def test_it_gets_a_secret_which_later_lives_need(state: Path) -> None:
+    assert not (state / "run.secret").exists()
+    with StateDir.open(state) as state_dir:
+        begin_epoch(config_of(state), state_dir, now=0.0).close()
+    secret = (state / "run.secret").read_bytes()
+    with StateDir.open(state) as state_dir:
+        begin_epoch(config_of(state), state_dir, now=0.0).close()
+    assert (state / "run.secret").read_bytes() == secret
+    (state / "run.secret").unlink()
+    with StateDir.open(state) as state_dir, pytest.raises(StateError, match=r"run\.secret"):
+        begin_epoch(config_of(state), state_dir, now=0.0)

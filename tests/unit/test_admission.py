@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from machines import ELEMENTS, EPOCH, RUN, Desk, hello, incarnation_of, one, only
+from machines import ELEMENTS, EPOCH, RUN, SECRET, Desk, hello, incarnation_of, one, only
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.machine import Resumed, Syncer
+from narrows.broker.syncer.run_secret import RunSecret
 from narrows.broker.syncer.status import status_of
 from narrows.proto import messages as msg
 from narrows.proto.codec.transfer import STATE_CODEC
@@ -221,7 +222,7 @@ def test_outside_lockstep_nobody_waits_for_a_joiner_to_adopt() -> None:
 
 
 def test_version_0_from_a_file_needs_no_founder() -> None:
-    syncer = Syncer(BrokerConfig(), run_id=RUN, epoch=EPOCH, now=0.0, from_file=True)
+    syncer = Syncer(BrokerConfig(), run_id=RUN, epoch=EPOCH, secret=SECRET, now=0.0, from_file=True)
     effects = syncer.handle(ev.Received(b"a", hello("a")), now=0.0)
     assert one(effects, ev.Found).handles is None
     assert one(effects, msg.Welcome).role is Role.WAIT
@@ -314,17 +315,54 @@ def test_a_resumed_run_welcomes_with_its_versions() -> None:
 def test_a_broker_that_was_replaced_stops_serving() -> None:
     """Two brokers of one run would make two models."""
     desk = Desk().running("a")
-    newer = hello("b", run_id=desk.state.run_id, epoch=(desk.state.epoch[0] + 1, 1, 1))
+    epoch = (desk.state.epoch[0] + 1, 1, 1)
+    proof = SECRET.proof(RUN, epoch)
+    newer = hello("b", run_id=RUN, epoch=epoch, epoch_proof=proof)
     effects = desk.do(ev.Received(b"b", newer))
     assert any(
         note.level == "error" and "serves this run" in note.text for note in only(effects, ev.Note)
     )
     assert {type(send.message) for send in only(effects, ev.Send)} >= {msg.Refuse, msg.Bye}
     assert not desk.do(ev.Received(b"c", hello("c")))
-    other_run = hello("b", run_id="f" * 16, epoch=(9, 9, 9))
+    other_run = hello("b", run_id="f" * 16, epoch=epoch, epoch_proof=proof)
     desk = Desk().running("a")
     desk.do(ev.Received(b"b", other_run))
     assert not desk.syncer.lifecycle.stopping
+
+
+WILD_EPOCHS = [(1, 0, 0), (1, 1, 7), (2**62, 2**62, 2**62), (0, 2, 7), (0, 2**62, 0), (0, 1, 8)]
+
+
+@pytest.mark.parametrize("epoch", WILD_EPOCHS)
+@pytest.mark.parametrize(
+    "proof", ["", "0" * 64, "another epoch's", "another run's", "another key's"]
+)
+def test_an_epoch_that_is_claimed_without_its_proof_does_nothing(
+    epoch: msg.Epoch, proof: str
+) -> None:
+    """An insider knows the run, and the proof of the epoch that it was admitted to."""
+    desk = Desk().running("a")
+    shown = {
+        "another epoch's": desk.state.epoch_proof,
+        "another run's": SECRET.proof("other", epoch),
+        "another key's": RunSecret(b"k" * 32).proof(RUN, epoch),
+    }.get(proof, proof)
+    effects = desk.say("b", hello("b", run_id=RUN, epoch=epoch, epoch_proof=shown))
+    assert not [note for note in only(effects, ev.Note) if note.level != "info"] or epoch[0]
+    assert not only(effects, msg.Bye) and not only(effects, ev.Finish)
+    assert not desk.syncer.lifecycle.stopping
+    if epoch[0] > desk.state.epoch[0]:
+        refuse = one(effects, msg.Refuse)
+        assert refuse.code == ErrorCode.WRONG_EPOCH
+        assert "does not prove" in refuse.message and "start the learner again" in refuse.remedy
+    else:
+        assert one(effects, msg.Welcome).epoch_proof == desk.state.epoch_proof
+
+
+def test_the_secret_is_in_no_text() -> None:
+    desk = Desk().running("a")
+    for told in (repr(desk.state), str(desk.state.secret), repr(desk.state.secret)):
+        assert str(SECRET.key) not in told and SECRET.key.hex() not in told
 
 
 def resumed_at(*versions: int, **settings: Any) -> Desk:
@@ -337,7 +375,16 @@ def resumed_at(*versions: int, **settings: Any) -> Desk:
 
 def returns(desk: Desk, name: str, epoch: msg.Epoch, versions: tuple[int, ...]) -> list[ev.Note]:
     """The lines that the return of a learner writes; it is admitted."""
-    effects = desk.say(name, hello(name, run_id=RUN, epoch=epoch, versions=versions))
+    effects = desk.say(
+        name,
+        hello(
+            name,
+            run_id=RUN,
+            epoch=epoch,
+            epoch_proof=SECRET.proof(RUN, epoch),
+            versions=versions,
+        ),
+    )
     assert one(effects, msg.Welcome).epoch == desk.state.epoch
     return [note for note in only(effects, ev.Note) if note.text.startswith("history_lost: ")]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from machines import EPOCH, RUN
+from machines import EPOCH, RUN, SECRET
 
 from narrows.broker.config import load_config
 from narrows.broker.merging.merge import MergeResult
@@ -58,7 +58,7 @@ class Line:
         }
         settings |= more or {}
         config = load_config(None, settings)
-        self.state: RunState = Syncer(config, run_id=RUN, epoch=EPOCH, now=0.0).state
+        self.state: RunState = Syncer(config, run_id=RUN, epoch=EPOCH, secret=SECRET, now=0.0).state
         table = build_table(LAYOUT, 1)
         self.model = GlobalModel(config, table, [version_zero(np.ones(ELEMENTS, np.float32))])
         self.sent = Sent()

@@ -15,6 +15,7 @@ from narrows.proto.keys import (
     Keyring,
     SiteKey,
     broker_key_path,
+    check_public_key,
     edit_ring,
     new_broker_key,
     new_pair,
@@ -199,3 +200,10 @@ def test_a_relay_speaks_for_those_it_carries_alone() -> None:
     monitor = KeyHolder("a", KeyRole.MONITOR)
     assert not monitor.speaks_for("a") and not monitor.trains
     assert monitor.may_say("askstatus") and not monitor.may_say("hello")
+
+
+def test_forty_characters_that_spell_more_than_32_bytes_are_no_key() -> None:
+    with pytest.raises(ConfigError, match="not a public key"):
+        check_public_key("#" * 40, "x")
+    with pytest.raises(ConfigError, match="not a secret key"):
+        pair_of_secret("#" * 40, "x")
