@@ -10,12 +10,13 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from narrows.learner.client_interface import ClientInterface
 from narrows.learner.module import (
     GradientWatch,
     HostLoss,
@@ -25,6 +26,7 @@ from narrows.learner.module import (
     parameters_of,
     ramp_steps,
 )
+from narrows.learner.site import site_of
 from narrows.learner.transport import Client, ClientOptions
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 
@@ -33,35 +35,6 @@ Batch = TypeVar("Batch")
 LOG_REMEDY = "Add before optimizer.step(): learner.log(tokens=batch.numel(), loss=loss)"
 
 _log = logging.getLogger("narrows.learner")
-
-
-class ClientInterface(Protocol):
-    """The part of narrows.learner.transport.Client that a Learner uses."""
-
-    @property
-    def joined_version_sum(self) -> int:
-        """Sum of the versions that were adopted when it joined; 0: the run began with it."""
-        ...
-
-    @property
-    def should_stop(self) -> bool: ...
-    @property
-    def progress(self) -> float: ...
-    @property
-    def run_step(self) -> float: ...
-    @property
-    def run_tokens(self) -> float: ...
-    @property
-    def health(self) -> str: ...
-    def start(self) -> None: ...
-    def boundary(self, tokens: int, loss: float | None) -> None: ...
-    def skipped(self, tokens: int) -> None: ...
-    def pause(self, reason: str) -> None: ...
-    def resume(self) -> None: ...
-    def finish(self, timeout_s: float | None) -> None: ...
-    def abort(self) -> None: ...
-    def stats(self) -> Mapping[str, Any]: ...
-    def standing(self) -> Mapping[str, str]: ...
 
 
 class Learner:
@@ -77,6 +50,10 @@ class Learner:
     while the broker speaks and a minute more, but no longer than `leave_timeout_s` (None: no such
     limit). When the body raised, it leaves at once.
 
+    `key` is the key file of the site (`narrows keys accept` makes one); without it the one that the
+    environment names in NARROWS_KEY, if it names any. `broker` and `name` come from it then, unless
+    they are given.
+
     `merge_rules` is described at ModuleParameters. `events` is a file that gets one JSON line per
     event. With `device_encoding` pushes are encoded where the parameters are, which takes 8 bytes
     of that memory per parameter; the default is True if they are all on one GPU. `connect` makes
@@ -91,8 +68,9 @@ class Learner:
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
-        broker: str,
-        name: str,
+        broker: str | None = None,
+        name: str | None = None,
+        key: str | os.PathLike[str] | None = None,
         merge_rules: Mapping[str, str] | None = None,
         join_timeout_s: float = 60.0,
         leave_timeout_s: float | None = None,
@@ -101,6 +79,7 @@ class Learner:
         connect: Callable[[ClientOptions], ClientInterface] = Client,
     ) -> None:
         _refuse_several_ranks()
+        site = site_of(broker, name, key)
         self._optimizers = _listed(optimizer)
         self._parameters = parameters_of(model, merge_rules, device_encoding)
         self._leave_timeout_s = leave_timeout_s
@@ -109,8 +88,10 @@ class Learner:
         # All but the ramp, which is known only when the learner is entered.
         self._options = functools.partial(
             ClientOptions,
-            broker=broker,
-            name=name,
+            broker=site.broker,
+            name=site.name,
+            key=site.key,
+            key_file=site.key_file,
             layout=self._parameters.layout,
             frozen_digest=self._parameters.frozen_digest,
             host=self._parameters,

@@ -50,6 +50,7 @@ class ErrorCode(StrEnum):
     PORT_IN_USE = "port_in_use"
     INSECURE = "insecure"
     BROKER_UNREACHABLE = "broker_unreachable"
+    KEY_REFUSED = "key_refused"
     STATE_LOCKED = "state_locked"
     STATE_DAMAGED = "state_damaged"
     RUN_SECRET = "run_secret"

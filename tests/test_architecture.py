@@ -80,7 +80,7 @@ PURE = ("broker/merging", "broker/planning", "broker/syncer", "learner/session",
 SHARED_SHELLS = ("proto/keys", "proto/shell")
 
 #: Places that may import ZeroMQ: they own sockets, or make key pairs.
-SOCKETS = ("broker/cli/status.py", "broker/process", "learner/transport", "proto/keys/pair.py")
+SOCKETS = ("broker/cli/asking.py", "broker/process", "learner/transport", "proto/keys/pair.py")
 
 #: Sources of time, chance, concurrency and I/O that a pure module may not import.
 IMPURE = frozenset(

@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
-import zmq
 
+from narrows.broker.cli.asking import ask
 from narrows.broker.cli.tables import Table, show, terminal
-from narrows.proto import socket_options
-from narrows.proto.address import parse_address
-from narrows.proto.errors import BrokerUnreachable, ErrorCode, RemoteProtocolError
-from narrows.proto.frames import decode_control, encode_control
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.keys import SiteKey, key_path, read_site_key
 from narrows.proto.messages import AskStatus, LearnerStatus, Status
 from narrows.proto.units import counted, format_bytes, format_count, format_duration_s
 
+DEFAULT_BROKER = "tcp://127.0.0.1:7070"
 
-def ask_status(broker: str, *, timeout_s: float) -> Status:
-    """The status of the run. Raises ConfigError, or BrokerUnreachable after `timeout_s`."""
-    address = parse_address(broker)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    try:
-        for name, value in socket_options.CONTROL.items():
-            socket.setsockopt(getattr(zmq, name), value)
-        # A question to a broker that is not there must not keep the command from ending.
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, address.is_ipv6)
-        socket.connect(str(address))
-        socket.send(encode_control(AskStatus()))
-        if not socket.poll(int(timeout_s * 1000)):
-            raise BrokerUnreachable(
-                f"{broker} did not answer within {timeout_s:g} s",
-                remedy="is `narrows broker` running there? Use the address that it printed",
-            )
-        answer = decode_control(socket.recv())
-    finally:
-        socket.close()
-        context.term()
+
+def ask_status(broker: str, *, timeout_s: float, key: SiteKey | None = None) -> Status:
+    """The status of the run. Raises ConfigError, Refused, or BrokerUnreachable after
+    `timeout_s`."""
+    answer = ask(broker, key, AskStatus(), timeout_s=timeout_s)
     if not isinstance(answer, Status):
         raise RemoteProtocolError(
             ErrorCode.BAD_MESSAGE, f"answer of {broker}", expected="Status", got=str(answer)[:200]
@@ -45,9 +28,14 @@ def ask_status(broker: str, *, timeout_s: float) -> Status:
     return answer
 
 
-def show_status(broker: str, *, as_json: bool, timeout_s: float) -> None:
+def show_status(
+    broker: str | None, *, key_file: Path | None, as_json: bool, timeout_s: float
+) -> None:
     """Prints the status as a table or as JSON."""
-    status = ask_status(broker, timeout_s=timeout_s)
+    path = key_path(key_file)
+    key = read_site_key(path) if path else None
+    address = broker or (key.broker if key else DEFAULT_BROKER)
+    status = ask_status(address, timeout_s=timeout_s, key=key)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
         return

@@ -75,6 +75,8 @@ class WorkerOptions:
     """File for the summary at the end."""
     record: Path | None = None
     """File for one outer gradient of each fragment."""
+    key: Path | None = None
+    """Key file of the site; None: the one that NARROWS_KEY names, if it names any."""
 
     def __post_init__(self) -> None:
         if self.threads < 1:
@@ -130,6 +132,7 @@ class _Loop:
             self.optimizer,
             broker=options.broker,
             name=options.name,
+            key=options.key,
             join_timeout_s=options.join_timeout_s,
             events=options.events,
             connect=partial(recording_client, options.record) if options.record else Client,

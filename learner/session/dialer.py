@@ -11,6 +11,7 @@ from narrows.learner.session import events as ev
 from narrows.learner.session.identity import Identity
 from narrows.proto.errors import ErrorCode, Refused
 from narrows.proto.messages import ControlMessage, Refuse, Role, Welcome
+from narrows.proto.refusal import error_of
 from narrows.proto.timing import HELLO_MAX_S, HELLO_S, QUIET_S, REDIAL_MAX_S, REDIAL_S
 from narrows.proto.units import counted
 
@@ -20,19 +21,6 @@ WAITS_FOR = {
     Role.ADOPT: "the fragments",
 }
 """For the user's log: the next thing that a learner with this role waits for."""
-
-
-def error_of(refuse: Refuse) -> Refused:
-    """A refusal of the session as the error that the user of the learner sees."""
-    known = refuse.code in set(ErrorCode)
-    return Refused(
-        # A newer broker may send a code that this learner does not know.
-        ErrorCode(refuse.code) if known else ErrorCode.BAD_MESSAGE,
-        refuse.message,
-        expected=refuse.expected,
-        got=refuse.got,
-        remedy=refuse.remedy,
-    )
 
 
 class Connection(StrEnum):
@@ -108,6 +96,10 @@ class Dialer:
         if refuse.code == ErrorCode.UNKNOWN_SESSION:
             return "the broker does not know this session, it was restarted perhaps; joining again"
         return f"not admitted yet: {refuse.message}. {refuse.remedy}".rstrip()
+
+    def refused(self, refuse: Refuse) -> Refused:
+        """The error for a refusal that lasts."""
+        return error_of(refuse)
 
     def lose(self, now: float) -> None:
         """The session is gone; the next Hello is due at once, later ones with back-off."""

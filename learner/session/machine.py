@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from narrows.learner.session import events as ev
-from narrows.learner.session.dialer import WAITS_FOR, Connection, Dialer, error_of
+from narrows.learner.session.dialer import WAITS_FOR, Connection, Dialer
 from narrows.learner.session.fragments import FragmentSessions
 from narrows.learner.session.identity import Identity
 from narrows.learner.session.leaving import Leaving, is_ending
@@ -243,7 +243,7 @@ class Session:
             self._rejoin(now)
             line = self._dialer.not_yet(refuse)
             return [ev.Note("warning", line)] if line else []
-        return self._fail(error_of(refuse))
+        return self._fail(self._dialer.refused(refuse))
 
     def _fail(self, error: Refused) -> list[ev.Effect]:
         self._dialer.close(Connection.REFUSED)

@@ -61,7 +61,7 @@ class Client:
     def start(self) -> None:
         """Blocks until every fragment is adopted, and says meanwhile what it waits for.
 
-        Raises Refused if the broker refuses this learner, or has not admitted it within
+        Raises Refused if the broker refuses this learner, or has not admitted it or its key within
         `join_timeout_s`; BrokerUnreachable after that time without a sign of a broker, or with
         data due and a data port, which it names, that lets nothing through.
         """
@@ -88,7 +88,7 @@ class Client:
             data = view.data if view.session.online else None
             if (error := watch.look(data, now)) is not None:
                 # A broker that has said why it does not admit us is there, and knows better.
-                raise view.session.not_admitted or error
+                raise view.session.not_admitted or view.obstacle or error
             if now - said_at >= SAY_S:
                 said_at = now
                 _log.info("waiting for %s (%s)", view.session.waits_for, self._options.broker)

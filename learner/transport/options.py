@@ -10,6 +10,7 @@ from typing import Protocol
 from narrows.learner.session import Identity
 from narrows.proto.codec import F32
 from narrows.proto.fragments import Fragment
+from narrows.proto.keys import SiteKey
 from narrows.proto.messages import LayoutEntry
 
 
@@ -41,6 +42,10 @@ class ClientOptions:
     frozen_digest: int
     """Digest of the parameters that do not train; see `learner.module.digest`."""
     host: ParameterHost
+    key: SiteKey | None = None
+    """Key with which the broker knows this learner; None: neither side has keys."""
+    key_file: Path | None = None
+    """File of the key, which is read again when the broker does not admit it any more."""
     join_timeout_s: float = 60.0
     """Seconds without a broker, or without progress on due data, after which `start` raises."""
     contribute_after_steps: int = 0

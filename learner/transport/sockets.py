@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import zmq
 
+from narrows.learner.transport.monitors import Monitors
 from narrows.proto import socket_options
 from narrows.proto.address import parse_address
+from narrows.proto.errors import ConfigError
 from narrows.proto.frames import downlink_topic
+from narrows.proto.keys import Handshakes, Outcome, SiteKey, outcome_of, read_site_key
 from narrows.proto.shell import WakePipe
+from narrows.proto.timing import REDIAL_MAX_S, REDIAL_S
+
+_log = logging.getLogger("narrows.learner")
 
 FRAMES_PER_TURN = 64
 """Messages read from one socket before the others get their turn. Without a limit a fast downlink
@@ -27,6 +36,9 @@ class LearnerSockets:
     broker: str
     name: str
     incarnation: str
+    key: SiteKey | None = None
+    key_file: Path | None = None
+    """File of the key. It is read again when a handshake fails: it may have been rotated."""
     control_up_bytes: int = 0
     control_down_bytes: int = 0
     _has_connected: bool = False
@@ -34,10 +46,13 @@ class LearnerSockets:
     _downlinks: list[Socket] = field(default_factory=list[Socket])
     _listeners: list[int] = field(default_factory=list[int])
     """Subscriptions per uplink stream: without one a message would be dropped silently."""
-    _monitors: dict[Socket, Socket] = field(default_factory=dict[Socket, Socket])
-    """The watched socket by the socket that reports its connections."""
     _unconnected: set[Socket] = field(default_factory=set[Socket])
     """Downlinks that have never been connected."""
+    _refused: set[Socket] = field(default_factory=set[Socket])
+    """Data sockets that were refused, and never dial again by themselves."""
+    _replace_at: float = math.inf
+    """Time at which new ones take their place."""
+    _replace_s: float = REDIAL_S
     _reconnected: set[int] = field(default_factory=set[int])
     ports: tuple[int, int] = (0, 0)
     """Ports of uplink and downlink, once the streams are open."""
@@ -46,6 +61,8 @@ class LearnerSockets:
         self._address = parse_address(self.broker)
         self._context: zmq.Context[Socket] = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
+        self._monitors = Monitors(self._poller)
+        self.handshakes = Handshakes(self.broker, self.key)
         self._wake = WakePipe()
         # Asking a socket that has nothing costs an exception: only the ready ones are read.
         self._ready: set[Socket | int] = set()
@@ -62,9 +79,11 @@ class LearnerSockets:
 
         Whatever made the control connection look alive may have met those as well.
         """
+        self._read_key_again()
         self._drop(self._control, linger=0)
         self._open_control()
         self.ports = (0, 0)
+        self._replace_at = math.inf
 
     def open_streams(self, streams: int, uplink_port: int, downlink_port: int) -> None:
         """Connects the data sockets. The same streams and ports again change nothing."""
@@ -75,15 +94,10 @@ class LearnerSockets:
             self._drop(socket, linger=0)
         self.ports = (uplink_port, downlink_port)
         self._listeners = [0] * streams
-        self._uplinks = [self._make(zmq.XPUB, socket_options.XPUB) for _ in range(streams)]
-        downlinks = [self._make(zmq.SUB, socket_options.DATA) for _ in range(streams)]
-        self._unconnected, self._downlinks = set(downlinks), downlinks
-        for socket in self._uplinks:
-            self._connect(socket, uplink_port)
-        for stream, socket in enumerate(self._downlinks):
-            socket.setsockopt(zmq.SUBSCRIBE, downlink_topic(self.name, self.incarnation, stream))
-            self._watch(socket)
-            self._connect(socket, downlink_port)
+        self._refused.clear()
+        self._uplinks = [self._open_uplink() for _ in range(streams)]
+        self._unconnected.clear()
+        self._downlinks = [self._open_downlink(stream) for stream in range(streams)]
 
     @property
     def uplink_open(self) -> bool:
@@ -102,8 +116,13 @@ class LearnerSockets:
         self._ready = {source for source, _ in self._poller.poll(math.ceil(timeout_s * 1000))}
         if self._wake.source in self._ready:
             self._wake.drain()
-        for monitor in [each for each in self._monitors if each in self._ready]:
-            self._read_monitor(monitor)
+        now = time.monotonic()
+        for socket, frame in self._monitors.read(self._ready):
+            self._on_handshake(socket, frame, now)
+        if now >= self.handshakes.reopen_at:
+            self.redial()
+        if now >= self._replace_at:
+            self._replace_refused()
         for stream, socket in enumerate(self._uplinks):
             if socket in self._ready:
                 self._read_subscriptions(stream, socket)
@@ -160,44 +179,77 @@ class LearnerSockets:
         self._wake.close()
 
     def _open_control(self) -> None:
+        self.handshakes.opened()
         self._control = self._make(zmq.DEALER, socket_options.DEALER)
-        self._watch(self._control)
         self._has_connected = False
         self._connect(self._control, self._address.port)
 
-    def _watch(self, socket: Socket) -> None:
-        """Call it before the socket connects, or the event of a quick handshake is missed."""
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._monitors[monitor] = socket
-        self._poller.register(monitor, zmq.POLLIN)
+    def _open_uplink(self) -> Socket:
+        socket = self._make(zmq.XPUB, socket_options.XPUB)
+        self._connect(socket, self.ports[0])
+        return socket
 
-    def _unwatch(self, socket: Socket) -> None:
-        socket.disable_monitor()
-        for monitor in [each for each, watched in self._monitors.items() if watched is socket]:
-            del self._monitors[monitor]
-            self._poller.unregister(monitor)
-            monitor.close(linger=0)
+    def _open_downlink(self, stream: int) -> Socket:
+        socket = self._make(zmq.SUB, socket_options.DATA)
+        self._unconnected.add(socket)
+        socket.setsockopt(zmq.SUBSCRIBE, downlink_topic(self.name, self.incarnation, stream))
+        self._connect(socket, self.ports[1])
+        return socket
 
-    def _read_monitor(self, monitor: Socket) -> None:
-        socket = self._monitors[monitor]
-        while monitor.poll(0):
-            monitor.recv_multipart()
-        if socket is self._control:
+    def _on_handshake(self, socket: Socket, frame: bytes, now: float) -> None:
+        if socket is not self._control:
+            self._on_data_handshake(socket, outcome_of(frame), now)
+            return
+        outcome = self.handshakes.take(frame, now)
+        if outcome is Outcome.ADMITTED:
             self._has_connected = True
-        else:
+        elif outcome is not None and self._read_key_again():
+            self.handshakes.reopen_at = now
+
+    def _on_data_handshake(self, socket: Socket, outcome: Outcome | None, now: float) -> None:
+        if outcome is Outcome.ADMITTED:
             self._unconnected.discard(socket)
-            self._unwatch(socket)  # Whether it was connected once is all that is asked.
+            self._replace_s = REDIAL_S
+        elif outcome is not None and outcome.gives_up:
+            self._refused.add(socket)
+            self._replace_at = min(self._replace_at, now + self._replace_s)
+
+    def _replace_refused(self) -> None:
+        """Puts new sockets in the place of the refused ones; later ones wait longer, in vain."""
+        self._replace_at, self._replace_s = math.inf, min(2 * self._replace_s, REDIAL_MAX_S)
+        for stream, (up, down) in enumerate(zip(self._uplinks, self._downlinks, strict=True)):
+            if up in self._refused:
+                self._drop(up, linger=0)
+                self._listeners[stream] = 0
+                self._uplinks[stream] = self._open_uplink()
+            if down in self._refused:
+                self._drop(down, linger=0)
+                self._unconnected.discard(down)
+                self._downlinks[stream] = self._open_downlink(stream)
+        self._refused.clear()
+
+    def _read_key_again(self) -> bool:
+        """True if another key stands in the file now, or other keys of the broker."""
+        if self.key is None or self.key_file is None:
+            return False
+        try:
+            key = read_site_key(self.key_file)
+        except ConfigError as error:
+            _log.warning("the key in use stays: %s", error)
+            return False
+        return key.name == self.key.name and self.handshakes.renew(key)
 
     def _drop(self, socket: Socket, linger: int | None = None) -> None:
-        self._unwatch(socket)
+        self._monitors.unwatch(socket)
         self._poller.unregister(socket)
         socket.close(linger=linger)
 
     def _make(self, kind: int, options: dict[str, int]) -> Socket:
         socket = self._context.socket(kind)
-        for name, value in options.items():
+        for name, value in [*options.items(), *self.handshakes.options.items()]:
             socket.setsockopt(getattr(zmq, name), value)
         socket.setsockopt(zmq.IPV6, self._address.is_ipv6)
+        self._monitors.watch(socket)
         return socket
 
     def _connect(self, socket: Socket, port: int) -> None:

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from narrows.learner.module import DeviceSnapshot
-from narrows.learner.session import DataConnection, DataConnections, Identity, Session
+from narrows.learner.session import Identity, Session
 from narrows.learner.session import events as ev
+from narrows.learner.transport.connections import connections_of
 from narrows.learner.transport.datapath import DataPath
 from narrows.learner.transport.options import ClientOptions
 from narrows.learner.transport.sockets import LearnerSockets
 from narrows.learner.transport.view import BackgroundView
-from narrows.proto.codec import F32, STATE_CODEC, uncached_advice, warm_up
+from narrows.proto.codec import F32, uncached_advice, warm_up
 from narrows.proto.errors import (
     ConfigError,
     ErrorCode,
@@ -26,7 +27,7 @@ from narrows.proto.errors import (
     RemoteProtocolError,
     printable,
 )
-from narrows.proto.flow import chunk_elements, wire_bytes
+from narrows.proto.flow import wire_bytes
 from narrows.proto.fragments import Fragment
 from narrows.proto.frames import decode_control, encode_control
 from narrows.proto.layout import check_layout
@@ -77,7 +78,9 @@ class Background:
             contribute_after_steps=options.contribute_after_steps,
         )
         self.view = BackgroundView(self.session.view())
-        self.wires = LearnerSockets(options.broker, options.name, identity.incarnation)
+        self.wires = LearnerSockets(
+            options.broker, options.name, identity.incarnation, options.key, options.key_file
+        )
         self.data_path = DataPath(self.wires, options, post=self._post)
         self.changed = threading.Condition()
         #: Steps that the session has not counted yet: (tokens, loss, time in seconds).
@@ -159,24 +162,20 @@ class Background:
         return IDLE_S if deadline is None else max(deadline - now, 0.0)
 
     def _look_at_connections(self) -> None:
-        """Shows a training thread that joins what gets through on the data connections.
+        """Logs what the operator of the broker has to do, and shows a training thread that joins
+        what gets through.
 
-        Only until it has joined: later nobody asks.
+        The latter only until it has joined: later nobody asks.
         """
-        settings = self.data_path.settings
-        if settings is None or self.view.joined:
+        now, handshakes = time.monotonic(), self.wires.handshakes
+        if line := handshakes.line(now):
+            _log.warning("%s", printable(line))
+        if self.view.joined:
             return
-        wires, sender = self.wires, self.data_path.sender
-        up_port, down_port = wires.ports
-        came_bytes = self.data_path.counters.data_down_bytes
         with self.changed:
             waits = bool(self.session.fragments.fetching())
-            data = DataConnections(
-                DataConnection(up_port, wires.uplink_open, not sender.is_idle, sender.told_bytes),
-                DataConnection(down_port, wires.downlink_open, waits, came_bytes),
-                4 * chunk_elements(settings, STATE_CODEC),
-            )
-            self.view = replace(self.view, data=data)
+            data = connections_of(self.wires, self.data_path, waits=waits)
+            self.view = replace(self.view, data=data, obstacle=handshakes.error(now))
             if self.view.joined:
                 self.changed.notify_all()
 

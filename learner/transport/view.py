@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from narrows.learner.session import DataConnections, SessionView
+from narrows.proto.errors import NarrowsError
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,8 @@ class BackgroundView:
     """The data connections while the learner joins; None before they are dialled."""
     error: Exception | None = None
     """The error that ended the exchange; the training thread raises it."""
+    obstacle: NarrowsError | None = None
+    """The reason why the broker's socket does not let us in, while the learner joins."""
 
     @property
     def joined(self) -> bool:

@@ -54,6 +54,11 @@ class _Body(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     until: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
+def is_invitation(text: str) -> bool:
+    """True for a text that begins as an invitation does; `read_invitation` may still refuse it."""
+    return text.startswith(PREFIX)
+
+
 def read_invitation(text: str) -> Invitation:
     """The invitation in a line of text. Raises ConfigError, which does not show the token."""
     text = "".join(text.split())  # Mail programs break long lines.

@@ -112,10 +112,14 @@ class Keyring:
         return len({g.holder.organisation for g in self.grants if g.holder.trains})
 
     def allow(self, holder: KeyHolder, public: str, *, now: float) -> Keyring:
-        """A ring that admits one more key. The newest key so far of that name ends in a day."""
+        """A ring that admits one more key. The newest other key of that name ends in a day.
+
+        A key that is there already stays: an answer may have been lost, and the question comes
+        again.
+        """
         check_public_key(public, f"the key of {holder.name}")
         grants = [g for g in self.grants if now < g.until and g.holder.name != holder.name]
-        if before := self.of(holder.name):
+        if before := [g for g in self.of(holder.name) if g.public != public]:
             until = min(before[-1].until, now + ROTATION_S)
             grants.append(dataclasses.replace(before[-1], until=until))
         return dataclasses.replace(self, grants=(*grants, Grant(holder, public)))
@@ -184,6 +188,12 @@ def ring_path(directory: Path) -> Path:
     return directory / "allowed.toml"
 
 
+def new_ring(directory: Path) -> None:
+    """Makes a ring that admits nobody; one that is there stays."""
+    if not ring_path(directory).exists():
+        write_ring(directory, Keyring())
+
+
 def read_ring(directory: Path) -> Keyring:
     """The ring in `directory`. Raises ConfigError, naming the file and the entry."""
     path = ring_path(directory)
@@ -247,20 +257,27 @@ def _values(entry: Grant | Invited) -> dict[str, object]:
 
 
 def _holder(path: Path, entry: _Entry) -> KeyHolder:
-    for name in (entry.name, *entry.carries):
-        if not _NAME.match(name):
-            raise ConfigError(f"{path}: a name", expected="letters, digits, . _ -", got=repr(name))
-    what = f"{path}: {entry.name}"
-    check_public_key(entry.public, what)
-    if entry.role is KeyRole.ENROL:
-        raise ConfigError(f"{what}: role", expected="a role but enrol, which invitations have")
-    if not _ORGANISATION.fullmatch(entry.organisation):
-        raise ConfigError(f"{what}: organisation", expected="up to 64 letters, digits, ' ', . _ -")
-    if not 0.0 <= entry.tokens_per_s_max <= 1e18:
-        raise ConfigError(f"{what}: tokens_per_s_max", expected="0 to 1e18")
-    return KeyHolder(
+    holder = KeyHolder(
         entry.name, entry.role, entry.organisation, tuple(entry.carries), entry.tokens_per_s_max
     )
+    check_holder(holder, str(path))
+    check_public_key(entry.public, f"{path}: {entry.name}")
+    return holder
+
+
+def check_holder(holder: KeyHolder, where: str) -> KeyHolder:
+    """`holder` if a ring may hold it. Raises ConfigError, naming `where` it comes from."""
+    for name in (holder.name, *holder.carries):
+        if not _NAME.match(name):
+            raise ConfigError(f"{where}: a name", expected="letters, digits, . _ -", got=repr(name))
+    what = f"{where}: {holder.name}"
+    if holder.role is KeyRole.ENROL:
+        raise ConfigError(f"{what}: role", expected="a role but enrol, which invitations have")
+    if not _ORGANISATION.fullmatch(holder.organisation):
+        raise ConfigError(f"{what}: organisation", expected="up to 64 letters, digits, ' ', . _ -")
+    if not 0.0 <= holder.tokens_per_s_max <= 1e18:
+        raise ConfigError(f"{what}: tokens_per_s_max", expected="0 to 1e18")
+    return holder
 
 
 def _seconds(path: Path, entry: _Entry) -> float:

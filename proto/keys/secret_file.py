@@ -34,6 +34,7 @@ def write_secret(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    fsync_directory(path.parent)
 
 
 def replace_secret(path: Path, text: str) -> None:

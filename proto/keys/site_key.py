@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -15,6 +17,16 @@ from narrows.proto.keys.secret_file import read_secret, replace_secret, toml_lin
 FORMAT = 1
 SERVERS_MAX = 8
 """Keys of brokers that a site trusts: the one in use, its successor, those of standbys."""
+
+
+ENVIRONMENT: Final = "NARROWS_KEY"
+"""Names the key file of a process to which none is given."""
+
+
+def key_path(given: str | os.PathLike[str] | None = None) -> Path | None:
+    """The site's key file: the given one, else that of the environment; None: there is no key."""
+    named = given or os.environ.get(ENVIRONMENT)
+    return Path(named) if named else None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from narrows.bench.commands import bench
 from narrows.bench.demo.command import demo
 from narrows.bench.kit.torch_needed import need_torch
 from narrows.broker.cli.journal import journal
+from narrows.broker.cli.keys import keys
 from narrows.broker.cli.wire import wire
 from narrows.proto.errors import BrokerUnreachable, ConfigError, ErrorCode, NarrowsError, Refused
 
@@ -42,6 +43,7 @@ app = cyclopts.App(
 app.command(bench)
 app.command(demo)
 app.command(journal)
+app.command(keys)
 app.command(wire)
 
 
@@ -117,8 +119,9 @@ def broker(
 @app.command
 def learner(
     *,
-    broker: str,
-    name: str,
+    broker: str | None = None,
+    name: str | None = None,
+    key: Path | None = None,
     data: Path | None = None,
     preset: str = "tiny",
     part: str = "1/1",
@@ -138,9 +141,13 @@ def learner(
     Parameters
     ----------
     broker
-        Address that `narrows broker` prints, tcp://HOST:PORT.
+        Address that `narrows broker` prints, tcp://HOST:PORT (default: the key's).
     name
-        Name of this learner, unique in the run; a restarted learner takes its old name.
+        Name of this learner, unique in the run; a restarted learner takes its old name (default:
+        the key's).
+    key
+        Key file of this site, as `narrows keys accept` writes it (default: the one that the
+        environment names in NARROWS_KEY, if it names any).
     data
         Folder with text files (default: the sources of Python's standard library).
     preset
@@ -171,24 +178,33 @@ def learner(
     """
     need_torch()
     from narrows.learner.reference.worker import WorkerOptions, run_worker
+    from narrows.learner.site import site_of
 
+    site = site_of(broker, name, key)
     options = WorkerOptions(
-        broker, name, data, preset, part, batch, seed, threads, peak_learning_rate, steps_max,
-        step_wait_s, join_timeout_s, events, json, record,
+        site.broker, site.name, data, preset, part, batch, seed, threads, peak_learning_rate,
+        steps_max, step_wait_s, join_timeout_s, events, json, record, site.key_file,
     )  # fmt: skip
     run_worker(options)
 
 
 @app.command
 def status(
-    broker: str = "tcp://127.0.0.1:7070", *, json: bool = False, timeout_s: float = 5.0
+    broker: str | None = None,
+    *,
+    key: Path | None = None,
+    json: bool = False,
+    timeout_s: float = 5.0,
 ) -> None:
     """Show the learners, the progress of the run, and the reason why it waits.
 
     Parameters
     ----------
     broker
-        Address of the broker, tcp://HOST:PORT.
+        Address of the broker, tcp://HOST:PORT (default: the key's, else tcp://127.0.0.1:7070).
+    key
+        Key file (default: the one that NARROWS_KEY names, if it names any). The key's role says how
+        much the broker tells.
     json
         Print JSON instead of a table.
     timeout_s
@@ -196,7 +212,7 @@ def status(
     """
     from narrows.broker.cli.status import show_status
 
-    show_status(broker, as_json=json, timeout_s=timeout_s)
+    show_status(broker, key_file=key, as_json=json, timeout_s=timeout_s)
 
 
 @app.command
