@@ -22,11 +22,16 @@ def main(name: str, target: Target) -> None:
 
     signal.signal(signal.SIGTERM, end)
     attempts = 0
+    _tell(attempts)
     try:
         for count in ATTACKS[name].run(target):
             attempts += count
     except _Ended:
-        print(json.dumps({"attempts": attempts}), flush=True)
+        _tell(attempts)
+
+
+def _tell(attempts: int) -> None:
+    print(json.dumps({"attempts": attempts}), flush=True)
 
 
 if __name__ == "__main__":

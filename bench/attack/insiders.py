@@ -22,6 +22,11 @@ from narrows.proto.frames import downlink_topic, encode_control
 from narrows.proto.keys import SiteKey
 from narrows.proto.limits import FRAGMENTS_MAX, PUSH_TOKENS_MAX, TOKENS_MAX
 
+
+class Breach(Exception):
+    """An attacker could do what it should not."""
+
+
 BATCH: Final = 50
 """Messages between two looks at the answers."""
 PART_BYTES: Final = 1 << 20
@@ -166,7 +171,8 @@ def names(target: Target) -> Iterator[int]:
             uplink.send_multipart(insider.chunk(b"x" * 100, learner=target.victim), zmq.NOBLOCK)
         insider.discard()
         if downlink.poll(5):
-            raise AssertionError("the insider reads what is sent to its victim")
+            frames = downlink.recv_multipart()
+            raise Breach(f"the insider reads what is sent to its victim: {frames[0]!r}")
         yield 3
 
 

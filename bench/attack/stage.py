@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from narrows.bench.attack.target import Target
+from narrows.bench.kit.failures import ProcessFailed
 from narrows.bench.kit.processes import Processes, free_ports
 from narrows.bench.kit.site_keys import SiteKeys
 from narrows.proto.address import parse_address
@@ -22,6 +23,7 @@ from narrows.proto.keys import edit_ring
 HONEST: Final = ("site-a", "site-b")
 INSIDER: Final = "site-x"
 JOIN_S: Final = 120.0
+END_S: Final = 20.0
 SAMPLE_S: Final = 0.25
 
 
@@ -43,8 +45,9 @@ class Window:
     versions_per_s: float
     rss_peak_bytes: int
     log_bytes_per_s: float
+    """Growth of the broker's log."""
     disk_bytes_per_s: float
-    """Growth of the state directory."""
+    """Growth of the state directory, which is the journal's."""
     run_tokens_per_s: float
 
 
@@ -68,12 +71,13 @@ class Stage:
         address = processes.start_broker(
             "--listen", f"tcp://127.0.0.1:{port}",
             "--keys", str(folder / "keys"),
-            "--founder", HONEST[0],
             "--state-dir", str(folder / "state"),
             "--events", str(folder / "events.jsonl"),
             "--set", f"run.learners_at_start={len(HONEST)}",
             "--set", "fragments.count=4",
-            "--set", "broker.checkpoint_versions=200",
+            # The disk's growth is the journal's, to within a small segment.
+            "--set", "broker.checkpoint_versions=1000000",
+            "--set", "broker.journal_segment=64KiB",
             *(word for each in scene.settings for word in ("--set", each)),
         )  # fmt: skip
         for name in HONEST:
@@ -93,7 +97,8 @@ class Stage:
         return stage
 
     def attack(self, name: str) -> None:
-        """Starts an attacker in a process of its own, with less right to the CPU than others."""
+        """Starts an attacker in a process of its own, with less right to the CPU than others.
+        Returns when the attack begins."""
         self._attackers += 1
         self._attacker = f"attacker-{self._attackers}-{name}"
         self.processes.start_command(
@@ -101,14 +106,23 @@ class Stage:
             "nice", "-n", "10", sys.executable, "-m", "narrows.bench.attack.attacker",
             name, str(self._folder / "target.json"),
         )  # fmt: skip
+        deadline = time.monotonic() + END_S
+        while "attempts" not in self.processes.log(self._attacker):
+            self.processes.check(self._attacker)
+            if time.monotonic() > deadline:
+                raise ProcessFailed(self._attacker, f"{name} does not begin")
+            time.sleep(0.05)
 
-    def end_attack(self) -> int:
-        """Ends the attacker; returns how often it tried."""
-        self.processes.kill(self._attacker, signal.SIGTERM)
-        self.processes.wait(self._attacker, 20)
-        lines = self.processes.log(self._attacker).splitlines()
+    def end_attack(self) -> tuple[int, str]:
+        """Ends the attacker; returns how often it tried, and the breach that it found, if any."""
+        name = self._attacker
+        if self.processes.running[name].poll() is not None:
+            return 0, self.processes.reason(name)
+        self.processes.kill(name, signal.SIGTERM)
+        self.processes.wait(name, END_S)
+        lines = self.processes.log(name).splitlines()
         counts = [json.loads(line)["attempts"] for line in lines if line.startswith('{"attempts"')]
-        return int(counts[-1]) if counts else 0
+        return int(counts[-1]), ""
 
     def watch(self, seconds: float) -> Window:
         """Watches the run for some time. Raises NarrowsError if a process of it has ended."""

@@ -18,6 +18,8 @@ BEFORE_S: Final = 20.0
 SETTLE_S: Final = 5.0
 """Time after an attack in which the run may still be slower."""
 AFTER_S: Final = 15.0
+RSS_GROWTH_BYTES_MAX: Final = 200_000_000
+RECORDS_BYTES_PER_S_MAX: Final = 10_000.0
 MB: Final = 1e6
 
 
@@ -34,10 +36,21 @@ class AttackRow:
     floor: float
     rss_growth_bytes: int
     """Peak during the attack and after it, less the peak before."""
-    log_bytes_per_s: float
-    disk_growth_bytes_per_s: float
-    """Growth of the state directory during the attack, less the growth before."""
+    records_bytes_per_s: float
+    """Growth of log and journal, less what the versions of that time account for."""
     run_tokens_per_s_ratio: float
+    breach: str
+    """What the attacker could do and should not; "": nothing."""
+
+    @property
+    def holds(self) -> bool:
+        """True if the run lost no more than it may."""
+        return (
+            not self.breach
+            and self.during_ratio >= self.floor
+            and self.rss_growth_bytes <= RSS_GROWTH_BYTES_MAX
+            and self.records_bytes_per_s <= RECORDS_BYTES_PER_S_MAX
+        )
 
 
 def run_wire(
@@ -57,21 +70,24 @@ def run_wire(
             rows.append(row)
             console.print(
                 f"  {row.during_ratio:.0%} of {row.versions_per_s_before:.1f} versions/s,"
-                f" {row.after_ratio:.0%} after, {row.rss_growth_bytes / MB:+.0f} MB",
+                f" {row.after_ratio:.0%} after, {row.rss_growth_bytes / MB:+.0f} MB,"
+                f" {row.records_bytes_per_s / 1e3:+.1f} kB/s {row.breach}",
                 markup=False,
             )
             machine.write_result(json_file, "attack", {"rows": [asdict(each) for each in rows]})
     show(console, _table(rows))
-    return all(row.during_ratio >= row.floor for row in rows)
+    return all(row.holds for row in rows)
 
 
 def _under(stage: Stage, name: str, seconds: float) -> AttackRow:
     before = stage.watch(BEFORE_S)
     stage.attack(name)
     during = stage.watch(seconds)
-    attempts = stage.end_attack()
+    attempts, breach = stage.end_attack()
     stage.watch(SETTLE_S)
     after = stage.watch(AFTER_S)
+    usual = (before.log_bytes_per_s + before.disk_bytes_per_s) / before.versions_per_s
+    records = during.log_bytes_per_s + during.disk_bytes_per_s - usual * during.versions_per_s
     peak = max(during.rss_peak_bytes, after.rss_peak_bytes)
     return AttackRow(
         name,
@@ -81,15 +97,26 @@ def _under(stage: Stage, name: str, seconds: float) -> AttackRow:
         after.versions_per_s / before.versions_per_s,
         ATTACKS[name].floor,
         peak - before.rss_peak_bytes,
-        during.log_bytes_per_s,
-        during.disk_bytes_per_s - before.disk_bytes_per_s,
+        records,
         during.run_tokens_per_s / before.run_tokens_per_s,
+        breach,
     )
 
 
 def _table(rows: Sequence[AttackRow]) -> Table:
     table = Table(
-        ("attack", "attempts", "versions/s", "floor", "after", "memory", "log", "disk", "clock")
+        (
+            "attack",
+            "attempts",
+            "versions/s",
+            "floor",
+            "after",
+            "memory",
+            "records",
+            "clock",
+            "holds",
+        ),
+        left=("holds",),
     )
     for row in rows:
         table.add(
@@ -99,8 +126,8 @@ def _table(rows: Sequence[AttackRow]) -> Table:
             f"{row.floor:.0%}",
             f"{row.after_ratio:.0%}",
             f"{row.rss_growth_bytes / MB:+.0f} MB",
-            f"{row.log_bytes_per_s / 1e3:.1f} kB/s",
-            f"{row.disk_growth_bytes_per_s / 1e3:+.1f} kB/s",
+            f"{row.records_bytes_per_s / 1e3:+.1f} kB/s",
             f"{row.run_tokens_per_s_ratio:.2f}",
+            row.breach or ("yes" if row.holds else "no"),
         )
     return table
