@@ -6,6 +6,7 @@
 #   make test ARGS="-k fragments"   more arguments for pytest
 #   make chaos SEEDS=5000           more simulated runs with faults
 #   make chaos-broker KILLS=1000    more kills of a real broker
+#   make fuzz MINUTES=60 ARGS=payloads    longer, and one decoder alone
 #   make mutation SEED=2 COUNT=60    planted errors, another list of them for each seed
 #   make venv TORCH_INDEX=URL       take torch from this index (only torch, only at the first build)
 
@@ -14,6 +15,7 @@ SEEDS ?= 2000
 KILLS ?= 500
 SEED ?= 1
 COUNT ?= 60
+MINUTES ?= 10
 REPORT ?= runs/mutation.json
 ARGS ?=
 
@@ -21,6 +23,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
+
+# The fuzzer is no part of .venv: no other target needs it, and it is not there for every platform.
+ATHERIS := atheris==3.0.0
+FUZZ := .venv-fuzz
 
 # Without this, `python -m ...` at the root would find our folder `proto` under that name.
 export PYTHONSAFEPATH := 1
@@ -31,7 +37,7 @@ export OMP_NUM_THREADS NUMBA_NUM_THREADS
 # The version of pyright is pinned; it need not ask a registry for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo bench test check fmt house chaos chaos-broker chaos-connections chaos-names chaos-end mutation venv
+.PHONY: help demo bench test check fmt house chaos chaos-broker chaos-connections chaos-names chaos-end fuzz mutation venv
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +81,9 @@ chaos-names: $(READY)  ## a hundred thousand learners come and go in virtual tim
 	PYTHONPATH=tests $(BIN)/python tests/chaos/names.py 100000
 	PYTHONPATH=tests $(BIN)/python tests/chaos/connections.py 10000 10000
 
+fuzz: $(READY) $(FUZZ)/.ready  ## MINUTES of made-up bytes for every decoder, and for the ports of a broker
+	PYTHONPATH=$(FUZZ) $(BIN)/python tests/fuzz/run.py --minutes $(MINUTES) $(ARGS)
+
 mutation: $(READY)  ## COUNT small errors drawn by SEED: which of them do the tests notice?
 	$(BIN)/python tests/mutation/run.py --seed $(SEED) --count $(COUNT) --report $(REPORT) $(ARGS)
 
@@ -91,4 +100,8 @@ $(READY): constraints.txt pyproject.toml
 		$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) install --constraint constraints.txt --no-build-isolation \
 		--editable '.[learner,bench,dev]' 'pyright[nodejs]'
+	@touch $@
+
+$(FUZZ)/.ready: Makefile | $(READY)
+	$(PIP) install --no-deps --upgrade --target $(FUZZ) $(ATHERIS)
 	@touch $@

@@ -317,7 +317,8 @@ def load_config(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
     run = table.get("run")
     of_file = cast(Mapping[str, object], run).get("mode") if isinstance(run, dict) else None
     # The mode first: its preset stands below the file and the flags that name the mode.
-    mode = str(flags.get("run.mode") or of_file or Mode.DECOUPLED)
+    named = flags.get("run.mode") or of_file
+    mode = named if isinstance(named, str) else Mode.DECOUPLED
     config = override(BrokerConfig(), preset(mode))
     return override(override(config, table, source=str(path)), flags, source="flags")
 

@@ -39,6 +39,9 @@ _TAKES: Final = {
 }  # fmt: skip
 
 
+INTEGER_BITS_MAX: Final = 64
+"""Bits of a whole number. TOML has no longer ones, and beyond 1024 there is no float for it."""
+
 ENDLESS: Final = 1e16
 """A bound beyond this only keeps a number within 64 bits, so its digits are not printed."""
 
@@ -128,7 +131,8 @@ def read_table(path: Path) -> dict[str, object]:
     """The nested tables of a TOML file. Raises ConfigError if it cannot be read or parsed."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
+        # tomllib itself raises for numbers of thousands of digits, and for deep nesting.
         raise ConfigError(f"{path}: not a TOML file", got=str(error)) from error
     except OSError as error:
         reason = error.strerror or str(error)
@@ -227,6 +231,10 @@ def _behind(prefix: str, error: ConfigError) -> ConfigError:
 
 def _convert(value: object, kind: object, notes: tuple[object, ...], key: str) -> object:
     """A value as the field holds it; the checks of Section see the result."""
+    if isinstance(value, int) and value.bit_length() > INTEGER_BITS_MAX:
+        expected = f"a number of {INTEGER_BITS_MAX} bits"
+        got = f"{value.bit_length()} bits"
+        raise ConfigError(f"{key}: too large", expected=expected, got=got)
     unit = _unit(notes)
     if unit and isinstance(value, str):
         try:
@@ -278,7 +286,10 @@ def _choices(kind: object) -> list[str]:
 
 
 def _show(value: object) -> str:
-    return repr(str(value)) if isinstance(value, str) else str(value)[:64]
+    try:
+        return repr(str(value)) if isinstance(value, str) else str(value)[:64]
+    except ValueError:  # Python does not print such a number.
+        return "thousands of digits"
 
 
 def _unknown(key: str, root: type[Section]) -> ConfigError:
@@ -308,8 +319,18 @@ def _is_section(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
+_INSPECTED: Final[dict[type[Section], dict[str, tuple[object, tuple[object, ...]]]]] = {}
+"""What `_fields` returns, by class: to look once more takes longer than all else here."""
+
+
 def _fields(cls: type[Section]) -> dict[str, tuple[object, tuple[object, ...]]]:
     """Bare type and annotations of every field, by its name."""
+    if cls not in _INSPECTED:
+        _INSPECTED[cls] = _inspected(cls)
+    return _INSPECTED[cls]
+
+
+def _inspected(cls: type[Section]) -> dict[str, tuple[object, tuple[object, ...]]]:
     hints = get_type_hints(cls, include_extras=True)
     fields: dict[str, tuple[object, tuple[object, ...]]] = {}
     for field in dataclasses.fields(cls):

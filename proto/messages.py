@@ -285,8 +285,8 @@ class Status(_Control, frozen=True):
     run_tokens: Count
     goal_tokens: int
     tokens_per_s: Rate
-    merges: int
-    contributions_merged: int
+    merges: Count
+    contributions_merged: Count
     contributions_refused: dict[str, int]
     mean_contributors_per_merge: float
     longest_merge_gap_s: float

@@ -80,4 +80,6 @@ XPUB: dict[str, int] = {
     # Show each subscription, repeated ones after a reconnect too. XPUB_NODROP stays off: with it
     # one stalled subscriber stops all the others.
     "XPUB_VERBOSER": 1,
+    # The broker decides which subscriptions count: a topic is for its learner alone.
+    "XPUB_MANUAL": 1,
 }

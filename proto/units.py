@@ -46,6 +46,9 @@ _WORDS: Final[tuple[tuple[Mapping[str, int | Fraction], Mapping[str, str]], ...]
 )
 """Words that people write instead of a unit, without a plural's s."""
 
+CHARACTERS_MAX, VALUE_MAX = 64, 10**50
+"""Characters and size of a value: each is a float, and its text in any unit can be read again."""
+
 # Two digits of exponent are enough, and keep a short text from asking for a gigabyte of digits.
 _VALUE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,2})?)\s*([A-Za-z/]*)\s*")
 
@@ -84,14 +87,16 @@ PARSERS: Final[Mapping[str, Callable[[str], float]]] = {
 
 def _parse(text: str, units: Mapping[str, int | Fraction], what: str, example: str) -> Fraction:
     """The exact value of `text` in the unit whose factor is 1."""
-    match = _VALUE.fullmatch(text)
+    match = _VALUE.fullmatch(text) if len(text) <= CHARACTERS_MAX else None
     expected = f'{what} such as "{example}"; units: {", ".join(filter(None, units))}'
     if match is None:
         raise ConfigError(f"not {what}", expected=expected, got=repr(text[:64]))
     number, unit = Fraction(match[1]), ALIASES.get(match[2], match[2])
     assert number >= 0, "the pattern has no sign"
-    if unit in units:
+    if unit in units and number * units[unit] <= VALUE_MAX:
         return number * units[unit]
+    if unit in units:
+        raise ConfigError(f"{what} beyond 1e50", expected=expected, got=repr(text[:64]))
     if not unit and number == 0:
         return number
     message = f"{what} with an unknown unit" if unit else f"{what} without a unit"
@@ -209,6 +214,8 @@ def _format(value: float, scale: Scale) -> str:
         return f"{value:.0f}{base}"
     for unit, size, limit in scale:
         number = value / size
+        if not math.isfinite(number):
+            continue  # So many microseconds are beyond what a float can be.
         # Rounded first: 999.7 MB is 1.0 GB, not 1000 MB.
         if round(number) < limit:
             exact = size == 1 and value == round(value)

@@ -29,6 +29,10 @@ LAYOUT = (
 ELEMENTS = 24 * 16 + 24
 
 
+Run = Callable[..., tuple[int, str, str]]
+"""Runs a command line; gives its exit code, output and error output."""
+
+
 def wait_until(condition: Callable[[], object], what: str) -> None:
     """Returns once `condition` holds; fails after HANG_S."""
     deadline = time.monotonic() + HANG_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ def ask(
 ) -> ControlMessage:
     """The broker's answer. Raises ConfigError for a bad address, Refused for a Refuse or a key that
     is not admitted, BrokerUnreachable after `timeout_s`."""
-    with _Connection(broker, key, timeout_s) as connection:
+    with _Question(broker, key, timeout_s) as connection:
         answer = connection.answer(encode_control(question))
     if isinstance(answer, Refuse):
         raise error_of(answer)
@@ -32,12 +33,12 @@ def ask(
 
 def is_admitted(key: SiteKey, *, timeout_s: float) -> bool:
     """True if the key's broker admits it, False if it does not know it. Else as `ask`."""
-    with _Connection(key.broker, key, timeout_s) as connection:
+    with _Question(key.broker, key, timeout_s) as connection:
         return connection.shake_hands() is Outcome.ADMITTED
 
 
 @dataclass
-class _Connection:
+class _Question:
     """A socket that dials; a broker of several keys is tried with each in turn."""
 
     broker: str
@@ -46,7 +47,7 @@ class _Connection:
     _handshakes: Handshakes = field(init=False)
     _context: zmq.Context[Socket] = field(init=False)
 
-    def __enter__(self) -> _Connection:
+    def __enter__(self) -> _Question:
         self._address = parse_address(self.broker)
         self._handshakes = Handshakes(self.broker, self.key)
         self._deadline = time.monotonic() + self.timeout_s
@@ -77,11 +78,15 @@ class _Connection:
         """ADMITTED or KEY_REFUSED; any other end raises its error."""
         while time.monotonic() < self._deadline:
             if time.monotonic() >= self._handshakes.reopen_at:
-                self._close()
                 self._open()
+            if self._socket.closed:
+                time.sleep(0.02)
+                continue
             if not self._monitor.poll(50):
                 continue
             outcome = self._handshakes.take(self._monitor.recv_multipart()[0], time.monotonic())
+            if outcome is Outcome.BROKEN_OFF and self._handshakes.reopen_at < math.inf:
+                self._close()
             if outcome in (Outcome.ADMITTED, Outcome.KEY_REFUSED):
                 return outcome
             if outcome is not None and outcome.gives_up:

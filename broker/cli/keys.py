@@ -16,6 +16,9 @@ DIRECTORY = Path("keys")
 Key: TypeAlias = Annotated[str, Parameter(allow_leading_hyphen=True)]
 """A public key: 40 characters, the first of which may be a hyphen."""
 
+Invitation: TypeAlias = Annotated[str, Parameter(allow_leading_hyphen=True)]
+"""A file with an invitation; `-` is standard input."""
+
 
 @keys.command
 def new(
@@ -176,7 +179,7 @@ def invite(
 
 
 @keys.command
-def accept(invitation: str, *, to: Path, timeout_s: float = 20.0) -> None:
+def accept(invitation: Invitation, *, to: Path, timeout_s: float = 20.0) -> None:
     """Make this site's key and have the broker admit it. The secret never leaves the site.
 
     Was it interrupted, or the answer lost? The same command again goes on with the same key.

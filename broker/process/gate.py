@@ -15,7 +15,7 @@ from typing import Final
 import zmq
 import zmq.utils.z85
 
-from narrows.proto.key_holder import KeyHolder
+from narrows.proto.key_holder import KeyHolder, KeyRole
 from narrows.proto.keys import BrokerKey, Keyring
 
 _log = logging.getLogger("narrows.broker")
@@ -85,17 +85,22 @@ class Gate:
         """Takes a ring, or the time: keys expire. Returns the keys that are no longer what they
         were. `now` is in seconds since 1970."""
         before = self._holders
-        keys = (each.public for each in ring.everybody)
-        holders = ((key, ring.holder(key, now)) for key in keys)
         self.ring = ring
-        self._holders = {key: holder for key, holder in holders if holder is not None}
+        self._holders = {
+            each.public: holder
+            for each in ring.grants
+            if (holder := ring.holder(each.public, now)) is not None
+        }
+        # An expired invitation is let in as well: its holder hears what to do instead.
+        for each in ring.invitations:
+            self._holders[each.public] = KeyHolder(each.holder.name, KeyRole.ENROL)
         self._keys = {zmq.utils.z85.decode(key): key for key in self._holders}
         self._current = frozenset(self._holders.values())
         return {key for key, holder in before.items() if self._holders.get(key) != holder}
 
     def expires_at(self) -> float:
         """Time at which the next valid key ends, in seconds since 1970; infinite: none does."""
-        times = (each.until for each in self.ring.everybody if each.public in self._holders)
+        times = (each.until for each in self.ring.grants if each.public in self._holders)
         return min(times, default=float("inf"))
 
     def answer(self, now: float) -> None:

@@ -14,24 +14,28 @@ import queue
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import zmq
 
 from narrows.broker.config import BrokerConfig
-from narrows.broker.merging import Outcome
+from narrows.broker.process.connections import Origin
 from narrows.broker.process.crash_points import crash_points
 from narrows.broker.process.downlink import Downlink
-from narrows.broker.process.sockets import FRAMES_PER_TURN, BrokerSockets, Origin, Traffic
+from narrows.broker.process.event_records import merge_record
+from narrows.broker.process.reception import Reception
+from narrows.broker.process.ring_keeper import RingKeeper, enrol
+from narrows.broker.process.sockets import FRAMES_PER_TURN, BrokerSockets, Traffic
 from narrows.broker.process.workers import Jobs
 from narrows.broker.storage import Commits, StateDir, begin_epoch, check_initial
 from narrows.broker.syncer import events as ev
-from narrows.broker.syncer import refusal, status_of
+from narrows.broker.syncer import status_for, status_of
 from narrows.proto import messages as msg
-from narrows.proto.errors import ErrorCode, RemoteProtocolError, printable
+from narrows.proto.errors import ErrorCode, printable
 from narrows.proto.flow import wire_bytes
-from narrows.proto.frames import decode_control, decode_data, encode_control
+from narrows.proto.frames import encode_control
 from narrows.proto.shell import EventFile, WakePipe
 
 _log = logging.getLogger("narrows.broker")
@@ -58,6 +62,8 @@ class Service:
                 downlink_port=config.broker.downlink_port,
                 insecure=config.broker.insecure,
                 keys=config.security.keys,
+                streams=config.wan.streams,
+                told=self._connection_cut,
             )
             undo.callback(self.wires.close)
             self.state_dir = StateDir.open(Path(config.broker.state_dir))
@@ -74,7 +80,6 @@ class Service:
             self._events = EventFile(events, _log) if events else None
             undo.pop_all()
         self.traffic: dict[str, Traffic] = {}
-        self.bad_frames = 0
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = WakePipe()
         self._finished: str | None = None
@@ -83,6 +88,16 @@ class Service:
         self._turns_behind = 0
         self._reach = crash_points(os.environ)
         run = self.syncer.state
+        self.reception = Reception(run, self._send)
+        self.keeper = None
+        if self.wires.gate is not None:
+            self.keeper = RingKeeper(
+                Path(config.security.keys),
+                self.wires.gate,
+                self.wires.connections,
+                self._later,
+                self._drop_keyless,
+            )
         self.commits = None
         if begun.journal is not None:
             serve_on = config.broker.journal_errors == "serve"
@@ -112,7 +127,8 @@ class Service:
             while self._finished is None:
                 deadline = self.syncer.next_deadline()
                 now = time.monotonic()
-                times = [t for t in (deadline, hub.next_deadline(now)) if t is not None]
+                scan_at = self.wires.connections.scan_at
+                times = [t for t in (deadline, hub.next_deadline(now), scan_at) if t is not None]
                 wait_s = max(0.0, min(times, default=now + 1.0) - now)
                 poller.poll(min(math.ceil(wait_s * 1000), 1000))
                 self._turn()
@@ -130,17 +146,21 @@ class Service:
         self._later(lambda: self._handle_event(ev.StopRequested(reason)))
 
     def reload(self, config: BrokerConfig) -> None:
-        """Takes the rates of a configuration that was read again; safe from signal handlers."""
+        """Takes the rates of a configuration that was read again, and reads the key ring again;
+        safe from signal handlers."""
+        if self.keeper is not None:
+            self.keeper.reread()
         self._later(lambda: self._handle_event(ev.ConfigRead(config)))
 
     def _turn(self) -> None:
         self._wake.drain()
         while not self._results.empty():
             self._results.get()()
-        if self.wires.gate is not None:
-            self.wires.gate.answer(time.monotonic())
+        self.wires.attend(time.monotonic())
+        if self.keeper is not None:
+            self.keeper.look(time.monotonic())
         self._turns_behind = 0 if self._read() else self._turns_behind + 1
-        if topics := self.wires.read_subscriptions():
+        if topics := self.wires.read_subscriptions(self.reception.subscription):
             self.downlink.reconnect(topics, time.monotonic())
         if self._turns_behind in (0, TURNS_BEHIND_MAX):
             self._turns_behind = 0
@@ -189,40 +209,32 @@ class Service:
         self._later(action)
 
     def _on_control(self, peer: bytes, origin: Origin, frames: list[bytes]) -> None:
-        size_bytes = sum(map(len, frames))
-        try:
-            if len(frames) != 1:
-                raise _bad_frame_count(len(frames))
-            message = decode_control(frames[0])
-        except RemoteProtocolError as error:
-            self._refuse_frame(peer, origin.address, error)
+        message = self.reception.control(peer, origin, frames)
+        if message is None:
             return
         if isinstance(message, msg.AskStatus):
-            self._send(peer, status_of(self.syncer, self.traffic, time.monotonic()))
+            status = status_of(self.syncer, self.traffic, time.monotonic())
+            self._send(peer, status_for(origin.holder, status))
             return
-        self._handle_event(ev.Received(peer, message, origin.address))
+        if isinstance(message, msg.Enrol):
+            enrol(self.keeper, origin, message, partial(self._send, peer), self.reception.refuse)
+            return
+        self._handle_event(ev.Received(peer, message, origin.address, origin.holder))
         member = self.syncer.state.roster.by_peer(peer)
         if member is not None:
-            self._received_from(member.name, size_bytes)
+            self._received_from(member.name, sum(map(len, frames)))
 
-    def _refuse_frame(self, peer: bytes, address: str, error: RemoteProtocolError) -> None:
-        """Refuses a control frame that does not decode; logs the first, then every 1000th."""
-        self.syncer.state.tally.refuse(error.code)
-        self.bad_frames += 1
-        if self.bad_frames == 1 or self.bad_frames % 1000 == 0:
-            _log.warning(
-                "frame %d from %s refused: %s", self.bad_frames, address, printable(str(error))
-            )
-        self._send(peer, refusal(error))
+    def _drop_keyless(self) -> None:
+        """Ends the sessions of members whose key is gone, so that nobody waits for them."""
+        gate = self.wires.gate
+        for member in self.syncer.state.roster.connected():
+            holder = member.presence.holder
+            if gate is not None and holder is not None and not gate.has(holder):
+                self._handle_event(ev.PeerLost(member.peer))
 
-    def _on_data(self, _origin: Origin, frames: list[bytes]) -> None:
-        try:
-            header, _ = decode_data(frames)
-        except RemoteProtocolError as error:
-            self.syncer.state.tally.refuse(error.code)
-            self.bad_frames += 1
-            if self.bad_frames == 1 or self.bad_frames % 1000 == 0:
-                _log.warning("data message %d refused: %s", self.bad_frames, printable(str(error)))
+    def _on_data(self, origin: Origin, frames: list[bytes]) -> None:
+        header = self.reception.data(origin, frames)
+        if header is None:
             return
         if self.syncer.state.roster.get(header.learner) is not None:
             self._received_from(header.learner, sum(map(len, frames)))
@@ -241,6 +253,7 @@ class Service:
     # Effects.
 
     def _perform(self, effect: ev.Effect) -> None:
+        run = self.syncer.state
         match effect:
             case ev.Send(peer, message):
                 self._send(peer, message)
@@ -253,7 +266,9 @@ class Service:
             case ev.Found():
                 self.jobs.found(effect)
             case ev.StartMerge():
-                self.jobs.merge(effect, lambda outcome: self._record_merge(effect, outcome))
+                self.jobs.merge(
+                    effect, lambda outcome: self._record(merge_record(run, effect, outcome))
+                )
             case ev.Publish():
                 assert self.jobs.model is not None
                 self.downlink.publish(effect, self.jobs.model, time.monotonic())
@@ -295,6 +310,12 @@ class Service:
             # Not from inside the effects of another event: the syncer must finish that one.
             self._later(lambda: self._handle_event(ev.PeerLost(peer)))
 
+    def _connection_cut(self, code: ErrorCode, text: str) -> None:
+        """Counts a connection that was cut; `text` is empty if its cause was named before."""
+        self.syncer.state.tally.refuse(code)
+        if text:
+            self._note("warning", text)
+
     def _note(self, level: str, text: str) -> None:
         _log.log(getattr(logging, level.upper()), "%s", printable(text))
         self._record({"event": "note", "level": level, "text": printable(text)})
@@ -304,24 +325,10 @@ class Service:
         if self._events is not None:
             self._events.write(record)
 
-    def _record_merge(self, effect: ev.StartMerge, outcome: Outcome) -> None:
-        run = self.syncer.state
-        self._record(
-            {
-                "event": "merged",
-                "fragment": effect.fragment,
-                "version": effect.version,
-                "digest": f"{outcome.state.digest:016x}",
-                "contributors": [each.learner for each in effect.contributions],
-                "tokens": sum(each.tokens for each in effect.contributions),
-                "live": len(run.roster.ready()),
-                "run_tokens": run.clock.run_tokens,
-                "reason": effect.reason,
-            }
-        )
-
     def _close(self) -> None:
         self.jobs.close()
+        if self.keeper is not None:
+            self.keeper.close()
         final = status_of(self.syncer, self.traffic, time.monotonic())
         self._record({"event": "final", "status": json.loads(msgspec.json.encode(final))})
         self.wires.close()
@@ -330,9 +337,3 @@ class Service:
         self._wake.close()
         if self._events is not None:
             self._events.close()
-
-
-def _bad_frame_count(count: int) -> RemoteProtocolError:
-    return RemoteProtocolError(
-        ErrorCode.BAD_FRAME, "control message", expected="1 frame", got=f"{count} frames"
-    )

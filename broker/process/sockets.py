@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 import zmq
 
+from narrows.broker.process.connections import (
+    CONTROL_HELD_MAX,
+    DOWNLINK_HELD_MAX,
+    UPLINK_HELD_MAX,
+    Connections,
+    Origin,
+    Told,
+)
+from narrows.broker.process.descriptors import FEW_LEARNERS, connections_max, learners_that_fit
 from narrows.broker.process.gate import Gate
 from narrows.broker.process.subscriptions import Subscriptions
 from narrows.proto import socket_options
 from narrows.proto.address import Address, parse_listen
 from narrows.proto.errors import ErrorCode, NarrowsError
-from narrows.proto.key_holder import KeyHolder
 from narrows.proto.keys import read_broker_key, read_ring
+from narrows.proto.units import counted
+
+_log = logging.getLogger("narrows.broker")
 
 FRAMES_PER_TURN = 64
 """Messages that are read from one socket before the others get their turn. Data must not keep Hello
@@ -35,16 +47,8 @@ class Traffic:
     down_bytes: int = 0
 
 
-class Origin(NamedTuple):
-    """The connection from which a message came."""
-
-    descriptor: int = -1
-    """Its file descriptor; another connection may have it by now."""
-    address: str = ""
-    key: str = ""
-    """Public key that it has proved; empty: the broker has no keys."""
-    holder: KeyHolder | None = None
-    """None: the broker has no keys, or the key is nobody's any more."""
+Allowed: TypeAlias = Callable[[Origin, bytes], bool]
+"""True if a connection may listen to a topic."""
 
 
 @dataclass
@@ -54,6 +58,7 @@ class BrokerSockets:
 
     context: zmq.Context[zmq.Socket[bytes]]
     gate: Gate | None
+    connections: Connections
     control: zmq.Socket[bytes]
     uplink: zmq.Socket[bytes]
     downlink: zmq.Socket[bytes]
@@ -65,77 +70,102 @@ class BrokerSockets:
 
     @classmethod
     def bind(
-        cls, listen: str, *, uplink_port: int, downlink_port: int, insecure: bool, keys: str = ""
-    ) -> BrokerSockets:
+        cls, listen: str, *, uplink_port: int, downlink_port: int, insecure: bool, keys: str = "",
+        streams: int = 1, told: Told = lambda _code, _text: None,
+    ) -> BrokerSockets:  # fmt: skip
         """Binds all three. Raises ConfigError for a bad address, a bad key or ring, PORT_IN_USE for
         a taken port."""
         host, port = address = _listen_address(listen, insecure=insecure or bool(keys))
         context = _context()
         try:
             gate = _gate(context, Path(keys)) if keys else None
+            most = _connections_max(streams)
+            connections = Connections(with_keys=bool(keys), streams=streams, most=most, told=told)
             make = partial(_socket, context, gate, ipv6=address.is_ipv6)
             control = make(zmq.ROUTER, socket_options.ROUTER)
+            connections.watch(control, CONTROL_HELD_MAX)
             control_port = _bind(control, host, port, "control")
             up_port = uplink_port or (control_port + 1 if port else 0)
             down_port = downlink_port or (control_port + 2 if port else 0)
             uplink = make(zmq.SUB, socket_options.DATA)
             uplink.setsockopt(zmq.SUBSCRIBE, b"")
+            connections.watch(uplink, UPLINK_HELD_MAX)
             up = _bind(uplink, host, up_port, "uplink")
             downlink = make(zmq.XPUB, socket_options.XPUB)
+            connections.watch(downlink, DOWNLINK_HELD_MAX)
             down = _bind(downlink, host, down_port, "downlink")
         except NarrowsError:
             context.destroy(linger=0)
             raise
         where = f"tcp://{host}:{control_port}"
-        return cls(context, gate, control, uplink, downlink, where, up, down)
+        return cls(context, gate, connections, control, uplink, downlink, where, up, down)
 
     @property
     def sources(self) -> list[zmq.Socket[bytes]]:
         """The sockets that a poll loop watches."""
-        return [
-            self.control,
-            self.uplink,
-            self.downlink,
-            *([self.gate.socket] if self.gate else []),
-        ]
+        gate = [self.gate.socket] if self.gate is not None else []
+        return [self.control, self.uplink, self.downlink, *gate, *self.connections.sources]
+
+    def attend(self, now: float) -> None:
+        """Answers handshakes and looks after the connections."""
+        self.connections.read_events(now)
+        if self.gate is not None:
+            self.gate.answer(now)
+        self.connections.scan(now, time.monotonic)
 
     def receive_control(self) -> tuple[bytes, Origin, list[bytes]] | None:
         """(peer, origin, frames) of the next control message, None if there is none."""
-        try:
-            frames = self.control.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return None
-        return frames[0].bytes, self._origin(frames[-1]), [frame.bytes for frame in frames[1:]]
+        while (frames := _received(self.control)) is not None:
+            origin = self._origin(frames[1:])
+            if origin is not None:
+                return frames[0].bytes, origin, [frame.bytes for frame in frames[1:]]
+        return None
 
     def receive_data(self) -> tuple[Origin, list[bytes]] | None:
         """(origin, frames) of the next data message, None if there is none."""
-        try:
-            frames = self.uplink.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
+        while (frames := _received(self.uplink)) is not None:
+            origin = self._origin(frames)
+            if origin is not None:
+                return origin, [frame.bytes for frame in frames]
+        return None
+
+    def _origin(self, frames: list[zmq.Frame]) -> Origin | None:
+        """Origin of a message; None: its key is nobody's any more, and its connection is cut."""
+        origin = _origin(frames[-1], self.gate) if frames else Origin()
+        if self.gate is not None and origin.holder is None:
+            self.connections.cut(origin.descriptor)
             return None
-        return self._origin(frames[-1]), [frame.bytes for frame in frames]
+        self.connections.delivered(origin, map(len, frames), time.monotonic())
+        return origin
 
-    def _origin(self, frame: zmq.Frame) -> Origin:
-        """Origin of a message by one of its frames."""
-        try:
-            descriptor, address = int(frame.get(zmq.SRCFD)), str(frame.get("Peer-Address"))
-            if self.gate is None:
-                return Origin(descriptor, address)
-            key = str(frame.get("User-Id"))
-        except (zmq.ZMQError, KeyError):
-            # A peer of ZMTP 1 has no properties; a CURVE server does not talk to it.
-            return Origin()
-        return Origin(descriptor, address, key, self.gate.holder(key))
-
-    def read_subscriptions(self) -> set[bytes]:
-        """Takes in the subscriptions that have come; returns their topics, repeated ones too."""
+    def read_subscriptions(self, allowed: Allowed) -> set[bytes]:
+        """Takes in the subscriptions that have come, a bounded number; returns their topics,
+        repeated ones too."""
         topics: set[bytes] = set()
-        while True:
+        for _ in range(FRAMES_PER_TURN):
+            frames = _received(self.downlink)
+            if frames is None:
+                break
+            frame = frames[-1].bytes
             try:
-                frame = self.downlink.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return topics
+                frames[-1].get("Peer-Address")
+            except (zmq.ZMQError, KeyError):
+                # libzmq's own word that a connection with this topic has ended.
+                topics |= self.subscribed.take(frame)
+                continue
+            origin = self._origin(frames)
+            if origin is None:
+                continue
+            self.connections.subscribed(origin)
+            topic = frame[1:]
+            if frame[:1] not in (b"\x00", b"\x01") or not allowed(origin, topic):
+                self.subscribed.ignore(frame)
+                continue
+            # libzmq leaves the choice to us (XPUB_MANUAL); it is for the connection of this frame.
+            what = zmq.SUBSCRIBE if frame[:1] == b"\x01" else zmq.UNSUBSCRIBE
+            self.downlink.setsockopt(what, topic)
             topics |= self.subscribed.take(frame)
+        return topics
 
     def send_control(self, peer: bytes, frame: bytes) -> bool:
         """False if the peer's connection is gone."""
@@ -156,9 +186,40 @@ class BrokerSockets:
 
     def close(self) -> None:
         """Closes everything. Queued messages get the linger time of the socket options."""
-        for socket in self.sources:
+        self.connections.close()
+        for socket in (self.control, self.uplink, self.downlink):
             socket.close()
+        if self.gate is not None:
+            self.gate.close()
         self.context.term()
+
+
+def _received(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
+
+
+def _origin(frame: zmq.Frame, gate: Gate | None) -> Origin:
+    try:
+        descriptor, address = int(frame.get(zmq.SRCFD)), str(frame.get("Peer-Address"))
+        if gate is None:
+            return Origin(descriptor, address)
+        key = str(frame.get("User-Id"))
+    except (zmq.ZMQError, KeyError):
+        return Origin()  # A peer of ZMTP 1 has no properties; a CURVE server does not talk to it.
+    return Origin(descriptor, address, key, gate.holder(key))
+
+
+def _connections_max(streams: int) -> int:
+    most = connections_max()
+    if (fit := learners_that_fit(most, streams)) < FEW_LEARNERS:
+        _log.warning(
+            "the limit of open files has room for %s: raise it (ulimit -n, LimitNOFILE=)",
+            counted(fit, "learner"),
+        )
+    return most
 
 
 def _context() -> zmq.Context[zmq.Socket[bytes]]:

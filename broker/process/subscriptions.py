@@ -26,6 +26,9 @@ class Subscriptions:
 
     _listeners: dict[bytes, int] = field(default_factory=dict[bytes, int])
     _kept: set[bytes] = field(default_factory=set[bytes])
+    _ignored: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    """Subscriptions that did not count, by topic, if the topic has listeners: libzmq will tell
+    their end as well, and not whose it is."""
 
     def __contains__(self, topic: bytes) -> bool:
         return topic in self._listeners
@@ -47,10 +50,18 @@ class Subscriptions:
             if topic in self._kept or topic in self or len(self) < TOPICS_MAX:
                 self._listeners[topic] = self._listeners.get(topic, 0) + 1
                 return {topic}
+        elif self._ignored.get(topic):
+            self._ignored[topic] -= 1
         elif frame[:1] == b"\x00" and topic in self:
             self._listeners[topic] = max(self._listeners[topic] - 1, 0)
             self._drop_unheard([topic])
         return frozenset()
+
+    def ignore(self, frame: bytes) -> None:
+        """Notes a subscription that did not count."""
+        topic = frame[1 : 1 + TOPIC_BYTES_MAX]
+        if frame[:1] == b"\x01" and topic in self:
+            self._ignored[topic] = self._ignored.get(topic, 0) + 1
 
     def keep(self, topics: Set[bytes]) -> None:
         """Keeps the topics of a known learner, whatever unsubscriptions come."""
@@ -66,3 +77,4 @@ class Subscriptions:
             # 1 for a topic that was never subscribed to: there is nothing to delete.
             if topic not in self._kept and not self._listeners.get(topic, 1):
                 del self._listeners[topic]
+                self._ignored.pop(topic, None)

@@ -36,6 +36,7 @@ from narrows.broker.storage.durable_files import (
     write_file,
 )
 from narrows.broker.storage.manifest import (
+    MANIFEST,
     RUN_FORMAT,
     CheckpointContent,
     Manifest,
@@ -46,6 +47,7 @@ from narrows.broker.storage.manifest import (
     fragment_name,
     manifest_of,
     read_fragment,
+    read_manifest,
     read_sealed,
     sealed,
     snapshot_of,
@@ -204,7 +206,7 @@ class StateDir:
                     *blocks_of(state),
                 ]
                 write_file(fd, fragment_name(index), blocks)
-            write_file(fd, "manifest.json", [msgspec.json.encode(manifest)])
+            write_file(fd, MANIFEST, [msgspec.json.encode(manifest)])
             os.fsync(fd)
         self._publish(name)
         try:
@@ -221,7 +223,7 @@ class StateDir:
         for number in self._generations():
             try:
                 with directory(self._fd, generation_name(number)) as fd:
-                    manifests.append(read_sealed(fd, "manifest.json", Manifest))
+                    manifests.append(read_manifest(fd))
             except (OSError, Damaged) as problem:
                 self._raise_damaged("a checkpoint cannot be read", [str(problem)], _KEPT)
         return 1 + min((manifest.journal for manifest in manifests), default=0)
@@ -290,7 +292,7 @@ class StateDir:
         name = generation_name(number)
         try:
             with directory(self._fd, name) as fd:
-                manifest = read_sealed(fd, "manifest.json", Manifest)
+                manifest = read_manifest(fd)
                 for index, entry in enumerate(manifest.fragments):
                     take(read_fragment(fd, index, entry))
         except (OSError, Damaged) as problem:

@@ -12,6 +12,7 @@ import xxhash
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import GlobalModel, Policy
+from narrows.broker.storage import manifest
 from narrows.broker.storage.checkpoint import (
     CheckpointContent,
     StateDir,
@@ -21,9 +22,9 @@ from narrows.broker.storage.checkpoint import (
 from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.durable_files import Damaged, StateError, directory
 from narrows.broker.storage.journal import Journal
-from narrows.broker.storage.manifest import Manifest, read_sealed
+from narrows.broker.storage.manifest import Manifest
 from narrows.broker.storage.records import RoundRecord, payloads
-from narrows.broker.storage.replay import merged_of, read_records
+from narrows.broker.storage.replay import merged_of, read_records, version_before
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.fragments import build_table
 from narrows.proto.units import counted
@@ -94,7 +95,7 @@ def read_manifest(path: Path) -> Manifest:
             for number in generations_in(parent_fd):
                 try:
                     with directory(parent_fd, generation_name(number)) as fd:
-                        return read_sealed(fd, "manifest.json", Manifest)
+                        return manifest.read_manifest(fd)
                 except (OSError, Damaged) as problem:
                     problems.append(f"{generation_name(number)}: {problem}")
     except OSError as error:
@@ -135,7 +136,7 @@ def merge_again(
     for number, head, blobs in read_records(journal, oldest.journal + 1):
         if not isinstance(head, RoundRecord):
             continue
-        before = model.fragments[head.fragment].version
+        before = version_before(model, head, number)
         if head.version <= before:
             continue
         check_whole(head.version - before - 1)

@@ -29,9 +29,10 @@ from narrows.broker.storage.durable_files import (
     write_file,
 )
 from narrows.proto.codec import F32, round_to_dtype
-from narrows.proto.errors import ErrorCode
+from narrows.proto.errors import ErrorCode, NarrowsError
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest
+from narrows.proto.layout import check_layout
 from narrows.proto.messages import Count, DtypeName, LayoutEntry, Phase
 
 FORMAT: Final = 1
@@ -42,6 +43,8 @@ RUN_FORMAT: Final = 2
 
 JSON_BYTES_MAX: Final = 64 << 20
 """Largest JSON file that is read. The manifest of the longest layout takes a quarter of it."""
+
+MANIFEST: Final = "manifest.json"
 
 _ARRAYS: Final = ("global", "momentum", "published")
 _DTYPES: Final[Mapping[DtypeName, tuple[str, int]]] = {
@@ -219,7 +222,7 @@ def read_sealed(directory_fd: int, name: str, kind: type[Sealed]) -> Sealed:
         read_into(fd, name, memoryview(data))
     try:
         content = msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         _refuse_other_format(name, data)
         raise Damaged(f"{name}: {error}") from error
     if content.format not in (FORMAT, RUN_FORMAT if kind is RunRecord else FORMAT):
@@ -236,9 +239,9 @@ def _refuse_other_format(name: str, data: bytearray) -> None:
     """
     try:
         fields = msgspec.json.decode(data, type=dict[str, object])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        seal = digest(msgspec.json.encode(fields | {"digest": ""}))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError):
         return
-    seal = digest(msgspec.json.encode(fields | {"digest": ""}))
     if fields.get("format") != FORMAT and fields.get("digest") == f"{seal:016x}":
         raise StateError(
             ErrorCode.STATE_DAMAGED, f"{name} cannot be read",
@@ -247,13 +250,26 @@ def _refuse_other_format(name: str, data: bytearray) -> None:
         )  # fmt: skip
 
 
+def read_manifest(directory_fd: int) -> Manifest:
+    """The manifest of a generation. Raises FileNotFoundError, Damaged, StateError."""
+    manifest = read_sealed(directory_fd, MANIFEST, Manifest)
+    try:
+        check_layout(manifest.layout)
+        table = build_table(manifest.layout, len(manifest.fragments))
+    except NarrowsError as error:
+        raise Damaged(f"{MANIFEST}: {error}") from error
+    if [part.elements for part in table] != [each.elements for each in manifest.fragments]:
+        raise Damaged(f"{MANIFEST}: the fragments are not those of its layout")
+    return manifest
+
+
 def read_fragment(directory_fd: int, index: int, entry: FragmentEntry) -> FragmentState:
     """A fragment as the manifest describes it. Raises FileNotFoundError, Damaged."""
     name, header = fragment_name(index), fragment_header(entry.elements)
-    arrays = {array: np.empty(entry.elements, np.float32) for array in _ARRAYS}
     with open_file(directory_fd, name) as (fd, size_bytes):
-        if size_bytes != len(header) + 4 * entry.elements * len(arrays):
+        if size_bytes != len(header) + 4 * entry.elements * len(_ARRAYS):
             raise Damaged(f"{name}: {size_bytes} bytes")
+        arrays = {array: np.empty(entry.elements, np.float32) for array in _ARRAYS}
         # The manifest says which header the file must have, so there is nothing to parse.
         read_header = bytearray(len(header))
         read_into(fd, name, memoryview(read_header))

@@ -7,6 +7,7 @@ that an old broker never misreads a newer journal.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, TypeAlias
 
@@ -118,11 +119,22 @@ def decode(body: memoryview) -> tuple[Head, memoryview]:
     end = HEAD_LENGTH_BYTES + int.from_bytes(body[:HEAD_LENGTH_BYTES], "little")
     try:
         head = _decoder.decode(body[HEAD_LENGTH_BYTES:end])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(f"a record of the journal: {error}") from error
     if isinstance(head, LifeRecord) and head.format != FORMAT:
         raise Damaged(f"a journal of format {head.format}, this version reads {FORMAT}")
+    if isinstance(head, RoundRecord):
+        _check_round(head)
     return head, body[end:]
+
+
+def _check_round(head: RoundRecord) -> None:
+    """Raises Damaged if the parts of a record do not fit together."""
+    if len(head.contributions) not in (0, len(head.contributors)):
+        counts = f"{len(head.contributions)} contributions of {len(head.contributors)}"
+        raise Damaged(f"a record of the journal: {counts} contributors")
+    if not head.publication.chunks or not 0 < head.publication.rho < math.inf:
+        raise Damaged("a record of the journal: its publication has no chunks or no step")
 
 
 def vector_of(codec: str, rho: float, chunks: Sequence[tuple[int, int, bytes]]) -> VectorRecord:

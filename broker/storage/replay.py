@@ -97,9 +97,7 @@ def read_records(journal: Journal, first: int) -> Iterator[tuple[int, Head, memo
 def apply(history: History, head: RoundRecord, blobs: memoryview, number: int) -> None:
     """Installs the version of a committed round, unless the checkpoint has it already."""
     model = history.model
-    if head.fragment >= len(model.table):
-        raise _damaged(number, f"fragment {head.fragment} of {len(model.table)}")
-    version = model.fragments[head.fragment].version
+    version = version_before(model, head, number)
     if head.version <= version:
         return
     if head.version != version + 1:
@@ -120,6 +118,13 @@ def apply(history: History, head: RoundRecord, blobs: memoryview, number: int) -
     for contributor in head.contributors:
         key = contributor.learner, contributor.incarnation, head.fragment
         history.merged_pushes[key] = contributor.push_id, contributor.merged_tokens
+
+
+def version_before(model: GlobalModel, head: RoundRecord, number: int) -> int:
+    """The version that a round's fragment has so far. Raises StateError if there is none."""
+    if not 0 <= head.fragment < len(model.table):
+        raise _damaged(number, f"fragment {head.fragment} of {len(model.table)}")
+    return model.fragments[head.fragment].version
 
 
 def outcome_of(model: GlobalModel, head: RoundRecord, blobs: memoryview) -> Outcome:
@@ -160,11 +165,11 @@ def merged_of(
 ) -> MergeResult:
     """The merged outer gradient: merged again by `policy`, or as the record keeps it."""
     if not head.contributions:
-        halves = np.frombuffer(blobs[sum(len(data) for _, _, data in vectors[0]) :], np.uint16)
-        if halves.size != fragment.elements:
-            text = f"{halves.size} elements of a merged outer gradient"
-            raise Damaged(f"{text} of {fragment.elements}")
-        return MergeResult(widened(halves), 0, np.zeros((0, 0)))
+        merged = blobs[sum(len(data) for _, _, data in vectors[0]) :]
+        if len(merged) != 2 * fragment.elements:
+            text = f"{len(merged)} bytes of a merged outer gradient"
+            raise Damaged(f"{text} of {fragment.elements} elements")
+        return MergeResult(widened(np.frombuffer(merged, np.uint16)), 0, np.zeros((0, 0)))
     contributions = [
         DecodedVector(who.learner, _decoded(fragment, vector.codec, chunks))
         for who, vector, chunks in zip(

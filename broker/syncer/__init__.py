@@ -18,7 +18,7 @@ from narrows.broker.syncer.machine import Resumed, Syncer
 from narrows.broker.syncer.phases import RunPhase, Turn
 from narrows.broker.syncer.run import MergedPushes, RunState, refusal
 from narrows.broker.syncer.run_secret import SECRET_BYTES, RunSecret
-from narrows.broker.syncer.status import status_of
+from narrows.broker.syncer.status import status_for, status_of
 
 __all__ = [
     "SECRET_BYTES",
@@ -34,5 +34,6 @@ __all__ = [
     "Turn",
     "events",
     "refusal",
+    "status_for",
     "status_of",
 ]

@@ -249,14 +249,14 @@ class Admission:
         member = Member(
             hello.name,
             hello.incarnation,
-            Presence(event.peer, event.address, heard_at=now, joined_at=now),
+            Presence(event.peer, event.address, heard_at=now, joined_at=now, holder=event.holder),
             Copies([-1] * count),
             Uplink([0] * state.settings.streams),
             Participation(last_merged, contributed_at=now),
         )
         try:
             if before is not None and is_same and len(before.copies.held) == count:
-                state.roster.move(before, event.peer, event.address, now)
+                state.roster.move(before, event.peer, event.address, now, event.holder)
                 data_path.begin(before)
                 return self._enter(before, hello, "is back", now)
             state.roster.admit(member)

@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 from narrows.broker.config import BrokerConfig, WanSection
 from narrows.broker.merging import Contribution
+from narrows.proto.key_holder import KeyHolder
 from narrows.proto.machine_events import DeadlineReached as DeadlineReached
 from narrows.proto.machine_events import Drop as Drop
 from narrows.proto.machine_events import Note as Note
@@ -25,6 +26,8 @@ class Received:
     peer: Peer
     message: ControlMessage
     address: str = ""
+    holder: KeyHolder | None = None
+    """Holder of the connection's key; None: the broker has no keys."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Final
 from narrows.broker.syncer.events import Peer
 from narrows.broker.syncer.participation import Participation
 from narrows.proto.flow import Flow
+from narrows.proto.key_holder import KeyHolder
 from narrows.proto.messages import Report
 
 STEP_S_MIN: Final = 1e-6
@@ -41,6 +42,8 @@ class Presence:
     joined_at: float
     """Time at which this incarnation joined first; a reconnection does not change it."""
     liveness: Liveness = Liveness.LIVE
+    holder: KeyHolder | None = None
+    """Holder of the connection's key; None: the broker has no keys."""
     left: bool = False
     """The learner said Bye or was refused, so nobody waits for its return."""
 
@@ -128,6 +131,18 @@ class Member:
         """Routing id of a learner that has a connection."""
         assert self.presence.peer is not None, f"{self.name} has no connection"
         return self.presence.peer
+
+    @property
+    def organisation(self) -> str:
+        """Organisation that the learner's key belongs to; empty: none is known."""
+        holder = self.presence.holder
+        return holder.organisation if holder is not None else ""
+
+    @property
+    def tokens_per_s_max(self) -> float:
+        """Most tokens per second that count by the key ring; 0: the ring sets no bound."""
+        holder = self.presence.holder
+        return holder.tokens_per_s_max if holder is not None else 0.0
 
     @property
     def step_s(self) -> float:

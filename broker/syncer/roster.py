@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from narrows.broker.syncer.events import Peer
 from narrows.broker.syncer.member import Liveness, Member, Presence, median_step_s
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.key_holder import KeyHolder
 from narrows.proto.limits import LEARNERS_MAX, NAME_PATTERN
 
 INCARNATION_PATTERN = r"\A[0-9a-f]{32}\Z"
@@ -118,11 +119,19 @@ class Roster:
                 remedy="wait until one leaves",
             )
 
-    def move(self, member: Member, peer: Peer, address: str, now: float) -> None:
+    def move(
+        self,
+        member: Member,
+        peer: Peer,
+        address: str,
+        now: float,
+        holder: KeyHolder | None = None,
+    ) -> None:
         """Gives a member whose process is back its new connection."""
         self._check_room(member.name)
         self.disconnect(member)
-        member.presence = Presence(peer, address, now, member.presence.joined_at)
+        joined_at = member.presence.joined_at
+        member.presence = Presence(peer, address, now, joined_at, holder=holder)
         self.admit(member)
         assert member.connected
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import msgspec
+
 from narrows.broker.syncer.machine import Syncer
 from narrows.broker.syncer.member import Member
 from narrows.broker.syncer.phases import RunPhase
 from narrows.proto import messages as msg
+from narrows.proto.key_holder import KeyHolder, KeyRole
 
 
 class Bytes(Protocol):
@@ -46,6 +49,14 @@ def status_of(syncer: Syncer, traffic: Mapping[str, Bytes], now: float) -> msg.S
         waiting_for=_waiting_for(syncer),
         learners=tuple(_learner(member, traffic, now) for member in state.roster),
     )
+
+
+def status_for(holder: KeyHolder | None, status: msg.Status) -> msg.Status:
+    """As much of a status as the holder of a key may read; None: there are no keys."""
+    if holder is None or holder.role is KeyRole.OPERATOR:
+        return status
+    own = tuple(each for each in status.learners if holder.speaks_for(each.name))
+    return msgspec.structs.replace(status, learners=own)
 
 
 def _waiting_for(syncer: Syncer) -> str:

@@ -18,7 +18,7 @@ from narrows.proto.errors import ConfigError
 from narrows.proto.frames import downlink_topic
 from narrows.proto.keys import Handshakes, Outcome, SiteKey, outcome_of, read_site_key
 from narrows.proto.shell import WakePipe
-from narrows.proto.timing import REDIAL_MAX_S, REDIAL_S
+from narrows.proto.timing import RECONNECT_MAX_S, REDIAL_MAX_S
 
 _log = logging.getLogger("narrows.learner")
 
@@ -52,7 +52,7 @@ class LearnerSockets:
     """Data sockets that were refused, and never dial again by themselves."""
     _replace_at: float = math.inf
     """Time at which new ones take their place."""
-    _replace_s: float = REDIAL_S
+    _replace_s: float = RECONNECT_MAX_S
     _reconnected: set[int] = field(default_factory=set[int])
     ports: tuple[int, int] = (0, 0)
     """Ports of uplink and downlink, once the streams are open."""
@@ -200,19 +200,26 @@ class LearnerSockets:
         if socket is not self._control:
             self._on_data_handshake(socket, outcome_of(frame), now)
             return
-        outcome = self.handshakes.take(frame, now)
+        due_before, outcome = self.handshakes.reopen_at, self.handshakes.take(frame, now)
         if outcome is Outcome.ADMITTED:
             self._has_connected = True
-        elif outcome is not None and self._read_key_again():
-            self.handshakes.reopen_at = now
+        elif outcome is not None:
+            if self.handshakes.reopen_at < due_before:
+                self._hang_up(socket)
+            if self._read_key_again():
+                self.handshakes.reopen_at = now
 
     def _on_data_handshake(self, socket: Socket, outcome: Outcome | None, now: float) -> None:
         if outcome is Outcome.ADMITTED:
             self._unconnected.discard(socket)
-            self._replace_s = REDIAL_S
-        elif outcome is not None and outcome.gives_up:
+            self._replace_s = RECONNECT_MAX_S
+        elif outcome is not None and self.key is not None and socket not in self._refused:
             self._refused.add(socket)
-            self._replace_at = min(self._replace_at, now + self._replace_s)
+            if not outcome.gives_up:
+                self._hang_up(socket)
+            # A learner that redials gets all data sockets anew, with its Welcome.
+            if self.ports != (0, 0):
+                self._replace_at = min(self._replace_at, now + self._replace_s)
 
     def _replace_refused(self) -> None:
         """Puts new sockets in the place of the refused ones; later ones wait longer, in vain."""
@@ -255,6 +262,12 @@ class LearnerSockets:
     def _connect(self, socket: Socket, port: int) -> None:
         socket.connect(str(self._address._replace(port=port)))
         self._poller.register(socket, zmq.POLLIN)
+
+    def _hang_up(self, socket: Socket) -> None:
+        """Has a socket dial no more: its handshakes fail, which it would repeat without a pause."""
+        endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        socket.disconnect(endpoint.rstrip(b"\0").decode())
 
     def _read_subscriptions(self, stream: int, socket: Socket) -> None:
         while True:

@@ -107,8 +107,8 @@ Alive →: nonce Count
 Bye ↔: reason Text
 AskStatus →:
 Status ←: run_id Text; epoch Epoch; phase Phase; mode Mode; uptime_s float; versions Versions;
-    rounds OpenRounds; run_tokens Count; goal_tokens int; tokens_per_s Rate; merges int;
-    contributions_merged int; contributions_refused {str: int};
+    rounds OpenRounds; run_tokens Count; goal_tokens int; tokens_per_s Rate; merges Count;
+    contributions_merged Count; contributions_refused {str: int};
     mean_contributors_per_merge float; longest_merge_gap_s float; norms_clipped int;
     up_bytes int; down_bytes int; checkpoint_version int; waiting_for str;
     learners LearnerStatuses

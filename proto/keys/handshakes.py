@@ -87,10 +87,11 @@ class Handshakes:
     outcome: Outcome | None = None
     """The newest outcome; None before the first."""
     reopen_at: float = math.inf
-    """Time for a new socket, with the next of several keys of the broker."""
+    """Time for a new socket, with the next key of the broker. The owner disconnects the old one: as
+    its connections stand before they are broken off, it would dial ten times a second for ever."""
     _server: int = 0
     _failures: int = 0
-    """Handshakes broken off since the last that was not."""
+    """Sockets given up since the last handshake that succeeded."""
     _began_at: float = math.inf
     """Time at which the handshake began that is under way; inf: none is."""
     _failed_from: float = math.inf
@@ -116,7 +117,7 @@ class Handshakes:
         """Takes over what stands in the key file now; True if that is something else."""
         if key == self.key:
             return False
-        self.key, self._server, self._failures = key, 0, 0
+        self.key, self._server, self._failures, self.outcome = key, 0, 0, None
         return True
 
     def take(self, frame: bytes, now: float) -> Outcome | None:
@@ -125,21 +126,27 @@ class Handshakes:
         if outcome is None:
             self._began_at = now
             return None
-        self.outcome, self._began_at = outcome, math.inf
+        self._began_at = math.inf
         if outcome is Outcome.ADMITTED:
-            self._failed_from, self._failures, self._said = math.inf, 0, ("", -math.inf)
+            self.outcome, self._failed_from, self._failures = outcome, math.inf, 0
+            self._said = "", -math.inf
             return outcome
         self._failed_from, self._failed_at = min(self._failed_from, now), now
-        if outcome is Outcome.BROKEN_OFF:
-            self._broken_off(now)
-        return outcome
-
-    def _broken_off(self, now: float) -> None:
-        self._failures += 1
-        if self.key is not None and len(self.key.servers) > 1:
-            # As far apart as one socket dials by itself: a broker that is down must not be flooded.
+        # Both sides notice that only one has keys. Mostly the other one closes first, and says not
+        # why: once it was noticed here, it stays noticed.
+        if outcome is not Outcome.BROKEN_OFF or self.outcome is not Outcome.OTHER_MECHANISM:
+            self.outcome = outcome
+        if outcome is Outcome.BROKEN_OFF and self._is_enough(now):
+            self._failures += 1
             self._server += 1
             self.reopen_at = now + min(RECONNECT_S * 2.0**self._failures, RECONNECT_MAX_S)
+        return outcome
+
+    def _is_enough(self, now: float) -> bool:
+        """True if the socket that has just failed should fail no more."""
+        if self.key is None or self.reopen_at < math.inf:
+            return False
+        return len(self.key.servers) > 1 or now >= self._failed_from + BROKEN_S
 
     def error(self, now: float) -> NarrowsError | None:
         """The obstacle and its remedy, None if there is none that a user should hear of."""
@@ -183,8 +190,9 @@ def obstacle(outcome: Outcome, broker: str, key: SiteKey | None) -> NarrowsError
         return BrokerUnreachable(
             f"{broker} breaks handshakes off: it is no broker with the key "
             f"{' or '.join(key.servers)}",
-            remedy="compare `narrows keys show DIRECTORY` at the broker. Only if its operator has "
-            "changed the key, type here: narrows keys trust FILE KEY",
+            remedy="compare `narrows keys show DIRECTORY` at the broker, and whether it runs with "
+            "--keys. Only if its operator has changed the key, type here: narrows keys trust FILE "
+            "KEY",
         )
     return BrokerUnreachable(
         f"{broker} breaks handshakes off",

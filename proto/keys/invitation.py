@@ -74,7 +74,7 @@ def read_invitation(text: str) -> Invitation:
         raise _damaged()
     try:
         parts = msgspec.msgpack.decode(body, type=_Body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _damaged() from error
     parse_address(parts.broker, "the invitation's broker")
     check_public_key(parts.server, "the invitation's broker key")

@@ -83,7 +83,7 @@ def read_toml(path: Path, *, is_secret: bool = False) -> dict[str, object]:
         data = file.read(FILE_BYTES_MAX)
     try:
         return tomllib.loads(data.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         # The text of the parser's error may quote the line, which may hold a secret.
         raise ConfigError(f"{path} is no TOML file that `narrows keys` wrote") from error
 

@@ -6,8 +6,9 @@ from collections.abc import Generator
 
 import pytest
 from peer import Peer, World
-from running import broker_config, live_broker
+from running import Run, broker_config, live_broker
 
+from narrows.__main__ import main
 from narrows.proto import messages as msg
 
 
@@ -51,3 +52,20 @@ def member(world: World) -> Generator[Peer]:
         # Refused: the Bye before it has ended the session.
         while peer.receive(msg.Refuse).code != "unknown_session":
             pass
+
+
+@pytest.fixture
+def narrows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command line in this process; gives its exit code, output and error output."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["narrows", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        output, errors = capsys.readouterr()
+        code = caught.value.code
+        assert isinstance(code, int)
+        assert "Traceback" not in output + errors
+        return code, output, errors
+
+    return run

@@ -102,7 +102,9 @@ def test_noise_on_the_downlink_silences_nobody(world: World, mallory: Peer) -> N
         topic = downlink_topic(world.good.name, world.good.incarnation, 0)
         for first in (b"", b"\5", b"\2", b"x"):
             noise.send(first + topic)
+        before = world.good.refusals("bad_frame")
         noise.send(b"\1last")
-        wait_until(lambda: b"last" in world.service.wires.subscribed, "the noise to arrive")
+        wait_until(lambda: world.good.refusals("bad_frame") > before, "the noise to arrive")
+        assert b"last" not in world.service.wires.subscribed
     finally:
         context.destroy(linger=0)

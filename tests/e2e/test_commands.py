@@ -4,37 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from peer import Peer
-from running import broker_config, live_broker
+from running import Run, broker_config, live_broker
 
-from narrows.__main__ import main
 from narrows.bench.kit.processes import free_ports
 from narrows.broker.config import BrokerConfig
 from narrows.broker.process.service import Service
 from narrows.proto.config import described
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def narrows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command line in this process; gives its exit code, output and error output."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["narrows", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        output, errors = capsys.readouterr()
-        code = caught.value.code
-        assert isinstance(code, int)
-        assert "Traceback" not in output + errors
-        return code, output, errors
-
-    return run
 
 
 @pytest.fixture

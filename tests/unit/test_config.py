@@ -113,6 +113,8 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
          'a duration such as "1.5s"; units: us, ms, s, min, h, d', "'1y'", ""),
         ("[inner]\ntokens = 1.5", "inner.tokens: wrong type", "a whole number", "1.5", ""),
         ("[inner]\ntokens = -1", "inner.tokens: out of range", "0 to 1T", "-1", ""),
+        ("ratio = 1" + "0" * 400, "ratio: too large", "a number of 64 bits", "1329 bits", ""),
+        ("text = [0x" + "f" * 4000 + "]", "text: wrong type", "a text", "thousands of digits", ""),
     ],
 )  # fmt: skip
 def test_refusals_name_file_key_expected_and_got(
@@ -133,7 +135,10 @@ def test_zero_needs_no_unit(tmp_path: Path) -> None:
     assert read_outer(write(tmp_path, "[inner]\nwait = 0")).inner.wait == 0
 
 
-@pytest.mark.parametrize("text", ["count = ", "count = 1\ncount = 2", "\x00"])
+@pytest.mark.parametrize(
+    "text",
+    ["count = ", "count = 1\ncount = 2", "\x00", "count = " + "9" * 5000, "count = " + "[" * 5000],
+)
 def test_what_is_not_toml_is_refused(text: str, tmp_path: Path) -> None:
     assert "not a TOML file" in refusal(text, tmp_path).message
 
@@ -289,7 +294,7 @@ def test_flags_beat_the_file_which_beats_the_preset(tmp_path: Path) -> None:
         load_config(path, {"merge.quorum": 0})
 
 
-@pytest.mark.parametrize("text", ["run = 3", "[run]\nmode = 3"])
+@pytest.mark.parametrize("text", ["run = 3", "[run]\nmode = 3", "[run]\nmode = 0x" + "f" * 4000])
 def test_a_damaged_run_section_is_a_configuration_error(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run"):
         load_config(write(tmp_path, text), {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import struct
 
 import pytest
@@ -89,6 +90,26 @@ def test_where_one_side_has_no_keys_the_line_says_which(*, has_key: bool, told: 
     watched = handshakes(site_key() if has_key else None)
     watched.take(frame(MISMATCH), 0.0)
     assert isinstance(watched.error(0.0), Refused) and told in watched.line(0.0)
+
+
+def test_a_missing_key_stays_noticed_where_the_other_side_mostly_closes_first() -> None:
+    watched = handshakes(None)
+    watched.take(frame(MISMATCH), 0.0)
+    watched.take(frame(BROKEN), BROKEN_S)
+    assert "narrows keys accept" in str(watched.error(BROKEN_S))
+
+
+def test_the_only_key_of_a_broker_is_tried_again_ever_more_slowly() -> None:
+    watched = handshakes(site_key())
+    watched.take(frame(BROKEN), 0.0)
+    assert watched.reopen_at == math.inf
+    pauses, now = list[float](), BROKEN_S
+    for _ in range(8):
+        watched.take(frame(BROKEN), now)
+        pauses.append(watched.reopen_at - now)
+        now = watched.reopen_at
+        watched.opened()
+    assert pauses == sorted(pauses) and pauses[0] < pauses[-1] == pytest.approx(2.0)
 
 
 def test_handshakes_that_are_broken_off_are_told_once_they_last() -> None:

@@ -92,6 +92,7 @@ REFUSED: list[tuple[Callable[[str], float], str, str]] = [
     (units.parse_bits_per_s, "2GB", "unknown unit"),
     (units.parse_count, "1.5", "not a whole number"),
     (units.parse_count, "12 gallons", "unknown unit"),
+    (units.parse_count, "1e50k", "a count beyond 1e50"),
 ]
 
 
@@ -100,6 +101,20 @@ def test_refused(parse: Callable[[str], float], text: str, message: str) -> None
     with pytest.raises(ConfigError, match=message) as caught:
         parse(text)
     assert caught.value.expected and caught.value.got == repr(text)
+
+
+@pytest.mark.parametrize("unit", ["s", "B", "bit/s", ""])
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_a_number_that_no_float_can_be_is_refused(unit: str, digits: int) -> None:
+    kind = {"s": "duration", "B": "bytes", "bit/s": "bits_per_s", "": "count"}[unit]
+    with pytest.raises(ConfigError, match=r"^config: not a"):
+        units.PARSERS[kind]("9" * digits + unit)
+
+
+@pytest.mark.parametrize(("kind", "unit"), [("duration", "s"), ("bytes", "TiB"), ("count", "T")])
+def test_the_largest_value_is_read_as_it_is_written(kind: str, unit: str) -> None:
+    value = units.PARSERS[kind]("1" + "0" * 35 + unit)
+    assert units.PARSERS[kind](units.written(kind, value)) == value
 
 
 def test_a_unit_in_the_wrong_case_is_named() -> None:
@@ -177,6 +192,7 @@ def test_values_are_written_exactly(kind: str, value: float, text: str) -> None:
         (units.format_duration_s, 150, "2.5 min"),
         (units.format_duration_s, 86400 * 10, "10 d"),
         (units.format_duration_s, float("inf"), "inf s"),
+        (units.format_duration_s, 86400e300, f"{1e300:.0f} d"),
         (units.format_count, 1_500_000, "1.5M"),
         (units.format_count, 950, "950"),
         (units.format_count, 12e9, "12B"),

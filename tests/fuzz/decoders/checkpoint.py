@@ -1,0 +1,107 @@
+"""A state directory without its journal: run.json, manifest and fragments, opened as at a start.
+
+The first byte of an input chooses the file that the rest replaces. From 4 on it is sealed first:
+its digest is made to fit, as somebody who changes a file on purpose would do.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+from any_messages import any_of
+from fuzz.target import Target
+from fuzz.tree import altered_json
+from hypothesis import strategies as st
+
+from narrows.broker.storage.checkpoint import StateDir
+from narrows.broker.storage.history import config_of, model_digest, opened_run, read_manifest
+from narrows.broker.storage.manifest import Manifest, RunRecord, Sealed, sealed
+from narrows.broker.storage.replay import recover
+from narrows.proto.errors import NarrowsError
+from narrows.proto.frames import digest
+
+STATE = Path(__file__).parents[2] / "golden/state-format-1"
+NEWEST = "checkpoint-00000002"
+FILES = "run.json", f"{NEWEST}/manifest.json", f"{NEWEST}/fragment-00000.safetensors"
+SEALED = 4
+_folder = tempfile.TemporaryDirectory(prefix="narrows-fuzz-")
+FOLDER = Path(_folder.name) / "state"
+
+
+def run(data: bytes) -> None:
+    if not data:
+        return
+    kind, content = data[0] % SEALED % len(FILES), data[1:]
+    if data[0] >= SEALED and kind < 2:
+        content = resealed(content, RunRecord) if kind == 0 else resealed(content, Manifest)
+    fresh()
+    (FOLDER / FILES[kind]).write_bytes(content)
+    started()
+    with suppress(NarrowsError):
+        read_manifest(FOLDER)
+
+
+def fresh() -> None:
+    """Copies the stored state; of run.json and of the checkpoints there is one each."""
+    if not FOLDER.exists():
+        shutil.copytree(STATE, FOLDER)
+        for name in ("journal", "checkpoint-00000001"):
+            shutil.rmtree(FOLDER / name)
+        (FOLDER / "run.copy.json").unlink()
+    for name in FILES:
+        (FOLDER / name).write_bytes(_stored[name])
+
+
+def started() -> None:
+    """What a start of the broker does with it, and the commands that only read."""
+    try:
+        with opened_run(FOLDER) as (state_dir, journal):
+            assert journal is None
+            loaded(state_dir)
+    except NarrowsError:
+        return
+
+
+def loaded(state_dir: StateDir) -> None:
+    snapshot = state_dir.load()
+    assert snapshot is not None and state_dir.journal_needed_from() >= 1
+    history = recover(config_of(snapshot), snapshot, None)
+    assert len(model_digest(history.model)) == 32
+
+
+def resealed(content: bytes, kind: type[Sealed]) -> bytes:
+    """The same JSON with a digest that fits, if it is JSON at all."""
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return msgspec.json.encode(sealed(msgspec.json.decode(content, type=kind)))
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError):
+        fields = msgspec.json.decode(content, type=dict[str, Any])
+        seal = digest(msgspec.json.encode(fields | {"digest": ""}))
+        return msgspec.json.encode(fields | {"digest": f"{seal:016x}"})
+    return content
+
+
+_stored = {name: (STATE / name).read_bytes() for name in FILES}
+
+
+def seeds() -> list[bytes]:
+    found = [bytes([kind]) + _stored[name] for kind, name in enumerate(FILES)]
+    return found + [bytes([SEALED + kind]) + _stored[FILES[kind]] for kind in range(2)]
+
+
+def mutate(data: bytes, random: Random) -> bytes | None:
+    changed = altered_json(data[1:], random) if data and data[0] % SEALED < 2 else None
+    return None if changed is None else data[:1] + changed
+
+
+EXAMPLES = st.one_of(
+    any_of(RunRecord).map(lambda each: b"\4" + msgspec.json.encode(each)),
+    any_of(Manifest).map(lambda each: b"\5" + msgspec.json.encode(each)),
+)
+
+TARGET = Target("checkpoint", run, seeds, EXAMPLES, mutate)

@@ -1,0 +1,136 @@
+"""Segments of a journal: the scan of all of them together, and the dissector's view of each.
+
+The first byte of an input chooses. 0: the rest is one file. Else it describes up to three segments
+whose digests verify, so that the rules about numbers are reached: see `crafted`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import xxhash
+from fuzz.memory_files import MemoryFiles
+from fuzz.target import Target
+from hypothesis import strategies as st
+
+from narrows.broker.storage.journal import Journal
+from narrows.broker.storage.replay import read_records
+from narrows.broker.storage.segments import segment_name
+from narrows.proto.dissector import journal as dissector
+from narrows.proto.errors import NarrowsError
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+RUN = "0123456789abcdef"
+LARGE = 200
+"""Bytes from here on stand for numbers near 2^64."""
+
+
+def run(data: bytes) -> None:
+    files = crafted(data[1:]) if data[:1] and data[0] else {segment_name(1): data[1:]}
+    for content in files.values():
+        dissected(content)
+    try:
+        journal = Journal.open(MemoryFiles(files), run_id=RUN, segment_bytes=512)
+    except NarrowsError:
+        return
+    assert journal.first >= 1 and journal.durable >= 0
+    try:
+        numbers = [number for number, _, _ in read_records(journal, journal.first)]
+    except NarrowsError:
+        return
+    assert numbers == list(range(journal.first, journal.first + len(numbers)))
+
+
+def dissected(content: bytes) -> None:
+    """The dissector never raises; it may stop at a fault."""
+
+    def read(offset: int, count: int) -> bytes:
+        return content[offset : offset + count]
+
+    for found in dissector.segment(read, len(content)):
+        assert all(0 <= fault.at <= len(content) for fault in found.faults)
+
+
+def crafted(data: bytes) -> dict[str, bytes]:
+    """Per segment: number of records, `first`, `copied`; per record: flags, number, `durable`,
+    bytes of the body, body. Flag 1 breaks the body's digest, 2 the header's, 4 the size."""
+    reader, files = Reader(data), dict[str, bytes]()
+    for number in (1, 2, 3):
+        if reader.is_empty:
+            break
+        count, first, copied = reader.byte() % 8, reader.number(), reader.number()
+        content = struct.pack("<8sIQQQQ44s", b"NARROWSJ", 1, number, first, copied, 7, RUN.encode())
+        content += digest(content)
+        for _ in range(count):
+            content += record(reader)
+        files[segment_name(number)] = content + bytes(reader.byte())
+    return files
+
+
+class Reader:
+    """Bytes of an input, zeros behind its end."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    @property
+    def is_empty(self) -> bool:
+        return self._at >= len(self._data)
+
+    def take(self, count: int) -> bytes:
+        found = self._data[self._at : self._at + count]
+        self._at += count
+        return found.ljust(count, b"\0")
+
+    def byte(self) -> int:
+        return self.take(1)[0]
+
+    def number(self) -> int:
+        byte = self.byte()
+        return byte if byte < LARGE else 2**64 - 256 + byte
+
+
+def record(reader: Reader) -> bytes:
+    flags, number, durable = reader.byte(), reader.number(), reader.number()
+    body = reader.take(reader.byte())
+    size = len(body) if not flags & 4 else len(body) + reader.number()
+    body_digest = xxhash.xxh3_64_intdigest(body) ^ flags & 1
+    header = struct.pack("<4sQQQQ", b"\x9dREC", size % 2**64, number, durable, body_digest)
+    return header + digest(header, 7 ^ flags >> 1 & 1) + body
+
+
+def digest(content: bytes, seed: int = 0) -> bytes:
+    return xxhash.xxh3_64_intdigest(content, seed).to_bytes(8, "little")
+
+
+def seeds() -> list[bytes]:
+    stored = json.loads((GOLDEN / "journal.json").read_text(encoding="utf-8"))
+    files = [bytes.fromhex("".join(file["hex"])) for file in stored["files"].values()]
+    state = GOLDEN / "state-format-1/journal"
+    files += [path.read_bytes().rstrip(b"\0") for path in sorted(state.iterdir())]
+    return [*(b"\0" + content for content in files), *(b"\1" + text for text in CRAFTED)]
+
+
+def segment(first: int, copied: int, *bodies: bytes) -> bytes:
+    """The description of a whole segment."""
+    records = [
+        bytes((0, first + index, max(0, first + index - 1), len(body))) + body
+        for index, body in enumerate(bodies)
+    ]
+    return bytes((len(bodies), first, copied)) + b"".join(records) + b"\x05"
+
+
+CRAFTED = (
+    segment(1, 0, b"a", b"bc"),
+    segment(1, 0, b"a", b"b", b"c") + segment(3, 3, b"c", b"d"),
+    segment(1, 0, b"a") + segment(2, 4, b"x") + segment(9, 0, b"y"),
+    b"\x02\xff\xff\0\xff\xfe\x02ab",
+)
+EXAMPLES = st.binary(max_size=120).map(lambda data: b"\1" + data) | st.lists(
+    st.builds(segment, st.integers(0, 9), st.integers(0, 12), *[st.binary(max_size=9)] * 2),
+    max_size=3,
+).map(lambda parts: b"\1" + b"".join(parts))
+
+TARGET = Target("segments", run, seeds, EXAMPLES)
