@@ -80,6 +80,10 @@ XPUB: dict[str, int] = {
     # Show each subscription, repeated ones after a reconnect too. XPUB_NODROP stays off: with it
     # one stalled subscriber stops all the others.
     "XPUB_VERBOSER": 1,
+}
+
+DOWNLINK: dict[str, int] = {
+    **XPUB,
     # The broker decides which subscriptions count: a topic is for its learner alone.
     "XPUB_MANUAL": 1,
 }

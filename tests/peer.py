@@ -50,7 +50,7 @@ class Peer:
         self.incarnation = secrets.token_hex(16)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.setsockopt(zmq.LINGER, 0)
-        self.control = self._context.socket(zmq.DEALER)
+        self.control = self.make(zmq.DEALER)
         self.control.connect(address)
         self.welcome: msg.Welcome | None = None
 
@@ -59,6 +59,10 @@ class Peer:
 
     def __exit__(self, *_: object) -> None:
         self._context.destroy()
+
+    def make(self, kind: int) -> zmq.Socket[bytes]:
+        """A socket of this peer's context."""
+        return self._context.socket(kind)
 
     # Control.
 
@@ -104,9 +108,9 @@ class Peer:
         self.welcome = self.receive(msg.Welcome)
         assert self.welcome.settings.streams == 1
         host = self.address.rsplit(":", 1)[0]
-        self.uplink = self._context.socket(zmq.XPUB)
+        self.uplink = self.make(zmq.XPUB)
         self.uplink.connect(f"{host}:{self.welcome.uplink_port}")
-        self.downlink = self._context.socket(zmq.SUB)
+        self.downlink = self.make(zmq.SUB)
         self.downlink.setsockopt(zmq.SUBSCRIBE, downlink_topic(self.name, self.incarnation, 0))
         self.downlink.connect(f"{host}:{self.welcome.downlink_port}")
         assert _receive(self.uplink) == [b"\1"]

@@ -54,7 +54,7 @@ _FRAME_BYTES: Final = {True: 33, False: 0}
 """Bytes that each frame is longer on the wire, beside its length."""
 
 
-class Origin(NamedTuple):
+class MessageOrigin(NamedTuple):
     """The connection from which a message came."""
 
     descriptor: int = -1
@@ -67,7 +67,7 @@ class Origin(NamedTuple):
 
 
 @dataclass(slots=True)
-class Connection:
+class Accepted:
     """One accepted TCP connection."""
 
     source: zmq.Socket[bytes]
@@ -98,7 +98,7 @@ class Connections:
         self._with_keys, self._streams, self._most = with_keys, streams, most
         self._told = told
         self._monitors: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes], int]] = []
-        self._all: dict[int, Connection] = {}
+        self._all: dict[int, Accepted] = {}
         """In the order in which they were accepted."""
         self._half_open: dict[str, dict[int, None]] = {}
         """Descriptors by address, the oldest first."""
@@ -121,7 +121,8 @@ class Connections:
         """Follows the connections of a socket. Call it before the socket binds."""
         where = f"inproc://connections-{len(self._monitors)}"
         source.monitor(where, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        monitor = source.context.socket(zmq.PAIR)
+        context: zmq.Context[zmq.Socket[bytes]] = source.context
+        monitor = context.socket(zmq.PAIR)
         # Without a limit: a full queue would stop the thread that serves all connections.
         monitor.setsockopt(zmq.RCVHWM, 0)
         monitor.setsockopt(zmq.LINGER, 0)
@@ -158,7 +159,7 @@ class Connections:
         peer = peer_of(descriptor)
         if peer is None:
             return  # It is gone already.
-        self._all[descriptor] = Connection(source, held_max, peer)
+        self._all[descriptor] = Accepted(source, held_max, peer)
         self._half_open.setdefault(peer[0], {})[descriptor] = None
         self._half_open_count += 1
         self.scan_at = min(self.scan_at, now + SCAN_S)
@@ -179,7 +180,7 @@ class Connections:
         if not self._all:
             self.scan_at = math.inf
 
-    def _opened(self, descriptor: int, connection: Connection) -> None:
+    def _opened(self, descriptor: int, connection: Accepted) -> None:
         if connection.is_open:
             return
         connection.is_open = True
@@ -191,7 +192,7 @@ class Connections:
 
     # Messages.
 
-    def delivered(self, origin: Origin, frames: Iterable[int], now: float) -> None:
+    def delivered(self, origin: MessageOrigin, frames: Iterable[int], now: float) -> None:
         """A message has come out of a socket; `frames` are the lengths of its frames."""
         if origin.descriptor not in self._all:
             self.read_events(now)
@@ -206,7 +207,7 @@ class Connections:
             if origin.holder is not None:
                 self._count(origin.descriptor, origin.holder)
 
-    def subscribed(self, origin: Origin) -> None:
+    def subscribed(self, origin: MessageOrigin) -> None:
         """A subscription or its end has come out of the socket."""
         connection = self._all.get(origin.descriptor)
         if connection is not None:
@@ -310,7 +311,7 @@ class Connections:
                 self._cut_holding(max(of_key, key=lambda d: self._all[d].held), held)
         self.scan_at = now + max(SCAN_S, (clock() - now) / SCAN_SHARE_MAX)
 
-    def _owners(self, connection: Connection) -> Iterable[str]:
+    def _owners(self, connection: Accepted) -> Iterable[str]:
         """Keys to which held bytes are charged; "" stands for all that have never sent a message.
         Without keys nobody knows which of the others belong together."""
         return connection.keys or (() if connection.delivered else ("",))

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from narrows.broker.process.connections import Origin
+from narrows.broker.process.connections import MessageOrigin
 from narrows.broker.syncer import RunState, refusal
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, RemoteProtocolError, printable
@@ -36,7 +36,7 @@ class Reception:
         self.bad_frames = 0
 
     def control(
-        self, peer: bytes, origin: Origin, frames: list[bytes]
+        self, peer: bytes, origin: MessageOrigin, frames: list[bytes]
     ) -> msg.ControlMessage | None:
         """The message, None if it is refused."""
         try:
@@ -52,7 +52,7 @@ class Reception:
             return None
         return message
 
-    def data(self, origin: Origin, frames: list[bytes]) -> msg.Header | None:
+    def data(self, origin: MessageOrigin, frames: list[bytes]) -> msg.Header | None:
         """The header of a data message, None if it is refused."""
         try:
             header, _ = decode_data(frames)
@@ -63,7 +63,7 @@ class Reception:
             return None
         return header
 
-    def subscription(self, origin: Origin, topic: bytes) -> bool:
+    def subscription(self, origin: MessageOrigin, topic: bytes) -> bool:
         """True if the connection may listen to a topic: it must be a learner's of its own."""
         name = topic_name(topic)
         try:
@@ -79,7 +79,7 @@ class Reception:
             return False
         return True
 
-    def refuse(self, origin: Origin, error: RemoteProtocolError, what: str) -> None:
+    def refuse(self, origin: MessageOrigin, error: RemoteProtocolError, what: str) -> None:
         """Counts a refusal. Logs the first of each holder, or the first and every 1000th."""
         self._run.tally.refuse(error.code)
         if error.code in (ErrorCode.KEY_NAME, ErrorCode.KEY_ROLE):

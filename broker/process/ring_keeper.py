@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from narrows.broker.process.connections import Connections, Origin
+from narrows.broker.process.connections import Connections, MessageOrigin
 from narrows.broker.process.gate import Gate
 from narrows.broker.syncer import refusal
 from narrows.proto import messages as msg
@@ -141,10 +141,10 @@ class RingKeeper:
 
 def enrol(
     keeper: RingKeeper | None,
-    origin: Origin,
+    origin: MessageOrigin,
     message: msg.Enrol,
     send: Callable[[msg.ControlMessage], None],
-    refuse: Callable[[Origin, RemoteProtocolError, str], None],
+    refuse: Callable[[MessageOrigin, RemoteProtocolError, str], None],
 ) -> None:
     """Enters the key of a site in the ring, or refuses it; `send` answers."""
 

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from narrows.broker.config import BrokerConfig
-from narrows.broker.process.connections import Origin
+from narrows.broker.process.connections import MessageOrigin
 from narrows.broker.process.crash_points import crash_points
 from narrows.broker.process.downlink import Downlink
 from narrows.broker.process.event_records import merge_record
@@ -208,7 +208,7 @@ class Service:
 
         self._later(action)
 
-    def _on_control(self, peer: bytes, origin: Origin, frames: list[bytes]) -> None:
+    def _on_control(self, peer: bytes, origin: MessageOrigin, frames: list[bytes]) -> None:
         message = self.reception.control(peer, origin, frames)
         if message is None:
             return
@@ -232,7 +232,7 @@ class Service:
             if gate is not None and holder is not None and not gate.has(holder):
                 self._handle_event(ev.PeerLost(member.peer))
 
-    def _on_data(self, origin: Origin, frames: list[bytes]) -> None:
+    def _on_data(self, origin: MessageOrigin, frames: list[bytes]) -> None:
         header = self.reception.data(origin, frames)
         if header is None:
             return

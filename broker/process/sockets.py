@@ -20,7 +20,7 @@ from narrows.broker.process.connections import (
     DOWNLINK_HELD_MAX,
     UPLINK_HELD_MAX,
     Connections,
-    Origin,
+    MessageOrigin,
     Told,
 )
 from narrows.broker.process.descriptors import FEW_LEARNERS, connections_max, learners_that_fit
@@ -47,7 +47,7 @@ class Traffic:
     down_bytes: int = 0
 
 
-Allowed: TypeAlias = Callable[[Origin, bytes], bool]
+Allowed: TypeAlias = Callable[[MessageOrigin, bytes], bool]
 """True if a connection may listen to a topic."""
 
 
@@ -91,7 +91,7 @@ class BrokerSockets:
             uplink.setsockopt(zmq.SUBSCRIBE, b"")
             connections.watch(uplink, UPLINK_HELD_MAX)
             up = _bind(uplink, host, up_port, "uplink")
-            downlink = make(zmq.XPUB, socket_options.XPUB)
+            downlink = make(zmq.XPUB, socket_options.DOWNLINK)
             connections.watch(downlink, DOWNLINK_HELD_MAX)
             down = _bind(downlink, host, down_port, "downlink")
         except NarrowsError:
@@ -113,7 +113,7 @@ class BrokerSockets:
             self.gate.answer(now)
         self.connections.scan(now, time.monotonic)
 
-    def receive_control(self) -> tuple[bytes, Origin, list[bytes]] | None:
+    def receive_control(self) -> tuple[bytes, MessageOrigin, list[bytes]] | None:
         """(peer, origin, frames) of the next control message, None if there is none."""
         while (frames := _received(self.control)) is not None:
             origin = self._origin(frames[1:])
@@ -121,7 +121,7 @@ class BrokerSockets:
                 return frames[0].bytes, origin, [frame.bytes for frame in frames[1:]]
         return None
 
-    def receive_data(self) -> tuple[Origin, list[bytes]] | None:
+    def receive_data(self) -> tuple[MessageOrigin, list[bytes]] | None:
         """(origin, frames) of the next data message, None if there is none."""
         while (frames := _received(self.uplink)) is not None:
             origin = self._origin(frames)
@@ -129,9 +129,9 @@ class BrokerSockets:
                 return origin, [frame.bytes for frame in frames]
         return None
 
-    def _origin(self, frames: list[zmq.Frame]) -> Origin | None:
-        """Origin of a message; None: its key is nobody's any more, and its connection is cut."""
-        origin = _origin(frames[-1], self.gate) if frames else Origin()
+    def _origin(self, frames: list[zmq.Frame]) -> MessageOrigin | None:
+        """Origin of a message; None: its key is nobody's any more, so its connection is cut."""
+        origin = _origin(frames[-1], self.gate) if frames else MessageOrigin()
         if self.gate is not None and origin.holder is None:
             self.connections.cut(origin.descriptor)
             return None
@@ -201,15 +201,17 @@ def _received(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
         return None
 
 
-def _origin(frame: zmq.Frame, gate: Gate | None) -> Origin:
+def _origin(frame: zmq.Frame, gate: Gate | None) -> MessageOrigin:
     try:
         descriptor, address = int(frame.get(zmq.SRCFD)), str(frame.get("Peer-Address"))
         if gate is None:
-            return Origin(descriptor, address)
+            return MessageOrigin(descriptor, address)
         key = str(frame.get("User-Id"))
     except (zmq.ZMQError, KeyError):
-        return Origin()  # A peer of ZMTP 1 has no properties; a CURVE server does not talk to it.
-    return Origin(descriptor, address, key, gate.holder(key))
+        return (
+            MessageOrigin()
+        )  # A peer of ZMTP 1 has no properties; a CURVE server does not talk to it.
+    return MessageOrigin(descriptor, address, key, gate.holder(key))
 
 
 def _connections_max(streams: int) -> int:

@@ -2,82 +2,390 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import os
+import socket
+import struct
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 import zmq
+from peer import Peer
 from running import HANG_S, broker_config, live_broker, wait_until
 
+from narrows.broker.process.connections import UPLINK_HELD_MAX
+from narrows.broker.process.gate import Gate
 from narrows.broker.process.service import Service
+from narrows.broker.process.sockets import BrokerSockets
 from narrows.proto import messages as msg
-from narrows.proto.frames import decode_control, encode_control
+from narrows.proto.errors import NarrowsError
+from narrows.proto.frames import downlink_topic
 from narrows.proto.key_holder import KeyHolder, KeyRole
-from narrows.proto.keys import BrokerKey, KeyPair, Keyring, edit_ring, new_broker_key, new_pair
+from narrows.proto.keys import (
+    KeyPair,
+    Keyring,
+    edit_ring,
+    new_broker_key,
+    new_pair,
+    read_ring,
+    ring_path,
+)
 from narrows.proto.keys.ring import write_ring
+from narrows.proto.limits import PROTOCOL
 
 
-class Keys:
-    """A directory of keys, with a pair for each name."""
+class KeyedPeer(Peer):
+    """A peer whose sockets prove a key; `server` None: they speak without keys."""
 
-    def __init__(self, directory: Path, names: str) -> None:
-        self.directory = directory
-        self.broker: BrokerKey = new_broker_key(directory)
-        self.pairs = {name: new_pair() for name in names.split()}
-        ring = Keyring()
-        for name, pair in self.pairs.items():
-            role = KeyRole(name) if name in tuple(KeyRole) else KeyRole.LEARNER
-            ring = ring.allow(KeyHolder(name, role), pair.public, now=time.time())
-        write_ring(directory, ring)
+    def __init__(self, address: str, name: str, server: str | None, pair: KeyPair) -> None:
+        self._server, self._pair = server, pair
+        super().__init__(address, name)
 
-    def revoke(self, name: str) -> None:
+    def make(self, kind: int) -> zmq.Socket[bytes]:
+        socket = super().make(kind)
+        if self._server is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self._server.encode())
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._pair.public.encode())
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._pair.secret.encode())
+        return socket
+
+
+@dataclasses.dataclass
+class Site:
+    """A live broker with keys, and a pair for each name in its ring."""
+
+    service: Service
+    directory: Path
+    server: str
+    pairs: dict[str, KeyPair]
+
+    @property
+    def gate(self) -> Gate:
+        assert self.service.wires.gate is not None
+        return self.service.wires.gate
+
+    def peer(self, key: str, name: str = "") -> KeyedPeer:
+        """A peer with the key of `key` that calls itself `name`."""
+        return KeyedPeer(self.service.wires.address, name or key, self.server, self.pairs[key])
+
+    def stranger(self, server: str | None) -> KeyedPeer:
+        return KeyedPeer(self.service.wires.address, "stranger", server, new_pair())
+
+    def edit(self, change: Callable[[Keyring], Keyring]) -> None:
         with edit_ring(self.directory) as rings:
-            rings[0] = rings[0].revoke(name)
+            rings[0] = change(rings[0])
+
+    @property
+    def members(self) -> list[str]:
+        """Names of the connected members, as the broker's thread has them at this moment."""
+        return [member.name for member in self.service.syncer.state.roster.connected()]
 
 
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
-    return Keys(tmp_path_factory.mktemp("keys") / "keys", "a b operator monitor")
+NAMES = {
+    "a": KeyRole.LEARNER, "b": KeyRole.LEARNER, "c": KeyRole.LEARNER,
+    "operator": KeyRole.OPERATOR, "monitor": KeyRole.MONITOR,
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def service(keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Generator[Service]:
-    folder = tmp_path_factory.mktemp("broker")
-    config = broker_config(folder, security__keys=str(keys.directory), wan__streams=1)
+@pytest.fixture
+def site(tmp_path: Path) -> Generator[Site]:
+    directory = tmp_path / "keys"
+    server = new_broker_key(directory).current.public
+    pairs = {name: new_pair() for name in NAMES}
+    ring = Keyring()
+    for name, role in NAMES.items():
+        ring = ring.allow(KeyHolder(name, role), pairs[name].public, now=time.time())
+    write_ring(directory, ring)
+    config = broker_config(
+        tmp_path, security__keys=str(directory), wan__streams=1,
+        liveness__late="5min", liveness__lost="10min",
+    )  # fmt: skip
     with live_broker(config) as service:
-        yield service
+        yield Site(service, directory, server, pairs)
 
 
-def dealer(
-    context: zmq.Context[zmq.Socket[bytes]], service: Service, server: str | None, pair: KeyPair
-) -> zmq.Socket[bytes]:
-    """A control connection as any ZeroMQ program opens it; without keys if `server` is None."""
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    if server is not None:
-        socket.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
-        socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
-    socket.connect(service.wires.address)
-    return socket
+# Outsiders.
 
 
-def test_the_holder_of_a_key_is_answered(service: Service, keys: Keys) -> None:
-    with zmq.Context() as context:
-        socket = dealer(context, service, keys.broker.current.public, keys.pairs["a"])
-        socket.send(encode_control(msg.AskStatus()))
-        assert socket.poll(int(HANG_S * 1000)), "no answer"
-        assert isinstance(decode_control(socket.recv()), msg.Status)
-        socket.close()
+def test_nobody_without_a_known_key_gets_a_message_through(site: Site) -> None:
+    with (
+        site.peer("a") as known,
+        site.stranger(None) as null,
+        site.stranger(new_pair().public) as lost,
+        site.stranger(site.server) as unknown,
+    ):
+        known.status()
+        before = len(site.service.wires.connections)
+        for peer in (null, lost, unknown):
+            peer.send(msg.AskStatus())
+        wait_until(lambda: site.gate.refused == 1, "the refusal of the unknown key")
+        wait_until(lambda: len(site.service.wires.connections) <= before + 2, "its end")
+        assert known.status().contributions_refused == {}
+        for peer in (null, lost, unknown):
+            assert not peer.control.poll(0)
 
 
-def test_an_unknown_key_is_refused(service: Service, keys: Keys) -> None:
-    gate = service.wires.gate
-    assert gate is not None
-    before = gate.refused
-    with zmq.Context() as context:
-        socket = dealer(context, service, keys.broker.current.public, new_pair())
-        wait_until(lambda: gate.refused > before, "the refusal")
-        assert not socket.poll(0, zmq.POLLOUT)
-        socket.close()
+def test_without_its_zap_server_the_broker_admits_nobody(site: Site, tmp_path: Path) -> None:
+    wires = BrokerSockets.bind(
+        "tcp://127.0.0.1:0", uplink_port=0, downlink_port=0, insecure=False,
+        keys=str(site.directory),
+    )  # fmt: skip
+    try:
+        assert wires.gate is not None
+        wires.gate.close()
+        with KeyedPeer(wires.address, "a", site.server, site.pairs["a"]) as peer:
+            monitor = peer.control.get_monitor_socket(zmq.EVENT_ALL)
+            peer.send(msg.AskStatus())
+            failed = {zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+                      zmq.EVENT_DISCONNECTED}  # fmt: skip
+            seen: set[int] = set()
+            while not seen & failed:
+                assert monitor.poll(int(HANG_S * 1000)), "no end of the handshake"
+                seen.add(struct.unpack_from("=H", monitor.recv_multipart()[0])[0])
+            assert wires.receive_control() is None
+            peer.control.disable_monitor()
+            monitor.close()
+    finally:
+        wires.close()
+
+
+def test_beyond_loopback_the_broker_names_the_three_commands(tmp_path: Path) -> None:
+    with pytest.raises(NarrowsError) as caught:
+        Service(broker_config(tmp_path, broker__listen="tcp://0.0.0.0:7070"))
+    for command in (
+        "\n  narrows keys new\n",
+        "\n  narrows keys invite NAME --address tcp://HOST:7070\n",
+        "\n  narrows broker --listen tcp://0.0.0.0:7070 --keys keys\n",
+    ):
+        assert command in str(caught.value)
+
+
+# What a key may say.
+
+
+def test_a_key_speaks_for_no_other_name(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    with site.peer("a") as a, site.peer("b") as b, caplog.at_level(logging.WARNING):
+        a.join()
+        a.found()
+        b.join()
+        before = a.heads()
+        with site.peer("b", "a") as liar:
+            for _ in range(3):
+                liar.send(liar.hello())
+                assert liar.receive(msg.Refuse).code == "key_name"
+        for _ in range(3):
+            b.send_data(b.frames(b"x", learner="a", incarnation=a.incarnation))
+        assert a.welcome is not None
+        listener = b.make(zmq.SUB)
+        host = site.service.wires.address.rsplit(":", 1)[0]
+        listener.connect(f"{host}:{a.welcome.downlink_port}")
+        for topic in (downlink_topic("a", a.incarnation, 0), b"", b"a/"):
+            listener.setsockopt(zmq.SUBSCRIBE, topic)
+        with site.peer("operator") as operator:
+            wait_until(lambda: operator.refusals("key_name") == 7, "each violation to count")
+            assert operator.refusals("bad_frame") == 2  # Subscriptions that are no topics.
+        assert a.heads() == before
+        assert not listener.poll(0)
+        assert sorted(site.members) == ["a", "b"]
+    named = [r.getMessage() for r in caplog.records if "key_name" in r.getMessage()]
+    assert len(named) == 1 and named[0].startswith("b refused")
+
+
+def test_a_claimed_routing_id_is_worth_nothing(site: Site) -> None:
+    """ROUTER gives the id to the first; a second one with it stays without effect."""
+    with site.peer("a") as a:
+        a.join()
+        (member,) = site.service.syncer.state.roster.connected()
+        thief = site.peer("b")
+        with thief:
+            claimed = thief.make(zmq.DEALER)
+            claimed.setsockopt(zmq.ROUTING_ID, b"x" + member.peer[1:])
+            claimed.connect(site.service.wires.address)
+            thief.control.close(0)
+            thief.control = claimed
+            thief.send(msg.Bye("as somebody else"))
+            assert thief.receive(msg.Refuse).code == "unknown_session"
+        assert site.members == ["a"]
+
+
+def test_roles_bound_what_is_said_and_what_is_told(site: Site) -> None:
+    with (
+        site.peer("a") as a, site.peer("b") as b,
+        site.peer("operator") as operator, site.peer("monitor") as monitor,
+    ):  # fmt: skip
+        a.join()
+        b.join()
+        assert [each.name for each in operator.status().learners] == ["a", "b"]
+        assert [each.name for each in a.status().learners] == ["a"]
+        assert monitor.status().learners == ()
+        monitor.send(monitor.hello())
+        assert monitor.receive(msg.Refuse).code == "key_role"
+
+
+# The ring changes.
+
+
+def test_a_revoked_key_is_cut_and_no_other(site: Site) -> None:
+    with site.peer("a") as a, site.peer("b") as b:
+        a.join()
+        a.found()
+        b.join()
+        b.status()
+        ends = b.control.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        others = a.control.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        site.edit(lambda ring: ring.revoke("b"))
+        site.service.reload(site.service.syncer.state.config)
+        assert ends.poll(int(HANG_S * 1000)), "the connection stays"
+        wait_until(lambda: site.members == ["a"], "the member to be lost")
+        wait_until(lambda: site.gate.refused > 0, "the new handshake to be refused")
+        assert a.status().phase is msg.Phase.RUNNING
+        assert not others.poll(0)
+        for peer, monitor in ((a, others), (b, ends)):
+            peer.control.disable_monitor()
+            monitor.close()
+
+
+def test_a_connection_that_never_sent_anything_is_cut_with_its_key(site: Site) -> None:
+    with site.peer("b") as b:
+        established = b.make(zmq.XPUB)
+        port = site.service.wires.uplink_port
+        established.connect(f"tcp://127.0.0.1:{port}")
+        assert established.poll(int(HANG_S * 1000)), "no connection"
+        ends = established.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        site.edit(lambda ring: ring.revoke("b"))
+        assert ends.poll(int(HANG_S * 1000)), "the connection stays"
+        established.disable_monitor()
+        ends.close()
+
+
+def test_a_key_that_expires_is_cut(site: Site) -> None:
+    def expire(ring: Keyring) -> Keyring:
+        soon = [
+            dataclasses.replace(g, until=time.time() + 1) if g.holder.name == "b" else g
+            for g in ring.grants
+        ]
+        return dataclasses.replace(ring, grants=tuple(soon))
+
+    with site.peer("a") as a, site.peer("b") as b:
+        a.join()
+        b.join()
+        site.edit(expire)
+        wait_until(lambda: site.members == ["a"], "the member to be lost")
+
+
+def test_a_ring_that_does_not_parse_keeps_the_old_one(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = ring_path(site.directory)
+    good = path.read_text()
+    with site.peer("a") as a, caplog.at_level(logging.ERROR):
+        a.join()
+        path.write_text(good + "[[key]\n")
+        wait_until(lambda: "the old one stays" in caplog.text, "the error")
+        assert a.status()
+        with site.peer("b") as b:
+            assert b.status()
+        path.write_text(good.replace('name = "b"', 'name = "bee"'))
+        wait_until(lambda: site.gate.holder(site.pairs["b"].public) == KeyHolder("bee"), "the edit")
+        assert a.status()
+
+
+# Invitations.
+
+
+def test_an_invitation_becomes_a_key_once(site: Site) -> None:
+    token, mine = new_pair(), new_pair()
+    site.pairs |= {"token": token, "new": mine}
+    invited = KeyHolder("new", organisation="x")
+    site.edit(lambda ring: ring.invite(invited, token.public, until=time.time() + 600))
+    wait_until(lambda: site.gate.holder(token.public), "the invitation")
+    with site.peer("token", "new") as guest:
+        guest.send(guest.hello())
+        assert guest.receive(msg.Refuse).code == "key_role"
+        ends = guest.control.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        guest.send(msg.Enrol(PROTOCOL, mine.public))
+        assert guest.receive(msg.Enrolled).name == "new"
+        assert ends.poll(int(HANG_S * 1000)), "the connection stays"
+        guest.control.disable_monitor()
+        ends.close()
+    assert read_ring(site.directory).of("new")[0].public == mine.public
+    with site.peer("new") as new:
+        new.join()
+        (member,) = site.service.syncer.state.roster.connected()
+        assert member.organisation == "x"
+
+
+def test_an_expired_invitation_names_the_remedy(site: Site) -> None:
+    site.pairs["token"] = token = new_pair()
+    site.edit(lambda ring: ring.invite(KeyHolder("new"), token.public, until=time.time() - 1))
+    wait_until(lambda: site.gate.holder(token.public), "the invitation")
+    with site.peer("token", "new") as guest:
+        guest.send(msg.Enrol(PROTOCOL, new_pair().public))
+        refusal = guest.receive(msg.Refuse)
+    assert refusal.code == "invitation" and "narrows keys invite NAME" in refusal.remedy
+
+
+# Connections.
+
+
+def test_a_message_that_never_ends_takes_bounded_memory(tmp_path: Path) -> None:
+    # By hand: libzmq keeps the parts of a message until it is whole.
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 4) + b"XPUB"
+    part = b"\x03" + struct.pack(">Q", 1 << 20) + bytes(1 << 20)
+    with live_broker(broker_config(tmp_path)) as service:
+        before, most, sent = _resident_bytes(), 0, 0
+        port = service.wires.uplink_port
+        with socket.create_connection(("127.0.0.1", port)) as endless:
+            endless.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
+            while True:
+                try:
+                    endless.sendall(part)
+                except OSError:
+                    break
+                sent += len(part)
+                most = max(most, _resident_bytes() - before)
+        assert sent > UPLINK_HELD_MAX
+        assert most < 4 * UPLINK_HELD_MAX
+        with Peer(service.wires.address, "a") as a:
+            assert a.refusals("too_large") == 1
+
+
+def test_a_holder_has_a_bounded_number_of_connections(site: Site) -> None:
+    with site.peer("a") as a, site.peer("b") as b:
+        a.join()
+        extra = [b.make(zmq.DEALER) for _ in range(8)]
+        monitors = [each.get_monitor_socket(zmq.EVENT_DISCONNECTED) for each in extra]
+        for each in extra:
+            each.connect(site.service.wires.address)
+        for each in extra:
+            each.send(b"not even a message")
+        wait_until(lambda: a.refusals("quota") >= 1, "the cut")
+        assert any(monitor.poll(int(HANG_S * 1000)) for monitor in monitors)
+        for each, monitor in zip(extra, monitors, strict=True):
+            each.disable_monitor()
+            monitor.close()
+        assert site.members == ["a"]
+
+
+def test_half_open_handshakes_are_bounded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("narrows.broker.process.connections.HALF_OPEN_MAX", 20)
+    connections = site.service.wires.connections
+    port = int(site.service.wires.address.rsplit(":", 1)[1])
+    with site.peer("a") as a:
+        a.join()
+        flood = [socket.create_connection(("127.0.0.1", port)) for _ in range(60)]
+        wait_until(lambda: connections.cuts["quota"] >= 40, "the oldest to be cut")
+        wait_until(lambda: len(connections) <= 25, "their end")
+        assert a.status()
+        for each in flood:
+            each.close()
+        wait_until(lambda: len(connections) == 3, "the end of all")
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
