@@ -1,12 +1,12 @@
-# Every target builds .venv by itself from constraints.txt; nothing else is needed than
-# Python 3.11 (with venv) and make.
+# Every target builds .venv by itself from locks/venv.txt and constraints.txt; nothing else is
+# needed than Python 3.11 (with venv) and make.
 #
 #   make demo ARGS="--baselines"    more arguments for `narrows demo`
 #   make bench ARGS=--full          the long selections (as root: those with lines too)
 #   make test ARGS="-k fragments"   more arguments for pytest
 #   make chaos SEEDS=5000           more simulated runs with faults
 #   make chaos-broker KILLS=1000    more kills of a real broker
-#   make fuzz MINUTES=60 ARGS=payloads    longer, and one decoder alone
+#   make fuzz MINUTES=60 ARGS=payloads    longer, and one decoder beside the ports alone
 #   make mutation SEED=2 COUNT=60    planted errors, another list of them for each seed
 #   make venv TORCH_INDEX=URL       take torch from this index (only torch, only at the first build)
 
@@ -23,6 +23,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
+TOOLS := build/tools
 
 # The fuzzer is no part of .venv: no other target needs it, and it is not there for every platform.
 ATHERIS := atheris==3.0.0
@@ -37,7 +38,7 @@ export OMP_NUM_THREADS NUMBA_NUM_THREADS
 # The version of pyright is pinned; it need not ask a registry for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo bench test check fmt house chaos chaos-broker chaos-connections chaos-names chaos-end fuzz mutation venv
+.PHONY: help demo bench test check fmt house transcript chaos chaos-broker chaos-connections chaos-names chaos-end fuzz mutation venv sbom audit
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +63,9 @@ fmt: $(READY)  ## format, and repair what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+transcript: $(READY)  ## walk two sites with real commands, and write what they print into docs/two-sites.md
+	PYTHONPATH=tests $(BIN)/python tests/two_sites.py
+
 house: $(READY)  ## write the tree into docs/house.md
 	PYTHONPATH=tests $(BIN)/python tests/house.py
 
@@ -83,6 +87,8 @@ chaos-names: $(READY)  ## a hundred thousand learners come and go in virtual tim
 
 fuzz: $(READY) $(FUZZ)/.ready  ## MINUTES of made-up bytes for every decoder, and for the ports of a broker
 	PYTHONPATH=$(FUZZ) $(BIN)/python tests/fuzz/run.py --minutes $(MINUTES) $(ARGS)
+	$(BIN)/python tests/fuzz/ports.py --minutes $(MINUTES)
+	$(BIN)/python tests/fuzz/ports.py --minutes $(MINUTES) --keys
 
 mutation: $(READY)  ## COUNT small errors drawn by SEED: which of them do the tests notice?
 	$(BIN)/python tests/mutation/run.py --seed $(SEED) --count $(COUNT) --report $(REPORT) $(ARGS)
@@ -90,12 +96,26 @@ mutation: $(READY)  ## COUNT small errors drawn by SEED: which of them do the te
 venv: $(READY)  ## only build .venv
 	@echo "ready: source $(BIN)/activate"
 
-# torch comes first and alone, because TORCH_INDEX may be an index that has little besides torch;
-# the second command adds what torch depends on. The marker is written last: a build that was
-# interrupted is done again.
-$(READY): constraints.txt pyproject.toml
+sbom: $(READY) $(TOOLS)/.ready  ## build/sbom.json: what .venv is made of, as CycloneDX
+	$(TOOLS)/bin/cyclonedx-py environment --output-file build/sbom.json $(BIN)/python
+	@echo "written: build/sbom.json"
+
+audit: $(TOOLS)/.ready  ## known vulnerabilities of the pinned packages, where the network allows it
+	@$(TOOLS)/bin/python -c 'import urllib.request as u; u.urlopen("https://pypi.org/pypi/pip/json", timeout=20)' \
+		2>/dev/null || { echo "make audit asks pypi.org, which does not answer from here; run it elsewhere" >&2; exit 1; }
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes --requirement locks/venv.txt
+
+$(TOOLS)/.ready: locks/tools.txt
+	$(PYTHON) -m venv --clear $(TOOLS)
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes --requirement $<
+	@touch $@
+
+# All files have pinned digests, but for torch: it comes alone, because TORCH_INDEX may be an index
+# that has little besides it; the last command adds what torch alone depends on. The marker is
+# written last: a build that was interrupted is done again.
+$(READY): locks/venv.txt constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --constraint constraints.txt --no-deps setuptools
+	$(PIP) install --no-deps --require-hashes --requirement locks/venv.txt
 	$(PIP) install --constraint constraints.txt --no-deps \
 		$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) install --constraint constraints.txt --no-build-isolation \

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, Literal, cast
 
+from narrows.broker.merge_config import MergeSection as MergeSection
 from narrows.proto.address import parse_listen
 from narrows.proto.codec import setting_names
 from narrows.proto.config import Choice, Range, Section, check_choice, override, read_table
 from narrows.proto.errors import ConfigError
-from narrows.proto.flow import message_bytes
 from narrows.proto.limits import (
     CHUNK_ELEMENTS_MAX,
     FRAGMENTS_MAX,
@@ -25,8 +25,8 @@ from narrows.proto.limits import (
     STREAMS_MAX,
     TOKENS_MAX,
 )
-from narrows.proto.messages import Mode, RunSettings
-from narrows.proto.timing import BEAT_S, FORGET_S, LATE_S, LOST_S, PROBE_S
+from narrows.proto.messages import Mode
+from narrows.proto.timing import BEAT_S, FORGET_S, LATE_S, LOST_S, PROBE_S, QUIET_S
 from narrows.proto.units import Amount, BitRate, Duration, Size, written
 
 OUTER_OPTIMIZERS: Final = ("nesterov", "sgd")
@@ -47,8 +47,7 @@ class BrokerSection(Section):
     """Directory of run.json, checkpoints and journal; one broker at a time. A checkpoint is about
     three float32 copies of the model, and there are two or three."""
     insecure: bool = False
-    """Allow a broker to listen beyond loopback although connections have no encryption and no
-    keys."""
+    """Allow a broker to listen beyond loopback without encryption and keys."""
     init: str = ""
     """Safetensors file that becomes version 0. Empty: the first learner's parameters do."""
     checkpoint_versions: Annotated[int, Range(1, 1_000_000)] = 50
@@ -67,9 +66,10 @@ class BrokerSection(Section):
     journal is cut back to the older of the two checkpoints that are kept."""
     journal_segment: Annotated[Size, Range(1 << 12, 1 << 40)] = 64 << 20
     """Size of one file of the journal; a broker takes the room of one at its start."""
+    rollback_to: Annotated[int, Range(-1, TOKENS_MAX)] = -1
+    """Version, summed over the fragments, to which this start takes the run back. -1: none."""
     beat: Annotated[Duration, Range(0.01, 60)] = BEAT_S
-    """Time between two beats to each learner. Beats repeat the state, so a lost one costs this much
-    delay."""
+    """Time between two beats to each learner. They repeat the state: a lost one is a delay."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,6 +81,9 @@ class BrokerSection(Section):
             )
         if not self.state_dir:
             raise ConfigError("state_dir: empty", expected="a directory")
+        if self.beat >= QUIET_S:
+            what = "beat: learners that hear nothing for so long take the broker for lost"
+            raise ConfigError(what, expected=f"less than {QUIET_S:g}s", got=f"{self.beat:g}s")
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,10 @@ class RunSection(Section):
     learners_at_start: Annotated[int, Range(1, LEARNERS_MAX)] = 1
     """Learners that must have joined before the first version is handed out, so that they all
     start together. Later ones join at any time."""
+    founder: str = ""
+    """Learner whose model becomes the run's; others wait for it. Empty: the first that joins."""
     max_offline: Duration = 3600.0
-    """A learner that is cut off for longer pauses until it is back, because its work would be
-    thrown away. 0: it trains on for ever."""
+    """A learner that is cut off for longer pauses: its work would be thrown away. 0: never."""
 
 
 @dataclass(frozen=True)
@@ -125,40 +129,6 @@ class FragmentsSection(Section):
                 "overlap_steps: as long as the sync period",
                 expected=f"less than sync_period_steps = {self.sync_period_steps}",
                 got=str(self.overlap_steps),
-            )
-
-
-@dataclass(frozen=True)
-class MergeSection(Section):
-    """[merge] When a round is merged and how."""
-
-    quorum: Annotated[int, Range(1, LEARNERS_MAX)] = 1
-    """K, contributions without which a round is not merged. 1 keeps the run going whatever
-    happens, and with the waits below it merges one learner alone only if nobody else is near."""
-    grace_fraction: Annotated[float, Range(0, 1)] = 0.9
-    """gamma, share of the slack that the overlap leaves which is spent waiting after quorum."""
-    grace_max: Duration = 30.0
-    """Longest grace window, a duration."""
-    wait_fraction: Annotated[float, Range(0, 1)] = 0.25
-    """Longest wait after quorum for pushes that are predicted to arrive, in units of H inner steps.
-    Nobody is blocked by it; 0 merges slow learners rarely, 1 delays every adoption."""
-    weights: Literal["tokens", "equal"] = "tokens"
-    """tokens: tokens^2 / steps (Decoupled DiLoCo, arXiv 2604.21428, Sec. 3.2). equal: 1 / M."""
-    rule: Literal["layout", "mean"] = "layout"
-    """layout: radial-directional or mean, as the layout says per tensor. mean: always the mean."""
-    clip_ratio: Annotated[float, Range(0, 1000)] = 3.0
-    """From three contributors on, norms are clipped to this multiple of their median, per tensor
-    piece. At least 1; 0: never."""
-    share_max: Annotated[float, Range(0.34, 1)] = 0.5
-    """Largest weight of one contribution among three or more; 1: no limit."""
-    rounds_in_flight: Annotated[int, Range(1, 64)] = 2
-    """Rounds that may be open at the same time, on different fragments."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if 0 < self.clip_ratio < 1:
-            raise ConfigError(
-                "clip_ratio: below the median", expected="0 or at least 1", got=str(self.clip_ratio)
             )
 
 
@@ -262,11 +232,12 @@ class LivenessSection(Section):
 
 @dataclass(frozen=True)
 class SecuritySection(Section):
-    """[security] Keys: who may connect, and who may read what is on disk."""
+    """[security] Keys: who may connect, and what on the disk nobody alters unnoticed."""
 
     keys: str = ""
-    """Directory with the broker's key and the ring of keys that it admits; `narrows keys new` makes
-    one. Empty: no keys, so the broker serves this machine alone."""
+    """Directory that `narrows keys new` makes. Empty: the broker serves this machine alone."""
+    seal_key: str = ""
+    """File with the key that seals the state directory, outside of it. Empty: nothing is sealed."""
 
 
 @dataclass(frozen=True)
@@ -286,18 +257,17 @@ class BrokerConfig(Section):
 
 _PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
     Mode.DECOUPLED: {},
-    # Nothing to set: that all live learners contribute follows from the mode itself.
     Mode.STREAMING: {},
     Mode.DILOCO: {
         "fragments.count": 1,
         "fragments.overlap_steps": 0,
         "merge.weights": "equal",
         "merge.rule": "mean",
+        "merge.norm_limit": 0.0,
         "merge.clip_ratio": 0.0,
         "merge.rounds_in_flight": 1,
     },
 }
-
 
 assert _PRESETS.keys() == set(Mode), "each mode has a preset"
 
@@ -321,29 +291,3 @@ def load_config(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
     mode = named if isinstance(named, str) else Mode.DECOUPLED
     config = override(BrokerConfig(), preset(mode))
     return override(override(config, table, source=str(path)), flags, source="flags")
-
-
-def settings(config: BrokerConfig) -> RunSettings:
-    """The settings that the whole group shares, as a Welcome carries them."""
-    wan, count = config.wan, config.run.learners_at_start
-    # Paired with FragmentsSection and with the learner, which waits beyond the overlap.
-    assert config.fragments.overlap_steps < config.fragments.sync_period_steps, config.fragments
-    return RunSettings(
-        mode=config.run.mode,
-        fragment_count=config.fragments.count,
-        sync_period_steps=config.fragments.sync_period_steps,
-        overlap_steps=config.fragments.overlap_steps,
-        push_codec=config.codec.push,
-        publish_codec=config.codec.publish,
-        push_rho=config.codec.push_rho,
-        publish_rho=config.codec.publish_rho,
-        push_bits=config.codec.push_bits,
-        publish_bits=config.codec.publish_bits,
-        chunk_elements=config.codec.chunk_elements,
-        message_bytes=message_bytes(wan.up, wan.down, wan.total_up / count, wan.total_down / count),
-        streams=wan.streams,
-        error_feedback=config.codec.error_feedback,
-        tokens_per_run_step=config.run.tokens_per_run_step,
-        goal_tokens=config.run.goal_tokens,
-        max_offline_s=config.run.max_offline,
-    )

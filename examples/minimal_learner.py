@@ -1,14 +1,13 @@
 """A whole Narrows learner in one file, written from proto/PROTOCOL.md alone; §n is its section n.
 
 --layout names a file that `narrows layout` wrote. A training step is weight decay: this file has no
-model, so it founds no run. Exit codes: 0 run ended, 2 not supported, 3 refused, 4 no broker.
-"""
+model, so it founds no run. Exits: 0 run ended, 2 not supported, 3 refused, 4 no broker, 130 ^C."""
 
 import argparse
 import json
+import signal
 import sys
 import time
-from pathlib import Path
 from struct import unpack_from
 from typing import Any, NoReturn, TypeAlias
 
@@ -21,12 +20,12 @@ import zstandard
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 Message: TypeAlias = dict[str, Any]
 PROTOCOL, PUSH, PUBLICATION, STATE, INT4, BLOSC2 = 3, 1, 3, 4, "int4-zstd", "f32-blosc2"
-SUPPORTED = {"mode": "decoupled", "push_codec": INT4, "publish_codec": INT4, "role": "adopt wait"}
+SUPPORTED = {"role": "adopt wait", "mode": "decoupled", "push_codec": INT4, "publish_codec": INT4}
 OPTIONS = {zmq.RECONNECT_IVL: 100, zmq.RECONNECT_IVL_MAX: 2000, zmq.TCP_MAXRT: 20000}
 OPTIONS |= {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5}
 OPTIONS |= {zmq.IMMEDIATE: 1, zmq.SNDHWM: 0, zmq.RCVHWM: 64, zmq.MAXMSGSIZE: 4259840}
 HELLO_AGAIN = ("unknown_session", "wrong_epoch", "over_capacity", "quota")
-LOGGED = ("bad_frame", "bad_message", "too_large", "bad_checksum")
+FIRST, LOGGED = "welcome asklayout refuse probe", "bad_frame bad_message too_large bad_checksum"
 digest = xxhash.xxh3_64_intdigest
 
 
@@ -170,10 +169,10 @@ class Learner:
 
     def hello(self, now: float) -> None:
         held = [f.version for f in self.fragments]
-        m = self.model | {"name": self.name, "incarnation": self.incarnation, "run_id": self.run_id}
-        m |= {"epoch": self.epoch, "epoch_proof": self.proof, "protocol": PROTOCOL}
+        m = {"fingerprint": self.model["fingerprint"], "name": self.name, "run_id": self.run_id}
+        m |= {"incarnation": self.incarnation, "epoch": self.epoch, "epoch_proof": self.proof}
         m |= {"step": self.steps, "tokens": self.steps, "codecs": [INT4, BLOSC2]}
-        self.tell("hello", **m, versions=[] if -1 in held else held)
+        self.tell("hello", **m, protocol=PROTOCOL, versions=[] if -1 in held else held)
         self.hello_at = now + self.hello_s * (1 + np.random.random())
         self.asked_at, self.hello_s = min(self.asked_at, now), min(5.0, 2 * self.hello_s)
 
@@ -181,7 +180,7 @@ class Learner:
         """Takes a control message (§5); the codes of a Refuse are in §16."""
         kind, epoch, push_id = m["type"], m.get("epoch", self.epoch), m.get("push_id")
         self.heard_at, self.asked_at, self.redial_s = now, np.inf, 2.5
-        if epoch[0] < self.epoch[0] or not (self.joined or kind in ("welcome", "refuse", "probe")):
+        if epoch[0] < self.epoch[0] or not (self.joined or kind in FIRST.split()):
             return
         again = not push_id and m.get("code") in HELLO_AGAIN
         if self.joined and (kind == "bye" or again or epoch != self.epoch):
@@ -195,13 +194,13 @@ class Learner:
             elif f.chunks and f.push["push_id"] == push_id:
                 f.failed, f.chunks, f.unsent, f.declined = True, {}, [], (-1, 0)
                 f.retry_at = np.inf if m["code"] == "push_conflict" else now + 5
-        elif kind == "refuse" and not again and not (self.run_id and m["code"] in LOGGED):
+        elif kind == "refuse" and not again and not (self.run_id and m["code"] in LOGGED.split()):
             told = [f"{key} {m[key]}" for key in ("expected", "got", "remedy") if m.get(key)]
             stop(3, f"{m['code']}: {m['message']}; {', '.join(told)}")
         elif kind in ("beat", "progress") and self.known < m["received"][0] <= self.sent:
             self.known, self.moved_at = m["received"][0], now
-        elif kind == "welcome":
-            self.on_welcome(m)
+        elif kind in ("welcome", "asklayout"):  # who is asked for its layout founds the run
+            self.on_welcome({"role": "found", "settings": {}, "run_id": ""} | m)
         if kind in ("beat", "welcome"):
             self.phase, self.rounds = m["phase"], m["rounds"]
             self.news, self.rate = self.news or m["up_bits_per_s"] != self.rate, m["up_bits_per_s"]
@@ -389,11 +388,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A Narrows learner, written from PROTOCOL.md.")
     parser.add_argument("--broker", required=True, help="tcp://HOST:PORT")
     parser.add_argument("--name", required=True, help="unique in the run")
-    parser.add_argument("--layout", required=True, type=Path, help="what `narrows layout` prints")
+    parser.add_argument("--layout", required=True, type=argparse.FileType(), help="a layout file")
     parser.add_argument("--step-s", type=float, default=0.02, help="least seconds of a step")
     parser.add_argument("--join-timeout-s", type=float, default=60)
     options = parser.parse_args()
-    learner = Learner(options.broker, options.name, json.loads(options.layout.read_text()))
+    signal.signal(signal.SIGINT, lambda *_: stop(130, "stopped by Ctrl-C"))
+    learner = Learner(options.broker, options.name, json.load(options.layout))
     learner.run(options.step_s, options.join_timeout_s)
     for f in learner.fragments:
         end = {"fragment": f.index, "version": f.version, "digest": f"{digest(f.copy.data):016x}"}

@@ -11,7 +11,7 @@ from narrows.proto.keys import SiteKey, key_path, read_site_key
 
 
 @dataclass(frozen=True)
-class Site:
+class JoinTarget:
     """All that a learner needs to find its broker and to be known there."""
 
     broker: str
@@ -23,7 +23,7 @@ class Site:
 
 def site_of(
     broker: str | None, name: str | None, key: str | os.PathLike[str] | None = None
-) -> Site:
+) -> JoinTarget:
     """The key file gives what is not given: the file that `key`, or NARROWS_KEY, names.
 
     Raises ConfigError for another name than the key's, for a file that cannot be used, or if
@@ -41,14 +41,14 @@ def site_of(
             remedy=f"a name needs a key of its own: the broker's operator types "
             f"`narrows keys invite {name} --address {found.broker}`",
         )
-    return Site(broker or found.broker, found.name, found, path)
+    return JoinTarget(broker or found.broker, found.name, found, path)
 
 
-def _without_key(broker: str | None, name: str | None) -> Site:
+def _without_key(broker: str | None, name: str | None) -> JoinTarget:
     if broker is None or name is None:
         raise ConfigError(
             f"the learner's {'broker' if broker is None else 'name'} is missing",
             expected="broker and name, or a key file that has both",
             remedy="give both, or a key (key=, --key, NARROWS_KEY)",
         )
-    return Site(broker, name)
+    return JoinTarget(broker, name)

@@ -320,7 +320,7 @@ def _is_section(kind: object) -> bool:
 
 
 _INSPECTED: Final[dict[type[Section], dict[str, tuple[object, tuple[object, ...]]]]] = {}
-"""What `_fields` returns, by class: to look once more takes longer than all else here."""
+"""Results of `_fields`, by class: to look once more takes longer than all else here."""
 
 
 def _fields(cls: type[Section]) -> dict[str, tuple[object, tuple[object, ...]]]:

@@ -44,6 +44,7 @@ class ErrorCode(StrEnum):
     NO_ROUND = "no_round"
     BAD_TOKENS = "bad_tokens"
     TOO_MANY_PUSHES = "too_many_pushes"
+    QUARANTINED = "quarantined"
     OLD_INCARNATION = "old_incarnation"
     # Local: nothing was sent.
     CONFIG = "config"
@@ -61,7 +62,13 @@ class ErrorCode(StrEnum):
 
 #: Refusals of one message: it is dropped, the session goes on.
 OF_ONE_MESSAGE = frozenset(
-    {ErrorCode.BAD_FRAME, ErrorCode.BAD_MESSAGE, ErrorCode.TOO_LARGE, ErrorCode.BAD_CHECKSUM}
+    {
+        ErrorCode.BAD_FRAME,
+        ErrorCode.BAD_MESSAGE,
+        ErrorCode.TOO_LARGE,
+        ErrorCode.BAD_CHECKSUM,
+        ErrorCode.NOT_FOUNDER,
+    }
 )
 
 #: Refusals of a session after which the learner says Hello again by itself, with back-off.

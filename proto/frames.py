@@ -26,13 +26,13 @@ from narrows.proto.limits import (
     STREAMS_MAX,
     TOPIC_BYTES_MAX,
 )
-from narrows.proto.messages import Beat, ControlMessage, Header, Hello, Status, Welcome
+from narrows.proto.messages import Beat, ControlMessage, Header, Status, Welcome
 from narrows.proto.units import counted
 
 MAGIC = b"NRW"
 ENVELOPE_BYTES = 12
 
-_LARGE = Hello, Welcome, Beat, Status
+_LARGE = Welcome, Beat, Status
 """Messages that only learners take, and that grow with the run."""
 
 _encoder = msgspec.msgpack.Encoder()

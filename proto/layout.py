@@ -1,22 +1,29 @@
 """The layout of a model: which tensors travel, checked, counted, compared.
 
-Layouts are compared entry by entry, not by a digest, so that a refusal can name the difference.
+Peers compare fingerprints. Where they differ, layouts are compared entry by entry, so that a
+refusal can name the difference.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
+
+import msgspec
 
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.limits import (
     DIMENSIONS_MAX,
     ELEMENTS_MAX,
+    LAYOUT_PART_BYTES_MAX,
+    LAYOUT_PARTS_MAX,
     TENSOR_NAME_CHARACTERS_MAX,
     TENSORS_MAX,
 )
-from narrows.proto.messages import LayoutEntry
+from narrows.proto.messages import LayoutEntry, LayoutPart
 
 
 def element_count(entry: LayoutEntry) -> int:
@@ -39,6 +46,69 @@ def check_layout(layout: Sequence[LayoutEntry]) -> None:
         names.add(entry.name)
         elements += element_count(entry)
     _check(elements <= ELEMENTS_MAX, "elements", f"at most {ELEMENTS_MAX}", str(elements))
+
+
+def fingerprint(layout: Sequence[LayoutEntry], frozen_digest: int) -> str:
+    """BLAKE2b with 16 bytes of digest over [frozen_digest, layout] as the shortest msgpack."""
+    told = msgspec.msgpack.encode((frozen_digest, layout))
+    return hashlib.blake2b(told, digest_size=16).hexdigest()
+
+
+def split_layout(layout: Sequence[LayoutEntry], frozen_digest: int) -> tuple[LayoutPart, ...]:
+    """A checked layout as it travels. Raises RemoteProtocolError TOO_LARGE for one of too many
+    parts."""
+    groups, room = list[list[LayoutEntry]](), 0
+    for entry in layout:
+        size = len(msgspec.msgpack.encode(entry))
+        if size > room:
+            groups.append([])
+            room = LAYOUT_PART_BYTES_MAX
+        groups[-1].append(entry)
+        room -= size
+    if len(groups) > LAYOUT_PARTS_MAX:
+        raise RemoteProtocolError(
+            ErrorCode.TOO_LARGE,
+            "layout",
+            expected=f"at most {LAYOUT_PARTS_MAX} parts of {LAYOUT_PART_BYTES_MAX} bytes",
+            got=f"{len(groups)} parts",
+        )
+    return tuple(
+        LayoutPart(index, len(groups), frozen_digest, tuple(group))
+        for index, group in enumerate(groups)
+    )
+
+
+@dataclass
+class JoinedLayout:
+    """A layout that comes in parts, in order. What does not fit is refused, so it is bounded."""
+
+    entries: list[LayoutEntry] = field(default_factory=list[LayoutEntry])
+    frozen_digest: int = 0
+    next_part: int = 0
+    """The first part that is missing."""
+    _count: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return 0 < self._count == self.next_part
+
+    def take(self, part: LayoutPart) -> bool:
+        """Takes the next part in. Returns False for any other one, which is not wanted.
+
+        Raises RemoteProtocolError BAD_MESSAGE for a part that contradicts those before.
+        """
+        if part.index != self.next_part or self.complete:
+            return False
+        told = (part.count, part.frozen_digest)
+        known = (self._count, self.frozen_digest) if self._count else told
+        _check(told == known, "parts", f"{known[0]} of one layout", f"{told[0]} of another one")
+        _check(part.index < part.count, "parts", f"at most {part.count}", str(part.index + 1))
+        _check(bool(part.entries), f"part {part.index}", "a tensor at least", "none")
+        tensors = len(self.entries) + len(part.entries)
+        _check(tensors <= TENSORS_MAX, "tensors", f"at most {TENSORS_MAX}", str(tensors))
+        self.entries += part.entries
+        (self._count, self.frozen_digest), self.next_part = told, self.next_part + 1
+        return True
 
 
 def differences(
@@ -95,7 +165,7 @@ def _differences(ours: Sequence[LayoutEntry], theirs: Sequence[LayoutEntry]) -> 
 
 
 def _entry_differences(ours: LayoutEntry, theirs: LayoutEntry) -> Iterator[str]:
-    for field in ("shape", "dtype", "rule"):
-        expected, got = getattr(ours, field), getattr(theirs, field)
+    for name in ("shape", "dtype", "rule"):
+        expected, got = getattr(ours, name), getattr(theirs, name)
         if expected != got:
-            yield f"{ours.name!r}: {field} {got}, expected {expected}"
+            yield f"{ours.name!r}: {name} {got}, expected {expected}"

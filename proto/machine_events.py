@@ -23,3 +23,6 @@ class Note:
 
     level: str
     text: str
+    about: str = ""
+    """Kind and peer of a line that a peer can cause as often as it likes: such lines are limited.
+    Empty: it is told each time."""

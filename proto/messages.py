@@ -17,6 +17,7 @@ from narrows.proto.terms import (
     DtypeName,
     Elements,
     Epoch,
+    Fingerprint,
     FragmentHead,
     Heads,
     LayoutEntries,
@@ -78,9 +79,8 @@ class Hello(_Control, frozen=True):
     """The run this learner belongs to, "" on its first Hello."""
     epoch: Epoch
     """The epoch that the learner followed last, (0, 0, 0) on its first Hello."""
-    layout: tuple[LayoutEntry, ...]
-    frozen_digest: int
-    """xxh3_64 over names and bytes of the parameters that do not travel; 0: none."""
+    fingerprint: Fingerprint
+    """The layout and the parameters that do not travel, in 16 bytes."""
     codecs: Codecs
     step: Count
     tokens: Count
@@ -146,9 +146,9 @@ class Fetch(_Control, frozen=True):
 
 
 class Enrol(_Control, frozen=True):
-    """Hands over the public key of a site that accepts an invitation.
+    """Hands over a public key: of a site that accepts an invitation, or the successor of one's own.
 
-    The connection's own key says for which name: it was made for the invitation.
+    The connection's own key says for which name.
     """
 
     protocol: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from narrows.proto import timing
-from narrows.proto.limits import CONTROL_BYTES_MAX, PAYLOAD_BYTES_MAX
+from narrows.proto.limits import CONTROL_BYTES_MAX, CONTROL_UP_BYTES_MAX, PAYLOAD_BYTES_MAX
 
 STREAM_WINDOW_BYTES = 32 << 20
 """Unacknowledged payload per stream and direction. 2 Gbit/s at 100 ms round trip is 25 MB."""
@@ -50,6 +50,8 @@ CONTROL: dict[str, int] = {
 
 ROUTER: dict[str, int] = {
     **CONTROL,
+    # Anybody may send, so the broker takes small messages only.
+    "MAXMSGSIZE": CONTROL_UP_BYTES_MAX,
     # Per connection, and messages may be large: a peer that floods waits for the broker to read.
     "RCVHWM": 64,
     # A send to a peer that is gone fails, which is how a closed connection is noticed.
@@ -75,8 +77,6 @@ DATA: dict[str, int] = {
 
 XPUB: dict[str, int] = {
     **DATA,
-    # Only subscriptions come in, and a topic is short. Below 512 no CURVE handshake would pass.
-    "MAXMSGSIZE": 512,
     # Show each subscription, repeated ones after a reconnect too. XPUB_NODROP stays off: with it
     # one stalled subscriber stops all the others.
     "XPUB_VERBOSER": 1,
@@ -84,6 +84,8 @@ XPUB: dict[str, int] = {
 
 DOWNLINK: dict[str, int] = {
     **XPUB,
+    # Only subscriptions come in, and a topic is short. Below 512 no CURVE handshake would pass.
+    "MAXMSGSIZE": 512,
     # The broker decides which subscriptions count: a topic is for its learner alone.
     "XPUB_MANUAL": 1,
 }

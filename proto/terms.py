@@ -50,6 +50,7 @@ Rate: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e18)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
 Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]
 Codec: TypeAlias = Annotated[str, Meta(max_length=CODEC_CHARACTERS_MAX)]
+Fingerprint: TypeAlias = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Proof: TypeAlias = Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")]
 """Proof of the broker that knows the run's secret for an epoch; "": none."""
 PublicKey: TypeAlias = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}\Z")]

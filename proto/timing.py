@@ -16,6 +16,13 @@ connection begins again."""
 HELLO_MAX_S: Final = 5.0
 """Longest pause between two Hellos, before the jitter."""
 
+ASK_LAYOUT_S: Final = 0.5
+"""A learner that was refused for its layout repeats its question for the run's after this time."""
+
+LAYOUT_GONE_S: Final = 10.0
+"""It ends with the refusal as it came if no part has come for so long: a part takes 4 s on the
+slowest line that a budget can name."""
+
 REDIAL_S: Final = 5.0
 """A connection on which Hellos have no answer for this long is given up for a new one: a firewall
 or a proxy may have forgotten it. The next one gets twice the time, until something is heard."""
@@ -88,12 +95,12 @@ PATIENCE_SAMPLE_S: Final = 1.0
 
 # The run's clock.
 
-CLOCK_BURST_S: Final = 60.0
-"""Seconds since the last report with tokens that count; one that was cut off for up to eight times
-as long is accepted at once."""
+CLOCK_FIRST_S: Final = 60.0
+"""A learner without others is measured by its first minute. For so long the clock also waits, at
+the start of a broker, for a second learner to compare the first one with."""
 
 CLOCK_RESTS_S: Final = 2.0
-"""Without tokens for this long, and for 8 reports of the usual distance: a learner makes none."""
+"""Without a merge for this long, and for twice the usual distance of merges: the clock rests."""
 
 # Credit.
 
@@ -153,6 +160,10 @@ round."""
 
 SHARE_DIVIDE_S: Final = 0.05
 """Shares of the uplink are divided anew at most this often."""
+
+RATE_CONFIRM_S: Final = 5.0
+"""A learner that has not confirmed a lower rate for this long is counted by what arrives from it:
+what it claims to use must not be lost to the others."""
 
 # Sockets.
 

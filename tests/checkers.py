@@ -9,7 +9,7 @@ from narrows.bench.sim.broker import SimulatedContributor, SimulatedRound
 from narrows.bench.sim.learner import TORN, SimulatedLearner
 from narrows.bench.sim.records import AdoptionRecord, Failed, Installed
 from narrows.bench.sim.simulation import Simulation
-from narrows.broker.merging.merge import token_weights
+from narrows.broker.merging.weights import token_weights
 from narrows.proto.messages import Epoch, Phase
 
 THAW_S = 5.0
@@ -24,11 +24,20 @@ def check_safety(simulation: Simulation) -> None:
     """Checks the laws that hold even while everything fails."""
     assert not [record for record in simulation.trace if isinstance(record, Failed)]
     check_contributions(simulation)
+    check_clock(simulation)
     check_versions(simulation)
     check_digests(simulation)
     check_ledgers(simulation)
     check_merged(simulation)
     check_payloads(simulation)
+
+
+def check_clock(simulation: Simulation) -> None:
+    """The run's clock never has more tokens than were merged."""
+    assert simulation.broker is not None
+    clock = simulation.broker.syncer.state.clock
+    merged = sum(done.tokens for done in contributors(simulation))
+    assert 0 <= clock.units <= merged, (clock.units, merged)
 
 
 def check_contributions(simulation: Simulation) -> None:
@@ -42,7 +51,7 @@ def check_contributions(simulation: Simulation) -> None:
         merged.update((done.incarnation, done.push_id) for done in commit.contributors)
         work = [(done.tokens, done.steps) for done in commit.contributors]
         assert min(min(pair) for pair in work) >= 1, work
-        weights = token_weights(work, rule=simulation.config.merge.weights)
+        weights = token_weights(work, rule="tokens")
         assert abs(sum(weights) - 1.0) < 1e-12, weights
         assert min(weights) > 0.0
     twice = [push for push, count in merged.items() if count > 1]

@@ -9,7 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from narrows.broker.merging.evidence import PushEvidence
+from narrows.broker.merging.history import NormHistory
 from narrows.broker.merging.model import FragmentState
+from narrows.broker.merging.watch import Watch
 from narrows.broker.storage.checkpoint import CheckpointContent, StateDir, StateError
 from narrows.proto.codec import F32
 from narrows.proto.errors import ConfigError
@@ -25,11 +28,22 @@ LAYOUT = (
 RUN = "0123456789abcdef"
 
 
-def fragment_state(version: int, values: F32) -> FragmentState:
+def fragment_state(version: int, values: F32, pieces: int) -> FragmentState:
     published = values + np.float32(version)
     return FragmentState(
-        version, digest(published.data.cast("B")), values, values * np.float32(0.5), published
-    )
+        version, digest(published.data.cast("B")), values, values * np.float32(0.5), published,
+        history_of(version, pieces),
+    )  # fmt: skip
+
+
+def history_of(version: int, pieces: int) -> NormHistory:
+    """A history whose every norm tells its version, its row and its piece; none at version 0."""
+    history = NormHistory()
+    for each in range(max(1, version - 3), version + 1):
+        processes = [(f"l{i}", f"{i:032x}") for i in range(1 + each % 3)]
+        norms = np.arange(len(processes) * pieces, dtype=np.float32).reshape(-1, pieces)
+        history = history.after(each, processes, norms + np.float32(100 * each))
+    return history
 
 
 def snapshot(
@@ -46,9 +60,14 @@ def snapshot(
         run_tokens=1000 * version,
         phase=Phase.RUNNING,
         fragments=tuple(
-            fragment_state(version + part.index, rng.normal(size=part.elements).astype(np.float32))
+            fragment_state(
+                version + part.index,
+                rng.normal(size=part.elements).astype(np.float32),
+                len(part.pieces),
+            )
             for part in build_table(layout, fragment_count)
         ),
+        watch=Watch().after([PushEvidence("l0", version % 2 == 0, version / 7)]),
     )
 
 
@@ -61,7 +80,11 @@ def same(one: CheckpointContent | None, other: CheckpointContent) -> bool:
             (part.version, part.digest, *map(bytes, (part.global_, part.momentum, part.published)))
             for part in each.fragments
         ]
-        return [*rest, each.run_tokens, each.phase, arrays]
+        norms = [
+            [(entry.version, entry.processes, bytes(entry.norms)) for entry in part.history.rounds]
+            for part in each.fragments
+        ]
+        return [*rest, each.run_tokens, each.phase, arrays, norms, each.watch]
 
     return one is not None and content(one) == content(other)
 

@@ -7,8 +7,10 @@ from typing import Self
 
 from fake_disk import Crash, FakeDisk
 
+from narrows.broker.storage.chain import Chain
 from narrows.broker.storage.disk import Files
 from narrows.broker.storage.journal import Journal, JournalError
+from narrows.broker.storage.seal import SealKey
 from narrows.broker.storage.segments import RECORD_HEADER_BYTES, SEGMENT_HEADER_BYTES
 from narrows.proto.errors import ErrorCode
 
@@ -16,8 +18,8 @@ RUN = "0123456789abcdef"
 SEGMENT_BYTES = 512
 
 
-def opened(files: Files, segment_bytes: int = SEGMENT_BYTES) -> Journal:
-    return Journal.open(files, run_id=RUN, segment_bytes=segment_bytes)
+def opened(files: Files, segment_bytes: int = SEGMENT_BYTES, chain: Chain | None = None) -> Journal:
+    return Journal.open(files, run_id=RUN, segment_bytes=segment_bytes, chain=chain)
 
 
 def contents(journal: Journal, first: int | None = None) -> list[bytes]:
@@ -41,6 +43,8 @@ class Story:
     there, unless they are older than `cut`. Nothing else may be there.
     """
 
+    chain: Chain | None = None
+
     def __init__(self, disk: FakeDisk, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.disk = disk
         self.segment_bytes = segment_bytes
@@ -60,7 +64,7 @@ class Story:
         """Another process opens the journal; the process before it has died."""
         self._promised, self.journal = self.promised, None
         self.life += 1
-        journal = opened(self.disk, self.segment_bytes)
+        journal = opened(self.disk, self.segment_bytes, self.chain)
         found = contents(journal)
         last = journal.first + len(found) - 1
         assert journal.first <= self.cut
@@ -110,6 +114,12 @@ class Story:
         return False
 
 
+class SealedStory(Story):
+    """The same of a journal that is sealed."""
+
+    chain = Chain(SealKey(b"k" * 32))
+
+
 Step = Callable[[Story], None]
 Script = Iterable[Step]
 
@@ -155,9 +165,9 @@ def calls_of(script: Script, make: Callable[[], Story]) -> int:
     return len(story.disk.calls)
 
 
-def three_segments() -> tuple[dict[str, bytes], list[bytes]]:
+def three_segments(kind: type[Story] = Story) -> tuple[dict[str, bytes], list[bytes]]:
     """The files of a small journal and its bodies: batches of several records, free room."""
-    story = Story(FakeDisk())
+    story = kind(FakeDisk(), SEGMENT_BYTES if kind is Story else 2 * SEGMENT_BYTES)
     for sizes in ((20, 5), (0, 60, 31), (40, 40), (7, 50), (30, 1), (77,), (30,), (9, 9)):
         story.follow((append(*sizes), sync))
     files = story.disk.contents()

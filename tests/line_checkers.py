@@ -5,6 +5,7 @@ It is measured where it leaves the sender. Nothing is taken from the sender's ow
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -101,12 +102,15 @@ class _Stream:
     moved_at: float = 0.0
     """Time of the last progress, or of the first message after a pause."""
     was_late: bool = False
+    tried_at: float = -math.inf
+    """Time of the last message beyond the window."""
 
 
 def check_credit(log: LineLog, window_bytes: int) -> None:
     """Never more than the window is unacknowledged on a stream, but for a single larger message
-    on an empty one, and for what is tried where nothing has moved for STANDSTILL_S. A stream that
-    moves again after so long may have one message more, until all of it is acknowledged."""
+    on an empty one, and for what is tried where nothing has moved for STANDSTILL_S: a message at a
+    time, with as long between two. A stream that moves again after so long may have one message
+    more, until all of it is acknowledged."""
     streams = defaultdict[tuple[LineRoute, int], _Stream](_Stream)
     for each in log:
         route = each.route
@@ -125,7 +129,12 @@ def check_credit(log: LineLog, window_bytes: int) -> None:
             stream.sent += each.payload_bytes
             unknown_bytes = stream.sent - stream.told
             more_bytes = each.payload_bytes if stream.was_late else 0
-            assert (
-                unknown_bytes <= max(window_bytes + more_bytes, each.payload_bytes)
-                or each.at_s - stream.moved_at >= STANDSTILL_S
-            ), f"{unknown_bytes} bytes are unacknowledged on stream {each.stream} of {route}"
+            if unknown_bytes > max(window_bytes + more_bytes, each.payload_bytes):
+                what = (
+                    f"{unknown_bytes} bytes are unacknowledged on stream {each.stream} of {route}"
+                )
+                still_s = each.at_s - max(stream.moved_at, stream.tried_at)
+                assert still_s >= STANDSTILL_S, (
+                    f"{what}, {still_s:.3f} s after it moved or was tried"
+                )
+                stream.tried_at = each.at_s

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from narrows.broker.config import BrokerConfig, preset
 from narrows.broker.syncer import events as bev
 from narrows.broker.syncer.machine import Resumed, Syncer
+from narrows.broker.syncer.member import Stepping
 from narrows.broker.syncer.rounds import Round
 from narrows.broker.syncer.run_secret import RunSecret
 from narrows.learner.session import events as lev
@@ -17,6 +18,7 @@ from narrows.proto import messages as msg
 from narrows.proto.codec.codecs import codec_names
 from narrows.proto.codec.transfer import STATE_CODEC
 from narrows.proto.config import override
+from narrows.proto.layout import fingerprint, split_layout
 from narrows.proto.limits import PROTOCOL
 
 RUN = "run"
@@ -30,6 +32,9 @@ LAYOUT = (
 )
 #: Two fragments: the weight and the bias.
 ELEMENTS = (1000, 1000)
+
+PARTS: dict[str, tuple[msg.LayoutPart, ...]] = {}
+"""The layouts of all Hellos, by fingerprint."""
 
 E = TypeVar("E")
 
@@ -58,15 +63,18 @@ def incarnation_of(name: str, life: int = 1) -> str:
 
 
 def hello(name: str, **fields: object) -> msg.Hello:
-    """A valid first Hello but for `fields`."""
+    """A valid first Hello but for `fields`: `layout` and `frozen_digest` for the fingerprint."""
+    layout = cast(tuple[msg.LayoutEntry, ...], fields.pop("layout", LAYOUT))
+    parts = split_layout(layout, cast(int, fields.pop("frozen_digest", 0)))
+    told = fingerprint(layout, parts[0].frozen_digest if parts else 0)
+    PARTS[told] = parts
     values: dict[str, object] = {
         "protocol": PROTOCOL,
         "name": name,
         "incarnation": incarnation_of(name),
         "run_id": "",
         "epoch": (0, 0, 0),
-        "layout": LAYOUT,
-        "frozen_digest": 0,
+        "fingerprint": told,
         "codecs": codec_names(),
         "step": 0,
         "tokens": 0,
@@ -96,6 +104,7 @@ class Desk:
     ) -> None:
         self.now = 100.0
         self.handle = 0
+        self.silent = False
         self.syncer = Syncer(
             config(mode, **{"fragments__sync_period_steps": 20, **settings}),
             run_id=RUN,
@@ -108,10 +117,26 @@ class Desk:
         self.state = self.syncer.state
 
     def do(self, event: bev.Event, after_s: float = 0.0) -> list[bev.Effect]:
+        """Handles an event. Learners tell their layouts at once, unless they are `silent`."""
         self.now += after_s
         effects = self.syncer.handle(event, now=self.now)
-        self.syncer.check()
+        self.check()
+        asked = [each for each in effects if isinstance(each, bev.Send)]
+        for send in asked:
+            if isinstance(send.message, msg.AskLayout) and not self.silent:
+                effects.remove(send)
+                effects += self.tell_layout(send.peer, send.message.first)
         return effects
+
+    def check(self) -> None:
+        """The syncer's state fits together, after each event."""
+        self.syncer.check()
+
+    def tell_layout(self, peer: bytes, first: int) -> list[bev.Effect]:
+        """A learner tells the part of its layout that it is asked for."""
+        member = self.state.roster.by_peer(peer)
+        assert member is not None
+        return self.do(bev.Received(peer, PARTS[member.fingerprint][first]))
 
     def wait(self, seconds: float) -> list[bev.Effect]:
         """Lets time pass, waking the syncer whenever it wants to be."""
@@ -146,8 +171,17 @@ class Desk:
         self.report(name, step=2, tokens=200)
 
     def report(self, name: str, *, step: int, tokens: int, step_s: float = 1.0) -> list[bev.Effect]:
+        """The broker has seen steps of `step_s` seconds, the last one now."""
         ledger = msg.TokenLedger()
-        return self.say(name, msg.Report(step, tokens, step_s, None, (), ledger, 0.0))
+        effects = self.say(name, msg.Report(step, tokens, step_s, None, (), ledger, 0.0))
+        if (member := self.state.roster.get(name)) is not None and step_s > 0:
+            member.stepping = Stepping(step - 1, self.now - step_s, step, self.now)
+        return effects
+
+    def count(self, tokens: int) -> None:
+        """So many tokens have been merged."""
+        clock = self.state.clock
+        clock.units = max(clock.units, tokens * clock.fragments)
 
     def running(self, *names: str) -> Desk:
         """Founded, and the first round is open."""
@@ -213,9 +247,11 @@ class Desk:
         }
         return self.say(name, make(msg.Push, values, fields))
 
-    def contribute(self, name: str, fragment: int = 0, push_id: int = 1) -> list[bev.Effect]:
+    def contribute(
+        self, name: str, fragment: int = 0, push_id: int = 1, steps: int = 1
+    ) -> list[bev.Effect]:
         """A complete push."""
-        effects = self.push(name, fragment, push_id=push_id)
+        effects = self.push(name, fragment, push_id=push_id, steps=steps)
         return effects + self.chunk(name, fragment, push_id=push_id)
 
 

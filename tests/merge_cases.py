@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from narrows.broker.merging.merge import DecodedVector
+from narrows.broker.merging.sums import DecodedVector
 from narrows.proto.codec import F32, F64
 from narrows.proto.codec.chunk import DecodedChunk
 from narrows.proto.codec.codecs import codec, piece_scales

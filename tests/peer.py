@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ from narrows.proto.frames import (
     encode_control,
     encode_header,
 )
+from narrows.proto.layout import fingerprint, split_layout
 from narrows.proto.limits import PROTOCOL
 
 Frames = Sequence[bytes]
@@ -76,17 +77,22 @@ class Peer:
             message = decode_control(_receive(self.control, deadline)[0])
             if isinstance(message, kind):
                 return message
+            if isinstance(message, msg.AskLayout):
+                self.send(self.parts[message.first])
 
     def hello(self, **fields: object) -> msg.Hello:
-        """An honest Hello but for these fields."""
+        """An honest Hello but for these fields; `layout` and `frozen_digest` go into the
+        fingerprint."""
+        layout = cast(tuple[msg.LayoutEntry, ...], fields.pop("layout", LAYOUT))
+        frozen_digest = cast(int, fields.pop("frozen_digest", 0))
+        self.parts = split_layout(layout, frozen_digest)
         honest = msg.Hello(
             protocol=PROTOCOL,
             name=self.name,
             incarnation=self.incarnation,
             run_id="",
             epoch=(0, 0, 0),
-            layout=LAYOUT,
-            frozen_digest=0,
+            fingerprint=fingerprint(layout, frozen_digest),
             codecs=codec_names(),
             step=0,
             tokens=0,
@@ -168,12 +174,13 @@ class Peer:
             pass
         for part in self.table:
             self.send(msg.Adopted(part.index, 0))
-        # No round is opened before somebody has told how long a step takes.
-        self._report()
+        # No round is opened before two Reports have shown how long a step takes.
+        self._report(steps=2)
+        self._report(steps=3)
         wait_until(lambda: len(self.status().rounds) == 2, "two open rounds")
 
-    def _report(self, *received: int) -> None:
-        self.send(msg.Report(2, 2, 0.001, None, received, msg.TokenLedger(), 0.0))
+    def _report(self, *received: int, steps: int = 3) -> None:
+        self.send(msg.Report(steps, steps, 0.001, None, received, msg.TokenLedger(), 0.0))
 
     def heads(self) -> list[msg.FragmentHead]:
         """Version and digest of each fragment as the broker sends it, checked."""

@@ -7,13 +7,16 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from narrows.broker.merging.merge import DecodedVector, merge_vectors, token_weights
+from narrows.broker.merging.merge import merge_vectors
 from narrows.broker.merging.outer import outer_optimizer
+from narrows.broker.merging.sums import DecodedVector
+from narrows.broker.merging.weights import token_weights
 from narrows.proto import messages as msg
 from narrows.proto.codec import transfer
 from narrows.proto.codec.chunk import DecodedChunk
 from narrows.proto.codec.codecs import codec_names
 from narrows.proto.fragments import build_table
+from narrows.proto.layout import fingerprint
 from narrows.proto.limits import PAYLOAD_BYTES_MAX, PROTOCOL
 
 F32: TypeAlias = NDArray[np.float32]
@@ -110,7 +113,8 @@ def decoded(chunk: transfer.EncodedChunk) -> DecodedChunk:
 
 
 def hello() -> msg.Hello:
-    return msg.Hello(PROTOCOL, "a", INCARNATION, "", (0, 0, 0), LAYOUT, 0, codec_names(), 0, 0, ())
+    told = fingerprint(LAYOUT, 0)
+    return msg.Hello(PROTOCOL, "a", INCARNATION, "", (0, 0, 0), told, codec_names(), 0, 0, ())
 
 
 def welcome(digest: int) -> msg.Welcome:

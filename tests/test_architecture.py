@@ -76,7 +76,10 @@ DISTRICTS = tuple(path for path in MAY_IMPORT if not path.endswith("*"))
 #: Districts of state machines and arithmetic. They get time and chance as arguments and return what
 #: is to be done, so the simulator runs the very code that runs for real. All of proto/ is pure too,
 #: but for what the shells of both sides share.
-PURE = ("broker/merging", "broker/planning", "broker/syncer", "learner/session", "broker/config.py")
+PURE = (
+    "broker/merging", "broker/planning", "broker/syncer", "learner/session", "broker/config.py",
+    "broker/merge_config.py", "broker/shared_settings.py",
+)  # fmt: skip
 SHARED_SHELLS = ("proto/keys", "proto/shell")
 
 #: Places that may import ZeroMQ: they own sockets, or make key pairs.

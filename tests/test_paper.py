@@ -14,8 +14,8 @@ import pytest
 from machines import SETTINGS, Desk, Seat, one, only, open_round
 
 from narrows.broker.config import BrokerConfig
-from narrows.broker.merging.merge import token_weights
 from narrows.broker.merging.outer import outer_optimizer
+from narrows.broker.merging.weights import token_weights
 from narrows.broker.syncer import events as bev
 from narrows.broker.syncer.quorum import QuorumRule
 from narrows.learner.session import events as lev
@@ -45,7 +45,7 @@ def test_a_quorum_of_one_is_enough() -> None:
     """Sec. 3: K = 1 keeps the run going whatever happens to the other learners."""
     assert BrokerConfig().merge.quorum == 1
     desk = Desk().running("a", "b")
-    effects = desk.contribute("a")
+    effects = desk.contribute("a", steps=11)  # One per second since version 0.
     for _ in range(20):
         desk.say("a", msg.Alive(0))
         effects += desk.say("b", msg.Alive(0), after_s=0.5)
@@ -109,7 +109,7 @@ def test_the_launch_floor_keeps_the_effective_period() -> None:
     is at least H * xi_step / P."""
     desk = Desk(fragments__sync_period_steps=20).running("a")
     first_at, first = desk.now, desk.round.fragment
-    desk.contribute("a", first)
+    desk.contribute("a", first, steps=11)  # One per second since version 0.
     desk.do(bev.Merged(first, 1, 1, 0))
     launched_at = desk.syncer.scheduler.launched_at
     assert launched_at <= first_at

@@ -1,4 +1,4 @@
-"""`narrows bench attack`: hostile peers against a real broker with honest learners."""
+"""`narrows bench attack`: what attackers can do, measured."""
 
 #: Modules that others may import; none is imported here, so that commands start at once.
 DOOR = ("command",)

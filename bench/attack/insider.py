@@ -16,6 +16,7 @@ from narrows.proto import messages as msg
 from narrows.proto.codec import codec_names
 from narrows.proto.errors import BrokerUnreachable
 from narrows.proto.frames import decode_control, digest, encode_control, encode_header
+from narrows.proto.layout import fingerprint
 from narrows.proto.limits import PROTOCOL
 
 ANSWER_S: Final = 20.0
@@ -40,8 +41,7 @@ class Insider:
             run_id="",
             epoch=(0, 0, 0),
             epoch_proof="",
-            layout=layout_of(self.target.params),
-            frozen_digest=0,
+            fingerprint=fingerprint(layout_of(self.target.params), 0),
             codecs=codec_names(),
             step=0,
             tokens=0,

@@ -70,7 +70,7 @@ class Stage:
         port = free_ports()
         address = processes.start_broker(
             "--listen", f"tcp://127.0.0.1:{port}",
-            "--keys", str(folder / "keys"),
+            "--keys", str(folder / "keys"), "--founder", HONEST[0],
             "--state-dir", str(folder / "state"),
             "--events", str(folder / "events.jsonl"),
             "--set", f"run.learners_at_start={len(HONEST)}",

@@ -14,10 +14,11 @@ from narrows.bench.kit.processes import Processes, work_folder
 from narrows.broker.cli.tables import Table, show, terminal
 from narrows.proto.config import check_choice
 
-BEFORE_S: Final = 20.0
 SETTLE_S: Final = 5.0
 """Time after an attack in which the run may still be slower."""
-AFTER_S: Final = 15.0
+BEFORE_SHARE: Final = 1 / 3
+AFTER_SHARE: Final = 1 / 4
+"""Times that are measured before and after an attack, in units of its own."""
 RSS_GROWTH_BYTES_MAX: Final = 200_000_000
 RECORDS_BYTES_PER_S_MAX: Final = 10_000.0
 MB: Final = 1e6
@@ -80,12 +81,12 @@ def run_wire(
 
 
 def _under(stage: Stage, name: str, seconds: float) -> AttackRow:
-    before = stage.watch(BEFORE_S)
+    before = stage.watch(BEFORE_SHARE * seconds)
     stage.attack(name)
     during = stage.watch(seconds)
     attempts, breach = stage.end_attack()
     stage.watch(SETTLE_S)
-    after = stage.watch(AFTER_S)
+    after = stage.watch(AFTER_SHARE * seconds)
     usual = (before.log_bytes_per_s + before.disk_bytes_per_s) / before.versions_per_s
     records = during.log_bytes_per_s + during.disk_bytes_per_s - usual * during.versions_per_s
     peak = max(during.rss_peak_bytes, after.rss_peak_bytes)

@@ -6,11 +6,13 @@ import io
 import json
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from narrows.bench.demo import results as demo_results
+from narrows.bench.demo.keys import DemoKeys
 from narrows.bench.demo.story import (
     PRESET,
     SYNC_PERIOD_STEPS,
@@ -25,9 +27,12 @@ from narrows.broker.cli.status import ask_status
 from narrows.broker.cli.tables import terminal
 from narrows.broker.merging import warm_up
 from narrows.proto.errors import BrokerUnreachable
-from narrows.proto.messages import Phase
+from narrows.proto.keys import SiteKey
+from narrows.proto.messages import Phase, Status
+from narrows.proto.quotas import STATUS
 
 POLL_S = 0.25
+"""Time between two looks at the run, without keys. A key has a quota of questions."""
 END_TIMEOUT_S = 120.0
 
 
@@ -38,11 +43,12 @@ def run_demo(options: DemoOptions) -> None:
         console.print("Compiling the kernels (once per machine) ...")
         warm_up()
         story = DemoStory(victim=options.names[1])
+        keys = DemoKeys(folder) if options.keys else None
         with Processes(folder) as processes:
-            address = _start(options, processes, folder)
+            started = _start(options, processes, folder, keys)
             story.started_at = time.monotonic()
             with View(console, options, story, live=not options.plain) as view:
-                _follow(options, processes, address, story, view, folder)
+                _follow(options, processes, started, story, view)
             console.print("The run has ended; measuring the models ...")
             for name in [*options.names, "broker"]:
                 processes.wait(name, END_TIMEOUT_S)
@@ -80,8 +86,36 @@ def _draw(options: DemoOptions, view: View, results: demo_results.Results, path:
     paper.save_svg(str(path), title="make demo")
 
 
-def _start(options: DemoOptions, processes: Processes, folder: Path) -> str:
-    """Starts broker and learners; returns the broker's address."""
+@dataclass(frozen=True)
+class _Run:
+    """The processes' run: its broker, its folder, and its keys if it has any."""
+
+    address: str
+    folder: Path
+    keys: DemoKeys | None
+    key: SiteKey | None
+    """Key of the demo itself."""
+
+    def status(self) -> Status:
+        return ask_status(self.address, timeout_s=5.0, key=self.key)
+
+    def start_learner(self, processes: Processes, name: str, *arguments: str) -> None:
+        joins: tuple[str, ...] = ("--broker", self.address, "--name", name)
+        if self.keys is not None:
+            joins = ("--key", str(self.keys.file(name)))
+        processes.start(
+            name, "learner", *joins,
+            "--preset", PRESET,
+            "--events", str(self.folder / f"{name}.jsonl"),
+            "--json", str(self.folder / f"{name}.json"),
+            *arguments,
+        )  # fmt: skip
+
+
+def _start(options: DemoOptions, processes: Processes, folder: Path, keys: DemoKeys | None) -> _Run:
+    """Starts broker and learners."""
+    if keys is not None:
+        keys.make(options.names)
     address = processes.start_broker(
         "--listen", "tcp://127.0.0.1:0",
         "--state-dir", str(folder / "broker"),
@@ -91,11 +125,13 @@ def _start(options: DemoOptions, processes: Processes, folder: Path) -> str:
         "--set", f"fragments.sync_period_steps={SYNC_PERIOD_STEPS}",
         "--set", f"run.tokens_per_run_step={options.tokens_per_step * options.learners}",
         "--set", "broker.journal_keep=true",
+        *(("--keys", str(keys.directory), "--founder", options.names[0]) if keys else ()),
     )  # fmt: skip
+    run = _Run(address, folder, keys, keys.write(address) if keys else None)
     for name in options.names:
         recorder = options.record is not None and name == options.names[0]
         record = ("--record", str(options.record)) if recorder else ()
-        _start_learner(processes, folder, address, name, *record)
+        run.start_learner(processes, name, *record)
     processes.start(
         "alone", "alone",
         "--steps", str(options.inner_steps),
@@ -103,37 +139,22 @@ def _start(options: DemoOptions, processes: Processes, folder: Path) -> str:
         "--json", str(folder / "alone.json"),
         module="narrows.bench.quality.baselines",
     )  # fmt: skip
-    return address
-
-
-def _start_learner(
-    processes: Processes, folder: Path, address: str, name: str, *arguments: str
-) -> None:
-    processes.start(
-        name, "learner",
-        "--broker", address,
-        "--name", name,
-        "--preset", PRESET,
-        "--events", str(folder / f"{name}.jsonl"),
-        "--json", str(folder / f"{name}.json"),
-        *arguments,
-    )  # fmt: skip
+    return run
 
 
 def _follow(
     options: DemoOptions,
     processes: Processes,
-    address: str,
+    run: _Run,
     story: DemoStory,
     view: View,
-    folder: Path,
 ) -> None:
     """Watches the run to its end; kills the victim and brings it back on the way."""
     answered = time.monotonic()
     while True:
         processes.check(*options.names, "broker", but=story.victim)
         try:
-            status = ask_status(address, timeout_s=5.0)
+            status = run.status()
         except BrokerUnreachable:
             if processes.running["broker"].poll() == 0:
                 break
@@ -147,12 +168,12 @@ def _follow(
             processes.kill(story.victim, signal.SIGKILL)
             story.killed_at = now
         if story.is_to_return(share, now):
-            _start_learner(processes, folder, address, story.victim)
+            run.start_learner(processes, story.victim)
             story.returned_at = now
-        view.update(status, _alone_progress(folder))
+        view.update(status, _alone_progress(run.folder))
         if status.phase is Phase.ENDED:
             break
-        time.sleep(POLL_S)
+        time.sleep(POLL_S if run.key is None else 1 / STATUS.per_s)
     story.ended_at = time.monotonic()
 
 

@@ -17,6 +17,7 @@ def demo(
     picture: Path | None = None,
     plain: bool = False,
     record: Path | None = None,
+    keys: bool = False,
 ) -> None:
     """Train one model with several learners on this machine, one of them killed on the way.
 
@@ -38,9 +39,12 @@ def demo(
         Print lines instead of a live display.
     record
         File for one learner's outer gradients, one of each fragment.
+    keys
+        Give the broker and each learner a key of its own, so that all connections are encrypted.
     """
     need_torch()
     from narrows.bench.demo.bench import run_demo
     from narrows.bench.demo.story import DemoOptions
 
-    run_demo(DemoOptions(learners, steps, baselines, keep, json, picture, plain, record))
+    options = DemoOptions(learners, steps, baselines, keep, json, picture, plain, record, keys)
+    run_demo(options)

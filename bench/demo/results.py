@@ -64,6 +64,7 @@ def collect(options: DemoOptions, story: DemoStory, folder: Path) -> Results:
         "contributions_refused": final["contributions_refused"],
         "longest_merge_gap_s": final["longest_merge_gap_s"],
         "killed": story.killed_at is not None,
+        "keys": options.keys,
         "rejoin_s": story.rejoin_s,
         "mean_contributors_per_merge": _mean(len(merge["contributors"]) for merge in merges),
         "mean_live_learners": _mean(merge["live"] for merge in merges),
@@ -130,6 +131,8 @@ def show(console: Console, results: Results) -> None:
         f"every step) would have moved {format_bytes(results['data_parallel_bytes'])}: "
         f"{results['traffic_ratio']:.0f} times as much."
     )
+    if results.get("keys"):  # Results of earlier versions had none.
+        text += " Every connection was encrypted, and every learner had a key of its own."
     lines = wrapped(text, tables.width_of(console))
     tables.show_lines(console, [TextLine(""), *(TextLine(line, "bold") for line in lines)])
 

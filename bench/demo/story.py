@@ -36,6 +36,7 @@ class DemoOptions:
     picture: Path | None = None
     plain: bool = False
     record: Path | None = None
+    keys: bool = False
 
     def __post_init__(self) -> None:
         if not 2 <= self.learners <= 26 or self.steps < 0:

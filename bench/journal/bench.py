@@ -25,7 +25,16 @@ from narrows.broker.merging import (
     version_zero,
     warm_up,
 )
-from narrows.broker.storage import Chunk, Commits, DirectoryFiles, Journal, Mode
+from narrows.broker.storage import (
+    Chain,
+    Chunk,
+    Commits,
+    DirectoryFiles,
+    Journal,
+    Mode,
+    SealKey,
+    new_seal_key,
+)
 from narrows.broker.syncer import RunSecret, StartMerge, Syncer, Turn
 from narrows.broker.syncer import events as ev
 from narrows.proto.codec import DecodedChunk, decode_chunk, encode_fragment
@@ -33,7 +42,10 @@ from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.messages import LayoutEntry
 from narrows.proto.units import format_bytes
 
-MODES: Final[tuple[Mode, ...]] = ("off", "merged", "full")
+MODES: Final[tuple[tuple[Mode, bool], ...]] = (
+    ("off", False), ("merged", False), ("full", False), ("full", True),
+)  # fmt: skip
+"""Mode, and if the journal is sealed."""
 COLUMNS: Final = 1024
 CHUNK_ELEMENTS: Final = 1 << 18
 
@@ -53,6 +65,7 @@ class JournalRow:
     added_ms_median: float
     """Time from the end of the merge to the moment at which the publication may leave."""
     added_ms_p99: float
+    is_sealed: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,10 @@ def run_journal_bench(
     """Measures the modes, prints, and writes the requested files. `folder`: a folder on the disk to
     measure."""
     warm_up()
-    rows = [_measured(mode, folder, params, learners, rounds) for mode in MODES]
+    rows = [
+        _measured(mode, folder, params, learners, rounds, is_sealed=is_sealed)
+        for mode, is_sealed in MODES
+    ]
     show(terminal(), table(rows))
     machine.write_result(json_file, "journal", {"rows": [asdict(row) for row in rows]})
 
@@ -79,15 +95,16 @@ def table(rows: Sequence[JournalRow]) -> Table:
     """A row per mode."""
     shown = Table(("journal", "rounds/s", "bytes/round", "merge ms", "added ms", "p99"))
     for row in rows:
+        name = f"{row.journal}, sealed" if row.is_sealed else row.journal
         shown.add(
-            row.journal, f"{row.rounds_per_s:.2f}", format_bytes(int(row.bytes_per_round)),
+            name, f"{row.rounds_per_s:.2f}", format_bytes(int(row.bytes_per_round)),
             f"{row.merge_ms_median:.0f}", f"{row.added_ms_median:.1f}", f"{row.added_ms_p99:.1f}",
         )  # fmt: skip
     return shown
 
 
 def _measured(
-    mode: Mode, folder: Path | None, params: int, learners: int, rounds: int
+    mode: Mode, folder: Path | None, params: int, learners: int, rounds: int, *, is_sealed: bool
 ) -> JournalRow:
     config = BrokerConfig()
     config = replace(config, broker=replace(config.broker, journal=mode))
@@ -104,14 +121,16 @@ def _measured(
     # The same contributions every time: the bench measures only the journal.
     sent = _contributions(table[0], learners, rng)
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        return _timed(mode, Path(place), model, sent, params, rounds)
+        return _timed(mode, Path(place), model, sent, params, rounds, is_sealed=is_sealed)
 
 
 def _timed(
-    mode: Mode, place: Path, model: GlobalModel, sent: _Contributions, params: int, rounds: int
-) -> JournalRow:
+    mode: Mode, place: Path, model: GlobalModel, sent: _Contributions, params: int, rounds: int,
+    *, is_sealed: bool,
+) -> JournalRow:  # fmt: skip
     posted: SimpleQueue[Callable[[], ev.Event | None]] = SimpleQueue()
-    commits = _commits(place, model.config, posted) if mode != "off" else None
+    key = new_seal_key(place / "seal.key") if is_sealed else None
+    commits = _commits(place, model.config, posted, key) if mode != "off" else None
     policy = policy_of(model.config)
     added_s, merge_s = list[float](), list[float]()
     began = time.perf_counter()
@@ -140,6 +159,7 @@ def _timed(
         merge_ms_median=1000 * median(merge_s),
         added_ms_median=1000 * median(added_s),
         added_ms_p99=1000 * quantiles(added_s, n=100, method="inclusive")[98],
+        is_sealed=is_sealed,
     )
 
 
@@ -164,11 +184,13 @@ def _commit(
 
 
 def _commits(
-    place: Path, config: BrokerConfig, posted: SimpleQueue[Callable[[], ev.Event | None]]
-) -> Commits:
+    place: Path, config: BrokerConfig, posted: SimpleQueue[Callable[[], ev.Event | None]],
+    key: SealKey | None,
+) -> Commits:  # fmt: skip
     fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     segment_bytes = config.broker.journal_segment
-    journal = Journal.open(DirectoryFiles(fd), run_id="bench", segment_bytes=segment_bytes)
+    files, chain = DirectoryFiles(fd), Chain(key) if key else None
+    journal = Journal.open(files, run_id="bench", segment_bytes=segment_bytes, chain=chain)
     state = Syncer(
         config, run_id="bench", epoch=(1, 1, 1), secret=RunSecret(bytes(32)), now=0.0
     ).state

@@ -13,6 +13,7 @@ from narrows.broker.config import BrokerConfig
 from narrows.broker.storage import (
     Audit,
     RoundRecord,
+    memory_digest,
     model_digest,
     opened_run,
     read_records,
@@ -34,7 +35,8 @@ class Evidence:
     digests: dict[VersionKey, str]
     """Digests of the published copies: the oldest checkpoint's and those of all rounds after it."""
     replay_equal: bool
-    """True if the replay from the oldest checkpoint ends with the bits of the newest one."""
+    """True if the replay from the oldest checkpoint ends with the bits of the newest one, and with
+    the same memory of norms and suspects."""
 
 
 def read_evidence(state_dir: Path, *, fragments: int) -> Evidence:
@@ -57,6 +59,7 @@ def read_evidence(state_dir: Path, *, fragments: int) -> Evidence:
         config = override(BrokerConfig(), {"fragments.count": fragments})
         again, as_run = recover(config, oldest, journal), recover(config, newest, journal)
     equal = model_digest(again.model) == model_digest(as_run.model)
+    equal = equal and memory_digest(again.model) == memory_digest(as_run.model)
     return Evidence(audit, tuple(rounds), digests, equal)
 
 

@@ -18,6 +18,9 @@ BENCHES: Final = (
 )  # fmt: skip
 """Benches in the order of the report."""
 
+OTHERS: Final = ("attack-poison", "fuzz")
+"""Results that are no bench's: their own pages show them."""
+
 NO_RESULT: Final = "no result of a bench"
 
 
@@ -91,7 +94,8 @@ def read_folder(folder: Path) -> Folder:
     results, unread = list[ResultFile](), list[str]()
     for path in sorted(folder.glob("*.json")):
         try:
-            results.append(_read(path))
+            if path.stem not in OTHERS:
+                results.append(_read(path))
         except ValueError as error:
             unread.append(f"{path.name}: {error}")
     results.sort(key=lambda result: BENCHES.index(result.bench))

@@ -161,10 +161,10 @@ class SimulatedBroker(Host):
         header, payload = decode_data(frames)
         self._handle += 1
         self.store[self._handle] = decode_content(payload)
+        size = sum(map(len, frames))
         if self.syncer.state.roster.get(header.learner) is not None:
-            size = sum(map(len, frames))
             self.downlink.hub.received(header.learner, size, self.clock.now)
-        self.handle(ev.ChunkArrived(header, self._handle))
+        self.handle(ev.ChunkArrived(header, self._handle, size))
 
     def subscribe(self, topics: Set[bytes]) -> None:
         """A learner process listens to its streams, perhaps again."""
@@ -273,9 +273,11 @@ class SimulatedBroker(Host):
         stored = state.phase.stored
         phase = msg.Phase.RUNNING if stored is msg.Phase.FOUNDING else stored
         heads = tuple(msg.FragmentHead(*head) for head in self._model.heads)
-        tokens = state.clock.run_tokens
+        tokens, parts = divmod(state.clock.units, state.clock.fragments)
         pushes = dict(state.merged_pushes)
-        snapshot = Resumed(state.layout, state.frozen_digest, heads, tokens, phase, pushes)
+        snapshot = Resumed(
+            state.layout, state.frozen_digest, heads, tokens, phase, pushes, token_parts=parts
+        )
         failed = self._fails()
 
         def done() -> ev.Event:

@@ -25,7 +25,7 @@ from narrows.broker.merging import FragmentState, GlobalModel, policy_of, versio
 from narrows.broker.syncer import Resumed
 from narrows.broker.syncer import events as broker_events
 from narrows.learner.module import ModuleParameters, ramp_steps
-from narrows.learner.reference.corpus import Corpus, Reader
+from narrows.learner.reference.corpus import Bytes, Corpus, Reader
 from narrows.learner.reference.gpt import GPT, learning_rate, set_learning_rate, token_tensor
 from narrows.learner.session import events as learner_events
 from narrows.learner.transport import PushWork, Residuals, encode_push
@@ -68,6 +68,8 @@ class Training:
     """A learner without inner state begins with small steps and contributes after them."""
     poison: Mapping[str, Poison] = field(default_factory=dict[str, Poison])
     """Poison by the name of the learner that sends it."""
+    texts: Mapping[str, Bytes] = field(default_factory=dict[str, Bytes])
+    """Training text by the name of a learner that reads another one than the corpus."""
     make_global: ModelMaker = GlobalModel
     coding: Coding | None = None
     """Codes the pushes in place of a codec."""
@@ -119,7 +121,7 @@ class TrainedLearner(SimulatedLearner):
     def _step(self) -> None:
         if self._reader is None:
             self._reader = Reader(
-                self.training.corpus.train,
+                self.training.texts.get(self.spec.name, self.training.corpus.train),
                 batch=self.training.batch,
                 context=self.model.config.context,
                 name=self.spec.name,

@@ -12,7 +12,7 @@ from narrows.proto import socket_options
 from narrows.proto.address import parse_address
 from narrows.proto.errors import BrokerUnreachable
 from narrows.proto.frames import decode_control, encode_control
-from narrows.proto.keys import MONITORED, Handshakes, Outcome, SiteKey
+from narrows.proto.keys import MONITORED, Handshake, Handshakes, SiteKey
 from narrows.proto.messages import ControlMessage, Refuse
 from narrows.proto.refusal import error_of
 
@@ -34,7 +34,7 @@ def ask(
 def is_admitted(key: SiteKey, *, timeout_s: float) -> bool:
     """True if the key's broker admits it, False if it does not know it. Else as `ask`."""
     with _Question(key.broker, key, timeout_s) as connection:
-        return connection.shake_hands() is Outcome.ADMITTED
+        return connection.shake_hands() is Handshake.ADMITTED
 
 
 @dataclass
@@ -62,7 +62,7 @@ class _Question:
     def _open(self) -> None:
         self._handshakes.opened()
         self._socket = self._context.socket(zmq.DEALER)
-        options = {**socket_options.CONTROL, **self._handshakes.options}
+        options: dict[str, int | bytes] = {**socket_options.CONTROL, **self._handshakes.options}
         for name, value in options.items():
             self._socket.setsockopt(getattr(zmq, name), value)
         self._socket.setsockopt(zmq.IPV6, self._address.is_ipv6)
@@ -74,7 +74,7 @@ class _Question:
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
 
-    def shake_hands(self) -> Outcome:
+    def shake_hands(self) -> Handshake:
         """ADMITTED or KEY_REFUSED; any other end raises its error."""
         while time.monotonic() < self._deadline:
             if time.monotonic() >= self._handshakes.reopen_at:
@@ -85,16 +85,16 @@ class _Question:
             if not self._monitor.poll(50):
                 continue
             outcome = self._handshakes.take(self._monitor.recv_multipart()[0], time.monotonic())
-            if outcome is Outcome.BROKEN_OFF and self._handshakes.reopen_at < math.inf:
+            if outcome is Handshake.BROKEN_OFF and self._handshakes.reopen_at < math.inf:
                 self._close()
-            if outcome in (Outcome.ADMITTED, Outcome.KEY_REFUSED):
+            if outcome is Handshake.ADMITTED or outcome is Handshake.KEY_REFUSED:
                 return outcome
             if outcome is not None and outcome.gives_up:
                 break
         raise self._error()
 
     def answer(self, question: bytes) -> ControlMessage:
-        if self.shake_hands() is Outcome.KEY_REFUSED:
+        if self.shake_hands() is Handshake.KEY_REFUSED:
             raise self._error()
         self._socket.send(question)
         left_s = max(0.0, self._deadline - time.monotonic())

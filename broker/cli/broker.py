@@ -15,7 +15,7 @@ from typing import Final
 from narrows.broker.cli.tables import Table
 from narrows.broker.config import BrokerConfig, load_config
 from narrows.broker.process import Service
-from narrows.broker.storage import StateDir
+from narrows.broker.storage import open_state_dir
 from narrows.proto.address import parse_listen
 from narrows.proto.codec import uncached_advice
 from narrows.proto.config import described
@@ -56,7 +56,10 @@ def run_broker(command: BrokerCommand) -> None:
         config.broker.state_dir,
     )
     address = join_address(wires.address)
-    _log.info("join with: narrows learner --broker %s --name NAME", address)
+    if config.security.keys:
+        _log.info("invite a site with: narrows keys invite NAME --address %s", address)
+    else:
+        _log.info("join with: narrows learner --broker %s --name NAME", address)
     if command.ready_file is not None:
         # Renamed, so that a script that waits for the file never reads half of the address.
         temporary = command.ready_file.with_suffix(".tmp")
@@ -72,7 +75,7 @@ def run_broker(command: BrokerCommand) -> None:
 def renew_run_secret(command: BrokerCommand) -> None:
     """Makes a new secret for the run in the state directory. Raises NarrowsError, OSError."""
     config = _configuration(command)
-    with StateDir.open(Path(config.broker.state_dir)) as state_dir:
+    with open_state_dir(config) as state_dir:
         path = state_dir.renew_secret()
     print(
         f"{path} is new. What learners were told before proves nothing now: one that has met a\n"

@@ -7,7 +7,9 @@ of it: whatever is lost afterwards, the same command again goes on with the same
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
+from typing import Final
 
 from narrows.broker.cli.asking import ask, is_admitted
 from narrows.proto.errors import ConfigError, ErrorCode, Refused, RemoteProtocolError
@@ -20,6 +22,9 @@ from narrows.proto.keys import (
 )
 from narrows.proto.limits import PROTOCOL
 from narrows.proto.messages import Enrol, Enrolled
+
+RING_S: Final = 3.0
+"""An invitation may be younger than the broker's last look at its ring: at most 2 s."""
 
 
 def provisional(path: Path) -> Path:
@@ -84,14 +89,19 @@ def enrol(door: SiteKey, key: SiteKey, *, timeout_s: float) -> None:
     """Has the broker admit `key`, over a connection with the key of `door`.
 
     The answer to an attempt before this one may have been lost: then `key` is admitted, and `door`
-    perhaps no more. A broker that does not know `key` yet is asked to.
+    perhaps no more.
     """
-    try:
-        answer = ask(door.broker, door, Enrol(PROTOCOL, key.pair.public), timeout_s=timeout_s)
-    except Refused:
-        if is_admitted(key, timeout_s=timeout_s):
-            return
-        raise
+    patient_until = time.monotonic() + RING_S
+    while True:
+        try:
+            answer = ask(door.broker, door, Enrol(PROTOCOL, key.pair.public), timeout_s=timeout_s)
+            break
+        except Refused as error:
+            if is_admitted(key, timeout_s=timeout_s):
+                return
+            if error.code is not ErrorCode.KEY_REFUSED or time.monotonic() > patient_until:
+                raise
+            time.sleep(0.25)
     if answer != Enrolled(key.name):
         raise RemoteProtocolError(
             ErrorCode.BAD_MESSAGE,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import cyclopts
+from cyclopts import Parameter
 
 journal = cyclopts.App(name="journal", help="Read, check and replay the journal of a run.")
 
@@ -24,17 +26,58 @@ def show(state_dir: Path) -> None:
 
 
 @journal.command
-def audit(state_dir: Path) -> None:
+def audit(state_dir: Path, *, seal_key: Path | None = None, holds: str = "") -> None:
     """Check that versions follow each other, no push is merged twice, and weights sum to one.
+
+    With the seal key it also names the first file or record that was altered without that key.
 
     Parameters
     ----------
     state_dir
         Directory of the broker, which must not be running.
+    seal_key
+        File with the seal key of the run.
+    holds
+        NUMBER:SEAL of a record, as the broker's log tells them: it must be in the journal, or a
+        checkpoint must hold it. So it shows that no older copy was put back.
     """
     from narrows.broker.cli.journal_report import audit
 
-    audit(state_dir)
+    audit(state_dir, seal_key, holds)
+
+
+@journal.command
+def new_seal_key(file: Path) -> None:
+    """Make a key for `security.seal_key`, readable by its owner only.
+
+    Parameters
+    ----------
+    file
+        A new file, outside the state directory. Keep a copy elsewhere: a lost key cannot be made
+        again.
+    """
+    from narrows.broker.storage import new_seal_key
+
+    key = new_seal_key(file)
+    print(f"{file}: seal key {key.name}; set security.seal_key to this file")
+
+
+@journal.command
+def seal(state_dir: Path, *, seal_key: Path) -> None:
+    """Seal a state directory that was written without a seal, as it is now.
+
+    Parameters
+    ----------
+    state_dir
+        Directory of the broker, which must not be running.
+    seal_key
+        File with the seal key.
+    """
+    from narrows.broker.storage import read_seal_key, seal_run
+
+    key = read_seal_key(seal_key, state_dir)
+    seal_run(state_dir, key)
+    print(f"{state_dir}: sealed as it is with the key {key.name}")
 
 
 @journal.command
@@ -45,6 +88,7 @@ def replay(
     outer: str | None = None,
     outer_lr: float | None = None,
     outer_momentum: float | None = None,
+    without: Annotated[list[str], Parameter(negative="")] | None = None,
     to: Path | None = None,
 ) -> None:
     """Make the versions of a run again: bit for bit, or the same history under other rules.
@@ -63,10 +107,13 @@ def replay(
         Another outer learning rate.
     outer_momentum
         Another outer momentum.
+    without
+        Learner whose contributions are left out, as after a compromise; repeatable. The others'
+        weights keep their proportions. Needs `broker.journal = "full"`.
     to
         Safetensors file for the model that comes out.
     """
     from narrows.broker.cli.journal_report import replay
     from narrows.broker.storage import Changes
 
-    replay(state_dir, Changes(merge, outer, outer_lr, outer_momentum), to)
+    replay(state_dir, Changes(merge, outer, outer_lr, outer_momentum, tuple(without or ())), to)

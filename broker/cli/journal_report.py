@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from narrows.broker.cli.tables import TextLine, show_lines, terminal, width_of, 
 from narrows.broker.merging import FragmentState, GlobalModel
 from narrows.broker.storage import (
     GAP,
+    NO_SEAL,
     Audit,
     Changes,
     CheckpointContent,
@@ -23,6 +25,9 @@ from narrows.broker.storage import (
     Journal,
     LifeRecord,
     MergedAgain,
+    RoundRecord,
+    SealRecord,
+    StateDir,
     check_whole,
     config_of,
     export_tensors,
@@ -30,12 +35,16 @@ from narrows.broker.storage import (
     merge_again,
     model_digest,
     needed_journal,
+    oldest_versions,
     opened_run,
     read_manifest,
     read_records,
+    read_seal_key,
     recover,
+    version_sum_of,
 )
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
+from narrows.proto.layout import fingerprint
 from narrows.proto.messages import Phase
 from narrows.proto.units import counted, format_bytes
 
@@ -44,19 +53,29 @@ def show(path: Path) -> None:
     """Prints the journal, a line per record. A narrow terminal gets long lines broken and
     indented."""
     console = terminal()
-    with opened_run(path) as (_, journal):
+    with opened_run(path) as (state_dir, journal):
+        held, versions = oldest_versions(state_dir)
         for number, head, blobs in read_records(
             needed_journal(journal, path), first_record(journal)
         ):
-            text = f"{number:8d}  {_line(head, len(blobs))}"
+            total = ""
+            if isinstance(head, RoundRecord) and number > held and versions:
+                versions[head.fragment] = head.version
+                total = f" ({sum(versions)} in all)"
+            text = f"{number:8d}  {_line(head, len(blobs), total)}"
             show_lines(console, map(TextLine, wrapped(text, width_of(console), more=" " * 10)))
         _warn(journal)
 
 
-def audit(path: Path) -> None:
-    """Checks the sums and orders of the records. Raises NarrowsError that names the errors."""
-    result = Audit()
-    with opened_run(path) as (_, journal):
+def audit(path: Path, seal_key: Path | None = None, holds: str = "") -> None:
+    """Checks the sums and orders of the records, and all seals with a key. Raises NarrowsError that
+    names the errors."""
+    result, key = Audit(), read_seal_key(seal_key, path) if seal_key is not None else None
+    with opened_run(path, key) as (state_dir, journal):
+        if state_dir.seal is not None:
+            _tell_sealed(state_dir, journal, holds)
+            if journal is None:
+                return
         first = first_record(journal)
         for number, head, _blobs in read_records(needed_journal(journal, path), first):
             result.take(number, head)
@@ -77,6 +96,43 @@ def audit(path: Path) -> None:
         print("every version once and in order, every push at most once, all weights sum to 1")
 
 
+def _tell_sealed(state_dir: StateDir, journal: Journal | None, holds: str) -> None:
+    """Says what is sealed. Raises NarrowsError if records are missing, or the one of `holds`."""
+    number, _, seal = holds.partition(":")
+    if journal is not None:
+        # What was cut off from the front is missed by the oldest checkpoint.
+        journal.records(state_dir.journal_needed_from())
+        for damage in journal.damage:
+            print(f"note: {damage}; a write that was cut short looks like this. It is not used")
+        newest = journal.seal_of(journal.newest)
+        print(
+            f"every seal of what is used is as it was; the newest is "
+            f"{journal.newest}:{newest.hex()}"
+        )
+    else:
+        print("every seal is as it was; there is no journal")
+    if not holds:
+        return
+    if not number.isdecimal() or not re.fullmatch("[0-9a-f]{16,64}", seal):
+        expected = "NUMBER:SEAL with at least 16 digits of the seal"
+        raise ConfigError("--holds", expected=expected, got=holds)
+    found = _seal_of(state_dir, journal, int(number)).hex()
+    if not found.startswith(seal):
+        raise NarrowsError(
+            ErrorCode.STATE_DAMAGED, f"record {number} with seal {seal} is not here",
+            got=f"seal {found[:16]}" if int(found, 16) else "no such record",
+            remedy="this is an older copy, or its end was cut off: restore a newer backup",
+        )  # fmt: skip
+    print(f"record {number} is here with its seal")
+
+
+def _seal_of(state_dir: StateDir, journal: Journal | None, number: int) -> bytes:
+    """The seal of a record in the journal or in a checkpoint; NO_SEAL if there is none."""
+    anchors = state_dir.seal.chain().anchors if state_dir.seal is not None else {}
+    found = journal.seal_of(number) if journal is not None else NO_SEAL
+    return found if any(found) else anchors.get(number, NO_SEAL)
+
+
 def replay(path: Path, changes: Changes, target: Path | None = None) -> None:
     """Makes the versions again from the oldest checkpoint on, as they were or with changes.
 
@@ -93,15 +149,16 @@ def replay(path: Path, changes: Changes, target: Path | None = None) -> None:
         print(f"from versions {_versions(oldest.fragments)} on")
         is_same = changes == Changes()
         if is_same:
-            again = recover(config, oldest, journal)
-            _tell_equal(again, as_run)
-            model = again.model
+            replayed = recover(config, oldest, journal)
+            _tell_equal(replayed, as_run)
+            model = replayed.model
         else:
-            model = _tell_different(merge_again(config, oldest, journal, changes), as_run)
+            again = merge_again(config, oldest, journal, changes)
+            model = _tell_different(again, as_run, version_sum_of(oldest.fragments))
         _warn(journal)
     if target is not None:
-        replayed = replace(newest, fragments=tuple(model.fragments))
-        export_tensors(replayed, target, _standing(replayed, as_run, is_same=is_same))
+        content = replace(newest, fragments=tuple(model.fragments))
+        export_tensors(content, target, _standing(content, as_run, is_same=is_same))
 
 
 def export_model(path: Path, target: Path) -> None:
@@ -122,10 +179,12 @@ def export_model(path: Path, target: Path) -> None:
 
 
 def show_layout(path: Path) -> None:
-    """Prints the fields `layout` and `frozen_digest` of Hello as JSON, a line per tensor."""
+    """Prints layout, frozen digest and the fingerprint of both as JSON, a line per tensor."""
     manifest = read_manifest(path)
     entries = ",\n".join(msgspec.json.encode(entry).decode() for entry in manifest.layout)
-    print(f'{{"frozen_digest": {manifest.frozen_digest}, "layout": [\n{entries}\n]}}')
+    told = fingerprint(manifest.layout, manifest.frozen_digest)
+    head = f'"fingerprint": "{told}", "frozen_digest": {manifest.frozen_digest}'
+    print(f'{{{head}, "layout": [\n{entries}\n]}}')
 
 
 def _standing(
@@ -175,24 +234,33 @@ def _warn(journal: Journal | None) -> None:
         print(f"warning: {warning}")
 
 
-def _line(head: Head, blob_bytes: int) -> str:
+def _line(head: Head, blob_bytes: int, total: str) -> str:
     at = datetime.fromtimestamp(head.at, UTC).strftime("%Y-%m-%d %H:%M:%S")
     if isinstance(head, LifeRecord):
         return f"{at}  epoch {head.epoch[0]}.{head.epoch[1]} begins"
+    if isinstance(head, SealRecord):
+        return f"{at}  sealed from here on with the key {head.key}"
     if isinstance(head, FateRecord):
         where = f", push {head.push_id} of fragment {head.fragment}" if head.push_id else ""
         why = f": {head.reason}" if head.reason not in ("", head.what) else ""
         return f"{at}  {head.learner} {head.what}{where}{why}"
     who = ", ".join(f"{c.learner} {c.weight:.0%}" for c in head.contributors)
     return (
-        f"{at}  fragment {head.fragment} version {head.version} from {who} ({head.reason});"
+        f"{at}  fragment {head.fragment} version {head.version}{total} from {who} ({head.reason});"
         f" {head.policy.optimizer} {head.policy.outer_lr:g}/{head.policy.momentum:g},"
         f" {format_bytes(blob_bytes)}, published {head.digests[2]:016x}"
     )
 
 
-def _tell_different(again: MergedAgain, as_run: History) -> GlobalModel:
+def _tell_different(again: MergedAgain, as_run: History, begins_at: int) -> GlobalModel:
     print(f"{counted(again.rounds, 'round')} merged again")
     print(f"model {model_digest(again.model)}, of the run {model_digest(as_run.model)}")
+    for name, count in again.left_out.items():
+        print(f"without {counted(count, 'contribution')} of {name}")
+    if again.left_out and begins_at:
+        print(
+            f"warning: what they contributed up to version {begins_at}, the oldest checkpoint, is"
+            " still in this model: the journal was cut back, see broker.journal_keep"
+        )
     print(f"different from {again.differs} on" if again.differs else "no difference")
     return again.model

@@ -65,16 +65,15 @@ class Terms:
         """
         known = [each.holder for each in ring.everybody if each.holder.name == name]
         before = known[0] if known else KeyHolder(name)
-        given: dict[str, object] = {}
-        if self.org is not None:
-            given["organisation"] = self.org
-        if self.role is not None:
-            given["role"] = _role(self.role)
-        if self.carries is not None:
-            given["carries"] = tuple(each.strip() for each in self.carries.split(","))
-        if self.tokens_per_s_max is not None:
-            given["tokens_per_s_max"] = self.tokens_per_s_max
-        holder = dataclasses.replace(before, **given)
+        carries = before.carries if self.carries is None else _names(self.carries)
+        tokens_per_s_max = self.tokens_per_s_max
+        holder = KeyHolder(
+            name,
+            before.role if self.role is None else _role(self.role),
+            before.organisation if self.org is None else self.org,
+            carries,
+            before.tokens_per_s_max if tokens_per_s_max is None else tokens_per_s_max,
+        )
         check_holder(holder, "keys")
         if known and holder != before:
             raise ConfigError(
@@ -84,6 +83,10 @@ class Terms:
                 remedy=f"`narrows keys revoke {name}`, then type this again",
             )
         return holder
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(each.strip() for each in text.split(","))
 
 
 def _role(text: str) -> KeyRole:
@@ -111,7 +114,7 @@ def new_broker(directory: Path) -> None:
     print("Next, for each site:")
     print(f"    narrows keys invite NAME --address tcp://HOST:7070{option} > NAME.invite")
     print("Then:")
-    print(f"    narrows broker --keys {_quoted(directory)} --listen 'tcp://*:7070'")
+    print(f"    narrows broker --keys {_quoted(directory)} --founder NAME --listen 'tcp://*:7070'")
 
 
 def new_site(file: Path, name: str, broker: str, server: str) -> None:

@@ -85,11 +85,6 @@ class Watcher:
     """Nobody reads what is printed any more."""
     _thread: threading.Thread | None = None
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes that were taken and not dissected yet."""
-        return self._waiting_bytes
-
     def start(self) -> None:
         """Starts the thread."""
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)

@@ -57,7 +57,7 @@ def headline(status: Status) -> str:
         f"run {status.run_id}  epoch {status.epoch[0]}.{status.epoch[1]}  {status.mode}  "
         f"{status.phase}  up {format_duration_s(status.uptime_s)}\n"
         f"{format_count(status.run_tokens)}{goal} tokens at {format_count(status.tokens_per_s)}/s"
-        f"  versions {versions}  {counted(status.merges, 'merge')}, "
+        f"  versions {versions}, {sum(status.versions)} in all  {counted(status.merges, 'merge')}, "
         f"{status.mean_contributors_per_merge:.2f} contributors each, longest pause "
         f"{format_duration_s(status.longest_merge_gap_s)}  "
         f"in {format_bytes(status.up_bytes)}  out {format_bytes(status.down_bytes)}"

@@ -13,7 +13,15 @@ The bits of a merge are promised: see merge.py before changing the order of any 
 """
 
 from narrows.broker.merging.contribution import Contribution
-from narrows.broker.merging.merge import DecodedVector, MergeResult, merge_vectors, weighted_sums
+from narrows.broker.merging.evidence import PushEvidence
+from narrows.broker.merging.history import (
+    NAMES_KEPT,
+    VERSIONS_KEPT,
+    NormHistory,
+    Process,
+    RoundNorms,
+)
+from narrows.broker.merging.merge import MergeResult, merge_vectors
 from narrows.broker.merging.model import (
     EncodedVersion,
     FragmentState,
@@ -21,26 +29,38 @@ from narrows.broker.merging.model import (
     Outcome,
     encode_state,
     from_chunks,
+    remembered,
     version_zero,
     warm_up,
 )
 from narrows.broker.merging.outer import outer_optimizer
 from narrows.broker.merging.policy import Policy, policy_of
+from narrows.broker.merging.sums import DecodedVector, weighted_sums
+from narrows.broker.merging.watch import UNWATCHED, Watch
 
 __all__ = [
+    "NAMES_KEPT",
+    "UNWATCHED",
+    "VERSIONS_KEPT",
     "Contribution",
     "DecodedVector",
     "EncodedVersion",
     "FragmentState",
     "GlobalModel",
     "MergeResult",
+    "NormHistory",
     "Outcome",
     "Policy",
+    "Process",
+    "PushEvidence",
+    "RoundNorms",
+    "Watch",
     "encode_state",
     "from_chunks",
     "merge_vectors",
     "outer_optimizer",
     "policy_of",
+    "remembered",
     "version_zero",
     "warm_up",
     "weighted_sums",

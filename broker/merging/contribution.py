@@ -18,6 +18,14 @@ class Contribution:
     """Inner steps since then (c_steps)."""
     handles: tuple[int, ...]
     """Decoded chunks in offset order, covering the fragment without gap or overlap."""
+    counted: int | None = None
+    """Tokens of these that the run's clock counts; None: that is not decided yet."""
 
     def __post_init__(self) -> None:
         assert self.push_id >= 1 and self.tokens >= 1 and self.steps >= 1
+        assert self.counted is None or 0 <= self.counted <= self.tokens
+
+    @property
+    def weighing(self) -> int:
+        """Tokens for its weight: those that count, and at least one."""
+        return self.tokens if self.counted is None else max(1, self.counted)

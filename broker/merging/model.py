@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 
-from narrows.broker.config import BrokerConfig, settings
+from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import merge as merge_module
 from narrows.broker.merging import outer
 from narrows.broker.merging.contribution import Contribution
-from narrows.broker.merging.merge import DecodedVector, MergeResult, merge_vectors, token_weights
+from narrows.broker.merging.history import EMPTY, NormHistory, Process
+from narrows.broker.merging.merge import MergeResult, merge_vectors
 from narrows.broker.merging.outer import outer_optimizer
 from narrows.broker.merging.policy import Policy
+from narrows.broker.merging.sums import DecodedVector
+from narrows.broker.merging.watch import UNWATCHED, Watch
+from narrows.broker.merging.weights import token_weights
+from narrows.broker.shared_settings import settings
 from narrows.proto.codec import (
     F32,
     STATE_CODEC,
@@ -57,6 +62,8 @@ class FragmentState:
     momentum: F32
     published: F32
     """The copy that every learner holds."""
+    history: NormHistory = EMPTY
+    """The norms that its newest rounds applied."""
 
     def __post_init__(self) -> None:
         assert self.version >= 0
@@ -112,9 +119,12 @@ class GlobalModel:
         config: BrokerConfig,
         table: Sequence[Fragment],
         fragments: Sequence[FragmentState],
+        watch: Watch = UNWATCHED,
     ) -> None:
         self.table = tuple(table)
         self.fragments = list(fragments)
+        self.watch = watch
+        """Judges the learners by the rounds that were installed."""
         sizes = [state.published.size for state in self.fragments]
         assert sizes == [fragment.elements for fragment in self.table]
         self.configure(config)
@@ -174,13 +184,18 @@ class GlobalModel:
             for each in contributed
         ]
         weights = token_weights(
-            [(each.tokens, each.steps) for each in contributed],
+            [(each.weighing, each.steps) for each in contributed],
             rule=policy.weights,
             share_max=policy.share_max,
         )
         merged = self.merged(fragment, contributions, weights, policy)
         params, momentum = self.step(fragment, merged.outer_grad, policy)
-        return self.published(fragment, version, params, momentum, merged, tuple(weights), policy)
+        outcome = self.published(
+            fragment, version, params, momentum, merged, tuple(weights), policy
+        )
+        processes = [(each.learner, each.incarnation) for each in contributed]
+        state = remembered(self.fragments[index], outcome.state, processes, merged)
+        return replace(outcome, state=state)
 
     def merged(
         self,
@@ -190,9 +205,15 @@ class GlobalModel:
         policy: Policy,
     ) -> MergeResult:
         """Merged outer gradient of contributions."""
+        before = self.fragments[fragment.index]
+        # The outer momentum is the sum of the last aggregates; so much of it is their mean.
+        share = np.float32(1.0 - policy.momentum)
         merged = merge_vectors(
-            fragment, contributions, weights, clip_ratio=policy.clip_ratio, rule=policy.merge_rule
-        )
+            fragment, contributions, weights,
+            clip_ratio=policy.clip_ratio, rule=policy.merge_rule, norm_limit=policy.norm_limit,
+            robust=policy.robust, history=before.history,
+            center=before.momentum * share if policy.robust == "centered" else None,
+        )  # fmt: skip
         # The journal keeps the rounded gradient alone; a replay must step from the same bits.
         if policy.is_rounded:
             round_to_dtype(merged.outer_grad, "bfloat16", merged.outer_grad)
@@ -263,6 +284,7 @@ class GlobalModel:
         assert outcome.publication.digest == outcome.state.digest == outcome.digests[2]
         # One assignment: a worker reads the old state or the new one, never a mixture.
         self.fragments[outcome.fragment] = outcome.state
+        self.watch = self.watch.after(outcome.merged.evidence)
         rate = self._rates[outcome.fragment]
         rate.observe(outcome.publication.bits_per_param, outcome.error_ratio)
         # Kept for repair and for learners that missed a few; older gaps are filled with states.
@@ -270,6 +292,24 @@ class GlobalModel:
         kept[outcome.publication.version] = outcome.publication
         kept.pop(outcome.publication.version - PUBLICATIONS_KEPT, None)
         assert len(kept) <= PUBLICATIONS_KEPT
+
+    def stand_still(self, fragment: int, version: int) -> int:
+        """Gives the state of a fragment the number of its next version, for a round in which
+        nobody's contribution is left; the digest of its published copy."""
+        state = self.fragments[fragment]
+        assert version == state.version + 1, "versions rise by one"
+        self.fragments[fragment] = replace(state, version=version)
+        return state.digest
+
+
+def remembered(
+    before: FragmentState, after: FragmentState, processes: Sequence[Process], merged: MergeResult
+) -> FragmentState:
+    """The state `after` a round, whose applied norms, if it has any, join the history `before`."""
+    history = before.history
+    if len(merged.applied) == len(processes):
+        history = history.after(after.version, processes, merged.applied)
+    return replace(after, history=history)
 
 
 def warm_up() -> None:

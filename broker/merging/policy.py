@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec import Struct, field
 
 from narrows.broker.config import BrokerConfig
+from narrows.broker.merging.merge import Robust
 
 
 class Policy(Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,14 +24,26 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True):
     momentum: float
     is_rounded: bool
     """The merged outer gradient is rounded to bfloat16 before the outer step."""
+    norm_limit: float = 0.0
+    """0 in records of releases that knew no history."""
+    robust: Robust = "off"
 
 
-def policy_of(config: BrokerConfig) -> Policy:
-    """Returns the policy that a configuration asks for."""
+def policy_of(config: BrokerConfig, *, organisations: int = 1) -> Policy:
+    """Returns the policy that a configuration asks for in a run of so many organisations.
+
+    Tokens are what a learner says of itself. So several organisations weigh alike by default. The
+    trimmed mean knows no weights.
+    """
     merge, outer = config.merge, config.outer
+    weights: Literal["tokens", "equal"] = "tokens" if merge.weights == "tokens" else "equal"
+    if merge.weights == "auto" and organisations == 1:
+        weights = "tokens"
+    if merge.robust == "trimmed":
+        weights = "equal"
     # Copied into every record, so that a later change of the configuration changes no history.
     return Policy(
-        weights=merge.weights,
+        weights=weights,
         merge_rule=merge.rule,
         clip_ratio=merge.clip_ratio,
         share_max=merge.share_max,
@@ -38,4 +51,6 @@ def policy_of(config: BrokerConfig) -> Policy:
         outer_lr=outer.lr,
         momentum=outer.momentum,
         is_rounded=config.broker.journal == "merged",
+        norm_limit=merge.norm_limit,
+        robust=merge.robust,
     )

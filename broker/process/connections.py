@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import zmq
 
 from narrows.broker.process.descriptors import byte_counts, peer_of, shut_down
+from narrows.broker.process.silent import SilentConnections
 from narrows.proto.errors import ErrorCode
 from narrows.proto.key_holder import KeyHolder
 from narrows.proto.limits import CONTROL_BYTES_MAX
@@ -42,7 +43,9 @@ HALF_OPEN_MAX: Final = 512
 SCAN_S: Final = 0.05
 """Time between two scans, as long as they are cheap."""
 SCAN_SHARE_MAX: Final = 0.02
-"""Largest share of the loop's time that goes to scans."""
+"""Largest share of the loop's time that goes to scans, up to some thousand connections."""
+SCAN_MAX_S: Final = 0.5
+"""Longest time between two scans: a fast line brings half a gigabyte in it."""
 
 NAMED_MAX: Final = 1024
 """Holders and addresses that are named in the log for what was cut."""
@@ -93,10 +96,18 @@ Told = Callable[[ErrorCode, str], None]
 class Connections:
     """The connections of the broker's sockets, by file descriptor."""
 
-    def __init__(self, *, with_keys: bool, streams: int, most: int, told: Told) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        with_keys: bool,
+        streams: int,
+        most: int,
+        told: Told,
+    ) -> None:
         """`most`: connections that are kept at the same time."""
         self._with_keys, self._streams, self._most = with_keys, streams, most
-        self._told = told
+        self._context, self._told = context, told
         self._monitors: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes], int]] = []
         self._all: dict[int, Accepted] = {}
         """In the order in which they were accepted."""
@@ -105,6 +116,7 @@ class Connections:
         self._half_open_count = 0
         self._by_name: dict[str, dict[int, None]] = {}
         """Descriptors by the holder's name, the oldest first."""
+        self._silent = SilentConnections()
         self._cut_at: dict[str, float] = {}
         """Keys whose connections are cut later, when their answer has left."""
         self._named: set[tuple[ErrorCode, str]] = set()
@@ -121,8 +133,7 @@ class Connections:
         """Follows the connections of a socket. Call it before the socket binds."""
         where = f"inproc://connections-{len(self._monitors)}"
         source.monitor(where, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        context: zmq.Context[zmq.Socket[bytes]] = source.context
-        monitor = context.socket(zmq.PAIR)
+        monitor = self._context.socket(zmq.PAIR)
         # Without a limit: a full queue would stop the thread that serves all connections.
         monitor.setsockopt(zmq.RCVHWM, 0)
         monitor.setsockopt(zmq.LINGER, 0)
@@ -173,7 +184,9 @@ class Connections:
         if connection is None:
             return
         self._opened(descriptor, connection)
-        for name in [name for name, those in self._by_name.items() if descriptor in those]:
+        # Refused handshakes come in hundreds per second, and belong to nobody.
+        by_name = self._by_name if connection.keys else {}
+        for name in [name for name, those in by_name.items() if descriptor in those]:
             del self._by_name[name][descriptor]
             if not self._by_name[name]:
                 del self._by_name[name]
@@ -220,13 +233,21 @@ class Connections:
     def _count(self, descriptor: int, holder: KeyHolder) -> None:
         those = self._by_name.setdefault(holder.name, {})
         those[descriptor] = None
-        most = 2 * self._streams * max(1, len(holder.carries)) + 4
+        most = self._most_of(holder)
         if len(those) > most:
             # The oldest goes: after an outage the new ones work, and the old ones are dead.
             oldest = next(iter(those))
             reason = f"more than {counted(most, 'connection')}"
             self._cut_for(oldest, ErrorCode.QUOTA, reason)
             those.pop(oldest, None)
+
+    def admitted(self, address: str, holder: KeyHolder) -> None:
+        """A handshake from `address` has proved a key. Read the events before the next scan."""
+        self._silent.admitted(address, holder.name, self._most_of(holder))
+
+    def _most_of(self, holder: KeyHolder) -> int:
+        """Connections that a holder may have."""
+        return 2 * self._streams * max(1, len(holder.carries)) + 4
 
     # Cutting.
 
@@ -275,21 +296,27 @@ class Connections:
             return
 
     def _cut_one_too_many(self) -> None:
-        silent = (d for d, c in self._all.items() if not c.keys and not c.delivered)
-        newest = next(reversed(self._all))
+        """Makes room: silent connections go before the newest one. They are forgotten at once,
+        because the next one may be accepted before their ends are reported."""
+        silent = ((c.peer[0], d) for d, c in self._all.items() if not c.keys and not c.delivered)
         reason = f"more than {self._most} connections in all"
-        self._cut_for(next(silent, newest), ErrorCode.QUOTA, reason)
+        for descriptor in self._silent.too_many(silent) or [next(reversed(self._all))]:
+            self._cut_for(descriptor, ErrorCode.QUOTA, reason)
+            self._forget(descriptor)
 
     # Scans.
 
     def scan(self, now: float, clock: Callable[[], float]) -> None:
-        """Looks at what each connection holds; cuts those that hold too much."""
+        """Looks at what each connection holds; cuts those that hold too much. `clock` tells the
+        processor time of the thread: a scan that had to wait is not a dear one."""
         if now < self.scan_at:
             return
+        begun = clock()
         for key in [key for key, at in self._cut_at.items() if now >= at]:
             del self._cut_at[key]
             for descriptor in [d for d, c in self._all.items() if key in c.keys]:
                 self.cut(descriptor)
+        self._silent.keep({each.peer[0] for each in self._all.values()})
         together: dict[str, int] = {}
         enough = _OPEN_BYTES[self._with_keys]
         for descriptor, connection in list(self._all.items()):
@@ -309,7 +336,8 @@ class Connections:
             if held > TOGETHER_HELD_MAX:
                 of_key = [d for d, c in self._all.items() if key in self._owners(c)]
                 self._cut_holding(max(of_key, key=lambda d: self._all[d].held), held)
-        self.scan_at = now + max(SCAN_S, (clock() - now) / SCAN_SHARE_MAX)
+        cost_s = clock() - begun
+        self.scan_at = now + min(max(SCAN_S, cost_s / SCAN_SHARE_MAX), SCAN_MAX_S)
 
     def _owners(self, connection: Accepted) -> Iterable[str]:
         """Keys to which held bytes are charged; "" stands for all that have never sent a message.

@@ -16,6 +16,9 @@ Result = TypeVar("Result")
 RESERVED: Final = 128
 """Descriptors that connections leave to the disk and to the process itself."""
 
+CONNECTIONS_MAX: Final = 1 << 14
+"""Connections at the same time, however many files may be open: an idle one takes 40 KB here."""
+
 FEW_LEARNERS: Final = 100
 """A limit with room for fewer learners is worth a warning."""
 
@@ -35,7 +38,7 @@ def connections_max() -> int:
         except (OSError, ValueError):
             pass  # A sandbox may forbid it; the limit stays what it is.
     files = 1 << 20 if soft == resource.RLIM_INFINITY else soft
-    return max(files - RESERVED, 1)
+    return min(max(files - RESERVED, 1), CONNECTIONS_MAX)
 
 
 def learners_that_fit(connections: int, streams: int) -> int:

@@ -62,11 +62,13 @@ class Downlink:
         traffic: dict[str, Traffic],
         encode_state: EncodeState,
         warn: Callable[[str], None],
+        queued_state: Callable[[str, int, float], None] = lambda *_: None,
         *,
         window_bytes: int = STREAM_WINDOW_BYTES,
     ) -> None:
         self._wires, self._run, self._traffic = wires, run, traffic
         self._encode_state, self._warn, self._deaf = encode_state, warn, Deaf()
+        self._queued_state = queued_state
         self._window_bytes = window_bytes
         wan = run.config.wan
         self.hub = Hub(total=wan.total_down, each=wan.down)
@@ -196,7 +198,9 @@ class Downlink:
     ) -> None:
         what = (order.kind, order.fragment, encoded.version, order.push_id, encoded.codec)
         parcels = [Parcel(*what, chunk, encoded.digest) for chunk in encoded.chunks]
-        addressee.sender.put_again(parcels, order.ranges, now)
+        queued = addressee.sender.put_again(parcels, order.ranges, now)
+        if queued and order.kind is DataKind.STATE:
+            self._queued_state(order.learner, queued, now)
 
     # What leaves.
 

@@ -29,6 +29,7 @@ ANSWERS_PER_TURN: Final = 64
 LOG_EVERY_S: Final = 1.0
 """Time between two log lines about refused handshakes: anybody can cause them."""
 
+_ADDRESS_AT: Final = 3
 _CREDENTIALS_AT: Final = 6
 """Frames of a ZAP request before the credentials: version, request id, domain, address, identity,
 mechanism."""
@@ -103,14 +104,19 @@ class Gate:
         times = (each.until for each in self.ring.grants if each.public in self._holders)
         return min(times, default=float("inf"))
 
-    def answer(self, now: float) -> None:
-        """Answers the handshakes that wait, a bounded number. `now` is monotonic."""
+    def answer(self, now: float) -> list[tuple[str, KeyHolder]]:
+        """Answers the handshakes that wait, a bounded number. Returns address and holder of those
+        that it admits. `now` is monotonic."""
+        admitted: list[tuple[str, KeyHolder]] = []
         for _ in range(ANSWERS_PER_TURN):
             try:
                 request = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            self.socket.send_multipart(self._reply(request))
+            reply, holder = self._reply(request)
+            self.socket.send_multipart(reply)
+            if holder is not None:
+                admitted.append((request[_ADDRESS_AT].decode("ascii", "replace"), holder))
         if self._unlogged and now >= self._log_at:
             address, key = self._newest_refused
             _log.warning(
@@ -121,21 +127,22 @@ class Gate:
                 key,
             )
             self._unlogged, self._log_at = 0, now + LOG_EVERY_S
+        return admitted
 
     def close(self) -> None:
         self.socket.close()
 
-    def _reply(self, request: list[bytes]) -> list[bytes]:
-        """ZAP reply. ZeroMQ itself makes the request, so its form is known."""
-        version, request_id, domain, address = request[:4]
+    def _reply(self, request: list[bytes]) -> tuple[list[bytes], KeyHolder | None]:
+        """ZAP reply, and whom it admits. ZeroMQ itself makes the request, so its form is known."""
+        version, request_id, domain, address = request[: _ADDRESS_AT + 1]
         mechanism, credentials = request[5], request[_CREDENTIALS_AT:]
         key = None
         if mechanism == b"CURVE" and domain == DOMAIN and len(credentials) == 1:
             key = self._keys.get(credentials[0])
         if key is not None:
-            return [version, request_id, b"200", b"", key.encode(), b""]
+            return [version, request_id, b"200", b"", key.encode(), b""], self._holders[key]
         self.refused += 1
         self._unlogged += 1
         public = zmq.utils.z85.encode(credentials[0]) if len(credentials) == 1 else b"no key"
         self._newest_refused = address.decode("ascii", "replace"), public.decode()
-        return [version, request_id, b"400", b"unknown key", b"", b""]
+        return [version, request_id, b"400", b"unknown key", b"", b""], None

@@ -7,30 +7,37 @@ has no effect. It is counted; the log names each holder once.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Final
 
 from narrows.broker.process.connections import MessageOrigin
+from narrows.broker.process.turnstile import Turnstile
 from narrows.broker.syncer import RunState, refusal
+from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, RemoteProtocolError, printable
 from narrows.proto.frames import decode_control, decode_data, topic_name
 from narrows.proto.key_holder import KeyHolder
+from narrows.proto.limits import CONTROL_UP_BYTES_MAX
 
 _log = logging.getLogger("narrows.broker")
 
 NAMED_MAX: Final = 1024
 """Holders that are named in the log for what their keys do not allow."""
 
-LOG_EVERY: Final = 1000
-"""Refused frames for each line in the log."""
-
 
 class Reception:
     """Takes frames from connections; gives messages of those who may send them."""
 
-    def __init__(self, run: RunState, send: Callable[[bytes, msg.ControlMessage], None]) -> None:
-        self._run, self._send = run, send
+    def __init__(
+        self,
+        run: RunState,
+        send: Callable[[bytes, msg.ControlMessage], None],
+        turnstile: Turnstile,
+        note: Callable[[ev.Note], None],
+    ) -> None:
+        self._run, self._send, self._turnstile, self._note = run, send, turnstile, note
         self._named: set[tuple[str, str]] = set()
         """Name and code of each violation that the log has."""
         self.bad_frames = 0
@@ -38,11 +45,13 @@ class Reception:
     def control(
         self, peer: bytes, origin: MessageOrigin, frames: list[bytes]
     ) -> msg.ControlMessage | None:
-        """The message, None if it is refused."""
+        """The message, None if it is refused or dropped."""
+        if not self._turnstile.control(peer, origin.holder, frames, time.monotonic()):
+            return None
         try:
             if len(frames) != 1:
                 raise _bad_frame_count(len(frames))
-            message = decode_control(frames[0])
+            message = decode_control(frames[0], CONTROL_UP_BYTES_MAX)
             if origin.holder is not None:
                 member = self._run.roster.by_peer(peer)
                 check_speaker(origin.holder, message, member.name if member else "")
@@ -50,10 +59,13 @@ class Reception:
             self.refuse(origin, error, f"frame {self.bad_frames + 1} from {origin.address}")
             self._send(peer, refusal(error))
             return None
-        return message
+        passes = self._turnstile.message(peer, origin.holder, message, time.monotonic())
+        return message if passes else None
 
     def data(self, origin: MessageOrigin, frames: list[bytes]) -> msg.Header | None:
-        """The header of a data message, None if it is refused."""
+        """The header of a data message, None if it is refused or dropped."""
+        if not self._turnstile.data(origin.holder, frames, time.monotonic()):
+            return None
         try:
             header, _ = decode_data(frames)
             if origin.holder is not None:
@@ -80,8 +92,9 @@ class Reception:
         return True
 
     def refuse(self, origin: MessageOrigin, error: RemoteProtocolError, what: str) -> None:
-        """Counts a refusal. Logs the first of each holder, or the first and every 1000th."""
+        """Counts a refusal. Logs the first of each holder, or as many as `Repeats` lets pass."""
         self._run.tally.refuse(error.code)
+        self._turnstile.refused(origin.holder, 1, time.monotonic())
         if error.code in (ErrorCode.KEY_NAME, ErrorCode.KEY_ROLE):
             name = origin.holder.name if origin.holder is not None else origin.key
             if (name, error.code) in self._named or len(self._named) >= NAMED_MAX:
@@ -91,8 +104,8 @@ class Reception:
             _log.warning("%s refused, %s: %s", name, where, printable(str(error)))
             return
         self.bad_frames += 1
-        if self.bad_frames == 1 or self.bad_frames % LOG_EVERY == 0:
-            _log.warning("%s refused: %s", what, printable(str(error)))
+        who = origin.holder.name if origin.holder is not None else origin.address
+        self._note(ev.Note("warning", f"{what} refused: {error}", about=f"{error.code} {who}"))
 
 
 def check_speaker(holder: KeyHolder, message: msg.ControlMessage, speaks_as: str) -> None:

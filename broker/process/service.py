@@ -25,15 +25,17 @@ from narrows.broker.process.connections import MessageOrigin
 from narrows.broker.process.crash_points import crash_points
 from narrows.broker.process.downlink import Downlink
 from narrows.broker.process.event_records import merge_record
+from narrows.broker.process.notes import Notes
 from narrows.broker.process.reception import Reception
 from narrows.broker.process.ring_keeper import RingKeeper, enrol
 from narrows.broker.process.sockets import FRAMES_PER_TURN, BrokerSockets, Traffic
+from narrows.broker.process.turnstile import Turnstile
 from narrows.broker.process.workers import Jobs
-from narrows.broker.storage import Commits, StateDir, begin_epoch, check_initial
+from narrows.broker.storage import Commits, begin_epoch, check_initial, open_state_dir
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer import status_for, status_of
 from narrows.proto import messages as msg
-from narrows.proto.errors import ErrorCode, printable
+from narrows.proto.errors import ErrorCode
 from narrows.proto.flow import wire_bytes
 from narrows.proto.frames import encode_control
 from narrows.proto.shell import EventFile, WakePipe
@@ -66,7 +68,7 @@ class Service:
                 told=self._connection_cut,
             )
             undo.callback(self.wires.close)
-            self.state_dir = StateDir.open(Path(config.broker.state_dir))
+            self.state_dir = open_state_dir(config)
             undo.callback(self.state_dir.close)
             begun = begin_epoch(
                 config,
@@ -77,7 +79,7 @@ class Service:
             )
             self.syncer = begun.syncer
             undo.callback(begun.close)
-            self._events = EventFile(events, _log) if events else None
+            self.notes = Notes(EventFile(events, _log) if events else None)
             undo.pop_all()
         self.traffic: dict[str, Traffic] = {}
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -88,7 +90,8 @@ class Service:
         self._turns_behind = 0
         self._reach = crash_points(os.environ)
         run = self.syncer.state
-        self.reception = Reception(run, self._send)
+        self.turnstile = Turnstile(run, self._send, self.notes.note)
+        self.reception = Reception(run, self._send, self.turnstile, self.notes.note)
         self.keeper = None
         if self.wires.gate is not None:
             self.keeper = RingKeeper(
@@ -104,6 +107,7 @@ class Service:
             self.commits = Commits(
                 begun.journal, run, self._post, serve_on=serve_on, reach=self._reach
             )
+            self.notes.journal = self.commits
         self.jobs = Jobs(
             config, run, self.state_dir, self._post, self.commits, begun, reach=self._reach
         )
@@ -112,7 +116,8 @@ class Service:
             run,
             self.traffic,
             self.jobs.encode_state,
-            lambda text: self._note("warning", text),
+            self.notes.warn,
+            self.turnstile.queued_state,
         )
 
     # The loop.
@@ -236,19 +241,24 @@ class Service:
         header = self.reception.data(origin, frames)
         if header is None:
             return
+        size_bytes = sum(map(len, frames))
         if self.syncer.state.roster.get(header.learner) is not None:
-            self._received_from(header.learner, sum(map(len, frames)))
+            self._received_from(header.learner, size_bytes)
         self._reach("received")
-        self._handle_event(ev.ChunkArrived(header, self.jobs.keep(frames[2])))
+        self._handle_event(ev.ChunkArrived(header, self.jobs.keep(frames[2]), size_bytes))
 
     def _received_from(self, learner: str, size_bytes: int) -> None:
         self.traffic.setdefault(learner, Traffic()).up_bytes += size_bytes
         self.downlink.hub.received(learner, size_bytes, time.monotonic())
 
     def _handle_event(self, event: ev.Event) -> None:
-        self._unjudged = True
+        """Lets the syncer decide; what it refuses is charged to the sender."""
+        tally = self.syncer.state.tally
+        self._unjudged, faults = True, tally.faults
         for effect in self.syncer.handle(event, now=time.monotonic(), more=True):
             self._perform(effect)
+        if tally.faults > faults:
+            self.turnstile.refused_by(event, tally.faults - faults, time.monotonic())
 
     # Effects.
 
@@ -257,8 +267,8 @@ class Service:
         match effect:
             case ev.Send(peer, message):
                 self._send(peer, message)
-            case ev.Note(level, text):
-                self._note(level, text)
+            case ev.Note():
+                self.notes.note(effect)
             case ev.Unpack(header, handle):
                 self.jobs.unpack(header, handle)
             case ev.Drop(handles):
@@ -267,7 +277,7 @@ class Service:
                 self.jobs.found(effect)
             case ev.StartMerge():
                 self.jobs.merge(
-                    effect, lambda outcome: self._record(merge_record(run, effect, outcome))
+                    effect, lambda outcome: self.notes.record(merge_record(run, effect, outcome))
                 )
             case ev.Publish():
                 assert self.jobs.model is not None
@@ -286,8 +296,8 @@ class Service:
             case ev.Erase(learner):
                 self._erase(learner)
             case ev.LogFate():
-                if self.commits is not None:
-                    self.commits.note(effect)
+                self.notes.fate(effect)
+                self.turnstile.performed(effect, time.monotonic())
             case ev.WriteCheckpoint():
                 self.jobs.save()
             case ev.Finish(reason):
@@ -314,26 +324,16 @@ class Service:
         """Counts a connection that was cut; `text` is empty if its cause was named before."""
         self.syncer.state.tally.refuse(code)
         if text:
-            self._note("warning", text)
-
-    def _note(self, level: str, text: str) -> None:
-        _log.log(getattr(logging, level.upper()), "%s", printable(text))
-        self._record({"event": "note", "level": level, "text": printable(text)})
-
-    def _record(self, record: dict[str, object]) -> None:
-        """One line in the events file: for benches, not for recovery."""
-        if self._events is not None:
-            self._events.write(record)
+            self.notes.warn(text)
 
     def _close(self) -> None:
         self.jobs.close()
         if self.keeper is not None:
             self.keeper.close()
         final = status_of(self.syncer, self.traffic, time.monotonic())
-        self._record({"event": "final", "status": json.loads(msgspec.json.encode(final))})
+        self.notes.record({"event": "final", "status": json.loads(msgspec.json.encode(final))})
         self.wires.close()
         self.state_dir.close()
         self._closed = True  # A signal may still come.
         self._wake.close()
-        if self._events is not None:
-            self._events.close()
+        self.notes.close()

@@ -80,7 +80,9 @@ class BrokerSockets:
         try:
             gate = _gate(context, Path(keys)) if keys else None
             most = _connections_max(streams)
-            connections = Connections(with_keys=bool(keys), streams=streams, most=most, told=told)
+            connections = Connections(
+                context, with_keys=bool(keys), streams=streams, most=most, told=told
+            )
             make = partial(_socket, context, gate, ipv6=address.is_ipv6)
             control = make(zmq.ROUTER, socket_options.ROUTER)
             connections.watch(control, CONTROL_HELD_MAX)
@@ -108,10 +110,11 @@ class BrokerSockets:
 
     def attend(self, now: float) -> None:
         """Answers handshakes and looks after the connections."""
-        self.connections.read_events(now)
         if self.gate is not None:
-            self.gate.answer(now)
-        self.connections.scan(now, time.monotonic)
+            for address, holder in self.gate.answer(now):
+                self.connections.admitted(address, holder)
+        self.connections.read_events(now)
+        self.connections.scan(now, time.thread_time)
 
     def receive_control(self) -> tuple[bytes, MessageOrigin, list[bytes]] | None:
         """(peer, origin, frames) of the next control message, None if there is none."""
@@ -247,7 +250,7 @@ def _listen_address(listen: str, *, insecure: bool) -> Address:
             remedy=f"""make keys with these three commands:
   narrows keys new
   narrows keys invite NAME --address tcp://HOST:{address.port}
-  narrows broker --listen {listen} --keys keys
+  narrows broker --listen {listen} --keys keys --founder NAME
 or pass --insecure on a network that you trust""",
         )
     return address

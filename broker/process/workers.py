@@ -6,9 +6,11 @@ or the syncer.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from narrows.broker.config import BrokerConfig
@@ -38,6 +40,8 @@ from narrows.proto.errors import NarrowsError, RemoteProtocolError
 from narrows.proto.flow import chunk_elements
 from narrows.proto.shell import guarded
 
+_log = logging.getLogger("narrows.broker")
+
 POOL_THREADS = 2
 """Threads for decode, merge and encode. These release the interpreter lock, so two threads use two
 cores."""
@@ -61,7 +65,6 @@ class Jobs:
         `reach` is called with each place of crash_points.NAMES."""
         self._reach = reach
         self._journaled = begun.journaled
-        self._policy = policy_of(config)
         self._commits = commits
         self._keeps_payloads = commits is not None and config.broker.journal == "full"
         self._config, self._run, self._state_dir, self._post = config, run, state_dir, post
@@ -145,11 +148,12 @@ class Jobs:
         model = self.model
         assert model is not None
         chunks = {h: self._chunks[h] for c in effect.contributions for h in c.handles}
+        policy = policy_of(self._config, organisations=effect.organisations)
 
         def work() -> None:
             try:
                 outcome = model.merge(
-                    effect.fragment, effect.version, effect.contributions, chunks, self._policy
+                    effect.fragment, effect.version, effect.contributions, chunks, policy
                 )
             except (FloatingPointError, NarrowsError) as error:
                 failed = ev.MergeFailed(effect.fragment, str(error))
@@ -172,7 +176,18 @@ class Jobs:
                 model.install(outcome)
                 installed(outcome)
                 self._reach("installed")
+                event = judged(event, outcome)
             return event
+
+        def judged(event: ev.Event, outcome: Outcome) -> ev.Event:
+            """The event with what the watch says, now that the round is in it."""
+            evidence = outcome.merged.evidence
+            assert isinstance(event, ev.Merged)
+            return replace(
+                event,
+                suspects=model.watch.suspects(evidence),
+                forgiven=model.watch.forgiven(evidence),
+            )
 
         self._submit(self._pool, work)
 
@@ -215,6 +230,9 @@ class Jobs:
                 self._post(lambda: failed)
                 return
             written = ev.CheckpointWritten(sum(state.version for state in snapshot.fragments))
+            if any(snapshot.journal_seal):
+                seal = snapshot.journal_seal.hex()
+                _log.info("sealed up to record %d:%s", snapshot.journal, seal)
             self._reach("checkpoint_written")
             self._post(lambda: written)
             if self._commits is not None and not self._config.broker.journal_keep:
@@ -244,10 +262,13 @@ class Jobs:
             frozen_digest=run.frozen_digest,
             fragment_count=run.settings.fragment_count,
             run_tokens=run.clock.run_tokens,
+            token_parts=run.clock.units % run.clock.fragments,
             phase=run.phase.stored,
             fragments=tuple(self.model.fragments),
             journal=self._commits.installed if self._commits is not None else self._journaled,
             merged_pushes=self._merged_pushes(),
+            journal_seal=self._commits.installed_seal if self._commits is not None else b"",
+            watch=self.model.watch,
         )
 
     def _merged_pushes(self) -> tuple[MergedPush, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from narrows.broker.storage.manifest import Start
 from narrows.broker.storage.records import FateRecord, Head, LifeRecord, RoundRecord
+from narrows.proto.limits import TOKENS_MAX
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Audit:
             self.fates[head.what] = self.fates.get(head.what, 0) + 1
             if head.what == "forgotten":
                 self._forgotten.add((head.learner, head.incarnation))
-        else:
+        elif isinstance(head, RoundRecord):
             self._round(number, head)
 
     def _round(self, number: int, head: RoundRecord) -> None:
@@ -63,7 +64,7 @@ class Audit:
             known = self.tokens.get(account)
             if account[:2] in self._forgotten and each.merged_tokens == each.tokens:
                 known = 0
-            if known is not None and each.merged_tokens != known + each.tokens:
+            if known is not None and each.merged_tokens != min(known + each.tokens, TOKENS_MAX):
                 self.problems.append(
                     f"record {number}: {each.merged_tokens} tokens of {account} after {known}"
                     f" and {each.tokens} more"

@@ -5,6 +5,7 @@
     checkpoint-00000012/fragment-00000.safetensors ...   global, momentum, published: float32 (n,)
     checkpoint-00000012/manifest.json        written last; versions and digests of every array
     journal/journal-00000003.log ...         the rounds since the older checkpoint (journal.py)
+    seal.json  checkpoint-00000012/seal.json  only with a seal key (sealed.py)
     lock                                     held by the one broker that uses the directory
 
 Nothing counts before it is durable: temporary name, fsync, rename, fsync of the directory. Two
@@ -16,12 +17,9 @@ followed, and files with other names are left alone.
 from __future__ import annotations
 
 import os
-import re
-import stat
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Final, NoReturn, Self
 
 import msgspec
@@ -35,42 +33,34 @@ from narrows.broker.storage.durable_files import (
     make_directory,
     write_file,
 )
+from narrows.broker.storage.fragment_file import file_of, fragment_name, read_fragment
 from narrows.broker.storage.manifest import (
     MANIFEST,
+    RUN_FILES,
     RUN_FORMAT,
     CheckpointContent,
     Manifest,
     RunRecord,
-    blocks_of,
-    export_tensors,
-    fragment_header,
-    fragment_name,
     manifest_of,
-    read_fragment,
     read_manifest,
-    read_sealed,
+    read_run,
     sealed,
     snapshot_of,
 )
-from narrows.broker.storage.secret_file import SECRET_FILE, find_secret, make_secret
+from narrows.broker.storage.names import (
+    generation_name,
+    generations_in,
+    next_generation,
+    remove_leftovers,
+)
+from narrows.broker.storage.seal import SealKey
+from narrows.broker.storage.sealed import DirectorySeal, refuse_sealed
+from narrows.broker.storage.secret_file import SECRET_FILE, find_secret, new_secret
 from narrows.proto.errors import ConfigError, ErrorCode
 
-__all__ = [
-    "CheckpointContent",
-    "RunRecord",
-    "StateDir",
-    "StateError",
-    "export_tensors",
-    "generation_name",
-    "generations_in",
-]
+__all__ = ["CheckpointContent", "RunRecord", "StateDir", "StateError"]
 
 GENERATIONS_KEPT: Final = 2
-_GENERATION: Final = re.compile(r"checkpoint-([0-9]{8,18})")
-_NUMBER: Final = re.compile(r"\bcheckpoint-([0-9]{8,18})\b")
-_LEFTOVER: Final = re.compile(r"\.(new|old)-[a-z0-9.-]+")
-_OWN_FILE: Final = re.compile(r"manifest\.json|fragment-[0-9]{5,}\.safetensors")
-_RECORDS: Final = ("run.copy.json", "run.json")
 
 # Remedies: for state that cannot be read, and for a checkpoint that cannot be written.
 _GONE: Final = "restore the directory from a backup, or start a new run in an empty state_dir"
@@ -80,22 +70,24 @@ _KEPT: Final = "check the disk; the checkpoint before it and the journal still h
 class StateDir:
     """The state directory of one broker, locked from `open` to `close`. Not thread-safe."""
 
-    def __init__(self, path: Path, directory_fd: int, lock_fd: int) -> None:
+    def __init__(
+        self, path: Path, directory_fd: int, lock_fd: int, seal_key: SealKey | None = None
+    ) -> None:
         self.path = path
+        self.seal = DirectorySeal(path, directory_fd, seal_key) if seal_key else None
         self.keep_first = False
         """True if the generation of version 0 is never removed: a replay begins there."""
         self.warnings: list[str] = []
         """Damage that was passed over; the caller tells the operator."""
-        self.secret = b""
-        """The run's, once its epoch has begun."""
+        self.secret = b""  # The run's, once its epoch has begun.
         self._fd = directory_fd
         self._journal_fd: int | None = None
         self._lock_fd = lock_fd
         self._damaged: set[int] = set()
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        """Makes the directory if it is missing, and locks it.
+    def open(cls, path: Path, seal_key: SealKey | None = None) -> Self:
+        """Makes the directory if it is missing, and locks it. With a key all it writes is sealed.
 
         Raises StateError STATE_LOCKED, naming the process that has it, and ConfigError.
         """
@@ -103,13 +95,18 @@ class StateDir:
             make_directory(path)
             directory_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                return cls(path, directory_fd, lock(path, directory_fd))
+                return cls(path, directory_fd, lock(path, directory_fd), seal_key)
             except BaseException:
                 os.close(directory_fd)
                 raise
         except OSError as error:
             message = f"{path}: cannot be used as state directory"
             raise ConfigError(message, got=error.strerror or str(error)) from error
+
+    @property
+    def directory_fd(self) -> int:
+        """A descriptor of the directory, until `close`."""
+        return self._fd
 
     def close(self) -> None:
         """Gives the lock back. The lock file stays.
@@ -125,11 +122,20 @@ class StateDir:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+    def check_seals(self, *, but: str = "") -> None:
+        """Compares the seals of all files but the journal's, and but one at the top.
+
+        Raises StateError if one differs, or if there is a key and no seal, or the other way round.
+        """
+        if self.seal is None:
+            refuse_sealed(self._fd, self.path)
+            return
+        run, places = self.run, [generation_name(number) for number in self._generations()]
+        is_new = run is None and not self.has_journal
+        self.seal.check(run.run_id if run else None, places, is_new=is_new, but=but)
 
     # The run and its epoch.
 
@@ -139,15 +145,7 @@ class StateDir:
 
         Of the two copies the newer one counts, so that one damaged file cannot lower the epoch.
         """
-        records: list[RunRecord] = []
-        problems: list[str] = []
-        for name in _RECORDS:
-            try:
-                records.append(read_sealed(self._fd, name, RunRecord))
-            except FileNotFoundError:
-                continue
-            except Damaged as problem:
-                problems.append(str(problem))
+        records, problems = read_run(self._fd)
         if not records and (problems or self._generations()):
             what = "the run and its epoch cannot be read"
             self._raise_damaged(what, problems or ["no run.json"])
@@ -160,25 +158,35 @@ class StateDir:
         `new_run_id` is used in a new directory only, where the first epoch is (1, 1). Raises
         StateError STATE_DAMAGED or RUN_SECRET, and OSError.
         """
-        self._remove_leftovers()
+        remove_leftovers(self._fd)
         before = self.run
         run_id = before.run_id if before else new_run_id
         term, life = before.epoch if before else (1, 0)
         assert term >= 1 and life >= 0, before
         is_required = before is not None and before.format == RUN_FORMAT
-        self.secret = find_secret(self._fd, self.path, is_required=is_required)
+        secret = find_secret(self._fd, self.path, is_required=is_required)
+        self.secret = secret or new_secret()
         record = sealed(RunRecord(RUN_FORMAT, run_id, (term, life + 1), config_digest))
-        for name in _RECORDS:
-            write_file(self._fd, f".new-{name}", [msgspec.json.encode(record)])
-            self._publish(name)
+        contents = {name: msgspec.json.encode(record) for name in RUN_FILES}
+        self._replace(run_id, contents if secret else {SECRET_FILE: self.secret, **contents})
         return record
 
     def renew_secret(self) -> Path:
         """Makes a new secret of the run, durably, and returns the path of its file."""
-        if self.run is None:
+        self.check_seals(but=SECRET_FILE)
+        if (run := self.run) is None:
             raise ConfigError(f"{self.path}: no run, so there is no secret to renew")
-        self.secret = make_secret(self._fd)
+        remove_leftovers(self._fd)
+        self.secret = new_secret()
+        self._replace(run.run_id, {SECRET_FILE: self.secret})
         return self.path / SECRET_FILE
+
+    def _replace(self, run_id: str, contents: Mapping[str, bytes]) -> None:
+        """Gives files beside the checkpoints new contents, one after the other, durably."""
+        with self.seal.replacing(run_id, contents) if self.seal else nullcontext():
+            for name, content in contents.items():
+                write_file(self._fd, f".new-{name}", [content])
+                self._publish(name)
 
     def _publish(self, name: str) -> None:
         """Gives the finished `.new-` file or directory its name, durably."""
@@ -195,18 +203,17 @@ class StateDir:
         before are still there, and the next `save` starts anew.
         """
         manifest = manifest_of(snapshot)
-        self._remove_leftovers()
-        number = max(map(int, _NUMBER.findall(" ".join(os.listdir(self._fd)))), default=0) + 1
+        remove_leftovers(self._fd)
+        number = next_generation(self._fd)
         name = generation_name(number)
         os.mkdir(f".new-{name}", 0o700, dir_fd=self._fd)
         with directory(self._fd, f".new-{name}") as fd:
             for index, state in enumerate(snapshot.fragments):
-                blocks: list[bytes | memoryview] = [
-                    fragment_header(state.global_.size),
-                    *blocks_of(state),
-                ]
-                write_file(fd, fragment_name(index), blocks)
+                write_file(fd, fragment_name(index), file_of(state))
             write_file(fd, MANIFEST, [msgspec.json.encode(manifest)])
+            if self.seal is not None:
+                journal = snapshot.journal, snapshot.journal_seal
+                self.seal.seal_folder(fd, name, snapshot.run_id, journal)
             os.fsync(fd)
         self._publish(name)
         try:
@@ -247,8 +254,10 @@ class StateDir:
         self._journal_fd = os.open("journal", flags, dir_fd=self._fd)
         return self._journal_fd
 
-    def load(self) -> CheckpointContent | None:
+    def load(self, *, at_most: int | None = None) -> CheckpointContent | None:
         """The newest generation that is whole, None if there is none at all.
+
+        `at_most`: the newest one whose versions have no larger sum.
 
         Generations that had to be passed over are named in `warnings`. Raises StateError
         STATE_DAMAGED if there are some and none is whole.
@@ -266,8 +275,9 @@ class StateDir:
                 problems.append(f"{problem}; passed over for an older checkpoint")
             else:
                 self._warn(problems)
-                return snapshot_of(manifest, fragments)
-        if problems:
+                if at_most is None or sum(each.version for each in fragments) <= at_most:
+                    return snapshot_of(manifest, fragments)
+        if problems and at_most is None:
             self._raise_damaged("no checkpoint is whole", problems)
         return None
 
@@ -307,6 +317,12 @@ class StateDir:
             if not (self.keep_first and number == 1):
                 self._remove(number)
 
+    def remove_before(self, number: int) -> None:
+        """Removes all generations that are older."""
+        for each in self._generations():
+            if each < number:
+                self._remove(each)
+
     def _remove(self, number: int) -> None:
         """Removes a generation, renamed first, so that nobody sees one with half of its files.
 
@@ -315,20 +331,7 @@ class StateDir:
         name = generation_name(number)
         with suppress(OSError):
             os.rename(name, f".old-{name}", src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        self._remove_leftovers()
-
-    def _remove_leftovers(self) -> None:
-        """Removes the remains of an interrupted `save`. Files with odd names stay: they do no
-        harm."""
-        for name in filter(_LEFTOVER.fullmatch, os.listdir(self._fd)):
-            with suppress(OSError):
-                if not stat.S_ISDIR(os.lstat(name, dir_fd=self._fd).st_mode):
-                    os.unlink(name, dir_fd=self._fd)
-                    continue
-                with directory(self._fd, name) as fd:
-                    for file in filter(_OWN_FILE.fullmatch, os.listdir(fd)):
-                        os.unlink(file, dir_fd=fd)
-                os.rmdir(name, dir_fd=self._fd)
+        remove_leftovers(self._fd)
 
     def _warn(self, problems: Sequence[str]) -> None:
         self.warnings += [text for text in problems if text not in self.warnings]
@@ -338,14 +341,3 @@ class StateDir:
     ) -> NoReturn:
         got = "; ".join(problems)
         raise StateError(ErrorCode.STATE_DAMAGED, f"{self.path}: {message}", got=got, remedy=remedy)
-
-
-def generations_in(directory_fd: int) -> list[int]:
-    """Numbers of the generations in a state directory, newest first."""
-    matches = map(_GENERATION.fullmatch, os.listdir(directory_fd))
-    return sorted((int(match[1]) for match in matches if match), reverse=True)
-
-
-def generation_name(number: int) -> str:
-    """Name of a generation's folder."""
-    return f"checkpoint-{number:08d}"

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+import math
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 import xxhash
 
 from narrows.broker.config import BrokerConfig
-from narrows.broker.merging import GlobalModel, Policy
+from narrows.broker.merging import FragmentState, GlobalModel, NormHistory, Policy, remembered
 from narrows.broker.storage import manifest
-from narrows.broker.storage.checkpoint import (
-    CheckpointContent,
-    StateDir,
-    generation_name,
-    generations_in,
-)
+from narrows.broker.storage.checkpoint import CheckpointContent, StateDir
 from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.durable_files import Damaged, StateError, directory
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import Manifest
+from narrows.broker.storage.names import generation_name, generations_in
 from narrows.broker.storage.records import RoundRecord, payloads
-from narrows.broker.storage.replay import merged_of, read_records, version_before
+from narrows.broker.storage.replay import (
+    merged_of,
+    processes_of,
+    read_records,
+    version_before,
+)
+from narrows.broker.storage.seal import SealKey
+from narrows.broker.storage.sealed import DirectorySeal, is_sealed
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.fragments import build_table
 from narrows.proto.units import counted
 
 RULES = {"mean": "mean", "rda": "layout"}
 """The merge rule for each value of `--merge`."""
+
+NAMES_SHOWN_MAX = 20
+"""Names that an error lists."""
 
 SEGMENT_BYTES = 1 << 20
 """A size that `Journal.open` asks for. No segment is written here."""
@@ -44,6 +53,8 @@ class Changes:
     optimizer: str | None = None
     outer_lr: float | None = None
     momentum: float | None = None
+    without: tuple[str, ...] = ()
+    """Learners whose contributions are left out."""
 
     def policy(self, own: Policy) -> Policy:
         """The run's policy with the changes."""
@@ -59,15 +70,20 @@ class Changes:
 
 
 @contextmanager
-def opened_run(path: Path) -> Generator[tuple[StateDir, Journal | None]]:
-    """A state directory and its journal, locked, for reading. Raises NarrowsError."""
+def opened_run(
+    path: Path, seal_key: SealKey | None = None
+) -> Generator[tuple[StateDir, Journal | None]]:
+    """A state directory and its journal, locked, for reading. With a key all seals are compared.
+
+    Raises NarrowsError.
+    """
     remedy = "see --state-dir of the broker"
     if not path.is_dir():
         raise ConfigError(f"{path} is no state directory", remedy=remedy)
     if not any((path / name).exists() for name in ("run.json", "run.copy.json")):
         raise ConfigError(f"{path} holds no run", remedy=remedy)
     try:
-        state_dir = StateDir.open(path)
+        state_dir = StateDir.open(path, seal_key)
     except StateError as error:
         if error.code is not ErrorCode.STATE_LOCKED:
             raise
@@ -77,11 +93,47 @@ def opened_run(path: Path) -> Generator[tuple[StateDir, Journal | None]]:
     with state_dir:
         run = state_dir.run
         assert run is not None
-        journal = None
+        journal, chain = None, None
+        if state_dir.seal is not None:
+            state_dir.check_seals()
+            chain = state_dir.seal.chain()
         if state_dir.has_journal:
             files = DirectoryFiles(state_dir.journal_directory())
-            journal = Journal.open(files, run_id=run.run_id, segment_bytes=SEGMENT_BYTES)
+            journal = Journal.open(
+                files, run_id=run.run_id, segment_bytes=SEGMENT_BYTES, chain=chain
+            )
         yield state_dir, journal
+
+
+def oldest_versions(state_dir: StateDir) -> tuple[int, list[int]]:
+    """The newest record that the oldest checkpoint holds, and its versions; none if it is damaged.
+
+    The versions of later records follow from them.
+    """
+    for number in reversed(generations_in(state_dir.directory_fd)):
+        with suppress(Damaged, OSError):
+            with directory(state_dir.directory_fd, generation_name(number)) as fd:
+                found = manifest.read_manifest(fd)
+                return found.journal, [entry.version for entry in found.fragments]
+    return 0, []
+
+
+def seal_run(path: Path, key: SealKey) -> None:
+    """Seals a state directory as it is. Raises NarrowsError if it is sealed, or not whole."""
+    with opened_run(path) as (state_dir, _):
+        fd = state_dir.directory_fd
+        if is_sealed(fd):
+            raise StateError(
+                ErrorCode.STATE_DAMAGED, f"{path}: it is sealed already",
+                remedy="check it: narrows journal audit --seal-key FILE",
+            )  # fmt: skip
+        run, journal = state_dir.run, dict[str, int]()
+        assert run is not None
+        state_dir.load()
+        for place in map(generation_name, generations_in(fd)):
+            with directory(fd, place) as each:
+                journal[place] = manifest.read_manifest(each).journal
+        DirectorySeal(path, fd, key).adopt(run.run_id, journal)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -117,6 +169,23 @@ def model_digest(model: GlobalModel) -> str:
     return hasher.hexdigest()
 
 
+def memory_digest(model: GlobalModel) -> str:
+    """xxh3_128 (hex) over what the merge remembers: the histories of norms, and the watch.
+
+    It is no part of `model_digest`, since checkpoints of older releases have none.
+    """
+    hasher = xxhash.xxh3_128(msgspec.json.encode(model.watch))
+    for state in model.fragments:
+        for each in state.history.rounds:
+            hasher.update(msgspec.json.encode((each.version, each.processes)))
+            hasher.update(each.norms.tobytes())
+    return hasher.hexdigest()
+
+
+Payloads: TypeAlias = list[tuple[int, int, bytes]]
+"""Offset, elements and payload of a vector's chunks."""
+
+
 @dataclass(frozen=True)
 class MergedAgain:
     """A history under other rules."""
@@ -125,14 +194,17 @@ class MergedAgain:
     rounds: int
     differs: str
     """The first round that came out differently; empty: none."""
+    left_out: Mapping[str, int]
+    """Contributions that were left out, by learner."""
 
 
 def merge_again(
     config: BrokerConfig, oldest: CheckpointContent, journal: Journal, changes: Changes
 ) -> MergedAgain:
     """Merges the same contributions again, with changes. Raises NarrowsError."""
-    model = GlobalModel(config, build_table(oldest.layout, len(oldest.fragments)), oldest.fragments)
-    differs, rounds = "", 0
+    states = [_forgetting(state, changes.without) for state in oldest.fragments]
+    model = GlobalModel(config, build_table(oldest.layout, len(states)), states)
+    differs, rounds, names = "", 0, Counter[str]()
     for number, head, blobs in read_records(journal, oldest.journal + 1):
         if not isinstance(head, RoundRecord):
             continue
@@ -141,10 +213,30 @@ def merge_again(
             continue
         check_whole(head.version - before - 1)
         rounds += 1
-        published = _merge_again(model, head, blobs, changes, number)
+        names.update(each.learner for each in head.contributors)
+        try:
+            published = _merge_again(model, head, blobs, changes, number)
+        except FloatingPointError as error:
+            raise NarrowsError(
+                ErrorCode.NOT_FINITE, f"record {number}: {error}",
+                remedy="choose a smaller --outer-lr, or leave that learner's pushes out",
+            ) from error  # fmt: skip
         if published != head.digests[2] and not differs:
             differs = f"record {number}, version {head.version} of fragment {head.fragment}"
-    return MergedAgain(model, rounds, differs)
+    return MergedAgain(model, rounds, differs, _left_out(names, changes.without))
+
+
+def _left_out(contributions: Mapping[str, int], without: Sequence[str]) -> dict[str, int]:
+    """How many contributions were left out. Raises ConfigError for a name that has none."""
+    for name in without:
+        if not contributions.get(name):
+            known = ", ".join(sorted(contributions)[:NAMES_SHOWN_MAX]) or "nobody"
+            raise ConfigError(
+                f"--without {name}: no contribution of that learner is in the journal",
+                expected=f"one of {known}", got=name,
+                remedy="`narrows journal show` prints the names",
+            )  # fmt: skip
+    return {name: contributions[name] for name in without}
 
 
 def _merge_again(
@@ -153,7 +245,7 @@ def _merge_again(
     """Installs the version that a round gives under the changes; the digest of its published
     copy."""
     fragment = model.table[head.fragment]
-    if not head.contributions and changes.merge is not None:
+    if not head.contributions and (changes.merge is not None or changes.without):
         raise ConfigError(
             f"record {number} holds the merged outer gradient only",
             expected='journal = "full" in the run\'s settings, for another merge',
@@ -161,15 +253,50 @@ def _merge_again(
     policy = changes.policy(head.policy)
     try:
         vectors = list(payloads([head.publication, *head.contributions], blobs))
+    except Damaged as problem:
+        raise NarrowsError(ErrorCode.STATE_DAMAGED, f"record {number}: {problem}") from problem
+    head, vectors = left_over(head, vectors, changes.without)
+    if not head.contributors:
+        return model.stand_still(fragment.index, head.version)
+    try:
         merged = merged_of(model, fragment, head, vectors, blobs, policy)
     except Damaged as problem:
         raise NarrowsError(ErrorCode.STATE_DAMAGED, f"record {number}: {problem}") from problem
     params, momentum = model.step(fragment, merged.outer_grad, policy)
     _code_as_then(model, head)
     weights = tuple(each.weight for each in head.contributors)
-    outcome = model.published(fragment, head.version, params, momentum, merged, weights, policy)
-    model.install(outcome)
+    before = model.fragments[head.fragment]
+    version = before.version + 1
+    outcome = model.published(fragment, version, params, momentum, merged, weights, policy)
+    state = remembered(before, outcome.state, processes_of(head), merged)
+    model.install(replace(outcome, state=state))
     return outcome.state.digest
+
+
+def left_over(
+    head: RoundRecord, vectors: list[Payloads], without: Sequence[str]
+) -> tuple[RoundRecord, list[Payloads]]:
+    """A round and its payloads without the contributions of some learners.
+
+    The others' weights keep their proportions and sum to 1.
+    """
+    kept = [i for i, who in enumerate(head.contributors) if who.learner not in without]
+    if len(kept) == len(head.contributors):
+        return head, vectors
+    total = math.fsum(head.contributors[i].weight for i in kept)
+    weights = [head.contributors[i].weight / total if total else 1 / len(kept) for i in kept]
+    contributors = tuple(
+        msgspec.structs.replace(head.contributors[i], weight=weight)
+        for i, weight in zip(kept, weights, strict=True)
+    )
+    contributions = tuple(head.contributions[i] for i in kept)
+    changed = msgspec.structs.replace(head, contributors=contributors, contributions=contributions)
+    return changed, [vectors[0], *(vectors[1 + i] for i in kept)]
+
+
+def _forgetting(state: FragmentState, names: Sequence[str]) -> FragmentState:
+    """A fragment whose history begins anew if names are left out of it."""
+    return replace(state, history=NormHistory()) if names else state
 
 
 def _code_as_then(model: GlobalModel, head: RoundRecord) -> None:

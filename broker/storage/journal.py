@@ -14,19 +14,21 @@ from contextlib import suppress
 from threading import Lock
 from typing import Final, NamedTuple, Self
 
+from narrows.broker.storage.chain import Chain, Sealer, seal_in
 from narrows.broker.storage.disk import Files
 from narrows.broker.storage.durable_files import Damaged
+from narrows.broker.storage.names import segment_name
 from narrows.broker.storage.scan import JournalScan, lost, scan_journal, supersede, unreadable
+from narrows.broker.storage.seal import NO_SEAL
 from narrows.broker.storage.segments import (
     RECORD_HEADER_BYTES,
     RUN_ID_BYTES_MAX,
-    SEGMENT_HEADER_BYTES,
+    SEALED_RECORD_HEADER_BYTES,
     Record,
     Segment,
     read_records,
     record_header,
     segment_header,
-    segment_name,
 )
 from narrows.proto.errors import ErrorCode, LocalProtocolError, NarrowsError
 
@@ -47,6 +49,7 @@ class _Queued(NamedTuple):
     body: tuple[memoryview, ...]
     size_bytes: int
     """On the disk."""
+    keep_seal: bool = False
 
 
 class Journal:
@@ -59,12 +62,14 @@ class Journal:
 
     def __init__(
         self, files: Files, run_id: str, segment_bytes: int, queued_bytes_max: int,
-        scan: JournalScan,
+        scan: JournalScan, chain: Chain | None,
     ) -> None:  # fmt: skip
         self.durable = scan.proven
         """The newest durable record, 0: none. All before it are durable too."""
         self.warnings = scan.warnings
         """Ends and files that were left out; the caller tells the operator."""
+        self.sealer = Sealer(chain)
+        self._record_header_bytes = SEALED_RECORD_HEADER_BYTES if chain else RECORD_HEADER_BYTES
         self._files = files
         self._run_id = run_id
         self._segment_bytes = segment_bytes
@@ -84,7 +89,7 @@ class Journal:
     @classmethod
     def open(
         cls, files: Files, *, run_id: str, segment_bytes: int,
-        queued_bytes_max: int = QUEUED_BYTES_MAX,
+        queued_bytes_max: int = QUEUED_BYTES_MAX, chain: Chain | None = None,
     ) -> Self:  # fmt: skip
         """Scans the files and writes nothing. Call `sync` before anybody relies on the records.
 
@@ -92,14 +97,18 @@ class Journal:
         as if they had just been appended, and `durable` does not count them: the first `sync`
         writes them again, and makes sure that files which are gone do not come back.
 
-        Raises StateError STATE_DAMAGED if the journal belongs to another run or format or cannot
-        be read. Other damage does not matter until somebody asks for the records that are lost.
+        With a chain every record that counts must have its seal, and every new one gets one.
+
+        Raises StateError STATE_DAMAGED if the journal belongs to another run or format, cannot be
+        read, or was altered without the key of the chain. Other damage does not matter until
+        somebody asks for the records that are lost.
         """
         if not 0 < len(run_id.encode()) <= RUN_ID_BYTES_MAX or "\0" in run_id:
             expected = f"1 to {RUN_ID_BYTES_MAX} bytes without NUL"
             raise LocalProtocolError(ErrorCode.MISUSE, "run id", expected=expected, got=run_id)
-        scan = scan_journal(files, run_id)
-        journal = cls(files, run_id, segment_bytes, queued_bytes_max, scan)
+        scan = scan_journal(files, run_id, chain)
+        journal = cls(files, run_id, segment_bytes, queued_bytes_max, scan, chain)
+        journal.sealer.resume(files, scan.counting, scan.proven)
         for record in journal.records(scan.proven + 1):
             journal._enqueue((record.body,))
         return journal
@@ -115,6 +124,26 @@ class Journal:
     def first(self) -> int:
         """The record from which on all are there; the next one's number if there is none."""
         return self._scan.first
+
+    @property
+    def newest(self) -> int:
+        """The newest record in the files; it may not be durable."""
+        return self._scan.newest
+
+    @property
+    def damage(self) -> list[str]:
+        """All places where a record should be that does not verify, needed or not."""
+        return [each.damage for each in self._scan.segments if each.damage]
+
+    @property
+    def has_unsealed(self) -> bool:
+        """True if the newest record that counts was written before the journal was sealed."""
+        counting = self._scan.counting
+        return bool(counting) and counting[-1].is_adopted
+
+    def seal_of(self, number: int) -> bytes:
+        """The seal of a record in the files; NO_SEAL if there is none."""
+        return seal_in(self._files, self._scan.counting, number) or NO_SEAL
 
     # Reading.
 
@@ -144,16 +173,17 @@ class Journal:
 
     # Writing.
 
-    def append(self, body: Sequence[bytes | memoryview]) -> int:
+    def append(self, body: Sequence[bytes | memoryview], *, keep_seal: bool = False) -> int:
         """Queues a record whose body is these parts in a row, and returns its number.
 
-        The parts must not change until the record is durable. Raises JournalError if the queue is
-        full: the record was not taken.
+        The parts must not change until the record is durable. `keep_seal`: `sealer.take` will be
+        called once it is. Raises JournalError if the queue is full: the record was not taken.
         """
-        return self._enqueue(tuple(memoryview(part).cast("B") for part in body if len(part)))
+        parts = tuple(memoryview(part).cast("B") for part in body if len(part))
+        return self._enqueue(parts, keep_seal=keep_seal)
 
-    def _enqueue(self, body: tuple[memoryview, ...]) -> int:
-        size_bytes = RECORD_HEADER_BYTES + sum(map(len, body))
+    def _enqueue(self, body: tuple[memoryview, ...], *, keep_seal: bool = False) -> int:
+        size_bytes = self._record_header_bytes + sum(map(len, body))
         with self._lock:
             number = self._next
             queued_bytes = self._queued_bytes + size_bytes
@@ -166,7 +196,7 @@ class Journal:
                     expected=f"up to {self._queued_bytes_max} bytes", got=f"{queued_bytes} bytes",
                     remedy="see whether the disk is full, failing or too slow",
                 )  # fmt: skip
-            self._queue.append(_Queued(number, body, size_bytes))
+            self._queue.append(_Queued(number, body, size_bytes, keep_seal))
             self._queued_bytes = queued_bytes
             self._next += 1
             assert number == self._queue[0].number + len(self._queue) - 1, "numbers have no gaps"
@@ -196,17 +226,19 @@ class Journal:
 
     def _write(self, batch: Sequence[_Queued]) -> None:
         parts: list[bytes | memoryview] = []
-        written = self.durable
+        written, seal, key = self.durable, self.sealer.seal, self.sealer.key
         for record in batch:
             if not self._has_room(record):
-                self._flush(parts, written)
+                self._flush(parts, written, seal)
                 self._begin_segment(record)
                 parts = []
-            salt = self._scan.segments[-1].salt
-            parts += [record_header(salt, record.number, self.durable, record.body), *record.body]
+            segment = self._scan.segments[-1]
+            seal = self.sealer.next(seal, record.number, record.body, keep=record.keep_seal)
+            header = record_header(segment, record.number, self.durable, record.body, key, seal)
+            parts += [header, *record.body]
             self._position_bytes += record.size_bytes
             written = record.number
-        self._flush(parts, written)
+        self._flush(parts, written, seal)
 
     def _has_room(self, record: _Queued) -> bool:
         if self._handle is None:
@@ -215,7 +247,7 @@ class Journal:
         fits = self._position_bytes + record.size_bytes <= self._segment_bytes
         return fits or record.number <= self._copied
 
-    def _flush(self, parts: Sequence[bytes | memoryview], written: int) -> None:
+    def _flush(self, parts: Sequence[bytes | memoryview], written: int, seal: bytes) -> None:
         """Writes the parts and makes them durable; the last of them belong to record `written`."""
         if not parts or self._handle is None:
             return
@@ -229,7 +261,7 @@ class Journal:
             while self._queue and self._queue[0].number <= written:
                 self._queued_bytes -= self._queue.popleft().size_bytes
         assert written >= self.durable, f"{written} after {self.durable}: what is durable stays so"
-        self.durable = written
+        self.durable, self.sealer.seal = written, seal
 
     def _begin_segment(self, record: _Queued) -> None:
         """Ends the segment and makes one that begins with `record`; all before it are durable."""
@@ -242,13 +274,15 @@ class Journal:
         name, first = segment_name(self._scan.number), record.number
         salt = int.from_bytes(os.urandom(8), "little")
         segment = Segment(name, first, self._copied, salt, first - 1, newest=first)
-        size_bytes = max(self._segment_bytes, SEGMENT_HEADER_BYTES + record.size_bytes)
+        segment.before = self.sealer.seal
+        header = segment_header(segment, self._run_id, self.sealer.key)
+        size_bytes = max(self._segment_bytes, len(header) + record.size_bytes)
         self._handle = self._files.create(name, size_bytes)
         self._scan.segments.append(segment)
-        self._files.write(self._handle, [segment_header(segment, self._run_id)])
+        self._files.write(self._handle, [header])
         self._files.sync(self._handle)
         self._files.sync_directory()
-        self._position_bytes = SEGMENT_HEADER_BYTES
+        self._position_bytes = len(header)
 
     def _give_up(self) -> None:
         """Leaves the segment. One without a durable record goes, because a full disk needs its
@@ -307,5 +341,7 @@ class Journal:
             self._queue.clear()
             self._queued_bytes = 0
             self._next = number + 1
+        counting = self._scan.counting
+        self.sealer.resume(self._files, counting, counting[-1].last if counting else number)
         self._scan.first = self._next
         self.durable = number

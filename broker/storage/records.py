@@ -19,8 +19,14 @@ from narrows.broker.storage.durable_files import Damaged
 from narrows.broker.storage.manifest import Start
 from narrows.proto.messages import Phase
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+"""Format of the records of a life. 2 added what the defaults of format 1 stand for below."""
+
+READABLE: Final = (1, FORMAT)
 HEAD_LENGTH_BYTES: Final = 4
+
+NOT_COUNTED: Final = -1
+"""Counted tokens in a record of format 1: the clock was that of the learners' reports then."""
 
 Mode: TypeAlias = Literal["full", "merged", "off"]
 
@@ -51,7 +57,16 @@ class ContributorRecord(Struct, frozen=True, forbid_unknown_fields=True):
     steps: int
     weight: float
     merged_tokens: int
-    """Tokens of this process in this fragment so far, with this push."""
+    """Tokens of this process in this fragment so far, with this push; TOKENS_MAX at most."""
+    counted: int = NOT_COUNTED
+    """Tokens of this push that the run's clock counts, and the weight."""
+    is_clipped: bool = False
+    """See merging.PushEvidence, as for the next two; the watch of a replay judges by them."""
+    cosine: float | None = None
+    is_noise: bool = False
+    norms: tuple[float, ...] = ()
+    """Applied norms by piece, for the history. Only where the record has no contributions, from
+    which they come out again."""
 
 
 class VectorRecord(Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,6 +94,7 @@ class RoundRecord(_RecordHead, frozen=True, tag="committed"):
     policy: Policy
     phase: Phase
     run_tokens: int
+    """The run's clock before this round, and after rounds that were published and never written."""
     publication: VectorRecord
     contributions: tuple[VectorRecord, ...]
     """Empty in a journal of merged outer gradients."""
@@ -104,7 +120,16 @@ class FateRecord(_RecordHead, frozen=True, tag="fate"):
     at: float
 
 
-Head: TypeAlias = LifeRecord | RoundRecord | FateRecord
+class SealRecord(_RecordHead, frozen=True, tag="sealed"):
+    """From here on the journal is sealed; before, somebody said that it was whole."""
+
+    epoch: Start
+    key: str
+    """Name of the seal key (SealKey.name), by which keys are told apart."""
+    at: float
+
+
+Head: TypeAlias = LifeRecord | RoundRecord | FateRecord | SealRecord
 _decoder = msgspec.msgpack.Decoder(Head)
 
 
@@ -121,8 +146,9 @@ def decode(body: memoryview) -> tuple[Head, memoryview]:
         head = _decoder.decode(body[HEAD_LENGTH_BYTES:end])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(f"a record of the journal: {error}") from error
-    if isinstance(head, LifeRecord) and head.format != FORMAT:
-        raise Damaged(f"a journal of format {head.format}, this version reads {FORMAT}")
+    if isinstance(head, LifeRecord) and head.format not in READABLE:
+        told = " and ".join(map(str, READABLE))
+        raise Damaged(f"a journal of format {head.format}, this version reads {told}")
     if isinstance(head, RoundRecord):
         _check_round(head)
     return head, body[end:]
@@ -135,6 +161,10 @@ def _check_round(head: RoundRecord) -> None:
         raise Damaged(f"a record of the journal: {counts} contributors")
     if not head.publication.chunks or not 0 < head.publication.rho < math.inf:
         raise Damaged("a record of the journal: its publication has no chunks or no step")
+    if not all(0 <= each.weight < math.inf for each in head.contributors):
+        raise Damaged("a record of the journal: a contribution's weight is no number from 0 on")
+    if not head.error_ratio >= 0:
+        raise Damaged(f"a record of the journal: an error ratio of {head.error_ratio}")
 
 
 def vector_of(codec: str, rho: float, chunks: Sequence[tuple[int, int, bytes]]) -> VectorRecord:

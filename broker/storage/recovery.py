@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from narrows.broker.config import BrokerConfig
@@ -18,7 +19,9 @@ from narrows.broker.storage.durable_files import RecordsLost, StateError
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import RunRecord
 from narrows.broker.storage.replay import History, read_records, recover
-from narrows.broker.syncer import Resumed, RunPhase, RunSecret, Syncer
+from narrows.broker.storage.rollback import finish_rollbacks, roll_back
+from narrows.broker.storage.seal import read_seal_key
+from narrows.broker.syncer import Resumed, RunPhase, RunSecret, Syncer, check_founder
 from narrows.proto import messages as msg
 from narrows.proto.config import flatten
 from narrows.proto.errors import ConfigError, ErrorCode
@@ -48,6 +51,15 @@ class Begun:
             self.journal.close()
 
 
+def open_state_dir(config: BrokerConfig) -> StateDir:
+    """The state directory of a broker, locked, with its seal key if there is one.
+
+    Raises StateError, ConfigError.
+    """
+    path, seal_key = Path(config.broker.state_dir), config.security.seal_key
+    return StateDir.open(path, read_seal_key(Path(seal_key), path) if seal_key else None)
+
+
 def begin_epoch(
     config: BrokerConfig,
     state_dir: StateDir,
@@ -60,19 +72,17 @@ def begin_epoch(
 
     The epoch is on disk when this returns. Its nonce is not: no other life has it, so a learner can
     tell this life from all lives before, those of copies of this directory too. Raises NarrowsError
-    if the state is damaged or was made with another fragment count, and OSError.
+    if the state is damaged, was made with another fragment count or needs a founder, and OSError.
     """
     state_dir.keep_first = config.broker.journal_keep
+    state_dir.check_seals()
+    finish_rollbacks(state_dir)
+    if config.broker.rollback_to >= 0:
+        _roll_back(config, state_dir)
     snapshot = state_dir.load()
     for warning in state_dir.warnings:
         _log.error("%s", warning)  # At once: the start may fail below.
-    if snapshot is not None and snapshot.fragment_count != config.fragments.count:
-        raise ConfigError(
-            f"the checkpoint in {state_dir.path} has another fragment count",
-            expected=f"fragments.count = {snapshot.fragment_count}",
-            got=str(config.fragments.count),
-            remedy="start with the old setting, or with a new --state-dir",
-        )
+    _check_fits(config, state_dir, snapshot)
     settings = json.dumps(flatten(config), sort_keys=True).encode()
     run = state_dir.begin_epoch(secrets.token_hex(8), f"{digest(settings):016x}")
     journal, history = None, None
@@ -116,6 +126,32 @@ def begin_epoch(
     return Begun(syncer, history.model if history else None, journal, newest)
 
 
+def _check_fits(
+    config: BrokerConfig, state_dir: StateDir, snapshot: CheckpointContent | None
+) -> None:
+    """Raises ConfigError unless the run that is there, or begins, can have these settings."""
+    if snapshot is None:
+        check_founder(config)
+    elif snapshot.fragment_count != config.fragments.count:
+        raise ConfigError(
+            f"the checkpoint in {state_dir.path} has another fragment count",
+            expected=f"fragments.count = {snapshot.fragment_count}",
+            got=str(config.fragments.count),
+            remedy="start with the old setting, or with a new --state-dir",
+        )
+
+
+def _roll_back(config: BrokerConfig, state_dir: StateDir) -> None:
+    run = state_dir.run
+    journal = _open_journal(config, state_dir, run) if run is not None else None
+    try:
+        roll_back(config, state_dir, journal)
+    finally:
+        if journal is not None:
+            journal.close()
+    state_dir.check_seals()
+
+
 def _open_journal(config: BrokerConfig, state_dir: StateDir, run: RunRecord) -> Journal | None:
     """The journal; None if this life writes none and no life before has written one.
 
@@ -127,6 +163,7 @@ def _open_journal(config: BrokerConfig, state_dir: StateDir, run: RunRecord) -> 
         DirectoryFiles(state_dir.journal_directory()),
         run_id=run.run_id,
         segment_bytes=config.broker.journal_segment,
+        chain=state_dir.seal.chain() if state_dir.seal else None,
     )
 
 
@@ -163,6 +200,10 @@ def _begin_record(journal: Journal, run: RunRecord, history: History | None) -> 
     began = records.LifeRecord(
         records.FORMAT, run.epoch, run.config_digest, tuple(s.version for s in states), time.time()
     )
+    if journal.has_unsealed:
+        key = journal.sealer.key
+        name = key.name if key else ""
+        journal.append(records.encode(records.SealRecord(run.epoch, name, time.time())))
     journal.append(records.encode(began))
     journal.sync()
 
@@ -188,6 +229,7 @@ def _resumed(snapshot: CheckpointContent, history: History) -> Resumed:
         frozen_digest=snapshot.frozen_digest,
         heads=tuple(msg.FragmentHead(f.version, f.digest) for f in fragments),
         run_tokens=history.run_tokens,
+        token_parts=history.token_units % len(fragments),
         phase=msg.Phase(history.phase),
         merged_pushes=history.merged_pushes,
         checkpoint_sum=sum(state.version for state in snapshot.fragments),

@@ -6,7 +6,7 @@ damage or a bug, never a new truth: learners hold the copy that was published th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +21,9 @@ from narrows.broker.merging import (
     MergeResult,
     Outcome,
     Policy,
+    Process,
+    PushEvidence,
+    remembered,
 )
 from narrows.broker.storage.checkpoint import CheckpointContent
 from narrows.broker.storage.durable_files import Damaged, RecordsLost, StateError
@@ -29,6 +32,7 @@ from narrows.broker.storage.records import Head, RoundRecord, decode, payloads
 from narrows.broker.storage.scan import lost
 from narrows.broker.syncer import MergedPushes
 from narrows.proto.codec import (
+    F32,
     DecodedChunk,
     EncodedChunk,
     advance_copy,
@@ -39,6 +43,7 @@ from narrows.proto.codec import (
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.frames import digest
+from narrows.proto.limits import TOKENS_MAX
 from narrows.proto.messages import Phase
 
 PHASES: Final = tuple(Phase)
@@ -51,7 +56,8 @@ class History:
 
     model: GlobalModel
     phase: Phase
-    run_tokens: int
+    token_units: int
+    """The run's clock in units of a P-th token, for P fragments."""
     merged_pushes: MergedPushes
     replayed: int = 0
     """Rounds that came from the journal."""
@@ -61,27 +67,44 @@ class History:
     """Rounds that follow one which was published and never written (journal_errors = "serve"). No
     version can be made of them."""
 
+    @property
+    def run_tokens(self) -> int:
+        return self.token_units // len(self.model.table)
 
-def recover(config: BrokerConfig, snapshot: CheckpointContent, journal: Journal | None) -> History:
+
+def recover(
+    config: BrokerConfig, snapshot: CheckpointContent, journal: Journal | None,
+    *, until: int | None = None,
+) -> History:  # fmt: skip
     """The newest state: a checkpoint and the rounds that the journal has after it.
+
+    `until`: the first state at which the versions have this sum.
 
     Raises StateError STATE_DAMAGED if a record is lost, or does not give the digests it states.
     """
     table = build_table(snapshot.layout, snapshot.fragment_count)
-    model = GlobalModel(config, table, snapshot.fragments)
+    model = GlobalModel(config, table, snapshot.fragments, snapshot.watch)
     merged = {
         (p.learner, p.incarnation, p.fragment): (p.push_id, p.tokens)
         for p in snapshot.merged_pushes
     }
-    history = History(model, snapshot.phase, snapshot.run_tokens, merged, newest=snapshot.journal)
+    units = snapshot.run_tokens * len(table) + snapshot.token_parts
+    history = History(model, snapshot.phase, units, merged, newest=snapshot.journal)
     if journal is None:
         return history
     for number, head, blobs in read_records(journal, snapshot.journal + 1):
+        if until is not None and version_sum_of(model.fragments) >= until:
+            break
         history.newest = number
         if isinstance(head, RoundRecord):
             apply(history, head, blobs, number)
     model.forget_publications()
     return history
+
+
+def version_sum_of(fragments: Sequence[FragmentState]) -> int:
+    """The version of the whole model: each merged round raises it by one."""
+    return sum(state.version for state in fragments)
 
 
 def read_records(journal: Journal, first: int) -> Iterator[tuple[int, Head, memoryview]]:
@@ -107,17 +130,25 @@ def apply(history: History, head: RoundRecord, blobs: memoryview, number: int) -
         return
     try:
         outcome = outcome_of(model, head, blobs)
-    except (Damaged, RemoteProtocolError) as problem:
+    except (Damaged, RemoteProtocolError, FloatingPointError) as problem:
         raise _damaged(number, str(problem)) from problem
     model.set_rate(head.fragment, head.publication.codec, head.publication.rho)
     model.install(outcome)
     # A round may have been under way when the clock or the phase went on.
     history.phase = max(history.phase, head.phase, key=PHASES.index)
-    history.run_tokens = max(history.run_tokens, head.run_tokens)
+    history.token_units = units_after(history.token_units, len(model.table), head)
     history.replayed += 1
     for contributor in head.contributors:
         key = contributor.learner, contributor.incarnation, head.fragment
         history.merged_pushes[key] = contributor.push_id, contributor.merged_tokens
+
+
+def units_after(units: int, fragments: int, head: RoundRecord) -> int:
+    """The run's clock after a round, in units of a P-th token, for P fragments."""
+    # More only after a gap, and in records of format 1, whose clock was that of the reports.
+    units = max(units, head.run_tokens * fragments)
+    counted = sum(max(each.counted, 0) for each in head.contributors)
+    return min(units + counted, TOKENS_MAX * fragments)
 
 
 def version_before(model: GlobalModel, head: RoundRecord, number: int) -> int:
@@ -149,6 +180,7 @@ def outcome_of(model: GlobalModel, head: RoundRecord, blobs: memoryview) -> Outc
         head.version, digests[2], head.publication.codec, head.publication.rho, chunks
     )
     state = FragmentState(head.version, digests[2], params, momentum, published)
+    state = remembered(before, state, processes_of(head), merged)
     weights = tuple(each.weight for each in head.contributors)
     return Outcome(
         head.fragment, state, digests, publication, head.error_ratio, merged, weights, head.policy
@@ -169,7 +201,9 @@ def merged_of(
         if len(merged) != 2 * fragment.elements:
             text = f"{len(merged)} bytes of a merged outer gradient"
             raise Damaged(f"{text} of {fragment.elements} elements")
-        return MergeResult(widened(np.frombuffer(merged, np.uint16)), 0, np.zeros((0, 0)))
+        values = widened(np.frombuffer(merged, np.uint16))
+        norms, evidence = _norms_of(head, fragment), _evidence_of(head)
+        return MergeResult(values, 0, np.zeros((0, 0)), norms, evidence)
     contributions = [
         DecodedVector(who.learner, _decoded(fragment, vector.codec, chunks))
         for who, vector, chunks in zip(
@@ -177,6 +211,34 @@ def merged_of(
         )
     ]
     return model.merged(fragment, contributions, [who.weight for who in head.contributors], policy)
+
+
+def _norms_of(head: RoundRecord, fragment: Fragment) -> F32:
+    """The applied norms (M, k) that a record keeps; (0, 0) in one of a release without a history.
+
+    Raises Damaged if they do not fit the fragment.
+    """
+    kept = [each.norms for each in head.contributors]
+    if not any(kept):
+        return np.zeros((0, 0), np.float32)
+    if {len(norms) for norms in kept} != {len(fragment.pieces)}:
+        raise Damaged(f"norms of other pieces than the {len(fragment.pieces)} of the fragment")
+    norms = np.array(kept, np.float32)
+    if not (norms >= 0).all() or not np.isfinite(norms).all():
+        raise Damaged("norms that are no lengths")
+    return norms
+
+
+def _evidence_of(head: RoundRecord) -> tuple[PushEvidence, ...]:
+    return tuple(
+        PushEvidence(each.learner, each.is_clipped, each.cosine, each.is_noise)
+        for each in head.contributors
+    )
+
+
+def processes_of(head: RoundRecord) -> list[Process]:
+    """Name and incarnation of each contributor, in name order."""
+    return [(each.learner, each.incarnation) for each in head.contributors]
 
 
 def _decoded(

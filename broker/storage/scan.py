@@ -7,9 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from narrows.broker.storage.chain import Chain
 from narrows.broker.storage.disk import Files
 from narrows.broker.storage.durable_files import Damaged, RecordsLost, StateError
-from narrows.broker.storage.segments import Segment, scan_segment, segment_name, segment_number
+from narrows.broker.storage.names import segment_name, segment_number
+from narrows.broker.storage.segments import (
+    Segment,
+    scan_segment,
+)
 from narrows.proto.errors import ErrorCode
 
 
@@ -36,20 +41,26 @@ class JournalScan:
     warnings: list[str] = field(default_factory=list[str])
 
 
-def scan_journal(files: Files, run_id: str) -> JournalScan:
-    """Scans every segment. Raises StateError STATE_DAMAGED if one cannot be read or judged."""
+def scan_journal(files: Files, run_id: str, chain: Chain | None = None) -> JournalScan:
+    """Scans every segment. Raises StateError STATE_DAMAGED if one cannot be read or judged, or if
+    it does not fit the chain of seals."""
     scan = JournalScan()
     try:
         for number in sorted({segment_number(name) for name in files.names()} - {0}):
-            segment = scan_segment(files, segment_name(number), run_id)
+            name = segment_name(number)
+            segment = (
+                chain.scan(files, name, run_id) if chain else scan_segment(files, name, run_id)
+            )
             scan.number = number
             if segment:
                 scan.segments.append(segment)
             else:
-                scan.empty.append(segment_name(number))
+                scan.empty.append(name)
+        _judge(scan)
+        if chain:
+            chain.check(files, scan.counting, scan.proven)
     except (OSError, Damaged) as error:
         raise unreadable("the journal cannot be read", error) from error
-    _judge(scan)
     return scan
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +13,6 @@ from narrows.broker.storage.durable_files import (
     StateError,
     open_file,
     read_into,
-    write_file,
 )
 from narrows.broker.syncer import SECRET_BYTES
 from narrows.proto.errors import ErrorCode
@@ -53,21 +51,15 @@ def read_secret(directory_fd: int, path: Path) -> bytes | None:
     return bytes(secret)
 
 
-def make_secret(directory_fd: int) -> bytes:
-    """A new secret in the place of any other; it is durable when this returns. Raises OSError."""
-    secret, unfinished = secrets.token_bytes(SECRET_BYTES), f".new-{SECRET_FILE}"
-    with suppress(FileNotFoundError):
-        os.unlink(unfinished, dir_fd=directory_fd)
-    write_file(directory_fd, unfinished, [secret])
-    os.rename(unfinished, SECRET_FILE, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
-    os.fsync(directory_fd)
-    return secret
+def new_secret() -> bytes:
+    """Another secret; the state directory writes it."""
+    return secrets.token_bytes(SECRET_BYTES)
 
 
-def find_secret(directory_fd: int, path: Path, *, is_required: bool) -> bytes:
-    """The secret in the state directory `path`. One that is missing is made, unless it is required.
+def find_secret(directory_fd: int, path: Path, *, is_required: bool) -> bytes | None:
+    """The secret in the state directory `path`, None if there is none and none is required.
 
-    Raises StateError RUN_SECRET and OSError.
+    Raises StateError RUN_SECRET.
     """
     secret = read_secret(directory_fd, path)
     if secret is None and is_required:
@@ -76,4 +68,4 @@ def find_secret(directory_fd: int, path: Path, *, is_required: bool) -> bytes:
             remedy="restore it from a backup of the state directory; without one,"
             f" `narrows broker --new-run-secret --state-dir {path}` makes a new one",
         )  # fmt: skip
-    return make_secret(directory_fd) if secret is None else secret
+    return secret

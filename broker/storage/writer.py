@@ -15,12 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from narrows.broker.merging import Contribution, Outcome
+from narrows.broker.merging import Contribution, Outcome, PushEvidence
 from narrows.broker.storage import records
 from narrows.broker.storage.journal import Journal, JournalError
 from narrows.broker.syncer import RunState
 from narrows.broker.syncer import events as ev
 from narrows.proto.codec import upper_halves
+from narrows.proto.limits import TOKENS_MAX
 from narrows.proto.shell import guarded
 from narrows.proto.units import format_bytes
 
@@ -91,6 +92,8 @@ class Commits:
         """True if the disk did not answer when the journal was closed."""
         self.installed = journal.durable
         """Newest record whose version is installed. A checkpoint made now holds all up to it."""
+        self.installed_seal = journal.sealer.seal
+        """The seal of that record, in a sealed journal."""
         self._written = Written()
 
     def commit(
@@ -121,7 +124,7 @@ class Commits:
             self._run.epoch[:2], fate.what, fate.learner, fate.incarnation, fate.fragment,
             fate.push_id, fate.reason, time.time(),
         )  # fmt: skip
-        self._append(records.encode(head))
+        self._append(records.encode(head), keep_seal=False)
         if not self._sync_waits:
             self._sync_waits = True
             self._submit(self._sync_fates)
@@ -155,10 +158,10 @@ class Commits:
         """Runs `work` on the journal's thread; an unexpected error ends the loop, loudly."""
         self._thread.submit(guarded(work, self._post))
 
-    def _append(self, body: list[bytes | memoryview]) -> int:
+    def _append(self, body: list[bytes | memoryview], *, keep_seal: bool = True) -> int:
         """The record's number, 0 if the queue is full, as after a long failure of the disk."""
         try:
-            return self._journal.append(body)
+            return self._journal.append(body, keep_seal=keep_seal)
         except JournalError as error:
             self._fails(str(error))
             return 0
@@ -179,11 +182,12 @@ class Commits:
             if self._closing.wait(RETRY_S):
                 return  # The round never existed: nobody has seen it.
         self._reach("durable")
+        seal = self._journal.sealer.take(number)
 
         def exists() -> ev.Event:
             event = done()
             if number:
-                self.installed = number
+                self.installed, self.installed_seal = number, seal
             return event
 
         self._post(exists)
@@ -244,16 +248,8 @@ def committed(
         version=effect.version,
         reason=effect.reason,
         contributors=tuple(
-            records.ContributorRecord(
-                c.learner,
-                c.incarnation,
-                c.push_id,
-                c.tokens,
-                c.steps,
-                weight,
-                c.tokens + _tokens_before(run, c, effect.fragment),
-            )
-            for c, weight in zip(effect.contributions, outcome.weights, strict=True)
+            _contributor(run, effect.fragment, place, c, outcome)
+            for place, c in enumerate(effect.contributions)
         ),
         policy=outcome.policy,
         phase=run.phase.stored,
@@ -265,6 +261,29 @@ def committed(
         at=time.time(),
     )
     return records.encode(head, blobs)
+
+
+def _contributor(
+    run: RunState, fragment: int, place: int, contribution: Contribution, outcome: Outcome
+) -> records.ContributorRecord:
+    """The part of the contribution at `place` in name order."""
+    merged = outcome.merged
+    evidence = merged.evidence[place] if merged.evidence else PushEvidence(contribution.learner)
+    norms = merged.applied[place].tolist() if outcome.policy.is_rounded else ()
+    return records.ContributorRecord(
+        contribution.learner,
+        contribution.incarnation,
+        contribution.push_id,
+        contribution.tokens,
+        contribution.steps,
+        outcome.weights[place],
+        min(contribution.tokens + _tokens_before(run, contribution, fragment), TOKENS_MAX),
+        contribution.tokens if contribution.counted is None else contribution.counted,
+        is_clipped=evidence.is_clipped,
+        cosine=evidence.cosine,
+        is_noise=evidence.is_noise,
+        norms=tuple(norms),
+    )
 
 
 def _tokens_before(run: RunState, contribution: Contribution, fragment: int) -> int:

@@ -14,8 +14,11 @@ Other districts read the state and never write it: they send an event instead.
 from narrows.broker.syncer import events
 from narrows.broker.syncer.data_path import Deaf
 from narrows.broker.syncer.events import Publish, StartMerge
+from narrows.broker.syncer.founding import check_founder
 from narrows.broker.syncer.machine import Resumed, Syncer
 from narrows.broker.syncer.phases import RunPhase, Turn
+from narrows.broker.syncer.quotas import Excess, Quotas
+from narrows.broker.syncer.repeats import Repeats, with_count
 from narrows.broker.syncer.run import MergedPushes, RunState, refusal
 from narrows.broker.syncer.run_secret import SECRET_BYTES, RunSecret
 from narrows.broker.syncer.status import status_for, status_of
@@ -23,8 +26,11 @@ from narrows.broker.syncer.status import status_for, status_of
 __all__ = [
     "SECRET_BYTES",
     "Deaf",
+    "Excess",
     "MergedPushes",
     "Publish",
+    "Quotas",
+    "Repeats",
     "Resumed",
     "RunPhase",
     "RunSecret",
@@ -32,8 +38,10 @@ __all__ = [
     "StartMerge",
     "Syncer",
     "Turn",
+    "check_founder",
     "events",
     "refusal",
     "status_for",
     "status_of",
+    "with_count",
 ]

@@ -8,6 +8,7 @@ from narrows.broker.syncer import data_path, serving
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.forgetting import forget_at, forget_gone, forget_older
 from narrows.broker.syncer.founding import Founding
+from narrows.broker.syncer.layouts import LayoutDesk, other_layout
 from narrows.broker.syncer.lost_history import LostHistory
 from narrows.broker.syncer.member import Copies, Member, Presence, Uplink
 from narrows.broker.syncer.participation import Participation
@@ -17,9 +18,7 @@ from narrows.broker.syncer.run import RunState, drop_pushes, refusal
 from narrows.proto import messages as msg
 from narrows.proto.codec import codecs_of, setting_names
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
-from narrows.proto.layout import check_layout, differences
 from narrows.proto.limits import PROTOCOL
-from narrows.proto.units import counted
 
 
 @dataclass
@@ -43,6 +42,7 @@ class Admission:
 
     def __post_init__(self) -> None:
         self._lost_history = LostHistory(self.state)
+        self.layouts = LayoutDesk(self.state)
 
     def hello(self, event: ev.Received, now: float) -> list[ev.Effect]:
         """A Hello: refused with the reason, contested, or admitted."""
@@ -60,8 +60,14 @@ class Admission:
         return self._contest(event, hello, holder, now)
 
     def _refused(self, event: ev.Received, error: NarrowsError) -> list[ev.Effect]:
+        if error.code is ErrorCode.LAYOUT_MISMATCH:
+            self.layouts.refused(event.peer)
         self.state.tally.refuse(error.code)
-        note = ev.Note("warning", f"{event.address or 'a peer'} refused: {error}")
+        note = ev.Note(
+            "warning",
+            f"{event.address or 'a peer'} refused: {error}",
+            about=f"{error.code} {event.address}",
+        )
         return [ev.Send(event.peer, refusal(error)), note]
 
     def _contest(
@@ -106,7 +112,11 @@ class Admission:
         )
         self.state.tally.refuse(error.code)
         newcomer = contest.newcomer
-        note = ev.Note("warning", f"{newcomer.address or 'a peer'} refused: {error}")
+        note = ev.Note(
+            "warning",
+            f"{newcomer.address or 'a peer'} refused: {error}",
+            about=f"{error.code} {newcomer.address}",
+        )
         return [ev.Send(newcomer.peer, refusal(error)), note]
 
     def expire(self, now: float) -> list[ev.Effect]:
@@ -145,10 +155,24 @@ class Admission:
             return effects
         # While the run is founded, someone must send version 0: the next in name order is asked.
         effects += self.founding.lost(member)
-        waiting = self.state.roster.connected()
-        return (
-            effects + self._welcome(waiting[0], now) if self.founding.open and waiting else effects
-        )
+        if (founder := self.founding.next_founder()) is None:
+            return effects
+        return [*effects, *self._begin_founding(founder), *self._welcome(founder, now)]
+
+    def _begin_founding(self, member: Member) -> list[ev.Effect]:
+        """Learners that came before the founder with another layout may ask for its own."""
+        effects = self.founding.begin(member)
+        for effect in effects:
+            if isinstance(effect, ev.Send):
+                self.layouts.refused(effect.peer)
+        return effects
+
+    def layout_part(self, member: Member, part: msg.LayoutPart, now: float) -> list[ev.Effect]:
+        """A part of the founder's layout came; after the last one the founder is welcomed."""
+        before = self.state.layout
+        effects = self.founding.take_part(member, part, now)
+        is_known = bool(self.state.layout) and not before
+        return effects + self._welcome(member, now) if is_known else effects
 
     def welcome_all(self, now: float) -> list[ev.Effect]:
         """Sends the state that the group shares to everybody: it has changed."""
@@ -210,32 +234,12 @@ class Admission:
                 remedy="install the same narrows version on the broker and on every learner, or "
                 f"set codec.push and codec.publish to what all have: {shared or 'none'}",
             )
-        check_layout(hello.layout)
-        if state.layout:
-            self._check_layout(hello)
-
-    def _check_layout(self, hello: msg.Hello) -> None:
-        state = self.state
-        different = differences(state.layout, hello.layout)
-        if not different and hello.frozen_digest != state.frozen_digest:
-            different = ["the frozen (not trained) parameters differ"]
-        if different:
-            raise RemoteProtocolError(
-                ErrorCode.LAYOUT_MISMATCH,
-                f"the model of {hello.name!r} is not the run's model",
-                expected=f"the run's layout of {counted(len(state.layout), 'tensor')}",
-                got="; ".join(different),
-                remedy="start every learner with the same model code and configuration; another "
-                "model needs a run of its own, that is a broker with another --state-dir",
-            )
+        if state.fingerprint not in ("", hello.fingerprint):
+            raise other_layout(state, hello.name, hello.fingerprint)
 
     def _admit(self, event: ev.Received, hello: msg.Hello, now: float) -> list[ev.Effect]:
         state = self.state
-        try:
-            self.founding.take_layout(hello)
-        except NarrowsError as error:
-            return self._refused(event, error)
-        count = len(state.table)
+        count = state.settings.fragment_count
         before = state.roster.get(hello.name)
         is_same = before is not None and before.incarnation == hello.incarnation
         if before is not None and is_same and before.connected and before.peer == event.peer:
@@ -250,9 +254,10 @@ class Admission:
             hello.name,
             hello.incarnation,
             Presence(event.peer, event.address, heard_at=now, joined_at=now, holder=event.holder),
-            Copies([-1] * count),
+            Copies([-1] * count, adopted_at=[None] * count, is_new=hello.epoch == (0, 0, 0)),
             Uplink([0] * state.settings.streams),
             Participation(last_merged, contributed_at=now),
+            fingerprint=hello.fingerprint,
         )
         try:
             if before is not None and is_same and len(before.copies.held) == count:
@@ -262,27 +267,31 @@ class Admission:
             state.roster.admit(member)
         except RemoteProtocolError as error:
             return self._refused(event, error)
-        # Accounts of replaced processes go: a name would collect one with each restart.
-        state.clock.keep({each.incarnation for each in state.roster})
         effects = forget_older(state, member) + drop_pushes(state, member.name)
         if before is not None:
             effects += self.founding.taken_over(member.name)
         return effects + self._enter(member, hello, "rejoined" if before else "joined", now)
 
     def _enter(self, member: Member, hello: msg.Hello, verb: str, now: float) -> list[ev.Effect]:
-        # Tokens made before it joined do not count: an earlier life may have counted them.
-        self.state.clock.join(member.incarnation, hello.tokens, now)
+        self.state.clock.expect(member.name, now)
         self.state.shares.admit(member, self.state.roster.connected(), now)
         return [
             ev.Admit(member.name, member.incarnation),
-            ev.Note("info", f"{member.name} {verb} from {member.presence.address or '?'}"),
+            ev.Note(
+                "info",
+                f"{member.name} {verb} from {member.presence.address or '?'}",
+                about=f"joined {member.name}",
+            ),
             ev.LogFate("joined", member.name, member.incarnation, reason=verb),
             *self._lost_history.look(hello),
+            *self._begin_founding(member),
             *self._welcome(member, now),
         ]
 
     def _welcome(self, member: Member, now: float) -> list[ev.Effect]:
         state = self.state
+        if asked := self.founding.ask(member, now):
+            return asked
         role, effects = msg.Role.ADOPT, list[ev.Effect]()
         if state.phase is RunPhase.FOUNDING:
             role, effects = self.founding.role(member, now)

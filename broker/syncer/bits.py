@@ -54,7 +54,7 @@ class Need:
         )
 
     def _bits(self, setting: str, present: float, most: float, rate: float) -> float:
-        step_s, elements = self.state.roster.step_s(), self._elements()
+        step_s, elements = self.state.step_s(), self._elements()
         if setting != AUTO or not step_s or not elements:
             return present
         period_s = self.state.settings.sync_period_steps * step_s
@@ -78,7 +78,7 @@ class Need:
 
     def warn(self) -> list[ev.Effect]:
         """Returns a line for the log for each direction that is too narrow."""
-        settings, step_s = self.state.settings, self.state.roster.step_s()
+        settings, step_s = self.state.settings, self.state.step_s()
         if not step_s:
             return []
         rate_up, rate_down = self._rates()

@@ -1,139 +1,231 @@
-"""Counting of the run's tokens: sum over all learners, monotone, robust to wild reports. [pure]"""
+"""The run's clock: tokens of merged pushes, bounded per learner by a rate. [pure]
+
+A push of one fragment counts a P-th of its tokens, for P fragments. The clock counts whole units of
+a P-th token, so that nothing is lost by rounding. What learners claim in Reports does not count.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from statistics import median_low
+from typing import Final, NamedTuple
 
 from narrows.proto.limits import TOKENS_MAX
-from narrows.proto.timing import CLOCK_BURST_S, CLOCK_RESTS_S
+from narrows.proto.timing import CLOCK_FIRST_S, CLOCK_RESTS_S
 
-RATE_RATIO_MAX = 8.0
-"""A learner's tokens are accepted at up to this multiple of its own average."""
+OWN_RATIO_MAX: Final = 8.0
+"""A learner's tokens count at up to this multiple of its own usual rate."""
 
-FIRST_REPORTS = 8
-"""Reports with tokens that make an average: a single one may hold a part of a step's tokens."""
+MEDIAN_RATIO_MAX: Final = 4.0
+"""With other learners they count at up to this multiple of the lower median of all rates."""
 
-FIRST_TOKENS_MAX = 1 << 24
-"""Tokens accepted from the first report with tokens, and from the FIRST_REPORTS after it together:
-more than any learner makes in the second before a report."""
+FIRST_TOKENS_PER_S_MAX: Final = 1 << 24
+"""Tokens per second that count in the first minute of a learner without others: nothing is known
+to compare them with."""
+
+SAMPLES: Final = 16
+"""A usual rate is the mean of so many contributions; so many merges give the speed of the clock."""
+
+KNOWN_SAMPLES: Final = 8
+"""Contributions after which a learner's own rate is known. The first ones may hold a part."""
+
+SECONDS_MIN: Final = 1e-3
+"""Shortest time of a contribution, for rates."""
+
+RESTS_RATIO: Final = 2.0
+"""Without a merge for so many usual distances the clock rests: learners must not overtake it."""
 
 TOKENS_PER_S_MAX: Final = 1e18
-"""The largest Rate that a message can carry. Wild reports of one learner must not make the Beats of
-all others undecodable."""
+"""The largest Rate that a message can carry."""
+
+
+class Claim(NamedTuple):
+    """A contribution to one round, as its learner announced it."""
+
+    learner: str
+    tokens: int
+    seconds: float
+    """Time from the adoption of its base to its announcement, as the broker saw them."""
+
+
+@dataclass
+class _Rate:
+    """Tokens per second over the last contributions."""
+
+    samples: deque[tuple[int, float]] = field(
+        default_factory=lambda: deque[tuple[int, float]](maxlen=SAMPLES)
+    )
+
+    def add(self, tokens: int, seconds: float) -> None:
+        assert 0 <= tokens <= TOKENS_MAX
+        self.samples.append((tokens, max(seconds, SECONDS_MIN)))
+
+    @property
+    def mean(self) -> float:
+        seconds = sum(seconds for _, seconds in self.samples)
+        return sum(tokens for tokens, _ in self.samples) / seconds if seconds else 0.0
 
 
 @dataclass
 class _Account:
-    """Tokens of one incarnation: as reported, and as accepted."""
+    """Account of one name: all of its incarnations share it."""
 
-    reported: int
-    accepted: int
-    heard_at: float
-    since: float | None = None
-    """Start of the average: the time of the first tokens, later by all pauses since. The tokens of
-    that report are left out: a wait or a compilation may have come before them."""
-    grown_at: float = 0.0
-    """Time of the last report that brought tokens."""
-    made: int = 0
-    """Tokens after `since`, as far as they were plausible when they came."""
-    growths: int = 0
-    """Reports that brought them."""
-    allowance: float = 0.0
-    """Tokens that may still be accepted now."""
+    since: float
+    """Time at which the name was met first."""
+    claimed: _Rate = field(default_factory=_Rate)
+    counted: _Rate = field(default_factory=_Rate)
+    first_at: float = math.inf
+    """Time of its first contribution."""
+    first_tokens: int = 0
+    """Tokens of the first minute from there on, as far as FIRST_TOKENS_PER_S_MAX allows them."""
+    first_s: float = 0.0
 
-    @property
-    def rate(self) -> float:
-        """Average tokens per second; 0 before the second report with tokens."""
-        seconds = self.grown_at - self.since if self.since is not None else 0.0
-        return self.made / seconds if seconds > 0 else 0.0
+    def claim(self, tokens: int, seconds: float, now: float) -> None:
+        """Learns what a rate may be from an announcement."""
+        assert seconds >= 0.0
+        self.claimed.add(tokens, seconds)
+        self.first_at = min(self.first_at, now)
+        if now <= self.first_at + CLOCK_FIRST_S:
+            seconds = max(seconds, SECONDS_MIN)
+            self.first_tokens += min(tokens, int(FIRST_TOKENS_PER_S_MAX * seconds))
+            self.first_s += seconds
 
-    def plausible(self, now: float) -> float:
-        """Most tokens that a report may bring now.
+    def alone(self, now: float) -> float:
+        """Limit in tokens per second of a learner without others: its first minute's rate."""
+        if now <= self.first_at + CLOCK_FIRST_S:
+            return FIRST_TOKENS_PER_S_MAX
+        return OWN_RATIO_MAX * self.first_tokens / self.first_s
 
-        It is 8 times an average report, or 8 times the average rate times the time since the last
-        one. The first lets a learner go on where it was after an evaluation or a slow step. The
-        second accepts the tokens that it made while reports were lost.
-        """
-        if not self.growths:
-            return FIRST_TOKENS_MAX
-        waited_s = min(now - self.grown_at, CLOCK_BURST_S)
-        usual = RATE_RATIO_MAX * max(self.made / self.growths, self.rate * waited_s)
-        is_known = self.growths >= FIRST_REPORTS
-        return usual if is_known else max(usual, FIRST_TOKENS_MAX - self.made)
 
-    def grow(self, tokens: int, now: float) -> None:
-        """Learns the average from a report that brought this many new tokens."""
-        assert tokens > 0
-        plausible = self.plausible(now)
-        if self.since is None:
-            self.since = self.grown_at = now
-        else:
-            fair = min(tokens, int(plausible))
-            if self.rate > 0:
-                # A pause is no slowness: a distance counts as at most 8 times what it should be.
-                usual_s = RATE_RATIO_MAX * fair / self.rate
-                self.since += max(0.0, now - self.grown_at - usual_s)
-            self.made, self.growths, self.grown_at = self.made + fair, self.growths + 1, now
-        self.allowance = max(self.allowance, plausible)
-        assert self.made >= 0 and self.allowance >= 0.0
-
-    def rests(self, now: float) -> bool:
-        """True for a learner that makes no tokens now: it evaluates, waits, or is cut off."""
-        if self.since is None or not self.growths:
-            return True
-        usual_s = (self.grown_at - self.since) / self.growths
-        return now - self.grown_at > max(CLOCK_RESTS_S, RATE_RATIO_MAX * usual_s)
+def _no_limit(_: str) -> float:
+    return 0.0
 
 
 @dataclass
 class RunClock:
-    """Accepted tokens of the run and their rate.
+    """Counted tokens of the run, and their rate.
 
-    Reports are cumulative per incarnation, so a lost or repeated one changes nothing. Tokens beyond
-    8 times the learner's average are not lost: they are accepted as time passes.
+    For each round, a name's tokens count at most at its limit times the time since the base of the
+    round was published. These times do not overlap, so no name can count more than its limit times
+    the time of the run, whatever it claims and however often it joins.
     """
 
-    run_tokens: int = 0
+    limit: float = 0.0
+    """Limit for every name, in tokens per second; 0: from what is usual."""
+    limit_of: Callable[[str], float] = _no_limit
+    """Limit of one name, which comes before all others; 0: it has none of its own."""
+    units: int = 0
+    """Counted tokens times the number of fragments."""
+    _since: list[float] = field(default_factory=lambda: [0.0])
+    """Time at which each fragment's newest version was published."""
     _accounts: dict[str, _Account] = field(default_factory=dict[str, _Account])
+    _marks: deque[tuple[float, int]] = field(
+        default_factory=lambda: deque[tuple[float, int]]([(0.0, 0)], maxlen=SAMPLES)
+    )
+    """Time and units after each of the last merges; the first one may be the start."""
 
-    def join(self, incarnation: str, tokens: int, now: float) -> None:
-        """Starts to count an incarnation that has already reported `tokens` (0 at first)."""
-        assert tokens >= 0
-        if incarnation not in self._accounts:
-            self._accounts[incarnation] = _Account(tokens, tokens, now)
+    @property
+    def fragments(self) -> int:
+        return len(self._since)
 
-    def keep(self, incarnations: set[str]) -> None:
-        """Forgets all others; their accepted tokens stay."""
-        self._accounts = {i: a for i, a in self._accounts.items() if i in incarnations}
+    @property
+    def run_tokens(self) -> int:
+        return self.units // self.fragments
 
-    def report(self, incarnation: str, tokens: int, now: float) -> None:
-        """Takes a cumulative token count in."""
-        account = self._accounts[incarnation]
-        assert now >= account.heard_at, "time does not run backwards"
-        rate, waited_s = account.rate, now - account.heard_at
-        grown = account.allowance + RATE_RATIO_MAX * rate * waited_s
-        account.allowance = min(grown, RATE_RATIO_MAX * rate * CLOCK_BURST_S)
-        account.heard_at = now
-        known = max(account.reported, account.accepted)
-        if is_growth := tokens > known:
-            account.grow(tokens - known, now)
-        account.reported = tokens  # The last word: a wild count was a mistake and is taken back.
-        granted = min(max(tokens - account.accepted, 0), int(account.allowance))
-        account.accepted += granted
-        # What was not needed does not pile up, or a wild report would get it all.
-        account.allowance = 0.0 if is_growth else account.allowance - granted
-        before, self.run_tokens = self.run_tokens, min(self.run_tokens + granted, TOKENS_MAX)
-        assert 0 <= before <= self.run_tokens, "the tokens of the run never fall"
-        assert account.allowance >= 0.0
+    def begin(self, fragments: int, now: float, units: int = 0) -> None:
+        """The run begins, or goes on after a restart with `units` counted: no learner's work is
+        older than that."""
+        assert fragments >= 1 and units >= self.units
+        self.units = min(units, TOKENS_MAX * fragments)
+        self._since = [now] * fragments
+        self._marks.clear()
+        self._marks.append((now, self.units))
 
-    def tokens_per_s(self, incarnations: list[str], now: float) -> float:
-        """Sum of the average rates of the given incarnations, leaving out those that rest."""
-        rate = 0.0
-        for incarnation in incarnations:
-            account = self._accounts.get(incarnation)
-            if account and account.since is not None and not account.rests(now):
-                # In the first second the time says more about the network than about the rate.
-                rate += account.made / max(account.grown_at - account.since, 1.0)
-        assert rate >= 0.0
+    def expect(self, name: str, now: float) -> None:
+        """A learner of this name may contribute."""
+        self._accounts.setdefault(name, _Account(now))
+
+    def forget(self, name: str) -> None:
+        """Forgets a name; its counted tokens stay."""
+        self._accounts.pop(name, None)
+
+    def age(self, fragment: int, now: float) -> float:
+        """Seconds since the newest version of a fragment was published."""
+        assert now >= self._since[fragment], "time does not run backwards"
+        return now - self._since[fragment]
+
+    def count(
+        self, fragment: int, claims: Sequence[Claim], live: Collection[str], now: float
+    ) -> list[int]:
+        """Tokens of each contribution that count, in the order of `claims`.
+
+        `live` names the learners that can contribute. The clock goes on with `merged`.
+        """
+        age_s = self.age(fragment, now)
+        for claim in claims:
+            self.expect(claim.learner, now)
+            seconds = min(claim.seconds, age_s)
+            self._accounts[claim.learner].claim(min(claim.tokens, TOKENS_MAX), seconds, now)
+        common = self._common_limit({*live, *(claim.learner for claim in claims)}, now)
+        counted = [
+            min(claim.tokens, int(self._limit(claim.learner, common, now) * age_s), TOKENS_MAX)
+            for claim in claims
+        ]
+        assert all(0 <= n <= c.tokens for n, c in zip(counted, claims, strict=True))
+        # A learner that was held back by others says nothing about its own rate.
+        if common > 0.0:
+            for claim, tokens in zip(claims, counted, strict=True):
+                self._accounts[claim.learner].counted.add(tokens, min(claim.seconds, age_s))
+        return counted
+
+    def _common_limit(self, names: Collection[str], now: float) -> float:
+        """Tokens per second that any of these names may count; infinite for one without others.
+
+        It is 0 while the first of several is alone: a run must not jump to its goal by what one
+        learner claims before another one could be heard.
+        """
+        accounts = [self._accounts[name] for name in sorted(names) if name in self._accounts]
+        known = [account for account in accounts if account.claimed.samples]
+        if len(known) >= 2:
+            return MEDIAN_RATIO_MAX * median_low(account.claimed.mean for account in known)
+        began_at = min((account.first_at for account in known), default=now)
+        is_awaited = any(
+            not account.claimed.samples
+            and account.since < began_at
+            and now < account.since + CLOCK_FIRST_S
+            for account in self._accounts.values()
+        )
+        return 0.0 if is_awaited else math.inf
+
+    def _limit(self, name: str, common: float, now: float) -> float:
+        """Tokens per second that this name may count."""
+        if limit := self.limit_of(name) or self.limit:
+            return min(limit, TOKENS_PER_S_MAX)
+        account = self._accounts[name]
+        limit = account.alone(now) if common == math.inf else common
+        if len(account.counted.samples) >= KNOWN_SAMPLES:
+            limit = min(limit, OWN_RATIO_MAX * account.counted.mean)
+        return min(limit, TOKENS_PER_S_MAX)
+
+    def merged(self, fragment: int, counted: Sequence[int], now: float) -> None:
+        """A round is durable: these tokens count from now on."""
+        before = self.units
+        self.units = min(self.units + sum(counted), TOKENS_MAX * self.fragments)
+        self._since[fragment] = now
+        self._marks.append((now, self.units))
+        assert 0 <= before <= self.units, "the tokens of the run never fall"
+
+    def tokens_per_s(self, now: float) -> float:
+        """Speed of the clock over the last merges; 0 before the first one, and while none come."""
+        (first_at, first_units), (last_at, last_units) = self._marks[0], self._marks[-1]
+        if last_at <= first_at:
+            return 0.0
+        usual_s = (last_at - first_at) / (len(self._marks) - 1)
+        if now - last_at > max(CLOCK_RESTS_S, RESTS_RATIO * usual_s):
+            return 0.0
+        # In the first second the time says more about the network than about the rate.
+        rate = (last_units - first_units) / self.fragments / max(last_at - first_at, 1.0)
         return min(rate, TOKENS_PER_S_MAX)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from narrows.broker.config import BrokerConfig, settings
+from narrows.broker.config import BrokerConfig
+from narrows.broker.shared_settings import settings
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.bits import Need
 from narrows.broker.syncer.founding import Founding
@@ -37,11 +38,12 @@ class Allowance:
     def __post_init__(self) -> None:
         self.need = Need(self.state)
 
-    def arrived(self, header: msg.Header, now: float) -> list[ev.Effect]:
+    def arrived(self, header: msg.Header, size_bytes: int, now: float) -> list[ev.Effect]:
         """Data has come: acknowledges it at once or later, the sooner the more it is."""
         member = self.state.roster.get(header.learner)
         if member is None or member.incarnation != header.incarnation or not member.connected:
             return []
+        self.state.shares.arrive(member.name, size_bytes, now)
         # Data is a sign of life: control messages may wait behind it on a narrow line.
         self.state.roster.heard(member, now)
         if member.credit.due_at is None:
@@ -142,4 +144,4 @@ class Allowance:
             for name, incoming in round_.incoming.items()
             if not incoming.complete
         }
-        return names if self.state.heads else {self.founding.founder}
+        return names if self.state.heads else {self.state.founder}

@@ -1,4 +1,4 @@
-"""Waiting at the end of a run: for which learners, how long, who has the final model. [pure]
+"""Waiting for single learners, in lockstep and at the end of a run: for whom, and how long. [pure]
 
 This module alone writes `Member.given_up`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Final, NamedTuple, TypeAlias
 
 from narrows.broker.syncer import events as ev
@@ -14,6 +15,7 @@ from narrows.broker.syncer.member import Member
 from narrows.broker.syncer.phases import RunPhase
 from narrows.broker.syncer.run import RunState
 from narrows.proto.flow import STATE_BYTES, Patience, Way, push_bytes_max
+from narrows.proto.timing import ADOPTION_WAIT_S
 from narrows.proto.units import counted, format_bytes, format_duration_s
 
 NAMED_MAX = 10
@@ -23,6 +25,14 @@ LIVES_MAX: Final = 3
 """Processes of one name that a phase of the end waits for: the next one would crash as the ones
 before it did."""
 
+USUAL_RATIO_MAX: Final = 4.0
+"""A learner's usual round counts at most this multiple of the lower median of all learners'. One
+that answers a little later each time must not stretch its own patience without end."""
+
+LEFT_OUT_DOUBLINGS_MAX: Final = 6
+"""Lockstep: a learner that is given up is waited for again after 1, 2, 4, .. versions, at most 2 to
+this power."""
+
 EndProgress: TypeAlias = tuple[str, float, int]
 """Incarnation, time of its last complete contribution, sum of the versions that it has adopted."""
 
@@ -30,6 +40,12 @@ EndProgress: TypeAlias = tuple[str, float, int]
 class _Wait(NamedTuple):
     progress: EndProgress
     patience: Patience
+
+
+class _LeftOut(NamedTuple):
+    times: int
+    """How often in a row."""
+    until_version_sum: int
 
 
 @dataclass
@@ -50,6 +66,8 @@ class Waiting:
     """Incarnations by name that were connected in this phase of the end."""
     _waits: dict[str, _Wait] = field(default_factory=dict[str, _Wait])
     _until: dict[str, float] = field(default_factory=dict[str, float])
+    _left_out: dict[str, _LeftOut] = field(default_factory=dict[str, _LeftOut])
+    """Lockstep: names that the rounds go on without. A new process of a name changes nothing."""
 
     def begin(self, now: float) -> None:
         """Begins a phase of the end: the waits of the phase before are over."""
@@ -58,6 +76,7 @@ class Waiting:
         self._took_part |= {member.name for member in self.state.roster.connected()}
         self._lives.clear()
         self._waits.clear()
+        self._left_out.clear()
         # A learner that missed the last rounds may still take the final model in time.
         for member in self.state.roster:
             member.given_up = False
@@ -65,6 +84,8 @@ class Waiting:
     def look(self, now: float) -> list[ev.Effect]:
         """Gives up the learners whose time is over."""
         self._until.clear()
+        if self._in_lockstep:
+            return self._look_in_lockstep(now)
         if self.state.phase not in (RunPhase.ENDING, RunPhase.ENDED):
             return []
         effects: list[ev.Effect] = []
@@ -89,12 +110,48 @@ class Waiting:
         self._until |= self.absent(now)
         return effects
 
+    def _look_in_lockstep(self, now: float) -> list[ev.Effect]:
+        """Goes on without learners that a round waits for after others have contributed.
+
+        All of it goes by name: a learner that joins anew again and again must not begin its wait
+        anew. One that contributes is waited for again.
+        """
+        effects: list[ev.Effect] = []
+        for name in [name for name in self._left_out if self.state.roster.get(name) is None]:
+            del self._left_out[name]
+        for member in self.state.roster.connected():
+            name, rounds = member.name, self.state.rounds.values()
+            if any(name in round_.contributed for round_ in rounds):
+                self._left_out.pop(name, None)
+            left_out = self._left_out.get(name)
+            member.given_up = (
+                left_out is not None and self.state.version_sum < left_out.until_version_sum
+            )
+            awaited = any(round_.contributed and round_.awaits(name) for round_ in rounds)
+            if member.given_up or not member.ready or not awaited:
+                self._waits.pop(name, None)
+                continue
+            if name not in self._waits:
+                progress = (name, 0.0, 0)
+                self._waits[name] = _Wait(progress, self._patience(member, now))
+            patience = self._waits[name].patience
+            self._keep_to_budget(member, patience)
+            if now < (until := patience.until(now)):
+                self._until[name] = until
+                continue
+            effects += self._give_up(member, self._why(member, patience, now))
+            times = left_out.times + 1 if left_out else 0
+            versions = 2 ** min(times, LEFT_OUT_DOUBLINGS_MAX)
+            self._left_out[name] = _LeftOut(times, self.state.version_sum + versions)
+        return effects
+
     def _give_up(self, member: Member, why: str) -> list[ev.Effect]:
         if member.given_up:
             return []
         assert member.name not in self._until, "nobody waits for a learner that is given up"
         member.given_up = True
-        return [ev.Note("warning", f"the end goes on without {member.name}: {why}")]
+        what = "run" if self.state.phase is RunPhase.RUNNING else "end"
+        return [ev.Note("warning", f"the {what} goes on without {member.name}: {why}")]
 
     def next_deadline(self) -> float | None:
         return min(self._until.values(), default=None)
@@ -155,7 +212,10 @@ class Waiting:
         pushes = sum(push_bytes_max(codec, table[i].elements) for i in self._rounds_of(member))
         states = STATE_BYTES * sum(table[index].elements for index in self._lacks(member))
         ways = (Way(member.uplink.flow, pushes), Way(member.copies.flow, states))
-        return Patience(now, self._round_s(member, now), state.config.liveness.lost, ways)
+        least_s = state.config.liveness.lost
+        if state.phase is RunPhase.RUNNING and not member.participation.arrival.samples:
+            least_s = max(least_s, ADOPTION_WAIT_S)  # It may have to compile its first step.
+        return Patience(now, self._round_s(member, now), least_s, ways)
 
     def _keep_to_budget(self, member: Member, patience: Patience) -> None:
         """Limits the expected speed to the rate that is granted now: rates may have changed."""
@@ -170,14 +230,24 @@ class Waiting:
     def _round_s(self, member: Member, now: float) -> float:
         """Usual seconds of the learner's rounds, as measured here.
 
-        For a learner that has not contributed yet it is the slowest other's, and at least its step.
-        Only the learner knows its step, so it counts at most as long as the learner is here.
+        For a learner that has not contributed yet it is the slowest other's, and at least the time
+        of its steps as its Reports count them. They may count anything, so that time is at most the
+        time for which the learner is here.
         """
+        arrivals = [other.participation.arrival for other in self.state.roster]
+        means = sorted(arrival.mean for arrival in arrivals if arrival.samples)
+        most = USUAL_RATIO_MAX * median_low(means) if means else math.inf
         if member.participation.arrival.samples:
-            return member.participation.arrival.mean
-        others = max((other.participation.arrival.mean for other in self.state.roster), default=0.0)
+            return min(member.participation.arrival.mean, most)
+        others = min(means[-1], most) if means else 0.0
+        steps = self.state.settings.sync_period_steps if self._in_lockstep else 1
+        step_s = member.stepping.step_s if member.stepping is not None else 0.0
         assert now >= member.presence.joined_at
-        return max(others, min(member.step_s, now - member.presence.joined_at))
+        return max(others, min(steps * step_s, now - member.presence.joined_at))
+
+    @property
+    def _in_lockstep(self) -> bool:
+        return self.state.lockstep and self.state.phase is RunPhase.RUNNING
 
     def absent(self, now: float) -> dict[str, float]:
         """Learners that were cut off lately and may come back, each with the end of its wait. The
@@ -200,6 +270,8 @@ class Waiting:
         what = f"it has not adopted the newest version of {_fragments(lacks)}"
         if self.state.phase is RunPhase.ENDING and rounds:
             what = f"it has not contributed to the last round of {_fragments(rounds)}"
+        elif self.state.phase is RunPhase.RUNNING:
+            what = f"it has not contributed to the round of {_fragments(rounds)}"
         elif not lacks:
             what = "it has the final model and has not left"
         waited_s = format_duration_s(now - patience.begun_at)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from narrows.broker.config import BrokerConfig, WanSection
@@ -43,6 +44,8 @@ class ChunkArrived:
 
     header: Header
     handle: int
+    size_bytes: int = 0
+    """Bytes of its frames; the header says nothing of what has really come."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,10 @@ class Merged:
     version: int
     digest: int
     clipped: int
+    suspects: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Why a contributor may poison the model, by name."""
+    forgiven: frozenset[str] = frozenset()
+    """Contributors that are no suspects, whatever they were before."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +204,8 @@ class StartMerge:
     version: int
     contributions: tuple[Contribution, ...]
     reason: str
+    organisations: int = 1
+    """Organisations of the run's learners; merge.weights = "auto" follows it."""
 
 
 @dataclass(frozen=True)

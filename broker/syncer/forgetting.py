@@ -1,9 +1,9 @@
 """Forgetting of learners that do not return, so that memory stays bounded. [pure]
 
-A name leaves behind the member, its account in the run's clock, and its last merged push in each
-fragment. From that push it would learn on its return whether the push's residual counts. A name
-that comes back after it was forgotten is new. An open push of it is refused as stale or collected
-anew, but never merged twice, since a merge makes its base version old.
+A name leaves behind the member, its accounts in the run's clock and pace, and its last merged push
+in each fragment. From that push it would learn on its return whether the push's residual counts. A
+name that comes back after it was forgotten is new. An open push of it is refused as stale or
+collected anew, but never merged twice, since a merge makes its base version old.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ def forget_gone(state: RunState, now: float) -> list[ev.Effect]:
         return []
     for name in names:
         state.roster.forget(name)
+        state.clock.forget(name)
+        state.pace.forget(name)
+        state.suspects.pop(name, None)
     assert not any(name in state.roster.gone for name in names)
-    state.clock.keep({member.incarnation for member in state.roster})
     erased: list[ev.Effect] = [ev.Erase(name) for name in names]
     return erased + _forget_pushes(state, lambda name, _: name in names)
 

@@ -1,24 +1,47 @@
-"""Founding of a run: its layout, the learner that sends version 0, its chunks, failures. [pure]"""
+"""Founding of a run: its layout in parts, version 0 in chunks, and who sends them. [pure]"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
+from narrows.broker.config import BrokerConfig
 from narrows.broker.syncer import data_path
 from narrows.broker.syncer import events as ev
+from narrows.broker.syncer.layouts import other_layout, refuse_stray
 from narrows.broker.syncer.member import Member
 from narrows.broker.syncer.phases import RunPhase
 from narrows.broker.syncer.run import RunState, refusal
 from narrows.proto import messages as msg
 from narrows.proto.codec import STATE_CODEC
-from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
+from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.flow import Arrival, Assembly, chunks_max
 from narrows.proto.fragments import build_table
+from narrows.proto.layout import JoinedLayout, check_layout, fingerprint
+from narrows.proto.limits import NAME_PATTERN
 from narrows.proto.timing import BROKER_REPAIR_S
 
 ASKS_MAX = 3
 """Missing chunks of version 0 are asked for after BROKER_REPAIR_S without progress, then twice as
 late each time, up to 2**ASKS_MAX times as late."""
+
+
+def check_founder(config: BrokerConfig) -> None:
+    """Raises ConfigError for a new run whose beginning anybody with a key could decide, and for a
+    founder that no learner can be.
+
+    Without keys nobody is told from anybody, so the first learner founds.
+    """
+    founder = config.run.founder
+    if founder and not re.search(NAME_PATTERN, founder):
+        raise ConfigError("run.founder: no name", expected="a learner's name", got=repr(founder))
+    if config.security.keys and not founder and not config.broker.init:
+        raise ConfigError(
+            "this run has no founder, and its learners have keys",
+            expected="the learner, or the file, that the run begins with",
+            got="neither",
+            remedy="narrows broker --founder NAME, or --init FILE",
+        )
 
 
 @dataclass
@@ -27,11 +50,11 @@ class Founding:
 
     state: RunState
     from_file: bool = False
-    """Version 0 comes from a file that the shell holds, not from the first learner."""
-    founder: str = ""
-    """Learner that sends version 0; empty: none does."""
+    """Version 0 comes from a file that the shell holds, not from a learner."""
     _layout_of: str = ""
-    """Learner that brought the layout."""
+    """Learner that brings the layout, or has brought it; empty: none."""
+    _parts: JoinedLayout = field(default_factory=JoinedLayout)
+    """The layout as far as it has come."""
     _assemblies: dict[int, Assembly] = field(default_factory=dict[int, Assembly])
     _making: bool = False
     """The shell is making version 0, or it stands."""
@@ -40,57 +63,123 @@ class Founding:
     _asks: int = 0
     """Requests for missing chunks since the last progress."""
 
-    def take_layout(self, hello: msg.Hello) -> None:
-        """Makes the first learner's layout the run's. Raises NarrowsError if that cannot be."""
+    def may_found(self, name: str) -> bool:
+        """True for the founder that the operator named, or for anybody if there is none."""
+        return self.state.config.run.founder in ("", name)
+
+    def begin(self, member: Member) -> list[ev.Effect]:
+        """Makes the layout of a learner that may found the run's, unless there is one already.
+
+        Learners that wait with another one are refused: they came before the founder.
+        """
         state = self.state
-        if not state.layout:
-            state.table = build_table(hello.layout, state.settings.fragment_count)
-            state.layout, state.frozen_digest = hello.layout, hello.frozen_digest
-            self._layout_of = hello.name
-        assert len(state.table) == state.settings.fragment_count
+        if state.phase is not RunPhase.FOUNDING or self._layout_of:
+            return []
+        if not self.may_found(member.name):
+            return []
+        self._layout_of, self._parts = member.name, JoinedLayout()
+        state.fingerprint = member.fingerprint
+        effects: list[ev.Effect] = []
+        for other in state.roster.connected():
+            if other.fingerprint != state.fingerprint:
+                error = other_layout(state, other.name, other.fingerprint)
+                effects += self._dismiss(other, error, left=True)
+        return effects
+
+    def ask(self, member: Member, now: float) -> list[ev.Effect]:
+        """Asks the learner that brings the layout for the next part. It is welcomed after the last
+        one: nothing that it sends can be checked before."""
+        if member.name != self._layout_of or self.state.layout:
+            return []
+        self._asked_at = now
+        return [ev.Send(member.peer, msg.AskLayout(self._parts.next_part))]
+
+    def take_part(self, member: Member, part: msg.LayoutPart, now: float) -> list[ev.Effect]:
+        """Takes a part of the layout in, and asks for the next one."""
+        if member.name != self._layout_of:
+            return refuse_stray(self.state, member, "a part of the layout")
+        if self.state.layout:
+            return []  # A part that was asked for twice.
+        try:
+            if not self._parts.take(part):
+                return []
+            self._asks = 0
+            if self._parts.complete:
+                self._take_layout()
+        except NarrowsError as error:
+            return self.failed(error)
+        return self.ask(member, now)
+
+    def _take_layout(self) -> None:
+        """Makes the layout the run's. Raises NarrowsError if that cannot be."""
+        state, joined = self.state, self._parts
+        layout = tuple(joined.entries)
+        check_layout(layout)
+        told = fingerprint(layout, joined.frozen_digest)
+        if told != state.fingerprint:
+            raise RemoteProtocolError(
+                ErrorCode.BAD_MESSAGE,
+                f"layout of {self._layout_of}",
+                expected=f"the fingerprint {state.fingerprint} of its Hello",
+                got=told,
+            )
+        state.table = build_table(layout, state.settings.fragment_count)
+        state.layout, state.frozen_digest = layout, joined.frozen_digest
+        self._parts = JoinedLayout()
 
     def role(self, member: Member, now: float) -> tuple[msg.Role, list[ev.Effect]]:
         """Role of a learner while version 0 is made: the first one sends it, the others wait."""
-        if self._making or self.state.heads or self.founder not in ("", member.name):
+        if self._making or self.state.heads or self.state.founder not in ("", member.name):
+            return msg.Role.WAIT, []
+        if not self.state.layout or not self.may_found(member.name):
             return msg.Role.WAIT, []
         if self.from_file:
             self._making = True
             return msg.Role.WAIT, [ev.Found(self.state.layout, None)]
-        if self.founder:
+        if self.state.founder:
             return msg.Role.FOUND, []
         # Only one learner sends it: parts of two learners' parameters would be no model.
-        self.founder, self._progress_at = member.name, now
+        self.state.founder, self._progress_at = member.name, now
         chunk = self.state.least_chunk_elements
         self._assemblies = {
             f.index: Assembly(f.elements, chunks_max(f.elements, chunk)) for f in self.state.table
         }
-        return msg.Role.FOUND, [ev.Note("info", f"{member.name} sends version 0")]
+        return msg.Role.FOUND, [ev.Note("info", f"{member.name} sends version 0", about="founder")]
 
     def taken_over(self, name: str) -> list[ev.Effect]:
-        """Drops the chunks of a founder whose name another process has now."""
+        """Drops the parts or the chunks of a founder whose name another process has now."""
+        if name == self._layout_of and not self.state.layout:
+            self._layout_of, self._parts = "", JoinedLayout()
         # Once all chunks are here, version 0 no longer depends on the process that sent it.
-        if name != self.founder or self._making:
+        if name != self.state.founder or self._making:
             return []
-        self.founder = ""
+        self.state.founder = ""
         return self._drop()
 
     def lost(self, member: Member) -> list[ev.Effect]:
         """Lets another learner begin if the founder is gone before all of version 0 was here."""
         effects = self.taken_over(member.name)
-        if self.open and not self.state.roster.connected():
+        named = bool(self.state.config.run.founder) and self.may_found(member.name)
+        if self.open and (named or not self.state.roster.connected()):
             # Nobody is left that brought this model, so the next learner may bring another.
             self._forget_layout()
         return effects
 
+    def next_founder(self) -> Member | None:
+        """The connected learner that is asked for version 0 now, the first in name order."""
+        able = [each for each in self.state.roster.connected() if self.may_found(each.name)]
+        return able[0] if able and self.open else None
+
     @property
     def open(self) -> bool:
         """True while version 0 needs a learner that begins with it."""
-        return not (self.founder or self._making or self.state.heads)
+        brings = self._layout_of and not self.state.layout
+        return not (brings or self.state.founder or self._making or self.state.heads)
 
     def chunk(self, member: Member, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
         """Takes a decoded chunk of the founder's parameters in."""
         assembly = self._assemblies.get(header.fragment)
-        if member.name != self.founder or self._making or assembly is None:
+        if member.name != self.state.founder or self._making or assembly is None:
             return [ev.Drop((handle,))]
         self._progress_at, self._asks = now, 0
         try:
@@ -127,12 +216,15 @@ class Founding:
 
     def missing(self, now: float) -> list[ev.Effect]:
         """Asks the founder again for missing chunks, once nothing arrives any more."""
-        founder = self.state.roster.get(self.founder)
+        brings = self._layout_of if not self.state.layout else self.state.founder
+        founder = self.state.roster.get(brings)
         if founder is None or founder.presence.peer is None or self._making:
             return []
         if now < max(self._progress_at, self._asked_at) + BROKER_REPAIR_S * 2.0**self._asks:
             return []
         self._asked_at, self._asks = now, min(self._asks + 1, ASKS_MAX)
+        if not self.state.layout:
+            return self.ask(founder, now)
         return data_path.silent(self.state, founder, self._progress_at, STATE_CODEC, now) + [
             ev.Send(founder.peer, msg.Missing(msg.DataKind.FOUND, index, 0, 0, assembly.missing()))
             for index, assembly in sorted(self._assemblies.items())
@@ -143,7 +235,7 @@ class Founding:
         """Fails for a payload that does not decode, unless all of version 0 is here already."""
         member = self.state.roster.get(header.learner)
         wanted = header.fragment in self._assemblies and not self._making
-        if member is None or member.name != self.founder or not wanted:
+        if member is None or member.name != self.state.founder or not wanted:
             return []
         if member.incarnation != header.incarnation:
             return []
@@ -157,19 +249,24 @@ class Founding:
     def failed(self, error: NarrowsError) -> list[ev.Effect]:
         """Starts again without the learner that brought a version 0 that cannot be made."""
         assert not self.state.heads
-        by = self.founder or self._layout_of
-        self.founder, self._making = "", False
+        by = self.state.founder or self._layout_of
+        self.state.founder, self._making = "", False
         effects = self._drop()
         self._forget_layout()
-        effects.append(ev.Note("error", f"version 0 cannot be made: {error}"))
+        effects.append(
+            ev.Note("error", f"version 0 cannot be made: {error}", about="founding failed")
+        )
         # The others are refused too, but not for good: they say Hello again with their own layout.
         again = RemoteProtocolError(ErrorCode.UNKNOWN_SESSION, "founding starts again")
         for member in self.state.roster.connected():
             is_cause = member.name == by
-            refuse = refusal(error if is_cause else again)
-            effects += [ev.Send(member.peer, refuse), ev.Forget(member.name)]
-            self.state.roster.disconnect(member, left=is_cause)
+            effects += self._dismiss(member, error if is_cause else again, left=is_cause)
         return effects
+
+    def _dismiss(self, member: Member, error: NarrowsError, *, left: bool) -> list[ev.Effect]:
+        refuse = ev.Send(member.peer, refusal(error))
+        self.state.roster.disconnect(member, left=left)
+        return [refuse, ev.Forget(member.name)]
 
     def held_handles(self) -> tuple[int, ...]:
         """Handles of the payloads of version 0 that have arrived."""
@@ -178,7 +275,8 @@ class Founding:
     def _forget_layout(self) -> None:
         assert self.state.phase is RunPhase.FOUNDING and not self.state.heads
         self.state.layout, self.state.table, self._layout_of = (), (), ""
-        self.state.frozen_digest = 0
+        self.state.frozen_digest, self.state.fingerprint = 0, ""
+        self._parts = JoinedLayout()
 
     def _drop(self) -> list[ev.Effect]:
         handles, self._assemblies = self.held_handles(), {}

@@ -155,6 +155,7 @@ class Lifecycle:
         if state.phase is not RunPhase.FOUNDING or self.checkpoint_sum < 0 or joined < wanted:
             return []
         state.turn(Turn.BEGIN)
+        state.clock.begin(len(state.heads), now)
         # The first round comes one spacing later: before that no learner has trained.
         self.scheduler.launched_at = now
         return [ev.Note("info", f"the run begins with {counted(joined, 'learner')}")]

@@ -47,9 +47,16 @@ class LostHistory:
         named |= {index: max(v, named.get(index, -1)) for index, (v, _) in ahead.items()}
         # With a journal nothing should be lost, unless an operator chose an older copy.
         broker = state.config.broker
-        level = "error" if broker.journal != "off" and not is_copy else "warning"
+        is_known = is_copy or broker.journal == "off" or broker.rollback_to >= 0
+        level = "warning" if is_known else "error"
         why = _why_lost(hello, broker, is_copy=is_copy)
-        return [ev.Note(level, f"history_lost: {why}. {_what_is_lost(hello.name, ahead)}")]
+        return [
+            ev.Note(
+                level,
+                f"history_lost: {why}. {_what_is_lost(hello.name, ahead)}",
+                about=f"lost {hello.name}",
+            )
+        ]
 
 
 def _why_lost(hello: msg.Hello, broker: BrokerSection, *, is_copy: bool) -> str:
@@ -60,6 +67,8 @@ def _why_lost(hello: msg.Hello, broker: BrokerSection, *, is_copy: bool) -> str:
             "the state directory was restored from an older copy, it does not know the epoch"
             f" {epoch} that {hello.name} has followed"
         )
+    if broker.rollback_to >= 0:
+        return f"the run was rolled back to version {broker.rollback_to} at this start"
     if broker.journal == "off":
         return "what came after the last checkpoint is gone, there is no journal"
     why = "the state directory was restored from an older copy, or the disk has lost the end of"

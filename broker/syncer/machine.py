@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from narrows.broker.config import BrokerConfig, settings
+from narrows.broker.config import BrokerConfig
+from narrows.broker.shared_settings import settings
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer import serving
 from narrows.broker.syncer.admission import Admission
@@ -18,7 +19,7 @@ from narrows.broker.syncer.credit import Allowance
 from narrows.broker.syncer.ending import Waiting
 from narrows.broker.syncer.founding import Founding
 from narrows.broker.syncer.lifecycle import Lifecycle
-from narrows.broker.syncer.member import Liveness, Member
+from narrows.broker.syncer.member import Liveness, Member, stepped
 from narrows.broker.syncer.phases import resumed_phase
 from narrows.broker.syncer.pushes import Intake
 from narrows.broker.syncer.roster import Roster
@@ -34,6 +35,7 @@ from narrows.broker.syncer.scheduler import Scheduler
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.fragments import build_table
+from narrows.proto.layout import fingerprint
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Resumed:
     merged_pushes: MergedPushes = field(default_factory=dict[tuple[str, str, int], tuple[int, int]])
     checkpoint_sum: int | None = None
     """Sum of the versions in the checkpoint; None: that of `heads`."""
+    token_parts: int = 0
+    """Part of the run's clock beyond run_tokens, in units of a P-th token for P fragments."""
 
 
 class Syncer:
@@ -71,16 +75,9 @@ class Syncer:
         of the data sockets, for learners; 0 in a simulation, which has none."""
         roster = Roster(config.liveness.late, config.liveness.lost)
         self.state = RunState(
-            config,
-            settings(config),
-            run_id,
-            epoch,
-            roster,
-            Tally(now),
-            secret,
-            uplink_port=uplink_port,
-            downlink_port=downlink_port,
-        )
+            config, settings(config), run_id, epoch, roster, Tally(now), secret,
+            uplink_port=uplink_port, downlink_port=downlink_port,
+        )  # fmt: skip
         self.founding = Founding(self.state, from_file)
         self.admission = Admission(self.state, self.founding)
         self.intake = Intake(self.state)
@@ -112,9 +109,9 @@ class Syncer:
             case ev.PeerLost(peer):
                 member = self.state.roster.by_peer(peer)
                 effects = self._lose(member, "its connection closed", now) if member else []
-            case ev.ChunkArrived(header, handle):
+            case ev.ChunkArrived(header, handle, size_bytes):
                 effects = self.intake.arrived(header, handle, now)
-                effects += self.allowance.arrived(header, now)
+                effects += self.allowance.arrived(header, size_bytes, now)
             case ev.ChunkUnpacked(header, handle):
                 effects = self._unpacked(header, handle, now)
             case ev.ChunkDamaged(header, handle, code, reason):
@@ -244,6 +241,8 @@ class Syncer:
             # A broker that stops admits nobody, but still gives way to its successor.
             answer = self.admission.hello(event, now) if not self.lifecycle.stopping else []
             return answer + self.lifecycle.give_way(message)
+        if (told := self.admission.layouts.answer(event, now)) is not None:
+            return told
         member = self.state.roster.by_peer(event.peer)
         if member is None:
             error = RemoteProtocolError(
@@ -252,7 +251,9 @@ class Syncer:
             return [ev.Send(event.peer, refusal(error))]
         effects: list[ev.Effect] = []
         if self.state.roster.heard(member, now):
-            effects.append(ev.Note("info", f"{member.name} is heard from again"))
+            effects.append(
+                ev.Note("info", f"{member.name} is heard from again", about=f"heard {member.name}")
+            )
         match message:
             case msg.Report():
                 self._report(member, message, now)
@@ -262,7 +263,7 @@ class Syncer:
             case msg.Decline():
                 effects += self.intake.decline(member, message)
             case msg.Adopted(fragment, version):
-                if serving.adopt(self.state, member, fragment, version):
+                if serving.adopt(self.state, member, fragment, version, now):
                     self.scheduler.adopted(fragment, version, now)
             case msg.Fetch(fragment, have_version):
                 effects += serving.fetch(self.state, member, fragment, have_version)
@@ -270,6 +271,8 @@ class Syncer:
                 effects += serving.resend(self.state, member, message)
             case msg.Alive(nonce):
                 effects += self.admission.alive(member, nonce, now)
+            case msg.LayoutPart():
+                effects += self.admission.layout_part(member, message, now)
             case msg.Bye(reason):
                 effects += self._lose(member, f"said Bye ({reason})", now, left=True)
             case _:
@@ -284,8 +287,8 @@ class Syncer:
 
     def _report(self, member: Member, report: msg.Report, now: float) -> None:
         member.report = report
+        member.stepping = stepped(member.stepping, report.step, now)
         serving.acknowledge(member, report.received, now)
-        self.state.clock.report(member.incarnation, report.tokens, now)
 
     def _unpacked(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
         if header.kind is msg.DataKind.PUSH:
@@ -310,31 +313,36 @@ class Syncer:
         self.state.roster.disconnect(member, left=left)
         return [
             ev.Forget(member.name),
-            ev.Note("info", f"{member.name} left: {reason}"),
+            ev.Note("info", f"{member.name} left: {reason}", about=f"left {member.name}"),
             ev.LogFate("left", member.name, member.incarnation, reason=reason),
             *drop_pushes(self.state, member.name),
             *self.admission.lost(member, now),
         ]
 
     def _aged(self, member: Member, now: float) -> list[ev.Effect]:
-        quiet_s = now - member.presence.heard_at
+        quiet = f"nothing heard for {now - member.presence.heard_at:.1f} s"
         if member.presence.liveness is Liveness.LOST:
-            return self._lose(member, f"nothing heard for {quiet_s:.0f} s", now)
-        return [ev.Note("warning", f"{member.name} is late: nothing heard for {quiet_s:.1f} s")]
+            return self._lose(member, quiet, now)
+        text = f"{member.name} is late: {quiet}"
+        return [ev.Note("warning", text, about=f"late {member.name}")]
 
     def _resume(self, resumed: Resumed) -> None:
         state = self.state
         assert resumed.run_tokens >= 0 and all(head.version >= 0 for head in resumed.heads)
         state.layout, state.frozen_digest = resumed.layout, resumed.frozen_digest
+        state.fingerprint = fingerprint(resumed.layout, resumed.frozen_digest)
         state.table = build_table(resumed.layout, state.settings.fragment_count)
         state.heads = list(resumed.heads)
-        assert len(state.heads) == len(state.table)
-        state.clock.run_tokens = resumed.run_tokens
+        count, now = len(state.table), state.tally.started_at
+        assert len(state.heads) == count and 0 <= resumed.token_parts < count
+        state.clock.begin(count, now, resumed.run_tokens * count + resumed.token_parts)
         state.phase, state.epoch_resumed = resumed_phase(resumed.phase), True
         # Publications of earlier lives are gone with the memory that kept them.
         state.first_kept = [head.version + 1 for head in resumed.heads]
         state.merged_pushes = dict(resumed.merged_pushes)
         names = sorted({name for name, _, _ in resumed.merged_pushes})
         # They count as gone since the start, or names that never return would be kept for ever.
-        state.roster.remember(names, state.tally.started_at)
+        state.roster.remember(names, now)
+        for name in names:
+            state.clock.expect(name, now)
         self.lifecycle.resumed(resumed.checkpoint_sum)

@@ -7,10 +7,8 @@ syncer that writes to it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from statistics import median
 from typing import Final
 
 from narrows.broker.syncer.events import Peer
@@ -56,6 +54,11 @@ class Copies:
     """Version adopted per fragment; -1: none yet."""
     flow: Flow = field(default_factory=Flow)
     """Bytes that the learner has acknowledged."""
+    adopted_at: list[float | None] = field(default_factory=list[float | None])
+    """Time at which its adoption of that version was heard, per fragment; None: it had adopted it
+    in an earlier session, or has none."""
+    is_new: bool = True
+    """Its process had no session before this incarnation of the broker knew it."""
     adopting_since: float | None = None
     """Time at which it was first asked to adopt."""
 
@@ -97,6 +100,31 @@ class Silence:
     """The operator's log has the warning."""
 
 
+@dataclass(frozen=True)
+class Stepping:
+    """Steps as the Reports count them, with the times at which the broker heard of them."""
+
+    first_steps: int
+    """Steps in the first Report that had any: the first step may have taken a compilation."""
+    first_at: float
+    steps: int
+    at: float
+    """Time of the first Report with `steps`."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per inner step since the first Report; 0: unknown."""
+        steps, seconds = self.steps - self.first_steps, self.at - self.first_at
+        return max(seconds / steps, STEP_S_MIN) if steps > 0 and seconds > 0.0 else 0.0
+
+
+def stepped(before: Stepping | None, steps: int, now: float) -> Stepping | None:
+    """The steps after a Report that counts so many."""
+    if before is None:
+        return Stepping(steps, now, steps, now) if steps > 0 else None
+    return replace(before, steps=steps, at=now) if steps > before.steps else before
+
+
 @dataclass
 class Member:
     """One learner, from its first Hello on; it stays in the roster after it is lost."""
@@ -112,8 +140,15 @@ class Member:
     silence: Silence = field(default_factory=Silence)
     report: Report | None = None
     """Newest report of this incarnation; None: the first has not come. Written by `machine`."""
+    stepping: Stepping | None = None
+    """Steps that it has reported; None: none yet. Written by `machine`."""
     up_bits_per_s: float = 0.0
     """Uplink rate granted; 0: no limit. Written by `rates`."""
+    charged_bits_per_s: float = 0.0
+    """Uplink rate that its bytes may have: the granted one, or a higher one before it that it may
+    still not have heard of. 0: no limit. Written by `rates`."""
+    fingerprint: str = ""
+    """The layout's, from its Hello. Written by `admission`."""
     given_up: bool = False
     """The end of the run goes on without this learner. Written by `ending`."""
 
@@ -145,24 +180,7 @@ class Member:
         return holder.tokens_per_s_max if holder is not None else 0.0
 
     @property
-    def step_s(self) -> float:
-        """Reported seconds per inner step; 0: none reported yet."""
-        step_s = self.report.step_s if self.report is not None else 0.0
-        # A report may say 5e-324: what is divided by it would be infinite.
-        return max(step_s, STEP_S_MIN) if step_s else 0.0
-
-    @property
     def kept_bits_per_s(self) -> float | None:
         """Uplink rate that the learner has confirmed; 0: it knows of no limit; None: it is new and
         sends nothing yet."""
         return self.report.up_bits_per_s if self.report is not None else None
-
-    def predicted_s(self) -> float | None:
-        """Seconds after the opening of a round within which a contribution is expected."""
-        return self.participation.predicted_s(self.step_s)
-
-
-def median_step_s(members: Sequence[Member]) -> float:
-    """Median step time of these learners; 0 if none has reported one."""
-    times = [member.step_s for member in members if member.step_s > 0]
-    return median(times) if times else 0.0

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 
 from narrows.broker.syncer import data_path
 from narrows.broker.syncer import events as ev
+from narrows.broker.syncer.decoding import Decoding
+from narrows.broker.syncer.layouts import refuse_stray
 from narrows.broker.syncer.member import Member
 from narrows.broker.syncer.rounds import Round
 from narrows.broker.syncer.run import RunState, refusal
+from narrows.broker.syncer.suspicion import check_merged
 from narrows.proto import messages as msg
 from narrows.proto.codec import STATE_CODEC, codecs_of
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
@@ -25,6 +28,9 @@ class Intake:
 
     state: RunState
 
+    def __post_init__(self) -> None:
+        self._decoding = Decoding(self.state.config.merge.rounds_in_flight)
+
     def push(self, member: Member, message: msg.Push, now: float) -> list[ev.Effect]:
         """Takes an announcement in: its chunks come on the uplink, or have come already."""
         # Announcements may be repeated, so late copies are normal.
@@ -35,11 +41,21 @@ class Intake:
             effects = self._supersede(round_, member, message.push_id)
             self._expect(member, now)
             incoming = round_.incoming_of(member.name, member.incarnation, message.push_id, now)
+            is_first = incoming.announced is None
             round_.announce(incoming, message)
         except RemoteProtocolError as error:
             return self.refuse(member, error, message.fragment, message.push_id)
+        if is_first:
+            incoming.seconds = self._worked_s(member, message.fragment, now)
+            self.state.pace.pushed(member, message.fragment, message.steps, now)
+            self.state.pace.settle(self.state.roster.ready())
         self._settle(round_, member, now)
         return effects + data_path.announced(self.state, member, now)
+
+    def _worked_s(self, member: Member, fragment: int, now: float) -> float:
+        """Seconds since a learner adopted a fragment, or since the fragment was published."""
+        adopted_at = member.copies.adopted_at[fragment]
+        return self.state.clock.age(fragment, now) if adopted_at is None else now - adopted_at
 
     def _decline_refused(self, member: Member, message: msg.Push) -> list[ev.Effect]:
         """Counts an announcement of a refused push as a decline, and repeats the refusal.
@@ -82,12 +98,17 @@ class Intake:
             member.uplink.positions[header.stream] = header.position
             member.uplink.flow.move(member.uplink.positions, now)
         is_push = header.kind is msg.DataKind.PUSH
+        if header.kind is msg.DataKind.FOUND and header.epoch == self.state.epoch:
+            if member.name != self.state.founder:
+                return drop + refuse_stray(self.state, member, "a chunk of version 0")
         if is_push and self._is_settled(member, header.fragment, header.push_id):
             return drop
         try:
             # The header is checked in full before anybody pays for decoding.
             self._check(header)
             effects, is_wanted = self._enter(member, header, now)
+            if is_push and is_wanted:
+                self._decoding.begin(header)
         except RemoteProtocolError as error:
             if not is_push and error.code is ErrorCode.WRONG_EPOCH:
                 return drop  # It was under way before a restart and says nothing about now.
@@ -114,6 +135,7 @@ class Intake:
 
     def unpacked(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
         """Takes a decoded chunk of a push in."""
+        self._decoding.done(header)
         member = self.state.roster.get(header.learner)
         round_ = self.state.rounds.get(header.fragment)
         drop: list[ev.Effect] = [ev.Drop((handle,))]
@@ -138,6 +160,7 @@ class Intake:
         self, header: msg.Header, handle: int, error: RemoteProtocolError
     ) -> list[ev.Effect]:
         """Refuses a whole push for a payload that does not decode."""
+        self._decoding.done(header)
         member = self.state.roster.get(header.learner)
         effects: list[ev.Effect] = [ev.Drop((handle,))]
         if member is None or member.incarnation != header.incarnation:
@@ -251,6 +274,7 @@ class Intake:
     def _round(self, member: Member, fragment: int, base_version: int) -> Round:
         """Returns the open round that a push belongs to. Raises RemoteProtocolError if none is."""
         state, who = self.state, f"push of {member.name}"
+        check_merged(state, member.name)
         if fragment >= len(state.heads):
             raise RemoteProtocolError(
                 ErrorCode.BAD_FRAGMENT,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from narrows.broker.syncer.events import Peer
-from narrows.broker.syncer.member import Liveness, Member, Presence, median_step_s
+from narrows.broker.syncer.member import Liveness, Member, Presence
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.key_holder import KeyHolder
 from narrows.proto.limits import LEARNERS_MAX, NAME_PATTERN
@@ -79,10 +79,6 @@ class Roster:
     def counted_on(self) -> list[Member]:
         """Ready learners that a round waits for."""
         return [member for member in self.ready() if not member.given_up]
-
-    def step_s(self) -> float:
-        """Median step time of the ready learners; 0 if none has reported one."""
-        return median_step_s(self.ready())
 
     def is_superseded(self, name: str, incarnation: str) -> bool:
         return incarnation in self._superseded.get(name, ())

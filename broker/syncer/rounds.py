@@ -33,6 +33,8 @@ class Incoming:
     announced: Push | None = None
     declined_before: bool = False
     """Its learner had declined before, so nobody waited for it."""
+    seconds: float = 0.0
+    """Seconds from the adoption of its base to its announcement, as the broker saw them."""
     progress_at: float = 0.0
     asked_at: float = 0.0
     asks: int = 0
@@ -91,6 +93,8 @@ class Round:
     """True for the fragment's last round of the run."""
     incoming: dict[str, Incoming] = field(default_factory=dict[str, Incoming])
     contributed: dict[str, Contribution] = field(default_factory=dict[str, Contribution])
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    """The same of each contribution."""
     declined: dict[str, str] = field(default_factory=dict[str, str])
     quorum_at: float | None = None
     merging: bool = False
@@ -192,6 +196,7 @@ class Round:
             incoming.announced.steps,
             incoming.assembly.handles,
         )
+        self.seconds[incoming.learner] = incoming.seconds
         self.incoming.pop(incoming.learner, None)
         if self.quorum_at is None and len(self.contributed) >= self.quorum:
             self.quorum_at = now

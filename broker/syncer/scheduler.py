@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from narrows.broker.merging import Contribution
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer import serving
+from narrows.broker.syncer.clock import Claim
 from narrows.broker.syncer.ending import Waiting
-from narrows.broker.syncer.member import Liveness, Member, median_step_s
+from narrows.broker.syncer.member import Liveness, Member
 from narrows.broker.syncer.phases import RunPhase
 from narrows.broker.syncer.quorum import Awaited, Decision, QuorumRule, Verdict
 from narrows.broker.syncer.rounds import Round
 from narrows.broker.syncer.run import RunState
+from narrows.broker.syncer.suspicion import Suspicion
 from narrows.proto import messages as msg
 from narrows.proto.flow import chunks_max
-from narrows.proto.limits import PUBLICATIONS_KEPT
+from narrows.proto.limits import PUBLICATIONS_KEPT, TOKENS_MAX
 from narrows.proto.smoothing import Smoothed
 from narrows.proto.timing import ADOPTION_WAIT_S, REOPEN_S
 
@@ -38,6 +41,7 @@ class Scheduler:
     adopting: list[str] = field(default_factory=list[str])
     """Lockstep: learners that the next round waits for while they adopt."""
     _adopting_until: float = math.inf
+    _adopting_since: dict[str, float] = field(default_factory=dict[str, float])
     _return_by: float = 0.0
     """Time before which the last rounds are not opened, because anybody may come back to them."""
     final_due: list[int] = field(default_factory=list[int])
@@ -79,7 +83,7 @@ class Scheduler:
         if state.lockstep or state.phase is RunPhase.ENDING:
             return max(self._reopen_at, self._return_by)
         spacing = state.settings.sync_period_steps / state.settings.fragment_count
-        return max(self._reopen_at, self.launched_at + spacing * state.roster.step_s())
+        return max(self._reopen_at, self.launched_at + spacing * state.step_s())
 
     def _can_launch(self) -> bool:
         state = self.state
@@ -93,8 +97,8 @@ class Scheduler:
         if state.lockstep:
             # A learner that is still adopting would miss a round that all must contribute to.
             return not self.adopting
-        # The spacing needs a step time; before the first report there is none.
-        return state.roster.step_s() > 0
+        # The spacing needs a step time; before two steps of a learner were seen there is none.
+        return state.step_s() > 0
 
     def _next_due(self) -> int | None:
         """Fragment whose turn it is; None if it is in flight already."""
@@ -130,7 +134,7 @@ class Scheduler:
                 chunks_max=chunks_max(state.table[index].elements, state.least_chunk_elements),
                 opened_at=now,
                 quorum=state.config.merge.quorum,
-                expected={member.name for member in state.roster.ready()},
+                expected={m.name for m in state.roster.ready() if not state.is_excluded(m.name)},
                 last=ending,
             )
             self._next_fragment = (index + 1) % len(state.heads)
@@ -145,8 +149,13 @@ class Scheduler:
         self.adopting.clear()
         self._adopting_until = math.inf
         for member in self.state.roster.connected():
-            until = (member.copies.adopting_since or now) + ADOPTION_WAIT_S
-            if self.state.lockstep and not member.ready and now < until:
+            if not self.state.lockstep or member.ready:
+                self._adopting_since.pop(member.name, None)
+                continue
+            # By name: one that joins anew again and again must not hold up everybody for ever.
+            since = self._adopting_since.setdefault(member.name, now)
+            until = since + ADOPTION_WAIT_S
+            if not member.given_up and now < until:
                 self.adopting.append(member.name)
                 self._adopting_until = min(self._adopting_until, until)
 
@@ -161,13 +170,14 @@ class Scheduler:
                 member.name,
                 member.name in round_.incoming and bool(round_.incoming[member.name].announced),
                 member.presence.liveness is Liveness.LATE,
-                member.predicted_s(),
+                member.participation.predicted_s(self.state.pace.of(member.name)),
                 member.participation.arrival.mean,
                 round_.is_here(member.name),
             )
             for member in ready
             if member.name not in round_.contributed
             and member.name not in round_.declined
+            and not self.state.is_excluded(member.name)
             and (short or member.name in round_.expected)
         ]
 
@@ -193,7 +203,7 @@ class Scheduler:
             quorum_at=round_.quorum_at,
             complete=len(round_.contributed),
             awaited=self._awaited(round_, ready),
-            step_s=median_step_s(ready),
+            step_s=self.state.pace.step_s(ready),
             sync_s=self._sync_s.mean,
             declined=[
                 f"{member.name} declined ({round_.declined[member.name][:REASON_CHARACTERS]})"
@@ -257,9 +267,23 @@ class Scheduler:
         version = round_.base_version + 1
         assert len(round_.contributed) >= round_.quorum
         self._merge_started[round_.fragment, version] = now
-        contributions = round_.contributions()
-        effects.append(ev.StartMerge(round_.fragment, version, contributions, decision.reason))
+        contributions = self._counted(round_, now)
+        organisations = self.state.organisations
+        effects.append(
+            ev.StartMerge(round_.fragment, version, contributions, decision.reason, organisations)
+        )
         return effects
+
+    def _counted(self, round_: Round, now: float) -> tuple[Contribution, ...]:
+        """The contributions, each with the tokens of it that the run's clock counts."""
+        state, contributions = self.state, round_.contributions()
+        claims = [Claim(c.learner, c.tokens, round_.seconds[c.learner]) for c in contributions]
+        ready = {member.name for member in state.roster.ready()}
+        counted = state.clock.count(round_.fragment, claims, ready, now)
+        pairs = zip(contributions, counted, strict=True)
+        contributions = tuple(replace(each, counted=tokens) for each, tokens in pairs)
+        round_.contributed = {contribution.learner: contribution for contribution in contributions}
+        return contributions
 
     def _count_missed(self, round_: Round, now: float) -> list[ev.Effect]:
         """Counts the round as missed by the awaited; warns of one that keeps missing rounds."""
@@ -285,6 +309,7 @@ class Scheduler:
         self._attempts.pop(index, None)
         self._merge_started.pop((index, event.version - PUBLICATIONS_KEPT), None)
         state.tally.merged(len(round_.contributed), event.clipped, now)
+        state.clock.merged(index, [c.counted or 0 for c in round_.contributions()], now)
         self._end_round(round_)
         for contribution in round_.contributions():
             member = state.roster.get(contribution.learner)
@@ -292,7 +317,8 @@ class Scheduler:
                 continue  # It was replaced or forgotten: it cannot come back to ask.
             member.participation.merge(index, contribution.push_id)
             key = contribution.learner, contribution.incarnation, index
-            tokens = state.merged_pushes.get(key, (0, 0))[1] + contribution.tokens
+            before = state.merged_pushes.get(key, (0, 0))[1]
+            tokens = min(before + contribution.tokens, TOKENS_MAX)
             assert tokens > 0
             state.merged_pushes[key] = contribution.push_id, tokens
         effects: list[ev.Effect] = [
@@ -300,7 +326,7 @@ class Scheduler:
             for member in state.roster.connected()
         ]
         serving.expect_adoptions(state, index, now)
-        return effects
+        return effects + Suspicion(state).judge(event, len(round_.contributed))
 
     def merge_failed(self, fragment: int, reason: str, now: float) -> list[ev.Effect]:
         """Ends a round whose merge changed nothing; it starts again with fresh pushes."""

@@ -26,12 +26,16 @@ def acknowledge(member: Member, positions: Sequence[int], now: float) -> None:
     member.copies.flow.move(positions, now)
 
 
-def adopt(state: RunState, member: Member, fragment: int, version: int) -> bool:
+def adopt(state: RunState, member: Member, fragment: int, version: int, now: float) -> bool:
     """Notes an adopted version; False: the message says nothing new."""
     if fragment >= len(state.heads) or version > state.heads[fragment].version:
         return False
     # A learner repeats its versions after each Welcome.
-    is_news = version > member.copies.held[fragment]
+    held = member.copies.held[fragment]
+    is_news = version > held
+    if is_news:
+        # A process of an earlier session repeats what it has; it adopted that at another time.
+        member.copies.adopted_at[fragment] = now if held >= 0 or member.copies.is_new else None
     member.copies.held[fragment] = version
     return is_news
 

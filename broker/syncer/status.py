@@ -10,6 +10,7 @@ import msgspec
 from narrows.broker.syncer.machine import Syncer
 from narrows.broker.syncer.member import Member
 from narrows.broker.syncer.phases import RunPhase
+from narrows.broker.syncer.run import RunState
 from narrows.proto import messages as msg
 from narrows.proto.key_holder import KeyHolder, KeyRole
 
@@ -36,7 +37,7 @@ def status_of(syncer: Syncer, traffic: Mapping[str, Bytes], now: float) -> msg.S
         rounds=state.open_rounds(),
         run_tokens=state.clock.run_tokens,
         goal_tokens=state.settings.goal_tokens,
-        tokens_per_s=state.tokens_per_s(now),
+        tokens_per_s=state.clock.tokens_per_s(now),
         merges=tally.merges,
         contributions_merged=tally.contributions_merged,
         contributions_refused=dict(sorted(tally.refused.items())),
@@ -47,7 +48,7 @@ def status_of(syncer: Syncer, traffic: Mapping[str, Bytes], now: float) -> msg.S
         down_bytes=sum(entry.down_bytes for entry in traffic.values()),
         checkpoint_version=syncer.lifecycle.checkpoint_sum,
         waiting_for=_waiting_for(syncer),
-        learners=tuple(_learner(member, traffic, now) for member in state.roster),
+        learners=tuple(_learner(state, member, traffic, now) for member in state.roster),
     )
 
 
@@ -84,8 +85,10 @@ def _waiting_for(syncer: Syncer) -> str:
     return f"fragment {merging}: merged, then written to disk" if merging else ""
 
 
-def _status_text(member: Member) -> str:
+def _status_text(state: RunState, member: Member) -> str:
     """Word for a learner's state in the status table."""
+    if member.connected and (suspect := state.suspects.get(member.name)) is not None:
+        return "quarantined" if suspect.is_excluded else "suspected"
     if member.presence.left:
         return "left"
     if member.given_up and member.connected:
@@ -93,17 +96,19 @@ def _status_text(member: Member) -> str:
     return str(member.presence.liveness) if member.ready or not member.connected else "joining"
 
 
-def _learner(member: Member, traffic: Mapping[str, Bytes], now: float) -> msg.LearnerStatus:
+def _learner(
+    state: RunState, member: Member, traffic: Mapping[str, Bytes], now: float
+) -> msg.LearnerStatus:
     entry, report = traffic.get(member.name), member.report
     return msg.LearnerStatus(
         name=member.name,
         incarnation=member.incarnation,
         address=member.presence.address,
-        state=_status_text(member),
+        state=_status_text(state, member),
         last_heard_s=now - member.presence.heard_at,
         step=report.step if report else 0,
         tokens=report.tokens if report else 0,
-        step_s=member.step_s,
+        step_s=report.step_s if report else 0.0,
         loss=report.loss if report else None,
         contributions=member.participation.contributions,
         refused=member.uplink.refused,

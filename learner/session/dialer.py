@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from narrows.learner.session import events as ev
-from narrows.learner.session.identity import Identity
 from narrows.proto.errors import ErrorCode, Refused
 from narrows.proto.messages import ControlMessage, Refuse, Role, Welcome
 from narrows.proto.refusal import error_of
@@ -138,7 +137,7 @@ class Dialer:
         assert self._hello_at > now, "a Hello that is due at once again would spin"
         return True
 
-    def redial(self, identity: Identity, now: float) -> list[ev.Effect]:
+    def redial(self, now: float) -> list[ev.Effect]:
         """Call before each Hello: asks for a new connection if the old one had its time."""
         assert self.connection is Connection.JOINING, self.connection
         if self._asked_at is None:
@@ -146,8 +145,7 @@ class Dialer:
         if now < self._asked_at + self._redial_s:
             return []
         self._asked_at = now
-        # A Hello may be on its way for all that time on a slow line: it must get through once.
-        self._redial_s = min(2 * self._redial_s, max(REDIAL_MAX_S, 2 * identity.hello_s))
+        self._redial_s = min(2 * self._redial_s, REDIAL_MAX_S)
         return [ev.Redial()]
 
     def next_deadline(self) -> float | None:

@@ -253,6 +253,17 @@ class FragmentSessions:
                 return session
         return None
 
+    def missing(self, missing: msg.Missing) -> list[ev.Effect]:
+        """The broker asks again for what it lacks of a push, or of version 0."""
+        if missing.kind is msg.DataKind.FOUND and missing.fragment < len(self):
+            self.found_again(missing.fragment, missing.ranges)
+            return []
+        fragment = self.pushed(missing.push_id)
+        if fragment is None or fragment.push is None:
+            return []
+        # The announcement may be what is missing: with all chunks there, no range is.
+        return [ev.Send(fragment.push.announced), ev.Resend(missing.push_id, missing.ranges)]
+
     def close(self) -> list[ev.Effect]:
         """The learner leaves."""
         effects = [effect for each in self._sessions for effect in each.close()]

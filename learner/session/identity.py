@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from narrows.proto.codec import codec_names
-from narrows.proto.frames import encode_control
-from narrows.proto.limits import PROTOCOL, RATE_MIN
+from narrows.proto.layout import fingerprint
+from narrows.proto.limits import PROTOCOL
 from narrows.proto.messages import Epoch, Hello, LayoutEntry
 
 
@@ -18,6 +19,11 @@ class Identity:
     incarnation: str
     layout: tuple[LayoutEntry, ...]
     frozen_digest: int
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for two learners whose models may be merged."""
+        return fingerprint(self.layout, self.frozen_digest)
 
     def hello(
         self,
@@ -37,16 +43,10 @@ class Identity:
             incarnation=self.incarnation,
             run_id=run_id,
             epoch=epoch,
-            layout=self.layout,
-            frozen_digest=self.frozen_digest,
+            fingerprint=self.fingerprint,
             codecs=codec_names(),
             step=steps,
             tokens=tokens,
             versions=versions,
             epoch_proof=epoch_proof,
         )
-
-    @property
-    def hello_s(self) -> float:
-        """Seconds that a Hello takes on the slowest line that a budget can name."""
-        return 8 * len(encode_control(self.hello("", (0, 0, 0), "", 0, 0))) / RATE_MIN

@@ -13,6 +13,7 @@ from narrows.learner.session import events as ev
 from narrows.learner.session.dialer import WAITS_FOR, Connection, Dialer
 from narrows.learner.session.fragments import FragmentSessions
 from narrows.learner.session.identity import Identity
+from narrows.learner.session.layouts import Layouts
 from narrows.learner.session.leaving import Leaving, is_ending
 from narrows.learner.session.pace import Pace
 from narrows.learner.session.run_time import RunTime
@@ -40,6 +41,7 @@ class Session:
         self.leaving = Leaving()
         self.waits_for = "an answer from the broker"
         self._dialer = Dialer(jitter)
+        self._layouts = Layouts(identity)
         self._pace = Pace(contribute_after_steps)
         self._run_time = RunTime()
         self._jitter = jitter
@@ -95,6 +97,8 @@ class Session:
     def next_deadline(self) -> float | None:
         """Time at which `handle(DeadlineReached())` is due if nothing else happens."""
         deadline = self._dialer.next_deadline()
+        if self._layouts.comparing and deadline is not None:
+            return self._layouts.next_deadline()
         if deadline is None or not self.online:
             return deadline
         checks = [each.check_at for each in self.fragments.fetching()]
@@ -178,6 +182,8 @@ class Session:
                 return self._refused(message, now)
             case msg.Probe(nonce):
                 return [ev.Send(msg.Alive(nonce))]
+            case msg.AskLayout() | msg.LayoutPart():
+                return self._layouts.heard(message, now)
             case _ if not self.online:
                 return []
             case msg.Beat():
@@ -186,7 +192,7 @@ class Session:
             case msg.Progress(received):
                 return [ev.Acknowledge(received)]
             case msg.Missing():
-                return self._missing(message)
+                return self.fragments.missing(message)
             case msg.Bye(reason):
                 self._rejoin(now)
                 note = f"the broker said Bye ({reason}); joining again"
@@ -243,31 +249,20 @@ class Session:
             self._rejoin(now)
             line = self._dialer.not_yet(refuse)
             return [ev.Note("warning", line)] if line else []
+        if self._layouts.refused(refuse, now):
+            self._rejoin(now)
+            return []
         return self._fail(self._dialer.refused(refuse))
 
     def _fail(self, error: Refused) -> list[ev.Effect]:
         self._dialer.close(Connection.REFUSED)
         return [*self.fragments.close(), ev.Fail(error)]
 
-    def _missing(self, missing: msg.Missing) -> list[ev.Effect]:
-        if missing.kind is msg.DataKind.FOUND and missing.fragment < len(self.fragments):
-            self.fragments.found_again(missing.fragment, missing.ranges)
-            return []
-        fragment = self.fragments.pushed(missing.push_id)
-        if fragment is None or fragment.push is None:
-            return []
-        # The announcement may be what is missing: with all chunks there, no range is.
-        return [ev.Send(fragment.push.announced), ev.Resend(missing.push_id, missing.ranges)]
-
     def _chunk(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
-        known = (
-            self.online
-            and (header.run_id, header.epoch) == (self.run_id, self.epoch)
-            and header.incarnation == self.identity.incarnation
-            and header.kind in (msg.DataKind.PUBLICATION, msg.DataKind.STATE)
-            and header.fragment < len(self.fragments)
-        )
-        if not known:
+        told = header.run_id, header.epoch, header.incarnation
+        known = told == (self.run_id, self.epoch, self.identity.incarnation)
+        known &= header.kind in (msg.DataKind.PUBLICATION, msg.DataKind.STATE)
+        if not (known and self.online and header.fragment < len(self.fragments)):
             return [ev.Drop((handle,))]
         self._dialer.heard_data(now)
         self._pace.note_position(header.stream, header.position)
@@ -311,8 +306,11 @@ class Session:
         silent_s = None if self.online else self._dialer.silent_s(now)
         if self._dialer.closed or self.leaving.may_go(self.phase, self.fragments, silent_s, now):
             return effects + self._bye(now)
+        if self._layouts.comparing:
+            found = self._layouts.advance(now)
+            return effects + (self._fail(found) if isinstance(found, Refused) else found)
         if self._dialer.hello_due(now):
-            effects += self._dialer.redial(self.identity, now)
+            effects += self._dialer.redial(now)
             told = self.run_id, self.epoch, self._dialer.epoch_proof, self._pace.steps
             hello = self.identity.hello(*told, self.fragments.ledger.learned, self.fragments.held)
             effects.append(ev.Send(hello))

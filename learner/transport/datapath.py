@@ -329,7 +329,10 @@ class DataPath:
                 again.append(parcel)
             else:
                 self._post(partial(self.sender.put, parcel))
-        self._post(lambda: self.sender.put_again(again, ranges, time.monotonic()))
+        self._post(partial(self._put_again, again, ranges))
+
+    def _put_again(self, parcels: list[Parcel], ranges: Ranges) -> None:
+        self.sender.put_again(parcels, ranges, time.monotonic())
 
     def pump(self, now: float) -> None:
         """Sends what credit and rate allow."""

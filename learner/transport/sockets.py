@@ -16,7 +16,7 @@ from narrows.proto import socket_options
 from narrows.proto.address import parse_address
 from narrows.proto.errors import ConfigError
 from narrows.proto.frames import downlink_topic
-from narrows.proto.keys import Handshakes, Outcome, SiteKey, outcome_of, read_site_key
+from narrows.proto.keys import Handshake, Handshakes, SiteKey, outcome_of, read_site_key
 from narrows.proto.shell import WakePipe
 from narrows.proto.timing import RECONNECT_MAX_S, REDIAL_MAX_S
 
@@ -94,6 +94,7 @@ class LearnerSockets:
             self._drop(socket, linger=0)
         self.ports = (uplink_port, downlink_port)
         self._listeners = [0] * streams
+        self._reconnected.clear()
         self._refused.clear()
         self._uplinks = [self._open_uplink() for _ in range(streams)]
         self._unconnected.clear()
@@ -121,7 +122,8 @@ class LearnerSockets:
             self._on_handshake(socket, frame, now)
         if now >= self.handshakes.reopen_at:
             self.redial()
-        if now >= self._replace_at:
+        # A broker that refuses the control connection refuses these as well.
+        if now >= self._replace_at and self.handshakes.outcome is Handshake.ADMITTED:
             self._replace_refused()
         for stream, socket in enumerate(self._uplinks):
             if socket in self._ready:
@@ -201,7 +203,7 @@ class LearnerSockets:
             self._on_data_handshake(socket, outcome_of(frame), now)
             return
         due_before, outcome = self.handshakes.reopen_at, self.handshakes.take(frame, now)
-        if outcome is Outcome.ADMITTED:
+        if outcome is Handshake.ADMITTED:
             self._has_connected = True
         elif outcome is not None:
             if self.handshakes.reopen_at < due_before:
@@ -209,8 +211,8 @@ class LearnerSockets:
             if self._read_key_again():
                 self.handshakes.reopen_at = now
 
-    def _on_data_handshake(self, socket: Socket, outcome: Outcome | None, now: float) -> None:
-        if outcome is Outcome.ADMITTED:
+    def _on_data_handshake(self, socket: Socket, outcome: Handshake | None, now: float) -> None:
+        if outcome is Handshake.ADMITTED:
             self._unconnected.discard(socket)
             self._replace_s = RECONNECT_MAX_S
         elif outcome is not None and self.key is not None and socket not in self._refused:
@@ -253,7 +255,8 @@ class LearnerSockets:
 
     def _make(self, kind: int, options: dict[str, int]) -> Socket:
         socket = self._context.socket(kind)
-        for name, value in [*options.items(), *self.handshakes.options.items()]:
+        all_options: dict[str, int | bytes] = {**options, **self.handshakes.options}
+        for name, value in all_options.items():
             socket.setsockopt(getattr(zmq, name), value)
         socket.setsockopt(zmq.IPV6, self._address.is_ipv6)
         self._monitors.watch(socket)

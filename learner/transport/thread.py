@@ -30,7 +30,7 @@ from narrows.proto.errors import (
 from narrows.proto.flow import wire_bytes
 from narrows.proto.fragments import Fragment
 from narrows.proto.frames import decode_control, encode_control
-from narrows.proto.layout import check_layout
+from narrows.proto.layout import check_layout, split_layout
 from narrows.proto.messages import ControlMessage, TokenLedger
 from narrows.proto.terms import Ranges
 
@@ -47,11 +47,11 @@ _AT_STEP = ev.BoundaryReached()
 """The boundary of an inner step, as opposed to one at which training waits."""
 
 
-def _check_hello(identity: Identity) -> None:
+def _check_layout(identity: Identity) -> None:
     """Raises ConfigError for a layout that no broker takes."""
     try:
         check_layout(identity.layout)
-        encode_control(identity.hello("", (0, 0, 0), "", 0, 0))
+        split_layout(identity.layout, identity.frozen_digest)
     except NarrowsError as error:
         raise ConfigError(
             f"this model cannot take part: {error.message}",
@@ -70,7 +70,7 @@ class Background:
 
     def __init__(self, options: ClientOptions) -> None:
         identity = options.identity
-        _check_hello(identity)
+        _check_layout(identity)
         self.session = Session(
             identity,
             # A generator of its own: the user's seed would make all learners say Hello at once.

@@ -82,11 +82,6 @@ class Dissected:
         return next(each.at for each in self.fields if each.name == name)
 
 
-def hexed(data: bytes | memoryview) -> str:
-    """Bytes as two hex digits each."""
-    return bytes(data).hex(" ")
-
-
 def near(data: bytes | memoryview, at: int, base: int = 0) -> str:
     """Up to 16 bytes around place `at`, which is marked; the data begins at place `base`."""
     index = at - base

@@ -19,9 +19,11 @@ from narrows.proto.dissector.tables import RECORD_TAGS
 
 MAGIC: Final = b"NARROWSJ"
 MARKER: Final = b"\x9dREC"
-FORMAT: Final = 1
-HEADER_BYTES: Final = 96
-RECORD_HEADER_BYTES: Final = 44
+FORMATS: Final = (1, 2)
+"""The second one is sealed; without the key nobody can tell whether a seal is right."""
+HEADER_BYTES: Final = (96, 160)
+RECORD_HEADER_BYTES: Final = (44, 92)
+"""Bytes of the headers in each format."""
 BLOCK_BYTES: Final = 1 << 20
 HEAD_BYTES_MAX: Final = 64 << 20
 """Longest head of a record that is read."""
@@ -30,7 +32,7 @@ _SEGMENT: Final = (
     ("magic", 0, 8), ("format", 8, 4), ("number", 12, 8), ("first", 20, 8), ("copied", 28, 8),
     ("salt", 36, 8), ("run_id", 44, 44), ("digest", 88, 8),
 )  # fmt: skip
-_RECORD: Final = struct.Struct("<4sQQQQQ")
+_RECORD: Final = struct.Struct("<4sQQQQ")
 
 Read = Callable[[int, int], bytes]
 """`read(offset, count)`: up to so many bytes of the file from there."""
@@ -39,82 +41,102 @@ Read = Callable[[int, int], bytes]
 def segment(read: Read, size_bytes: int) -> Iterator[Dissected]:
     """Yields the segment's header, then each record followed by its payloads, and at last the
     unused rest of the file, if there is one."""
-    head = read(0, HEADER_BYTES)
+    head = read(0, HEADER_BYTES[1])
     found = _header(head)
     yield found
     if found.faults:
         return
     salt, number = int.from_bytes(head[36:44], "little"), int.from_bytes(head[20:28], "little")
-    at = HEADER_BYTES
+    at, header_bytes = found.size_bytes, RECORD_HEADER_BYTES[_is_sealed(head)]
     while at < size_bytes:
-        content = read(at, RECORD_HEADER_BYTES)
+        content = read(at, header_bytes)
         if any(content):
-            record = _record(content, at, number, salt, size_bytes)
+            record = _record(content, at, number, salt, size_bytes, header_bytes)
         else:
             record = _rest(read, at, size_bytes)
-        if read(at, RECORD_HEADER_BYTES) != content:
+        if read(at, header_bytes) != content:
             continue  # It is being written: what was found may be half of it.
         if record.faults or record.kind == "unused":
             yield record
             return
-        stop = at + RECORD_HEADER_BYTES + int(cast(int, record.get("body_bytes")))
-        yield from _body(read, record, at + RECORD_HEADER_BYTES, stop)
+        stop = at + header_bytes + int(cast(int, record.get("body_bytes")))
+        yield from _body(read, record, at + header_bytes, stop)
         if record.faults and record.faults[0].code == "bad_checksum":
             return
         at, number = stop, number + 1
 
 
+def _is_sealed(head: bytes) -> bool:
+    return int.from_bytes(head[8:12], "little") == FORMATS[1]
+
+
 def _header(head: bytes) -> Dissected:
+    size_bytes = HEADER_BYTES[_is_sealed(head)]
+    head = head[:size_bytes]
     found = Dissected("segment", len(head))
-    if len(head) < HEADER_BYTES:
+    if len(head) < size_bytes:
         got = "the end of the file"
-        return _faulty(found, head, 0, len(head), f"{HEADER_BYTES} bytes of header", got)
+        return _faulty(found, head, 0, len(head), f"{size_bytes} bytes of header", got)
+    fields = list(_SEGMENT)
+    if _is_sealed(head):
+        fields[-1:] = [("before", 88, 32), ("seal", 120, 32), ("digest", 152, 8)]
     values: dict[str, Plain] = {}
-    for name, at, size in _SEGMENT:
+    for name, at, size in fields:
         content = head[at : at + size]
         number = int.from_bytes(content, "little")
         values[name] = f"{number:016x}" if name in ("salt", "digest") else number
         if name in ("magic", "run_id"):
             values[name] = content.rstrip(b"\0").decode("utf-8", "backslashreplace")
+        if name in ("before", "seal"):
+            values[name] = content.hex()
         found.fields.append(Field(name, at, at + size, "", values[name]))
     for at, byte in enumerate(MAGIC):
         if head[at] != byte:
             expected = f"{byte:02x} of the magic {MAGIC.decode()}"
             return _faulty(found, head, 0, at, expected, f"{head[at]:02x}")
-    if values["format"] != FORMAT:
-        return _faulty(found, head, 0, 8, f"format {FORMAT}", str(values["format"]))
-    computed = f"{xxhash.xxh3_64_intdigest(head[:88]):016x}"
+    if values["format"] not in FORMATS:
+        expected = " or ".join(map(str, FORMATS))
+        return _faulty(found, head, 0, 8, f"format {expected}", str(values["format"]))
+    end = size_bytes - 8
+    computed = f"{xxhash.xxh3_64_intdigest(head[:end]):016x}"
     if values["digest"] != computed:
-        expected = f"{computed}, the digest of bytes 0 to 87"
-        return _faulty(found, head, 0, 88, expected, str(values["digest"]), "bad_checksum")
+        expected = f"{computed}, the digest of bytes 0 to {end - 1}"
+        return _faulty(found, head, 0, end, expected, str(values["digest"]), "bad_checksum")
     return found
 
 
-def _record(content: bytes, at: int, number: int, salt: int, size_bytes: int) -> Dissected:
+def _record(
+    content: bytes, at: int, number: int, salt: int, size_bytes: int, header_bytes: int
+) -> Dissected:
     found = Dissected("record", len(content))
     for index, byte in enumerate(MARKER):
         if content[index : index + 1] != bytes([byte]):
             expected = f"{byte:02x} of a record's marker, or zeros to the end"
             got = content[index : index + 1].hex() or "the end of the file"
             return _faulty(found, content, at, at + index, expected, got)
-    if len(content) < RECORD_HEADER_BYTES:
-        expected, end = f"{RECORD_HEADER_BYTES} bytes of header", at + len(content)
+    if len(content) < header_bytes:
+        expected, end = f"{header_bytes} bytes of header", at + len(content)
         return _faulty(found, content, at, end, expected, "the end of the file")
-    _, size, told, durable, body_digest, own = _RECORD.unpack(content)
-    for name, offset, value in (
-        ("body_bytes", 4, size), ("number", 12, told), ("durable", 20, durable),
-        ("body_digest", 28, f"{body_digest:016x}"), ("digest", 36, f"{own:016x}"),
-    ):  # fmt: skip
-        found.fields.append(Field(name, at + offset, at + offset + 8, "", value))
-    computed = int(xxhash.xxh3_64_intdigest(content[:36], salt))
+    _, size, told, durable, body_digest = _RECORD.unpack_from(content)
+    end = header_bytes - 8
+    own = int.from_bytes(content[end:], "little")
+    fields: list[tuple[str, int, int, Plain]] = [
+        ("body_bytes", 4, 8, size), ("number", 12, 8, told), ("durable", 20, 8, durable),
+        ("body_digest", 28, 8, f"{body_digest:016x}"),
+    ]  # fmt: skip
+    if header_bytes == RECORD_HEADER_BYTES[1]:
+        fields += [("seal", 36, 32, content[36:68].hex()), ("mark", 68, 16, content[68:84].hex())]
+    for name, offset, width, value in [*fields, ("digest", end, 8, f"{own:016x}")]:
+        found.fields.append(Field(name, at + offset, at + offset + width, "", value))
+    computed = int(xxhash.xxh3_64_intdigest(content[:end], salt))
     if own != computed:
-        expected = f"{computed:016x}, the salted digest of the 36 bytes before"
-        return _faulty(found, content, at, at + 36, expected, f"{own:016x}", "bad_checksum")
+        expected = f"{computed:016x}, the salted digest of the {end} bytes before"
+        return _faulty(found, content, at, at + end, expected, f"{own:016x}", "bad_checksum")
     if told != number:
         return _faulty(found, content, at, at + 12, f"record {number}", str(told))
-    found.size_bytes = RECORD_HEADER_BYTES + size
+    found.size_bytes = header_bytes + size
     if at + found.size_bytes > size_bytes:
-        got = f"{size_bytes - at - RECORD_HEADER_BYTES} up to the end of the file"
+        got = f"{size_bytes - at - header_bytes} up to the end of the file"
         return _faulty(found, content, at, at + 4, f"the {size} bytes of a body", got)
     return found
 

@@ -45,6 +45,7 @@ FLOATS: Final[Mapping[str, tuple[float, float]]] = {
 TEXT_CHARACTERS_MAX: Final = 1024
 CODEC_CHARACTERS_MAX: Final = 32
 PATTERNS: Final[Mapping[str, str]] = {
+    "Fingerprint": r"\A[0-9a-f]{32}\Z",
     "Proof": r"\A([0-9a-f]{64})?\Z",
     "PublicKey": r"\A[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}\Z",
 }
@@ -80,7 +81,7 @@ UP, DOWN = "→", "←"
 
 CONTROL_TABLE: Final = """
 Hello →: protocol int; name Text; incarnation Text; run_id Text; epoch Epoch;
-    layout [LayoutEntry]; frozen_digest int; codecs Codecs; step Count; tokens Count;
+    fingerprint Fingerprint; codecs Codecs; step Count; tokens Count;
     versions Versions; epoch_proof Proof = ""
 Report →: step Count; tokens Count; step_s Seconds; loss float or nil; received Positions;
     ledger TokenLedger; up_bits_per_s Rate
@@ -141,10 +142,12 @@ Committed map: epoch Start; fragment int; version int; reason str; contributors 
     error_ratio float; digests [int]; at float
 Fate map: epoch Start; what str; learner str; incarnation str; fragment int; push_id int;
     reason str; at float
+Sealed map: epoch Start; key str; at float
 Contributor map: learner str; incarnation str; push_id int; tokens int; steps int; weight float;
-    merged_tokens int
+    merged_tokens int; counted int = -1; is_clipped bool = False; cosine float or nil = None;
+    is_noise bool = False; norms [float] = ()
 Policy map: weights str; law str; clip_ratio float; share_max float; optimizer str; rate float;
-    momentum float; is_rounded bool
+    momentum float; is_rounded bool; norm_limit float = 0.0; robust str = off
 Vector map: codec str; rho float; chunks [Chunk]
 Chunk array: offset int; elements int; payload_bytes int
 """
@@ -268,7 +271,7 @@ def _member(text: str) -> StructureField:
 
 CONTROL: Final = _parsed(CONTROL_TABLE)
 STRUCTURES: Final = _parsed(STRUCTURE_TABLE)
-JOURNAL: Final = _parsed(JOURNAL_TABLE, tagged=("Began", "Committed", "Fate"))
+JOURNAL: Final = _parsed(JOURNAL_TABLE, tagged=("Began", "Committed", "Fate", "Sealed"))
 HEADER: Final = STRUCTURES["Header"]
 CONTROL_TAGS: Final = {name.lower(): each for name, each in CONTROL.items()}
 RECORD_TAGS: Final = {name.lower(): each for name, each in JOURNAL.items() if each.is_tagged}

@@ -131,15 +131,19 @@ class Sender:
         """Queues a parcel behind the others of its lane."""
         self._outbox.put(parcel, len(parcel.chunk.payload), parcel.lane)
 
-    def put_again(self, parcels: Iterable[Parcel], ranges: Ranges, now: float) -> None:
+    def put_again(self, parcels: Iterable[Parcel], ranges: Ranges, now: float) -> int:
         """Queues the parcels that share an element with `ranges`, all of them if it is empty; but
-        none that is on its way: repair may ask for what has not had the time to arrive."""
+        none that is on its way: repair may ask for what has not had the time to arrive. Returns
+        the elements of what was queued."""
+        queued = 0
         coming = {parcel.place for parcel in self._outbox.coming(now)}
         for parcel in parcels:
             chunk = parcel.chunk
             wanted = not ranges or touches(ranges, chunk.offset, chunk.count)
             if wanted and parcel.place not in coming:
                 self.put(parcel)
+                queued += chunk.count
+        return queued
 
     def discard(self, unwanted: Callable[[Parcel], bool]) -> None:
         """Drops parcels, for example those of a settled push; none of them leaves again."""

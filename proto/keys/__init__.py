@@ -12,8 +12,8 @@ from narrows.proto.keys.broker_key import (
 )
 from narrows.proto.keys.handshakes import (
     MONITORED,
+    Handshake,
     Handshakes,
-    Outcome,
     allow_command,
     curve_options,
     outcome_of,
@@ -44,12 +44,12 @@ __all__ = [
     "SERVERS_MAX",
     "BrokerKey",
     "Grant",
+    "Handshake",
     "Handshakes",
     "Invitation",
     "Invited",
     "KeyPair",
     "Keyring",
-    "Outcome",
     "SiteKey",
     "allow_command",
     "broker_key_path",

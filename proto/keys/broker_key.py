@@ -9,7 +9,13 @@ import msgspec
 
 from narrows.proto.errors import ConfigError
 from narrows.proto.keys.pair import KeyPair, new_pair, pair_of_secret
-from narrows.proto.keys.secret_file import read_secret, replace_secret, toml_lines, write_secret
+from narrows.proto.keys.secret_file import (
+    TomlValue,
+    read_secret,
+    replace_secret,
+    toml_lines,
+    write_secret,
+)
 
 FORMAT = 1
 
@@ -68,7 +74,7 @@ def read_broker_key(directory: Path) -> BrokerKey:
 
 
 def _text(key: BrokerKey) -> str:
-    values = {"format": FORMAT, "secret": key.current.secret}
+    values: dict[str, TomlValue] = {"format": FORMAT, "secret": key.current.secret}
     if key.next is not None:
         values["next_secret"] = key.next.secret
     return "\n".join(["# The secret of a broker. Copy it to nobody.", *toml_lines(values), ""])

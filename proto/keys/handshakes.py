@@ -33,8 +33,8 @@ MONITORED: Final = _CONNECTED | _FAILED | _DONE | _FAILED_PROTOCOL | _FAILED_AUT
 _MECHANISM_MISMATCH: Final = 0x11000002
 
 
-class Outcome(StrEnum):
-    """Outcome of a handshake, as the side sees it that dials."""
+class Handshake(StrEnum):
+    """Handshake of a handshake, as the side sees it that dials."""
 
     ADMITTED = "admitted"
     KEY_REFUSED = "key refused"
@@ -49,22 +49,26 @@ class Outcome(StrEnum):
     @property
     def gives_up(self) -> bool:
         """True if the socket never dials again: it takes a new one."""
-        return self in (Outcome.KEY_REFUSED, Outcome.OTHER_MECHANISM, Outcome.NOT_UNDERSTOOD)
+        return self in (
+            Handshake.KEY_REFUSED,
+            Handshake.OTHER_MECHANISM,
+            Handshake.NOT_UNDERSTOOD,
+        )
 
 
-_OUTCOMES: Final[Mapping[int, Outcome]] = {
-    _DONE: Outcome.ADMITTED,
-    _FAILED: Outcome.BROKEN_OFF,
-    _FAILED_PROTOCOL: Outcome.NOT_UNDERSTOOD,
-    _FAILED_AUTH: Outcome.KEY_REFUSED,
+_OUTCOMES: Final[Mapping[int, Handshake]] = {
+    _DONE: Handshake.ADMITTED,
+    _FAILED: Handshake.BROKEN_OFF,
+    _FAILED_PROTOCOL: Handshake.NOT_UNDERSTOOD,
+    _FAILED_AUTH: Handshake.KEY_REFUSED,
 }
 
 
-def outcome_of(frame: bytes) -> Outcome | None:
+def outcome_of(frame: bytes) -> Handshake | None:
     """The outcome in the first frame of a monitor's message, None: a handshake begins."""
     event, value = struct.unpack_from("=HI", frame)
     if event == _FAILED_PROTOCOL and value == _MECHANISM_MISMATCH:
-        return Outcome.OTHER_MECHANISM
+        return Handshake.OTHER_MECHANISM
     return _OUTCOMES.get(event)
 
 
@@ -84,7 +88,7 @@ class Handshakes:
     broker: str
     """Address of the broker, for the user."""
     key: SiteKey | None
-    outcome: Outcome | None = None
+    outcome: Handshake | None = None
     """The newest outcome; None before the first."""
     reopen_at: float = math.inf
     """Time for a new socket, with the next key of the broker. The owner disconnects the old one: as
@@ -120,23 +124,23 @@ class Handshakes:
         self.key, self._server, self._failures, self.outcome = key, 0, 0, None
         return True
 
-    def take(self, frame: bytes, now: float) -> Outcome | None:
+    def take(self, frame: bytes, now: float) -> Handshake | None:
         """Reads a frame of the monitor, and returns its outcome; None: a handshake begins."""
         outcome = outcome_of(frame)
         if outcome is None:
             self._began_at = now
             return None
         self._began_at = math.inf
-        if outcome is Outcome.ADMITTED:
+        if outcome is Handshake.ADMITTED:
             self.outcome, self._failed_from, self._failures = outcome, math.inf, 0
             self._said = "", -math.inf
             return outcome
         self._failed_from, self._failed_at = min(self._failed_from, now), now
         # Both sides notice that only one has keys. Mostly the other one closes first, and says not
         # why: once it was noticed here, it stays noticed.
-        if outcome is not Outcome.BROKEN_OFF or self.outcome is not Outcome.OTHER_MECHANISM:
+        if outcome is not Handshake.BROKEN_OFF or self.outcome is not Handshake.OTHER_MECHANISM:
             self.outcome = outcome
-        if outcome is Outcome.BROKEN_OFF and self._is_enough(now):
+        if outcome is Handshake.BROKEN_OFF and self._is_enough(now):
             self._failures += 1
             self._server += 1
             self.reopen_at = now + min(RECONNECT_S * 2.0**self._failures, RECONNECT_MAX_S)
@@ -152,10 +156,10 @@ class Handshakes:
         """The obstacle and its remedy, None if there is none that a user should hear of."""
         outcome = self.outcome
         if self._began_at + SILENT_S <= now:
-            outcome = Outcome.SILENT
-        elif outcome is None or outcome is Outcome.ADMITTED or now > self._failed_at + STALE_S:
+            outcome = Handshake.SILENT
+        elif outcome is None or outcome is Handshake.ADMITTED or now > self._failed_at + STALE_S:
             return None
-        elif outcome is Outcome.BROKEN_OFF and now < self._failed_from + BROKEN_S:
+        elif outcome is Handshake.BROKEN_OFF and now < self._failed_from + BROKEN_S:
             return None
         return obstacle(outcome, self.broker, self.key)
 
@@ -170,23 +174,23 @@ class Handshakes:
         return text
 
 
-def obstacle(outcome: Outcome, broker: str, key: SiteKey | None) -> NarrowsError:
+def obstacle(outcome: Handshake, broker: str, key: SiteKey | None) -> NarrowsError:
     """A failed handshake as an error that names the command to type."""
-    if outcome is Outcome.KEY_REFUSED and key is not None:
+    if outcome is Handshake.KEY_REFUSED and key is not None:
         return Refused(
             ErrorCode.KEY_REFUSED,
             f"the broker at {broker} does not admit the key of {key.name}",
             remedy=f"It never did, or it was revoked. Its operator types: "
             f"{allow_command(key.name, key.pair.public)}",
         )
-    if outcome is Outcome.OTHER_MECHANISM:
+    if outcome is Handshake.OTHER_MECHANISM:
         return _one_has_keys(broker, key)
-    if outcome is Outcome.SILENT:
+    if outcome is Handshake.SILENT:
         return BrokerUnreachable(
             f"{broker} takes connections, but does not answer the handshake",
             remedy="is that a broker's port? Does its machine answer otherwise?",
         )
-    if outcome is Outcome.BROKEN_OFF and key is not None:
+    if outcome is Handshake.BROKEN_OFF and key is not None:
         return BrokerUnreachable(
             f"{broker} breaks handshakes off: it is no broker with the key "
             f"{' or '.join(key.servers)}",
@@ -211,8 +215,8 @@ def _one_has_keys(broker: str, key: SiteKey | None) -> NarrowsError:
     return Refused(
         ErrorCode.KEY_REFUSED,
         f"what answers at {broker} has no keys, so nobody knows who it is",
-        remedy="its operator types `narrows broker --keys DIRECTORY`; or join without a key "
-        "(--key, NARROWS_KEY)",
+        remedy="its operator types `narrows broker --keys DIRECTORY`, for a new run with "
+        "`--founder NAME`; or join without a key (--key, NARROWS_KEY)",
     )
 
 

@@ -76,9 +76,13 @@ def read_invitation(text: str) -> Invitation:
         parts = msgspec.msgpack.decode(body, type=_Body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _damaged() from error
-    parse_address(parts.broker, "the invitation's broker")
-    check_public_key(parts.server, "the invitation's broker key")
-    token = pair_of_secret(parts.token, "the invitation's token")
+    try:
+        parse_address(parts.broker)
+        check_public_key(parts.server, "the broker's key")
+        token = pair_of_secret(parts.token, "the token")
+    except ConfigError:
+        # Not quoted: the token may stand in the place of any of them.
+        raise _damaged() from None
     return Invitation(parts.broker, parts.server, parts.name, token, parts.until)
 
 

@@ -24,7 +24,7 @@ import msgspec
 from narrows.proto.errors import ConfigError
 from narrows.proto.key_holder import KeyHolder, KeyRole
 from narrows.proto.keys.pair import check_public_key
-from narrows.proto.keys.secret_file import read_toml, replace_secret, toml_lines
+from narrows.proto.keys.secret_file import TomlValue, read_toml, replace_secret, toml_lines
 from narrows.proto.limits import NAME_PATTERN
 
 FORMAT: Final = 1
@@ -241,9 +241,9 @@ def write_ring(directory: Path, ring: Keyring) -> None:
     replace_secret(ring_path(directory), "\n".join([*lines, ""]))
 
 
-def _values(entry: Grant | Invited) -> dict[str, object]:
+def _values(entry: Grant | Invited) -> dict[str, TomlValue]:
     holder = entry.holder
-    values: dict[str, object] = {"name": holder.name, "public": entry.public}
+    values: dict[str, TomlValue] = {"name": holder.name, "public": entry.public}
     values["role"] = str(holder.role)
     if holder.organisation:
         values["organisation"] = holder.organisation

@@ -7,12 +7,15 @@ import stat
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from narrows.proto.errors import ConfigError
 
 FILE_BYTES_MAX: Final = 16 << 20
 """Largest file that is read: a ring of 50,000 keys."""
+
+TomlValue: TypeAlias = str | int | float | Sequence[str]
+"""A value of a table that is written here."""
 
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
@@ -88,16 +91,16 @@ def read_toml(path: Path, *, is_secret: bool = False) -> dict[str, object]:
         raise ConfigError(f"{path} is no TOML file that `narrows keys` wrote") from error
 
 
-def toml_lines(values: Mapping[str, object]) -> list[str]:
+def toml_lines(values: Mapping[str, TomlValue]) -> list[str]:
     """TOML lines for texts, numbers and lists of texts. The texts need no escapes."""
     return [f"{key} = {_written(value)}" for key, value in values.items()]
 
 
-def _written(value: object) -> str:
+def _written(value: TomlValue) -> str:
     if isinstance(value, str):
         assert value.isprintable() and not set(value) & {'"', "\\"}, "it needs escapes"
         return f'"{value}"'
     if isinstance(value, Sequence):
         return "[" + ", ".join(_written(each) for each in value) + "]"
-    assert isinstance(value, int | float) and not isinstance(value, bool)
+    assert not isinstance(value, bool)
     return repr(value)

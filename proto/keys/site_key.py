@@ -12,7 +12,13 @@ import msgspec
 from narrows.proto.address import parse_address
 from narrows.proto.errors import ConfigError
 from narrows.proto.keys.pair import KeyPair, check_public_key, pair_of_secret
-from narrows.proto.keys.secret_file import read_secret, replace_secret, toml_lines, write_secret
+from narrows.proto.keys.secret_file import (
+    TomlValue,
+    read_secret,
+    replace_secret,
+    toml_lines,
+    write_secret,
+)
 
 FORMAT = 1
 SERVERS_MAX = 8
@@ -77,7 +83,7 @@ def read_site_key(path: Path) -> SiteKey:
 
 
 def _text(key: SiteKey) -> str:
-    values = {
+    values: dict[str, TomlValue] = {
         "format": FORMAT,
         "name": key.name,
         "broker": key.broker,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -22,13 +21,8 @@ from narrows.bench.kit.torch_needed import need_torch
 from narrows.broker.cli.journal import journal
 from narrows.broker.cli.keys import keys
 from narrows.broker.cli.wire import wire
-from narrows.proto.errors import BrokerUnreachable, ConfigError, ErrorCode, NarrowsError, Refused
-
-EXIT_CODES = (
-    "Exit codes: 0 ok, 1 failure, 2 usage or configuration, 3 refused by the peer, 4 broker not "
-    "reachable, 130 interrupted."
-)
-EXIT_FAILURE, EXIT_USAGE, EXIT_REFUSED, EXIT_UNREACHABLE = 1, 2, 3, 4
+from narrows.exit_codes import EXIT_CODES, EXIT_FAILURE, EXIT_USAGE, exit_code
+from narrows.proto.errors import NarrowsError
 
 app = cyclopts.App(
     name="narrows",
@@ -56,6 +50,8 @@ def broker(
     goal_tokens: str | None = None,
     mode: str | None = None,
     init: Path | None = None,
+    founder: str | None = None,
+    rollback_to: int | None = None,
     keys: Path | None = None,
     new_run_secret: Annotated[bool, Parameter(negative="")] = False,
     insecure: bool = False,
@@ -72,17 +68,19 @@ def broker(
     config
         TOML file; every key has a default, flags win over the file.
     listen
-        Control port as tcp://HOST:PORT (default tcp://127.0.0.1:7070); the two ports after it
-        carry the data.
+        Control port, tcp://HOST:PORT (default 127.0.0.1:7070); the two ports after it carry data.
     state_dir
-        Directory of journal and checkpoints (default runs/broker); a broker started on it again
-        resumes the run.
+        Directory of journal and checkpoints (default runs/broker), from which a run goes on.
     goal_tokens
         Tokens of all learners after which the run ends, such as 12e9; 0: never (default).
     mode
         decoupled (default), streaming or diloco.
     init
         Safetensors file that becomes version 0 instead of the first learner's parameters.
+    founder
+        Name of the learner whose model becomes the run's; without it the first one founds.
+    rollback_to
+        Version to go back to, as `narrows journal show` prints it "in all"; for one start.
     keys
         Directory of keys that `narrows keys new` made: only the holders of its keys may connect.
     new_run_secret
@@ -98,22 +96,20 @@ def broker(
     """
     from narrows.broker.cli.broker import BrokerCommand, renew_run_secret, run_broker
 
-    flags: dict[str, object] = {}
     named = {
         "broker.listen": listen,
         "broker.state_dir": str(state_dir) if state_dir else None,
         "broker.init": str(init) if init else None,
+        "broker.rollback_to": rollback_to,
         "run.goal_tokens": goal_tokens,
         "run.mode": mode,
+        "run.founder": founder,
         "broker.insecure": insecure or None,
         "security.keys": str(keys) if keys else None,
     }
-    flags.update({key: value for key, value in named.items() if value is not None})
+    flags: dict[str, object] = {k: value for k, value in named.items() if value is not None}
     command = BrokerCommand(config, flags, setting or [], events, ready_file)
-    if new_run_secret:
-        renew_run_secret(command)
-    else:
-        run_broker(command)
+    (renew_run_secret if new_run_secret else run_broker)(command)
 
 
 @app.command
@@ -318,7 +314,7 @@ def main() -> NoReturn:
     try:
         app(sys.argv[1:])
     except NarrowsError as error:
-        _fail(str(error), _exit_code(error))
+        _fail(str(error), exit_code(error))
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except BrokenPipeError:
@@ -326,16 +322,6 @@ def main() -> NoReturn:
     except OSError as error:
         _fail(str(error), EXIT_FAILURE)
     sys.exit(0)
-
-
-def _exit_code(error: NarrowsError) -> int:
-    table: list[tuple[Callable[[NarrowsError], bool], int]] = [
-        (lambda e: isinstance(e, BrokerUnreachable), EXIT_UNREACHABLE),
-        (lambda e: isinstance(e, Refused), EXIT_REFUSED),
-        (lambda e: isinstance(e, ConfigError), EXIT_USAGE),
-        (lambda e: e.code in (ErrorCode.CONFIG, ErrorCode.INSECURE), EXIT_USAGE),
-    ]
-    return next((code for matches, code in table if matches(error)), EXIT_FAILURE)
 
 
 def _fail(text: str, code: int) -> NoReturn:

@@ -25,6 +25,7 @@ from running import wait_until
 from narrows.proto import messages as msg
 from narrows.proto.codec.codecs import codec_names
 from narrows.proto.frames import decode_control, downlink_topic, encode_control
+from narrows.proto.layout import fingerprint, split_layout
 from narrows.proto.limits import PROTOCOL
 
 NAMES = 20
@@ -117,7 +118,7 @@ def _member(
     """Joins as a new process of one of the names, subscribes, and vanishes without a Bye."""
     incarnation = secrets.token_hex(16)
     hello = msg.Hello(
-        PROTOCOL, name, incarnation, "", (0, 0, 0), LAYOUT, 0, codec_names(), 0, 0, (),
+        PROTOCOL, name, incarnation, "", (0, 0, 0), fingerprint(LAYOUT, 0), codec_names(), 0, 0, (),
     )  # fmt: skip
     with context.socket(zmq.DEALER) as control, context.socket(zmq.SUB) as downlink:
         if known is not None:
@@ -128,6 +129,8 @@ def _member(
         control.send(encode_control(hello))
         while control.poll(1000 * int(HANG_S)):
             message = decode_control(control.recv())
+            if isinstance(message, msg.AskLayout):
+                control.send(encode_control(split_layout(LAYOUT, 0)[message.first]))
             if isinstance(message, msg.Welcome):
                 return message
             assert not isinstance(message, msg.Refuse), message

@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from narrows.broker.config import BrokerConfig, settings
+from narrows.broker.config import BrokerConfig
+from narrows.broker.shared_settings import settings
 from narrows.learner.module.gpu import DeviceParameters, DeviceSnapshot
 from narrows.learner.transport.push import PushWork, Residuals, encode_push
 from narrows.proto.codec import F32

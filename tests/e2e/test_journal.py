@@ -37,13 +37,14 @@ from narrows.broker.storage.audit import Audit
 from narrows.broker.storage.checkpoint import StateDir
 from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.durable_files import Damaged, RecordsLost, StateError
-from narrows.broker.storage.history import Changes, model_digest, opened_run
+from narrows.broker.storage.history import Changes, memory_digest, model_digest, opened_run
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.records import RoundRecord, decode
 from narrows.broker.storage.recovery import begin_epoch
 from narrows.broker.storage.replay import read_records
 from narrows.broker.syncer.events import JournalGap
 from narrows.proto.errors import ConfigError, NarrowsError
+from narrows.proto.layout import fingerprint
 
 
 def run_to_its_goal(folder: Path, **flags: object) -> Path:
@@ -91,6 +92,22 @@ def test_a_replay_under_another_merge_says_from_where_on_it_differs(
         replay(ended, Changes(merge="median"))
 
 
+def test_a_run_can_be_merged_again_without_one_learner(
+    ended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened_run(ended) as (_, journal):
+        assert journal is not None
+        heads = [head for _, head, _ in read_records(journal, 1) if isinstance(head, RoundRecord)]
+    of_a = sum(any(each.learner == "a" for each in head.contributors) for head in heads)
+    assert 0 < of_a and any(len(head.contributors) > 1 for head in heads)
+    replay(ended, Changes(without=("a",)), tmp_path / "model.safetensors")
+    out = capsys.readouterr().out
+    assert f"{len(heads)} rounds merged again" in out and "different from record" in out
+    assert (tmp_path / "model.safetensors").exists()
+    with pytest.raises(ConfigError, match="no contribution of that learner"):
+        replay(ended, Changes(without=("nobody",)))
+
+
 def test_the_audit_finds_nothing_wrong_and_what_is_made_wrong(
     ended: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,7 +132,7 @@ def test_the_journal_can_be_read(ended: Path, capsys: pytest.CaptureFixture[str]
     show(ended)
     told = capsys.readouterr().out
     assert "epoch 1.1 begins" in told and "a joined" in told
-    assert re.search(r"fragment 0 version 1 from a \d+%, b \d+%", told)
+    assert re.search(r"fragment 0 version 1 \(\d+ in all\) from a \d+%, b \d+%", told)
 
 
 def test_the_layout_is_that_of_hello_while_the_broker_runs(
@@ -125,7 +142,8 @@ def test_the_layout_is_that_of_hello_while_the_broker_runs(
         show_layout(ended)
     told = json.loads(capsys.readouterr().out)
     entries = [[e.name, list(e.shape), e.dtype, e.rule] for e in LAYOUT]
-    assert told == {"frozen_digest": 0, "layout": entries}
+    mark = fingerprint(LAYOUT, 0)
+    assert told == {"fingerprint": mark, "frozen_digest": 0, "layout": entries}
 
 
 def test_the_layout_of_an_older_checkpoint_stands_in_for_a_damaged_one(
@@ -188,8 +206,14 @@ def vanish(service: Service) -> None:
     service.stop("gone")
 
 
+def everything(model: GlobalModel) -> str:
+    """Digests of the model, and of what its merge remembers."""
+    assert all(state.history.rounds for state in model.fragments) and model.watch.names
+    return f"{model_digest(model)} {memory_digest(model)}"
+
+
 def models(folder: Path, **flags: object) -> tuple[str, str, int]:
-    """The digest of the model in a broker that ends without a word, that of the one which comes
+    """The digest of everything in a broker that ends without a word, that of the one which comes
     after it, and how many rounds that one took from the journal."""
     config = broker_config(
         folder, fragments__sync_period_steps=4, broker__journal_segment="64KiB",
@@ -213,7 +237,7 @@ def models(folder: Path, **flags: object) -> tuple[str, str, int]:
     assert begun.model is not None
     resumed = begun.syncer.lifecycle.checkpoint_sum
     replayed = sum(state.version for state in begun.model.fragments) - resumed
-    return model_digest(before), model_digest(begun.model), replayed
+    return everything(before), everything(begun.model), replayed
 
 
 @pytest.mark.parametrize("mode", ["full", "merged"])
@@ -233,7 +257,7 @@ def test_rounds_of_a_journal_outlive_its_being_switched_off(tmp_path: Path) -> N
     with StateDir.open(Path(config.broker.state_dir)) as state_dir:
         begun = begin_epoch(config, state_dir, now=0.0)
     assert begun.journal is None and begun.model is not None
-    assert model_digest(begun.model) == before
+    assert everything(begun.model) == before
 
 
 def test_without_a_journal_the_first_learner_tells_what_was_lost(

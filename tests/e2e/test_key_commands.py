@@ -66,7 +66,10 @@ def test_new_makes_a_directory_that_is_its_owners_and_says_what_to_type(
     assert code == 0
     assert stat.S_IMODE((folder / "keys").stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "keys/broker.key").stat().st_mode) == 0o600
-    assert "narrows keys invite NAME" in output and "narrows broker --keys keys" in output
+    assert (
+        "narrows keys invite NAME" in output
+        and "narrows broker --keys keys --founder NAME" in output
+    )
     code, _, errors = narrows("keys", "new")
     assert code == 2 and "exists" in errors
 
@@ -320,9 +323,8 @@ def test_a_site_rotates_its_key_with_the_old_one(narrows: Run, lost: int) -> Non
     new = read_site_key(Path("a.key"))
     assert new.pair.public in output and new.pair != old.pair
     assert (new.name, new.broker, new.servers) == (old.name, old.broker, old.servers)
-    assert {public for _, message in ring.door.heard if (public := message.public_key)} == {
-        new.pair.public
-    }
+    handed_over = {m.public_key for _, m in ring.door.heard if isinstance(m, Enrol)}
+    assert handed_over == {new.pair.public}
 
 
 # The key of a learner and of `narrows status`.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Generator
@@ -13,19 +15,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from peer import Peer
 from running import HANG_S, LAYOUT, ToyHost, broker_config, live_broker, train, vector, wait_until
 
 from narrows.bench.kit.processes import free_ports
 from narrows.broker.cli.journal_report import show_layout
 from narrows.broker.cli.status import ask_status
+from narrows.proto import messages as msg
 from narrows.proto.codec.transfer import digest_of
 from narrows.proto.fragments import build_table
+from narrows.proto.layout import fingerprint
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "minimal_learner.py"
 LINES_MAX = 400
 UNSUPPORTED = 2
 MODEL = json.dumps(
-    {"frozen_digest": 0, "layout": [[e.name, e.shape, e.dtype, e.rule] for e in LAYOUT]}
+    {
+        "fingerprint": fingerprint(LAYOUT, 0),
+        "frozen_digest": 0,
+        "layout": [[e.name, e.shape, e.dtype, e.rule] for e in LAYOUT],
+    }
 )
 THIRD_PARTY = {"msgpack", "numpy", "xxhash", "zmq", "zstandard"}
 
@@ -103,6 +112,7 @@ def test_it_shares_every_version_with_our_learners_and_is_merged(
     ("key", "value", "code"),
     [
         ("run__mode", "streaming", UNSUPPORTED),
+        ("run__learners_at_start", "found", UNSUPPORTED),
         ("codec__publish", "raw32", 3),
         ("codec__push", "bf16", 3),
     ],
@@ -110,13 +120,37 @@ def test_it_shares_every_version_with_our_learners_and_is_merged(
 def test_it_refuses_by_name_what_it_does_not_support(
     key: str, value: str, code: int, tmp_path: Path
 ) -> None:
-    with live_broker(broker_config(tmp_path, **{key: value})) as service:
+    alone = value == "found"
+    config = broker_config(tmp_path, **{key: 2 if alone else value})
+    with live_broker(config) as service, Peer(service.wires.address, "founder") as founder:
+        if not alone:
+            founder.send(founder.hello())
+            founder.receive(msg.Welcome)
         with minimal_learner(tmp_path, service.wires.address) as process:
             _, log = process.communicate(timeout=HANG_S)
         if code == UNSUPPORTED:
-            wait_until(lambda: states(service.wires.address) == ["left"], "its Bye")
+            wait_until(lambda: "left" in states(service.wires.address), "its Bye")
     assert process.returncode == code
     assert value in log
+
+
+def test_ctrl_c_ends_it_with_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(HANG_S)
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        with minimal_learner(tmp_path, address) as process, server.accept()[0]:
+            process.send_signal(signal.SIGINT)
+            _, log = process.communicate(timeout=HANG_S)
+    assert process.returncode == 130
+    assert log == "minimal_learner: stopped by Ctrl-C\n"
+
+
+def test_a_layout_that_is_not_there_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--broker", "tcp://a:1", "--name", "a"]
+    command += ["--layout", str(tmp_path / "nowhere.json")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+    assert found.returncode == 2
+    assert "nowhere.json" in found.stderr and "Traceback" not in found.stderr
 
 
 def states(address: str) -> list[str]:

@@ -55,6 +55,27 @@ def test_a_new_dial_replaces_every_connection() -> None:
         broker.close()
 
 
+def test_new_streams_know_nothing_of_those_before_them() -> None:
+    broker = broker_wires.BrokerSockets.bind(
+        "tcp://127.0.0.1:0", uplink_port=0, downlink_port=0, insecure=False
+    )
+    learner = learner_wires.LearnerSockets(broker.address, "a", "0" * 32)
+
+    def uplinks_stand() -> bool:
+        learner.wait(0.05)
+        assert broker.receive_data() is None  # Its socket subscribes when it is looked at.
+        return learner.uplink_open
+
+    try:
+        learner.open_streams(2, broker.uplink_port, broker.downlink_port)
+        wait_until(uplinks_stand, "the uplinks")
+        learner.open_streams(1, broker.uplink_port, broker.downlink_port)
+        assert learner.take_reconnected() == []  # Else stream 1, which is gone, would be among it.
+    finally:
+        learner.close()
+        broker.close()
+
+
 @pytest.mark.parametrize("streams", [1, 12, STREAMS_MAX])
 def test_what_leaves_on_a_stream_arrives_there_alone(streams: int) -> None:
     broker = broker_wires.BrokerSockets.bind(

@@ -6,18 +6,22 @@
 from __future__ import annotations
 
 import importlib
+import os
 import resource
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TESTS))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fuzz.corpus import name_of
 
 COMPILED = ("proto.codec.kernels", "broker.merging.merge", "broker.merging.outer")
 """Modules with loops that numba compiles; it cannot compile instrumented ones."""
+
+AGAIN = "NARROWS_FUZZ_AGAIN"
+"""Variable with a program that does the same as this one: libFuzzer starts it to merge a corpus."""
 
 MEMORY_BYTES = 1 << 30
 """Memory beyond that after the start which a decoder may ask for."""
@@ -44,10 +48,23 @@ def main() -> None:
                 return bytes(changed)
         return bytes(atheris.Mutate(data, bytes_max))
 
-    run: Callable[[bytes], None] = target.run
-    flags = [sys.argv[0], f"-max_len={target.bytes_max}", *arguments]
+    def run(data: bytes) -> None:
+        try:
+            target.run(data)
+        except BaseException:
+            # libFuzzer writes the input too, but not always: the interpreter may end before.
+            keep(data)
+            raise
+
+    flags = [os.environ.get(AGAIN, sys.argv[0]), f"-max_len={target.bytes_max}", *arguments]
     atheris.Setup(flags, run, custom_mutator=mutator)
     atheris.Fuzz()
+
+
+def keep(data: bytes) -> None:
+    """Writes an input to where libFuzzer would."""
+    prefix = next(each for each in sys.argv if each.startswith("-artifact_prefix="))
+    Path(prefix.partition("=")[2], f"crash-{name_of(data)}").write_bytes(data)
 
 
 def limit_memory() -> None:

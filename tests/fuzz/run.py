@@ -25,6 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fuzz.corpus import CORPUS, NAMES, examples, load, name_of
 
 ROOT = Path(__file__).resolve().parents[2]
+PORTS_NAME = "ports"
+"""The ports of a broker, in the report beside the decoders."""
+
 FOLDER = ROOT / "runs/fuzz"
 HANG_S = 10
 """Time for one input. The slowest of all takes a tenth of a second."""
@@ -32,13 +35,13 @@ HANG_S = 10
 RESIDENT_MB = 1500
 """Memory of a process that fuzzes."""
 
-FILE_BYTES_MAX, CORPUS_BYTES_MAX = 1500, 60_000
+FILE_BYTES_MAX, CORPUS_BYTES_MAX = 1500, 12_000
 """Bytes of one input in the corpus, and of all inputs of one decoder."""
 
 
 @dataclass
 class Figures:
-    """What a decoder went through, in all runs together."""
+    """Sum of all runs of one decoder."""
 
     minutes: float = 0.0
     inputs: int = 0
@@ -80,17 +83,21 @@ def fuzz(name: str, seconds: float) -> Figures:
         (folder / part).mkdir(parents=True, exist_ok=True)
     write(folder / "seeds", [*load(name).seeds(), *examples(name, 300)])
     started = time.monotonic()
-    take(figures, drive(name, folder, seconds), folder)
+    said = drive(name, folder, seconds)
+    take(figures, said, folder)
     spent_s = time.monotonic() - started
     figures.minutes = round(spent_s / 60, 2)
     figures.inputs_per_s = round(figures.inputs / spent_s, 1)
-    for crash in sorted((folder / "crashes").iterdir()):
+    crashes = {path.read_bytes(): path for path in (folder / "crashes").iterdir()}
+    figures.crashes_found = figures.crashes_open = len(crashes)
+    for crash in crashes.values():
+        print("\n".join(cause(said)), flush=True)
         keep_crash(name, crash)
     return figures
 
 
 def drive(name: str, folder: Path, seconds: float) -> str:
-    """What one process of the fuzzer says."""
+    """Lines of one process of the fuzzer."""
     (CORPUS / name).mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
     with log.open("wb") as out:
@@ -108,15 +115,13 @@ def drive(name: str, folder: Path, seconds: float) -> str:
 def take(figures: Figures, said: str, folder: Path) -> None:
     """Adds what the process said. Raises RuntimeError if it did not fuzz at all."""
     units = re.findall(r"stat::number_of_executed_units:\s*(\d+)", said)
+    units = units or re.findall(r"^#(\d+)\t", said, re.MULTILINE)
     if not units:
         raise RuntimeError(f"the fuzzer did not run: see {folder}/log.txt\n{said[-2000:]}")
     figures.inputs += int(units[-1])
     figures.edges = max([figures.edges, *map(int, re.findall(r"\bcov: (\d+)", said))])
     peaks = map(int, re.findall(r"stat::peak_rss_mb:\s*(\d+)", said))
     figures.resident_mb = max([figures.resident_mb, *peaks])
-    if "Test unit written to" in said:
-        figures.crashes_found += 1
-        print("\n".join(cause(said)), flush=True)
 
 
 def cause(said: str) -> Iterable[str]:
@@ -146,9 +151,15 @@ def shrink(name: str) -> None:
     least.mkdir(exist_ok=True)
     for old in least.iterdir():
         old.unlink()
-    command = [sys.executable, str(ROOT / "tests/fuzz/drive.py"), name, "-merge=1", str(least)]
-    sources = [folder / "grown", folder / "seeds", CORPUS / name]
-    subprocess.run([*command, *map(str, sources)], capture_output=True, check=False)
+    (CORPUS / name).mkdir(parents=True, exist_ok=True)
+    again, drive_py = folder / "again.sh", ROOT / "tests/fuzz/drive.py"
+    again.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{drive_py}" {name} "$@"\n')
+    again.chmod(0o755)
+    sources = [least, folder / "grown", folder / "seeds", CORPUS / name]
+    subprocess.run(
+        [str(again), "-merge=1", *map(str, sources)], capture_output=True, check=True,
+        env={**os.environ, "PYTHONSAFEPATH": "1", "NARROWS_FUZZ_AGAIN": str(again)},
+    )  # fmt: skip
     for old in (CORPUS / name).iterdir():
         if not old.name.startswith("crash-"):
             old.unlink()

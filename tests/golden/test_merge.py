@@ -15,12 +15,15 @@ from numpy.typing import NDArray
 
 from narrows.broker.config import load_config
 from narrows.broker.merging.contribution import Contribution
-from narrows.broker.merging.merge import DecodedVector, merge_vectors, token_weights
+from narrows.broker.merging.merge import merge_vectors
 from narrows.broker.merging.model import GlobalModel, version_zero
 from narrows.broker.merging.policy import policy_of
+from narrows.broker.merging.sums import DecodedVector
+from narrows.broker.merging.weights import token_weights
 from narrows.proto.codec.chunk import DecodedChunk, float_square_sums
 from narrows.proto.codec.kernels import F32, F64
 from narrows.proto.codec.transfer import decode_chunk, encode_fragment
+from narrows.proto.config import override
 from narrows.proto.fragments import build_table
 from narrows.proto.messages import LayoutEntry
 
@@ -38,6 +41,8 @@ CONFIG = load_config(
         "codec.chunk_elements": 20_000,
         "outer.lr": 0.7,
         "outer.momentum": 0.6,
+        "merge.weights": "tokens",
+        "merge.norm_limit": 0.0,
     },
 )
 TABLE = build_table(LAYOUT, 1)
@@ -76,23 +81,37 @@ def round_of(version: int) -> tuple[list[Contribution], dict[int, tuple[int, Dec
     return contributed, chunks
 
 
-def digest_of_everything() -> str:
-    """Digest of global parameters, momentum and published copy after three merges."""
+def digest_of_everything(norm_limit: float = 0.0, robust: str = "off") -> str:
+    """Digest of global parameters, momentum, published copy and history after three merges."""
     hasher = xxhash.xxh3_128()
-    model = GlobalModel(CONFIG, TABLE, [version_zero(awkward(0))])
+    config = override(CONFIG, {"merge.norm_limit": norm_limit, "merge.robust": robust})
+    model = GlobalModel(config, TABLE, [version_zero(awkward(0))])
     for version in (1, 2, 3):
-        model.install(model.merge(0, version, *round_of(version), policy_of(CONFIG)))
+        model.install(model.merge(0, version, *round_of(version), policy_of(config)))
         state = model.fragments[0]
         for array in (state.global_, state.momentum, state.published):
             hasher.update(array.tobytes())
+        if norm_limit:
+            hasher.update(state.history.rounds[-1].norms.tobytes())
     return hasher.hexdigest()
 
 
-DIGEST = "73fd188b887abc80f671dd0cce590c4b"
+def digests() -> list[str]:
+    """The old rule first, then the history's with each average."""
+    rules = [(0.0, "off"), (1.5, "off"), (1.5, "trimmed"), (1.5, "centered")]
+    return [digest_of_everything(*rule) for rule in rules]
+
+
+DIGESTS = [
+    "73fd188b887abc80f671dd0cce590c4b",
+    "f09473bcd1ee21aa4fb3d2fe178ed68f",
+    "761ecbe0ce4cf3a7e80ecf20b9732536",
+    "e51c5ea43e79dc8f2e6846454edeabac",
+]
 
 
 def test_this_cpu_computes_the_stored_bits() -> None:
-    assert digest_of_everything() == DIGEST
+    assert digests() == DIGESTS
 
 
 @pytest.mark.slow
@@ -102,12 +121,12 @@ def test_a_generic_cpu_computes_the_stored_bits(tmp_path: Path) -> None:
         "NUMBA_CPU_FEATURES": "",
         "NUMBA_CACHE_DIR": str(tmp_path),
     }
-    script = "import runpy, sys\nprint(runpy.run_path(sys.argv[1])['digest_of_everything']())\n"
+    script = "import runpy, sys\nprint(runpy.run_path(sys.argv[1])['digests']())\n"
     done = subprocess.run(
         [sys.executable, "-c", script, __file__],
         env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert done.stdout.strip() == DIGEST
+    assert done.stdout.strip() == str(DIGESTS)
 
 
 def twin_merge(vectors: Sequence[F32], weights: Sequence[float], norms: NDArray[np.float64]) -> F32:

@@ -9,6 +9,7 @@ import pytest
 from chaos.bit_flips import config_of
 
 from narrows.broker.cli.journal_report import audit, replay
+from narrows.broker.merging.watch import UNWATCHED
 from narrows.broker.storage.checkpoint import StateDir, StateError
 from narrows.broker.storage.history import Changes, model_digest
 from narrows.broker.storage.recovery import begin_epoch
@@ -33,6 +34,20 @@ def test_a_broker_resumes_from_it(state: Path) -> None:
     assert [fragment.version for fragment in begun.model.fragments] == [6]
     assert model_digest(begun.model) == DIGEST
     assert begun.syncer.state.epoch[:2] == (1, 2)
+
+
+def test_the_history_begins_with_its_first_rounds(state: Path) -> None:
+    """Nobody kept the norms before; the journal's contributions give those since."""
+    with StateDir.open(state) as state_dir:
+        oldest, newest = state_dir.load_oldest(), state_dir.load()
+        begun = begin_epoch(config_of(state), state_dir, now=0.0)
+        begun.close()
+    assert oldest is not None and newest is not None and begun.model is not None
+    assert [each.history.rounds for each in (*oldest.fragments, *newest.fragments)] == [(), ()]
+    assert newest.watch == UNWATCHED
+    (fragment,) = begun.model.fragments
+    replayed = range(newest.fragments[0].version + 1, fragment.version + 1)
+    assert [each.version for each in fragment.history.rounds] == list(replayed)
 
 
 def test_it_can_be_audited_and_replayed(state: Path, capsys: pytest.CaptureFixture[str]) -> None:

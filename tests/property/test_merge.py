@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from merge_cases import contribution, one_fragment, slow_merge
 
-from narrows.broker.merging.merge import DecodedVector, merge_vectors, token_weights
+from narrows.broker.merging.merge import merge_vectors
+from narrows.broker.merging.sums import DecodedVector
+from narrows.broker.merging.weights import token_weights
 from narrows.proto.codec import F32
 
 FRAGMENT = one_fragment((40, "rda"), (3, "mean"), (90, "rda"), (1, "rda"))

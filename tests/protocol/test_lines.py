@@ -16,7 +16,7 @@ from line_checkers import (
 )
 
 from narrows.bench.sim.learner import LearnerSpec
-from narrows.bench.sim.line import Acknowledged, Crossing, LineSpec
+from narrows.bench.sim.line import Acknowledged, Crossing, LineRoute, LineSpec
 from narrows.bench.sim.simulation import Simulation
 from narrows.bench.sim.virtual import Faults
 from narrows.broker.config import BrokerConfig
@@ -123,3 +123,17 @@ def test_a_stream_without_credit_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Outbox, "_choose", choose)
     with pytest.raises(AssertionError, match="bytes are unacknowledged on stream 0"):
         check_credit(LimitedRun(LineSpec(300e3, 300e3)).run(), WINDOW_BYTES)
+
+
+def stalled(*tries_s: float) -> LineLog:
+    """A stream whose window is full from 0 s on, and on which a message is tried at these times."""
+    route = LineRoute(1, "a", "0", up=True)
+    times = [0.0] * 4 + list(tries_s)
+    return [Crossing(at_s, route, 10_100, 0.0, 0.0, 0, WINDOW_BYTES // 4) for at_s in times]
+
+
+def test_a_stream_that_stands_still_is_tried_with_a_message_at_a_time() -> None:
+    check_credit(stalled(1.0, 2.0, 4.0), WINDOW_BYTES)
+    for tries_s in ((0.9,), (1.0, 1.0), (1.0, 1.9), (1.0, 2.0, 2.5)):
+        with pytest.raises(AssertionError, match="after it moved or was tried"):
+            check_credit(stalled(*tries_s), WINDOW_BYTES)

@@ -8,9 +8,11 @@ from random import Random
 
 import pytest
 from checkers import check_end, check_progress, check_safety
+from gated_broker import GatedBroker
 from line_checkers import check_lines
 from msgspec import structs
 
+from narrows.bench.sim import simulation
 from narrows.bench.sim.learner import LearnerSpec, SimulatedLearner
 from narrows.bench.sim.line import Acknowledged, Crossing, LineSpec
 from narrows.bench.sim.payloads import BITS_PER_ELEMENT
@@ -209,3 +211,12 @@ def test_a_seed_gives_the_same_run_again() -> None:
     first.run(FAULTS_UNTIL_S)
     second.run(FAULTS_UNTIL_S)
     assert first.trace == second.trace
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_honest_learners_meet_no_quota(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither at full speed, nor when all come back after a restart of the broker."""
+    monkeypatch.setattr(simulation, "SimulatedBroker", GatedBroker)
+    GatedBroker.passed = 0
+    draw(seed).run(FAULTS_UNTIL_S + HEALING_S)
+    assert GatedBroker.passed > 50

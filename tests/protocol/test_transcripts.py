@@ -76,6 +76,8 @@ class Transcript:
 
 def describe(message: msg.ControlMessage) -> str:
     match message:
+        case msg.LayoutPart(index, count, _, entries):
+            return f"LayoutPart {index} of {count}, {len(entries)} tensors"
         case msg.Hello(run_id=run_id, epoch=epoch, step=step):
             known = f"of run {run_id!r} epoch {epoch[0]}.{epoch[1]}, step {step}" if run_id else ""
             return f"Hello {known or 'for the first time'}"

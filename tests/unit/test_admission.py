@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from machines import ELEMENTS, EPOCH, RUN, SECRET, Desk, hello, incarnation_of, one, only
+from machines import ELEMENTS, EPOCH, LAYOUT, RUN, SECRET, Desk, hello, incarnation_of, one, only
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.syncer import events as ev
@@ -14,7 +14,9 @@ from narrows.broker.syncer.run_secret import RunSecret
 from narrows.broker.syncer.status import status_of
 from narrows.proto import messages as msg
 from narrows.proto.codec.transfer import STATE_CODEC
+from narrows.proto.config import override
 from narrows.proto.errors import ErrorCode
+from narrows.proto.layout import split_layout
 from narrows.proto.messages import Phase, Role
 
 FOUND = msg.DataKind.FOUND
@@ -222,8 +224,12 @@ def test_outside_lockstep_nobody_waits_for_a_joiner_to_adopt() -> None:
 
 
 def test_version_0_from_a_file_needs_no_founder() -> None:
-    syncer = Syncer(BrokerConfig(), run_id=RUN, epoch=EPOCH, secret=SECRET, now=0.0, from_file=True)
+    config = override(BrokerConfig(), {"fragments.count": 2})
+    syncer = Syncer(config, run_id=RUN, epoch=EPOCH, secret=SECRET, now=0.0, from_file=True)
     effects = syncer.handle(ev.Received(b"a", hello("a")), now=0.0)
+    assert one(effects, msg.AskLayout).first == 0 and not only(effects, msg.Welcome)
+    (part,) = split_layout(LAYOUT, 0)
+    effects = syncer.handle(ev.Received(b"a", part), now=0.0)
     assert one(effects, ev.Found).handles is None
     assert one(effects, msg.Welcome).role is Role.WAIT
     effects = syncer.handle(ev.FoundingFailed("another shape"), now=1.0)

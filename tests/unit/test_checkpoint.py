@@ -26,7 +26,8 @@ from checkpoint_cases import (
 from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
 from safetensors.torch import load_file as load_torch  # pyright: ignore[reportUnknownVariableType]
 
-from narrows.broker.storage.checkpoint import StateDir, StateError, export_tensors
+from narrows.broker.storage.checkpoint import StateDir, StateError
+from narrows.broker.storage.export import export_tensors
 from narrows.proto.errors import ConfigError, ErrorCode
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest
@@ -52,8 +53,9 @@ def test_fragments_are_safetensors_files_and_the_manifest_is_json(tmp_path: Path
     path = prepared(tmp_path, 3)
     tensors = load_file(path / "checkpoint-00000001" / "fragment-00001.safetensors")
     part = snapshot(3).fragments[1]
-    assert sorted(tensors) == ["global", "momentum", "published"]
+    assert sorted(tensors) == ["global", "momentum", "norms", "published"]
     assert np.array_equal(tensors["momentum"], part.momentum)
+    assert np.array_equal(tensors["norms"], np.concatenate([e.norms for e in part.history.rounds]))
     manifest = json.loads((path / "checkpoint-00000001" / "manifest.json").read_text())
     assert [each["version"] for each in manifest["fragments"]] == [3, 4]
     assert manifest["fragments"][1]["digests"]["published"] == f"{part.digest:016x}"
@@ -138,7 +140,7 @@ def seal_as_of_another_version(file: Path) -> None:
     """A file as a later Narrows might write it: another format with a field that is not known
     here."""
     fields: dict[str, object] = json.loads(file.read_text())
-    fields |= {"format": 2, "added": [1, 2]}
+    fields |= {"format": 3, "added": [1, 2]}
     text = json.dumps({**fields, "digest": ""}, separators=(",", ":"))
     fields["digest"] = f"{digest(text.encode()):016x}"
     file.write_text(json.dumps(fields, separators=(",", ":")))
@@ -152,14 +154,27 @@ def test_a_format_of_the_future_is_refused_by_name(name: str, tmp_path: Path) ->
     with StateDir.open(path) as state, pytest.raises(StateError) as caught:
         state.load()
     assert name.split("/")[-1] in caught.value.message
-    assert (caught.value.expected, caught.value.got) == ("format 1", "format 2")
+    assert (caught.value.expected, caught.value.got) == ("format 1 or 2", "format 3")
     assert "the version of Narrows that wrote it" in caught.value.remedy
+
+
+def test_a_checkpoint_of_format_1_goes_on_from_its_clock(tmp_path: Path) -> None:
+    path = prepared(tmp_path, 1, 2)
+    file = path / "checkpoint-00000002" / "manifest.json"
+    fields: dict[str, object] = json.loads(file.read_text())
+    fields.pop("token_parts", None)  # Only format 2 has it, and leaves a 0 out.
+    text = json.dumps({**fields, "format": 1, "digest": ""}, separators=(",", ":"))
+    fields |= {"format": 1, "digest": f"{digest(text.encode()):016x}"}
+    file.write_text(json.dumps(fields, separators=(",", ":")))
+    with StateDir.open(path) as state:
+        assert same(state.load(), snapshot(2))
+        assert not state.warnings
 
 
 def test_a_flipped_format_is_damage(tmp_path: Path) -> None:
     path = prepared(tmp_path, 1, 2)
     file = path / "checkpoint-00000002" / "manifest.json"
-    file.write_text(file.read_text().replace('"format":1', '"format":3'))
+    file.write_text(file.read_text().replace('"format":2', '"format":3'))
     with StateDir.open(path) as state:
         assert same(state.load(), snapshot(1))
         assert "does not match its digest" in state.warnings[0]

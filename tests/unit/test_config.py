@@ -15,7 +15,8 @@ import pytest
 
 from narrows.broker import config as broker_config
 from narrows.broker.cli.broker import assigned
-from narrows.broker.config import BrokerConfig, MergeSection, load_config, preset, settings
+from narrows.broker.config import BrokerConfig, MergeSection, load_config, preset
+from narrows.broker.shared_settings import settings
 from narrows.proto.config import Range, Section, described, flatten, override, read_table
 from narrows.proto.errors import ConfigError
 from narrows.proto.messages import Mode
@@ -200,6 +201,11 @@ def test_every_field_of_the_broker_has_a_docstring() -> None:
         ("broker.journal_segment", 65536, "broker.journal_segment: without a unit"),
         ("broker.journal_segment", "1KiB", "broker.journal_segment: out of range"),
         ("broker.beat", "1us", "broker.beat: out of range"),
+        (
+            "broker.beat",
+            "4s",
+            "broker.beat: learners that hear nothing for so long take the broker for lost",
+        ),
         ("broker.checkpoint_versions", 0, "broker.checkpoint_versions: out of range"),
         ("run.mode", "dilocco", "run.mode: unknown value"),
         ("run.goal_tokens", "-1", "run.goal_tokens: not a count"),
@@ -275,7 +281,7 @@ def test_presets() -> None:
     assert diloco.run.mode is Mode.DILOCO
     assert (diloco.fragments.count, diloco.fragments.overlap_steps) == (1, 0)
     assert diloco.merge == MergeSection(
-        weights="equal", rule="mean", clip_ratio=0.0, rounds_in_flight=1
+        weights="equal", rule="mean", norm_limit=0.0, clip_ratio=0.0, rounds_in_flight=1
     )
     assert override(BrokerConfig(), preset(Mode.DECOUPLED)) == BrokerConfig()
     streaming = override(BrokerConfig(), preset("streaming"))

@@ -11,14 +11,17 @@ import pytest
 from fake_disk import FakeDisk
 
 from narrows.broker.merging.policy import Policy
+from narrows.broker.storage.chain import Chain
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.records import (
     ContributorRecord,
     FateRecord,
     RoundRecord,
+    SealRecord,
     VectorRecord,
     encode,
 )
+from narrows.broker.storage.seal import SealKey
 from narrows.broker.storage.segments import Segment, record_header, segment_header
 from narrows.proto.dissector.findings import Dissected
 from narrows.proto.dissector.journal import segment
@@ -82,9 +85,9 @@ def committed(*, chunks: tuple[tuple[int, int, int], ...], is_merged: bool = Fal
 FATE = FateRecord((1, 1), "joined", "a", "0" * 32, -1, 0, "", 0.0)
 
 
-def journal_of(*bodies: list[bytes | memoryview]) -> bytes:
+def journal_of(*bodies: list[bytes | memoryview], chain: Chain | None = None) -> bytes:
     disk = FakeDisk({})
-    journal = Journal.open(disk, run_id="run", segment_bytes=4096)
+    journal = Journal.open(disk, run_id="run", segment_bytes=4096, chain=chain)
     for body in bodies:
         journal.append(body)
     journal.sync()
@@ -109,6 +112,24 @@ def test_a_round() -> None:
     assert [each.get("offset") for each in found[3:7]] == [0, 2, 0, 2]
     assert found[5].get("values") == "2 finite values"
     assert found[1].get("what") == "joined" and found[2].get("reason") == "all"
+
+
+def test_a_sealed_segment() -> None:
+    chain = Chain(SealKey(b"k" * 32))
+    sealed = encode(SealRecord((1, 1), chain.key.name, 0.0))
+    data = journal_of(sealed, ROUND, chain=chain)
+    found = read(data)
+    assert [each.kind for each in found[:3]] == ["segment", "sealed", "committed"]
+    assert found[-1].kind == "unused" and not any(each.faults for each in found)
+    assert found[0].get("before") == "00" * 32
+    body = b"".join(sealed)
+    assert found[1].get("seal") == chain.key.record(bytes(32), 1, [body]).hex()
+    assert found[1].get("key") == chain.key.name
+    for place, code in ((90, "bad_checksum"), (160 + 50, "bad_checksum")):
+        flipped = bytearray(data)
+        flipped[place] ^= 1
+        assert [fault.code for each in read(bytes(flipped)) for fault in each.faults] == [code]
+    assert [fault.at for fault in read(data[:100])[0].faults] == [100]
 
 
 def test_a_merged_outer_gradient() -> None:
@@ -156,17 +177,18 @@ def test_a_segment_that_ends_too_early() -> None:
 
 def test_a_segment_of_another_format() -> None:
     data = bytearray(journal_of(encode(FATE)))
-    data[8] = 2
+    data[8] = 3
     (found,) = read(bytes(data))
     assert [(fault.at, fault.expected, fault.got) for fault in found.faults] == [
-        (8, "format 1", "2"),
+        (8, "format 1 or 2", "3"),
     ]  # fmt: skip
 
 
 def test_a_record_that_comes_out_of_turn() -> None:
     body = [memoryview(each) for each in encode(FATE)]
-    data = segment_header(Segment("journal-00000001.log", 1, 0, 7, 0), "run")
-    data += record_header(7, 2, 0, body) + b"".join(body)
+    segment = Segment("journal-00000001.log", 1, 0, 7, 0)
+    data = segment_header(segment, "run")
+    data += record_header(segment, 2, 0, body) + b"".join(body)
     _, found = read(data)
     assert [(fault.at, fault.expected, fault.got) for fault in found.faults] == [
         (96 + 12, "record 1", "2"),

@@ -23,6 +23,7 @@ RECORDS: dict[str, type[msgspec.Struct]] = {
     "Began": records.LifeRecord,
     "Committed": records.RoundRecord,
     "Fate": records.FateRecord,
+    "Sealed": records.SealRecord,
     "Contributor": records.ContributorRecord,
     "Policy": Policy,
     "Vector": records.VectorRecord,
@@ -146,8 +147,10 @@ def test_heads_of_the_journal(name: str) -> None:
         assert "(offset, elements, payload bytes)" in Path(records.__file__).read_text()
         return
     struct = RECORDS[name]
-    told = [(f.encode_name, words_of(str(struct.__annotations__[f.name]))) for f in
-            msgspec.structs.fields(struct)]  # fmt: skip
+    told = [
+        (f.encode_name, words_of(str(struct.__annotations__[f.name])) + default_of(f))
+        for f in msgspec.structs.fields(struct)
+    ]
     assert told == ours(tables.JOURNAL[name])
     assert tables.JOURNAL[name].is_map == (not struct.__struct_config__.array_like)
     assert tables.JOURNAL[name].is_tagged == (struct.__struct_config__.tag is not None)
@@ -155,9 +158,14 @@ def test_heads_of_the_journal(name: str) -> None:
         assert struct.__struct_config__.tag == name.lower()
 
 
+def default_of(field: msgspec.structs.FieldInfo) -> str:
+    return "" if field.default is msgspec.NODEFAULT else f" = {field.default}"
+
+
 def words_of(annotation: str) -> str:
     """A type of a record in the words of the table."""
     found = re.sub(r"Literal\[.*\]", "str", annotation).replace("Record", "")
+    found = found.replace("float | None", "float or nil").replace("Robust", "str")
     found = re.sub(r"tuple\[tuple\[int, int, int\], \.\.\.\]", "[Chunk]", found)
     return re.sub(r"tuple\[(\w+), (?:\.\.\.|int, int)\]", r"[\1]", found)
 

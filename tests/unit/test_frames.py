@@ -22,14 +22,21 @@ from narrows.proto.frames import (
 )
 from narrows.proto.limits import (
     CHUNK_ELEMENTS_MAX,
+    CODEC_CHARACTERS_MAX,
+    CODECS_MAX,
     CONTROL_BYTES_MAX,
+    CONTROL_UP_BYTES_MAX,
+    ELEMENTS_MAX,
+    FRAGMENTS_MAX,
     HEADER_BYTES_MAX,
     PAYLOAD_BYTES_MAX,
     PROTOCOL,
     RANGES_MAX,
     STREAMS_MAX,
+    TEXT_CHARACTERS_MAX,
     TOKENS_MAX,
     TOPIC_BYTES_MAX,
+    VERSION_MAX,
 )
 
 Plain: TypeAlias = dict[str, Any]
@@ -151,10 +158,49 @@ def test_refused_control_frames(frame: bytes, code: ErrorCode) -> None:
 
 def test_a_message_that_is_too_large_is_not_sent() -> None:
     tensor = msg.LayoutEntry("x" * 500, (1,), "float32", "mean")
-    layout = (tensor,) * 10_000
-    hello = msg.Hello(PROTOCOL, "a", "0" * 32, "", (0, 0, 0), layout, 0, (), 0, 0, ())
     with pytest.raises(RemoteProtocolError) as caught:
-        encode_control(hello)
+        encode_control(msg.LayoutPart(0, 1, 0, (tensor,) * 200))
+    assert caught.value.code is ErrorCode.TOO_LARGE
+
+
+LONGEST = "\U0001f40b" * TEXT_CHARACTERS_MAX
+"""The text with the most bytes."""
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        msg.Hello(
+            PROTOCOL, LONGEST, LONGEST, LONGEST, (TOKENS_MAX,) * 3, "f" * 32,
+            ("\U0001f40b" * CODEC_CHARACTERS_MAX,) * CODECS_MAX, TOKENS_MAX, TOKENS_MAX,
+            (VERSION_MAX,) * FRAGMENTS_MAX, "f" * 64,
+        ),
+        msg.Report(
+            TOKENS_MAX, TOKENS_MAX, 0.1, 0.1, (TOKENS_MAX,) * STREAMS_MAX,
+            msg.TokenLedger(*(TOKENS_MAX,) * 7), 0.1,
+        ),
+        msg.Missing(
+            msg.DataKind.STATE, TOKENS_MAX, VERSION_MAX, TOKENS_MAX,
+            ((ELEMENTS_MAX, ELEMENTS_MAX),) * RANGES_MAX,
+        ),
+        msg.Decline(TOKENS_MAX, VERSION_MAX, TOKENS_MAX, LONGEST),
+    ],
+    ids=lambda message: type(message).__name__,
+)  # fmt: skip
+def test_the_largest_message_of_a_learner_reaches_the_broker(message: msg.ControlMessage) -> None:
+    frame = encode_control(message)
+    assert len(frame) <= CONTROL_UP_BYTES_MAX
+    assert decode_control(frame, CONTROL_UP_BYTES_MAX) == message
+
+
+def test_the_broker_takes_less_than_a_learner() -> None:
+    versions = (VERSION_MAX,) * FRAGMENTS_MAX
+    beat = msg.Beat((0, 0, 0), msg.Phase.RUNNING, versions, (), 0, 0.0, (), 0.0)
+    rounds = tuple(msg.OpenRound(n, VERSION_MAX, 1, -1) for n in range(FRAGMENTS_MAX))
+    frame = encode_control(msgspec.structs.replace(beat, rounds=rounds))
+    assert decode_control(frame)
+    with pytest.raises(RemoteProtocolError) as caught:
+        decode_control(frame, CONTROL_UP_BYTES_MAX)
     assert caught.value.code is ErrorCode.TOO_LARGE
 
 

@@ -8,7 +8,8 @@ import torch
 from fake_gpu import FakeGpu
 from torch import Tensor, nn
 
-from narrows.broker.config import load_config, settings
+from narrows.broker.config import load_config
+from narrows.broker.shared_settings import settings
 from narrows.learner.module.gpu import DeviceParameters, DeviceSnapshot, parameters_of
 from narrows.learner.module.parameters import ModuleParameters
 from narrows.learner.transport.push import PushWork, Residual, Residuals, encode_push

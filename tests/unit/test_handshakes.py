@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from narrows.proto.errors import BrokerUnreachable, ErrorCode, Refused
-from narrows.proto.keys import Handshakes, Outcome, SiteKey, new_pair, outcome_of
+from narrows.proto.keys import Handshake, Handshakes, SiteKey, new_pair, outcome_of
 from narrows.proto.keys.handshakes import BROKEN_S, MONITORED, SAY_S, SILENT_S, STALE_S
 
 BROKER = "tcp://broker.example.org:7070"
@@ -48,7 +48,7 @@ def test_the_events_are_those_of_libzmq() -> None:
 def test_a_refused_key_is_told_at_once_with_the_command_that_admits_it() -> None:
     key = site_key()
     watched = handshakes(key)
-    assert watched.take(frame(REFUSED), 10.0) is Outcome.KEY_REFUSED
+    assert watched.take(frame(REFUSED), 10.0) is Handshake.KEY_REFUSED
     error = watched.error(10.0)
     assert isinstance(error, Refused) and error.code is ErrorCode.KEY_REFUSED
     line = watched.line(10.0)

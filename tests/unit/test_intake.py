@@ -137,8 +137,9 @@ def test_a_push_that_is_being_decoded_is_not_left_out() -> None:
 
 def test_a_push_of_which_a_part_is_missing_is_waited_for_no_longer_than_ever() -> None:
     desk = Desk().running("a", "b")
-    desk.contribute("a")
-    desk.push("b")
+    desk.push("a", steps=11)  # In the eleven seconds since it adopted the fragment.
+    desk.chunk("a", 0)
+    desk.push("b", steps=11)
     half = desk.header("b", 0, count=desk.header("b", 0).count // 2)
     assert only(desk.do(ev.ChunkArrived(half, 77)), ev.Unpack)
     assert only(desk.wait(8.0), ev.StartMerge)
@@ -206,7 +207,8 @@ def test_missing_ranges_of_a_publication_are_sent_again() -> None:
 def test_goal_gives_each_fragment_one_last_round_of_everybody() -> None:
     desk = Desk(run__goal_tokens=1000).running("a", "b")
     desk.contribute("a")
-    desk.report("b", step=20, tokens=4000)
+    desk.count(1000)
+    desk.say("b", msg.Alive(0))
     assert desk.state.phase.stored is Phase.ENDING
     assert sorted(desk.state.rounds) == [0, 1]
     # Beyond the grace window: at the end nobody has anything better to do than to wait.
@@ -219,7 +221,8 @@ def test_goal_gives_each_fragment_one_last_round_of_everybody() -> None:
 def at_the_goal(*names: str) -> Desk:
     """The last rounds are open."""
     desk = Desk(run__goal_tokens=1000).running(*names)
-    desk.report(names[0], step=20, tokens=4000)
+    desk.count(1000)
+    desk.say(names[0], msg.Alive(0))
     assert desk.state.phase.stored is Phase.ENDING
     return desk
 
@@ -300,7 +303,8 @@ def test_the_time_to_an_adoption_shortens_the_grace() -> None:
             fragments__overlap_steps=8, merge__wait_fraction=0.0, merge__grace_fraction=1.0
         ).running("a", "b")
         for name in "ab":
-            desk.contribute(name, desk.round.fragment)
+            # The eleven seconds since it adopted the fragment.
+            desk.contribute(name, desk.round.fragment, steps=11)
         desk.now += adopted_after_s
         merged(desk)
         for name in "ab":

@@ -25,7 +25,7 @@ from journal_cases import (
     sync,
 )
 
-from narrows.broker.storage import segments
+from narrows.broker.storage import segments, window
 from narrows.broker.storage.disk import DirectoryFiles
 from narrows.broker.storage.durable_files import StateError
 from narrows.broker.storage.journal import Journal, JournalError
@@ -92,7 +92,7 @@ def test_a_body_is_its_parts_in_a_row() -> None:
 def test_bodies_larger_than_what_is_read_at_once(
     block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(window, "BLOCK_BYTES", block_bytes)
     sizes = [3 * block_bytes + 5, 0, block_bytes, 1, 2 * block_bytes - RECORD_HEADER_BYTES]
     story = Story(FakeDisk(), segment_bytes=4 * block_bytes)
     story.follow((append(*sizes), sync, append(*reversed(sizes)), sync))
@@ -319,8 +319,8 @@ def test_another_run_another_format_and_another_name_are_refused() -> None:
     with pytest.raises(StateError, match=f"expected {name} of run other") as caught:
         Journal.open(disk, run_id="other", segment_bytes=SEGMENT_BYTES)
     assert caught.value.got == f"{name} of run {RUN}" and caught.value.remedy
-    with pytest.raises(StateError, match="expected format 1, got format 2"):
-        opened(FakeDisk({name: content[:8] + b"\2" + content[9:]}))
+    with pytest.raises(StateError, match="expected format 1 or 2, got format 3"):
+        opened(FakeDisk({name: content[:8] + b"\3" + content[9:]}))
     with pytest.raises(StateError, match=f"got {name}"):
         opened(FakeDisk({name: content, named(7)[0]: content}))
 

@@ -25,7 +25,7 @@ from journal_cases import (
 )
 from xxhash import xxh3_64_intdigest
 
-from narrows.broker.storage import segments
+from narrows.broker.storage import segments, window
 from narrows.broker.storage.durable_files import StateError
 from narrows.broker.storage.segments import RECORD_HEADER_BYTES, SEGMENT_HEADER_BYTES
 from narrows.proto.errors import ErrorCode
@@ -200,7 +200,7 @@ def outcome(files: dict[str, bytes], bodies: list[bytes]) -> str:
 
 @pytest.mark.parametrize("block_bytes", [1 << 20, 128])
 def test_every_flipped_bit(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(window, "BLOCK_BYTES", block_bytes)
     files, bodies = three_segments()
     counts: Counter[str] = Counter()
     for name, content in files.items():
@@ -272,7 +272,7 @@ def test_a_record_in_the_place_of_another_one_is_damage() -> None:
 def test_a_trace_is_found_wherever_a_block_ends(
     size_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "BLOCK_BYTES", 128)
+    monkeypatch.setattr(window, "BLOCK_BYTES", 128)
     story = Story(FakeDisk())
     story.follow((append(size_bytes), sync, append(11), sync))
     ((name, content),) = story.disk.contents().items()
@@ -325,7 +325,8 @@ def test_a_length_beyond_the_file_allocates_nothing() -> None:
     name = max(files)
     used = files[name].rstrip(b"\0")
     salt = int.from_bytes(used[36:44], "little")
-    header = segments.record_header(salt, len(bodies) + 1, len(bodies), [memoryview(b"x")])
+    segment = segments.Segment(name, 1, 0, salt, 0)
+    header = segments.record_header(segment, len(bodies) + 1, len(bodies), [memoryview(b"x")])
     prefix = header[:4] + (1 << 62).to_bytes(8, "little") + header[12:36]
     digest = xxh3_64_intdigest(prefix, salt).to_bytes(8, "little")
     journal = opened(FakeDisk({**files, name: used + prefix + digest + b"x"}))

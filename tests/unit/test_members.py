@@ -10,7 +10,6 @@ from narrows.broker.syncer.participation import Participation
 from narrows.broker.syncer.roster import Roster, check_name
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.limits import LEARNERS_MAX
-from narrows.proto.messages import Report, TokenLedger
 
 
 def member(name: str, *, life: int = 1, peer: bytes = b"", held: int = 0) -> Member:
@@ -25,10 +24,6 @@ def roster(*names: str) -> Roster:
     for name in names:
         members.admit(member(name))
     return members
-
-
-def report(step_s: float) -> Report:
-    return Report(1, 100, step_s, None, (), TokenLedger(), 0.0)
 
 
 @pytest.mark.parametrize("name", ["", "-a", "a b", "a/b", "ä", "a" * 65, "a\n"])
@@ -115,19 +110,10 @@ def test_capacity_is_bounded_and_the_lost_make_room() -> None:
     assert error.value.code is ErrorCode.OVER_CAPACITY
 
 
-def test_step_time_is_the_median_of_the_ready() -> None:
-    members = roster("a", "b", "c", "d")
-    for m, step_s in zip(members, (1.0, 2.0, 9.0, 0.0), strict=True):
-        m.report = report(step_s)
-    assert members.step_s() == 2.0
-    assert roster().step_s() == 0.0
-
-
 def test_a_contribution_is_expected_within_a_step_and_the_mean_at_least() -> None:
-    (a,) = roster("a")
-    assert a.predicted_s() is None
-    a.report = report(2.0)
-    a.participation.arrival.add(0.1)
-    assert a.predicted_s() == pytest.approx(2.1)
-    a.participation.arrival.add(20.0)
-    assert a.predicted_s() == a.participation.arrival.upper()
+    took = Participation([0], contributed_at=100.0)
+    assert took.predicted_s(2.0) is None
+    took.arrival.add(0.1)
+    assert took.predicted_s(2.0) == pytest.approx(2.1)
+    took.arrival.add(20.0)
+    assert took.predicted_s(2.0) == took.arrival.upper()

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from merge_cases import contribution, decoded, one_fragment, slow_merge
 
-from narrows.broker.merging import merge as merge_module
-from narrows.broker.merging.merge import DecodedVector, merge_vectors, token_weights, warm_up
+from narrows.broker.merging import sums
+from narrows.broker.merging.merge import merge_vectors, warm_up
+from narrows.broker.merging.sums import DecodedVector
+from narrows.broker.merging.weights import token_weights
 from narrows.proto.codec import F32
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.fragments import Fragment, build_table
@@ -301,11 +303,12 @@ def test_misuse_is_refused() -> None:
 
 def test_warm_up_compiles_exactly_what_a_merge_uses() -> None:
     warm_up()
-    kernel = cast(Any, merge_module.accumulate)
-    before = list(kernel.signatures)
+    kernels = [cast(Any, each) for each in (sums.accumulate, sums.dot)]
+    before = [list(kernel.signatures) for kernel in kernels]
     vectors = random_vectors(3, seed=1)
     ones = [contribution(f"{i}", MIXED, v, chunk_elements=99) for i, v in enumerate(vectors)]
     merge_vectors(MIXED, ones, [0.2, 0.3, 0.5])
     coded = [contribution(f"{i}", MIXED, v, codec_name="int4-zstd") for i, v in enumerate(vectors)]
     merge_vectors(MIXED, coded, [0.2, 0.3, 0.5])
-    assert len(before) == 2 and list(kernel.signatures) == before
+    assert [len(each) for each in before] == [2, 2]
+    assert [list(kernel.signatures) for kernel in kernels] == before

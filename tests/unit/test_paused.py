@@ -103,7 +103,8 @@ def test_an_end_without_a_quorum_closes_the_round() -> None:
     desk = Desk(merge__quorum=2, run__goal_tokens=1000).running("a", "b")
     desk.contribute("a")
     desk.say("b", msg.Decline(0, 0, 1, "evaluating"))
-    desk.report("a", step=20, tokens=4000)
+    desk.count(1000)
+    desk.say("a", msg.Alive(0))
     effects = desk.wait(1.0)
     assert desk.state.phase.stored is msg.Phase.ENDING
     assert {r.attempt for beat in only(effects, msg.Beat) for r in beat.rounds} == {1, 2}

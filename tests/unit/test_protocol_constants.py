@@ -6,8 +6,8 @@ import re
 
 from protocol_tables import DOCUMENT, number, table
 
-from narrows.broker.merging import merge
-from narrows.broker.syncer import clock, ending, forgetting, rates
+from narrows.broker.merging import history, merge, robust, weights
+from narrows.broker.syncer import clock, ending, forgetting, pace, rates
 from narrows.learner.session import fragments
 from narrows.proto import limits, socket_options, timing
 from narrows.proto.codec import codecs, kernels, scales, zstd_frame
@@ -24,9 +24,16 @@ AMOUNTS: dict[str, object] = {
     "PATIENCE_FACTOR": patience.SLOWER,
     "PATIENCE_SAMPLES": patience.SAMPLES,
     "STATE_ELEMENT_BYTES": patience.STATE_BYTES,
-    "RATE_RATIO_MAX": clock.RATE_RATIO_MAX,
-    "FIRST_REPORTS": clock.FIRST_REPORTS,
-    "FIRST_TOKENS_MAX": clock.FIRST_TOKENS_MAX,
+    "OWN_RATIO_MAX": clock.OWN_RATIO_MAX,
+    "MEDIAN_RATIO_MAX": clock.MEDIAN_RATIO_MAX,
+    "FIRST_TOKENS_PER_S_MAX": clock.FIRST_TOKENS_PER_S_MAX,
+    "CLOCK_SAMPLES": clock.SAMPLES,
+    "CLOCK_KNOWN_SAMPLES": clock.KNOWN_SAMPLES,
+    "RESTS_RATIO": clock.RESTS_RATIO,
+    "PACE_SAMPLES": pace.SAMPLES,
+    "PACE_DISAGREE_RATIO": pace.DISAGREE_RATIO,
+    "USUAL_RATIO_MAX": ending.USUAL_RATIO_MAX,
+    "LEFT_OUT_DOUBLINGS_MAX": ending.LEFT_OUT_DOUBLINGS_MAX,
     "ACKNOWLEDGE_BYTES": path.ACKNOWLEDGE_BYTES,
     "STREAM_WINDOW_BYTES": socket_options.STREAM_WINDOW_BYTES,
     "WINDOW_START_BYTES": path.WINDOW_START_BYTES,
@@ -50,9 +57,13 @@ AMOUNTS: dict[str, object] = {
     "SCALE_MIN": scales.SCALE_MIN,
     "SCALE_MAX": scales.SCALE_MAX,
     "LANES": kernels.LANES,
-    "NORM_MIN": merge.NORM_MIN,
+    "NORM_MIN": history.NORM_MIN,
     "DIRECTION_MIN": merge.DIRECTION_MIN,
-    "CLIP_CONTRIBUTORS_MIN": merge.CLIP_CONTRIBUTORS_MIN,
+    "CLIP_CONTRIBUTORS_MIN": weights.CLIP_CONTRIBUTORS_MIN,
+    "VERSIONS_KEPT": history.VERSIONS_KEPT,
+    "NAMES_KEPT": history.NAMES_KEPT,
+    "NORMS_MIN": history.NORMS_MIN,
+    "TRIM_SHARE": robust.TRIM_SHARE,
 }
 
 
@@ -97,5 +108,6 @@ NOT_CONSTANTS = {
     "ROUTER_MANDATORY",
     "TCP_KEEPALIVE",
     "TCP_MAXRT",
+    "XPUB_MANUAL",
     "XPUB_VERBOSER",
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import Enum
+from fractions import Fraction
 from typing import get_args
 
 import msgspec
@@ -20,6 +22,7 @@ from narrows.proto.codec.codecs import codec, codec_names
 from narrows.proto.codec.zstd_frame import frame_bytes_max
 from narrows.proto.errors import RETRYABLE, ErrorCode
 from narrows.proto.frames import ENVELOPE_BYTES, MAGIC
+from narrows.proto.quotas import BYTES_BURST_S, CONTROL_UNIT_BYTES, RETURN_COST, Ask, quotas
 
 #: Structures that the document describes besides the control messages.
 PARTS: tuple[type[msgspec.Struct], ...] = (
@@ -230,6 +233,40 @@ def frame_bytes(b: int) -> int:
     value = b + b // 256 + ((131072 - b) // 2048 if b < 131072 else 0)
     assert value == frame_bytes_max(b)
     return value
+
+
+def test_quotas_of_a_key() -> None:
+    """Every quota stands in the table, as it is for a few runs of other sizes."""
+    rows = {row[0]: row[1:] for row in table("kind", "at once", "per second", "per version")}
+    assert list(rows) == list(Ask)
+    burst_s, _, chunk = rows.pop(Ask.BYTES)[0].partition(" s of the rate told + ")
+    assert float(burst_s) == BYTES_BURST_S
+    assert chunk == f"{limits.PAYLOAD_BYTES_MAX / 2**20:.2f} MiB"
+    for chunks in ([1], [3, 5], [7, 2, 40, 1]):
+        sizes = {"P": len(chunks), "sum C(f)": sum(chunks), "max C(f)": max(chunks)}
+        made = quotas(chunks, len(chunks))
+        assert sorted(rows) == sorted(made)
+        for kind, told in rows.items():
+            quota = made[Ask(kind)]
+            amounts = [sum_told(cell, sizes) for cell in told[:3]]
+            assert amounts == pytest.approx([quota.burst, quota.per_s, quota.per_version]), kind
+    assert f"one that returns {Fraction(RETURN_COST)}" in rows[Ask.JOINS][3]
+    assert f"1 per {CONTROL_UNIT_BYTES >> 10} KiB" in rows[Ask.CONTROL][3]
+
+
+def sum_told(cell: str, sizes: Mapping[str, int]) -> float:
+    """A cell such as `20 + 2 max C(f)`, `6/60` or `1/(8 P)`; an empty one is 0."""
+    total = 0.0
+    for term in cell.split(" + ") if cell else ():
+        above, _, below = term.partition("/")
+        total += product_told(above, sizes) / (product_told(below.strip("()"), sizes) or 1.0)
+    return total
+
+
+def product_told(text: str, sizes: Mapping[str, int]) -> float:
+    """`2 max C(f)`, `4 P` or a number; nothing is 0."""
+    factor, _, name = text.partition(" ")
+    return float(factor or 0) * (sizes[name] if name else 1)
 
 
 def test_envelope() -> None:

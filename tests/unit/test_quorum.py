@@ -149,6 +149,6 @@ def test_on_a_long_line_learners_are_merged_together(latency_s: float) -> None:
     faults = Faults(until_s=0.0, latency_s=(latency_s, latency_s))
     learners = [LearnerSpec(name, step_s=1.0) for name in "abcd"]
     run = Simulation(load_config(None, flags), 1, faults, learners)
-    run.run(10_000.0)
+    run.run(220.0)
     merges = [record for record in run.trace if isinstance(record, SimulatedRound)]
-    assert run.finished and fmean(len(merge.contributors) for merge in merges) > 3.5
+    assert len(merges) > 8 and fmean(len(merge.contributors) for merge in merges) > 3.5

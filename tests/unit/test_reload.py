@@ -9,6 +9,7 @@ from machines import Desk, one, only
 
 from narrows.broker.config import BrokerConfig, load_config
 from narrows.broker.syncer import events as ev
+from narrows.broker.syncer.member import Stepping
 from narrows.proto import messages as msg
 
 
@@ -75,6 +76,9 @@ def test_under_codec_auto_the_bits_follow_the_budget() -> None:
     desk.state.table = tuple(replace(part, elements=1_000_000) for part in desk.state.table)
     report = msg.Report(9, 9, 0.25, None, (), msg.TokenLedger(), 1e6)
     desk.say("a", report)
+    member = desk.state.roster.get("a")
+    assert member is not None
+    member.stepping = Stepping(5, desk.now - 1.0, 9, desk.now)
     told = only(desk.wait(1.1), msg.Welcome)[-1].settings
     # 20 steps of 0.25 s for two million parameters.
     assert 2.0 < told.push_bits < 2.5

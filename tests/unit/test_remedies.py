@@ -13,7 +13,7 @@ from narrows.broker.cli.broker import join_address
 from narrows.broker.process import sockets as wires
 from narrows.broker.syncer import events as bev
 from narrows.broker.syncer.bits import Need
-from narrows.broker.syncer.roster import Roster
+from narrows.broker.syncer.run import RunState
 from narrows.learner.session import events as lev
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, NarrowsError
@@ -82,10 +82,10 @@ def test_fewer_bits_are_advised_where_they_can_be_had(
 ) -> None:
     desk = Desk(wan__up="100kbit/s", codec__push=codec).running("a")
 
-    def step_s(_: Roster) -> float:
+    def step_s(_: RunState) -> float:
         return 1e-6  # As fast as the toy model is small.
 
-    monkeypatch.setattr(Roster, "step_s", step_s)
+    monkeypatch.setattr(RunState, "step_s", step_s)
     notes = [note.text for note in only(Need(desk.state).warn(), bev.Note)]
     assert len(notes) == 1 and notes[0].startswith("wan.up or wan.total_up is too little")
     assert all(text in notes[0] for text in advised)

@@ -1,121 +1,208 @@
-"""The run's clock: monotone, robust against repeated, wild and missing reports."""
+"""The run's clock: merged tokens, whole units, and limits that no claim moves."""
 
 from __future__ import annotations
 
 import pytest
 
-from narrows.broker.syncer.clock import RunClock
+from narrows.broker.config import BrokerConfig
+from narrows.broker.merging import policy_of
+from narrows.broker.storage.records import (
+    NOT_COUNTED,
+    ContributorRecord,
+    RoundRecord,
+    VectorRecord,
+)
+from narrows.broker.storage.replay import units_after
+from narrows.broker.syncer.clock import FIRST_TOKENS_PER_S_MAX, Claim, RunClock
+from narrows.proto.limits import TOKENS_MAX
+from narrows.proto.messages import Phase
+
+WILD = 1 << 62
 
 
-def clock() -> RunClock:
-    """Learner a has joined at 0 and reported 100 tokens per second until 10."""
+def clock(*names: str, fragments: int = 2) -> RunClock:
     run = RunClock()
-    run.join("a", 0, 0.0)
-    for second in range(1, 11):
-        run.report("a", 100 * second, float(second))
+    run.begin(fragments, 0.0)
+    for name in names:
+        run.expect(name, 0.0)
     return run
 
 
-def test_tokens_of_all_learners_are_counted() -> None:
-    run = clock()
-    run.join("b", 0, 10.0)
-    run.report("b", 50, 11.0)
-    assert run.run_tokens == 1050
+def merge(run: RunClock, at: float, tokens: dict[str, int], fragment: int = 0) -> list[int]:
+    """A round whose contributors have worked since the last one of the fragment."""
+    seconds = run.age(fragment, at)
+    claims = [Claim(name, count, seconds) for name, count in sorted(tokens.items())]
+    counted = run.count(fragment, claims, sorted(tokens), at)
+    run.merged(fragment, counted, at)
+    return counted
 
 
-def test_a_repeated_or_older_report_changes_nothing() -> None:
-    run = clock()
-    run.report("a", 1000, 10.5)
-    run.report("a", 500, 11.0)
-    assert run.run_tokens == 1000
+def honest(run: RunClock, until: int, *names: str) -> None:
+    """A round every ten seconds, of 100 tokens a second each."""
+    for at in range(10, until + 1, 10):
+        for fragment in range(run.fragments):
+            merge(run, float(at), {name: 1000 for name in names}, fragment)
 
 
-def test_a_wild_report_is_accepted_at_eight_times_the_average_rate() -> None:
-    run = clock()
-    run.report("a", 10**9, 11.0)
-    grown = run.run_tokens - 1000
-    # Eight times 100/s for the second, and what piled up before.
-    assert 800 <= grown <= 8 * 100 * 11
-    run.report("a", 10**9, 12.0)
-    assert run.run_tokens > 1000 + grown
+def test_a_push_of_one_fragment_counts_its_share_of_the_model() -> None:
+    run = clock("a", "b", fragments=3)
+    merge(run, 10.0, {"a": 100, "b": 100})
+    assert (run.units, run.run_tokens) == (200, 66)
+    merge(run, 10.0, {"a": 100, "b": 100}, 1)
+    merge(run, 10.0, {"a": 100, "b": 100}, 2)
+    assert run.run_tokens == 200, "no third of a token is lost"
 
 
-def test_a_delayed_report_is_accepted_in_full() -> None:
-    run = clock()
-    run.report("a", 4000, 40.0)
-    assert run.run_tokens == 4000
+def test_what_honest_learners_merge_counts_in_full() -> None:
+    run = clock("a", "b", "c")
+    honest(run, 600, "a", "b", "c")
+    assert run.run_tokens == 3 * 100 * 600
+    assert run.tokens_per_s(600.0) == pytest.approx(300.0, rel=0.1)
 
 
-def test_a_learner_that_comes_back_is_counted_from_its_own_tokens_on() -> None:
-    run = RunClock(run_tokens=5000)
-    run.join("a", 700, 0.0)
-    run.report("a", 800, 1.0)
-    run.join("a", 0, 2.0)
-    run.report("a", 900, 2.0)
-    assert run.run_tokens == 5200
-
-
-def test_rate_is_the_sum_of_the_averages() -> None:
-    run = clock()
-    assert run.tokens_per_s(["a", "unknown"], 10.0) == 100.0
-    run.keep({"b"})
-    assert run.tokens_per_s(["a"], 10.0) == 0.0
-
-
-def test_a_first_report_cannot_reach_any_goal() -> None:
-    run = RunClock()
-    run.join("a", 0, 0.0)
-    run.report("a", 1 << 62, 0.001)
-    assert run.run_tokens <= 1 << 24
-
-
-def test_the_rate_of_a_learner_that_has_just_begun_is_bounded() -> None:
-    run = RunClock()
-    run.join("a", 0, 0.0)
-    run.report("a", 1000, 500.0)
-    assert run.tokens_per_s(["a"], 500.0) == 0.0, "nobody knows what the first tokens took"
-    run.report("a", 2000, 500.0005)
-    assert run.tokens_per_s(["a"], 500.0005) == 1000.0
-
-
-@pytest.mark.parametrize("idle_s", [0.0, 60.0, 1800.0])
-def test_a_learner_that_waited_for_others_counts_from_its_first_tokens_on(idle_s: float) -> None:
-    """It was counted at an eighth of its tokens, half an hour long, and then all at once."""
-    run = RunClock()
-    run.join("a", 0, 0.0)
-    for second in range(int(idle_s)):
-        run.report("a", 0, float(second))
-    for step in range(1, 100):
-        run.report("a", 10_000 * step, idle_s + step)
-        assert run.run_tokens == 10_000 * step
-    assert run.tokens_per_s(["a"], idle_s + 99) == 10_000.0
-
-
-def test_a_learner_that_evaluates_makes_no_tokens_and_goes_on_at_its_rate() -> None:
-    run = clock()
-    for second in range(11, 611):
-        run.report("a", 1000, float(second))
-    assert run.tokens_per_s(["a"], 610.0) == 0.0, "the others' clocks would run ahead"
-    for second in range(1, 11):
-        run.report("a", 1000 + 100 * second, 610.0 + second)
-        assert run.run_tokens == 1000 + 100 * second
-    assert run.tokens_per_s(["a"], 620.0) == pytest.approx(100.0, rel=0.5)
-
-
-def test_a_wild_count_that_was_a_mistake_is_taken_back() -> None:
-    run = clock()
-    run.report("a", 1 << 62, 11.0)
+@pytest.mark.parametrize("claim", [1 << 40, WILD])
+@pytest.mark.parametrize("others", [("a",), ("a", "b")])
+def test_what_an_insider_claims_counts_at_four_times_the_median_at_most(
+    claim: int, others: tuple[str, ...]
+) -> None:
+    run = clock(*others)
+    honest(run, 600, *others)
     before = run.run_tokens
-    for second in range(12, 100):
-        run.report("a", 100 * second, float(second))
-    assert run.run_tokens == max(before, 9900)
+    for at in range(610, 671, 10):
+        for fragment in range(2):
+            merge(run, float(at), {name: 1000 for name in others} | {"x": claim}, fragment)
+    # 70 seconds, since a round may hold what was made since the one before.
+    assert run.run_tokens - before <= (len(others) + 4) * 100 * 70
+    assert run.tokens_per_s(670.0) <= (len(others) + 4) * 100 * 1.1
 
 
-def test_what_honest_reports_did_not_need_does_not_pile_up_for_a_wild_one() -> None:
-    """An hour of honest reports used to leave eight minutes' worth of tokens to a wild one."""
-    run = RunClock()
-    run.join("a", 0, 0.0)
-    for second in range(1, 3601):
-        run.report("a", 100 * second, float(second))
-    run.report("a", 1 << 62, 3601.0)
-    assert run.run_tokens <= 360_000 + 8 * 100 * 1.01
+def test_an_insider_of_three_cannot_hold_the_clock_up() -> None:
+    run = clock("a", "b")
+    honest(run, 600, "a", "b")
+    before = run.run_tokens
+    for at in range(610, 671, 10):
+        for fragment in range(2):
+            merge(run, float(at), {"a": 1000, "b": 1000, "x": 1}, fragment)
+    assert run.run_tokens - before >= 200 * 70
+
+
+def test_a_first_claim_beside_others_waits_until_they_can_be_compared() -> None:
+    run = clock("a", "x")
+    assert merge(run, 1.0, {"x": WILD}) == [0]
+    assert merge(run, 11.0, {"a": 1000, "x": WILD}) == [1000, 4000]
+
+
+def test_one_that_never_contributes_holds_the_clock_up_for_a_minute_at_most() -> None:
+    run = clock("a", "silent")
+    honest(run, 50, "a")
+    assert run.run_tokens == 0
+    run.expect("silent", 55.0)  # It joins again.
+    honest_from = run.run_tokens
+    for at in (60, 70, 80):
+        merge(run, float(at), {"a": 1000})
+    assert run.run_tokens > honest_from
+
+
+def test_one_that_joins_later_does_not_hold_up_who_was_alone() -> None:
+    run = clock("a")
+    honest(run, 20, "a")
+    run.expect("b", 25.0)
+    assert merge(run, 30.0, {"a": 1000}) == [1000]
+
+
+def test_a_learner_alone_is_bounded_by_its_first_minute() -> None:
+    run = clock("a")
+    honest(run, 70, "a")
+    before = run.run_tokens
+    for at in range(80, 141, 10):
+        for fragment in range(2):
+            merge(run, float(at), {"a": WILD}, fragment)
+    assert run.run_tokens - before <= 8 * 100 * 70 * 1.2
+
+
+def test_a_first_claim_of_a_learner_alone_has_a_limit() -> None:
+    run = clock("a")
+    assert merge(run, 1.0, {"a": WILD}) == [FIRST_TOKENS_PER_S_MAX]
+
+
+def test_a_rejoin_resets_nothing() -> None:
+    run = clock("a", "x")
+    honest(run, 100, "a", "x")
+    before = run.run_tokens
+    for at in range(101, 161):
+        run.expect("x", float(at))
+        for fragment in range(2):
+            merge(run, float(at), {"a": 100, "x": WILD}, fragment)
+    assert run.run_tokens - before <= 5 * 100 * 61
+
+
+def test_a_setting_limits_every_learner_and_a_key_its_own() -> None:
+    run = clock("a", "x")
+    run.limit = 50.0
+    assert merge(run, 10.0, {"a": 1000, "x": WILD}) == [500, 500]
+    run.limit_of = lambda name: 20.0 if name == "x" else 0.0
+    assert merge(run, 20.0, {"a": 1000, "x": WILD}) == [500, 200]
+
+
+def test_no_sum_overflows() -> None:
+    run = clock("a", "b")
+    run.limit = 1e18
+    for at in range(1, 100):
+        merge(run, 1e6 * at, {"a": 1 << 200, "b": 1 << 200})
+    assert run.run_tokens == TOKENS_MAX
+    assert run.tokens_per_s(1e6 * 99) <= 1e18
+
+
+def test_the_clock_rests_when_no_round_is_merged() -> None:
+    run = clock("a", "b")
+    honest(run, 100, "a", "b")
+    assert run.tokens_per_s(105.0) > 0.0
+    assert run.tokens_per_s(150.0) == 0.0, "the learners' clocks would run ahead"
+
+
+def test_a_name_that_is_forgotten_leaves_its_tokens() -> None:
+    run = clock("a", "b")
+    honest(run, 100, "a", "b")
+    before = run.run_tokens
+    run.forget("a")
+    run.forget("never seen")
+    assert run.run_tokens == before
+
+
+def test_a_restart_goes_on_with_the_units_and_with_no_time_of_before() -> None:
+    run = clock("a", "x")
+    honest(run, 100, "a", "x")
+    again = RunClock()
+    again.begin(2, 500.0, run.units)
+    again.expect("a", 500.0)
+    again.expect("x", 500.0)
+    assert again.units == run.units
+    # The insider is back first.
+    assert merge(again, 505.0, {"x": WILD}) == [0]
+    assert merge(again, 506.0, {"a": 100, "x": WILD}, 1) == [100, 400]
+
+
+def record(run_tokens: int, *counted: int) -> RoundRecord:
+    contributors = tuple(
+        ContributorRecord(name, "0" * 32, 1, 500, 1, 0.5, 500, tokens)
+        for name, tokens in zip("ab", counted, strict=False)
+    )
+    policy = policy_of(BrokerConfig())
+    publication = VectorRecord("raw32", 0.0, ())
+    return RoundRecord(
+        (1, 1), 0, 1, "", contributors, policy, Phase.RUNNING, run_tokens, publication, (), 0.0,
+        (0, 0, 0), 0.0,
+    )  # fmt: skip
+
+
+def test_a_restart_adds_up_what_the_records_count() -> None:
+    units = 7
+    for counted in ((100, 50), (1, 1)):
+        units = units_after(units, 4, record(0, *counted))
+    assert units == 7 + 152
+    assert units_after(TOKENS_MAX * 4, 4, record(0, 9)) == TOKENS_MAX * 4
+
+
+def test_records_of_format_1_and_those_after_a_gap_have_the_clock_themselves() -> None:
+    assert units_after(7, 4, record(1000, NOT_COUNTED, NOT_COUNTED)) == 4000
+    assert units_after(7, 4, record(1000, 100)) == 4100

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import pytest
-from machines import EPOCH, LAYOUT, NEXT_EPOCH, SETTINGS, Seat, digest, one, only, open_round
+from machines import EPOCH, NEXT_EPOCH, SETTINGS, Seat, digest, one, only, open_round
 
 from narrows.learner.session import events as ev
 from narrows.learner.session.dialer import Connection
-from narrows.learner.session.machine import Session
 from narrows.proto import messages as msg
-from narrows.proto.frames import encode_control
-from narrows.proto.limits import RATE_MIN
 from narrows.proto.messages import Mode, Phase, Role
-from narrows.proto.timing import REDIAL_MAX_S, REDIAL_S
 
 LOCKSTEP = msgspec.structs.replace(SETTINGS, mode=Mode.STREAMING)
 DILOCO = msgspec.structs.replace(
@@ -74,22 +68,6 @@ def test_a_connection_without_answers_is_given_up_ever_more_patiently() -> None:
     assert redials(seat, 9) == [6.75], "any answer says that this connection works"
     seat.welcome()
     assert redials(seat, 3.9) == []
-
-
-def test_a_connection_is_not_given_up_while_a_large_hello_may_be_on_its_way() -> None:
-    """The line may be the slowest that a budget can name."""
-    layout = tuple(
-        msgspec.structs.replace(LAYOUT[0], name=f"{number:05}".ljust(100, "x"))
-        for number in range(10_000)
-    )
-    seat = Seat()
-    seat.session = Session(replace(seat.session.identity, layout=layout), jitter=lambda: 0.0)
-    sizes = [len(encode_control(hello)) for hello in only(seat.wait(1.0), msg.Hello)]
-    hello_s = 8 * max(sizes) / RATE_MIN
-    assert hello_s > REDIAL_MAX_S
-    first, *_, before, last = redials(seat, 3600)
-    assert first < 2 * REDIAL_S, "a line that is not slow is dialled anew as soon as ever"
-    assert last - before > hello_s
 
 
 def test_a_new_connection_has_its_own_time_to_answer() -> None:

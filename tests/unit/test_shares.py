@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from random import Random
 
 import pytest
@@ -71,10 +72,10 @@ def test_without_a_total_everybody_has_the_rate_of_each() -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_the_sum_never_exceeds_the_total_however_late_learners_obey(seed: int) -> None:
+def test_the_sum_never_exceeds_the_total_while_learners_obey_in_time(seed: int) -> None:
     random, now = Random(seed), 0.0
     shares, site = Shares(TOTAL, random.choice([0.0, TOTAL / 3])), members(random.randint(1, 9))
-    connected = site[:1]
+    connected, confirmed_at = site[:1], dict[str, float]()
     shares.admit(connected[0], connected, now)
     for _ in range(300):
         now += random.uniform(0.0, 0.5)
@@ -84,8 +85,9 @@ def test_the_sum_never_exceeds_the_total_however_late_learners_obey(seed: int) -
         active = {m.name for m in connected if random.random() < 0.5}
         shares.divide(connected, active, now)
         for member in connected:
-            if random.random() < 0.3:
+            if random.random() < 0.3 or now > confirmed_at.get(member.name, 0.0) + 4.0:
                 confirm(member)
+                confirmed_at[member.name] = now
         # A newcomer may begin with a little before the others have made room.
         room = TOTAL * (1 + IDLE_SHARE) + len(site) * TINY
         assert sum(max(m.up_bits_per_s, m.kept_bits_per_s or 0.0) for m in connected) <= room
@@ -119,6 +121,60 @@ def test_a_total_that_is_new_waits_for_those_without_limit() -> None:
     assert sum(m.up_bits_per_s for m in site) <= TOTAL * IDLE_SHARE + 3 * TINY
     settle(shares, site, {m.name for m in site}, 10.1)
     assert [round(m.up_bits_per_s) for m in site] == [round(TOTAL / 3)] * 3
+
+
+def claim(member: Member, bits_per_s: float) -> None:
+    """The learner reports that it keeps to another rate than it was told."""
+    member.report = msg.Report(1, 1, 0.1, None, (), msg.TokenLedger(), bits_per_s)
+
+
+@pytest.mark.parametrize("claimed", [0.0, 1.0, TOTAL, 1e18])
+def test_a_claimed_rate_takes_nothing_from_the_others_for_long(claimed: float) -> None:
+    shares, (liar, *others) = Shares(TOTAL, 0.0), members(4)
+    site = [liar, *others]
+    now, active = 0.0, {m.name for m in site}
+    for count in range(1, 5):  # It came first, and had the whole total.
+        shares.admit(site[count - 1], site[:count], now)
+        obey(site[:count])
+    for _ in range(60):
+        now += 0.1
+        shares.divide(site, active, now)
+        obey(others)
+        claim(liar, claimed)
+        assert sum(m.up_bits_per_s for m in others) <= TOTAL * (3 / 4 + IDLE_SHARE) + 3 * TINY
+    assert [m.up_bits_per_s for m in others] == [TOTAL / 4] * 3
+
+
+def test_a_learner_that_does_not_obey_is_counted_by_what_arrives_from_it() -> None:
+    shares, (liar, other) = Shares(TOTAL, 0.0), members(2)
+    now, active = 0.0, {liar.name, other.name}
+    shares.admit(liar, [liar], now)
+    confirm(liar)
+    shares.admit(other, [liar, other], now)
+    for _ in range(200):
+        now += 0.1
+        shares.arrive(liar.name, int(0.7 * TOTAL / 8 * 0.1), now)
+        shares.divide([liar, other], active, now)
+        confirm(other)
+        assert shares.counted(liar, now) >= 0.6 * TOTAL
+        assert other.up_bits_per_s <= 0.4 * TOTAL
+    # It obeys at last.
+    confirm(liar)
+    settle(shares, [liar, other], active, now)
+    assert [liar.up_bits_per_s, other.up_bits_per_s] == [TOTAL / 2] * 2
+
+
+def test_nothing_is_kept_of_learners_that_are_gone() -> None:
+    shares = Shares(TOTAL, 0.0)
+    stays = members(1)
+    for number in range(1000):
+        (passer,) = members(1)
+        passer.name = f"name-{number}"
+        shares.admit(passer, [*stays, passer], float(number))
+        shares.divide([*stays, passer], {passer.name}, float(number))
+        shares.divide(stays, set(), number + 0.5)
+    kept = [value for value in vars(shares).values() if isinstance(value, Sized)]
+    assert kept and all(len(table) <= 1 for table in kept)
 
 
 def test_a_total_without_learners_is_divided_among_nobody() -> None:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from narrows.broker.config import load_config, settings
+from narrows.broker.config import load_config
+from narrows.broker.shared_settings import settings
 from narrows.learner.module.gpu import DeviceParameters, DeviceSnapshot, parameters_of
 from narrows.learner.module.parameters import ModuleParameters
 from narrows.learner.transport.push import PushWork, Residuals, encode_push

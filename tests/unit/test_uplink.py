@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from msgspec import structs
 
-from narrows.broker.config import BrokerConfig, settings
+from narrows.broker.config import BrokerConfig
+from narrows.broker.shared_settings import settings
 from narrows.learner.transport.push import PushWork, Residuals, encode_push, rounded_base
 from narrows.proto.codec import F32
 from narrows.proto.codec.transfer import EncodedChunk, decode_chunk, values_of

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from machines import RUN, Desk, hello, incarnation_of, only
+from machines import LAYOUT, RUN, Desk, hello, incarnation_of, only
 
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.ending import LIVES_MAX
@@ -33,7 +33,7 @@ def at_the_goal(
     """
     desk = Desk(run__goal_tokens=GOAL, **settings).running(*names)
     prepare(desk)
-    desk.state.clock.run_tokens = GOAL
+    desk.count(GOAL)
     desk.say(names[0], msg.Alive(0))
     assert is_ending(desk)
     return desk
@@ -157,7 +157,6 @@ def test_a_learner_without_history_has_three_of_its_own_steps() -> None:
         desk.report("a", step=3, tokens=300, step_s=30.0)
 
     desk = at_the_goal("a", prepare=long_steps)
-    desk.report("a", step=20, tokens=6000, step_s=30.0)
     assert not notes(pass_time(desk, 85, "a"), "goes on without")
     assert notes(pass_time(desk, 10, "a"), "goes on without")
 
@@ -369,7 +368,7 @@ def test_a_joiner_that_hangs_does_not_hold_the_end() -> None:
 def finished_run() -> Desk:
     """A broker that was started again after the end."""
     heads = (msg.FragmentHead(3, 1), msg.FragmentHead(3, 2))
-    return Desk(resumed=Resumed(hello("a").layout, 0, heads, 1000, Phase.ENDED))
+    return Desk(resumed=Resumed(LAYOUT, 0, heads, 1000, Phase.ENDED))
 
 
 def test_a_broker_started_on_a_finished_run_does_not_claim_that_anybody_came() -> None:

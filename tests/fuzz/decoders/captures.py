@@ -36,7 +36,7 @@ def run(data: bytes) -> None:
 
 
 def written_again(data: bytes) -> None:
-    """What is read from a capture is written as it was, up to the first fault."""
+    """A capture is written again as it was read, up to the first fault."""
     source = io.BytesIO(data[len(capture.HEAD) :])
     again = b""
     try:

@@ -59,7 +59,7 @@ def fresh() -> None:
 
 
 def started() -> None:
-    """What a start of the broker does with it, and the commands that only read."""
+    """Does with it what a start of the broker does, and the commands that only read."""
     try:
         with opened_run(FOLDER) as (state_dir, journal):
             assert journal is None

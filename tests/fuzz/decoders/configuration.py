@@ -11,7 +11,8 @@ from pathlib import Path
 from fuzz.target import Target
 from hypothesis import strategies as st
 
-from narrows.broker.config import BrokerConfig, load_config, settings
+from narrows.broker.config import BrokerConfig, load_config
+from narrows.broker.shared_settings import settings
 from narrows.proto import config as settings_of_files
 from narrows.proto.address import parse_address, parse_listen
 from narrows.proto.config import Section, described, override, read_table
@@ -60,7 +61,7 @@ def flag(content: bytes) -> None:
 
 
 def check(config: BrokerConfig) -> None:
-    """What was accepted can be used, and be written and read again."""
+    """An accepted configuration can be used, and be written and read again."""
     assert settings(config).fragment_count == config.fragments.count
     assert override(config, written_again(config)) == config
 

@@ -16,8 +16,8 @@ from fuzz.target import Target
 from hypothesis import strategies as st
 
 from narrows.broker.storage.journal import Journal
+from narrows.broker.storage.names import segment_name
 from narrows.broker.storage.replay import read_records
-from narrows.broker.storage.segments import segment_name
 from narrows.proto.dissector import journal as dissector
 from narrows.proto.errors import NarrowsError
 
