@@ -14,7 +14,7 @@ import zmq
 
 from narrows.bench.attack.insider import Insider
 from narrows.bench.attack.raw_curve import RawCurve
-from narrows.bench.attack.target import Target
+from narrows.bench.attack.target import Socket, Target
 from narrows.bench.loop.bench import Drift, layout_of
 from narrows.learner.transport import Client, ClientOptions
 from narrows.proto import messages as msg
@@ -144,7 +144,7 @@ def connections(target: Target) -> Iterator[int]:
     """Opens sockets with its valid key, as many as the broker lets it have."""
     insider = Insider(target)
     insider.context.set(zmq.MAX_SOCKETS, 5000)
-    held = []
+    held = list[Socket]()
     while True:
         if len(held) < 1000:
             port = target.ports[len(held) % 3]
