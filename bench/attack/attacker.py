@@ -9,14 +9,14 @@ from pathlib import Path
 from types import FrameType
 
 from narrows.bench.attack.catalogue import ATTACKS
-from narrows.bench.attack.target import Target
+from narrows.bench.attack.target import AttackTarget
 
 
 class _Ended(BaseException):
     """SIGTERM came."""
 
 
-def main(name: str, target: Target) -> None:
+def main(name: str, target: AttackTarget) -> None:
     def end(_number: int, _frame: FrameType | None) -> None:
         raise _Ended
 
@@ -35,4 +35,4 @@ def _tell(attempts: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Target.read(Path(sys.argv[2])))
+    main(sys.argv[1], AttackTarget.read(Path(sys.argv[2])))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from narrows.bench.attack import insiders, outsiders
-from narrows.bench.attack.target import Target
+from narrows.bench.attack.target import AttackTarget
 
-Run = Callable[[Target], Iterator[int]]
+Run = Callable[[AttackTarget], Iterator[int]]
 
 
 @dataclass(frozen=True)

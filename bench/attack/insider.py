@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 import zmq
 
-from narrows.bench.attack.target import Socket, Target
+from narrows.bench.attack.target import AttackTarget, Socket
 from narrows.bench.loop.bench import layout_of
 from narrows.proto import messages as msg
 from narrows.proto.codec import codec_names
@@ -25,7 +25,7 @@ ANSWER_S: Final = 20.0
 class Insider:
     """One control connection, and the data connections that are asked for."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: AttackTarget) -> None:
         self.target = target
         self.context: zmq.Context[Socket] = zmq.Context()
         self.control = target.connect(self.context, zmq.DEALER, target.ports[0])

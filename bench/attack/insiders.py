@@ -14,7 +14,7 @@ import zmq
 
 from narrows.bench.attack.insider import Insider
 from narrows.bench.attack.raw_curve import RawCurve
-from narrows.bench.attack.target import Socket, Target
+from narrows.bench.attack.target import AttackTarget, Socket
 from narrows.bench.loop.bench import Drift, layout_of
 from narrows.learner.transport import Client, ClientOptions
 from narrows.proto import messages as msg
@@ -36,7 +36,7 @@ CONTROL_PART_BYTES: Final = 60_000
 # Floods.
 
 
-def status_flood(target: Target) -> Iterator[int]:
+def status_flood(target: AttackTarget) -> Iterator[int]:
     """Asks for the status as fast as it can."""
     insider, question = Insider(target), encode_control(msg.AskStatus())
     while True:
@@ -44,7 +44,7 @@ def status_flood(target: Target) -> Iterator[int]:
         insider.discard()
 
 
-def refused_pushes(target: Target) -> Iterator[int]:
+def refused_pushes(target: AttackTarget) -> Iterator[int]:
     """Announces pushes to rounds that do not exist, and sends chunks that do not decode."""
     insider = Insider(target)
     insider.join()
@@ -58,7 +58,7 @@ def refused_pushes(target: Target) -> Iterator[int]:
         yield 2
 
 
-def founding_chunks(target: Target) -> Iterator[int]:
+def founding_chunks(target: AttackTarget) -> Iterator[int]:
     """Sends version 0 to a run that is founded, in chunks of the largest size."""
     insider = Insider(target)
     insider.join()
@@ -73,7 +73,7 @@ def founding_chunks(target: Target) -> Iterator[int]:
         insider.discard()
 
 
-def fetches(target: Target) -> Iterator[int]:
+def fetches(target: AttackTarget) -> Iterator[int]:
     """Asks for whole states without end, and takes them."""
     insider = Insider(target)
     insider.join()
@@ -90,7 +90,7 @@ def fetches(target: Target) -> Iterator[int]:
         insider.discard()
 
 
-def subscriptions(target: Target) -> Iterator[int]:
+def subscriptions(target: AttackTarget) -> Iterator[int]:
     """Subscribes to topics of its own name, of others, and to nonsense, and takes them back."""
     insider = Insider(target)
     downlink = target.connect(insider.context, zmq.SUB, target.downlink_port)
@@ -103,7 +103,7 @@ def subscriptions(target: Target) -> Iterator[int]:
         time.sleep(0.0001)
 
 
-def heavy_control(target: Target) -> Iterator[int]:
+def heavy_control(target: AttackTarget) -> Iterator[int]:
     """Sends the largest control messages that are allowed, and larger ones."""
     insider = Insider(target)
     insider.join()
@@ -116,7 +116,7 @@ def heavy_control(target: Target) -> Iterator[int]:
         insider.discard()
 
 
-def endless_multipart(target: Target) -> Iterator[int]:
+def endless_multipart(target: AttackTarget) -> Iterator[int]:
     """Sends messages that never end, on every port."""
     kinds = ("DEALER", "PUB", "SUB")
     while True:
@@ -130,7 +130,7 @@ def endless_multipart(target: Target) -> Iterator[int]:
         time.sleep(0.01)
 
 
-def joins(target: Target) -> Iterator[int]:
+def joins(target: AttackTarget) -> Iterator[int]:
     """Joins under a new incarnation and leaves, without end."""
     insider = Insider(target)
     while True:
@@ -140,7 +140,7 @@ def joins(target: Target) -> Iterator[int]:
         yield 1
 
 
-def connections(target: Target) -> Iterator[int]:
+def connections(target: AttackTarget) -> Iterator[int]:
     """Opens sockets with its valid key, as many as the broker lets it have."""
     insider = Insider(target)
     insider.context.set(zmq.MAX_SOCKETS, 5000)
@@ -157,7 +157,7 @@ def connections(target: Target) -> Iterator[int]:
 # Lies about others.
 
 
-def names(target: Target) -> Iterator[int]:
+def names(target: AttackTarget) -> Iterator[int]:
     """Speaks under the victim's name on control and on the uplink, and listens to its topics."""
     insider = Insider(target)
     insider.join()
@@ -176,7 +176,7 @@ def names(target: Target) -> Iterator[int]:
         yield 3
 
 
-def epochs(target: Target) -> Iterator[int]:
+def epochs(target: AttackTarget) -> Iterator[int]:
     """Claims to have followed a broker of a higher term, with forged proofs."""
     insider = Insider(target)
     welcome = insider.join()
@@ -200,7 +200,7 @@ def epochs(target: Target) -> Iterator[int]:
 # Lies about itself.
 
 
-def wild_reports(target: Target) -> Iterator[int]:
+def wild_reports(target: AttackTarget) -> Iterator[int]:
     """Reports tokens, steps, step times and rates beyond all bounds."""
     insider = Insider(target)
     insider.join()
@@ -219,7 +219,7 @@ def wild_reports(target: Target) -> Iterator[int]:
         yield 1
 
 
-def wild_pushes(target: Target) -> Iterator[int]:
+def wild_pushes(target: AttackTarget) -> Iterator[int]:
     """Trains like an honest learner, and declares the most tokens that a push can carry."""
     layout = layout_of(target.params)
     key = SiteKey(target.name, target.pair, target.broker, (target.server,))
@@ -240,7 +240,7 @@ def wild_pushes(target: Target) -> Iterator[int]:
         yield 1
 
 
-def silent_member(target: Target) -> Iterator[int]:
+def silent_member(target: AttackTarget) -> Iterator[int]:
     """Joins, reports that it lives, never adopts, never pushes, never leaves."""
     insider = Insider(target)
     insider.join()

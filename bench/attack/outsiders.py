@@ -13,7 +13,7 @@ from typing import Final
 
 import zmq
 
-from narrows.bench.attack.target import Socket, Target, frame, greeting
+from narrows.bench.attack.target import AttackTarget, Socket, frame, greeting
 from narrows.proto.keys import new_pair
 
 HANDSHAKES_PER_S: Final = 500
@@ -21,7 +21,7 @@ HALF_HANDSHAKES: Final = 5000
 IDLE_CONNECTIONS: Final = 1000
 
 
-def null_client(target: Target) -> Iterator[int]:
+def null_client(target: AttackTarget) -> Iterator[int]:
     """Speaks ZeroMQ without encryption: on all ports, control frames, data and subscriptions."""
     body = frame(b"NRW", more=False) * 20
     while True:
@@ -36,7 +36,7 @@ def null_client(target: Target) -> Iterator[int]:
         time.sleep(0.01)
 
 
-def unknown_key(target: Target) -> Iterator[int]:
+def unknown_key(target: AttackTarget) -> Iterator[int]:
     """Three sockets with a key that is in no ring; they dial again whenever they are refused."""
     while True:
         context: zmq.Context[Socket] = zmq.Context()
@@ -50,7 +50,7 @@ def unknown_key(target: Target) -> Iterator[int]:
         yield len(sockets)
 
 
-def wrong_server_key(target: Target) -> Iterator[int]:
+def wrong_server_key(target: AttackTarget) -> Iterator[int]:
     """Sockets that take another key for the broker's."""
     context: zmq.Context[Socket] = zmq.Context()
     for port in target.ports:
@@ -61,7 +61,7 @@ def wrong_server_key(target: Target) -> Iterator[int]:
         yield 1
 
 
-def handshakes(target: Target) -> Iterator[int]:
+def handshakes(target: AttackTarget) -> Iterator[int]:
     """HANDSHAKES_PER_S whole handshakes a second with keys that no ring holds."""
     context: zmq.Context[Socket] = zmq.Context(io_threads=1)
     context.set(zmq.MAX_SOCKETS, 4000)
@@ -78,17 +78,17 @@ def handshakes(target: Target) -> Iterator[int]:
         time.sleep(0.002)
 
 
-def half_handshakes(target: Target) -> Iterator[int]:
+def half_handshakes(target: AttackTarget) -> Iterator[int]:
     """HALF_HANDSHAKES connections at a time that greet and then say nothing."""
     yield from _held(target, HALF_HANDSHAKES, greeting("CURVE"))
 
 
-def idle_connections(target: Target) -> Iterator[int]:
+def idle_connections(target: AttackTarget) -> Iterator[int]:
     """IDLE_CONNECTIONS connections at a time that say nothing at all."""
     yield from _held(target, IDLE_CONNECTIONS, b"")
 
 
-def _held(target: Target, count: int, first: bytes) -> Iterator[int]:
+def _held(target: AttackTarget, count: int, first: bytes) -> Iterator[int]:
     """Keeps `count` connections open; those that the broker closes are opened again."""
     raise_descriptors(count + 200)
     lines: deque[socket.socket] = deque()
@@ -112,7 +112,7 @@ def _held(target: Target, count: int, first: bytes) -> Iterator[int]:
         yield 0
 
 
-def random_bytes(target: Target) -> Iterator[int]:
+def random_bytes(target: AttackTarget) -> Iterator[int]:
     """Random bytes, alone and after a correct greeting."""
     while True:
         for port in target.ports:

@@ -17,7 +17,7 @@ from typing import Final
 import zmq
 from zmq.utils import z85
 
-from narrows.bench.attack.target import Target, greeting
+from narrows.bench.attack.target import AttackTarget, greeting
 from narrows.proto.errors import ErrorCode, NarrowsError
 
 _KEY_BYTES: Final = 32
@@ -30,7 +30,7 @@ _COMMAND, _LONG_COMMAND, _LONG = 4, 6, 2
 class RawCurve:
     """One encrypted connection, after the handshake."""
 
-    def __init__(self, target: Target, port: int, socket_type: str) -> None:
+    def __init__(self, target: AttackTarget, port: int, socket_type: str) -> None:
         """Dials and shakes hands. Raises ConnectionError if the broker refuses."""
         self._sodium = _libsodium()
         self._server = z85.decode(target.server.encode())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from narrows.bench.attack.target import Target
+from narrows.bench.attack.target import AttackTarget
 from narrows.bench.kit.failures import ProcessFailed
 from narrows.bench.kit.processes import Processes, free_ports
 from narrows.bench.kit.site_keys import SiteKeys
@@ -38,7 +38,7 @@ class Scene:
 
 
 @dataclass
-class Window:
+class StageWindow:
     """Facts of one stretch of time."""
 
     seconds: float
@@ -57,7 +57,7 @@ class Stage:
 
     processes: Processes
     scene: Scene
-    target: Target
+    target: AttackTarget
     _folder: Path
     _attacker: str = ""
     _attackers: int = 0
@@ -84,7 +84,7 @@ class Stage:
             keys.write(name, address)
         own = keys.pairs[INSIDER]
         control = parse_address(address).port
-        target = Target(
+        target = AttackTarget(
             address, control + 1, control + 2, keys.server, own.public, own.secret,
             INSIDER, HONEST[0], scene.params,
         )  # fmt: skip
@@ -124,7 +124,7 @@ class Stage:
         counts = [json.loads(line)["attempts"] for line in lines if line.startswith('{"attempts"')]
         return int(counts[-1]), ""
 
-    def watch(self, seconds: float) -> Window:
+    def watch(self, seconds: float) -> StageWindow:
         """Watches the run for some time. Raises NarrowsError if a process of it has ended."""
         began, before = time.time(), self._sizes()
         rss = 0
@@ -136,7 +136,7 @@ class Stage:
         merges = [each for each in self._merges() if began <= each["time_s"] < ended]
         span_s = ended - began
         tokens = merges[-1]["run_tokens"] - merges[0]["run_tokens"] if merges else 0
-        return Window(
+        return StageWindow(
             span_s,
             len(merges) / span_s,
             rss,

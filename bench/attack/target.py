@@ -21,8 +21,8 @@ Socket = zmq.Socket[bytes]
 
 
 @dataclass(frozen=True)
-class Target:
-    """What an attacker knows: addresses, the broker's public key, and its own key."""
+class AttackTarget:
+    """Knowledge of an attacker: addresses, the broker's public key, and its own key."""
 
     broker: str
     uplink_port: int
@@ -40,7 +40,7 @@ class Target:
     """Parameters of the run's model."""
 
     @classmethod
-    def read(cls, path: Path) -> Target:
+    def read(cls, path: Path) -> AttackTarget:
         """The target in a file that `write` made."""
         return cls(**json.loads(path.read_text()))
 

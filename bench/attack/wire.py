@@ -41,7 +41,7 @@ class AttackRow:
     """Growth of log and journal, less what the versions of that time account for."""
     run_tokens_per_s_ratio: float
     breach: str
-    """What the attacker could do and should not; "": nothing."""
+    """A deed of the attacker that should not be possible; empty: there was none."""
 
     @property
     def holds(self) -> bool:
