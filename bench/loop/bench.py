@@ -62,7 +62,7 @@ class LoopResult:
 
 
 def run_loop_bench(
-    *, learners: int, params: int, seconds: float, keys: bool, json_file: Path | None
+    *, learners: int, params: int, seconds: float, json_file: Path | None, keys: bool = False
 ) -> None:
     """Runs broker and learners as processes, prints, and writes the requested files."""
     with work_folder(None, "loop") as folder, Processes(folder) as processes:
