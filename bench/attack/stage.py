@@ -106,7 +106,7 @@ class Stage:
             "nice", "-n", "10", sys.executable, "-m", "narrows.bench.attack.attacker",
             name, str(self._folder / "target.json"),
         )  # fmt: skip
-        deadline = time.monotonic() + END_S
+        deadline = time.monotonic() + JOIN_S
         while "attempts" not in self.processes.log(self._attacker):
             self.processes.check(self._attacker)
             if time.monotonic() > deadline:
