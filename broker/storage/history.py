@@ -223,18 +223,22 @@ def merge_again(
             ) from error  # fmt: skip
         if published != head.digests[2] and not differs:
             differs = f"record {number}, version {head.version} of fragment {head.fragment}"
-    return MergedAgain(model, rounds, differs, _left_out(names, changes.without))
+    return MergedAgain(model, rounds, differs, _left_out(names, changes.without, oldest))
 
 
-def _left_out(contributions: Mapping[str, int], without: Sequence[str]) -> dict[str, int]:
+def _left_out(
+    contributions: Mapping[str, int], without: Sequence[str], oldest: CheckpointContent
+) -> dict[str, int]:
     """How many contributions were left out. Raises ConfigError for a name that has none."""
+    begins_at = sum(state.version for state in oldest.fragments)
     for name in without:
         if not contributions.get(name):
             known = ", ".join(sorted(contributions)[:NAMES_SHOWN_MAX]) or "nobody"
+            older = f" Contributions up to version {begins_at}, the oldest checkpoint, stay in it"
             raise ConfigError(
                 f"--without {name}: no contribution of that learner is in the journal",
                 expected=f"one of {known}", got=name,
-                remedy="`narrows journal show` prints the names",
+                remedy="`narrows journal show` prints the names." + (older if begins_at else ""),
             )  # fmt: skip
     return {name: contributions[name] for name in without}
 
