@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 import msgspec
 import xxhash
@@ -31,6 +29,7 @@ from narrows.broker.storage.replay import (
 )
 from narrows.broker.storage.seal import SealKey
 from narrows.broker.storage.sealed import DirectorySeal, is_sealed
+from narrows.broker.storage.without import left_out, left_over
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 from narrows.proto.fragments import build_table
 from narrows.proto.units import counted
@@ -38,8 +37,6 @@ from narrows.proto.units import counted
 RULES = {"mean": "mean", "rda": "layout"}
 """The merge rule for each value of `--merge`."""
 
-NAMES_SHOWN_MAX = 20
-"""Names that an error lists."""
 
 SEGMENT_BYTES = 1 << 20
 """A size that `Journal.open` asks for. No segment is written here."""
@@ -182,10 +179,6 @@ def memory_digest(model: GlobalModel) -> str:
     return hasher.hexdigest()
 
 
-Payloads: TypeAlias = list[tuple[int, int, bytes]]
-"""Offset, elements and payload of a vector's chunks."""
-
-
 @dataclass(frozen=True)
 class MergedAgain:
     """A history under other rules."""
@@ -223,24 +216,7 @@ def merge_again(
             ) from error  # fmt: skip
         if published != head.digests[2] and not differs:
             differs = f"record {number}, version {head.version} of fragment {head.fragment}"
-    return MergedAgain(model, rounds, differs, _left_out(names, changes.without, oldest))
-
-
-def _left_out(
-    contributions: Mapping[str, int], without: Sequence[str], oldest: CheckpointContent
-) -> dict[str, int]:
-    """How many contributions were left out. Raises ConfigError for a name that has none."""
-    begins_at = sum(state.version for state in oldest.fragments)
-    for name in without:
-        if not contributions.get(name):
-            known = ", ".join(sorted(contributions)[:NAMES_SHOWN_MAX]) or "nobody"
-            older = f" Contributions up to version {begins_at}, the oldest checkpoint, stay in it"
-            raise ConfigError(
-                f"--without {name}: no contribution of that learner is in the journal",
-                expected=f"one of {known}", got=name,
-                remedy="`narrows journal show` prints the names." + (older if begins_at else ""),
-            )  # fmt: skip
-    return {name: contributions[name] for name in without}
+    return MergedAgain(model, rounds, differs, left_out(names, changes.without, oldest))
 
 
 def _merge_again(
@@ -275,27 +251,6 @@ def _merge_again(
     state = remembered(before, outcome.state, processes_of(head), merged)
     model.install(replace(outcome, state=state))
     return outcome.state.digest
-
-
-def left_over(
-    head: RoundRecord, vectors: list[Payloads], without: Sequence[str]
-) -> tuple[RoundRecord, list[Payloads]]:
-    """A round and its payloads without the contributions of some learners.
-
-    The others' weights keep their proportions and sum to 1.
-    """
-    kept = [i for i, who in enumerate(head.contributors) if who.learner not in without]
-    if len(kept) == len(head.contributors):
-        return head, vectors
-    total = math.fsum(head.contributors[i].weight for i in kept)
-    weights = [head.contributors[i].weight / total if total else 1 / len(kept) for i in kept]
-    contributors = tuple(
-        msgspec.structs.replace(head.contributors[i], weight=weight)
-        for i, weight in zip(kept, weights, strict=True)
-    )
-    contributions = tuple(head.contributions[i] for i in kept)
-    changed = msgspec.structs.replace(head, contributors=contributors, contributions=contributions)
-    return changed, [vectors[0], *(vectors[1 + i] for i in kept)]
 
 
 def _forgetting(state: FragmentState, names: Sequence[str]) -> FragmentState:
