@@ -30,9 +30,13 @@ SOCKET_TYPES: Final[dict[Port, bytes]] = {
     "control": b"DEALER", "uplink": b"XPUB", "downlink": b"SUB",
 }  # fmt: skip
 GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL".ljust(55, b"\0")
+CURVE: Final = GREETING.replace(b"NULL\0", b"CURVE")
 NAMES: Final = 20
 """Names under which the sessions join. Strangers with many names are the business of other
 tests."""
+
+CURVE_COMMANDS: Final = (b"\5HELLO\1\0", 200), (b"\x08INITIATE", 257), (b"\7MESSAGE", 33)
+"""Names of the commands, and the bytes of each."""
 
 ENDLESS_BYTES: Final = 300_000
 """Bytes after which an endless message is given up."""
@@ -40,7 +44,7 @@ ENDLESS_BYTES: Final = 300_000
 
 @dataclass(frozen=True)
 class Connection:
-    """The bytes for one connection, and its port."""
+    """A whole connection: its port, and all that is said."""
 
     port: Port
     data: bytes
@@ -49,14 +53,16 @@ class Connection:
 
     @property
     def is_greeting(self) -> bool:
-        return self.data.startswith(GREETING)
+        return self.data.startswith((GREETING, CURVE))
 
 
-def connection(seed: int, honest: Peer) -> Connection:
-    """The connection of that number; `honest` tells what a member of the run would say."""
+def connection(seed: int, honest: Peer, *, keys: bool = False) -> Connection:
+    """The connection of that number; `honest` tells what a member of the run would say. A broker
+    with keys gets the commands of CURVE as well."""
     random = Random(seed)
     port = random.choice(PORTS)
-    make = random.choice((_noise, _greeting, _command, _session, _session, _session, _endless))
+    usual = (_noise, _greeting, _command, _session, _session, _session, _endless)
+    make = random.choice((*usual, _curve, _curve, _curve) if keys else usual)
     return Connection(port, make(random, port, honest))
 
 
@@ -75,16 +81,34 @@ def _command(random: Random, port: Port, honest: Peer) -> bytes:
     return GREETING + _blind(handshake(port)[64:], random) + random.randbytes(20)
 
 
+def _curve(random: Random, port: Port, honest: Peer) -> bytes:
+    """The commands of CURVE in any order, nearly of the right length, with nothing proved."""
+    said = CURVE
+    for _ in range(random.randrange(1, 4)):
+        name, size = random.choice(CURVE_COMMANDS)
+        body = name + bytes(72 * random.randrange(2)) + random.randbytes(size)
+        said += frame(body[: size + random.choice((0, 0, 0, -1, 9))], command=True)
+    return said if random.random() < 0.7 else _blind(said, random)
+
+
 # Behind it.
 
 
-def _session(random: Random, port: Port, honest: Peer) -> bytes:
-    talk: dict[Port, Callable[[Random, Peer], bytes]] = {
-        "control": _control, "uplink": _uplink, "downlink": _downlink,
+def messages(random: Random, port: Port, honest: Peer) -> list[list[bytes]]:
+    """Some messages for one connection, part by part."""
+    talk: dict[Port, Callable[[Random, Peer], list[bytes]]] = {
+        "control": _control, "uplink": _uplink, "downlink": _subscription,
     }  # fmt: skip
-    said = handshake(port) + b"".join(
-        talk[port](random, honest) for _ in range(random.randrange(9))
-    )
+    return [talk[port](random, honest) for _ in range(random.randrange(9))]
+
+
+def _session(random: Random, port: Port, honest: Peer) -> bytes:
+    said = handshake(port)
+    for parts in messages(random, port, honest):
+        if port == "downlink" and random.random() < 0.3:
+            said += _new_subscription(random, parts[0][1:])
+        else:
+            said += b"".join(frame(p, more=i < len(parts) - 1) for i, p in enumerate(parts))
     return said if random.random() < 0.7 else _blind(said, random)
 
 
@@ -97,7 +121,7 @@ def _endless(random: Random, port: Port, honest: Peer) -> bytes:
     return handshake(port) + part * (ENDLESS_BYTES // len(part))
 
 
-def _control(random: Random, honest: Peer) -> bytes:
+def _control(random: Random, honest: Peer) -> list[bytes]:
     message = _message(random, honest)
     body = encode_control(message)[ENVELOPE_BYTES:]
     if random.random() < 0.6:
@@ -105,11 +129,11 @@ def _control(random: Random, honest: Peer) -> bytes:
     whole = sealed(body)
     if random.random() < 0.1:
         whole = _blind(whole, random)
-    return frame(whole, more=random.random() < 0.05)
+    return [whole] * random.choice((1,) * 19 + (2,))
 
 
 def _message(random: Random, honest: Peer) -> msg.ControlMessage:
-    """A message that a member might send; its first Hello joins."""
+    """One of the messages of a member; on its first Hello it joins."""
     number, name = random.randrange(4), f"fuzz-{random.randrange(NAMES)}"
     hello = honest.hello(name=name, incarnation=_incarnation(random))
     return random.choice((
@@ -121,7 +145,7 @@ def _message(random: Random, honest: Peer) -> msg.ControlMessage:
     ))  # fmt: skip
 
 
-def _uplink(random: Random, honest: Peer) -> bytes:
+def _uplink(random: Random, honest: Peer) -> list[bytes]:
     payload = random.randbytes(random.choice((0, 7, 60)))
     assert honest.welcome is not None
     header = msg.Header(
@@ -133,22 +157,22 @@ def _uplink(random: Random, honest: Peer) -> bytes:
     body = encode_header(header)[ENVELOPE_BYTES:]
     if random.random() < 0.5:
         body = altered_msgpack(body, random) or body
-    parts = [b"u", sealed(body), payload][: random.choice((1, 2, 3, 3, 3))]
-    return b"".join(frame(part, more=i < len(parts) - 1) for i, part in enumerate(parts))
+    return [b"u", sealed(body), payload][: random.choice((1, 2, 3, 3, 3))]
 
 
-def _downlink(random: Random, honest: Peer) -> bytes:
+def _subscription(random: Random, honest: Peer) -> list[bytes]:
     topic = random.choice((
         b"", random.randbytes(random.choice((1, 100, 300))),
         downlink_topic(honest.name, honest.incarnation, random.randrange(2)),
         downlink_topic(f"fuzz-{random.randrange(NAMES)}", _incarnation(random), 0),
     ))  # fmt: skip
-    if random.random() < 0.3:  # As ZMTP 3.1 has it, not with a byte in front.
-        name = random.choice(
-            (b"\x09SUBSCRIBE", b"\6CANCEL", b"\4PING\0\1", b"\4PONG", b"\5ERROR\1")
-        )
-        return frame(name + topic, command=True)
-    return frame(random.choice((b"\1", b"\0", b"\1", b"\2", b"")) + topic)
+    return [random.choice((b"\1", b"\0", b"\1", b"\2", b"")) + topic]
+
+
+def _new_subscription(random: Random, topic: bytes) -> bytes:
+    """As ZMTP 3.1 has it, with a command."""
+    names = (b"\x09SUBSCRIBE", b"\6CANCEL", b"\4PING\0\1", b"\4PONG", b"\5ERROR\1")
+    return frame(random.choice(names) + topic, command=True)
 
 
 def _incarnation(random: Random) -> str:
@@ -156,7 +180,7 @@ def _incarnation(random: Random) -> str:
 
 
 def handshake(port: Port) -> bytes:
-    """The greeting and READY of a socket of the right type."""
+    """The greeting and the command with which a socket of the right type begins."""
     kind = SOCKET_TYPES[port]
     ready = b"\5READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
     return GREETING + frame(ready, command=True)
