@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cyclopts
 
-from narrows.bench.attack.command import attack
+from narrows.bench.attack.command import bench_attack
 from narrows.bench.bandwidth.command import bench_bandwidth
 from narrows.bench.chaos.command import bench_chaos
 from narrows.bench.codec.command import bench_codec
@@ -29,6 +29,6 @@ bench.command(bench_goodput, name="goodput")
 bench.command(bench_chaos, name="chaos")
 bench.command(bench_wan, name="wan")
 bench.command(bench_peers, name="peers")
-bench.command(attack)
+bench.command(bench_attack)
 bench.command(bench_report, name="report")
 bench.command(bench_all, name="all")

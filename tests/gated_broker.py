@@ -22,7 +22,8 @@ class GatedBroker(SimulatedBroker):
     def arm(self) -> None:
         if not hasattr(self, "turnstile"):
             self.turnstile = Turnstile(self.syncer.state, self._refuse, self._complain)
-            self.downlink._queued_state = self.turnstile.queued_state  # pyright: ignore[reportPrivateUsage]
+            queued = self.turnstile.queued_state
+            self.downlink._queued_state = queued  # pyright: ignore[reportPrivateUsage]
             self.holders: dict[bytes, KeyHolder] = {}
         super().arm()
 

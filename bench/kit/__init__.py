@@ -16,6 +16,7 @@ DOOR = (
     "proxy",
     "rows",
     "runner",
+    "site_keys",
     "stats",
     "torch_needed",
 )

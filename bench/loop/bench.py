@@ -16,12 +16,14 @@ import numpy as np
 
 from narrows.bench.kit import machine
 from narrows.bench.kit.processes import Processes, work_folder
+from narrows.bench.kit.site_keys import SiteKeys
 from narrows.broker.cli.status import ask_status
 from narrows.broker.cli.tables import Facts, show, terminal
 from narrows.learner.transport import Client, ClientOptions
 from narrows.proto.codec import F32
 from narrows.proto.errors import BrokerUnreachable
 from narrows.proto.fragments import Fragment
+from narrows.proto.keys import SiteKey, read_site_key
 from narrows.proto.messages import LayoutEntry
 
 TENSORS: Final = 16
@@ -29,6 +31,9 @@ WIDTH: Final = 1024
 FRAGMENTS: Final = 4
 STEP_S: Final = 0.002
 """Length of an inner step, which does nothing: only the exchange should take time."""
+
+OPERATOR: Final = "bench"
+"""Name of the key with which the bench reads the status."""
 
 TOKENS_PER_STEP: Final = 1000
 DRIFT: Final = np.float32(1e-3)
@@ -56,10 +61,12 @@ class LoopResult:
     learner_gbit_per_core_s: float
 
 
-def run_loop_bench(*, learners: int, params: int, seconds: float, json_file: Path | None) -> None:
+def run_loop_bench(
+    *, learners: int, params: int, seconds: float, json_file: Path | None, keys: bool = False
+) -> None:
     """Runs broker and learners as processes, prints, and writes the requested files."""
     with work_folder(None, "loop") as folder, Processes(folder) as processes:
-        result = _measured(processes, learners, params, seconds)
+        result = _measured(processes, learners, params, seconds, keys=keys)
     show(terminal(), facts(result))
     machine.write_result(json_file, "loop", asdict(result))
 
@@ -72,7 +79,12 @@ def facts(result: LoopResult) -> Facts:
     return shown
 
 
-def _measured(processes: Processes, learners: int, params: int, seconds: float) -> LoopResult:
+def _measured(
+    processes: Processes, learners: int, params: int, seconds: float, *, keys: bool
+) -> LoopResult:
+    names = [f"learner-{index}" for index in range(learners)]
+    made = SiteKeys.make(processes.folder / "keys", (*names, OPERATOR)) if keys else None
+    secure = ("--keys", str(made.directory), "--founder", names[0]) if made else ()
     address = processes.start_broker(
         "--listen", "tcp://127.0.0.1:0",
         "--state-dir", str(processes.folder / "state"),
@@ -81,28 +93,25 @@ def _measured(processes: Processes, learners: int, params: int, seconds: float) 
         "--set", f"fragments.count={FRAGMENTS}",
         "--set", "fragments.sync_period_steps=4",
         "--set", "broker.checkpoint_versions=1000000",
+        *secure,
     )  # fmt: skip
-    names = [f"learner-{index}" for index in range(learners)]
+    own = read_site_key(made.write(OPERATOR, address)) if made else None
     for name in names:
+        key_file = str(made.write(name, address)) if made else ""
         summary = str(processes.folder / f"{name}.json")
         processes.start(
-            name,
-            address,
-            name,
-            str(params),
-            str(seconds),
-            summary,
+            name, address, name, str(params), str(seconds), summary, key_file,
             module="narrows.bench.loop.bench",
-        )
+        )  # fmt: skip
     # Only once all have joined: founding and joining move whole states.
     for name in names:
         _wait_for(processes.folder / f"{name}.joined", processes, name)
-    before, before_s = ask_status(address, timeout_s=10), time.monotonic()
+    before, before_s = ask_status(address, timeout_s=10, key=own), time.monotonic()
     broker_before_s = cpu_s_of(processes.running["broker"].pid)
     for name in names:
         processes.wait(name, seconds + 120)
     processes.check(*names)
-    status = ask_status(address, timeout_s=10)
+    status = ask_status(address, timeout_s=10, key=own)
     span_s = time.monotonic() - before_s
     broker_s = cpu_s_of(processes.running["broker"].pid) - broker_before_s
     summaries = [json.loads((processes.folder / f"{name}.json").read_text()) for name in names]
@@ -175,11 +184,20 @@ def layout_of(params: int) -> tuple[LayoutEntry, ...]:
     return tuple(LayoutEntry(f"t{i}", shape, "float32", "rda") for i in range(TENSORS))
 
 
-def work(address: str, name: str, params: int, seconds: float, summary: Path) -> None:
+def work(
+    address: str, name: str, params: int, seconds: float, summary: Path, key: SiteKey | None
+) -> None:
     """One learner: steps that do nothing, until the time is over or the broker is gone."""
     layout = layout_of(params)
     learner = Client(
-        ClientOptions(broker=address, name=name, layout=layout, frozen_digest=0, host=Drift(layout))
+        ClientOptions(
+            broker=address,
+            name=name,
+            layout=layout,
+            frozen_digest=0,
+            host=Drift(layout),
+            key=key,
+        )
     )
     try:
         learner.start()
@@ -199,4 +217,5 @@ def work(address: str, name: str, params: int, seconds: float, summary: Path) ->
 
 
 if __name__ == "__main__":
-    work(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), Path(sys.argv[5]))
+    own_key = read_site_key(Path(sys.argv[6])) if sys.argv[6] else None
+    work(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), Path(sys.argv[5]), own_key)

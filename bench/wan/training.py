@@ -21,6 +21,7 @@ from narrows.bench.kit import machine
 from narrows.bench.kit.cells import Row, outcome, run_missing
 from narrows.bench.kit.failures import ProcessFailed
 from narrows.bench.kit.lab import Lab, check_able, congestion_control
+from narrows.bench.kit.site_keys import SiteKeys
 from narrows.bench.wan.run import PORT, ShapedLine, SiteProcesses, line
 from narrows.broker.cli.tables import Table, show, terminal
 from narrows.learner.reference.gpt import preset
@@ -127,15 +128,17 @@ def _ratios(row: Row, by_line: Mapping[tuple[str, float], Row]) -> Row:
 
 
 def _run_narrows(cell: TrainingCell, at: ShapedLine) -> list[dict[str, Any]]:
+    keys = SiteKeys.make(at.hub.folder / "keys", [site.name for site, _ in at.learners])
     broker = at.hub.start_broker(
-        "--listen", f"tcp://{at.lab.hub.address}:{PORT}", "--insecure",
+        "--listen", f"tcp://{at.lab.hub.address}:{PORT}", "--keys", str(keys.directory),
+        "--founder", at.learners[0][0].name,
         "--state-dir", str(at.hub.folder / "state"),
         "--set", f"run.learners_at_start={LEARNERS}",
         "--set", f"run.tokens_per_run_step={TOKENS_PER_STEP * LEARNERS}",
     )  # fmt: skip
     for site, processes in at.learners:
         processes.start(
-            site.name, "learner", "--broker", broker, "--name", site.name,
+            site.name, "learner", "--key", str(keys.write(site.name, broker)),
             "--preset", cell.model, "--batch", str(cell.batch),
             "--json", str(processes.folder / f"{site.name}.json"),
         )  # fmt: skip

@@ -29,6 +29,7 @@ from narrows.proto.keys.ring import (
     new_ring,
     read_ring,
     ring_path,
+    write_ring,
 )
 from narrows.proto.keys.site_key import (
     SERVERS_MAX,
@@ -69,5 +70,6 @@ __all__ = [
     "read_site_key",
     "ring_path",
     "write_broker_key",
+    "write_ring",
     "write_site_key",
 ]

@@ -346,6 +346,11 @@ def test_a_message_that_never_ends_takes_bounded_memory(tmp_path: Path) -> None:
     with live_broker(broker_config(tmp_path)) as service:
         before, most, sent = _resident_bytes(), 0, 0
         port, connections = service.wires.uplink_port, service.wires.connections
+
+        def wait_for_a_scan() -> None:
+            seen = connections.scan_at
+            wait_until(lambda: connections.scan_at != seen, "a scan")
+
         with socket.create_connection(("127.0.0.1", port)) as endless:
             endless.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
             while True:
@@ -358,8 +363,7 @@ def test_a_message_that_never_ends_takes_bounded_memory(tmp_path: Path) -> None:
                 if sent % (8 * len(part)) == 0:
                     # A busy machine may keep the broker from scanning for as long as it likes, and
                     # this line is as fast as memory: so the sender waits for the scans.
-                    seen = connections.scan_at
-                    wait_until(lambda seen=seen: connections.scan_at != seen, "a scan")
+                    wait_for_a_scan()
         assert sent > UPLINK_HELD_MAX
         assert most < 4 * UPLINK_HELD_MAX
         with Peer(service.wires.address, "a") as a:

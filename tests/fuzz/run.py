@@ -81,6 +81,8 @@ def fuzz(name: str, seconds: float) -> Figures:
     folder, figures = FOLDER / name, Figures()
     for part in ("grown", "seeds", "crashes"):
         (folder / part).mkdir(parents=True, exist_ok=True)
+    for old in (folder / "crashes").iterdir():
+        old.unlink()
     write(folder / "seeds", [*load(name).seeds(), *examples(name, 300)])
     started = time.monotonic()
     said = drive(name, folder, seconds)

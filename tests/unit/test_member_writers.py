@@ -47,8 +47,8 @@ def targets(tree: ast.AST) -> Iterator[ast.expr]:
                 yield ast.Attribute(value, attr)
             case ast.Call(func=ast.Name("setattr" | "delattr"), args=[owner, name, *_]):
                 # A name that is not spelt out might be any.
-                attr = str(name.value) if isinstance(name, ast.Constant) else "*"
-                yield ast.Attribute(owner, attr)
+                spelt = str(name.value) if isinstance(name, ast.Constant) else "*"
+                yield ast.Attribute(owner, spelt)
             case _:
                 pass
 
