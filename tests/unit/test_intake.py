@@ -365,12 +365,12 @@ def test_a_learner_that_became_slower_is_waited_for_again() -> None:
     merged_of_b = 0
     for push_id in range(1, 30):
         fragment, slow = desk.round.fragment, push_id > 8
-        desk.contribute("a", fragment, push_id)
+        desk.contribute("a", fragment, push_id, desk.steps("a", fragment))
         for _ in range(8 if slow else 2):
             for name in "ab":
                 desk.say(name, msg.Alive(0), after_s=0.25)
         if any(r.fragment == fragment and not r.merging for r in desk.state.rounds.values()):
-            desk.contribute("b", fragment, push_id)
+            desk.contribute("b", fragment, push_id, desk.steps("b", fragment))
             merged_of_b += slow
         merged(desk, fragment)
         while not desk.state.open_rounds():
