@@ -83,12 +83,6 @@ TARGETS = {
         ("tests/e2e/test_oracles.py", "tests/e2e/test_journal.py"),
         ("tests/unit/test_merge.py", "tests/golden/test_merge.py"),
     ),
-    "sums": Target(
-        "broker/merging/sums.py",
-        (*_unit("merge"), "tests/golden/test_merge.py", "tests/property/test_merge.py"),
-        ("tests/e2e/test_oracles.py", "tests/e2e/test_journal.py"),
-        ("tests/unit/test_merge.py", "tests/golden/test_merge.py"),
-    ),
     "session": Target(
         "learner/session/machine.py",
         (*_unit("session", "fragment_session", "bad_messages"), *DECISIONS),
