@@ -12,18 +12,16 @@ from typing import Final
 from narrows.bench.loop.bench import Drift, layout_of
 from narrows.learner.transport import Client, ClientOptions
 from narrows.proto.codec import warm_up
-from narrows.proto.keys import read_site_key
+from narrows.proto.keys import SiteKey, read_site_key
 
 TOKENS_PER_STEP: Final = 1000
 FINISH_S: Final = 5.0
 
 
-def learn(key_file: Path, params: int, step_s: float, joined: Path) -> None:
-    """Steps until SIGTERM; `joined` appears when the learner holds version 0."""
-    asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    key, layout = read_site_key(key_file), layout_of(params)
-    learner = Client(
+def keyed_client(key: SiteKey, params: int) -> Client:
+    """A learner without a model to train; its parameters drift."""
+    layout = layout_of(params)
+    return Client(
         ClientOptions(
             broker=key.broker,
             name=key.name,
@@ -33,6 +31,13 @@ def learn(key_file: Path, params: int, step_s: float, joined: Path) -> None:
             key=key,
         )
     )
+
+
+def learn(key_file: Path, params: int, step_s: float, joined: Path) -> None:
+    """Steps until SIGTERM; `joined` appears when the learner holds version 0."""
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    learner = keyed_client(read_site_key(key_file), params)
     learner.start()
     joined.touch()
     while not asked:

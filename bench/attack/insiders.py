@@ -12,11 +12,10 @@ from typing import Final
 
 import zmq
 
+from narrows.bench.attack.honest import keyed_client
 from narrows.bench.attack.insider import Insider
 from narrows.bench.attack.raw_curve import RawCurve
 from narrows.bench.attack.target import AttackTarget, Socket
-from narrows.bench.loop.bench import Drift, layout_of
-from narrows.learner.transport import Client, ClientOptions
 from narrows.proto import messages as msg
 from narrows.proto.frames import downlink_topic, encode_control
 from narrows.proto.keys import SiteKey
@@ -221,18 +220,8 @@ def wild_reports(target: AttackTarget) -> Iterator[int]:
 
 def wild_pushes(target: AttackTarget) -> Iterator[int]:
     """Trains like an honest learner, and declares the most tokens that a push can carry."""
-    layout = layout_of(target.params)
     key = SiteKey(target.name, target.pair, target.broker, (target.server,))
-    learner = Client(
-        ClientOptions(
-            broker=key.broker,
-            name=key.name,
-            layout=layout,
-            frozen_digest=0,
-            host=Drift(layout),
-            key=key,
-        )
-    )
+    learner = keyed_client(key, target.params)
     learner.start()
     while True:
         time.sleep(0.05)
