@@ -56,7 +56,8 @@ def run_demo(options: DemoOptions) -> None:
             check_ended(processes, story, *options.names, "broker", "alone")
         results = demo_results.collect(options, story, folder)
         if options.baselines:
-            console.print("Training data parallel at equal tokens ...")
+            steps = f"{results['learner_steps']:,} steps, as many as a learner made"
+            console.print(f"Training data parallel for {steps} ...")
             results |= demo_results.data_parallel(options, results, say=console.print)
         machine.write_result(options.json, "demo", results)
         demo_results.show(console, results)

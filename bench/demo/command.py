@@ -28,7 +28,7 @@ def demo(
     steps
         Inner steps per learner; 0: the default, about three minutes on two cores.
     baselines
-        Also train with plain data parallelism at equal tokens (takes a few minutes more).
+        Also train with plain data parallelism, as many steps (takes a few minutes more).
     keep
         Folder for logs, events and the final model (default: a temporary one).
     json
