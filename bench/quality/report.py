@@ -44,6 +44,8 @@ def reported(cell: QualityCell, runs: Sequence[Row], reference: Sequence[Row]) -
         "seeds": [run["seed"] for run in runs],
         "contributors_mean": mean("contributors_mean"),
         "virtual_s": mean("virtual_s"),
+        # In rows of before this figure the goal counted what was trained.
+        "learner_steps": fmean(run.get("learner_steps", run["steps"]) for run in runs),
     }
 
 
@@ -61,7 +63,7 @@ def table(group: str, rows: Sequence[Row]) -> Table:
     """The rows of a group."""
     shown = Table(
         ("cell", "model", "learners", "bits up", "bits down", "test loss", "over data parallel",
-         "learners per merge", "virtual s"),
+         "learners per merge", "steps made"),
         keys=2,
         title=f"{group}: {question(group)}" if group in KNOWN else group,
     )  # fmt: skip
@@ -72,7 +74,7 @@ def table(group: str, rows: Sequence[Row]) -> Table:
             interval = row["ci_low_percent"], row["ci_high_percent"]
             excess = Paired(row["excess_percent"], *interval, len(row["seeds"]))
             contributors = f"{row['contributors_mean']:.2f}"
-            what_it_took = (str(excess), contributors, f"{row['virtual_s']:.0f}")
+            what_it_took = (str(excess), contributors, f"{row['learner_steps']:.0f}")
         shown.add(
             row["cell"], row["model"], str(row["learners"]), f"{row['up_bits_per_param']:.2f}",
             f"{row['down_bits_per_param']:.2f}", f"{row['loss']:.4f}", *what_it_took,

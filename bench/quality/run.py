@@ -114,6 +114,9 @@ class QualityResult:
     contributors_mean: float = 0.0
     """Learners per merge."""
     merges: int = 0
+    learner_steps: float = 0.0
+    """Inner steps of all learners by their number. The goal counts merged tokens, so that a
+    decoupled run makes more than `steps`."""
     virtual_s: float = 0.0
     """Length of the run on the virtual clock."""
     wall_s: float = 0.0
@@ -183,6 +186,7 @@ def _decoupled(cell: QualityCell, seed: int) -> QualityResult:
         down_bits_per_param=shelf.down_bits / shelf.down_elements,
         contributors_mean=sum(len(merge.contributors) for merge in merges) / len(merges),
         merges=len(merges),
+        learner_steps=shelf.steps / cell.learners,
         virtual_s=run.clock.now,
         curve=probe.curve,
     )
@@ -225,7 +229,7 @@ def _data_parallel(cell: QualityCell, seed: int) -> QualityResult:
             optimizer.zero_grad()
         if (step + 1) % max(1, cell.steps // CURVE_POINTS) == 0:
             probe.append((step + 1.0, _curve_loss(model)))
-    return QualityResult(losses_of(model), curve=probe)
+    return QualityResult(losses_of(model), learner_steps=cell.steps, curve=probe)
 
 
 def adamw(model: GPT, peak: float) -> list[torch.optim.Optimizer]:

@@ -91,6 +91,8 @@ class Shelf:
     down_bits: int = 0
     down_elements: int = 0
     """Payload of all publications, once."""
+    steps: int = 0
+    """Inner steps of all learners."""
 
 
 class TrainedLearner(SimulatedLearner):
@@ -137,6 +139,7 @@ class TrainedLearner(SimulatedLearner):
             set_learning_rate(optimizer, rate)
             optimizer.step()  # pyright: ignore[reportUnknownMemberType]
             optimizer.zero_grad()
+        self.shelf.steps += 1
         super()._step()
 
     def _progress(self) -> float:

@@ -48,7 +48,7 @@ ROW_KEYS = {
     "cell", "group", "model", "inner", "learners", "steps", "mode",
     "up_bits_per_param", "down_bits_per_param", "loss", "loss_data_parallel",
     "excess_percent", "ci_low_percent", "ci_high_percent", "seeds",
-    "contributors_mean", "virtual_s",
+    "contributors_mean", "virtual_s", "learner_steps",
 }  # fmt: skip
 
 
