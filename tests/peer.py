@@ -51,6 +51,8 @@ class Peer:
         self.incarnation = secrets.token_hex(16)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.setsockopt(zmq.LINGER, 0)
+        # A socket whose key was refused takes no message, for ever.
+        self._context.setsockopt(zmq.SNDTIMEO, int(HANG_S * 1000))
         self.control = self.make(zmq.DEALER)
         self.control.connect(address)
         self.welcome: msg.Welcome | None = None

@@ -103,7 +103,7 @@ def learner_steps(summaries: list[Results], options: DemoOptions, story: DemoSto
 
     They are more than the goal asks for: the run counts the tokens that were merged.
     """
-    lived = [
+    lived: list[int] = [
         summary["steps"]
         for name, summary in zip(options.names, summaries, strict=True)
         if story.killed_at is None or name != story.victim

@@ -45,7 +45,9 @@ def reported(cell: QualityCell, runs: Sequence[Row], reference: Sequence[Row]) -
         "contributors_mean": mean("contributors_mean"),
         "virtual_s": mean("virtual_s"),
         # In rows of before this figure the goal counted what was trained.
-        "learner_steps": fmean(run.get("learner_steps", run["steps"]) for run in runs),
+        "learner_steps": fmean(
+            run["learner_steps"] if "learner_steps" in run else run["steps"] for run in runs
+        ),
     }
 
 

@@ -96,7 +96,10 @@ class _Question:
     def answer(self, question: bytes) -> ControlMessage:
         if self.shake_hands() is Handshake.KEY_REFUSED:
             raise self._error()
-        self._socket.send(question)
+        try:
+            self._socket.send(question, zmq.NOBLOCK)
+        except zmq.Again:  # The key was refused after all: such a socket takes no message.
+            raise self._error() from None
         left_s = max(0.0, self._deadline - time.monotonic())
         if not self._socket.poll(int(left_s * 1000)):
             raise self._error()

@@ -35,6 +35,9 @@ KNOWN_SAMPLES: Final = 8
 SECONDS_MIN: Final = 1e-3
 """Shortest time of a contribution, for rates."""
 
+TOLD_SHARE: Final = 0.5
+"""The operator hears of a learner of whose tokens less than this share counts."""
+
 RESTS_RATIO: Final = 2.0
 """Without a merge for so many usual distances the clock rests: learners must not overtake it."""
 
@@ -82,6 +85,8 @@ class _Account:
     first_tokens: int = 0
     """Tokens of the first minute from there on, as far as FIRST_TOKENS_PER_S_MAX allows them."""
     first_s: float = 0.0
+    is_told: bool = False
+    """The operator knows that most of its tokens do not count."""
 
     def claim(self, tokens: int, seconds: float, now: float) -> None:
         """Learns what a rate may be from an announcement."""
@@ -180,6 +185,22 @@ class RunClock:
             for claim, tokens in zip(claims, counted, strict=True):
                 self._accounts[claim.learner].counted.add(tokens, min(claim.seconds, age_s))
         return counted
+
+    def held_back(self, names: Collection[str]) -> dict[str, float]:
+        """Tokens per second claimed by those of these names of which most does not count.
+
+        Each is told once, and again after its tokens counted in full.
+        """
+        told: dict[str, float] = {}
+        for name in sorted(names):
+            account = self._accounts[name]
+            if len(account.counted.samples) < KNOWN_SAMPLES:
+                continue
+            share = account.counted.mean / max(account.claimed.mean, 1.0)
+            if share < TOLD_SHARE and not account.is_told:
+                told[name] = account.claimed.mean
+            account.is_told = share < (1.0 if account.is_told else TOLD_SHARE)
+        return told
 
     def _common_limit(self, names: Collection[str], now: float) -> float:
         """Tokens per second that any of these names may count; infinite for one without others.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from narrows.broker.merging import Contribution
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer import serving
-from narrows.broker.syncer.clock import Claim
+from narrows.broker.syncer.counting import count_tokens
 from narrows.broker.syncer.ending import Waiting
 from narrows.broker.syncer.member import Liveness, Member
 from narrows.broker.syncer.phases import RunPhase
@@ -267,23 +266,12 @@ class Scheduler:
         version = round_.base_version + 1
         assert len(round_.contributed) >= round_.quorum
         self._merge_started[round_.fragment, version] = now
-        contributions = self._counted(round_, now)
-        organisations = self.state.organisations
+        effects += count_tokens(self.state, round_, now)
+        contributions, organisations = round_.contributions(), self.state.organisations
         effects.append(
             ev.StartMerge(round_.fragment, version, contributions, decision.reason, organisations)
         )
         return effects
-
-    def _counted(self, round_: Round, now: float) -> tuple[Contribution, ...]:
-        """The contributions, each with the tokens of it that the run's clock counts."""
-        state, contributions = self.state, round_.contributions()
-        claims = [Claim(c.learner, c.tokens, round_.seconds[c.learner]) for c in contributions]
-        ready = {member.name for member in state.roster.ready()}
-        counted = state.clock.count(round_.fragment, claims, ready, now)
-        pairs = zip(contributions, counted, strict=True)
-        contributions = tuple(replace(each, counted=tokens) for each, tokens in pairs)
-        round_.contributed = {contribution.learner: contribution for contribution in contributions}
-        return contributions
 
     def _count_missed(self, round_: Round, now: float) -> list[ev.Effect]:
         """Counts the round as missed by the awaited; warns of one that keeps missing rounds."""

@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,20 @@ import zmq
 from peer import Peer
 from running import HANG_S, broker_config, live_broker, wait_until
 
+from narrows.broker.cli import asking
 from narrows.broker.process.connections import UPLINK_HELD_MAX
 from narrows.broker.process.gate import Gate
 from narrows.broker.process.service import Service
 from narrows.broker.process.sockets import BrokerSockets
 from narrows.proto import messages as msg
 from narrows.proto.errors import NarrowsError
-from narrows.proto.frames import downlink_topic
+from narrows.proto.frames import downlink_topic, encode_control
 from narrows.proto.key_holder import KeyHolder, KeyRole
 from narrows.proto.keys import (
+    Handshake,
     KeyPair,
     Keyring,
+    SiteKey,
     edit_ring,
     new_broker_key,
     new_pair,
@@ -124,12 +128,28 @@ def test_nobody_without_a_known_key_gets_a_message_through(site: Site) -> None:
         known.status()
         before = len(site.service.wires.connections)
         for peer in (null, lost, unknown):
-            peer.send(msg.AskStatus())
+            with suppress(zmq.Again):  # A socket that was refused already takes no message.
+                peer.control.send(encode_control(msg.AskStatus()), zmq.NOBLOCK)
         wait_until(lambda: site.gate.refused == 1, "the refusal of the unknown key")
         wait_until(lambda: len(site.service.wires.connections) <= before + 2, "its end")
         assert known.status().contributions_refused == {}
         for peer in (null, lost, unknown):
             assert not peer.control.poll(0)
+
+
+def test_a_question_whose_key_is_refused_at_last_ends(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = site.service.wires.address
+    key = SiteKey("stranger", new_pair(), address, (site.server,))
+    with asking._Question(address, key, HANG_S) as question:  # pyright: ignore[reportPrivateUsage]
+        socket = question._socket  # pyright: ignore[reportPrivateUsage]
+        assert question.shake_hands() is Handshake.KEY_REFUSED
+        wait_until(lambda: not socket.poll(0, zmq.POLLOUT), "the end of the socket's pipe")
+        # It was admitted, and refused when it dialled again.
+        monkeypatch.setattr(question, "shake_hands", lambda: Handshake.ADMITTED)
+        with pytest.raises(NarrowsError, match="stranger"):
+            question.answer(encode_control(msg.AskStatus()))
 
 
 def test_without_its_zap_server_the_broker_admits_nobody(site: Site, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from narrows.bench.sim.learner import LearnerSpec
 from narrows.bench.sim.simulation import Simulation
-from narrows.bench.sim.virtual import Faults
+from narrows.bench.sim.virtual import Faults, Noted
 from narrows.broker.config import load_config
 from narrows.broker.syncer import RunPhase, RunState
 from narrows.broker.syncer import events as ev
@@ -40,6 +40,8 @@ def test_a_minute_of_wild_claims(tokens: int, steps: int, monkeypatch: pytest.Mo
     # 200 tokens a second of each honest learner, four times as many of the other; and what was
     # under way.
     assert state(run).clock.run_tokens - before <= (200 + 200 + 800) * 70
+    told = [n.text for n in run.trace if isinstance(n, Noted) and "merge.tokens_per_s" in n.text]
+    assert [text.partition(" trains")[0].rpartition(" ")[2] for text in told] == ["insider"]
     assert usual_s / 4 <= state(run).step_s() <= 4 * usual_s
     assert state(run).phase is RunPhase.RUNNING
     run.kill_broker(2.0)

@@ -125,6 +125,25 @@ def test_a_first_claim_of_a_learner_alone_has_a_limit() -> None:
     assert merge(run, 1.0, {"a": WILD}) == [FIRST_TOKENS_PER_S_MAX]
 
 
+def test_one_of_whose_tokens_most_does_not_count_is_told_once() -> None:
+    run = clock("a", "fast")
+    told: list[dict[str, float]] = []
+
+    def go_on(at: int, seconds: int, fast: int) -> None:
+        for now in range(at + 10, at + seconds + 1, 10):
+            merge(run, float(now), {"a": 1000, "fast": fast})
+            told.append(run.held_back(["a", "fast"]))
+
+    go_on(0, 300, 4000)
+    assert not any(told), "four times the other one counts in full"
+    go_on(300, 300, 10000)
+    assert [names for each in told for names in each] == ["fast"]
+    go_on(600, 300, 4000)
+    told.clear()
+    go_on(900, 300, 10000)
+    assert [names for each in told for names in each] == ["fast"]
+
+
 def test_a_rejoin_resets_nothing() -> None:
     run = clock("a", "x")
     honest(run, 100, "a", "x")
