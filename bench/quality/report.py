@@ -44,11 +44,13 @@ def reported(cell: QualityCell, runs: Sequence[Row], reference: Sequence[Row]) -
         "seeds": [run["seed"] for run in runs],
         "contributors_mean": mean("contributors_mean"),
         "virtual_s": mean("virtual_s"),
-        # In rows of before this figure the goal counted what was trained.
-        "learner_steps": fmean(
-            run["learner_steps"] if "learner_steps" in run else run["steps"] for run in runs
-        ),
+        "learner_steps": fmean(map(_steps_made, runs)),
     }
+
+
+def _steps_made(row: Row) -> float:
+    """Steps of a learner. In rows that lack them the goal counted what was trained."""
+    return float(row["learner_steps"] if "learner_steps" in row else row["steps"])
 
 
 def rate_row(runs: Sequence[Row]) -> Row:
@@ -76,7 +78,7 @@ def table(group: str, rows: Sequence[Row]) -> Table:
             interval = row["ci_low_percent"], row["ci_high_percent"]
             excess = Paired(row["excess_percent"], *interval, len(row["seeds"]))
             contributors = f"{row['contributors_mean']:.2f}"
-            what_it_took = (str(excess), contributors, f"{row['learner_steps']:.0f}")
+            what_it_took = (str(excess), contributors, f"{_steps_made(row):.0f}")
         shown.add(
             row["cell"], row["model"], str(row["learners"]), f"{row['up_bits_per_param']:.2f}",
             f"{row['down_bits_per_param']:.2f}", f"{row['loss']:.4f}", *what_it_took,
