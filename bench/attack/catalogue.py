@@ -43,6 +43,8 @@ _INSIDERS: Final[Mapping[Run, float]] = {
     insiders.subscriptions: 0.80,
     insiders.heavy_control: 0.80,
     insiders.endless_multipart: 0.80,
+    insiders.many_parts: 0.80,
+    insiders.foreign_subscriptions: 0.80,
     insiders.joins: 0.80,
     insiders.connections: 0.80,
     insiders.names: 0.95,

@@ -21,7 +21,7 @@ def wire(
     *,
     attack: Annotated[list[str], Parameter(negative="")] | None = None,
     seconds: float = 60.0,
-    params: int = 1 << 18,
+    params: int = 1 << 16,
     step: str = "50ms",
     setting: Annotated[list[str], Parameter(name=["--set", "-s"], negative="")] | None = None,
     keep: Path | None = None,

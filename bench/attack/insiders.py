@@ -30,6 +30,7 @@ BATCH: Final = 50
 """Messages between two looks at the answers."""
 PART_BYTES: Final = 1 << 20
 CONTROL_PART_BYTES: Final = 60_000
+LINGER_MS: Final = 2000
 
 
 # Floods.
@@ -127,6 +128,42 @@ def endless_multipart(target: AttackTarget) -> Iterator[int]:
                     line.send(part, more=True)
                     yield 1
         time.sleep(0.01)
+
+
+def many_parts(target: AttackTarget) -> Iterator[int]:
+    """Finishes messages of a million empty parts, on every port."""
+    insider = Insider(target)
+    for number in count():
+        kind, port = ((zmq.DEALER, 0), (zmq.PUB, 1), (zmq.XSUB, 2))[number % 3]
+        line = target.connect(insider.context, kind, target.ports[port])
+        if line.poll(2000, zmq.POLLOUT):
+            for _ in range(1_000_000):
+                line.send(b"", zmq.SNDMORE)
+            line.send(b"")
+            yield 1
+        line.close(LINGER_MS)
+
+
+def foreign_subscriptions(target: AttackTarget) -> Iterator[int]:
+    """Sends messages of a subscriber between its subscriptions, to get those of others."""
+    insider = Insider(target)
+    lines = [target.connect(insider.context, zmq.XSUB, target.downlink_port) for _ in range(4)]
+    for number in count(1):
+        with suppress(zmq.Again):
+            lines[number % 2].send_multipart([b"x"] * 1200, zmq.NOBLOCK)
+        for line in lines[2:]:
+            topic = downlink_topic(target.name, secrets.token_hex(16), 0)
+            with suppress(zmq.Again):
+                line.send(b"\x01" + topic, zmq.NOBLOCK)
+            while line.poll(0):
+                frames = line.recv_multipart()
+                if not frames[0].startswith(target.name.encode() + b"/"):
+                    raise Breach(f"the insider reads what is sent to another: {frames[0]!r}")
+        yield 3
+        if number % 100 == 0:  # Each line may send a bounded number of subscriptions.
+            lines.pop(number // 100 % 4).close(0)
+            lines.append(target.connect(insider.context, zmq.XSUB, target.downlink_port))
+        time.sleep(0.001)
 
 
 def joins(target: AttackTarget) -> Iterator[int]:

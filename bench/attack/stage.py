@@ -31,7 +31,7 @@ SAMPLE_S: Final = 0.25
 class Scene:
     """Settings of the honest run."""
 
-    params: int = 1 << 18
+    params: int = 1 << 16
     step_s: float = 0.05
     settings: tuple[str, ...] = ()
     """Further settings of the broker, KEY=VALUE."""

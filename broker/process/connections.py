@@ -12,11 +12,12 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 import zmq
 
 from narrows.broker.process.descriptors import byte_counts, peer_of, shut_down
+from narrows.broker.process.origin import MessageOrigin
 from narrows.broker.process.silent import SilentConnections
 from narrows.proto.errors import ErrorCode
 from narrows.proto.key_holder import KeyHolder
@@ -55,18 +56,6 @@ _OPEN_BYTES: Final = {True: 274, False: 84}
 greeting 64, WELCOME 170, READY at least 54; an ERROR is shorter."""
 _FRAME_BYTES: Final = {True: 33, False: 0}
 """Bytes that each frame is longer on the wire, beside its length."""
-
-
-class MessageOrigin(NamedTuple):
-    """The connection from which a message came."""
-
-    descriptor: int = -1
-    """Its file descriptor; another connection may have it by now."""
-    address: str = ""
-    key: str = ""
-    """Public key that it has proved; empty: the broker has no keys."""
-    holder: KeyHolder | None = None
-    """None: the broker has no keys, or the key is nobody's any more."""
 
 
 @dataclass(slots=True)
@@ -123,6 +112,8 @@ class Connections:
         self.scan_at = math.inf
         self.cuts: Counter[str] = Counter()
         """Connections cut, by code."""
+        self.ended: set[int] = set()
+        """Descriptors of connections that have ended, until somebody clears it."""
 
     def __len__(self) -> int:
         return len(self._all)
@@ -155,7 +146,9 @@ class Connections:
                 event, descriptor = struct.unpack("=Hi", frames[0])
                 if event == zmq.EVENT_ACCEPTED:
                     self._accepted(descriptor, source, held_max, now)
-                elif (known := self._all.get(descriptor)) and known.source is source:
+                    continue
+                self.ended.add(descriptor)
+                if (known := self._all.get(descriptor)) and known.source is source:
                     self._forget(descriptor)
 
     def close(self) -> None:
@@ -268,6 +261,13 @@ class Connections:
     def cut_later(self, key: str, at: float) -> None:
         """Ends the connections of a key at the time `at`."""
         self._cut_at[key] = at
+
+    def refuse(self, origin: MessageOrigin, reason: str) -> None:
+        """Ends a connection for a message that no honest peer sends, and tells of it."""
+        if origin.descriptor in self._all:
+            self._cut_for(origin.descriptor, ErrorCode.BAD_FRAME, reason)
+        else:
+            self._told(ErrorCode.BAD_FRAME, "")
 
     def _cut_for(self, descriptor: int, code: ErrorCode, reason: str) -> None:
         connection = self._all.get(descriptor)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from narrows.broker.process.connections import MessageOrigin
+from narrows.broker.process.origin import MessageOrigin
 from narrows.broker.process.turnstile import Turnstile
 from narrows.broker.syncer import RunState, refusal
 from narrows.broker.syncer import events as ev

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from narrows.broker.process.connections import Connections, MessageOrigin
+from narrows.broker.process.connections import Connections
 from narrows.broker.process.gate import Gate
+from narrows.broker.process.origin import MessageOrigin
 from narrows.broker.syncer import refusal
 from narrows.proto import messages as msg
 from narrows.proto.errors import ConfigError, ErrorCode, RemoteProtocolError

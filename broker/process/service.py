@@ -21,11 +21,11 @@ import msgspec
 import zmq
 
 from narrows.broker.config import BrokerConfig
-from narrows.broker.process.connections import MessageOrigin
 from narrows.broker.process.crash_points import crash_points
 from narrows.broker.process.downlink import Downlink
 from narrows.broker.process.event_records import merge_record
 from narrows.broker.process.notes import Notes
+from narrows.broker.process.origin import MessageOrigin
 from narrows.broker.process.reception import Reception
 from narrows.broker.process.ring_keeper import RingKeeper, enrol
 from narrows.broker.process.sockets import FRAMES_PER_TURN, BrokerSockets, Traffic
@@ -187,7 +187,7 @@ class Service:
                 drained += 1
                 break
             self._on_data(*data)
-        return drained == 2
+        return drained == 2 and not self.wires.is_behind
 
     def _judge(self) -> None:
         """Lets the syncer see the time, now that it knows what has arrived."""

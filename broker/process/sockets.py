@@ -20,11 +20,13 @@ from narrows.broker.process.connections import (
     DOWNLINK_HELD_MAX,
     UPLINK_HELD_MAX,
     Connections,
-    MessageOrigin,
     Told,
 )
 from narrows.broker.process.descriptors import FEW_LEARNERS, connections_max, learners_that_fit
 from narrows.broker.process.gate import Gate
+from narrows.broker.process.origin import MessageOrigin, origin_of
+from narrows.broker.process.parts import MessageReader
+from narrows.broker.process.subscription_queue import SubscriptionQueue
 from narrows.broker.process.subscriptions import Subscriptions
 from narrows.proto import socket_options
 from narrows.proto.address import Address, parse_listen
@@ -37,6 +39,12 @@ _log = logging.getLogger("narrows.broker")
 FRAMES_PER_TURN = 64
 """Messages that are read from one socket before the others get their turn. Data must not keep Hello
 and Report waiting."""
+
+CONTROL_PARTS_MAX: Final = 3
+"""Parts of a control message that are kept: the peer, and one more than it may have, so that a
+wrong number is refused by name."""
+DATA_PARTS_MAX: Final = 4
+"""Parts of a data message that are kept: one more than it has."""
 
 
 @dataclass
@@ -67,6 +75,15 @@ class BrokerSockets:
     downlink_port: int
     subscribed: Subscriptions = field(default_factory=Subscriptions)
     """Topics with listeners. A message to a topic without one is lost."""
+
+    def __post_init__(self) -> None:
+        self._controls = MessageReader(
+            self.control, CONTROL_PARTS_MAX, lambda frames: self._too_many(frames[1:])
+        )
+        self._data = MessageReader(self.uplink, DATA_PARTS_MAX, self._too_many)
+        self._subscriptions = SubscriptionQueue(
+            self.downlink, self.connections, self.subscribed, self._origin
+        )
 
     @classmethod
     def bind(
@@ -116,9 +133,14 @@ class BrokerSockets:
         self.connections.read_events(now)
         self.connections.scan(now, time.thread_time)
 
+    @property
+    def is_behind(self) -> bool:
+        """True if a socket gave None only because a message of too many parts is being dropped."""
+        return self._controls.is_behind or self._data.is_behind
+
     def receive_control(self) -> tuple[bytes, MessageOrigin, list[bytes]] | None:
         """(peer, origin, frames) of the next control message, None if there is none."""
-        while (frames := _received(self.control)) is not None:
+        while (frames := self._controls.receive()) is not None:
             origin = self._origin(frames[1:])
             if origin is not None:
                 return frames[0].bytes, origin, [frame.bytes for frame in frames[1:]]
@@ -126,7 +148,7 @@ class BrokerSockets:
 
     def receive_data(self) -> tuple[MessageOrigin, list[bytes]] | None:
         """(origin, frames) of the next data message, None if there is none."""
-        while (frames := _received(self.uplink)) is not None:
+        while (frames := self._data.receive()) is not None:
             origin = self._origin(frames)
             if origin is not None:
                 return origin, [frame.bytes for frame in frames]
@@ -134,34 +156,31 @@ class BrokerSockets:
 
     def _origin(self, frames: list[zmq.Frame]) -> MessageOrigin | None:
         """Origin of a message; None: its key is nobody's any more, so its connection is cut."""
-        origin = _origin(frames[-1], self.gate) if frames else MessageOrigin()
+        origin = origin_of(frames[-1], self.gate) if frames else MessageOrigin()
         if self.gate is not None and origin.holder is None:
             self.connections.cut(origin.descriptor)
             return None
         self.connections.delivered(origin, map(len, frames), time.monotonic())
         return origin
 
+    def _too_many(self, frames: list[zmq.Frame]) -> None:
+        """Cuts the connection of a message that has these parts and more. The rest is not charged:
+        its descriptor may be another connection's by then."""
+        origin = self._origin(frames)
+        if origin is not None:
+            self.connections.refuse(origin, f"a message has more than {len(frames) - 1} parts")
+
     def read_subscriptions(self, allowed: Allowed) -> set[bytes]:
         """Takes in the subscriptions that have come, a bounded number; returns their topics,
         repeated ones too."""
         topics: set[bytes] = set()
-        for _ in range(FRAMES_PER_TURN):
-            frames = _received(self.downlink)
-            if frames is None:
-                break
-            frame = frames[-1].bytes
-            try:
-                frames[-1].get("Peer-Address")
-            except (zmq.ZMQError, KeyError):
-                # libzmq's own word that a connection with this topic has ended.
-                topics |= self.subscribed.take(frame)
-                continue
-            origin = self._origin(frames)
+        for frame, origin in self._subscriptions.read(FRAMES_PER_TURN):
             if origin is None:
+                topics |= self.subscribed.take(frame)
                 continue
             self.connections.subscribed(origin)
             topic = frame[1:]
-            if frame[:1] not in (b"\x00", b"\x01") or not allowed(origin, topic):
+            if not allowed(origin, topic):
                 self.subscribed.ignore(frame)
                 continue
             # libzmq leaves the choice to us (XPUB_MANUAL); it is for the connection of this frame.
@@ -195,26 +214,6 @@ class BrokerSockets:
         if self.gate is not None:
             self.gate.close()
         self.context.term()
-
-
-def _received(socket: zmq.Socket[bytes]) -> list[zmq.Frame] | None:
-    try:
-        return socket.recv_multipart(zmq.NOBLOCK, copy=False)
-    except zmq.Again:
-        return None
-
-
-def _origin(frame: zmq.Frame, gate: Gate | None) -> MessageOrigin:
-    try:
-        descriptor, address = int(frame.get(zmq.SRCFD)), str(frame.get("Peer-Address"))
-        if gate is None:
-            return MessageOrigin(descriptor, address)
-        key = str(frame.get("User-Id"))
-    except (zmq.ZMQError, KeyError):
-        return (
-            MessageOrigin()
-        )  # A peer of ZMTP 1 has no properties; a CURVE server does not talk to it.
-    return MessageOrigin(descriptor, address, key, gate.holder(key))
 
 
 def _connections_max(streams: int) -> int:

@@ -24,7 +24,6 @@ FRAMES: dict[str, tuple[Frames, str, str]] = {
     "one bit": ([ASK[:-1] + bytes([ASK[-1] ^ 1])], "bad_checksum", ""),
     "HTTP": ([b"GET / HTTP/1.1\r\nHost: broker\r\n\r\n"], "bad_frame", "b'NRW'"),
     "delimiter": ([b"", ASK], "bad_frame", "1 frame"),
-    "many frames": ([ASK] * 100, "bad_frame", "1 frame"),
     "other protocol": ([sealed(ASK[12:], 2)], "protocol_version", "3"),
     "something after the body": ([sealed(ASK[12:] + b"\0")], "bad_message", ""),
     "no body": ([sealed(b"")], "bad_message", ""),
@@ -61,6 +60,14 @@ def test_another_protocol_is_told_what_to_install(mallory: Peer) -> None:
 
 def test_an_oversized_control_frame_closes_its_connection(mallory: Peer) -> None:
     closes(mallory.control, [bytes(CONTROL_UP_BYTES_MAX + 1)])
+
+
+def test_a_control_message_of_many_frames_closes_its_connection(
+    world: World, mallory: Peer
+) -> None:
+    before = world.good.refusals("bad_frame")
+    closes(mallory.control, [ASK] * 100)
+    assert world.good.refusals("bad_frame") > before
 
 
 def test_an_oversized_payload_closes_its_connection(member: Peer) -> None:
