@@ -8,11 +8,6 @@ So the silent connections of an address belong to these names together.
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from typing import Final
-
-CUT_AT_ONCE_MAX: Final = 64
-"""Connections that are cut together: fewer than the descriptors in reserve, since a connection that
-is cut keeps its own for a moment."""
 
 
 class SilentConnections:
@@ -28,15 +23,19 @@ class SilentConnections:
         # The kernel's word for the same address has no zone.
         self._names.setdefault(address.partition("%")[0], {})[name] = most
 
+    def has(self, address: str, names: Set[str]) -> bool:
+        """True if one of the names has proved a key at an address."""
+        return not names.isdisjoint(self._names.get(address, {}))
+
     def keep(self, addresses: Set[str]) -> None:
         """Forgets all other addresses: they have no connection any more."""
         for address in self._names.keys() - addresses:
             del self._names[address]
 
     def too_many(self, silent: Iterable[tuple[str, int]]) -> list[int]:
-        """The oldest silent connections of those who have most beyond what they may have; empty if
-        nobody has too many. `silent`: address and descriptor, the oldest first. Where nobody has
-        proved a key, every connection is too many."""
+        """The silent connections of those who have most beyond what they may have, as many as are
+        too many, the oldest first; empty if nobody has too many. `silent`: address and descriptor,
+        the oldest first. Where nobody has proved a key, every connection is too many."""
         groups: dict[frozenset[str], list[int]] = {}
         most: dict[frozenset[str], int] = {}
         of_address: dict[str, frozenset[str]] = {}
@@ -49,5 +48,4 @@ class SilentConnections:
         if not groups:
             return []
         worst = max(groups, key=lambda names: len(groups[names]) - most[names])
-        excess = max(len(groups[worst]) - most[worst], 0)
-        return groups[worst][: min(excess, CUT_AT_ONCE_MAX)]
+        return groups[worst][: max(len(groups[worst]) - most[worst], 0)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from narrows.broker.process.silent import CUT_AT_ONCE_MAX, SilentConnections
+from narrows.broker.process.silent import SilentConnections
 
 
 def silent(**addresses: range) -> list[tuple[str, int]]:
@@ -36,9 +36,11 @@ def test_where_nobody_has_proved_a_key_all_are_too_many() -> None:
     assert those.too_many(silent(lab=range(6), street=range(7, 9))) == [7, 8]
 
 
-def test_few_go_at_once() -> None:
-    found = SilentConnections().too_many(silent(street=range(1000)))
-    assert found == list(range(CUT_AT_ONCE_MAX))
+def test_an_address_has_the_names_that_were_admitted_there() -> None:
+    those = SilentConnections()
+    those.admitted("fe80::1%eth0", "a", 6)
+    assert those.has("fe80::1", {"a", "b"})
+    assert not those.has("fe80::1", {"b"}) and not those.has("fe80::2", {"a"})
 
 
 def test_an_address_without_connections_is_forgotten() -> None:
