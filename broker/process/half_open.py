@@ -28,4 +28,5 @@ class HalfOpen:
 
     def of_worst(self) -> list[int]:
         """Descriptors of the address that has most, the oldest first."""
-        return list(max(self._by_address.values(), key=lambda those: len(those)))
+        address = max(self._by_address, key=lambda each: len(self._by_address[each]))
+        return list(self._by_address[address])
