@@ -65,6 +65,12 @@ class KeyHolder:
     """Most tokens per second that count for this holder; 0: the broker derives a bound."""
 
     @property
+    def account(self) -> str:
+        """Name under which quotas and connections count. An invitation uses up its own: who finds
+        an old one must not pause the learner of that name."""
+        return f"{self.name} (invitation)" if self.role is KeyRole.ENROL else self.name
+
+    @property
     def trains(self) -> bool:
         """True if data and topics are open to it."""
         return self.role in (KeyRole.LEARNER, KeyRole.RELAY)

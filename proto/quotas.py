@@ -25,6 +25,7 @@ class Ask(StrEnum):
     REFUSED = "refused messages"
     CHUNKS = "data messages"
     BYTES = "bytes of data"
+    ENROLMENTS = "enrolments"
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,10 @@ REFUSED: Final = Quota(burst=20, per_s=20 / 60, per_version=2)
 """An honest message is refused when it crosses the end of its round: at most once for each version,
 with its chunks. The others are mistakes. Each costs a line of the log and of the journal."""
 
+ENROLMENTS: Final = Quota(burst=4, per_s=4 / 86_400)
+"""A key is handed over once in weeks, and once more if the answer was lost. Each one is written to
+the ring, and the third within a day ends the first key with its connections."""
+
 CHUNKS: Final = Quota(burst=1000, per_s=20)
 """Data messages may be under way to a broker that does not know the model (again) yet."""
 
@@ -98,6 +103,7 @@ def quotas(chunks: Sequence[int], fragments: int) -> Mapping[Ask, Quota]:
         Ask.STATUS: STATUS,
         Ask.STATES: Quota(STATES.burst, STATES.per_s, STATES_PER_VERSION / fragments),
         Ask.REFUSED: REFUSED,
+        Ask.ENROLMENTS: ENROLMENTS,
         # Version 0 is all of the fragments. A round that ends without a merge has no version.
         Ask.CHUNKS: Quota(
             CHUNKS.burst + CHUNKS_PER_VERSION * all_of_them,

@@ -1,37 +1,49 @@
 """Every accepted connection, what it holds of our memory, and how it is cut.
 
 ZeroMQ bounds the messages that wait on a connection, not the bytes of one that never ends. So the
-bytes that TCP took in are compared with those that came out of the socket. ZeroMQ cannot close one
-connection either: shutdown(2) on its descriptor does, at once, and leaves the others alone.
+bytes that TCP took in are compared with those that came out of the socket. It does not bound what
+waits to leave, and a peer may confirm what it has never read. So the bytes that the socket was
+given are compared with those that TCP has got rid of. ZeroMQ cannot close one connection either:
+shutdown(2) on its descriptor does, at once, and leaves the others alone.
 """
 
 from __future__ import annotations
 
 import math
-import struct
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 import zmq
 
+from narrows.broker.process.accepted import OPEN_BYTES, Accepted, line_bytes
+from narrows.broker.process.connection_events import ConnectionEvent, ConnectionEvents
 from narrows.broker.process.descriptors import byte_counts, peer_of, shut_down
+from narrows.broker.process.half_open import HalfOpen
+from narrows.broker.process.listeners import Listeners
+from narrows.broker.process.named import Named
 from narrows.broker.process.origin import MessageOrigin
 from narrows.broker.process.silent import SilentConnections
 from narrows.proto.errors import ErrorCode
 from narrows.proto.key_holder import KeyHolder
-from narrows.proto.limits import CONTROL_BYTES_MAX
-from narrows.proto.socket_options import STREAM_WINDOW_BYTES
+from narrows.proto.limits import CONTROL_UP_BYTES_MAX
+from narrows.proto.socket_options import ROUTER, STREAM_WINDOW_BYTES
 from narrows.proto.units import counted, format_bytes
 
 UPLINK_HELD_MAX: Final = 2 * STREAM_WINDOW_BYTES
 """Bytes that one uplink connection may hold: a sender keeps to its credit, which is half of it."""
-CONTROL_HELD_MAX: Final = 2 * CONTROL_BYTES_MAX
-"""Bytes that one control connection may hold."""
+CONTROL_HELD_MAX: Final = 2 * ROUTER["RCVHWM"] * CONTROL_UP_BYTES_MAX
+"""Bytes that one control connection may hold: twice the longest messages that may wait."""
 DOWNLINK_HELD_MAX: Final = 1 << 16
 """Bytes that one downlink connection may hold: subscriptions, which libzmq keeps in a tree with a
 node per byte before the broker sees them."""
+QUEUED_MAX: Final = 3 * STREAM_WINDOW_BYTES
+"""Bytes that may wait to leave for one downlink connection. A learner's credit is one window of
+payload for each stream. A session that begins anew on a connection which stands has a window of its
+own. The third is for headers, encryption and the messages with which a stream that stood still is
+tried."""
 TOGETHER_HELD_MAX: Final = 4 * STREAM_WINDOW_BYTES
 """Bytes that all connections of one key may hold, and all that have never sent a message."""
 
@@ -48,34 +60,15 @@ SCAN_SHARE_MAX: Final = 0.02
 SCAN_MAX_S: Final = 0.5
 """Longest time between two scans: a fast line brings half a gigabyte in it."""
 
-NAMED_MAX: Final = 1024
-"""Holders and addresses that are named in the log for what was cut."""
-
-_OPEN_BYTES: Final = {True: 274, False: 84}
-"""Bytes that a peer has acknowledged once its handshake is over, with keys and without. With keys:
-greeting 64, WELCOME 170, READY at least 54; an ERROR is shorter."""
-_FRAME_BYTES: Final = {True: 33, False: 0}
-"""Bytes that each frame is longer on the wire, beside its length."""
-
 
 @dataclass(slots=True)
-class Accepted:
-    """One accepted TCP connection."""
+class _OfHolder:
+    """The connections of one holder that have sent a message."""
 
-    source: zmq.Socket[bytes]
-    """The broker's socket that it belongs to."""
-    held_max: int
-    peer: tuple[str, int]
-    """Address and port of the other end: they tell whether the descriptor is still its own."""
-    delivered: int = 0
-    """Bytes on the wire of all messages that came out of the socket."""
-    held: int = 0
-    is_open: bool = False
-    """The handshake is over."""
-    subscriptions: int = 0
-    keys: set[str] = field(default_factory=set[str])
-    """Keys of its messages. One as a rule; a message that was read late may show that of the
-    connection which had the descriptor before."""
+    most: int
+    """Connections that it may have."""
+    descriptors: dict[int, None] = field(default_factory=dict[int, None])
+    """The oldest first."""
 
 
 Told = Callable[[ErrorCode, str], None]
@@ -96,19 +89,17 @@ class Connections:
     ) -> None:
         """`most`: connections that are kept at the same time."""
         self._with_keys, self._streams, self._most = with_keys, streams, most
-        self._context, self._told = context, told
-        self._monitors: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes], int]] = []
+        self._events, self._told = ConnectionEvents(context), told
         self._all: dict[int, Accepted] = {}
         """In the order in which they were accepted."""
-        self._half_open: dict[str, dict[int, None]] = {}
-        """Descriptors by address, the oldest first."""
-        self._half_open_count = 0
-        self._by_name: dict[str, dict[int, None]] = {}
-        """Descriptors by the holder's name, the oldest first."""
+        self._half_open = HalfOpen()
+        self._by_name: dict[str, _OfHolder] = {}
+        """By the holder's account."""
+        self._listeners = Listeners()
         self._silent = SilentConnections()
         self._cut_at: dict[str, float] = {}
         """Keys whose connections are cut later, when their answer has left."""
-        self._named: set[tuple[ErrorCode, str]] = set()
+        self._named = Named()
         self.scan_at = math.inf
         self.cuts: Counter[str] = Counter()
         """Connections cut, by code."""
@@ -122,52 +113,35 @@ class Connections:
 
     def watch(self, source: zmq.Socket[bytes], held_max: int) -> None:
         """Follows the connections of a socket. Call it before the socket binds."""
-        where = f"inproc://connections-{len(self._monitors)}"
-        source.monitor(where, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        monitor = self._context.socket(zmq.PAIR)
-        # Without a limit: a full queue would stop the thread that serves all connections.
-        monitor.setsockopt(zmq.RCVHWM, 0)
-        monitor.setsockopt(zmq.LINGER, 0)
-        monitor.connect(where)
-        self._monitors.append((monitor, source, held_max))
+        self._events.watch(source, held_max)
 
     @property
     def sources(self) -> list[zmq.Socket[bytes]]:
-        return [monitor for monitor, _, _ in self._monitors]
+        return self._events.sources
 
     def read_events(self, now: float) -> None:
         """Takes in which connections have come and gone."""
-        for monitor, source, held_max in self._monitors:
-            while True:
-                try:
-                    frames = monitor.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                event, descriptor = struct.unpack("=Hi", frames[0])
-                if event == zmq.EVENT_ACCEPTED:
-                    self._accepted(descriptor, source, held_max, now)
-                    continue
-                self.ended.add(descriptor)
-                if (known := self._all.get(descriptor)) and known.source is source:
-                    self._forget(descriptor)
+        for event in self._events.read():
+            if event.has_come:
+                self._accepted(event, now)
+                continue
+            self.ended.add(event.descriptor)
+            if (known := self._all.get(event.descriptor)) and known.source is event.source:
+                self._forget(event.descriptor)
 
     def close(self) -> None:
-        for monitor, source, _ in self._monitors:
-            source.disable_monitor()
-            monitor.close()
+        self._events.close()
 
-    def _accepted(
-        self, descriptor: int, source: zmq.Socket[bytes], held_max: int, now: float
-    ) -> None:
+    def _accepted(self, event: ConnectionEvent, now: float) -> None:
+        descriptor = event.descriptor
         self._forget(descriptor)
         peer = peer_of(descriptor)
         if peer is None:
             return  # It is gone already.
-        self._all[descriptor] = Accepted(source, held_max, peer)
-        self._half_open.setdefault(peer[0], {})[descriptor] = None
-        self._half_open_count += 1
+        self._all[descriptor] = Accepted(event.source, event.held_max, peer)
+        self._half_open.add(peer[0], descriptor)
         self.scan_at = min(self.scan_at, now + SCAN_S)
-        if self._half_open_count > HALF_OPEN_MAX:
+        if len(self._half_open) > HALF_OPEN_MAX:
             self._cut_half_open()
         if len(self._all) > self._most:
             self._cut_one_too_many()
@@ -177,24 +151,19 @@ class Connections:
         if connection is None:
             return
         self._opened(descriptor, connection)
+        self._listeners.forget(descriptor, connection)
         # Refused handshakes come in hundreds per second, and belong to nobody.
         by_name = self._by_name if connection.keys else {}
-        for name in [name for name, those in by_name.items() if descriptor in those]:
-            del self._by_name[name][descriptor]
-            if not self._by_name[name]:
+        for name, those in list(by_name.items()):
+            if those.descriptors.pop(descriptor, self) is None and not those.descriptors:
                 del self._by_name[name]
         if not self._all:
             self.scan_at = math.inf
 
     def _opened(self, descriptor: int, connection: Accepted) -> None:
-        if connection.is_open:
-            return
-        connection.is_open = True
-        self._half_open_count -= 1
-        those = self._half_open[connection.peer[0]]
-        del those[descriptor]
-        if not those:
-            del self._half_open[connection.peer[0]]
+        if not connection.is_open:
+            connection.is_open = True
+            self._half_open.remove(connection.peer[0], descriptor)
 
     # Messages.
 
@@ -205,8 +174,7 @@ class Connections:
         connection = self._all.get(origin.descriptor)
         if connection is None:
             return
-        more = _FRAME_BYTES[self._with_keys]
-        connection.delivered += sum(n + more + (2 if n + more < 256 else 9) for n in frames)
+        connection.delivered += line_bytes(frames, with_keys=self._with_keys)
         self._opened(origin.descriptor, connection)
         if origin.key and origin.key not in connection.keys:
             connection.keys.add(origin.key)
@@ -223,20 +191,33 @@ class Connections:
                     origin.descriptor, ErrorCode.QUOTA, f"more than {SUBSCRIPTIONS_MAX} topics"
                 )
 
+    def listens(self, descriptor: int, topic: bytes, *, begins: bool) -> None:
+        """From now on the messages of a topic go to a connection, or no more."""
+        connection = self._all.get(descriptor)
+        if connection is not None:
+            change = self._listeners.add if begins else self._listeners.remove
+            change(descriptor, connection, topic)
+
+    def handed(self, topic: bytes, *frames: bytes | memoryview) -> None:
+        """The socket was given a data message."""
+        size_bytes = line_bytes(map(len, (topic, *frames)), with_keys=self._with_keys)
+        for connection in self._listeners.of(topic):
+            connection.handed += size_bytes
+
     def _count(self, descriptor: int, holder: KeyHolder) -> None:
-        those = self._by_name.setdefault(holder.name, {})
-        those[descriptor] = None
         most = self._most_of(holder)
-        if len(those) > most:
+        those = self._by_name.setdefault(holder.account, _OfHolder(most))
+        those.most = most
+        those.descriptors[descriptor] = None
+        if len(those.descriptors) > most:
             # The oldest goes: after an outage the new ones work, and the old ones are dead.
-            oldest = next(iter(those))
-            reason = f"more than {counted(most, 'connection')}"
-            self._cut_for(oldest, ErrorCode.QUOTA, reason)
-            those.pop(oldest, None)
+            oldest = next(iter(those.descriptors))
+            self._cut_for(oldest, ErrorCode.QUOTA, f"more than {counted(most, 'connection')}")
+            those.descriptors.pop(oldest, None)
 
     def admitted(self, address: str, holder: KeyHolder) -> None:
         """A handshake from `address` has proved a key. Read the events before the next scan."""
-        self._silent.admitted(address, holder.name, self._most_of(holder))
+        self._silent.admitted(address, holder.account, self._most_of(holder))
 
     def _most_of(self, holder: KeyHolder) -> int:
         """Connections that a holder may have."""
@@ -249,13 +230,16 @@ class Connections:
         connection = self._all.get(descriptor)
         return connection is not None and shut_down(descriptor, connection.peer)
 
-    def cut_keys(self, keys: Iterable[str]) -> int:
-        """Ends the connections of these keys, and those that have never sent anything: they may be
-        theirs. The others dial again. Returns their number."""
-        gone = set(keys)
-        if not gone:
-            return 0
-        those = [d for d, c in self._all.items() if not c.keys or c.keys & gone]
+    def cut_keys(self, gone: Mapping[str, KeyHolder]) -> int:
+        """Ends the connections of keys that had these holders. Those that have never sent anything
+        may be theirs if they come from an address at which one of the holders has proved a key:
+        they go too, and the honest ones dial again. Returns their number."""
+        names = {holder.account for holder in gone.values()}
+        those = [
+            descriptor
+            for descriptor, c in self._all.items()
+            if c.keys & gone.keys() or (c.is_silent and self._silent.has(c.peer[0], names))
+        ]
         return sum(map(self.cut, those))
 
     def cut_later(self, key: str, at: float) -> None:
@@ -274,22 +258,18 @@ class Connections:
         if connection is None or not self.cut(descriptor):
             return
         self.cuts[code] += 1
-        names = [name for name, those in self._by_name.items() if descriptor in those]
+        names = [name for name, of in self._by_name.items() if descriptor in of.descriptors]
         cause = names[0] if names else connection.peer[0]
-        text = ""
-        if (code, cause) not in self._named and len(self._named) < NAMED_MAX:
-            self._named.add((code, cause))
-            text = f"connections of {cause} are cut: {reason}"
-        self._told(code, text)
+        text = f"connections of {cause} are cut: {reason}"
+        self._told(code, text if self._named.is_due(f"{code} {cause}", time.monotonic()) else "")
 
     def _cut_half_open(self) -> None:
         """Cuts the oldest connection within its handshake, of the address that has most."""
-        those = max(self._half_open.values(), key=len)
-        for descriptor in list(those):
+        for descriptor in self._half_open.of_worst():
             connection = self._all[descriptor]
             counts = byte_counts(descriptor)
             self._opened(descriptor, connection)  # In any case it is not counted any more.
-            if counts is not None and counts[0] >= _OPEN_BYTES[self._with_keys]:
+            if counts is not None and counts[0] >= OPEN_BYTES[self._with_keys]:
                 continue
             reason = f"more than {HALF_OPEN_MAX} handshakes at the same time"
             self._cut_for(descriptor, ErrorCode.QUOTA, reason)
@@ -298,9 +278,9 @@ class Connections:
     def _cut_one_too_many(self) -> None:
         """Makes room: silent connections go before the newest one. They are forgotten at once,
         because the next one may be accepted before their ends are reported."""
-        silent = ((c.peer[0], d) for d, c in self._all.items() if not c.keys and not c.delivered)
+        silent = ((c.peer[0], d) for d, c in self._all.items() if c.is_silent)
         reason = f"more than {self._most} connections in all"
-        for descriptor in self._silent.too_many(silent) or [next(reversed(self._all))]:
+        for descriptor in self._silent.for_room(silent) or [next(reversed(self._all))]:
             self._cut_for(descriptor, ErrorCode.QUOTA, reason)
             self._forget(descriptor)
 
@@ -317,17 +297,23 @@ class Connections:
             for descriptor in [d for d, c in self._all.items() if key in c.keys]:
                 self.cut(descriptor)
         self._silent.keep({each.peer[0] for each in self._all.values()})
+        self._measure()
+        self._cut_silent(now)
+        cost_s = clock() - begun
+        self.scan_at = now + min(max(SCAN_S, cost_s / SCAN_SHARE_MAX), SCAN_MAX_S)
+
+    def _measure(self) -> None:
         together: dict[str, int] = {}
-        enough = _OPEN_BYTES[self._with_keys]
         for descriptor, connection in list(self._all.items()):
             counts = byte_counts(descriptor)
             if counts is None:
                 continue
-            acknowledged, received = counts
-            if not connection.is_open and acknowledged >= enough:
+            if not connection.is_open and counts[0] >= OPEN_BYTES[self._with_keys]:
                 self._opened(descriptor, connection)
-            connection.held = received - connection.delivered
-            if connection.held > connection.held_max:
+            connection.measure(*counts)
+            if connection.queued > QUEUED_MAX:
+                self._cut_queued(descriptor, connection.queued)
+            elif connection.held > connection.held_max:
                 self._cut_holding(descriptor, connection.held)
             elif connection.held > DOWNLINK_HELD_MAX:
                 for key in self._owners(connection):
@@ -336,15 +322,28 @@ class Connections:
             if held > TOGETHER_HELD_MAX:
                 of_key = [d for d, c in self._all.items() if key in self._owners(c)]
                 self._cut_holding(max(of_key, key=lambda d: self._all[d].held), held)
-        cost_s = clock() - begun
-        self.scan_at = now + min(max(SCAN_S, cost_s / SCAN_SHARE_MAX), SCAN_MAX_S)
+        for of_holder in self._by_name.values():
+            queued = {d: self._all[d].queued for d in of_holder.descriptors}
+            # Half of its connections are downlinks, and two of these more than it has streams.
+            if sum(queued.values()) > of_holder.most // 2 * STREAM_WINDOW_BYTES:
+                self._cut_queued(max(queued, key=queued.__getitem__), sum(queued.values()))
+
+    def _cut_silent(self, now: float) -> None:
+        if not self._with_keys:
+            return  # Nobody knows whose they are.
+        silent = ((c.peer[0], d) for d, c in self._all.items() if c.is_silent and c.is_open)
+        for descriptor in self._silent.due(silent, now):
+            self._cut_for(descriptor, ErrorCode.QUOTA, "too many that have never sent a message")
 
     def _owners(self, connection: Accepted) -> Iterable[str]:
         """Keys to which held bytes are charged; "" stands for all that have never sent a message.
         Without keys nobody knows which of the others belong together."""
-        return connection.keys or (() if connection.delivered else ("",))
+        return connection.keys or (("",) if connection.is_silent else ())
+
+    def _cut_queued(self, descriptor: int, queued: int) -> None:
+        reason = f"{format_bytes(queued)} wait that it does not read, more than its credit"
+        self._cut_for(descriptor, ErrorCode.QUOTA, reason)
 
     def _cut_holding(self, descriptor: int, held: int) -> None:
-        self._cut_for(
-            descriptor, ErrorCode.TOO_LARGE, f"a message of more than {format_bytes(held)}"
-        )
+        reason = f"a message of more than {format_bytes(held)}"
+        self._cut_for(descriptor, ErrorCode.TOO_LARGE, reason)

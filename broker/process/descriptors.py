@@ -5,6 +5,7 @@ The descriptors are ZeroMQ's: a socket object that is made of one must never clo
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import struct
@@ -58,7 +59,17 @@ def byte_counts(descriptor: int) -> tuple[int, int] | None:
 
 def shut_down(descriptor: int, peer: tuple[str, int]) -> bool:
     """Ends a connection at once, if the descriptor is still its own."""
-    return peer_of(descriptor) == peer and _use(descriptor, _shut_down) is not None
+    try:
+        # ZeroMQ's thread may close the descriptor at any moment, and the next connection gets its
+        # number. The duplicate is of one connection for as long as it is open.
+        duplicate = os.dup(descriptor)
+    except OSError:
+        return False
+    try:
+        is_its_own = _use(duplicate, _peer) == peer
+        return is_its_own and _use(duplicate, _shut_down) is not None
+    finally:
+        os.close(duplicate)
 
 
 def _use(descriptor: int, call: Callable[[socket.socket], Result]) -> Result | None:

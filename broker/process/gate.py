@@ -8,7 +8,7 @@ holder is looked up for every frame: once a key has left the ring, its frames co
 from __future__ import annotations
 
 import logging
-from collections.abc import Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,6 +22,10 @@ _log = logging.getLogger("narrows.broker")
 
 DOMAIN: Final = b"narrows"
 """ZAP domain of all three sockets."""
+
+INVITATION_LATE_S: Final = 86_400.0
+"""Time for which an expired invitation is let in: its holder hears what to do instead. One that is
+older may lie in anybody's hands."""
 
 ANSWERS_PER_TURN: Final = 64
 """Handshakes that are answered before the sockets get their turn."""
@@ -82,9 +86,9 @@ class Gate:
         """True if a valid key makes somebody exactly this holder."""
         return holder in self._current
 
-    def admit(self, ring: Keyring, now: float) -> Set[str]:
+    def admit(self, ring: Keyring, now: float) -> Mapping[str, KeyHolder]:
         """Takes a ring, or the time: keys expire. Returns the keys that are no longer what they
-        were. `now` is in seconds since 1970."""
+        were, with whom they had. `now` is in seconds since 1970."""
         before = self._holders
         self.ring = ring
         self._holders = {
@@ -92,16 +96,21 @@ class Gate:
             for each in ring.grants
             if (holder := ring.holder(each.public, now)) is not None
         }
-        # An expired invitation is let in as well: its holder hears what to do instead.
         for each in ring.invitations:
-            self._holders[each.public] = KeyHolder(each.holder.name, KeyRole.ENROL)
+            if now < each.until + INVITATION_LATE_S:
+                self._holders[each.public] = KeyHolder(each.holder.name, KeyRole.ENROL)
         self._keys = {zmq.utils.z85.decode(key): key for key in self._holders}
         self._current = frozenset(self._holders.values())
-        return {key for key, holder in before.items() if self._holders.get(key) != holder}
+        return {key: was for key, was in before.items() if self._holders.get(key) != was}
 
     def expires_at(self) -> float:
         """Time at which the next valid key ends, in seconds since 1970; infinite: none does."""
-        times = (each.until for each in self.ring.grants if each.public in self._holders)
+        times = [each.until for each in self.ring.grants if each.public in self._holders]
+        times += [
+            each.until + INVITATION_LATE_S
+            for each in self.ring.invitations
+            if each.public in self._holders
+        ]
         return min(times, default=float("inf"))
 
     def answer(self, now: float) -> list[tuple[str, KeyHolder]]:

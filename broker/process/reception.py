@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Final
 
+from narrows.broker.process.named import Named
 from narrows.broker.process.origin import MessageOrigin
 from narrows.broker.process.turnstile import Turnstile
 from narrows.broker.syncer import RunState, refusal
@@ -22,9 +22,6 @@ from narrows.proto.key_holder import KeyHolder
 from narrows.proto.limits import CONTROL_UP_BYTES_MAX
 
 _log = logging.getLogger("narrows.broker")
-
-NAMED_MAX: Final = 1024
-"""Holders that are named in the log for what their keys do not allow."""
 
 
 class Reception:
@@ -38,8 +35,7 @@ class Reception:
         note: Callable[[ev.Note], None],
     ) -> None:
         self._run, self._send, self._turnstile, self._note = run, send, turnstile, note
-        self._named: set[tuple[str, str]] = set()
-        """Name and code of each violation that the log has."""
+        self._named = Named()
         self.bad_frames = 0
 
     def control(
@@ -96,15 +92,13 @@ class Reception:
         self._run.tally.refuse(error.code)
         self._turnstile.refused(origin.holder, 1, time.monotonic())
         if error.code in (ErrorCode.KEY_NAME, ErrorCode.KEY_ROLE):
-            name = origin.holder.name if origin.holder is not None else origin.key
-            if (name, error.code) in self._named or len(self._named) >= NAMED_MAX:
-                return
-            self._named.add((name, error.code))
-            where = f"from {origin.address}, which is not repeated"
-            _log.warning("%s refused, %s: %s", name, where, printable(str(error)))
+            name = origin.holder.account if origin.holder is not None else origin.key
+            if self._named.is_due(f"{error.code} {name}", time.monotonic()):
+                where = f"from {origin.address}, which is not repeated within the hour"
+                _log.warning("%s refused, %s: %s", name, where, printable(str(error)))
             return
         self.bad_frames += 1
-        who = origin.holder.name if origin.holder is not None else origin.address
+        who = origin.holder.account if origin.holder is not None else origin.address
         self._note(ev.Note("warning", f"{what} refused: {error}", about=f"{error.code} {who}"))
 
 

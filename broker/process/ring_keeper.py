@@ -22,6 +22,7 @@ from narrows.proto import messages as msg
 from narrows.proto.errors import ConfigError, ErrorCode, RemoteProtocolError
 from narrows.proto.key_holder import KeyHolder, KeyRole
 from narrows.proto.keys import Keyring, edit_ring, read_ring, ring_path
+from narrows.proto.shell import guarded
 from narrows.proto.units import counted
 
 _log = logging.getLogger("narrows.broker")
@@ -61,6 +62,8 @@ class RingKeeper:
         self._look_at = 0.0
         self._expires_at = gate.expires_at()
         self._seen: tuple[int, int, int] | None = None
+        self._failure = ""
+        """Why the file could not be read the last time, as the log has it."""
         # A lock that is never given back must not keep the process from ending.
         threading.Thread(target=self._serve, name="ring", daemon=True).start()
 
@@ -109,20 +112,33 @@ class RingKeeper:
 
     def _serve(self) -> None:
         while (work := self._work.get()) is not None:
-            work()
+            guarded(work, self._later)()
 
     def _read(self) -> None:
         try:
             ring = read_ring(self._directory)
-        except ConfigError as error:
-            _log.error("the key ring was not read again, the old one stays: %s", error)
+        except (ConfigError, OSError) as error:
+            failure = str(error)
+            self._later(lambda: self._unread(failure))
             return
-        self._later(lambda: self._admit(ring))
+        self._later(lambda: self._reread(ring))
 
     # On the loop's thread.
 
+    def _unread(self, failure: str) -> None:
+        # The next look tries again: a file system may have erred for a moment.
+        self._seen = None
+        if failure != self._failure:
+            self._failure = failure
+            _log.error("the key ring was not read again, the old one stays: %s", failure)
+
+    def _reread(self, ring: Keyring) -> None:
+        self._failure = ""
+        self._admit(ring)
+
     def _admit(self, ring: Keyring, spared: str = "") -> None:
-        gone = set(self._gate.admit(ring, time.time())) - {spared}
+        gone = dict(self._gate.admit(ring, time.time()))
+        gone.pop(spared, None)
         self._expires_at = self._gate.expires_at()
         if gone:
             cut = self._connections.cut_keys(gone)

@@ -186,6 +186,7 @@ class BrokerSockets:
             # libzmq leaves the choice to us (XPUB_MANUAL); it is for the connection of this frame.
             what = zmq.SUBSCRIBE if frame[:1] == b"\x01" else zmq.UNSUBSCRIBE
             self.downlink.setsockopt(what, topic)
+            self.connections.listens(origin.descriptor, topic, begins=what == zmq.SUBSCRIBE)
             topics |= self.subscribed.take(frame)
         return topics
 
@@ -205,6 +206,7 @@ class BrokerSockets:
     def send_data(self, topic: bytes, header: bytes, payload: bytes | memoryview) -> None:
         """Queues a data message. The payload is not copied: a publication has many addressees."""
         self.downlink.send_multipart([topic, header, payload], zmq.NOBLOCK, copy=False)
+        self.connections.handed(topic, header, payload)
 
     def close(self) -> None:
         """Closes everything. Queued messages get the linger time of the socket options."""

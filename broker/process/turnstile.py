@@ -27,6 +27,7 @@ REMEDIES: Final[Mapping[Ask, str]] = {
     Ask.REFUSED: "look into the log for the reason of the refusals, and mend that first",
     Ask.CHUNKS: "only narrows itself should send data with this key: stop what else does",
     Ask.BYTES: "keep to the rate that the broker tells",
+    Ask.ENROLMENTS: "a key is handed over once in weeks: stop what does it again and again",
 }
 
 assert REMEDIES.keys() == set(Ask), "each quota has a remedy"
@@ -81,6 +82,8 @@ class Turnstile:
                 excess = self.quotas.take(holder, Ask.STATUS, 1.0, now)
             case msg.Fetch(fragment=fragment) | msg.Missing(fragment=fragment):
                 excess = self.quotas.look(holder, Ask.STATES, self._part(fragment), now)
+            case msg.Enrol():
+                excess = self.quotas.take(holder, Ask.ENROLMENTS, 1.0, now)
             case _:
                 return True
         if excess is not None and excess.kind is not Ask.STATES:
@@ -101,16 +104,16 @@ class Turnstile:
         """Charges a join: a contested name may be given to a newcomer long after its Hello."""
         if fate.what == "joined":
             amount = RETURN_COST if fate.reason == "is back" else 1.0
-            self.quotas.charge(self._holder(fate.learner), Ask.JOINS, amount, now)
+            self._charge(self._holder(fate.learner), Ask.JOINS, amount, now)
 
     def queued_state(self, learner: str, elements: int, now: float) -> None:
         """So many elements of states were queued for a learner."""
         total = sum(fragment.elements for fragment in self._run.table)
-        self.quotas.charge(self._holder(learner), Ask.STATES, elements / total, now)
+        self._charge(self._holder(learner), Ask.STATES, elements / total, now)
 
     def refused(self, holder: KeyHolder | None, count: int, now: float) -> None:
         """So many messages of a holder were refused."""
-        self.quotas.charge(holder, Ask.REFUSED, float(count), now)
+        self._charge(holder, Ask.REFUSED, float(count), now)
 
     def refused_by(self, event: ev.Event, count: int, now: float) -> None:
         """The syncer has refused what came with this event."""
@@ -123,6 +126,10 @@ class Turnstile:
                 pass
 
     # Parts.
+
+    def _charge(self, holder: KeyHolder | None, kind: Ask, amount: float, now: float) -> None:
+        if holder is not None:
+            self.quotas.charge(holder, kind, amount, now)
 
     def _holder(self, learner: str) -> KeyHolder | None:
         member = self._run.roster.get(learner)
@@ -153,16 +160,17 @@ class Turnstile:
         return sum(rates) if all(rates) else 0.0
 
     def _peer(self, holder: KeyHolder) -> bytes | None:
-        member = self._run.roster.get(holder.name)
+        """The control connection of the learner that a holder is."""
+        member = self._run.roster.get(holder.name) if holder.speaks_for(holder.name) else None
         return member.presence.peer if member is not None else None
 
     def _passes(self, holder: KeyHolder, excess: Excess | None, peer: bytes | None) -> bool:
         if excess is None:
             return True
         if excess.dropped:
-            what = f"the key {holder.name!r} has used up its quota of {excess.kind}"
+            what = f"the key {holder.account!r} has used up its quota of {excess.kind}"
             text = f"{what}; dropped so far for it: {counted(excess.dropped, 'message')}"
-            self._note(ev.Note("warning", text, about=f"quota {excess.kind} {holder.name}"))
+            self._note(ev.Note("warning", text, about=f"quota {excess.kind} {holder.account}"))
             self._run.tally.refuse(ErrorCode.QUOTA)
             if peer is not None:
                 error = RemoteProtocolError(

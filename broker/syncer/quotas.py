@@ -15,16 +15,16 @@ from narrows.proto.limits import PAYLOAD_BYTES_MAX
 from narrows.proto.quotas import (
     BYTES_BURST_S,
     CONTROL_UNIT_BYTES,
-    STATES,
+    ENROLMENTS,
     TOLD_S,
     Ask,
     Quota,
     quotas,
 )
 
-REST_S: Final = STATES.burst / STATES.per_s
+REST_S: Final = ENROLMENTS.burst / ENROLMENTS.per_s
 """A holder that has asked for nothing for this long has full buckets: its account is dropped. The
-bucket of states is the slowest."""
+bucket of enrolments is the slowest."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class _HolderAccount:
 
 @dataclass
 class Quotas:
-    """Accounts of the holders, by name of the key. The run tells what depends on its model."""
+    """Accounts of the holders, by `KeyHolder.account`. The run tells what depends on its model."""
 
     fragments: int
     versions: int = 0
@@ -108,29 +108,22 @@ class Quotas:
 
     # Before a message is decoded.
 
-    def control(self, holder: KeyHolder | None, size_bytes: int, now: float) -> Excess | None:
+    def control(self, holder: KeyHolder, size_bytes: int, now: float) -> Excess | None:
         """A control message has come; Excess: drop it."""
-        if holder is None:
-            return None
-        if (excess := self._refused_too_often(holder, now)) is not None:
+        if (excess := self.look(holder, Ask.REFUSED, 1.0, now)) is not None:
             return excess
         return self.take(holder, Ask.CONTROL, -(-max(size_bytes, 1) // CONTROL_UNIT_BYTES), now)
 
     def data(
-        self, holder: KeyHolder | None, size_bytes: int, bits_per_s: float, now: float
+        self, holder: KeyHolder, size_bytes: int, bits_per_s: float, now: float
     ) -> Excess | None:
         """A data message has come, from a holder of this rate (0: no limit); Excess: drop it."""
-        if holder is None:
-            return None
-        if (excess := self._refused_too_often(holder, now)) is not None:
+        if (excess := self.look(holder, Ask.REFUSED, 1.0, now)) is not None:
             return excess
         account = self._account(holder, now)
         if bits_per_s and not self._has_byte_room(account, size_bytes, bits_per_s / 8, now):
             return self._exceed(account, Ask.BYTES, now)
         return self.take(holder, Ask.CHUNKS, 1.0, now)
-
-    def _refused_too_often(self, holder: KeyHolder, now: float) -> Excess | None:
-        return self.look(holder, Ask.REFUSED, 1.0, now)
 
     def _has_byte_room(
         self, account: _HolderAccount, size_bytes: int, bytes_per_s: float, now: float
@@ -150,27 +143,21 @@ class Quotas:
 
     # Once it is known what is asked.
 
-    def take(self, holder: KeyHolder | None, kind: Ask, amount: float, now: float) -> Excess | None:
+    def take(self, holder: KeyHolder, kind: Ask, amount: float, now: float) -> Excess | None:
         """Takes an amount from a holder's quota; Excess: there is no room, nothing is taken."""
-        if holder is None:
-            return None
         account = self._account(holder, now)
         if self._bucket(account, kind, now).take(amount):
             return None
         return self._exceed(account, kind, now)
 
-    def charge(self, holder: KeyHolder | None, kind: Ask, amount: float, now: float) -> None:
+    def charge(self, holder: KeyHolder, kind: Ask, amount: float, now: float) -> None:
         """Charges what has been done already. The debt is at most one burst: it ends soon."""
-        if holder is None:
-            return
         account = self._account(holder, now)
         bucket = self._bucket(account, kind, now)
         bucket.room = max(bucket.room - amount, -account.times * self._quotas[kind].burst)
 
-    def look(self, holder: KeyHolder | None, kind: Ask, amount: float, now: float) -> Excess | None:
+    def look(self, holder: KeyHolder, kind: Ask, amount: float, now: float) -> Excess | None:
         """As `take`, but takes nothing: what it costs is known when it is done."""
-        if holder is None:
-            return None
         account = self._account(holder, now)
         if self._bucket(account, kind, now).has_room(amount):
             return None
@@ -179,12 +166,9 @@ class Quotas:
     # Accounts.
 
     def _account(self, holder: KeyHolder, now: float) -> _HolderAccount:
-        account = self._accounts.pop(holder.name, None)
-        times = max(1, len(holder.carries))
-        if account is None or account.times != times:
-            account = _HolderAccount(times, now)
-        account.heard_at = now
-        self._accounts[holder.name] = account
+        account = self._accounts.pop(holder.account, None) or _HolderAccount(1, now)
+        account.times, account.heard_at = max(1, len(holder.carries)), now
+        self._accounts[holder.account] = account
         oldest = next(iter(self._accounts))
         if now >= self._accounts[oldest].heard_at + REST_S:
             del self._accounts[oldest]

@@ -66,10 +66,19 @@ def read_secret(path: Path) -> dict[str, object]:
 def read_toml(path: Path, *, is_secret: bool = False) -> dict[str, object]:
     """The TOML table in `path`. Raises ConfigError; it names the file and shows no content."""
     try:
-        # Without O_NONBLOCK a pipe in the place of the file would hang its reader.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        data = _content(path, is_secret=is_secret)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        return tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        # The text of the parser's error may quote the line, which may hold a secret.
+        raise ConfigError(f"{path} is no TOML file that `narrows keys` wrote") from error
+
+
+def _content(path: Path, *, is_secret: bool) -> bytes:
+    # Without O_NONBLOCK a pipe in the place of the file would hang its reader.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > FILE_BYTES_MAX:
@@ -83,12 +92,7 @@ def read_toml(path: Path, *, is_secret: bool = False) -> dict[str, object]:
                 got=f"mode {stat.S_IMODE(status.st_mode):04o}",
                 remedy=f"`chmod 600 {path}`; if others may have read it, make a new key",
             )
-        data = file.read(FILE_BYTES_MAX)
-    try:
-        return tomllib.loads(data.decode())
-    except (ValueError, RecursionError) as error:
-        # The text of the parser's error may quote the line, which may hold a secret.
-        raise ConfigError(f"{path} is no TOML file that `narrows keys` wrote") from error
+        return file.read(FILE_BYTES_MAX)
 
 
 def toml_lines(values: Mapping[str, TomlValue]) -> list[str]:

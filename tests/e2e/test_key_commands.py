@@ -121,6 +121,16 @@ def test_a_second_key_ends_the_first_in_a_day_and_the_same_key_again_changes_not
     assert 86_000 < day_s <= 86_400 and ring.of("a")[1].public == second
 
 
+def test_a_third_key_within_a_day_ends_the_first_at_once_and_says_so(narrows: Run) -> None:
+    narrows("keys", "new")
+    first, second, third = (new_pair().public for _ in range(3))
+    narrows("keys", "allow", "a", first)
+    narrows("keys", "allow", "a", second)
+    _, output, _ = narrows("keys", "allow", "a", third)
+    assert f"Its key {first} ends at once" in output and second in output
+    assert [grant.public for grant in read_ring(Path("keys")).of("a")] == [second, third]
+
+
 def test_list_shows_keys_and_open_invitations(narrows: Run) -> None:
     narrows("keys", "new")
     assert "nobody is admitted" in narrows("keys", "list")[1]
@@ -174,6 +184,8 @@ def test_an_invitation_alone_goes_to_standard_output(narrows: Run) -> None:
         (("allow", "a", "KEY", "--tokens-per-s-max", "-1"), "tokens_per_s_max"),
         (("invite", "a", "--address", "broker:7070"), "tcp://HOST:PORT"),
         (("invite", "a", "--address", ADDRESS, "--valid", "soon"), "a duration"),
+        (("invite", "a", "--address", ADDRESS, "--valid", "99999999h"), "at most 366d"),
+        (("invite", "a", "--address", ADDRESS, "--valid", "0"), "at most 366d"),
         (("new", "b.key", "--name", "b"), "--broker is missing"),
         (("rotate", "--now"), "narrows keys rotate"),
         (("list", "--keys", "elsewhere"), "narrows keys new --keys elsewhere"),

@@ -15,6 +15,7 @@ from narrows.proto.quotas import (
     BYTES_BURST_S,
     CONTROL,
     CONTROL_UNIT_BYTES,
+    ENROLMENTS,
     JOINS,
     REFUSED,
     STATES,
@@ -87,6 +88,7 @@ def test_time_does_not_run_backwards() -> None:
         (Ask.STATUS, STATUS, 60),
         (Ask.REFUSED, REFUSED, 20),
         (Ask.STATES, STATES, 0.2),
+        (Ask.ENROLMENTS, ENROLMENTS, 4 / 1440),
     ],
 )
 def test_a_flood_gets_the_burst_and_then_the_rate(
@@ -110,16 +112,23 @@ def test_a_holder_has_its_own_room_and_a_relay_the_sum() -> None:
     assert sum(quotas.take(RELAY, Ask.JOINS, 1.0, 60.0) is None for _ in range(99)) == 18
 
 
-def test_without_a_key_there_is_no_quota() -> None:
+def test_an_invitation_has_an_account_of_its_own() -> None:
     quotas = four()
-    for kind in Ask:
-        if kind is not Ask.BYTES:
-            assert all(quotas.take(None, kind, 1.0, 0.0) is None for _ in range(2000))
-            assert quotas.look(None, kind, 1.0, 0.0) is None
-    assert all(quotas.control(None, 1 << 20, 0.0) is None for _ in range(2000))
-    assert all(quotas.data(None, 1 << 20, 1e5, 0.0) is None for _ in range(2000))
-    quotas.charge(None, Ask.REFUSED, 1000, 0.0)
-    assert len(quotas) == 0 and quotas.dropped == 0
+    invited = KeyHolder(HOLDER.name, KeyRole.ENROL)
+    for _ in range(99):
+        quotas.charge(invited, Ask.REFUSED, 1.0, 0.0)
+    assert quotas.control(invited, 100, 0.0) is not None
+    assert quotas.control(HOLDER, 100, 0.0) is None
+
+
+def test_no_account_begins_anew_while_it_is_used() -> None:
+    quotas = four()
+    assert sum(quotas.take(RELAY, Ask.STATUS, 1.0, 0.0) is None for _ in range(99)) == 30
+    # Its invitation speaks, and then its operator takes a learner away from it.
+    assert quotas.take(KeyHolder(RELAY.name, KeyRole.ENROL), Ask.STATUS, 1.0, 0.0) is None
+    assert quotas.take(RELAY, Ask.STATUS, 1.0, 0.0) is not None
+    smaller = KeyHolder(RELAY.name, KeyRole.RELAY, carries=("a", "b"))
+    assert quotas.take(smaller, Ask.STATUS, 1.0, 0.0) is not None
 
 
 def test_a_long_control_message_counts_by_its_length() -> None:
@@ -202,8 +211,8 @@ def test_without_a_limit_bytes_are_not_counted() -> None:
 def test_accounts_of_holders_that_rest_are_dropped() -> None:
     quotas = four()
     for number in range(50_000):
-        assert quotas.take(KeyHolder(f"n{number}"), Ask.JOINS, 1.0, float(number)) is None
-    assert len(quotas) <= REST_S + 2
+        assert quotas.take(KeyHolder(f"n{number}"), Ask.JOINS, 1.0, 10.0 * number) is None
+    assert len(quotas) <= REST_S / 10 + 2
 
 
 @pytest.mark.parametrize("fragments", [1, 4, 64, 4096])

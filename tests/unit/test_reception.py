@@ -70,13 +70,13 @@ def test_the_gate_names_the_keys_that_are_not_what_they_were() -> None:
     assert gate.holder(old) == A and gate.has(A)
     assert not gate.admit(ring.allow(A, new, now=now), now)
     assert gate.expires_at() == now + 86_400
-    assert gate.admit(gate.ring, now + 86_400) == {old}
+    assert gate.admit(gate.ring, now + 86_400) == {old: A}
     assert gate.holder(old) is None and gate.holder(new) == A and gate.has(A)
     richer = KeyHolder("b", tokens_per_s_max=5.0)
     now += 86_400
     changed = gate.ring.revoke("b").allow(richer, other, now=now)
-    assert gate.admit(changed, now) == {other}
-    assert gate.admit(gate.ring.revoke("a"), now) == {new} and not gate.has(A)
+    assert gate.admit(changed, now) == {other: KeyHolder("b")}
+    assert gate.admit(gate.ring.revoke("a"), now) == {new: A} and not gate.has(A)
 
 
 def test_an_invitation_may_enrol_and_nothing_else() -> None:
@@ -84,6 +84,15 @@ def test_an_invitation_may_enrol_and_nothing_else() -> None:
     gate = gate_of(Keyring().invite(A, token, until=1.0), 5.0)
     assert gate.holder(token) == KeyHolder("a", KeyRole.ENROL)
     assert not gate.has(A)
+
+
+def test_an_invitation_that_expired_a_day_ago_is_nobody_any_more() -> None:
+    token = new_pair().public
+    gate = gate_of(Keyring().invite(A, token, until=1000.0), 1000.0 + 86_399)
+    invited = gate.holder(token)
+    assert invited is not None and gate.expires_at() == 1000.0 + 86_400
+    assert gate.admit(gate.ring, gate.expires_at()) == {token: invited}
+    assert gate.holder(token) is None and gate.expires_at() == float("inf")
 
 
 def test_a_status_shows_to_each_its_own() -> None:

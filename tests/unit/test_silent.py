@@ -37,8 +37,26 @@ def test_where_nobody_has_proved_a_key_all_are_too_many() -> None:
 
 
 def test_few_go_at_once() -> None:
-    found = SilentConnections().too_many(silent(street=range(1000)))
+    found = SilentConnections().for_room(silent(street=range(1000)))
     assert found == list(range(CUT_AT_ONCE_MAX))
+
+
+def test_what_is_too_many_goes_bit_by_bit_while_there_is_room() -> None:
+    those = SilentConnections()
+    those.admitted("lab", "a", 6)
+    there, seconds = range(106), 0
+    while gone := those.due(silent(lab=there), float(seconds)):
+        assert gone == list(there)[: len(gone)] and len(gone) <= 7
+        there, seconds = range(there.start + len(gone), 106), seconds + 1
+        assert not those.due(silent(lab=there), seconds - 0.5)
+    assert len(there) == 6 and seconds < 60
+
+
+def test_an_address_has_the_names_that_were_admitted_there() -> None:
+    those = SilentConnections()
+    those.admitted("fe80::1%eth0", "a", 6)
+    assert those.has("fe80::1", {"a", "b"})
+    assert not those.has("fe80::1", {"b"}) and not those.has("fe80::2", {"a"})
 
 
 def test_an_address_without_connections_is_forgotten() -> None:
