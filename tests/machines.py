@@ -149,8 +149,16 @@ class Desk:
         self.now = until
         return effects
 
-    def say(self, name: str, message: msg.ControlMessage, after_s: float = 0.0) -> list[bev.Effect]:
-        return self.do(bev.Received(name.encode(), message, f"tcp://{name}"), after_s)
+    def say(
+        self,
+        name: str,
+        message: msg.ControlMessage,
+        after_s: float = 0.0,
+        *,
+        sent: tuple[int, ...] = (),
+    ) -> list[bev.Effect]:
+        """A learner speaks; its streams from the broker stand at `sent`."""
+        return self.do(bev.Received(name.encode(), message, f"tcp://{name}", sent=sent), after_s)
 
     def found(self, *names: str) -> None:
         """The learners join, the first one founds, everybody adopts version 0."""
@@ -232,11 +240,13 @@ class Desk:
             values["push_id"] = 0
         return make(msg.Header, values, fields)
 
-    def chunk(self, name: str, fragment: int, **fields: object) -> list[bev.Effect]:
+    def chunk(
+        self, name: str, fragment: int, *, size_bytes: int = 0, **fields: object
+    ) -> list[bev.Effect]:
         """A chunk arrives; if it is accepted, it is unpacked at once."""
         self.handle += 1
         header = self.header(name, fragment, **fields)
-        effects = self.do(bev.ChunkArrived(header, self.handle))
+        effects = self.do(bev.ChunkArrived(header, self.handle, size_bytes))
         if only(effects, bev.Unpack):
             effects += self.do(bev.ChunkUnpacked(header, self.handle))
         return effects

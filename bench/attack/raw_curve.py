@@ -30,15 +30,24 @@ _COMMAND, _LONG_COMMAND, _LONG = 4, 6, 2
 class RawCurve:
     """One encrypted connection, after the handshake."""
 
-    def __init__(self, target: AttackTarget, port: int, socket_type: str) -> None:
-        """Dials and shakes hands. Raises ConnectionError if the broker refuses."""
+    def __init__(
+        self, target: AttackTarget, port: int, socket_type: str, *, routing_id: bytes = b""
+    ) -> None:
+        """Dials and shakes hands. Raises ConnectionError if the broker refuses.
+
+        `routing_id`: the name of this connection that the broker is to take; libzmq's own sockets
+        cannot claim one that begins with a zero byte.
+        """
         self._sodium = _libsodium()
         self._server = z85.decode(target.server.encode())
         own = (z85.decode(target.public.encode()), z85.decode(target.secret.encode()))
         self.line: socket.socket = target.dial(port)
         self.line.settimeout(5)
         self._nonce = 0
-        self._shake(own, socket_type)
+        self._shake(
+            own,
+            _property(b"Socket-Type", socket_type.encode()) + _property(b"Identity", routing_id),
+        )
 
     def send(self, body: bytes, *, more: bool) -> None:
         """Sends one frame of a message; `more` promises another one."""
@@ -55,7 +64,7 @@ class RawCurve:
     def close(self) -> None:
         self.line.close()
 
-    def _shake(self, own: tuple[bytes, bytes], socket_type: str) -> None:
+    def _shake(self, own: tuple[bytes, bytes], metadata: bytes) -> None:
         self.line.sendall(greeting("CURVE"))
         self._receive(64)
         short_public, short_secret = self._pair()
@@ -71,7 +80,6 @@ class RawCurve:
         vouch = self._box(
             short_public + self._server, b"VOUCH---" + long_nonce, server_short, own[1]
         )
-        metadata = _property(b"Socket-Type", socket_type.encode()) + _property(b"Identity", b"")
         nonce, text = b"CurveZMQINITIATE" + self._count(), own[0] + long_nonce + vouch + metadata
         self._command(
             b"\x08INITIATE" + cookie + struct.pack(">Q", self._nonce)

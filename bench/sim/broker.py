@@ -152,7 +152,9 @@ class SimulatedBroker(Host):
 
     def receive(self, peer: bytes, message: msg.ControlMessage, address: str, size: int) -> None:
         """A control message of so many bytes has come."""
-        self.handle(ev.Received(peer, message, address))
+        member = self.syncer.state.roster.by_peer(peer)
+        sent = self.downlink.sent(member.name) if member is not None else ()
+        self.handle(ev.Received(peer, message, address, sent=sent))
         member = self.syncer.state.roster.by_peer(peer)
         if member is not None:
             self.downlink.hub.received(member.name, size, self.clock.now)

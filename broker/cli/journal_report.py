@@ -43,7 +43,7 @@ from narrows.broker.storage import (
     recover,
     version_sum_of,
 )
-from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
+from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError, printable
 from narrows.proto.layout import fingerprint
 from narrows.proto.messages import Phase
 from narrows.proto.units import counted, format_bytes
@@ -243,7 +243,7 @@ def _line(head: Head, blob_bytes: int, total: str) -> str:
     if isinstance(head, FateRecord):
         where = f", push {head.push_id} of fragment {head.fragment}" if head.push_id else ""
         why = f": {head.reason}" if head.reason not in ("", head.what) else ""
-        return f"{at}  {head.learner} {head.what}{where}{why}"
+        return f"{at}  {head.learner} {head.what}{where}{printable(why)}"
     who = ", ".join(f"{c.learner} {c.weight:.0%}" for c in head.contributors)
     return (
         f"{at}  fragment {head.fragment} version {head.version}{total} from {who} ({head.reason});"

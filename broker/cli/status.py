@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import msgspec
 
 from narrows.broker.cli.asking import ask
 from narrows.broker.cli.tables import Table, show, terminal
-from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.errors import ErrorCode, RemoteProtocolError, printable
 from narrows.proto.keys import SiteKey, key_path, read_site_key
 from narrows.proto.messages import AskStatus, LearnerStatus, Status
 from narrows.proto.units import counted, format_bytes, format_count, format_duration_s
@@ -37,30 +38,32 @@ def show_status(
     address = broker or (key.broker if key else DEFAULT_BROKER)
     status = ask_status(address, timeout_s=timeout_s, key=key)
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
+        # With ASCII alone: escape sequences that a peer has written do nothing to a terminal.
+        print(json.dumps(json.loads(msgspec.json.encode(status)), indent=2))
         return
     console = terminal()
-    console.print(headline(status))
+    for line in headline(status):
+        console.print(printable(line))
     if status.waiting_for:
-        console.print(f"waiting: {status.waiting_for}")
+        console.print(f"waiting: {printable(status.waiting_for)}")
     if status.contributions_refused:
         refused = ", ".join(f"{code} {n}" for code, n in status.contributions_refused.items())
-        console.print(f"refused: {refused}")
+        console.print(f"refused: {printable(refused)}")
     show(console, learner_table(status.learners))
 
 
-def headline(status: Status) -> str:
+def headline(status: Status) -> tuple[str, str]:
     """The run in two lines."""
     goal = f" of {format_count(status.goal_tokens)}" if status.goal_tokens else ""
     versions = f"{min(status.versions)}..{max(status.versions)}" if status.versions else "none"
     return (
         f"run {status.run_id}  epoch {status.epoch[0]}.{status.epoch[1]}  {status.mode}  "
-        f"{status.phase}  up {format_duration_s(status.uptime_s)}\n"
+        f"{status.phase}  up {format_duration_s(status.uptime_s)}",
         f"{format_count(status.run_tokens)}{goal} tokens at {format_count(status.tokens_per_s)}/s"
         f"  versions {versions}, {sum(status.versions)} in all  {counted(status.merges, 'merge')}, "
         f"{status.mean_contributors_per_merge:.2f} contributors each, longest pause "
         f"{format_duration_s(status.longest_merge_gap_s)}  "
-        f"in {format_bytes(status.up_bytes)}  out {format_bytes(status.down_bytes)}"
+        f"in {format_bytes(status.up_bytes)}  out {format_bytes(status.down_bytes)}",
     )
 
 
@@ -91,5 +94,5 @@ def learner_table(learners: tuple[LearnerStatus, ...]) -> Table:
     """One row per learner."""
     table = Table(tuple(COLUMNS), keys=2, left=("from",))
     for learner in learners:
-        table.add(*(cell(learner) for cell in COLUMNS.values()))
+        table.add(*(printable(cell(learner)) for cell in COLUMNS.values()))
     return table

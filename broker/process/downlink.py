@@ -113,6 +113,11 @@ class Downlink:
     def set_rates(self, wan: WanSection, now: float) -> None:
         self.hub.set_rates(total=wan.total_down, each=wan.down, now=now)
 
+    def sent(self, learner: str) -> tuple[int, ...]:
+        """Where the streams to a learner stand; nothing if it has no session."""
+        addressee = self._addressees.get(learner)
+        return addressee.sender.positions if addressee is not None else ()
+
     def acknowledge(self, learner: str, positions: tuple[int, ...], now: float) -> None:
         if (addressee := self._addressees.get(learner)) is not None:
             addressee.sender.acknowledge(positions, now)

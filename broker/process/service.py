@@ -224,7 +224,9 @@ class Service:
         if isinstance(message, msg.Enrol):
             enrol(self.keeper, origin, message, partial(self._send, peer), self.reception.refuse)
             return
-        self._handle_event(ev.Received(peer, message, origin.address, origin.holder))
+        member = self.syncer.state.roster.by_peer(peer)
+        sent = self.downlink.sent(member.name) if member is not None else ()
+        self._handle_event(ev.Received(peer, message, origin.address, origin.holder, sent))
         member = self.syncer.state.roster.by_peer(peer)
         if member is not None:
             self._received_from(member.name, sum(map(len, frames)))

@@ -1,4 +1,6 @@
-"""Pushes whose chunks wait for their decoding: a learner has few of them at a time. [pure]"""
+"""Chunks that wait for their decoding: a learner has few pushes at a time, and few chunks of
+version 0. [pure]
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
-from narrows.proto.messages import Header
+from narrows.proto.messages import DataKind, Header
 
 _Push: TypeAlias = tuple[str, int, int]
 """Incarnation, fragment and push_id."""
@@ -24,6 +26,8 @@ class Decoding:
     """
 
     rounds_in_flight: int
+    _founding: dict[_Push, int] = field(default_factory=dict[_Push, int])
+    """Chunks of version 0, by fragment."""
     _chunks: dict[str, dict[_Push, int]] = field(default_factory=dict[str, dict[_Push, int]])
 
     def begin(self, header: Header) -> None:
@@ -41,9 +45,24 @@ class Decoding:
         pushes[push] = pushes.get(push, 0) + 1
         self._chunks[header.learner] = pushes
 
+    def begin_founding(self, header: Header, chunks_max: int) -> bool:
+        """A chunk of version 0 is going to be decoded, unless as many of its fragment wait as a
+        whole one may have; then False."""
+        part = _push_of(header)
+        if self._founding.get(part, 0) >= chunks_max:
+            return False
+        self._founding[part] = self._founding.get(part, 0) + 1
+        return True
+
     def done(self, header: Header) -> None:
         """A chunk is decoded, or does not decode."""
-        pushes, push = self._chunks[header.learner], _push_of(header)
+        push = _push_of(header)
+        if header.kind is DataKind.FOUND:
+            self._founding[push] -= 1
+            if not self._founding[push]:
+                del self._founding[push]
+            return
+        pushes = self._chunks[header.learner]
         pushes[push] -= 1
         if not pushes[push]:
             del pushes[push]

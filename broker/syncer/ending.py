@@ -6,15 +6,23 @@ This module alone writes `Member.given_up`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median_low
+from statistics import median_high, median_low
 from typing import Final, NamedTuple, TypeAlias
 
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.member import Member
 from narrows.broker.syncer.phases import RunPhase
 from narrows.broker.syncer.run import RunState
-from narrows.proto.flow import STATE_BYTES, Patience, Way, push_bytes_max
+from narrows.proto.flow import (
+    STATE_BYTES,
+    USUAL_RATIO_MAX,
+    Flow,
+    Patience,
+    Way,
+    push_bytes_max,
+)
 from narrows.proto.timing import ADOPTION_WAIT_S
 from narrows.proto.units import counted, format_bytes, format_duration_s
 
@@ -25,16 +33,13 @@ LIVES_MAX: Final = 3
 """Processes of one name that a phase of the end waits for: the next one would crash as the ones
 before it did."""
 
-USUAL_RATIO_MAX: Final = 4.0
-"""A learner's usual round counts at most this multiple of the lower median of all learners'. One
-that answers a little later each time must not stretch its own patience without end."""
-
 LEFT_OUT_DOUBLINGS_MAX: Final = 6
 """Lockstep: a learner that is given up is waited for again after 1, 2, 4, .. versions, at most 2 to
 this power."""
 
 EndProgress: TypeAlias = tuple[str, float, int]
-"""Incarnation, time of its last complete contribution, sum of the versions that it has adopted."""
+"""Incarnation, time of its last complete contribution, number of its adoptions of a newest version.
+Older ones do not count: it could claim thousands of them one by one."""
 
 
 class _Wait(NamedTuple):
@@ -173,7 +178,7 @@ class Waiting:
         progress = (
             member.incarnation,
             member.participation.contributed_at,
-            sum(member.copies.held),
+            member.copies.newest_adopted,
         )
         wait = self._waits.get(member.name)
         is_new = wait is None or wait.progress != progress
@@ -211,11 +216,20 @@ class Waiting:
         codec, table = state.settings.push_codec, state.table
         pushes = sum(push_bytes_max(codec, table[i].elements) for i in self._rounds_of(member))
         states = STATE_BYTES * sum(table[index].elements for index in self._lacks(member))
-        ways = (Way(member.uplink.flow, pushes), Way(member.copies.flow, states))
+        ways = (
+            Way(member.uplink.flow, pushes, others_bytes_per_s=self._usual(_up)),
+            Way(member.copies.flow, states, others_bytes_per_s=self._usual(_down)),
+        )
         least_s = state.config.liveness.lost
         if state.phase is RunPhase.RUNNING and not member.participation.arrival.samples:
             least_s = max(least_s, ADOPTION_WAIT_S)  # It may have to compile its first step.
         return Patience(now, self._round_s(member, now), least_s, ways)
+
+    def _usual(self, flow_of: Callable[[Member], Flow]) -> float | None:
+        """Upper median of all learners' usual rates, in bytes per second; None: none is known."""
+        rates = [flow_of(member).sampled_bytes_per_s for member in self.state.roster]
+        known = [rate for rate in rates if rate is not None]
+        return median_high(known) if known else None
 
     def _keep_to_budget(self, member: Member, patience: Patience) -> None:
         """Limits the expected speed to the rate that is granted now: rates may have changed."""
@@ -298,6 +312,14 @@ class Waiting:
             which = "that came back " if self.state.epoch_resumed else ""
             return f"the run has ended, all learners {which}have the final model"
         return "the run has ended, no learner has come for the final model"
+
+
+def _up(member: Member) -> Flow:
+    return member.uplink.flow
+
+
+def _down(member: Member) -> Flow:
+    return member.copies.flow
 
 
 def _fragments(indices: list[int]) -> str:

@@ -29,6 +29,8 @@ class Received:
     address: str = ""
     holder: KeyHolder | None = None
     """Holder of the connection's key; None: the broker has no keys."""
+    sent: tuple[int, ...] = ()
+    """Where the streams to the learner stand that speaks on this connection."""
 
 
 @dataclass(frozen=True)

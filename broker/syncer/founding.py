@@ -17,7 +17,7 @@ from narrows.proto.codec import STATE_CODEC
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.flow import Arrival, Assembly, chunks_max
 from narrows.proto.fragments import build_table
-from narrows.proto.layout import JoinedLayout, check_layout, fingerprint
+from narrows.proto.layout import JoinedLayout, check_layout, fingerprint, split_layout
 from narrows.proto.limits import NAME_PATTERN
 from narrows.proto.timing import BROKER_REPAIR_S
 
@@ -35,12 +35,13 @@ def check_founder(config: BrokerConfig) -> None:
     founder = config.run.founder
     if founder and not re.search(NAME_PATTERN, founder):
         raise ConfigError("run.founder: no name", expected="a learner's name", got=repr(founder))
-    if config.security.keys and not founder and not config.broker.init:
+    # A file of --init does not replace the founder: it has neither merge rules nor an order.
+    if config.security.keys and not founder:
         raise ConfigError(
             "this run has no founder, and its learners have keys",
-            expected="the learner, or the file, that the run begins with",
-            got="neither",
-            remedy="narrows broker --founder NAME, or --init FILE",
+            expected="the name of the learner whose model the run begins with",
+            got="none",
+            remedy="narrows broker --founder NAME, also with --init FILE",
         )
 
 
@@ -123,6 +124,8 @@ class Founding:
                 expected=f"the fingerprint {state.fingerprint} of its Hello",
                 got=told,
             )
+        # Its own parts may be smaller: the run has to tell it to others as well.
+        split_layout(layout, joined.frozen_digest)
         state.table = build_table(layout, state.settings.fragment_count)
         state.layout, state.frozen_digest = layout, joined.frozen_digest
         self._parts = JoinedLayout()

@@ -31,6 +31,8 @@ class LayoutDesk:
     _told: dict[ev.Peer, int] = field(default_factory=dict[ev.Peer, int])
     """Parts that each refused connection has got."""
     _parts: tuple[msg.LayoutPart, ...] = ()
+    _too_large: RemoteProtocolError | None = None
+    """Why there are no parts: a broker before this one took a layout that cannot be told."""
     _parts_of: str = ""
     """The fingerprint of the layout that `_parts` tell."""
     _paid_at: float = 0.0
@@ -50,16 +52,29 @@ class LayoutDesk:
         if not isinstance(message, msg.AskLayout) or event.peer not in self._told:
             return None
         state = self.state
-        if state.layout and self._parts_of != state.fingerprint:
-            self._parts = split_layout(state.layout, state.frozen_digest)
-            self._parts_of = state.fingerprint
+        self._split()
         paid_at = max(self._paid_at, now - PARTS_BURST / PARTS_PER_S) + 1 / PARTS_PER_S
-        is_over = self._told[event.peer] >= 2 * len(self._parts) or paid_at > now
-        if not state.layout or is_over or message.first >= len(self._parts):
+        answers_max = 1 if self._too_large else 2 * len(self._parts)
+        if not state.layout or self._told[event.peer] >= answers_max or paid_at > now:
+            return []
+        if self._too_large is None and message.first >= len(self._parts):
             return []
         self._told[event.peer] += 1
         self._paid_at = paid_at
+        if self._too_large is not None:
+            return [ev.Send(event.peer, refusal(self._too_large))]
         return [ev.Send(event.peer, self._parts[message.first])]
+
+    def _split(self) -> None:
+        """Cuts the run's layout into parts, once it is known."""
+        state = self.state
+        if not state.layout or self._parts_of == state.fingerprint:
+            return
+        self._parts, self._too_large, self._parts_of = (), None, state.fingerprint
+        try:
+            self._parts = split_layout(state.layout, state.frozen_digest)
+        except RemoteProtocolError as error:
+            self._too_large = error
 
 
 def other_layout(state: RunState, name: str, fingerprint: str) -> RemoteProtocolError:

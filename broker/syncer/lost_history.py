@@ -24,9 +24,12 @@ class LostHistory:
     def look(self, hello: msg.Hello) -> list[ev.Effect]:
         """Warns once if a learner has seen versions or epochs that this state directory lacks.
 
-        The learner finds out from the Welcome and goes back by itself.
+        The learner finds out from the Welcome and goes back by itself. A Hello that does not prove
+        that a broker of this run has admitted its learner says nothing.
         """
         state = self.state
+        if not state.is_proven(hello):
+            return []
         here = state.versions or (-1,) * len(hello.versions)
         ahead = {
             index: (version, own)
@@ -34,9 +37,8 @@ class LostHistory:
             if version > own
         }
         # An epoch that this directory did not count before its own was counted in another copy.
-        is_other = hello.epoch[:2] >= state.epoch[:2] and hello.epoch != state.epoch
-        is_copy = is_other and state.is_proven(hello)
-        if hello.run_id != state.run_id or not (ahead or is_copy):
+        is_copy = hello.epoch[:2] >= state.epoch[:2] and hello.epoch != state.epoch
+        if not (ahead or is_copy):
             return []
         named = self._versions
         news = is_copy and not self._copy

@@ -110,7 +110,7 @@ class Syncer:
                 member = self.state.roster.by_peer(peer)
                 effects = self._lose(member, "its connection closed", now) if member else []
             case ev.ChunkArrived(header, handle, size_bytes):
-                effects = self.intake.arrived(header, handle, now)
+                effects = self.intake.arrived(header, handle, size_bytes, now)
                 effects += self.allowance.arrived(header, size_bytes, now)
             case ev.ChunkUnpacked(header, handle):
                 effects = self._unpacked(header, handle, now)
@@ -257,6 +257,7 @@ class Syncer:
         match message:
             case msg.Report():
                 self._report(member, message, now)
+                serving.acknowledge(member, message.received, event.sent, now)
                 effects.append(ev.Acknowledge(member.name, message.received))
             case msg.Push():
                 effects += self.intake.push(member, message, now)
@@ -288,9 +289,9 @@ class Syncer:
     def _report(self, member: Member, report: msg.Report, now: float) -> None:
         member.report = report
         member.stepping = stepped(member.stepping, report.step, now)
-        serving.acknowledge(member, report.received, now)
 
     def _unpacked(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
+        self.intake.decoded(header)
         if header.kind is msg.DataKind.PUSH:
             return self.intake.unpacked(header, handle, now)
         # The learner may have been replaced while its chunk was decoded.
@@ -302,6 +303,7 @@ class Syncer:
     def _damaged(
         self, header: msg.Header, handle: int, error: RemoteProtocolError
     ) -> list[ev.Effect]:
+        self.intake.decoded(header)
         if header.kind is msg.DataKind.PUSH:
             return self.intake.damaged(header, handle, error)
         return [ev.Drop((handle,)), *self.founding.damaged(header, error)]

@@ -53,7 +53,11 @@ class Copies:
     held: list[int]
     """Version adopted per fragment; -1: none yet."""
     flow: Flow = field(default_factory=Flow)
-    """Bytes that the learner has acknowledged."""
+    """Bytes that the learner has acknowledged, of those that were sent."""
+    received: dict[int, int] = field(default_factory=dict[int, int])
+    """The highest position of each stream that it has acknowledged."""
+    newest_adopted: int = 0
+    """Times that it adopted the version of a fragment that was the newest then."""
     adopted_at: list[float | None] = field(default_factory=list[float | None])
     """Time at which its adoption of that version was heard, per fragment; None: it had adopted it
     in an earlier session, or has none."""
@@ -68,9 +72,9 @@ class Uplink:
     """Data that has come from the learner. Written by `pushes`."""
 
     positions: list[int]
-    """Position reached on each stream; the learner may send one window beyond it."""
+    """Position that the headers claim on each stream; the learner may send one window beyond it."""
     flow: Flow = field(default_factory=Flow)
-    """Bytes of its pushes."""
+    """Bytes of its pushes that have come and were wanted."""
     refused: int = 0
     """Pushes refused since it joined."""
     refused_pushes: deque[int] = field(default_factory=lambda: deque[int](maxlen=16))

@@ -18,7 +18,7 @@ from narrows.broker.syncer.suspicion import check_merged
 from narrows.proto import messages as msg
 from narrows.proto.codec import STATE_CODEC, codecs_of
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
-from narrows.proto.flow import Arrival
+from narrows.proto.flow import Arrival, chunks_max
 from narrows.proto.timing import BROKER_REPAIR_S, REPAIR_MAX_S
 
 
@@ -84,7 +84,9 @@ class Intake:
         handles = round_.drop_incoming(member.name)
         return [ev.Drop(handles)] if handles else []
 
-    def arrived(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
+    def arrived(
+        self, header: msg.Header, handle: int, size_bytes: int, now: float
+    ) -> list[ev.Effect]:
         """Takes the header of a chunk in; the payload is decoded only if it fits an open round."""
         member = self.state.roster.get(header.learner)
         drop: list[ev.Effect] = [ev.Drop((handle,))]
@@ -96,7 +98,6 @@ class Intake:
         data_path.arrived(member)
         if header.stream < len(member.uplink.positions):
             member.uplink.positions[header.stream] = header.position
-            member.uplink.flow.move(member.uplink.positions, now)
         is_push = header.kind is msg.DataKind.PUSH
         if header.kind is msg.DataKind.FOUND and header.epoch == self.state.epoch:
             if member.name != self.state.founder:
@@ -106,7 +107,7 @@ class Intake:
         try:
             # The header is checked in full before anybody pays for decoding.
             self._check(header)
-            effects, is_wanted = self._enter(member, header, now)
+            effects, is_wanted = self._enter(member, header, size_bytes, now)
             if is_push and is_wanted:
                 self._decoding.begin(header)
         except RemoteProtocolError as error:
@@ -116,26 +117,40 @@ class Intake:
         return effects + ([ev.Unpack(header, handle)] if is_wanted else drop)
 
     def _enter(
-        self, member: Member, header: msg.Header, now: float
+        self, member: Member, header: msg.Header, size_bytes: int, now: float
     ) -> tuple[list[ev.Effect], bool]:
         """Notes progress of a push; returns effects, and whether to decode the chunk.
 
         Raises RemoteProtocolError if no open round takes it.
         """
         if header.kind is not msg.DataKind.PUSH:
-            return [], True
+            return [], self._founds(header)
         round_ = self._round(member, header.fragment, header.version)
         effects = self._supersede(round_, member, header.push_id)
-        self._expect(member, now)
+        is_sending = self._is_sending(member)
         incoming = round_.incoming_of(member.name, member.incarnation, header.push_id, now)
         is_wanted = incoming.wants(header)
         if is_wanted:
             incoming.progress_at, incoming.asks = now, 0
+            # The position that a header claims proves nothing, nor does a copy of what is here.
+            member.uplink.flow.add(size_bytes, now)
+        member.uplink.flow.expect(now, anew=not is_sending)
         return effects, is_wanted
+
+    def _founds(self, header: msg.Header) -> bool:
+        """Whether to decode a chunk of version 0. One that is dropped is asked for again."""
+        if self.state.heads:
+            return False  # Version 0 stands.
+        elements = self.state.table[header.fragment].elements
+        most = chunks_max(elements, self.state.least_chunk_elements)
+        return self._decoding.begin_founding(header, most)
+
+    def decoded(self, header: msg.Header) -> None:
+        """The shell is done with a chunk that it was to decode, of a push or of version 0."""
+        self._decoding.done(header)
 
     def unpacked(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
         """Takes a decoded chunk of a push in."""
-        self._decoding.done(header)
         member = self.state.roster.get(header.learner)
         round_ = self.state.rounds.get(header.fragment)
         drop: list[ev.Effect] = [ev.Drop((handle,))]
@@ -160,7 +175,6 @@ class Intake:
         self, header: msg.Header, handle: int, error: RemoteProtocolError
     ) -> list[ev.Effect]:
         """Refuses a whole push for a payload that does not decode."""
-        self._decoding.done(header)
         member = self.state.roster.get(header.learner)
         effects: list[ev.Effect] = [ev.Drop((handle,))]
         if member is None or member.incarnation != header.incarnation:

@@ -16,6 +16,7 @@ from narrows.broker.syncer.rounds import Round
 from narrows.broker.syncer.run import RunState
 from narrows.broker.syncer.suspicion import Suspicion
 from narrows.proto import messages as msg
+from narrows.proto.errors import printable
 from narrows.proto.flow import chunks_max
 from narrows.proto.limits import PUBLICATIONS_KEPT, TOKENS_MAX
 from narrows.proto.smoothing import Smoothed
@@ -205,7 +206,8 @@ class Scheduler:
             step_s=self.state.pace.step_s(ready),
             sync_s=self._sync_s.mean,
             declined=[
-                f"{member.name} declined ({round_.declined[member.name][:REASON_CHARACTERS]})"
+                f"{member.name} declined"
+                f" ({printable(round_.declined[member.name][:REASON_CHARACTERS])})"
                 for member in ready
                 if member.name in round_.declined
             ],

@@ -21,9 +21,19 @@ def begin_adoption(member: Member, now: float) -> None:
         member.copies.flow.expect(now)
 
 
-def acknowledge(member: Member, positions: Sequence[int], now: float) -> None:
-    """The learner has received these positions of the downlink's streams."""
-    member.copies.flow.move(positions, now)
+def acknowledge(member: Member, positions: Sequence[int], sent: Sequence[int], now: float) -> None:
+    """The learner claims to have received these positions of the downlink's streams.
+
+    One beyond what was sent is ignored, and so is one below an earlier one.
+    """
+    received, moved_bytes = member.copies.received, 0
+    for stream, (position, most) in enumerate(zip(positions, sent, strict=False)):
+        before = received.get(stream, 0)
+        if before < position <= most:
+            received[stream] = position
+            # The first one only shows where the stream starts: it may go on from an older session.
+            moved_bytes += position - before if before else 0
+    member.copies.flow.add(moved_bytes, now)
 
 
 def adopt(state: RunState, member: Member, fragment: int, version: int, now: float) -> bool:
@@ -36,6 +46,7 @@ def adopt(state: RunState, member: Member, fragment: int, version: int, now: flo
     if is_news:
         # A process of an earlier session repeats what it has; it adopted that at another time.
         member.copies.adopted_at[fragment] = now if held >= 0 or member.copies.is_new else None
+        member.copies.newest_adopted += version == state.heads[fragment].version
     member.copies.held[fragment] = version
     return is_news
 

@@ -57,7 +57,8 @@ def status_for(holder: KeyHolder | None, status: msg.Status) -> msg.Status:
     if holder is None or holder.role is KeyRole.OPERATOR:
         return status
     own = tuple(each for each in status.learners if holder.speaks_for(each.name))
-    return msgspec.structs.replace(status, learners=own)
+    # The phrase names other learners, and what they say.
+    return msgspec.structs.replace(status, learners=own, waiting_for="")
 
 
 def _waiting_for(syncer: Syncer) -> str:

@@ -20,7 +20,14 @@ from narrows.proto.flow.budget import (
 )
 from narrows.proto.flow.hub import Hub
 from narrows.proto.flow.path import ACKNOWLEDGE_BYTES
-from narrows.proto.flow.patience import STATE_BYTES, Flow, Patience, Way, push_bytes_max
+from narrows.proto.flow.patience import (
+    STATE_BYTES,
+    USUAL_RATIO_MAX,
+    Flow,
+    Patience,
+    Way,
+    push_bytes_max,
+)
 from narrows.proto.flow.sender import Datagram, Parcel, Sender
 
 __all__ = [
@@ -29,6 +36,7 @@ __all__ = [
     "SEGMENT_OVERHEAD_BYTES",
     "SHARE_USED",
     "STATE_BYTES",
+    "USUAL_RATIO_MAX",
     "Arrival",
     "Assembly",
     "Budget",

@@ -4,7 +4,9 @@ One rule holds for everybody who waits. A peer gets three usual rounds. Beyond t
 long as bytes flow at half of their usual rate or more, and at most twice the time that the
 outstanding bytes need at the usual rate. So a slow line is waited for, whatever it carries. A line
 that trickles is not, nor a process that hangs and still says that it lives. A fixed time would be
-too short for one model and too long for another.
+too short for one model and too long for another. Where it is known how fast others are, no peer is
+waited for beyond USUAL_RATIO_MAX times the time that they need for its bytes: nobody can hold the
+others up by a line that it makes slow.
 """
 
 from __future__ import annotations
@@ -26,6 +28,10 @@ ROUNDS: Final = 3.0
 SLOWER: Final = 2.0
 """Factor by which a peer may be slower than it usually is."""
 
+USUAL_RATIO_MAX: Final = 4.0
+"""A peer's usual round, and its bytes, get at most this multiple of the time of the others'. One
+that answers a little later each time must not stretch its own patience without end."""
+
 SAMPLES: Final = 15
 """The usual rate is the median of so many samples, each of at least PATIENCE_SAMPLE_S in which
 bytes were awaited. A few seconds of another rate, such as a join beside an idle broker, do not move
@@ -46,7 +52,9 @@ class Flow:
     """Bytes in one direction and their usual rate. Seconds on the caller's clock."""
 
     moved: int = 0
-    """Bytes so far. The first message of a stream only shows the position that it starts from."""
+    """Bytes so far."""
+    sampled_bytes_per_s: float | None = None
+    """The usual rate by whole samples; None: there is none yet."""
     _positions: tuple[int, ...] = ()
     _since: float | None = None
     """Time of the last progress, or from which on bytes are awaited; None: none are."""
@@ -64,27 +72,37 @@ class Flow:
         self._since = None
 
     def move(self, positions: Sequence[int], now: float) -> None:
-        """The streams stand at these positions; a new session begins at 0."""
-        # Positions come from a peer: one that falls counts as a new start, and is no error.
+        """The streams stand at these positions; a new session begins at 0.
+
+        The first message of a stream only shows the position that it starts from. For a peer that
+        is believed: another one may claim any position, so that only `add` counts.
+        """
+        # One that falls counts as a new start, and is no error.
         pairs = zip(positions, self._positions, strict=False)
         grown = sum(new - old for new, old in pairs if new > old > 0)
         assert grown >= 0, grown
         self._positions = tuple(positions)
-        self.moved += grown
-        if not grown or self._since is None:
+        self.add(grown, now)
+
+    def add(self, size_bytes: int, now: float) -> None:
+        """So many bytes have come."""
+        assert size_bytes >= 0, size_bytes
+        self.moved += size_bytes
+        if not size_bytes or self._since is None:
             return
-        self._bytes += grown
+        self._bytes += size_bytes
         self._seconds += now - self._since
         self._since = now
         if self._seconds >= PATIENCE_SAMPLE_S:
             self._rates.append(self._bytes / self._seconds)
+            self.sampled_bytes_per_s = median(self._rates)
             self._bytes, self._seconds = 0, 0.0
 
     @property
     def usual_bytes_per_s(self) -> float | None:
         """The usual rate; None: nothing has been seen yet."""
-        if self._rates:
-            return median(self._rates)
+        if self.sampled_bytes_per_s is not None:
+            return self.sampled_bytes_per_s
         return self._bytes / self._seconds if self._seconds > 0 else None
 
 
@@ -96,6 +114,8 @@ class Way:
     outstanding_bytes: float
     limit_bytes_per_s: float = math.inf
     """Rate that the budget allows now. No peer can be asked for more."""
+    others_bytes_per_s: float | None = None
+    """Usual rate of the others; None: it is unknown, or there are none."""
 
     def __post_init__(self) -> None:
         assert self.outstanding_bytes >= 0, self.outstanding_bytes
@@ -125,8 +145,13 @@ class Way:
         return min(self.moved_bytes, self.outstanding_bytes) / self.usual_bytes_per_s
 
     @property
-    def needed_s(self) -> float:
-        return self.outstanding_bytes / self.usual_bytes_per_s
+    def longest_s(self) -> float:
+        """The longest wait for these bytes."""
+        longest = SLOWER * self.outstanding_bytes / self.usual_bytes_per_s
+        if self.others_bytes_per_s is None:
+            return longest
+        others = min(self.others_bytes_per_s, self.limit_bytes_per_s)
+        return min(longest, USUAL_RATIO_MAX * self.outstanding_bytes / others)
 
 
 @dataclass
@@ -151,6 +176,6 @@ class Patience:
         if self._moving_since is None:
             self._moving_since = now
         flowing = self._moving_since + SLOWER * moved_s
-        longest = self.begun_at + SLOWER * sum(way.needed_s for way in self.ways)
+        longest = self.begun_at + sum(way.longest_s for way in self.ways)
         # Progress only ever adds patience: nobody is given up sooner for having sent something.
         return max(until, min(flowing, longest))

@@ -34,7 +34,7 @@ _MECHANISM_MISMATCH: Final = 0x11000002
 
 
 class Handshake(StrEnum):
-    """Handshake of a handshake, as the side sees it that dials."""
+    """State of a CURVE handshake, as the side that dials sees it."""
 
     ADMITTED = "admitted"
     KEY_REFUSED = "key refused"

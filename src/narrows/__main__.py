@@ -76,9 +76,10 @@ def broker(
     mode
         decoupled (default), streaming or diloco.
     init
-        Safetensors file that becomes version 0 instead of the first learner's parameters.
+        Safetensors file that becomes version 0 instead of the founder's parameters.
     founder
-        Name of the learner whose model becomes the run's; without it the first one founds.
+        Name of the learner whose model becomes the run's; without it the first one founds. A new
+        run with keys needs it, also with --init.
     rollback_to
         Version to go back to, as `narrows journal show` prints it "in all"; for one start.
     keys

@@ -148,7 +148,8 @@ def fate_of(state: State) -> str:
 def _told_by_a_learner(syncer: Syncer) -> bool:
     """True if the first learner that joins makes the loss known: it holds the newest version."""
     identity, run_id = Identity("a", "1" * 32, LAYOUT, 0), syncer.state.run_id
-    hello = identity.hello(run_id, (1, 1, 7), "", 9, 900, (ROUNDS,))
+    proof = syncer.state.secret.proof(run_id, (1, 1, 7))
+    hello = identity.hello(run_id, (1, 1, 7), proof, 9, 900, (ROUNDS,))
     effects = syncer.handle(Received(b"a", hello), now=0.0)
     return any(isinstance(e, Note) and e.text.startswith("history_lost") for e in effects)
 

@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Generator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,8 @@ import zmq
 from peer import Peer
 from running import HANG_S, broker_config, live_broker, wait_until
 
+from narrows.bench.attack.raw_curve import RawCurve
+from narrows.bench.attack.target import AttackTarget
 from narrows.broker.cli import asking
 from narrows.broker.process.connections import UPLINK_HELD_MAX
 from narrows.broker.process.gate import Gate
@@ -223,19 +225,20 @@ def test_a_key_speaks_for_no_other_name(site: Site, caplog: pytest.LogCaptureFix
 
 
 def test_a_claimed_routing_id_is_worth_nothing(site: Site) -> None:
-    """ROUTER gives the id to the first; a second one with it stays without effect."""
+    """ROUTER gives the id to the first; a second connection with it stays without effect."""
     with site.peer("a") as a:
         a.join()
         (member,) = site.service.syncer.state.roster.connected()
-        thief = site.peer("b")
-        with thief:
-            claimed = thief.make(zmq.DEALER)
-            claimed.setsockopt(zmq.ROUTING_ID, b"x" + member.peer[1:])
-            claimed.connect(site.service.wires.address)
-            thief.control.close(0)
-            thief.control = claimed
-            thief.send(msg.Bye("as somebody else"))
-            assert thief.receive(msg.Refuse).code == "unknown_session"
+        pair, port = site.pairs["b"], int(site.service.wires.address.rpartition(":")[2])
+        target = AttackTarget(
+            site.service.wires.address, 0, 0, site.server, pair.public, pair.secret, "b", "a", 0
+        )
+        # Its handshake ends after the broker's socket has the claim.
+        with closing(RawCurve(target, port, "DEALER", routing_id=member.peer)) as thief:
+            thief.send(encode_control(msg.Bye("as somebody else")), more=False)
+            with site.peer("operator") as operator:
+                assert [each.name for each in operator.status().learners] == ["a"]
+            assert a.status().phase is msg.Phase.FOUNDING, "the answer comes to a"
         assert site.members == ["a"]
 
 

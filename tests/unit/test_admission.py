@@ -433,6 +433,14 @@ def test_without_a_journal_what_came_after_the_checkpoint_is_lost() -> None:
     assert note.level == "warning" and "there is no journal" in note.text
 
 
+def test_versions_that_are_claimed_without_proof_are_no_loss_and_hide_none() -> None:
+    desk = resumed_at(6, 5)
+    claim = hello("x", run_id=RUN, epoch=(0, 0, 8), epoch_proof="", versions=(1 << 53, 1 << 53))
+    assert not [n for n in only(desk.say("x", claim), ev.Note) if n.level != "info"]
+    (note,) = returns(desk, "b", (0, 0, 8), (6, 6))
+    assert "versions lost: 1." in note.text
+
+
 def test_a_copy_from_before_version_0_has_lost_everything() -> None:
     desk = Desk()
     (note,) = returns(desk, "a", (0, 1, 8), (3, 3))

@@ -21,10 +21,12 @@ from machines import (
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.founding import check_founder
 from narrows.broker.syncer.layouts import PARTS_BURST, PARTS_PER_S, TOLD_MAX
+from narrows.broker.syncer.machine import Resumed
 from narrows.learner.session import events as lev
 from narrows.proto import messages as msg
 from narrows.proto.codec.transfer import STATE_CODEC
 from narrows.proto.errors import ConfigError, ErrorCode, Refused, RemoteProtocolError
+from narrows.proto.flow import chunks_max
 from narrows.proto.layout import JoinedLayout, fingerprint, split_layout
 from narrows.proto.limits import (
     CONTROL_UP_BYTES_MAX,
@@ -38,6 +40,11 @@ from narrows.proto.timing import ASK_LAYOUT_S, LAYOUT_GONE_S
 LARGE = (
     *LAYOUT,
     *(msg.LayoutEntry(f"{n:04}".ljust(490, "x"), (1,), "float32", "mean") for n in range(250)),
+)
+#: A layout of more parts than may travel, although each part of 60 tensors is small enough.
+TOO_LARGE = tuple(
+    msg.LayoutEntry(f"{n:06}".ljust(506, "é"), (1,), "float32", "mean")
+    for n in range(60 * LAYOUT_PARTS_MAX)
 )
 OTHER = (msg.LayoutEntry("weight", (25, 41), "bfloat16", "rda"), LAYOUT[1])
 FOUND: dict[str, Any] = {"kind": msg.DataKind.FOUND, "codec": STATE_CODEC}
@@ -256,7 +263,25 @@ def test_who_does_not_found_may_send_no_layout_and_no_version_0() -> None:
 def test_a_run_that_stands_takes_no_version_0() -> None:
     desk = Desk().running("a", "b")
     assert one(desk.chunk("b", 0, **FOUND), msg.Refuse).code == ErrorCode.NOT_FOUNDER
-    assert not only(desk.chunk("a", 0, **FOUND), msg.Refuse), "a late copy of its own chunk"
+    effects = desk.chunk("a", 0, **FOUND)
+    assert not only(effects, msg.Refuse), "a late copy of its own chunk"
+    assert not only(effects, ev.Unpack) and only(effects, ev.Drop)
+
+
+def test_a_founder_s_flood_is_not_queued_for_decoding() -> None:
+    """Chunks that are dropped are asked for again, once the decoder has caught up."""
+    desk = Desk()
+    assert one(desk.say("a", hello("a")), msg.Welcome).role is msg.Role.FOUND
+    most = chunks_max(1000, desk.state.least_chunk_elements)
+    headers = [
+        desk.header("a", 0, count=1, offset=0, payload_digest=n, **FOUND) for n in range(3 * most)
+    ]
+    queued = [h for h in headers if only(desk.do(ev.ChunkArrived(h, 1000)), ev.Unpack)]
+    assert len(queued) == most
+    assert only(desk.do(ev.ChunkArrived(desk.header("a", 1, **FOUND), 1)), ev.Unpack)
+    assert not desk.state.tally.refused
+    desk.do(ev.ChunkUnpacked(queued[0], 1000))
+    assert only(desk.do(ev.ChunkArrived(queued[0], 1000)), ev.Unpack)
 
 
 # The named founder.
@@ -305,13 +330,44 @@ def test_with_a_file_the_named_founder_brings_the_layout() -> None:
     assert (found.layout, found.handles) == (LAYOUT, None)
 
 
+def test_a_layout_that_cannot_be_told_in_parts_refuses_the_founder() -> None:
+    """The founder's own parts are smaller than the run's would be."""
+    desk = silent()
+    told = fingerprint(TOO_LARGE, 0)
+    desk.say("a", hello("a", fingerprint=told))
+    effects: list[ev.Effect] = []
+    for index in range(LAYOUT_PARTS_MAX):
+        entries = TOO_LARGE[60 * index :][:60]
+        effects += tell(desk, "a", msg.LayoutPart(index, LAYOUT_PARTS_MAX, 0, entries))
+    refuse = one(effects, msg.Refuse)
+    assert refuse.code == ErrorCode.TOO_LARGE and "at most" in refuse.expected
+    assert not desk.state.layout and not desk.state.fingerprint
+    desk.silent = False
+    assert one(desk.say("b", hello("b")), msg.Welcome).role is msg.Role.FOUND
+
+
+def test_a_run_that_stands_on_such_a_layout_goes_on() -> None:
+    """A broker before this one may have taken it."""
+    heads = (msg.FragmentHead(3, 1), msg.FragmentHead(3, 2))
+    desk = Desk(resumed=Resumed(TOO_LARGE, 0, heads, 1000, msg.Phase.RUNNING))
+    assert one(desk.say("x", hello("x")), msg.Refuse).code == ErrorCode.LAYOUT_MISMATCH
+    refuse = one(desk.say("x", msg.AskLayout(0)), msg.Refuse)
+    assert refuse.code == ErrorCode.TOO_LARGE and "at most" in refuse.expected
+    # It is told once. Whoever asks on gets nothing, as one whose questions are used up.
+    assert not only(desk.say("x", msg.AskLayout(0)), ev.Send)
+
+
 def test_keys_need_a_founder() -> None:
     with pytest.raises(ConfigError) as caught:
         check_founder(config(security__keys="keys"))
-    assert "--founder NAME" in caught.value.remedy and "--init FILE" in caught.value.remedy
+    assert "--founder NAME" in caught.value.remedy
     check_founder(config())
     check_founder(config(security__keys="keys", run__founder="a"))
-    check_founder(config(security__keys="keys", broker__init="model.safetensors"))
+    # The file has neither merge rules nor an order: the first key would decide them.
+    with pytest.raises(ConfigError, match="founder"):
+        check_founder(config(security__keys="keys", broker__init="model.safetensors"))
+    check_founder(config(security__keys="keys", run__founder="a", broker__init="m.safetensors"))
+    check_founder(config(broker__init="model.safetensors"))
 
 
 @pytest.mark.parametrize("name", ["../a", "a b", "-a", "n" * 65])

@@ -8,7 +8,7 @@ from machines import Desk, hello, incarnation_of, one, only
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.status import status_of
 from narrows.proto import messages as msg
-from narrows.proto.flow import patience
+from narrows.proto.flow import patience, push_bytes_max
 
 MODES = ("diloco", "streaming")
 ROUND_S = 5.0
@@ -131,10 +131,54 @@ def test_a_trickle_of_one_byte_a_second_is_not_waited_for(monkeypatch: pytest.Mo
     merges: list[ev.Effect] = []
     for second in range(90):
         desk.handle += 1
-        header = desk.header("x", 0, push_id=9, offset=second, count=1, position=5000 + second)
-        merges += desk.do(ev.ChunkArrived(header, desk.handle))
+        header = desk.header("x", 0, push_id=9, offset=second, count=1)
+        merges += desk.do(ev.ChunkArrived(header, desk.handle, 1))
         merges += spend(desk, 1.0, "a", "x")
     assert only(merges, ev.StartMerge)
+
+
+def test_claimed_positions_buy_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late copies of a merged push change nothing, and are no fault."""
+    monkeypatch.setattr(patience, "RATE_MIN", 8)
+    desk = begun("diloco", "a", "x")
+    together(desk, 3, "a", "x")
+    contribute(desk, "a", push_id=9)
+    effects: list[ev.Effect] = []
+    for second in range(90):
+        place = {"offset": 0, "count": 1, "version": 0}
+        effects += desk.chunk(
+            "x", 0, push_id=1, position=10_000 + 1000 * second, size_bytes=300, **place
+        )
+        effects += spend(desk, 1.0, "a", "x")
+    assert only(effects, ev.StartMerge) and not desk.state.tally.refused
+
+
+def test_a_slow_line_buys_a_multiple_of_the_time_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its bytes come as usual, but in ever new pushes, of which none is ever complete."""
+    monkeypatch.setattr(patience, "RATE_MIN", 8)
+    desk = begun("diloco", "a", "x")
+    size = int(push_bytes_max(desk.state.settings.push_codec, 2000))
+    rates = {"a": size // 8, "x": size // 400}
+    for name in rates:
+        desk.push(name, elements=2000)
+    effects: list[ev.Effect] = []
+    for part in range(8):
+        spend(desk, 1.0, "a", "x")
+        for name, bytes_per_s in rates.items():
+            place = {"offset": 250 * part, "count": 250}
+            effects += desk.chunk(name, 0, size_bytes=bytes_per_s, **place)
+    assert finish(desk, effects, "a", "x")
+    spend(desk, 1.0, "a", "x")
+    contribute(desk, "a", push_id=9)
+    begun_at, effects = desk.now, []
+    while not only(effects, ev.StartMerge) and desk.now < begun_at + 500:
+        push_id = 10 + int(desk.now)
+        desk.push("x", push_id=push_id, elements=2000)
+        desk.chunk("x", 0, push_id=push_id, count=1, size_bytes=rates["x"])
+        effects += spend(desk, 1.0, "a", "x")
+    assert desk.now - begun_at < 90, "three rounds of 29 s; 800 s would be twice its own time"
 
 
 def test_one_that_is_slow_but_contributes_is_waited_for_again() -> None:

@@ -114,6 +114,35 @@ def test_what_is_sent_again_and_again_does_not_hold_for_ever() -> None:
     assert now <= SLOWER * 10 + 0.2
 
 
+def test_a_line_far_below_that_of_others_gets_a_multiple_of_their_time() -> None:
+    patience = wait(flow_at(USUAL), 60 * USUAL)
+    patience.ways[0].others_bytes_per_s = 10 * USUAL
+    # The others need 6 s.
+    assert 23.9 < given_up_at(patience, USUAL) < 24.2
+    # None can be faster than the budget lets it.
+    patience = wait(flow_at(USUAL), 60 * USUAL)
+    patience.ways[0].others_bytes_per_s = 10 * USUAL
+    patience.ways[0].limit_bytes_per_s = USUAL
+    assert given_up_at(patience, USUAL) == math.inf
+
+
+def test_a_line_a_little_below_that_of_others_is_waited_for() -> None:
+    patience = wait(flow_at(USUAL), 60 * USUAL)
+    patience.ways[0].others_bytes_per_s = 3.5 * USUAL
+    assert given_up_at(patience, USUAL) == math.inf
+
+
+def test_bytes_that_were_counted_by_the_receiver_show_the_rate() -> None:
+    flow = Flow()
+    flow.add(1000, 0.0)
+    assert flow.moved == 1000 and flow.usual_bytes_per_s is None
+    flow.expect(0.0)
+    flow.add(500, 0.5)
+    assert flow.usual_bytes_per_s == 1000.0 and flow.sampled_bytes_per_s is None
+    flow.add(1500, 2.0)
+    assert flow.usual_bytes_per_s == flow.sampled_bytes_per_s == 1000.0
+
+
 @given(
     st.floats(0.0, 100.0), st.floats(0.0, 100.0), st.floats(1e4, 1e8), st.floats(0.0, 1e8),
     st.floats(0.0, 1e10),

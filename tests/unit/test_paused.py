@@ -30,11 +30,11 @@ def wait(desk: Desk, seconds: int, *names: str) -> list[bev.Effect]:
     return effects
 
 
-def half() -> Desk:
+def half(reason: str = "evaluating") -> Desk:
     """Two contributions are wanted: a has contributed, b evaluates."""
     desk = Desk(merge__quorum=2, merge__rounds_in_flight=1).running("a", "b")
     desk.contribute("a")
-    desk.say("b", msg.Decline(0, 0, 1, "evaluating"))
+    desk.say("b", msg.Decline(0, 0, 1, reason))
     return desk
 
 
@@ -74,9 +74,12 @@ def test_status_names_who_is_waited_for() -> None:
     desk = half()
     told = status_of(desk.syncer, {}, desk.now).waiting_for
     assert told == "fragment 0: 1 of 2 contributions; b declined (evaluating)"
-    desk.do(bev.PeerLost(b"b"))
+
+
+def test_the_reason_of_a_decline_does_nothing_to_a_terminal() -> None:
+    desk = half("\x1b]0;mine\x07\x1b[2J\x1b[31m\u202e the run is fine")
     told = status_of(desk.syncer, {}, desk.now).waiting_for
-    assert told == "fragment 0: 1 of 2 contributions; nobody else is here"
+    assert "b declined (" in told and told.isprintable()
 
 
 def test_a_newcomer_takes_the_place_of_a_learner_that_is_dead() -> None:

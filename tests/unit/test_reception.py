@@ -106,7 +106,7 @@ def test_a_status_shows_to_each_its_own() -> None:
         versions=(), rounds=(), run_tokens=0, goal_tokens=0, tokens_per_s=0.0, merges=0,
         contributions_merged=0, contributions_refused={}, mean_contributors_per_merge=0.0,
         longest_merge_gap_s=0.0, norms_clipped=0, up_bytes=0, down_bytes=0, checkpoint_version=0,
-        waiting_for="", learners=rows,
+        waiting_for="b to adopt the fragments", learners=rows,
     )  # fmt: skip
 
     def shown(holder: KeyHolder | None) -> str:
@@ -115,3 +115,10 @@ def test_a_status_shows_to_each_its_own() -> None:
     assert shown(None) == shown(KeyHolder("o", KeyRole.OPERATOR)) == "abc"
     assert shown(RELAY) == "ab" and shown(A) == "a"
     assert shown(KeyHolder("m", KeyRole.MONITOR)) == ""
+
+    def told(holder: KeyHolder | None) -> str:
+        return status_for(holder, status).waiting_for
+
+    # It names other learners, and what they say.
+    assert told(None) == told(KeyHolder("o", KeyRole.OPERATOR)) == "b to adopt the fragments"
+    assert told(A) == told(RELAY) == told(KeyHolder("m", KeyRole.MONITOR)) == ""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +32,8 @@ from narrows.bench.wan import bench as wan
 from narrows.bench.wan import budget as wan_budget
 from narrows.bench.wan import training as wan_training
 from narrows.broker.cli import plan as plan_command
-from narrows.broker.cli.status import learner_table
+from narrows.broker.cli import status as status_command
+from narrows.broker.cli.status import learner_table, show_status
 from narrows.broker.cli.tables import Facts, Table, show, terminal, wrapped
 from narrows.broker.config import BrokerConfig
 from narrows.broker.planning.capacity import loads_of, make_plan
@@ -165,6 +167,17 @@ def learner(name: str) -> LearnerStatus:
     )  # fmt: skip
 
 
+def status_of_a_run(learners: tuple[LearnerStatus, ...]) -> Status:
+    return Status(
+        run_id="0" * 16, epoch=(1, 1, 7), mode=Mode.DECOUPLED, phase=Phase.RUNNING, uptime_s=10.0,
+        goal_tokens=0, run_tokens=10**9, tokens_per_s=1e4,
+        versions=(1, 2, 3, 4), rounds=(), merges=10, contributions_merged=35, norms_clipped=0,
+        mean_contributors_per_merge=3.5, longest_merge_gap_s=1.0, up_bytes=10**9,
+        down_bytes=10**9, contributions_refused={}, checkpoint_version=0, learners=learners,
+        waiting_for="",
+    )  # fmt: skip
+
+
 def status_tables() -> list[Table]:
     return [learner_table((learner("site-a"), learner("x" * 64)))]
 
@@ -261,18 +274,36 @@ def test_brackets_of_a_failure_are_no_markup(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.count(failed) == 4
 
 
+def test_no_text_of_a_broker_reaches_the_terminal_raw(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker may be anybody's: a monitor asks the address that it was given."""
+    escapes = "\x1b[2J\x1b]0;x\x07"
+    evil = msgspec.structs.replace(learner(escapes), address=escapes, state=escapes)
+    status = msgspec.structs.replace(
+        status_of_a_run((evil,)), waiting_for=escapes, run_id=escapes,
+        contributions_refused={escapes: 1},
+    )  # fmt: skip
+
+    def ask_status(broker: str, *, timeout_s: float, key: object) -> Status:
+        return status
+
+    monkeypatch.setattr(status_command, "ask_status", ask_status)
+    for as_json, escaped in ((False, "\\x1b[2J"), (True, "\\u001b[2J")):
+        show_status("tcp://broker:7070", key_file=None, as_json=as_json, timeout_s=1.0)
+        shown = capsys.readouterr().out
+        assert all(c.isprintable() or c == "\n" for c in shown)
+        assert shown.count(escaped) == 6
+
+
 def test_the_live_display_fits_a_narrow_terminal() -> None:
     options = DemoOptions(learners=4, steps=10)
     console = on_terminal(NARROW)
     view = View(console, options, DemoStory(victim="site-b", killed_at=1.0), live=True)
     learners = tuple(learner(name) for name in options.names)
-    status = Status(
-        run_id="0" * 16, epoch=(1, 1, 7), mode=Mode.DECOUPLED, phase=Phase.RUNNING, uptime_s=10.0,
-        goal_tokens=options.goal_tokens, run_tokens=options.goal_tokens // 2, tokens_per_s=1e4,
-        versions=(1, 2, 3, 4), rounds=(), merges=10, contributions_merged=35, norms_clipped=0,
-        mean_contributors_per_merge=3.5, longest_merge_gap_s=1.0, up_bytes=10**9,
-        down_bytes=10**9, contributions_refused={}, checkpoint_version=0, learners=learners,
-        waiting_for="",
+    status = msgspec.structs.replace(
+        status_of_a_run(learners),
+        goal_tokens=options.goal_tokens, run_tokens=options.goal_tokens // 2,
     )  # fmt: skip
     view.update(status, {"step": 17, "train_loss": 2.5})
     assert view.moment is not None

@@ -180,12 +180,11 @@ def test_a_push_is_waited_for_at_its_usual_rate_only(
     contribute(desk, "a")
     for index in sorted(desk.state.rounds):
         desk.push("slow", index, push_id=1 + index)
-    at, effects = member(desk, "slow").uplink.flow.moved + 2, list[ev.Effect]()
+    effects: list[ev.Effect] = []
     for tenth in range(10):
         effects += pass_time(desk, 5, "a", "slow")
-        at += 5 * bytes_per_s
         place = {"offset": 100 * tenth, "count": 100}
-        effects += desk.chunk("slow", 0, push_id=1, position=at, **place)
+        effects += desk.chunk("slow", 0, push_id=1, size_bytes=5 * bytes_per_s, **place)
     assert bool(notes(effects, "slow", "goes on without")) is not is_waited_for
     merge = only(effects, ev.StartMerge)[0]
     names = [done.learner for done in merge.contributions]
@@ -200,17 +199,74 @@ def test_the_final_model_is_waited_for_at_the_usual_rate_only(
     desk = at_the_goal("a", "slow", prepare=lambda desk: slow_line(desk, "slow", 10.0))
     end_with(desk, "a", "slow")
     leave(desk, "a")
-    position, effects = member(desk, "slow").copies.flow.moved + 2, list[ev.Effect]()
+    position, effects = 1, list[ev.Effect]()
     for _ in range(40):
         position += bytes_per_s
         report = msg.Report(20, 4000, 1.0, None, (position,), msg.TokenLedger(), 0.0)
-        effects += desk.say("slow", report, after_s=1.0)
+        effects += desk.say("slow", report, after_s=1.0, sent=(1000,))
         if not only(effects, ev.Finish):
             waits_for = status_of(desk.syncer, {}, desk.now).waiting_for
             assert waits_for == "slow to take the final model"
     assert bool(only(effects, ev.Finish)) is not is_waited_for
     if is_waited_for:
         assert only(leave(desk, "slow"), ev.Finish)
+
+
+@pytest.mark.parametrize("sent", [(), (1,), (500,)])
+def test_positions_that_were_never_sent_hold_nothing_up(
+    monkeypatch: pytest.MonkeyPatch, sent: tuple[int, ...]
+) -> None:
+    """Nor do those that fall and rise again."""
+    monkeypatch.setattr(patience, "RATE_MIN", 8)
+    desk = at_the_goal("a", "liar", prepare=lambda desk: slow_line(desk, "liar", 10.0))
+    end_with(desk, "a", "liar")
+    leave(desk, "a")
+    before, effects = member(desk, "liar").copies.flow.moved, list[ev.Effect]()
+    for second in range(70):
+        position = 10 * second if second % 2 else 1
+        report = msg.Report(20, 4000, 1.0, None, (position,), msg.TokenLedger(), 0.0)
+        effects += desk.say("liar", report, after_s=1.0, sent=sent)
+    moved = member(desk, "liar").copies.flow.moved - before
+    assert moved == (489 if sent == (500,) else 0)
+    # What was sent may have arrived indeed: it buys the time that it usually takes.
+    assert bool(only(effects, ev.Finish)) is (moved == 0)
+
+
+def test_the_end_waits_for_a_slow_line_as_long_as_others_make_it_plausible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own rate may be anything: what counts is a multiple of what others need."""
+    monkeypatch.setattr(patience, "RATE_MIN", 8)
+
+    def lines(desk: Desk) -> None:
+        slow_line(desk, "a", 400.0)
+        slow_line(desk, "b", 400.0)
+        slow_line(desk, "slow", 10.0)
+
+    desk = at_the_goal("a", "b", "slow", prepare=lines)
+    end_with(desk, "a", "b", "slow")
+    leave(desk, "a")
+    leave(desk, "b")
+    position, effects = 1, list[ev.Effect]()
+    for _ in range(100):
+        position += 10
+        report = msg.Report(20, 4000, 1.0, None, (position,), msg.TokenLedger(), 0.0)
+        effects += desk.say("slow", report, after_s=1.0, sent=(10**6,))
+    # 8000 bytes take the others 20 s and this one 800 s.
+    (note,) = notes(effects, "goes on without slow")
+    assert " in 80 s, " in note
+
+
+def test_versions_that_are_adopted_one_by_one_are_no_progress() -> None:
+    """A new process lacks all of them, and may claim any."""
+    desk = at_the_goal("a", "liar", prepare=lambda desk: desk.count(GOAL))
+    end_with(desk, "a", "liar")
+    leave(desk, "a")
+    desk.state.heads[:] = [msg.FragmentHead(10_000, 1)] * 2
+    effects: list[ev.Effect] = []
+    for version in range(2, 60):
+        effects += desk.say("liar", msg.Adopted(0, version), after_s=1.0)
+    assert notes(effects, "goes on without liar")
 
 
 def at_the_end_not_yet_durable(**settings: Any) -> tuple[Desk, list[ev.Effect]]:

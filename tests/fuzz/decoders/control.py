@@ -62,7 +62,7 @@ def dissected(frame: bytes) -> tuple[str, str]:
 def shown(message: ControlMessage) -> None:
     """A status becomes a table at any width."""
     if isinstance(message, Status):
-        assert headline(message)
+        assert all(headline(message))
         for width in (None, 40, 200):
             assert list(learner_table(message.learners).lines(width))
 
