@@ -15,7 +15,7 @@ Row: TypeAlias = dict[str, Any]
 
 def key_of(row: Mapping[str, Any]) -> str:
     """Key of a run: everything that was chosen."""
-    names = ("group", "rules", "learners", "attack", "inflated", "texts", "steps", "seed")
+    names = ("group", "rules", "learners", "attack", "claims", "texts", "steps", "seed")
     return "/".join(str(row[name]) for name in names)
 
 
@@ -34,7 +34,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
 
 def _summarised(runs: Sequence[Row], undisturbed: Mapping[tuple[int, int, int], float]) -> Row:
     first, attacker = runs[0], learner_name(0)
-    names = ("group", "rules", "learners", "attack", "inflated", "texts", "steps")
+    names = ("group", "rules", "learners", "attack", "claims", "texts", "steps")
     losses = [run["test_loss"] for run in runs]
     base = [undisturbed.get((run["learners"], run["steps"], run["seed"])) for run in runs]
     ratios = [
@@ -47,6 +47,8 @@ def _summarised(runs: Sequence[Row], undisturbed: Mapping[tuple[int, int, int], 
     others = {name for run in runs for name in run["named"] if name != attacker or not is_attacked}
     return {name: first[name] for name in names} | {
         "seeds": [run["seed"] for run in runs],
+        "rounds": [run["rounds"] for run in runs],
+        "attacker_share": _mean_of([run["attacker_share"] for run in runs]),
         "test_loss": fmean(losses) if None not in losses else None,
         "loss_ratio": fmean(ratios) if len(ratios) == len(runs) else None,
         "loss_ratio_max": max(ratios, default=None) if len(ratios) == len(runs) else None,
@@ -54,6 +56,11 @@ def _summarised(runs: Sequence[Row], undisturbed: Mapping[tuple[int, int, int], 
         "others_named": sorted(others),
         "pieces_clipped": sum(run["clipped"] for run in runs) / sum(run["pieces"] for run in runs),
     }
+
+
+def _mean_of(values: Sequence[float | None]) -> float | None:
+    known = [each for each in values if each is not None]
+    return fmean(known) if known else None
 
 
 def honest_alarms(rows: Sequence[Row]) -> Row:
@@ -75,15 +82,16 @@ def honest_alarms(rows: Sequence[Row]) -> Row:
 def table(rows: Sequence[Row]) -> Table:
     """The table that is printed."""
     made = Table(
-        "rules", "learners", "attack", "loss / undisturbed", "worst", "named after", "also"
+        "rules", "learners", "attack", "share", "loss / undisturbed", "worst", "named after", "also"
     )
     for row in rows:
-        attack = row["attack"] + (", inflated tokens" if row["inflated"] else "")
+        attack = row["attack"] + (f", claims {row['claims']}" if row["claims"] else "")
         ratio, worst = row["loss_ratio"], row["loss_ratio_max"]
         made.add_row(
             row["rules"],
             str(row["learners"]),
             attack if not row["texts"] else f"{attack}, {row['texts']} of text",
+            f"{share:.2f}" if (share := row["attacker_share"]) is not None else "-",
             f"{ratio:.3f}" if ratio is not None else "-",
             f"{worst:.3f}" if worst is not None else "-",
             ", ".join(str(each or "never") for each in row["named_after_rounds"]),
