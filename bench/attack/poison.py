@@ -22,7 +22,7 @@ from narrows.bench.attack.poisons import ATTACKS, CLAIMS, claimed_weights
 from narrows.bench.attack.report import Row, honest_alarms, key_of, summary, table
 from narrows.bench.kit import machine
 from narrows.bench.kit.runner import run_missing
-from narrows.bench.quality.run import QualityCell, adamw, learner_name, losses_of
+from narrows.bench.quality.run import STEP_S, QualityCell, adamw, learner_name, losses_of
 from narrows.bench.sim.trained import TrainedSimulation, Training
 from narrows.bench.sim.virtual import Faults
 from narrows.broker.cli.tables import terminal
@@ -56,7 +56,18 @@ TOKENS: Final[Mapping[str, object]] = {"merge.weights": "tokens"}
 CLAIMED: Final[Mapping[str, object]] = {**TOKENS, "merge.norm_limit": 0.0}
 """The rules of the releases before: clip_ratio alone, weights by what was claimed."""
 
-RULES: Final = {"defaults": EQUAL, "weights by tokens": TOKENS, "before": CLAIMED}
+BOUNDED: Final[Mapping[str, object]] = {
+    **EQUAL,
+    "merge.tokens_per_s_max": int(1.5 * QualityCell("", "", model=MODEL).step_tokens / STEP_S),
+}
+"""The operator knows how fast the learners are: the run's clock counts half as much again."""
+
+RULES: Final = {
+    "defaults": EQUAL,
+    "weights by tokens": TOKENS,
+    "before": CLAIMED,
+    "tokens_per_s_max": BOUNDED,
+}
 
 
 @dataclass(frozen=True)
@@ -99,8 +110,8 @@ def robust() -> list[PoisonCell]:
 def tokens() -> list[PoisonCell]:
     """Claims about tokens and steps, under equal weights, weights by tokens, and the rules before.
 
-    The attacks are the one that costs most at the bound and one that the bound takes off. "nobody"
-    with weights by tokens is what these cost.
+    The attacks are the one that costs most at the bound, and one beyond it. "nobody" shows what
+    weights by tokens cost, and what becomes of a run whose clock is ahead of its work.
     """
     lies = [
         PoisonCell("tokens", rules, 3, attack, RULES[rules], claims)
@@ -108,14 +119,19 @@ def tokens() -> list[PoisonCell]:
         for attack in ("sign-flip x1.5", "sign-flip x3")
         for claims in ("one step", "tokens, one step")
     ]
-    others = [
-        PoisonCell("tokens", rules, learners, "sign-flip x3", RULES[rules], "one step")
-        for learners, rules in (
-            (3, "before"), (2, "defaults"), (2, "weights by tokens"), (8, "weights by tokens")
+    lies += [
+        PoisonCell("tokens", rules, learners, attack, RULES[rules], claims)
+        for learners, rules, attack, claims in (
+            (3, "before", "sign-flip x3", "one step"),
+            (2, "defaults", "sign-flip x3", "one step"),
+            (2, "weights by tokens", "sign-flip x3", "one step"),
+            (8, "weights by tokens", "sign-flip x3", "one step"),
+            (3, "defaults", "nobody", "tokens, one step"),
+            (3, "tokens_per_s_max", "sign-flip x3", "tokens, one step"),
         )
-    ]  # fmt: skip
+    ]
     honest = [PoisonCell("tokens", "weights by tokens", 3, settings=TOKENS)]
-    return [*honest, PoisonCell("tokens", "defaults", 8), *lies, *others]
+    return [*honest, PoisonCell("tokens", "defaults", 8), *lies]
 
 
 def unequal() -> list[PoisonCell]:

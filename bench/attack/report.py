@@ -24,7 +24,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
     undisturbed = {
         (row["learners"], row["steps"], row["seed"]): row["test_loss"]
         for row in rows
-        if row["attack"] == "nobody" and row["rules"] == "defaults" and not row["texts"]
+        if _is_honest(row) and row["rules"] == "defaults" and not row["texts"]
     }
     cells: dict[str, list[Row]] = {}
     for row in rows:
@@ -43,7 +43,7 @@ def _summarised(runs: Sequence[Row], undisturbed: Mapping[tuple[int, int, int], 
         if loss is not None and reference
     ]
     named = [run["named"].get(attacker) for run in runs]
-    is_attacked = first["attack"] != "nobody"
+    is_attacked = not _is_honest(first)
     others = {name for run in runs for name in run["named"] if name != attacker or not is_attacked}
     return {name: first[name] for name in names} | {
         "seeds": [run["seed"] for run in runs],
@@ -58,6 +58,11 @@ def _summarised(runs: Sequence[Row], undisturbed: Mapping[tuple[int, int, int], 
     }
 
 
+def _is_honest(row: Row) -> bool:
+    """Nobody pushes or claims anything else than its work."""
+    return row["attack"] == "nobody" and not row["claims"]
+
+
 def _mean_of(values: Sequence[float | None]) -> float | None:
     known = [each for each in values if each is not None]
     return fmean(known) if known else None
@@ -65,7 +70,7 @@ def _mean_of(values: Sequence[float | None]) -> float | None:
 
 def honest_alarms(rows: Sequence[Row]) -> Row:
     """Alarms in the runs without an attacker, per learner and round."""
-    honest = [row for row in rows if row["attack"] == "nobody"]
+    honest = [row for row in rows if _is_honest(row)]
     by_texts: dict[str, Row] = {}
     for texts in ("", "parts", "kinds"):
         own = [row for row in honest if row["texts"] == texts]
