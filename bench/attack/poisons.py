@@ -35,7 +35,7 @@ CLAIMS: Final[Mapping[str, Lie | None]] = {
     "one step": one_step,
     "tokens, one step": many_tokens,
 }
-"""What the announcements of the attacker's pushes claim; "": the truth."""
+"""Claims about the work behind each push of the attacker; "": the truth."""
 
 
 def scaled(factor: float, base: F32, local: F32, random: Random) -> F32:

@@ -49,7 +49,6 @@ ModelMaker: TypeAlias = Callable[
 Poison: TypeAlias = Callable[[F32, F32, Random], F32]
 """A poisoned snapshot out of base and honest snapshot, both (n,)."""
 Lie: TypeAlias = Callable[[msg.Push], msg.Push]
-"""An announcement in the place of the honest one."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Training:
     poison: Mapping[str, Poison] = field(default_factory=dict[str, Poison])
     """Poison by the name of the learner that sends it."""
     lies: Mapping[str, Lie] = field(default_factory=dict[str, Lie])
-    """What a learner makes of the announcements of its pushes, by its name."""
+    """Lies in the place of the announcements of pushes, by the name of the learner."""
     texts: Mapping[str, Bytes] = field(default_factory=dict[str, Bytes])
     """Training text by the name of a learner that reads another one than the corpus."""
     make_global: ModelMaker = GlobalModel
@@ -211,8 +210,7 @@ class TrainedLearner(SimulatedLearner):
         return ""
 
     def _send(self, effect: learner_events.Send) -> None:
-        lie = self.training.lies.get(self.spec.name)
-        if lie is not None and isinstance(effect.message, msg.Push):
+        if (lie := self.training.lies.get(self.spec.name)) and isinstance(effect.message, msg.Push):
             effect = learner_events.Send(lie(effect.message))
         super()._send(effect)
 

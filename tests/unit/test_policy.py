@@ -1,4 +1,4 @@
-"""What `merge.weights = "auto"` means for whom, and the warning of keys without a norm bound."""
+"""Weights of `merge.weights = "auto"`, and the warning of keys without a norm bound."""
 
 from __future__ import annotations
 
