@@ -17,6 +17,7 @@ from narrows.broker.merging.history import (
 )
 from narrows.broker.merging.merge import MergeResult, merge_vectors
 from narrows.broker.merging.sums import DecodedVector
+from narrows.broker.merging.watch import UNWATCHED
 from narrows.proto.codec import F32
 
 PIECE = one_fragment((4, "mean"))
@@ -222,3 +223,25 @@ def test_norms_above_the_largest_float32_stay_finite() -> None:
     with np.errstate(all="raise"):
         result = merge_vectors(wide, [push], [1.0], norm_limit=1.5)
     assert np.isfinite(result.applied).all() and result.applied[0, 0] > 3e38
+
+
+def test_without_a_clip_ratio_a_learner_that_is_alone_has_no_bound() -> None:
+    history = history_of(*[{"b": 1.0}] * NORMS_MIN)
+    alone = merge_vectors(
+        PIECE, pushes(b=1e4), [1.0], norm_limit=1.5, clip_ratio=0.0, history=history
+    )
+    assert alone.clipped == 0
+
+
+def test_one_whose_partner_is_away_is_named_for_jumps() -> None:
+    history, watch = EMPTY, UNWATCHED
+    named: list[tuple[int, set[str]]] = []
+    for version in range(1, 41):
+        lengths = {"a": 1.0, "b": 1.0} if version <= 10 else {"b": 1e4}
+        result = merged(history, **lengths)
+        processes = [(name, "0") for name in sorted(lengths)]
+        history = history.after(version, processes, result.applied)
+        watch = watch.after(result.evidence)
+        if suspects := watch.suspects(result.evidence):
+            named.append((version, set(suspects)))
+    assert named == [(version, {"b"}) for version in range(18, 41)]
