@@ -26,8 +26,9 @@ class MergeSection(Section):
     """Longest wait after quorum for pushes that are predicted to arrive, in units of H inner steps.
     Nobody is blocked by it; 0 merges slow learners rarely, 1 delays every adoption."""
     weights: Literal["auto", "tokens", "equal"] = "auto"
-    """tokens: tokens^2 / steps (Decoupled DiLoCo, arXiv 2604.21428, Sec. 3.2). equal: 1 / M. auto:
-    tokens, but equal while learners of several organisations are here."""
+    """tokens: tokens^2 / steps (Decoupled DiLoCo, arXiv 2604.21428, Sec. 3.2), up to twice what is
+    usual in the round. equal: 1 / M. auto: tokens without keys, and with keys while all learners'
+    keys name one organisation; else equal."""
     tokens_per_s_max: Annotated[Amount, Range(0, 10**18)] = 0
     """Tokens/s of a learner that count, in the clock and its weight. 0: from what is usual."""
     rule: Literal["layout", "mean"] = "layout"
@@ -45,8 +46,9 @@ class MergeSection(Section):
     quarantine: Literal["alert", "exclude"] = "alert"
     """For a learner that is clipped, or points away from the others, in 8 of its last 10 rounds.
     alert: it is named. exclude: its pushes are refused until the broker restarts."""
-    share_max: Annotated[float, Range(0.34, 1)] = 0.5
-    """Largest weight of one contribution among three or more; 1: no limit."""
+    share_max: Annotated[float, Range(0, 1)] = 0.0
+    """Largest weight of one contribution among M, three or more: 0.34 to 1. 1: no limit. 0:
+    2 / M and at most 1 / 3, so that one liar at the norm bound cannot outweigh the others."""
     rounds_in_flight: Annotated[int, Range(1, 64)] = 2
     """Rounds that may be open at the same time, on different fragments."""
 
@@ -57,3 +59,9 @@ class MergeSection(Section):
                 raise ConfigError(
                     f"{name}: below the median", expected="0 or at least 1", got=str(ratio)
                 )
+        if 0 < self.share_max < 0.34:
+            raise ConfigError(
+                "share_max: three shares cannot keep to it",
+                expected="0 or at least 0.34",
+                got=str(self.share_max),
+            )

@@ -58,7 +58,7 @@ class KeyHolder:
     name: str
     role: KeyRole = KeyRole.LEARNER
     organisation: str = ""
-    """Learners of one organisation trust what each of them declares."""
+    """Learners of one organisation trust what each of them declares. Empty: one of its own."""
     carries: tuple[str, ...] = ()
     """Learners for which a relay speaks."""
     tokens_per_s_max: float = 0.0

@@ -67,8 +67,8 @@ def test_sec_3_2_weights_are_quantity_times_quality() -> None:
     """w = c_tokens * (c_tokens / c_steps): tokens, times tokens per step."""
     weights = token_weights([(400, 4), (400, 2)], rule="tokens")
     assert weights == pytest.approx([1 / 3, 2 / 3])
-    weights = token_weights([(100, 1), (300, 3)], rule="tokens")
-    assert weights == pytest.approx([1 / 4, 3 / 4])
+    weights = token_weights([(100, 1), (200, 2)], rule="tokens")
+    assert weights == pytest.approx([1 / 3, 2 / 3])
 
 
 def test_adoption_overwrites_and_resets_the_counters() -> None:

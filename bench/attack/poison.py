@@ -11,77 +11,63 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from random import Random
+from statistics import fmean
 from typing import Final, TypeAlias
 
 import numpy as np
 import torch
 from rich.console import Console
 
+from narrows.bench.attack.poisons import ATTACKS, CLAIMS, claimed_weights
 from narrows.bench.attack.report import Row, honest_alarms, key_of, summary, table
 from narrows.bench.kit import machine
 from narrows.bench.kit.runner import run_missing
-from narrows.bench.quality.run import QualityCell, adamw, learner_name, losses_of
-from narrows.bench.sim.trained import Poison, TrainedSimulation, Training
+from narrows.bench.quality.run import STEP_S, QualityCell, adamw, learner_name, losses_of
+from narrows.bench.sim.trained import TrainedSimulation, Training
 from narrows.bench.sim.virtual import Faults
 from narrows.broker.cli.tables import terminal
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import (
     Contribution,
+    DecodedVector,
     FragmentState,
     GlobalModel,
+    MergeResult,
     Outcome,
     Policy,
     warm_up,
 )
 from narrows.learner.reference.corpus import Bytes, Corpus, load_corpus
 from narrows.learner.reference.gpt import GPT, preset
-from narrows.proto.codec import F32, DecodedChunk
+from narrows.proto.codec import DecodedChunk
 from narrows.proto.errors import ConfigError
 from narrows.proto.fragments import Fragment
-from narrows.proto.limits import TOKENS_MAX
 
 Job: TypeAlias = tuple["PoisonCell", int]
 
 MODEL: Final = "nano"
-TOKENS_FACTOR: Final = 1 << 20
-"""Tokens and work that an attacker claims, in units of what it did."""
-
-
-def scaled(factor: float, base: F32, local: F32, random: Random) -> F32:
-    """The honest outer gradient times a factor."""
-    return _pushing(base, np.float32(factor) * (base - local))
-
-
-def noise(length: float, base: F32, local: F32, random: Random) -> F32:
-    """Noise in a random direction, in units of the length of the honest outer gradient."""
-    rng = np.random.default_rng(random.getrandbits(64))
-    drawn = rng.standard_normal(base.size).astype(np.float32)
-    unit = float(np.linalg.norm(base - local)) / max(float(np.linalg.norm(drawn)), 1e-30)
-    return _pushing(base, np.float32(length * unit) * drawn)
-
-
-def _pushing(base: F32, outer_grad: F32) -> F32:
-    """The snapshot whose outer gradient is this one."""
-    poisoned: F32 = (base - outer_grad).astype(np.float32)
-    return poisoned
-
-
-ATTACKS: Final[Mapping[str, Poison | None]] = {
-    "nobody": None,
-    "sign-flip x1": partial(scaled, -1.0),
-    "sign-flip x1.5": partial(scaled, -1.5),
-    "sign-flip x3": partial(scaled, -3.0),
-    "sign-flip x10": partial(scaled, -10.0),
-    "push x10^4": partial(scaled, 1e4),
-    "noise at the bound": partial(noise, 1.5),
-    "noise x1000": partial(noise, 1e3),
-}
 
 EQUAL: Final[Mapping[str, object]] = {"merge.weights": "equal"}
+"""The defaults of a run with keys, but for one whose keys all name one organisation."""
+
 TOKENS: Final[Mapping[str, object]] = {"merge.weights": "tokens"}
-BEFORE: Final[Mapping[str, object]] = {**TOKENS, "merge.norm_limit": 0.0}
-"""The rules of the releases before: clip_ratio alone, weights by the tokens that were claimed."""
+"""The defaults of a run without keys."""
+
+CLAIMED: Final[Mapping[str, object]] = {**TOKENS, "merge.norm_limit": 0.0}
+"""The rules of the releases before: clip_ratio alone, weights by what was claimed."""
+
+BOUNDED: Final[Mapping[str, object]] = {
+    **EQUAL,
+    "merge.tokens_per_s_max": int(1.5 * QualityCell("", "", model=MODEL).step_tokens / STEP_S),
+}
+"""The operator knows how fast the learners are: the run's clock counts half as much again."""
+
+RULES: Final = {
+    "defaults": EQUAL,
+    "weights by tokens": TOKENS,
+    "before": CLAIMED,
+    "tokens_per_s_max": BOUNDED,
+}
 
 
 @dataclass(frozen=True)
@@ -94,8 +80,8 @@ class PoisonCell:
     learners: int
     attack: str = "nobody"
     settings: Mapping[str, object] = field(default_factory=lambda: dict(EQUAL))
-    inflated: bool = False
-    """The attacker claims TOKENS_FACTOR times its tokens."""
+    claims: str = ""
+    """Name of the attacker's claims about its work."""
     texts: str = ""
     """parts: each learner has its own part of the text. kinds: each has another kind of text."""
     steps: int = 300
@@ -122,14 +108,30 @@ def robust() -> list[PoisonCell]:
 
 
 def tokens() -> list[PoisonCell]:
-    """Claimed tokens under equal weights, weights by tokens, and the rules before."""
-    rules = {"defaults": EQUAL, "weights by tokens": TOKENS, "before": BEFORE}
-    return [
-        PoisonCell("tokens", name, learners, "sign-flip x3", settings, inflated=True)
-        for learners, names in ((3, list(rules)), (2, ["defaults"]))
-        for name, settings in rules.items()
-        if name in names
+    """Claims about tokens and steps, under equal weights, weights by tokens, and the rules before.
+
+    The attacks are the one that costs most at the bound, and one beyond it. "nobody" shows what
+    weights by tokens cost, and what becomes of a run whose clock is ahead of its work.
+    """
+    lies = [
+        PoisonCell("tokens", rules, 3, attack, RULES[rules], claims)
+        for rules in ("defaults", "weights by tokens")
+        for attack in ("sign-flip x1.5", "sign-flip x3")
+        for claims in ("one step", "tokens, one step")
     ]
+    lies += [
+        PoisonCell("tokens", rules, learners, attack, RULES[rules], claims)
+        for learners, rules, attack, claims in (
+            (3, "before", "sign-flip x3", "one step"),
+            (2, "defaults", "sign-flip x3", "one step"),
+            (2, "weights by tokens", "sign-flip x3", "one step"),
+            (8, "weights by tokens", "sign-flip x3", "one step"),
+            (3, "defaults", "nobody", "tokens, one step"),
+            (3, "tokens_per_s_max", "sign-flip x3", "tokens, one step"),
+        )
+    ]
+    honest = [PoisonCell("tokens", "weights by tokens", 3, settings=TOKENS)]
+    return [*honest, PoisonCell("tokens", "defaults", 8), *lies]
 
 
 def unequal() -> list[PoisonCell]:
@@ -153,15 +155,19 @@ class _Seen:
     """Rounds that a learner had contributed to when it was named first."""
     alarms: dict[str, int] = field(default_factory=dict[str, int])
     """Rounds after which a learner stood named."""
+    shares: list[float] = field(default_factory=list[float])
+    """Weights of the attacker, where it was not alone."""
     pieces: int = 0
     clipped: int = 0
 
 
 class _Observed(GlobalModel):
-    """A global model that notes whom its watch names, and lets one learner lie about its tokens."""
+    """A global model that notes shares, and whom its watch names."""
 
     seen: _Seen
-    liar = ""
+    by_claims = False
+    """Contributions weigh by their claims alone, as in the releases before."""
+    _claims: Sequence[tuple[int, int]] = ()
 
     def merge(
         self,
@@ -171,13 +177,22 @@ class _Observed(GlobalModel):
         chunks: Mapping[int, tuple[int, DecodedChunk]],
         policy: Policy,
     ) -> Outcome:
-        told = [
-            replace(each, tokens=min(TOKENS_MAX, each.tokens * TOKENS_FACTOR))
-            if each.learner == self.liar
-            else each
-            for each in contributed
-        ]
-        return super().merge(index, version, told, chunks, policy)
+        self._claims = [(each.tokens, each.steps) for each in contributed]
+        return super().merge(index, version, contributed, chunks, policy)
+
+    def merged(
+        self,
+        fragment: Fragment,
+        contributions: Sequence[DecodedVector],
+        weights: Sequence[float],
+        policy: Policy,
+    ) -> MergeResult:
+        if self.by_claims:
+            weights = claimed_weights(self._claims)
+        for each, share in zip(contributions, weights, strict=True):
+            if each.learner == learner_name(0) and len(weights) > 1:
+                self.seen.shares.append(share)
+        return super().merged(fragment, contributions, weights, policy)
 
     def install(self, outcome: Outcome) -> None:
         super().install(outcome)
@@ -202,10 +217,10 @@ def run_cell(cell: PoisonCell, seed: int) -> Row:
         config: BrokerConfig, table: Sequence[Fragment], states: Sequence[FragmentState]
     ) -> GlobalModel:
         model = _Observed(config, table, states)
-        model.seen, model.liar = seen, attacker if cell.inflated else ""
+        model.seen, model.by_claims = seen, cell.rules == "before"
         return model
 
-    poison = ATTACKS[cell.attack]
+    poison, lie = ATTACKS[cell.attack], CLAIMS[cell.claims]
     training = Training(
         corpus=_corpus(),
         make_model=partial(GPT, shape, seed=seed),
@@ -214,6 +229,7 @@ def run_cell(cell: PoisonCell, seed: int) -> Row:
         batch=shape.batch,
         seed=seed,
         poison={attacker: poison} if poison else {},
+        lies={attacker: lie} if lie else {},
         make_global=make,
         texts=texts_of(cell.texts),
     )
@@ -228,7 +244,9 @@ def run_cell(cell: PoisonCell, seed: int) -> Row:
         row["validation_loss"], row["test_loss"] = losses_of(probe)
     except FloatingPointError as error:
         row |= {"validation_loss": None, "test_loss": None, "failed": str(error)}
-    return row | asdict(seen)
+    row |= asdict(seen)
+    shares: list[float] = row.pop("shares")
+    return row | {"attacker_share": fmean(shares) if shares else None}
 
 
 def texts_of(kind: str) -> dict[str, Bytes]:

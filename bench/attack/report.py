@@ -15,7 +15,7 @@ Row: TypeAlias = dict[str, Any]
 
 def key_of(row: Mapping[str, Any]) -> str:
     """Key of a run: everything that was chosen."""
-    names = ("group", "rules", "learners", "attack", "inflated", "texts", "steps", "seed")
+    names = ("group", "rules", "learners", "attack", "claims", "texts", "steps", "seed")
     return "/".join(str(row[name]) for name in names)
 
 
@@ -24,7 +24,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
     undisturbed = {
         (row["learners"], row["steps"], row["seed"]): row["test_loss"]
         for row in rows
-        if row["attack"] == "nobody" and row["rules"] == "defaults" and not row["texts"]
+        if _is_honest(row) and row["rules"] == "defaults" and not row["texts"]
     }
     cells: dict[str, list[Row]] = {}
     for row in rows:
@@ -34,7 +34,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
 
 def _summarised(runs: Sequence[Row], undisturbed: Mapping[tuple[int, int, int], float]) -> Row:
     first, attacker = runs[0], learner_name(0)
-    names = ("group", "rules", "learners", "attack", "inflated", "texts", "steps")
+    names = ("group", "rules", "learners", "attack", "claims", "texts", "steps")
     losses = [run["test_loss"] for run in runs]
     base = [undisturbed.get((run["learners"], run["steps"], run["seed"])) for run in runs]
     ratios = [
@@ -43,10 +43,12 @@ def _summarised(runs: Sequence[Row], undisturbed: Mapping[tuple[int, int, int], 
         if loss is not None and reference
     ]
     named = [run["named"].get(attacker) for run in runs]
-    is_attacked = first["attack"] != "nobody"
+    is_attacked = not _is_honest(first)
     others = {name for run in runs for name in run["named"] if name != attacker or not is_attacked}
     return {name: first[name] for name in names} | {
         "seeds": [run["seed"] for run in runs],
+        "rounds": [run["rounds"] for run in runs],
+        "attacker_share": _mean_of([run["attacker_share"] for run in runs]),
         "test_loss": fmean(losses) if None not in losses else None,
         "loss_ratio": fmean(ratios) if len(ratios) == len(runs) else None,
         "loss_ratio_max": max(ratios, default=None) if len(ratios) == len(runs) else None,
@@ -56,9 +58,19 @@ def _summarised(runs: Sequence[Row], undisturbed: Mapping[tuple[int, int, int], 
     }
 
 
+def _is_honest(row: Row) -> bool:
+    """Nobody pushes or claims anything else than its work."""
+    return row["attack"] == "nobody" and not row["claims"]
+
+
+def _mean_of(values: Sequence[float | None]) -> float | None:
+    known = [each for each in values if each is not None]
+    return fmean(known) if known else None
+
+
 def honest_alarms(rows: Sequence[Row]) -> Row:
     """Alarms in the runs without an attacker, per learner and round."""
-    honest = [row for row in rows if row["attack"] == "nobody"]
+    honest = [row for row in rows if _is_honest(row)]
     by_texts: dict[str, Row] = {}
     for texts in ("", "parts", "kinds"):
         own = [row for row in honest if row["texts"] == texts]
@@ -75,15 +87,16 @@ def honest_alarms(rows: Sequence[Row]) -> Row:
 def table(rows: Sequence[Row]) -> Table:
     """The table that is printed."""
     made = Table(
-        "rules", "learners", "attack", "loss / undisturbed", "worst", "named after", "also"
+        "rules", "learners", "attack", "share", "loss / undisturbed", "worst", "named after", "also"
     )
     for row in rows:
-        attack = row["attack"] + (", inflated tokens" if row["inflated"] else "")
+        attack = row["attack"] + (f", claims {row['claims']}" if row["claims"] else "")
         ratio, worst = row["loss_ratio"], row["loss_ratio_max"]
         made.add_row(
             row["rules"],
             str(row["learners"]),
             attack if not row["texts"] else f"{attack}, {row['texts']} of text",
+            f"{share:.2f}" if (share := row["attacker_share"]) is not None else "-",
             f"{ratio:.3f}" if ratio is not None else "-",
             f"{worst:.3f}" if worst is not None else "-",
             ", ".join(str(each or "never") for each in row["named_after_rounds"]),

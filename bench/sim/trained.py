@@ -48,6 +48,7 @@ ModelMaker: TypeAlias = Callable[
 ]
 Poison: TypeAlias = Callable[[F32, F32, Random], F32]
 """A poisoned snapshot out of base and honest snapshot, both (n,)."""
+Lie: TypeAlias = Callable[[msg.Push], msg.Push]
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Training:
     """A learner without inner state begins with small steps and contributes after them."""
     poison: Mapping[str, Poison] = field(default_factory=dict[str, Poison])
     """Poison by the name of the learner that sends it."""
+    lies: Mapping[str, Lie] = field(default_factory=dict[str, Lie])
+    """Lies in the place of the announcements of pushes, by the name of the learner."""
     texts: Mapping[str, Bytes] = field(default_factory=dict[str, Bytes])
     """Training text by the name of a learner that reads another one than the corpus."""
     make_global: ModelMaker = GlobalModel
@@ -205,6 +208,11 @@ class TrainedLearner(SimulatedLearner):
         self.shelf.up_bits += 8 * size
         self.shelf.up_elements += work.fragment.elements
         return ""
+
+    def _send(self, effect: learner_events.Send) -> None:
+        if (lie := self.training.lies.get(self.spec.name)) and isinstance(effect.message, msg.Push):
+            effect = learner_events.Send(lie(effect.message))
+        super()._send(effect)
 
     def _settle(self, effect: learner_events.SettlePush) -> None:
         super()._settle(effect)

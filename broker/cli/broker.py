@@ -43,10 +43,20 @@ class BrokerCommand:
     ready_file: Path | None
 
 
+def unbounded_advice(config: BrokerConfig) -> str:
+    """Advice for a broker that has keys but no bound for what their holders push; "" for others."""
+    if not config.security.keys or config.merge.norm_limit > 0:
+        return ""
+    return (
+        "merge.norm_limit is 0, the default of run.mode diloco: one learner with a key can ruin "
+        "the model with one push. Unless you trust all of them: --set merge.norm_limit=1.5"
+    )
+
+
 def run_broker(command: BrokerCommand) -> None:
     """Serves until the run has ended or a signal comes. Raises NarrowsError."""
     config = _configuration(command)
-    if advice := uncached_advice():
+    for advice in filter(None, (uncached_advice(), unbounded_advice(config))):
         _log.warning("%s", advice)
     service = Service(config, events=command.events)
     _stop_on_signals(service)

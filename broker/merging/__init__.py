@@ -15,8 +15,7 @@ The bits of a merge are promised: see merge.py before changing the order of any 
 from narrows.broker.merging.contribution import Contribution
 from narrows.broker.merging.evidence import PushEvidence
 from narrows.broker.merging.history import (
-    NAMES_KEPT,
-    VERSIONS_KEPT,
+    ROWS_MAX,
     NormHistory,
     Process,
     RoundNorms,
@@ -39,9 +38,8 @@ from narrows.broker.merging.sums import DecodedVector, weighted_sums
 from narrows.broker.merging.watch import UNWATCHED, Watch
 
 __all__ = [
-    "NAMES_KEPT",
+    "ROWS_MAX",
     "UNWATCHED",
-    "VERSIONS_KEPT",
     "Contribution",
     "DecodedVector",
     "EncodedVersion",

@@ -1,8 +1,10 @@
 """How long a contribution may be, piece by piece, and the factor that makes it so. [pure]
 
 A piece with enough history is bounded by it: `norm_limit` times its running median, whoever
-contributes. Where norms rise, the history lags. So the lower median of the round itself counts if
-it is larger: a minority cannot raise it. A young piece is bounded by its own round alone.
+contributes. Where norms rise, the history lags. So the length that more than half of the names
+reach in the round itself counts if it is larger: a minority cannot raise it. A learner that is
+alone has mostly its own norms as measure, and a wider bound, `clip_ratio` times their median. A
+young piece is bounded by its own round alone.
 """
 
 from __future__ import annotations
@@ -11,20 +13,21 @@ import math
 
 import numpy as np
 
-from narrows.broker.merging.history import NORM_MIN
+from narrows.broker.merging.history import NORM_MIN, Measure
 from narrows.broker.merging.weights import CLIP_CONTRIBUTORS_MIN
 from narrows.proto.codec import F64
 
 
-def clips(norms: F64, medians: F64, *, norm_limit: float, clip_ratio: float) -> F64:
+def clips(norms: F64, measure: Measure, *, norm_limit: float, clip_ratio: float) -> F64:
     """Factors (k, M) up to 1 that bring each norm of (k, M) down to the limit of its piece.
 
-    `medians` (k,) are those of the history, NaN where it is young. `norm_limit` 0 ignores it.
+    `measure` is that of the history. `norm_limit` 0 ignores it.
     """
     factors = np.ones_like(norms)
     for row, piece_norms in enumerate(norms):
-        if norm_limit > 0 and not np.isnan(medians[row]):
-            limit = norm_limit * max(float(medians[row]), _lower_median(piece_norms))
+        median = float(measure.medians[row])
+        if norm_limit > 0 and not math.isnan(median):
+            limit = _of_the_history(median, measure, piece_norms, norm_limit, clip_ratio)
         else:
             limit = _of_the_round(piece_norms, clip_ratio, two=norm_limit > 0)
         over = piece_norms > limit
@@ -47,10 +50,24 @@ def trusted(weights: F64, factors: F64) -> F64:
     return shares
 
 
-def _lower_median(norms: F64) -> float:
-    """Lower median of the norms (M,) of a piece, zeros left out; 0 for fewer than two."""
-    positive = np.sort(norms[norms >= NORM_MIN])
-    return float(positive[(positive.size - 1) // 2]) if positive.size > 1 else 0.0
+def _reached_by_most(norms: F64, absent: int) -> float:
+    """The greatest length that more than half of all reach: norms (M,) and `absent` names that
+    reach nothing. Their lower median if nobody is absent. 0 if there is none.
+
+    Zeros are left out, and one alone says nothing.
+    """
+    positive = np.sort(norms[norms >= NORM_MIN])[::-1]
+    place = (positive.size + absent) // 2
+    return float(positive[place]) if 1 < positive.size > place else 0.0
+
+
+def _of_the_history(
+    median: float, measure: Measure, norms: F64, norm_limit: float, clip_ratio: float
+) -> float:
+    """Limit for the norms (M,) of a piece with this running median; infinite if there is none."""
+    if measure.is_alone:
+        return clip_ratio * median if clip_ratio > 0 else np.inf
+    return norm_limit * max(median, _reached_by_most(norms, measure.absent))
 
 
 def _of_the_round(norms: F64, clip_ratio: float, *, two: bool) -> float:

@@ -35,6 +35,9 @@ DIRECTION_MIN: Final = 1e-6
 """Norm of a mean direction (of unit vectors) that is no more than float32 rounding."""
 
 
+F32_MAX: Final = float(np.finfo(np.float32).max)
+
+
 @dataclass(frozen=True, eq=False)
 class MergeResult:
     """The result of a merge of M contributions to a fragment of n elements in k pieces."""
@@ -46,7 +49,7 @@ class MergeResult:
     norms: F64
     """(k, M) norms before clipping, in name order."""
     applied: F32 = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    """(M, k) norms after it, for the history; (0, 0) if nobody knows them."""
+    """(M, k) norms after it, for the history, F32_MAX at most; (0, 0) if nobody knows them."""
     evidence: tuple[PushEvidence, ...] = ()
     """Per contribution; empty if nobody knows it."""
 
@@ -66,10 +69,10 @@ def merge_vectors(
     """Merges outer gradients into one (n,), float32.
 
     Each piece is merged by itself. Norms are clipped to `norm_limit` times the running median of
-    `history`, and what was clipped weighs less. Without enough of it, or with `norm_limit` 0, they
-    are clipped to `clip_ratio` times their median from three non-zero contributors on (0: never).
-    The result is the weighted mean, or
-    where the layout says so the radial-directional average (sum w ||v||) * unit(sum w unit(v)).
+    `history` (bounds.py has the rule), and what was clipped weighs less. Without enough of it, or
+    with `norm_limit` 0, they are clipped to `clip_ratio` times their median from three non-zero
+    contributors on (0: never). The result is the weighted mean, or where the layout says so the
+    radial-directional average (sum w ||v||) * unit(sum w unit(v)).
     That average is at most sqrt(non-zero contributors) times as long as the mean. It is the mean
     where there is one contributor, or where the directions cancel out. `rule` "mean" overrules the
     layout. `robust` replaces both from three contributors on; "centered" clips around `center`
@@ -81,8 +84,8 @@ def merge_vectors(
     _check(fragment, contributions, weights)
     shares = np.array(weights, np.float64)
     norms = _norms(fragment, contributions)
-    medians = history.medians([each.learner for each in contributions], len(fragment.pieces))
-    factors = clips(norms, medians, norm_limit=norm_limit, clip_ratio=clip_ratio)
+    measure = history.measure([each.learner for each in contributions], len(fragment.pieces))
+    factors = clips(norms, measure, norm_limit=norm_limit, clip_ratio=clip_ratio)
     applied = norms * factors
     shares = trusted(shares, factors) if norm_limit > 0 else shares
     mean_factors = shares * factors
@@ -101,13 +104,15 @@ def merge_vectors(
     elif robust == "centered":
         around = center if center is not None else np.zeros(fragment.elements, np.float32)
         inputs = fragment, contributions
-        near = robust_means.centered_factors(*inputs, applied, factors, around, medians)
+        near = robust_means.centered_factors(*inputs, applied, factors, around, measure.medians)
         rest = 1.0 - sum_over_learners(shares * near)
         mean = robust_means.centered_mean(*inputs, mean_factors * near, rest, around)
     elif direction.size:
         _replace_mean(fragment, mean, direction, mean_factors * norms, units * norms)
     count = int(np.count_nonzero(factors < 1.0))
-    return MergeResult(mean, count, norms, applied.T.astype(np.float32), evidence)
+    # A sum of finite squares may pass float32's largest, and infinity would be no length.
+    kept = np.minimum(applied.T, F32_MAX).astype(np.float32)
+    return MergeResult(mean, count, norms, kept, evidence)
 
 
 def _norms(fragment: Fragment, contributions: Sequence[DecodedVector]) -> F64:

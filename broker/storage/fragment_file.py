@@ -11,8 +11,6 @@ import numpy as np
 from msgspec import Struct
 
 from narrows.broker.merging import (
-    NAMES_KEPT,
-    VERSIONS_KEPT,
     FragmentState,
     NormHistory,
     RoundNorms,
@@ -22,9 +20,6 @@ from narrows.broker.storage.safetensors_format import bytes_of, safetensors_head
 from narrows.proto.codec import F32
 from narrows.proto.frames import digest
 from narrows.proto.messages import DtypeName
-
-ROWS_MAX: Final = VERSIONS_KEPT * NAMES_KEPT
-"""Most rows of norms that a fragment has."""
 
 ARRAYS: Final = ("global", "momentum", "published")
 NORMS: Final = "norms"

@@ -8,7 +8,7 @@ from typing import Final, TypeAlias, TypeVar
 import msgspec
 from msgspec import Struct
 
-from narrows.broker.merging import UNWATCHED, FragmentState, Watch
+from narrows.broker.merging import ROWS_MAX, UNWATCHED, FragmentState, Watch
 from narrows.broker.storage.durable_files import (
     Damaged,
     StateError,
@@ -18,7 +18,6 @@ from narrows.broker.storage.durable_files import (
 from narrows.broker.storage.fragment_file import (
     ARRAYS,
     NORMS,
-    ROWS_MAX,
     FragmentEntry,
     RoundEntry,
     blocks_of,

@@ -173,9 +173,13 @@ class Member:
 
     @property
     def organisation(self) -> str:
-        """Organisation that the learner's key belongs to; empty: none is known."""
+        """Organisation that the learner's key belongs to. Empty: it has no key, or none is known.
+
+        A key that names none is an organisation of its own: nobody has said whom it belongs to.
+        """
         holder = self.presence.holder
-        return holder.organisation if holder is not None else ""
+        # No organisation's name has a colon.
+        return holder.organisation or f"key: {self.name}" if holder is not None else ""
 
     @property
     def tokens_per_s_max(self) -> float:

@@ -13,14 +13,15 @@ import pytest
 from rich.console import Console
 
 from narrows.bench.attack.poison import (
-    ATTACKS,
     GROUPS,
+    RULES,
     PoisonCell,
     attacks,
     run_cell,
     run_poison_bench,
     texts_of,
 )
+from narrows.bench.attack.poisons import ATTACKS
 from narrows.bench.attack.report import honest_alarms, summary, table
 from narrows.bench.commands import bench
 from narrows.proto.errors import ConfigError
@@ -61,13 +62,22 @@ def test_a_liar_is_named_and_the_others_train_on(tmp_path: Path) -> None:
     assert "sign-flip x10" in captured.get()
 
 
-def test_inflated_tokens_do_nothing_to_equal_weights() -> None:
-    cells = [
-        PoisonCell("tokens", "defaults", 2, inflated=inflated, steps=STEPS)
-        for inflated in (False, True)
-    ]
-    honest, inflated = (run_cell(cell, 2) for cell in cells)
-    assert honest["test_loss"] == inflated["test_loss"]
+@pytest.mark.parametrize(("learners", "most"), [(2, 0.8), (4, 1 / 3)])
+@pytest.mark.parametrize("claims", ["one step", "tokens, one step"])
+def test_claims_raise_a_weight_by_tokens_up_to_its_limit(
+    learners: int, most: float, claims: str
+) -> None:
+    cell = PoisonCell("tokens", "weights by tokens", learners, claims=claims, steps=STEPS)
+    row = run_cell(replace(cell, settings=RULES["weights by tokens"]), 2)
+    assert 1.2 / learners < row["attacker_share"] <= most + 1e-9
+
+
+def test_claims_do_nothing_to_equal_weights_and_everything_before() -> None:
+    cell = PoisonCell("tokens", "defaults", 3, claims="one step", steps=STEPS)
+    before = replace(cell, rules="before", settings=RULES["before"])
+    equal, claimed = run_cell(cell, 2), run_cell(before, 2)
+    assert equal["attacker_share"] == pytest.approx(1 / 3)
+    assert 0.45 < claimed["attacker_share"] <= 0.5
 
 
 def test_learners_of_unequal_text_read_different_texts() -> None:

@@ -215,7 +215,7 @@ def test_every_field_of_the_broker_has_a_docstring() -> None:
         ("merge.weights", "token", "merge.weights: wrong type"),
         ("merge.rule", "rda", "merge.rule: wrong type"),
         ("merge.clip_ratio", 0.5, "merge.clip_ratio: below the median"),
-        ("merge.share_max", 0.2, "merge.share_max: out of range"),
+        ("merge.share_max", 0.2, "merge.share_max: three shares cannot keep to it"),
         ("outer.optimizer", "nestorov", "outer.optimizer: unknown value"),
         ("outer.momentum", 1.0, "outer.momentum: out of range"),
         ("codec.push", "int4", "codec.push: unknown value"),

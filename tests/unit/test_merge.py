@@ -44,8 +44,33 @@ def random_vectors(count: int, seed: int, fragment: Fragment = MIXED) -> list[F3
 
 
 def test_weights_follow_tokens_squared_over_steps() -> None:
-    # 100 * 100 / 10 = 1000 and 300 * 300 / 30 = 3000.
-    assert token_weights([(100, 10), (300, 30)], rule="tokens") == pytest.approx([0.25, 0.75])
+    # 100 * 100 / 10 = 1000 and 150 * 150 / 15 = 1500.
+    assert token_weights([(100, 10), (150, 15)], rule="tokens") == pytest.approx([0.4, 0.6])
+
+
+def test_tokens_and_tokens_per_step_count_up_to_twice_what_is_usual() -> None:
+    # Of two the lesser one is usual: 300 tokens count as 200, and 100 per step as 20.
+    assert token_weights([(100, 10), (300, 30)], rule="tokens") == pytest.approx([1 / 3, 2 / 3])
+    assert token_weights([(100, 10), (100, 1)], rule="tokens") == pytest.approx([1 / 3, 2 / 3])
+    assert token_weights([(9, 9), (1 << 40, 1)], rule="tokens") == pytest.approx([0.2, 0.8])
+    work = [(9, 9), (1 << 40, 1), (9, 9), (9, 9), (9, 9)]
+    weights = token_weights(work, rule="tokens", share_max=1.0)
+    assert weights == pytest.approx([1 / 8, 4 / 8, 1 / 8, 1 / 8, 1 / 8])
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 8, 30])
+@pytest.mark.parametrize("claim", [(1 << 40, 1), (100, 1), (1 << 40, 1 << 40)])
+def test_the_claims_of_one_do_not_outweigh_the_others(count: int, claim: tuple[int, int]) -> None:
+    weights = token_weights([claim, *[(100, 10)] * (count - 1)], rule="tokens")
+    assert weights[0] <= min(1 / 3, 2 / count) + 1e-12
+    assert 1.5 * weights[0] <= 0.75 * sum(weights[1:]) + 1e-12
+
+
+def test_learners_of_other_speeds_are_weighed_by_their_work() -> None:
+    speeds = [(40, 40), (30, 30), (20, 20), (10, 10)]
+    assert token_weights(speeds, rule="tokens") == pytest.approx([1 / 3, 1 / 3, 2 / 9, 1 / 9])
+    more = token_weights([*speeds, *speeds], rule="tokens")
+    assert more == pytest.approx([0.2, 0.15, 0.1, 0.05] * 2), "as they are"
 
 
 def test_equal_weights() -> None:
@@ -53,10 +78,11 @@ def test_equal_weights() -> None:
 
 
 def test_no_share_above_the_limit_from_three_contributors_on() -> None:
-    assert token_weights([(90, 90), (6, 6), (4, 4)], rule="tokens") == pytest.approx(
-        [0.5, 0.3, 0.2]
-    )
-    assert token_weights([(90, 90), (10, 10)], rule="tokens") == pytest.approx([0.9, 0.1])
+    work = [(90, 90), (60, 60), (30, 30)]
+    weights = token_weights(work, rule="tokens", share_max=0.4)
+    assert weights == pytest.approx([0.4, 0.4, 0.2])
+    assert token_weights(work, rule="tokens") == pytest.approx([1 / 3] * 3)
+    assert token_weights(work[::2], rule="tokens") == pytest.approx([2 / 3, 1 / 3])
 
 
 def test_limiting_one_share_may_push_the_next_one_over() -> None:
@@ -70,8 +96,8 @@ def test_a_limit_that_cannot_hold_makes_all_equal() -> None:
 
 
 def test_weights_of_huge_counts_are_finite() -> None:
-    weights = token_weights([(1 << 62, 1), (1, 1 << 62), (1 << 62, 1)], rule="tokens")
-    assert weights == pytest.approx([0.5, 0.0, 0.5])
+    work = [(1 << 62, 1), (1, 1 << 62), (1 << 62, 1)]
+    assert token_weights(work, rule="tokens", share_max=0.5) == pytest.approx([0.5, 0.0, 0.5])
 
 
 @pytest.mark.parametrize("counts", [[], [(0, 1)], [(1, 0)], [(1, 1), (-1, 1)]])

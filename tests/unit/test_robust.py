@@ -91,7 +91,7 @@ def test_centered_clipping_holds_everybody_within_the_radius() -> None:
         MIXED, ones, [0.25] * 4, norm_limit=1000.0, robust="centered", history=history,
         center=center,
     )  # fmt: skip
-    radii = history.medians([one.learner for one in ones], len(MIXED.pieces))
+    radii = history.measure([one.learner for one in ones], len(MIXED.pieces)).medians
     for row, piece in enumerate(MIXED.pieces):
         where = slice(piece.offset, piece.offset + piece.count)
         middle = center[where].astype(np.float64)
