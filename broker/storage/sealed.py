@@ -18,10 +18,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from narrows.broker.storage.chain import Chain
 from narrows.broker.storage.durable_files import (
@@ -34,6 +34,7 @@ from narrows.broker.storage.durable_files import (
 )
 from narrows.broker.storage.seal import SealKey, altered, unequal
 from narrows.proto.errors import ErrorCode
+from narrows.proto.messages import Count
 
 FORMAT: Final = 1
 SEAL_FILE: Final = "seal.json"
@@ -47,6 +48,13 @@ _TOP_FILE: Final = re.compile(r"run\.[a-z0-9.]+")
 _MOVE: Final = "; if an older checkpoint is whole, move {0} out of the state directory instead"
 
 
+Seal: TypeAlias = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+"""A seal in hex, or MISSING."""
+
+States: TypeAlias = Annotated[list[Seal], Meta(min_length=1)]
+FileName: TypeAlias = Annotated[str, Meta(pattern="^[^\0]+\\Z")]
+
+
 class SealFile(Struct, frozen=True, forbid_unknown_fields=True):
     """The content of a seal file."""
 
@@ -54,12 +62,12 @@ class SealFile(Struct, frozen=True, forbid_unknown_fields=True):
     run_id: str
     place: str
     """Name of the checkpoint's folder; empty at the top."""
-    journal: tuple[int, str]
-    """A record of the journal and its seal (hex): the newest in the checkpoint. Empty: unsealed."""
-    files: dict[str, list[str]]
-    """Seals (hex) of the states that each file may be in, by name."""
-    seal: str = ""
-    """Seal (hex) of this with an empty seal."""
+    journal: tuple[Count, Seal]
+    """A record of the journal and its seal: the newest in the checkpoint. Empty: unsealed."""
+    files: dict[FileName, States]
+    """Seals of the states that each file may be in, by name."""
+    seal: Seal = ""
+    """Seal of this with an empty seal."""
 
 
 class DirectorySeal:
