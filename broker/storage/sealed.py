@@ -32,6 +32,7 @@ from narrows.broker.storage.durable_files import (
     read_into,
     write_file,
 )
+from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.seal import SealKey, altered, unequal
 from narrows.proto.errors import ErrorCode
 from narrows.proto.messages import Count
@@ -80,6 +81,8 @@ class DirectorySeal:
         self._top: dict[str, list[str]] = {}
         self._anchors: dict[int, bytes] = {}
         self._needed_from: int | None = None
+        self._newest: tuple[int, str] = (0, "")
+        """The newest record that a checkpoint holds, and the checkpoint's folder."""
 
     def check(
         self, run_id: str | None, places: Sequence[str], *, is_new: bool, but: str = ""
@@ -101,7 +104,7 @@ class DirectorySeal:
         names = [name for name in os.listdir(self._fd) if _TOP_FILE.fullmatch(name)]
         listed = [name for name in found.files if not name.startswith(_JOURNAL)]
         self._compare(self._fd, "", found.files, {*names, *listed} - {but})
-        numbers: list[int] = []
+        held: list[tuple[int, str]] = []
         for place in places:
             with directory(self._fd, place) as fd:
                 each = self._read(fd, place, run_id)
@@ -111,10 +114,28 @@ class DirectorySeal:
                     raise altered(f"{place}/{name}", what)
                 self._compare(fd, f"{place}/", each.files, set(names))
             number, seal = each.journal
-            numbers.append(number)
+            held.append((number, place))
             if seal:
                 self._anchors[number] = bytes.fromhex(seal)
-        self._needed_from = min(numbers, default=0) + 1
+        self._needed_from = min(held, default=(0, ""))[0] + 1
+        self._newest = max(held, default=(0, ""))
+
+    def removed(self, journal: Journal | None) -> StateError | None:
+        """The error for a journal without a record, as the last `check` found the checkpoints.
+
+        It is legitimate after a rollback, and where the operator has moved the journal away.
+        """
+        number, place = self._newest
+        if not number or (journal is not None and journal.newest):
+            return None
+        return StateError(
+            ErrorCode.STATE_DAMAGED, f"{self.path}/journal: it holds no record",
+            expected=f"record {number} at least, which {place} follows",
+            got="no journal" if journal is None else "an empty journal",
+            remedy="if you have just moved the journal away or rolled the run back, start the "
+            "broker with its journal: it goes on behind that record. Else somebody has removed the "
+            "journal and the rounds after that record: stop the broker and restore a backup",
+        )  # fmt: skip
 
     def chain(self) -> Chain:
         """The chain of the journal, as the last `check` has found it."""
@@ -129,10 +150,23 @@ class DirectorySeal:
     def replacing(self, run_id: str, contents: Mapping[str, bytes]) -> Generator[None]:
         """Seals files at the top which the caller replaces in the block, one after the other."""
         new = {name: self.key.seal("file", [data]).hex() for name, data in contents.items()}
+        self._forget_removed()
         both = {name: [*self._top.get(name, [MISSING]), seal] for name, seal in new.items()}
         self._write_top(run_id, {**self._top, **both})
         yield
         self._write_top(run_id, {**self._top, **{name: [seal] for name, seal in new.items()}})
+
+    def _forget_removed(self) -> None:
+        """Forgets adopted segments that are gone, before a new segment can have such a name."""
+        here = set[str]()
+        if "journal" in os.listdir(self._fd):
+            with directory(self._fd, "journal") as fd:
+                here = {_JOURNAL + name for name in os.listdir(fd)}
+        self._top = {
+            name: seals
+            for name, seals in self._top.items()
+            if name in here or not name.startswith(_JOURNAL)
+        }
 
     def seal_folder(self, fd: int, place: str, run_id: str, journal: tuple[int, bytes]) -> None:
         """Seals a finished folder as it is."""
