@@ -57,9 +57,7 @@ def opened(path: Path, seal_key: Path | None) -> Generator[tuple[StateDir, Journ
     key = read_seal_key(seal_key, path) if seal_key is not None else None
     with opened_run(path, key) as (state_dir, journal):
         if key is None and is_sealed(state_dir.directory_fd):
-            print(
-                "note: this directory is sealed, and without --seal-key the seals were not compared"
-            )
+            print("note: it is sealed; without --seal-key the seals were not compared")
         yield state_dir, journal
 
 
