@@ -94,8 +94,8 @@ def opened_run(
             journal = Journal.open(
                 files, run_id=run.run_id, segment_bytes=SEGMENT_BYTES, chain=chain
             )
-        if state_dir.seal is not None and (error := state_dir.seal.removed(journal)):
-            raise error
+        if state_dir.seal is not None and (removed := state_dir.seal.removed(journal)):
+            raise removed
         yield state_dir, journal
 
 

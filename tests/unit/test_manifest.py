@@ -36,7 +36,7 @@ def test_no_manifest_is_longer_than_what_is_read() -> None:
     push = MergedPush(name, process, FRAGMENTS_MAX, most, TOKENS_MAX)
     assert bytes_of(push) <= manifest.PUSH_BYTES_MAX
     assert bytes_of(RoundEntry(most, ((name, process),))) <= manifest.ROW_BYTES_MAX
-    digests = dict.fromkeys((*ARRAYS, NORMS), "f" * 16)
+    digests: dict[str, str] = {each: "f" * 16 for each in (*ARRAYS, NORMS)}
     fragment = FragmentEntry(most, ELEMENTS_MAX, digests, TENSORS_MAX)
     assert bytes_of(fragment) + len('"history":[],') <= manifest.FRAGMENT_BYTES_MAX
     evidence = [PushEvidence(each, True, -0.12345678901234567) for each in (name, "o" * 64, "p")]

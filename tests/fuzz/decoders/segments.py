@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import xxhash
 from fuzz.memory_files import MemoryFiles
@@ -218,14 +219,18 @@ CRAFTED = (
     segment(1, 0, b"a") + segment(2, 4, b"x") + segment(9, 0, b"y"),
     b"\x02\xff\xff\0\xff\xfe\x02ab",
 )
-SEALED = tuple(
-    b"".join(bytes((flags,)) + part for flags, part in parts)
-    for parts in (
-        [(16, segment(1, 0, b"a", b"bc", b"def")[:-1])],
-        [(0, segment(1, 0, b"a", b"b")[:-1]), (16, segment(3, 2, b"c")[:-1])],
-        [(12, segment(1, 0, b"a")[:-1]), (1, segment(2, 1, b"b")[:-1])],
-        [(0, segment(1, 0, b"a")[:-1]), (32, segment(2, 1, b"b")[:-1])],
-    )
+
+
+def flagged(flags: int, *segment_of: Any) -> bytes:
+    """The same for a `Forger`."""
+    return bytes((flags,)) + segment(*segment_of)[:-1]
+
+
+SEALED = (
+    flagged(16, 1, 0, b"a", b"bc", b"def"),
+    flagged(0, 1, 0, b"a", b"b") + flagged(16, 3, 2, b"c"),
+    flagged(12, 1, 0, b"a") + flagged(1, 2, 1, b"b"),
+    flagged(0, 1, 0, b"a") + flagged(32, 2, 1, b"b"),
 )
 WRITTEN = Forger(SEALED[0]).written
 EXAMPLES = st.binary(max_size=120).map(lambda data: b"\1" + data) | st.lists(
@@ -235,11 +240,10 @@ EXAMPLES = st.binary(max_size=120).map(lambda data: b"\1" + data) | st.lists(
 
 SEALED_EXAMPLES = st.lists(
     st.builds(
-        lambda flags, part: bytes((flags,)) + part[:-1],
-        st.integers(0, 63),
-        st.builds(segment, st.integers(0, 9), st.integers(0, 12), *[st.binary(max_size=9)] * 2),
+        flagged, st.integers(0, 63), st.integers(0, 9), st.integers(0, 12),
+        *[st.binary(max_size=9)] * 2,
     ),
     max_size=3,
-).map(lambda parts: bytes((SEALED_CRAFTED,)) + b"".join(parts))
+).map(lambda parts: bytes((SEALED_CRAFTED,)) + b"".join(parts))  # fmt: skip
 
 TARGET = Target("segments", run, seeds, EXAMPLES | SEALED_EXAMPLES)
