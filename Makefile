@@ -26,7 +26,6 @@ READY := $(VENV)/.ready
 TOOLS := build/tools
 
 # The fuzzer is no part of .venv: no other target needs it, and it is not there for every platform.
-ATHERIS := atheris==3.0.0
 FUZZ := .venv-fuzz
 
 # Without this, `python -m ...` at the root would find our folder `proto` under that name.
@@ -103,7 +102,9 @@ sbom: $(READY) $(TOOLS)/.ready  ## build/sbom.json: what .venv is made of, as Cy
 audit: $(TOOLS)/.ready  ## known vulnerabilities of the pinned packages, where the network allows it
 	@$(TOOLS)/bin/python -c 'import urllib.request as u; u.urlopen("https://pypi.org/pypi/pip/json", timeout=20)' \
 		2>/dev/null || { echo "make audit asks pypi.org, which does not answer from here; run it elsewhere" >&2; exit 1; }
-	$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes --requirement locks/venv.txt
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes \
+		--requirement locks/venv.txt --requirement locks/tools.txt --requirement locks/fuzz.txt
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
 
 $(TOOLS)/.ready: locks/tools.txt
 	$(PYTHON) -m venv --clear $(TOOLS)
@@ -122,6 +123,6 @@ $(READY): locks/venv.txt constraints.txt pyproject.toml
 		--editable '.[learner,bench,dev]' 'pyright[nodejs]'
 	@touch $@
 
-$(FUZZ)/.ready: Makefile | $(READY)
-	$(PIP) install --no-deps --upgrade --target $(FUZZ) $(ATHERIS)
+$(FUZZ)/.ready: locks/fuzz.txt | $(READY)
+	$(PIP) install --no-deps --upgrade --require-hashes --target $(FUZZ) --requirement $<
 	@touch $@

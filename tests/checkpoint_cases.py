@@ -67,6 +67,7 @@ def snapshot(
             )
             for part in build_table(layout, fragment_count)
         ),
+        token_parts=version % fragment_count,
         watch=Watch().after([PushEvidence("l0", version % 2 == 0, version / 7)]),
     )
 
@@ -84,7 +85,7 @@ def same(one: CheckpointContent | None, other: CheckpointContent) -> bool:
             [(entry.version, entry.processes, bytes(entry.norms)) for entry in part.history.rounds]
             for part in each.fragments
         ]
-        return [*rest, each.run_tokens, each.phase, arrays, norms, each.watch]
+        return [*rest, each.run_tokens, each.token_parts, each.phase, arrays, norms, each.watch]
 
     return one is not None and content(one) == content(other)
 

@@ -12,17 +12,19 @@ journal = cyclopts.App(name="journal", help="Read, check and replay the journal 
 
 
 @journal.command
-def show(state_dir: Path) -> None:
+def show(state_dir: Path, *, seal_key: Path | None = None) -> None:
     """Print the journal of a run, a line per record.
 
     Parameters
     ----------
     state_dir
         Directory of the broker, which must not be running.
+    seal_key
+        File with the seal key of the run: all seals are compared first.
     """
     from narrows.broker.cli.journal_report import show
 
-    show(state_dir)
+    show(state_dir, seal_key=seal_key)
 
 
 @journal.command
@@ -90,6 +92,7 @@ def replay(
     outer_momentum: float | None = None,
     without: Annotated[list[str], Parameter(negative="")] | None = None,
     to: Path | None = None,
+    seal_key: Path | None = None,
 ) -> None:
     """Make the versions of a run again: bit for bit, or the same history under other rules.
 
@@ -112,8 +115,11 @@ def replay(
         weights keep their proportions. Needs `broker.journal = "full"`.
     to
         Safetensors file for the model that comes out.
+    seal_key
+        File with the seal key of the run: all seals are compared first.
     """
     from narrows.broker.cli.journal_report import replay
     from narrows.broker.storage import Changes
 
-    replay(state_dir, Changes(merge, outer, outer_lr, outer_momentum, tuple(without or ())), to)
+    changes = Changes(merge, outer, outer_lr, outer_momentum, tuple(without or ()))
+    replay(state_dir, changes, to, seal_key=seal_key)

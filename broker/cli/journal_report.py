@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,6 +33,7 @@ from narrows.broker.storage import (
     config_of,
     export_tensors,
     first_record,
+    is_sealed,
     merge_again,
     model_digest,
     needed_journal,
@@ -49,11 +51,21 @@ from narrows.proto.messages import Phase
 from narrows.proto.units import counted, format_bytes
 
 
-def show(path: Path) -> None:
+@contextmanager
+def opened(path: Path, seal_key: Path | None) -> Generator[tuple[StateDir, Journal | None]]:
+    """A run for reading, with all seals compared if there is a key; else it says that none was."""
+    key = read_seal_key(seal_key, path) if seal_key is not None else None
+    with opened_run(path, key) as (state_dir, journal):
+        if key is None and is_sealed(state_dir.directory_fd):
+            print("note: it is sealed; without --seal-key the seals were not compared")
+        yield state_dir, journal
+
+
+def show(path: Path, *, seal_key: Path | None = None) -> None:
     """Prints the journal, a line per record. A narrow terminal gets long lines broken and
     indented."""
     console = terminal()
-    with opened_run(path) as (state_dir, journal):
+    with opened(path, seal_key) as (state_dir, journal):
         held, versions = oldest_versions(state_dir)
         for number, head, blobs in read_records(
             needed_journal(journal, path), first_record(journal)
@@ -70,8 +82,8 @@ def show(path: Path) -> None:
 def audit(path: Path, seal_key: Path | None = None, holds: str = "") -> None:
     """Checks the sums and orders of the records, and all seals with a key. Raises NarrowsError that
     names the errors."""
-    result, key = Audit(), read_seal_key(seal_key, path) if seal_key is not None else None
-    with opened_run(path, key) as (state_dir, journal):
+    result = Audit()
+    with opened(path, seal_key) as (state_dir, journal):
         if state_dir.seal is not None:
             _tell_sealed(state_dir, journal, holds)
             if journal is None:
@@ -116,7 +128,7 @@ def _tell_sealed(state_dir: StateDir, journal: Journal | None, holds: str) -> No
     if not number.isdecimal() or not re.fullmatch("[0-9a-f]{16,64}", seal):
         expected = "NUMBER:SEAL with at least 16 digits of the seal"
         raise ConfigError("--holds", expected=expected, got=holds)
-    found = _seal_of(state_dir, journal, int(number)).hex()
+    found = (journal.seal_of(int(number)) if journal is not None else NO_SEAL).hex()
     if not found.startswith(seal):
         raise NarrowsError(
             ErrorCode.STATE_DAMAGED, f"record {number} with seal {seal} is not here",
@@ -126,20 +138,15 @@ def _tell_sealed(state_dir: StateDir, journal: Journal | None, holds: str) -> No
     print(f"record {number} is here with its seal")
 
 
-def _seal_of(state_dir: StateDir, journal: Journal | None, number: int) -> bytes:
-    """The seal of a record in the journal or in a checkpoint; NO_SEAL if there is none."""
-    anchors: Mapping[int, bytes] = state_dir.seal.chain().anchors if state_dir.seal else {}
-    found = journal.seal_of(number) if journal is not None else NO_SEAL
-    return found if any(found) else anchors.get(number, NO_SEAL)
-
-
-def replay(path: Path, changes: Changes, target: Path | None = None) -> None:
+def replay(
+    path: Path, changes: Changes, target: Path | None = None, *, seal_key: Path | None = None
+) -> None:
     """Makes the versions again from the oldest checkpoint on, as they were or with changes.
 
     The resulting model is written to `target`.
     """
     check_target(target)
-    with opened_run(path) as (state_dir, journal):
+    with opened(path, seal_key) as (state_dir, journal):
         oldest, newest = state_dir.load_oldest(), state_dir.load()
         if oldest is None or newest is None:
             raise ConfigError(f"{path}: no checkpoint to begin with")
@@ -161,10 +168,10 @@ def replay(path: Path, changes: Changes, target: Path | None = None) -> None:
         export_tensors(content, target, _standing(content, as_run, is_same=is_same))
 
 
-def export_model(path: Path, target: Path) -> None:
+def export_model(path: Path, target: Path, *, seal_key: Path | None = None) -> None:
     """Writes the newest global model as safetensors under the names of its tensors."""
     check_target(target)
-    with opened_run(path) as (state_dir, journal):
+    with opened(path, seal_key) as (state_dir, journal):
         snapshot = state_dir.load()
         if snapshot is None:
             raise ConfigError(f"{path}: no checkpoint yet")

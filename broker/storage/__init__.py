@@ -42,6 +42,7 @@ from narrows.broker.storage.records import (
 from narrows.broker.storage.recovery import Begun, begin_epoch, open_state_dir
 from narrows.broker.storage.replay import History, read_records, recover, version_sum_of
 from narrows.broker.storage.seal import NO_SEAL, SealKey, new_seal_key, read_seal_key
+from narrows.broker.storage.sealed import is_sealed
 from narrows.broker.storage.writer import Chunk, Commits
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "config_of",
     "export_tensors",
     "first_record",
+    "is_sealed",
     "memory_digest",
     "merge_again",
     "model_digest",

@@ -102,7 +102,8 @@ class Sealer:
         self.key = chain.key if chain else None
         self.seal = NO_SEAL
         """The seal of the newest durable record."""
-        self._anchors: Mapping[int, bytes] = chain.anchors if chain else {}
+        self.anchors: Mapping[int, bytes] = chain.anchors if chain else {}
+        """Seals of records as the checkpoints have them, by number."""
         self._kept: dict[int, bytes] = {}
 
     def next(self, before: bytes, number: int, body: Sequence[memoryview], *, keep: bool) -> bytes:
@@ -121,7 +122,7 @@ class Sealer:
     def resume(self, files: Files, counting: Sequence[Segment], number: int) -> None:
         """Goes on from a record in the files; without files, from the checkpoint that holds it."""
         if self.key:
-            found = seal_in(files, counting, number) if counting else self._anchors.get(number)
+            found = seal_in(files, counting, number) if counting else self.anchors.get(number)
             self.seal = found or NO_SEAL
 
 

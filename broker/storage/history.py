@@ -12,7 +12,7 @@ import msgspec
 import xxhash
 
 from narrows.broker.config import BrokerConfig
-from narrows.broker.merging import FragmentState, GlobalModel, NormHistory, Policy, remembered
+from narrows.broker.merging import FragmentState, GlobalModel, NormHistory, Policy
 from narrows.broker.storage import manifest
 from narrows.broker.storage.checkpoint import CheckpointContent, StateDir
 from narrows.broker.storage.disk import DirectoryFiles
@@ -21,12 +21,7 @@ from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.manifest import Manifest
 from narrows.broker.storage.names import generation_name, generations_in
 from narrows.broker.storage.records import RoundRecord, payloads
-from narrows.broker.storage.replay import (
-    merged_of,
-    processes_of,
-    read_records,
-    version_before,
-)
+from narrows.broker.storage.replay import install, missing_before, read_records, stepped
 from narrows.broker.storage.seal import SealKey
 from narrows.broker.storage.sealed import DirectorySeal, is_sealed
 from narrows.broker.storage.without import left_out, left_over
@@ -99,6 +94,8 @@ def opened_run(
             journal = Journal.open(
                 files, run_id=run.run_id, segment_bytes=SEGMENT_BYTES, chain=chain
             )
+        if state_dir.seal is not None and (removed := state_dir.seal.removed(journal)):
+            raise removed
         yield state_dir, journal
 
 
@@ -201,10 +198,10 @@ def merge_again(
     for number, head, blobs in read_records(journal, oldest.journal + 1):
         if not isinstance(head, RoundRecord):
             continue
-        before = version_before(model, head, number)
-        if head.version <= before:
+        missing = missing_before(model, head, number)
+        if missing < 0:
             continue
-        check_whole(head.version - before - 1)
+        check_whole(missing)
         rounds += 1
         names.update(each.learner for each in head.contributors)
         try:
@@ -239,17 +236,13 @@ def _merge_again(
     if not head.contributors:
         return model.stand_still(fragment.index, head.version)
     try:
-        merged = merged_of(model, fragment, head, vectors, blobs, policy)
+        merged, params, momentum = stepped(model, head, vectors, blobs, policy)
     except Damaged as problem:
         raise NarrowsError(ErrorCode.STATE_DAMAGED, f"record {number}: {problem}") from problem
-    params, momentum = model.step(fragment, merged.outer_grad, policy)
     _code_as_then(model, head)
     weights = tuple(each.weight for each in head.contributors)
-    before = model.fragments[head.fragment]
-    version = before.version + 1
-    outcome = model.published(fragment, version, params, momentum, merged, weights, policy)
-    state = remembered(before, outcome.state, processes_of(head), merged)
-    model.install(replace(outcome, state=state))
+    outcome = model.published(fragment, head.version, params, momentum, merged, weights, policy)
+    install(model, head, outcome)
     return outcome.state.digest
 
 

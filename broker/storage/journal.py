@@ -142,8 +142,9 @@ class Journal:
         return bool(counting) and counting[-1].is_adopted
 
     def seal_of(self, number: int) -> bytes:
-        """The seal of a record in the files; NO_SEAL if there is none."""
-        return seal_in(self._files, self._scan.counting, number) or NO_SEAL
+        """The seal of a record in the files or in a checkpoint; NO_SEAL if there is none."""
+        found = seal_in(self._files, self._scan.counting, number) or NO_SEAL
+        return found if any(found) else self.sealer.anchors.get(number, NO_SEAL)
 
     # Reading.
 

@@ -28,6 +28,12 @@ from narrows.proto.errors import ErrorCode, NarrowsError
 from narrows.proto.fragments import build_table
 from narrows.proto.frames import digest
 from narrows.proto.layout import check_layout
+from narrows.proto.limits import (
+    FRAGMENTS_MAX,
+    LAYOUT_PART_BYTES_MAX,
+    LAYOUT_PARTS_MAX,
+    LEARNERS_MAX,
+)
 from narrows.proto.messages import Count, LayoutEntry, Phase
 
 FORMAT: Final = 2
@@ -41,8 +47,30 @@ FORMATS_READ: Final = (1, FORMAT)
 RUN_FORMAT: Final = 2
 """Format of run.json, whose fields are those of format 1: since 2 the run has a secret."""
 
-JSON_BYTES_MAX: Final = 64 << 20
-"""Largest JSON file that is read. The manifest of the longest layout takes a quarter of it."""
+PUSH_BYTES_MAX: Final = 256
+"""Bytes of a merged push in a manifest."""
+
+ROW_BYTES_MAX: Final = 160
+"""Bytes of a row of norms in a manifest: its process, and its round if it is alone in it."""
+
+FRAGMENT_BYTES_MAX: Final = 512
+"""Bytes of a fragment in a manifest beside those."""
+
+WATCHED_BYTES_MAX: Final = 1024
+"""Bytes of a name in the watch."""
+
+LAYOUT_BYTES_MAX: Final = 6 * LAYOUT_PARTS_MAX * LAYOUT_PART_BYTES_MAX
+"""Bytes of a layout: JSON escapes a byte of a name with six."""
+
+JSON_BYTES_MAX: Final = (
+    FRAGMENTS_MAX * (2 * LEARNERS_MAX * PUSH_BYTES_MAX + ROWS_MAX * ROW_BYTES_MAX)
+    + FRAGMENTS_MAX * FRAGMENT_BYTES_MAX
+    + LEARNERS_MAX * WATCHED_BYTES_MAX
+    + LAYOUT_BYTES_MAX
+    + (64 << 10)
+)
+"""Largest JSON file that is read. No manifest is longer: each has at most what the limits of the
+protocol allow, for as many learners that are gone as there may be. Most have some kilobytes."""
 
 MANIFEST: Final = "manifest.json"
 

@@ -76,7 +76,7 @@ def begin_epoch(
     """
     state_dir.keep_first = config.broker.journal_keep
     state_dir.check_seals()
-    finish_rollbacks(state_dir)
+    is_rolled_back = finish_rollbacks(state_dir) or config.broker.rollback_to >= 0
     if config.broker.rollback_to >= 0:
         _roll_back(config, state_dir)
     snapshot = state_dir.load()
@@ -88,6 +88,8 @@ def begin_epoch(
     journal, history = None, None
     try:
         journal = _open_journal(config, state_dir, run)
+        if not is_rolled_back:
+            _tell_if_removed(state_dir, journal)
         if snapshot is not None:
             history = recover(config, snapshot, journal)
         elif journal is not None:
@@ -145,6 +147,7 @@ def _roll_back(config: BrokerConfig, state_dir: StateDir) -> None:
     run = state_dir.run
     journal = _open_journal(config, state_dir, run) if run is not None else None
     try:
+        _tell_if_removed(state_dir, journal)
         roll_back(config, state_dir, journal)
     finally:
         if journal is not None:
@@ -165,6 +168,12 @@ def _open_journal(config: BrokerConfig, state_dir: StateDir, run: RunRecord) -> 
         segment_bytes=config.broker.journal_segment,
         chain=state_dir.seal.chain() if state_dir.seal else None,
     )
+
+
+def _tell_if_removed(state_dir: StateDir, journal: Journal | None) -> None:
+    """Logs that a sealed run has lost its whole journal. It goes on from its newest checkpoint."""
+    if state_dir.seal is not None and (error := state_dir.seal.removed(journal)):
+        _log.error("%s", error)
 
 
 def _last_resort(

@@ -7,7 +7,7 @@ damage or a bug, never a new truth: learners hold the copy that was published th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -30,6 +30,7 @@ from narrows.broker.storage.durable_files import Damaged, RecordsLost, StateErro
 from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.records import Head, RoundRecord, decode, payloads
 from narrows.broker.storage.scan import lost
+from narrows.broker.storage.without import Payloads
 from narrows.broker.syncer import MergedPushes
 from narrows.proto.codec import (
     F32,
@@ -120,12 +121,12 @@ def read_records(journal: Journal, first: int) -> Iterator[tuple[int, Head, memo
 def apply(history: History, head: RoundRecord, blobs: memoryview, number: int) -> None:
     """Installs the version of a committed round, unless the checkpoint has it already."""
     model = history.model
-    version = version_before(model, head, number)
-    if head.version <= version:
+    missing = missing_before(model, head, number)
+    if missing < 0:
         return
-    if head.version != version + 1:
+    if missing:
         if model.config.broker.journal_errors != "serve":
-            raise _gap(number, head, version)
+            raise _gap(number, head, head.version - 1 - missing)
         history.gaps += 1
         return
     try:
@@ -133,7 +134,7 @@ def apply(history: History, head: RoundRecord, blobs: memoryview, number: int) -
     except (Damaged, RemoteProtocolError, FloatingPointError) as problem:
         raise _damaged(number, str(problem)) from problem
     model.set_rate(head.fragment, head.publication.codec, head.publication.rho)
-    model.install(outcome)
+    install(model, head, outcome)
     # A round may have been under way when the clock or the phase went on.
     history.phase = max(history.phase, head.phase, key=PHASES.index)
     history.token_units = units_after(history.token_units, len(model.table), head)
@@ -151,11 +152,21 @@ def units_after(units: int, fragments: int, head: RoundRecord) -> int:
     return min(units + counted, TOKENS_MAX * fragments)
 
 
-def version_before(model: GlobalModel, head: RoundRecord, number: int) -> int:
-    """The version that a round's fragment has so far. Raises StateError if there is none."""
+def missing_before(model: GlobalModel, head: RoundRecord, number: int) -> int:
+    """Versions that are missing before a round's; negative: the model has the round already.
+
+    Raises StateError if there is no such fragment.
+    """
     if not 0 <= head.fragment < len(model.table):
         raise _damaged(number, f"fragment {head.fragment} of {len(model.table)}")
-    return model.fragments[head.fragment].version
+    return head.version - 1 - model.fragments[head.fragment].version
+
+
+def install(model: GlobalModel, head: RoundRecord, outcome: Outcome) -> None:
+    """Installs a round's outcome, whose applied norms join the history of the fragment."""
+    before = model.fragments[head.fragment]
+    state = remembered(before, outcome.state, processes_of(head), outcome.merged)
+    model.install(replace(outcome, state=state))
 
 
 def outcome_of(model: GlobalModel, head: RoundRecord, blobs: memoryview) -> Outcome:
@@ -164,8 +175,7 @@ def outcome_of(model: GlobalModel, head: RoundRecord, blobs: memoryview) -> Outc
     vectors = list(payloads([head.publication, *head.contributions], blobs))
     steps = _decoded(fragment, head.publication.codec, vectors[0])
     # Each round is merged under the policy of its time.
-    merged = merged_of(model, fragment, head, vectors, blobs, head.policy)
-    params, momentum = model.step(fragment, merged.outer_grad, head.policy)
+    merged, params, momentum = stepped(model, head, vectors, blobs, head.policy)
     published = advance_copy(fragment, before.published, steps)
     digests = digest_of(params), digest_of(momentum), digest_of(published)
     if digests != head.digests:
@@ -180,21 +190,26 @@ def outcome_of(model: GlobalModel, head: RoundRecord, blobs: memoryview) -> Outc
         head.version, digests[2], head.publication.codec, head.publication.rho, chunks
     )
     state = FragmentState(head.version, digests[2], params, momentum, published)
-    state = remembered(before, state, processes_of(head), merged)
     weights = tuple(each.weight for each in head.contributors)
     return Outcome(
         head.fragment, state, digests, publication, head.error_ratio, merged, weights, head.policy
     )
 
 
-def merged_of(
-    model: GlobalModel,
-    fragment: Fragment,
-    head: RoundRecord,
-    vectors: list[list[tuple[int, int, bytes]]],
-    blobs: memoryview,
+def stepped(
+    model: GlobalModel, head: RoundRecord, vectors: list[Payloads], blobs: memoryview,
     policy: Policy,
-) -> MergeResult:
+) -> tuple[MergeResult, F32, F32]:  # fmt: skip
+    """A round under `policy`: its merge, and global parameters and momentum behind it."""
+    fragment = model.table[head.fragment]
+    merged = _merged_of(model, fragment, head, vectors, blobs, policy)
+    return merged, *model.step(fragment, merged.outer_grad, policy)
+
+
+def _merged_of(
+    model: GlobalModel, fragment: Fragment, head: RoundRecord, vectors: list[Payloads],
+    blobs: memoryview, policy: Policy,
+) -> MergeResult:  # fmt: skip
     """The merged outer gradient: merged again by `policy`, or as the record keeps it."""
     if not head.contributions:
         merged = blobs[sum(len(data) for _, _, data in vectors[0]) :]

@@ -57,15 +57,19 @@ def roll_back(config: BrokerConfig, state_dir: StateDir, journal: Journal | None
     )
 
 
-def finish_rollbacks(state_dir: StateDir) -> None:
-    """Removes what a rollback that is done has set aside, wherever a crash has left some of it."""
-    fd = state_dir.directory_fd
+def finish_rollbacks(state_dir: StateDir) -> bool:
+    """Removes what a rollback that is done has set aside, wherever a crash has left some of it.
+
+    Returns whether there was such a rollback: then the journal has no record any more.
+    """
+    fd, is_finished = state_dir.directory_fd, False
     for aside in filter(_ASIDE.fullmatch, os.listdir(fd)):
         with directory(fd, aside) as aside_fd:
             kept, newest = _inodes(aside_fd), max(generations_in(aside_fd), default=0)
         number = _done_by(fd, newest, int(aside.rpartition("-")[2]))
         if number is None or not kept & _inodes(fd):
             continue
+        is_finished = True
         state_dir.remove_before(number)
         if state_dir.has_journal:
             journal_fd = state_dir.journal_directory()
@@ -73,6 +77,7 @@ def finish_rollbacks(state_dir: StateDir) -> None:
                 if os.stat(name, dir_fd=journal_fd).st_ino in kept:
                     os.unlink(name, dir_fd=journal_fd)
             os.fsync(journal_fd)
+    return is_finished
 
 
 def _done_by(fd: int, newest: int, target: int) -> int | None:
@@ -116,11 +121,13 @@ def _state_at(
         snapshot,
         epoch=run.epoch,
         run_tokens=history.run_tokens,
+        token_parts=history.token_units % len(history.model.fragments),
         phase=Phase.RUNNING if history.phase is Phase.ENDED else history.phase,
         fragments=tuple(history.model.fragments),
         journal=journal.durable if journal is not None else snapshot.journal,
         journal_seal=journal.sealer.seal if journal is not None else b"",
         merged_pushes=tuple(MergedPush(*key, *value) for key, value in pushes),
+        watch=history.model.watch,
     )
 
 

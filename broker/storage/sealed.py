@@ -18,10 +18,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from narrows.broker.storage.chain import Chain
 from narrows.broker.storage.durable_files import (
@@ -32,8 +32,10 @@ from narrows.broker.storage.durable_files import (
     read_into,
     write_file,
 )
+from narrows.broker.storage.journal import Journal
 from narrows.broker.storage.seal import SealKey, altered, unequal
 from narrows.proto.errors import ErrorCode
+from narrows.proto.messages import Count
 
 FORMAT: Final = 1
 SEAL_FILE: Final = "seal.json"
@@ -47,6 +49,13 @@ _TOP_FILE: Final = re.compile(r"run\.[a-z0-9.]+")
 _MOVE: Final = "; if an older checkpoint is whole, move {0} out of the state directory instead"
 
 
+Seal: TypeAlias = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+"""A seal in hex, or MISSING."""
+
+States: TypeAlias = Annotated[list[Seal], Meta(min_length=1)]
+FileName: TypeAlias = Annotated[str, Meta(pattern="^[^\0]+\\Z")]
+
+
 class SealFile(Struct, frozen=True, forbid_unknown_fields=True):
     """The content of a seal file."""
 
@@ -54,12 +63,12 @@ class SealFile(Struct, frozen=True, forbid_unknown_fields=True):
     run_id: str
     place: str
     """Name of the checkpoint's folder; empty at the top."""
-    journal: tuple[int, str]
-    """A record of the journal and its seal (hex): the newest in the checkpoint. Empty: unsealed."""
-    files: dict[str, list[str]]
-    """Seals (hex) of the states that each file may be in, by name."""
-    seal: str = ""
-    """Seal (hex) of this with an empty seal."""
+    journal: tuple[Count, Seal]
+    """A record of the journal and its seal: the newest in the checkpoint. Empty: unsealed."""
+    files: dict[FileName, States]
+    """Seals of the states that each file may be in, by name."""
+    seal: Seal = ""
+    """Seal of this with an empty seal."""
 
 
 class DirectorySeal:
@@ -72,6 +81,8 @@ class DirectorySeal:
         self._top: dict[str, list[str]] = {}
         self._anchors: dict[int, bytes] = {}
         self._needed_from: int | None = None
+        self._newest: tuple[int, str] = (0, "")
+        """The newest record that a checkpoint holds, and the checkpoint's folder."""
 
     def check(
         self, run_id: str | None, places: Sequence[str], *, is_new: bool, but: str = ""
@@ -93,7 +104,7 @@ class DirectorySeal:
         names = [name for name in os.listdir(self._fd) if _TOP_FILE.fullmatch(name)]
         listed = [name for name in found.files if not name.startswith(_JOURNAL)]
         self._compare(self._fd, "", found.files, {*names, *listed} - {but})
-        numbers: list[int] = []
+        held: list[tuple[int, str]] = []
         for place in places:
             with directory(self._fd, place) as fd:
                 each = self._read(fd, place, run_id)
@@ -103,10 +114,28 @@ class DirectorySeal:
                     raise altered(f"{place}/{name}", what)
                 self._compare(fd, f"{place}/", each.files, set(names))
             number, seal = each.journal
-            numbers.append(number)
+            held.append((number, place))
             if seal:
                 self._anchors[number] = bytes.fromhex(seal)
-        self._needed_from = min(numbers, default=0) + 1
+        self._needed_from = min(held, default=(0, ""))[0] + 1
+        self._newest = max(held, default=(0, ""))
+
+    def removed(self, journal: Journal | None) -> StateError | None:
+        """The error for a journal without a record, as the last `check` found the checkpoints.
+
+        It is legitimate after a rollback, and where the operator has moved the journal away.
+        """
+        number, place = self._newest
+        if not number or (journal is not None and journal.newest):
+            return None
+        return StateError(
+            ErrorCode.STATE_DAMAGED, f"{self.path}/journal: it holds no record",
+            expected=f"record {number} at least, which {place} follows",
+            got="no journal" if journal is None else "an empty journal",
+            remedy="if you have just moved the journal away or rolled the run back, start the "
+            "broker with its journal: it goes on behind that record. Else somebody has removed the "
+            "journal and the rounds after that record: stop the broker and restore a backup",
+        )  # fmt: skip
 
     def chain(self) -> Chain:
         """The chain of the journal, as the last `check` has found it."""
@@ -121,10 +150,23 @@ class DirectorySeal:
     def replacing(self, run_id: str, contents: Mapping[str, bytes]) -> Generator[None]:
         """Seals files at the top which the caller replaces in the block, one after the other."""
         new = {name: self.key.seal("file", [data]).hex() for name, data in contents.items()}
+        self._forget_removed()
         both = {name: [*self._top.get(name, [MISSING]), seal] for name, seal in new.items()}
         self._write_top(run_id, {**self._top, **both})
         yield
         self._write_top(run_id, {**self._top, **{name: [seal] for name, seal in new.items()}})
+
+    def _forget_removed(self) -> None:
+        """Forgets adopted segments that are gone, before a new segment can have such a name."""
+        here = set[str]()
+        if "journal" in os.listdir(self._fd):
+            with directory(self._fd, "journal") as fd:
+                here = {_JOURNAL + name for name in os.listdir(fd)}
+        self._top = {
+            name: seals
+            for name, seals in self._top.items()
+            if name in here or not name.startswith(_JOURNAL)
+        }
 
     def seal_folder(self, fd: int, place: str, run_id: str, journal: tuple[int, bytes]) -> None:
         """Seals a finished folder as it is."""

@@ -18,6 +18,7 @@ from typing import Final
 from narrows.broker.merging import Contribution, Outcome, PushEvidence
 from narrows.broker.storage import records
 from narrows.broker.storage.journal import Journal, JournalError
+from narrows.broker.storage.seal import NO_SEAL
 from narrows.broker.syncer import RunState
 from narrows.broker.syncer import events as ev
 from narrows.proto.codec import upper_halves
@@ -93,7 +94,7 @@ class Commits:
         self.installed = journal.durable
         """Newest record whose version is installed. A checkpoint made now holds all up to it."""
         self.installed_seal = journal.sealer.seal
-        """The seal of that record, in a sealed journal."""
+        """The seal of that record, in a sealed journal; NO_SEAL if it is not durable."""
         self._written = Written()
 
     def commit(
@@ -182,7 +183,8 @@ class Commits:
             if self._closing.wait(RETRY_S):
                 return  # The round never existed: nobody has seen it.
         self._reach("durable")
-        seal = self._journal.sealer.take(number)
+        is_durable = 0 < number <= self._journal.durable
+        seal = self._journal.sealer.take(number) if is_durable else NO_SEAL
 
         def exists() -> ev.Event:
             event = done()

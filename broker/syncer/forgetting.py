@@ -21,7 +21,7 @@ GONE_MAX = LEARNERS_MAX
 
 MERGED_PUSHES_MAX = 1 << 17
 """Most merged pushes that are remembered, one per name and fragment, if forgetting learners that
-are gone suffices. Each takes 200 bytes of a checkpoint's manifest, which may have 64 MiB."""
+are gone suffices. Each takes 200 bytes of a checkpoint's manifest."""
 
 
 def forget_at(state: RunState) -> list[float]:

@@ -269,7 +269,7 @@ def plan(
 
 
 @app.command(name="export")
-def export_(state_dir: Path, *, to: Path) -> None:
+def export_(state_dir: Path, *, to: Path, seal_key: Path | None = None) -> None:
     """Write the newest global model of a run as safetensors, with the tensors' own names.
 
     Parameters
@@ -278,10 +278,12 @@ def export_(state_dir: Path, *, to: Path) -> None:
         Directory of the broker, which must not be running.
     to
         File to write; replaced only by a complete one.
+    seal_key
+        File with the seal key of the run: all seals are compared first.
     """
     from narrows.broker.cli.journal_report import export_model
 
-    export_model(state_dir, to)
+    export_model(state_dir, to, seal_key=seal_key)
 
 
 @app.command

@@ -33,6 +33,7 @@ from narrows.broker.cli.journal_report import audit, export_model, replay, show,
 from narrows.broker.cli.status import ask_status
 from narrows.broker.merging.model import GlobalModel
 from narrows.broker.process.service import Service
+from narrows.broker.storage import new_seal_key
 from narrows.broker.storage.audit import Audit
 from narrows.broker.storage.checkpoint import StateDir
 from narrows.broker.storage.disk import DirectoryFiles
@@ -365,6 +366,8 @@ class BadDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.broken = False
+        self.has_room_for_headers = False
+        """True if only records do not fit: a new segment can be begun."""
         self.refused = 0
         """Writes that failed."""
         self.works = threading.Event()
@@ -372,7 +375,7 @@ class BadDisk:
         original = DirectoryFiles.write
 
         def write(files: DirectoryFiles, handle: int, parts: Sequence[bytes | memoryview]) -> None:
-            if self.broken:
+            if self.broken and not (self.has_room_for_headers and len(parts) == 1):
                 self.refused += 1
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             original(files, handle, parts)
@@ -484,6 +487,33 @@ def test_serving_on_is_a_setting(serving: tuple[Service, Training], disk: BadDis
     wait_until(lambda: service.syncer.state.version_sum > versions + 4, "new versions")
     disk.broken = False
     wait_until(lambda: not service.syncer.lifecycle.journal_fails, "the disk to be used again")
+
+
+def test_a_record_that_the_disk_refused_is_no_alteration_of_a_sealed_run(
+    disk: BadDisk, tmp_path: Path
+) -> None:
+    new_seal_key(tmp_path / "seal.key")
+    config = broker_config(
+        tmp_path, fragments__sync_period_steps=4, broker__journal_errors="serve",
+        security__seal_key=str(tmp_path / "seal.key"),
+    )  # fmt: skip
+    with live_broker(config) as service:
+        training = Training(service)
+        try:
+            wait_until(lambda: service.syncer.state.version_sum > 3, "the first versions")
+            disk.broken = disk.has_room_for_headers = True
+            wait_until(lambda: service.syncer.lifecycle.journal_fails, "the failure")
+            before = service.syncer.state.version_sum
+            wait_until(lambda: service.syncer.state.version_sum > before + 4, "new versions")
+            service.stop("the test wants it")
+            wait_until(lambda: service.syncer.lifecycle.finished, "the broker to end")
+        finally:
+            training.stop()
+        versions = service.syncer.state.versions
+    disk.broken = False
+    for _ in range(2):
+        with live_broker(config) as service:
+            assert service.syncer.state.versions == versions
 
 
 @pytest.mark.parametrize("serving", ["stop"], indirect=True)

@@ -25,6 +25,7 @@ from narrows.broker.storage import (
     Journal,
     StateDir,
     begin_epoch,
+    memory_digest,
     model_digest,
     new_seal_key,
     recover,
@@ -89,24 +90,26 @@ def test_a_run_goes_back_and_what_it_did_is_kept_aside(
 
 
 def test_the_state_is_the_one_of_that_version_bit_for_bit(copied: Path, tmp_path: Path) -> None:
-    """Straight to a version, or by way of a later one: the same bits."""
-    other = tmp_path / "other"
-    shutil.copytree(copied, other / "state")
-    shutil.copy2(tmp_path / "seal.key", other)
+    """Straight to a version, or by way of a later one: the same bits, clock and memory."""
     total = sum(versions_of(tmp_path))
     with StateDir.open(copied) as state_dir:
         journal, config = DirectoryFiles(state_dir.journal_directory()), broker_config(tmp_path)
         oldest, run = state_dir.load_oldest(), state_dir.run
         assert oldest is not None and run is not None
         records = Journal.open(journal, run_id=run.run_id, segment_bytes=1 << 20)
-        expected = model_digest(recover(config, oldest, records, until=total - 5).model)
-    with live_broker(
-        broker_config(
-            other, security__seal_key=str(other / "seal.key"), broker__rollback_to=total - 5
-        )
-    ) as service:
-        assert service.jobs.model is not None
-        assert model_digest(service.jobs.model) == expected
+        targets = (total - 5, total - 2)  # One of them is no checkpoint.
+        expected = [recover(config, oldest, records, until=target) for target in targets]
+    for target, history in zip(targets, expected, strict=True):
+        other = tmp_path / f"{target}"
+        shutil.copytree(copied, other / "state")
+        key = str(tmp_path / "seal.key")
+        flags = broker_config(other, security__seal_key=key, broker__rollback_to=target)
+        with live_broker(flags) as service:
+            model = service.jobs.model
+            assert model is not None
+            assert model_digest(model) == model_digest(history.model)
+            assert memory_digest(model) == memory_digest(history.model)
+            assert service.syncer.state.clock.units == history.token_units
 
 
 @pytest.mark.usefixtures("copied")

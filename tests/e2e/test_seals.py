@@ -15,7 +15,7 @@ from running import broker_config, live_broker
 from seal_cases import digest_again, samples, sealed_files
 
 from narrows.broker.cli.broker import BrokerCommand, renew_run_secret
-from narrows.broker.cli.journal_report import audit, replay, show
+from narrows.broker.cli.journal_report import audit, export_model, replay, show
 from narrows.broker.process.service import Service
 from narrows.broker.storage import StateDir, begin_epoch, new_seal_key, read_seal_key, seal_run
 from narrows.broker.storage.durable_files import StateError
@@ -291,3 +291,107 @@ def test_no_start_that_is_cut_short_is_an_alteration(
             starts += 1
             audit(copy, key_file)
     assert starts > 20
+
+
+@pytest.fixture(scope="module")
+def unsealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The state directory of a run that has ended and was never sealed."""
+    return run_to_its_goal(tmp_path_factory.mktemp("unsealed"), broker__journal_keep=True)
+
+
+@pytest.mark.parametrize("way", ["rollback", "moved", "cut"])
+def test_new_segments_take_the_numbers_of_those_that_were_sealed_as_they_were(
+    way: str, unsealed: Path, tmp_path: Path
+) -> None:
+    state, key = tmp_path / "state", tmp_path / "seal.key"
+    shutil.copytree(unsealed, state)
+    seal_run(state, new_seal_key(key))
+    segments = {path.name: path.read_bytes() for path in (state / "journal").iterdir()}
+    if way == "moved":
+        (state / "journal").rename(tmp_path / "moved")
+    elif way == "cut":
+        with live_broker(broker_config(tmp_path, security__seal_key=str(key))):
+            pass  # As after a cut: the oldest segments are gone, newer ones stay.
+    flags: dict[str, object] = {} if way == "moved" else {"broker__rollback_to": 3}
+    config = partial(broker_config, tmp_path, security__seal_key=str(key))
+    with live_broker(config(**flags)) as service:
+        begun = service.syncer.state.version_sum
+    assert set(segments) & {path.name for path in (state / "journal").iterdir()}
+    for _ in range(2):
+        with live_broker(config()) as service:
+            assert service.syncer.state.version_sum == begun
+    missed = "record 2 is needed" if way == "moved" else ""
+    assert missed in refusal(lambda: audit(state, key))
+    # The old segments do not come back under their names.
+    for path in sorted((state / "journal").iterdir()):
+        if old := segments.get(path.name):
+            new = path.read_bytes()
+            path.write_bytes(old)
+            assert path.name in refusal(lambda: audit(state, key))
+            path.write_bytes(new)
+    assert bool(refusal(lambda: audit(state, key))) == bool(missed)
+    if aside := sorted(state.glob("rolled-back-to-*")):
+        audit(aside[0], key)
+
+
+@pytest.mark.parametrize("is_folder_gone", [False, True])
+def test_a_journal_that_was_removed_as_a_whole_is_named(
+    ended: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    is_folder_gone: bool,
+) -> None:  # fmt: skip
+    state, key = ended
+    copy = tmp_path / "state"
+    shutil.copytree(state, copy)
+    for path in (copy / "journal").iterdir():
+        path.unlink()
+    if is_folder_gone:
+        (copy / "journal").rmdir()
+    for command in (partial(audit, copy), partial(replay, copy, Changes())):
+        assert "journal: it holds no record" in refusal(partial(command, seal_key=key))
+    # The operator may have moved it: the broker says it, and goes on.
+    config = broker_config(tmp_path, security__seal_key=str(key))
+    with live_broker(config) as service:
+        begun = service.syncer.state.version_sum
+    assert begun > 0
+    told = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert [each for each in told if "it holds no record" in each and "backup" in each]
+    caplog.clear()
+    with live_broker(config):
+        pass
+    assert "it holds no record" not in caplog.text
+    # What an older checkpoint needs is missed for as long as that is kept.
+    assert re.search(r"record \d+ is needed", refusal(lambda: audit(copy, key)))
+
+
+def test_a_rollback_leaves_no_journal_that_anybody_has_removed(
+    ended: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, key = ended
+    shutil.copytree(state, tmp_path / "state")
+    with live_broker(broker_config(tmp_path, security__seal_key=str(key), broker__rollback_to=3)):
+        pass
+    assert "it holds no record" not in caplog.text
+    audit(tmp_path / "state", key)
+
+
+def test_every_reader_compares_the_seals_or_says_that_it_does_not(
+    ended: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, key = ended
+    copy, target = tmp_path / "state", tmp_path / "model.safetensors"
+    shutil.copytree(state, copy)
+    readers: list[Callable[..., object]] = [
+        partial(show, copy),
+        partial(audit, copy),
+        partial(replay, copy, Changes()),
+        partial(export_model, copy, target),
+    ]
+    for reader in readers:
+        reader()
+        assert "the seals were not compared" in capsys.readouterr().out, reader
+        reader(seal_key=key)
+        assert "not compared" not in capsys.readouterr().out, reader
+    path = copy / "run.json"
+    path.write_bytes(path.read_bytes()[:-1] + b" }")
+    for reader in readers:
+        assert "run.json" in refusal(partial(reader, seal_key=key)), reader

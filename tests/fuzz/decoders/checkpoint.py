@@ -1,7 +1,8 @@
 """A state directory without its journal: run.json, manifest and fragments, opened as at a start.
 
-The first byte of an input chooses the file that the rest replaces. From 4 on it is sealed first:
-its digest is made to fit, as somebody who changes a file on purpose would do.
+The first byte of an input chooses the file that the rest replaces. With 4 in it, the file's digest
+is made to fit first, as somebody who changes a file on purpose would do. With 8 in it, the state is
+one of format 2, whose fragments have norms.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import msgspec
 from any_messages import any_of
+from checkpoint_cases import prepared
 from fuzz.target import Target
 from fuzz.tree import altered_json
 from hypothesis import strategies as st
@@ -29,39 +31,42 @@ from narrows.proto.frames import digest
 STATE = Path(__file__).parents[2] / "golden/state-format-1"
 NEWEST = "checkpoint-00000002"
 FILES = "run.json", f"{NEWEST}/manifest.json", f"{NEWEST}/fragment-00000.safetensors"
-SEALED = 4
+SEALED, WITH_NORMS = 4, 8
 _folder = tempfile.TemporaryDirectory(prefix="narrows-fuzz-")
-FOLDER = Path(_folder.name) / "state"
+FOLDERS = Path(_folder.name, "format-1"), Path(_folder.name, "format-2")
 
 
 def run(data: bytes) -> None:
     if not data:
         return
     kind, content = data[0] % SEALED % len(FILES), data[1:]
-    if data[0] >= SEALED and kind < 2:
+    if data[0] & SEALED and kind < 2:
         content = resealed(content, RunRecord) if kind == 0 else resealed(content, Manifest)
-    fresh()
-    (FOLDER / FILES[kind]).write_bytes(content)
-    started()
-    with suppress(NarrowsError):
-        read_manifest(FOLDER)
-
-
-def fresh() -> None:
-    """Copies the stored state; of run.json and of the checkpoints there is one each."""
-    if not FOLDER.exists():
-        shutil.copytree(STATE, FOLDER)
-        for name in ("journal", "checkpoint-00000001"):
-            shutil.rmtree(FOLDER / name)
-        (FOLDER / "run.copy.json").unlink()
+    base = int(bool(data[0] & WITH_NORMS))
+    folder = FOLDERS[base]
     for name in FILES:
-        (FOLDER / name).write_bytes(_stored[name])
+        (folder / name).write_bytes(_stored[base][name])
+    (folder / FILES[kind]).write_bytes(content)
+    started(folder)
+    with suppress(NarrowsError):
+        read_manifest(folder)
 
 
-def started() -> None:
+def _states() -> list[dict[str, bytes]]:
+    """Makes a state of each format, with one checkpoint and one run.json; its files."""
+    shutil.copytree(STATE, FOLDERS[0])
+    prepared(FOLDERS[1], 1, 3)
+    for folder in FOLDERS:
+        shutil.rmtree(folder / "journal", ignore_errors=True)
+        shutil.rmtree(folder / "checkpoint-00000001")
+        (folder / "run.copy.json").unlink()
+    return [{name: (folder / name).read_bytes() for name in FILES} for folder in FOLDERS]
+
+
+def started(folder: Path) -> None:
     """Does with it what a start of the broker does, and the commands that only read."""
     try:
-        with opened_run(FOLDER) as (state_dir, journal):
+        with opened_run(folder) as (state_dir, journal):
             assert journal is None
             loaded(state_dir)
     except NarrowsError:
@@ -86,12 +91,15 @@ def resealed(content: bytes, kind: type[Sealed]) -> bytes:
     return content
 
 
-_stored = {name: (STATE / name).read_bytes() for name in FILES}
+_stored = _states()
 
 
 def seeds() -> list[bytes]:
-    found = [bytes([kind]) + _stored[name] for kind, name in enumerate(FILES)]
-    return found + [bytes([SEALED + kind]) + _stored[FILES[kind]] for kind in range(2)]
+    found = list[bytes]()
+    for flags, files in zip((0, WITH_NORMS), _stored, strict=True):
+        found += [bytes([flags + kind]) + files[name] for kind, name in enumerate(FILES)]
+        found += [bytes([flags + SEALED + kind]) + files[FILES[kind]] for kind in range(2)]
+    return found
 
 
 def mutate(data: bytes, random: Random) -> bytes | None:
@@ -102,6 +110,7 @@ def mutate(data: bytes, random: Random) -> bytes | None:
 EXAMPLES = st.one_of(
     any_of(RunRecord).map(lambda each: b"\4" + msgspec.json.encode(each)),
     any_of(Manifest).map(lambda each: b"\5" + msgspec.json.encode(each)),
+    any_of(Manifest).map(lambda each: b"\x0d" + msgspec.json.encode(each)),
 )
 
 TARGET = Target("checkpoint", run, seeds, EXAMPLES, mutate)
