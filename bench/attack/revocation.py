@@ -20,7 +20,7 @@ from narrows.broker.cli.tables import Facts, show, terminal
 CUT_S_MAX: Final = 2.0
 ROUNDS_LOST_MAX: Final = 1
 REMEDY: Final = "narrows keys allow"
-"""What the learner's log must name."""
+"""The learner's log must name this."""
 LOOK_S: Final = 0.005
 END_S: Final = 30.0
 

@@ -3,6 +3,7 @@
 #: Modules that others may import; none is imported here, so that commands start at once.
 DOOR = (
     "cells",
+    "connections",
     "evidence",
     "failures",
     "lab",
