@@ -49,6 +49,10 @@ FILE_CHARACTERS_MAX = 4096
 """Characters of a file with an invitation that are read. The longest invitation has 1024."""
 
 
+VALID_MAX_S = 366 * 86_400
+"""Longest validity of an invitation: whoever finds an old one may become its name."""
+
+
 @dataclass(frozen=True)
 class Terms:
     """Role, organisation and bounds of a holder as the command line gives them; None: not given."""
@@ -192,12 +196,16 @@ def allow(directory: Path, name: str, public: str, terms: Terms) -> None:
     """Admits a key."""
     _ring(directory)
     with edit_ring(directory) as rings:
-        holder = terms.holder(name, rings[0])
-        rings[0] = rings[0].allow(holder, public, now=time.time())
+        holder, now, before = terms.holder(name, rings[0]), time.time(), rings[0].of(name)
+        rings[0] = rings[0].allow(holder, public, now=now)
         ends = [grant for grant in rings[0].of(name) if grant.until < math.inf]
+        kept = {grant.public for grant in rings[0].of(name)}
     print(f"{name} is admitted with this key ({_terms(holder)}).")
     for grant in ends:
         print(f"Its key before, {grant.public}, ends at {_written(grant.until)}.")
+    for grant in before:
+        if grant.public not in kept and now < grant.until:
+            print(f"Its key {grant.public} ends at once: a name has two keys at most.")
 
 
 def revoke(directory: Path, name: str) -> None:
@@ -221,7 +229,7 @@ def invite(directory: Path, name: str, terms: Terms, *, address: str, valid: str
     parse_address(address, "--address")
     _ring(directory)
     server = read_broker_key(directory).current.public
-    token, until = new_pair(), int(time.time() + parse_duration_s(valid))
+    token, until = new_pair(), int(time.time() + _validity_s(valid))
     with edit_ring(directory) as rings:
         holder = terms.holder(name, rings[0])
         rings[0] = rings[0].invite(holder, token.public, until=until)
@@ -232,6 +240,14 @@ def invite(directory: Path, name: str, terms: Terms, *, address: str, valid: str
         f"FILE holds the line; `-` reads it from standard input.",
         file=sys.stderr,
     )
+
+
+def _validity_s(text: str) -> float:
+    seconds = parse_duration_s(text)
+    if not 0 < seconds <= VALID_MAX_S:
+        most = f"at most {VALID_MAX_S // 86_400}d"
+        raise ConfigError("--valid", expected=f"more than 0 and {most}", got=repr(text[:64]))
+    return seconds
 
 
 def accept(text: str, to: Path, *, timeout_s: float) -> None:
@@ -260,7 +276,8 @@ def rotate_site(file: Path, *, timeout_s: float) -> None:
     """Replaces the pair of a site."""
     key = enrolling.rotate(file, timeout_s=timeout_s)
     print(f"{file} has a new key, which the broker admits: {key.pair.public}")
-    print("The old one stays valid for a day. Learners that run take the new one by themselves.")
+    print("The old one stays valid for a day. One that it replaced within a day ends at once.")
+    print("Learners that run take the new one by themselves.")
 
 
 def rotate_broker(directory: Path, *, now: bool) -> None:

@@ -95,8 +95,8 @@ def allow(
 ) -> None:
     """Admit a public key. A broker that runs admits it within 2 s.
 
-    The key that a name had before ends in a day. Role, organisation and the like stay those of that
-    key, unless it was revoked.
+    The key that a name had before ends in a day; of three keys the oldest ends at once. Role,
+    organisation and the like stay those of that key, unless it was revoked.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ def invite(
     address
         Address at which the site reaches this broker, tcp://HOST:PORT.
     valid
-        Time until it expires, such as 24h or 30min.
+        Time until it expires, such as 24h or 30min; at most 366d.
     keys
         Directory of the broker's keys.
     org
@@ -206,6 +206,7 @@ def rotate(
     """Replace a site's key; or, without FILE, the broker's own key in two steps.
 
     A site's old key stays valid for a day, and learners that run take the new one by themselves.
+    The key before that one ends at once: of three keys a broker admits the newer two.
     The broker's successor is made first, so that all sites can trust it; --now puts it into use.
 
     Parameters

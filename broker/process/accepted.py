@@ -55,4 +55,5 @@ class Accepted:
     def measure(self, acknowledged: int, received: int) -> None:
         """Takes what TCP has counted."""
         self.held = received - self.delivered
-        self.queued = self.handed - acknowledged
+        # The other sockets are given no data messages, and the handshake was acknowledged too.
+        self.queued = max(self.handed - acknowledged, 0)

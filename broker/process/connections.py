@@ -19,9 +19,10 @@ from typing import Final, NamedTuple
 import zmq
 
 from narrows.broker.process.accepted import OPEN_BYTES, Accepted, line_bytes
+from narrows.broker.process.connection_events import ConnectionEvent, ConnectionEvents
 from narrows.broker.process.descriptors import byte_counts, peer_of, shut_down
+from narrows.broker.process.half_open import HalfOpen
 from narrows.broker.process.listeners import Listeners
-from narrows.broker.process.monitors import ConnectionEvent, Monitors
 from narrows.broker.process.named import Named
 from narrows.broker.process.silent import SilentConnections
 from narrows.proto.errors import ErrorCode
@@ -57,16 +58,6 @@ SCAN_SHARE_MAX: Final = 0.02
 """Largest share of the loop's time that goes to scans, up to some thousand connections."""
 SCAN_MAX_S: Final = 0.5
 """Longest time between two scans: a fast line brings half a gigabyte in it."""
-
-SILENT_CUT_PART: Final = 1 / 16
-"""Part of the silent connections beyond what their holders may have that is cut each second: who
-opens n of them each second keeps 16 n. Cutting all at once would cost more than they do, because
-each dials again after a tenth of a second."""
-SILENT_LOOK_S: Final = 1.0
-"""Time between two looks at the silent connections."""
-CUT_AT_ONCE_MAX: Final = 64
-"""Silent connections that are cut together to make room: fewer than the descriptors in reserve,
-since a connection that is cut keeps its own for a moment."""
 
 
 class MessageOrigin(NamedTuple):
@@ -109,17 +100,14 @@ class Connections:
     ) -> None:
         """`most`: connections that are kept at the same time."""
         self._with_keys, self._streams, self._most = with_keys, streams, most
-        self._monitors, self._told = Monitors(context), told
+        self._events, self._told = ConnectionEvents(context), told
         self._all: dict[int, Accepted] = {}
         """In the order in which they were accepted."""
-        self._half_open: dict[str, dict[int, None]] = {}
-        """Descriptors by address, the oldest first."""
-        self._half_open_count = 0
+        self._half_open = HalfOpen()
         self._by_name: dict[str, _OfHolder] = {}
         """By the holder's account."""
         self._listeners = Listeners()
         self._silent = SilentConnections()
-        self._silent_look_at = 0.0
         self._cut_at: dict[str, float] = {}
         """Keys whose connections are cut later, when their answer has left."""
         self._named = Named()
@@ -134,22 +122,22 @@ class Connections:
 
     def watch(self, source: zmq.Socket[bytes], held_max: int) -> None:
         """Follows the connections of a socket. Call it before the socket binds."""
-        self._monitors.watch(source, held_max)
+        self._events.watch(source, held_max)
 
     @property
     def sources(self) -> list[zmq.Socket[bytes]]:
-        return self._monitors.sources
+        return self._events.sources
 
     def read_events(self, now: float) -> None:
         """Takes in which connections have come and gone."""
-        for event in self._monitors.read():
+        for event in self._events.read():
             if event.has_come:
                 self._accepted(event, now)
             elif (known := self._all.get(event.descriptor)) and known.source is event.source:
                 self._forget(event.descriptor)
 
     def close(self) -> None:
-        self._monitors.close()
+        self._events.close()
 
     def _accepted(self, event: ConnectionEvent, now: float) -> None:
         descriptor = event.descriptor
@@ -158,10 +146,9 @@ class Connections:
         if peer is None:
             return  # It is gone already.
         self._all[descriptor] = Accepted(event.source, event.held_max, peer)
-        self._half_open.setdefault(peer[0], {})[descriptor] = None
-        self._half_open_count += 1
+        self._half_open.add(peer[0], descriptor)
         self.scan_at = min(self.scan_at, now + SCAN_S)
-        if self._half_open_count > HALF_OPEN_MAX:
+        if len(self._half_open) > HALF_OPEN_MAX:
             self._cut_half_open()
         if len(self._all) > self._most:
             self._cut_one_too_many()
@@ -181,14 +168,9 @@ class Connections:
             self.scan_at = math.inf
 
     def _opened(self, descriptor: int, connection: Accepted) -> None:
-        if connection.is_open:
-            return
-        connection.is_open = True
-        self._half_open_count -= 1
-        those = self._half_open[connection.peer[0]]
-        del those[descriptor]
-        if not those:
-            del self._half_open[connection.peer[0]]
+        if not connection.is_open:
+            connection.is_open = True
+            self._half_open.remove(connection.peer[0], descriptor)
 
     # Messages.
 
@@ -237,8 +219,7 @@ class Connections:
         if len(those.descriptors) > most:
             # The oldest goes: after an outage the new ones work, and the old ones are dead.
             oldest = next(iter(those.descriptors))
-            reason = f"more than {counted(most, 'connection')}"
-            self._cut_for(oldest, ErrorCode.QUOTA, reason)
+            self._cut_for(oldest, ErrorCode.QUOTA, f"more than {counted(most, 'connection')}")
             those.descriptors.pop(oldest, None)
 
     def admitted(self, address: str, holder: KeyHolder) -> None:
@@ -263,9 +244,8 @@ class Connections:
         names = {holder.account for holder in gone.values()}
         those = [
             descriptor
-            for descriptor, each in self._all.items()
-            if not each.keys.isdisjoint(gone)
-            or (each.is_silent and self._silent.has(each.peer[0], names))
+            for descriptor, c in self._all.items()
+            if c.keys & gone.keys() or (c.is_silent and self._silent.has(c.peer[0], names))
         ]
         return sum(map(self.cut, those))
 
@@ -280,15 +260,12 @@ class Connections:
         self.cuts[code] += 1
         names = [name for name, of in self._by_name.items() if descriptor in of.descriptors]
         cause = names[0] if names else connection.peer[0]
-        text = ""
-        if self._named.is_due(f"{code} {cause}", time.monotonic()):
-            text = f"connections of {cause} are cut: {reason}"
-        self._told(code, text)
+        text = f"connections of {cause} are cut: {reason}"
+        self._told(code, text if self._named.is_due(f"{code} {cause}", time.monotonic()) else "")
 
     def _cut_half_open(self) -> None:
         """Cuts the oldest connection within its handshake, of the address that has most."""
-        those = max(self._half_open.values(), key=len)
-        for descriptor in list(those):
+        for descriptor in self._half_open.of_worst():
             connection = self._all[descriptor]
             counts = byte_counts(descriptor)
             self._opened(descriptor, connection)  # In any case it is not counted any more.
@@ -303,8 +280,7 @@ class Connections:
         because the next one may be accepted before their ends are reported."""
         silent = ((c.peer[0], d) for d, c in self._all.items() if c.is_silent)
         reason = f"more than {self._most} connections in all"
-        too_many = self._silent.too_many(silent)[:CUT_AT_ONCE_MAX]
-        for descriptor in too_many or [next(reversed(self._all))]:
+        for descriptor in self._silent.for_room(silent) or [next(reversed(self._all))]:
             self._cut_for(descriptor, ErrorCode.QUOTA, reason)
             self._forget(descriptor)
 
@@ -328,12 +304,11 @@ class Connections:
 
     def _measure(self) -> None:
         together: dict[str, int] = {}
-        enough = OPEN_BYTES[self._with_keys]
         for descriptor, connection in list(self._all.items()):
             counts = byte_counts(descriptor)
             if counts is None:
                 continue
-            if not connection.is_open and counts[0] >= enough:
+            if not connection.is_open and counts[0] >= OPEN_BYTES[self._with_keys]:
                 self._opened(descriptor, connection)
             connection.measure(*counts)
             if connection.queued > QUEUED_MAX:
@@ -354,27 +329,21 @@ class Connections:
                 self._cut_queued(max(queued, key=queued.__getitem__), sum(queued.values()))
 
     def _cut_silent(self, now: float) -> None:
-        """Cuts a part of the silent connections beyond what their holders may have. Without keys
-        nobody knows whose they are."""
-        if not self._with_keys or now < self._silent_look_at:
-            return
-        self._silent_look_at = now + SILENT_LOOK_S
+        if not self._with_keys:
+            return  # Nobody knows whose they are.
         silent = ((c.peer[0], d) for d, c in self._all.items() if c.is_silent and c.is_open)
-        too_many = self._silent.too_many(silent)
-        for descriptor in too_many[: math.ceil(len(too_many) * SILENT_CUT_PART)]:
-            reason = "more of them than it may have have never sent a message"
-            self._cut_for(descriptor, ErrorCode.QUOTA, reason)
+        for descriptor in self._silent.due(silent, now):
+            self._cut_for(descriptor, ErrorCode.QUOTA, "too many that have never sent a message")
 
     def _owners(self, connection: Accepted) -> Iterable[str]:
         """Keys to which held bytes are charged; "" stands for all that have never sent a message.
         Without keys nobody knows which of the others belong together."""
-        return connection.keys or (() if connection.delivered else ("",))
+        return connection.keys or (("",) if connection.is_silent else ())
 
     def _cut_queued(self, descriptor: int, queued: int) -> None:
         reason = f"{format_bytes(queued)} wait that it does not read, more than its credit"
         self._cut_for(descriptor, ErrorCode.QUOTA, reason)
 
     def _cut_holding(self, descriptor: int, held: int) -> None:
-        self._cut_for(
-            descriptor, ErrorCode.TOO_LARGE, f"a message of more than {format_bytes(held)}"
-        )
+        reason = f"a message of more than {format_bytes(held)}"
+        self._cut_for(descriptor, ErrorCode.TOO_LARGE, reason)

@@ -7,13 +7,28 @@ So the silent connections of an address belong to these names together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Set
+from typing import Final
+
+CUT_PART: Final = 1 / 16
+"""Part of the silent connections beyond what their holders may have that goes each second: who
+opens n of them each second keeps 16 n. Cutting all at once would cost more than they do, because
+each dials again after a tenth of a second."""
+
+LOOK_S: Final = 1.0
+"""Time between two such cuts."""
+
+CUT_AT_ONCE_MAX: Final = 64
+"""Connections that are cut together to make room: fewer than the descriptors in reserve, since a
+connection that is cut keeps its own for a moment."""
 
 
 class SilentConnections:
     """Which names have proved a key at which address."""
 
     def __init__(self) -> None:
+        self._look_at = 0.0
         self._names: dict[str, dict[str, int]] = {}
         """By address: each name, and the number of connections that it may have."""
 
@@ -31,6 +46,18 @@ class SilentConnections:
         """Forgets all other addresses: they have no connection any more."""
         for address in self._names.keys() - addresses:
             del self._names[address]
+
+    def due(self, silent: Iterable[tuple[str, int]], now: float) -> list[int]:
+        """Those that go now, once a second, while there is room; arguments as for `too_many`."""
+        if now < self._look_at:
+            return []
+        self._look_at = now + LOOK_S
+        too_many = self.too_many(silent)
+        return too_many[: math.ceil(len(too_many) * CUT_PART)]
+
+    def for_room(self, silent: Iterable[tuple[str, int]]) -> list[int]:
+        """Those that go when there is no room; arguments as for `too_many`."""
+        return self.too_many(silent)[:CUT_AT_ONCE_MAX]
 
     def too_many(self, silent: Iterable[tuple[str, int]]) -> list[int]:
         """The silent connections of those who have most beyond what they may have, as many as are

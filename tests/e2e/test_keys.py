@@ -39,6 +39,7 @@ from narrows.proto.keys import (
 )
 from narrows.proto.keys.ring import write_ring
 from narrows.proto.limits import PROTOCOL
+from narrows.proto.quotas import ENROLMENTS
 
 
 class KeyedPeer(Peer):
@@ -320,6 +321,20 @@ def test_a_ring_that_does_not_parse_keeps_the_old_one(
         assert a.status()
 
 
+def test_a_ring_that_cannot_be_read_for_a_while_is_read_again(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = ring_path(site.directory)
+    with caplog.at_level(logging.ERROR):
+        aside = path.rename(path.with_name("aside"))
+        path.mkdir()
+        wait_until(lambda: "the old one stays" in caplog.text, "the error")
+        path.rmdir()
+        aside.rename(path)
+    site.edit(lambda ring: ring.revoke("b"))
+    wait_until(lambda: site.gate.holder(site.pairs["b"].public) is None, "the edit")
+
+
 # Invitations.
 
 
@@ -353,6 +368,21 @@ def test_an_expired_invitation_names_the_remedy(site: Site) -> None:
         guest.send(msg.Enrol(PROTOCOL, new_pair().public))
         refusal = guest.receive(msg.Refuse)
     assert refusal.code == "invitation" and "narrows keys invite NAME" in refusal.remedy
+
+
+def test_keys_are_handed_over_a_few_times_a_day(site: Site) -> None:
+    pairs = [site.pairs["b"], *(new_pair() for _ in range(6))]
+    for number in range(6):
+        site.pairs["newest"] = pairs[number]
+        with site.peer("newest", "b") as b:
+            b.send(msg.Enrol(PROTOCOL, pairs[number + 1].public))
+            if number < ENROLMENTS.burst:
+                assert b.receive(msg.Enrolled).name == "b"
+                continue
+            assert b.receive(msg.Refuse).code == "quota"
+            break
+    assert site.service.turnstile.quotas.dropped == 1
+    assert len(read_ring(site.directory).of("b")) == 2
 
 
 # Connections.
@@ -443,6 +473,174 @@ def test_half_open_handshakes_are_bounded(site: Site, monkeypatch: pytest.Monkey
         for each in flood:
             each.close()
         wait_until(lambda: len(connections) == 3, "the end of all")
+
+
+def test_silent_connections_of_a_holder_are_bounded(site: Site) -> None:
+    connections, port = site.service.wires.connections, site.service.wires.uplink_port
+    with site.peer("a") as a, site.peer("b") as b:
+        a.join()  # Its uplink is silent, and the oldest.
+        ends = a.uplink.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        flood = [b.make(zmq.XPUB) for _ in range(8)]
+        for each in flood:
+            # A socket that is cut does not come back: else the flood would never end.
+            each.setsockopt(zmq.RECONNECT_IVL, -1)
+            each.connect(f"tcp://127.0.0.2:0;127.0.0.1:{port}")
+        wait_until(lambda: connections.cuts["quota"] == 2, "those beyond six to be cut")
+        # Three of a, one of b that is silent elsewhere, and the six.
+        wait_until(lambda: len(connections) == 10, "their ends")
+        assert not ends.poll(0)
+        a.found()
+        for each in flood:
+            each.close()
+        a.uplink.disable_monitor()
+        ends.close()
+
+
+def test_connections_of_an_old_invitation_are_not_those_of_the_learner(site: Site) -> None:
+    site.pairs["token"] = token = new_pair()
+    site.edit(lambda ring: ring.invite(KeyHolder("a"), token.public, until=time.time() + 600))
+    wait_until(lambda: site.gate.holder(token.public), "the invitation")
+    connections = site.service.wires.connections
+    with site.peer("a") as a, site.peer("token") as guest:
+        a.join()
+        ends = a.control.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        extra = [guest.make(zmq.DEALER) for _ in range(7)]
+        for each in extra:
+            each.connect(site.service.wires.address)
+            each.send(b"not even a message")
+        wait_until(lambda: connections.cuts["quota"] >= 1, "the cut")
+        for each in extra:
+            each.close()
+        assert a.status() and not ends.poll(0)
+        a.control.disable_monitor()
+        ends.close()
+
+
+def test_a_key_that_goes_cuts_no_silent_connection_from_elsewhere(site: Site) -> None:
+    port = site.service.wires.uplink_port
+
+    def silent(peer: Peer, source: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        made = peer.make(zmq.XPUB)
+        made.connect(f"tcp://{source}:0;127.0.0.1:{port}")
+        assert made.poll(int(HANG_S * 1000)), "no connection"
+        return made, made.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    with site.peer("a") as a, site.peer("b") as b:
+        a.status()
+        (mine, end), (other, other_end) = silent(b, "127.0.0.2"), silent(a, "127.0.0.3")
+        site.edit(lambda ring: ring.revoke("b"))
+        assert end.poll(int(HANG_S * 1000)), "the connection stays"
+        assert a.status() and not other_end.poll(0)
+        for each, monitor in ((mine, end), (other, other_end)):
+            each.disable_monitor()
+            monitor.close()
+
+
+@dataclasses.dataclass
+class Listening:
+    """Sockets of a broker, and a subscriber that reads when it is told to."""
+
+    wires: BrokerSockets
+    subscriber: zmq.Socket[bytes]
+    topic: bytes
+    now: float
+
+    def turn(self) -> None:
+        """Does what the broker's loop does. Each turn scans: its clock runs ahead."""
+        self.now += 10.0
+        self.wires.attend(self.now)
+        self.wires.read_subscriptions(lambda _origin, _topic: True)
+
+    def send(self, payload: bytes) -> None:
+        self.wires.send_data(self.topic, b"header", payload)
+
+    def read(self) -> None:
+        assert self.subscriber.poll(int(HANG_S * 1000)), "nothing came"
+        self.subscriber.recv_multipart()
+
+    @property
+    def cuts(self) -> int:
+        return self.wires.connections.cuts["quota"]
+
+
+@pytest.fixture(params=["keys", "no keys"])
+def listening(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Generator[tuple[Listening, list[str]]]:
+    told: list[str] = []
+    directory, pair = tmp_path / "keys", new_pair()
+    server = new_broker_key(directory).current.public
+    write_ring(directory, Keyring().allow(KeyHolder("m"), pair.public, now=time.time()))
+    with_keys = request.param == "keys"
+    wires = BrokerSockets.bind(
+        "tcp://127.0.0.1:0", uplink_port=0, downlink_port=0, insecure=False,
+        keys=str(directory) if with_keys else "", told=lambda _code, text: told.append(text),
+    )  # fmt: skip
+    monkeypatch.setattr("narrows.broker.process.connections.QUEUED_MAX", WAITING_MAX)
+    peer = KeyedPeer(wires.address, "m", server if with_keys else None, pair)
+    with peer:
+        subscriber = peer.make(zmq.SUB)
+        # It takes nothing in that is not read: what waits, waits at the broker.
+        subscriber.setsockopt(zmq.RCVHWM, 1)
+        subscriber.setsockopt(zmq.RCVBUF, 4096)
+        topic = downlink_topic("m", "ab" * 16, 0)
+        subscriber.setsockopt(zmq.SUBSCRIBE, topic)
+        subscriber.connect(f"tcp://127.0.0.1:{wires.downlink_port}")
+        made = Listening(wires, subscriber, topic, time.monotonic())
+
+        def subscribed() -> bool:
+            made.turn()
+            return wires.subscribed.has({topic})
+
+        wait_until(subscribed, "the subscription")
+        yield made, told
+    wires.close()
+
+
+WAITING_MAX = 1 << 20
+"""Bytes that may wait for a connection in these tests."""
+
+
+def test_what_waits_for_a_connection_that_reads_nothing_is_bounded(
+    listening: tuple[Listening, list[str]],
+) -> None:
+    listener, told = listening
+    for _ in range(15):
+        listener.send(bytes(1 << 16))
+        listener.turn()
+    assert not listener.cuts, "it is within its credit"
+    for _ in range(15):
+        listener.read()
+    sent = 0
+    while not listener.cuts:
+        assert sent < 16 * WAITING_MAX, "what waits has no bound"
+        listener.send(bytes(1 << 16))
+        listener.turn()
+        sent += 1 << 16
+    # The kernel acknowledges what waits in the subscriber's own buffers.
+    assert sent >= WAITING_MAX
+    assert told[0].startswith("connections of ") and "wait that it does not read" in told[0]
+
+
+def test_who_reads_is_never_cut_however_small_the_messages(
+    listening: tuple[Listening, list[str]],
+) -> None:
+    listener, _ = listening
+    # Their frames are mostly what ZeroMQ and CURVE add: ten times what may wait, in all.
+    for _ in range(60):
+        for _ in range(1000):
+            listener.send(b"x")
+        for _ in range(1000):
+            listener.read()
+        listener.turn()
+    assert not listener.cuts
+    # Nothing was counted that a peer could live on: it is cut as if it were new.
+    sent = 0
+    while not listener.cuts:
+        assert sent < 16 * WAITING_MAX, "what waits has no bound"
+        listener.send(bytes(1 << 16))
+        listener.turn()
+        sent += 1 << 16
 
 
 def _resident_bytes() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from narrows.broker.process.silent import SilentConnections
+from narrows.broker.process.silent import CUT_AT_ONCE_MAX, SilentConnections
 
 
 def silent(**addresses: range) -> list[tuple[str, int]]:
@@ -34,6 +34,22 @@ def test_where_nobody_has_proved_a_key_all_are_too_many() -> None:
     those = SilentConnections()
     those.admitted("lab", "a", 6)
     assert those.too_many(silent(lab=range(6), street=range(7, 9))) == [7, 8]
+
+
+def test_few_go_at_once() -> None:
+    found = SilentConnections().for_room(silent(street=range(1000)))
+    assert found == list(range(CUT_AT_ONCE_MAX))
+
+
+def test_what_is_too_many_goes_bit_by_bit_while_there_is_room() -> None:
+    those = SilentConnections()
+    those.admitted("lab", "a", 6)
+    there, seconds = range(106), 0
+    while gone := those.due(silent(lab=there), float(seconds)):
+        assert gone == list(there)[: len(gone)] and len(gone) <= 7
+        there, seconds = range(there.start + len(gone), 106), seconds + 1
+        assert not those.due(silent(lab=there), seconds - 0.5)
+    assert len(there) == 6 and seconds < 60
 
 
 def test_an_address_has_the_names_that_were_admitted_there() -> None:

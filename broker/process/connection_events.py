@@ -20,7 +20,7 @@ class ConnectionEvent(NamedTuple):
     """Bytes that a connection of this socket may hold."""
 
 
-class Monitors:
+class ConnectionEvents:
     """One monitor for each of the broker's sockets."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
