@@ -62,16 +62,14 @@ _FRAME_BYTES: Final = {True: 33, False: 0}
 class Accepted:
     """One accepted TCP connection."""
 
-    source: zmq.Socket[bytes]
-    """The broker's socket that it belongs to."""
+    source: zmq.Socket[bytes]  # The broker's socket that it belongs to.
     held_max: int
     peer: tuple[str, int]
-    """Address and port of the other end: they tell whether the descriptor is still its own."""
+    """Address and port of the other end. They tell whether the descriptor is still its own."""
     delivered: int = 0
     """Bytes on the wire of all messages that came out of the socket."""
     held: int = 0
-    is_open: bool = False
-    """The handshake is over."""
+    is_open: bool = False  # The handshake is over.
     subscriptions: int = 0
     keys: set[str] = field(default_factory=set[str])
     """Keys of its messages. One as a rule; a message that was read late may show that of the
@@ -112,8 +110,8 @@ class Connections:
         self.scan_at = math.inf
         self.cuts: Counter[str] = Counter()
         """Connections cut, by code."""
-        self.ended: set[int] = set()
-        """Descriptors of connections that have ended, until somebody clears it."""
+        self.ended: set[tuple[zmq.Socket[bytes], int]] = set()
+        """Connections that ended before a subscription of theirs was read; the reader clears it."""
 
     def __len__(self) -> int:
         return len(self._all)
@@ -147,8 +145,10 @@ class Connections:
                 if event == zmq.EVENT_ACCEPTED:
                     self._accepted(descriptor, source, held_max, now)
                     continue
-                self.ended.add(descriptor)
-                if (known := self._all.get(descriptor)) and known.source is source:
+                known = self._all.get(descriptor)
+                if known is None or known.source is not source or not known.subscriptions:
+                    self.ended.add((source, descriptor))
+                if known is not None and known.source is source:
                     self._forget(descriptor)
 
     def close(self) -> None:
