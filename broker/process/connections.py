@@ -103,8 +103,8 @@ class Connections:
         self.scan_at = math.inf
         self.cuts: Counter[str] = Counter()
         """Connections cut, by code."""
-        self.ended: set[int] = set()
-        """Descriptors of connections that have ended, until somebody clears it."""
+        self.ended: set[tuple[zmq.Socket[bytes], int]] = set()
+        """Connections that ended before a subscription of theirs was read; the reader clears it."""
 
     def __len__(self) -> int:
         return len(self._all)
@@ -125,8 +125,10 @@ class Connections:
             if event.has_come:
                 self._accepted(event, now)
                 continue
-            self.ended.add(event.descriptor)
-            if (known := self._all.get(event.descriptor)) and known.source is event.source:
+            known = self._all.get(event.descriptor)
+            if known is None or known.source is not event.source or not known.subscriptions:
+                self.ended.add((event.source, event.descriptor))
+            if known is not None and known.source is event.source:
                 self._forget(event.descriptor)
 
     def close(self) -> None:

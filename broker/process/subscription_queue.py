@@ -82,10 +82,12 @@ class SubscriptionQueue:
         self._cut(thrown)
 
     def _lives(self, descriptor: int) -> bool:
-        """The connection has not ended since the queue was last empty, nor one before it that had
-        the descriptor. libzmq reports an end before it gives up the pipe."""
+        """Since the queue was last empty no connection with this descriptor has ended whose
+        subscription was not read. libzmq reports an end before it gives up the pipe. (A learner
+        subscribes once on each connection. More frames may be of a liar, and are for its topics.)
+        """
         self._connections.read_events(time.monotonic())
-        return descriptor not in self._connections.ended
+        return (self._downlink, descriptor) not in self._connections.ended
 
     def _refuse(self, descriptor: int, frame: zmq.Frame) -> None:
         if descriptor not in self._refused:
