@@ -60,6 +60,33 @@ def wire(
 
 
 @bench_attack.command
+def revoke(
+    *, seconds: float = 20.0, params: int = 1 << 16, step: str = "50ms", json: Path | None = None
+) -> None:
+    """Revoke the key of one of three learners; measure when it is cut, and what the others lose.
+
+    Parameters
+    ----------
+    seconds
+        Time that is watched before the revocation, and after it.
+    params
+        Parameters of the model; a multiple of 16,384.
+    step
+        Duration of an inner step.
+    json
+        File for the result.
+    """
+    need_torch()
+    from narrows.bench.attack.revocation import run_revocation
+    from narrows.bench.attack.stage import Scene
+    from narrows.proto.units import parse_duration_s
+
+    scene = Scene(params, parse_duration_s(step))
+    if not run_revocation(seconds=seconds, scene=scene, json_file=json):
+        sys.exit(1)
+
+
+@bench_attack.command
 def poison(
     *,
     rows: Path = Path("runs/attack-poison.jsonl"),

@@ -80,7 +80,7 @@ class Stage:
             "--set", "broker.journal_segment=64KiB",
             *(word for each in scene.settings for word in ("--set", each)),
         )  # fmt: skip
-        for name in HONEST:
+        for name in keys.pairs:
             keys.write(name, address)
         own = keys.pairs[INSIDER]
         control = parse_address(address).port
@@ -133,7 +133,7 @@ class Stage:
             rss = max(rss, self.rss_bytes())
             time.sleep(SAMPLE_S)
         ended, after = time.time(), self._sizes()
-        merges = [each for each in self._merges() if began <= each["time_s"] < ended]
+        merges = [each for each in self.merges() if began <= each["time_s"] < ended]
         span_s = ended - began
         tokens = merges[-1]["run_tokens"] - merges[0]["run_tokens"] if merges else 0
         return StageWindow(
@@ -150,6 +150,11 @@ class Stage:
         pid = self.processes.running["broker"].pid
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def start_insider_as_learner(self) -> None:
+        """Has the insider's key train honestly; returns when it has joined."""
+        self._start_honest(INSIDER)
+        self._wait_for(self._folder / f"{INSIDER}.joined", INSIDER)
 
     def revoke(self, name: str) -> None:
         """Takes a name out of the ring and tells the broker."""
@@ -181,7 +186,8 @@ class Stage:
         state = [path for path in (self._folder / "state").rglob("*") if path.is_file()]
         return log.stat().st_size, sum(_written_bytes(path) for path in state)
 
-    def _merges(self) -> Iterator[dict[str, Any]]:
+    def merges(self) -> Iterator[dict[str, Any]]:
+        """The `merged` events of the run so far."""
         with (self._folder / "events.jsonl").open() as file:
             for line in file:
                 if line.endswith("\n") and '"merged"' in line:

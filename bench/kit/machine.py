@@ -35,8 +35,8 @@ def describe() -> dict[str, Any]:
 
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
-    folder = Path(__file__).resolve().parent
-    if not (folder.parent / ".git").exists():  # Installed, perhaps inside of another repository.
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():  # Installed, perhaps inside of another repository.
         return ""
     try:
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)

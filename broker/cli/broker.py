@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from types import FrameType, MappingProxyType
 from typing import Final
 
@@ -22,6 +23,9 @@ from narrows.proto.config import described
 from narrows.proto.errors import ConfigError
 
 EMPTY: Final[Mapping[str, object]] = MappingProxyType({})
+
+HELP_COLUMNS: Final = 78
+"""Width of the settings in the help: they fit a terminal of 80 columns."""
 
 _log = logging.getLogger("narrows.broker")
 
@@ -110,7 +114,9 @@ def settings_help() -> str:
     table = Table(("setting", "default", "takes"), left=("default", "takes"))
     for row in described(BrokerConfig):
         table.add(*row)
-    lines = "\n".join(line.text for line in table.lines(None))
+    rows = [line.text for line in table.lines(None)]
+    indent = " " * rows[0].index("takes")
+    lines = "\n".join(fill(row, HELP_COLUMNS, subsequent_indent=indent) for row in rows)
     head = "Settings of --config and --set; broker/config.py has the reason of each:"
     return f"{head}\n\n```text\n{lines}\n```"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import active_children
 from pathlib import Path
@@ -100,3 +101,10 @@ def test_an_interruption_of_the_start_ends_what_has_begun(
 def test_workers_are_at_least_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--workers"):
         run(tmp_path / "rows.jsonl", [1], workers=-1)
+
+
+def test_a_result_names_the_commit_of_the_checkout_that_it_was_made_in() -> None:
+    root = Path(__file__).parents[2]
+    command = ["git", "describe", "--always", "--dirty"]
+    told = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert machine.describe()["commit"] == told.stdout.strip() != ""
