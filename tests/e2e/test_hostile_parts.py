@@ -58,7 +58,7 @@ class Ends:
         return int(self.wires.address.rsplit(":", 1)[1])
 
     def attend(self) -> bool:
-        """What a turn of the loop does beside reading."""
+        """Does what a turn of the loop does beside reading."""
         self.wires.attend(time.monotonic())
         return True
 
@@ -126,8 +126,12 @@ def test_a_message_of_very_many_parts_holds_up_nobody(
     assert wires.receive_data() is None  # Its socket subscribes when it is looked at.
     mallory, victim = (ends.dial(kind, name, number) for name in ("mallory", "victim"))
     others = ends.dial(zmq.DEALER, "victim", ends.control_port)
-    for socket in (mallory, victim) if not on_control else ():
-        wait_until(lambda s=socket: not wires.receive_data() and s.poll(10), "the subscription")  # type: ignore[misc]
+    if not on_control:
+
+        def subscribed() -> bool:
+            return not wires.receive_data() and bool(mallory.poll(10) and victim.poll(10))
+
+        wait_until(subscribed, "the subscriptions")
     for _ in range(MANY):
         mallory.send(b"", zmq.SNDMORE)
     mallory.send(b"")
