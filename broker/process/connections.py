@@ -65,8 +65,7 @@ SCAN_MAX_S: Final = 0.5
 class _OfHolder:
     """The connections of one holder that have sent a message."""
 
-    most: int
-    """Connections that it may have."""
+    most: int  # Connections that it may have.
     descriptors: dict[int, None] = field(default_factory=dict[int, None])
     """The oldest first."""
 
