@@ -202,10 +202,9 @@ def test_messages_of_a_subscriber_move_no_subscription(
         wait_until(lambda: ends.hears(victim, theirs), "the victim to hear")  # noqa: B023
         wait_until(lambda: ends.hears(thief, mine), "the other to hear")  # noqa: B023
         assert _topics_of(thief) | _topics_of(noise) <= {mine}
-        cuts = ends.wires.connections.cuts
-        wait_until(lambda: ends.listen() and cuts["bad_frame"] > round_number, "the cut")  # noqa: B023
         for socket in (victim, noise, thief):
             socket.close(0)
+    assert ends.wires.connections.cuts["bad_frame"] > 0
 
 
 def test_a_new_connection_inherits_no_subscription(ends: Ends) -> None:
