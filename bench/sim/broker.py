@@ -252,23 +252,18 @@ class SimulatedBroker(Host):
             self._model.publish(
                 effect.fragment, self._encode(effect.fragment, effect.version, content)
             )
-            epoch = self.syncer.state.epoch
+            now, fragment, version = self.clock.now, effect.fragment, effect.version
+            epoch, why = self.syncer.state.epoch, effect.reason
             self.world.record(
-                SimulatedRound(
-                    self.clock.now,
-                    epoch,
-                    effect.fragment,
-                    effect.version,
-                    before,
-                    digest,
-                    who,
-                    live,
-                    effect.reason,
-                )
+                SimulatedRound(now, epoch, fragment, version, before, digest, who, live, why)
             )
-            return ev.Merged(effect.fragment, effect.version, digest, 0)
+            return self._judged(ev.Merged(fragment, version, digest, 0))
 
         self._work(merged)
+
+    def _judged(self, merged: ev.Merged) -> ev.Merged:
+        """The event with what the watch says. Pushes without values give it nothing to judge."""
+        return merged
 
     def _checkpoint(self, _: ev.WriteCheckpoint) -> None:
         state = self.syncer.state

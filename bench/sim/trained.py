@@ -7,7 +7,7 @@ processes and time are simulated. The same arguments give the same run on the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Literal, TypeAlias
 
@@ -17,6 +17,7 @@ import torch
 from narrows.bench.codec.codings import Coding
 from narrows.bench.sim.broker import SimulatedBroker
 from narrows.bench.sim.learner import LearnerSpec, SimulatedLearner
+from narrows.bench.sim.otherwise import encode_otherwise
 from narrows.bench.sim.payloads import digest_of
 from narrows.bench.sim.simulation import Simulation
 from narrows.bench.sim.virtual import Faults
@@ -189,7 +190,7 @@ class TrainedLearner(SimulatedLearner):
         )  # fmt: skip
         try:
             if coding:
-                size = _encode_otherwise(coding, work, settings.chunk_elements)
+                size = encode_otherwise(coding, work, settings.chunk_elements)
             else:
                 encode_push(work, settings, self._run.layout, work.chunks.append)
                 size = sum(len(chunk.payload) for chunk in work.chunks)
@@ -245,20 +246,6 @@ class TrainedLearner(SimulatedLearner):
         self.parameters_of.adopt(self._table[fragment], values)
 
 
-def _encode_otherwise(coding: Coding, work: PushWork, cut: int) -> int:
-    """Fills in the arriving chunks and the next residual; returns the bytes that it takes."""
-    assert isinstance(work.local, np.ndarray) and not isinstance(work.residual, torch.Tensor)
-    values = work.base - work.local
-    if work.residual is not None:
-        values += work.residual
-    sent, size = coding(work.fragment, values)
-    work.next_residual = values - sent
-    for offset, count in work.fragment.chunks(cut):
-        payload = sent[offset : offset + count].tobytes()
-        work.chunks.append(EncodedChunk(offset, count, payload, 0))
-    return size
-
-
 def _content(chunk: EncodedChunk) -> tuple[int, int, bytes]:
     return chunk.offset, chunk.count, chunk.payload
 
@@ -268,6 +255,9 @@ class TrainedBroker(SimulatedBroker):
 
     def __init__(self, run: TrainedSimulation, epoch: msg.Epoch, durable: Resumed | None) -> None:
         assert durable is None, "a trained broker has one life"
+        # What the watch says of each fragment's newest round.
+        self._suspects: dict[int, Mapping[str, str]] = {}
+        self._forgiven: dict[int, frozenset[str]] = {}
         super().__init__(
             run.clock, run.random, run.faults, run, run.config, epoch=epoch, durable=None
         )
@@ -294,10 +284,20 @@ class TrainedBroker(SimulatedBroker):
             effect.fragment, effect.version, effect.contributions, chunks, policy_of(model.config)
         )
         model.install(outcome)
+        evidence = outcome.merged.evidence
+        self._suspects[effect.fragment] = model.watch.suspects(evidence)
+        self._forgiven[effect.fragment] = model.watch.forgiven(evidence)
         run.committed(effect.fragment, outcome.state.published, effect.version)
         run.shelf.down_bits += 8 * sum(len(c.payload) for c in outcome.publication.chunks)
         run.shelf.down_elements += model.table[effect.fragment].elements
         super()._merge(effect)
+
+    def _judged(self, merged: broker_events.Merged) -> broker_events.Merged:
+        return replace(
+            merged,
+            suspects=self._suspects[merged.fragment],
+            forgiven=self._forgiven[merged.fragment],
+        )
 
 
 VERSIONS_KEPT = 64

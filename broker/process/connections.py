@@ -66,8 +66,7 @@ class _OfHolder:
     """The connections of one holder that have sent a message."""
 
     most: int  # Connections that it may have.
-    descriptors: dict[int, None] = field(default_factory=dict[int, None])
-    """The oldest first."""
+    descriptors: dict[int, None] = field(default_factory=dict[int, None])  # The oldest first.
 
 
 Told = Callable[[ErrorCode, str], None]
@@ -89,11 +88,9 @@ class Connections:
         """`most`: connections that are kept at the same time."""
         self._with_keys, self._streams, self._most = with_keys, streams, most
         self._events, self._told = ConnectionEvents(context), told
-        self._all: dict[int, Accepted] = {}
-        """In the order in which they were accepted."""
+        self._all: dict[int, Accepted] = {}  # In the order in which they were accepted.
         self._half_open = HalfOpen()
-        self._by_name: dict[str, _OfHolder] = {}
-        """By the holder's account."""
+        self._by_name: dict[str, _OfHolder] = {}  # By the holder's account.
         self._listeners = Listeners()
         self._silent = SilentConnections()
         self._cut_at: dict[str, float] = {}
@@ -226,10 +223,13 @@ class Connections:
 
     # Cutting.
 
-    def cut(self, descriptor: int) -> bool:
-        """Ends a connection at once; its messages that wait are still read."""
+    def cut(self, descriptor: int, source: zmq.Socket[bytes] | None = None) -> bool:
+        """Ends a connection at once; its messages that wait are still read. With `source` only one
+        of that socket: another may have the descriptor of one that has ended."""
         connection = self._all.get(descriptor)
-        return connection is not None and shut_down(descriptor, connection.peer)
+        if connection is None or source not in (None, connection.source):
+            return False
+        return shut_down(descriptor, connection.peer)
 
     def cut_keys(self, gone: Mapping[str, KeyHolder]) -> int:
         """Ends the connections of keys that had these holders. Those that have never sent anything

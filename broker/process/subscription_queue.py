@@ -100,4 +100,4 @@ class SubscriptionQueue:
         if descriptors:
             self._connections.read_events(time.monotonic())
         for descriptor in descriptors:
-            self._connections.cut(descriptor)
+            self._connections.cut(descriptor, self._downlink)

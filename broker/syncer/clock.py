@@ -163,11 +163,18 @@ class RunClock:
         return now - self._since[fragment]
 
     def count(
-        self, fragment: int, claims: Sequence[Claim], live: Collection[str], now: float
+        self,
+        fragment: int,
+        claims: Sequence[Claim],
+        live: Collection[str],
+        now: float,
+        suspects: Collection[str] = (),
     ) -> list[int]:
         """Tokens of each contribution that count, in the order of `claims`.
 
-        `live` names the learners that can contribute. The clock goes on with `merged`.
+        `live` names the learners that can contribute. Those of `suspects` count no faster than the
+        median: whoever poisons the model may lie about its work as well. The clock goes on with
+        `merged`.
         """
         age_s = self.age(fragment, now)
         for claim in claims:
@@ -175,9 +182,11 @@ class RunClock:
             seconds = min(claim.seconds, age_s)
             self._accounts[claim.learner].claim(min(claim.tokens, TOKENS_MAX), seconds, now)
         common = self._common_limit({*live, *(claim.learner for claim in claims)}, now)
+        limits = {claim.learner: common for claim in claims}
+        limits |= {name: common / MEDIAN_RATIO_MAX for name in limits.keys() & set(suspects)}
         counted = [
-            min(claim.tokens, int(self._limit(claim.learner, common, now) * age_s), TOKENS_MAX)
-            for claim in claims
+            min(claim.tokens, int(self._limit(name, limits[name], now) * age_s), TOKENS_MAX)
+            for claim, name in ((claim, claim.learner) for claim in claims)
         ]
         assert all(0 <= n <= c.tokens for n, c in zip(counted, claims, strict=True))
         # A learner that was held back by others says nothing about its own rate.

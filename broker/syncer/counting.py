@@ -18,7 +18,7 @@ def count_tokens(state: RunState, round_: Round, now: float) -> list[ev.Effect]:
     contributions = round_.contributions()
     claims = [Claim(c.learner, c.tokens, round_.seconds[c.learner]) for c in contributions]
     ready = {member.name for member in state.roster.ready()}
-    counted = state.clock.count(round_.fragment, claims, ready, now)
+    counted = state.clock.count(round_.fragment, claims, ready, now, state.suspects.keys())
     round_.contributed = {
         each.learner: replace(each, counted=tokens)
         for each, tokens in zip(contributions, counted, strict=True)

@@ -143,7 +143,9 @@ def _cut_short(host: str, port: int) -> None:
         connection.sendall(GREETING + b"\x04" + bytes([len(READY)]) + READY)
         received = b""
         while len(received) < 64 + 10:
-            received += connection.recv(4096)
+            piece = connection.recv(4096)
+            assert piece, "the broker has hung up"
+            received += piece
         payload = b"\x02" + struct.pack(">Q", 100_000) + bytes(50_000)
         connection.sendall(b"\x01\x01u" + b"\x01\xc8" + bytes(200) + payload)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

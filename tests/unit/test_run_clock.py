@@ -86,6 +86,19 @@ def test_an_insider_of_three_cannot_hold_the_clock_up() -> None:
     assert run.run_tokens - before >= 200 * 70
 
 
+def test_the_tokens_of_a_suspect_count_no_faster_than_the_median() -> None:
+    run = clock("a", "b", "x")
+    honest(run, 600, "a", "b", "x")
+    claims = [Claim(name, WILD if name == "x" else 1000, 10.0) for name in ("a", "b", "x")]
+    everybody = ["a", "b", "x"]
+    assert run.count(0, claims, everybody, 610.0, ["x"]) == [1000, 1000, 1000]
+    assert run.count(0, claims, everybody, 610.0) == [1000, 1000, 4000]
+    alone = RunClock()
+    alone.begin(1, 0.0)
+    honest(alone, 70, "x")
+    assert alone.count(0, [Claim("x", 1000, 10.0)], ["x"], 80.0, ["x"]) == [1000]
+
+
 def test_a_first_claim_beside_others_waits_until_they_can_be_compared() -> None:
     run = clock("a", "x")
     assert merge(run, 1.0, {"x": WILD}) == [0]
