@@ -2,11 +2,14 @@
 
 narrows broker --goal-tokens 2e6 --set run.learners_at_start=2 --state-dir runs/example
 python examples/train.py site-a & python examples/train.py site-b
+
+With a key in NARROWS_KEY the broker's address comes from the key's file.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 
@@ -28,7 +31,8 @@ def batches() -> Iterator[torch.Tensor]:
 def train(name: str) -> None:
     model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 256))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
-    with Learner(model, optimizer, broker="tcp://127.0.0.1:7070", name=name) as learner:
+    broker = None if "NARROWS_KEY" in os.environ else "tcp://127.0.0.1:7070"
+    with Learner(model, optimizer, broker=broker, name=name) as learner:
         for step, batch in enumerate(learner.until_end(batches())):
             logits = model(batch[:, :-1])
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())

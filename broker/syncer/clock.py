@@ -203,7 +203,8 @@ class RunClock:
         told: dict[str, float] = {}
         for name in sorted(names):
             account = self._accounts[name]
-            if len(account.counted.samples) < KNOWN_SAMPLES:
+            # Few samples may still hold the wait for a broker that was away.
+            if len(account.counted.samples) < SAMPLES:
                 continue
             share = account.counted.mean / max(account.claimed.mean, 1.0)
             if share < TOLD_SHARE and not account.is_told:
