@@ -43,6 +43,8 @@ class StageWindow:
 
     seconds: float
     versions_per_s: float
+    contributions_per_s: float
+    """Merged pushes: each of them is journalled."""
     rss_peak_bytes: int
     log_bytes_per_s: float
     """Growth of the broker's log."""
@@ -139,6 +141,7 @@ class Stage:
         return StageWindow(
             span_s,
             len(merges) / span_s,
+            sum(len(each["contributors"]) for each in merges) / span_s,
             rss,
             max(0, after[0] - before[0]) / span_s,
             max(0, after[1] - before[1]) / span_s,

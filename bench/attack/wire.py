@@ -38,7 +38,8 @@ class AttackRow:
     rss_growth_bytes: int
     """Peak during the attack and after it, less the peak before."""
     records_bytes_per_s: float
-    """Growth of log and journal, less what the versions of that time account for."""
+    """Growth of log and journal, less what the merged pushes of that time account for: an attacker
+    that trains has its own journalled."""
     run_tokens_per_s_ratio: float
     breach: str
     """A deed of the attacker that should not be possible; empty: there was none."""
@@ -87,8 +88,8 @@ def _under(stage: Stage, name: str, seconds: float) -> AttackRow:
     attempts, breach = stage.end_attack()
     stage.watch(SETTLE_S)
     after = stage.watch(AFTER_SHARE * seconds)
-    usual = (before.log_bytes_per_s + before.disk_bytes_per_s) / before.versions_per_s
-    records = during.log_bytes_per_s + during.disk_bytes_per_s - usual * during.versions_per_s
+    usual = (before.log_bytes_per_s + before.disk_bytes_per_s) / before.contributions_per_s
+    records = during.log_bytes_per_s + during.disk_bytes_per_s - usual * during.contributions_per_s
     peak = max(during.rss_peak_bytes, after.rss_peak_bytes)
     return AttackRow(
         name,
