@@ -18,7 +18,7 @@ BENCHES: Final = (
 )  # fmt: skip
 """Benches in the order of the report."""
 
-OTHERS: Final = ("attack-poison", "attack-poison-honest", "attack-revoke", "fuzz")
+OTHERS: Final = ("attack-poison", "attack-poison-honest", "attack-revoke", "attack-wire", "fuzz")
 """Results that are no bench's: their own pages show them."""
 
 NO_RESULT: Final = "no result of a bench"
