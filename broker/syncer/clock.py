@@ -27,7 +27,8 @@ FIRST_TOKENS_PER_S_MAX: Final = 1 << 24
 to compare them with."""
 
 SAMPLES: Final = 16
-"""A usual rate is the mean of so many contributions; so many merges give the speed of the clock."""
+"""A usual rate is the median of so many contributions, so that one which had to wait does not move
+it; so many merges give the speed of the clock."""
 
 KNOWN_SAMPLES: Final = 8
 """Contributions after which a learner's own rate is known. The first ones may hold a part."""
@@ -67,9 +68,8 @@ class _Rate:
         self.samples.append((tokens, max(seconds, SECONDS_MIN)))
 
     @property
-    def mean(self) -> float:
-        seconds = sum(seconds for _, seconds in self.samples)
-        return sum(tokens for tokens, _ in self.samples) / seconds if seconds else 0.0
+    def usual(self) -> float:
+        return median_low([n / seconds for n, seconds in self.samples]) if self.samples else 0.0
 
 
 @dataclass
@@ -206,9 +206,9 @@ class RunClock:
             # Few samples may still hold the wait for a broker that was away.
             if len(account.counted.samples) < SAMPLES:
                 continue
-            share = account.counted.mean / max(account.claimed.mean, 1.0)
+            share = account.counted.usual / max(account.claimed.usual, 1.0)
             if share < TOLD_SHARE and not account.is_told:
-                told[name] = account.claimed.mean
+                told[name] = account.claimed.usual
             account.is_told = share < (1.0 if account.is_told else TOLD_SHARE)
         return told
 
@@ -221,7 +221,7 @@ class RunClock:
         accounts = [self._accounts[name] for name in sorted(names) if name in self._accounts]
         known = [account for account in accounts if account.claimed.samples]
         if len(known) >= 2:
-            return MEDIAN_RATIO_MAX * median_low(account.claimed.mean for account in known)
+            return MEDIAN_RATIO_MAX * median_low(account.claimed.usual for account in known)
         began_at = min((account.first_at for account in known), default=now)
         is_awaited = any(
             not account.claimed.samples
@@ -238,7 +238,7 @@ class RunClock:
         account = self._accounts[name]
         limit = account.alone(now) if common == math.inf else common
         if len(account.counted.samples) >= KNOWN_SAMPLES:
-            limit = min(limit, OWN_RATIO_MAX * account.counted.mean)
+            limit = min(limit, OWN_RATIO_MAX * account.counted.usual)
         return min(limit, TOKENS_PER_S_MAX)
 
     def merged(self, fragment: int, counted: Sequence[int], now: float) -> None:

@@ -221,7 +221,8 @@ class Waiting:
             Way(member.copies.flow, states, others_bytes_per_s=self._usual(_down)),
         )
         least_s = state.config.liveness.lost
-        if state.phase is RunPhase.RUNNING and not member.participation.arrival.samples:
+        is_new = not member.participation.arrival.samples and member.name not in self._left_out
+        if state.phase is RunPhase.RUNNING and is_new:
             least_s = max(least_s, ADOPTION_WAIT_S)  # It may have to compile its first step.
         return Patience(now, self._round_s(member, now), least_s, ways)
 

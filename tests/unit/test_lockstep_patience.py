@@ -104,6 +104,15 @@ def test_a_member_that_was_silent_from_the_beginning_is_left_out_as_well() -> No
     assert merged_within(desk, 300.0, "a", "silent", first=1) > 10
 
 
+def test_a_member_gets_the_time_of_its_first_step_only_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("narrows.broker.syncer.ending.ADOPTION_WAIT_S", 200.0)
+    desk = begun("diloco", "a", "silent")
+    assert merged_within(desk, 195.0, "a", "silent", first=1) == 0
+    assert merged_within(desk, 185.0, "a", "silent", first=50) >= 6
+
+
 def test_new_processes_of_a_silent_name_change_nothing() -> None:
     desk = begun("diloco", "a", "x")
     together(desk, 3, "a", "x")

@@ -99,6 +99,15 @@ def test_the_tokens_of_a_suspect_count_no_faster_than_the_median() -> None:
     assert alone.count(0, [Claim("x", 1000, 10.0)], ["x"], 80.0, ["x"]) == [1000]
 
 
+def test_one_long_wait_does_not_make_a_learner_slow() -> None:
+    run = clock("a", "b", fragments=1)
+    honest(run, 600, "a", "b")
+    assert merge(run, 1200.0, {"a": 1000, "b": 1000}) == [1000, 1000], "a wait of ten minutes"
+    for at in range(1210, 1400, 10):
+        assert merge(run, float(at), {"a": 1000, "b": 1000}) == [1000, 1000]
+        assert not run.held_back(["a", "b"])
+
+
 def test_a_first_claim_beside_others_waits_until_they_can_be_compared() -> None:
     run = clock("a", "x")
     assert merge(run, 1.0, {"x": WILD}) == [0]
