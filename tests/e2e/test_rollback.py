@@ -208,7 +208,9 @@ def test_what_lies_before_the_oldest_checkpoint_is_said(
     except ConfigError as error:  # The last round was followed by two checkpoints.
         told = str(error)
     assert re.search(r"up to version [1-9]\d*, the oldest checkpoint, (is still|stay) in", told)
-    merged = run_to_its_goal(tmp_path / "merged", broker__journal="merged")
+    merged = run_to_its_goal(
+        tmp_path / "merged", broker__journal="merged", broker__journal_keep=True
+    )
     with pytest.raises(ConfigError, match='journal = "full"'):
         replay(merged, Changes(without=("b",)))
 
