@@ -27,7 +27,7 @@ class WakePipe:
         A full pipe already says all that one more byte would say, and its reader may be waiting
         for a lock that the caller holds.
         """
-        with suppress(BlockingIOError):
+        with suppress(BlockingIOError, BrokenPipeError):  # Closed: nobody is to be woken.
             os.write(self._end, b"\0")
 
     def drain(self) -> None:
@@ -37,4 +37,7 @@ class WakePipe:
 
     def close(self) -> None:
         os.close(self.source)
+
+    def __del__(self) -> None:
+        # Not before: another thread may be about to write, and the number may be another file's.
         os.close(self._end)

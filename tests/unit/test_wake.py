@@ -11,6 +11,7 @@ from running import HANG_S, LAYOUT, ToyHost, broker_config, vector
 from narrows.broker.process.service import Service
 from narrows.learner.transport.options import ClientOptions
 from narrows.learner.transport.thread import Background
+from narrows.proto.shell import WakePipe
 
 WAKES = 70_000
 """More bytes than a pipe holds (65,536 on Linux)."""
@@ -51,3 +52,13 @@ def test_a_broker_is_woken_while_its_loop_is_busy(tmp_path: Path) -> None:
     service = Service(broker_config(tmp_path))
     repeat(lambda: service.stop("the test is over"))
     assert service.run() == "the test is over"
+
+
+def test_a_wake_after_the_end_wakes_nobody_and_meets_no_other_file(tmp_path: Path) -> None:
+    wake = WakePipe()
+    wake.close()
+    others = [(tmp_path / str(number)).open("wb") for number in range(4)]
+    wake.wake()
+    for other in others:
+        other.close()
+    assert all((tmp_path / str(number)).read_bytes() == b"" for number in range(4))
