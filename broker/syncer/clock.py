@@ -185,8 +185,8 @@ class RunClock:
         limits = {claim.learner: common for claim in claims}
         limits |= {name: common / MEDIAN_RATIO_MAX for name in limits.keys() & set(suspects)}
         counted = [
-            min(claim.tokens, int(self._limit(name, limits[name], now) * age_s), TOKENS_MAX)
-            for claim, name in ((claim, claim.learner) for claim in claims)
+            min(c.tokens, int(self._limit(c.learner, limits[c.learner], now) * age_s), TOKENS_MAX)
+            for c in claims
         ]
         assert all(0 <= n <= c.tokens for n, c in zip(counted, claims, strict=True))
         # A learner that was held back by others says nothing about its own rate.
