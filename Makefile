@@ -12,6 +12,7 @@
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 SEEDS ?= 2000
+WORKERS ?= 3
 KILLS ?= 500
 SEED ?= 1
 COUNT ?= 60
@@ -34,10 +35,9 @@ export PYTHONSAFEPATH := 1
 OMP_NUM_THREADS ?= 1
 NUMBA_NUM_THREADS ?= 1
 export OMP_NUM_THREADS NUMBA_NUM_THREADS
-# The version of pyright is pinned; it need not ask a registry for a newer one.
-export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo bench test check fmt house transcript chaos chaos-broker chaos-connections chaos-names chaos-end fuzz mutation venv sbom audit
+.PHONY: help demo test test-old check land fmt bench house transcript chaos chaos-broker \
+	chaos-connections chaos-names chaos-end fuzz mutation venv sbom audit
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,15 +48,21 @@ demo: $(READY)  ## four learners train one model, one of them is killed and come
 bench: $(READY)  ## a small selection of every bench and a report; ARGS=--full: the long one
 	$(BIN)/narrows bench all $(ARGS)
 
-test: $(READY)  ## all tests, the slow ones too
-	$(BIN)/pytest -m "" $(ARGS)
+test: $(READY)  ## what has to pass, in three to five minutes; tests that need a second run are named
+	$(BIN)/pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
-check: $(READY)  ## format, lint, both type checkers, the rules of the house
+test-old: $(READY)  ## tests of code that is about to go: half an hour, and not part of the gate
+	$(BIN)/pytest -q -m "" --timeout 900 -o faulthandler_timeout=0 $(ARGS) \
+		tests/e2e tests/chaos tests/fuzz tests/mutation tests/test_house.py \
+		tests/unit/test_bench_attack.py tests/unit/test_bench_quality.py
+
+check: $(READY)  ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/pytest -q tests/test_architecture.py
+
+land:  ## run the gate on a fresh clone of HEAD in a fresh environment, and print one line
+	@.ci/land
 
 fmt: $(READY)  ## format, and repair what the linter can
 	$(BIN)/ruff format .
@@ -120,7 +126,7 @@ $(READY): locks/venv.txt constraints.txt pyproject.toml
 	$(PIP) install --constraint constraints.txt --no-deps \
 		$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) install --constraint constraints.txt --no-build-isolation \
-		--editable '.[learner,bench,dev]' 'pyright[nodejs]'
+		--editable '.[learner,bench,dev]'
 	@touch $@
 
 $(FUZZ)/.ready: locks/fuzz.txt | $(READY)

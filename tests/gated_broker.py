@@ -23,7 +23,7 @@ class GatedBroker(SimulatedBroker):
         if not hasattr(self, "turnstile"):
             self.turnstile = Turnstile(self.syncer.state, self._refuse, self._complain)
             queued = self.turnstile.queued_state
-            self.downlink._queued_state = queued  # pyright: ignore[reportPrivateUsage]
+            self.downlink._queued_state = queued
             self.holders: dict[bytes, KeyHolder] = {}
         super().arm()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias, cast
 
-import msgpack  # pyright: ignore[reportMissingTypeStubs]
+import msgpack
 import msgspec
 import numpy as np
 from protocol_exchange import (
@@ -209,7 +209,7 @@ class Unpacker(Protocol):
 
 
 def _unpacker(body: bytes) -> Unpacker:
-    unpacker = cast(Unpacker, msgpack.Unpacker())  # pyright: ignore
+    unpacker = cast(Unpacker, msgpack.Unpacker())
     unpacker.feed(body)
     return unpacker
 

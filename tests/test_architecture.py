@@ -492,7 +492,6 @@ def test_every_folder_of_modules_is_a_package() -> None:
     assert paths == packages() | {"bench/peers/scripts"}
 
 
-@pytest.mark.slow
 def test_wheel_holds_exactly_the_package(tmp_path: Path) -> None:
     wheel = build_wheel(tmp_path)
     with zipfile.ZipFile(wheel) as archive:

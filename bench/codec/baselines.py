@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
-import blosc2  # pyright: ignore[reportMissingTypeStubs]
+import blosc2
 import numpy as np
 import zstandard
 
@@ -132,7 +132,7 @@ def _eager_torch() -> list[CodecBaseline]:
     carried: dict[int, Any] = {}
 
     def encode(values: F32) -> tuple[bytes, Any]:
-        base: Any = torch.from_numpy(values)  # pyright: ignore[reportUnknownMemberType]
+        base: Any = torch.from_numpy(values)
         if base.numel() not in carried:
             carried[base.numel()] = torch.zeros_like(base), torch.zeros_like(base)
         local, residual = carried[base.numel()]
@@ -162,7 +162,7 @@ def _hivemind() -> list[CodecBaseline]:
     def named(name: str, rule: Any) -> CodecBaseline:
         return CodecBaseline(
             f"hivemind {name}",
-            lambda v: rule.compress(torch.from_numpy(v)),  # pyright: ignore
+            lambda v: rule.compress(torch.from_numpy(v)),
             lambda m: rule.extract(m).numpy(),
             lambda m: int(m.ByteSize()),
         )
@@ -180,7 +180,7 @@ def _torchao() -> list[CodecBaseline]:
     q: Any = import_module("torchao.quantization.quant_primitives")
 
     def encode(values: F32) -> tuple[Any, Any, Any]:
-        x: Any = torch.from_numpy(values)[None]  # pyright: ignore[reportUnknownMemberType]
+        x: Any = torch.from_numpy(values)[None]
         scale, zero = q.choose_qparams_affine(
             x, q.MappingType.SYMMETRIC, (1, BLOCK), torch.int8, quant_min=-7, quant_max=7
         )

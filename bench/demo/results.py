@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from rich.console import Console
-from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.torch import load_file
 
 from narrows.bench.demo.story import PRESET, DemoOptions, DemoStory
 from narrows.bench.kit.evidence import compare_digests

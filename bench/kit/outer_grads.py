@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.numpy import load_file
 
 from narrows.proto.codec import F32
 from narrows.proto.errors import ConfigError

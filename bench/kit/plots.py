@@ -25,7 +25,7 @@ def _figure() -> tuple[Any, Any]:
     matplotlib.rcParams["svg.hashsalt"] = "narrows"
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))  # pyright: ignore[reportUnknownMemberType]
+    figure, axes = pyplot.subplots(figsize=(8, 5))
     return figure, axes
 
 

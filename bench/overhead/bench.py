@@ -109,7 +109,7 @@ class _TimedLoop:
         loss = self.model.loss(token_tensor(x), token_tensor(y))
         loss.backward()  # type: ignore[no-untyped-call]
         log(x.size, loss)
-        self.optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        self.optimizer.step()
         self.optimizer.zero_grad()
 
 

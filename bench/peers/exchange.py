@@ -25,8 +25,8 @@ from typing import Final
 import torch
 from torch import Tensor
 from torch.distributed import (  # type: ignore[attr-defined]
-    Store,  # pyright: ignore[reportPrivateImportUsage]
-    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,
+    TCPStore,
 )
 
 PLACE: Final = "place"

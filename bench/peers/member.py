@@ -132,7 +132,7 @@ class PeerMember:
         """Makes inner steps; hooks of the optimizer exchange within them."""
         for _ in range(steps):
             self.gradients()
-            self.optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+            self.optimizer.step()
             self.step += 1
             time.sleep(self.training.step_wait_s)
 

@@ -105,7 +105,7 @@ def _train(
     for step in range(recipe.steps):
         set_learning_rate(optimizer, learning_rate(step / recipe.steps, peak))
         meter.after_step(step + 1, accumulate(model, readers))
-        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        optimizer.step()
         optimizer.zero_grad()
     # The counts first: evaluation is not part of the baseline's seconds.
     record = meter.record() | {

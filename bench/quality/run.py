@@ -225,7 +225,7 @@ def _data_parallel(cell: QualityCell, seed: int) -> QualityResult:
         accumulate(model, readers)
         for optimizer in optimizers:
             set_learning_rate(optimizer, learning_rate(step / cell.steps, peak))
-            optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+            optimizer.step()
             optimizer.zero_grad()
         if (step + 1) % max(1, cell.steps // CURVE_POINTS) == 0:
             probe.append((step + 1.0, _curve_loss(model)))

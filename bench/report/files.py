@@ -107,7 +107,7 @@ def _read(path: Path) -> ResultFile:
     data = json.loads(path.read_text())
     if not isinstance(data, dict):
         raise ValueError(NO_RESULT)
-    result: Row = data  # pyright: ignore[reportUnknownVariableType]
+    result: Row = data
     listed: Any = result.get("rows", [])
     objects: list[Any] = [
         result.get("machine", {}),

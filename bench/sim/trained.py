@@ -141,7 +141,7 @@ class TrainedLearner(SimulatedLearner):
         loss.backward()  # type: ignore[no-untyped-call]
         for optimizer in self.optimizers:
             set_learning_rate(optimizer, rate)
-            optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+            optimizer.step()
             optimizer.zero_grad()
         self.shelf.steps += 1
         super()._step()

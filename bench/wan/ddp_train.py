@@ -80,13 +80,13 @@ class Rank:
 
     def train(self, seconds: float) -> float:
         """Steps until rank 0 says that the time is over; returns the seconds that they took."""
-        dist.barrier()  # pyright: ignore[reportUnknownMemberType]
+        dist.barrier()
         started_s = time.monotonic()
         goes_on = torch.ones(1)
         while goes_on.item():
             set_learning_rate(self.optimizer, scheduled_rate(0.0, self.steps, self.peak))
             self.tokens += self._backward()
-            self.optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+            self.optimizer.step()
             self.optimizer.zero_grad()
             self.steps += 1
             goes_on[0] = time.monotonic() - started_s < seconds

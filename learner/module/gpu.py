@@ -149,7 +149,7 @@ class DeviceSnapshot:
             return np.ones(len(fragment.pieces), np.float32)
         places, bounds = sample_places(fragment.bounds, RMS_SAMPLES_MAX)
         with self._after_snapshot():
-            where = torch.from_numpy(places).to(self.local.device)  # pyright: ignore
+            where = torch.from_numpy(places).to(self.local.device)
             samples = self._value(where, residual).cpu().numpy()
         scales = piece_scales(samples, bounds, rho)
         for piece in np.flatnonzero(scales == 0):
@@ -178,7 +178,7 @@ class DeviceSnapshot:
             values: F32 = value.cpu().numpy()
             sent = np.empty_like(values)
             scheme.encode(values, np.array([0, values.size]), scales[:1], sent)
-            next_residual.copy_(value - torch.from_numpy(sent).to(value.device))  # pyright: ignore
+            next_residual.copy_(value - torch.from_numpy(sent).to(value.device))
             return sent
         steps = self._steps(fragment, span, scales)
         inverse = torch.where(steps > 0, 1 / steps, torch.zeros_like(steps))
@@ -192,8 +192,8 @@ class DeviceSnapshot:
         count = span.stop - span.start
         pieces, bounds = fragment.pieces_of(span.start, count), fragment.spans(span.start, count)
         device = self.local.device
-        own = torch.from_numpy(scales[pieces.start : pieces.stop]).to(device)  # pyright: ignore
-        lengths = torch.from_numpy(np.diff(bounds)).to(device)  # pyright: ignore
+        own = torch.from_numpy(scales[pieces.start : pieces.stop]).to(device)
+        lengths = torch.from_numpy(np.diff(bounds)).to(device)
         return own.repeat_interleave(lengths, output_size=count)
 
     def _chunk(

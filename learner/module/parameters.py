@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import xxhash
-from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from narrows.learner.module.master_weights import MasterWeightsWatch
@@ -310,7 +310,7 @@ def _problem(tensor: Tensor) -> tuple[str, str]:
 
 
 def _tensor(array: F32) -> Tensor:
-    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
+    return torch.from_numpy(array)
 
 
 def _misuse(message: str, **detail: str) -> LocalProtocolError:

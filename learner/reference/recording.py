@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.numpy import save_file
 
 from narrows.learner.transport import Client, ClientOptions, ParameterHost
 from narrows.proto.codec import F32

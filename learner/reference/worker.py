@@ -171,7 +171,7 @@ class _Loop:
         loss = self.model.loss(token_tensor(x), token_tensor(y))
         loss.backward()  # type: ignore[no-untyped-call]
         learner.log(tokens=x.size, loss=loss)
-        self.optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        self.optimizer.step()
         self.optimizer.zero_grad()
         # Waits for the device; a loop that cares for speed keeps the tensor.
         self.loss = loss.item()

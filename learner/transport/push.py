@@ -51,7 +51,7 @@ class PushWork:
             if isinstance(next_residual, np.ndarray):
                 return next_residual[places]
             with beside_training(next_residual.device):
-                where = torch.from_numpy(places).to(next_residual.device)  # pyright: ignore
+                where = torch.from_numpy(places).to(next_residual.device)
                 sampled: F32 = next_residual[where].cpu().numpy()
             return sampled
 

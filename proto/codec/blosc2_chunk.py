@@ -24,7 +24,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-import blosc2  # pyright: ignore[reportMissingTypeStubs]
+import blosc2
 
 from narrows.proto.codec.buffers import empty_f32
 from narrows.proto.codec.kernels import F32
@@ -44,8 +44,8 @@ nothing."""
 _HEADER: Final = struct.Struct("<4B3I15sB")
 
 # The library annotates every keyword as a dictionary.
-_compress = cast(Callable[..., bytes], blosc2.compress2)  # pyright: ignore
-_decompress = cast(Callable[..., Any], blosc2.decompress2)  # pyright: ignore
+_compress = cast(Callable[..., bytes], blosc2.compress2)
+_decompress = cast(Callable[..., Any], blosc2.decompress2)
 
 
 def compress(values: F32) -> bytes:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-import numba  # pyright: ignore[reportMissingTypeStubs]
+import numba
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
-_njit: Callable[..., Callable[[object], object]] = numba.njit  # pyright: ignore
+_njit: Callable[..., Callable[[object], object]] = numba.njit
 _uncached: set[str] = set()
 
 

@@ -112,7 +112,7 @@ def _decompress(frame: memoryview, size_bytes: int) -> U8:
     content = empty_u8(size_bytes)
     # Not `decompress`: it returns bytes, which are new memory of the system each time.
     with decompressor.stream_reader(frame) as reader:
-        got_bytes = reader.readinto(content.data)  # pyright: ignore[reportUnknownMemberType]
+        got_bytes = reader.readinto(content.data)
     if got_bytes != size_bytes:
         raise _bad(f"{size_bytes} bytes", str(got_bytes))
     # Only after success: a context that has met a damaged frame is not used again.

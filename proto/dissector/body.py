@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, Protocol, cast
 
-import msgpack  # pyright: ignore[reportMissingTypeStubs]
+import msgpack
 
 from narrows.proto.dissector.findings import Field, FrameFault, Wrong
 from narrows.proto.dissector.tables import (
@@ -39,9 +39,9 @@ class _Unpacker(Protocol):
     def tell(self) -> int: ...
 
 
-_make = cast(Callable[..., _Unpacker], msgpack.Unpacker)  # pyright: ignore
-_OutOfData = cast(type[Exception], msgpack.OutOfData)  # pyright: ignore
-_UnpackException = cast(type[Exception], msgpack.UnpackException)  # pyright: ignore
+_make = cast(Callable[..., _Unpacker], msgpack.Unpacker)
+_OutOfData = cast(type[Exception], msgpack.OutOfData)
+_UnpackException = cast(type[Exception], msgpack.UnpackException)
 
 
 def _refuse(code: int, _: bytes) -> object:

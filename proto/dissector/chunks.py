@@ -133,9 +133,9 @@ class Payload:
             raise self._wrong(32, "coded bytes", self._end())
 
     def _blosc2_content(self) -> None:
-        import blosc2  # pyright: ignore[reportMissingTypeStubs]
+        import blosc2
 
-        decompress = cast(Callable[..., Any], blosc2.decompress2)  # pyright: ignore
+        decompress = cast(Callable[..., Any], blosc2.decompress2)
         values = np.empty(self._count, np.float32)
         try:
             # A copy: the library wants bytes that are aligned.

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.torch import load_file
 from torch import nn
 
 from narrows.bench.kit.processes import Processes, free_ports
@@ -184,7 +184,7 @@ def learn(
 ) -> None:
     """One learner. Its steps are timed waits; the rest is the code of a user."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+    torch.manual_seed(0)
     model = nn.Linear(WIDTH, parameters // WIDTH, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     said, over_at, late = "", time.monotonic(), folder / f"{name}.late"
@@ -197,7 +197,7 @@ def learn(
                 loss = (model(torch.randn(4, WIDTH)) - 1).square().mean()
                 loss.backward()
                 learner.log(tokens=1, loss=loss)
-                optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+                optimizer.step()
                 optimizer.zero_grad()
                 pace.wait(step_s)
                 if learner.progress >= LATE_SHARE and not late.exists():

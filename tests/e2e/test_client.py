@@ -169,8 +169,8 @@ def test_a_connection_that_swallows_everything_is_given_up() -> None:
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     learner = lone(f"tcp://127.0.0.1:{port}", wait_s=HANG_S)
-    dialer = learner.background.session._dialer  # pyright: ignore[reportPrivateUsage]
-    dialer._redial_s = 0.5  # pyright: ignore[reportPrivateUsage]
+    dialer = learner.background.session._dialer
+    dialer._redial_s = 0.5
     peers: set[bytes] = set()
     try:
         learner.background.start()
@@ -189,12 +189,12 @@ def test_a_broker_that_is_back_is_greeted_without_the_back_off() -> None:
     router = context.socket(zmq.ROUTER)
     port = free_ports()
     learner = lone(f"tcp://127.0.0.1:{port}", wait_s=HANG_S)
-    dialer = learner.background.session._dialer  # pyright: ignore[reportPrivateUsage]
+    dialer = learner.background.session._dialer
     try:
         learner.background.start()
         wait_until(lambda: dialer.next_deadline(), "a Hello to nobody")
         with learner.background.changed:
-            dialer._hello_at = math.inf  # pyright: ignore[reportPrivateUsage]
+            dialer._hello_at = math.inf
         router.bind(f"tcp://127.0.0.1:{port}")
         assert router.poll(int(1000 * HANG_S)), "no Hello"
         assert isinstance(decode_control(router.recv_multipart()[1]), msg.Hello)
@@ -209,9 +209,9 @@ def test_a_control_message_that_arrives_is_charged_for_its_acknowledgement() -> 
     try:
         sender.set_rate(1e6, time.monotonic())
         budget = sender.budget
-        assert budget._window_bytes == 0  # pyright: ignore[reportPrivateUsage]
+        assert budget._window_bytes == 0
         learner.background.receive_control(encode_control(msg.Probe(1)))
-        assert budget._window_bytes == 66  # pyright: ignore[reportPrivateUsage]
+        assert budget._window_bytes == 66
     finally:
         learner.abort()
 
@@ -366,7 +366,7 @@ def test_a_broker_that_stood_still_hears_everybody_before_it_judges(
         a.join()
         a.found()
         b.join()
-        service._later(stand_still)  # pyright: ignore[reportPrivateUsage]
+        service._later(stand_still)
         assert stands.wait(HANG_S)
         until = time.monotonic() + 5.0
         for peer in (a, b):

@@ -26,7 +26,7 @@ from running import (
     vector,
     wait_until,
 )
-from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.numpy import load_file
 
 from narrows.bench.kit.processes import free_ports
 from narrows.broker.cli.journal_report import audit, export_model, replay, show, show_layout
@@ -527,7 +527,7 @@ def test_a_broker_on_a_full_disk_can_be_stopped(
     service.stop("the test wants it")
     wait_until(lambda: service.syncer.lifecycle.finished, "the broker to end")
     disk.broken = False
-    wait_until(lambda: service._closed, "it to be closed")  # pyright: ignore[reportPrivateUsage]
+    wait_until(lambda: service._closed, "it to be closed")
     with opened_run(tmp_path / "state") as (state_dir, _journal):
         snapshot = state_dir.load()
     assert snapshot is not None
@@ -591,8 +591,8 @@ def test_a_round_that_the_queue_refuses_does_not_exist(
 def serving_stop(tmp_path: Path) -> Generator[tuple[Service, Training]]:
     with live_broker(broker_config(tmp_path, fragments__sync_period_steps=4)) as service:
         assert service.commits is not None
-        journal = service.commits._journal  # pyright: ignore[reportPrivateUsage]
-        journal._queued_bytes_max = 1  # pyright: ignore[reportPrivateUsage]
+        journal = service.commits._journal
+        journal._queued_bytes_max = 1
         training = Training(service)
         try:
             wait_until(lambda: service.syncer.state.version_sum > 3, "the first versions")
@@ -651,7 +651,7 @@ def test_a_checkpoint_that_fails_is_tried_again_and_advises_nothing_drastic(
         try:
             wait_until(lambda: service.syncer.state.version_sum > 0, "the first version")
             monkeypatch.setattr(StateDir, "_read", read_records)
-            service._post(lambda: JournalGap("the test"))  # pyright: ignore[reportPrivateUsage]
+            service._post(lambda: JournalGap("the test"))
             wait_until(lambda: caplog.text.count("checkpoint failed") > 1, "it to be tried again")
         finally:
             monkeypatch.undo()

@@ -145,8 +145,8 @@ def test_a_question_whose_key_is_refused_at_last_ends(
 ) -> None:
     address = site.service.wires.address
     key = SiteKey("stranger", new_pair(), address, (site.server,))
-    with asking._Question(address, key, HANG_S) as question:  # pyright: ignore[reportPrivateUsage]
-        socket = question._socket  # pyright: ignore[reportPrivateUsage]
+    with asking._Question(address, key, HANG_S) as question:
+        socket = question._socket
         assert question.shake_hands() is Handshake.KEY_REFUSED
         wait_until(lambda: not socket.poll(0, zmq.POLLOUT), "the end of the socket's pipe")
         # It was admitted, and refused when it dialled again.

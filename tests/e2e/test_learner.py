@@ -10,7 +10,7 @@ import pytest
 import torch
 from chaos.end_of_run import metadata
 from running import HANG_S, broker_config, live_broker
-from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from narrows.broker.process.service import Service
@@ -58,14 +58,14 @@ def batches(seed: int) -> Generator[Tensor]:
 
 def compiled(model: nn.Module) -> nn.Module:
     """A compiled model. Compiling changes only names for us, and every backend changes those."""
-    module = torch.compile(model, backend="eager")  # pyright: ignore[reportUnknownMemberType]
+    module = torch.compile(model, backend="eager")
     assert isinstance(module, nn.Module)
     return module
 
 
 def train(service: Service, name: str, *, compile_it: bool, folder: Path) -> list[float]:
     """Trains until the goal with two optimizers; saves the model as NAME.safetensors."""
-    torch.manual_seed(len(name))  # pyright: ignore[reportUnknownMemberType]
+    torch.manual_seed(len(name))
     model = Tied()
     called = compiled(model) if compile_it else model
     optimizers = [
@@ -80,7 +80,7 @@ def train(service: Service, name: str, *, compile_it: bool, folder: Path) -> lis
             loss.backward()  # type: ignore[no-untyped-call]
             learner.log(tokens=tokens.numel(), loss=loss)
             for optimizer in optimizers:
-                optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+                optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.item())
             if len(losses) == 1:

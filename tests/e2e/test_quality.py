@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from bench_process import BenchProcess
 from running import HANG_S, wait_until
-from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.torch import load_file
 
 from narrows.bench.kit.processes import Processes
 from narrows.bench.kit.rows import read_rows

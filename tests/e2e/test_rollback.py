@@ -15,7 +15,7 @@ from checkpoint_cases import Killed
 from e2e.test_journal import run_to_its_goal
 from process_run import Run
 from running import HANG_S, broker_config, live_broker, vector, wait_until
-from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.numpy import load_file
 
 from narrows.bench.kit.processes import Processes
 from narrows.broker.cli.journal_report import audit, replay, show

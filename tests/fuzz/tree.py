@@ -19,9 +19,9 @@ def altered(value: Any, random: Random) -> Any:
     """The same tree but for one place, where something is changed, doubled, swapped or gone."""
     goes_deeper = bool(value) and random.random() < 0.9
     if goes_deeper and isinstance(value, dict):
-        return _altered_map(value, random)  # pyright: ignore[reportUnknownArgumentType]
+        return _altered_map(value, random)
     if goes_deeper and isinstance(value, list):
-        return _altered_list(value, random)  # pyright: ignore[reportUnknownArgumentType]
+        return _altered_list(value, random)
     if isinstance(value, int) and not isinstance(value, bool) and random.random() < 0.5:
         return value + random.choice((-1, 1, -256, 256, 1 << 32, -value, -2 * value))
     return random.choice(ODD)

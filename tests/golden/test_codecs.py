@@ -117,7 +117,6 @@ def test_this_cpu_computes_the_stored_bits() -> None:
     assert digest_of_everything() == DIGEST
 
 
-@pytest.mark.slow
 def test_a_generic_cpu_computes_the_stored_bits(tmp_path: Path) -> None:
     # The oldest instruction set and a fresh cache: nothing of this machine's own code is used.
     environment = os.environ | {

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import pytest
 import xxhash
 from numpy.typing import NDArray
 
@@ -114,7 +113,6 @@ def test_this_cpu_computes_the_stored_bits() -> None:
     assert digests() == DIGESTS
 
 
-@pytest.mark.slow
 def test_a_generic_cpu_computes_the_stored_bits(tmp_path: Path) -> None:
     environment = os.environ | {
         "NUMBA_CPU_NAME": "generic",

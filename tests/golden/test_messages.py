@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
-import msgpack  # pyright: ignore[reportMissingTypeStubs]
+import msgpack
 import msgspec
 import pytest
 
@@ -196,7 +196,7 @@ def test_frame(message: Message) -> None:
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda each: type(each).__name__)
 def test_another_library_reads_the_body(message: Message) -> None:
     body = bytes.fromhex(stored()[type(message).__name__])[frames.ENVELOPE_BYTES :]
-    plain: Any = msgpack.unpackb(body)  # pyright: ignore
+    plain: Any = msgpack.unpackb(body)
     assert plain == json.loads(msgspec.json.encode(message))
 
 

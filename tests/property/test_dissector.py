@@ -20,7 +20,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any, cast
 
-import msgpack  # pyright: ignore[reportMissingTypeStubs]
+import msgpack
 import msgspec
 import numpy as np
 from any_messages import any_of, controls, mutated, seal
@@ -125,7 +125,7 @@ def test_values_stand_where_they_are_said_to_stand(message: msg.ControlMessage) 
     frame = encode_control(message)
     for each in leaves(envelope.control(frame).fields):
         if each.at >= ENVELOPE_BYTES:
-            value: Any = msgpack.unpackb(frame[each.at : each.end])  # pyright: ignore
+            value: Any = msgpack.unpackb(frame[each.at : each.end])
             assert value == each.value
 
 

@@ -26,6 +26,8 @@ from narrows.bench.attack.report import honest_alarms, summary, table
 from narrows.bench.commands import bench
 from narrows.proto.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 STEPS = 40
 
 

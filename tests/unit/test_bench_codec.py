@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.numpy import save_file
 
 from narrows.bench.codec import bench as codec
 from narrows.bench.codec.baselines import baselines
@@ -45,13 +45,13 @@ def test_int4_is_near_the_shannon_bound_of_gaussian_data() -> None:
     """The promised bound: within 0.34 bit from rho 0.4 to 0.7, 0.37 at 1."""
     data = drawn("gaussian", 1 << 20)
     for rho, gap in ((0.4, 0.34), (0.5, 0.34), (0.7, 0.34), (1.0, 0.37)):
-        row = codec._ours(data, "int4-zstd", rho, 1, 1.0)  # pyright: ignore[reportPrivateUsage]
+        row = codec._ours(data, "int4-zstd", rho, 1, 1.0)
         assert row.shannon_bits_at_snr is not None
         assert 0 < row.wire_bits_per_param - row.shannon_bits_at_snr <= gap
 
 
 def test_recorded_outer_grads_take_less_than_3_bits() -> None:
-    row = codec._ours(recorded(), "int4-zstd", 0.5, 1, 1.0)  # pyright: ignore[reportPrivateUsage]
+    row = codec._ours(recorded(), "int4-zstd", 0.5, 1, 1.0)
     assert row.wire_bits_per_param <= 2.9
     assert row.snr_db is not None and row.snr_db >= 16.8
 
@@ -115,7 +115,7 @@ def test_one_outer_grad_of_each_fragment_is_recorded(tmp_path: Path) -> None:
 
 
 def test_the_memory_of_a_merge_is_what_the_formula_says() -> None:
-    row = merge._measured(16, 1 << 22, 1)  # pyright: ignore[reportPrivateUsage]
+    row = merge._measured(16, 1 << 22, 1)
     assert row.peak_bytes == pytest.approx(row.formula_bytes, rel=0.1)
     assert row.params_per_s > 0
     shares = [getattr(row, f"share_{stage}") for stage in merge.STAGES]

@@ -55,7 +55,7 @@ ROW_KEYS = {
 @pytest.fixture(autouse=True)
 def few_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Evaluation is most of a tiny run."""
-    cached = quality_run._windows  # pyright: ignore[reportPrivateUsage]
+    cached = quality_run._windows
     monkeypatch.setattr(quality_run, "EVALUATION_WINDOWS", 128)
     cached.cache_clear()
     yield
@@ -187,6 +187,7 @@ def test_the_same_cell_twice_gives_the_same_losses(plain: dict[str, Any]) -> Non
     assert other["test_loss"] != again["test_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -524,7 +525,7 @@ class ByHand:
             x, y = next(self._reader)
             loss = self.model.loss(token_tensor(x), token_tensor(y))
             loss.backward()  # type: ignore[no-untyped-call]
-            self._optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+            self._optimizer.step()
             self._optimizer.zero_grad()
 
 
@@ -538,7 +539,6 @@ def diloco(settings: dict[str, object], learners: int) -> QualityCell:
     return QualityCell("oracle", "", learners=learners, steps=steps, settings={**RAW, **settings})
 
 
-@pytest.mark.slow
 def test_one_learner_with_sgd_at_rate_1_trains_as_if_alone(constant_rate: None) -> None:
     cell = diloco({"outer.optimizer": "sgd", "outer.lr": 1.0}, 1)
     alone = ByHand(0, seed=5)
@@ -548,7 +548,6 @@ def test_one_learner_with_sgd_at_rate_1_trains_as_if_alone(constant_rate: None) 
     assert row["test_loss"] == pytest.approx(loss_on_test_text(alone.model), abs=1e-6)
 
 
-@pytest.mark.slow
 def test_diloco_is_the_classic_loop(constant_rate: None) -> None:
     cell = diloco({"outer.lr": 0.7, "outer.momentum": 0.9}, 2)
     outer = GPT(preset("nano"), seed=5)
@@ -561,7 +560,7 @@ def test_diloco_is_the_classic_loop(constant_rate: None) -> None:
         locals_ = zip(*(learner.model.parameters() for learner in learners), strict=True)
         for parameter, own in zip(outer.parameters(), locals_, strict=True):
             parameter.grad = parameter.detach() - torch.stack([p.detach() for p in own]).mean(0)
-        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        optimizer.step()
     row = run_cell(cell, 5)
     assert row["contributors_mean"] == 2 and row["merges"] == ROUNDS
     assert row["test_loss"] == pytest.approx(loss_on_test_text(outer), abs=1e-5)

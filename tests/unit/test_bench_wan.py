@@ -49,7 +49,7 @@ def test_a_sample_that_came_late_hides_no_bytes() -> None:
     meter = Meter(cast(QueueCounters, counters), {"l0": cast(QueueCounters, counters)})
     for counters.bytes in (0, 1000, 3000, 7000):
         meter.sample()
-    track = meter._own["l0"]  # pyright: ignore[reportPrivateUsage]
+    track = meter._own["l0"]
     times_s = [at for at, _ in track.samples]
     between_s = [(a + b) / 2 for a, b in pairwise(times_s)]
     rates = meter.rates("l0", "up", since_s=between_s[1], until_s=between_s[2])

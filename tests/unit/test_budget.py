@@ -109,7 +109,7 @@ def test_acknowledgements_take_no_more_than_half_of_a_rate() -> None:
     for bin_number in range(1, 201):
         budget.receive(10**9, bin_number / 100)
     assert budget.is_open(2.0)
-    charged = budget._window_bytes  # pyright: ignore[reportPrivateUsage]
+    charged = budget._window_bytes
     assert charged == pytest.approx(BACK_SHARE * 1e6 / 8 * RATE_WINDOW_S, rel=0.02)
 
 

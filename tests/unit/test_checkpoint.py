@@ -23,8 +23,8 @@ from checkpoint_cases import (
     same,
     snapshot,
 )
-from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
-from safetensors.torch import load_file as load_torch  # pyright: ignore[reportUnknownVariableType]
+from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch
 
 from narrows.broker.storage.checkpoint import StateDir, StateError
 from narrows.broker.storage.export import export_tensors

@@ -21,7 +21,7 @@ def test_a_number_that_is_reused_after_the_check_cuts_nobody_else(
 ) -> None:
     near, far = connected()
     other, other_far = connected()
-    find_peer = descriptors._peer  # pyright: ignore[reportPrivateUsage]
+    find_peer = descriptors._peer
 
     def reused(end: socket.socket) -> tuple[str, int]:
         found = find_peer(end)

@@ -75,7 +75,7 @@ class Line:
     @property
     def states_held(self) -> int:
         """Copies of the fragment that are kept for transfers under way."""
-        addressees = self.downlink._addressees  # pyright: ignore[reportPrivateUsage]
+        addressees = self.downlink._addressees
         return sum(len(addressee.states) for addressee in addressees.values())
 
     def publish(self, version: int, kind: DataKind = DataKind.PUBLICATION) -> None:
@@ -172,7 +172,7 @@ def test_a_state_is_encoded_once_for_all_who_wait_for_it() -> None:
     def encode_later(fragment: int, done: Callable[[EncodedVersion, float], None]) -> None:
         waiting.append(done)
 
-    line.downlink._encode_state = encode_later  # pyright: ignore[reportPrivateUsage]
+    line.downlink._encode_state = encode_later
     line.downlink.admit("b", "1" * 32)
     for name in ("a", "b", "a"):
         line.publish_to(name, 0, DataKind.STATE)
@@ -215,7 +215,7 @@ def test_nothing_is_kept_for_a_learner_that_is_lost() -> None:
     """A lost learner's queue is as large as the model, and many learners may come and go."""
     line = Line(1000)
     line.publish(0, DataKind.STATE)
-    before = line.downlink._addressees["a"]  # pyright: ignore[reportPrivateUsage]
+    before = line.downlink._addressees["a"]
     assert list(before.sender) and before.states
     line.downlink.forget("a")
     assert not list(before.sender) and not line.states_held

@@ -125,7 +125,7 @@ def test_a_layout_that_never_ends_is_bounded() -> None:
     joined = JoinedLayout()
     with pytest.raises(RemoteProtocolError, match="at most 1"):
         joined.take(msg.LayoutPart(0, 1, 0, (LAYOUT[0],)))
-        joined.next_part, joined._count = 1, 0  # pyright: ignore[reportPrivateUsage]
+        joined.next_part, joined._count = 1, 0
         joined.take(msg.LayoutPart(1, 1, 0, (LAYOUT[0],)))
 
 
@@ -411,7 +411,7 @@ def test_a_flood_of_refused_connections_gets_few_parts_a_second() -> None:
         desk.say(name, hello(name, layout=OTHER), 0.01)
         told += len(only(desk.say(name, msg.AskLayout(0)), msg.LayoutPart))
     assert told <= PARTS_BURST + 4 * PARTS_PER_S + 1
-    told_names = desk.syncer.admission.layouts._told  # pyright: ignore[reportPrivateUsage]
+    told_names = desk.syncer.admission.layouts._told
     assert len(told_names) <= TOLD_MAX
 
 

@@ -90,7 +90,7 @@ def test_it_learns() -> None:
     first = model.loss(x[:, :-1], x[:, 1:]).item()
     for _ in range(30):
         model.loss(x[:, :-1], x[:, 1:]).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        optimizer.step()
         optimizer.zero_grad()
     assert model.loss(x[:, :-1], x[:, 1:]).item() < first - 1.0
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from chaos.end_of_run import metadata
-from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
@@ -147,7 +147,7 @@ class Loop:
 
     def step(self) -> None:
         for optimizer in self.optimizers:
-            optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+            optimizer.step()
 
 
 def told(loop: Loop) -> list[Call]:
@@ -230,10 +230,10 @@ def test_of_several_optimizers_the_last_one_is_the_boundary() -> None:
     loop = Loop(sgd, lambda p: Adam(p))
     with loop.learner:
         loop.log(5)
-        loop.optimizers[0].step()  # pyright: ignore[reportUnknownMemberType]
+        loop.optimizers[0].step()
         loop.optimizers[0].zero_grad()
         assert told(loop) == []
-        loop.optimizers[1].step()  # pyright: ignore[reportUnknownMemberType]
+        loop.optimizers[1].step()
         loop.optimizers[1].zero_grad()
         assert told(loop) == [("boundary", 5)]
 
@@ -317,7 +317,7 @@ def test_a_step_that_amp_withholds_is_told_however_gradients_are_dropped(
                     drop(loop)
                 scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             for optimizer in loop.optimizers:
-                scaler.step(optimizer)  # pyright: ignore[reportUnknownMemberType]
+                scaler.step(optimizer)
             scaler.update()
             if place == "last":
                 drop(loop)
@@ -337,7 +337,7 @@ def test_a_step_that_a_fused_optimizer_skips_counts_with_its_own_tokens_only() -
             loss = loop.loss() * (float("inf") if broken else 1.0)
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             loop.log(tokens)
-            scaler.step(loop.optimizers[0])  # pyright: ignore[reportUnknownMemberType]
+            scaler.step(loop.optimizers[0])
             scaler.update()
     assert told(loop) == [("boundary", 10), ("boundary", 20), ("boundary", 30)]
 
@@ -356,7 +356,7 @@ def test_of_two_optimizers_one_may_be_withheld() -> None:
                     for parameter in loop.model[broken].parameters():
                         parameter.grad = torch.full_like(parameter, torch.inf)
                 for optimizer in loop.optimizers:
-                    scaler.step(optimizer)  # pyright: ignore[reportUnknownMemberType]
+                    scaler.step(optimizer)
                 scaler.update()
         assert told(loop) == (
             [("boundary", 10), ("boundary", 20)] if not broken else [("boundary", 30)]
@@ -369,7 +369,7 @@ def test_a_scaler_and_an_optimizer_of_somebody_else_change_nothing() -> None:
     with loop.learner:
         loop.log(10)
         scaler.scale(others.loss() * float("inf")).backward()  # type: ignore[no-untyped-call]
-        scaler.step(others.optimizers[0])  # pyright: ignore[reportUnknownMemberType]
+        scaler.step(others.optimizers[0])
         others.model.zero_grad()
         loop.log(20)
         loop.step()
@@ -384,7 +384,7 @@ def test_a_scaler_that_is_switched_off_changes_nothing() -> None:
             loop.model.zero_grad()
             loop.backward()
             loop.log(tokens)
-            scaler.step(loop.optimizers[0])  # pyright: ignore[reportUnknownMemberType]
+            scaler.step(loop.optimizers[0])
     assert told(loop) == [("boundary", 10), ("boundary", 20)]
 
 
@@ -422,16 +422,16 @@ def test_what_an_optimizer_has_stepped_on_cannot_be_dropped() -> None:
     loop = Loop(sgd, sgd)
     with loop.learner as learner:
         loop.log(10)
-        loop.optimizers[0].step()  # pyright: ignore[reportUnknownMemberType]
+        loop.optimizers[0].step()
         loop.log(5)
         learner.discard()
-        loop.optimizers[1].step()  # pyright: ignore[reportUnknownMemberType]
+        loop.optimizers[1].step()
     assert told(loop) == [("skipped", 5), ("boundary", 10)]
 
 
 def test_the_model_inside_a_wrapper_is_watched_too() -> None:
     model = nn.Sequential(nn.Linear(3, 4))
-    wrapper: Any = torch.compile(model, backend="eager")  # pyright: ignore[reportUnknownMemberType]
+    wrapper: Any = torch.compile(model, backend="eager")
     for outer, inner in ((wrapper, model), (model, wrapper)):
         recorder: list[Recorder] = []
 
@@ -455,10 +455,10 @@ def test_optimizers_that_step_at_unequal_rates_lose_no_tokens() -> None:
         for _ in range(2):
             for _ in range(5):
                 loop.log(100)
-                loop.optimizers[0].step()  # pyright: ignore[reportUnknownMemberType]
+                loop.optimizers[0].step()
                 loop.optimizers[0].zero_grad()
             loop.log(10)
-            loop.optimizers[1].step()  # pyright: ignore[reportUnknownMemberType]
+            loop.optimizers[1].step()
             loop.optimizers[1].zero_grad()
     assert told(loop) == [("boundary", 510), ("boundary", 510)]
 
@@ -685,7 +685,7 @@ def test_no_ramp_for_one_of_the_first_or_with_inner_state() -> None:
         optimizer = Adam(parameters)
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        optimizer.step()
         return optimizer
 
     loop = Loop(warm, versions=3)
@@ -698,7 +698,7 @@ def test_the_optimizers_state_may_be_loaded_until_the_block_is_entered() -> None
     source = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
     stepped = Adam(source.parameters())
     source(torch.ones(2, 3)).sum().backward()
-    stepped.step()  # pyright: ignore[reportUnknownMemberType]
+    stepped.step()
     loop = Loop(lambda p: Adam(p), versions=3)
     assert loop.learner.lr_scale == 1 / 1000
     loop.optimizers[0].load_state_dict(stepped.state_dict())
@@ -786,7 +786,7 @@ def test_parameters_unfrozen_before_entering_are_named_before_joining() -> None:
     first_layer(loop).requires_grad_(True)
     with pytest.raises(LocalProtocolError, match=r"'0\.weight', '0\.bias'"), loop.learner:
         pytest.fail("the body must not run")
-    assert loop._recorder is None  # pyright: ignore[reportPrivateUsage]
+    assert loop._recorder is None
 
 
 def test_parameters_unfrozen_for_an_optimizer_of_their_own_are_found_where_buffers_are() -> None:

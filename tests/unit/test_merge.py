@@ -281,7 +281,6 @@ print([digest(each.data.cast("B")) for each in (merged, params, momentum)])
 """
 
 
-@pytest.mark.slow
 def test_the_bits_do_not_depend_on_the_processor(tmp_path: Path) -> None:
     def printed(**environment: str) -> str:
         paths = [

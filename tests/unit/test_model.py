@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from coding import add_values
-from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.numpy import save_file
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging.contribution import Contribution

@@ -33,8 +33,8 @@ def run_torch(lr: float, momentum: float, rounds: int) -> F32:
     optimizer = torch.optim.SGD([params], lr=lr, momentum=momentum, nesterov=momentum > 0)
     for seed in range(1, rounds + 1):
         params.grad = torch.tensor(random_values(seed))
-        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
-    return np.asarray(params.tolist(), np.float32)  # pyright: ignore[reportUnknownMemberType]
+        optimizer.step()
+    return np.asarray(params.tolist(), np.float32)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from narrows.learner.module.parameters import ModuleParameters
@@ -48,7 +48,7 @@ class Small(nn.Module):
 
 
 def small(*, tied: bool = True, dtype: torch.dtype = torch.float32) -> Small:
-    torch.manual_seed(5)  # pyright: ignore[reportUnknownMemberType]
+    torch.manual_seed(5)
     return Small(tied=tied).to(dtype)
 
 
@@ -77,11 +77,11 @@ def sample_loss(model: nn.Module) -> Tensor:
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     sample_loss(model).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+    optimizer.step()
 
 
 def compiled(module: nn.Module) -> nn.Module:
-    result: Any = torch.compile(module, backend="eager")  # pyright: ignore[reportUnknownMemberType]
+    result: Any = torch.compile(module, backend="eager")
     assert isinstance(result, nn.Module)
     return result
 
@@ -400,7 +400,7 @@ class MasterSGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for master, parameter in zip(self.masters, self.models, strict=True):
             master.grad = None if parameter.grad is None else parameter.grad.float()
-        super().step(closure)  # pyright: ignore[reportUnknownMemberType]
+        super().step(closure)
         with torch.no_grad():
             for master, parameter in zip(self.masters, self.models, strict=True):
                 parameter.copy_(master)

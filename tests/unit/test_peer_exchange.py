@@ -76,7 +76,7 @@ def test_a_measurement_of_two_members(capsys: pytest.CaptureFixture[str]) -> Non
         options = ["--rank", str(rank), "--params", "64", "--exchanges", "2", "--warmup", "1"]
         peer_exchange.measure(task(*options), store, average, tolerance=1e-6)
 
-    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # pyright: ignore
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     other = threading.Thread(target=member, args=[1])
     other.start()
     member(0)
@@ -117,7 +117,6 @@ def test_an_unknown_system_is_a_wrong_setting() -> None:
         environment("hivmind")
 
 
-@pytest.mark.slow
 def test_what_cannot_be_built_is_absent_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

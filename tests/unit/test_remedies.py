@@ -51,7 +51,7 @@ def test_a_port_that_cannot_be_had_names_its_own_remedy(
     number: int, code: ErrorCode, remedy: str
 ) -> None:
     with pytest.raises(NarrowsError) as caught:
-        wires._bind(Bound(number), "h", 1, "control")  # type: ignore[arg-type]  # pyright: ignore
+        wires._bind(Bound(number), "h", 1, "control")  # type: ignore[arg-type]
     assert caught.value.code is code and remedy in caught.value.remedy
     assert ("stop the other process" in caught.value.remedy) == (number == errno.EADDRINUSE)
 

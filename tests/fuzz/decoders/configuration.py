@@ -21,7 +21,7 @@ from narrows.proto.units import PARSERS, written
 
 KEYS = [key for key, _, _ in described(BrokerConfig)]
 KINDS = tuple(PARSERS)
-fields_of = settings_of_files._fields  # pyright: ignore[reportPrivateUsage]
+fields_of = settings_of_files._fields
 _folder = tempfile.TemporaryDirectory(prefix="narrows-fuzz-")
 FILE = Path(_folder.name) / "broker.toml"
 

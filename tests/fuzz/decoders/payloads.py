@@ -30,8 +30,8 @@ GOLDEN = Path(__file__).parents[2] / "golden/codecs.json"
 ELEMENTS_MAX = 20_000
 SPANS_MAX = 5
 HEAD_BYTES = 4
-check_header = blosc2_chunk._check_header  # pyright: ignore[reportPrivateUsage]
-decompress = blosc2_chunk._decompress  # pyright: ignore[reportPrivateUsage]
+check_header = blosc2_chunk._check_header
+decompress = blosc2_chunk._decompress
 SOURCE, RESULT = Guarded(1 << 17), Guarded(1 << 17)
 COMPRESSED = 8
 
@@ -108,7 +108,7 @@ def values_of(chunk: DecodedChunk) -> F32:
 
 def poison(byte: int) -> None:
     """Fills the idle memory of the pool: what a decoder leaves unwritten shows."""
-    for waiting in list(buffers._idle.values()):  # pyright: ignore[reportPrivateUsage]
+    for waiting in list(buffers._idle.values()):
         for memory in waiting:
             memory[:] = byte
 
