@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -37,6 +38,7 @@ TAIL_LINES: Final = 25
 
 PRELOADED: Final = [
     "torch",
+    "torch._dynamo",
     "narrows.__main__",
     "narrows.learner.learner",
     "narrows.broker.cli.broker",
@@ -73,13 +75,27 @@ FLAGS: Final = {
 }
 """The same for what has a flag of its own."""
 
+CODECS: Final = {"lossless": "raw32"}
+"""Codecs that a test wants for a property of theirs, not for their name."""
+
 DEFAULTS: Final[dict[str, object]] = {"beat": "200ms", "sync_period": 4}
+
+HISTORY_LOST: Final = "history_lost"
+"""Word in the broker's note that learners hold versions which its state directory lacks."""
+
+NOT_FINAL: Final = "not adopted:"
+"""Words before the names of those that lack the final model, each with its fragments."""
 
 CRASH_POINTS: Final = ("merged", "appended", "durable", "installed", "published")
 """Places of a round at which `NARROWS_CRASH_AT=NAME:N` ends a broker at the Nth visit."""
 
+LOST: Final = "lost"
+"""State of a learner in the status, of which nothing has been heard for long."""
+
+LEDGER_PENDING: Final = 1
 LEDGER_MERGED: Final = 2
-"""Place of the merged tokens in the ledger of a learner's status."""
+LEDGER_LOST: Final = slice(3, 7)
+"""Places in the ledger of a learner's status; those of the lost tokens have a cause each."""
 
 ROUND: Final = re.compile(r"fragment (\d+) version (\d+) .*published ([0-9a-f]{8,})")
 """A round in the output of `narrows journal show`."""
@@ -131,6 +147,11 @@ class Child:
 
     def thaw(self) -> None:
         self.send(signal.SIGCONT)
+
+    def refuse_writes(self) -> None:
+        """No file takes a byte of it from now on."""
+        _, most = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (0, most))
 
     def wait(self, timeout_s: float = WAIT_S) -> int:
         """Waits for its end and gives the exit code."""
@@ -230,6 +251,15 @@ class LearnerView:
     """Tokens that it says it has logged, in this life."""
     merged_tokens: float
     """Tokens of its merged pushes, as it says, per fragment."""
+    pending_tokens: float
+    """Tokens of which nobody knows yet whether they will be merged, per fragment."""
+    lost_tokens: float
+    """Tokens that no version holds and none will, per fragment."""
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the broker counts on it no more."""
+        return self.state == LOST
 
 
 @dataclass(frozen=True)
@@ -238,6 +268,7 @@ class View:
 
     run_id: str
     epoch: tuple[int, ...]
+    """The part of it that rises with each start."""
     phase: str
     versions: tuple[int, ...]
     run_tokens: float
@@ -252,18 +283,20 @@ class View:
             one["name"]: LearnerView(
                 one["name"], one["incarnation"], one["state"], one["contributions"],
                 one["refused"], one["tokens"], one["ledger"][LEDGER_MERGED] / fragments,
+                one["ledger"][LEDGER_PENDING] / fragments,
+                sum(one["ledger"][LEDGER_LOST]) / fragments,
             )
             for one in said["learners"]
         }  # fmt: skip
         return cls(
-            said["run_id"], tuple(said["epoch"]), said["phase"], tuple(said["versions"]),
+            said["run_id"], tuple(said["epoch"][:2]), said["phase"], tuple(said["versions"]),
             said["run_tokens"], said["merges"], said["waiting_for"], learners,
         )  # fmt: skip
 
 
 @dataclass
 class Answer:
-    """What a command line printed."""
+    """Exit code and output of a command line."""
 
     code: int
     out: str
@@ -292,7 +325,7 @@ class Site:
         assert self.current_broker is not None
         return self.current_broker
 
-    def broker(self, *arguments: str, crash_at: str = "", **settings: object) -> Child:
+    def broker(self, *arguments: str, crash_at: str = "", **settings: Any) -> Child:
         """Starts the broker, or starts it again at the same address, and waits until it serves.
 
         settings: the names of SETTINGS and FLAGS. crash_at: `PLACE:VISIT` of CRASH_POINTS; then
@@ -327,6 +360,10 @@ class Site:
     ) -> Child:
         """Starts a command line of `narrows` as a process."""
         return self._fork(name, toy.command, (list(arguments), environment or {}, self.folder))
+
+    def python(self, name: str, target: Callable[..., None], *arguments: Any) -> Child:
+        """Runs a function of a module, such as a training loop of a test's own, as a process."""
+        return self._fork(name, target, arguments)
 
     def _fork(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> Child:
         lives = sum(one.name.split("#")[0] == name for one in self.children)
@@ -371,6 +408,10 @@ class Site:
         assert view is not None, self.broker_child.tail()
         return view
 
+    def last_view(self) -> View:
+        """The same as the broker wrote it down when it last ended in order."""
+        return View.of(self.events("broker", "final")[-1]["status"])
+
     def events(self, name: str, kind: str) -> list[dict[str, Any]]:
         """Lines of this kind in the event file of the broker or of a learner (all its lives)."""
         path = self.folder / f"{name}.jsonl"
@@ -394,6 +435,30 @@ class Site:
         """Merged pushes of a learner in all lives of the broker, by its event file."""
         return sum(event["contributors"].count(name) for event in self.merged())
 
+    def steps_on(self, count: int, *names: str) -> None:
+        """Returns once each of these toy learners has made `count` more steps."""
+        goals = {name: toy.steps(self.folder, name)[0] + count for name in names}
+        wait_until(
+            lambda: all(toy.steps(self.folder, name)[0] >= goals[name] for name in names),
+            f"{count} more steps of {', '.join(names)}",
+            *(one for one in self.children if one.name in names),
+        )
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of all learners up and down, as the broker said at its end."""
+        said = self.events("broker", "final")[-1]["status"]
+        return said["up_bytes"], said["down_bytes"]
+
+    def contribute(self, *names: str, count: int = 1) -> None:
+        """Returns once the broker has merged `count` more pushes of each of these learners."""
+        goals = {name: self.contributions(name) + count for name in names}
+        newest = {one.name.split("#")[0]: one for one in self.children if not one.exit_code}
+        wait_until(
+            lambda: all(self.contributions(name) >= goals[name] for name in names),
+            f"{count} more contributions of {', '.join(names)}",
+            *(newest[name] for name in ("broker", *names) if name in newest),
+        )
+
     def adopted(self, name: str) -> dict[tuple[int, int], str]:
         """(fragment, version) -> digest of what a learner has adopted, in all its lives."""
         return {
@@ -410,6 +475,24 @@ class Site:
             for m in (ROUND.search(line) for line in answer.out.splitlines())
             if m
         }
+
+    def check_durable(self, *names: str) -> None:
+        """Every version that a learner ever adopted is in the journal, bit for bit, and the
+        versions of each fragment have no gap. The broker must not be running."""
+        durable = self.journal()
+        for fragment in {fragment for fragment, _ in durable}:
+            versions = sorted(version for own, version in durable if own == fragment)
+            assert versions == list(range(1, len(versions) + 1))
+        for name in names:
+            # A version that was lost may have been made again, with other bits.
+            seen = {
+                (one["fragment"], one["version"], one["digest"])
+                for one in self.events(name, "installed")
+                if one["version"] > 0
+            }
+            assert seen, f"{name} has adopted nothing"
+            lost = seen - {(*key, digest) for key, digest in durable.items()}
+            assert not lost, f"{name} has adopted what the journal has not: {sorted(lost)}"
 
     def check_equal_copies(self, *names: str) -> None:
         """Every version that a learner adopted is, bit for bit, one that the broker made."""
@@ -429,6 +512,14 @@ class Site:
             answer = self.ask("journal", part, place)
             assert answer.code == 0, f"journal {part}: {answer.out}{answer.err}"
 
+    def layout(self) -> Path:
+        """File with the run's layout as `narrows layout` prints it, while the broker runs."""
+        answer = self.ask("layout", str(self.state))
+        assert answer.code == 0, answer.err
+        path = self.folder / "layout.json"
+        path.write_text(answer.out)
+        return path
+
     def export(self) -> dict[str, Any]:
         """The tensors that `narrows export` writes, by name."""
         from safetensors.torch import load_file
@@ -438,6 +529,14 @@ class Site:
         assert answer.code == 0, answer.err
         return load_file(to)
 
+    def export_names(self) -> tuple[str, list[int]]:
+        """Run and version of each fragment, as the file that `export` wrote last names them."""
+        from safetensors import safe_open
+
+        with safe_open(self.folder / "export.safetensors", "pt") as file:
+            told = file.metadata()
+        return told["narrows.run"], json.loads(told["narrows.versions"])
+
     def final(self, name: str) -> dict[str, Any]:
         """The tensors that a toy learner has saved at its end, by name."""
         from safetensors.torch import load_file
@@ -445,8 +544,14 @@ class Site:
         return load_file(self.folder / f"{name}.safetensors")
 
     def told(self, name: str) -> dict[str, Any]:
-        """What a toy learner has written at its end."""
+        """Summary that a toy learner has written at its end."""
         return dict(json.loads((self.folder / f"{name}.json").read_text()))
+
+    def not_final(self) -> set[str]:
+        """Learners that took part in the end and have not adopted the final model, as the broker
+        says with its last line."""
+        _, _, names = self.broker_child.log.partition(NOT_FINAL)
+        return set(re.findall(r"(\S+) \(fragment", names))
 
     def describe(self) -> str:
         """All processes with what they printed last; those that live tell where they stand."""
@@ -490,9 +595,25 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """True if two models have the same names and the same bits."""
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype
-        and one[name].numpy().tobytes() == other[name].numpy().tobytes()
+        and one[name].shape == other[name].shape
+        and _bytes(one[name]) == _bytes(other[name])
         for name in one
     )
+
+
+def _bytes(tensor: Any) -> bytes:
+    """The bits of a tensor of any type; numpy knows no bfloat16."""
+    import torch
+
+    return bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def is_final(path: Path) -> bool:
+    """True if `Learner.save` says in this file that it is the final model of its run."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return bool(file.metadata()["narrows.final"] == "true")
 
 
 def free_addresses(count: int) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""What runs in the processes of the acceptance tests: a learner with a toy model, or a command.
+"""The processes of the acceptance tests: a learner with a toy model, or a command.
 
 A step of the toy is a timed wait; everything around it is what a user would write.
 """
@@ -16,7 +16,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 STEPS_FILE_BYTES = 48
 
@@ -49,18 +52,32 @@ class Toy:
     """Progress of the run at which it stops stepping for ever; above 1: never."""
 
 
+def start_model(width: int) -> nn.Linear:
+    """The model from which all toys start."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(7)
+    return nn.Linear(width, width)
+
+
+def target_of(width: int, seed: int) -> Tensor:
+    """The target of a toy's weight; that of its bias is 0."""
+    import torch
+
+    torch.manual_seed(1000 + seed)
+    return torch.randn(width, width)
+
+
 def learn(toy: Toy) -> None:
     """Trains until the end of the run; exit codes are those of the command line."""
     import torch
-    from torch import nn
 
     from narrows.learner import BrokerUnreachable, Learner, NarrowsError, Refused
 
     torch.set_num_threads(1)
-    torch.manual_seed(7)
-    model = nn.Linear(toy.width, toy.width)
-    torch.manual_seed(1000 + toy.seed)
-    target = torch.randn(toy.width, toy.width)
+    model = start_model(toy.width)
+    target = target_of(toy.width, toy.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=toy.lr)
     said, code, steps, losses = "", 0, 0, list[float]()
     pace = threading.Event()

@@ -1,0 +1,45 @@
+"""A learner that knows the protocol's text alone trains beside one of ours."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from acceptance.kit import Site, wait_until
+from acceptance.toy import start_model
+from torch.nn.functional import cosine_similarity
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "minimal_learner.py"
+WIDTH, FRAGMENTS = 128, 4
+
+
+def test_a_second_implementation_is_merged_and_holds_the_brokers_bits(site: Site) -> None:
+    source = SCRIPT.read_text()
+    assert "import narrows" not in source and "from narrows" not in source
+    # Ours founds the run and stands still, but no round is merged before the other takes part.
+    broker = site.broker(goal_tokens=150, quorum=2, fragments=FRAGMENTS)
+    ours = site.learner("ours", tokens=1, width=WIDTH, lr=0.0)
+    joined = site.folder / "ours.joined"
+    wait_until(joined.exists, "our learner to found the run", ours, broker)
+    other = site.shell(
+        sys.executable, "-I", str(SCRIPT), "--broker", site.address, "--name", "other",
+        "--layout", str(site.layout()), "--step-s", "0.01", name="other",
+    )  # fmt: skip
+    for child in (other, ours, broker):
+        child.ends(0)
+    rounds = site.merged()
+    newest = {one["fragment"]: (one["version"], one["digest"]) for one in rounds}
+    ends = [json.loads(line) for line in other.log.splitlines()]
+    assert {end["fragment"]: (end["version"], end["digest"]) for end in ends} == newest
+    for end in ends:
+        its = [one for one in rounds if one["fragment"] == end["fragment"]]
+        assert end["merged"] == sum("other" in one["contributors"] for one in its) > 0
+        assert site.adopted("ours")[end["fragment"], end["version"]] == end["digest"]
+    site.check_equal_copies("ours")
+    # The broker read the other's pushes: its step is weight decay, and so is the run's way.
+    start, final = start_model(WIDTH).weight.detach(), site.final("ours")["weight"]
+    assert cosine_similarity((start - final).flatten(), start.flatten(), dim=0) > 0.9
+    # And the other read publications: a copy of the model instead of each would fill the line.
+    copies = site.traffic()[1] / (4 * WIDTH * (WIDTH + 1))
+    assert copies < 2 + len(rounds) / FRAGMENTS / 2
