@@ -83,6 +83,9 @@ DEFAULTS: Final[dict[str, object]] = {"beat": "200ms", "sync_period": 4}
 HISTORY_LOST: Final = "history_lost"
 """Word in the broker's note that learners hold versions which its state directory lacks."""
 
+DISK_REMEDY: Final = "make room or see to the disk"
+"""Advice in the broker's log when the disk takes no more."""
+
 NOT_FINAL: Final = "not adopted:"
 """Words before the names of those that lack the final model, each with its fragments."""
 
@@ -148,10 +151,11 @@ class Child:
     def thaw(self) -> None:
         self.send(signal.SIGCONT)
 
-    def refuse_writes(self) -> None:
-        """No file takes a byte of it from now on."""
+    def limit_files(self, size: int | None) -> None:
+        """No file of it grows beyond `size` bytes from now on; None: all may grow. With 0 it
+        writes nothing more, as on a full disk."""
         _, most = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (0, most))
+        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (most if size is None else size, most))
 
     def wait(self, timeout_s: float = WAIT_S) -> int:
         """Waits for its end and gives the exit code."""
@@ -275,6 +279,11 @@ class View:
     merges: int
     waiting_for: str
     learners: dict[str, LearnerView]
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """True if the disk does not take what the run must write."""
+        return self.waiting_for.startswith("the disk")
 
     @classmethod
     def of(cls, said: dict[str, Any]) -> View:

@@ -25,10 +25,6 @@ HOST: Final = "127.0.0.2"
 TARGET: Final = "127.0.0.1"
 
 BLOCK_BYTES: Final = 1 << 16
-BUFFER_BYTES: Final = 1 << 14
-SEGMENT_BYTES: Final = 1448
-"""The kernel holds little back on a slow line. With segments of loopback's 64 kB, which exceed such
-a buffer, its senders would stall."""
 
 LINGER_0: Final = struct.pack("ii", 1, 0)
 """Socket option: closing sends a reset."""
@@ -58,12 +54,10 @@ class Proxy:
         """Blocks of bytes that have passed, in order."""
         self._carried: Counter[tuple[int, Direction]] = Counter()
         self._fuses: dict[tuple[int, Direction], int] = {}
-        self._rate_bytes_s = 0.0
         self._first = first
         self._loop = asyncio.new_event_loop()
         self._flows = asyncio.Event()
         self._flows.set()
-        self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._open: set[socket.socket] = set()
         self._listening: list[socket.socket] = []
@@ -101,22 +95,11 @@ class Proxy:
         """Lets everything pass again, waiting bytes first, as TCP would send them again."""
         self._loop.call_soon_threadsafe(self._flows.set)
 
-    def slow(self, rate_bytes_s: float) -> None:
-        """Lets each connection carry so many bytes per second and direction from now on."""
-        self._rate_bytes_s = rate_bytes_s
-
-    def carried(self, port: int, direction: Direction) -> int:
-        """Bytes that have passed so far."""
-        return self._carried[port, direction]
-
     async def _listen(self) -> None:
         for port in range(3):
-            listener = socket.socket()
+            listener = socket.create_server((HOST, self._first + port))  # Sets SO_REUSEADDR.
+            listener.setblocking(False)
             self._listening.append(listener)
-            _prepare(listener)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((HOST, self._first + port))
-            listener.listen()
             self._loop.add_reader(listener, self._accept, listener, port)
 
     def _accept(self, listener: socket.socket, port: int) -> None:
@@ -124,9 +107,10 @@ class Proxy:
         with suppress(OSError):
             learner, _ = listener.accept()
             broker = socket.socket()
-            _prepare(broker)
-            learner.setblocking(False)
             pair = {learner, broker}
+            for end in pair:
+                end.setblocking(False)
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._open |= pair
             task = self._loop.create_task(self._serve(learner, broker, port))
             self._tasks.add(task)
@@ -174,9 +158,6 @@ class Proxy:
                 del self._fuses[key]
                 self.cuts += 1
                 raise ConnectionResetError
-            if self._rate_bytes_s:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._over.wait(), len(data) / self._rate_bytes_s)
 
     def _reset_all(self) -> None:
         _will_reset(self._open)
@@ -184,20 +165,11 @@ class Proxy:
             task.cancel()
 
     async def _end(self) -> None:
-        self._over.set()
         for listener in self._listening:
             self._loop.remove_reader(listener)
             listener.close()
         self._reset_all()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def _prepare(end: socket.socket) -> None:
-    """Before it is connected; what a listener accepts inherits it."""
-    end.setblocking(False)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT_BYTES)
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
 
 
 def _will_reset(ends: set[socket.socket]) -> None:

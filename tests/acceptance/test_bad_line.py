@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from acceptance.kit import Child, Site, wait_until
+from acceptance.kit import CODECS, Child, Site, wait_until
 from acceptance.proxy import CONTROL, PUBLICATIONS, PUSHES, Direction, Proxy
 
 CUTS: list[tuple[int, Direction, int]] = [
@@ -31,7 +31,7 @@ def contributes(site: Site, name: str, *watched: Child) -> None:
 
 
 def test_resets_and_a_black_hole_cost_no_bit_and_no_membership(site: Site) -> None:
-    raw = {"push_codec": "raw32", "publish_codec": "raw32"}
+    raw = {"push_codec": CODECS["lossless"], "publish_codec": CODECS["lossless"]}
     broker = site.broker(late="300ms", lost="1s", beat="100ms", **raw)
     with Proxy(site.ports.first) as proxy:
         a = site.learner("a", seed=1, width=96)
@@ -44,6 +44,8 @@ def test_resets_and_a_black_hole_cost_no_bit_and_no_membership(site: Site) -> No
             wait_until(lambda: proxy.cuts >= number, f"the reset {cut}", *watched)  # noqa: B023
             contributes(site, "b", *watched)
         assert proxy.cuts == len(CUTS)
+        proxy.cut()
+        contributes(site, "b", *watched)
 
         proxy.hold()
         before = len(site.merged())

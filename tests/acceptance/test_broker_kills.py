@@ -36,7 +36,7 @@ def test_ten_kills_lose_no_version_that_a_learner_saw(site: Site) -> None:
         rounds_on(site, rng.randint(1, 5), broker)
         if number % 2 == 0:
             # What is published while the disk takes nothing is lost with the process.
-            broker.refuse_writes()
+            broker.limit_files(0)
         site.steps_on(rng.randint(1, 30), *NAMES)
         broker.kill()
     broker = site.broker(**OFTEN)

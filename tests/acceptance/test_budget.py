@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, get_args
 
-from acceptance.kit import Site, wait_until
+from acceptance.kit import CODECS, Site, wait_until
 from acceptance.proxy import Direction, Passage, Proxy
 
 RATE_BYTES_S: Final = 4e6 / 8
@@ -66,7 +66,7 @@ def set_rate(config: Path, rate: str) -> None:
 def test_a_line_carries_its_budget_and_no_more(site: Site) -> None:
     config = site.folder / "broker.toml"
     set_rate(config, "4Mbit/s")
-    raw = {"push_codec": "raw32", "publish_codec": "raw32"}
+    raw = {"push_codec": CODECS["lossless"], "publish_codec": CODECS["lossless"]}
     broker = site.broker("--config", str(config), **raw)
     with Proxy(site.ports.first) as proxy:
         a = site.learner("a", width=240, broker=proxy.address)

@@ -32,14 +32,14 @@ def test_a_hung_learner_is_left_behind_and_named(site: Site) -> None:
     assert hung.exit_code is None and site.not_final() == {"hung"}
     hung.kill()
     check_final(site)
-    # What was trained until the goal is in it. The fragment whose round reached the goal may have
-    # nothing to merge in its last one.
-    after_goal = {event["fragment"] for event in site.merged() if event["run_tokens"] >= 20_000}
-    assert len(after_goal) >= 3
+    # What was trained until the goal is in it: rounds follow that began after it. A fragment of
+    # which a round was under way at the goal may have nothing to merge any more.
+    assert [one for one in site.merged() if one["run_tokens"] >= 20_000]
 
 
 def test_learners_on_slow_lines_get_the_final_model(site: Site) -> None:
-    """The model takes longer than `lost` on its way to them."""
+    """The model is on its way to them for more than twice `lost`: the broker may wait so long for
+    the last contributions, and then again until the model is adopted."""
     config = site.folder / "broker.toml"
     config.touch()
     broker = site.broker(
@@ -52,7 +52,7 @@ def test_learners_on_slow_lines_get_the_final_model(site: Site) -> None:
         lambda: all((site.folder / f"{name}.joined").exists() for name in "ab"),
         "both to join", broker, a, b,
     )  # fmt: skip
-    config.write_text('[wan]\ndown = "640kbit/s"\n')  # The model has 161 kB.
+    config.write_text('[wan]\ndown = "400kbit/s"\n')  # The model has 161 kB.
     broker.send(signal.SIGHUP)
     for child in (a, b, broker):
         child.ends(0)
