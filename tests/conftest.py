@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Generator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import leftovers
@@ -17,8 +19,8 @@ import pytest
 
 SEEDS_PER_TEST = 10
 FLAKY_MAX = 2
-NEVER_BY_CHANCE = ("Timeout", "left .* behind")
-"""Failures after which a test does not run again. The time limit holds once for all runs of it."""
+NEVER_BY_CHANCE = (r"^Failed: Timeout \(", r"^AssertionError: the test left ")
+"""Failures after which a test does not run again. The time limit holds once for both runs of it."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,7 +30,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(FlakyTests(), "flaky-tests")
         if config.getoption("numprocesses", default=None):
             compile_kernels()
-    leftovers.mark_worker()
+        leftovers.mark(leftovers.SESSION)
+    leftovers.mark(leftovers.WORKER)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """A worker that died could not clean up: nothing outlives the session."""
+    if not hasattr(config, "workerinput"):
+        for pid in leftovers.marked(leftovers.SESSION, with_servers=True):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def compile_kernels() -> None:
@@ -83,7 +95,7 @@ class FlakyTests:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for test, reason in self.reruns.items():
-            terminalreporter.write_line(f"FLAKY {test}: {reason}", yellow=True)
+            terminalreporter.write_line(f"FLAKY {test} -- {reason}", yellow=True)
         if len(self.reruns) > FLAKY_MAX:
             terminalreporter.write_line(
                 f"{len(self.reruns)} flaky tests, at most {FLAKY_MAX} are allowed", red=True
@@ -102,21 +114,22 @@ def pytest_runtest_makereport(
 
 
 def _started() -> str:
-    return leftovers.describe(leftovers.marked()) or "  none"
+    return leftovers.describe(leftovers.marked(leftovers.WORKER)) or "  none"
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Generator[None]:
     """Fails a test that leaves a process, a listening port or a network namespace behind."""
     is_real = request.node.get_closest_marker("real") is not None
-    look = leftovers.marked if is_real else leftovers.children
+    look = partial(leftovers.marked, leftovers.WORKER) if is_real else leftovers.children
     processes, namespaces = look(), leftovers.namespaces()
     ports = leftovers.listening() if is_real else set[str]()
     yield
     left = leftovers.staying(look() - processes)
     told = leftovers.describe(left)
     for pid in left:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     assert not left, f"the test left processes behind:\n{told}"
     new_ports = leftovers.listening() - ports if is_real else set()
     assert not new_ports, f"the test left listening ports behind: {sorted(new_ports)}"

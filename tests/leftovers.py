@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from contextlib import suppress
@@ -11,9 +12,11 @@ from typing import Final
 
 import psutil
 
-MARK: Final = "NARROWS_TEST_WORKER"
-"""Environment variable by which a process is known that a worker of the suite has started, itself
-or through others. A daemon that has cut its ties to us still has it."""
+WORKER: Final = "NARROWS_TEST_WORKER"
+SESSION: Final = "NARROWS_TEST_SESSION"
+"""Environment variables by which a process is known that a worker of the suite, or the session as a
+whole, has started, itself or through others. A daemon that has cut its ties to us still has
+them."""
 
 SERVERS: Final = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 """Helpers of Python's multiprocessing, which stay for the whole session."""
@@ -27,9 +30,9 @@ LISTENING: Final = "0A"
 """State of a socket in /proc/net/tcp."""
 
 
-def mark_worker() -> None:
-    """Marks this process's environment, once per session and before it starts others."""
-    os.environ[MARK] = str(os.getpid())
+def mark(variable: str) -> None:
+    """Marks this process's environment, before it starts others."""
+    os.environ[variable] = str(os.getpid())
 
 
 def children() -> set[int]:
@@ -41,16 +44,17 @@ def children() -> set[int]:
     return {pid for pid in found if _lives(pid) and not _is_server(pid)}
 
 
-def marked() -> set[int]:
-    """Living processes that this worker has started, directly or not, without the servers."""
-    wanted = f"{MARK}={os.getpid()}".encode()
+def marked(variable: str, *, with_servers: bool = False) -> set[int]:
+    """Living processes that this process has started since `mark`, directly or not."""
+    wanted = f"{variable}={os.getpid()}".encode()
     found: set[int] = set()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # It has ended, or belongs to another user.
             if wanted in path.read_bytes().split(b"\0"):
                 found.add(int(path.parent.name))
     found.discard(os.getpid())
-    return {pid for pid in found if _lives(pid) and not (_is_server(pid) and _is_child(pid))}
+    servers = {pid for pid in found if _is_server(pid) and _is_child(pid)}
+    return {pid for pid in found if _lives(pid) and (with_servers or pid not in servers)}
 
 
 def listening() -> set[str]:
@@ -71,8 +75,15 @@ def listening() -> set[str]:
 
 
 def namespaces() -> set[str]:
-    """Named network namespaces of this machine."""
-    return set(os.listdir(NAMESPACES)) if NAMESPACES.is_dir() else set()
+    """Named network namespaces, without those of other processes that live. The number of the
+    process that makes one is part of its name."""
+    names = os.listdir(NAMESPACES) if NAMESPACES.is_dir() else []
+    return {name for name in names if not _is_of_another(name)}
+
+
+def _is_of_another(name: str) -> bool:
+    numbers = [int(each) for each in re.findall(r"\d{2,}", name)]
+    return any(number != os.getpid() and _lives(number) for number in numbers)
 
 
 def staying(pids: set[int]) -> set[int]:

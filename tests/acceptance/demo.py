@@ -84,12 +84,14 @@ class Demo:
     def freeze(self, *names: str) -> None:
         for name in names:
             for one in self.living(name):
-                one.suspend()
+                with suppress(psutil.NoSuchProcess):  # The demo kills it at this moment.
+                    one.suspend()
 
     def thaw(self, *names: str) -> None:
         for name in names:
             for one in self.living(name):
-                one.resume()
+                with suppress(psutil.NoSuchProcess):
+                    one.resume()
 
     def result(self) -> Result:
         return Result.of(json.loads(self._results.read_text()))

@@ -21,7 +21,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -53,6 +54,7 @@ SETTINGS: Final = {
     "sync_period": "fragments.sync_period_steps",
     "overlap": "fragments.overlap_steps",
     "quorum": "merge.quorum",
+    "rounds_in_flight": "merge.rounds_in_flight",
     "outer": "outer.optimizer",
     "outer_lr": "outer.lr",
     "outer_momentum": "outer.momentum",
@@ -138,7 +140,8 @@ class Child:
     def send(self, number: int) -> None:
         """Sends a signal, if the process lives."""
         if self.exit_code is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # Its exit code is on its way to us.
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Ends it as the kernel ends a process that is out of memory."""
@@ -227,8 +230,9 @@ class Ports:
                 for host in ("127.0.0.1", "127.0.0.2"):
                     one = socket.socket()
                     held.append(one)
-                    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     one.bind((host, first + offset if first else 0))
+                    # Only now: another Ports is refused, and a broker, which sets it, too, is not.
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     first = first or int(one.getsockname()[1])
         except (OSError, OverflowError):
             for one in held:
@@ -250,7 +254,6 @@ class LearnerView:
     incarnation: str
     state: str
     contributions: int
-    refused: int
     logged_tokens: int
     """Tokens that it says it has logged, in this life."""
     merged_tokens: float
@@ -273,7 +276,6 @@ class View:
     run_id: str
     epoch: tuple[int, ...]
     """The part of it that rises with each start."""
-    phase: str
     versions: tuple[int, ...]
     run_tokens: float
     merges: int
@@ -291,14 +293,14 @@ class View:
         learners = {
             one["name"]: LearnerView(
                 one["name"], one["incarnation"], one["state"], one["contributions"],
-                one["refused"], one["tokens"], one["ledger"][LEDGER_MERGED] / fragments,
+                one["tokens"], one["ledger"][LEDGER_MERGED] / fragments,
                 one["ledger"][LEDGER_PENDING] / fragments,
                 sum(one["ledger"][LEDGER_LOST]) / fragments,
             )
             for one in said["learners"]
         }  # fmt: skip
         return cls(
-            said["run_id"], tuple(said["epoch"][:2]), said["phase"], tuple(said["versions"]),
+            said["run_id"], tuple(said["epoch"][:2]), tuple(said["versions"]),
             said["run_tokens"], said["merges"], said["waiting_for"], learners,
         )  # fmt: skip
 
@@ -450,8 +452,13 @@ class Site:
         wait_until(
             lambda: all(toy.steps(self.folder, name)[0] >= goals[name] for name in names),
             f"{count} more steps of {', '.join(names)}",
-            *(one for one in self.children if one.name in names),
+            *self._newest(*names),
         )
+
+    def _newest(self, *names: str) -> list[Child]:
+        """The present life of each of these, if this test has started it."""
+        newest = {one.name.split("#")[0]: one for one in self.children}
+        return [newest[name] for name in names if name in newest]
 
     def traffic(self) -> tuple[int, int]:
         """Bytes of all learners up and down, as the broker said at its end."""
@@ -461,11 +468,10 @@ class Site:
     def contribute(self, *names: str, count: int = 1) -> None:
         """Returns once the broker has merged `count` more pushes of each of these learners."""
         goals = {name: self.contributions(name) + count for name in names}
-        newest = {one.name.split("#")[0]: one for one in self.children if not one.exit_code}
         wait_until(
             lambda: all(self.contributions(name) >= goals[name] for name in names),
             f"{count} more contributions of {', '.join(names)}",
-            *(newest[name] for name in ("broker", *names) if name in newest),
+            *self._newest("broker", *names),
         )
 
     def adopted(self, name: str) -> dict[tuple[int, int], str]:
@@ -502,6 +508,16 @@ class Site:
             assert seen, f"{name} has adopted nothing"
             lost = seen - {(*key, digest) for key, digest in durable.items()}
             assert not lost, f"{name} has adopted what the journal has not: {sorted(lost)}"
+
+    def check_newest(self, *names: str) -> None:
+        """Each of these learners has adopted the newest durable version of every fragment, bit for
+        bit. The broker must not be running."""
+        durable = self.journal()
+        newest = {fragment: max(v for f, v in durable if f == fragment) for fragment, _ in durable}
+        assert newest
+        for name in names:
+            adopted = self.adopted(name)
+            assert all(adopted[last] == durable[last] for last in newest.items())
 
     def check_equal_copies(self, *names: str) -> None:
         """Every version that a learner adopted is, bit for bit, one that the broker made."""
@@ -568,7 +584,8 @@ class Site:
         said = {child.pid: child.log for child in shown}
         for child in shown:
             child.thaw()
-            child.send(signal.SIGUSR2)  # toy.run_logged: print the stacks of all threads.
+            if not isinstance(child.process, subprocess.Popen):
+                child.send(signal.SIGUSR2)  # toy.run_logged: print the stacks of all threads.
         _sleep(0.3)
         parts = list[str]()
         for child in shown:
@@ -579,14 +596,18 @@ class Site:
 
     def close(self) -> None:
         """Kills what still runs, and its children."""
-        for child in self.children:
-            if child.exit_code is None:
-                offspring = psutil.Process(child.pid).children(recursive=True)
-                child.kill()
-                for one in offspring:
-                    if one.is_running():
-                        one.kill()
-        self.ports.close()
+        try:
+            for child in self.children:
+                if child.exit_code is None:
+                    offspring: list[psutil.Process] = []
+                    with suppress(psutil.NoSuchProcess):
+                        offspring = psutil.Process(child.pid).children(recursive=True)
+                    child.kill()
+                    for one in offspring:
+                        with suppress(psutil.NoSuchProcess):
+                            one.kill()
+        finally:
+            self.ports.close()
 
 
 def shell_environment() -> dict[str, str]:
@@ -623,17 +644,6 @@ def is_final(path: Path) -> bool:
 
     with safe_open(path, "pt") as file:
         return bool(file.metadata()["narrows.final"] == "true")
-
-
-def free_addresses(count: int) -> Sequence[int]:
-    """Ports that nobody listens on at this moment."""
-    held = [socket.socket() for _ in range(count)]
-    for one in held:
-        one.bind(("127.0.0.1", 0))
-    ports = [int(one.getsockname()[1]) for one in held]
-    for one in held:
-        one.close()
-    return ports
 
 
 def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:

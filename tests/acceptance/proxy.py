@@ -155,7 +155,7 @@ class Proxy:
             self._carried[key] += len(data)
             self.passed.append(Passage(time.monotonic(), port, direction, len(data)))
             if len(data) < whole:
-                del self._fuses[key]
+                self._fuses.pop(key, None)
                 self.cuts += 1
                 raise ConnectionResetError
 

@@ -30,7 +30,7 @@ def contributes(site: Site, name: str, *watched: Child) -> None:
     )
 
 
-def test_resets_and_a_black_hole_cost_no_bit_and_no_membership(site: Site) -> None:
+def test_resets_and_a_black_hole_cost_no_bit(site: Site) -> None:
     raw = {"push_codec": CODECS["lossless"], "publish_codec": CODECS["lossless"]}
     broker = site.broker(late="300ms", lost="1s", beat="100ms", **raw)
     with Proxy(site.ports.first) as proxy:

@@ -85,4 +85,4 @@ def test_a_line_carries_its_budget_and_no_more(site: Site) -> None:
     for direction in get_args(Direction):
         check_rate(proxy.passed[:change], direction, RATE_BYTES_S)
         check_rate(lowered, direction, LOWER_BYTES_S)
-        assert 0.85 <= mean_bytes_s(steady, direction) / RATE_BYTES_S <= MEAN_MAX
+        assert 0.7 <= mean_bytes_s(steady, direction) / RATE_BYTES_S <= MEAN_MAX

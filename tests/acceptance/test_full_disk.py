@@ -15,7 +15,7 @@ def test_nothing_is_published_that_is_not_on_disk(site: Site) -> None:
 
     broker.limit_files(32_000)
     wait_until(lambda: DISK_REMEDY in broker.log, "the broker to complain", broker, *learners)
-    site.steps_on(20, "a", "b")  # What was on disk before is adopted by now.
+    site.steps_on(60, "a", "b")  # What was on disk before is adopted by now.
     adopted = [site.adopted(name) for name in "ab"]
     site.steps_on(40, "a", "b")
     assert [site.adopted(name) for name in "ab"] == adopted

@@ -40,8 +40,6 @@ class Toy:
     """Side of the matrix; the model has width * (width + 1) parameters."""
     seed: int = 0
     """Seed of the target. The start is the same for all."""
-    steps_max: int = 0
-    """Leaves in order after so many steps; 0: stays to the end of the run."""
     key: str | None = None
     lr: float = 0.05
     noise: float = 0.3
@@ -104,8 +102,6 @@ def learn(toy: Toy) -> None:
                 losses.append(loss.item())
                 line = f"{steps} {steps * toy.tokens} {learner.progress:.4f}"
                 os.pwrite(steps_file, line.ljust(STEPS_FILE_BYTES).encode(), 0)
-                if steps == toy.steps_max:
-                    break
                 if learner.progress >= toy.hang_at:
                     threading.Event().wait()
         stats = learner.stats()
