@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import hypothesis
 import leftovers
 import pytest
 
@@ -32,6 +33,16 @@ def pytest_configure(config: pytest.Config) -> None:
             compile_kernels()
         leftovers.mark(leftovers.SESSION)
     leftovers.mark(leftovers.WORKER)
+    # The same examples in every run, and no limit on the time of one: neither the random numbers
+    # nor a busy machine decide.
+    hypothesis.settings.register_profile(
+        "gate",
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.register_profile("random", deadline=None)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 
 
 @pytest.hookimpl(trylast=True)

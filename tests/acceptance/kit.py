@@ -5,6 +5,10 @@ The surfaces are the command line with its exit codes, `narrows.learner.Learner`
 broker or the learner, so the same tests judge any implementation. Where an implementation spells a
 flag, a setting or a field differently, the tables in this module change, and no test does.
 
+A test starts things with `site.broker`, `site.learner`, `site.narrows` and `site.shell`; waits with
+`wait_until`, `site.contribute` and `site.steps_on`; looks with `site.view`, `site.merged`,
+`site.adopted` and `site.journal`; and judges with `site.check_...`.
+
 Processes are forked from a server that has imported torch and Narrows once: a start takes tenths
 of a second instead of three. They are processes of their own, and signals reach them as usual.
 """

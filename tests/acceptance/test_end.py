@@ -36,10 +36,10 @@ def test_a_hung_learner_is_left_behind_and_named(site: Site) -> None:
 
 
 def test_learners_on_slow_lines_get_the_final_model(site: Site) -> None:
-    """The model is on its way to them for more than twice `lost`: the broker waits,
-    because something of it arrives all the time."""
+    """The model is on its way to them for more than twice `lost`: the broker waits, because
+    something of it arrives all the time."""
     broker = site.broker(
-        goal_tokens=500, learners_at_start=2, fragments=1, down="300kbit/s",
+        goal_tokens=150, learners_at_start=2, fragments=1, down="300kbit/s",
         publish_codec=CODECS["lossless"], **LIVENESS,
     )  # fmt: skip
     a = site.learner("a", seed=1, width=200, step_s=0.1)  # The model has 161 kB: 4.3 s.

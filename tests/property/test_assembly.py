@@ -5,14 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TypeAlias
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.flow.assembly import Arrival, Assembly
 from narrows.proto.limits import RANGES_MAX
 
-untimed = settings(deadline=None)
 Chunk: TypeAlias = tuple[int, int, int]
 """Offset, count, digest."""
 
@@ -68,7 +67,6 @@ def check_same(parts: Assembly, twin: Twin) -> None:
     assert all(end < offset for end, (offset, _) in zip(ends, gaps[1:], strict=False))
 
 
-@untimed
 @given(
     st.integers(1, 24),
     st.lists(st.tuples(st.integers(-2, 26), st.integers(-1, 26), st.integers(0, 1)), max_size=40),
@@ -92,7 +90,6 @@ def cut_and_shuffled(draw: st.DrawFn) -> tuple[int, list[Chunk]]:
     return elements, draw(st.permutations(chunks + again))
 
 
-@untimed
 @given(cut_and_shuffled())
 def test_a_transfer_is_complete_with_its_last_chunk(case: tuple[int, list[Chunk]]) -> None:
     elements, chunks = case
@@ -108,7 +105,6 @@ def test_a_transfer_is_complete_with_its_last_chunk(case: tuple[int, list[Chunk]
     assert parts.handles == tuple(seen[chunk] for chunk in sorted(seen))
 
 
-@untimed
 @given(cut_and_shuffled(), st.data())
 def test_asking_for_what_is_missing_completes_it(
     case: tuple[int, list[Chunk]], data: st.DataObject

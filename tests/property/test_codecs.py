@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import zstandard
 from coding import add_values
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -19,7 +19,6 @@ from narrows.proto.codec.kernels import F32, I8, I64, NOTHING, read_only
 from narrows.proto.errors import RemoteProtocolError
 
 # A first call compiles; a deadline would be a timed assertion anyway.
-untimed = settings(deadline=None)
 LIMITS = {"int8-zstd": 127, "int4-zstd": 7}
 names = st.sampled_from(codec_names())
 quantised_names = st.sampled_from(sorted(LIMITS))
@@ -96,7 +95,6 @@ def twin_bfloat16(values: F32) -> F32:
     return rounded.astype(np.uint32).view(np.float32)
 
 
-@untimed
 @given(chunks(), st.sampled_from([1, 7, 127]))
 def test_quantise_and_scale_codes_equal_their_twin(chunk: Chunk, limit: int) -> None:
     codes, out = np.empty(chunk.values.size, np.int8), np.empty_like(chunk.values)
@@ -110,7 +108,6 @@ def test_quantise_and_scale_codes_equal_their_twin(chunk: Chunk, limit: int) -> 
     assert same_bits(out, expected_out)
 
 
-@untimed
 @given(chunks(), quantised_names, st.data())
 def test_encode_push_is_encode_of_the_difference_and_keeps_the_rest(
     chunk: Chunk, name: str, data: st.DataObject
@@ -127,7 +124,6 @@ def test_encode_push_is_encode_of_the_difference_and_keeps_the_rest(
     np.testing.assert_array_equal(next_residual, values - sent)
 
 
-@untimed
 @given(chunks(), names, st.data())
 def test_encode_step_advances_as_the_receiver_does(
     chunk: Chunk, name: str, data: st.DataObject
@@ -145,7 +141,6 @@ def test_encode_step_advances_as_the_receiver_does(
     assert same_bits(received, twin)
 
 
-@untimed
 @given(hnp.arrays(np.int8, st.integers(0, 800), elements=st.integers(-7, 7)))
 def test_pack_equals_its_twin_and_unpack_inverts_it(codes: I8) -> None:
     packed, back = np.empty((codes.size + 1) // 2, np.uint8), np.empty_like(codes)
@@ -155,7 +150,6 @@ def test_pack_equals_its_twin_and_unpack_inverts_it(codes: I8) -> None:
     assert back.tolist() == codes.tolist()
 
 
-@untimed
 @given(
     hnp.arrays(np.float32, st.integers(1, 300), elements=st.floats(-100, 100, width=32)),
     st.integers(1, 40),
@@ -180,7 +174,6 @@ def test_the_subsample_of_a_large_piece_equals_its_twin() -> None:
     assert out.tolist() == [twin_mean_squares(values, RMS_SAMPLES_MAX)]
 
 
-@untimed
 @given(hnp.arrays(np.float32, st.integers(0, 50), elements=finite))
 def test_bfloat16_rounding_equals_its_twin(values: F32) -> None:
     out = np.empty_like(values)
@@ -188,7 +181,6 @@ def test_bfloat16_rounding_equals_its_twin(values: F32) -> None:
     assert same_bits(out, twin_bfloat16(values))
 
 
-@untimed
 @given(st.data())
 def test_add_values_equals_its_twin(data: st.DataObject) -> None:
     count = data.draw(st.integers(0, 50))
@@ -208,7 +200,6 @@ def test_add_values_equals_its_twin(data: st.DataObject) -> None:
 # Round trips.
 
 
-@untimed
 @given(names, chunks())
 def test_the_decoder_gets_what_the_encoder_says(name: str, chunk: Chunk) -> None:
     values = np.clip(chunk.values, -1e38, 1e38)
@@ -225,7 +216,6 @@ def test_the_decoder_gets_what_the_encoder_says(name: str, chunk: Chunk) -> None
     assert same_bits(decoded.scales, expected_scales)
 
 
-@untimed
 @given(quantised_names, chunks())
 def test_quantised_errors_are_bounded(name: str, chunk: Chunk) -> None:
     reconstructed = np.empty_like(chunk.values)
@@ -239,7 +229,6 @@ def test_quantised_errors_are_bounded(name: str, chunk: Chunk) -> None:
     assert np.all(np.abs(in_range - reconstructed) <= bound)
 
 
-@untimed
 @given(chunks())
 def test_float_codecs_lose_rounding_only(chunk: Chunk) -> None:
     values = np.clip(chunk.values, -1e38, 1e38)
@@ -250,7 +239,6 @@ def test_float_codecs_lose_rounding_only(chunk: Chunk) -> None:
     assert same_bits(reconstructed, twin_bfloat16(values))
 
 
-@untimed
 @given(names, chunks())
 def test_square_sums(name: str, chunk: Chunk) -> None:
     values = np.clip(chunk.values, -1e38, 1e38)
@@ -268,7 +256,6 @@ def test_square_sums(name: str, chunk: Chunk) -> None:
         assert sums[span] == expected
 
 
-@untimed
 @given(chunks(least=1), st.floats(0.01, 4.0))
 def test_piece_scales_are_what_the_codecs_accept(chunk: Chunk, rho: float) -> None:
     values = np.clip(chunk.values, -1e20, 1e20)
@@ -284,7 +271,6 @@ def test_piece_scales_are_what_the_codecs_accept(chunk: Chunk, rho: float) -> No
     assert same_bits(codec("int8-zstd").decode(payload, chunk.bounds).scales, scales)
 
 
-@untimed
 @given(chunks(least=1))
 def test_a_piece_has_the_same_scale_wherever_it_stands(chunk: Chunk) -> None:
     values = np.clip(chunk.values, -1e20, 1e20)
@@ -317,14 +303,12 @@ bounds_of_few = st.lists(st.integers(1, 40), max_size=3).map(
 )
 
 
-@untimed
 @given(names, st.binary(max_size=200), bounds_of_few)
 @example("int4-zstd", bytes.fromhex("803f28b52ffde06c06060663636363"), np.array([0, 4]))
 def test_arbitrary_payloads(name: str, payload: bytes, bounds: I64) -> None:
     check_decode(name, payload, bounds)
 
 
-@untimed
 @given(quantised_names, st.lists(near_one, max_size=3), st.data())
 def test_arbitrary_codes_in_a_good_frame(name: str, bits: list[int], data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=len(bits), max_size=len(bits)))
@@ -335,7 +319,6 @@ def test_arbitrary_codes_in_a_good_frame(name: str, bits: list[int], data: st.Da
     check_decode(name, np.array(bits, "<u2").tobytes() + frame, bounds)
 
 
-@untimed
 @given(names, chunks(least=1), st.data())
 def test_damaged_payloads(name: str, chunk: Chunk, data: st.DataObject) -> None:
     values = np.clip(chunk.values, -1e38, 1e38)
@@ -349,7 +332,6 @@ def test_damaged_payloads(name: str, chunk: Chunk, data: st.DataObject) -> None:
         check_decode(name, bytes(damaged), chunk.bounds)
 
 
-@untimed
 @given(names, chunks(least=1), st.data())
 def test_cut_or_extended_payloads_are_always_refused(
     name: str, chunk: Chunk, data: st.DataObject

@@ -41,7 +41,6 @@ from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.frames import decode_control, decode_data, digest, encode_control, encode_header
 from narrows.proto.limits import CHUNK_ELEMENTS_MAX, PROTOCOL
 
-untimed = settings(deadline=None)
 Unpacker = cast(Any, msgpack).Unpacker
 UnpackException = cast(Any, msgpack).UnpackException
 PAYLOAD = b"payload"
@@ -110,7 +109,6 @@ def check_agreement(frame: bytes) -> Dissected:
     return found
 
 
-@untimed
 @given(messages)
 def test_every_message_is_read_as_it_was_meant(message: msg.ControlMessage) -> None:
     found = printed(envelope.control(encode_control(message)))
@@ -119,7 +117,6 @@ def test_every_message_is_read_as_it_was_meant(message: msg.ControlMessage) -> N
     assert told(found) == {"type": found.kind} | expected
 
 
-@untimed
 @given(messages)
 def test_values_stand_where_they_are_said_to_stand(message: msg.ControlMessage) -> None:
     frame = encode_control(message)
@@ -136,7 +133,6 @@ def leaves(fields: list[Field]) -> list[Field]:
     return found
 
 
-@untimed
 @given(headers, st.sampled_from([PAYLOAD, b"other"]))
 def test_every_header_is_read_as_it_was_meant(header: msg.Header, payload: bytes) -> None:
     frame, parts = encode_header(header), Parts(None)
@@ -148,7 +144,6 @@ def test_every_header_is_read_as_it_was_meant(header: msg.Header, payload: bytes
     assert bool(wrong) == (payload != PAYLOAD)
 
 
-@untimed
 @given(mutated(headers.map(encode_header)) | st.binary(max_size=200))
 def test_headers_are_refused_for_the_same_reason(frame: bytes) -> None:
     found = printed(envelope.header(frame))
@@ -161,7 +156,6 @@ def test_headers_are_refused_for_the_same_reason(frame: bytes) -> None:
     assert (found.faults[0].code if found.faults else "") == code
 
 
-@untimed
 @given(st.binary(max_size=200) | mutated(frames))
 @example(b"")
 @example(b"NRW")
@@ -169,7 +163,6 @@ def test_any_bytes_are_refused_for_the_same_reason(frame: bytes) -> None:
     check_agreement(frame)
 
 
-@untimed
 @given(st.binary(max_size=200) | mutated(bodies))
 @example(b"\x81\xa4type\x91" * 500)
 @example(b"\x91" * 5000)
@@ -214,7 +207,7 @@ def length_at(body: bytes, at: int) -> int:
     return int(unpacker.tell())
 
 
-@settings(untimed, max_examples=400)
+@settings(max_examples=400)
 @given(bodies, st.data())
 def test_a_changed_byte_is_named_as_near_as_can_be(body: bytes, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(body) - 1))
@@ -232,7 +225,6 @@ def test_a_changed_byte_is_named_as_near_as_can_be(body: bytes, data: st.DataObj
         assert at <= place or fault.expected == "UTF-8"
 
 
-@untimed
 @given(bodies, st.data())
 def test_a_cut_is_not_looked_for_behind_it(body: bytes, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(body) - 1))
@@ -241,7 +233,6 @@ def test_a_cut_is_not_looked_for_behind_it(body: bytes, data: st.DataObject) -> 
     assert fault.at - ENVELOPE_BYTES <= place
 
 
-@untimed
 @given(frames, st.data())
 def test_a_changed_byte_of_a_frame_is_named_no_later(frame: bytes, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(frame) - 1))
@@ -253,7 +244,6 @@ def test_a_changed_byte_of_a_frame_is_named_no_later(frame: bytes, data: st.Data
     assert fault.code == expected
 
 
-@untimed
 @given(frames, st.data())
 def test_a_cut_frame(frame: bytes, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(frame) - 1))
@@ -277,7 +267,6 @@ def payloads(draw: st.DrawFn) -> tuple[str, int, int, bytes]:
     return name, count, spans, payload
 
 
-@untimed
 @given(payloads())
 def test_every_payload_is_read(made: tuple[str, int, int, bytes]) -> None:
     name, count, spans, data = made
@@ -292,7 +281,7 @@ def scales_of(payload: Payload) -> int:
     return len(found.parts or [])
 
 
-@settings(untimed, max_examples=400)
+@settings(max_examples=400)
 @given(payloads(), st.data())
 def test_payloads_are_refused_for_the_same_reason(
     made: tuple[str, int, int, bytes], data: st.DataObject
@@ -338,7 +327,6 @@ def framed(body: bytes, *, more: bool = False, command: bool = False) -> bytes:
 parts = st.lists(st.binary(max_size=300), min_size=1, max_size=3)
 
 
-@untimed
 @given(st.lists(parts, max_size=4), st.lists(st.integers(0, 2000), max_size=6))
 def test_a_connection_is_read_in_any_pieces(said: list[list[bytes]], cuts: list[int]) -> None:
     data = GREETING + framed(b"\5READY", command=True)
@@ -353,7 +341,6 @@ def test_a_connection_is_read_in_any_pieces(said: list[list[bytes]], cuts: list[
     assert all(data[each.at :].startswith(each.body) for each in found)
 
 
-@untimed
 @given(mutated(st.just(GREETING + framed(b"\5READY", command=True) + framed(b"x" * 300))))
 def test_any_connection(data: bytes) -> None:
     reader = capture.CaptureReader()
@@ -389,7 +376,6 @@ def read_back(data: bytes) -> list[capture.Captured]:
     return list(capture.records(read))
 
 
-@untimed
 @given(captures)
 def test_a_capture_is_read_as_it_was_written(made: list[capture.Captured]) -> None:
     assert read_back(b"".join(map(capture.packed, made))) == made
@@ -398,7 +384,6 @@ def test_a_capture_is_read_as_it_was_written(made: list[capture.Captured]) -> No
         printed(reader.take(each))
 
 
-@untimed
 @given(mutated(captures.map(lambda made: b"".join(map(capture.packed, made)))))
 def test_a_damaged_capture(data: bytes) -> None:
     try:

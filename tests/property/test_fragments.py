@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from narrows.proto.errors import ConfigError
@@ -11,7 +11,6 @@ from narrows.proto.fragments import Fragment, build_table
 from narrows.proto.layout import check_layout, element_count
 from narrows.proto.messages import LayoutEntry
 
-untimed = settings(deadline=None)
 shapes = st.lists(st.integers(1, 12), max_size=3).map(tuple)
 
 
@@ -33,7 +32,6 @@ def tables(draw: st.DrawFn) -> tuple[tuple[LayoutEntry, ...], tuple[Fragment, ..
         return layout, build_table(layout, int(error.expected.removeprefix("at most ")))
 
 
-@untimed
 @given(tables())
 def test_every_element_is_in_exactly_one_piece(
     case: tuple[tuple[LayoutEntry, ...], tuple[Fragment, ...]],
@@ -49,7 +47,6 @@ def test_every_element_is_in_exactly_one_piece(
     assert all(set(counts) == {1} for counts in seen)
 
 
-@untimed
 @given(tables())
 def test_pieces_lie_one_after_another_and_are_whole_rows(
     case: tuple[tuple[LayoutEntry, ...], tuple[Fragment, ...]],
@@ -70,7 +67,6 @@ def test_pieces_lie_one_after_another_and_are_whole_rows(
         assert order == sorted(order)
 
 
-@untimed
 @given(tables())
 def test_fragments_are_balanced(
     case: tuple[tuple[LayoutEntry, ...], tuple[Fragment, ...]],
@@ -84,7 +80,6 @@ def test_fragments_are_balanced(
     assert largest < mean + max(rows) or largest == max(rows)
 
 
-@untimed
 @given(tables())
 def test_only_tensors_larger_than_a_fragment_are_cut(
     case: tuple[tuple[LayoutEntry, ...], tuple[Fragment, ...]],
@@ -97,7 +92,6 @@ def test_only_tensors_larger_than_a_fragment_are_cut(
             assert piece.count == whole or whole * len(table) > total
 
 
-@untimed
 @given(tables())
 def test_pieces_are_dealt_out_largest_first(
     case: tuple[tuple[LayoutEntry, ...], tuple[Fragment, ...]],
@@ -111,7 +105,6 @@ def test_pieces_are_dealt_out_largest_first(
         sizes[index] += piece.count
 
 
-@untimed
 @given(tables())
 def test_names_and_dtypes_do_not_change_the_table(
     case: tuple[tuple[LayoutEntry, ...], tuple[Fragment, ...]],
@@ -124,7 +117,6 @@ def test_names_and_dtypes_do_not_change_the_table(
     assert build_table(renamed, len(table)) == table
 
 
-@untimed
 @given(layouts(), st.integers(1, 200))
 def test_a_refusal_names_the_largest_count_that_works(
     layout: tuple[LayoutEntry, ...], count: int
@@ -142,7 +134,6 @@ def test_a_refusal_names_the_largest_count_that_works(
         assert caught.value.expected == f"at most {best}"
 
 
-@untimed
 @given(tables(), st.integers(1, 50))
 def test_chunks_cover_a_fragment_and_their_spans_its_bounds(
     case: tuple[tuple[LayoutEntry, ...], tuple[Fragment, ...]], chunk_elements: int

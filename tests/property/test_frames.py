@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from any_messages import CONTROL, WORDS, any_of, controls, mutated, seal
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from narrows.proto import messages as msg
@@ -22,8 +22,6 @@ from narrows.proto.frames import (
     encode_header,
 )
 from narrows.proto.limits import CHUNK_ELEMENTS_MAX, PROTOCOL
-
-untimed = settings(deadline=None)
 
 PAYLOAD = b"payload"
 
@@ -40,7 +38,6 @@ headers: st.SearchStrategy[msg.Header] = any_of(msg.Header).map(
 
 @pytest.mark.parametrize("struct", CONTROL, ids=lambda each: each.__name__)
 def test_control_messages_survive(struct: type[Any]) -> None:
-    @untimed
     @given(any_of(struct))
     def survives(message: msg.ControlMessage) -> None:
         assert decode_control(encode_control(message)) == message
@@ -48,7 +45,6 @@ def test_control_messages_survive(struct: type[Any]) -> None:
     survives()
 
 
-@untimed
 @given(headers)
 def test_headers_survive(header: msg.Header) -> None:
     frames = [b"topic", encode_header(header), PAYLOAD]
@@ -97,7 +93,6 @@ msgpack_values = st.recursive(
 )
 
 
-@untimed
 @given(st.binary(max_size=200) | mutated(controls.map(encode_control)))
 @example(b"")
 @example(MAGIC)
@@ -105,13 +100,11 @@ def test_any_bytes_as_a_control_frame(frame: bytes) -> None:
     check_control(frame)
 
 
-@untimed
 @given(st.binary(max_size=200) | mutated(control_bodies))
 def test_any_body_of_a_control_message(body: bytes) -> None:
     check_control(seal(body))
 
 
-@untimed
 @given(st.data())
 def test_any_value_in_the_place_of_any_field(data: st.DataObject) -> None:
     message = data.draw(controls)
@@ -121,19 +114,16 @@ def test_any_value_in_the_place_of_any_field(data: st.DataObject) -> None:
     check_control(seal(msgspec.msgpack.encode(fields)))
 
 
-@untimed
 @given(st.lists(st.binary(max_size=100), max_size=5))
 def test_any_frames_as_a_data_message(frames: list[bytes]) -> None:
     check_data(frames)
 
 
-@untimed
 @given(st.binary(max_size=200) | mutated(header_bodies), st.sampled_from([PAYLOAD, b"", b"other"]))
 def test_any_body_of_a_header(body: bytes, payload: bytes) -> None:
     check_data([b"u", seal(body), payload])
 
 
-@untimed
 @given(headers, st.integers(0, 15), msgpack_values)
 def test_any_value_in_the_place_of_any_header_field(
     header: msg.Header, index: int, value: object
@@ -143,7 +133,6 @@ def test_any_value_in_the_place_of_any_header_field(
     check_data([b"u", seal(msgspec.msgpack.encode(fields)), PAYLOAD])
 
 
-@untimed
 @given(controls, st.data())
 def test_a_flipped_bit_never_goes_unnoticed(
     message: msg.ControlMessage, data: st.DataObject
@@ -155,7 +144,6 @@ def test_a_flipped_bit_never_goes_unnoticed(
         decode_control(bytes(frame))
 
 
-@untimed
 @given(controls, st.data())
 def test_a_truncated_frame_never_goes_unnoticed(
     message: msg.ControlMessage, data: st.DataObject

@@ -38,7 +38,7 @@ LIVES = st.tuples(
 preallocation."""
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(lives=st.lists(LIVES, min_size=1, max_size=4), seed=st.integers(0, 1000))
 def test_any_lives(lives: list[tuple[list[Step], int, set[int], bool]], seed: int) -> None:
     random, story = Random(seed), Story(FakeDisk())

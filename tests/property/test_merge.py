@@ -7,7 +7,7 @@ from itertools import permutations
 from random import Random
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from merge_cases import contribution, one_fragment, slow_merge
 
@@ -91,7 +91,6 @@ def test_order_of_arrival_does_not_matter(found: list[F32], random: Random, rule
     assert merged(shuffled) == merged(ones)
 
 
-@settings(deadline=None)
 @given(vectors(), st.integers(0, 1 << 32), st.sampled_from([0.0, 1.0, 3.0]), rules)
 def test_the_merge_equals_its_twin_up_to_rounding(
     found: list[F32], seed: int, clip_ratio: float, rule: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from narrows.broker.config import BrokerConfig
@@ -12,7 +12,6 @@ from narrows.broker.planning.capacity import fits, loads_of, make_plan
 from narrows.broker.planning.demand import RunPlan, Site
 
 CONFIG = BrokerConfig()
-untimed = settings(deadline=None)
 MORE = st.floats(1.0, 1e4)
 
 
@@ -42,7 +41,6 @@ def sites(draw: st.DrawFn, *, given_settings: bool = False) -> Site:
 RATES = ("line_bits_per_s", "broker_line_bits_per_s", "disk_bytes_per_s")
 
 
-@untimed
 @given(sites(), st.sampled_from(RATES), MORE)
 def test_a_faster_line_or_disk_never_makes_a_plan_worse(
     site: Site, name: str, factor: float
@@ -53,7 +51,6 @@ def test_a_faster_line_or_disk_never_makes_a_plan_worse(
     assert after.sync_period_steps <= before.sync_period_steps
 
 
-@untimed
 @given(sites(), st.integers(1, 1000))
 def test_more_memory_or_cores_never_make_it_stop_fitting(site: Site, factor: int) -> None:
     before = make_plan(site, CONFIG)
@@ -63,7 +60,6 @@ def test_more_memory_or_cores_never_make_it_stop_fitting(site: Site, factor: int
         assert fits(after) or not fits(before)
 
 
-@untimed
 @given(sites(given_settings=True), st.sampled_from(RATES), MORE)
 def test_with_given_settings_no_load_grows_with_bandwidth(
     site: Site, name: str, factor: float
@@ -74,7 +70,6 @@ def test_with_given_settings_no_load_grows_with_bandwidth(
         assert after <= before * (1 + 1e-9) or name == "disk_bytes_per_s"
 
 
-@untimed
 @given(sites(given_settings=True), st.integers(2, 1000))
 def test_a_longer_period_or_fewer_learners_never_load_more(site: Site, factor: int) -> None:
     period = site.sync_period_steps
@@ -87,7 +82,6 @@ def test_a_longer_period_or_fewer_learners_never_load_more(site: Site, factor: i
             assert after.share <= before.share * (1 + 1e-9)
 
 
-@untimed
 @given(sites())
 def test_every_broker_owns_a_fragment_and_every_fragment_a_parameter(site: Site) -> None:
     plan = make_plan(site, CONFIG)
