@@ -19,11 +19,12 @@ def test_every_final_copy_is_the_brokers_bit_for_bit(site: Site) -> None:
     site.check_equal_copies("a", "b")
     site.check_replay()
     assert equal(site.final("a"), site.final("b"))
-    # Both have taught the model: it is nearer to each target than at the start. The model of one
-    # alone would be 1.4 times as far from the other's target.
-    start, final = start_model(WIDTH).weight, site.final("a")["weight"]
+    # Both have taught the model: it has gone towards the target of each. Two targets have nothing
+    # in common, so a model that one has taught alone would have gone 0.02 of the way, by chance.
+    start, final = start_model(WIDTH).weight.detach(), site.final("a")["weight"]
     for name, seed in seeds.items():
         target = target_of(WIDTH, seed)
-        assert (final - target).norm() < 0.95 * (start - target).norm(), name
+        way = ((final - start) * target).sum() / target.square().sum()
+        assert way > 0.1, f"{name}: {way:.3f} of the way to its target"
     # The export has the global model, which no learner holds before it is coded.
     assert largest_difference(site.final("a"), site.export()) < 0.1
