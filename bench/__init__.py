@@ -1,1 +1,1 @@
-"""The benches and the demo: every number in the documentation comes from here."""
+"""Benches, the demo and the simulator: whatever measures the product or shows it."""

@@ -1,1 +1,1 @@
-"""The standalone process: merges outer gradients, publishes versions, never needs torch."""
+"""The standalone broker: it merges pushes, makes versions durable and publishes them. No torch."""

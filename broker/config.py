@@ -1,293 +1,245 @@
-"""The broker's settings: each with its unit, its range and its reason. [pure]
+"""The broker's settings: each with its unit, its range and its reason.
 
-The file is TOML with one table per section, and a section's docstring is the caption of its table.
-Flags win over the file, the file over the mode's preset, the preset over the defaults below.
+A file is TOML with one table per section. Flags win over the file, the file over the mode's preset,
+the preset over the defaults here. What learners are told stands in `RunSettings` (proto/messages);
+`BrokerConfig.shared` makes it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Final, Literal, cast
+from typing import Annotated, Final, Literal, TypeAlias
 
-from narrows.broker.merge_config import MergeSection as MergeSection
-from narrows.proto.address import parse_listen
-from narrows.proto.codec import setting_names
-from narrows.proto.config import Choice, Range, Section, check_choice, override, read_table
+from msgspec import Meta, Struct, field
+
+from narrows.broker.rounds import Policy
+from narrows.proto.config import load, parse_address
 from narrows.proto.errors import ConfigError
-from narrows.proto.limits import (
-    CHUNK_ELEMENTS_MAX,
+from narrows.proto.messages import (
     FRAGMENTS_MAX,
     LEARNERS_MAX,
-    RATE_MAX,
-    RATE_MIN,
+    NAME_PATTERN,
     STREAMS_MAX,
-    TOKENS_MAX,
+    CodecName,
+    Mode,
+    RunSettings,
 )
-from narrows.proto.messages import Mode
-from narrows.proto.timing import BEAT_S, FORGET_S, LATE_S, LOST_S, PROBE_S, QUIET_S
-from narrows.proto.units import Amount, BitRate, Duration, Size, written
+from narrows.proto.units import Amount, BitRate, Duration
 
-OUTER_OPTIMIZERS: Final = ("nesterov", "sgd")
-"""Names of the outer optimizers."""
+Learners: TypeAlias = Annotated[int, Meta(ge=1, le=LEARNERS_MAX)]
 
 
-@dataclass(frozen=True)
-class BrokerSection(Section):
-    """[broker] The process: its addresses and its files."""
+class Process(Struct, frozen=True, forbid_unknown_fields=True):
+    """[broker] The process: its address, its files, its keys."""
 
     listen: str = "tcp://127.0.0.1:7070"
-    """Address of the control port, tcp://HOST:PORT. Port 0: any free one, for tests."""
-    uplink_port: Annotated[int, Range(0, 65535)] = 0
-    """Port that takes outer gradients. 0: control port + 1, or a free one if that is 0."""
-    downlink_port: Annotated[int, Range(0, 65535)] = 0
-    """Port that sends publications. 0: control port + 2, or a free one if that is 0."""
+    """Address of the control port, tcp://HOST:PORT; uplink and downlink are the next two ports.
+    Port 0: any free ones."""
     state_dir: str = "runs/broker"
-    """Directory of run.json, checkpoints and journal; one broker at a time. A checkpoint is about
-    three float32 copies of the model, and there are two or three."""
-    insecure: bool = False
-    """Allow a broker to listen beyond loopback without encryption and keys."""
+    """Directory of the run: run.db, packs, fragments. One broker at a time."""
     init: str = ""
     """Safetensors file that becomes version 0. Empty: the first learner's parameters do."""
-    checkpoint_versions: Annotated[int, Range(1, 1_000_000)] = 50
-    """Versions, summed over the fragments, between two checkpoints. A restart replays the journal
-    since the last one; without a journal those versions are gone."""
-    journal: Literal["full", "merged", "off"] = "full"
-    """Record that is durable before a version is published. full: the contributions and the
-    publication as they travelled, so that a run can be replayed under other settings. merged: the
-    outer gradient, rounded to bfloat16; its size does not grow with the learners. off: checkpoints
-    only."""
-    journal_errors: Literal["stop", "serve"] = "stop"
-    """Choice when the journal cannot be written. stop: nothing is published until it can; learners
-    train on. serve: versions are published although a crash would undo them."""
-    journal_keep: bool = False
-    """Keep the whole journal and the first checkpoint, for `narrows journal replay`. Otherwise the
-    journal is cut back to the older of the two checkpoints that are kept."""
-    journal_segment: Annotated[Size, Range(1 << 12, 1 << 40)] = 64 << 20
-    """Size of one file of the journal; a broker takes the room of one at its start."""
-    rollback_to: Annotated[int, Range(-1, TOKENS_MAX)] = -1
-    """Version, summed over the fragments, to which this start takes the run back. -1: none."""
-    beat: Annotated[Duration, Range(0.01, 60)] = BEAT_S
-    """Time between two beats to each learner. They repeat the state: a lost one is a delay."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        listen = parse_listen(self.listen)
-        ports = [port for port in (listen.port, self.uplink_port, self.downlink_port) if port]
-        if len(set(ports)) < len(ports):
-            raise ConfigError(
-                "uplink_port: one port twice", expected="three different ports", got=str(ports)
-            )
-        if not self.state_dir:
-            raise ConfigError("state_dir: empty", expected="a directory")
-        if self.beat >= QUIET_S:
-            what = "beat: learners that hear nothing for so long take the broker for lost"
-            raise ConfigError(what, expected=f"less than {QUIET_S:g}s", got=f"{self.beat:g}s")
+    keys: str = ""
+    """Directory of the broker's key and its allow list. Empty: loopback only, unless insecure."""
+    insecure: bool = False
+    """Listen beyond loopback without keys."""
+    journal: Literal["on", "off"] = "on"
+    """off: rounds are recorded without payloads, and a crash falls back to the last snapshots."""
+    keep_history: bool = False
+    """Keep every payload and the first snapshots, for `narrows journal replay` and `rollback`."""
 
 
-@dataclass(frozen=True)
-class RunSection(Section):
+class Run(Struct, frozen=True, forbid_unknown_fields=True):
     """[run] The mode of the run, its clock, and its end."""
 
     mode: Mode = Mode.DECOUPLED
-    """decoupled: quorum and grace, nobody waits. streaming: all live learners, overlapped.
-    diloco: one fragment, all live learners, plain mean, learners wait. Sets other defaults too."""
-    goal_tokens: Annotated[Amount, Range(0, TOKENS_MAX)] = 0
+    """decoupled: quorum and grace, nobody waits. streaming: everybody contributes to each round.
+    diloco: one fragment, everybody, plain mean, learners wait."""
+    goal_tokens: Amount = Amount(0)
     """Tokens of all learners together after which the run ends, such as "12e9". 0: never."""
-    tokens_per_run_step: Annotated[Amount, Range(0, TOKENS_MAX)] = 0
-    """Tokens that make one step of the run's clock, which learning-rate schedules follow: set it to
-    the tokens of one inner step of all planned learners together. 0: each learner takes those of
-    one inner step of its own."""
-    learners_at_start: Annotated[int, Range(1, LEARNERS_MAX)] = 1
-    """Learners that must have joined before the first version is handed out, so that they all
-    start together. Later ones join at any time."""
-    founder: str = ""
-    """Learner whose model becomes the run's; others wait for it. Empty: the first that joins."""
-    max_offline: Duration = 3600.0
-    """A learner that is cut off for longer pauses: its work would be thrown away. 0: never."""
+    tokens_per_run_step: Amount = Amount(0)
+    """Tokens that make one step of the run's clock, which learning-rate schedules follow."""
+    learners_at_start: Learners = 1
+    """Learners that must have joined before the first version is handed out."""
+    seeder: str = ""
+    """Learner whose parameters become version 0. Empty: the first that joins."""
+    max_offline: Duration = Duration(3600.0)
+    """A learner that is cut off for longer pauses until it is back. 0: never."""
 
 
-@dataclass(frozen=True)
-class FragmentsSection(Section):
+class Fragments(Struct, frozen=True, forbid_unknown_fields=True):
     """[fragments] The cut of the model, and how often each fragment is exchanged."""
 
-    count: Annotated[int, Range(1, FRAGMENTS_MAX)] = 4
-    """P, the number of fragments. More of them spread the traffic more evenly; each has at least
-    one row of a tensor."""
-    sync_period_steps: Annotated[int, Range(1, 1_000_000)] = 10
-    """H, inner steps between two syncs of the same fragment. Traffic falls as 1/H; in short runs
-    20 cost 1 to 2% of the loss more than 10 (docs/quality.md, "H and gain")."""
-    overlap_steps: Annotated[int, Range(0, 1_000_000)] = 2
-    """tau, inner steps that an exchange may take without holding anybody up; less than H. Above 5
-    the staleness begins to cost quality (Streaming DiLoCo, arXiv 2501.18512)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.overlap_steps >= self.sync_period_steps:
-            raise ConfigError(
-                "overlap_steps: as long as the sync period",
-                expected=f"less than sync_period_steps = {self.sync_period_steps}",
-                got=str(self.overlap_steps),
-            )
+    count: Annotated[int, Meta(ge=1, le=FRAGMENTS_MAX)] = 4
+    """P. More fragments spread the traffic more evenly; each has at least one row of a tensor."""
+    sync_period_steps: Annotated[int, Meta(ge=1, le=1_000_000)] = 10
+    """H, inner steps between two rounds of the same fragment. Traffic falls as 1/H."""
+    overlap_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 2
+    """tau, inner steps that an exchange may take without holding anybody up; less than H."""
+    keep: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """Share of the steps made since the snapshot that an adoption keeps (Streaming DiLoCo)."""
 
 
-@dataclass(frozen=True)
-class OuterSection(Section):
-    """[outer] The outer optimizer."""
+class Merge(Struct, frozen=True, forbid_unknown_fields=True):
+    """[merge] When a round is merged, how, and the outer optimizer."""
 
-    optimizer: Annotated[str, Choice(OUTER_OPTIMIZERS)] = "nesterov"
-    """nesterov: momentum with a look-ahead. sgd: no momentum."""
-    lr: Annotated[float, Range(1e-6, 10)] = 0.4
-    """Outer learning rate. sgd at 1 with one learner is that learner's own training. With momentum
-    0.6 and H = 10 the best of those tried (docs/quality.md, "outer": "H 10, 0.4/0.6")."""
-    momentum: Annotated[float, Range(0, 0.999)] = 0.6
-    """mu. The usual 0.9 over-drives when H is short: the gain of a steady direction is
-    1 / (1 - mu)."""
+    quorum: Annotated[int, Meta(ge=0, le=LEARNERS_MAX)] = 1
+    """K, contributions without which a round is not merged. 0: those of all ready learners."""
+    weights: Literal["tokens", "equal"] = "tokens"
+    """tokens: tokens**2 / steps. equal: every push the same."""
+    outer_lr: Annotated[float, Meta(ge=1e-6, le=10)] = 0.4
+    """Outer learning rate."""
+    outer_momentum: Annotated[float, Meta(ge=0, le=0.999)] = 0.6
+    """Nesterov momentum; 0 is plain SGD."""
 
 
-@dataclass(frozen=True)
-class CodecSection(Section):
+class Codec(Struct, frozen=True, forbid_unknown_fields=True):
     """[codec] How values become bits, both ways."""
 
-    push: Annotated[str, Choice(setting_names())] = "int4-zstd"
-    """Codec of outer gradients on their way to the broker; "auto": the one that suits a rate."""
-    publish: Annotated[str, Choice(setting_names())] = "int4-zstd"
-    """Codec of updates on their way to the learners."""
-    push_rho: Annotated[float, Range(0.001, 100)] = 0.5
-    """Quantisation step of pushes in units of the tensor piece's rms: 0.5 is about 3 bits per
-    parameter, 1.0 about 2. With int4 a step below 0.4 clips values beyond 7 steps."""
-    publish_rho: Annotated[float, Range(0.001, 100)] = 0.5
-    """The same for publications. Their rounding error is in the next difference again."""
-    push_bits: Annotated[float, Range(0.5, 8)] = 3.0
-    """With push = "auto": bits per parameter to aim at; the step follows, fragment by fragment."""
-    publish_bits: Annotated[float, Range(0.5, 8)] = 3.0
-    """The same for publications."""
-    chunk_elements: Annotated[int, Range(256, CHUNK_ELEMENTS_MAX)] = 262144
-    """Elements per data message: small ones let control messages pass, large ones cost less."""
-    error_feedback: bool = True
-    """Learners add the rounding error of a push to the next push of the fragment."""
+    push: CodecName = "int4-zstd"
+    """Codec of outer gradients on their way to the broker."""
+    publish: CodecName = "int4-zstd"
+    """Codec of publications. Their rounding error is in the next difference again."""
+    rho: Annotated[float, Meta(ge=0.001, le=100)] = 0.5
+    """Quantisation step in units of the tensor piece's rms: 0.5 is about 3 bits a parameter."""
 
 
-@dataclass(frozen=True)
-class WanSection(Section):
-    """[wan] The network between broker and learners. Rates are bits per second of all that crosses
-    the line, overhead included, such as "2Gbit/s"; 0: no limit. They can be changed while the
-    broker runs: edit the file, send SIGHUP."""
+class Wan(Struct, frozen=True, forbid_unknown_fields=True):
+    """[wan] Rates of all that crosses the line, such as "2Gbit/s"; 0: no limit."""
 
-    up: Annotated[BitRate, Range(0, RATE_MAX)] = 0.0
+    up: BitRate = BitRate(0.0)
     """From each learner to the broker."""
-    down: Annotated[BitRate, Range(0, RATE_MAX)] = 0.0
+    down: BitRate = BitRate(0.0)
     """From the broker to each learner."""
-    total_up: Annotated[BitRate, Range(0, RATE_MAX)] = 0.0
-    """From all learners to the broker. Those that have something to send share it equally."""
-    total_down: Annotated[BitRate, Range(0, RATE_MAX)] = 0.0
-    """From the broker to all learners, likewise. A publication is sent once per learner."""
-    streams: Annotated[int, Range(1, STREAMS_MAX)] = 4
-    """Data connections per learner and direction. One connection over a long line is slowed down
-    by every lost packet; several share the damage."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("up", "down", "total_up", "total_down"):
-            if 0 < (rate := getattr(self, name)) < RATE_MIN:
-                raise ConfigError(
-                    f"{name}: too little for control messages alone",
-                    expected=f"0 (no limit), or at least {written('bits_per_s', RATE_MIN)}",
-                    got=written("bits_per_s", rate),
-                )
+    total_up: BitRate = BitRate(0.0)
+    """From all learners to the broker, shared equally among those that are connected."""
+    total_down: BitRate = BitRate(0.0)
+    """From the broker to all learners; a publication counts once per learner or relay."""
+    streams: Annotated[int, Meta(ge=0, le=STREAMS_MAX)] = 0
+    """Data connections per learner and direction. 0: 1 up to 100 Mbit/s a learner, else 4."""
 
 
-@dataclass(frozen=True)
-class LivenessSection(Section):
-    """[liveness] When a silent learner is no longer counted on. Durations."""
-
-    late: Duration = LATE_S
-    """Silence after which a learner is not waited for beyond the grace window."""
-    lost: Duration = LOST_S
-    """Silence after which a learner is dead, and "all live learners" are one less. Above `late`."""
-    forget: Duration = FORGET_S
-    """Time for which a learner that is gone is remembered, with its merged pushes. One that comes
-    back later is new, and does not know whether its last push was merged. At least `lost`."""
-    probe: Duration = PROBE_S
-    """Time in which the holder of a name must answer when a newcomer claims it."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.late < self.lost:
-            raise ConfigError(
-                "late: not before lost",
-                expected=f"more than 0, less than lost = {written('duration', self.lost)}",
-                got=written("duration", self.late),
-            )
-        if self.forget < self.lost:
-            raise ConfigError(
-                "forget: before the learner is lost",
-                expected=f"at least lost = {self.lost:g} s",
-                got=f"{self.forget:g} s",
-            )
-        if self.probe <= 0:
-            raise ConfigError("probe: no time to answer", expected="more than 0", got="0")
-
-
-@dataclass(frozen=True)
-class SecuritySection(Section):
-    """[security] Keys: who may connect, and what on the disk nobody alters unnoticed."""
-
-    keys: str = ""
-    """Directory that `narrows keys new` makes. Empty: the broker serves this machine alone."""
-    seal_key: str = ""
-    """File with the key that seals the state directory, outside of it. Empty: nothing is sealed."""
-
-
-@dataclass(frozen=True)
-class BrokerConfig(Section):
-    """All settings of a broker."""
-
-    broker: BrokerSection = field(default_factory=BrokerSection)
-    run: RunSection = field(default_factory=RunSection)
-    fragments: FragmentsSection = field(default_factory=FragmentsSection)
-    merge: MergeSection = field(default_factory=MergeSection)
-    outer: OuterSection = field(default_factory=OuterSection)
-    codec: CodecSection = field(default_factory=CodecSection)
-    wan: WanSection = field(default_factory=WanSection)
-    liveness: LivenessSection = field(default_factory=LivenessSection)
-    security: SecuritySection = field(default_factory=SecuritySection)
-
-
-_PRESETS: Final[Mapping[Mode, Mapping[str, object]]] = {
+MODE_PRESETS: Final[dict[Mode, dict[str, object]]] = {
     Mode.DECOUPLED: {},
-    Mode.STREAMING: {},
+    Mode.STREAMING: {"merge.quorum": 0},
     Mode.DILOCO: {
         "fragments.count": 1,
         "fragments.overlap_steps": 0,
+        "fragments.keep": 0.0,
+        "merge.quorum": 0,
         "merge.weights": "equal",
-        "merge.rule": "mean",
-        "merge.norm_limit": 0.0,
-        "merge.clip_ratio": 0.0,
-        "merge.rounds_in_flight": 1,
     },
 }
-
-assert _PRESETS.keys() == set(Mode), "each mode has a preset"
-
-
-def preset(mode: Mode | str) -> dict[str, object]:
-    """The settings that a mode changes, for `override`. Raises ConfigError."""
-    check_choice("run.mode", mode, tuple(Mode))
-    return {"run.mode": str(mode), **_PRESETS[Mode(mode)]}
+"""Settings that a mode changes, by dotted key; they stand below the file and the flags."""
 
 
-def load_config(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
-    """Defaults, the mode's preset, the file if there is one, `flags` by dotted key, in this order.
+class BrokerConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """All settings of a broker."""
 
-    Raises ConfigError, naming the file or "flags" and the key.
+    broker: Process = field(default_factory=Process)
+    run: Run = field(default_factory=Run)
+    fragments: Fragments = field(default_factory=Fragments)
+    merge: Merge = field(default_factory=Merge)
+    codec: Codec = field(default_factory=Codec)
+    wan: Wan = field(default_factory=Wan)
+
+    @property
+    def shared(self) -> RunSettings:
+        """The settings that every learner is told; the rates cut messages to 10 ms of a share."""
+        rate = self.message_rate
+        streams = self.wan.streams or (4 if not rate or rate > 100e6 else 1)
+        return RunSettings(
+            mode=self.run.mode,
+            fragments=self.fragments.count,
+            sync_period_steps=self.fragments.sync_period_steps,
+            overlap_steps=self.fragments.overlap_steps,
+            keep=self.fragments.keep,
+            push_codec=self.codec.push,
+            push_rho=self.codec.rho,
+            chunk_elements=chunk_elements(rate, bits_per_element=4),
+            state_chunk_elements=chunk_elements(rate, bits_per_element=32),
+            streams=streams,
+            window_messages=32 if rate else 256,
+            goal_tokens=int(self.run.goal_tokens),
+            tokens_per_run_step=int(self.run.tokens_per_run_step),
+            max_offline_s=float(self.run.max_offline),
+        )
+
+    @property
+    def message_rate(self) -> float:
+        """The slowest rate, in bit/s, that one learner's data may have to live with; 0: none."""
+        rates = [self.wan.up, self.wan.total_up / self._expected, self.down_rate]
+        return min((float(rate) for rate in rates if rate), default=0.0)
+
+    @property
+    def down_rate(self) -> float:
+        """The same of what a learner receives."""
+        rates = [self.wan.down, self.wan.total_down / self._expected]
+        return min((float(rate) for rate in rates if rate), default=0.0)
+
+    @property
+    def _expected(self) -> int:
+        """Learners that share the total rates, for sizes that are fixed before they come."""
+        return self.merge.quorum if self.merge.quorum > 1 else 4
+
+    @property
+    def policy(self) -> Policy:
+        """The rules of the next round."""
+        return Policy(
+            weights=self.merge.weights,
+            rule="mean" if self.run.mode is Mode.DILOCO else "layout",
+            outer_lr=self.merge.outer_lr,
+            momentum=self.merge.outer_momentum,
+            codec=self.codec.publish,
+            rho=self.codec.rho,
+            chunk_elements=self.shared.chunk_elements,
+        )
+
+
+MESSAGE_S: Final = 0.01
+"""Seconds of the slowest rate that one data message may hold."""
+
+
+def chunk_elements(rate: float, *, bits_per_element: int) -> int:
+    """The largest power of two, 1,024 to 262,144, whose message takes MESSAGE_S at `rate` bit/s."""
+    elements = 1 << 18
+    while rate and elements > 1024 and elements * bits_per_element > MESSAGE_S * rate:
+        elements //= 2
+    return elements
+
+
+RATE_MIN: Final = 64e3
+"""Bits per second that control messages alone need; also catches a rate without its unit."""
+
+
+def load_broker(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
+    """The broker's settings from a file and flags (dotted key -> value or text).
+
+    Raises ConfigError for what one setting or several together cannot mean.
     """
-    table = read_table(path) if path else {}
-    run = table.get("run")
-    of_file = cast(Mapping[str, object], run).get("mode") if isinstance(run, dict) else None
-    # The mode first: its preset stands below the file and the flags that name the mode.
-    named = flags.get("run.mode") or of_file
-    mode = named if isinstance(named, str) else Mode.DECOUPLED
-    config = override(BrokerConfig(), preset(mode))
-    return override(override(config, table, source=str(path)), flags, source="flags")
+    config = load(BrokerConfig, path, flags, {"run.mode": MODE_PRESETS})
+    listen = parse_address(config.broker.listen, listen=True)
+    _require(listen.port <= 65533, "broker.listen", "a port up to 65533: it takes three", listen)
+    _require(bool(config.broker.state_dir), "broker.state_dir", "a directory", "an empty text")
+    seeder = config.run.seeder
+    _require(not seeder or re.match(NAME_PATTERN, seeder), "run.seeder", "a learner's name", seeder)
+    cut = config.fragments
+    below = f"less than fragments.sync_period_steps = {cut.sync_period_steps}"
+    fits = cut.overlap_steps < cut.sync_period_steps
+    _require(fits, "fragments.overlap_steps", below, cut.overlap_steps)
+    # A learner waits for the version of each fragment: with several, two rounds in flight could
+    # wait for learners that wait for a third.
+    whole = config.run.mode is not Mode.DILOCO or cut.count == 1
+    _require(whole, "fragments.count", "1 in mode diloco", cut.count)
+    for name in ("up", "down", "total_up", "total_down"):
+        rate: BitRate = getattr(config.wan, name)
+        expected = f"0 (no limit) or at least {BitRate(RATE_MIN).text()}, with its unit"
+        _require(not rate or rate >= RATE_MIN, f"wan.{name}", expected, rate.text())
+    return config
+
+
+def _require(condition: object, key: str, expected: str, got: object) -> None:
+    if not condition:
+        raise ConfigError(f"{key}: cannot be used", expected=expected, got=str(got)[:64])

@@ -1,387 +1,516 @@
-"""A whole Narrows learner in one file, written from proto/PROTOCOL.md alone; §n is its section n.
+"""A whole Narrows learner in one file, written from PROTOCOL.md alone; § is a section of it.
 
---layout names a file that `narrows layout` wrote. A training step is weight decay: this file has no
-model, so it founds no run. Exits: 0 run ended, 2 not supported, 3 refused, 4 no broker, 130 ^C."""
+It trains by weight decay, so it needs no framework. It joins brokers on loopback, where nobody
+needs a key, and believes them: it checks sizes and digests, not every bound of §3.
+"""
 
 import argparse
+import hashlib
+import itertools
 import json
-import signal
+import math
+import secrets
 import sys
 import time
-from struct import unpack_from
-from typing import Any, NoReturn, TypeAlias
+from typing import Any
 
+import blosc2
 import msgpack
 import numpy as np
 import xxhash
 import zmq
 import zstandard
 
-Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
-Message: TypeAlias = dict[str, Any]
-PROTOCOL, PUSH, PUBLICATION, STATE, INT4, BLOSC2 = 3, 1, 3, 4, "int4-zstd", "f32-blosc2"
-SUPPORTED = {"role": "adopt wait", "mode": "decoupled", "push_codec": INT4, "publish_codec": INT4}
-OPTIONS = {zmq.RECONNECT_IVL: 100, zmq.RECONNECT_IVL_MAX: 2000, zmq.TCP_MAXRT: 20000}
-OPTIONS |= {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5}
-OPTIONS |= {zmq.IMMEDIATE: 1, zmq.SNDHWM: 0, zmq.RCVHWM: 64, zmq.MAXMSGSIZE: 4259840}
-HELLO_AGAIN = ("unknown_session", "wrong_epoch", "over_capacity", "quota")
-FIRST, LOGGED = "welcome asklayout refuse probe", "bad_frame bad_message too_large bad_checksum"
-digest = xxhash.xxh3_64_intdigest
+Array = np.ndarray[Any, np.dtype[Any]]
+Map = dict[str, Any]
+ENVELOPE, BLOSC2 = b"NRW\x01", b"\1\0\0\0\0\0\5" + bytes(8)
+PUSH, SEED, PUBLICATION, STATE, LAYOUT = range(5)
+SETTINGS: Map = dict(mode="decoupled", fragments=4, sync_period_steps=10, overlap_steps=2, keep=0.5)
+SETTINGS |= dict(push_codec="int4-zstd", push_rho=0.5, streams=4, window_messages=256)
+SETTINGS |= dict(chunk_elements=262144, state_chunk_elements=262144, max_offline_s=3600)
+ENDS = "protocol_version layout_differs wrong_run bad_name key_name not_finite_seed".split()
+HELLO_ON_S = dict.fromkeys(ENDS, 0) | {"name_in_use": 10, "over_capacity": 60}
 
 
-def stop(code: int, text: str) -> NoReturn:
+def need(truth: object, what: str) -> None:
+    if not truth:
+        raise ValueError(what)
+
+
+def log(text: object) -> None:
     print(f"minimal_learner: {text}", file=sys.stderr)
-    sys.exit(code)
 
 
-def seal(body: object) -> bytes:
-    """Returns the envelope around a message or a data header (§4)."""
-    packed: bytes = msgpack.packb(body)
-    return b"NRW" + bytes([PROTOCOL]) + digest(packed).to_bytes(8, "little") + packed
+def digest(values: Array) -> int:
+    """The digest over the digests of the blocks (§5)."""
+    blocks = [values[i : i + 65536].tobytes() for i in range(0, len(values), 65536)]
+    return xxhash.xxh3_64_intdigest(b"".join(xxhash.xxh3_64_digest(b)[::-1] for b in blocks))
 
 
-def unseal(frame: bytes) -> Any:
-    sound = digest(frame[12:]) == int.from_bytes(frame[4:12], "little")
-    if frame[:4] != b"NRW" + bytes([PROTOCOL]) or not sound:
-        raise ValueError(f"expected a frame of protocol_version {PROTOCOL}, got {frame[:12]!r}")
-    return msgpack.unpackb(frame[12:])
+def to_bfloat16(x: Array) -> Array:
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
-def cut(shapes: list[list[int]], count: int) -> list[list[tuple[int, int]]]:
-    """Returns each fragment's pieces as ranges of all elements in layout order (§7)."""
-    parts, fragments = list[tuple[int, int]](), [list[tuple[int, int]]() for _ in range(count)]
-    total, start = sum(int(np.prod(shape)) for shape in shapes), 0
-    for shape in shapes:
-        size, rows = int(np.prod(shape)), shape[0] if shape else 1
-        cuts = min(rows, -(-size * count // total))
-        ends = [start + rows * (c + 1) // cuts * (size // rows) for c in range(cuts)]
-        parts += zip([start, *ends], ends, strict=False)
-        start += size
-    for part in sorted(parts, key=lambda p: (p[0] - p[1], p[0])):
-        min(fragments, key=lambda pieces: sum(b - a for a, b in pieces)).append(part)
-    return [sorted(pieces) for pieces in fragments]
+def from_bfloat16(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def unblosc(chunk: bytes) -> Floats:
-    """Decodes a Blosc2 chunk: of zeros, stored, or in blocks of 1 or 4 byte streams each (§8)."""
-    (size, block), content = unpack_from("<II", chunk, 4), b""
-    if chunk[31] == 0x10 or chunk[2] & 2:
-        return np.frombuffer(chunk[32:] or bytes(size), "<f4")
-    for start in range(0, size, block):
-        length, (at,) = min(block, size - start), unpack_from("<I", chunk, 32 + start // block * 4)
-        raw, shuffled = length if chunk[2] & 0x10 or length < block else length // 4, b""
-        while len(shuffled) < length:
-            (n,) = unpack_from("<i", chunk, at)
-            part = chunk[at + 4 : at + 4 + n] if n > 0 else bytes([-n]) * raw  # a run of one byte
-            shuffled += part if len(part) == raw else zstandard.decompress(part, raw)
-            at += 4 + (n if n > 0 else n < 0)
-        content += np.frombuffer(shuffled, np.uint8).reshape(4, -1).T.tobytes()
-    return np.frombuffer(content, "<f4")
+def pack(codes: Array) -> bytes:
+    """Nibbles in runs of 256, half a run beside the other (§7)."""
+    whole, odd = len(codes) // 256 * 256, np.zeros(len(codes) % 2, np.int8)
+    padded = np.append(codes, odd).view(np.uint8) & 15
+    runs = padded[:whole].reshape(-1, 2, 128), padded[whole:].reshape(1, 2, -1)
+    return b"".join((run[:, 0] | run[:, 1] << 4).tobytes() for run in runs)
+
+
+def unpack(raw: Array, n: int) -> Array:
+    whole = n // 256 * 128
+    runs = raw[:whole].reshape(-1, 1, 128), raw[whole:].reshape(1, 1, -1)
+    both = [np.concatenate([run & 15, run >> 4], axis=1).ravel() for run in runs]
+    return (np.concatenate(both) << 4).view(np.int8)[:n] >> 4
+
+
+def store(values: Array) -> bytes:
+    """The stored form of a Blosc2 chunk (§7)."""
+    sizes = np.array([0, 0, 32], np.uint32) + np.uint32(4 * len(values))
+    return b"\5\1\7\4" + sizes.tobytes() + BLOSC2 + b"\0" + values.tobytes()
+
+
+def decode(payload: bytes, codec: str, spans: list[int]) -> Array:
+    """Returns the float32 values of one chunk (§7)."""
+    n, cut = sum(spans), 2 * len(spans)
+    if codec == "f32-blosc2":
+        need(payload[:2] == b"\5\1" and payload[16:31] == BLOSC2, "Blosc2 header")
+        need(payload[4:8] == (4 * n).to_bytes(4, "little"), "Blosc2 size")
+        return np.frombuffer(blosc2.decompress2(payload), np.float32)
+    half, frame = codec == "int4-zstd", payload[cut:]
+    size = zstandard.get_frame_parameters(frame).content_size
+    need(size == ((n + 1) // 2 if half else n), "size of the zstd frame")
+    raw = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+    codes = unpack(np.frombuffer(raw, np.uint8), n) if half else np.frombuffer(raw, np.int8)
+    scales = from_bfloat16(np.frombuffer(payload[:cut], np.uint16))
+    values: Array = np.repeat(scales, spans) * codes.astype(np.float32)
+    return values
+
+
+class Transfer:
+    """A PUBLICATION or a STATE on its way (§11)."""
+
+    def __init__(self, kind: int, n: int, c: int) -> None:
+        self.kind, self.values, self.missing = kind, np.zeros(n, np.float32), set(range(-(-n // c)))
+        self.asked, self.asking, self.pause = set[int](), kind == STATE, 1.0
+        self.due, self.contributors = time.monotonic() + 1, list[Any]()
+        self.push_id = self.result = 0
+
+
+class Push:
+    """An outer gradient, kept as codes: another life of the broker may cut it anew (§10)."""
+
+    def __init__(self, push_id: int, f: "Fragment", s: Map) -> None:
+        self.id, self.base, self.steps, self.merged = push_id, f.base_version, f.steps, False
+        work = dict(base=self.base, tokens=f.steps, steps=f.steps)
+        self.announcement = dict(fragment=f.index, push_id=push_id, **work)
+        self.codec, self.values = s["push_codec"], f.base - f.params
+        need(np.isfinite(self.values).all(), "not finite")
+        if self.codec == "f32-blosc2":
+            return
+        limit = 7 if self.codec == "int4-zstd" else 127
+        self.codes, self.scales = np.zeros(f.n, np.int8), np.zeros(len(f.pieces), np.uint16)
+        for i, (at, count, _) in enumerate(f.pieces):
+            piece = self.values[at : at + count]
+            rms = math.sqrt((piece.astype(float) ** 2).sum() / max(1, np.count_nonzero(piece)))
+            bits = to_bfloat16(np.array([s["push_rho"] * rms]))
+            need(bits[0] <= 0x7180, "not finite")
+            if bits[0] >= 0x0D80:
+                codes, self.scales[i] = piece / from_bfloat16(bits), bits[0]
+                self.codes[at : at + count] = np.rint(codes.clip(-limit, limit))
+        scales = np.repeat(from_bfloat16(self.scales), [count for _, count, _ in f.pieces])
+        self.values = scales * self.codes.astype(np.float32)
+
+    def payload(self, start: int, end: int, spans: list[tuple[int, int]]) -> bytes:
+        if self.codec == "f32-blosc2":
+            return store(self.values[start:end])
+        codes = self.codes[start:end]
+        raw = pack(codes) if self.codec == "int4-zstd" else codes.tobytes()
+        return self.scales[[i for i, _ in spans]].tobytes() + zstandard.compress(raw)
 
 
 class Fragment:
-    def __init__(self, index: int, pieces: list[tuple[int, int]]) -> None:
-        self.index, self.places = index, np.concatenate([np.arange(a, b) for a, b in pieces])
-        self.edges = np.cumsum([0] + [b - a for a, b in pieces])
-        self.version, self.newest, self.since, self.copy = -1, -1, 0, np.zeros(0, np.float32)
-        # The push whose outcome is open: its announcement, chunks by offset and count, remainder.
-        self.push, self.chunks, self.unsent = Message(), dict[Any, bytes](), list[Any]()
-        self.remainder, self.failed = self.copy, False
-        self.merged = list[tuple[int, int, Floats]]()  # push_id, tokens, remainder
-        self.transfers = dict[Any, list[Any]]()  # version, kind: values, push_id, result_digest
-        self.ask_at, self.pause_s, self.retry_at, self.declined = 0.0, 0.5, 0.0, (-1, 0)
+    def __init__(self, index: int, pieces: list[tuple[int, int, str]], params: Array) -> None:
+        self.index, self.pieces, self.n = index, pieces, len(params)  # at, count, dtype
+        self.params = self.base = self.copy = self.round(params)  # base: r(published[base])
+        self.version = self.base_version = -1  # of the copy, and of the base; -1: there is none
+        self.digest = self.steps = self.merged = 0  # steps: not pushed yet; as many tokens
+        self.push: Push | None = None
+        self.coming: dict[int, Transfer] = {}  # by version; one STATE at most, the oldest
 
-    def quantise(self, values: Floats, rho: float) -> tuple[Any, Any, Floats]:
-        """Returns the scale of each piece, all codes, and the values that they stand for (§8)."""
-        pieces = np.split(values.astype(np.float64), self.edges[1:-1])
-        rms = np.sqrt([p @ p / (np.count_nonzero(p) or 1) for p in pieces])
-        bits = (rms * rho).astype(np.float32).view(np.uint32)
-        scales = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")  # half to even
-        scales[scales < 0x0D80] = 0
-        each: Floats = np.repeat(scales.astype("<u4") << 16, np.diff(self.edges)).view(np.float32)
-        codes = np.clip(np.rint(values / np.where(each > 0, each, np.inf)), -7, 7).astype(np.int8)
-        return scales, codes, codes * each
+    def round(self, values: Array) -> Array:
+        """r of §8: to the dtype of each parameter and back."""
+        out = values.astype(np.float32)
+        for at, count, dtype in self.pieces:
+            part = out[at : at + count]
+            if dtype != "float32":
+                half = part.astype(np.float16)
+                part[:] = half if dtype == "float16" else from_bfloat16(to_bfloat16(part))
+        return out
 
-    def encode(self, scales: Any, codes: Any, at: int, count: int) -> bytes:
-        """Returns an int4-zstd payload: in each run of 256 codes, two halves share bytes (§8)."""
-        packed, spans = b"", np.diff(np.clip(self.edges, at, at + count))
-        for run in np.split(codes[at : at + count], range(256, count, 256)):
-            half = -(-len(run) // 2)
-            packed += (run[:half] & 15 | np.append(run[half:], np.int8(0))[:half] << 4).tobytes()
-        return bytes(scales[spans > 0].data) + zstandard.compress(packed, 1)
+    def spans(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Returns (piece, elements) of each span of a chunk."""
+        cut = [(i, min(end, a + n) - max(start, a)) for i, (a, n, _) in enumerate(self.pieces)]
+        return [(i, count) for i, count in cut if count > 0]
 
-    def decode(self, payload: bytes, at: int, count: int) -> Floats:
-        """Returns the values of an int4-zstd payload (§8)."""
-        spans = np.diff(np.clip(self.edges, at, at + count))
-        scales = np.frombuffer(payload, "<u2", np.count_nonzero(spans))
-        octets = np.frombuffer(zstandard.decompress(payload[scales.nbytes :]), np.int8)
-        runs = np.split(octets, range(128, len(octets), 128))
-        codes = np.concatenate([part for run in runs for part in (run << 4 >> 4, run >> 4)])[:count]
-        return codes * np.repeat(scales.astype("<u4") << 16, spans[spans > 0]).view(np.float32)
+    def begin(self, kind: int, version: int, c: int) -> None:
+        if kind == STATE:  # It replaces another one, and all that it covers.
+            self.coming = {v: t for v, t in self.coming.items() if t.kind != STATE and v > version}
+        self.coming[version] = Transfer(kind, self.n, c)
+
+    def expect(self, head: int, s: Map) -> None:
+        """Begins the transfers that lead from the copy to the head (§11)."""
+        states = [v for v, t in self.coming.items() if t.kind == STATE]
+        if not states and (self.version < 0 or head - self.version > 8):
+            self.begin(STATE, head, s["state_chunk_elements"])
+            states = [head]
+        first = max([self.version, *states]) + 1
+        for version in range(first, min(head, first + 7) + 1):
+            if version not in self.coming:
+                self.begin(PUBLICATION, version, s["chunk_elements"])
+
+    def advance(self, me: str) -> None:
+        """Takes over what is complete: a STATE, and publications in order."""
+        for version, t in sorted(self.coming.items()):
+            if t.missing or (t.kind == PUBLICATION and version != self.version + 1):
+                continue
+            add = np.where(t.values == 0, self.copy, self.copy + t.values)
+            copy, p = t.values if t.kind == STATE else add, self.push
+            if digest(copy) != t.result:  # Without a copy the STATE of the head is fetched.
+                self.version, self.digest, self.coming = -1, 0, {}
+                return
+            self.copy, self.version, self.digest = copy, version, t.result
+            if p and not p.merged and (t.push_id >= p.id or [me, p.id] in t.contributors):
+                p.merged, self.merged = True, self.merged + 1
+        self.coming = {v: t for v, t in self.coming.items() if v > self.version}
+
+    def adopt(self, keep: float) -> None:
+        new, p = self.round(self.copy), self.push
+        waiting = p.values if p else np.zeros(self.n, np.float32)
+        rest = np.float32(keep) * (self.params - self.base + waiting) if keep else 0
+        self.params = new + rest - (waiting if p and not p.merged else 0)
+        self.base, self.base_version, self.steps = new, self.version, self.steps if keep else 0
+        self.push = None if p and p.merged else p
+
+    def adopt_outright(self) -> None:
+        self.params = self.base = self.round(self.copy)
+        self.base_version, self.steps, self.push = self.version, 0, None
 
 
 class Learner:
-    def __init__(self, address: str, name: str, model: Message) -> None:
-        self.host, _, self.port = address.rpartition(":")
-        if any(entry[2] != "float32" for entry in model["layout"]):
-            stop(2, "config: the layout has another dtype than float32")
-        self.name, self.incarnation, self.model = name, np.random.bytes(16).hex(), model
-        self.shapes: list[list[int]] = [entry[1] for entry in model["layout"]]
-        self.flat = np.zeros(sum(int(np.prod(shape)) for shape in self.shapes), np.float32)
-        self.run_id, self.epoch, self.proof, self.phase = "", [0, 0, 0], "", "founding"
-        self.fragments, self.rounds, self.received = list[Fragment](), list[list[int]](), [0]
-        self.fates = dict.fromkeys(("merged", "overwritten", "refused", "rolled_back"), 0)
-        self.steps, self.step_s, self.push_ids, self.news = 0, 0.0, 0, False
-        self.sent, self.known, self.moved_at, self.rate, self.paid_at = 0, 0, 0.0, 0.0, 0.0
-        self.heard_at = self.stepped_at = self.reported_at = self.came_at = time.monotonic()
-        self.context, self.redial_s, self.topic = zmq.Context(), 2.5, f"{name}/{self.incarnation}"
-        self.dial(self.heard_at)
+    def __init__(self, address: str, name: str, layout: Map) -> None:
+        self.name, self.me = name, f"{name}.{secrets.token_hex(4)}"
+        self.host, self.entries = address.rpartition(":")[0], layout["entries"]
+        self.layout = msgpack.packb([layout["frozen_digest"], self.entries])
+        self.context, self.poller, self.fragments = zmq.Context(), zmq.Poller(), list[Fragment]()
+        self.control = self.socket(zmq.DEALER, 4194304, (zmq.IMMEDIATE, 1))
+        self.monitor = self.control.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self.poller.register(self.monitor, zmq.POLLIN)
+        self.control.connect(address)
+        self.run_id, self.epoch, self.ended, self.settings = "", "", False, SETTINGS
+        self.beat: Map = dict(phase="seeding", heads=[], up_bits_per_s=0)
+        self.ports, self.ups, self.downs, self.ready = [0] * 3, list[Any](), list[Any](), set[int]()
+        self.queue: dict[tuple[int, int, int, int], list[bytes]] = {}
+        self.steps = self.pushes = 0
+        self.told = self.finished = list[Any]()  # held of the last Hello; of the last Report
+        self.heard = self.data_at = self.stepped = time.monotonic()
+        self.hello_at = self.report_at = self.refused = self.step_s = 0.0  # hello_at inf: welcome
+        self.free = 0.0  # when the next chunk may be sent
 
-    def dial(self, now: float) -> None:
-        """Begins to join, on new connections (§3, §10)."""
-        self.context.destroy(linger=0)
-        self.context, self.poller = zmq.Context(), zmq.Poller()
-        self.uplinks, self.subscribed = list[Any](), set[Any]()
-        self.control, self.joined = self.socket(zmq.DEALER, self.port), False
-        self.asked_at, self.redial_s = np.inf, min(60, 2 * self.redial_s)
-        self.hello_at, self.hello_s = now + 0.1, 0.25
-
-    def socket(self, kind: int, port: int | str) -> "zmq.Socket[bytes]":
-        socket = self.context.socket(kind)
-        for option, value in OPTIONS.items():
-            socket.set(option, value)
-        socket.connect(f"{self.host}:{port}")
+    def socket(self, kind: int, size: int, *options: tuple[int, Any]) -> Any:
+        socket: Any = self.context.socket(kind)
+        bounds = (zmq.MAXMSGSIZE, size), (zmq.TCP_MAXRT, 20000), (zmq.LINGER, 2000)
+        for option, value in (*bounds, *options):
+            socket.setsockopt(option, value)
         self.poller.register(socket, zmq.POLLIN)
         return socket
 
-    def send(self, socket: "zmq.Socket[bytes]", *frames: bytes) -> None:
-        if socket.poll(0, zmq.POLLOUT):  # a connection stands: nothing waits for one
-            socket.send_multipart(frames)
-            size = sum(len(frame) + 9 for frame in frames)
-            self.charge(size - size // -1448 * 66, time.monotonic())
+    def open_data_sockets(self, ports: list[int]) -> None:
+        for socket in self.ups + self.downs:
+            self.poller.unregister(socket)
+            socket.close(linger=0)
+        self.ports, self.ups, self.downs, self.ready = ports, [], [], set()
+        for s in range(ports[2]):
+            topics = [(zmq.SUBSCRIBE, f"{t}/{s:02d}".encode()) for t in ("p", f"r/{self.me}")]
+            self.ups.append(self.socket(zmq.XPUB, 512, (zmq.XPUB_NODROP, 1), (zmq.SNDHWM, 8)))
+            self.downs.append(self.socket(zmq.SUB, 4259840, (zmq.RCVHWM, 8), *topics))
+            self.ups[s].connect(f"{self.host}:{ports[0]}")
+            self.downs[s].connect(f"{self.host}:{ports[1]}")
 
-    def charge(self, size: float, now: float) -> None:
-        if self.rate:  # data may leave when all is paid at 98.5 % of it (§15)
-            self.paid_at = max(self.paid_at, now) + 8 * size / (0.985 * self.rate)
+    def cut(self, parts: int) -> None:
+        """Cuts the model into fragments (§6)."""
+        slices, model, total = [], [], sum(math.prod(shape) for _, shape, _, _ in self.entries)
+        for tensor, (_, shape, dtype, _) in enumerate(self.entries):
+            size, rows = math.prod(shape), shape[0] if shape else 1
+            cuts = min(rows, -(-size * parts // total))
+            edges = [rows * c // cuts * (size // rows) for c in range(cuts + 1)]
+            slices += [(a - b, tensor, a, b - a, dtype) for a, b in itertools.pairwise(edges)]
+            model.append(np.random.default_rng(tensor).normal(0, 0.02, size))
+        if len(slices) < parts:
+            sys.exit("minimal_learner: this model cannot be cut so")
+        bins: list[list[Any]] = [[] for _ in range(parts)]
+        for piece in sorted(slices):
+            min(bins, key=lambda chosen: sum(n for _, _, n, _ in chosen)).append(piece[1:])
+        for index, chosen in enumerate(map(sorted, bins)):
+            at = itertools.accumulate([n for _, _, n, _ in chosen], initial=0)
+            pieces = [(a, n, dtype) for a, (_, _, n, dtype) in zip(at, chosen, strict=False)]
+            params = np.concatenate([model[t][start : start + n] for t, start, n, _ in chosen])
+            self.fragments.append(Fragment(index, pieces, params))
 
-    def tell(self, kind: str, **fields: Any) -> None:
-        self.send(self.control, seal({"type": kind, **fields}))
+    def pay(self, frames: list[bytes], *, received: bool = False) -> None:
+        """Charges a message (§11)."""
+        size, rate = sum(map(len, frames)) + 9 * len(frames), self.beat["up_bits_per_s"]
+        cost = size + 66 * math.ceil(size / 1448)
+        cost = 66 * math.ceil(cost / 2896) if received else cost
+        self.free = max(self.free, time.monotonic()) + (8 * cost / rate if rate else 0)
 
-    def hello(self, now: float) -> None:
-        held = [f.version for f in self.fragments]
-        m = {"fingerprint": self.model["fingerprint"], "name": self.name, "run_id": self.run_id}
-        m |= {"incarnation": self.incarnation, "epoch": self.epoch, "epoch_proof": self.proof}
-        m |= {"step": self.steps, "tokens": self.steps, "codecs": [INT4, BLOSC2]}
-        self.tell("hello", **m, protocol=PROTOCOL, versions=[] if -1 in held else held)
-        self.hello_at = now + self.hello_s * (1 + np.random.random())
-        self.asked_at, self.hello_s = min(self.asked_at, now), min(5.0, 2 * self.hello_s)
-
-    def on_control(self, m: Message, now: float) -> None:
-        """Takes a control message (§5); the codes of a Refuse are in §16."""
-        kind, epoch, push_id = m["type"], m.get("epoch", self.epoch), m.get("push_id")
-        self.heard_at, self.asked_at, self.redial_s = now, np.inf, 2.5
-        if epoch[0] < self.epoch[0] or not (self.joined or kind in FIRST.split()):
-            return
-        again = not push_id and m.get("code") in HELLO_AGAIN
-        if self.joined and (kind == "bye" or again or epoch != self.epoch):
-            return self.dial(now)
-        if kind == "probe":
-            self.tell("alive", nonce=m["nonce"])
-        elif kind in ("refuse", "missing") and push_id:
-            f = self.fragments[m["fragment"]]
-            if f.chunks and f.push["push_id"] == push_id and kind == "missing":
-                self.announce(f, m["ranges"])
-            elif f.chunks and f.push["push_id"] == push_id:
-                f.failed, f.chunks, f.unsent, f.declined = True, {}, [], (-1, 0)
-                f.retry_at = np.inf if m["code"] == "push_conflict" else now + 5
-        elif kind == "refuse" and not again and not (self.run_id and m["code"] in LOGGED.split()):
-            told = [f"{key} {m[key]}" for key in ("expected", "got", "remedy") if m.get(key)]
-            stop(3, f"{m['code']}: {m['message']}; {', '.join(told)}")
-        elif kind in ("beat", "progress") and self.known < m["received"][0] <= self.sent:
-            self.known, self.moved_at = m["received"][0], now
-        elif kind in ("welcome", "asklayout"):  # who is asked for its layout founds the run
-            self.on_welcome({"role": "found", "settings": {}, "run_id": ""} | m)
-        if kind in ("beat", "welcome"):
-            self.phase, self.rounds = m["phase"], m["rounds"]
-            self.news, self.rate = self.news or m["up_bits_per_s"] != self.rate, m["up_bits_per_s"]
-            versions = m["versions"] if kind == "beat" else [head[0] for head in m["fragments"]]
-            for f, version in zip(self.fragments, versions, strict=False):
-                if version > f.newest:
-                    f.newest, f.ask_at, f.pause_s = version, now + 0.5 * (kind == "beat"), 0.5
-
-    def on_welcome(self, m: Message) -> None:
-        """Joins, or rejoins; in a new epoch it takes every fragment anew (§10, §12)."""
-        settings = self.settings = m["settings"]
-        for key, known in (SUPPORTED | {"run_id": self.run_id or m["run_id"]}).items():
-            if (told := (settings | m)[key]) not in known.split():
-                self.tell("bye", reason=f"{key} {told!r} is not supported")
-                self.context.destroy(linger=1000)
-                stop(2, f"config: {key} {told!r} is not supported, only {known!r} is")
-        cuts = enumerate(cut(self.shapes, settings["fragment_count"]))
-        self.fragments = self.fragments or [Fragment(index, pieces) for index, pieces in cuts]
-        if not self.joined:
-            self.known, self.received = self.sent, [0] * settings["streams"]
-            self.uplinks = [self.socket(zmq.XPUB, m["uplink_port"]) for _ in self.received]
-            for s in range(settings["streams"]):
-                self.socket(zmq.SUB, m["downlink_port"]).subscribe(f"{self.topic}/{s:02d}")
-        for f in self.fragments:
-            f.declined, f.newest = (-1, 0), -1
-            if m["epoch"] != self.epoch:  # the State's push_id says what became of an open push
-                f.version, f.transfers, f.chunks, f.unsent = -1, {}, {}, []
-            if f.version >= 0:
-                self.tell("adopted", fragment=f.index, version=f.version)
-            if f.chunks:
-                self.announce(f, [])
-        self.run_id, self.epoch = m["run_id"], m["epoch"]
-        self.proof, self.joined = m["epoch_proof"], True
-
-    def on_data(self, header: list[Any], payload: bytes, now: float) -> None:
-        """Takes a chunk of a publication or a state (§6)."""
-        at, count, codec, payload_digest, result_digest, stream, position = header[9:]
-        kind, (index, version, push_id) = header[3], header[6:9]
-        mine = [self.run_id, self.epoch, self.name, self.incarnation]
-        if header[1:3] + header[4:6] != mine or codec != (BLOSC2 if kind == STATE else INT4):
-            return
-        self.received[stream], self.news, self.heard_at = position, True, now
-        f = self.fragments[index]
-        is_wanted = f.version < version <= max(f.version, f.newest) + 8
-        if is_wanted and digest(payload) == payload_digest:
-            values = unblosc(payload) if kind == STATE else f.decode(payload, at, count)
-            blank = [np.full(len(f.places), np.nan, np.float32), 0, 0]
-            transfer = f.transfers.setdefault((version, kind), blank)
-            transfer[0][at : at + count] = values
-            transfer[1:] = max(push_id, transfer[1]), result_digest
-            f.ask_at, f.pause_s = now + 0.5, 0.5
-            self.adopt(f)
-
-    def adopt(self, f: Fragment) -> None:
-        """Applies what is complete (§9), and settles the push and its tokens (§10)."""
-        for (version, kind), (values, push_id, result_digest) in sorted(f.transfers.items()):
-            wrong = version != f.version + 1 if kind == PUBLICATION else version <= f.version
-            if wrong or np.isnan(values).any():
-                continue
-            values = values if kind == STATE else np.where(values == 0, f.copy, f.copy + values)
-            if digest(values.tobytes()) != result_digest:
-                f.transfers.clear()
-                return self.tell("fetch", fragment=f.index, have_version=-1)
-            while f.version < 0 and f.merged and f.merged[-1][0] > push_id:
-                self.fates["rolled_back"] += f.merged[-1][1]
-                self.fates["merged"] -= f.merged.pop()[1]
-            if f.push:
-                tokens, merged = f.push["tokens"], f.push["push_id"] == push_id
-                fate = "merged" if merged else "refused" if f.failed else "overwritten"
-                self.fates[fate], f.since = self.fates[fate] + tokens, f.since + tokens
-                f.merged += [(push_id, tokens, f.remainder)] * merged
-            self.fates["overwritten"] += self.steps - f.since
-            f.since, f.push, f.chunks, f.unsent, f.retry_at = self.steps, {}, {}, [], 0.0
-            f.copy, f.version, self.flat[f.places] = values, version, values
-            self.tell("adopted", fragment=f.index, version=version)
-        f.transfers = {key: value for key, value in f.transfers.items() if key[0] > f.version}
-
-    def ask(self, now: float) -> None:
-        """Asks for what does not come, of four fragments at a time (§13)."""
-        behind = [f for f in self.fragments if f.version < f.newest]
-        for f in [f for f in behind[:4] if now >= f.ask_at]:
-            f.ask_at, f.pause_s = now + f.pause_s * (1 + np.random.random()), min(8, 2 * f.pause_s)
-            begun = [k for k in sorted(f.transfers) if k[1] == STATE or k[0] == f.version + 1]
-            for version, kind in begun[-1:]:
-                gaps = np.diff(np.isnan(f.transfers[version, kind][0]), prepend=False, append=False)
-                ranges = [[a, b - a] for a, b in np.flatnonzero(gaps).reshape(-1, 2).tolist()][:256]
-                m = {"kind": kind, "version": version, "push_id": 0, "ranges": ranges}
-                self.tell("missing", fragment=f.index, **m)
-            if not begun:
-                self.tell("fetch", fragment=f.index, have_version=f.version)
-
-    def answer(self, f: Fragment, base: int, attempt: int, now: float) -> None:
-        """Answers a round: with its outer gradient, or a Decline if none can come (§9, §10)."""
-        m: Message = {"fragment": f.index, "base_version": base, "attempt": attempt}
-        idle, tokens = f.since == self.steps or now < f.retry_at, self.steps - f.since
-        waits = idle and (f.declined == (base, attempt) or (self.phase == "running" and not tokens))
-        if f.version != base or (f.push and not f.failed) or waits:
-            return
-        if idle:
-            f.declined = base, attempt
-            return self.tell("decline", **m, reason="nothing to push now")
-        gradient, size = f.copy - self.flat[f.places], len(f.places)
-        if self.settings["error_feedback"] and f.merged:
-            gradient += f.merged[-1][2]
-        scales, codes, coded = f.quantise(gradient, self.settings["push_rho"])
-        room = self.settings["message_bytes"] - 512 - 64 - 2 * len(f.edges)
-        step = min(self.settings["chunk_elements"], max(256, room * 2 // 257 * 256))
-        cuts = [(at, min(step, size - at)) for at in range(0, size, step)]
-        f.chunks = {(at, n): f.encode(scales, codes, at, n) for at, n in cuts}
-        m |= {"push_id": self.push_ids + 1, "elements": size, "tokens": tokens, "steps": tokens}
-        self.push_ids, f.push, f.failed, f.remainder = self.push_ids + 1, m, False, gradient - coded
-        self.announce(f, [[0, size]])
-
-    def announce(self, f: Fragment, ranges: list[list[int]]) -> None:
-        """Announces a push, and queues its chunks that touch the ranges."""
-        self.tell("push", **f.push)
-        touched = [c for c in f.chunks if any(c[0] < a + n and a < sum(c) for a, n in ranges)]
-        f.unsent += [chunk for chunk in touched if chunk not in f.unsent]
-
-    def send_data(self, f: Fragment, now: float) -> None:
-        """Sends a chunk; at most 64 KiB or one is under way, which is always allowed (§6, §14)."""
-        under_way = self.sent - self.known if now < self.moved_at + 5 else 0
-        ready = f.unsent and now > self.paid_at and self.subscribed == set(self.uplinks)
-        if ready and (not under_way or under_way + len(f.chunks[f.unsent[0]]) <= 65536):
-            payload = f.chunks[chunk := f.unsent.pop(0)]
-            self.sent, self.moved_at = self.sent + len(payload), now
-            header = [PROTOCOL, self.run_id, self.epoch, PUSH, self.name, self.incarnation, f.index]
-            header += [f.push["base_version"], f.push["push_id"], *chunk, INT4, digest(payload)]
-            self.send(self.uplinks[0], b"u", seal([*header, 0, 0, self.sent]), payload)
-
-    def receive(self, socket: Any, frames: list[bytes], now: float) -> None:
-        back = -(sum(len(frame) + 9 for frame in frames) // -2896) * 66  # TCP's acknowledgements
-        self.charge(min(back, self.rate / 16 * (now - self.came_at)), now)
-        self.came_at = now
+    def say(self, type_: str, **fields: Any) -> None:
+        frames = [ENVELOPE, msgpack.packb({"type": type_} | fields)]
         try:
-            if socket in self.uplinks:
-                self.subscribed.add(socket)
-            elif socket is self.control:
-                self.on_control(unseal(frames[0]), now)
-            else:
-                self.on_data(unseal(frames[1]), frames[2], now)
-        except Exception as error:  # whatever a bad message raises
-            text = f"minimal_learner: dropped a message of the broker: {error!r}"
-            print(text, file=sys.stderr) if self.run_id else stop(3, text)
+            self.control.send_multipart(frames, zmq.NOBLOCK)
+            self.pay(frames)
+        except zmq.Again:
+            pass  # No connection: after the next Welcome all is told again.
 
-    def run(self, step_s: float, join_timeout_s: float) -> None:
-        """Trains until the run has ended (§10)."""
-        ready = ended = False
-        while not ended:
-            for socket in (s for s, _ in self.poller.poll(2) if not s.closed):  # by dial()
-                self.receive(socket, socket.recv_multipart(), time.monotonic())
+    def say_hello(self, now: float) -> None:
+        self.hello_at, self.told = now + 1, [[f.version, f.digest] for f in self.fragments]
+        mark = hashlib.blake2b(self.layout, digest_size=16).hexdigest()
+        who = dict(name=self.name, incarnation=self.me, run_id=self.run_id, epoch=self.epoch)
+        self.say("hello", protocol=1, fingerprint=mark, held=self.told, **who)
+
+    def report(self, now: float, finished: list[int]) -> None:
+        self.report_at, self.finished = now + 1, finished
+        held = [f.base_version for f in self.fragments]
+        work = dict(steps=self.steps, tokens=self.steps, loss=None)
+        self.say("report", held=held, finished=finished, **work)
+
+    def size(self, kind: int) -> int:
+        return int(self.settings[("state_" if kind in (SEED, STATE) else "") + "chunk_elements"])
+
+    def put(self, kind: int, fragment: int, push_id: int = 0, ranges: Any = None) -> None:
+        """Queues chunks to be sent: all, or those that the broker fetches."""
+        f, c, version, codec = self.fragments[fragment], self.size(kind), 0, "f32-blosc2"
+        last, p = 1 if kind == LAYOUT else -(-f.n // c), f.push
+        if kind == PUSH:
+            if not p or p.id != push_id:
+                return  # It is settled.
+            version, codec = p.base, p.codec
+        for first, count in ranges or [[0, last]]:
+            for chunk in range(first, min(last, first + count)):
+                start, end = chunk * c, min(f.n, (chunk + 1) * c)
+                if kind == PUSH and p:
+                    payload = p.payload(start, end, f.spans(start, end))
+                elif kind == SEED:
+                    payload = store(f.params[start:end])
+                else:
+                    payload = zstandard.compress(self.layout)
+                head = [self.epoch, kind, self.me, fragment, version, push_id, chunk, codec]
+                head += [xxhash.xxh3_64_intdigest(payload), 0]
+                frames = [b"u/%02d" % (chunk % self.ports[2]), msgpack.packb(head), payload]
+                self.queue[kind, fragment, push_id, chunk] = frames
+
+    def send(self, now: float) -> None:
+        blocked = set(range(self.ports[2])) - self.ready
+        for key in list(self.queue):
+            push, stream = self.fragments[key[1]].push, key[3] % self.ports[2]
+            if key[0] == PUSH and (not push or push.id != key[2]):
+                del self.queue[key]
+            elif self.free <= now and stream not in blocked:
+                try:
+                    self.ups[stream].send_multipart(self.queue[key], zmq.NOBLOCK)
+                    self.pay(self.queue.pop(key))
+                except zmq.Again:
+                    blocked.add(stream)
+
+    def on_welcome(self, m: Map, now: float) -> None:
+        settings, new = SETTINGS | m["settings"], m["beat"]["epoch"] != self.epoch
+        if new and self.epoch and self.told != [[f.version, f.digest] for f in self.fragments]:
+            self.say_hello(now)
+            return
+        if any(settings[s] & settings[s] - 1 for s in ("chunk_elements", "state_chunk_elements")):
+            sys.exit("minimal_learner: the broker's chunks are no powers of two")
+        self.settings, self.run_id, self.beat = settings, m["run_id"], m["beat"]
+        if not self.fragments:
+            self.cut(settings["fragments"])
+        ports = [m["uplink_port"], m["downlink_port"], settings["streams"]]
+        if ports != self.ports:
+            self.open_data_sockets(ports)
+        self.epoch, self.hello_at, self.refused = self.beat["epoch"], math.inf, 0.0
+        self.queue = {} if new else self.queue
+        for f in self.fragments:
+            f.coming = {} if new else f.coming
+            if new and f.index in m["go_back"]:
+                f.version, f.base_version, f.digest, f.push = -1, -1, 0, None
+            if f.push and not f.push.merged:
+                self.say("push", **f.push.announcement)
+                if new:
+                    self.put(PUSH, f.index, f.push.id)
+        if m["role"] == "seed":
+            self.put(LAYOUT, 0)
+            for f in self.fragments:
+                self.put(SEED, f.index)
+        self.report_at = now
+
+    def on_refuse(self, m: Map, now: float) -> None:
+        log("; ".join(m[k] for k in "code message expected got remedy".split() if m.get(k)))
+        if m.get("push_id"):
+            f = self.fragments[m["fragment"]]
+            if f.push and f.push.id == m["push_id"] and not f.push.merged:
+                f.steps, f.push = f.steps + f.push.steps, None
+        elif m["code"] in HELLO_ON_S:
+            self.refused, self.hello_at = self.refused or now, now + 1
+            if m.get("layout"):
+                theirs = msgpack.unpackb(zstandard.decompress(m["layout"]))[1]
+                pairs = zip(self.entries, theirs, strict=False)
+                log([pair for pair in pairs if pair[0] != pair[1]][:3])
+            if now - self.refused >= HELLO_ON_S[m["code"]]:
+                sys.exit(3)
+
+    def on_control(self, frames: list[bytes], now: float) -> None:
+        if frames[0] != ENVELOPE:
+            sys.exit("minimal_learner: the broker speaks another version of the protocol")
+        m, self.heard = msgpack.unpackb(frames[1]), now
+        if m["type"] == "welcome":
+            self.on_welcome(m, now)
+        elif m["type"] == "refuse":
+            self.on_refuse(m, now)
+        elif m["type"] == "fetch":
+            self.put(m["kind"], m["fragment"], m["push_id"], m["chunks"])
+        elif m["type"] == "beat" and m["epoch"] == self.epoch:
+            self.beat = m
+        elif self.hello_at == math.inf:  # Bye, or a Beat of another epoch.
+            self.hello_at = now
+
+    def on_data(self, frames: list[bytes], now: float) -> None:
+        _, header, payload = frames
+        epoch, kind, to, i, version, push_id, chunk, *more = msgpack.unpackb(header)
+        codec, told, result, *by = more
+        f, c, self.data_at = self.fragments[i], self.size(kind), now
+        if epoch != self.epoch or to not in ("", self.me) or version <= f.version:
+            return
+        start, end = chunk * c, min(f.n, chunk * c + c)
+        need(told == xxhash.xxh3_64_intdigest(payload) and 0 <= start < f.n, "damaged chunk")
+        values = decode(payload, codec, [count for _, count in f.spans(start, end)])
+        if version not in f.coming or f.coming[version].kind < kind:
+            f.begin(kind, version, c)
+        t = f.coming[version]
+        if t.kind == kind and chunk in t.missing:
+            t.values[start:end], t.push_id, t.result = values, push_id, result
+            t.missing, t.asked, t.pause, t.due = t.missing - {chunk}, t.asked - {chunk}, 1, now + 1
+            t.contributors += by[0] if by else []
+            f.advance(self.me)
+
+    def repair(self, now: float) -> None:
+        """Asks for what is missing (§11)."""
+        for f, head in zip(self.fragments, self.beat["heads"], strict=False):
+            f.expect(head, self.settings)
+        coming = [(f, v, t) for f in self.fragments for v, t in f.coming.items() if t.missing]
+        for f, version, t in coming:
+            if now >= t.due:
+                t.pause = 1 if self.data_at > t.due - t.pause else min(8, 2 * t.pause)
+            if now >= t.due or (t.asking and not t.asked):
+                share = max(1, self.settings["window_messages"] // len(coming))
+                t.asked = set(sorted(t.missing)[: min(share, 256)])
+                t.asking, t.due, ranges = True, now + t.pause, [[c, 1] for c in t.asked]
+                what = dict(kind=t.kind, fragment=f.index, version=version, push_id=0)
+                self.say("fetch", chunks=ranges, **what)
+
+    def boundary(self) -> None:
+        """Adopts, then pushes (§8, §9)."""
+        s, beat, phase = self.settings, self.beat, self.beat["phase"]
+        lockstep, ending = s["mode"] == "diloco", phase == "ending"
+        slow = not lockstep and 0 < beat["period_s"] / 2 < self.step_s
+        for f in self.fragments:
+            behind = f.version - f.base_version
+            if behind > 0 and f.base_version < 0:
+                f.adopt_outright()
+                self.report_at = 0.0
+            elif behind > 0:
+                f.adopt(1 if slow else 0 if behind > 1 else 1 if ending else s["keep"])
+            is_open = f.index in beat["collecting"] and beat["heads"][f.index] == f.base_version
+            due = f.steps >= s["sync_period_steps"] if lockstep else slow or is_open
+            due = ending or (due and phase == "running")
+            if due and f.steps and f.base_version >= 0 and not f.push:
+                self.pushes += 1
+                try:
+                    f.push, f.steps = Push(self.pushes, f, s), 0
+                    self.say("push", **f.push.announcement)
+                    self.put(PUSH, f.index, f.push.id)
+                except ValueError as error:
+                    log(f"no push, back to the published copy: {error}")
+                    f.base_version = -1
+
+    def waits(self, f: Fragment) -> bool:
+        """Lockstep (§9)."""
+        if not f.push:
+            return bool(f.base_version > self.beat["heads"][f.index])
+        taken = "sync_period_steps" if f.base_version > f.push.base else "overlap_steps"
+        return bool(f.steps >= self.settings[taken])
+
+    def step(self, now: float, step_s: float) -> None:
+        s, early = self.settings, now < self.stepped + step_s
+        if (
+            early
+            or self.beat["phase"] != "running"
+            or any(f.base_version < 0 for f in self.fragments)
+        ):
+            return
+        if 0 < s["max_offline_s"] < now - self.heard:
+            return
+        if s["mode"] == "diloco" and any(map(self.waits, self.fragments)):
+            return
+        self.step_s = min(now - self.stepped, 2 * max(step_s, self.step_s))
+        self.stepped, self.steps = now, self.steps + 1
+        for f in self.fragments:
+            f.params, f.steps = f.params * np.float32(0.999), f.steps + 1
+
+    def receive(self) -> None:
+        for socket, _ in self.poller.poll(1 if self.queue else 5):
+            try:
+                frames, now = socket.recv_multipart(zmq.NOBLOCK), time.monotonic()
+                if socket in self.ups:
+                    self.ready.add(self.ups.index(socket))  # The broker's subscription.
+                elif socket is self.monitor:
+                    self.hello_at = now  # A new control connection.
+                else:
+                    self.pay(frames, received=True)
+                    (self.on_control if socket is self.control else self.on_data)(frames, now)
+            except Exception as error:  # Whatever a bad message raises.
+                log(f"dropped a message: {error!r}")
+
+    def run(self, step_s: float) -> None:
+        while not self.ended:
+            self.receive()
             now = time.monotonic()
-            silent_s, ending = now - self.heard_at, self.phase in ("ending", "ended")
-            if silent_s > (60 if ending else np.inf if self.run_id else join_timeout_s):
-                why = "unfinished" if ending else "broker_unreachable"
-                stop(4, f"{why}: nothing heard from {self.host}:{self.port} for {silent_s:.0f} s")
-            if silent_s > 4 if self.joined else now - self.asked_at > self.redial_s:
-                self.dial(now)
-            elif not self.joined and now >= self.hello_at:
-                self.hello(now)
-            if self.joined:
-                self.ask(now)
-                for index, base, attempt, _ in self.rounds:
-                    self.answer(self.fragments[index], base, attempt, now)
-                for f in self.fragments:
-                    self.send_data(f, now)
-                held = all(0 <= f.version >= f.newest for f in self.fragments)
-                ready, ended = ready or held, held and self.phase == "ended"
-                if ended or now - self.reported_at >= (0.05 if self.news else 1):
-                    self.reported_at, self.news = now, False
-                    told = [sum(self.steps - f.since for f in self.fragments), *self.fates.values()]
-                    m: Message = {"received": self.received, "up_bits_per_s": self.rate}
-                    m |= {"step": self.steps, "tokens": self.steps, "step_s": self.step_s}
-                    self.tell("report", **m, ledger=[self.steps, *told, 0], loss=None)
-            offline = self.run_id and 0 < self.settings["max_offline_s"] < silent_s
-            if ready and not ending and not offline and now >= self.stepped_at + step_s:
-                self.flat *= np.float32(0.999)  # the step, of one token
-                self.step_s += (now - self.stepped_at - self.step_s) / 10 if self.steps else 0
-                self.steps, self.stepped_at, self.news = self.steps + 1, now, True
-        self.tell("bye", reason="the run has ended")
-        self.context.destroy(linger=1000)
+            if now >= self.hello_at or (self.hello_at == math.inf and now - self.heard > 3):
+                self.say_hello(now)
+            if not self.fragments:
+                continue
+            self.step(now, step_s)
+            self.boundary()
+            if self.hello_at == math.inf:
+                self.repair(now)
+                done = [f for f in self.fragments if not f.steps and (not f.push or f.push.merged)]
+                finished = [f.index for f in done if self.beat["phase"] == "ending"]
+                if now >= self.report_at or finished != self.finished:
+                    self.report(now, finished)
+            self.send(now)
+            versions, phase = [f.version for f in self.fragments], self.beat["phase"]
+            self.ended = phase == "ended" and versions == self.beat["heads"]
+            if phase in ("ending", "ended") and now - self.heard > 30:
+                sys.exit("minimal_learner: the broker is gone, and with it the final model")
+        for f in self.fragments:
+            f.adopt_outright()
+        self.report(now, [])
+        self.say("bye", reason="this learner ends")
+        self.context.destroy(linger=2000)
 
 
 if __name__ == "__main__":
@@ -390,11 +519,13 @@ if __name__ == "__main__":
     parser.add_argument("--name", required=True, help="unique in the run")
     parser.add_argument("--layout", required=True, type=argparse.FileType(), help="a layout file")
     parser.add_argument("--step-s", type=float, default=0.02, help="least seconds of a step")
-    parser.add_argument("--join-timeout-s", type=float, default=60)
     options = parser.parse_args()
-    signal.signal(signal.SIGINT, lambda *_: stop(130, "stopped by Ctrl-C"))
     learner = Learner(options.broker, options.name, json.load(options.layout))
-    learner.run(options.step_s, options.join_timeout_s)
+    try:
+        learner.run(options.step_s)
+    except KeyboardInterrupt:
+        learner.say("bye", reason="stopped by Ctrl-C")
+        sys.exit(130)
     for f in learner.fragments:
-        end = {"fragment": f.index, "version": f.version, "digest": f"{digest(f.copy.data):016x}"}
-        print(json.dumps({**end, "merged": len(f.merged)}))
+        end = {"fragment": f.index, "version": f.version, "digest": f"{digest(f.copy):016x}"}
+        print(json.dumps({**end, "merged": f.merged}))

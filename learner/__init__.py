@@ -1,8 +1,8 @@
 """Joins a PyTorch training loop to a run: `from narrows.learner import Learner`.
 
-User code imports `Learner` and the errors that it may raise. Inside, `session` decides, `transport`
-owns threads and sockets, `module` reads and writes the model's parameters, and `reference` is a
-complete worker to try the project with. Other folders import the doors of those districts.
+User code imports `Learner` and the errors that it may raise. `learner`, `loop`, `parameters` and
+`weights` face the training loop; `session` and `fragment` decide and know no clock; `host`, `push`
+and `link` do what they decide.
 """
 
 from __future__ import annotations

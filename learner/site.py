@@ -1,4 +1,4 @@
-"""Where a learner joins, and as whom: from arguments, or from the key file of its site."""
+"""Where a learner joins and as whom: arguments, then the environment, then the key file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from narrows.proto.config import Address, parse_address
 from narrows.proto.errors import ConfigError
-from narrows.proto.keys import SiteKey, key_path, read_site_key
+from narrows.proto.keys import SiteKey, check_name, read_site_key
+from narrows.proto.wire import speaks_for
 
 
 @dataclass(frozen=True)
@@ -19,36 +21,46 @@ class JoinTarget:
     name: str
     key: SiteKey | None = None
     key_file: Path | None = None
+    relay: Address | None = None
+    """Of the site's relay, from which publications come instead of from the broker."""
 
 
-def site_of(
-    broker: str | None, name: str | None, key: str | os.PathLike[str] | None = None
+def join_target(
+    broker: str | None, name: str | None, key: str | os.PathLike[str] | None
 ) -> JoinTarget:
-    """The key file gives what is not given: the file that `key`, or NARROWS_KEY, names.
-
-    Raises ConfigError for another name than the key's, for a file that cannot be used, or if
-    something is missing.
-    """
-    path = key_path(key)
-    if path is None:
-        return _without_key(broker, name)
-    found = read_site_key(path)
-    if name is not None and name != found.name:
+    """`NARROWS_BROKER`, `NARROWS_NAME` and `NARROWS_KEY` stand in for what is not given; a key file
+    has a name and may have a broker; `NARROWS_RELAY` names the relay of a site that has one. Raises
+    ConfigError for a file or a name that cannot be used, or if something is missing."""
+    file = key or os.environ.get("NARROWS_KEY")
+    broker = broker or os.environ.get("NARROWS_BROKER")
+    name = name or os.environ.get("NARROWS_NAME")
+    relay = parse_address(via) if (via := os.environ.get("NARROWS_RELAY")) else None
+    if not file:
+        return JoinTarget(*_complete(broker, name), relay=relay)
+    path = Path(file)
+    site = read_site_key(path)
+    broker, name = _complete(broker or site.broker, name or site.name)
+    if not speaks_for(site.name, name):
         raise ConfigError(
             f"the key in {path} is of another name",
-            expected=f"the name {found.name}, or none",
+            expected=f"{site.name}, or {site.name}/PART",
             got=name,
-            remedy=f"a name needs a key of its own: the broker's operator types "
-            f"`narrows keys invite {name} --address {found.broker}`",
+            remedy=f"the site {name} needs a key of its own: narrows keys new FILE --name {name}",
         )
-    return JoinTarget(broker or found.broker, found.name, found, path)
-
-
-def _without_key(broker: str | None, name: str | None) -> JoinTarget:
-    if broker is None or name is None:
+    if not site.servers:
         raise ConfigError(
-            f"the learner's {'broker' if broker is None else 'name'} is missing",
-            expected="broker and name, or a key file that has both",
-            remedy="give both, or a key (key=, --key, NARROWS_KEY)",
+            f"{path} does not say which broker to trust",
+            expected="the broker's public key, as `narrows keys show` prints it there",
+            remedy=f"narrows keys new {path} --server KEY",
         )
-    return JoinTarget(broker, name)
+    return JoinTarget(broker, name, site, path, relay)
+
+
+def _complete(broker: str | None, name: str | None) -> tuple[str, str]:
+    if not broker or not name:
+        raise ConfigError(
+            f"the learner's {'name' if broker else 'broker'} is missing",
+            expected="broker and name, or a key file that has both",
+            remedy="give both (broker=, name=, NARROWS_BROKER, NARROWS_NAME), or a key",
+        )
+    return broker, check_name(name, "the learner's name")

@@ -1,7 +1,12 @@
-"""The layout of a model: which tensors travel, checked, counted, compared.
+"""The model as it travels: tensors, fragments, pieces, chunks and blocks, the same on every peer.
 
-Peers compare fingerprints. Where they differ, layouts are compared entry by entry, so that a
-refusal can name the difference.
+A layout names the tensors. It is cut into P fragments, from the layout and P alone: a tensor larger
+than a fragment is cut on rows of its first dimension, no other tensor is cut, and the slices are
+dealt out largest first, each to the fragment that is smallest so far. So no two fragments differ
+by more than the largest slice, and a piece keeps the shape of a matrix.
+
+A fragment travels in regular chunks: chunk i is elements [i * c, (i + 1) * c). Digests have two
+levels over blocks of BLOCK elements, so that no rank of an island needs a whole fragment.
 """
 
 from __future__ import annotations
@@ -9,21 +14,27 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heapify, heapreplace
+from itertools import islice, pairwise
+from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from narrows.proto.errors import ErrorCode, RemoteProtocolError
-from narrows.proto.limits import (
-    DIMENSIONS_MAX,
+from narrows.proto.errors import ConfigError, ErrorCode, RemoteProtocolError
+from narrows.proto.messages import (
     ELEMENTS_MAX,
-    LAYOUT_PART_BYTES_MAX,
-    LAYOUT_PARTS_MAX,
-    TENSOR_NAME_CHARACTERS_MAX,
-    TENSORS_MAX,
+    FRAGMENTS_MAX,
+    Layout,
+    LayoutEntry,
+    MergeRule,
 )
-from narrows.proto.messages import LayoutEntry, LayoutPart
+
+BLOCK: Final = 65_536
+"""Elements of a block: the unit of digests, and of what a rank of an island owns."""
 
 
 def element_count(entry: LayoutEntry) -> int:
@@ -31,84 +42,22 @@ def element_count(entry: LayoutEntry) -> int:
     return math.prod(entry.shape)
 
 
-def check_layout(layout: Sequence[LayoutEntry]) -> None:
-    """Raises RemoteProtocolError BAD_MESSAGE for a layout that no model has.
-
-    At least one tensor, unique printable names, dimensions of at least 1, and sizes within
-    limits.py.
-    """
-    _check(0 < len(layout) <= TENSORS_MAX, "tensors", f"1 to {TENSORS_MAX}", str(len(layout)))
+def check_layout(layout: Layout) -> None:
+    """Raises RemoteProtocolError BAD_MESSAGE for a layout that no model has: unique printable
+    names, and sizes within the bounds of messages.py."""
     names: set[str] = set()
     elements = 0
-    for entry in layout:
-        _check_entry(entry)
+    for entry in layout.entries:
+        _check(entry.name.isprintable(), "tensor name", "printable", repr(entry.name[:40]))
         _check(entry.name not in names, "tensor names", "unique ones", f"{entry.name!r} twice")
         names.add(entry.name)
         elements += element_count(entry)
     _check(elements <= ELEMENTS_MAX, "elements", f"at most {ELEMENTS_MAX}", str(elements))
 
 
-def fingerprint(layout: Sequence[LayoutEntry], frozen_digest: int) -> str:
-    """BLAKE2b with 16 bytes of digest over [frozen_digest, layout] as the shortest msgpack."""
-    told = msgspec.msgpack.encode((frozen_digest, layout))
-    return hashlib.blake2b(told, digest_size=16).hexdigest()
-
-
-def split_layout(layout: Sequence[LayoutEntry], frozen_digest: int) -> tuple[LayoutPart, ...]:
-    """A checked layout as it travels. Raises RemoteProtocolError TOO_LARGE for one of too many
-    parts."""
-    groups, room = list[list[LayoutEntry]](), 0
-    for entry in layout:
-        size = len(msgspec.msgpack.encode(entry))
-        if size > room:
-            groups.append([])
-            room = LAYOUT_PART_BYTES_MAX
-        groups[-1].append(entry)
-        room -= size
-    if len(groups) > LAYOUT_PARTS_MAX:
-        raise RemoteProtocolError(
-            ErrorCode.TOO_LARGE,
-            "layout",
-            expected=f"at most {LAYOUT_PARTS_MAX} parts of {LAYOUT_PART_BYTES_MAX} bytes",
-            got=f"{len(groups)} parts",
-        )
-    return tuple(
-        LayoutPart(index, len(groups), frozen_digest, tuple(group))
-        for index, group in enumerate(groups)
-    )
-
-
-@dataclass
-class JoinedLayout:
-    """A layout that comes in parts, in order. What does not fit is refused, so it is bounded."""
-
-    entries: list[LayoutEntry] = field(default_factory=list[LayoutEntry])
-    frozen_digest: int = 0
-    next_part: int = 0
-    """The first part that is missing."""
-    _count: int = 0
-
-    @property
-    def complete(self) -> bool:
-        return 0 < self._count == self.next_part
-
-    def take(self, part: LayoutPart) -> bool:
-        """Takes the next part in. Returns False for any other one, which is not wanted.
-
-        Raises RemoteProtocolError BAD_MESSAGE for a part that contradicts those before.
-        """
-        if part.index != self.next_part or self.complete:
-            return False
-        told = (part.count, part.frozen_digest)
-        known = (self._count, self.frozen_digest) if self._count else told
-        _check(told == known, "parts", f"{known[0]} of one layout", f"{told[0]} of another one")
-        _check(part.index < part.count, "parts", f"at most {part.count}", str(part.index + 1))
-        _check(bool(part.entries), f"part {part.index}", "a tensor at least", "none")
-        tensors = len(self.entries) + len(part.entries)
-        _check(tensors <= TENSORS_MAX, "tensors", f"at most {TENSORS_MAX}", str(tensors))
-        self.entries += part.entries
-        (self._count, self.frozen_digest), self.next_part = told, self.next_part + 1
-        return True
+def fingerprint(layout: Layout) -> str:
+    """BLAKE2b with 16 bytes of digest over the layout's shortest MessagePack, in hex."""
+    return hashlib.blake2b(msgspec.msgpack.encode(layout), digest_size=16).hexdigest()
 
 
 def differences(
@@ -122,22 +71,165 @@ def differences(
     return list(islice(_differences(ours, theirs), limit))
 
 
-def _check_entry(entry: LayoutEntry) -> None:
-    name_is_fine = 0 < len(entry.name) <= TENSOR_NAME_CHARACTERS_MAX and entry.name.isprintable()
-    _check(
-        name_is_fine,
-        "tensor name",
-        f"1 to {TENSOR_NAME_CHARACTERS_MAX} printable characters",
-        f"{len(entry.name)} characters: {entry.name[:40]!r}",
-    )
-    what = f"shape of {entry.name!r}"
-    _check(
-        len(entry.shape) <= DIMENSIONS_MAX,
-        what,
-        f"at most {DIMENSIONS_MAX} dimensions",
-        str(len(entry.shape)),
-    )
-    _check(all(size >= 1 for size in entry.shape), what, "sizes of at least 1", str(entry.shape))
+@dataclass(frozen=True)
+class Piece:
+    """Whole rows of one tensor within a fragment. Each piece has its own scale and merge rule."""
+
+    tensor: int
+    """Index in the layout."""
+    start: int
+    """First element within the flattened tensor."""
+    count: int
+    offset: int
+    """First element within the fragment."""
+    rule: MergeRule
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A fixed part of the parameters: its pieces one after another, `elements` in all."""
+
+    index: int
+    pieces: tuple[Piece, ...]
+    elements: int
+
+    @cached_property
+    def bounds(self) -> NDArray[np.int64]:
+        """(k + 1,) offsets of the pieces and the end. Read-only."""
+        bounds = np.array([piece.offset for piece in self.pieces] + [self.elements], np.int64)
+        bounds.setflags(write=False)
+        assert bounds[0] == 0 and bool(np.all(bounds[1:] > bounds[:-1])), self.pieces
+        return bounds
+
+    def spans(self, offset: int, count: int) -> NDArray[np.int64]:
+        """(s + 1,) bounds, relative to `offset`, of the pieces cut to `count` elements from
+        there."""
+        touched = self.pieces_of(offset, count)
+        bounds = self.bounds[touched.start : touched.stop + 1]
+        spans = bounds.clip(offset, offset + count) - offset
+        assert spans[0] == 0 and spans[-1] == count, f"{spans} do not cover {count} elements"
+        return spans
+
+    def pieces_of(self, offset: int, count: int) -> range:
+        """Indices of the pieces that `count` elements from `offset` touch."""
+        assert offset >= 0 and count >= 1 and offset + count <= self.elements, (offset, count)
+        first = int(self.bounds.searchsorted(offset, side="right")) - 1
+        touched = range(first, int(self.bounds.searchsorted(offset + count, side="left")))
+        assert touched and touched.stop <= len(self.pieces), touched
+        return touched
+
+    def chunk_count(self, chunk_elements: int) -> int:
+        """Number of regular chunks."""
+        return -(-self.elements // chunk_elements)
+
+    def chunk(self, index: int, chunk_elements: int) -> tuple[int, int]:
+        """(offset, count) of regular chunk `index`; only the last one may be shorter.
+
+        Raises RemoteProtocolError BAD_CHUNK: a number that is out of range comes from a peer.
+        """
+        offset = index * chunk_elements
+        if not 0 <= offset < self.elements:
+            raise RemoteProtocolError(
+                ErrorCode.BAD_CHUNK,
+                f"chunk of fragment {self.index}",
+                expected=f"0 to {self.chunk_count(chunk_elements) - 1}",
+                got=str(index),
+            )
+        return offset, min(chunk_elements, self.elements - offset)
+
+
+class _Slice(NamedTuple):
+    """Whole rows of a tensor that have no fragment yet. They sort in layout order."""
+
+    tensor: int
+    start: int
+    elements: int
+
+
+def build_table(layout: Sequence[LayoutEntry], fragment_count: int) -> tuple[Fragment, ...]:
+    """The fragments of a checked layout; every element is in exactly one of them.
+
+    Raises ConfigError unless `fragment_count` is from 1 to FRAGMENTS_MAX and the tensors have rows
+    enough for that many fragments.
+    """
+    if not 1 <= fragment_count <= FRAGMENTS_MAX:
+        raise ConfigError(
+            "fragments.count", expected=f"1 to {FRAGMENTS_MAX}", got=str(fragment_count)
+        )
+    slices = _slices(layout, fragment_count)
+    if len(slices) < fragment_count:
+        possible = _largest_possible(layout, fragment_count)
+        raise ConfigError(
+            f"fragments.count: this model cannot be cut into {fragment_count} fragments",
+            expected=f"at most {possible}",
+            got=str(fragment_count),
+            remedy=f"set fragments.count = {possible}: only whole rows of a tensor are cut off",
+        )
+    shares = _deal(slices, fragment_count)
+    table = tuple(_fragment(index, share, layout) for index, share in enumerate(shares))
+    # Conservation: no element is lost, none is in two fragments.
+    assert sum(f.elements for f in table) == sum(map(element_count, layout)), "elements are lost"
+    return table
+
+
+def _slices(layout: Sequence[LayoutEntry], fragment_count: int) -> list[_Slice]:
+    """All slices in layout order."""
+    elements = sum(map(element_count, layout))
+    slices: list[_Slice] = []
+    for tensor, entry in enumerate(layout):
+        rows = entry.shape[0] if entry.shape else 1
+        row_elements = element_count(entry) // rows
+        cuts = _slice_count(entry, elements, fragment_count)
+        # Rows are shared out evenly, so the slices of a tensor differ by at most one row.
+        starts = [rows * cut // cuts * row_elements for cut in range(cuts + 1)]
+        for start, end in pairwise(starts):
+            slices.append(_Slice(tensor, start, end - start))
+    return slices
+
+
+def _slice_count(entry: LayoutEntry, elements: int, fragment_count: int) -> int:
+    """Slices of a tensor in a model of `elements`: each at most a fragment, or else one row."""
+    rows = entry.shape[0] if entry.shape else 1
+    return min(rows, -(-element_count(entry) * fragment_count // elements))
+
+
+def _largest_possible(layout: Sequence[LayoutEntry], fragment_count: int) -> int:
+    """The largest number of fragments up to `fragment_count` that leaves none of them empty.
+
+    The number of slices never falls when the count rises. So no count between the number of slices
+    and the count that gave it is possible, and stepping down to it misses nothing.
+    """
+    elements = sum(map(element_count, layout))
+    possible, slices = -1, fragment_count
+    while slices != possible:
+        possible = slices
+        slices = min(slices, sum(_slice_count(entry, elements, possible) for entry in layout))
+    assert possible >= 1, "a model has at least one row"
+    return possible
+
+
+def _deal(slices: Sequence[_Slice], fragment_count: int) -> list[list[_Slice]]:
+    """Largest slice first (equal ones in layout order) to the smallest fragment (the first)."""
+    assert len(slices) >= fragment_count, "a fragment would be empty"
+    shares: list[list[_Slice]] = [[] for _ in range(fragment_count)]
+    heap = [(0, index) for index in range(fragment_count)]
+    heapify(heap)
+    for each in sorted(slices, key=lambda each: (-each.elements, each.tensor, each.start)):
+        elements, index = heap[0]
+        shares[index].append(each)
+        heapreplace(heap, (elements + each.elements, index))
+    return shares
+
+
+def _fragment(index: int, share: list[_Slice], layout: Sequence[LayoutEntry]) -> Fragment:
+    assert share, f"fragment {index} is empty"
+    pieces: list[Piece] = []
+    offset = 0
+    # Layout order within a fragment, so that a copy walks through memory forwards.
+    for tensor, start, count in sorted(share):
+        pieces.append(Piece(tensor, start, count, offset, layout[tensor].rule))
+        offset += count
+    return Fragment(index, tuple(pieces), offset)
 
 
 def _check(condition: bool, what: str, expected: str, got: str) -> None:

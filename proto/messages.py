@@ -1,324 +1,363 @@
-"""Every control message as a frozen struct; the header of a data message stands beside it.
+"""Everything that travels, as types with bounds: ten control messages, the data header, settings.
 
-PROTOCOL.md is the specification; this file is its Python form and changes with it.
+PROTOCOL.md is the specification and this file is its Python form. Bounds stand in the types, so
+the decoder checks every field before any other code sees it. A message beyond a bound is refused
+whole, never cut: a bound protects the memory and the time of the receiver.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from enum import IntEnum, StrEnum
+from typing import Annotated, Final, Literal, NamedTuple, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from narrows.proto.header import Header
-from narrows.proto.terms import (
-    Codecs,
-    Count,
-    DataKind,
-    DtypeName,
-    Elements,
-    Epoch,
-    Fingerprint,
-    FragmentHead,
-    Heads,
-    LayoutEntries,
-    LayoutEntry,
-    LearnerStatus,
-    LearnerStatuses,
-    MergeRule,
-    Mode,
-    OpenRound,
-    OpenRounds,
-    PartCount,
-    PartIndex,
-    Phase,
-    Port,
-    Positions,
-    Proof,
-    PublicKey,
-    PushId,
-    PushTokens,
-    Ranges,
-    Rate,
-    Role,
-    RunSettings,
-    Seconds,
-    Text,
-    TokenLedger,
-    Version,
-    Versions,
-)  # fmt: skip
+PROTOCOL: Final = 1
+"""Version of the wire format; peers must agree exactly."""
 
-__all__ = [
-    "Adopted", "Alive", "AskLayout", "AskStatus", "Beat", "Bye", "ControlMessage", "Count",
-    "DataKind", "Decline", "DtypeName", "Elements", "Enrol", "Enrolled", "Epoch", "Fetch",
-    "FragmentHead", "Header", "Hello", "LayoutEntry", "LayoutPart", "LearnerStatus",
-    "MergeRule", "Missing", "Mode", "OpenRound", "Phase", "Positions", "Probe", "Progress",
-    "Push", "Ranges", "Refuse", "Report", "Role", "RunSettings", "Seconds", "Status", "Text",
-    "TokenLedger", "Version", "Welcome",
-]  # fmt: skip
+CONTROL_BYTES_MAX: Final = 4 << 20
+"""Bytes of a control message to a learner. The largest is a Status or a refusal with a layout."""
+
+CONTROL_UP_BYTES_MAX: Final = 128 << 10
+"""Bytes of a control message to the broker. The largest is the Hello of 4,096 fragments."""
+
+HEADER_BYTES_MAX: Final = 128 << 10
+"""Bytes of a data header: 1,024 contributors of a publication, of about 100 bytes each."""
+
+CHUNK_ELEMENTS_MAX: Final = 1 << 20
+"""Elements of a chunk: 4 MiB as float32. More would hold up what waits behind it."""
+
+PAYLOAD_BYTES_MAX: Final = CHUNK_ELEMENTS_MAX * 4 + (1 << 16)
+"""Bytes of a payload: one float32 per element, and room for scales and frames."""
+
+LEARNERS_MAX: Final = 1024
+FRAGMENTS_MAX: Final = 4096
+TENSORS_MAX: Final = 30_000
+DIMENSIONS_MAX: Final = 8
+STREAMS_MAX: Final = 64
+RANGES_MAX: Final = 256
+TEXT_CHARACTERS_MAX: Final = 1024
+TENSOR_NAME_CHARACTERS_MAX: Final = 512
+
+ELEMENTS_MAX: Final = 1 << 48
+"""Elements of a model, so that no sum of sizes can wrap."""
+
+TOKENS_MAX: Final = 1 << 62
+PUSH_TOKENS_MAX: Final = 1 << 40
+"""Tokens or steps of one push; the sum of four million such pushes is within TOKENS_MAX."""
+
+VERSION_MAX: Final = 1 << 53
+PUBLICATIONS_KEPT: Final = 8
+"""Publications of a fragment that the broker keeps; a learner further behind fetches the state."""
+
+NAME_PATTERN: Final = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,47}(/[A-Za-z0-9._-]{1,15})?\Z"
+"""Names: a site, or a site and one of its learners (`site-a`, `site-a/0`). Safe in logs."""
+
+INCARNATION_PATTERN: Final = NAME_PATTERN[:-2] + r"\.[0-9a-f]{8}\Z"
+"""An incarnation is a name, a dot and eight hex digits, drawn at each start of a process."""
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
+Fragment: TypeAlias = Annotated[int, Meta(ge=0, lt=FRAGMENTS_MAX)]
+Version: TypeAlias = Annotated[int, Meta(ge=0, le=VERSION_MAX)]
+HeldVersion: TypeAlias = Annotated[int, Meta(ge=-1, le=VERSION_MAX)]
+"""A version that a learner holds; -1: none yet."""
+PushId: TypeAlias = Annotated[int, Meta(ge=0, le=VERSION_MAX)]
+"""Counts the pushes of an incarnation from 1; 0: none."""
+PushTokens: TypeAlias = Annotated[int, Meta(ge=0, le=PUSH_TOKENS_MAX)]
+PushSteps: TypeAlias = Annotated[int, Meta(ge=1, le=PUSH_TOKENS_MAX)]
+Chunk: TypeAlias = Annotated[int, Meta(ge=0, le=ELEMENTS_MAX)]
+Digest: TypeAlias = Annotated[int, Meta(ge=0)]
+"""xxh3_64; unsigned."""
+Rate: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e18)]
+"""Bits per second; 0: no limit."""
+Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
+Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]
+Name: TypeAlias = Annotated[str, Meta(pattern=NAME_PATTERN)]
+Incarnation: TypeAlias = Annotated[str, Meta(pattern=INCARNATION_PATTERN)]
+Fingerprint: TypeAlias = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+Epoch: TypeAlias = Annotated[str, Meta(pattern=r"\A([0-9]{1,15}-[0-9a-f]{8})?\Z")]
+"""One life of the broker: "LIFE-NONCE", or "" for none. The nonce tells a life from one with the
+same number that began on an older copy of the state directory."""
+Port: TypeAlias = Annotated[int, Meta(ge=1, le=65535)]
+Fragments: TypeAlias = Annotated[tuple[Fragment, ...], Meta(max_length=FRAGMENTS_MAX)]
+Versions: TypeAlias = Annotated[tuple[Version, ...], Meta(max_length=FRAGMENTS_MAX)]
+HeldVersions: TypeAlias = Annotated[tuple[HeldVersion, ...], Meta(max_length=FRAGMENTS_MAX)]
+Ranges: TypeAlias = Annotated[
+    tuple[tuple[Chunk, Annotated[int, Meta(ge=1, le=ELEMENTS_MAX)]], ...],
+    Meta(min_length=1, max_length=RANGES_MAX),
+]
+"""(first chunk, number of chunks), one or more."""
+
+CodecName: TypeAlias = Literal["int4-zstd", "int8-zstd", "f32-blosc2"]
+LOSSLESS: Final[CodecName] = "f32-blosc2"
+"""Codec of states and of version 0, which are nobody's difference: nothing would correct them."""
+
+MergeRule: TypeAlias = Literal["mean", "rda"]
+DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
+
+
+class Mode(StrEnum):
+    """How learners and broker keep step; the same code with other settings."""
+
+    DECOUPLED = "decoupled"
+    """Quorum and grace; no learner ever waits."""
+    STREAMING = "streaming"
+    """Every ready learner contributes to every round."""
+    DILOCO = "diloco"
+    """One fragment, every learner, plain mean; learners wait for the new version."""
+
+
+class Phase(StrEnum):
+    """Where the run stands."""
+
+    SEEDING = "seeding"
+    """Version 0 is not durable yet."""
+    RUNNING = "running"
+    ENDING = "ending"
+    """The goal is reached: learners stop stepping, every fragment gets one last round."""
+    ENDED = "ended"
+    """The heads are final: learners adopt them and say Bye."""
+
+
+class Role(StrEnum):
+    """The first thing that a Welcome asks of a learner."""
+
+    SEED = "seed"
+    """Send the layout and your parameters: they become version 0."""
+    WAIT = "wait"
+    """Another learner sends version 0, or too few have joined; another Welcome follows."""
+    ADOPT = "adopt"
+    """Fetch and adopt what the Beat in this Welcome names."""
+
+
+class DataKind(IntEnum):
+    """The content of a data message. PUSH, SEED and LAYOUT go up, the others down."""
+
+    PUSH = 0
+    SEED = 1
+    PUBLICATION = 2
+    STATE = 3
+    LAYOUT = 4
+
+
+class LayoutEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One parameter tensor that travels. `rule` says how its outer gradients are merged."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=TENSOR_NAME_CHARACTERS_MAX)]
+    shape: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=ELEMENTS_MAX)], ...], Meta(max_length=DIMENSIONS_MAX)
+    ]
+    dtype: DtypeName
+    rule: MergeRule
+
+
+class Layout(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The tensors that travel, in order. Travels as one LAYOUT message: zstd of its MessagePack."""
+
+    frozen_digest: Digest
+    """xxh3_64 over names and bytes of the parameters that do not travel; 0: there are none."""
+    entries: Annotated[tuple[LayoutEntry, ...], Meta(min_length=1, max_length=TENSORS_MAX)]
+
+
+class RunSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings that the whole group shares. The broker holds them and tells them in Welcome."""
+
+    mode: Mode = Mode.DECOUPLED
+    fragments: Annotated[int, Meta(ge=1, le=FRAGMENTS_MAX)] = 4
+    """P: fragments that the model is cut into."""
+    sync_period_steps: Annotated[int, Meta(ge=1, le=1_000_000)] = 10
+    """H: inner steps between two rounds of a fragment."""
+    overlap_steps: Annotated[int, Meta(ge=0, le=1_000_000)] = 2
+    """tau: inner steps that an exchange may take without holding anybody up."""
+    keep: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.5
+    """Share of the steps made since the snapshot that an adoption keeps."""
+    push_codec: CodecName = "int4-zstd"
+    push_rho: Annotated[float, Meta(ge=0.001, le=100.0)] = 0.5
+    """Quantisation step of pushes in units of the tensor piece's rms."""
+    chunk_elements: Annotated[int, Meta(ge=256, le=CHUNK_ELEMENTS_MAX)] = 1 << 18
+    """Elements of a coded chunk (PUSH, PUBLICATION); a power of two, fixed for an epoch."""
+    state_chunk_elements: Annotated[int, Meta(ge=256, le=CHUNK_ELEMENTS_MAX)] = 1 << 18
+    """Elements of a lossless chunk (SEED, STATE); a power of two, fixed for an epoch."""
+    streams: Annotated[int, Meta(ge=1, le=STREAMS_MAX)] = 4
+    """Data connections of a learner in each direction. Chunk i travels on stream i mod streams."""
+    window_messages: Annotated[int, Meta(ge=1, le=65536)] = 256
+    """W: messages that a learner may have asked for and not received."""
+    goal_tokens: Count = 0
+    """Tokens after which the run ends; 0: never."""
+    tokens_per_run_step: Count = 0
+    """Tokens that make one step of the run's clock, which learning-rate schedules follow; 0: each
+    learner takes those of one inner step of its own."""
+    max_offline_s: Seconds = 3600.0
+    """A learner that is cut off for longer pauses training until it is back; 0: it never pauses."""
 
 
 class _Control(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag=str.lower):
-    """Base of the control messages.
+    """Base of the control messages: MessagePack maps whose `type` names the message."""
 
-    Unknown fields are refused: peers have the same version, so such a field is an error.
-    """
+
+class Held(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The newest published copy of a fragment that a learner has: version and result digest."""
+
+    version: HeldVersion
+    digest: Digest
 
 
 # Learner to broker.
 
 
 class Hello(_Control, frozen=True):
-    """Asks to join, or to rejoin after a broken connection or a broker restart."""
+    """Asks to join, or to go on after a broken connection or a new life of the broker."""
 
     protocol: int
-    name: Text
-    incarnation: Text
-    """32 hex digits, fresh per process start."""
+    name: Name
+    incarnation: Incarnation
     run_id: Text
-    """The run this learner belongs to, "" on its first Hello."""
+    """The run that the learner belongs to; "" before its first Welcome."""
     epoch: Epoch
-    """The epoch that the learner followed last, (0, 0, 0) on its first Hello."""
+    """The epoch that the learner followed last; "" before its first Welcome."""
     fingerprint: Fingerprint
-    """The layout and the parameters that do not travel, in 16 bytes."""
-    codecs: Codecs
-    step: Count
-    tokens: Count
-    versions: Versions
-    """Newest version held per fragment, empty before the first."""
-    epoch_proof: Proof = ""
-    """As told with `epoch` in Welcome, "" on its first Hello."""
+    """Fingerprint of the layout and of the parameters that do not travel."""
+    held: Annotated[tuple[Held, ...], Meta(max_length=FRAGMENTS_MAX)]
+    """Per fragment; empty before the first Welcome."""
 
 
 class Report(_Control, frozen=True):
-    """Progress of a learner; sent per inner step, but at most a few times a second."""
+    """Progress: each second, at a boundary if one is due, and at once after a Welcome."""
 
-    step: Count
+    steps: Count
     """Inner steps of this incarnation."""
     tokens: Count
-    """Tokens of this incarnation, cumulative."""
-    step_s: Seconds
-    """Smoothed seconds per inner step, 0 before the second step."""
+    """Tokens that this incarnation has logged."""
     loss: float | None
-    received: Positions
-    """Stream position received, per downlink stream: the credit of the broker."""
-    ledger: TokenLedger
-    up_bits_per_s: Rate
-    """The uplink rate that the learner keeps to: the last one that it was told."""
+    held: HeldVersions
+    """Version that the parameters stand on, per fragment."""
+    paused: Text | None = None
+    """Reason why the learner makes no steps now, so that no round waits for it."""
+    finished: Fragments = ()
+    """In phase ENDING: fragments for which this learner has nothing more to push."""
 
 
 class Push(_Control, frozen=True):
-    """Announces a contribution whose chunks travel on the uplink."""
+    """Announces a push whose chunks travel on the uplink; repeated after every Welcome."""
 
-    fragment: Count
-    base_version: Version
-    attempt: Count
-    push_id: PushId
-    """Counts the pushes of this incarnation from 1."""
-    elements: Elements
+    fragment: Fragment
+    push_id: Annotated[int, Meta(ge=1, le=VERSION_MAX)]
+    base: Version
+    """Version that the parameters stood on at the snapshot."""
     tokens: PushTokens
-    """Tokens since the base was adopted (c_tokens)."""
-    steps: PushTokens
-    """Inner steps since the base was adopted (c_steps)."""
+    """Tokens since the snapshot of the last push of this fragment."""
+    steps: PushSteps
 
 
-class Decline(_Control, frozen=True):
-    """Says that no contribution to this round will come, so that nobody waits for it."""
-
-    fragment: Count
-    base_version: Version
-    attempt: Count
-    reason: Text
-
-
-class Adopted(_Control, frozen=True):
-    """Says that the learner's parameters hold this version now."""
-
-    fragment: Count
-    version: Version
-
-
-class Fetch(_Control, frozen=True):
-    """Asks for the versions after `have_version` (-1: none is held)."""
-
-    fragment: Count
-    have_version: int
-
-
-class Enrol(_Control, frozen=True):
-    """Hands over a public key: of a site that accepts an invitation, or the successor of one's own.
-
-    The connection's own key says for which name.
-    """
-
-    protocol: int
-    public_key: PublicKey
+class AskStatus(_Control, frozen=True):
+    """Asks for a Status; needs no Hello."""
 
 
 # Broker to learner.
 
 
-class Enrolled(_Control, frozen=True):
-    """Says that the key of an Enrol speaks for this name from now on."""
+class Beat(_Control, frozen=True):
+    """The broker's state: each second, at each launch and each due. Losing one loses nothing."""
 
-    name: Text
+    epoch: Epoch
+    phase: Phase
+    heads: Versions
+    """Newest durable version per fragment; empty before version 0."""
+    collecting: Fragments
+    """Fragments whose round is open."""
+    period_s: Seconds
+    """Seconds between two rounds of a fragment: H times the mean step time; 0: not known yet."""
+    run_tokens: Count
+    tokens_per_s: Rate
+    up_bits_per_s: Rate
+    """Rate that the addressee may send, with everything that crosses the line."""
 
 
 class Welcome(_Control, frozen=True):
     """Admits a learner and tells it everything that the group shares."""
 
     run_id: Text
-    epoch: Epoch
     role: Role
     settings: RunSettings
     uplink_port: Port
     downlink_port: Port
-    fragments: Heads
-    rounds: OpenRounds
-    phase: Phase
-    run_tokens: Count
-    tokens_per_s: Rate
-    step: Count
-    """Inner step at which this learner starts counting (modes streaming and diloco)."""
-    up_bits_per_s: Rate
-    """Rate that the addressee may use, with everything that crosses the line; 0: no limit."""
-    epoch_proof: Proof = ""
-    """Shows in a later Hello that the learner has met this epoch."""
-
-
-class Beat(_Control, frozen=True):
-    """The broker's state, on change and every second; losing one loses nothing."""
-
-    epoch: Epoch
-    phase: Phase
-    versions: Versions
-    rounds: OpenRounds
-    run_tokens: Count
-    tokens_per_s: Rate
-    received: Positions
-    """Stream position received, per uplink stream of the addressee."""
-    up_bits_per_s: Rate
-    """As in Welcome. It changes often, since a learner without work lends its share."""
-
-
-class Progress(_Control, frozen=True):
-    """Uplink positions while data comes, between two Beats: a sender must not run out of credit."""
-
-    received: Positions
+    go_back: Fragments
+    """Fragments whose copy, as told in Hello, is not part of this broker's history: drop it and
+    adopt the head."""
+    beat: Beat
 
 
 class Refuse(_Control, frozen=True):
-    """A refusal: of the session (push_id 0), or of one push."""
+    """Refuses the session (push_id 0), or one push."""
 
     code: Text
     message: Text
     expected: Text = ""
     got: Text = ""
     remedy: Text = ""
-    fragment: int = -1
-    push_id: Count = 0
+    fragment: Fragment = 0
+    push_id: PushId = 0
+    layout: Annotated[bytes, Meta(max_length=1 << 21)] = b""
+    """With `layout_differs`: the run's layout as it travels, so that the learner can name the
+    difference; empty if it is larger than 2 MiB."""
 
 
-class Probe(_Control, frozen=True):
-    """Asks the holder of a name for a sign of life; sent when a newcomer claims the name."""
+class Status(_Control, frozen=True):
+    """The run as the broker sees it: an untyped map, for people and for pages."""
 
-    nonce: Count
+    status: dict[str, object]
 
 
-class Missing(_Control, frozen=True):
-    """Asks for element ranges of a transfer that have not arrived."""
+# Both ways.
+
+
+class Fetch(_Control, frozen=True):
+    """Asks for chunks: a learner for PUBLICATION or STATE, the broker for PUSH, SEED or LAYOUT."""
 
     kind: DataKind
-    fragment: Count
+    fragment: Fragment
     version: Version
-    push_id: Count
-    """The push, 0 on the downlink."""
-    ranges: Ranges
-    """(offset, count) in elements."""
-
-
-class AskLayout(_Control, frozen=True):
-    """Asks for the parts of a layout: the broker its founder, a learner of another layout the
-    broker."""
-
-    first: PartIndex
-    """The first part that is missing."""
-
-
-class LayoutPart(_Control, frozen=True):
-    """Some tensors of a layout, in its order."""
-
-    index: PartIndex
-    count: PartCount
-    """Parts of the layout."""
-    frozen_digest: int
-    """xxh3_64 over names and bytes of the parameters that do not travel; 0: none."""
-    entries: LayoutEntries
-
-
-class Alive(_Control, frozen=True):
-    """Answers a Probe."""
-
-    nonce: Count
+    """0 for PUSH, SEED and LAYOUT."""
+    push_id: PushId
+    """The push, else 0."""
+    chunks: Ranges
 
 
 class Bye(_Control, frozen=True):
-    """An orderly end of the session."""
+    """An orderly end of the session; from the broker also: say Hello, this life has not met you."""
 
     reason: Text
 
 
-class AskStatus(_Control, frozen=True):
-    """Asks for a Status; needs no session."""
-
-
-class Status(_Control, frozen=True):
-    """The run as the broker sees it."""
-
-    run_id: Text
-    epoch: Epoch
-    phase: Phase
-    mode: Mode
-    uptime_s: float
-    versions: Versions
-    rounds: OpenRounds
-    run_tokens: Count
-    goal_tokens: int
-    tokens_per_s: Rate
-    merges: Count
-    contributions_merged: Count
-    contributions_refused: dict[str, int]
-    mean_contributors_per_merge: float
-    longest_merge_gap_s: float
-    norms_clipped: int
-    up_bytes: int
-    down_bytes: int
-    checkpoint_version: int
-    """Sum of the versions in the newest durable checkpoint, -1: none yet."""
-    waiting_for: str
-    """The phrase that says what holds the run up now; "" if nothing does."""
-    learners: LearnerStatuses
-
-
 ControlMessage: TypeAlias = (
-    Hello
-    | Report
-    | Push
-    | Decline
-    | Adopted
-    | Fetch
-    | Enrol
-    | Enrolled
-    | Welcome
-    | Beat
-    | Progress
-    | Refuse
-    | Probe
-    | Missing
-    | AskLayout
-    | LayoutPart
-    | Alive
-    | Bye
-    | AskStatus
-    | Status
+    Hello | Report | Push | AskStatus | Beat | Welcome | Refuse | Status | Fetch | Bye
 )
+
+
+class Contributor(NamedTuple):
+    """A push that a publication holds."""
+
+    incarnation: str
+    push_id: int
+
+
+class Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The header of a data message: a MessagePack array of eleven fields."""
+
+    epoch: Epoch
+    kind: DataKind
+    learner: Annotated[str, Meta(max_length=80)]
+    """Incarnation of the sender (up) or of the one who asked (down); "" on the shared topic."""
+    fragment: Fragment
+    version: Version
+    """The version that the transfer makes; the base of a PUSH."""
+    push_id: PushId
+    """Number of a PUSH; in a STATE the newest push of the asker that it holds, or 0."""
+    chunk: Chunk
+    codec: CodecName
+    payload_digest: Digest
+    """xxh3_64 of the payload."""
+    result_digest: Digest
+    """Digest of the whole published copy once the transfer is applied; 0 on the uplink."""
+    contributors: Annotated[tuple[Contributor, ...], Meta(max_length=LEARNERS_MAX)] = ()
+    """Whose pushes a PUBLICATION holds; in its chunk 0 only."""

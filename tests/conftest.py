@@ -57,7 +57,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def compile_kernels() -> None:
     """Fills numba's cache before the workers start: three would compile the same kernels at once,
     and the first tests would take a minute."""
-    from narrows.broker.merging.model import warm_up
+    from narrows.broker.merging import warm_up
 
     warm_up()
 
@@ -65,7 +65,6 @@ def compile_kernels() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seeds", type=int, default=100, help="simulated runs with faults")
     parser.addoption("--first-seed", type=int, default=0, help="seed of the first of them")
-    parser.addoption("--rewrite", action="store_true", help="write the transcripts anew")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,48 +1,77 @@
-"""Rows files of long benches, one JSON line per run, so that a bench goes on after an
-interruption."""
+"""A bench is data and one function: cells, `measure(cell)`, columns, a headline.
+
+Cells are dataclasses: their fields are what is varied, and the first columns of the table.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from narrows.bench.kit import result
+
+WIDTH: Final = 140
+"""Columns that a table may take; a narrower terminal folds its lines."""
+
+Row: TypeAlias = dict[str, Any]
+Cell = TypeVar("Cell")
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; [] if it is not there."""
-    return rows_in(path.read_bytes()) if path.exists() else []
+class Column(NamedTuple):
+    """One column of the table; the JSON has every key of a row."""
+
+    title: str
+    key: str
+    form: str = "{}"
+    """Format of the value; None is shown as "-"."""
 
 
-def rows_in(text: bytes) -> list[dict[str, Any]]:
-    """One row per line. Lines that an interruption or a SIGKILL cut off are left out, and so is
-    everything else that is not a JSON object."""
-    rows: list[object] = []
-    for line in text.splitlines():
-        with suppress(ValueError):
-            rows.append(json.loads(line))
-    return [cast("dict[str, Any]", row) for row in rows if isinstance(row, dict)]
+def bench(
+    name: str,
+    cells: Sequence[Cell],
+    measure: Callable[[Cell], Mapping[str, Any]],
+    columns: Sequence[Column],
+    headline: Callable[[Sequence[Row]], Sequence[str]],
+    *,
+    json: Path | None,
+    seed: int = 0,
+) -> list[Row]:
+    """Measures cell by cell, prints the table and the headline, and writes the JSON.
 
-
-def rows_by_key(path: Path, key_of: Callable[[dict[str, Any]], str]) -> dict[str, dict[str, Any]]:
-    """The rows of a results file, by key. Rows of another bench or version have no key."""
-    rows: dict[str, dict[str, Any]] = {}
-    for row in read_rows(path):
-        with suppress(KeyError):
-            rows[key_of(row)] = row
+    What was measured before an error is written all the same, and the error raised.
+    """
+    console, rows = Console(highlight=False), list[Row]()
+    console.width = max(console.width, WIDTH)
+    try:
+        for number, cell in enumerate(cells, 1):
+            started = time.monotonic()
+            key = asdict(cell)  # type: ignore[call-overload]
+            rows.append({**key, **measure(cell)})
+            what = " ".join(f"{field}={value}" for field, value in key.items())
+            took_s = time.monotonic() - started
+            console.print(f"{number}/{len(cells)}  {what}  {took_s:.1f} s", style="dim")
+    finally:
+        if json is not None:
+            result.write(json, name, rows, seed)
+    console.print(table(columns, rows))
+    for line in headline(rows):
+        console.print(line, style="bold", soft_wrap=True)
     return rows
 
 
-def end_last_line(path: Path) -> None:
-    """Ends the last line, so that the next row does not continue one that was cut off."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.read_bytes().endswith(b"\n"):
-        with path.open("a") as file:
-            file.write("\n")
-
-
-def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Adds a row after the last whole line."""
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+def table(columns: Sequence[Column], rows: Sequence[Row]) -> Table:
+    """The rows for people."""
+    shown = Table(box=None, pad_edge=False)
+    for column in columns:
+        is_text = all(isinstance(row.get(column.key), str) for row in rows)
+        shown.add_column(column.title, justify="left" if is_text else "right", no_wrap=True)
+    for row in rows:
+        values = ((column.form, row.get(column.key)) for column in columns)
+        shown.add_row(*("-" if value is None else form.format(value) for form, value in values))
+    return shown

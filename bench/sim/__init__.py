@@ -1,4 +1,6 @@
-"""Both state machines in virtual time, with faults, and with real training."""
+"""Seeded simulation of a whole run: the real hosts, store and arithmetic over virtual lines.
 
-#: Modules that others may import; none is imported here, so that commands start at once.
-DOOR = ("broker", "learner", "simulation", "trained", "virtual")
+One seed draws settings, speeds, lines and faults; ten checkers watch. `world` is the clock, `lines`
+the network, `run` the processes and their faults, `checkers` what must hold, `planted` the bugs
+that prove each checker.
+"""

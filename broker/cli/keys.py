@@ -1,246 +1,160 @@
-"""`narrows keys`: the commands around keys, at the broker's site and at the learners' sites."""
+"""`narrows keys`: make a key, show its public line, admit it, take it away.
+
+The site runs `keys new site-a.key --name site-a` and mails the line that it prints. The operator of
+the broker runs `keys allow` with it, and tells the site the broker's public key.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import cyclopts
 from cyclopts import Parameter
 
-keys = cyclopts.App(name="keys", help="Make, admit, hand over, replace and revoke keys.")
+from narrows.proto.config import parse_address
+from narrows.proto.errors import ConfigError
+from narrows.proto.keys import (
+    AllowList,
+    SiteKey,
+    check_key,
+    check_name,
+    create_broker_key,
+    new_pair,
+    public_line,
+    read_broker_key,
+    read_public_line,
+    read_site_key,
+    write_site_key,
+)
 
-DIRECTORY = Path("keys")
-"""Directory of the broker's keys, unless another one is named."""
+keys = cyclopts.App(name="keys", help="Make, show, admit and revoke keys.")
+
+FOLDER = Path("keys")
+"""Where a broker's keys are, unless another folder is named."""
+
+Folder: TypeAlias = Annotated[Path, Parameter(help="Folder of the broker's keys.")]
 
 Key: TypeAlias = Annotated[str, Parameter(allow_leading_hyphen=True)]
 """A public key: 40 characters, the first of which may be a hyphen."""
-
-Invitation: TypeAlias = Annotated[str, Parameter(allow_leading_hyphen=True)]
-"""A file with an invitation; `-` is standard input."""
 
 
 @keys.command
 def new(
     file: Path | None = None,
     *,
-    keys: Path = DIRECTORY,
     name: str = "",
-    broker: str = "",
     server: Key = "",
+    broker: str = "",
+    keys: Folder = FOLDER,
 ) -> None:
-    """Make a broker's directory of keys; or with FILE a site's key, without an invitation.
+    """Make a site's key file, or without FILE a broker's folder of keys.
 
-    Parameters
-    ----------
-    file
-        Key file of a site to make; it needs --name, --broker and --server.
-    keys
-        Directory of the broker's keys to make.
-    name
-        Name of the site's learner.
-    broker
-        Address of its broker, tcp://HOST:PORT.
-    server
-        Public key of that broker, as `narrows keys show` prints it there.
-    """
-    from narrows.broker.cli.key_commands import new_broker, new_site
-
-    if file is None:
-        new_broker(keys)
-    else:
-        new_site(file, name, broker, server)
-
-
-@keys.command
-def show(path: Path = DIRECTORY) -> None:
-    """Print the public parts of a site's key file or of a broker's directory of keys.
-
-    Parameters
-    ----------
-    path
-        The file or directory.
-    """
-    from narrows.broker.cli.key_commands import show
-
-    show(path)
-
-
-@keys.command(name="list")
-def list_(*, keys: Path = DIRECTORY, json: bool = False) -> None:
-    """Print everybody whom the broker admits, and the invitations that nobody has accepted yet.
-
-    Parameters
-    ----------
-    keys
-        Directory of the broker's keys.
-    json
-        Print JSON instead of a table.
-    """
-    from narrows.broker.cli.key_commands import show_ring
-
-    show_ring(keys, as_json=json)
-
-
-@keys.command
-def allow(
-    name: str,
-    key: Key,
-    *,
-    keys: Path = DIRECTORY,
-    org: str | None = None,
-    role: str | None = None,
-    carries: str | None = None,
-    tokens_per_s_max: float | None = None,
-) -> None:
-    """Admit a public key. A broker that runs admits it within 2 s.
-
-    The key that a name had before ends in a day; of three keys the oldest ends at once. Role,
-    organisation and the like stay those of that key, unless it was revoked.
-
-    Parameters
-    ----------
-    name
-        Name of the holder: the one under which its learner trains.
-    key
-        Its public key, as its site's `narrows keys show` prints it.
-    keys
-        Directory of the broker's keys.
-    org
-        Organisation of the holder. Learners of one organisation trust what each of them declares.
-    role
-        learner (default), relay, standby, operator (reads the whole status) or monitor (its
-        totals).
-    carries
-        For a relay: names of the learners for which it speaks, with commas.
-    tokens_per_s_max
-        Most tokens per second that count for this holder (default: the broker derives a bound).
-    """
-    from narrows.broker.cli.key_commands import Terms, allow
-
-    allow(keys, name, key, Terms(org, role, carries, tokens_per_s_max))
-
-
-@keys.command
-def revoke(name: str, *, keys: Path = DIRECTORY) -> None:
-    """Remove the keys and the invitation of a name. A broker that runs cuts it off within 2 s.
-
-    Parameters
-    ----------
-    name
-        Name of the holder.
-    keys
-        Directory of the broker's keys.
-    """
-    from narrows.broker.cli.key_commands import revoke
-
-    revoke(keys, name)
-
-
-@keys.command
-def invite(
-    name: str,
-    *,
-    address: str,
-    valid: str = "24h",
-    keys: Path = DIRECTORY,
-    org: str | None = None,
-    role: str | None = None,
-    carries: str | None = None,
-    tokens_per_s_max: float | None = None,
-) -> None:
-    """Print an invitation: one line with which a site gets a key for a name, once.
-
-    Whoever has the line first gets the name: send it as you would send a password. Only the line
-    goes to standard output. A newer invitation for the name takes its place.
-
-    Parameters
-    ----------
-    name
-        Name of the holder: the one under which its learner will train.
-    address
-        Address at which the site reaches this broker, tcp://HOST:PORT.
-    valid
-        Time until it expires, such as 24h or 30min; at most 366d.
-    keys
-        Directory of the broker's keys.
-    org
-        As for `narrows keys allow`.
-    role
-        As for `narrows keys allow`.
-    carries
-        As for `narrows keys allow`.
-    tokens_per_s_max
-        As for `narrows keys allow`.
-    """
-    from narrows.broker.cli.key_commands import Terms, invite
-
-    invite(keys, name, Terms(org, role, carries, tokens_per_s_max), address=address, valid=valid)
-
-
-@keys.command
-def accept(invitation: Invitation, *, to: Path, timeout_s: float = 20.0) -> None:
-    """Make this site's key and have the broker admit it. The secret never leaves the site.
-
-    Was it interrupted, or the answer lost? The same command again goes on with the same key.
-
-    Parameters
-    ----------
-    invitation
-        A file with the line that `narrows keys invite` printed, or `-`: it is read from standard
-        input. The line itself will do, but other users of this machine can see it while it runs.
-    to
-        Key file to make.
-    timeout_s
-        Seconds to wait for the broker.
-    """
-    from narrows.broker.cli.key_commands import accept
-
-    accept(invitation, to, timeout_s=timeout_s)
-
-
-@keys.command
-def rotate(
-    file: Path | None = None, *, keys: Path = DIRECTORY, now: bool = False, timeout_s: float = 20.0
-) -> None:
-    """Replace a site's key; or, without FILE, the broker's own key in two steps.
-
-    A site's old key stays valid for a day, and learners that run take the new one by themselves.
-    The key before that one ends at once: of three keys a broker admits the newer two.
-    The broker's successor is made first, so that all sites can trust it; --now puts it into use.
+    With a FILE that exists the key in it stays, and --server and --broker are changed.
 
     Parameters
     ----------
     file
         Key file of a site.
-    keys
-        Directory of the broker's keys.
-    now
-        Put the broker's successor into use. The broker has to be started again.
-    timeout_s
-        Seconds to wait for the broker.
+    name
+        Name of the site: its learners are called so, or NAME/0, NAME/1 and so on.
+    server
+        Public key of the broker, as `narrows keys show` prints it there.
+    broker
+        Address of the broker, tcp://HOST:PORT.
     """
-    from narrows.broker.cli.key_commands import rotate_broker, rotate_site
-
-    if file is not None:
-        rotate_site(file, timeout_s=timeout_s)
+    if file is None:
+        if name or server or broker:
+            raise ConfigError("no file", expected="narrows keys new FILE --name NAME")
+        pair = create_broker_key(keys)
+        print(f"{keys / 'broker.key'} is made. Sites need its public key:\n{pair.public}")
+        return
+    exists = file.exists()
+    if exists:
+        old = read_site_key(file)
+        if name not in ("", old.name):
+            raise ConfigError(f"{file} is the key of another site", expected=old.name, got=name)
     else:
-        rotate_broker(keys, now=now)
+        old = SiteKey(check_name(name, "--name"), new_pair())
+    servers = (check_key(server, "--server"),) if server else old.servers
+    address = str(parse_address(broker)) if broker else old.broker
+    site = SiteKey(old.name, old.pair, servers, address)
+    write_site_key(file, site, replace=exists)
+    print(f"{file} is {'changed' if exists else 'made'}. Mail this line to the broker's operator:")
+    print(public_line(site.name, site.pair.public))
+    if not site.servers:
+        print(f"Then add the broker's public key: narrows keys new {file} --server 'KEY'")
 
 
 @keys.command
-def trust(file: Path, key: Key, *, only: bool = False) -> None:
-    """Have a site trust one more key of its broker. Learners try the trusted keys in turn.
+def show(path: Path = FOLDER) -> None:
+    """Print the public parts of a site's key file, or of a broker's folder of keys.
 
     Parameters
     ----------
-    file
-        Key file of the site.
-    key
-        Public key of the broker.
-    only
-        Trust no other key any more: the old one may be in wrong hands.
+    path
+        The file or folder.
     """
-    from narrows.broker.cli.key_commands import trust
+    if path.is_dir():
+        print(read_broker_key(path).public)
+        return
+    site = read_site_key(path)
+    print(public_line(site.name, site.pair.public))
+    for server in site.servers:
+        print(f"trusts {server}")
+    if site.broker:
+        print(f"joins {site.broker}")
 
-    trust(file, key, only=only)
+
+@keys.command
+def allow(*line: Key, keys: Folder = FOLDER) -> None:
+    """Admit a key. A broker that runs admits it within two seconds.
+
+    A site may have several keys, so that a new one can take the place of an old one.
+
+    Parameters
+    ----------
+    line
+        The line that the site has mailed, in single quotes: 'narrows-key NAME KEY'.
+    """
+    name, key = read_public_line(" ".join(line))
+    count = len(AllowList.allow(keys, name, key).sites[name])
+    print(f"{name} is admitted with {count} key{'s' if count > 1 else ''}")
+
+
+@keys.command
+def revoke(name: str, key: Key = "", *, keys: Folder = FOLDER) -> None:
+    """Take a site's keys away. A broker that runs cuts its learners off within two seconds.
+
+    Parameters
+    ----------
+    name
+        Name of the site.
+    key
+        The one key to take away; without it all.
+    """
+    left = AllowList.revoke(keys, name, key).sites.get(name, ())
+    print(f"{name} has {len(left) or 'no'} key{'s' if len(left) != 1 else ''} left")
+
+
+@keys.command(name="list")
+def list_(
+    *, keys: Folder = FOLDER, json_: Annotated[bool, Parameter(name="--json")] = False
+) -> None:
+    """Print every site that the broker admits, with its keys.
+
+    Parameters
+    ----------
+    json_
+        Print JSON.
+    """
+    sites = {name: list(public) for name, public in AllowList.read(keys).sites.items()}
+    if json_:
+        print(json.dumps(sites, indent=1))
+        return
+    for name, public_keys in sites.items():
+        for public in public_keys:
+            print(public_line(name, public))
+    if not sites:
+        print("nobody is admitted: `narrows keys allow` admits a site")

@@ -1,266 +1,230 @@
-"""`narrows plan`: the plan of a run in plain words, or as JSON."""
+"""`narrows plan`: what a run needs before it starts, and what will be full first.
+
+Bits follow from the formats; times are those of two virtual cores, and other machines differ by a
+factor. A plan fills nothing beyond 80%: repairs, joiners and bursts need the rest.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Annotated, Any, Final, TypeVar
 
-from rich.console import Console
+from cyclopts import Parameter
 
-from narrows.broker.cli.broker import assigned, read_configuration
-from narrows.broker.cli.tables import Facts, Table, show, terminal
-from narrows.broker.config import BrokerConfig
-from narrows.broker.planning import (
-    LATE_STEPS_MAX,
-    USABLE,
-    Load,
-    RunPlan,
-    Site,
-    bottleneck,
-    costs,
-    fits,
-    loads_of,
-    make_plan,
-)
-from narrows.proto.config import read_table
+from narrows.broker.config import BrokerConfig, load_broker
+from narrows.broker.process.pipeline import SNAPSHOT_VERSIONS
+from narrows.broker.syncer.state import IN_FLIGHT_MAX
+from narrows.proto.config import given_keys
 from narrows.proto.errors import ConfigError
-from narrows.proto.messages import Mode
-from narrows.proto.units import (
-    format_bits_per_s,
-    format_bytes,
-    format_count,
-    format_duration_s,
-    parse_bits_per_s,
-    parse_bytes,
-    parse_count,
-    parse_duration_s,
+from narrows.proto.flow.budget import wire_bytes
+from narrows.proto.messages import (
+    FRAGMENTS_MAX,
+    PUBLICATIONS_KEPT,
+    CodecName,
+    DataKind,
+    Header,
+    Mode,
 )
+from narrows.proto.units import Amount, BitRate, Duration, Quantity, Size
+from narrows.proto.wire import asked_topic, encode_header
 
-FORMATS: Final[Mapping[str, Callable[[float], str]]] = {
-    "bit/s": format_bits_per_s,
-    "bytes": format_bytes,
-    "bytes/s": lambda value: f"{format_bytes(value)}/s",
-    "cores": lambda value: f"{value:.1f} cores",
-    "steps": lambda value: f"{value:.1f} steps",
-    "rounds": lambda value: f"{value:.1f} rounds",
-}
-"""The function that writes a value, by the unit of a load."""
+AnyQuantity = TypeVar("AnyQuantity", bound=Quantity)
+
+USABLE: Final = 0.8
+SYNC_PERIODS: Final = (10, 15, 20, 24, 30, 40, 50, 75, 100, 150, 200, 300, 500)
+"""H that a plan may choose. 10 is the best that was measured; papers use 24 to 100."""
+LATE_STEPS_MAX: Final = 5.0
+"""Steps of overlap that cost next to nothing (Streaming DiLoCo, arXiv 2501.18512)."""
+FRAGMENT_PARAMS_MAX: Final = 1 << 30
+
+ENCODE_S, DECODE_S, MERGE_S, STEP_S = 1.5e-9, 0.75e-9, 0.5e-9, 5e-9
+"""Seconds per parameter: code a push, decode one, add one, the outer step with its publication."""
+STATE_BYTES: Final = 12
+"""Per parameter at the broker, in memory and in a snapshot: global, momentum, published copy."""
+MERGE_BYTES, FLIGHT_BYTES, FIRST_COPY_BYTES = 20, 16, 3.4
+"""Per parameter: a merge; a learner's fragment in flight; a joiner's first copy on the line."""
+CODE_BYTES: Final[Mapping[CodecName, float]] = {
+    "int4-zstd": 0.5, "int8-zstd": 1.0, "f32-blosc2": 4.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class PlanCommand:
-    """The arguments of the command line, as texts with units."""
+class Site:
+    """The question. Lines are bit/s in each direction."""
 
-    params: str
-    step: str
+    params: int
+    step_s: float
     learners: int
-    wan: str
-    broker_wan: str
-    """Line of the broker; "": as `wan`."""
-    broker_memory: str
-    broker_cores: int
-    disk: str
-    """A size per second. "/s" may be left out."""
-    config: Path | None
-    assignments: Sequence[str]
-    """KEY=VALUE texts of `--set`."""
-    as_json: bool
+    line: float
+    broker_line: float
 
 
-def run_plan(command: PlanCommand) -> bool:
-    """Prints the plan. True if it fits, on one broker. Raises ConfigError."""
-    config = read_configuration(command.config, command.assignments)
-    if config.run.mode is Mode.DILOCO:
-        raise ConfigError(
-            "narrows plan does not cover run.mode diloco, in which all wait for the whole model",
-            expected="decoupled or streaming",
-            got=str(config.run.mode),
+def payload_bits(codec: CodecName, rho: float) -> float:
+    """Bits per parameter: the entropy of Gaussian values in steps of rho, which zstd nearly
+    reaches; the width of a float for `f32-blosc2`."""
+    if codec == "f32-blosc2":
+        return 32.0
+    reach = math.ceil(12 / rho)
+    edges = [math.erf((code - 0.5) * rho / math.sqrt(2)) for code in range(-reach, reach + 2)]
+    shares = [(high - low) / 2 for low, high in pairwise(edges)]
+    return -sum(share * math.log2(share) for share in shares if share > 0)
+
+
+def line_bits(config: BrokerConfig, codec: CodecName, params: int) -> float:
+    """Bits per parameter on the line, with the headers of every layer, of a fragment."""
+    chunk = min(config.shared.chunk_elements, params)
+    payload = math.ceil(chunk * payload_bits(codec, config.codec.rho) / 8)
+    name, digest = "site-a/0.01234567", 1 << 63
+    header = encode_header(
+        Header(
+            "12-01234567", DataKind.PUBLICATION, name, 100, 9999, 9999, 100, codec, digest, digest
         )
-    plan = make_plan(_site(command, config), config)
-    if command.as_json:
-        print(json.dumps(as_dict(plan), indent=2))
-    else:
-        _show(terminal(), plan)
-    return fits(plan) and plan.brokers == 1
-
-
-def _site(command: PlanCommand, config: BrokerConfig) -> Site:
-    """The site that the arguments describe.
-
-    The plan chooses fragments and sync period unless the file or `--set` names them. A value equal
-    to the default counts as named, so the texts are read again here.
-    """
-    given = _given(command)
-    return Site(
-        params=_parsed("--params", parse_count, command.params),
-        step_s=_parsed("--step", parse_duration_s, command.step),
-        learners=command.learners,
-        line_bits_per_s=_parsed("--wan", parse_bits_per_s, command.wan),
-        broker_line_bits_per_s=_parsed(
-            "--broker-wan", parse_bits_per_s, command.broker_wan or command.wan
-        ),
-        broker_memory_bytes=_parsed("--broker-memory", parse_bytes, command.broker_memory),
-        broker_cores=command.broker_cores,
-        disk_bytes_per_s=_parsed("--disk", parse_bytes, command.disk.strip().removesuffix("/s")),
-        fragments=config.fragments.count if "count" in given else 0,
-        sync_period_steps=config.fragments.sync_period_steps if "sync_period_steps" in given else 0,
     )
+    frames = (len(asked_topic(name, 0)), len(header), payload)
+    return 8 * wire_bytes(frames, curve=bool(config.broker.keys)) / chunk
 
 
-def _given(command: PlanCommand) -> set[str]:
-    """Keys of the section `fragments` that the file or `--set` names."""
-    table = read_table(command.config) if command.config else {}
-    of_file = cast(Mapping[str, object], table.get("fragments", {}))
-    section = "fragments."
-    keys = (key for key in assigned(command.assignments) if key.startswith(section))
-    return {*of_file, *(key.removeprefix(section) for key in keys)}
-
-
-def _parsed(flag: str, parse: Callable[[str], Any], text: str) -> Any:
-    """The value of a text. An error names the flag."""
-    try:
-        return parse(text)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{flag}: {error.message}",
-            expected=error.expected,
-            got=error.got,
-            remedy=error.remedy,
-        ) from error
-
-
-def as_dict(plan: RunPlan) -> dict[str, Any]:
-    """The plan, ready for JSON. Units are in the names."""
+def figures(site: Site, config: BrokerConfig, fragments: int, period_steps: int) -> dict[str, Any]:
+    """All that a run of P fragments and sync period H needs; units are in the names."""
+    learners, params = site.learners, -(-site.params // fragments)
+    push, publish = (
+        line_bits(config, each, params) for each in (config.codec.push, config.codec.publish)
+    )
+    period_s = period_steps * site.step_s
+    up, down = push * site.params / period_s, publish * site.params / period_s
+    # From the snapshots of a fragment until its next version exists, then until it is adopted.
+    # Coding, transfer and decoding overlap chunk by chunk: the slowest of them counts.
+    rate = min(site.line, site.broker_line / learners)
+    arrive_s = max(params * ENCODE_S, params * push / rate, params * DECODE_S * learners / 2)
+    round_s = arrive_s + params * (MERGE_S * learners + STEP_S)
+    exchange_s = round_s + params * (publish / rate + DECODE_S)
+    tau = max(config.fragments.overlap_steps, math.ceil(exchange_s / site.step_s))
+    spare = min(site.line - down, site.broker_line - learners * down)
+    # Memory and disk, in bytes per parameter. On disk are two snapshots, a third one while it is
+    # written, and the payloads since the older one.
+    flight = min(IN_FLIGHT_MAX, fragments) / fragments
+    waiting = learners * (CODE_BYTES[config.codec.push] + push / 8)
+    memory = STATE_BYTES + FIRST_COPY_BYTES + PUBLICATIONS_KEPT * publish / 8
+    written = learners * push / 8 / period_s if config.broker.journal == "on" else 0.0
+    disk = 3 * STATE_BYTES + 2 * SNAPSHOT_VERSIONS * period_s * written
+    shares = {
+        "line of a learner, up (--wan)": up / site.line,
+        "line of a learner, down (--wan)": down / site.line,
+        "line of the broker, in (--broker-wan)": learners * up / site.broker_line,
+        "line of the broker, out (--broker-wan)": learners * down / site.broker_line,
+        "lateness of an update": exchange_s / site.step_s / LATE_STEPS_MAX,
+        "rounds in flight": round_s * fragments / period_s / IN_FLIGHT_MAX,
+    }
     return {
-        "fits": fits(plan),
-        "bottleneck": bottleneck(plan).name,
-        "site": asdict(plan.site),
-        "fragments": plan.fragments,
-        "sync_period_steps": plan.sync_period_steps,
-        "overlap_steps": plan.overlap_steps,
-        "push_wire_bits_per_param": plan.push_bits,
-        "publish_wire_bits_per_param": plan.publish_bits,
-        "learner_up_bits_per_s": plan.up_bits_per_s,
-        "learner_down_bits_per_s": plan.down_bits_per_s,
-        "hub_in_bits_per_s": plan.up_bits_per_s * plan.site.learners,
-        "hub_out_bits_per_s": plan.down_bits_per_s * plan.site.learners,
-        "exchange_s": plan.exchange_s,
-        "join_s": plan.join_s if math.isfinite(plan.join_s) else None,
-        "brokers": plan.brokers,
-        "broker_memory_bytes": plan.broker_memory_bytes,
-        "learner_memory_bytes": plan.learner_memory_bytes,
-        "learner_cores": plan.learner_cores,
-        "journal_bytes_per_h": plan.journal_bytes_per_s * 3600,
-        "checkpoint_bytes": plan.checkpoint_bytes,
-        "checkpoint_versions": plan.checkpoint_versions,
-        "disk_bytes": plan.disk_bytes,
-        "replay_s": plan.replay_s,
-        "loads": [
-            {**asdict(load), "share": load.share, "fits": load.fits} for load in loads_of(plan)
-        ],
+        "fragments": fragments,
+        "sync_period_steps": period_steps,
+        "overlap_steps": min(tau, period_steps - 1),
+        "push_bits_per_param": round(push, 3),
+        "publish_bits_per_param": round(publish, 3),
+        "learner_up_bits_per_s": up,
+        "learner_down_bits_per_s": down,
+        "broker_in_bits_per_s": up * learners,
+        "broker_out_bits_per_s": down * learners,
+        "exchange_s": exchange_s,
+        "join_s": 8 * FIRST_COPY_BYTES * site.params / spare if spare > 0 else None,
+        "broker_memory_bytes": site.params * (memory + flight * (MERGE_BYTES + waiting)),
+        "learner_memory_bytes": site.params * (4 + FLIGHT_BYTES * flight),
+        "journal_per_hour_bytes": 3600 * site.params * written,
+        "disk_bytes": site.params * disk,
+        "shares": shares,
+        "fullest": max(shares, key=lambda name: shares[name]),
+        "fits": max(shares.values()) <= USABLE,
     }
 
 
-def _show(console: Console, plan: RunPlan) -> None:
-    site = plan.site
-    console.print(
-        f"{format_count(site.params)} parameters, {site.learners} learners, a step of "
-        f"{format_duration_s(site.step_s)}, lines of {format_bits_per_s(site.line_bits_per_s)} "
-        f"(learner) and {format_bits_per_s(site.broker_line_bits_per_s)} (broker) each way\n"
-    )
-    show(console, facts(plan))
-    console.print()
-    show(console, load_table(loads_of(plan)))
-    console.print()
-    for line in verdict(plan):
-        console.print(line)
+def plan(
+    *,
+    params: str,
+    step: str,
+    learners: int,
+    wan: str,
+    broker_wan: str = "",
+    config: Path | None = None,
+    setting: Annotated[list[str], Parameter(name=["--set", "-s"])] | None = None,
+    json_: Annotated[bool, Parameter(name="--json")] = False,
+) -> int:
+    """Say what a run needs before it starts, and what will be full first. Exit code 1: no fit.
+
+    Parameters
+    ----------
+    params
+        Parameters of the model, such as 7B.
+    step
+        Time of an inner step, such as 1.5s.
+    learners
+        Number of learners.
+    wan
+        Line of each learner, in each direction, such as 1Gbit/s.
+    broker_wan
+        Line of the broker; as --wan if it is not given.
+    config
+        TOML file of the broker. P and H in it stand, others are chosen.
+    setting
+        KEY=VALUE, as for the broker.
+    json_
+        Print JSON; units are in the names.
+    """
+    flags = {key: value for key, _, value in (text.partition("=") for text in setting or ())}
+    loaded = load_broker(config, flags)
+    line = _parsed(BitRate, "--wan", wan)
+    broker_line = _parsed(BitRate, "--broker-wan", broker_wan or wan)
+    count = int(_parsed(Amount, "--params", params))
+    site = Site(count, _parsed(Duration, "--step", step), learners, line, broker_line)
+    if loaded.run.mode is Mode.DILOCO or min(count, learners, site.step_s, line, broker_line) <= 0:
+        expected = "a mode without lockstep, and sizes above 0"
+        raise ConfigError("no plan for this", expected=expected, got=f"{loaded.run.mode}, {site}")
+    given, chosen = given_keys(BrokerConfig, config) | flags.keys(), loaded.fragments
+    fixed_period = "fragments.sync_period_steps" in given
+    made: dict[str, Any] = {}
+    for steps in (chosen.sync_period_steps,) if fixed_period else SYNC_PERIODS:
+        # One fragment per step, as in the paper, unless they are then too large or too small.
+        most = max(1, count // loaded.shared.chunk_elements)
+        fragments = min(max(-(-count // FRAGMENT_PARAMS_MAX), min(steps, most)), FRAGMENTS_MAX)
+        fragments = chosen.count if "fragments.count" in given else fragments
+        made = figures(site, loaded, fragments, steps)
+        if made["fits"]:
+            break
+    print(json.dumps(made, indent=1) if json_ else as_text(made))
+    return 0 if made["fits"] else 1
 
 
-def facts(plan: RunPlan) -> Facts:
-    """The choices of the plan and the resources that they take."""
-    shown = Facts()
-    for label, text in _lines(plan):
-        shown.add(label, text)
-    return shown
+def as_text(plan: dict[str, Any]) -> str:
+    """The figures for people: each in a fitting unit, shares in per cent."""
+    facts = dict(plan)
+    shares, fullest, fits = facts.pop("shares"), facts.pop("fullest"), facts.pop("fits")
+    lines = []
+    for name, value in facts.items():
+        label, text = name, str(value)
+        if name.endswith("_bits_per_s"):
+            label, text = name.removesuffix("_bits_per_s"), BitRate(value).text()
+        elif name.endswith("_bytes"):
+            label, text = name.removesuffix("_bytes"), Size(value).text()
+        elif name.endswith("_s"):
+            text = "never: no line is left for it" if value is None else Duration(value).text()
+            label = name.removesuffix("_s")
+        lines.append(f"{label.replace('_', ' '):40} {text}")
+    lines += ["", *(f"{name:40} {share:.0%}" for name, share in shares.items()), ""]
+    verdict = "It fits" if fits else f"It does not fit, as more than {USABLE:.0%} cannot be used"
+    lines.append(f"{verdict}. Fullest: {fullest}.")
+    lines.append("What helps: a longer sync period, a larger codec.rho, a relay per site.")
+    return "\n".join(lines)
 
 
-def _lines(plan: RunPlan) -> list[tuple[str, str]]:
-    learners, spacing_s = plan.site.learners, plan.spacing_s
-    up, down = plan.up_bits_per_s, plan.down_bits_per_s
-    journal = plan.journal_bytes_per_s * 3600
-    return [
-        ("fragments.count (P)", f"{plan.fragments}, {format_count(plan.fragment_params)} each"),
-        ("fragments.sync_period_steps (H)", str(plan.sync_period_steps)),
-        ("fragments.overlap_steps (tau)", str(plan.overlap_steps)),
-        ("broker.checkpoint_versions", f"{plan.checkpoint_versions}"),
-        ("bits per parameter", f"up {plan.push_bits:.2f}, down {plan.publish_bits:.2f}, on the "
-         "wire, all headers included"),
-        ("a learner's rate", f"up {format_bits_per_s(up)}, down {format_bits_per_s(down)}"),
-        ("the hub's rate", f"in {format_bits_per_s(up * learners)}, "
-         f"out {format_bits_per_s(down * learners)}"),
-        ("a round every", format_duration_s(spacing_s)),
-        ("snapshot to update", f"{format_duration_s(plan.exchange_s)}, nobody waits meanwhile"),
-        ("first copy to a joiner", f"{format_bytes(costs.FIRST_COPY_BYTES * plan.site.params)}, "
-         f"{format_duration_s(plan.join_s) if math.isfinite(plan.join_s) else 'no line left'}"),
-        ("brokers", str(plan.brokers)),
-        ("memory of a broker", format_bytes(plan.broker_memory_bytes)),
-        ("memory of a learner's host", f"{format_bytes(plan.learner_memory_bytes)} beside the "
-         f"training; {plan.learner_cores:.1f} cores"),
-        ("journal", f"{format_bytes(journal)} per hour, cut back at checkpoints"),
-        ("a checkpoint", f"{format_bytes(plan.checkpoint_bytes)} every "
-         f"{format_duration_s(plan.checkpoint_pause_s)}"),
-        ("disk", f"{format_bytes(plan.disk_bytes)} at most"),
-        ("a restart replays at most", format_duration_s(plan.replay_s)),
-    ]  # fmt: skip
-
-
-def load_table(loads: Sequence[Load]) -> Table:
-    """The need for each resource beside the amount there is."""
-    table = Table(("", "needed", "there is", "share"))
-    for load in loads:
-        form = FORMATS[load.unit]
-        mark = "" if load.fits else "  too much"
-        cells = form(load.needed), form(load.available), f"{load.share:.0%}{mark}"
-        table.add(load.name, *cells)
-    return table
-
-
-def verdict(plan: RunPlan) -> list[str]:
-    """The fullest resource and the remedy, in sentences."""
-    load = bottleneck(plan)
-    lines: list[str] = []
-    if plan.brokers > 1:
-        lines.append(
-            "This version cannot run it: one broker is not enough, and it runs one per run."
-            f" {plan.brokers} are, each with fragments, a machine and a line of its own."
-        )
-    if fits(plan):
-        lines.append(f"It fits. Fullest: {load.name}, {load.share:.0%}. For more: {load.remedy}.")
-    else:
-        lines += [_too_much(other) for other in loads_of(plan) if not other.fits]
-    lines.append(
-        "Times and cores are those of two virtual cores (docs/lab-notes.md); the bits are the "
-        "entropy of Gaussian data, real outer gradients take up to 6% less."
-    )
-    lines.append(
-        '"there is" comes from --wan, --broker-wan, --broker-memory, --broker-cores (at most'
-        f" {costs.CORES_OF_A_BROKER} are used) and --disk, the rounds from merge.rounds_in_flight;"
-        f" an update may be {LATE_STEPS_MAX} steps late before it costs quality."
-    )
-    lines.append(
-        "Names with a dot are settings of the broker: write them into its TOML file (--config), or"
-        f" pass each to `narrows broker`, as in --set fragments.count={plan.fragments}."
-    )
-    return lines
-
-
-def _too_much(load: Load) -> str:
-    form = FORMATS[load.unit]
-    return (
-        f"It does not fit: {load.name} takes {form(load.needed)}, and of {form(load.available)} "
-        f"only {USABLE:.0%} can be planned with. What helps: {load.remedy}."
-    )
+def _parsed(kind: type[AnyQuantity], flag: str, text: str) -> AnyQuantity:
+    try:
+        return kind.parse(text)
+    except ConfigError as error:
+        message = f"{flag}: {error.message}"
+        raise ConfigError(
+            message, expected=error.expected, got=error.got, remedy=error.remedy
+        ) from error

@@ -1,330 +1,182 @@
-"""A TCP relay between learners and a broker. It dissects and prints everything that it relays.
+"""`narrows relay`: publications cross the line to a site once, however many learners are there.
 
-The bytes are relayed unchanged. A separate thread dissects a copy of them: if it fails or is too
-slow, the peers do not notice.
+One XPUB faces the site, one XSUB per stream faces the broker. A subscription goes up on the XSUB of
+its last two digits; messages come down unread. Control and uplink of the learners go straight to
+the broker. Digests show a relay's accidents, not its forgeries: the site trusts whoever runs it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import errno
-import queue
-import signal
-import socket
-import sys
-import threading
+import logging
+import math
+import re
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
-from typing import BinaryIO, Final, NamedTuple, TypeAlias
+from pathlib import Path
+from typing import Final, NoReturn, TypeAlias
 
-from narrows.broker.cli.dissecting import Origin, Printer
-from narrows.proto.address import Address
-from narrows.proto.dissector.capture import Captured, CaptureReader, packed
-from narrows.proto.dissector.parts import Direction
-from narrows.proto.dissector.zmtp import Stream, StreamPiece
-from narrows.proto.errors import BrokerUnreachable, ConfigError, ErrorCode, NarrowsError
+import zmq
 
-BLOCK_BYTES: Final = 1 << 16
-BEHIND_BYTES_MAX: Final = 256 << 20
-"""Most bytes that may wait to be dissected. A connection that would exceed it is not read further,
-but still relayed."""
+from narrows.broker.cli.status import ask_status, find_broker, read_key
+from narrows.broker.process.log import LimitRepeats
+from narrows.proto.config import Address, parse_address
+from narrows.proto.errors import ErrorCode, NarrowsError
+from narrows.proto.keys import SiteKey, serve_keys
+from narrows.proto.sockets import Handshake, HandshakeMonitor, Kind, make_socket
 
-DIAL_TIMEOUT_S: Final = 5.0
+MESSAGES_PER_TURN: Final = 16
+REDIAL_S: Final = 5.0
+"""A socket that was refused never dials again: it is made anew, with the key file read again."""
 
-
-class Route(NamedTuple):
-    """One port that is listened at, and where its connections go."""
-
-    listen: Address
-    to: Address
+Socket: TypeAlias = "zmq.Socket[bytes]"
+_SUBSCRIPTION: Final = re.compile(rb"[\0\1][pr]/.*[0-9]{2}", re.DOTALL)
+_log: Final = logging.getLogger("narrows.relay")
 
 
-@dataclass(frozen=True)
-class _Bytes:
-    connection: int
-    direction: Direction
-    at_s: float
-    data: bytes
+class _Upstream:
+    """The connection of one stream to the broker's downlink."""
 
-
-@dataclass(frozen=True)
-class _Word:
-    """A line about a connection. With `is_end` the connection is over; with `direction` no more
-    of this direction is read."""
-
-    connection: int
-    at_s: float
-    words: str
-    direction: Direction | None = None
-    is_end: bool = False
-
-
-_Event: TypeAlias = _Bytes | _Word | None
-
-
-@dataclass
-class Watcher:
-    """Dissects and prints the bytes that it is given, on a thread of its own."""
-
-    printer: Printer
-    out: BinaryIO | None = None
-    """File for the capture."""
-    behind_bytes_max: int = BEHIND_BYTES_MAX
-    _queue: queue.SimpleQueue[_Event] = field(default_factory=queue.SimpleQueue[_Event])
-    _waiting_bytes: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _lost: set[tuple[int, Direction]] = field(default_factory=set[tuple[int, Direction]])
-    _streams: dict[tuple[int, Direction], Stream] = field(
-        default_factory=dict[tuple[int, Direction], Stream]
-    )
-    _reader: CaptureReader = field(default_factory=CaptureReader)
-    _is_silent: bool = False
-    """Nobody reads what is printed any more."""
-    _thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Prints everything that still waits, and the summary, before it returns."""
-        self._queue.put(None)
-        if self._thread:
-            self._thread.join()
-
-    def passed(self, connection: int, direction: Direction, data: bytes) -> None:
-        """Takes bytes that are being relayed. Never waits for the thread, and never raises."""
-        key: tuple[int, Direction] = (connection, direction)
-        now = time.time()
-        if key in self._lost:
-            return
-        with self._lock:
-            is_behind = self._waiting_bytes + len(data) > self.behind_bytes_max
-            self._waiting_bytes += 0 if is_behind else len(data)
-        if is_behind:
-            self._lost.add(key)
-            words = "printing has fallen behind: not looked into any more"
-            self._queue.put(_Word(connection, now, words, direction))
-        else:
-            self._queue.put(_Bytes(connection, direction, now, data))
-
-    def tell(self, connection: int, words: str, *, is_end: bool = False) -> None:
-        """Prints a line about a connection."""
-        self._queue.put(_Word(connection, time.time(), words, is_end=is_end))
-
-    def _run(self) -> None:
-        while (event := self._queue.get()) is not None:
-            try:
-                self._take(event)
-                if self._queue.empty():
-                    self._print(lambda: sys.stdout.flush())
-            except Exception as error:
-                self._give_up(event, error)
-        self._print(self.printer.summary)
-
-    def _print(self, say: Callable[[], None]) -> None:
-        """Says something. When nobody reads any more, the relay goes on without a word."""
-        if self._is_silent:
-            return
-        try:
-            say()
-        except BrokenPipeError:
-            self._is_silent = True
-            sys.stdout = None  # Else the end of the process would try to print what is left.
-
-    def _take(self, event: _Bytes | _Word) -> None:
-        if isinstance(event, _Word):
-            self._take_word(event)
-            return
-        with self._lock:
-            self._waiting_bytes -= len(event.data)
-        stream = self._streams.setdefault((event.connection, event.direction), Stream())
-        for piece in stream.feed(event.data):
-            self._take_piece(event, piece)
-
-    def _take_word(self, event: _Word) -> None:
-        if event.direction:
-            key = event.connection, event.direction
-            self._streams.setdefault(key, Stream()).give_up(event.words)
-        words = event.words
-        if event.is_end:
-            for way in ("up", "down"):
-                stream = self._streams.pop((event.connection, way), Stream())
-                words += f"; {stream.total_bytes} bytes {way}"
-            self._reader.forget(event.connection)
-        at = Origin("", event.connection, event.direction, 0, event.at_s)
-        self._print(lambda: self.printer.note(words, at))
-
-    def _take_piece(self, event: _Bytes, piece: StreamPiece) -> None:
-        origin = Origin("", event.connection, event.direction, piece.index, event.at_s)
-        if piece.sort in ("opaque", "skipped"):
-            words = f"cannot be looked into: {piece.why}"
-            self._print(lambda: self.printer.note(words, origin))
-            return
-        captured = Captured(
-            piece.sort, event.direction, event.connection, event.at_s, piece.body, piece.index,
-            piece.has_more,
-        )  # fmt: skip
-        self._keep(captured)
-        found = self._reader.take(captured)
-        self._print(lambda: self.printer.show(found, origin))
-
-    def _keep(self, captured: Captured) -> None:
-        if self.out is None:
-            return
-        try:
-            self.out.write(packed(captured))
-            self.out.flush()
-        except OSError as error:
-            print(f"narrows: the capture ends here: {error}", file=sys.stderr)
-            self.out = None
-
-    def _give_up(self, event: _Bytes | _Word, error: Exception) -> None:
-        """Reports an error of the dissector itself, and stops reading this direction."""
-        print(f"narrows: #{event.connection}: cannot be dissected: {error!r}", file=sys.stderr)
-        if isinstance(event, _Bytes):
-            key = event.connection, event.direction
-            self._streams.setdefault(key, Stream()).give_up("an error of the dissector")
-
-
-class Relay:
-    """Relays every connection to the routes until it is stopped."""
-
-    def __init__(self, routes: Sequence[Route], watcher: Watcher) -> None:
-        self._routes, self._watcher = routes, watcher
-        self.listening = asyncio.Event()
-        """Set once all ports take connections."""
-        self.ports: list[int] = []
-        """Where it listens, in the order of the routes."""
-        self._count = 0
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def serve(self, stop: asyncio.Event) -> None:
-        """Raises NarrowsError if a port cannot be listened at."""
-        servers: list[asyncio.Server] = []
-        try:
-            for route in self._routes:
-                servers.append(await self._listen(route))
-                self.ports.append(servers[-1].sockets[0].getsockname()[1])
-                ours = route.listen._replace(port=self.ports[-1])
-                print(f"relaying {ours} to {route.to}", file=sys.stderr, flush=True)
-            self.listening.set()
-            await stop.wait()
-        finally:
-            for server in servers:
-                server.close()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _listen(self, route: Route) -> asyncio.Server:
-        try:
-            return await asyncio.start_server(
-                partial(self._accept, route), _host(route.listen), route.listen.port
-            )
-        except OSError as error:
-            in_use = error.errno == errno.EADDRINUSE
-            raise NarrowsError(
-                ErrorCode.PORT_IN_USE if in_use else ErrorCode.CONFIG,
-                f"cannot listen at {route.listen}", got=str(error),
-                remedy="choose a free address of this machine, such as 127.0.0.2",
-            ) from error  # fmt: skip
-
-    async def _accept(
-        self, route: Route, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    def __init__(
+        self, context: zmq.Context[Socket], address: Address, key: SiteKey | None, file: Path | None
     ) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        self._count += 1
-        number = self._count
-        peer = "{}:{}".format(*(writer.get_extra_info("peername") or ("?", "?"))[:2])
-        self._watcher.tell(number, f"from {peer} to {route.to}")
-        end = "the relay stops"
-        try:
-            end = await self._carry(route, number, reader, writer)
-        except asyncio.CancelledError:
-            pass  # The streams of Python 3.11 would log a handler that ends as cancelled.
-        finally:
-            self._tasks.discard(task)
-            writer.transport.abort()
-            self._watcher.tell(number, f"is over: {end}", is_end=True)
+        self._context, self._address, self._key, self._file = context, address, key, file
+        self._topics: dict[bytes, None] = {}
+        """Everything that the site listens to on this stream."""
+        self._dials = 0
+        self._open()
 
-    async def _carry(
-        self, route: Route, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> str:
-        """Relays both directions until the end, and returns the reason for it."""
-        try:
-            dialled = asyncio.open_connection(_host(route.to), route.to.port)
-            far_reader, far_writer = await asyncio.wait_for(dialled, DIAL_TIMEOUT_S)
-        except (OSError, TimeoutError) as error:
-            return f"{route.to} cannot be reached: {error or 'no answer'}"
-        ways = [
-            asyncio.ensure_future(self._pump(number, "up", reader, far_writer)),
-            asyncio.ensure_future(self._pump(number, "down", far_reader, writer)),
-        ]
-        try:
-            await asyncio.gather(*ways)
-        except OSError as error:
-            return str(error)
-        finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
-            far_writer.transport.abort()
-        return "both sides have closed it"
+    def _open(self) -> None:
+        # The keys of the broker that the site trusts take turns: one may be the next.
+        pair, servers = (self._key.pair, self._key.servers) if self._key else (None, ("",))
+        server, ipv6 = servers[self._dials % len(servers)], self._address.host.startswith("[")
+        self.socket = make_socket(
+            self._context, Kind.RELAY_DOWNLINK, pair=pair, server=server, ipv6=ipv6
+        )
+        self.monitor = HandshakeMonitor(self.socket, str(self._address), self._key)
+        self._dials, self._redial_at = self._dials + 1, math.inf
+        self.socket.connect(str(self._address))
+        for topic in self._topics:
+            self.socket.send(b"\1" + topic)
 
-    async def _pump(
-        self, number: int, direction: Direction, reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:  # fmt: skip
-        while data := await reader.read(BLOCK_BYTES):
-            # First: else an answer could be printed before what it answers.
-            self._watcher.passed(number, direction, data)
-            writer.write(data)
-            await writer.drain()
-        writer.write_eof()
-        await writer.drain()
+    def subscribe(self, frame: bytes) -> None:
+        """Passes a subscription of the site on, and remembers it for the next dialling."""
+        if frame[:1] == b"\1":
+            self._topics[frame[1:]] = None
+        else:
+            self._topics.pop(frame[1:], None)
+        self.socket.send(frame)
+
+    def look(self, now: float) -> None:
+        """Tells the log why the broker refuses, and dials again when that is due."""
+        while (outcome := self.monitor.take()) is not None:
+            if (error := self.monitor.error(outcome)) is not None:
+                _log.warning("%s", error)
+                self._redial_at = min(self._redial_at, now + REDIAL_S)
+            elif outcome is Handshake.CONNECTED:
+                self._redial_at = math.inf
+        if now >= self._redial_at:
+            self.close()
+            try:
+                self._key = read_key(self._file) if self._file else None
+            except NarrowsError as error:
+                _log.warning("the key in use stays: %s", error)
+            self._open()
+
+    def close(self) -> None:
+        self.monitor.close()
+        self.socket.close(linger=0)
 
 
-def _host(address: Address) -> str:
-    return address.host.strip("[]")
+def relay(
+    *, listen: str, broker: str | None = None, key: Path | None = None, insecure: bool = False
+) -> NoReturn:
+    """Pass publications on to the learners of a site, so that each crosses the line once.
 
+    The learners join as before, with NARROWS_RELAY set to the address of this relay. They may start
+    before it; while it is down they train on without new versions.
 
-def run_relay(routes: Sequence[Route], watcher: Watcher) -> None:
-    """Relays until SIGINT or SIGTERM. Raises BrokerUnreachable if nobody answers at the first
-    address at the start, and NarrowsError if a port is taken."""
-    first = routes[0].to
-    try:
-        socket.create_connection((_host(first), first.port), DIAL_TIMEOUT_S).close()
-    except OSError as error:
-        raise BrokerUnreachable(
-            f"{first}: {error}", remedy="start the broker first, or correct --to"
-        ) from error
-    with ExitStack() as stack:
-        watcher.start()
-        stack.callback(watcher.stop)
-        asyncio.run(_until_signal(Relay(routes, watcher)))
-
-
-async def _until_signal(relay: Relay) -> None:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    await relay.serve(stop)
-
-
-def check_route(route: Route, *, insecure: bool) -> None:
-    """Raises ConfigError, or INSECURE for an address beyond loopback."""
-    if route.listen.port and route.listen == route.to:
-        raise ConfigError(f"--listen and --to are both {route.to}", expected="two addresses")
-    if not (route.listen.is_loopback or insecure):
+    Parameters
+    ----------
+    listen
+        Address for the learners of the site, tcp://HOST:PORT.
+    broker
+        Control address of the broker (default: NARROWS_BROKER, or the key's).
+    key
+        Key file of the site, if the broker has keys (default: NARROWS_KEY). Learners with the same
+        key may listen.
+    insecure
+        Serve a network that you trust without a key.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    _log.addFilter(LimitRepeats())
+    control, site_key, file = find_broker(broker, key)
+    own, pair = parse_address(listen, listen=True), site_key.pair if site_key else None
+    if not (pair or own.is_loopback or insecure):
         raise NarrowsError(
-            ErrorCode.INSECURE, "anybody who reaches this address reaches the broker",
-            expected="--listen at a loopback address, or --insecure", got=str(route.listen),
-            remedy="pass --insecure on a network that you trust",
-        )  # fmt: skip
+            ErrorCode.INSECURE,
+            "anybody who reaches this address could read the model",
+            expected="--key, or a loopback address",
+            got=listen,
+            remedy="give the broker keys, or say --insecure on a network that you trust",
+        )
+    # Asking fails at once, with its reason, where this key is not admitted or nobody is there.
+    told = ask_status(control, site_key, timeout_s=5.0)
+    downlink = Address(parse_address(control).host, told["downlink_port"])
+    context: zmq.Context[Socket] = zmq.Context()
+    # Whoever holds the site's key is of the site. The relay proves with it that it is, too.
+    authenticator = serve_keys(context, lambda public: public == pair.public) if pair else None
+    site = make_socket(context, Kind.RELAY_SITE, pair=pair, ipv6=own.host.startswith("["))
+    try:
+        port = _bind(site, own)
+        ups = [_Upstream(context, downlink, site_key, file) for _ in range(told["streams"])]
+        _log.info("passing publications of %s on to %s", downlink, Address(own.host, port))
+        while True:
+            _pass_on(site, ups)
+    finally:
+        if authenticator is not None:
+            authenticator.stop()
+        context.destroy(linger=0)
+
+
+def _bind(site: Socket, own: Address) -> int:
+    """The port, which port 0 leaves to the system. Raises ADDRESS_IN_USE."""
+    try:
+        site.bind(f"tcp://{own.host}:{own.port or '*'}")
+    except zmq.ZMQError as error:
+        raise NarrowsError(
+            ErrorCode.ADDRESS_IN_USE,
+            f"cannot listen on {own}",
+            expected="a free port of this machine",
+            got=str(error),
+            remedy="is a relay running already? Choose another port with --listen",
+        ) from error
+    endpoint = site.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return int(endpoint.decode().rstrip("\0").rpartition(":")[2])
+
+
+def _pass_on(site: Socket, ups: list[_Upstream]) -> None:
+    """Waits for messages, a second at most, and passes some of each side on."""
+    poller = zmq.Poller()  # Made anew each time: a refused socket is replaced.
+    poller.register(site, zmq.POLLIN)
+    for each in ups:
+        poller.register(each.socket, zmq.POLLIN)
+        poller.register(each.monitor.socket, zmq.POLLIN)
+    ready = dict(poller.poll(1000))
+    for first, *more in _received(site) if site in ready else ():
+        # A learner's socket can send anything up; only subscriptions are passed on.
+        if not more and _SUBSCRIPTION.fullmatch(frame := first.bytes):
+            ups[int(frame[-2:]) % len(ups)].subscribe(frame)
+    for each in ups:
+        for frames in _received(each.socket) if each.socket in ready else ():
+            site.send_multipart(frames, copy=False)  # A full pipe misses it, and fetches.
+        each.look(time.monotonic())
+
+
+def _received(socket: Socket) -> list[list[zmq.Frame]]:
+    found: list[list[zmq.Frame]] = []
+    while len(found) < MESSAGES_PER_TURN:
+        try:
+            found.append(socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        except zmq.Again:
+            break
+    return found

@@ -2,97 +2,170 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import json as json_module
+import math
+import os
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-import msgspec
+import zmq
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from narrows.broker.cli.asking import ask
-from narrows.broker.cli.tables import Table, show, terminal
-from narrows.proto.errors import ErrorCode, RemoteProtocolError, printable
-from narrows.proto.keys import SiteKey, key_path, read_site_key
-from narrows.proto.messages import AskStatus, LearnerStatus, Status
-from narrows.proto.units import counted, format_bytes, format_count, format_duration_s
+from narrows.proto.config import Address, parse_address
+from narrows.proto.errors import (
+    BrokerUnreachable,
+    ConfigError,
+    ErrorCode,
+    NarrowsError,
+    Refused,
+    printable,
+)
+from narrows.proto.keys import SiteKey, read_site_key
+from narrows.proto.messages import CONTROL_BYTES_MAX, AskStatus, Refuse, Status
+from narrows.proto.sockets import HandshakeMonitor, Kind, make_socket
+from narrows.proto.units import Size
+from narrows.proto.wire import decode_control, encode_control
 
 DEFAULT_BROKER = "tcp://127.0.0.1:7070"
 
 
-def ask_status(broker: str, *, timeout_s: float, key: SiteKey | None = None) -> Status:
-    """The status of the run. Raises ConfigError, Refused, or BrokerUnreachable after
-    `timeout_s`."""
-    answer = ask(broker, key, AskStatus(), timeout_s=timeout_s)
-    if not isinstance(answer, Status):
-        raise RemoteProtocolError(
-            ErrorCode.BAD_MESSAGE, f"answer of {broker}", expected="Status", got=str(answer)[:200]
-        )
-    return answer
-
-
-def show_status(
-    broker: str | None, *, key_file: Path | None, as_json: bool, timeout_s: float
+def status(
+    broker: str | None = None, *, key: Path | None = None, json: bool = False, timeout_s: float = 5
 ) -> None:
-    """Prints the status as a table or as JSON."""
-    path = key_path(key_file)
-    key = read_site_key(path) if path else None
-    address = broker or (key.broker if key else DEFAULT_BROKER)
-    status = ask_status(address, timeout_s=timeout_s, key=key)
-    if as_json:
-        # With ASCII alone: escape sequences that a peer has written do nothing to a terminal.
-        print(json.dumps(json.loads(msgspec.json.encode(status)), indent=2))
+    """Show the learners, the progress of the run, and what it waits for.
+
+    Parameters
+    ----------
+    broker
+        Control address of the broker (default: NARROWS_BROKER, the key's, or tcp://127.0.0.1:7070).
+    key
+        Key file of a site, if the broker has keys (default: NARROWS_KEY).
+    json
+        Print everything as JSON.
+    timeout_s
+        Seconds to wait for an answer.
+    """
+    address, site, _ = find_broker(broker, key)
+    answer = ask_status(address, site, timeout_s=timeout_s)
+    if json:
+        # ASCII alone: escape sequences that a peer has written do nothing to a terminal.
+        print(json_module.dumps(answer, indent=2))
         return
-    console = terminal()
-    for line in headline(status):
-        console.print(printable(line))
-    if status.waiting_for:
-        console.print(f"waiting: {printable(status.waiting_for)}")
-    if status.contributions_refused:
-        refused = ", ".join(f"{code} {n}" for code, n in status.contributions_refused.items())
-        console.print(f"refused: {printable(refused)}")
-    show(console, learner_table(status.learners))
+    console = Console(highlight=False, soft_wrap=True)
+    for line in _headline(answer):
+        console.print(printable(line), markup=False)
+    console.print(_table(answer["learners"]))
 
 
-def headline(status: Status) -> tuple[str, str]:
-    """The run in two lines."""
-    goal = f" of {format_count(status.goal_tokens)}" if status.goal_tokens else ""
-    versions = f"{min(status.versions)}..{max(status.versions)}" if status.versions else "none"
-    return (
-        f"run {status.run_id}  epoch {status.epoch[0]}.{status.epoch[1]}  {status.mode}  "
-        f"{status.phase}  up {format_duration_s(status.uptime_s)}",
-        f"{format_count(status.run_tokens)}{goal} tokens at {format_count(status.tokens_per_s)}/s"
-        f"  versions {versions}, {sum(status.versions)} in all  {counted(status.merges, 'merge')}, "
-        f"{status.mean_contributors_per_merge:.2f} contributors each, longest pause "
-        f"{format_duration_s(status.longest_merge_gap_s)}  "
-        f"in {format_bytes(status.up_bytes)}  out {format_bytes(status.down_bytes)}",
+def find_broker(broker: str | None, key: Path | None) -> tuple[str, SiteKey | None, Path | None]:
+    """Control address, key and key file as they were given, else those of the environment; without
+    an address the key's, or this machine. Raises ConfigError for a key that cannot be used."""
+    given = key or os.environ.get("NARROWS_KEY")
+    file = Path(given) if given else None
+    site = read_key(file) if file else None
+    address = broker or os.environ.get("NARROWS_BROKER") or (site.broker if site else "")
+    return address or DEFAULT_BROKER, site, file
+
+
+def read_key(file: Path) -> SiteKey:
+    """The key of a site that trusts a broker. Raises ConfigError."""
+    site = read_site_key(file)
+    if not site.servers:
+        raise ConfigError(
+            f"{file} does not say which broker to trust",
+            expected="the broker's public key, as `narrows keys show` prints it there",
+            remedy=f"narrows keys new {file} --server KEY",
+        )
+    return site
+
+
+def ask_status(broker: str, key: SiteKey | None, *, timeout_s: float) -> dict[str, Any]:
+    """The status map of a broker. Raises ConfigError, Refused, and BrokerUnreachable after
+    `timeout_s`."""
+    address, until = parse_address(broker), time.monotonic() + timeout_s
+    servers = key.servers if key else ("",)
+    for server in servers[:-1]:
+        # A site trusts two keys while the broker changes its own; with the other one it breaks off.
+        with suppress(BrokerUnreachable):
+            return _ask(address, key, server, until, is_last=False)
+    return _ask(address, key, servers[-1], until, is_last=True)
+
+
+def _ask(
+    address: Address, key: SiteKey | None, server: str, until: float, *, is_last: bool
+) -> dict[str, Any]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    pair, ipv6 = key.pair if key else None, address.host.startswith("[")
+    socket = make_socket(context, Kind.LEARNER_CONTROL, pair=pair, server=server, ipv6=ipv6)
+    monitor = HandshakeMonitor(socket, str(address), key)
+    reason: NarrowsError | None = None
+    try:
+        socket.connect(str(address))
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(monitor.socket, zmq.POLLIN)
+        while (left_s := until - time.monotonic()) > 0:
+            ready = dict(poller.poll(math.ceil(1000 * left_s)))
+            while (outcome := monitor.take()) is not None:
+                reason = monitor.error(outcome) or reason
+                if isinstance(reason, Refused) or (reason and not is_last):
+                    raise reason
+                if monitor.connected:
+                    with suppress(zmq.Again):  # The connection is gone already, and comes again.
+                        socket.send_multipart(encode_control(AskStatus()), zmq.NOBLOCK)
+            if socket in ready:
+                message = decode_control(socket.recv_multipart(), CONTROL_BYTES_MAX)
+                if isinstance(message, Status):
+                    return message.status
+                if isinstance(message, Refuse):
+                    told = {"expected": message.expected, "got": message.got}
+                    code, remedy = ErrorCode(message.code), message.remedy
+                    raise Refused(code, message.message, **told, remedy=remedy)
+    finally:
+        monitor.close()
+        socket.close(linger=0)
+        context.term()
+    raise reason or BrokerUnreachable(
+        f"{address} did not answer", remedy="is the broker running, and is this its control port?"
     )
 
 
-def overwritten_share(learner: LearnerStatus) -> str:
-    """Share of the tokens with a known fate that no merge took."""
-    ledger = learner.ledger
-    settled = ledger.merged + ledger.overwritten + ledger.refused + ledger.rolled_back
-    return f"{ledger.overwritten / settled:.0%}" if settled else "-"
+def _headline(said: dict[str, Any]) -> list[str]:
+    goal = f" of {said['goal_tokens']:,}" if said["goal_tokens"] else ""
+    versions = said["versions"]
+    spread = f"{min(versions)} to {max(versions)}" if versions else "none yet"
+    each = said["contributions"] / said["merges"] if said["merges"] else 0.0
+    lines = [
+        f"run {said['run_id']}  epoch {said['epoch']}  {said['mode']}  {said['phase']}"
+        f"  up {said['uptime_s']:.0f} s",
+        f"{said['run_tokens']:,}{goal} tokens at {said['tokens_per_s']:,.0f}/s"
+        f"  versions {spread}  {said['merges']:,} merges of {each:.2f} pushes"
+        f"  in {Size(said['up_bytes']).text()}  out {Size(said['down_bytes']).text()}",
+    ]
+    hints = [each["hint"] for each in said["learners"].values() if each["hint"]]
+    return [*lines, *(f"waits for {line}" for line in said["waiting_for"]), *hints]
 
 
-COLUMNS: dict[str, Callable[[LearnerStatus], str]] = {
-    "learner": lambda s: s.name,
-    "state": lambda s: s.state,
-    "heard": lambda s: format_duration_s(s.last_heard_s),
-    "step": lambda s: str(s.step),
-    "s/step": lambda s: f"{s.step_s:.3f}",
-    "loss": lambda s: "-" if s.loss is None else f"{s.loss:.3f}",
-    "merged": lambda s: str(s.contributions),
-    "refused": lambda s: str(s.refused),
-    "overwritten": overwritten_share,
-    "up": lambda s: format_bytes(s.up_bytes),
-    "down": lambda s: format_bytes(s.down_bytes),
-    "from": lambda s: s.address,
-}
-
-
-def learner_table(learners: tuple[LearnerStatus, ...]) -> Table:
-    """One row per learner."""
-    table = Table(tuple(COLUMNS), keys=2, left=("from",))
-    for learner in learners:
-        table.add(*(printable(cell(learner)) for cell in COLUMNS.values()))
+def _table(learners: dict[str, dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("learner", "state", "heard", "steps/s", "loss", "logged", "merged", "behind"):
+        table.add_column(column, justify="left" if column in ("learner", "state") else "right")
+    for name, each in learners.items():
+        # A Text, because markup in the words of a peer would be obeyed.
+        state = Text(printable(each["state"]))
+        loss = "-" if each["loss"] is None else f"{each['loss']:.3f}"
+        table.add_row(
+            printable(name),
+            state,
+            f"{each['heard_s']:.0f} s",
+            f"{each['steps_per_s']:.2f}",
+            loss,
+            f"{each['logged_tokens']:,}",
+            f"{each['merged_tokens']:,}",
+            str(each["versions_behind"]),
+        )
     return table

@@ -1,65 +1,17 @@
-"""The arithmetic of a round: contributions in, the next version of a fragment out. [pure]
+"""Merging: the arithmetic that makes a round's contributions the next version of a fragment.
 
-`GlobalModel` holds the parameters, the momentum and the published copies. `GlobalModel.merge` takes
-decoded contributions and a `Policy`, and makes an `Outcome`; `install` makes it the current state.
-The names below are all that other districts may import:
+    merge(fragment, before, round_, decoded=None) -> Version     pure; on a worker, and at a replay
+    Model(table, states)      the newest durable states: install(version), publication(f, v)
+    Alarm().hear(version)     lines about pushes that are far too long; clips nothing
 
-- `broker/process` merges on its workers and serves `EncodedVersion`s;
-- `broker/storage` makes the same versions again from its records, by the policy of each record;
-- `broker/syncer` knows a `Contribution` by its handles alone and never sees an array;
-- `bench` measures the parts (`merge_vectors`, `outer_optimizer`) and derives variants.
-
-The bits of a merge are promised: see merge.py before changing the order of any sum.
+The same inputs give the same bits on every machine: sums run in the order of the contributions,
+over elements in element order, in strict float32.
 """
 
-from narrows.broker.merging.contribution import Contribution
-from narrows.broker.merging.evidence import PushEvidence
-from narrows.broker.merging.history import (
-    ROWS_MAX,
-    NormHistory,
-    Process,
-    RoundNorms,
-)
-from narrows.broker.merging.merge import MergeResult, merge_vectors
-from narrows.broker.merging.model import (
-    EncodedVersion,
-    FragmentState,
-    GlobalModel,
-    Outcome,
-    encode_state,
-    from_chunks,
-    remembered,
-    version_zero,
-    warm_up,
-)
-from narrows.broker.merging.outer import outer_optimizer
-from narrows.broker.merging.policy import Policy, policy_of
-from narrows.broker.merging.sums import DecodedVector, weighted_sums
-from narrows.broker.merging.watch import UNWATCHED, Watch
+from __future__ import annotations
 
-__all__ = [
-    "ROWS_MAX",
-    "UNWATCHED",
-    "Contribution",
-    "DecodedVector",
-    "EncodedVersion",
-    "FragmentState",
-    "GlobalModel",
-    "MergeResult",
-    "NormHistory",
-    "Outcome",
-    "Policy",
-    "Process",
-    "PushEvidence",
-    "RoundNorms",
-    "Watch",
-    "encode_state",
-    "from_chunks",
-    "merge_vectors",
-    "outer_optimizer",
-    "policy_of",
-    "remembered",
-    "version_zero",
-    "warm_up",
-    "weighted_sums",
-]
+from narrows.broker.merging.alarm import Alarm
+from narrows.broker.merging.merge import merge, warm_up
+from narrows.broker.merging.model import Model
+
+__all__ = ["Alarm", "Model", "merge", "warm_up"]

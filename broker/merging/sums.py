@@ -1,44 +1,71 @@
-"""Sums over the contributions to a fragment: in name order, slice by slice, with fixed bits. [pure]
+"""Weighted sums over the contributions to a fragment: in one order, slice by slice, fixed bits.
 
-Everything is summed over learners in name order, over elements in element order, in the precision
-that is written here, without fast-math. Slices are small enough that the sums of one stay in cache
-while all learners are added to them.
+Everything is added contribution by contribution in the round's order, over elements in element
+order, in the precision that is written here, without fast-math. A slice is small enough that its
+sums stay in cache while all contributions are added to them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from narrows.proto.codec import F32, F64, I8, I64, RUN, DecodedChunk, empty_f32, kernel, read_only
-from narrows.proto.fragments import Fragment
+from narrows.proto.codec import (
+    F32,
+    F64,
+    I8,
+    I64,
+    RUN,
+    DecodedChunk,
+    empty_f32,
+    kernel,
+    read_only,
+)
+from narrows.proto.layout import Fragment
+
+Bools: TypeAlias = NDArray[np.bool_]
 
 SLICE: Final = 1024 * RUN
-"""Elements whose sums stay in cache while all learners are added to them."""
+"""Elements whose sums stay in cache. A chunk begins and ends at a multiple of RUN, as a slice does:
+packed codes can be cut there only."""
 
 LANES: Final = 16
-"""Partial sums of a dot product, as of a square sum (PROTOCOL.md, section 9)."""
+"""Partial sums of a sum of squares: enough to fill the widest vector unit. The number is part of
+the promised bits."""
+
+ROWS: Final = 8
+"""Rows of LANES elements that are added at once; no part of the bits."""
 
 
-@dataclass(frozen=True)
-class DecodedVector:
+class Vector(NamedTuple):
     """The outer gradient of one fragment that a learner contributes, decoded."""
 
-    learner: str
-    chunks: Sequence[tuple[int, DecodedChunk]]
-    """(offset, chunk) in offset order, covering the fragment without gap or overlap."""
+    chunk_elements: int
+    chunks: Sequence[DecodedChunk]
+    """Regular chunks in order, which cover the fragment."""
 
 
-class Part(NamedTuple):
-    """One slice of one contribution, as kernels take it."""
+class Sums(NamedTuple):
+    """Sums over the contributions to a fragment of n elements in k pieces."""
+
+    values: F32
+    """(n,) sum of unit * v in radial pieces, of weight * v in the others."""
+    mean_norms: F64
+    """(k,) norm of the sum of weight * v; meaningless in pieces that are not radial."""
+    value_norms: F64
+    """(k,) norm of `values`; meaningless in pieces that are not radial."""
+
+
+class _Part(NamedTuple):
+    """The part of one contribution in one slice, or of a chunk's share of it."""
 
     column: int
-    """Place of the learner in name order."""
+    """Place of the contribution in the round's order."""
     where: slice
-    """Elements of the fragment."""
+    """Elements, relative to the slice."""
     pieces: slice
     """Pieces of the fragment that it touches."""
     codes: I8 | F32
@@ -46,119 +73,108 @@ class Part(NamedTuple):
     scales: F32
 
 
-def weighted_sums(
-    fragment: Fragment, contributions: Sequence[DecodedVector], mean_factors: F64, units: F64
-) -> tuple[F32, F32]:
-    """Sums over learners: mean_factors * v (n,), and units * v (n,) in pieces with units above 0.
+def norms_of(fragment: Fragment, vectors: Sequence[Vector]) -> F64:
+    """Norms (k, M) per piece and contribution, the same whatever the chunks."""
+    squares = np.zeros((len(fragment.pieces), len(vectors)))
+    for column, (chunk_elements, chunks) in enumerate(vectors):
+        lanes = np.zeros((len(fragment.pieces), LANES))
+        for index, chunk in enumerate(chunks):
+            offset, count = fragment.chunk(index, chunk_elements)
+            where = _pieces(fragment, offset, count)
+            if chunk.coded:
+                # Whole numbers times scale**2 of 16 bits are exact in float64, hence the same in
+                # any cut: with the largest codes of int8 up to 2**23 elements, else far beyond.
+                squares[where, column] += chunk.square_sums()
+            else:
+                begun = _begun(fragment, offset, where)
+                add_squares(read_only(chunk.floats()), chunk.bounds, begun, lanes[where])
+        squares[:, column] += in_order(lanes)
+    return np.sqrt(squares)
 
-    The factors (k, M) are rounded to float32 once. Without any unit the second sum is empty.
+
+def weighted_sums(fragment: Fragment, vectors: Sequence[Vector], weights: F64, units: F64) -> Sums:
+    """Sums of weight * v, and in the pieces with any unit of unit * v instead.
+
+    `weights` (M,) and `units` (k, M) are rounded to float32 once. A piece with a unit above 0 is
+    radial: there the sum of weight * v is needed for its length alone, and only its square is kept.
     """
-    assert mean_factors.shape == units.shape == (len(fragment.pieces), len(contributions))
-    mean = empty_f32(fragment.elements)
-    direction = empty_f32(fragment.elements if units.any() else 0)
-    mean_rows = read_only(mean_factors.T.astype(np.float32))
-    unit_rows = read_only(units.T.astype(np.float32))
-    for part in parts_of(fragment, contributions):
-        column, where, pieces = part.column, part.where, part.pieces
-        if column == 0:  # Only now, so that the zeros are in cache when they are added to.
-            clear(mean[where])
-            clear(direction[where])
-        accumulate(
-            part.codes,
-            part.bounds,
-            part.scales,
-            mean_rows[column, pieces],
-            unit_rows[column, pieces],
-            mean[where],
-            direction[where],
-        )
-    return mean, direction
-
-
-def dots(fragment: Fragment, contributions: Sequence[DecodedVector], reference: F32) -> F64:
-    """Products (k, M) of each contribution with `reference` (n,), per piece, in float64.
-
-    Those of the slices of a piece are added in the order of their offsets.
-    """
-    assert reference.size == fragment.elements
-    products = np.zeros((len(fragment.pieces), len(contributions)))
-    lanes, found = np.empty(LANES), np.empty(len(fragment.pieces))
-    reference = read_only(reference)
-    for part in parts_of(fragment, contributions):
-        sums = found[: part.scales.size]
-        dot(part.codes, part.bounds, part.scales, reference[part.where], lanes, sums)
-        products[part.pieces, part.column] += sums
-    return products
-
-
-def parts_of(fragment: Fragment, contributions: Sequence[DecodedVector]) -> Iterator[Part]:
-    """The slices of all contributions. What one yields is valid until the next one."""
+    assert units.shape == (len(fragment.pieces), len(vectors)) and len(weights) == len(vectors)
+    factors, rows = weights.astype(np.float32), read_only(units.T.astype(np.float32))
+    radial: Bools = read_only(np.asarray(units.any(axis=1)))
+    lanes = np.zeros((2, len(fragment.pieces), LANES))
+    values, mean = empty_f32(fragment.elements), empty_f32(min(SLICE, fragment.elements))
     scratch = np.empty(SLICE, np.int8)
-    cuts: dict[tuple[int, int, int], tuple[slice, slice, I64]] = {}
-    for column, offset, chunk, first, end in _in_cache_order(contributions):
-        # One slice of all learners is cut at the same pieces, so its cuts are kept.
-        cut = cuts.get((offset, first, end))
-        if cut is None:
-            cut = cuts[offset, first, end] = _cut(fragment, offset, chunk.count, first, end)
-        pieces, own, bounds = cut
-        codes: I8 | F32
-        if chunk.quantised:
-            codes = chunk.codes_of(first, end, scratch)
-        else:
-            codes = read_only(chunk.floats(first, end))
-        where = slice(offset + first, offset + end)
-        yield Part(column, where, pieces, codes, bounds, chunk.scales[own])
+    for first in range(0, fragment.elements, SLICE):
+        count = min(SLICE, fragment.elements - first)
+        own, own_mean = values[first : first + count], mean[:count]
+        # Only now, so that the zeros are in cache when they are added to.
+        own[:] = 0.0
+        own_mean[:] = 0.0
+        for part in _parts(fragment, vectors, first, count, scratch):
+            accumulate(
+                part.codes,
+                part.bounds,
+                part.scales,
+                radial[part.pieces],
+                factors[part.column],
+                rows[part.column, part.pieces],
+                own_mean[part.where],
+                own[part.where],
+            )
+        touched = _pieces(fragment, first, count)
+        if radial[touched].any():
+            bounds = read_only(fragment.spans(first, count))
+            begun = _begun(fragment, first, touched)
+            add_squares(read_only(own_mean), bounds, begun, lanes[0, touched])
+            add_squares(read_only(own), bounds, begun, lanes[1, touched])
+    mean_norms, value_norms = (np.sqrt(in_order(each)) for each in lanes)
+    return Sums(values, mean_norms, value_norms)
 
 
-def _cut(
-    fragment: Fragment, offset: int, count: int, first: int, end: int
-) -> tuple[slice, slice, I64]:
-    """Pieces that elements first..end of a chunk (offset, count) touch, by number in the fragment
-    and by number in the chunk; and the bounds of their spans."""
-    assert 0 <= first < end <= count
-    touched = fragment.pieces_of(offset + first, end - first)
-    before = fragment.pieces_of(offset, count).start
-    own = slice(touched.start - before, touched.stop - before)
-    bounds = read_only(fragment.spans(offset + first, end - first))
-    assert bounds.size == len(touched) + 1
-    return slice(touched.start, touched.stop), own, bounds
-
-
-def _in_cache_order(
-    contributions: Sequence[DecodedVector],
-) -> Iterator[tuple[int, int, DecodedChunk, int, int]]:
-    """Yields (column, offset, chunk, first, end): elements first..end of a chunk at `offset`.
-
-    Every element meets the learners in name order. If all cut their contributions alike, one slice
-    of all comes together and its sums stay in cache. Otherwise it is slower, with the same bits.
-    """
-    cuts = [[(offset, chunk.count) for offset, chunk in each.chunks] for each in contributions]
-    if all(cut == cuts[0] for cut in cuts):
-        for number, (offset, count) in enumerate(cuts[0]):
-            for first in range(0, count, SLICE):
-                for column, each in enumerate(contributions):
-                    chunk = each.chunks[number][1]
-                    yield column, offset, chunk, first, min(first + SLICE, count)
-    else:
-        for column, each in enumerate(contributions):
-            for offset, chunk in each.chunks:
-                for first in range(0, chunk.count, SLICE):
-                    yield column, offset, chunk, first, min(first + SLICE, chunk.count)
-
-
-def sum_over_learners(terms: F64) -> F64:
-    """Sums (k,) of (k, M), learner by learner: numpy's own sum may go pairwise."""
+def in_order(terms: F64) -> F64:
+    """Sums (k,) of (k, M), column by column: numpy's own sum may go pairwise."""
     total = np.zeros(terms.shape[0])
     for column in range(terms.shape[1]):
         total += terms[:, column]
     return total
 
 
-@kernel
-def clear(out: F32) -> None:
-    """Sets out (n,) to 0."""
-    for i in range(out.size):
-        out[i] = np.float32(0)
+def _parts(
+    fragment: Fragment, vectors: Sequence[Vector], first: int, count: int, scratch: I8
+) -> Iterator[_Part]:
+    """The parts of one slice, contribution by contribution. What one yields is valid until the
+    next one: `scratch` (SLICE,) holds its codes."""
+    # Nearly always all contributions are cut alike, and so share their spans.
+    spans: dict[tuple[int, int], tuple[slice, I64]] = {}
+    end = first + count
+    for column, (chunk_elements, chunks) in enumerate(vectors):
+        for index in range(first // chunk_elements, -(-end // chunk_elements)):
+            offset, size = fragment.chunk(index, chunk_elements)
+            start, stop = max(first, offset), min(end, offset + size)
+            if (start, stop) not in spans:
+                bounds = read_only(fragment.spans(start, stop - start))
+                spans[start, stop] = _pieces(fragment, start, stop - start), bounds
+            pieces, bounds = spans[start, stop]
+            chunk, before = chunks[index], fragment.pieces_of(offset, size).start
+            scales = chunk.scales[pieces.start - before : pieces.stop - before]
+            codes: I8 | F32
+            if chunk.coded:
+                codes = chunk.codes_of(start - offset, stop - offset, scratch)
+            else:
+                codes = read_only(chunk.floats(start - offset, stop - offset))
+            where = slice(start - first, stop - first)
+            yield _Part(column, where, pieces, codes, bounds, scales)
+
+
+def _pieces(fragment: Fragment, offset: int, count: int) -> slice:
+    """The pieces that `count` elements from `offset` touch."""
+    touched = fragment.pieces_of(offset, count)
+    return slice(touched.start, touched.stop)
+
+
+def _begun(fragment: Fragment, offset: int, pieces: slice) -> I64:
+    """Elements of each piece that lie before `offset`."""
+    return read_only(np.maximum(offset - fragment.bounds[:-1][pieces], 0))
 
 
 @kernel
@@ -166,59 +182,55 @@ def accumulate(
     codes: I8 | F32,
     bounds: I64,
     scales: F32,
-    mean_factors: F32,
+    radial: Bools,
+    weight: np.float32,
     units: F32,
     mean: F32,
-    direction: F32,
+    values: F32,
 ) -> None:
-    """Adds mean_factor * v to mean (n,) and unit * v to direction (n,), where v = scale * code.
+    """Adds weight * v to mean (n,) in radial spans and to values (n,) in the others, and unit * v
+    to values in radial ones, where v = scale * code.
 
     v is exact; product and sum are rounded one after the other, so that no CPU may fuse them. A
-    factor of 0 leaves its span untouched; `direction` is empty if all units are 0.
+    factor of 0 leaves its span untouched.
     """
     for span in range(scales.size):
-        scale, factor, unit = scales[span], mean_factors[span], units[span]
+        scale, unit = scales[span], units[span]
         part = codes[bounds[span] : bounds[span + 1]]
-        part_mean = mean[bounds[span] : bounds[span + 1]]
+        part_values = values[bounds[span] : bounds[span + 1]]
+        part_mean = mean[bounds[span] : bounds[span + 1]] if radial[span] else part_values
         if unit != np.float32(0):
-            part_direction = direction[bounds[span] : bounds[span + 1]]
             for i in range(part.size):
                 value = scale * np.float32(part[i])
-                part_mean[i] += factor * value
-                part_direction[i] += unit * value
-        elif factor != np.float32(0):
+                part_mean[i] += weight * value
+                part_values[i] += unit * value
+        elif weight != np.float32(0):
             for i in range(part.size):
-                part_mean[i] += factor * (scale * np.float32(part[i]))
+                part_mean[i] += weight * (scale * np.float32(part[i]))
 
 
 @kernel
-def dot(codes: I8 | F32, bounds: I64, scales: F32, reference: F32, lanes: F64, out: F64) -> None:
-    """out (s,) = sum of (scale * code) * reference of each span in float64, in lanes.
+def add_squares(values: F32, bounds: I64, begun: I64, lanes: F64) -> None:
+    """Adds value**2 in float64 to the lanes (s, LANES) of its span.
 
-    The sum of code * reference is taken first: element i of a span goes to lane i mod LANES, then
-    the lanes are added in order. It is multiplied by the scale at last.
+    Element i of a piece goes to lane i mod LANES, in element order; `begun` (s,) elements of each
+    piece came with earlier slices.
     """
-    for span in range(out.size):
-        part = codes[bounds[span] : bounds[span + 1]]
-        own = reference[bounds[span] : bounds[span + 1]]
-        lanes[:] = 0.0
-        whole = part.size - part.size % LANES
-        for start in range(0, whole, LANES):
+    for span in range(begun.size):
+        part, own = values[bounds[span] : bounds[span + 1]], lanes[span]
+        phase = begun[span] % LANES
+        head = min(part.size, (LANES - phase) % LANES)
+        for i in range(head):
+            own[phase + i] += np.float64(part[i]) * np.float64(part[i])
+        step = ROWS * LANES
+        whole = head + (part.size - head) // step * step
+        for start in range(head, whole, step):
             for lane in range(LANES):
-                lanes[lane] += np.float64(part[start + lane]) * np.float64(own[start + lane])
-        for lane in range(part.size - whole):
-            lanes[lane] += np.float64(part[whole + lane]) * np.float64(own[whole + lane])
-        total = 0.0
-        for lane in range(LANES):
-            total += lanes[lane]
-        out[span] = total * np.float64(scales[span])
-
-
-def warm_up() -> None:
-    """Compiles the kernels, or loads them from numba's cache, before a merge has to wait for it."""
-    ones, bounds = read_only(np.ones(3, np.float32)), read_only(np.array([0, 3], np.int64))
-    factor, total = read_only(np.ones(1, np.float32)), np.zeros(3, np.float32)
-    clear(total)
-    for codes in (ones, read_only(np.ones(3, np.int8))):
-        accumulate(codes, bounds, factor, factor, factor, total, total)
-        dot(codes, bounds, factor, ones, np.empty(LANES), np.empty(1))
+                total = own[lane]
+                # Some rows at once: to load and store a lane takes as long as several additions.
+                for row in range(ROWS):
+                    value = np.float64(part[start + row * LANES + lane])
+                    total += value * value
+                own[lane] = total
+        for i in range(whole, part.size):
+            own[(i - whole) % LANES] += np.float64(part[i]) * np.float64(part[i])

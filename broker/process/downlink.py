@@ -1,233 +1,214 @@
-"""Which publications and states each learner is sent, and their way to the socket."""
+"""The way down: publications to everybody, and on its own topic what a learner asked for.
+
+A publication is encoded once and sent once. A state is encoded once for all who ask, on a worker,
+and stays as it is while somebody fetches it, although the head moves on: else a slow fetch would
+never end. What is due and when is the sender's business (proto/flow).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias
-from weakref import WeakValueDictionary
+from typing import Any, Final
 
-from narrows.broker.config import WanSection
-from narrows.broker.merging import EncodedVersion
-from narrows.broker.process.sockets import Traffic
-from narrows.broker.process.subscriptions import Subscriptions
-from narrows.broker.syncer import Deaf, Publish, RunState
-from narrows.proto.flow import Hub, Parcel, Sender
-from narrows.proto.frames import downlink_topic
-from narrows.proto.limits import PUBLICATIONS_KEPT
-from narrows.proto.messages import DataKind
-from narrows.proto.socket_options import STREAM_WINDOW_BYTES
-from narrows.proto.timing import STREAM_LOOK_S
+from msgspec.structs import replace
 
-PARCELS_PER_PUMP = 256
-"""Data messages sent before the loop looks at its sockets again."""
+from narrows.broker.config import BrokerConfig
+from narrows.broker.process.pipeline import Pipeline
+from narrows.broker.rounds import FragmentState, Version
+from narrows.proto import messages as msg
+from narrows.proto.codec import EncodedChunk, encode_values
+from narrows.proto.flow import Entry, Sender
+from narrows.proto.ports import BrokerWires, Pool
+from narrows.proto.wire import asked_topic, live_topic, name_of
 
-EncodeState: TypeAlias = Callable[[int, Callable[[EncodedVersion, float], None]], None]
-"""Encodes the newest state of a fragment behind the loop's back, then calls with it and `now`."""
+COPIES_MAX: Final = 2
+"""Copies of a fragment's state that are served at once: one that is being fetched, and a newer."""
 
+PINNED_S: Final = 10.0
+"""A copy that was asked for within this time is being fetched: learners ask again after 8 s."""
 
-class Wires(Protocol):
-    """The sockets of the downlink."""
+IDLE_S: Final = 60.0
+"""Seconds after which a copy that nobody asks for is forgotten: it takes as much memory as the
+fragment."""
 
-    subscribed: Subscriptions
-
-    def send_data(self, topic: bytes, header: bytes, payload: bytes) -> None: ...
+MESSAGES_PER_PUMP: Final = 64
+"""Messages that are sent before the loop looks at its sockets again."""
 
 
-class Versions(Protocol):
-    """The model, as far as it is published."""
+@dataclass(eq=False)
+class _StateCopy:
+    """One version of a fragment, whole, with whose pushes it holds."""
 
-    def publication(self, fragment: int, version: int) -> EncodedVersion | None: ...
-    def newest_version(self, fragment: int) -> int: ...
-
-
-@dataclass
-class _Addressee:
-    """A learner with a session."""
-
-    sender: Sender
-    states: dict[int, EncodedVersion] = field(default_factory=dict[int, EncodedVersion])
-    """State last sent per fragment, while some of it is on its way: repair must come from the
-    same version. Held longer, each would keep a copy of the fragment in memory."""
-
-
-def _nobody_asks(learner: str, elements: int, now: float) -> None:
-    """Takes elements of states that were queued; a broker without keys has no quotas."""
+    state: FragmentState
+    merged: dict[str, int]
+    """Incarnation -> newest push id of this version; that of the head may be newer."""
+    asked_at: float
+    chunks: tuple[EncodedChunk, ...] = ()
+    """Empty while a worker encodes."""
+    waiting: list[tuple[str, msg.Fetch]] = field(default_factory=list)
 
 
 class Downlink:
-    """The broker's data for each learner: publications, and states for those that are behind."""
+    """Fills the sender, and empties it into the socket."""
 
     def __init__(
-        self,
-        wires: Wires,
-        run: RunState,
-        traffic: dict[str, Traffic],
-        encode_state: EncodeState,
-        warn: Callable[[str], None],
-        queued_state: Callable[[str, int, float], None] = _nobody_asks,
-        *,
-        window_bytes: int = STREAM_WINDOW_BYTES,
+        self, config: BrokerConfig, epoch: str, wires: BrokerWires, pool: Pool, pipeline: Pipeline
     ) -> None:
-        self._wires, self._run, self._traffic = wires, run, traffic
-        self._encode_state, self._warn, self._deaf = encode_state, warn, Deaf()
-        self._queued_state = queued_state
-        self._window_bytes = window_bytes
-        wan = run.config.wan
-        self.hub = Hub(total=wan.total_down, each=wan.down)
-        self._encoded: WeakValueDictionary[int, EncodedVersion] = WeakValueDictionary()
-        """Newest encoded state by fragment, as long as it is on its way to somebody."""
-        self._orders: dict[int, list[Publish]] = {}
-        """States that are being encoded, by fragment."""
-        self._addressees: dict[str, _Addressee] = {}
-        self._looked_at = 0.0
-
-    # Sessions.
-
-    def admit(self, learner: str, incarnation: str) -> None:
-        """A session begins."""
-        topic, subscribed = partial(downlink_topic, learner, incarnation), self._wires.subscribed
-        streams = self._run.settings.streams
-        sender = Sender(
-            learner, incarnation, topic=topic, streams=streams, window_bytes=self._window_bytes
+        self._settings, self._epoch = config.shared, epoch
+        self._wires, self._pool, self._pipeline = wires, pool, pipeline
+        self.sender = Sender(
+            total=float(config.wan.total_down),
+            each=float(config.wan.down),
+            curve=bool(config.broker.keys),
         )
-        sender.identify(self._run.run_id, self._run.epoch)
-        before = self.hub.add(sender)
-        if before is not None and before.incarnation != incarnation:
-            subscribed.let_go(self._topics(before))
-        subscribed.keep(self._topics(sender))
-        self._addressees[learner] = _Addressee(sender)
+        self._copies: dict[int, list[_StateCopy]] = {}
+        """By fragment, the newest last."""
+        self.asked_bytes: Counter[str] = Counter()
+        """By learner."""
+        self.live_bytes = self.fanned_bytes = 0
+        """Bytes of publications, and the same times the connections that they went to."""
 
-    def forget(self, learner: str) -> None:
-        """A session is over."""
-        self.hub.remove(learner)
-        self._addressees.pop(learner, None)
+    # -- what is asked for
 
-    def erase(self, learner: str) -> None:
-        """A learner that is gone is not expected back."""
-        self._addressees.pop(learner, None)
-        if (before := self.hub.erase(learner)) is not None:
-            self._wires.subscribed.let_go(self._topics(before))
-
-    def set_rates(self, wan: WanSection, now: float) -> None:
-        self.hub.set_rates(total=wan.total_down, each=wan.down, now=now)
-
-    def sent(self, learner: str) -> tuple[int, ...]:
-        """Where the streams to a learner stand; nothing if it has no session."""
-        addressee = self._addressees.get(learner)
-        return addressee.sender.positions if addressee is not None else ()
-
-    def acknowledge(self, learner: str, positions: tuple[int, ...], now: float) -> None:
-        if (addressee := self._addressees.get(learner)) is not None:
-            addressee.sender.acknowledge(positions, now)
-            if addressee.sender.is_idle:
-                addressee.states.clear()
-
-    def reconnect(self, topics: Set[bytes], now: float) -> None:
-        """Somebody has subscribed to these topics (again): who was cut off is tried at once. That
-        a stranger may do so for others costs a message each, and only while they are cut off."""
-        for learner, addressee in self._addressees.items():
-            for stream in addressee.sender.dead:
-                if addressee.sender.topic(stream) in topics:
-                    self.hub.reconnect(learner, stream, now)
-
-    def _topics(self, sender: Sender) -> set[bytes]:
-        streams = range(self._run.settings.streams)
-        return {sender.topic(stream) for stream in streams}
-
-    # What is to be sent.
-
-    def publish(self, order: Publish, model: Versions, now: float) -> None:
-        """Queues what a Publish effect names; a state that is gone is replaced by the newest."""
-        addressee = self._addressees.get(order.learner)
-        if addressee is None:
-            return
-        if order.kind is DataKind.STATE:
-            self._queue_state(addressee, order, model, now)
-            return
-        publication = model.publication(order.fragment, order.version)
-        if publication is None:
-            return
-        if self._falls_behind(addressee, order):
-            # It would never catch up, and memory would grow: the newest state replaces them all.
-            addressee.sender.discard(lambda p: p.fragment == order.fragment)
-            state = replace(order, kind=DataKind.STATE, ranges=())
-            self._queue_state(addressee, state, model, now)
-            return
-        self._put(addressee, order, publication, now)
-
-    def _falls_behind(self, addressee: _Addressee, order: Publish) -> bool:
-        """More publications of this fragment wait to leave than are kept."""
-        waiting = {
-            parcel.version
-            for parcel in addressee.sender
-            if parcel.fragment == order.fragment and parcel.kind is DataKind.PUBLICATION
-        }
-        return len(waiting | {order.version}) > PUBLICATIONS_KEPT
-
-    def _queue_state(
-        self, addressee: _Addressee, order: Publish, model: Versions, now: float
-    ) -> None:
-        state = addressee.states.get(order.fragment)
-        if state is None or state.version != order.version:
-            state = self._encoded.get(order.fragment)
-        newest = model.newest_version(order.fragment)
-        if state is not None and state.version in (order.version, newest):
-            self._put_state(addressee, order, state, now)
-            return
-        orders = self._orders.setdefault(order.fragment, [])
-        orders.append(order)
-        if len(orders) == 1:
-            self._encode_state(order.fragment, partial(self._state_encoded, order.fragment))
-
-    def _state_encoded(self, fragment: int, state: EncodedVersion, now: float) -> None:
-        self._encoded[fragment] = state
-        for order in self._orders.pop(fragment):
-            if (addressee := self._addressees.get(order.learner)) is not None:
-                self._put_state(addressee, order, state, now)
-
-    def _put_state(
-        self, addressee: _Addressee, order: Publish, state: EncodedVersion, now: float
-    ) -> None:
-        addressee.states[order.fragment] = state
-        addressee.sender.discard(
-            lambda parcel: (
-                parcel.kind is DataKind.STATE
-                and parcel.fragment == order.fragment
-                and parcel.version != state.version
+    def publish(self, fragment: int, number: int, now: float) -> None:
+        """Queues a publication for everybody."""
+        version = self._pipeline.publication(fragment, number)
+        assert version is not None, f"version {number} of fragment {fragment} was just installed"
+        # A line that cannot keep up must not fill the memory: who misses these fetches the state.
+        oldest = number - msg.PUBLICATIONS_KEPT
+        self.sender.discard(
+            lambda header: (
+                header.fragment == fragment
+                and header.kind is msg.DataKind.PUBLICATION
+                and header.version <= oldest
             )
         )
-        # Ranges are of the version that was asked for; another one is sent whole.
-        ranges = order.ranges if state.version == order.version else ()
-        self._put(addressee, replace(order, ranges=ranges), state, now)
+        for chunk in version.publication:
+            topic = live_topic(chunk.index % self._settings.streams)
+            self.sender.put_live(topic, self._publication(version, chunk, ""), chunk.payload)
+        self.pump(now)
 
-    def _put(
-        self, addressee: _Addressee, order: Publish, encoded: EncodedVersion, now: float
-    ) -> None:
-        what = (order.kind, order.fragment, encoded.version, order.push_id, encoded.codec)
-        parcels = [Parcel(*what, chunk, encoded.digest) for chunk in encoded.chunks]
-        queued = addressee.sender.put_again(parcels, order.ranges, now)
-        if queued and order.kind is DataKind.STATE:
-            self._queued_state(order.learner, queued, now)
+    def serve(self, incarnation: str, fetch: msg.Fetch, now: float) -> None:
+        """Queues what a learner asked for. In place of a publication that is no longer kept goes
+        the first chunk of the state: the learner then fetches that."""
+        if fetch.kind is msg.DataKind.PUBLICATION:
+            version = self._pipeline.publication(fetch.fragment, fetch.version)
+            if version is not None:
+                for index in _indices(fetch):
+                    chunk = version.publication[index]
+                    self._put(incarnation, self._publication(version, chunk, incarnation), chunk)
+                return
+            fetch = msg.Fetch(msg.DataKind.STATE, fetch.fragment, fetch.version, 0, ((0, 1),))
+        copy = self._copy(fetch, now)
+        if copy.chunks:
+            self._put_state(copy, incarnation, fetch)
+        else:
+            copy.waiting.append((incarnation, fetch))
 
-    # What leaves.
+    # -- states
+
+    def _copy(self, fetch: msg.Fetch, now: float) -> _StateCopy:
+        """The version that the learner is fetching if it is here, else the newest."""
+        copies = self._copies.setdefault(fetch.fragment, [])
+        state, merged = self._pipeline.head(fetch.fragment)
+        copy = next((each for each in copies if each.state.version == fetch.version), None)
+        if copy is None and copies:
+            newest, oldest = copies[-1], copies[0]
+            # With the publications after it a learner gets from this copy to the head.
+            near = state.version - newest.state.version < msg.PUBLICATIONS_KEPT
+            pinned = len(copies) == COPIES_MAX and now < oldest.asked_at + PINNED_S
+            if newest.state.version == state.version or (near and pinned):
+                copy = newest
+        if copy is None:
+            copy = _StateCopy(state, merged, now)
+            del copies[: max(0, len(copies) + 1 - COPIES_MAX)]
+            copies.append(copy)
+            self._encode(copy)
+        copy.asked_at = now
+        return copy
+
+    def _encode(self, copy: _StateCopy) -> None:
+        fragment, published = self._pipeline.fragment(copy.state.fragment), copy.state.published
+        elements = self._settings.state_chunk_elements
+        self._pool.run(
+            lambda: tuple(encode_values(fragment, published, chunk_elements=elements)),
+            partial(self._encoded, copy),
+        )
+
+    def _encoded(self, copy: _StateCopy, result: Any, _now: float) -> None:
+        if isinstance(result, BaseException):
+            raise result
+        copy.chunks = result
+        waiting, copy.waiting = copy.waiting, []
+        for incarnation, fetch in waiting:
+            self._put_state(copy, incarnation, fetch)
+
+    def _put_state(self, copy: _StateCopy, incarnation: str, fetch: msg.Fetch) -> None:
+        """Queues chunks of a copy; their header says which push of this learner it holds."""
+        newest = copy.merged.get(incarnation, 0)
+        for index in _indices(fetch):
+            chunk = copy.chunks[index]
+            header = self._header(chunk, msg.DataKind.STATE, incarnation, copy.state, msg.LOSSLESS)
+            self._put(incarnation, replace(header, push_id=newest), chunk)
+
+    def _publication(self, version: Version, chunk: EncodedChunk, learner: str) -> msg.Header:
+        """Header of a publication; that of chunk 0 says whose pushes it holds."""
+        codec, pushes = version.round_.policy.codec, version.round_.contributions
+        header = self._header(chunk, msg.DataKind.PUBLICATION, learner, version.state, codec)
+        if chunk.index > 0:
+            return header
+        held = tuple(msg.Contributor(each.incarnation, each.push_id) for each in pushes)
+        return replace(header, contributors=held)
+
+    def _header(
+        self,
+        chunk: EncodedChunk,
+        kind: msg.DataKind,
+        learner: str,
+        state: FragmentState,
+        codec: msg.CodecName,
+    ) -> msg.Header:
+        place = state.fragment, state.version, 0, chunk.index
+        digests = chunk.payload_digest, state.digests.published
+        return msg.Header(self._epoch, kind, learner, *place, codec, *digests)
+
+    def _put(self, incarnation: str, header: msg.Header, chunk: EncodedChunk) -> None:
+        topic = asked_topic(incarnation, chunk.index % self._settings.streams)
+        self.sender.put_asked(incarnation, topic, header, chunk.payload)
+
+    # -- to the socket
 
     def pump(self, now: float) -> None:
-        """Sends what credit and rates allow."""
-        self._listen(now)
-        for learner, datagram in self.hub.due(now, most=PARCELS_PER_PUMP):
-            self._wires.send_data(*datagram.frames)
-            self._traffic.setdefault(learner, Traffic()).down_bytes += datagram.frame_bytes
+        """Sends what is due, a bounded number of messages."""
+        for _ in range(MESSAGES_PER_PUMP):
+            entry = self.sender.due(now)
+            if entry is None:
+                return
+            if self._wires.data(entry.topic, entry.header, entry.payload, lossy=entry.lossy):
+                self.sender.sent(entry, now)
+                self._count(entry)
+            else:
+                self.sender.blocked(entry, now)
 
-    def _listen(self, now: float) -> None:
-        """Notes who has subscribed to all of its streams, and warns of who has not for long."""
-        unheard = [each.sender for each in self._addressees.values() if not each.sender.is_heard]
-        for sender in unheard:
-            # Unsubscriptions are not believed: anybody can send them.
-            sender.is_heard = self._wires.subscribed.has(self._topics(sender))
-        if now >= self._looked_at + STREAM_LOOK_S:
-            self._looked_at = now
-            deaf = {each.incarnation: each.learner for each in unheard if not each.is_heard}
-            for text in self._deaf.look(deaf, self._run.downlink_port, now):
-                self._warn(text)
+    def _count(self, entry: Entry) -> None:
+        size = len(entry.topic) + len(entry.header) + len(entry.payload)
+        if entry.requester:
+            self.asked_bytes[name_of(entry.requester)] += size
+        else:
+            self.live_bytes += size
+            self.fanned_bytes += size * self.sender.fan_out
+
+    def turn(self, now: float) -> None:
+        """Forgets copies that nobody asks for, and sends."""
+        for copies in self._copies.values():
+            copies[:] = [each for each in copies if now < each.asked_at + IDLE_S]
+        self.pump(now)
+
+
+def _indices(fetch: msg.Fetch) -> Iterator[int]:
+    """Chunks that a checked Fetch asks for."""
+    for first, count in fetch.chunks:
+        yield from range(first, first + count)

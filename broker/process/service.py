@@ -1,341 +1,127 @@
-"""The broker's shell: one thread with a poll loop, a small pool for slow work, no decisions.
-
-Sockets, clocks and threads live here; the syncer decides. Slow work (decode, merge, encode, disk)
-runs on the pool and comes back as an event.
-"""
+"""The process: a poll loop and two workers around one host."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
-import queue
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
+from typing import Any, Final
 
-import msgspec
 import zmq
 
 from narrows.broker.config import BrokerConfig
-from narrows.broker.process.crash_points import crash_points
-from narrows.broker.process.downlink import Downlink
-from narrows.broker.process.event_records import merge_record
-from narrows.broker.process.notes import Notes
-from narrows.broker.process.origin import MessageOrigin
-from narrows.broker.process.reception import Reception
-from narrows.broker.process.ring_keeper import RingKeeper, enrol
-from narrows.broker.process.sockets import FRAMES_PER_TURN, BrokerSockets, Traffic
-from narrows.broker.process.turnstile import Turnstile
-from narrows.broker.process.workers import Jobs
-from narrows.broker.storage import Commits, begin_epoch, check_initial, open_state_dir
-from narrows.broker.syncer import events as ev
-from narrows.broker.syncer import status_for, status_of
-from narrows.proto import messages as msg
-from narrows.proto.errors import ErrorCode
-from narrows.proto.flow import wire_bytes
-from narrows.proto.frames import encode_control
-from narrows.proto.shell import EventFile, WakePipe
+from narrows.broker.merging import warm_up
+from narrows.broker.process.host import Host
+from narrows.broker.process.link import Link
+from narrows.broker.process.log import crash_places, log
+from narrows.broker.store import Store
+from narrows.broker.syncer.events import Finish, Note
+from narrows.proto.errors import printable
+from narrows.proto.events import EventFile
+from narrows.proto.workers import Workers
 
-_log = logging.getLogger("narrows.broker")
+WORKERS: Final = 2
+"""Threads for decoding, merging and the disk. They release the interpreter's lock, so two of them
+use two cores."""
 
-TURNS_BEHIND_MAX = 16
-"""Turns of the loop that deadlines wait while there is more to read: a peer may never stop
-sending."""
+WAIT_S_MAX: Final = 1.0
+"""Longest wait for the sockets: the allow list is looked at each second."""
 
 
 class Service:
-    """One broker process: sockets and state directory around one syncer."""
+    """One life of the broker as a process."""
 
-    def __init__(self, config: BrokerConfig, *, events: Path | None = None) -> None:
-        """Binds, locks the state directory, loads the newest checkpoint, begins a durable epoch.
-
-        Raises NarrowsError with the remedy if any of it cannot be done.
-        """
+    def __init__(
+        self, config: BrokerConfig, *, events: Path | None, environment: Mapping[str, str]
+    ) -> None:
+        """Binds, opens the state directory, replays. Raises NarrowsError, each with its remedy."""
+        self._stop_reason = ""
+        self._events: EventFile | None = None
         with ExitStack() as undo:
-            if config.broker.init:
-                check_initial(Path(config.broker.init))
-            self.wires = BrokerSockets.bind(
-                config.broker.listen,
-                uplink_port=config.broker.uplink_port,
-                downlink_port=config.broker.downlink_port,
-                insecure=config.broker.insecure,
-                keys=config.security.keys,
-                streams=config.wan.streams,
-                told=self._connection_cut,
+            if events is not None:
+                self._events = EventFile(events)
+                undo.callback(self._events.close)
+            self.link = Link(config)
+            undo.callback(self.link.close)
+            reach = crash_places(environment)
+            store = Store(
+                Path(config.broker.state_dir),
+                journal=config.broker.journal == "on",
+                keep_history=config.broker.keep_history,
+                reach=reach,
             )
-            undo.callback(self.wires.close)
-            self.state_dir = open_state_dir(config)
-            undo.callback(self.state_dir.close)
-            begun = begin_epoch(
+            undo.callback(store.close)
+            self._workers = Workers(WORKERS, "narrows-broker")
+            undo.callback(self._workers.close)
+            self.host = Host(
                 config,
-                self.state_dir,
-                now=time.monotonic(),
-                uplink_port=self.wires.uplink_port,
-                downlink_port=self.wires.downlink_port,
+                self.link,
+                self._workers,
+                store,
+                time.monotonic(),
+                secrets.token_hex(4),
+                now_unix=time.time,
+                reach=reach,
+                on_note=self._note,
             )
-            self.syncer = begun.syncer
-            undo.callback(begun.close)
-            self.notes = Notes(EventFile(events, _log) if events else None)
-            undo.pop_all()
-        self.traffic: dict[str, Traffic] = {}
-        self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake = WakePipe()
-        self._finished: str | None = None
-        self._closed = False
-        self._unjudged = False
-        self._turns_behind = 0
-        self._reach = crash_points(os.environ)
-        run = self.syncer.state
-        self.turnstile = Turnstile(run, self._send, self.notes.note)
-        self.reception = Reception(run, self._send, self.turnstile, self.notes.note)
-        self.keeper = None
-        if self.wires.gate is not None:
-            self.keeper = RingKeeper(
-                Path(config.security.keys),
-                self.wires.gate,
-                self.wires.connections,
-                self._later,
-                self._drop_keyless,
-            )
-        self.commits = None
-        if begun.journal is not None:
-            serve_on = config.broker.journal_errors == "serve"
-            self.commits = Commits(
-                begun.journal, run, self._post, serve_on=serve_on, reach=self._reach
-            )
-            self.notes.journal = self.commits
-        self.jobs = Jobs(
-            config, run, self.state_dir, self._post, self.commits, begun, reach=self._reach
-        )
-        self.downlink = Downlink(
-            self.wires,
-            run,
-            self.traffic,
-            self.jobs.encode_state,
-            self.notes.warn,
-            self.turnstile.queued_state,
-        )
+            self.host.syncer.ports = self.link.ports[1], self.link.ports[2]
+            self._workers.run(warm_up, _raise)
+            self._undo = undo.pop_all()
 
-    # The loop.
-
-    def run(self) -> str:
-        """Serves until the run has ended or `stop` was called; returns why."""
-        poller, hub = zmq.Poller(), self.downlink.hub
-        for source in self.wires.sources:
-            poller.register(source, zmq.POLLIN)
-        poller.register(self._wake.source, zmq.POLLIN)
-        try:
-            while self._finished is None:
-                deadline = self.syncer.next_deadline()
-                now = time.monotonic()
-                scan_at = self.wires.connections.scan_at
-                times = [t for t in (deadline, hub.next_deadline(now), scan_at) if t is not None]
-                wait_s = max(0.0, min(times, default=now + 1.0) - now)
-                poller.poll(min(math.ceil(wait_s * 1000), 1000))
+    def run(self) -> Finish:
+        """Serves until the run has ended or `stop` was called. Raises StateError if the state
+        directory fails."""
+        with self._undo:
+            while self.host.finished is None:
                 self._turn()
-            return self._finished
-        finally:
-            self._close()
-
-    @property
-    def hangs(self) -> bool:
-        """True if a disk that does not answer keeps a thread busy: only `os._exit` helps then."""
-        return self.commits is not None and self.commits.hangs
+            # A commit that was under way is durable now: it is told, like every version.
+            self._workers.drain()
+            self._workers.finish(time.monotonic())
+            status = self.host.status(time.monotonic())
+            self.host.close()
+            self._record({"event": "final", "status": status})
+            return self.host.finished
 
     def stop(self, reason: str) -> None:
-        """Asks the loop to end in order; safe from signal handlers and other threads."""
-        self._later(lambda: self._handle_event(ev.StopRequested(reason)))
-
-    def reload(self, config: BrokerConfig) -> None:
-        """Takes the rates of a configuration that was read again, and reads the key ring again;
-        safe from signal handlers."""
-        if self.keeper is not None:
-            self.keeper.reread()
-        self._later(lambda: self._handle_event(ev.ConfigRead(config)))
+        """Ends the loop in order; safe from signal handlers."""
+        self._stop_reason = reason
+        self._workers.wake()
 
     def _turn(self) -> None:
-        self._wake.drain()
-        while not self._results.empty():
-            self._results.get()()
-        self.wires.attend(time.monotonic())
-        if self.keeper is not None:
-            self.keeper.look(time.monotonic())
-        self._turns_behind = 0 if self._read() else self._turns_behind + 1
-        if topics := self.wires.read_subscriptions(self.reception.subscription):
-            self.downlink.reconnect(topics, time.monotonic())
-        if self._turns_behind in (0, TURNS_BEHIND_MAX):
-            self._turns_behind = 0
-            self._judge()
-        self.downlink.pump(time.monotonic())
+        now = time.monotonic()
+        due_at = min(self.host.deadline(now), now + WAIT_S_MAX)
+        poller = zmq.Poller()  # Made anew each time: a revocation replaces the sockets.
+        for source in (*self.link.sockets, self._workers.wake_fd):
+            poller.register(source, zmq.POLLIN)
+        poller.poll(math.ceil(1000 * max(0.0, due_at - now)))
+        now = time.monotonic()
+        self._workers.finish(now)
+        self.link.receive(self.host, now)
+        if self._stop_reason and self.host.finished is None:
+            self.host.stop(self._stop_reason, now)
+        if (now := time.monotonic()) >= due_at:
+            self.host.turn(now)
 
-    def _read(self) -> bool:
-        """Reads what has arrived, a bounded number of messages; True if that was all."""
-        drained = 0
-        for _ in range(FRAMES_PER_TURN):
-            received = self.wires.receive_control()
-            if received is None:
-                drained += 1
-                break
-            self._on_control(*received)
-        for _ in range(FRAMES_PER_TURN):
-            data = self.wires.receive_data()
-            if data is None:
-                drained += 1
-                break
-            self._on_data(*data)
-        return drained == 2 and not self.wires.is_behind
-
-    def _judge(self) -> None:
-        """Lets the syncer see the time, now that it knows what has arrived."""
-        deadline, now = self.syncer.next_deadline(), time.monotonic()
-        if self._unjudged or (deadline is not None and now >= deadline):
-            self._unjudged = False
-            for effect in self.syncer.handle(ev.DeadlineReached(), now=now):
-                self._perform(effect)
-
-    def _later(self, action: Callable[[], None]) -> None:
-        """Has `action` run on the loop's thread."""
-        self._results.put(action)
-        if not self._closed:
-            self._wake.wake()
-
-    def _post(self, work: Callable[[], ev.Event | None]) -> None:
-        """Runs `work` on the loop's thread and handles the event that it returns."""
-
-        def action() -> None:
-            event = work()
-            if event is not None:
-                self._handle_event(event)
-
-        self._later(action)
-
-    def _on_control(self, peer: bytes, origin: MessageOrigin, frames: list[bytes]) -> None:
-        message = self.reception.control(peer, origin, frames)
-        if message is None:
+    def _note(self, note: Note) -> None:
+        """A line in the log and in the events file; rounds stand in the events file only."""
+        if note.event == "merged":
+            self._record({"event": "merged", **note.fields})
             return
-        if isinstance(message, msg.AskStatus):
-            status = status_of(self.syncer, self.traffic, time.monotonic())
-            self._send(peer, status_for(origin.holder, status))
-            return
-        if isinstance(message, msg.Enrol):
-            enrol(self.keeper, origin, message, partial(self._send, peer), self.reception.refuse)
-            return
-        member = self.syncer.state.roster.by_peer(peer)
-        sent = self.downlink.sent(member.name) if member is not None else ()
-        self._handle_event(ev.Received(peer, message, origin.address, origin.holder, sent))
-        member = self.syncer.state.roster.by_peer(peer)
-        if member is not None:
-            self._received_from(member.name, sum(map(len, frames)))
+        text, level = printable(note.text), logging.WARNING if note.warning else logging.INFO
+        kind = f"{note.event} {note.fields.get('learner', '')}"
+        log.log(level, "%s", text, extra={"kind": kind})
+        name = logging.getLevelName(level).lower()
+        self._record({"event": "note", "kind": note.event, "level": name, "text": text})
 
-    def _drop_keyless(self) -> None:
-        """Ends the sessions of members whose key is gone, so that nobody waits for them."""
-        gate = self.wires.gate
-        for member in self.syncer.state.roster.connected():
-            holder = member.presence.holder
-            if gate is not None and holder is not None and not gate.has(holder):
-                self._handle_event(ev.PeerLost(member.peer))
+    def _record(self, record: Mapping[str, object]) -> None:
+        if self._events is not None:
+            self._events.write(record)
 
-    def _on_data(self, origin: MessageOrigin, frames: list[bytes]) -> None:
-        header = self.reception.data(origin, frames)
-        if header is None:
-            return
-        size_bytes = sum(map(len, frames))
-        if self.syncer.state.roster.get(header.learner) is not None:
-            self._received_from(header.learner, size_bytes)
-        self._reach("received")
-        self._handle_event(ev.ChunkArrived(header, self.jobs.keep(frames[2]), size_bytes))
 
-    def _received_from(self, learner: str, size_bytes: int) -> None:
-        self.traffic.setdefault(learner, Traffic()).up_bytes += size_bytes
-        self.downlink.hub.received(learner, size_bytes, time.monotonic())
-
-    def _handle_event(self, event: ev.Event) -> None:
-        """Lets the syncer decide; what it refuses is charged to the sender."""
-        tally = self.syncer.state.tally
-        self._unjudged, faults = True, tally.faults
-        for effect in self.syncer.handle(event, now=time.monotonic(), more=True):
-            self._perform(effect)
-        if tally.faults > faults:
-            self.turnstile.refused_by(event, tally.faults - faults, time.monotonic())
-
-    # Effects.
-
-    def _perform(self, effect: ev.Effect) -> None:
-        run = self.syncer.state
-        match effect:
-            case ev.Send(peer, message):
-                self._send(peer, message)
-            case ev.Note():
-                self.notes.note(effect)
-            case ev.Unpack(header, handle):
-                self.jobs.unpack(header, handle)
-            case ev.Drop(handles):
-                self.jobs.drop(handles)
-            case ev.Found():
-                self.jobs.found(effect)
-            case ev.StartMerge():
-                self.jobs.merge(
-                    effect, lambda outcome: self.notes.record(merge_record(run, effect, outcome))
-                )
-            case ev.Publish():
-                assert self.jobs.model is not None
-                self.downlink.publish(effect, self.jobs.model, time.monotonic())
-                self._reach("published")
-            case ev.Admit(learner, incarnation):
-                self.downlink.admit(learner, incarnation)
-            case ev.Acknowledge(learner, positions):
-                self.downlink.acknowledge(learner, positions, time.monotonic())
-            case ev.RatesChanged(wan, settings):
-                if self.jobs.model is not None:
-                    self.jobs.model.follow(settings)
-                self.downlink.set_rates(wan, time.monotonic())
-            case ev.Forget(learner):
-                self.downlink.forget(learner)
-            case ev.Erase(learner):
-                self._erase(learner)
-            case ev.LogFate():
-                self.notes.fate(effect)
-                self.turnstile.performed(effect, time.monotonic())
-            case ev.WriteCheckpoint():
-                self.jobs.save()
-            case ev.Finish(reason):
-                self._finished = reason
-
-    def _erase(self, learner: str) -> None:
-        self.downlink.erase(learner)
-        if (entry := self.traffic.pop(learner, None)) is not None:
-            total = self.traffic.setdefault("", Traffic())  # No learner has this name.
-            total.up_bytes += entry.up_bytes
-            total.down_bytes += entry.down_bytes
-
-    def _send(self, peer: bytes, message: msg.ControlMessage) -> None:
-        frame = encode_control(message)
-        member = self.syncer.state.roster.by_peer(peer)
-        if member is not None:
-            self.traffic.setdefault(member.name, Traffic()).down_bytes += len(frame)
-            self.downlink.hub.charge(member.name, wire_bytes(len(frame)), time.monotonic())
-        if not self.wires.send_control(peer, frame) and member is not None:
-            # Not from inside the effects of another event: the syncer must finish that one.
-            self._later(lambda: self._handle_event(ev.PeerLost(peer)))
-
-    def _connection_cut(self, code: ErrorCode, text: str) -> None:
-        """Counts a connection that was cut; `text` is empty if its cause was named before."""
-        self.syncer.state.tally.refuse(code)
-        if text:
-            self.notes.warn(text)
-
-    def _close(self) -> None:
-        self.jobs.close()
-        if self.keeper is not None:
-            self.keeper.close()
-        final = status_of(self.syncer, self.traffic, time.monotonic())
-        self.notes.record({"event": "final", "status": json.loads(msgspec.json.encode(final))})
-        self.wires.close()
-        self.state_dir.close()
-        self._closed = True  # A signal may still come.
-        self._wake.close()
-        self.notes.close()
+def _raise(result: Any, _now: float) -> None:
+    if isinstance(result, BaseException):
+        raise result

@@ -1,305 +1,152 @@
-"""Events that go into the syncer, and effects that come out of it. [pure]"""
+"""The syncer's way in and out: what the host tells it, and what it asks the host to do.
+
+Events are methods of `Syncer`; effects are the tuples here. After every call the host empties
+`syncer.effects` and performs them in order. The machine's state is ahead of its effects when they
+are performed, so an effect carries all that it needs and the host never looks back.
+
+    Syncer(config, epoch, run_id, now, *, resumed=None, published_digest=lambda f, v: None)
+
+    ports                                   (uplink, downlink), told in Welcome; the host sets them
+                                            when its sockets are bound, if they are not the two
+                                            after the port of broker.listen
+
+    control(peer, site, message, now)       a decoded control message; `site` is the name that the
+                                            connection's key may speak for, None without keys
+    refused(peer, error, now)               a control message that could not be decoded
+    push_chunk(header, now) -> bool         True: the chunk is wanted; keep it and have it checked
+    chunk_checked(header, now)              its payload decodes and is finite
+    push_failed(header, error, now)         it does not: the push is dropped and refused
+    layout(incarnation, layout, now)        the seeding learner's layout
+    seed_chunk(header, now) -> bool         True: wanted
+    seeded(now)                             version 0 is durable
+    seed_failed(error, now)                 it cannot be made (a value is not finite): its learner
+                                            is refused, the next one is asked
+    merged(fragment, now)                   the merge is done; nothing has changed yet
+    merge_failed(fragment, error, now)
+    durable(fragment, now)                  the round's row is committed: the version exists
+    disk_failed(fragment, error, now)       the commit is tried again by the host
+    ended(now)                              the end of the run is durable
+    stop(reason, now)                       the operator ends the process: Bye to everybody
+    advance(now); deadline(now) -> float    time
+    status(now) -> dict                     for Status
+    epoch, run_tokens, live(now) -> names   for headers and the events file
+    state                                   heads, clock, rounds, xi_s; only the simulator reads it
+    check()                                 asserts every invariant; the simulator calls it
+
+Every event ends with `advance(now)`. `Syncer` raises nothing for bad input from a peer: it refuses
+with an effect. It imports no zmq, time, threading, socket or torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
-
-from narrows.broker.config import BrokerConfig, WanSection
-from narrows.broker.merging import Contribution
-from narrows.proto.key_holder import KeyHolder
-from narrows.proto.machine_events import DeadlineReached as DeadlineReached
-from narrows.proto.machine_events import Drop as Drop
-from narrows.proto.machine_events import Note as Note
-from narrows.proto.messages import ControlMessage, DataKind, Header, LayoutEntry, RunSettings
-
-Peer: TypeAlias = bytes
-"""Routing id of a control connection."""
-
-# Events.
-
-
-@dataclass(frozen=True)
-class Received:
-    """A control message from `peer`, which connected from `address`."""
-
-    peer: Peer
-    message: ControlMessage
-    address: str = ""
-    holder: KeyHolder | None = None
-    """Holder of the connection's key; None: the broker has no keys."""
-    sent: tuple[int, ...] = ()
-    """Where the streams to the learner stand that speaks on this connection."""
-
-
-@dataclass(frozen=True)
-class PeerLost:
-    """The control connection is gone."""
-
-    peer: Peer
-
-
-@dataclass(frozen=True)
-class ChunkArrived:
-    """The header of a data message; `handle` names the payload that the shell holds."""
-
-    header: Header
-    handle: int
-    size_bytes: int = 0
-    """Bytes of its frames; the header says nothing of what has really come."""
-
-
-@dataclass(frozen=True)
-class ChunkUnpacked:
-    """The payload of an accepted chunk is checked and decoded."""
-
-    header: Header
-    handle: int
-
-
-@dataclass(frozen=True)
-class ChunkDamaged:
-    """The payload of a chunk does not decode: `code` and `reason` go to its sender."""
-
-    header: Header
-    handle: int
-    code: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Founded:
-    """Version 0 stands in memory; digests of the published copies by fragment."""
-
-    digests: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class FoundingFailed:
-    """Version 0 cannot be made from what is there (non-finite values, another shape)."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Merged:
-    """A merge is done and durable: `version` exists, its publication is encoded."""
-
-    fragment: int
-    version: int
-    digest: int
-    clipped: int
-    suspects: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Why a contributor may poison the model, by name."""
-    forgiven: frozenset[str] = frozenset()
-    """Contributors that are no suspects, whatever they were before."""
-
-
-@dataclass(frozen=True)
-class MergeFailed:
-    """A merge would have made the parameters non-finite; nothing was changed."""
-
-    fragment: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class CheckpointWritten:
-    """A checkpoint is durable; `version_sum` is the sum of the fragment versions in it."""
-
-    version_sum: int
-
-
-@dataclass(frozen=True)
-class CheckpointFailed:
-    """The disk did not take a checkpoint."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class JournalFailed:
-    """Merged rounds cannot be made durable; it is tried again and again."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class JournalGap:
-    """A round exists that the journal did not take."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class JournalWorks:
-    """Merged rounds can be made durable again."""
-
-
-@dataclass(frozen=True)
-class ConfigRead:
-    """The operator had the configuration read again."""
-
-    config: BrokerConfig
-
-
-@dataclass(frozen=True)
-class StopRequested:
-    """The operator wants the broker to end (SIGTERM)."""
-
-    reason: str
-
-
-Event: TypeAlias = (
-    Received
-    | PeerLost
-    | ChunkArrived
-    | ChunkUnpacked
-    | ChunkDamaged
-    | Founded
-    | FoundingFailed
-    | Merged
-    | MergeFailed
-    | CheckpointWritten
-    | CheckpointFailed
-    | JournalFailed
-    | JournalGap
-    | JournalWorks
-    | ConfigRead
-    | StopRequested
-    | DeadlineReached
-)
-
-# Effects, in the order in which they must happen.
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send a control message on a connection."""
-
-    peer: Peer
-    message: ControlMessage
-
-
-@dataclass(frozen=True)
-class Unpack:
-    """Check and decode the payload of `handle`; answer with ChunkUnpacked or ChunkDamaged."""
-
-    header: Header
-    handle: int
-
-
-@dataclass(frozen=True)
-class Found:
-    """Make version 0: from the payloads by fragment, or (None) from the initial file."""
-
-    layout: tuple[LayoutEntry, ...]
-    handles: tuple[tuple[int, ...], ...] | None
-
-
-@dataclass(frozen=True)
-class StartMerge:
-    """Merge into `fragment`, making `version`. Contributions are in learner-name order."""
-
-    fragment: int
-    version: int
-    contributions: tuple[Contribution, ...]
-    reason: str
-    organisations: int = 1
-    """Organisations of the run's learners; merge.weights = "auto" follows it."""
-
-
-@dataclass(frozen=True)
-class Publish:
-    """Send the newest publication of `fragment` to a learner, or one that was kept before."""
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
+
+from narrows.proto.messages import ControlMessage, Fetch, Layout, Phase
+
+
+class Resumed(NamedTuple):
+    """The facts that a syncer goes on from after a start on a state directory with version 0."""
+
+    layout: Layout
+    heads: tuple[int, ...]
+    clock: int
+    """Tokens of all merged pushes, summed over fragments."""
+    merged: dict[tuple[str, int], int]
+    """(incarnation, fragment) -> newest merged push id."""
+    period_s: float
+    """Period of the newest round; 0: none."""
+    phase: Phase
+    """RUNNING or ENDED."""
+    merged_tokens: Mapping[str, int] = MappingProxyType({})
+    """Incarnation -> tokens of its merged pushes, summed over fragments; for the status."""
+
+
+class PushFacts(NamedTuple):
+    """A complete push that a merge takes, in the order of `rounds.Contribution.order`."""
 
     learner: str
-    fragment: int
-    version: int
+    incarnation: str
     push_id: int
-    """Last merged push of the learner in this fragment; 0: none."""
-    ranges: tuple[tuple[int, int], ...] = ()
-    """Only these elements (repair); empty: all."""
-    kind: DataKind = DataKind.PUBLICATION
+    base: int
+    tokens: int
+    steps: int
 
 
-@dataclass(frozen=True)
-class Admit:
-    """A learner has this incarnation now: make its outbox, forget the one before."""
+class Send(NamedTuple):
+    """Send a control message to a connection."""
 
-    learner: str
+    peer: str
+    message: ControlMessage
+
+
+class Seed(NamedTuple):
+    """All chunks of version 0 are here: make it durable, then call `seeded`."""
+
     incarnation: str
+    layout: Layout
 
 
-@dataclass(frozen=True)
-class Acknowledge:
-    """The learner has received these stream positions."""
+class Merge(NamedTuple):
+    """Merge these pushes on a worker, then call `merged` or `merge_failed`."""
 
-    learner: str
-    positions: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RatesChanged:
-    """From now on these are the downlink's rates, and the settings that the group shares."""
-
-    wan: WanSection
-    settings: RunSettings
-
-
-@dataclass(frozen=True)
-class Forget:
-    """A learner is gone: nothing more is sent to it."""
-
-    learner: str
-
-
-@dataclass(frozen=True)
-class Erase:
-    """A name is forgotten: whoever comes with it is new."""
-
-    learner: str
-
-
-@dataclass(frozen=True)
-class LogFate:
-    """Fate of a learner or of a push, for the journal."""
-
-    what: Literal["joined", "left", "forgotten", "refused", "expired"]
-    learner: str
-    incarnation: str
-    fragment: int = -1
-    push_id: int = 0
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class WriteCheckpoint:
-    """Write a checkpoint; answer with CheckpointWritten or CheckpointFailed."""
-
-
-@dataclass(frozen=True)
-class Finish:
-    """The process may exit: everything is durable, and the learners have heard of it."""
-
+    fragment: int
+    version: int
+    pushes: tuple[PushFacts, ...]
+    period_s: float
     reason: str
+
+
+class Commit(NamedTuple):
+    """Make the merged round of a fragment durable, then call `durable`."""
+
+    fragment: int
+
+
+class Publish(NamedTuple):
+    """Send the newest publication of a fragment to everybody."""
+
+    fragment: int
+    version: int
+
+
+class Drop(NamedTuple):
+    """Forget the payloads of a push that no round will take; push_id 0: of version 0."""
+
+    fragment: int
+    incarnation: str
+    push_id: int
+
+
+class Serve(NamedTuple):
+    """Answer a learner's Fetch of a PUBLICATION or a STATE, on its own topic."""
+
+    incarnation: str
+    fetch: Fetch
+
+
+class CommitEnd(NamedTuple):
+    """Make durable that the run has ended, then call `ended`."""
+
+
+class Finish(NamedTuple):
+    """The run is over and every learner that could be awaited has the final model: exit 0."""
+
+    missing: tuple[str, ...]
+    """Learners that were given up, each with what it lacks; for the log."""
+
+
+class Note(NamedTuple):
+    """One line for the log and the events file."""
+
+    event: str
+    """joined, rejoined, left, lost, refused, merged, history_lost, alarm, goal, ended, ..."""
+    text: str
+    fields: dict[str, object]
+    warning: bool = False
 
 
 Effect: TypeAlias = (
-    Send
-    | Unpack
-    | Drop
-    | Found
-    | StartMerge
-    | Publish
-    | Admit
-    | Acknowledge
-    | RatesChanged
-    | Forget
-    | Erase
-    | LogFate
-    | WriteCheckpoint
-    | Finish
-    | Note
+    Send | Seed | Merge | Commit | Publish | Drop | Serve | CommitEnd | Finish | Note
 )

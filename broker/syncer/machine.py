@@ -1,350 +1,324 @@
-"""The syncer: hands each event to the module that decides, and lets time decide the rest. [pure]
+"""The syncer: it decides who is a member, when a round begins, is due, and exists. Pure.
 
-The decisions are in `admission` (joining), `pushes` (valid contributions), `scheduler` and
-`quorum` (opening and merging rounds), `serving` (the learners' copies), `credit` (rates and
-acknowledgements), `lifecycle` (phases, checkpoints, the end). Events come in with `now`, effects
-go out in order. There are no sockets, tensors, clocks or threads.
+`events.py` states its interface. This file leads each event to the module that decides it, and then
+looks at everything that may have become due.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from typing import Final
 
 from narrows.broker.config import BrokerConfig
-from narrows.broker.shared_settings import settings
 from narrows.broker.syncer import events as ev
-from narrows.broker.syncer import serving
-from narrows.broker.syncer.admission import Admission
-from narrows.broker.syncer.credit import Allowance
-from narrows.broker.syncer.ending import Waiting
-from narrows.broker.syncer.founding import Founding
-from narrows.broker.syncer.lifecycle import Lifecycle
-from narrows.broker.syncer.member import Liveness, Member, stepped
-from narrows.broker.syncer.phases import resumed_phase
-from narrows.broker.syncer.pushes import Intake
-from narrows.broker.syncer.roster import Roster
-from narrows.broker.syncer.run import (
-    MergedPushes,
-    RunState,
-    Tally,
-    drop_pushes,
-    refusal,
-)
-from narrows.broker.syncer.run_secret import RunSecret
-from narrows.broker.syncer.scheduler import Scheduler
+from narrows.broker.syncer import serving, shares
+from narrows.broker.syncer.clock import Clock
+from narrows.broker.syncer.ending import Ending
+from narrows.broker.syncer.joining import Joining
+from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.pushes import Pushes
+from narrows.broker.syncer.rounds import Rounds
+from narrows.broker.syncer.seeding import Seeding
+from narrows.broker.syncer.stages import RunPhase
+from narrows.broker.syncer.state import State, fault
+from narrows.broker.syncer.status import status, warn_of_silence
 from narrows.proto import messages as msg
-from narrows.proto.errors import ErrorCode, RemoteProtocolError
-from narrows.proto.fragments import build_table
-from narrows.proto.layout import fingerprint
+from narrows.proto.errors import NarrowsError
+from narrows.proto.timing import BEAT_S
+from narrows.proto.wire import speaks_for
 
+STOOD_STILL_S: Final = 1.0
+"""The broker itself has stood still (SIGSTOP, a sleeping machine) if it is called this much later
+than the next Beat was due."""
 
-@dataclass(frozen=True)
-class Resumed:
-    """State of a run that a new epoch goes on from."""
-
-    layout: tuple[msg.LayoutEntry, ...]
-    frozen_digest: int
-    heads: tuple[msg.FragmentHead, ...]
-    run_tokens: int
-    phase: msg.Phase
-    """Phase on disk."""
-    merged_pushes: MergedPushes = field(default_factory=dict[tuple[str, str, int], tuple[int, int]])
-    checkpoint_sum: int | None = None
-    """Sum of the versions in the checkpoint; None: that of `heads`."""
-    token_parts: int = 0
-    """Part of the run's clock beyond run_tokens, in units of a P-th token for P fragments."""
+PAUSE_S_MIN: Final = 1e-3
+"""Least time to the next deadline, so that rounding never makes the host's loop spin."""
 
 
 class Syncer:
-    """The state machine of the broker: one epoch of one run (of one shard)."""
+    """One life of the broker, as decisions. Times are seconds of one monotonic clock."""
 
     def __init__(
         self,
         config: BrokerConfig,
-        *,
+        epoch: str,
         run_id: str,
-        epoch: msg.Epoch,
-        secret: RunSecret,
         now: float,
-        resumed: Resumed | None = None,
-        from_file: bool = False,
-        uplink_port: int = 0,
-        downlink_port: int = 0,
+        *,
+        resumed: ev.Resumed | None = None,
+        published_digest: Callable[[int, int], int | None] = lambda fragment, version: None,
     ) -> None:
-        """`from_file`: version 0 comes from a file, not from the first learner. The ports are those
-        of the data sockets, for learners; 0 in a simulation, which has none."""
-        roster = Roster(config.liveness.late, config.liveness.lost)
-        self.state = RunState(
-            config, settings(config), run_id, epoch, roster, Tally(now), secret,
-            uplink_port=uplink_port, downlink_port=downlink_port,
-        )  # fmt: skip
-        self.founding = Founding(self.state, from_file)
-        self.admission = Admission(self.state, self.founding)
-        self.intake = Intake(self.state)
-        self.allowance = Allowance(self.state, self.founding)
-        waiting = Waiting(self.state, started_at=now)
-        self.scheduler = Scheduler(self.state, waiting, launched_at=now)
-        self.lifecycle = Lifecycle(self.state, self.scheduler, waiting, started_at=now)
-        #: Phase and rounds in the last Beat.
-        self._last_beat = (msg.Phase.FOUNDING, frozenset[msg.OpenRound]())
-        self._beat_at = self._now = now
+        """`published_digest(fragment, version)` is that of the durable row; None: there is none."""
+        settings = config.shared
+        port = int(config.broker.listen.rpartition(":")[2])
+        self.state = state = State(
+            config=config,
+            settings=settings,
+            epoch=epoch,
+            run_id=run_id,
+            started_at=now,
+            published_digest=published_digest,
+            ports=(port + 1, port + 2),
+            clock=Clock(settings.fragments),
+        )
+        self.epoch, self.effects = epoch, state.effects
+        self._pushes = Pushes(state)
+        self._seeding = Seeding(state)
+        self._joining = Joining(state, self._seeding, self._pushes)
+        self._ending = Ending(state, began_at=now)
+        self._rounds = Rounds(state, self._pushes, self._ending)
+        self._advanced_at = self._beat_at = now
+        self._wake_at = now + BEAT_S
         if resumed is not None:
-            self._resume(resumed)
+            state.set_layout(resumed.layout)
+            state.set_heads(list(resumed.heads))
+            state.clock.tokens, state.merged = resumed.clock, dict(resumed.merged)
+            state.merged_tokens = dict(resumed.merged_tokens)
+            state.xi_s = resumed.period_s / settings.sync_period_steps
+            state.phase, state.resumed = RunPhase(resumed.phase.value), True
+            self._rounds.begin(now)
 
-    # The three methods of a state machine.
+    # What the host reads.
 
-    def handle(self, event: ev.Event, *, now: float, more: bool = False) -> list[ev.Effect]:
-        """Takes one event in; returns the effects to perform, in order.
+    @property
+    def ports(self) -> tuple[int, int]:
+        """Uplink and downlink, as Welcome tells them."""
+        return self.state.ports
 
-        `more`: more events wait already. Decisions that depend on time are left to the last of
-        them: a shell that was held up would charge its own delay to every learner whose message
-        comes after the first.
-        """
-        assert now >= self._now, "time does not run backwards"
-        self._now = now
-        effects: list[ev.Effect] = []
-        match event:
-            case ev.Received():
-                effects = self._received(event, now)
-            case ev.PeerLost(peer):
-                member = self.state.roster.by_peer(peer)
-                effects = self._lose(member, "its connection closed", now) if member else []
-            case ev.ChunkArrived(header, handle, size_bytes):
-                effects = self.intake.arrived(header, handle, size_bytes, now)
-                effects += self.allowance.arrived(header, size_bytes, now)
-            case ev.ChunkUnpacked(header, handle):
-                effects = self._unpacked(header, handle, now)
-            case ev.ChunkDamaged(header, handle, code, reason):
-                error = RemoteProtocolError(ErrorCode(code), reason)
-                effects = self._damaged(header, handle, error)
-            case ev.Founded(digests):
-                self.founding.founded()
-                self.lifecycle.founded(digests)
-            case ev.FoundingFailed(reason):
-                error = RemoteProtocolError(ErrorCode.LAYOUT_MISMATCH, reason)
-                effects = self.founding.failed(error)
-            case ev.Merged():
-                effects = self.scheduler.merged(event, now)
-            case ev.MergeFailed(fragment, reason):
-                effects = self.scheduler.merge_failed(fragment, reason, now)
-            case ev.CheckpointWritten(version_sum):
-                effects = self.lifecycle.checkpoint_written(version_sum)
-            case ev.CheckpointFailed(reason):
-                effects = self.lifecycle.checkpoint_failed(reason, now)
-            case ev.JournalFailed(reason):
-                effects = self.lifecycle.journal_failed(reason)
-            case ev.JournalGap(reason):
-                effects = self.lifecycle.journal_gap(reason)
-            case ev.JournalWorks():
-                effects = self.lifecycle.journal_works()
-            case ev.StopRequested(reason):
-                effects = self.lifecycle.stop(reason)
-            case ev.ConfigRead(config):
-                effects = self.allowance.reload(config, now) + self.admission.welcome_all(now)
-            case ev.DeadlineReached():
-                pass
-        return effects if more else effects + self._advance(now)
+    @ports.setter
+    def ports(self, ports: tuple[int, int]) -> None:
+        self.state.ports = ports
 
-    def next_deadline(self) -> float | None:
-        """Time at which `handle(DeadlineReached())` is due if nothing else happens; None: it is
-        over."""
-        if self.lifecycle.finished:
-            return None
-        times: list[float | None] = [
-            self._beat_at + self.state.config.broker.beat,
-            self.state.roster.next_deadline(),
-            self.admission.next_deadline(),
-            self.allowance.next_deadline(),
-            self.scheduler.next_deadline(),
-            self.lifecycle.next_deadline(),
-        ]
-        return min(time for time in times if time is not None)
+    @property
+    def run_tokens(self) -> int:
+        return self.state.clock.run_tokens
 
-    def check(self) -> None:
-        """Asserts the invariants that need a loop; tests run it after each event."""
-        state = self.state
-        assert len(state.rounds) <= state.config.merge.rounds_in_flight
-        assert state.heads or not state.rounds
-        for index, round_ in state.rounds.items():
-            assert round_.fragment == index
-            assert round_.base_version == state.heads[index].version
-            if round_.merging:
-                assert len(round_.contributed) >= round_.quorum
-                assert not round_.incoming
-            for name, contribution in round_.contributed.items():
-                assert contribution.learner == name
-                assert contribution.tokens > 0
-                assert name not in round_.incoming
-        for member in state.roster:
-            for held, head in zip(member.copies.held, state.heads, strict=False):
-                assert held <= head.version
-            if member.connected:
-                assert state.roster.by_peer(member.peer) is member
-        total = state.config.wan.total_up
-        assert not total or all(m.up_bits_per_s <= total for m in state.roster.connected())
+    def live(self, now: float) -> list[str]:
+        """Names of the learners that rounds wait for, for the events file."""
+        return sorted(member.name for member in self.state.members.awaited(now))
 
-    # Decisions that any event may have made possible.
+    def status(self, now: float) -> dict[str, object]:
+        """The map of a Status message; the host adds what its sockets know."""
+        return status(self.state, self._seeding, self._rounds, self._ending, now)
 
-    def _advance(self, now: float) -> list[ev.Effect]:
-        if self.lifecycle.finished:
-            return []
-        effects = self.admission.expire(now)
-        for member in self.state.roster.age(now):
-            effects += self._aged(member, now)
-        # The order matters: liveness decides who is awaited, the phase which rounds are opened, and
-        # a round that is closed frees its place for the next one.
-        if begun := self.lifecycle.begin(now):
-            effects += begun + self.admission.welcome_all(now)
-        effects += self.lifecycle.reach_goal(now)
-        effects += self.scheduler.decide(now)
-        self.scheduler.launch(now)
-        effects += self.lifecycle.end(now)
-        effects += self.lifecycle.checkpoint(now)
-        effects += self.lifecycle.stop_if_durable()
-        effects += self.allowance.advance(now)
-        effects += self._beat(now)
-        return effects
+    # Control messages.
 
-    def _beat(self, now: float) -> list[ev.Effect]:
-        """Sends the state to everybody on change, and every second."""
-        state = self.state
-        due = now >= self._beat_at + state.config.broker.beat
-        phase, rounds = state.phase.visible, frozenset(state.open_rounds())
-        # A round that is over needs no Beat of its own: its publication tells the version.
-        if phase is self._last_beat[0] and rounds <= self._last_beat[1] and not due:
-            return []
-        self._last_beat = phase, rounds
-        effects: list[ev.Effect] = []
-        if due:
-            self._beat_at = now
-            effects += self.intake.repair(now) + self.founding.missing(now)
-            effects += self._adapt(now)
-        for member in state.roster.connected():
-            effects += self._beat_to(member, now)
-        return effects
-
-    def _adapt(self, now: float) -> list[ev.Effect]:
-        effects = self.allowance.adapt()
-        if any(isinstance(effect, ev.RatesChanged) for effect in effects):
-            effects += self.admission.welcome_all(now)
-        return effects
-
-    def _beat_to(self, member: Member, now: float) -> list[ev.Effect]:
-        self.allowance.acknowledged(member, now)
-        return [ev.Send(member.peer, self.state.beat(member, now))]
-
-    # Messages and chunks.
-
-    def _received(self, event: ev.Received, now: float) -> list[ev.Effect]:
-        message = event.message
+    def control(self, peer: str, site: str | None, message: msg.ControlMessage, now: float) -> None:
+        """A decoded control message of a connection."""
+        self._notice(now)
         if isinstance(message, msg.Hello):
-            # A broker that stops admits nobody, but still gives way to its successor.
-            answer = self.admission.hello(event, now) if not self.lifecycle.stopping else []
-            return answer + self.lifecycle.give_way(message)
-        if (told := self.admission.layouts.answer(event, now)) is not None:
-            return told
-        member = self.state.roster.by_peer(event.peer)
-        if member is None:
-            error = RemoteProtocolError(
-                ErrorCode.UNKNOWN_SESSION, "no session on this connection", remedy="say Hello first"
-            )
-            return [ev.Send(event.peer, refusal(error))]
-        effects: list[ev.Effect] = []
-        if self.state.roster.heard(member, now):
-            effects.append(
-                ev.Note("info", f"{member.name} is heard from again", about=f"heard {member.name}")
-            )
+            self._joining.hello(peer, site, message, now)
+        elif isinstance(message, msg.AskStatus):
+            self.effects.append(ev.Send(peer, msg.Status(self.status(now))))
+        elif (member := self._member_at(peer, site)) is not None:
+            member.heard_at = now
+            self._of_member(member, message, now)
+        elif not isinstance(message, msg.Bye):
+            reason = "this life of the broker has not met you: say Hello"
+            self.effects.append(ev.Send(peer, msg.Bye(reason)))
+        self.advance(now)
+
+    def _member_at(self, peer: str, site: str | None) -> Member | None:
+        """The member at a connection, unless the key of the message may not speak for it: a peer
+        chooses the name of its connection, and may choose one that another had."""
+        member = self.state.members.at(peer)
+        return member if member and (site is None or speaks_for(site, member.name)) else None
+
+    def _of_member(self, member: Member, message: msg.ControlMessage, now: float) -> None:
+        state = self.state
         match message:
             case msg.Report():
                 self._report(member, message, now)
-                serving.acknowledge(member, message.received, event.sent, now)
-                effects.append(ev.Acknowledge(member.name, message.received))
             case msg.Push():
-                effects += self.intake.push(member, message, now)
-            case msg.Decline():
-                effects += self.intake.decline(member, message)
-            case msg.Adopted(fragment, version):
-                if serving.adopt(self.state, member, fragment, version, now):
-                    self.scheduler.adopted(fragment, version, now)
-            case msg.Fetch(fragment, have_version):
-                effects += serving.fetch(self.state, member, fragment, have_version)
-            case msg.Missing():
-                effects += serving.resend(self.state, member, message)
-            case msg.Alive(nonce):
-                effects += self.admission.alive(member, nonce, now)
-            case msg.LayoutPart():
-                effects += self.admission.layout_part(member, message, now)
-            case msg.Bye(reason):
-                effects += self._lose(member, f"said Bye ({reason})", now, left=True)
+                self._pushes.announced(member, message, now)
+            case msg.Fetch():
+                serving.serve(state, member, message, now)
+            case msg.Bye():
+                member.has_left = True
+                self._disconnect(member)
+                text = f"{member.name} leaves: {message.reason}"
+                state.note("left", text, learner=member.name)
             case _:
-                error = RemoteProtocolError(
-                    ErrorCode.BAD_MESSAGE,
-                    f"{member.name} sent a message that only a broker sends",
-                    got=type(message).__name__,
+                error = fault(
+                    "a message that only the broker sends",
+                    "Hello, Report, Push, Fetch, AskStatus or Bye",
+                    type(message).__name__,
+                    "connect learners to the broker, not brokers to each other",
                 )
-                self.state.tally.refuse(error.code)
-                effects.append(ev.Send(event.peer, refusal(error)))
-        return effects
+                state.refuse(member.peer, error, name=member.name)
 
     def _report(self, member: Member, report: msg.Report, now: float) -> None:
-        member.report = report
-        member.stepping = stepped(member.stepping, report.step, now)
+        state, count = self.state, self.state.settings.fragments
+        if len(report.held) != count:
+            error = fault(
+                "Report.held",
+                f"{count} fragments, as Welcome told",
+                str(len(report.held)),
+                "report -1 for a fragment without a version",
+            )
+            state.refuse(member.peer, error, name=member.name)
+            return
+        # A learner ahead of us has not read its Welcome yet: what it holds is going away.
+        heads = state.heads if state.is_open else [-1] * count
+        member.report(report, tuple(map(min, report.held, heads)), now)
 
-    def _unpacked(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
-        self.intake.decoded(header)
-        if header.kind is msg.DataKind.PUSH:
-            return self.intake.unpacked(header, handle, now)
-        # The learner may have been replaced while its chunk was decoded.
-        member = self.state.roster.get(header.learner)
-        if member is None or member.incarnation != header.incarnation:
-            return [ev.Drop((handle,))]
-        return self.founding.chunk(member, header, handle, now)
+    def refused(self, peer: str, error: NarrowsError, now: float) -> None:
+        """A control message that could not be decoded."""
+        member = self.state.members.at(peer)
+        self.state.refuse(peer, error, name=member.name if member else "")
+        self.advance(now)
 
-    def _damaged(
-        self, header: msg.Header, handle: int, error: RemoteProtocolError
-    ) -> list[ev.Effect]:
-        self.intake.decoded(header)
-        if header.kind is msg.DataKind.PUSH:
-            return self.intake.damaged(header, handle, error)
-        return [ev.Drop((handle,)), *self.founding.damaged(header, error)]
+    # Data. Thousands of chunks come in a second, so a chunk alone decides nothing else.
 
-    def _lose(
-        self, member: Member, reason: str, now: float, *, left: bool = False
-    ) -> list[ev.Effect]:
-        """A learner is gone: its unfinished pushes go, its complete contributions stay."""
-        self.state.roster.disconnect(member, left=left)
-        return [
-            ev.Forget(member.name),
-            ev.Note("info", f"{member.name} left: {reason}", about=f"left {member.name}"),
-            ev.LogFate("left", member.name, member.incarnation, reason=reason),
-            *drop_pushes(self.state, member.name),
-            *self.admission.lost(member, now),
-        ]
+    def push_chunk(self, header: msg.Header, now: float) -> bool:
+        """True: the chunk is wanted; keep it and have it checked."""
+        wanted = self._pushes.chunk(header, now)
+        self._advance_if_due(now)
+        return wanted
 
-    def _aged(self, member: Member, now: float) -> list[ev.Effect]:
-        quiet = f"nothing heard for {now - member.presence.heard_at:.1f} s"
-        if member.presence.liveness is Liveness.LOST:
-            return self._lose(member, quiet, now)
-        text = f"{member.name} is late: {quiet}"
-        return [ev.Note("warning", text, about=f"late {member.name}")]
+    def chunk_checked(self, header: msg.Header, now: float) -> None:
+        """A wanted chunk decodes and is finite."""
+        if self._pushes.checked(header):
+            self.advance(now)
+        self._advance_if_due(now)
 
-    def _resume(self, resumed: Resumed) -> None:
+    def push_failed(self, header: msg.Header, error: NarrowsError, now: float) -> None:
+        """A chunk is damaged: its push is dropped and refused."""
+        self._pushes.failed(header, error)
+        self.advance(now)
+
+    # Version 0.
+
+    def wants_layout(self, incarnation: str) -> bool:
+        """Asked before a layout is unpacked: it may be large."""
+        return self._seeding.wants_layout(incarnation)
+
+    def layout(self, incarnation: str, layout: msg.Layout, now: float) -> None:
+        """The seeding learner's layout."""
+        self._seeding.layout(incarnation, layout, now)
+        self.advance(now)
+
+    def seed_chunk(self, header: msg.Header, now: float) -> bool:
+        """True: the chunk is wanted; keep it."""
+        wanted = self._seeding.chunk(header, now)
+        self._advance_if_due(now)
+        return wanted
+
+    def seeded(self, now: float) -> None:
+        """Version 0 is durable."""
+        self._seeding.seeded()
+        self.advance(now)
+
+    def seed_failed(self, error: NarrowsError, now: float) -> None:
+        """Version 0 cannot be made of what its learner sent."""
+        self._seeding.failed(error)
+        self.advance(now)
+
+    # What the host has done.
+
+    def merged(self, fragment: int, now: float) -> None:
+        """The sum is made; nothing has changed yet."""
+        self._rounds.merged(fragment)
+        self.advance(now)
+
+    def merge_failed(self, fragment: int, error: Exception, now: float) -> None:
+        """The sum cannot be made."""
+        self._rounds.merge_failed(fragment, error)
+        self.advance(now)
+
+    def durable(self, fragment: int, now: float) -> None:
+        """The round's row is committed: the version exists."""
+        self._rounds.durable(fragment, now)
+        self.advance(now)
+
+    def disk_failed(self, fragment: int, error: Exception, now: float) -> None:
+        """The commit failed, and the host will try it again."""
+        self._rounds.disk_failed(fragment, error)
+        self.advance(now)
+
+    def ended(self, now: float) -> None:
+        """The end of the run is durable."""
+        self._ending.ended(now)
+        self.advance(now)
+
+    def stop(self, reason: str, now: float) -> None:
+        """The operator ends the process. Rounds on their way may still become durable."""
+        if not self.state.stopping:
+            self.state.stopping = reason
+            for member in self.state.members.connected():
+                self.state.send(member, msg.Bye(reason))
+        self.advance(now)
+
+    # Time.
+
+    def advance(self, now: float) -> None:
+        """Decides everything that is due."""
+        self._notice(now)
         state = self.state
-        assert resumed.run_tokens >= 0 and all(head.version >= 0 for head in resumed.heads)
-        state.layout, state.frozen_digest = resumed.layout, resumed.frozen_digest
-        state.fingerprint = fingerprint(resumed.layout, resumed.frozen_digest)
-        state.table = build_table(resumed.layout, state.settings.fragment_count)
-        state.heads = list(resumed.heads)
-        count, now = len(state.table), state.tally.started_at
-        assert len(state.heads) == count and 0 <= resumed.token_parts < count
-        state.clock.begin(count, now, resumed.run_tokens * count + resumed.token_parts)
-        state.phase, state.epoch_resumed = resumed_phase(resumed.phase), True
-        # Publications of earlier lives are gone with the memory that kept them.
-        state.first_kept = [head.version + 1 for head in resumed.heads]
-        state.merged_pushes = dict(resumed.merged_pushes)
-        names = sorted({name for name, _, _ in resumed.merged_pushes})
-        # They count as gone since the start, or names that never return would be kept for ever.
-        state.roster.remember(names, now)
-        for name in names:
-            state.clock.expect(name, now)
-        self.lifecycle.resumed(resumed.checkpoint_sum)
+        for member in state.members.lost(now):
+            self._disconnect(member)
+            state.note("lost", f"{member.name} is silent", warning=True, learner=member.name)
+        if not state.is_open:
+            self._seed(now)
+        shares.advance(state, now)
+        if state.is_open:
+            self._ending.reach_goal(now)
+            self._rounds.advance(now)
+            self._ending.advance(now)
+            self._pushes.ask(now)
+        if state.beat_wanted or now >= self._beat_at + BEAT_S:
+            self._beat(now)
+        times = [self._beat_at + BEAT_S]
+        if state.is_open:
+            times += [self._rounds.deadline(), self._pushes.deadline(now)]
+        self._wake_at = max(min(times), now + PAUSE_S_MIN)
+
+    def _seed(self, now: float) -> None:
+        picked = self._seeding.advance(now)
+        if self._seeding.begin(now):
+            self._rounds.begin(now)
+            for member in self.state.members.connected():
+                self._joining.welcome(member, now)
+        elif picked is not None:
+            self._joining.welcome(picked, now)
+
+    def _beat(self, now: float) -> None:
+        self._beat_at, self.state.beat_wanted = now, False
+        if not self.state.stopping:
+            for member in self.state.members.connected():
+                self.state.send(member, self.state.beat(member, now))
+            warn_of_silence(self.state, now)
+
+    def deadline(self, now: float) -> float:
+        """When `advance` is to be called if nothing happens before."""
+        return self._wake_at
+
+    def _advance_if_due(self, now: float) -> None:
+        if now >= self._wake_at:
+            self.advance(now)
+
+    def _disconnect(self, member: Member) -> None:
+        self.state.members.disconnect(member)
+        self._pushes.drop_incomplete(member.incarnation)
+
+    def _notice(self, now: float) -> None:
+        """Notices that the broker itself has stood still: it judges nobody for that time."""
+        delay_s = now - self._advanced_at
+        if delay_s > BEAT_S + STOOD_STILL_S:
+            self.state.members.excuse(delay_s, now)
+            self._rounds.excuse(delay_s)
+            text = f"the broker stood still for {delay_s:.1f} s: nobody is judged for it"
+            self.state.note("stood_still", text, warning=True, seconds=round(delay_s, 1))
+        self._advanced_at = now
+
+    def check(self) -> None:
+        """Asserts every invariant; the simulator calls it after each event."""
+        state = self.state
+        state.members.check()
+        assert len(state.heads) in (0, state.settings.fragments)
+        assert len(state.rounds) == len(state.heads)
+        assert state.is_open <= bool(state.heads), state.phase
+        running = state.phase in (RunPhase.RUNNING, RunPhase.ENDING)
+        assert running or not state.in_flight(), f"a round in phase {state.phase.name}"
+        self._rounds.check()
+        shares.check(state)

@@ -1,340 +1,247 @@
-"""Intake of pushes into open rounds: announcements, chunks, declines, and repair. [pure]
+"""Pushes on their way: announcements, chunks, refusals, and questions for what is missing.
 
-This module alone writes `Member.uplink`.
+A push counts whatever its base: it waits in the inbox of its fragment until a round takes it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
-from narrows.broker.syncer import data_path
 from narrows.broker.syncer import events as ev
-from narrows.broker.syncer.decoding import Decoding
-from narrows.broker.syncer.layouts import refuse_stray
-from narrows.broker.syncer.member import Member
-from narrows.broker.syncer.rounds import Round
-from narrows.broker.syncer.run import RunState, refusal
-from narrows.broker.syncer.suspicion import check_merged
+from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.state import State, Waiting, fault
 from narrows.proto import messages as msg
-from narrows.proto.codec import STATE_CODEC, codecs_of
-from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
-from narrows.proto.flow import Arrival, chunks_max
-from narrows.proto.timing import BROKER_REPAIR_S, REPAIR_MAX_S
+from narrows.proto.errors import ErrorCode, NarrowsError
+from narrows.proto.flow.transfer import Transfer
+
+LIVES_MAX: Final = 8
+"""Incarnations of one name whose pushes of a fragment wait at a time: who starts again and again
+while no round is merged must not fill the memory."""
 
 
-@dataclass
-class Intake:
-    """Checks every message and chunk that claims to be part of a contribution."""
+@dataclass(eq=False)
+class Pushes:
+    """The inboxes: one waiting push per incarnation and fragment."""
 
-    state: RunState
+    state: State
 
-    def __post_init__(self) -> None:
-        self._decoding = Decoding(self.state.config.merge.rounds_in_flight)
+    # What comes in.
 
-    def push(self, member: Member, message: msg.Push, now: float) -> list[ev.Effect]:
-        """Takes an announcement in: its chunks come on the uplink, or have come already."""
-        # Announcements may be repeated, so late copies are normal.
-        if self._is_settled(member, message.fragment, message.push_id):
-            return self._decline_refused(member, message)
-        try:
-            round_ = self._round(member, message.fragment, message.base_version)
-            effects = self._supersede(round_, member, message.push_id)
-            self._expect(member, now)
-            incoming = round_.incoming_of(member.name, member.incarnation, message.push_id, now)
-            is_first = incoming.announced is None
-            round_.announce(incoming, message)
-        except RemoteProtocolError as error:
-            return self.refuse(member, error, message.fragment, message.push_id)
-        if is_first:
-            incoming.seconds = self._worked_s(member, message.fragment, now)
-            self.state.pace.pushed(member, message.fragment, message.steps, now)
-            self.state.pace.settle(self.state.roster.ready())
-        self._settle(round_, member, now)
-        return effects + data_path.announced(self.state, member, now)
+    def announced(self, member: Member, push: msg.Push, now: float) -> None:
+        """Takes an announcement in. The same one comes again after every Welcome."""
+        fragment, push_id = push.fragment, push.push_id
+        if (error := self._push_fault(member, push)) is not None:
+            self._refuse(member, fragment, push_id, error)
+            return
+        waiting = self._place(member, fragment, push_id, now)
+        if waiting is not None and waiting.push is None:
+            waiting.push, waiting.announced_at = push, now
+            member.moved_at = now
+            self._settle(waiting)
 
-    def _worked_s(self, member: Member, fragment: int, now: float) -> float:
-        """Seconds since a learner adopted a fragment, or since the fragment was published."""
-        adopted_at = member.copies.adopted_at[fragment]
-        return self.state.clock.age(fragment, now) if adopted_at is None else now - adopted_at
+    def chunk(self, header: msg.Header, now: float) -> bool:
+        """True if the chunk is wanted; asked before its payload is decoded. Constant time."""
+        member = self.state.members.of(header.learner)
+        if member is None or not member.is_connected or header.epoch != self.state.epoch:
+            return False
+        member.heard_at = member.data_at = now
+        if header.push_id <= member.refused.get(header.fragment, 0):
+            return False
+        if (error := self._chunk_fault(header)) is not None:
+            self._refuse(member, header.fragment, header.push_id, error)
+            return False
+        waiting = self._place(member, header.fragment, header.push_id, now)
+        if waiting is None or not waiting.transfer.add(header.chunk, now):
+            return False
+        member.moved_at = now
+        return True
 
-    def _decline_refused(self, member: Member, message: msg.Push) -> list[ev.Effect]:
-        """Counts an announcement of a refused push as a decline, and repeats the refusal.
+    def checked(self, header: msg.Header) -> bool:
+        """A wanted chunk decodes and is finite. True if its push is now a contribution."""
+        waiting = self._waiting(header)
+        if waiting is None or not waiting.unchecked[header.chunk]:
+            return False
+        waiting.unchecked[header.chunk] = 0
+        waiting.unchecked_count -= 1
+        self._settle(waiting)
+        return waiting.is_here
 
-        It may have been refused for a chunk that came before; the learner may have missed that.
-        """
-        if message.push_id not in member.uplink.refused_pushes or member.presence.peer is None:
-            return []
-        decline = msg.Decline(
-            message.fragment, message.base_version, message.attempt, "its push was refused"
+    def failed(self, header: msg.Header, error: NarrowsError) -> None:
+        """A chunk does not decode, or is not finite: the push is refused."""
+        member = self.state.members.of(header.learner)
+        if member is None or not self.state.is_open or header.fragment >= len(self.state.heads):
+            return
+        is_refused = header.push_id <= member.refused.get(header.fragment, 0)
+        if not is_refused and not self._is_merged(member, header.fragment, header.push_id):
+            self._refuse(member, header.fragment, header.push_id, error)
+
+    # The inbox.
+
+    def _waiting(self, header: msg.Header) -> Waiting | None:
+        if header.fragment >= len(self.state.rounds):
+            return None
+        waiting = self.state.rounds[header.fragment].inbox.get(header.learner)
+        return waiting if waiting and waiting.push_id == header.push_id else None
+
+    def _place(self, member: Member, fragment: int, push_id: int, now: float) -> Waiting | None:
+        """The place of a push in the inbox, made if need be; None if it counts already or another
+        one has displaced it."""
+        state, inbox = self.state, self.state.rounds[fragment].inbox
+        waiting = inbox.get(member.incarnation)
+        if waiting is not None and waiting.push_id == push_id:
+            return waiting
+        if self._is_merged(member, fragment, push_id) or (waiting and push_id < waiting.push_id):
+            return None
+        lives = sum(each.learner == member.name for each in inbox.values())
+        if waiting is None and lives >= LIVES_MAX:
+            self._refuse(member, fragment, push_id, _too_many(member.name))
+            return None
+        if waiting is not None:
+            self._drop(waiting)  # Its tokens are in the new push: the learner took it back.
+        chunks = state.push_chunks[fragment]
+        transfer = Transfer(chunks, now, unasked=True)
+        unchecked = bytearray(b"\x01") * chunks
+        waiting = Waiting(
+            member.name, member.incarnation, fragment, push_id, transfer, unchecked, chunks
         )
-        error = RemoteProtocolError(
-            ErrorCode.NO_ROUND, f"push {message.push_id} of {member.name} was refused before"
-        )
-        refuse = refusal(error, fragment=message.fragment, push_id=message.push_id)
-        return [*self.decline(member, decline), ev.Send(member.peer, refuse)]
+        inbox[member.incarnation] = state.arriving[member.incarnation, fragment] = waiting
+        return waiting
 
-    def decline(self, member: Member, message: msg.Decline) -> list[ev.Effect]:
-        """Notes that a learner will not contribute; for a round that is gone it means nothing."""
-        round_ = self.state.rounds.get(message.fragment)
-        wanted = (message.base_version, message.attempt)
-        if round_ is None or round_.merging or (round_.base_version, round_.attempt) != wanted:
-            return []
-        if member.name not in round_.contributed:
-            round_.declined[member.name] = message.reason
-        handles = round_.drop_incoming(member.name)
-        return [ev.Drop(handles)] if handles else []
+    def _is_merged(self, member: Member, fragment: int, push_id: int) -> bool:
+        """True for ids up to the newest one that is merged, or that the running round has taken.
 
-    def arrived(
-        self, header: msg.Header, handle: int, size_bytes: int, now: float
-    ) -> list[ev.Effect]:
-        """Takes the header of a chunk in; the payload is decoded only if it fits an open round."""
-        member = self.state.roster.get(header.learner)
-        drop: list[ev.Effect] = [ev.Drop((handle,))]
-        if member is None or member.incarnation != header.incarnation:
-            # There is no session to answer to: an old process, or one that never joined.
-            self.state.tally.refuse(ErrorCode.OLD_INCARNATION)
-            return drop
-        # Even a chunk that is refused below proves that the data path works.
-        data_path.arrived(member)
-        if header.stream < len(member.uplink.positions):
-            member.uplink.positions[header.stream] = header.position
-        is_push = header.kind is msg.DataKind.PUSH
-        if header.kind is msg.DataKind.FOUND and header.epoch == self.state.epoch:
-            if member.name != self.state.founder:
-                return drop + refuse_stray(self.state, member, "a chunk of version 0")
-        if is_push and self._is_settled(member, header.fragment, header.push_id):
-            return drop
-        try:
-            # The header is checked in full before anybody pays for decoding.
-            self._check(header)
-            effects, is_wanted = self._enter(member, header, size_bytes, now)
-            if is_push and is_wanted:
-                self._decoding.begin(header)
-        except RemoteProtocolError as error:
-            if not is_push and error.code is ErrorCode.WRONG_EPOCH:
-                return drop  # It was under way before a restart and says nothing about now.
-            return drop + self.refuse(member, error, header.fragment, header.push_id)
-        return effects + ([ev.Unpack(header, handle)] if is_wanted else drop)
-
-    def _enter(
-        self, member: Member, header: msg.Header, size_bytes: int, now: float
-    ) -> tuple[list[ev.Effect], bool]:
-        """Notes progress of a push; returns effects, and whether to decode the chunk.
-
-        Raises RemoteProtocolError if no open round takes it.
+        A learner that has dialled again sends what waits once more. It needs no refusal: the
+        publication tells whose pushes it holds.
         """
-        if header.kind is not msg.DataKind.PUSH:
-            return [], self._founds(header)
-        round_ = self._round(member, header.fragment, header.version)
-        effects = self._supersede(round_, member, header.push_id)
-        is_sending = self._is_sending(member)
-        incoming = round_.incoming_of(member.name, member.incarnation, header.push_id, now)
-        is_wanted = incoming.wants(header)
-        if is_wanted:
-            incoming.progress_at, incoming.asks = now, 0
-            # The position that a header claims proves nothing, nor does a copy of what is here.
-            member.uplink.flow.add(size_bytes, now)
-        member.uplink.flow.expect(now, anew=not is_sending)
-        return effects, is_wanted
+        newest = self.state.merged.get((member.incarnation, fragment), 0)
+        for facts in self.state.rounds[fragment].taken:
+            if facts.incarnation == member.incarnation:
+                newest = max(newest, facts.push_id)
+        return push_id <= newest
 
-    def _founds(self, header: msg.Header) -> bool:
-        """Whether to decode a chunk of version 0. One that is dropped is asked for again."""
-        if self.state.heads:
-            return False  # Version 0 stands.
-        elements = self.state.table[header.fragment].elements
-        most = chunks_max(elements, self.state.least_chunk_elements)
-        return self._decoding.begin_founding(header, most)
+    def _settle(self, waiting: Waiting) -> None:
+        if waiting.is_here:
+            self.state.arriving.pop((waiting.incarnation, waiting.fragment), None)
 
-    def decoded(self, header: msg.Header) -> None:
-        """The shell is done with a chunk that it was to decode, of a push or of version 0."""
-        self._decoding.done(header)
+    def _drop(self, waiting: Waiting) -> None:
+        del self.state.rounds[waiting.fragment].inbox[waiting.incarnation]
+        self.state.arriving.pop((waiting.incarnation, waiting.fragment), None)
+        dropped = ev.Drop(waiting.fragment, waiting.incarnation, waiting.push_id)
+        self.state.effects.append(dropped)
 
-    def unpacked(self, header: msg.Header, handle: int, now: float) -> list[ev.Effect]:
-        """Takes a decoded chunk of a push in."""
-        member = self.state.roster.get(header.learner)
-        round_ = self.state.rounds.get(header.fragment)
-        drop: list[ev.Effect] = [ev.Drop((handle,))]
-        incoming = round_.incoming.get(header.learner) if round_ else None
-        ours = (header.incarnation, header.push_id)
-        if (
-            member is None
-            or round_ is None
-            or round_.base_version != header.version
-            or incoming is None
-            or (incoming.incarnation, incoming.push_id) != ours
-        ):
-            return drop  # The round went on while the payload was decoded.
-        try:
-            arrival = round_.add_chunk(incoming, header, handle, now)
-        except RemoteProtocolError as error:
-            return drop + self.refuse(member, error, header.fragment, header.push_id)
-        self._settle(round_, member, now)
-        return drop if arrival is Arrival.DUPLICATE else []
+    def drop_incomplete(self, incarnation: str) -> None:
+        """Its process or its connection is gone. A learner that comes back sends them again."""
+        gone = [each for key, each in self.state.arriving.items() if key[0] == incarnation]
+        for waiting in gone:
+            self._drop(waiting)
 
-    def damaged(
-        self, header: msg.Header, handle: int, error: RemoteProtocolError
-    ) -> list[ev.Effect]:
-        """Refuses a whole push for a payload that does not decode."""
-        member = self.state.roster.get(header.learner)
-        effects: list[ev.Effect] = [ev.Drop((handle,))]
-        if member is None or member.incarnation != header.incarnation:
-            return effects
-        return effects + self.refuse(member, error, header.fragment, header.push_id)
+    def take(self, fragment: int) -> tuple[ev.PushFacts, ...]:
+        """The contributions that are here, for a round: out of the inbox, in the order of sums."""
+        round_, facts = self.state.rounds[fragment], []
+        # A publication that names more than LEARNERS_MAX pushes could be read by nobody.
+        for waiting in round_.here()[: msg.LEARNERS_MAX]:
+            push = waiting.push
+            assert push is not None
+            del round_.inbox[waiting.incarnation]
+            who = waiting.learner, waiting.incarnation
+            facts.append(ev.PushFacts(*who, push.push_id, push.base, push.tokens, push.steps))
+        return tuple(sorted(facts))
 
-    def refuse(
-        self, member: Member, error: NarrowsError, fragment: int, push_id: int
-    ) -> list[ev.Effect]:
-        """Refuses a push once, with the reason; drops all that has arrived of it."""
-        if push_id and push_id in member.uplink.refused_pushes:
-            return []
-        # Remembered, so that the push's other chunks do not get a Refuse each.
-        member.uplink.refused_pushes.append(push_id)
-        member.uplink.refused += 1
-        self.state.tally.refuse(error.code)
-        effects: list[ev.Effect] = [
-            ev.LogFate(
-                "refused", member.name, member.incarnation, fragment, push_id, str(error.code)
+    # Refusals.
+
+    def _fault(self, fragment: int) -> NarrowsError | None:
+        """Why no push of a fragment can be taken now."""
+        state, count = self.state, self.state.settings.fragments
+        if not state.is_open:
+            got, remedy = "a run that has not begun", "wait for a Welcome with role adopt"
+            return fault("a push before version 0", "one after it", got, remedy)
+        if state.phase.is_over:
+            got, remedy = f"one of fragment {fragment}", "adopt the final model and leave"
+            return fault("a push after the last round", "none", got, remedy)
+        if fragment >= count:
+            remedy = "cut the model into the fragments that Welcome tells"
+            return fault("fragment of a push", f"0 to {count - 1}", str(fragment), remedy)
+        return None
+
+    def _push_fault(self, member: Member, push: msg.Push) -> NarrowsError | None:
+        """The fault of an announcement; None: it is fine."""
+        if (error := self._fault(push.fragment)) is not None:
+            return error
+        head = self.state.heads[push.fragment]
+        if push.base > head:
+            remedy = "fetch and adopt the newest version"
+            return fault("base of a push", f"at most {head}", str(push.base), remedy)
+        if push.push_id <= (newest := member.refused.get(push.fragment, 0)):
+            # The learner was away when its push was refused, and would wait for ever.
+            remedy = "count its tokens and steps as unpushed, and push them under the next id"
+            what = "a push that was refused before"
+            return fault(what, f"an id above {newest}", str(push.push_id), remedy)
+        return None
+
+    def _chunk_fault(self, header: msg.Header) -> NarrowsError | None:
+        """The fault of a chunk's header; None: it is fine."""
+        if (error := self._fault(header.fragment)) is not None:
+            return error
+        codec, chunks = self.state.settings.push_codec, self.state.push_chunks[header.fragment]
+        remedy, code = "encode pushes as the settings in Welcome say", ErrorCode.BAD_CHUNK
+        if header.codec != codec:
+            return fault("codec of a push", codec, header.codec, remedy, code)
+        if header.chunk >= chunks:
+            return fault("chunk of a push", f"0 to {chunks - 1}", str(header.chunk), remedy, code)
+        return None
+
+    def _refuse(self, member: Member, fragment: int, push_id: int, error: NarrowsError) -> None:
+        """Refuses a push once: its later chunks are dropped silently."""
+        if fragment < len(self.state.rounds):
+            waiting = self.state.rounds[fragment].inbox.get(member.incarnation)
+            if waiting is not None and waiting.push_id == push_id:
+                self._drop(waiting)
+        member.refused[fragment] = max(push_id, member.refused.get(fragment, 0))
+        if member.is_connected:
+            self.state.refuse(
+                member.peer, error, name=member.name, fragment=fragment, push_id=push_id
             )
-        ]
-        round_ = self.state.rounds.get(fragment)
-        incoming = round_.incoming.get(member.name) if round_ else None
-        own = (member.incarnation, push_id)
-        if round_ and incoming and (incoming.incarnation, incoming.push_id) == own:
-            effects.append(ev.Drop(round_.drop_incoming(member.name)))
-            # Nobody waits for it; while the round is open, it may answer again.
-            round_.declined[member.name] = f"its push was refused: {error.code}"
-        if member.presence.peer is not None:
-            refuse = refusal(error, fragment=fragment, push_id=push_id)
-            effects.append(ev.Send(member.peer, refuse))
-        return effects
 
-    def _is_settled(self, member: Member, fragment: int, push_id: int) -> bool:
-        """True for a push whose fate is known: a late copy of it changes nothing.
+    def refuse_taken(self, fragment: int, error: NarrowsError) -> None:
+        """The merge of a round failed: its learners count the steps as unpushed again."""
+        for facts in self.state.rounds[fragment].taken:
+            self.state.effects.append(ev.Drop(fragment, facts.incarnation, facts.push_id))
+            member = self.state.members.of(facts.incarnation)
+            if member is not None:
+                self._refuse(member, fragment, facts.push_id, error)
 
-        A refusal would make the learner believe that its merged push was lost.
-        """
-        if push_id in member.uplink.refused_pushes:
-            return True
-        round_ = self.state.rounds.get(fragment)
-        if round_ is not None and round_.has(member.incarnation, push_id, member.name):
-            return True
-        return (
-            fragment < len(member.participation.last_merged)
-            and 0 < push_id <= member.participation.last_merged[fragment]
+    # Repair.
+
+    def ask(self, now: float) -> None:
+        """Asks for the missing chunks of announced pushes."""
+        state, window = self.state, self.state.settings.window_messages
+        for (incarnation, fragment), waiting in state.arriving.items():
+            member = state.members.of(incarnation)
+            if waiting.push is None or member is None or not member.is_heard(now):
+                continue
+            if chunks := waiting.transfer.ask(now, member.heard_at, window):
+                fetch = msg.Fetch(msg.DataKind.PUSH, fragment, 0, waiting.push_id, chunks)
+                state.send(member, fetch)
+
+    def deadline(self, now: float) -> float:
+        """When `ask` may have something to ask for."""
+        members = self.state.members
+        return min(
+            (
+                each.transfer.deadline(now)
+                for each in self.state.arriving.values()
+                if each.push and (member := members.of(each.incarnation)) and member.is_heard(now)
+            ),
+            default=float("inf"),
         )
 
-    def repair(self, now: float) -> list[ev.Effect]:
-        """Asks for the chunks that are missing from announced pushes without progress."""
-        effects: list[ev.Effect] = []
-        for index in sorted(self.state.rounds):
-            round_ = self.state.rounds[index]
-            for name in sorted(round_.incoming):
-                incoming = round_.incoming[name]
-                member = self.state.roster.get(name)
-                quiet_s = now - max(incoming.progress_at, incoming.asked_at)
-                patience_s = min(BROKER_REPAIR_S * 2.0**incoming.asks, REPAIR_MAX_S)
-                if quiet_s < patience_s or incoming.here:
-                    continue
-                if member is None or member.presence.peer is None:
-                    continue
-                incoming.asked_at, incoming.asks = now, incoming.asks + 1
-                missing = msg.Missing(
-                    msg.DataKind.PUSH,
-                    index,
-                    round_.base_version,
-                    incoming.push_id,
-                    incoming.assembly.missing(),
-                )
-                effects.append(ev.Send(member.peer, missing))
-        return effects
 
-    def _check(self, header: msg.Header) -> None:
-        """Raises RemoteProtocolError unless a chunk belongs to this run, epoch and codec."""
-        state, who = self.state, f"chunk of {header.learner}"
-        if header.run_id != state.run_id:
-            raise RemoteProtocolError(
-                ErrorCode.WRONG_RUN, who, expected=state.run_id, got=header.run_id
-            )
-        if header.epoch != state.epoch:
-            raise RemoteProtocolError(
-                ErrorCode.WRONG_EPOCH, who, expected=str(state.epoch), got=str(header.epoch)
-            )
-        if header.fragment >= len(state.table):
-            raise RemoteProtocolError(
-                ErrorCode.BAD_FRAGMENT,
-                who,
-                expected=f"fragment below {len(state.table)}",
-                got=str(header.fragment),
-            )
-        founding = header.kind is msg.DataKind.FOUND
-        if not founding and header.kind is not msg.DataKind.PUSH:
-            raise RemoteProtocolError(
-                ErrorCode.BAD_MESSAGE, who, expected="PUSH or FOUND", got=header.kind.name
-            )
-        codecs = codecs_of(STATE_CODEC if founding else state.settings.push_codec)
-        if header.codec not in codecs:
-            raise RemoteProtocolError(
-                ErrorCode.UNKNOWN_CODEC, who, expected=" or ".join(sorted(codecs)), got=header.codec
-            )
-        elements = state.table[header.fragment].elements
-        if header.offset + header.count > elements:
-            raise RemoteProtocolError(
-                ErrorCode.BAD_RANGE,
-                who,
-                expected=f"elements within 0..{elements} of fragment {header.fragment}",
-                got=f"{header.offset}+{header.count}",
-            )
-
-    def _round(self, member: Member, fragment: int, base_version: int) -> Round:
-        """Returns the open round that a push belongs to. Raises RemoteProtocolError if none is."""
-        state, who = self.state, f"push of {member.name}"
-        check_merged(state, member.name)
-        if fragment >= len(state.heads):
-            raise RemoteProtocolError(
-                ErrorCode.BAD_FRAGMENT,
-                who,
-                expected=f"fragment below {len(state.heads)}",
-                got=str(fragment),
-            )
-        version = state.heads[fragment].version
-        if base_version != version:
-            stale = base_version < version
-            raise RemoteProtocolError(
-                ErrorCode.STALE_BASE if stale else ErrorCode.FUTURE_BASE,
-                f"{who} for fragment {fragment}",
-                expected=f"base version {version}",
-                got=str(base_version),
-                remedy="the round was over when the push was complete" if stale else "",
-            )
-        round_ = state.rounds.get(fragment)
-        if round_ is None or round_.merging:
-            raise RemoteProtocolError(
-                ErrorCode.NO_ROUND,
-                f"{who} for fragment {fragment}",
-                expected="a round that takes contributions",
-                got="the round is being merged" if round_ else "no open round",
-            )
-        assert round_.base_version == version and round_.fragment == fragment
-        return round_
-
-    def _supersede(self, round_: Round, member: Member, push_id: int) -> list[ev.Effect]:
-        handles = round_.supersede(member.name, member.incarnation, push_id)
-        return [ev.Drop(handles)] if handles else []
-
-    def _settle(self, round_: Round, member: Member, now: float) -> None:
-        """Turns a complete push into a contribution, and learns the learner's pace from it."""
-        assert not round_.merging and now >= round_.opened_at
-        incoming = round_.incoming.get(member.name)
-        if incoming is not None and round_.settle_if_complete(incoming, now):
-            # A learner that evaluated or was not here would seem to take as long for every push.
-            is_usual = member.name in round_.expected and not incoming.declined_before
-            member.participation.complete(now - round_.opened_at if is_usual else None, now)
-            if not self._is_sending(member):
-                member.uplink.flow.settle()
-
-    def _expect(self, member: Member, now: float) -> None:
-        """Bytes of a push are awaited: the time until they come shows the learner's rate."""
-        member.uplink.flow.expect(now, anew=not self._is_sending(member))
-
-    def _is_sending(self, member: Member) -> bool:
-        return any(member.name in round_.incoming for round_ in self.state.rounds.values())
+def _too_many(name: str) -> NarrowsError:
+    return fault(
+        "too many pushes wait for the next round",
+        f"those of {LIVES_MAX} incarnations of {name}",
+        "one more",
+        "count its tokens and steps as unpushed, and push them when a round has been merged",
+        ErrorCode.OVER_CAPACITY,
+    )

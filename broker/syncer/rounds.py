@@ -1,260 +1,271 @@
-"""One round: learners asked, pushes that arrive, contributions, refusals to take part. [pure]
+"""The life of a round, on one page: launch, collect, merge, commit, publish.
 
-A round is the collection of contributions to (fragment, base version). It is part of the state that
-every Beat repeats, so that no lost message can lose it.
+    IDLE --launch--> COLLECTING --due--> MERGING --merged--> COMMITTING --durable--> IDLE
+                     COLLECTING --abandon--> IDLE  MERGING --failed--> IDLE
 
-The words for a learner's work, in the order of time: `Push` is the message that announces it,
-`Incoming` is the push while it arrives, `Contribution` is the complete push, `Outcome` is what a
-merge makes of several.
+The slow half, adding and writing, belongs to the host. Heads, clock and merged push ids change in
+`durable` and nowhere else.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
+from typing import Final
 
-from narrows.broker.merging import Contribution
-from narrows.proto.errors import ErrorCode, RemoteProtocolError
-from narrows.proto.flow import Arrival, Assembly
-from narrows.proto.messages import Header, OpenRound, Push
+from narrows.broker.syncer import events as ev
+from narrows.broker.syncer import grace
+from narrows.broker.syncer.ending import Ending
+from narrows.broker.syncer.pushes import Pushes
+from narrows.broker.syncer.stages import RunPhase, Stage, Step, next_stage
+from narrows.broker.syncer.state import IN_FLIGHT_MAX, FragmentRound, State, fault
+from narrows.proto.errors import ErrorCode
+from narrows.proto.messages import Mode
 
-
-@dataclass
-class Incoming:
-    """A push that is arriving: its announcement and its chunks, in any order."""
-
-    learner: str
-    incarnation: str
-    push_id: int
-    assembly: Assembly
-    codec: str = ""
-    """Codec of its first chunk, which all others must have."""
-    decoding: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
-    """Chunks that are being decoded: offset, count, digest."""
-    announced: Push | None = None
-    declined_before: bool = False
-    """Its learner had declined before, so nobody waited for it."""
-    seconds: float = 0.0
-    """Seconds from the adoption of its base to its announcement, as the broker saw them."""
-    progress_at: float = 0.0
-    asked_at: float = 0.0
-    asks: int = 0
-    """Requests for missing chunks since the last progress."""
-
-    @property
-    def complete(self) -> bool:
-        return self.announced is not None and self.assembly.complete
-
-    @property
-    def here(self) -> bool:
-        """Announced, and no element is missing that is not being decoded already."""
-        coming = sum(count for _, count, _ in self.decoding)
-        received = self.assembly.received + coming
-        return self.announced is not None and received >= self.assembly.elements
-
-    def wants(self, header: Header) -> bool:
-        """Notes that a chunk is going to be decoded; False if it has been, or is being, decoded.
-
-        Raises RemoteProtocolError BAD_RANGE for more chunks than a push needs, and CHUNK_CONFLICT
-        for a second codec: the journal keeps one per push.
-        """
-        if self.codec and header.codec != self.codec:
-            raise RemoteProtocolError(
-                ErrorCode.CHUNK_CONFLICT,
-                f"push {self.push_id} of {self.learner}",
-                expected=f"{self.codec}, as its first chunk",
-                got=header.codec,
-                remedy="one push has one codec",
-            )
-        chunk = (header.offset, header.count, header.payload_digest)
-        if chunk in self.decoding or self.assembly.has(*chunk):
-            return False
-        # Counted before decoding: a flood of tiny chunks must not cost a decode each.
-        self.assembly.check_room(len(self.decoding))
-        self.codec = header.codec
-        self.decoding.add(chunk)
-        return True
+SYNC_SHARE: Final = 0.25
+"""Weight of the newest round in the usual time from due to durable."""
 
 
-@dataclass
-class Round:
-    """An open round; `merging` once its contributions are fixed."""
+@dataclass(eq=False)
+class Rounds:
+    """Decides when a round begins, when it is due, and when its version exists."""
 
-    fragment: int
-    base_version: int
-    attempt: int
-    at_step: int
-    elements: int
-    chunks_max: int
-    opened_at: float
-    quorum: int
-    expected: set[str]
-    """Learners that were ready at the opening; for membership tests only, never iterated."""
-    last: bool = False
-    """True for the fragment's last round of the run."""
-    incoming: dict[str, Incoming] = field(default_factory=dict[str, Incoming])
-    contributed: dict[str, Contribution] = field(default_factory=dict[str, Contribution])
-    seconds: dict[str, float] = field(default_factory=dict[str, float])
-    """The same of each contribution."""
-    declined: dict[str, str] = field(default_factory=dict[str, str])
-    quorum_at: float | None = None
-    merging: bool = False
+    state: State
+    pushes: Pushes
+    ending: Ending
+    merges: int = 0
+    contributions: int = 0
+    sync_s: float = 0.0
+    """Usual seconds from due to durable."""
+    _next: int = 0
+    """Fragment that is launched next."""
+    _launched_at: float = -math.inf
 
-    def open_round(self) -> OpenRound:
-        """Returns the round as it travels."""
-        assert not self.merging
-        return OpenRound(self.fragment, self.base_version, self.attempt, self.at_step)
+    def advance(self, now: float) -> None:
+        """Decides everything that the time or the last event has made due."""
+        self._measure_pace(now)
+        for fragment in self.state.collecting():
+            self._collect(fragment, now)
+        if self.state.phase is RunPhase.RUNNING and not self.state.stopping:
+            while (next_ := self._to_launch(now)) is not None:
+                self._launch(next_, now)
+                self._next = (next_ + 1) % len(self.state.rounds)
+        if self.state.phase is RunPhase.ENDING and not self.state.stopping:
+            for fragment in self.ending.fragments_open(now):
+                if self._has_room(fragment):
+                    self._launch(fragment, now)
 
-    def cut_finer(self, chunks_max: int) -> None:
-        """Allows more chunks per push: messages have become smaller."""
-        assert chunks_max >= self.chunks_max, "the smallest chunk size of an epoch never grows"
-        self.chunks_max = chunks_max
-        for incoming in self.incoming.values():
-            incoming.assembly.chunks_max = chunks_max
+    # Launch.
 
-    def incoming_of(self, name: str, incarnation: str, push_id: int, now: float) -> Incoming:
-        """Returns the push that a message belongs to, entered if it is the learner's first.
+    def _has_room(self, fragment: int) -> bool:
+        idle = self.state.rounds[fragment].stage is Stage.IDLE
+        return idle and self.state.in_flight() < IN_FLIGHT_MAX
 
-        Raises RemoteProtocolError PUSH_CONFLICT if the learner has another push in this round. A
-        round has at most one contribution per learner, the first complete one.
-        """
-        assert not self.merging
-        complete = self.contributed.get(name)
-        own = (incarnation, push_id)
-        if complete is not None and (complete.incarnation, complete.push_id) != own:
-            raise RemoteProtocolError(
-                ErrorCode.PUSH_CONFLICT,
-                f"{name} has already contributed to fragment {self.fragment}",
-                expected=f"push {complete.push_id}",
-                got=f"push {push_id}",
-            )
-        incoming = self.incoming.get(name)
-        # Chunks may overtake the announcement: they travel on other connections.
-        if incoming is None:
-            assembly = Assembly(self.elements, self.chunks_max)
-            incoming = Incoming(name, incarnation, push_id, assembly, progress_at=now, asked_at=now)
-            if complete is None:
-                self.incoming[name] = incoming
-        if incoming.push_id != push_id:
-            raise RemoteProtocolError(
-                ErrorCode.PUSH_CONFLICT,
-                f"{name} has a newer push for fragment {self.fragment}",
-                expected=f"push {incoming.push_id}",
-                got=f"push {push_id}",
-            )
-        return incoming
+    def _to_launch(self, now: float) -> int | None:
+        """Round robin, and not faster than the pace. In lockstep the learners set the pace."""
+        state = self.state
+        has_pace = state.xi_s > 0 and now >= self._launch_at()
+        if not has_pace and state.settings.mode is not Mode.DILOCO:
+            return None
+        if state.members.awaited(now):
+            return self._next if self._has_room(self._next) else None
+        # Nobody trains: what waits is merged, because learners that leave wait for it. Rounds that
+        # nobody will fill make room.
+        order = [*range(self._next, len(state.rounds)), *range(self._next)]
+        idle = [each for each in order if state.rounds[each].stage is Stage.IDLE]
+        waiting = [each for each in idle if state.rounds[each].here()]
+        for fragment in state.collecting() if waiting else ():
+            if not state.rounds[fragment].inbox:
+                self._move(state.rounds[fragment], Step.ABANDON)
+        return next(filter(self._has_room, waiting), None)
 
-    def announce(self, incoming: Incoming, message: Push) -> None:
-        """Takes an announcement in; the same one again changes nothing.
+    def _launch_at(self) -> float:
+        return self._launched_at + grace.spacing_s(self.state.settings, self.state.xi_s)
 
-        Raises RemoteProtocolError BAD_RANGE, BAD_TOKENS or PUSH_CONFLICT.
-        """
-        if message.elements != self.elements:
-            raise RemoteProtocolError(
-                ErrorCode.BAD_RANGE,
-                f"push {message.push_id} of {incoming.learner}",
-                expected=f"{self.elements} elements in fragment {self.fragment}",
-                got=str(message.elements),
-            )
-        if message.tokens < 1 or message.steps < 1:
-            raise RemoteProtocolError(
-                ErrorCode.BAD_TOKENS,
-                f"push {message.push_id} of {incoming.learner}",
-                expected="at least one token and one step",
-                got=f"{message.tokens} tokens, {message.steps} steps",
-                remedy="log the tokens of each step before optimizer.step()",
-            )
-        before = incoming.announced
-        if before is not None and (before.tokens, before.steps) != (message.tokens, message.steps):
-            raise RemoteProtocolError(
-                ErrorCode.PUSH_CONFLICT,
-                f"push {message.push_id} of {incoming.learner} was announced differently",
-                expected=f"{before.tokens} tokens, {before.steps} steps",
-                got=f"{message.tokens} tokens, {message.steps} steps",
-            )
-        # A learner that had declined and pushes now answers after all.
-        incoming.announced = message
-        incoming.declined_before |= self.declined.pop(incoming.learner, None) is not None
+    def _launch(self, fragment: int, now: float) -> None:
+        round_ = self.state.rounds[fragment]
+        self._move(round_, Step.LAUNCH)
+        round_.launched_at = self._launched_at = now
+        round_.quorum_at = None
+        # What waited in the inbox may be enough at once.
+        self._collect(fragment, now)
 
-    def add_chunk(self, incoming: Incoming, header: Header, handle: int, now: float) -> Arrival:
-        """Takes a decoded chunk in. Raises RemoteProtocolError if it does not fit the others."""
-        assert not self.merging and self.incoming.get(incoming.learner) is incoming
-        incoming.decoding.discard((header.offset, header.count, header.payload_digest))
-        arrival = incoming.assembly.add(header.offset, header.count, header.payload_digest, handle)
-        incoming.progress_at = now
-        return arrival
+    def begin(self, now: float) -> None:
+        """The run begins or goes on: nobody has trained yet, so the first launch takes its time."""
+        self._launched_at = now
 
-    def settle_if_complete(self, incoming: Incoming, now: float) -> bool:
-        """Turns a complete push into a contribution; True if this one did."""
-        if not incoming.complete or incoming.learner in self.contributed or self.merging:
-            return False
-        assert incoming.announced is not None and incoming.announced.tokens >= 1
-        self.contributed[incoming.learner] = Contribution(
-            incoming.learner,
-            incoming.incarnation,
-            incoming.push_id,
-            incoming.announced.tokens,
-            incoming.announced.steps,
-            incoming.assembly.handles,
+    # Collect.
+
+    def _collect(self, fragment: int, now: float) -> None:
+        round_ = self.state.rounds[fragment]
+        if self.state.phase is RunPhase.ENDING:
+            if self.ending.holders_up(fragment, now):
+                return
+            # Everybody has pushed what was left, or is given up.
+            if round_.here():
+                self._merge(fragment, "last", now)
+            else:
+                self._move(round_, Step.ABANDON)
+            return
+        quorum, census = self.state.config.merge.quorum, self._census(fragment, now)
+        if round_.quorum_at is None and grace.has_quorum(quorum, census):
+            round_.quorum_at = now
+        since_s = 0.0 if round_.quorum_at is None else now - round_.quorum_at
+        window_s = self._window_s(round_, now)
+        if reason := grace.due(quorum, census, since_quorum_s=since_s, window_s=window_s):
+            self._merge(fragment, reason, now)
+
+    def _census(self, fragment: int, now: float) -> grace.Census:
+        """Counts who has pushed to a fragment, and who is waited for."""
+        round_ = self.state.rounds[fragment]
+        return grace.Census(
+            here=len(round_.here()),
+            awaited=len(self.state.members.awaited(now)),
+            absent=len(self.state.absent(fragment, now)),
+            missing=self._missing(round_, now),
+            decoding=any(w.is_coming and w.transfer.complete for w in round_.inbox.values()),
         )
-        self.seconds[incoming.learner] = incoming.seconds
-        self.incoming.pop(incoming.learner, None)
-        if self.quorum_at is None and len(self.contributed) >= self.quorum:
-            self.quorum_at = now
-        assert incoming.learner not in self.incoming
-        return True
 
-    def supersede(self, name: str, incarnation: str, push_id: int) -> tuple[int, ...]:
-        """Drops an unfinished push that a newer push of the same learner replaces."""
-        incoming = self.incoming.get(name)
-        if incoming is None:
-            return ()
-        if incoming.incarnation == incarnation and incoming.push_id >= push_id:
-            return ()
-        return self.drop_incoming(name)
+    def _missing(self, round_: FragmentRound, now: float) -> int:
+        """Learners that the window waits for: those that have announced a push, and those that are
+        ready, have none here, and whose step is shorter than the window."""
+        window_s, missing = self._window_s(round_, now), 0
+        for member in self.state.members.connected():
+            waiting = round_.inbox.get(member.incarnation)
+            if waiting is not None and waiting.push is not None:
+                missing += waiting.is_coming and member.is_heard(now)
+            else:
+                # Who has told no step time yet has just joined, and may well be as fast as others.
+                missing += member.is_awaited(now) and (member.step_s or 0.0) < window_s
+        return missing
 
-    def drop_incoming(self, name: str) -> tuple[int, ...]:
-        """Forgets an unfinished push; returns its payloads."""
-        assert not self.merging or name not in self.incoming
-        incoming = self.incoming.pop(name, None)
-        return incoming.assembly.handles if incoming else ()
+    def _window_s(self, round_: FragmentRound, now: float) -> float:
+        """Seconds that a round waits after its quorum; before it, if it had it now."""
+        quorum_at = now if round_.quorum_at is None else round_.quorum_at
+        return grace.window_s(
+            self.state.settings,
+            self.state.xi_s,
+            quorum_after_s=max(0.0, quorum_at - round_.launched_at),
+            sync_s=self.sync_s,
+        )
 
-    def close(self) -> tuple[int, ...]:
-        """Drops all unfinished pushes; returns their payloads."""
-        names = sorted(self.incoming)
-        handles = tuple(handle for name in names for handle in self.drop_incoming(name))
-        assert not self.incoming
-        return handles
+    # Merge.
 
-    def discard(self) -> tuple[int, ...]:
-        """Gives the round up; returns the payloads of all its pushes."""
-        # The contributions' payloads go too: no merge will ever use them.
-        handles = self.close()
-        for contribution in self.contributions():
-            handles += contribution.handles
-        self.contributed.clear()
-        return handles
+    def _merge(self, fragment: int, reason: str, now: float) -> None:
+        round_ = self.state.rounds[fragment]
+        self._move(round_, Step.DUE)
+        round_.taken, round_.due_at = self.pushes.take(fragment), now
+        assert round_.taken, "a round is merged from at least one push"
+        period_s = grace.period_s(self.state.settings, self.state.xi_s)
+        version = self.state.heads[fragment] + 1
+        self.state.effects.append(ev.Merge(fragment, version, round_.taken, period_s, reason))
 
-    def awaits(self, name: str) -> bool:
-        """True if a contribution of this learner may still come.
+    def merge_failed(self, fragment: int, error: Exception) -> None:
+        """Nothing has changed; the learners push these steps again."""
+        round_ = self.state.rounds[fragment]
+        learners = [facts.learner for facts in round_.taken]
+        text = f"fragment {fragment}: {error}"
+        self.state.note("merge_failed", text, warning=True, fragment=fragment, learners=learners)
+        refusal = fault(
+            f"the merge of fragment {fragment} failed",
+            "finite sums",
+            str(error)[:200],
+            "the steps stay in your parameters and travel with the next push",
+            ErrorCode.MERGE_FAILED,
+        )
+        self.pushes.refuse_taken(fragment, refusal)
+        round_.taken = ()
+        self._move(round_, Step.FAILED)
 
-        It was asked, or the round is below the quorum and takes anybody. It has neither contributed
-        nor declined, and its push is not merely being decoded.
-        """
-        asked = name in self.expected or len(self.contributed) < self.quorum
-        over = self.merging or name in self.contributed or name in self.declined
-        return asked and not over and not self.is_here(name)
+    # Commit.
 
-    def is_here(self, name: str) -> bool:
-        """True if all of the learner's push has arrived, and only decoding is left to do."""
-        return name in self.incoming and self.incoming[name].here
+    def merged(self, fragment: int) -> None:
+        """The sum is made. Nothing has changed yet, and nobody may know it."""
+        self._move(self.state.rounds[fragment], Step.MERGED)
+        self.state.effects.append(ev.Commit(fragment))
 
-    def has(self, incarnation: str, push_id: int, name: str) -> bool:
-        """True if this very push is a complete contribution already."""
-        complete = self.contributed.get(name)
-        if complete is None:
-            return False
-        return (complete.incarnation, complete.push_id) == (incarnation, push_id)
+    def disk_failed(self, fragment: int, error: Exception) -> None:
+        """Publishing waits for the disk; training goes on."""
+        round_ = self.state.rounds[fragment]
+        assert round_.stage is Stage.COMMITTING, round_
+        if not round_.disk_error:
+            text = f"fragment {fragment} cannot be written, nothing of it is published: {error}"
+            self.state.note("disk_failed", text, warning=True, fragment=fragment)
+        round_.disk_error = str(error) or type(error).__name__
 
-    def contributions(self) -> tuple[Contribution, ...]:
-        """Contributions in learner-name order: sums must not depend on the order of arrival."""
-        return tuple(self.contributed[name] for name in sorted(self.contributed))
+    # Publish.
+
+    def durable(self, fragment: int, now: float) -> None:
+        """The version exists: the only place where heads, clock and merged ids change."""
+        state, round_ = self.state, self.state.rounds[fragment]
+        self._move(round_, Step.DURABLE)
+        state.heads[fragment] += 1
+        state.clock.count(sum(facts.tokens for facts in round_.taken), now)
+        for facts in round_.taken:
+            state.merged[facts.incarnation, fragment] = facts.push_id
+            if (member := state.members.of(facts.incarnation)) is not None:
+                member.merged_tokens += facts.tokens
+                member.contributions += 1
+        self.merges += 1
+        self.contributions += len(round_.taken)
+        if round_.disk_error:
+            state.note("disk_works", f"fragment {fragment} is written", fragment=fragment)
+        else:
+            self.sync_s += SYNC_SHARE * (now - round_.due_at - self.sync_s)
+        round_.taken, round_.disk_error = (), ""
+        state.effects.append(ev.Publish(fragment, state.heads[fragment]))
+
+    # Pace and time.
+
+    def _measure_pace(self, now: float) -> None:
+        """The pace of everybody who can be waited for. Nobody is: the old one stands, so that a
+        round on its way keeps its window."""
+        steps_s = [each.step_s for each in self.state.members.awaited(now) if each.step_s]
+        if steps_s:
+            self.state.xi_s = grace.pace_s(steps_s)
+
+    def deadline(self) -> float:
+        """When the time alone makes something due."""
+        times = [math.inf]
+        if self.state.phase is RunPhase.RUNNING and self.state.xi_s > 0:
+            if self._has_room(self._next):
+                times.append(self._launch_at())
+            for fragment in self.state.collecting():
+                round_ = self.state.rounds[fragment]
+                if round_.quorum_at is not None:
+                    times.append(round_.quorum_at + self._window_s(round_, 0.0))
+        return min(times)
+
+    def excuse(self, delay_s: float) -> None:
+        """The broker itself stood still: what came meanwhile is still to be read."""
+        for round_ in self.state.rounds:
+            if round_.stage is Stage.COLLECTING:
+                round_.launched_at += delay_s
+                if round_.quorum_at is not None:
+                    round_.quorum_at += delay_s
+
+    def _move(self, round_: FragmentRound, step: Step) -> None:
+        round_.stage = next_stage(round_.stage, step)
+        # Learners answer a round only while it is open, as far as they know.
+        self.state.beat_wanted |= step in (Step.LAUNCH, Step.DUE, Step.ABANDON)
+
+    def check(self) -> None:
+        assert self.state.in_flight() <= IN_FLIGHT_MAX
+        for fragment, round_ in enumerate(self.state.rounds):
+            busy = round_.stage in (Stage.MERGING, Stage.COMMITTING)
+            assert bool(round_.taken) == busy, round_
+            names = [facts.incarnation for facts in round_.taken]
+            assert len(set(names)) == len(names) and list(round_.taken) == sorted(round_.taken)
+            assert not round_.disk_error or round_.stage is Stage.COMMITTING, round_
+            for incarnation, waiting in round_.inbox.items():
+                key = (incarnation, fragment)
+                assert waiting.incarnation == incarnation and waiting.fragment == fragment
+                assert waiting.push_id > self.state.merged.get(key, 0), waiting
+                assert incarnation not in names or waiting.push_id > next(
+                    f.push_id for f in round_.taken if f.incarnation == incarnation
+                )
+                assert waiting.unchecked_count == sum(waiting.unchecked)
+                assert waiting.unchecked_count >= waiting.transfer.chunks - waiting.transfer.here
+                assert (self.state.arriving.get(key) is waiting) != waiting.is_here, waiting
+        inboxes = sum(not w.is_here for each in self.state.rounds for w in each.inbox.values())
+        assert len(self.state.arriving) == inboxes

@@ -1,120 +1,155 @@
-"""The view of a run that operators get: counts, phase, learners, and what holds it up. [pure]"""
+"""The run as people see it: the status map, who is waited for, and what a silent uplink means."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+import math
+from typing import Final
 
-import msgspec
+from narrows.broker.syncer import grace
+from narrows.broker.syncer.ending import Ending
+from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.rounds import Rounds
+from narrows.broker.syncer.seeding import Seeding
+from narrows.broker.syncer.stages import RunPhase, Stage
+from narrows.broker.syncer.state import State
+from narrows.proto.timing import LEAVE_S
 
-from narrows.broker.syncer.machine import Syncer
-from narrows.broker.syncer.member import Member
-from narrows.broker.syncer.phases import RunPhase
-from narrows.broker.syncer.run import RunState
-from narrows.proto import messages as msg
-from narrows.proto.key_holder import KeyHolder, KeyRole
+NO_DATA_S: Final = 10.0
+"""A learner that has announced a push and sent nothing for this long cannot reach the uplink."""
 
-
-class Bytes(Protocol):
-    """Bytes of ZeroMQ frames exchanged with one learner."""
-
-    up_bytes: int
-    down_bytes: int
-
-
-def status_of(syncer: Syncer, traffic: Mapping[str, Bytes], now: float) -> msg.Status:
-    """Status message that `narrows status` shows."""
-    assert now >= syncer.state.tally.started_at
-    state = syncer.state
-    tally = state.tally
-    return msg.Status(
-        run_id=state.run_id,
-        epoch=state.epoch,
-        phase=state.phase.visible,
-        mode=state.settings.mode,
-        uptime_s=now - tally.started_at,
-        versions=state.versions,
-        rounds=state.open_rounds(),
-        run_tokens=state.clock.run_tokens,
-        goal_tokens=state.settings.goal_tokens,
-        tokens_per_s=state.clock.tokens_per_s(now),
-        merges=tally.merges,
-        contributions_merged=tally.contributions_merged,
-        contributions_refused=dict(sorted(tally.refused.items())),
-        mean_contributors_per_merge=tally.mean_contributors,
-        longest_merge_gap_s=tally.longest_gap_s,
-        norms_clipped=tally.norms_clipped,
-        up_bytes=sum(entry.up_bytes for entry in traffic.values()),
-        down_bytes=sum(entry.down_bytes for entry in traffic.values()),
-        checkpoint_version=syncer.lifecycle.checkpoint_sum,
-        waiting_for=_waiting_for(syncer),
-        learners=tuple(_learner(state, member, traffic, now) for member in state.roster),
-    )
+NAMED_MAX: Final = 8
+"""Most names in one line."""
 
 
-def status_for(holder: KeyHolder | None, status: msg.Status) -> msg.Status:
-    """As much of a status as the holder of a key may read; None: there are no keys."""
-    if holder is None or holder.role is KeyRole.OPERATOR:
-        return status
-    own = tuple(each for each in status.learners if holder.speaks_for(each.name))
-    # The phrase names other learners, and what they say.
-    return msgspec.structs.replace(status, learners=own, waiting_for="")
+def status(
+    state: State, seeding: Seeding, rounds: Rounds, ending: Ending, now: float
+) -> dict[str, object]:
+    """Everything that `narrows status` shows, but for what only the sockets know (bits per second).
+
+    Tokens of a learner are those of its newest incarnation. Merged tokens are divided by the number
+    of fragments, so that a learner whose work is all merged has as many of them as it has logged.
+    """
+    return {
+        "run_id": state.run_id,
+        "epoch": state.epoch,
+        "phase": state.phase.visible.value,
+        "mode": state.settings.mode.value,
+        "downlink_port": state.ports[1],
+        "streams": state.settings.streams,
+        "uptime_s": round(now - state.started_at, 1),
+        "run_tokens": state.clock.run_tokens,
+        "goal_tokens": state.settings.goal_tokens,
+        "tokens_per_s": round(state.clock.tokens_per_s(now), 1),
+        "versions": list(state.heads),
+        "period_s": round(grace.period_s(state.settings, state.xi_s), 3),
+        "sync_s": round(rounds.sync_s, 3),
+        "merges": rounds.merges,
+        "contributions": rounds.contributions,
+        "waiting_for": waiting_for(state, seeding, ending, now),
+        "rounds": [
+            {
+                "fragment": fragment,
+                "stage": each.stage.value,
+                "pushes": len(each.here()) + len(each.taken),
+                "since_s": round(now - each.launched_at, 1),
+            }
+            for fragment, each in enumerate(state.rounds)
+            if each.stage is not Stage.IDLE
+        ],
+        "learners": {member.name: _learner(state, member, now) for member in state.members},
+    }
 
 
-def _waiting_for(syncer: Syncer) -> str:
-    """One phrase that names what the run waits for; empty if nothing holds it up."""
-    state = syncer.state
-    # The most urgent reason comes first: a reader sees one line only.
-    if syncer.lifecycle.journal_fails:
-        return "the disk: the journal cannot be written"
-    if state.phase is RunPhase.FOUNDING and not state.heads:
-        return "version 0 from the first learner"
-    if state.phase is RunPhase.FOUNDING:
-        wanted = state.config.run.learners_at_start
-        return f"learners, {len(state.roster.connected())} of {wanted} are here"
-    if adopting := syncer.scheduler.adopting:
-        return f"{', '.join(adopting)} to adopt the fragments"
-    if not state.phase.is_over and not state.roster.ready():
-        return "a learner"
-    if state.open_rounds():
-        return syncer.scheduler.waiting_for
-    if state.phase is RunPhase.CLOSING:
-        return "the disk: the final checkpoint"
-    if state.phase is RunPhase.ENDED and (names := syncer.lifecycle.waiting.holders_up):
-        return f"{', '.join(names)} to take the final model"
-    merging = ", ".join(map(str, sorted(state.rounds)))
-    return f"fragment {merging}: merged, then written to disk" if merging else ""
+def _learner(state: State, member: Member, now: float) -> dict[str, object]:
+    behind = [head - held for head, held in zip(state.heads, member.held, strict=False)]
+    return {
+        "incarnation": member.incarnation,
+        "state": _state(member, now),
+        "heard_s": round(now - member.heard_at, 1),
+        "steps": member.steps,
+        "steps_per_s": round(1 / member.step_s, 3) if member.step_s else 0.0,
+        "loss": member.loss if member.loss is not None and math.isfinite(member.loss) else None,
+        # A Report may be a second old, and what it did not count yet be merged already.
+        "logged_tokens": max(member.tokens, member.merged_tokens // state.settings.fragments),
+        "merged_tokens": member.merged_tokens // state.settings.fragments,
+        "contributions": member.contributions,
+        "versions_behind": max(behind, default=0),
+        "up_bits_per_s_granted": round(member.up_bits_per_s),
+        "hint": _no_data(state, member, now),
+    }
 
 
-def _status_text(state: RunState, member: Member) -> str:
-    """Word for a learner's state in the status table."""
-    if member.connected and (suspect := state.suspects.get(member.name)) is not None:
-        return "quarantined" if suspect.is_excluded else "suspected"
-    if member.presence.left:
+def _state(member: Member, now: float) -> str:
+    """One word, and the reason of a pause."""
+    if member.has_left:
         return "left"
-    if member.given_up and member.connected:
-        return "given up"
-    return str(member.presence.liveness) if member.ready or not member.connected else "joining"
+    if not member.is_connected:
+        return "lost"
+    if not member.is_heard(now):
+        return "silent"
+    if not member.is_ready:
+        return "joining"
+    return f"paused: {member.paused}" if member.paused is not None else "training"
 
 
-def _learner(
-    state: RunState, member: Member, traffic: Mapping[str, Bytes], now: float
-) -> msg.LearnerStatus:
-    entry, report = traffic.get(member.name), member.report
-    return msg.LearnerStatus(
-        name=member.name,
-        incarnation=member.incarnation,
-        address=member.presence.address,
-        state=_status_text(state, member),
-        last_heard_s=now - member.presence.heard_at,
-        step=report.step if report else 0,
-        tokens=report.tokens if report else 0,
-        step_s=report.step_s if report else 0.0,
-        loss=report.loss if report else None,
-        contributions=member.participation.contributions,
-        refused=member.uplink.refused,
-        missed_running=member.participation.missed_running,
-        ledger=report.ledger if report else msg.TokenLedger(),
-        up_bytes=entry.up_bytes if entry else 0,
-        down_bytes=entry.down_bytes if entry else 0,
+def waiting_for(state: State, seeding: Seeding, ending: Ending, now: float) -> list[str]:
+    """Names what the run waits for, in words; empty if it just runs."""
+    lines = [
+        f"the disk: fragment {fragment} cannot be written ({each.disk_error})"
+        for fragment, each in enumerate(state.rounds)
+        if each.disk_error
+    ]
+    if state.stopping:
+        return [*lines, f"nobody: the broker stops ({state.stopping})"]
+    if state.phase is RunPhase.SEEDING:
+        return [*lines, seeding.waiting_for(now)]
+    if state.phase is RunPhase.CLOSING:
+        return [*lines, "the disk: the end of the run is being written"]
+    if state.phase in (RunPhase.ENDING, RunPhase.ENDED) and ending.expects_strangers(now):
+        left_s = math.ceil(state.started_at + LEAVE_S - now)
+        who = "learners that were here before the broker's start"
+        lines.append(f"{who}, for another {left_s} s")
+    if state.phase is RunPhase.ENDED:
+        lacking = [member.name for member in ending.awaited(now)]
+        return [*lines, f"{_listed(lacking)} to adopt the final model"] if lacking else lines
+    if not state.members.awaited(now):
+        paused = [m.name for m in state.members.connected() if m.paused is not None]
+        who = f"learners: {_listed(paused)} paused" if paused else "learners: none is here"
+        return [*lines, who]
+    for fragment in state.collecting():
+        held_up = state.phase is RunPhase.ENDING
+        owing = ending.holders_up(fragment, now) if held_up else state.absent(fragment, now)
+        if owing:
+            names = _listed([member.name for member in owing])
+            lines.append(f"{names} to push fragment {fragment}")
+    return lines
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - NAMED_MAX
+    return ", ".join(names[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+def _no_data(state: State, member: Member, now: float) -> str:
+    """A hint where to look if a learner's pushes are announced and bring no data; "" if they do."""
+    announced = [
+        waiting.announced_at
+        for (incarnation, _), waiting in state.arriving.items()
+        if incarnation == member.incarnation and waiting.push is not None
+    ]
+    since = max(min(announced, default=now), member.data_at)
+    if not announced or not member.is_heard(now) or now < since + NO_DATA_S:
+        return ""
+    return (
+        f"no data from {member.name} for {now - since:.0f} s, though it has announced a push: "
+        f"does a firewall close port {state.ports[0]} (uplink) of the broker?"
     )
+
+
+def warn_of_silence(state: State, now: float) -> None:
+    """Writes one line for each learner whose pushes bring no data."""
+    for member in state.members.connected():
+        hint = _no_data(state, member, now)
+        if hint and not member.told_no_data:
+            state.note("no_data", hint, warning=True, learner=member.name)
+        member.told_no_data = bool(hint)

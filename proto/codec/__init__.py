@@ -1,83 +1,65 @@
-"""Values to bytes and back: quantisation, kernels, entropy coders. [pure]
+"""Values to bytes and back: kernels, lent memory, payloads, fragments in chunks.
 
-`transfer` (encode_push, encode_step, decode_chunk and its kin) codes a whole fragment in chunks;
-`codec` gives one coding by its name; `BitControl` chooses codec and step for a bit rate. `F32` and
-its kin are the array types of the whole project. `kernel` compiles a strict loop, for merging too.
+    encode_push(fragment, published, local, *, codec, rho, chunk_elements)   -> PushChunk...
+    encode_step(fragment, global_, published, *, codec, rho, chunk_elements, advanced)
+                                                                             -> EncodedChunk...
+    encode_values(fragment, values, *, chunk_elements)   lossless, for STATE and SEED
+    encode_codes(fragment, codec, scales, codes, chunk_elements)   a push coded on a GPU
+    recut(fragment, decoded, *, codec, chunk_elements)   the same codes in chunks of another size
+    decode_chunk(fragment, codec, chunk_elements, index, payload)            -> DecodedChunk
+    values_of(fragment, chunks), advance_copy(fragment, copy, chunks)        -> F32
+    digest_of(values), block_digests(values), digest_of_blocks(digests)
+
+`chunks` and `decoded` are all DecodedChunks of a fragment, in order. A PushChunk is an EncodedChunk
+(index, payload, payload_digest) with `decoded`, the push as its receiver will hold it.
+
 Decoders trust nothing in a payload: peers wrote it. Encoders give the same bits on every machine,
 because both ends must hold the same published copy.
 """
 
-from narrows.proto.codec import blosc2_chunk, codecs, transfer
-from narrows.proto.codec.bfloat16 import round_to_dtype
-from narrows.proto.codec.bit_control import (
-    AUTO,
-    BitControl,
-    codecs_of,
-    expected_bits,
-    make_bit_control,
-    setting_names,
+from narrows.proto.codec.kernels import (
+    F32,
+    F64,
+    I8,
+    I64,
+    RUN,
+    U8,
+    all_finite,
+    float_square_sums,
+    kernel,
+    read_only,
+    round_to_dtype,
+    sample_places,
+    uncached_advice,
 )
-from narrows.proto.codec.buffers import empty_f32
-from narrows.proto.codec.chunk import DecodedChunk, float_square_sums, not_finite
-from narrows.proto.codec.codecs import RMS_SAMPLES_MAX, codec, codec_names, piece_scales, warm_up
-from narrows.proto.codec.compiled import kernel, uncached_advice
-from narrows.proto.codec.kernels import F32, F64, I8, I64, RUN, all_finite, read_only, sample_places
-from narrows.proto.codec.quantised import QuantisedCodec
-from narrows.proto.codec.scales import upper_halves, widened
+from narrows.proto.codec.memory import empty_f32, empty_u8
+from narrows.proto.codec.payload import LIMITS, DecodedChunk, payload_bytes_max
 from narrows.proto.codec.transfer import (
-    STATE_CODEC,
+    RMS_SAMPLES_MAX,
     EncodedChunk,
+    PushChunk,
     advance_copy,
+    block_digests,
     decode_chunk,
     digest_of,
-    encode_fragment,
+    digest_of_blocks,
+    encode_codes,
     encode_push,
     encode_step,
-    error_ratio,
+    encode_values,
+    piece_scales,
+    recut,
     values_of,
+    warm_up,
 )
 
+# fmt: off
 __all__ = [
-    "AUTO",
-    "F32",
-    "F64",
-    "I8",
-    "I64",
-    "RMS_SAMPLES_MAX",
-    "RUN",
-    "STATE_CODEC",
-    "BitControl",
-    "DecodedChunk",
-    "EncodedChunk",
-    "QuantisedCodec",
-    "advance_copy",
-    "all_finite",
-    "blosc2_chunk",
-    "codec",
-    "codec_names",
-    "codecs",
-    "codecs_of",
-    "decode_chunk",
-    "digest_of",
-    "empty_f32",
-    "encode_fragment",
-    "encode_push",
-    "encode_step",
-    "error_ratio",
-    "expected_bits",
-    "float_square_sums",
-    "kernel",
-    "make_bit_control",
-    "not_finite",
-    "piece_scales",
-    "read_only",
-    "round_to_dtype",
-    "sample_places",
-    "setting_names",
-    "transfer",
-    "uncached_advice",
-    "upper_halves",
-    "values_of",
-    "warm_up",
-    "widened",
+    "F32", "F64", "I8", "I64", "LIMITS", "RMS_SAMPLES_MAX", "RUN", "U8", "DecodedChunk",
+    "EncodedChunk", "PushChunk", "advance_copy", "all_finite", "block_digests", "decode_chunk",
+    "digest_of", "digest_of_blocks", "empty_f32", "empty_u8", "encode_codes", "encode_push",
+    "encode_step", "encode_values", "float_square_sums", "kernel", "payload_bytes_max",
+    "piece_scales", "read_only", "recut", "round_to_dtype", "sample_places", "uncached_advice",
+    "values_of", "warm_up",
 ]
+# fmt: on

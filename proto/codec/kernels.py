@@ -1,21 +1,25 @@
-"""The loops behind the codecs, compiled by numba: strict float32, the same bits on every machine.
+"""The loops behind codecs and merging, compiled by numba: the same bits on every machine.
 
-Every kernel does elementwise arithmetic or sums in element order; nothing is reassociated and
-nothing is contracted (no fast-math), so that the result does not depend on the vector width, on
-the number of threads or on the CPU model. They release the GIL, never allocate and check nothing:
-the caller has checked lengths and bounds with the functions below. Inputs come as read-only,
-outputs as writable arrays, because numba compiles once per combination of the two.
+Every loop does strict float32 arithmetic element by element, or sums in element order: no
+fast-math, nothing reassociated, nothing contracted. So the result does not depend on the vector
+width, on the number of threads or on the CPU, and all peers hold the same copy of the model.
+
+Kernels release the GIL, allocate nothing and check nothing: their callers have checked lengths and
+bounds. Inputs come as read-only arrays (`read_only`) and outputs as writable ones, because numba
+compiles once per combination of the two. Spans are given by bounds (s + 1,): span i is the elements
+from bounds[i] to bounds[i + 1].
 """
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Final, TypeAlias, TypeVar, cast
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from narrows.proto.codec.compiled import kernel
-from narrows.proto.errors import ErrorCode, LocalProtocolError
+from narrows.proto.messages import DtypeName
 
 F32: TypeAlias = NDArray[np.float32]
 F64: TypeAlias = NDArray[np.float64]
@@ -48,60 +52,57 @@ NOTHING.setflags(write=False)
 ONE: Final = np.float32(1)
 ZERO: Final = np.float32(0)
 
+Function = TypeVar("Function", bound=Callable[..., object])
 Element = TypeVar("Element", bound=np.generic)
+
+_njit: Callable[..., Callable[[object], object]] = numba.njit
+_uncached: set[str] = set()
+
+
+def kernel(function: Function) -> Function:
+    """Compiles a strict loop at its first call, and keeps the result on disk if it can."""
+    # The numpy error model lets loops with a division vectorise: no check for a zero divisor.
+    strict = {"nogil": True, "fastmath": False, "error_model": "numpy"}
+    try:
+        compiled = _njit(cache=True, **strict)(function)
+    except RuntimeError as error:
+        if "cannot cache" not in str(error):
+            raise
+        # A folder of our own below /tmp would be worse than none: numba's cache is pickle, and
+        # whoever was there first could have this process run anything.
+        _uncached.add(function.__module__)
+        compiled = _njit(**strict)(function)
+    return cast(Function, compiled)
+
+
+def uncached_advice() -> str:
+    """The advice to a user whose kernels cannot be kept on disk; "" if they can."""
+    if not _uncached:
+        return ""
+    return (
+        "compiled code is not kept: neither the installation nor a home directory can be written. "
+        "Each start compiles anew, some ten seconds of a core; NUMBA_CACHE_DIR may name a folder "
+        "that can be written, but by nobody else"
+    )
 
 
 def read_only(array: NDArray[Element]) -> NDArray[Element]:
     """A read-only contiguous view of `array`, or a copy if need be: the form of every input."""
-    # A writable input would be another type to numba, hence another compilation of seconds.
     flags = array.flags
     view = array.view() if flags.c_contiguous and flags.aligned else array.copy()
     view.setflags(write=False)
-    assert view.flags.c_contiguous and view.shape == array.shape, array.flags
     return view
 
 
-def chunk_elements(bounds: I64) -> int:
-    """Elements of a chunk; raises LocalProtocolError unless `bounds` rises strictly from 0."""
-    if (
-        bounds.dtype != np.int64
-        or bounds.ndim != 1
-        or not bounds.size
-        or bounds[0] != 0
-        or not np.all(bounds[1:] > bounds[:-1])
-    ):
-        raise LocalProtocolError(
-            ErrorCode.MISUSE,
-            "bounds of spans",
-            expected="int64 (s + 1,), rising strictly from 0",
-            got=f"{bounds.dtype} {bounds.shape}: {bounds[:4]}",
-        )
-    return int(bounds[-1])
-
-
-def check_inputs(count: int, **arrays: F32) -> None:
-    """Raises LocalProtocolError unless every array is float32 (count,)."""
-    for name, array in arrays.items():
-        if array.dtype != np.float32 or array.shape != (count,):
-            raise _misfit(name, f"float32 ({count},)", array)
-
-
-def check_outputs(count: int, **arrays: F32) -> None:
-    """As `check_inputs`, and a kernel can write to every array in place: `read_only` would copy."""
-    check_inputs(count, **arrays)
-    for name, array in arrays.items():
-        if not array.flags.carray:
-            raise _misfit(name, f"float32 ({count},), contiguous, writable", array)
-
-
-def _misfit(name: str, expected: str, array: F32) -> LocalProtocolError:
-    got = f"{array.dtype} {array.shape}"
-    return LocalProtocolError(ErrorCode.MISUSE, f"array {name!r}", expected=expected, got=got)
+def fits(array: F32, count: int, *, writable: bool = False) -> bool:
+    """Whether `array` is float32 (count,), and a kernel can write to it in place if it must."""
+    form = array.dtype == np.float32 and array.shape == (count,)
+    return form and (not writable or array.flags.carray)
 
 
 @kernel
 def largest_bits(bits: U32) -> int:
-    """Largest magnitude among float32 bit patterns; 0x7f800000 and above is not finite."""
+    """Largest magnitude among float32 bit patterns; INFINITE_BITS and above is not finite."""
     largest = np.uint32(0)
     for i in range(bits.size):
         largest = max(largest, bits[i] & np.uint32(0x7FFFFFFF))
@@ -110,66 +111,46 @@ def largest_bits(bits: U32) -> int:
 
 def all_finite(values: F32) -> bool:
     """Whether no element of `values` (n,) is infinite or NaN."""
-    return largest_bits(read_only(values.view(np.uint32))) < INFINITE_BITS
-
-
-@kernel
-def quantise(values: F32, bounds: I64, scales: F32, limit: np.float32, codes: I8) -> int:
-    """codes = values / scale, rounded half to even, clamped to +-limit; 0 where the scale is 0.
-
-    Span i of `values` (n,) is `bounds[i]:bounds[i + 1]`. Returns the largest magnitude as float32
-    bits: from INFINITE_BITS on a value is not finite, and the codes mean nothing.
-    """
-    largest = np.uint32(0)
-    for span in range(scales.size):
-        scale = scales[span]
-        inverse = ONE / scale if scale > ZERO else ZERO
-        first, end = bounds[span], bounds[span + 1]
-        part, part_codes = values[first:end], codes[first:end]
-        for i in range(part.size):
-            bits = np.float32(part[i]).view(np.uint32)
-            largest = max(largest, bits & np.uint32(0x7FFFFFFF))
-            # Clamped before rounding; this order of the comparisons turns a NaN into the limit,
-            # so that the conversion to an integer below is always defined.
-            ratio = part[i] * inverse
-            ratio = ratio if ratio < limit else limit
-            ratio = ratio if ratio > -limit else -limit
-            part_codes[i] = np.int8((ratio + ROUNDER) - ROUNDER)
-    return int(largest)
+    return largest_bits(read_only(values).view(np.uint32)) < INFINITE_BITS
 
 
 @kernel
 def quantise_difference(
     minuend: F32,
     subtrahend: F32,
-    addend: F32,
     bounds: I64,
     scales: F32,
     limit: np.float32,
     codes: I8,
-    rest: F32,
+    advanced: F32,
 ) -> int:
-    """As `quantise` of value = (minuend - subtrahend) + addend, and rest = value - scale * code.
+    """codes (n,) = (minuend - subtrahend) / scale, rounded half to even, clamped to +-limit; 0
+    where the scale is 0. And advanced = subtrahend + scale * code, as `add_codes` adds; it may be
+    empty, and then this is left out.
 
-    All (n,). The product is exact, at most 8 + 7 significant bits, so the rest is rounded once.
-    One pass over memory: a fragment is larger than any cache.
+    Returns the largest magnitude of a difference as float32 bits: from INFINITE_BITS on a value is
+    not finite, and the codes mean nothing. One pass over memory: a fragment exceeds any cache.
     """
     largest = np.uint32(0)
     for span in range(scales.size):
         scale = scales[span]
         inverse = ONE / scale if scale > ZERO else ZERO
         first, end = bounds[span], bounds[span + 1]
-        part, less, more = minuend[first:end], subtrahend[first:end], addend[first:end]
-        part_codes, part_rest = codes[first:end], rest[first:end]
+        part, less = minuend[first:end], subtrahend[first:end]
+        part_codes, part_advanced = codes[first:end], advanced[first:end]
         for i in range(part.size):
-            value = np.float32((part[i] - less[i]) + more[i])
+            value = np.float32(part[i] - less[i])
             largest = max(largest, value.view(np.uint32) & np.uint32(0x7FFFFFFF))
+            # Clamped before rounding; this order of the comparisons turns a NaN into the limit,
+            # so that the conversion to an integer below is always defined.
             ratio = value * inverse
             ratio = ratio if ratio < limit else limit
             ratio = ratio if ratio > -limit else -limit
             whole = (ratio + ROUNDER) - ROUNDER
             part_codes[i] = np.int8(whole)
-            part_rest[i] = value - scale * whole
+            if advanced.size:
+                step = scale * whole
+                part_advanced[i] = less[i] if step == ZERO else less[i] + step
     return int(largest)
 
 
@@ -187,13 +168,20 @@ def add_codes(base: F32, codes: I8, bounds: I64, scales: F32, out: F32) -> None:
 
 @kernel
 def scale_codes(codes: I8, bounds: I64, scales: F32, out: F32) -> None:
-    """out (n,) = scale * code: the decoder's half of `quantise`, bit for bit."""
+    """out (n,) = scale * code: exact, at most 8 + 7 significant bits."""
     for span in range(scales.size):
         scale = scales[span]
         first, end = bounds[span], bounds[span + 1]
         part, part_out = codes[first:end], out[first:end]
         for i in range(part.size):
             part_out[i] = scale * np.float32(part[i])
+
+
+@kernel
+def add_nonzero(base: F32, values: F32, out: F32) -> None:
+    """out (n,) = base + values; a zero value leaves the bits of base, so that -0.0 stays -0.0."""
+    for i in range(out.size):
+        out[i] = base[i] if values[i] == ZERO else base[i] + values[i]
 
 
 @kernel
@@ -233,6 +221,17 @@ def unpack(packed: U8, codes: I8) -> None:
 
 
 @kernel
+def lowest_nibble(packed: U8) -> int:
+    """The smallest 4-bit code in `packed` (n,), from -8 to 7; 7 if there is none."""
+    lowest = np.uint8(15)
+    for i in range(packed.size):
+        # With its sign bit flipped a nibble is code + 8, unsigned.
+        flipped = packed[i] ^ np.uint8(0x88)
+        lowest = min(lowest, min(flipped & np.uint8(15), flipped >> np.uint8(4)))
+    return int(lowest) - 8
+
+
+@kernel
 def code_square_sums(codes: I8, bounds: I64, out: I64) -> None:
     """out (s,) = sum of code**2 of each span: integers, hence exact in any order."""
     for span in range(out.size):
@@ -243,7 +242,7 @@ def code_square_sums(codes: I8, bounds: I64, out: I64) -> None:
 
 
 @kernel
-def float_square_sums(values: F32, bounds: I64, lanes: F64, out: F64) -> None:
+def lane_square_sums(values: F32, bounds: I64, lanes: F64, out: F64) -> None:
     """out (s,) = sum of value**2 of each span in float64.
 
     Element i of a span is added to lane i mod LANES, in element order; then the lanes are added
@@ -266,43 +265,42 @@ def float_square_sums(values: F32, bounds: I64, lanes: F64, out: F64) -> None:
         out[span] = total
 
 
+def float_square_sums(values: F32, bounds: I64) -> F64:
+    """(s,) sums of value**2 of the spans of `values` (n,), in float64, in lanes."""
+    assert fits(values, int(bounds[-1])), f"{values.shape} for bounds to {bounds[-1]}"
+    sums, lanes = np.empty(bounds.size - 1, np.float64), np.empty(LANES, np.float64)
+    lane_square_sums(read_only(values), read_only(bounds), lanes, sums)
+    return sums
+
+
 @kernel
 def sampled_mean_squares(
-    minuend: F32, subtrahend: F32, addend: F32, bounds: I64, samples_max: int, out: F64
+    minuend: F32, subtrahend: F32, bounds: I64, samples_max: int, out: F64
 ) -> None:
     """out (k,) = mean of value**2 over at most `samples_max` elements of each piece, in float64,
     zeros left out: where few rows of an embedding are used, the step is one for those rows.
 
-    value = (minuend - subtrahend) + addend; the latter two may be empty. A piece of n elements is
-    cut into strata of width ceil(n / samples_max); elements that do not fill a stratum are left
-    out. One element is read of each, at a place that a multiplicative hash of the stratum's number
-    chooses: a constant stride would read a few columns of a matrix only. A piece of up to
-    samples_max elements has strata of one element and is read whole, and so is one whose samples
-    are all 0."""
+    value = minuend - subtrahend; the latter may be empty. A piece of n elements is cut into strata
+    of width ceil(n / samples_max); elements that do not fill a stratum are left out. One element
+    is read of each, at a place that a multiplicative hash of the stratum's number chooses: a
+    constant stride would read a few columns of a matrix only. A piece of up to samples_max
+    elements has strata of one element and is read whole, and so is one whose samples are all 0.
+    """
     for piece in range(out.size):
         start, count = bounds[piece], bounds[piece + 1] - bounds[piece]
         width = (count + samples_max - 1) // samples_max
-        samples = count // width
         total, nonzero = 0.0, 0
-        for i in range(samples):
-            hashed = ((i * 0x9E3779B1) & 0xFFFFFFFF) >> 8
-            place = start + i * width + ((hashed * width) >> 24)
-            value = minuend[place]
-            if subtrahend.size:
-                value -= subtrahend[place]
-            if addend.size:
-                value += addend[place]
-            total += np.float64(value) * np.float64(value)
-            nonzero += value != ZERO
-        if not nonzero:
-            for place in range(start, start + count):
+        while not nonzero and width:
+            for i in range(count // width):
+                hashed = ((i * 0x9E3779B1) & 0xFFFFFFFF) >> 8
+                place = start + i * width + ((hashed * width) >> 24)
                 value = minuend[place]
                 if subtrahend.size:
                     value -= subtrahend[place]
-                if addend.size:
-                    value += addend[place]
                 total += np.float64(value) * np.float64(value)
                 nonzero += value != ZERO
+            # If all samples are 0, once more with strata of one element; then it is done.
+            width = 1 if width > 1 else 0
         out[piece] = total / max(nonzero, 1)
 
 
@@ -322,13 +320,6 @@ def sample_places(bounds: I64, samples_max: int) -> tuple[I64, I64]:
 
 
 @kernel
-def add_nonzero(base: F32, values: F32, out: F32) -> None:
-    """out (n,) = base + values; a zero value leaves the bits of base, so that -0.0 stays -0.0."""
-    for i in range(out.size):
-        out[i] = base[i] if values[i] == ZERO else base[i] + values[i]
-
-
-@kernel
 def round_bfloat16(bits: U32, out: U32) -> None:
     """float32 bit patterns (n,) rounded to bfloat16, half to even; a NaN stays a (quiet) NaN."""
     for i in range(bits.size):
@@ -337,3 +328,19 @@ def round_bfloat16(bits: U32, out: U32) -> None:
         rounded = (word + even) & np.uint32(0xFFFF0000)
         is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
         out[i] = np.uint32(0x7FC00000) if is_nan else rounded
+
+
+def round_to_dtype(values: F32, dtype: DtypeName, out: F32) -> None:
+    """out (n,) = values rounded to `dtype` and back, half to even, as a parameter would hold them.
+
+    Values beyond the range become infinite, as in every such cast. May be in place.
+    """
+    assert fits(values, out.size) and fits(out, values.size, writable=True), out.shape
+    if dtype == "bfloat16":
+        round_bfloat16(read_only(values).view(np.uint32), out.view(np.uint32))
+    elif dtype == "float16":
+        # An overflow is the documented result here; numpy would warn of it.
+        with np.errstate(over="ignore"):
+            out[:] = values.astype(np.float16)
+    else:
+        out[:] = values

@@ -1,202 +1,294 @@
-"""A fragment to encoded chunks and back: the code that both ends of a transfer share."""
+"""A fragment in regular chunks and back, with its scales and digests: what both ends share.
+
+A scale belongs to a tensor piece, not to a chunk: so chunks can be cut anew without another
+result. Encoders are generators, so that sending starts with the first chunk. Every receiver of a
+publication adds the same exact products to the same published copy, and holds the same bits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
-from narrows.proto.codec.buffers import empty_f32
-from narrows.proto.codec.chunk import DecodedChunk
-from narrows.proto.codec.codecs import RMS_SAMPLES_MAX, codec, piece_scales
-from narrows.proto.codec.kernels import F32, I64, NOTHING, sample_places
-from narrows.proto.codec.scales import decode_scales
-from narrows.proto.fragments import Fragment
-from narrows.proto.frames import digest
+from narrows.proto.codec import kernels
+from narrows.proto.codec import payload as payloads
+from narrows.proto.codec.kernels import F32, I8, I64, NOTHING, RUN, fits, read_only
+from narrows.proto.codec.memory import empty_f32, empty_u8
+from narrows.proto.codec.payload import LIMITS, SCALE_MAX, SCALE_MIN, DecodedChunk
+from narrows.proto.errors import ErrorCode, LocalProtocolError
+from narrows.proto.layout import BLOCK, Fragment, Piece
+from narrows.proto.messages import LOSSLESS, CodecName
+from narrows.proto.wire import digest
 
-STATE_CODEC = "f32-blosc2"
-"""Codec of full states and of version 0, which travel without loss: they are nobody's difference,
-so nothing would ever correct an error."""
+RMS_SAMPLES_MAX: Final = 1 << 14
+"""Elements of a piece from which its rms is computed, with a relative error of about one per cent.
+All elements would take as long as the coding itself."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EncodedChunk:
-    """Elements [offset, offset + count) of a fragment as they travel."""
+    """Regular chunk `index` of a fragment as it travels."""
 
-    offset: int
-    count: int
+    index: int
     payload: bytes
     payload_digest: int
 
 
-def error_ratio(
-    fragment: Fragment, chunks: Iterable[EncodedChunk], residual_at: Callable[[I64], F32]
-) -> float:
-    """The squared error of quantised chunks, in units of the error that their steps explain.
+@dataclass(frozen=True, eq=False)
+class PushChunk(EncodedChunk):
+    """A chunk of a push; its sender keeps what the receiver will hold, at most 1 byte an element
+    unless the push is lossless."""
 
-    A step explains scale**2 / 12 per element. The ratio is about 1 as long as no value exceeds the
-    range of the codes. It is computed from samples: `residual_at(places)` is the residual there.
-    Where the residual is 0 there was nothing to send.
+    decoded: DecodedChunk
+
+
+def piece_scales(minuend: F32, bounds: I64, rho: float, *, subtrahend: F32 = NOTHING) -> F32:
+    """The scales (k,) of the pieces of minuend - subtrahend (n,): rho * rms, as bfloat16.
+
+    `bounds` (k + 1,) cut the pieces. The rms is taken from at most RMS_SAMPLES_MAX elements of a
+    piece (kernels.sampled_mean_squares); zeros do not count. A scale below 2**-100 is 0. Given only
+    the samples and their bounds (`sample_places`), it gives the same scales, except for a piece
+    whose samples are all 0: that one must be given whole.
+
+    Raises LocalProtocolError NOT_FINITE if an rms is not finite or a scale exceeds 2**100.
     """
-    places, bounds = sample_places(fragment.bounds, RMS_SAMPLES_MAX)
-    scales = np.zeros(len(fragment.pieces))
-    for chunk in chunks:
-        pieces = fragment.pieces_of(chunk.offset, chunk.count)
-        head = memoryview(chunk.payload)[: 2 * (pieces.stop - pieces.start)]
-        scales[pieces.start : pieces.stop] = decode_scales(head)
-    sampled = np.diff(bounds)
-    errors = residual_at(places).astype(np.float64) ** 2
-    weights = np.repeat(np.diff(fragment.bounds) / sampled, sampled) * (errors > 0)
-    explained = float(weights @ np.repeat(scales**2 / 12, sampled))
-    ratio = float(weights @ errors) / max(explained, 1e-300)
-    assert ratio >= 0, ratio
-    return ratio
-
-
-def digest_of(values: F32) -> int:
-    """xxh3_64 of a vector's little-endian float32 bytes: the digest of a (fragment, version)."""
-    assert values.ndim == 1, values.shape
-    return digest(np.ascontiguousarray(values, dtype="<f4").data.cast("B"))
-
-
-def encode_fragment(
-    fragment: Fragment,
-    values: F32,
-    *,
-    codec_name: str,
-    rho: float,
-    chunk_elements: int,
-    reconstructed: F32,
-) -> Iterator[EncodedChunk]:
-    """Encodes a fragment chunk by chunk, in order, so that sending can start at once.
-
-    Shapes: values and reconstructed are (fragment.elements,). `reconstructed` is filled with
-    exactly what the receiver decodes; it is complete when the iterator is exhausted.
-    Raises LocalProtocolError NOT_FINITE if a value is not finite.
-    """
-    scheme = codec(codec_name)
-    scales = piece_scales(values, fragment.bounds, rho) if scheme.quantised else None
-
-    def encode(place: slice, bounds: I64, span_scales: F32) -> bytes:
-        return scheme.encode(values[place], bounds, span_scales, reconstructed[place])
-
-    yield from _chunks(fragment, chunk_elements, scales, encode)
+    assert rho > 0 and fits(minuend, int(bounds[-1])), f"rho {rho}, {minuend.shape}"
+    assert subtrahend is NOTHING or fits(subtrahend, minuend.size), subtrahend.shape
+    means = np.empty(bounds.size - 1, np.float64)
+    sources = read_only(minuend), read_only(subtrahend), read_only(bounds)
+    kernels.sampled_mean_squares(*sources, RMS_SAMPLES_MAX, means)
+    exact = rho * np.sqrt(means)
+    _check_finite(bool(np.all(exact <= SCALE_MAX)))
+    scales = exact.astype(np.float32)
+    kernels.round_to_dtype(scales, "bfloat16", scales)
+    scales[scales < SCALE_MIN] = 0.0
+    return read_only(scales)
 
 
 def encode_push(
     fragment: Fragment,
-    base: F32,
+    published: F32,
     local: F32,
-    residual: F32 | None,
     *,
-    codec_name: str,
+    codec: CodecName,
     rho: float,
     chunk_elements: int,
-    next_residual: F32,
-) -> Iterator[EncodedChunk]:
-    """Encodes the outer gradient (base - local) + residual, as `encode_fragment` does.
+) -> Iterator[PushChunk]:
+    """The outer gradient published - local (n,), chunk by chunk.
 
-    `next_residual` (n,) gets the part that is not sent. It is true up to the chunk that was yielded
-    last.
+    Values beyond the range of the codes are clamped: the rest stays in the learner's parameters.
+    Raises LocalProtocolError NOT_FINITE if a difference is not finite.
     """
-    scheme = codec(codec_name)
-    scales = None
-    if scheme.quantised:
-        addend = NOTHING if residual is None else residual
-        scales = piece_scales(base, fragment.bounds, rho, subtrahend=local, addend=addend)
-
-    def encode(place: slice, bounds: I64, span_scales: F32) -> bytes:
-        carried = None if residual is None else residual[place]
-        return scheme.encode_push(
-            base[place], local[place], carried, bounds, span_scales, next_residual[place]
-        )
-
-    yield from _chunks(fragment, chunk_elements, scales, encode)
+    yield from _encode(fragment, published, local, codec, rho, chunk_elements, empty_f32(0))
 
 
 def encode_step(
     fragment: Fragment,
-    params: F32,
+    global_: F32,
     published: F32,
     *,
-    codec_name: str,
+    codec: CodecName,
     rho: float,
     chunk_elements: int,
     advanced: F32,
 ) -> Iterator[EncodedChunk]:
-    """Encodes the publication params - published, as `encode_fragment` does.
+    """The publication global_ - published (n,), chunk by chunk; raises as `encode_push`.
 
-    `advanced` (n,) gets the next published copy, bit for bit what `advance_copy` makes.
+    `advanced` (n,) gets the next published copy, bit for bit what `advance_copy` makes, up to the
+    chunk that was yielded last.
     """
-    scheme = codec(codec_name)
-    scales = None
-    if scheme.quantised:
-        scales = piece_scales(params, fragment.bounds, rho, subtrahend=published)
-
-    def encode(place: slice, bounds: I64, span_scales: F32) -> bytes:
-        return scheme.encode_step(
-            params[place], published[place], bounds, span_scales, advanced[place]
-        )
-
-    yield from _chunks(fragment, chunk_elements, scales, encode)
+    assert fits(advanced, fragment.elements, writable=True), advanced.shape
+    for chunk in _encode(fragment, global_, published, codec, rho, chunk_elements, advanced):
+        yield _bare(chunk)
 
 
-def _chunks(
-    fragment: Fragment,
-    chunk_elements: int,
-    scales: F32 | None,
-    encode: Callable[[slice, I64, F32], bytes],
+def encode_values(
+    fragment: Fragment, values: F32, *, chunk_elements: int
 ) -> Iterator[EncodedChunk]:
-    """The chunks of a fragment; `encode` gets their place, the spans and the scales of these.
+    """The values (n,) without loss, for STATE and SEED; raises as `encode_push`."""
+    for chunk in _lossless_chunks(fragment, values, chunk_elements):
+        yield _bare(chunk)
 
-    A scale belongs to a piece, not to a chunk: chunks can be cut anew without another result.
+
+def encode_codes(
+    fragment: Fragment, codec: CodecName, scales: F32, codes: I8, chunk_elements: int
+) -> Iterator[PushChunk]:
+    """A push whose codes (n,) and scales of pieces (k,) were made elsewhere, on a GPU.
+
+    The caller has clamped the codes to the codec's limit: to look again would read them once more.
     """
-    pieces_max = len(fragment.pieces)
-    assert scales is None or scales.shape == (pieces_max,), f"{pieces_max} pieces"
-    encoded = 0
-    for offset, count in fragment.chunks(chunk_elements):
-        pieces = fragment.pieces_of(offset, count)
-        span_scales = NOTHING if scales is None else scales[pieces.start : pieces.stop]
-        place = slice(offset, offset + count)
-        payload = encode(place, fragment.spans(offset, count), span_scales)
-        encoded += count
-        yield EncodedChunk(offset, count, payload, digest(payload))
-    assert encoded == fragment.elements, f"{encoded} of {fragment.elements} elements"
+    assert codec in LIMITS and codes.shape == (fragment.elements,), f"{codec}, {codes.shape}"
+    assert fits(scales, len(fragment.pieces)), scales.shape
+    for index, place, bounds, pieces in _cuts(fragment, chunk_elements):
+        yield _sealed(index, *payloads.code_payload(codec, codes[place], bounds, scales[pieces]))
+
+
+def recut(
+    fragment: Fragment, decoded: Sequence[DecodedChunk], *, codec: CodecName, chunk_elements: int
+) -> Iterator[PushChunk]:
+    """The same values in chunks of another size. `decoded` are all chunks of a push, in order."""
+    assert all(chunk.codec == codec for chunk in decoded), codec
+    if codec == LOSSLESS:
+        yield from _lossless_chunks(fragment, values_of(fragment, decoded), chunk_elements)
+        return
+    codes = empty_u8(fragment.elements).view(np.int8)
+    scales = np.empty(len(fragment.pieces), np.float32)
+    for place, chunk in _places(fragment, decoded):
+        touched = fragment.pieces_of(place.start, chunk.count)
+        scales[touched.start : touched.stop] = chunk.scales
+        codes[place] = chunk.codes_of(0, chunk.count, codes[place])
+    yield from encode_codes(fragment, codec, scales, codes, chunk_elements)
 
 
 def decode_chunk(
-    fragment: Fragment, codec_name: str, offset: int, count: int, payload: bytes | memoryview
+    fragment: Fragment,
+    codec: CodecName,
+    chunk_elements: int,
+    index: int,
+    payload: bytes | memoryview,
 ) -> DecodedChunk:
-    """Checks and unpacks one chunk. Raises RemoteProtocolError if the payload is not valid."""
-    return codec(codec_name).decode(payload, fragment.spans(offset, count))
+    """The checked content of regular chunk `index`. Raises RemoteProtocolError as `payload.decode`,
+    and BAD_CHUNK for a chunk that the fragment does not have."""
+    offset, count = fragment.chunk(index, chunk_elements)
+    return payloads.decode(codec, payload, fragment.spans(offset, count))
 
 
-def values_of(fragment: Fragment, chunks: Sequence[tuple[int, DecodedChunk]]) -> F32:
-    """The decoded values of a complete set of (offset, chunk), shape (fragment.elements,)."""
-    _check_complete(fragment, chunks)
+def values_of(fragment: Fragment, chunks: Sequence[DecodedChunk]) -> F32:
+    """The values (n,) of all chunks, in order; a new array."""
     values = empty_f32(fragment.elements)
-    for offset, chunk in chunks:
-        chunk.values(values[offset : offset + chunk.count])
+    for place, chunk in _places(fragment, chunks):
+        chunk.values(values[place])
     return values
 
 
-def advance_copy(fragment: Fragment, copy: F32, chunks: Sequence[tuple[int, DecodedChunk]]) -> F32:
-    """The next published copy: the copy plus the step that a publication carries; a new array.
-
-    A product of scale and code has at most 15 significant bits, so the sum is one correctly
-    rounded operation and has the same bits everywhere.
-    """
-    assert copy.shape == (fragment.elements,), copy.shape
-    _check_complete(fragment, chunks)
+def advance_copy(fragment: Fragment, copy: F32, chunks: Sequence[DecodedChunk]) -> F32:
+    """The next published copy (n,): `copy` plus the step in all chunks, in order; a new array."""
+    assert fits(copy, fragment.elements), copy.shape
     advanced = empty_f32(fragment.elements)
-    for offset, chunk in chunks:
-        place = slice(offset, offset + chunk.count)
+    for place, chunk in _places(fragment, chunks):
         chunk.add_to(copy[place], advanced[place])
     return advanced
 
 
-def _check_complete(fragment: Fragment, chunks: Sequence[tuple[int, DecodedChunk]]) -> None:
-    """Without every element once, uninitialised memory would pass for values."""
-    elements = sum(chunk.count for _, chunk in chunks)
+def block_digests(values: F32) -> NDArray[np.uint64]:
+    """xxh3_64 of the little-endian float32 bytes of each block of BLOCK elements, (b,)."""
+    flat = np.ascontiguousarray(values, dtype="<f4").data.cast("B")
+    step = 4 * BLOCK
+    parts = (flat[start : start + step] for start in range(0, flat.nbytes, step))
+    return np.array([xxhash.xxh3_64_intdigest(part) for part in parts], dtype="<u8")
+
+
+def digest_of_blocks(digests: NDArray[np.uint64]) -> int:
+    """xxh3_64 over the digests of all blocks, 8 bytes each, little-endian: that of the fragment."""
+    return digest(digests.astype("<u8").tobytes())
+
+
+def digest_of(values: F32) -> int:
+    """The digest of a fragment's values (n,). Ranks of an island compute it from their blocks."""
+    return digest_of_blocks(block_digests(values))
+
+
+def warm_up() -> None:
+    """Compiles every kernel, or loads it from numba's cache, by coding a few elements.
+
+    A process that starts others calls it first: they find the cache filled.
+    """
+    fragment = Fragment(0, (Piece(0, 0, 3, 0, "mean"),), 3)
+    values = np.array([1.0, -2.0, 3.0], np.float32)
+    codecs: tuple[CodecName, ...] = (*LIMITS, LOSSLESS)
+    for codec in codecs:
+        chunks = encode_push(fragment, values, -values, codec=codec, rho=0.5, chunk_elements=RUN)
+        for chunk in chunks:
+            decoded = decode_chunk(fragment, codec, RUN, chunk.index, chunk.payload)
+            decoded.square_sums()
+            decoded.values(np.empty_like(values))
+            decoded.add_to(values, np.empty_like(values))
+
+
+def _encode(
+    fragment: Fragment,
+    minuend: F32,
+    subtrahend: F32,
+    codec: CodecName,
+    rho: float,
+    chunk_elements: int,
+    advanced: F32,
+) -> Iterator[PushChunk]:
+    """The chunks of minuend - subtrahend; `advanced`, unless empty, gets subtrahend + values."""
+    assert fits(minuend, fragment.elements) and fits(subtrahend, fragment.elements), minuend.shape
+    scales = NOTHING
+    if codec != LOSSLESS:
+        scales = piece_scales(minuend, fragment.bounds, rho, subtrahend=subtrahend)
+    for index, place, bounds, pieces in _cuts(fragment, chunk_elements):
+        new, old, out = read_only(minuend[place]), read_only(subtrahend[place]), advanced[place]
+        if codec == LOSSLESS:
+            with np.errstate(over="ignore", invalid="ignore"):  # `_lossless` refuses the result.
+                values = new - old
+            if out.size:
+                kernels.add_nonzero(old, read_only(values), out)
+            yield _lossless(index, values, bounds)
+            continue
+        codes, spans = empty_u8(new.size).view(np.int8), (read_only(bounds), scales[pieces])
+        limit = np.float32(LIMITS[codec])
+        largest = kernels.quantise_difference(new, old, *spans, limit, codes, out)
+        _check_finite(largest < kernels.INFINITE_BITS)
+        yield _sealed(index, *payloads.code_payload(codec, codes, *spans))
+
+
+def _lossless_chunks(fragment: Fragment, values: F32, chunk_elements: int) -> Iterator[PushChunk]:
+    assert fits(values, fragment.elements), values.shape
+    for index, place, bounds, _ in _cuts(fragment, chunk_elements):
+        yield _lossless(index, values[place], bounds)
+
+
+def _lossless(index: int, values: F32, bounds: I64) -> PushChunk:
+    _check_finite(kernels.all_finite(values))
+    return _sealed(index, *payloads.float_payload(values, bounds))
+
+
+def _sealed(index: int, payload: bytes, decoded: DecodedChunk) -> PushChunk:
+    return PushChunk(index, payload, digest(payload), decoded)
+
+
+def _bare(chunk: PushChunk) -> EncodedChunk:
+    """Without what its receiver holds: a broker keeps many publications, and needs it never."""
+    return EncodedChunk(chunk.index, chunk.payload, chunk.payload_digest)
+
+
+def _cuts(fragment: Fragment, chunk_elements: int) -> Iterator[tuple[int, slice, I64, slice]]:
+    """Index and place of each regular chunk, the bounds of its spans, and the pieces of these."""
+    assert chunk_elements > 0, chunk_elements
+    for index in range(fragment.chunk_count(chunk_elements)):
+        offset, count = fragment.chunk(index, chunk_elements)
+        touched = fragment.pieces_of(offset, count)
+        place, pieces = slice(offset, offset + count), slice(touched.start, touched.stop)
+        yield index, place, fragment.spans(offset, count), pieces
+
+
+def _places(
+    fragment: Fragment, chunks: Sequence[DecodedChunk]
+) -> Iterator[tuple[slice, DecodedChunk]]:
+    elements = sum(chunk.count for chunk in chunks)
+    # Without every element once, uninitialised memory would pass for values.
     assert elements == fragment.elements, f"{elements} of {fragment.elements} elements"
+    offset = 0
+    for chunk in chunks:
+        yield slice(offset, offset + chunk.count), chunk
+        offset += chunk.count
+
+
+def _check_finite(condition: bool) -> None:
+    if not condition:
+        raise LocalProtocolError(
+            ErrorCode.NOT_FINITE,
+            "values to be sent",
+            expected="finite float32 values, and differences of at most 2**100",
+            got="nan, inf or larger",
+            remedy="training has diverged here, and nothing of it is sent: start this learner "
+            "again, with a lower learning rate if it was not the data",
+        )

@@ -1,290 +1,271 @@
-"""Everything on its way to one peer: parcels go in, datagrams come out as credit and rate allow.
-[pure]
+"""Everything that waits to leave on the data sockets of one process, and what leaves next.
 
-The learner's uplink, each learner's share of the broker's downlink and both hosts of the simulator
-use this class, so that the simulator's seeds meet pacing, credit, stalls and repair.
+The broker has one Sender for all its learners, a learner has one for its uplink. What is sent
+unasked is `live`, what somebody fetches is `asked`. Live data goes first, every eighth message is
+asked data, and those who ask take turns. A topic is a lane of its own: a connection without room
+holds up its own lane and no other.
+
+The host does, in a loop: `entry = due(now)`, send it, then `sent(entry, now)`, or
+`blocked(entry, now)` if the socket had no room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
 
-from narrows.proto.codec import EncodedChunk
-from narrows.proto.flow.assembly import touches
 from narrows.proto.flow.budget import Budget, wire_bytes
-from narrows.proto.flow.lanes import Lane, StateDebt
-from narrows.proto.flow.outbox import Departure, Outbox
-from narrows.proto.frames import encode_header
-from narrows.proto.limits import PROTOCOL
-from narrows.proto.messages import DataKind, Epoch, Header
-from narrows.proto.socket_options import STREAM_WINDOW_BYTES
-from narrows.proto.terms import Ranges
-from narrows.proto.timing import STREAM_LOOK_S
+from narrows.proto.messages import DataKind, Header
+from narrows.proto.wire import encode_header
+
+TURN: Final = 8
+"""Every so many messages is asked data while both wait: who fetches falls behind no further."""
+
+RETRY_S: Final = 0.002
+"""A lane without room is tried again after this long; an XPUB cannot say when it has room."""
+
+PATIENCE_S: Final = 0.25
+"""Time for which live data waits for a reader that does not keep up."""
+
+PATIENCE_REFILL: Final = 0.025
+"""With a budget that time is one allowance for all messages, and it grows by this share of the
+time: a reader that is always slow must not take a quarter of everybody's."""
 
 
-@dataclass(frozen=True)
-class Parcel:
-    """A chunk of a transfer, with what its header says of the transfer."""
+@dataclass(eq=False)
+class Entry:
+    """A data message that waits."""
 
-    kind: DataKind
-    fragment: int
-    version: int
-    """Base version of a PUSH, 0 of FOUND, else the version that results."""
-    push_id: int
-    """Id of a PUSH, 0 of FOUND, else the id of the addressee's last merged push."""
-    codec: str
-    chunk: EncodedChunk
-    result_digest: int = 0
-    """Digest of the version that results; 0 for PUSH and FOUND."""
-
-    @property
-    def lane(self) -> Lane:
-        """Transfers of whole states yield to the fragments of open rounds."""
-        is_state = self.kind in (DataKind.FOUND, DataKind.STATE)
-        return Lane.STATE if is_state else Lane.FRAGMENT
-
-    @property
-    def place(self) -> tuple[DataKind, int, int, int, int]:
-        """Equal for two parcels that carry the same elements of the same transfer."""
-        push_id = self.push_id if self.kind is DataKind.PUSH else 0
-        return self.kind, self.fragment, self.version, push_id, self.chunk.offset
+    topic: str
+    about: Header
+    header: bytes
+    payload: bytes
+    requester: str
+    """Incarnation that asked for it; "" for live data."""
+    place: tuple[object, ...]
+    """Equal for two messages that carry the same chunk to the same reader."""
+    line_bytes: int
+    lossy: bool = False
+    """It has waited long enough: send it with NODROP off. Readers without room lose it and fetch
+    it later; libzmq holds nobody up for them until they have room again."""
 
 
-class Datagram(NamedTuple):
-    """A data message that leaves now."""
+@dataclass(eq=False)
+class _Lane:
+    """Messages that wait on one topic, never empty. `waits_from`: the head met a full pipe."""
 
-    stream: int
-    frames: tuple[bytes, bytes, bytes]
-    """Topic, header, payload."""
-    parcel: Parcel
+    entries: deque[Entry] = field(default_factory=deque[Entry])
+    retry_at: float = -math.inf
+    waits_from: float | None = None
 
     @property
-    def frame_bytes(self) -> int:
-        """Size of the ZeroMQ frames, without what the line adds."""
-        return sum(map(len, self.frames))
-
-    @property
-    def wire_bytes(self) -> int:
-        """Size on the line; see budget.wire_bytes."""
-        return wire_bytes(*map(len, self.frames))
+    def head(self) -> Entry:
+        return self.entries[0]
 
 
 class Sender:
-    """Queue, credit and rate in front of the data streams of one peer.
+    """Two queues in front of the budgets `total` (all learners) and `each` (one learner), in bit/s.
 
-    Every header carries `learner` and `incarnation`: they name the sender on the uplink, the
-    addressee on the downlink. `topic` gives the first frame of a stream. Times are seconds on the
-    caller's monotonic clock.
+    A publication leaves once and reaches `fan_out` connections: it is charged so often to the
+    total, and once to each learner. Times are seconds on the caller's monotonic clock.
     """
 
     def __init__(
-        self,
-        learner: str,
-        incarnation: str,
-        *,
-        topic: Callable[[int], bytes],
-        streams: int = 1,
-        window_bytes: int = STREAM_WINDOW_BYTES,
+        self, *, total: float = 0.0, each: float = 0.0, curve: bool = False, may_lose: bool = True
     ) -> None:
-        self.learner, self.incarnation = learner, incarnation
-        #: The peer has subscribed to every stream: before that pub/sub drops silently.
-        self.is_heard = False
-        self.budget = Budget()
-        self.topic, self._window_bytes = topic, window_bytes
-        self._run_id, self._epoch = "", (0, 0, 0)
-        self._outbox = Outbox[Parcel](streams, window_bytes)
-        self._looked_at = float("-inf")
+        """`may_lose`: live data that meets a full pipe becomes lossy in the end (the downlink)."""
+        self.fan_out = 1
+        """Connections that live data goes to."""
+        self.ready = True
+        """False: nobody listens yet, and nothing leaves."""
+        self.sent_bytes = self.received_bytes = 0
+        """Bytes on the line, with everything that it adds, without acknowledgements."""
+        self._total, self._live_share = Budget(total), Budget(each)
+        self._shares: dict[str, Budget] = {}
+        """Budgets of learners that fetch; the others have the history of `_live_share`."""
+        self._live: dict[str, _Lane] = {}
+        self._asked: dict[str, _Lane] = {}
+        """Lanes by topic, in the order of their turns."""
+        self._places: set[tuple[object, ...]] = set()
+        self._curve, self._may_lose = curve, may_lose
+        self._patience_s, self._patience_at = PATIENCE_S, 0.0
+        self._live_in_row = 0
+        self._paused = True
 
-    # The session.
-
-    def identify(self, run_id: str, epoch: Epoch) -> None:
-        """Headers carry these from now on; what was queued under another epoch is dropped."""
-        if (run_id, epoch) != (self._run_id, self._epoch):
-            self.discard(lambda parcel: True)
-        self._run_id, self._epoch = run_id, epoch
-
-    def open_streams(self, streams: int) -> None:
-        """Another number of streams drops the queue, and positions begin at 0 again."""
-        if streams != self._outbox.stream_count:
-            debt = self._outbox.shared_debt
-            self._outbox = Outbox[Parcel](streams, self._window_bytes, shared_debt=debt)
-
-    def share_debt(self, debt: StateDebt) -> None:
-        """All senders behind one line owe their states together; before anything is queued."""
-        assert not self._outbox
-        self._outbox.shared_debt = debt
-
-    def start_at(self, positions: tuple[int, ...]) -> None:
-        """Counts on from the positions of an earlier sender to the same process."""
-        self._outbox.start_at(positions)
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """Payload bytes that have left, by stream."""
-        return self._outbox.positions
+    def __len__(self) -> int:
+        """Messages that wait."""
+        return len(self._places)
 
     # What is to be sent.
 
-    def put(self, parcel: Parcel) -> None:
-        """Queues a parcel behind the others of its lane."""
-        self._outbox.put(parcel, len(parcel.chunk.payload), parcel.lane)
+    def put_live(self, topic: str, header: Header, payload: bytes) -> bool:
+        """Queues a message to everybody. False: its chunk waits already."""
+        return self._put(self._live, topic, header, payload, "")
 
-    def put_again(self, parcels: Iterable[Parcel], ranges: Ranges, now: float) -> int:
-        """Queues the parcels that share an element with `ranges`, all of them if it is empty; but
-        none that is on its way: repair may ask for what has not had the time to arrive. Returns
-        the elements of what was queued."""
-        queued = 0
-        coming = {parcel.place for parcel in self._outbox.coming(now)}
-        for parcel in parcels:
-            chunk = parcel.chunk
-            wanted = not ranges or touches(ranges, chunk.offset, chunk.count)
-            if wanted and parcel.place not in coming:
-                self.put(parcel)
-                queued += chunk.count
-        return queued
+    def put_asked(self, requester: str, topic: str, header: Header, payload: bytes) -> bool:
+        """Queues what an incarnation asked for. False: its chunk waits already, here or live."""
+        if _place("", header) in self._places:
+            return False
+        return self._put(self._asked, topic, header, payload, requester)
 
-    def discard(self, unwanted: Callable[[Parcel], bool]) -> None:
-        """Drops parcels, for example those of a settled push; none of them leaves again."""
-        self._outbox.discard(unwanted)
+    def discard(self, unwanted: Callable[[Header], bool]) -> None:
+        """Drops what waits and is of no use any more."""
+        for lanes in (self._live, self._asked):
+            for topic, lane in list(lanes.items()):
+                gone = {entry.place for entry in lane.entries if unwanted(entry.about)}
+                self._places -= gone
+                lane.entries = deque(each for each in lane.entries if each.place not in gone)
+                if not lane.entries:
+                    del lanes[topic]
+        self._paused = self._paused or not self._places
 
-    def __iter__(self) -> Iterator[Parcel]:
-        """The parcels that wait to leave."""
-        return iter(self._outbox)
+    def _put(
+        self, lanes: dict[str, _Lane], topic: str, about: Header, payload: bytes, requester: str
+    ) -> bool:
+        place = _place(requester, about)
+        if place in self._places:
+            return False
+        self._places.add(place)
+        header = encode_header(about)
+        size = wire_bytes((len(topic), len(header), len(payload)), self._curve)
+        entry = Entry(topic, about, header, payload, requester, place, size)
+        lanes.setdefault(topic, _Lane()).entries.append(entry)
+        return True
 
-    @property
-    def holds_states(self) -> bool:
-        """A state message waits to leave."""
-        return self._outbox.holds_states
+    # The rates, and what leaves without waiting.
 
-    @property
-    def next_lane(self) -> Lane | None:
-        """Lane of the parcel that leaves next; None if nothing waits."""
-        return self._outbox.next_lane
+    def set_rate(self, now: float, *, total: float, each: float = 0.0) -> None:
+        """Changes the rates, in bit/s; 0: no limit."""
+        self._total.set_rate(total, now)
+        for budget in self._learner_budgets:
+            budget.set_rate(each, now)
 
-    @property
-    def next_bytes(self) -> int:
-        """Payload bytes of the parcel that leaves next; 0 if nothing waits."""
-        return self._outbox.next_bytes
+    def charge(self, frame_sizes: Iterable[int], now: float) -> None:
+        """A control message leaves."""
+        size = wire_bytes(frame_sizes, self._curve)
+        self.sent_bytes += size
+        self._total.charge(size, now)
 
-    @property
-    def is_idle(self) -> bool:
-        """Nothing waits, and all that left has arrived or is lost."""
-        return self._outbox.idle
-
-    # Credit and rate.
-
-    def acknowledge(self, positions: tuple[int, ...], now: float) -> None:
-        """The peer has told the position of the last message that came, by stream."""
-        self._outbox.acknowledge(positions, now)
-
-    @property
-    def told_bytes(self) -> int:
-        """Payload bytes that the peer has told to have received."""
-        return self._outbox.told_bytes
-
-    def received(self, size_bytes: int, now: float) -> None:
-        """A message of the peer has come: TCP acknowledges it on the line that we send on."""
-        self.budget.receive(size_bytes, now)
-
-    def charge(self, size_bytes: float, now: float) -> None:
-        """Bytes on the line that leave without waiting, such as control messages."""
-        self.budget.charge(size_bytes, now)
-
-    def set_rate(self, bits_per_s: float, now: float) -> None:
-        """The most that may leave from now on; 0: no limit."""
-        self.budget.set_rate(bits_per_s, now)
+    def received(self, frame_sizes: Iterable[int], now: float) -> None:
+        """A message has come; its acknowledgements leave."""
+        size = wire_bytes(frame_sizes, self._curve)
+        self.received_bytes += size
+        self._total.acknowledge(size, now)
 
     @property
-    def dead(self) -> tuple[int, ...]:
-        """Streams that have stood still and have not moved since."""
-        return self._outbox.dead
+    def _learner_budgets(self) -> list[Budget]:
+        return [self._live_share, *self._shares.values()]
 
-    def renew_stalled(self, now: float) -> int:
-        """Every STREAM_LOOK_S: queues again what dead streams carried; returns how many bytes.
+    # What leaves next.
 
-        They are charged again, because they may still leave from a queue of the system.
-        """
-        if now < self._looked_at + STREAM_LOOK_S:
-            return 0
-        self._looked_at = now
-        return self._charge_lost(self._outbox.renew_stalled(now), now)
+    def due(self, now: float) -> Entry | None:
+        """The message to send now, if one may leave."""
+        if self._paused and self._places:
+            self._paused = False
+            for budget in (self._total, *self._learner_budgets):
+                budget.resume(now)
+        at, entry = self._next(now)
+        return entry if at <= now else None
 
-    def reconnect(self, stream: int, now: float) -> int:
-        """A stream has a new connection: if it was dead, it is tried at once. Returns the bytes
-        that are queued again."""
-        return self._charge_lost(self._outbox.reconnect(stream, now), now)
+    def deadline(self, now: float) -> float:
+        """When `due` has a message; infinite: not before another one is put."""
+        return self._next(now)[0]
 
-    def _charge_lost(self, lost_bytes: int, now: float) -> int:
-        self.budget.charge(lost_bytes, now)
-        return lost_bytes
+    def sent(self, entry: Entry, now: float) -> None:
+        """The socket took the message that was due."""
+        lanes = self._asked if entry.requester else self._live
+        lane = lanes.pop(entry.topic)
+        assert lane.head is entry, "another message than the one that was due"
+        if lane.waits_from is not None:
+            self._spend_patience(now, waited=True)
+        lane.entries.popleft()
+        lane.retry_at, lane.waits_from = -math.inf, None
+        if lane.entries:
+            lanes[entry.topic] = lane  # Behind the others: lanes take turns.
+        self._places.remove(entry.place)
+        self._paused = not self._places
+        self._live_in_row = 0 if entry.requester else self._live_in_row + 1
+        if entry.requester and self._live_share.bits_per_s:
+            self._shares.setdefault(entry.requester, self._live_share.copy())
+        costs = self._costs(entry)
+        self.sent_bytes += costs[0][1]
+        for budget, size in costs:
+            budget.charge(size, now)
+        # Once what a learner asked for is out of the window, its history is that of live data.
+        live_bytes = self._live_share.in_window(now)
+        for requester, share in list(self._shares.items()):
+            if share.in_window(now) == live_bytes:
+                del self._shares[requester]
 
-    # What leaves.
+    def blocked(self, entry: Entry, now: float) -> None:
+        """The socket had no room. The lane is tried again in RETRY_S; live data that may be lost
+        is, once patience is used up, due at once and lossy."""
+        lane = (self._asked if entry.requester else self._live)[entry.topic]
+        assert lane.head is entry, "another message than the one that was due"
+        lane.retry_at = now + RETRY_S
+        if entry.requester or not self._may_lose:
+            return
+        waits = any(each.waits_from is not None for each in self._live.values())
+        self._spend_patience(now, waited=waits)
+        if lane.waits_from is None:
+            lane.waits_from = now
+        has_budget = self._total.bits_per_s or self._live_share.bits_per_s
+        left_s = self._patience_s if has_budget else lane.waits_from + PATIENCE_S - now
+        if left_s <= 0:
+            entry.lossy, lane.retry_at = True, now
 
-    def due(self, now: float) -> Iterator[Datagram]:
-        """The datagrams that may leave now; each is charged when the iterator yields it."""
-        self.renew_stalled(now)
-        while self.is_waiting and self.budget.is_open(now):
-            datagram = self.take(now)
-            if datagram is None:
+    def _spend_patience(self, now: float, *, waited: bool) -> None:
+        """Lanes that wait side by side use the allowance once."""
+        passed_s = now - self._patience_at
+        refilled_s = min(PATIENCE_S, self._patience_s + PATIENCE_REFILL * passed_s)
+        self._patience_s = refilled_s - (passed_s if waited else 0.0)
+        self._patience_at = now
+
+    def _next(self, now: float) -> tuple[float, Entry | None]:
+        """The message that leaves next, and when."""
+        if not self.ready:
+            return math.inf, None
+        live_at, live = self._first(self._live, now)
+        asked_at, asked = self._first(self._asked, now)
+        # A message that waits for its budget keeps its turn: else a smaller one of the other queue
+        # would overtake it again and again. One that waits for its pipe does not.
+        if asked and asked.retry_at <= now and (not live or self._live_in_row >= TURN - 1):
+            return asked_at, asked.head
+        if live and (live.retry_at <= now or live_at < asked_at):
+            return live_at, live.head
+        return asked_at, asked.head if asked else None
+
+    def _first(self, lanes: dict[str, _Lane], now: float) -> tuple[float, _Lane | None]:
+        """The lane that may send first, and when; of those that may now, the next in turn."""
+        first_at, first = math.inf, None
+        for lane in lanes.values():
+            # The total is the same for all: while it is closed one lane is looked at, not all.
+            _, *own = self._costs(lane.head)
+            at = max(lane.retry_at, *(budget.opens_at(size, now) for budget, size in own))
+            if at < first_at:
+                first_at, first = at, lane
+            if at <= now:
                 break
-            yield datagram
-        self.rest()
+        if first is None:
+            return math.inf, None
+        total, size = self._costs(first.head)[0]
+        return max(first_at, total.opens_at(size, now)), first
 
-    @property
-    def is_waiting(self) -> bool:
-        """Something waits, and the peer listens."""
-        return self.is_heard and bool(self._outbox)
+    def _costs(self, entry: Entry) -> list[tuple[Budget, int]]:
+        """The budgets that a message is charged to, each with its bytes."""
+        size = entry.line_bytes
+        if entry.requester:
+            share = self._shares.get(entry.requester, self._live_share)
+            return [(self._total, size), (share, size)]
+        learners = [(budget, size) for budget in self._learner_budgets]
+        return [(self._total, size * self.fan_out), *learners]
 
-    def take(self, now: float) -> Datagram | None:
-        """The next datagram, whatever the rate says; None if credit lets nothing go."""
-        departure = self._outbox.take(now)
-        if departure is None:
-            return None
-        parcel, stream = departure.item, departure.stream
-        header = encode_header(self._header(departure))
-        datagram = Datagram(stream, (self.topic(stream), header, parcel.chunk.payload), parcel)
-        self.budget.send(datagram.wire_bytes, now)
-        return datagram
 
-    def rest(self) -> None:
-        """Tells the budget if nothing waits: a burst after a pause is shorter."""
-        if not self._outbox:
-            self.budget.pause()
-
-    def opens_at(self, now: float) -> float | None:
-        """When the rate lets the next parcel go; None if none waits, or only for credit."""
-        if not (self.is_waiting and self._outbox.has_credit(now)):
-            return None
-        return max(now, self.budget.opens_at(now))
-
-    def looks_at(self, now: float) -> float | None:
-        """When `renew_stalled` looks next; None if nothing is under way."""
-        return max(now, self._looked_at + STREAM_LOOK_S) if self._outbox.in_flight else None
-
-    def next_deadline(self, now: float) -> float | None:
-        """When `due` is to be called even if nothing else happens; None: never."""
-        times = (self.opens_at(now), self.looks_at(now))
-        return min((time for time in times if time is not None), default=None)
-
-    def _header(self, departure: Departure[Parcel]) -> Header:
-        parcel = departure.item
-        return Header(
-            protocol=PROTOCOL,
-            run_id=self._run_id,
-            epoch=self._epoch,
-            kind=parcel.kind,
-            learner=self.learner,
-            incarnation=self.incarnation,
-            fragment=parcel.fragment,
-            version=parcel.version,
-            push_id=parcel.push_id,
-            offset=parcel.chunk.offset,
-            count=parcel.chunk.count,
-            codec=parcel.codec,
-            payload_digest=parcel.chunk.payload_digest,
-            result_digest=parcel.result_digest,
-            stream=departure.stream,
-            position=departure.position,
-        )
+def _place(requester: str, header: Header) -> tuple[object, ...]:
+    # The push id of a STATE tells the outcome of a push; the chunk is the same whatever it says.
+    push_id = header.push_id if header.kind is DataKind.PUSH else 0
+    where = header.epoch, header.kind, header.fragment, header.version, push_id, header.chunk
+    return requester, *where

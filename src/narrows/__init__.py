@@ -1,3 +1,3 @@
-"""Narrows: one model trained on several islands of compute joined by an ordinary network."""
+"""Narrows: one model trained at several sites over ordinary lines."""
 
 __version__ = "0.1.0"

@@ -11,16 +11,19 @@ from typing import Final
 from acceptance.kit import Site
 from acceptance.raw import Curve
 
-PUBLIC: Final = re.compile(r"public key: (\S+)|narrows keys allow \S+ '(\S+)'")
-"""The public key that `narrows keys new` prints: the broker's, or that of a site."""
+KEY: Final = r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}"
+BROKER_KEY: Final = re.compile(rf"^({KEY})$", re.MULTILINE)
+"""The broker's public key, as `narrows keys new` prints it."""
+LINE: Final = re.compile(rf"narrows-key \S+ ({KEY})")
+"""The public line of a site."""
 
 
 class Keyring:
-    """A broker's directory of keys, in the folder of a test, beside the key files of sites."""
+    """A broker's folder of keys, in the folder of a test, beside the key files of sites."""
 
     def __init__(self, site: Site, name: str = "keys") -> None:
         self.site, self.name = site, name
-        self.server = self._new("--keys", name)
+        self.server = self._new(BROKER_KEY, "--keys", name)
         """The broker's public key."""
         self.public = dict[str, str]()
         """The public key in each key file."""
@@ -29,16 +32,18 @@ class Keyring:
         """Makes a key file of a site that trusts this broker's key, or another one."""
         file = file or f"{name}.key"
         options = ("--name", name, "--broker", self.site.address)
-        self.public[file] = self._new(file, *options, "--server", server or self.server)
+        # With "=", because a key may begin with a hyphen.
+        self.public[file] = self._new(LINE, file, *options, f"--server={server or self.server}")
         return file
 
     def admit(self, name: str) -> str:
         """Makes a key file and has the broker admit its key."""
         file = self.make(name)
-        self._keys("allow", name, self.public[file], "--keys", self.name)
+        self._keys("allow", f"narrows-key {name} {self.public[file]}", "--keys", self.name)
         return file
 
     def revoke(self, name: str) -> None:
+        """Takes the keys of a site away."""
         self._keys("revoke", name, "--keys", self.name)
 
     def curve(self, file: str) -> Curve:
@@ -46,10 +51,11 @@ class Keyring:
         told = tomllib.loads((self.site.folder / file).read_text())
         return Curve(told["servers"][0], self.public[file], told["secret"])
 
-    def _new(self, *arguments: str) -> str:
-        found = PUBLIC.search(self._keys("new", *arguments))
-        assert found
-        return found[1] or found[2]
+    def _new(self, key: re.Pattern[str], *arguments: str) -> str:
+        answer = self._keys("new", *arguments)
+        found = key.search(answer)
+        assert found, answer
+        return found[1]
 
     def _keys(self, *arguments: str) -> str:
         answer = self.site.ask("keys", *arguments)

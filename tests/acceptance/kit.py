@@ -52,59 +52,54 @@ PRELOADED: Final = [
 """Modules that the server of forks imports; one that does not exist is passed over."""
 
 SETTINGS: Final = {
-    "beat": "broker.beat",
     "learners_at_start": "run.learners_at_start",
     "fragments": "fragments.count",
     "sync_period": "fragments.sync_period_steps",
     "overlap": "fragments.overlap_steps",
     "quorum": "merge.quorum",
-    "rounds_in_flight": "merge.rounds_in_flight",
-    "outer": "outer.optimizer",
-    "outer_lr": "outer.lr",
-    "outer_momentum": "outer.momentum",
+    "outer_lr": "merge.outer_lr",
+    "outer_momentum": "merge.outer_momentum",
     "push_codec": "codec.push",
     "publish_codec": "codec.publish",
     "up": "wan.up",
     "down": "wan.down",
-    "late": "liveness.late",
-    "lost": "liveness.lost",
-    "checkpoint_versions": "broker.checkpoint_versions",
-    "journal_keep": "broker.journal_keep",
+    "journal_keep": "broker.keep_history",
 }
-"""How the broker calls what the tests set. A setting that it has not is left out: None."""
+"""Names that the broker gives to what the tests set."""
 
 FLAGS: Final = {
     "goal_tokens": "--goal-tokens",
     "mode": "--mode",
     "keys": "--keys",
-    "founder": "--founder",
+    "seeder": "--seeder",
 }
 """The same for what has a flag of its own."""
 
-CODECS: Final = {"lossless": "raw32"}
+CODECS: Final = {"lossless": "f32-blosc2"}
 """Codecs that a test wants for a property of theirs, not for their name."""
 
-DEFAULTS: Final[dict[str, object]] = {"beat": "200ms", "sync_period": 4}
+DEFAULTS: Final[dict[str, object]] = {"sync_period": 4}
 
-HISTORY_LOST: Final = "history_lost"
-"""Word in the broker's note that learners hold versions which its state directory lacks."""
+HISTORY_LOST: Final = "is an older copy"
+"""Words in the broker's note that learners hold versions which its state directory lacks."""
 
-DISK_REMEDY: Final = "make room or see to the disk"
-"""Advice in the broker's log when the disk takes no more."""
+DISK_REMEDY: Final = "cannot be written"
+"""Words in the broker's log when the disk takes no more."""
 
-NOT_FINAL: Final = "not adopted:"
+NOT_FINAL: Final = "without the final model:"
 """Words before the names of those that lack the final model, each with its fragments."""
 
 CRASH_POINTS: Final = ("merged", "appended", "durable", "installed", "published")
 """Places of a round at which `NARROWS_CRASH_AT=NAME:N` ends a broker at the Nth visit."""
 
+SILENT_S: Final = 3.0
+"""Seconds after which rounds do not wait for a learner of which nothing is heard."""
+
+GIVEN_UP_S: Final = 30.0
+"""Seconds without anything moving after which the end of a run does not wait for a learner."""
+
 LOST: Final = "lost"
 """State of a learner in the status, of which nothing has been heard for long."""
-
-LEDGER_PENDING: Final = 1
-LEDGER_MERGED: Final = 2
-LEDGER_LOST: Final = slice(3, 7)
-"""Places in the ledger of a learner's status; those of the lost tokens have a cause each."""
 
 ROUND: Final = re.compile(r"fragment (\d+) version (\d+) .*published ([0-9a-f]{8,})")
 """A round in the output of `narrows journal show`."""
@@ -260,12 +255,8 @@ class LearnerView:
     contributions: int
     logged_tokens: int
     """Tokens that it says it has logged, in this life."""
-    merged_tokens: float
-    """Tokens of its merged pushes, as it says, per fragment."""
-    pending_tokens: float
-    """Tokens of which nobody knows yet whether they will be merged, per fragment."""
-    lost_tokens: float
-    """Tokens that no version holds and none will, per fragment."""
+    merged_tokens: int
+    """Tokens of its merged pushes, in this life."""
 
     @property
     def is_lost(self) -> bool:
@@ -278,8 +269,8 @@ class View:
     """The run in `narrows status --json`."""
 
     run_id: str
-    epoch: tuple[int, ...]
-    """The part of it that rises with each start."""
+    life: int
+    """Rises with each start of the broker."""
     versions: tuple[int, ...]
     run_tokens: float
     merges: int
@@ -293,19 +284,16 @@ class View:
 
     @classmethod
     def of(cls, said: dict[str, Any]) -> View:
-        fragments = max(1, len(said["versions"]))
         learners = {
-            one["name"]: LearnerView(
-                one["name"], one["incarnation"], one["state"], one["contributions"],
-                one["tokens"], one["ledger"][LEDGER_MERGED] / fragments,
-                one["ledger"][LEDGER_PENDING] / fragments,
-                sum(one["ledger"][LEDGER_LOST]) / fragments,
+            name: LearnerView(
+                name, one["incarnation"], one["state"], one["contributions"],
+                one["logged_tokens"], one["merged_tokens"],
             )
-            for one in said["learners"]
+            for name, one in said["learners"].items()
         }  # fmt: skip
         return cls(
-            said["run_id"], tuple(said["epoch"][:2]), tuple(said["versions"]),
-            said["run_tokens"], said["merges"], said["waiting_for"], learners,
+            said["run_id"], int(said["epoch"].split("-")[0]), tuple(said["versions"]),
+            said["run_tokens"], said["merges"], "; ".join(said["waiting_for"]), learners,
         )  # fmt: skip
 
 
@@ -354,7 +342,7 @@ class Site:
             text = str(value).lower() if isinstance(value, bool) else str(value)
             if name in FLAGS:
                 command += [FLAGS[name], text]
-            elif SETTINGS[name]:
+            else:
                 command += ["--set", f"{SETTINGS[name]}={text}"]
         environment = {"NARROWS_CRASH_AT": crash_at} if crash_at else {}
         child = self.narrows("broker", *command, *arguments, environment=environment)
@@ -525,11 +513,13 @@ class Site:
 
     def check_equal_copies(self, *names: str) -> None:
         """Every version that a learner adopted is, bit for bit, one that the broker made."""
+        # First what was adopted: the run goes on, and a merge stands in its file before it is sent.
+        copies = {name: self.adopted(name) for name in names}
         made: dict[tuple[int, int], set[str]] = {}
         for event in self.merged():
             made.setdefault((event["fragment"], event["version"]), set()).add(event["digest"])
         for name in names:
-            adopted = {key: d for key, d in self.adopted(name).items() if key[1] > 0}
+            adopted = {key: d for key, d in copies[name].items() if key[1] > 0}
             assert adopted, f"{name} has adopted nothing"
             wrong = [key for key, digest in adopted.items() if digest not in made.get(key, ())]
             assert not wrong, f"{name} holds other bits than the broker made: {wrong}"
@@ -542,8 +532,8 @@ class Site:
             assert answer.code == 0, f"journal {part}: {answer.out}{answer.err}"
 
     def layout(self) -> Path:
-        """File with the run's layout as `narrows layout` prints it, while the broker runs."""
-        answer = self.ask("layout", str(self.state))
+        """File with the run's layout as `narrows export` prints it, while the broker runs."""
+        answer = self.ask("export", str(self.state), "--layout")
         assert answer.code == 0, answer.err
         path = self.folder / "layout.json"
         path.write_text(answer.out)

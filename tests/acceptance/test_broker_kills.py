@@ -11,8 +11,6 @@ from acceptance.kit import CRASH_POINTS, Child, Site, wait_until
 NAMES = ("a", "b", "c")
 OFTEN: dict[str, Any] = {
     "fragments": 2,
-    "beat": "50ms",
-    "checkpoint_versions": 20,
     "journal_keep": True,
 }
 

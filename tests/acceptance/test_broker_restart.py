@@ -20,7 +20,7 @@ def test_a_restart_has_the_same_versions_and_the_learners_come_back(site: Site) 
     before = site.last_view()
     broker = site.broker(**SETTINGS)
     after = site.view()
-    assert after.run_id == before.run_id and after.epoch > before.epoch
+    assert after.run_id == before.run_id and after.life > before.life
     assert after.versions == before.versions and sum(after.versions) >= 3
     assert after.run_tokens == before.run_tokens > 0
     for learner in learners:

@@ -31,14 +31,13 @@ def test_a_killed_learner_returns_and_is_merged_again(site: Site) -> None:
     assert before.run_tokens <= returned.run_tokens <= after.run_tokens
     assert 0 < after.run_tokens <= sum(one["tokens"] for one in site.merged()) / 2
     for each in after.learners.values():
-        fates = each.merged_tokens + each.pending_tokens + each.lost_tokens
-        assert fates == each.logged_tokens > 0
+        assert 0 < each.merged_tokens <= each.logged_tokens
     site.check_equal_copies("a", "b")
     site.check_replay()
 
 
 def test_a_frozen_learner_whose_name_was_taken_is_refused(site: Site) -> None:
-    broker = site.broker(late="300ms", lost="1s")
+    broker = site.broker()
     old = site.learner("a", seed=1)
     site.contribute("a")
     old.freeze()

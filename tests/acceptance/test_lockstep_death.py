@@ -8,7 +8,7 @@ from acceptance.kit import Site
 
 @pytest.mark.parametrize("mode", ["streaming", "diloco"])
 def test_the_others_go_on_after_a_death(site: Site, mode: str) -> None:
-    broker = site.broker(mode=mode, learners_at_start=3, late="1s", lost="2s")
+    broker = site.broker(mode=mode, learners_at_start=3)
     *_, dead = [site.learner(name, seed=seed) for seed, name in enumerate("abc")]
     site.contribute("a", "b", "c", count=3)
     dead.kill()

@@ -1,106 +1,100 @@
-"""The demo's story: the times at which a learner is killed and started again, and its display."""
+"""`narrows demo`: when the victim dies and returns, and the shortest demo with real processes."""
 
 from __future__ import annotations
 
-import signal
+import json
+import math
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from machines import Desk, hello, incarnation_of
-from running import wait_until
 
-from narrows.bench.demo import bench as demo
-from narrows.bench.demo.story import KILL_AT, RETURN_AT, DemoStory
-from narrows.bench.kit import processes
-from narrows.bench.kit.failures import ProcessFailed
-from narrows.bench.kit.processes import Processes
-from narrows.broker.syncer import events as ev
-from narrows.broker.syncer.status import status_of
-
-START_S = 10.0
-
-SLOW_TO_END = """
-import signal, sys, threading
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(threading.Event().wait(20)))
-print("ready", flush=True)
-signal.pause()
-"""
+from narrows.bench.demo import SPARKS, SPARKS_MAX, STEP_TOKENS, Story, demo, sparkline
+from narrows.bench.reference.gpt import PRESETS
+from narrows.proto.errors import ConfigError
 
 
-def acts(train_s: float) -> list[tuple[str, float]]:
-    """The acts on the victim, with the share of the run at which each happens.
-
-    `train_s` is the length of the run. Its learners needed START_S to be up.
-    """
-    story, done = DemoStory("b", started_at=0.0, begun_at=START_S), list[tuple[str, float]]()
-    for percent in range(1, 100):
-        share, now = percent / 100, START_S + train_s * percent / 100
-        if story.is_to_kill(share, now):
-            story.killed_at = now
-            done.append(("kill", share))
-        if story.is_to_return(share, now):
-            story.returned_at = now
-            done.append(("return", share))
-    return done
+def status(
+    run_tokens: int, incarnation: str = "b.1", merged: int = 0, phase: str = "running"
+) -> dict[str, Any]:
+    victim = {"incarnation": incarnation, "merged_tokens": merged}
+    return {"phase": phase, "run_tokens": run_tokens, "learners": {"b": victim}}
 
 
-def test_a_learner_is_killed_and_returns_in_the_middle_of_the_run() -> None:
-    assert acts(150.0) == [("kill", KILL_AT), ("return", RETURN_AT)]
+def begun(seeding_s: float = 10.0) -> Story:
+    """A run of 100 tokens that has just begun."""
+    story = Story("b", 100, started_at=0.0)
+    assert story.hear(status(0, phase="seeding"), seeding_s / 2) is None
+    assert story.hear(status(0), seeding_s) is None
+    return story
 
 
-def test_in_a_short_run_the_killed_learner_returns_sooner() -> None:
-    (kill, killed_at), (back, returned_at) = acts(4 * START_S)
-    assert (kill, back, killed_at) == ("kill", "return", KILL_AT)
-    assert (1 - returned_at) * 4 * START_S >= START_S, "it needs as long to be up again"
+def test_the_victim_dies_returns_and_contributes_once_each() -> None:
+    story = begun()
+    assert story.hear(status(39), 40.0) is None and story.tell() == ""
+    assert story.hear(status(40), 50.0) == "kill" and "was killed" in story.tell()
+    assert story.hear(status(50), 60.0) is None
+    assert story.hear(status(60), 70.0) == "return" and "starting" in story.tell()
+    assert story.hear(status(70, merged=9), 75.0) is None, "pushes of its first life do not count"
+    assert not story.is_back and story.rejoin_s is None
+    assert story.hear(status(80, "b.2"), 80.0) is None and story.is_back
+    assert "warming up" in story.tell()
+    assert story.hear(status(90, "b.2", merged=1), 82.0) is None
+    assert story.hear(status(95, "b.2", merged=2), 90.0) is None
+    assert story.rejoin_s == 12.0 and "after 12.0 s" in story.tell()
 
 
-def test_in_a_run_too_short_to_come_back_nobody_is_killed() -> None:
-    assert acts(START_S) == []
+def test_it_returns_soon_where_the_rest_of_the_run_is_short() -> None:
+    story = begun(seeding_s=10.0)
+    assert story.hear(status(45), 20.0) == "kill"
+    assert story.hear(status(45), 20.9) is None, "it is dead for a second, so that it is seen"
+    # The rest takes 13 s at this pace, and the start of all took 10.
+    assert story.hear(status(45), 21.0) == "return"
 
 
-def test_a_learner_is_back_when_the_broker_counts_it_as_live() -> None:
-    desk, story = Desk().running("a", "b"), DemoStory("b")
-
-    def chapter() -> str:
-        story.note(status_of(desk.syncer, {}, desk.now), desk.now)
-        return story.chapter
-
-    assert chapter() == ""
-    story.killed_at = desk.now
-    desk.do(ev.PeerLost(b"b"))
-    assert "killed" in chapter()
-    story.returned_at = desk.now
-    assert chapter() == "b is starting under its old name"
-    again = hello("b", incarnation=incarnation_of("b", 2))
-    desk.do(ev.Received(b"b", again, "tcp://b"))
-    assert chapter() == "b is starting under its old name"
-    desk.adopt("b")
-    assert chapter() == "b is back under its old name, warming up"
+def test_it_is_killed_as_long_as_the_run_has_not_ended() -> None:
+    assert begun().hear(status(100, phase="ending"), 11.0) == "kill"
+    assert begun().hear(status(100, phase="ended"), 11.0) is None
 
 
-def test_a_run_that_ends_before_its_killed_learner_is_back_says_so(tmp_path: Path) -> None:
-    """Not that a firewall may block the port, as its own log does."""
-    story = DemoStory("b", killed_at=1.0, returned_at=2.0)
-    with Processes(tmp_path) as children:
-        children.start_command("b", sys.executable, "-c", "exit(4)")
-        children.wait("b", 60)
-        with pytest.raises(ProcessFailed) as caught:
-            demo.check_ended(children, story, "b")
-        assert str(caught.value) == "the run ended before b was back; give it more --steps"
-        story.live_at = 3.0
-        with pytest.raises(ProcessFailed, match="b ended with code 4"):
-            demo.check_ended(children, story, "b")
+def test_a_sparkline_shows_the_course() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([3.0, 2.0]) == SPARKS[-1] + SPARKS[0]
+    course = sparkline([10.0 / (1 + index) for index in range(333)])
+    assert len(course) == SPARKS_MAX and list(course) == sorted(course, reverse=True)
 
 
-def test_an_interrupted_bench_does_not_wait_for_an_orderly_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A learner that leaves in order measures its model first, which nobody will read."""
-    monkeypatch.setattr(processes, "ABORT_TIMEOUT_S", 0.1)
-    children = Processes(tmp_path)
-    with pytest.raises(KeyboardInterrupt), children:
-        children.start_command("a", sys.executable, "-c", SLOW_TO_END)
-        wait_until(lambda: "ready" in children.log("a"), "the handler")
-        raise KeyboardInterrupt
-    assert children.running["a"].returncode == -signal.SIGKILL
+def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected 2 to 26 learners, 1 step or more, got 1 and"):
+        demo(learners=1)
+    with pytest.raises(ConfigError, match=r"exists.*new folder"):
+        demo(keep=tmp_path)
+    preset = PRESETS["tiny"]
+    assert STEP_TOKENS == preset.batch * preset.context
+
+
+@pytest.mark.real
+def test_the_shortest_demo_kills_too(tmp_path: Path) -> None:
+    """The victim comes back to a run that is over, and has its final model, or comes too late."""
+    results, picture = tmp_path / "results.json", tmp_path / "demo.svg"
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "narrows", "demo", "--learners", "2", "--steps", "80",
+            "--keep", str(tmp_path / "kept"), "--json", str(results), "--picture", str(picture),
+        ],
+        capture_output=True, text=True, timeout=55,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(results.read_text())
+    assert facts["killed"]
+    assert facts["digests_compared"] > 0 == facts["digests_differing"]
+    assert facts["loss_global"] < math.log(256) - 2
+    assert 2 < facts["down_bits_per_param"] < 4 and 2 < facts["up_bits_per_param"] < 4
+    assert 0 < facts["held_up"] < 1
+    moved = facts["up_bytes"] + facts["down_bytes"]
+    assert moved < facts["data_parallel_bytes"] / 10
+    told = " ".join(done.stdout.split())
+    assert f"{facts['data_parallel_bytes'] / moved:.0f} times as much" in told
+    assert "was killed" in picture.read_text().replace("&#160;", " ")

@@ -1,0 +1,217 @@
+"""`narrows bench chaos`: a broker is killed under load; nothing that a learner saw may be lost.
+
+Half of the kills come at places in the life of a round that the broker itself names, where a power
+cut would hurt most, the others at any moment. Then the state directory is compared with what the
+learners saw: every published copy must be that of a durable round, bit for bit; no push may be
+merged twice; and the rounds, merged again, must give the same digests.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Final
+
+from cyclopts import Parameter
+
+from narrows.bench.kit.rows import Column, Row, bench
+from narrows.bench.kit.run import TENSORS, EventLog, Run, Toy
+from narrows.broker.process.log import CRASH_PLACES
+from narrows.broker.store import History
+from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
+
+LEARNERS: Final = ("a", "b", "c")
+PARAMS: Final = 1 << 12
+SETTINGS: Final = {
+    "run.learners_at_start": len(LEARNERS),
+    "run.max_offline": 0,
+    "fragments.count": 2,
+    "fragments.sync_period_steps": 4,
+    "fragments.overlap_steps": 1,
+    "broker.keep_history": "true",
+}
+VISITS_MAX: Final = 40
+"""A place is visited so many times at most before the broker ends itself there."""
+LIFE_S_MAX: Final = 0.5
+"""A life that is killed from outside goes on for up to so long after its first version."""
+
+COLUMNS: Final = (
+    Column("kills", "kills"),
+    Column("at places", "kills_at_places"),
+    Column("rounds", "rounds"),
+    Column("copies seen", "copies_seen"),
+    Column("lost", "copies_lost"),
+    Column("merged twice", "pushes_merged_twice"),
+    Column("merged again", "rounds_replayed"),
+    Column("problems", "problem_count"),
+    Column("start to version s", "start_to_version_s", "{:.2f}"),
+    Column("steps/s", "steps_per_s", "{:.0f}"),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run with so many kills; the seed draws their places and times."""
+
+    kills: int
+    seed: int
+
+
+def chaos(
+    *,
+    short: bool = False,
+    json_: Annotated[Path | None, Parameter(name="--json")] = None,
+    kills: int = 0,
+    seed: int = 1,
+) -> None:
+    """Kill a broker under load, and look whether anything was lost. Exit code 1: it was.
+
+    Parameters
+    ----------
+    short
+        10 kills instead of 100.
+    json_
+        File for the rows.
+    kills
+        Number of kills; 0: as above.
+    seed
+        Draws the places and times of the kills.
+    """
+    if kills < 0:
+        raise ConfigError("--kills", expected=">= 0", got=str(kills))
+    cells = [Cell(kills or (10 if short else 100), seed)]
+    rows = bench("chaos", cells, measure, COLUMNS, headline, json=json_, seed=seed)
+    problems = [problem for row in rows for problem in row["problems"]]
+    if problems:
+        what = f"{len(problems)} things went wrong"
+        raise NarrowsError(ErrorCode.STATE_DAMAGED, what, expected="nothing", got=problems[0])
+
+
+def measure(cell: Cell) -> Row:
+    """One run, and what is found afterwards. Raises NarrowsError if a process does not do as it
+    should."""
+    rng, waits = random.Random(cell.seed), list[float]()
+    places: Counter[str] = Counter()
+    with Run() as run:
+        run.broker(SETTINGS)
+        for number, name in enumerate(LEARNERS):
+            run.toy(Toy(name, PARAMS, moved=TENSORS, seed=number))
+        _await_versions(run, 2 * len(LEARNERS))
+        began_s, steps = time.monotonic(), _steps(run)
+        run.signal("broker", signal.SIGKILL)
+        run.ends("broker", -signal.SIGKILL)
+        places["any"] += 1
+        for number in range(1, cell.kills):
+            place = rng.choice(CRASH_PLACES) if number % 2 else "any"
+            places[place] += 1
+            if place == "any":
+                waits.append(_serve(run))
+                run.wait(rng.uniform(0.0, LIFE_S_MAX))
+                run.signal("broker", signal.SIGKILL)
+            else:
+                run.broker(SETTINGS, crash_at=f"{place}:{rng.randint(1, VISITS_MAX)}")
+            run.ends("broker", -signal.SIGKILL)
+        waits.append(_serve(run))
+        steps_per_s = (_steps(run) - steps) / (time.monotonic() - began_s)
+        run.stop_broker()
+        seen = {name: EventLog(run.folder / f"{name}.jsonl").read() for name in LEARNERS}
+        found = compare(run.folder / "state", seen)
+    return {
+        "kills_at_places": sum(places.values()) - places["any"],
+        "kills_by_place": dict(sorted(places.items())),
+        **found,
+        "start_to_version_s": median(waits),
+        "steps_per_s": steps_per_s,
+    }
+
+
+def compare(state: Path, seen: dict[str, list[dict[str, Any]]]) -> Row:
+    """Looks for whatever a kill may have spoilt: `problems` are lines for people.
+
+    `seen` are the events of each learner.
+    """
+    history = History(state)
+    try:
+        rows, audit = list(history.rounds()), history.audit()
+        newest = {each.fragment: each.digests for each in history.states()}
+    finally:
+        history.close()
+    durable = {
+        (row.round_.fragment, row.round_.version): row.digests
+        for row in rows
+        if row.round_.version > 0
+    }
+    copies = {
+        (name, each["fragment"], each["version"], each["digest"])
+        for name, events in seen.items()
+        for each in events
+        if each["event"] == "installed" and each["version"] > 0
+    }
+    known = {(*key, f"{digests.published:016x}") for key, digests in durable.items()}
+    lost = sorted(copy for copy in copies if copy[1:] not in known)
+    pushes = Counter(
+        (push.incarnation, row.round_.fragment, push.push_id)
+        for row in rows
+        for push in row.round_.contributions
+    )
+    twice = sorted(push for push, times in pushes.items() if times > 1)
+    problems = [*audit.problems]
+    problems += [f"{name} saw version {v} of fragment {f} ({d})" for name, f, v, d in lost]
+    problems += [f"push {i} of {who}, fragment {f}, was merged twice" for who, f, i in twice]
+    problems += _gaps(durable, newest)
+    if audit.replayed != len(durable):
+        problems.append(f"{audit.replayed} of {len(durable)} rounds could be merged again")
+    problems += [
+        f"{name} has seen no version" for name in seen if name not in {c[0] for c in copies}
+    ]
+    return {
+        "rounds": len(durable),
+        "copies_seen": len(copies),
+        "copies_lost": len(lost),
+        "pushes_merged_twice": len(twice),
+        "rounds_replayed": audit.replayed,
+        "problem_count": len(problems),
+        "problems": problems,
+    }
+
+
+def _gaps(durable: dict[tuple[int, int], Any], newest: dict[int, Any]) -> Iterator[str]:
+    """Versions of a fragment follow each other, and the last of them is what a start goes on
+    from."""
+    for fragment, digests in newest.items():
+        versions = sorted(version for own, version in durable if own == fragment)
+        if versions != list(range(1, len(versions) + 1)):
+            yield f"the versions of fragment {fragment} have a gap"
+        elif versions and durable[fragment, versions[-1]] != digests:
+            yield f"fragment {fragment} is not at version {versions[-1]}"
+
+
+def headline(rows: Sequence[Row]) -> list[str]:
+    """One line per run."""
+    return [
+        f"{row['kills']} kills, {row['rounds']:,} rounds, {row['copies_seen']:,} published copies "
+        f"compared: {'nothing was lost' if not row['problems'] else row['problems'][0]}"
+        for row in rows
+    ]
+
+
+def _serve(run: Run) -> float:
+    """Starts the broker; seconds until it has made a version."""
+    versions, started_s = len(run.merges()), time.monotonic()
+    run.broker(SETTINGS)
+    _await_versions(run, versions + 1)
+    return time.monotonic() - started_s
+
+
+def _await_versions(run: Run, count: int) -> None:
+    run.wait_until(lambda: len(run.merges()) >= count, "the next version", *run.running)
+
+
+def _steps(run: Run) -> int:
+    return sum(run.facts(name).get("steps", 0) for name in LEARNERS)

@@ -1,0 +1,241 @@
+"""`narrows bench codec`: bits, error and speed of the codecs, beside what others do."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Final, NamedTuple, cast
+
+import numpy as np
+from cyclopts import Parameter
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from narrows.bench.kit.result import CHECKOUT
+from narrows.bench.kit.rows import Column, Row, bench
+from narrows.proto.codec import F32, advance_copy, decode_chunk, encode_push, values_of
+from narrows.proto.codec import warm_up as warm_up_kernels
+from narrows.proto.errors import ConfigError
+from narrows.proto.layout import Fragment, build_table
+from narrows.proto.messages import LOSSLESS, CodecName, LayoutEntry
+
+RECORDING: Final = CHECKOUT / "bench/kit/recorded.safetensors"
+"""Outer gradients of a small GPT in the middle of its training."""
+
+CHUNK_ELEMENTS: Final = 1 << 18
+REPEATS: Final = 5
+RMS: Final = 1e-3
+"""Of drawn outer gradients."""
+BLOCK: Final = 256
+"""Values that share a scale in codes of fixed length."""
+
+ABSMAX: Final = {"absmax int4 by 256": 7, "absmax int8 by 256": 127}
+"""What most quantisers do: the largest value of a block sets the step, and no entropy coder
+follows."""
+
+COLUMNS: Final = (
+    Column("data", "data"),
+    Column("codec", "codec"),
+    Column("rho", "rho", "{:g}"),
+    Column("bits/param", "bits_per_param", "{:.2f}"),
+    Column("SNR dB", "snr_db", "{:.1f}"),
+    Column("Gaussian bound", "gaussian_bound_bits", "{:.2f}"),
+    Column("encode G/s", "encode_gparams_per_s", "{:.2f}"),
+    Column("decode+add G/s", "decode_gparams_per_s", "{:.2f}"),
+    Column("memcpy G/s", "memcpy_gparams_per_s", "{:.2f}"),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One coding of one kind of data."""
+
+    data: str
+    codec: str
+    rho: float | None
+    """Step in units of the rms; None: the coding has none."""
+    elements: int
+    """Elements of drawn data."""
+
+
+class Coding(NamedTuple):
+    """A way to code an outer gradient, and what it made of it."""
+
+    encode: Callable[[], Any]
+    decode: Callable[[], Any]
+    size_bytes: int
+    sent: F32
+    """The values (n,) that the receiver gets."""
+
+
+def codec(
+    *,
+    short: bool = False,
+    json_: Annotated[Path | None, Parameter(name="--json")] = None,
+    recording: Path | None = None,
+) -> None:
+    """Measure bits, error and speed of the codecs on one core, beside what others do.
+
+    Parameters
+    ----------
+    short
+        A quarter of the elements, and one step size.
+    json_
+        File for the rows.
+    recording
+        Safetensors file with recorded outer gradients; else that of the checkout, if it has one.
+    """
+    warm_up_kernels()
+    path = recording or (RECORDING if RECORDING.exists() else None)
+    names = ("gaussian", "student_t", "recorded" if path else "sparse_rows")
+    measured = partial(measure, recording=path)
+    bench("codec", cells(names, short=short), measured, COLUMNS, headline, json=json_)
+
+
+def cells(data: Sequence[str], *, short: bool) -> list[Cell]:
+    """All codings of each kind of data."""
+    # 16 MiB as float32 are more than the caches of a core hold.
+    elements, rhos = (1 << 20, (0.5,)) if short else (1 << 22, (0.4, 0.5, 0.7, 1.0))
+    found: list[Cell] = []
+    for each in data:
+        found += [Cell(each, "int4-zstd", rho, elements) for rho in rhos]
+        found.append(Cell(each, "int8-zstd", 0.25, elements))
+        found += [Cell(each, name, None, elements) for name in (LOSSLESS, *ABSMAX)]
+    return found
+
+
+def measure(cell: Cell, *, recording: Path | None = None) -> Row:
+    """Bits, signal over error, and speeds in 10^9 parameters per second; medians of REPEATS."""
+    fragment, values = _data(cell.data, cell.elements, recording)
+    limit = ABSMAX.get(cell.codec)
+    if limit is not None:
+        coding = _absmax(values, limit)
+    else:
+        coding = _ours(fragment, values, cast(CodecName, cell.codec), cell.rho or 1.0)
+    error = float(np.sum((values.astype(np.float64) - coding.sent) ** 2))
+    signal = float(np.sum(values.astype(np.float64) ** 2))
+    snr_db = 10 * math.log10(signal / error) if error else None
+    return {
+        "bits_per_param": 8 * coding.size_bytes / values.size,
+        "snr_db": snr_db,
+        # Every code of independent Gaussian values needs so many bits at this error.
+        "gaussian_bound_bits": None if snr_db is None else snr_db / (20 * math.log10(2)),
+        "encode_gparams_per_s": values.size / _median_s(coding.encode) / 1e9,
+        "decode_gparams_per_s": values.size / _median_s(coding.decode) / 1e9,
+        "memcpy_gparams_per_s": values.size / _median_s(values.copy) / 1e9,
+    }
+
+
+def headline(rows: Sequence[Row]) -> list[str]:
+    """The default codec on the data that are nearest to real ones."""
+    mine = [row for row in rows if (row["codec"], row["rho"]) == ("int4-zstd", 0.5)]
+    if not mine:
+        return []
+    row = mine[-1]
+    return [
+        f"{row['data']}: {row['bits_per_param']:.2f} bits per parameter at {row['snr_db']:.1f} dB "
+        f"(Gaussian bound {row['gaussian_bound_bits']:.2f}); encode "
+        f"{row['encode_gparams_per_s']:.2f}, decode and add {row['decode_gparams_per_s']:.2f} "
+        "G param/s on one core"
+    ]
+
+
+# Codings.
+
+
+def _ours(fragment: Fragment, values: F32, name: CodecName, rho: float) -> Coding:
+    """A push of `values`, and what its receiver does: check, decode, add."""
+    zeros = np.zeros_like(values)
+
+    def encode() -> list[bytes]:
+        chunks = encode_push(
+            fragment, values, zeros, codec=name, rho=rho, chunk_elements=CHUNK_ELEMENTS
+        )
+        return [chunk.payload for chunk in chunks]
+
+    payloads = encode()
+
+    def decode() -> F32:
+        return advance_copy(fragment, zeros, _decoded(fragment, name, payloads))
+
+    sent = values_of(fragment, _decoded(fragment, name, payloads))
+    return Coding(encode, decode, sum(map(len, payloads)), sent)
+
+
+def _decoded(fragment: Fragment, name: CodecName, payloads: Sequence[bytes]) -> list[Any]:
+    return [
+        decode_chunk(fragment, name, CHUNK_ELEMENTS, index, payload)
+        for index, payload in enumerate(payloads)
+    ]
+
+
+def _absmax(values: F32, limit: int) -> Coding:
+    """One float32 scale for BLOCK values, codes of 4 or 8 bits."""
+
+    def encode() -> tuple[Any, F32]:
+        blocks = np.resize(values, (-(-values.size // BLOCK), BLOCK))
+        scales = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(limit)
+        inverse = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales > 0)
+        return np.rint(blocks * inverse).astype(np.int8), scales
+
+    codes, scales = encode()
+
+    def decode() -> F32:
+        sent: F32 = (codes * scales).reshape(-1)[: values.size]
+        return sent
+
+    bits = 8 if limit > 7 else 4
+    return Coding(encode, decode, values.size * bits // 8 + 4 * scales.size, decode())
+
+
+# Data.
+
+
+@lru_cache(maxsize=1)
+def _data(name: str, count: int, recording: Path | None) -> tuple[Fragment, F32]:
+    """A fragment and its outer gradient (n,). Raises ConfigError for a recording that is none."""
+    if name == "recorded":
+        assert recording is not None
+        return _recorded(recording)
+    rng = np.random.default_rng(0)
+    if name == "student_t":  # Infinite kurtosis, finite variance.
+        drawn = rng.standard_t(3, size=count)
+    else:
+        drawn = rng.standard_normal(count)
+    if name == "sparse_rows":  # An embedding, most of whose tokens did not occur.
+        drawn.reshape(-1, 1024)[rng.random(count // 1024) > 0.03] = 0.0
+    return _fragment([count]), (RMS * drawn).astype(np.float32)
+
+
+def _recorded(path: Path) -> tuple[Fragment, F32]:
+    try:
+        tensors = load_file(path)
+        indices = sorted(name[len("outer_grad.") :] for name in tensors if name[:6] == "outer_")
+        values = np.concatenate([tensors[f"outer_grad.{index}"] for index in indices])
+        pieces = [int(count) for index in indices for count in np.diff(tensors[f"bounds.{index}"])]
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        expected = "a safetensors file with outer_grad.N and bounds.N"
+        raise ConfigError(f"{path} is no recording", expected=expected, got=str(error)) from error
+    return _fragment(pieces), values.astype(np.float32)
+
+
+def _fragment(pieces: Sequence[int]) -> Fragment:
+    """One fragment of so many pieces, one after the other."""
+    entries = [LayoutEntry(f"t{i}", (n,), "float32", "rda") for i, n in enumerate(pieces)]
+    (fragment,) = build_table(entries, 1)
+    assert [piece.count for piece in fragment.pieces] == list(pieces), "the order of the layout"
+    return fragment
+
+
+def _median_s(work: Callable[[], Any]) -> float:
+    times: list[float] = []
+    for _ in range(REPEATS + 1):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return median(times[1:])  # The first one warms up.

@@ -1,0 +1,131 @@
+"""A line between two network namespaces, whose traffic the kernel counts byte by byte.
+
+Learners run at the `site`, the broker at the `hub`. Segmentation by the interface is switched off:
+else its counters see one header for up to 64 KiB, and real lines carry one for each 1,448 bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Self
+
+from narrows.proto.errors import ErrorCode, NarrowsError
+
+HUB_ADDRESS: Final = "10.77.0.1"
+SITE_ADDRESS: Final = "10.77.0.2"
+CLONE_NEWNET: Final = 0x4000_0000
+
+SAMPLE_S: Final = 0.1
+WINDOW_S: Final = 1.0
+
+
+class Sample(NamedTuple):
+    """Bytes that have crossed the line, headers of Ethernet, IP and TCP included."""
+
+    at_s: float
+    up: int
+    down: int
+
+
+def available() -> bool:
+    """Whether this user may make namespaces."""
+    return os.geteuid() == 0 and shutil.which("ip") is not None
+
+
+class Line:
+    """The pair of namespaces and a thread that samples the counters, while the block lasts.
+
+    Raises NarrowsError if the kernel refuses a part of it.
+    """
+
+    def __init__(self) -> None:
+        self.hub, self.site = (f"narrows-{os.getpid()}-{end}" for end in ("hub", "site"))
+        self.samples: list[Sample] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="meter", daemon=True)
+
+    def __enter__(self) -> Self:
+        try:
+            for name in (self.hub, self.site):
+                _ip("netns", "add", name)
+            _ip("-n", self.hub, "link", "add", "eth0", "type", "veth",
+                "peer", "name", "eth0", "netns", self.site)  # fmt: skip
+            for name, address in ((self.hub, HUB_ADDRESS), (self.site, SITE_ADDRESS)):
+                _ip("-n", name, "link", "set", "eth0", "gso_max_segs", "1")
+                _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+                _ip("-n", name, "link", "set", "lo", "up")
+                _ip("-n", name, "link", "set", "eth0", "up")
+            self.samples.append(self.read())
+        except BaseException:
+            self._remove()
+            raise
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._remove()
+
+    def read(self) -> Sample:
+        """The counters now."""
+        before_s = time.monotonic()
+        (link,) = json.loads(_ip("-n", self.site, "-s", "-j", "link", "show", "eth0"))
+        counts = link["stats64"]
+        at_s = (before_s + time.monotonic()) / 2
+        return Sample(at_s, counts["tx"]["bytes"], counts["rx"]["bytes"])
+
+    def _sample(self) -> None:
+        while not self._over.wait(SAMPLE_S):
+            self.samples.append(self.read())
+
+    def _remove(self) -> None:
+        for name in (self.hub, self.site):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def peak_bits_per_s(samples: Sequence[Sample]) -> tuple[float, float] | None:
+    """The fullest second, up and down; None where the samples span less than one.
+
+    A window is the shortest span of samples that is a second or longer, at its own length.
+    """
+    peaks: list[tuple[float, float]] = []
+    first = 0
+    for last, end in enumerate(samples):
+        while first < last and end.at_s - samples[first + 1].at_s >= WINDOW_S:
+            first += 1
+        begin = samples[first]
+        if (span_s := end.at_s - begin.at_s) >= WINDOW_S:
+            bits = 8 * (end.up - begin.up), 8 * (end.down - begin.down)
+            peaks.append((bits[0] / span_s, bits[1] / span_s))
+    return (max(up for up, _ in peaks), max(down for _, down in peaks)) if peaks else None
+
+
+def enter(namespace: str) -> None:
+    """Moves this thread, and those that it will start, into a namespace. Raises OSError."""
+    handle = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(handle, CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    finally:
+        os.close(handle)
+
+
+def _ip(*arguments: str) -> str:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NarrowsError(
+            ErrorCode.MISUSE,
+            "the line cannot be built",
+            expected=" ".join(("ip", *arguments)),
+            got=done.stderr.strip() or f"exit code {done.returncode}",
+            remedy="does the kernel have network namespaces and veth?",
+        )
+    return done.stdout

@@ -1,0 +1,330 @@
+"""One run of real processes: a broker, and learners that train or only act as if they did.
+
+All are forks of one server that has loaded numpy and torch already, so a process starts in a
+fraction of a second. A bench sees what a user sees: commands, events files, exit codes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, Self
+
+from narrows.bench.kit.line import HUB_ADDRESS, Line, enter
+from narrows.proto.errors import ErrorCode, NarrowsError
+
+PACKAGE: Final = "narrows"
+PATIENCE_S: Final = 120.0
+"""Longest wait for anything; first copies at the lowest rates take tens of seconds."""
+LOOK_S: Final = 0.02
+
+TENSORS: Final = 16
+WIDTH: Final = 64
+TOKENS: Final = 1000
+"""Tokens of a toy's step."""
+TELL_S: Final = 0.1
+"""Time between two looks at a toy that its facts show."""
+FACTS_BYTES: Final = 256
+
+_forks = get_context("forkserver")
+_forks.set_forkserver_preload(
+    [f"{PACKAGE}.learner.learner", f"{PACKAGE}.broker.cli.broker", f"{PACKAGE}.__main__"]
+)
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A learner whose step is a timed wait, after which a few of its TENSORS move a little.
+
+    It costs next to nothing, so that the exchange has the machine to itself.
+    """
+
+    name: str
+    params: int
+    """A multiple of TENSORS * WIDTH."""
+    step_s: float = 0.004
+    moved: int = 1
+    """Tensors that a step moves, in turn."""
+    seed: int = 0
+
+
+class Run:
+    """The folder and the processes of one run; leaving the block ends them all.
+
+    With a `line` the broker runs at its hub and the learners at its site. `package` is the one
+    whose command and Learner are measured.
+    """
+
+    def __init__(self, *, line: Line | None = None, package: str = PACKAGE) -> None:
+        # The server of forks takes its environment from here, once.
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+            os.environ.setdefault(name, "1")
+        self.package, self._line, self._stack = package, line, ExitStack()
+        self.folder = Path(self._stack.enter_context(TemporaryDirectory(prefix="narrows-bench-")))
+        self.running: dict[str, BaseProcess] = {}
+        if line is None:
+            self.address = f"tcp://127.0.0.1:{self._stack.enter_context(_three_ports())}"
+        else:
+            self.address = f"tcp://{HUB_ADDRESS}:7070"
+        self.events = EventLog(self.folder / "broker.jsonl")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.running.values():
+            process.kill()
+            process.join()
+        self._stack.close()
+
+    # Processes.
+
+    def broker(self, settings: Mapping[str, object], *, crash_at: str = "") -> None:
+        """Starts the broker, or its next life at the same address; returns once it serves.
+
+        `crash_at` is PLACE:VISIT, where it ends itself; then this returns at once.
+        """
+        ready = self.folder / "broker.ready"
+        ready.unlink(missing_ok=True)
+        flags = itertools.chain(*(("--set", f"{key}={value}") for key, value in settings.items()))
+        insecure = ("--set", "broker.insecure=true") if self._line else ()
+        self.command(
+            "broker", "broker", "--listen", self.address, "--state-dir", str(self.folder / "state"),
+            "--events", str(self.events.path), "--ready-file", str(ready), *flags, *insecure,
+            environment={"NARROWS_CRASH_AT": crash_at} if crash_at else {},
+        )  # fmt: skip
+        if not crash_at:
+            self.wait_until(ready.exists, "the broker to serve", "broker")
+
+    def toy(self, toy: Toy) -> None:
+        """Starts a toy; `facts` tells what it does."""
+        self._fork(toy.name, {}, _train, (self.package, self.address, self.folder, toy))
+
+    def command(
+        self, name: str, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Starts `narrows ARGUMENTS`; the output goes to NAME.log in the folder."""
+        self._fork(name, environment or {}, _command, (self.package, list(arguments)))
+
+    def ask(self, *arguments: str) -> Any:
+        """Runs a `narrows` command that prints JSON, where the broker is, and reads that."""
+        log = self.folder / "ask.log"
+        log.unlink(missing_ok=True)
+        self.command("ask", *arguments)
+        self.ends("ask", 0)
+        del self.running["ask"]
+        return json.loads(log.read_text())
+
+    def ends(self, name: str, code: int) -> None:
+        """Waits for the end of a process with this exit code; a signal is a negative number."""
+        process = self.running[name]
+        process.join(PATIENCE_S)
+        if process.exitcode != code:
+            got = "no end" if process.exitcode is None else f"code {process.exitcode}"
+            raise self._failure(name, f"its end with code {code}", got)
+
+    def stop_broker(self) -> dict[str, Any]:
+        """Ends the broker in order; its last status."""
+        self.signal("broker", signal.SIGTERM)
+        self.ends("broker", 0)
+        return self.final()
+
+    def final(self) -> dict[str, Any]:
+        """The last status of a broker that has ended in order."""
+        *_, last = (each for each in self.events.read() if each["event"] == "final")
+        return dict(last["status"])
+
+    def signal(self, name: str, number: int) -> None:
+        """Sends a signal to a process."""
+        pid = self.running[name].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    # What they tell.
+
+    def merges(self) -> list[dict[str, Any]]:
+        """The broker's `merged` events of all its lives, oldest first."""
+        return [each for each in self.events.read() if each["event"] == "merged"]
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """`steps` of a toy, and `boundary_cpu_s`: CPU seconds that the exchange took from its
+        training thread. Empty before it has joined."""
+        path = self.folder / f"{name}.facts"
+        text = path.read_text() if path.exists() else ""
+        return dict(json.loads(text)) if text else {}
+
+    def wait(self, seconds: float) -> None:
+        """Lets the run go on for a while; raises NarrowsError at once if a process has ended."""
+        until = time.monotonic() + seconds
+        self.wait_until(lambda: time.monotonic() > until, "time to pass", *self.running)
+
+    def wait_until(self, condition: Callable[[], object], what: str, *names: str) -> None:
+        """Raises NarrowsError at once if one of the named processes has ended meanwhile."""
+        until = time.monotonic() + PATIENCE_S
+        pause = threading.Event()
+        while not condition():
+            for name in names:
+                process = self.running[name]
+                if process.exitcode is not None and not condition():
+                    raise self._failure(name, what, f"its end with code {process.exitcode}")
+            if time.monotonic() > until:
+                raise self._failure(names[0], what, f"nothing in {PATIENCE_S:.0f} s")
+            pause.wait(LOOK_S)
+
+    def _fork(
+        self, name: str, environment: Mapping[str, str], target: Callable[..., None], given: Any
+    ) -> None:
+        at_hub = target is _command and name in ("broker", "ask")
+        namespace = "" if self._line is None else self._line.hub if at_hub else self._line.site
+        child = (self.folder / f"{name}.log", namespace, dict(environment), target, given)
+        process = _forks.Process(target=_begin, args=child, daemon=True)
+        process.start()
+        self.running[name] = process
+
+    def _failure(self, name: str, expected: str, got: str) -> NarrowsError:
+        log = self.folder / f"{name}.log"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        said = f" and said {lines[-1][:300]!r}" if lines else ""
+        return NarrowsError(ErrorCode.UNFINISHED, name, expected=expected, got=got + said)
+
+
+class EventLog:
+    """An events file that grows while it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._offset = path, 0
+        self._events: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        """All events so far. A line that a killed process left half is passed over."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            self._offset += len(whole)
+            for line in whole.splitlines():
+                try:
+                    self._events.append(json.loads(line))
+                except ValueError:
+                    continue
+        return self._events
+
+
+def thread_cpu_s(pid: int | None) -> dict[str, float]:
+    """CPU seconds of a process so far: its `main` thread, those of `zeromq`, the `others`."""
+    found = dict.fromkeys(("main", "zeromq", "others"), 0.0)
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        head, _, tail = (task / "stat").read_text().rpartition(")")
+        fields = tail.split()
+        group = "main" if task.name == str(pid) else "zeromq" if "(ZMQ" in head else "others"
+        found[group] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+@contextmanager
+def _three_ports() -> Generator[int]:
+    """The first of three ports in a row that nobody else gets while the block lasts.
+
+    A bound socket that does not listen keeps them from the kernel's free choice, and a broker may
+    bind them all the same: both set SO_REUSEADDR. So its next life finds them free.
+    """
+    while True:
+        with ExitStack() as held:
+            first = 0
+            try:
+                for offset in range(3):
+                    one = held.enter_context(socket.socket())
+                    one.bind(("127.0.0.1", first + offset if first else 0))
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    first = first or int(one.getsockname()[1])
+            except (OSError, OverflowError):
+                continue  # The second or third is somebody's.
+            yield first
+            return
+
+
+# In the children.
+
+
+def _begin(
+    log: Path, namespace: str, environment: dict[str, str], target: Callable[..., None], given: Any
+) -> None:
+    threading.Thread(target=_end_with_bench, daemon=True).start()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ.update(environment)
+    if namespace:
+        enter(namespace)
+    target(*given)
+
+
+def _end_with_bench() -> None:
+    """Whoever kills a bench leaves no brokers behind."""
+    bench = parent_process()
+    assert bench is not None
+    wait([bench.sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _command(package: str, arguments: list[str]) -> None:
+    sys.argv = ["narrows", *arguments]
+    import_module(f"{package}.__main__").main()
+
+
+def _train(package: str, address: str, folder: Path, toy: Toy) -> None:
+    """The loop of a user, with a model that needs no data."""
+    import torch
+    from torch import nn
+
+    learner_class = import_module(f"{package}.learner").Learner
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(toy.seed)
+    shape = (toy.params // TENSORS // WIDTH, WIDTH)
+    first = [0.02 * torch.randn(shape, generator=generator) for _ in range(TENSORS)]
+    moves = [torch.randn(shape, generator=generator) for _ in range(TENSORS)]
+    model = nn.ParameterList(nn.Parameter(each) for each in first)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    facts = os.open(folder / f"{toy.name}.facts", os.O_WRONLY | os.O_CREAT)
+    pace, told_s, spent_s = threading.Event(), 0.0, 0.0
+    own_s = [0.0, 0.0]
+    """Thread's CPU time before and after the optimizer's own work in a step."""
+    optimizer.register_step_post_hook(lambda *_: own_s.__setitem__(1, time.thread_time()))
+    learner = learner_class(
+        model, optimizer, broker=address, name=toy.name,
+        events=folder / f"{toy.name}.jsonl", join_timeout_s=PATIENCE_S,
+    )  # fmt: skip
+    with learner:
+        # The learner's hooks run before the first of these two and after the second.
+        optimizer.register_step_pre_hook(lambda *_: own_s.__setitem__(0, time.thread_time()))
+        for step in learner.until_end(itertools.count()):
+            pace.wait(toy.step_s)
+            for index, parameter in enumerate(model):
+                in_turn = (index - step * toy.moved) % TENSORS < toy.moved
+                parameter.grad = moves[index] if in_turn else None
+            learner.log(tokens=TOKENS, loss=1.0)
+            began_s = time.thread_time()
+            optimizer.step()
+            spent_s += time.thread_time() - began_s - (own_s[1] - own_s[0])
+            if (now_s := time.monotonic()) > told_s + TELL_S:
+                told_s = now_s
+                said = {"steps": step + 1, "boundary_cpu_s": spent_s}
+                os.pwrite(facts, json.dumps(said).ljust(FACTS_BYTES).encode(), 0)

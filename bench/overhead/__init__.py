@@ -1,1 +1,0 @@
-"""The learner's cost for the training thread; by hand: `python -m narrows.bench.overhead.bench`."""

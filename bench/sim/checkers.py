@@ -1,0 +1,222 @@
+"""Ten things that must hold in every run; each is proven by a planted bug (planted.py).
+
+equal bytes     whoever holds a version holds the same bits, in every life of the broker
+durable         nothing leaves the broker before its row is committed
+replay          a start has what the last life had, bit for bit, or one durable round more
+merged once     a learner believes of its push what the rows say, and no push counts twice
+clock           the run's clock is the sum of the tokens in the rows
+share           every learner's tokens are merged, whatever its speed
+rate            no second carries more than 1.02 of the budget
+progress        after the faults everybody is up to date; at the goal all have the final model
+no leak         what is held belongs to something unfinished
+invariants      `check()` of syncer and session, after every event
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import TYPE_CHECKING, Any, Final
+
+from narrows.bench.sim.lines import Meter
+from narrows.broker.process.host import Host
+from narrows.learner import effects as do
+from narrows.proto.codec import F32, digest_of
+from narrows.proto.messages import DataKind, Header
+from narrows.proto.wire import decode_header
+
+if TYPE_CHECKING:
+    from narrows.bench.sim.run import Run, Site
+
+SHARE_MIN: Final = 0.9
+RATE_MAX: Final = 1.02
+
+
+class Wrong(Exception):
+    """A checker found something."""
+
+
+class Checkers:
+    """Watches one run from outside, through what hosts send and what the store holds."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._copies: dict[tuple[int, int, int], int] = {}
+        """(history, fragment, version) -> digest."""
+        self._histories: dict[str, int] = {}
+        """Epoch -> history: putting an older state back begins another one."""
+        self._history = 0
+        self._left: list[tuple[int, Any]] = []
+        """(version, digests) per fragment of the last life."""
+        self._db: sqlite3.Connection | None = None
+        self.meter = Meter()
+        self.versions = self.adoptions = self.unseen = 0
+
+    # -- while it runs
+
+    def saw(self, header: Header, published: F32) -> None:
+        """A learner has made a published copy."""
+        self._equal(header.epoch, header.fragment, header.version, digest_of(published))
+
+    def _equal(self, epoch: str, fragment: int, version: int, digest: int) -> None:
+        key = (self._histories[epoch], fragment, version)
+        if self._copies.setdefault(key, digest) != digest:
+            raise Wrong(f"equal bytes: two different copies of version {version} of {fragment}")
+
+    def sent(self, frames: list[bytes]) -> None:
+        """A data message leaves the broker."""
+        run, header = self._run, decode_header(frames[1])
+        live = header.kind is DataKind.PUBLICATION and not header.learner
+        copies = sum(site.line.subscribed for site in run.sites) if live else 1
+        self.meter.sent((frames[0], frames[1], frames[2]), copies, run.world.now)
+        if header.version > 0 and not self._rows(
+            "SELECT 1 FROM rounds WHERE fragment = ? AND version = ?",
+            header.fragment,
+            header.version,
+        ):
+            raise Wrong(
+                f"durable: {header.kind.name} {header.version} of {header.fragment} left too early"
+            )
+
+    def adopting(self, site: Site, effect: do.Adopt) -> None:
+        """A learner is about to adopt: it must know what became of its push."""
+        self.adoptions += 1
+        if self._run.host is None or not effect.push_id:
+            return
+        merged = self._rows(
+            "SELECT 1 FROM contributions JOIN rounds USING (seq) WHERE incarnation = ?"
+            " AND rounds.fragment = ? AND push_id = ? AND version <= ?",
+            site.host.session.incarnation,
+            effect.fragment,
+            effect.push_id,
+            effect.version,
+        )
+        if not self._run.restored and bool(merged) != effect.merged:
+            raise Wrong(f"merged once: {site.name} {effect}; in the rows: {bool(merged)}")
+
+    # -- lives of the broker
+
+    def killed(self, host: Host) -> None:
+        """Remembers what a life had installed."""
+        self._close()
+        model = host.pipeline.model
+        self._left = [(s.version, s.digests) for s in model.states] if model else []
+
+    def restored(self) -> None:
+        """An older state takes the place of the last one: its history is another from now on."""
+        self._left = []
+        self._history += 1
+
+    def booted(self, host: Host) -> None:
+        """A new life must have what the last one had."""
+        model, epoch = host.pipeline.model, host.syncer.epoch
+        self._histories[epoch] = self._history
+        states = model.states if model else []
+        if self._left and len(states) != len(self._left):
+            raise Wrong("replay: the run is gone after a start")
+        for (version, digests), state in zip(self._left, states, strict=False):
+            if not version <= state.version <= version + 1:
+                raise Wrong(f"replay: {version} of {state.fragment} became {state.version}")
+            if state.version == version and digests != state.digests:
+                raise Wrong(f"replay: other bits in version {version} of {state.fragment}")
+            self.unseen += state.version > version
+        for state in states:
+            self._equal(epoch, state.fragment, state.version, state.digests.published)
+
+    # -- at the end
+
+    def finish(self) -> None:
+        """Judges the run at rest."""
+        run = self._run
+        if run.host is None:
+            raise Wrong("progress: the broker is down at the end")
+        self._clock(run.host)
+        self._rate()
+        self._progress(run.host)
+        for site in run.sites:
+            self._share(site)
+        self._leaks(run.host)
+        self._close()
+
+    def _clock(self, host: Host) -> None:
+        total = self._rows("SELECT coalesce(sum(tokens), 0) FROM contributions")[0][0]
+        clock = self._rows("SELECT clock FROM run")[0][0]
+        known = host.syncer.state.clock.tokens
+        if not total == clock == known:
+            raise Wrong(f"clock: {known}, stored {clock}, in rows {total}")
+        self.versions = sum(host.syncer.state.heads)
+
+    def _rate(self) -> None:
+        rate = float(self._run.config.wan.total_down)
+        if rate and 8 * self.meter.busiest_bytes > RATE_MAX * rate:
+            raise Wrong(
+                f"rate: {8 * self.meter.busiest_bytes:,.0f} bits in a second of {rate:,.0f}"
+            )
+
+    def _progress(self, host: Host) -> None:
+        run, heads = self._run, tuple(host.syncer.state.heads)
+        if not heads or min(heads) < 1:
+            raise Wrong(f"progress: only versions {heads}")
+        ended = bool(run.config.run.goal_tokens) and host.finished is not None
+        for site in run.sites:
+            session = site.host.session
+            held = tuple(part.held if ended else part.tip for part in session.parts)
+            if held != heads and not (ended and site.left and not session.final):
+                raise Wrong(f"progress: {site.name} holds {held}, the heads are {heads}")
+        missing = host.finished.missing if host.finished else ()
+        if ended and (lacking := [each for each in missing if each.startswith("site-")]):
+            raise Wrong(f"progress: without the final model: {lacking}")
+        if ended and not all(site.host.session.final for site in run.sites):
+            raise Wrong("progress: a learner left without the final model")
+
+    def _share(self, site: Site) -> None:
+        """Everything that was trained is merged, is waiting, or is on the learner's account."""
+        session, run = site.host.session, self._run
+        parts = session.parts
+        rows = self._rows(
+            "SELECT fragment, sum(tokens) FROM contributions WHERE incarnation = ?"
+            " GROUP BY fragment",
+            session.incarnation,
+        )
+        merged = dict(rows)
+        for part in parts:
+            waiting = part.push.tokens if part.push and part.pushed.name != "MERGED" else 0
+            known = merged.get(part.index, 0) + waiting + part.tokens + part.lost_tokens
+            if not run.restored and known < session.tokens:
+                raise Wrong(f"share: {site.name} has lost {session.tokens - known} tokens")
+        if run.restored or site.restarted or run.config.run.mode.value != "decoupled":
+            return
+        xi_s = run.host.syncer.state.xi_s if run.host else 0.0
+        period_s = xi_s * run.config.fragments.sync_period_steps
+        # Two periods and two repairs may be on their way, and at an absence work is given up.
+        slack = 32 * (2 * period_s + 4.0) / site.step_s
+        lost = sum(part.lost_tokens for part in parts) / len(parts)
+        share = sum(merged.values()) / len(parts)
+        if share < SHARE_MIN * (session.tokens - slack - lost):
+            raise Wrong(f"share: {site.name}: {share:.0f} of {session.tokens} tokens merged")
+
+    def _leaks(self, host: Host) -> None:
+        held = host.pipeline.held_pushes
+        waiting = {
+            (each.incarnation, each.fragment, each.push_id)
+            for round_ in host.syncer.state.rounds
+            for each in round_.inbox.values()
+        }
+        if stray := held - waiting:
+            raise Wrong(f"no leak: payloads of pushes that nobody waits for: {sorted(stray)[:3]}")
+        for site in self._run.sites:
+            parts = site.host.session.parts
+            arriving = {(part.index, *key) for part in parts for key in part.arriving}
+            if strange := site.host.held_transfers - arriving:
+                raise Wrong(f"no leak: {site.name} keeps payloads of {sorted(strange)[:3]}")
+
+    def _rows(self, sql: str, *arguments: object) -> list[Any]:
+        """Reads with a connection of its own, as `sqlite3 -readonly` would."""
+        if self._db is None:
+            path = self._run.path / "run.db"
+            self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+        return self._db.execute(sql, arguments).fetchall()
+
+    def _close(self) -> None:
+        if self._db is not None:
+            self._db.close()
+            self._db = None

@@ -1,0 +1,110 @@
+"""A peer with a key that says anything: right types, wild values, at random moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from narrows.proto import messages as msg
+from narrows.proto import wire
+from narrows.proto.errors import RemoteProtocolError
+from narrows.proto.layout import fingerprint
+
+if TYPE_CHECKING:
+    from narrows.bench.sim.run import Run
+
+NAME: Final = "wild"
+
+
+class WildPeer:
+    """Sends until `ends`; what it is told it uses to be believed more often."""
+
+    def __init__(self, run: Run, layout: msg.Layout, ends: float) -> None:
+        self._run, self._layout, self._ends = run, layout, ends
+        self._rng = run.world.rng
+        self._epoch = ""
+        self._heads: tuple[int, ...] = (0,)
+        self._push_id = 0
+        self._incarnation = f"{NAME}.{self._rng.getrandbits(32):08x}"
+        self._act()
+
+    def hear(self, frames: list[bytes]) -> None:
+        """A control message of the broker."""
+        try:
+            message = wire.decode_control(frames, msg.CONTROL_BYTES_MAX)
+        except RemoteProtocolError:
+            return
+        beat = message.beat if isinstance(message, msg.Welcome) else message
+        if isinstance(beat, msg.Beat):
+            self._epoch, self._heads = beat.epoch, beat.heads or (0,)
+
+    def _act(self) -> None:
+        run, rng = self._run, self._rng
+        if run.world.now > self._ends:
+            return
+        host = run.host
+        if rng.random() < 0.6:
+            frames = wire.encode_control(self._message())
+            if rng.random() < 0.1:
+                frames = [bytes(rng.randbytes(rng.randrange(40))) for _ in range(rng.randrange(4))]
+            run.deliver_control(host, f"{NAME}#0", NAME, frames)
+        else:
+            run.deliver_data(host, NAME, self._data())
+        run.world.after(rng.uniform(0.02, 0.5), self._act)
+
+    def _int(self, likely: int) -> int:
+        """A number near a likely one, or anything."""
+        rng = self._rng
+        return rng.choice(
+            [likely, likely, max(0, likely + rng.randint(-2, 2)), rng.getrandbits(40)]
+        )
+
+    def _message(self) -> msg.ControlMessage:
+        rng, fragment = self._rng, self._rng.randrange(len(self._heads) + 2)
+        version = self._int(self._heads[fragment % len(self._heads)])
+        self._push_id += 1
+        held = tuple(self._int(head) for head in self._heads)
+        wild: list[Callable[[], Any]] = [
+            self._hello,
+            lambda: msg.Report(self._int(9), self._int(99), rng.choice([None, 1.0]), held),
+            lambda: msg.Push(fragment, self._push_id, version, rng.randrange(99), 1 + self._int(3)),
+            lambda: msg.Fetch(
+                rng.choice(list(msg.DataKind)),
+                fragment,
+                version,
+                rng.randrange(3),
+                ((self._int(0), 1 + self._int(1)),),
+            ),
+            lambda: msg.AskStatus(),
+            lambda: msg.Bye("wild"),
+            lambda: msg.Refuse("bad_message", "wild"),
+        ]
+        message: msg.ControlMessage = rng.choice(wild)()
+        return message
+
+    def _hello(self) -> msg.Hello:
+        rng = self._rng
+        if rng.random() < 0.3:
+            self._incarnation = f"{NAME}.{rng.getrandbits(32):08x}"
+        name = rng.choice([NAME, NAME, NAME, "site-a"])
+        mark = rng.choice([fingerprint(self._layout)] * 3 + ["0" * 32])
+        held = tuple(msg.Held(head, rng.getrandbits(64)) for head in self._heads)
+        epoch = rng.choice([self._epoch, ""])
+        return msg.Hello(msg.PROTOCOL, name, self._incarnation, "", epoch, mark, held)
+
+    def _data(self) -> list[bytes]:
+        rng = self._rng
+        payload = rng.randbytes(rng.choice([0, 3, 40, 900]))
+        header = msg.Header(
+            self._epoch,
+            rng.choice(list(msg.DataKind)),
+            rng.choice([self._incarnation, self._incarnation, "", "site-a.00000000"]),
+            rng.randrange(len(self._heads) + 1),
+            self._int(self._heads[0]),
+            self._push_id,
+            self._int(0),
+            rng.choice(["int4-zstd", "int8-zstd", "f32-blosc2"]),
+            wire.digest(payload) if rng.random() < 0.8 else 0,
+            0,
+        )
+        return [b"u/00", wire.encode_header(header), payload]

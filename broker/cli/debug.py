@@ -1,0 +1,29 @@
+"""`narrows debug`: a message of the wire in readable form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cyclopts
+import msgspec
+
+from narrows.proto.messages import CONTROL_BYTES_MAX
+from narrows.proto.wire import ENVELOPE, decode_control, decode_header
+
+debug = cyclopts.App(name="debug", help="Look at bytes of the wire.")
+
+
+@debug.command
+def frame(file: Path, *, header: bool = False) -> None:
+    """Print a control message, or the header of a data message, as JSON.
+
+    Parameters
+    ----------
+    file
+        File with the bytes of one frame: the body of a control message.
+    header
+        The bytes are the header of a data message.
+    """
+    body = file.read_bytes()
+    message = decode_header(body) if header else decode_control([ENVELOPE, body], CONTROL_BYTES_MAX)
+    print(msgspec.json.format(msgspec.json.encode(message)).decode())

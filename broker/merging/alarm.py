@@ -1,0 +1,50 @@
+"""The alarm: a push that is far longer than its learner's pushes have been. It only speaks.
+
+Nothing is clipped or weighed down by it, and nobody is compared with anybody else: unequal
+learners are no fault.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from narrows.broker.rounds import Version
+from narrows.proto.messages import LEARNERS_MAX
+
+RATIO: Final = 10.0
+"""Times the learner's own running mean from which on a push is told."""
+
+PUSHES_MIN: Final = 4
+"""Pushes after which the mean of a learner and fragment means anything."""
+
+MEMORY: Final = 16
+"""Pushes that the running mean remembers, about."""
+
+
+class Alarm:
+    """Running means of norm / sqrt(steps), per fragment and learner: a random walk grows so."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, dict[str, tuple[int, float]]] = {}
+
+    def hear(self, version: Version) -> list[str]:
+        """Takes in the pushes of a version; one line for each that is far too long."""
+        lines: list[str] = []
+        means = self._means.setdefault(version.state.fragment, {})
+        for push, norm in zip(version.round_.contributions, version.norms, strict=True):
+            count, mean = means.pop(push.learner, (0, 0.0))
+            length = norm / math.sqrt(push.steps)
+            if count >= PUSHES_MIN and length > RATIO * mean > 0.0:
+                lines.append(
+                    f"push {push.push_id} of {push.learner}, fragment {version.state.fragment}: "
+                    f"norm {norm:.3g} in {push.steps} steps is {length / mean:.0f} times that "
+                    "learner's mean. It was merged as it came: look at its loss and its data"
+                )
+                # It must not hide the next one, yet a new level is the usual one after a while.
+                length = RATIO * mean
+            count = min(count + 1, MEMORY)
+            means[push.learner] = count, mean + (length - mean) / count
+            if len(means) > LEARNERS_MAX:
+                del means[next(iter(means))]
+        return lines

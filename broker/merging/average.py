@@ -1,0 +1,76 @@
+"""The average of outer gradients: per tensor piece the weighted mean, or radial-directional.
+
+The bits of an average are promised: a replay and an independent reader must find the same.
+
+Source: Decoupled DiLoCo (arXiv 2604.21428), App. D.2. The paper's radial factor is a sum of
+vectors; the mean of the norms is the reading used here. The cap on the gain is an addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from narrows.broker.merging.sums import Sums, Vector, in_order, norms_of, weighted_sums
+from narrows.proto.codec import F32, F64
+from narrows.proto.layout import Fragment
+
+NORM_MIN: Final = 2.0**-100
+"""Norm of a piece from which on it has a direction: the least scale that a code can have."""
+
+DIRECTION_MIN: Final = 1e-6
+"""Norm of a sum of unit vectors, per weight, that is no more than float32 rounding."""
+
+
+class Average(NamedTuple):
+    """The averaged outer gradient of a fragment of n elements in k pieces: values * gain."""
+
+    values: F32
+    """(n,)"""
+    gains: F32
+    """(k,) factor of each piece, 1 where it is the mean. The outer step multiplies by it, which
+    saves a pass over memory."""
+    norms: F64
+    """(k, M) norms of the contributions."""
+
+
+def average(
+    fragment: Fragment, vectors: Sequence[Vector], weights: Sequence[float], rule: str
+) -> Average:
+    """Averages M contributions, each piece by itself, with `weights` (M,) that sum to 1.
+
+    By rule "layout" a piece has the rule of its layout entry, by "mean" all are means. The
+    radial-directional average (RDA) is (sum w ||v||) * unit(sum w unit(v)): the mean of outer
+    gradients that point apart is short, although each learner went far. It is at most
+    sqrt(contributors) times as long as the mean, which is what it is for orthogonal ones of equal
+    length. Where fewer than two have a direction, or the directions cancel out, it is the mean.
+
+    Signs: an outer gradient is published - local, so the outer optimizer descends along it. The
+    caller checks that the result is finite.
+    """
+    assert rule in ("layout", "mean"), rule
+    shares, norms = np.array(weights, np.float64), norms_of(fragment, vectors)
+    units = np.divide(shares, norms, out=np.zeros_like(norms), where=norms >= NORM_MIN)
+    units[[rule == "mean" or piece.rule == "mean" for piece in fragment.pieces]] = 0.0
+    # A piece with fewer than two contributors has nothing to average, and keeps its bits.
+    units[np.count_nonzero(units, axis=1) < 2] = 0.0
+    sums = weighted_sums(fragment, vectors, shares, units)
+    cancelled = units.any(axis=1) & (sums.value_norms <= DIRECTION_MIN * in_order(units * norms))
+    if cancelled.any():
+        # Their means were not kept. This is rare enough to add everything once more.
+        units[cancelled] = 0.0
+        sums = weighted_sums(fragment, vectors, shares, units)
+    return Average(sums.values, _gains(sums, shares * norms, units), norms)
+
+
+def _gains(sums: Sums, weighted_norms: F64, units: F64) -> F32:
+    """Factors (k,) that make sums of unit vectors as long as the mean norm and the cap allow."""
+    caps = np.sqrt(np.count_nonzero(units, axis=1)) * sums.mean_norms
+    lengths: F64 = np.minimum(in_order(weighted_norms), caps)
+    radial = units.any(axis=1)
+    gains = np.divide(lengths, sums.value_norms, out=np.ones_like(lengths), where=radial)
+    # A gain beyond float32 makes the outer step infinite, which is refused there.
+    with np.errstate(over="ignore"):
+        return gains.astype(np.float32)

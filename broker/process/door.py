@@ -1,0 +1,101 @@
+"""Admission: who may connect and as whom, and which keys are kept out for a while.
+
+Two threads ask: ZeroMQ's authenticator at each handshake, the loop for each frame. What they read
+is swapped as a whole and never changed, so there is no lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Final
+
+from narrows.proto.errors import ConfigError, printable
+from narrows.proto.keys import AllowList
+from narrows.proto.messages import INCARNATION_PATTERN
+from narrows.proto.timing import REFUSALS_MAX, REFUSALS_S
+from narrows.proto.wire import name_of, speaks_for
+
+LOOK_S: Final = 1.0
+"""Seconds after which the allow list is looked at again."""
+
+_TOPIC: Final = re.compile(r"p/[0-9]{2}|r/(" + INCARNATION_PATTERN[2:-2] + r")/[0-9]{2}")
+
+_log: Final = logging.getLogger("narrows.broker")
+
+
+class Door:
+    """The allow list of a broker's key folder, as it stands now."""
+
+    def __init__(self, folder: Path, now: float) -> None:
+        """Raises ConfigError if the allow list cannot be read."""
+        self._folder, self._looked_at = folder, now
+        self._allowed = AllowList.read(folder)
+        self._stamp = self._stat()
+        self._out: dict[str, float] = {}
+        """Keys that are kept out, each with the time at which it may come back."""
+        self._refused: dict[str, tuple[float, int]] = {}
+        """Per key: since when its refused messages are counted, and their number."""
+
+    def admits(self, key: str) -> bool:
+        """Whether a handshake with this public key (Z85) succeeds."""
+        return key not in self._out and self._allowed.site(key) is not None
+
+    def site(self, key: str) -> str | None:
+        """For whom the frames of a connection speak; None: nobody, do not read them."""
+        return None if key in self._out else self._allowed.site(key)
+
+    def strike(self, key: str, now: float) -> None:
+        """A message was refused. With REFUSALS_MAX of them in REFUSALS_S the key is kept out for
+        as long, and its connections are not read."""
+        since, count = self._refused.get(key, (now, 0))
+        if now >= since + REFUSALS_S:
+            since, count = now, 0
+        self._refused[key] = since, count + 1
+        if count + 1 >= REFUSALS_MAX:
+            self.keep_out(key, f"{REFUSALS_MAX} messages were refused", now)
+
+    def keep_out(self, key: str, why: str, now: float) -> None:
+        """Lets nothing of this key in for REFUSALS_S."""
+        self._refused.pop(key, None)
+        if key not in self._out:
+            _log.warning(
+                "the key of %s is kept out for %.0f s: %s. To end it: narrows keys revoke %s",
+                self._allowed.site(key), REFUSALS_S, why, self._allowed.site(key),
+            )  # fmt: skip
+        self._out = {**self._out, key: now + REFUSALS_S}
+
+    def may_hear(self, key: str, topic: bytes) -> bool:
+        """Publications are for everybody; what a learner asked for is for its own site."""
+        match = _TOPIC.fullmatch(topic.decode("ascii", "replace"))
+        site = self.site(key)
+        if match is None or site is None:
+            return False
+        return match[1] is None or speaks_for(site, name_of(match[1]))
+
+    def look(self, now: float) -> bool:
+        """Reads the allow list again if it has changed. True: a key has left, so its connections
+        must end. A list that cannot be read leaves the old one in force."""
+        if now < self._looked_at + LOOK_S:
+            return False
+        self._looked_at = now
+        if self._out:
+            self._out = {key: until for key, until in self._out.items() if now < until}
+        stamp = self._stat()
+        if stamp == self._stamp:
+            return False
+        self._stamp, before = stamp, self._allowed
+        try:
+            self._allowed = AllowList.read(self._folder)
+        except (ConfigError, OSError) as error:
+            _log.error("the allow list stays as it was: %s", printable(str(error)))
+            return False
+        return any(self._allowed.site(key) != before.site(key) for key in before.keys)
+
+    def _stat(self) -> tuple[int, int, int]:
+        try:
+            found = AllowList.path(self._folder).stat()
+        except OSError:
+            return 0, 0, 0
+        return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,119 @@
+"""The facts of a round, as syncer, merge and store hand them on. Plain data, no behaviour.
+
+Arrays are float32 (n,) of one fragment, and are never written to after they are made: a worker or
+a snapshot may still read the old ones while the next version is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from narrows.proto.messages import CodecName
+
+if TYPE_CHECKING:  # The codec compiles with numba, and `narrows broker --help` must be quick.
+    from narrows.proto.codec import F32, EncodedChunk
+
+
+class Digests(NamedTuple):
+    """Two-level digests of a fragment's three arrays."""
+
+    global_: int
+    momentum: int
+    published: int
+
+
+@dataclass(frozen=True, eq=False)
+class FragmentState:
+    """One fragment at one version."""
+
+    fragment: int
+    version: int
+    global_: F32
+    """The model that users evaluate and export."""
+    momentum: F32
+    published: F32
+    """The copy that every learner holds, bit for bit."""
+    digests: Digests
+
+    @classmethod
+    def of(
+        cls, fragment: int, version: int, global_: F32, momentum: F32, published: F32
+    ) -> FragmentState:
+        """Digests the arrays; on a worker, because a large fragment takes long."""
+        from narrows.proto.codec import digest_of
+
+        digests = Digests(digest_of(global_), digest_of(momentum), digest_of(published))
+        return cls(fragment, version, global_, momentum, published, digests)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The rules by which a round is merged; they stand in its row, so that it can be replayed."""
+
+    weights: str = "tokens"
+    """"tokens": tokens**2 / steps. "equal": every push the same."""
+    rule: str = "layout"
+    """"layout": per piece as the layout says (mean or RDA). "mean": the mean everywhere."""
+    outer_lr: float = 0.4
+    momentum: float = 0.6
+    codec: CodecName = "int4-zstd"
+    """Codec of the publication."""
+    rho: float = 0.5
+    chunk_elements: int = 1 << 18
+    """Elements of a chunk of the publication."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """A complete push, with its chunks as they travelled."""
+
+    learner: str
+    incarnation: str
+    push_id: int
+    base: int
+    tokens: int
+    steps: int
+    codec: CodecName
+    chunk_elements: int
+    """Elements of its chunks: those of the epoch in which it was pushed."""
+    chunks: tuple[bytes, ...]
+
+    @property
+    def order(self) -> tuple[str, str]:
+        """Sums run in this order, and so do rows and payloads: `in_order` sorts once."""
+        return self.learner, self.incarnation
+
+
+@dataclass(frozen=True)
+class Round:
+    """One outer step of one fragment, as it was decided: the input of a merge."""
+
+    fragment: int
+    version: int
+    """The version that it makes."""
+    contributions: tuple[Contribution, ...]
+    policy: Policy
+    period_s: float = 0.0
+    """Seconds between two rounds of a fragment; a start has a pace at once."""
+    reason: str = ""
+    """Why it was merged now: "everybody", "window", "last"."""
+
+
+@dataclass(frozen=True, eq=False)
+class Version:
+    """The result of a merge; it exists once its round is durable."""
+
+    round_: Round
+    state: FragmentState
+    weights: tuple[float, ...]
+    """Normalised weight of each contribution."""
+    publication: tuple[EncodedChunk, ...] = field(repr=False, default=())
+    """`published - published before`, coded."""
+    norms: tuple[float, ...] = ()
+    """Norm of each contribution, for the alarm."""
+
+
+def in_order(contributions: list[Contribution]) -> tuple[Contribution, ...]:
+    """The fixed order of all sums."""
+    return tuple(sorted(contributions, key=lambda each: each.order))

@@ -1,0 +1,384 @@
+"""The state directory of one broker: what is durable of a run.
+
+    run.db       facts, in SQLite: the run, its lives, rounds, contributions, snapshots
+    packs/       payload bytes of contributions, as they travelled
+    fragments/   whole states of fragments, FRAGMENT-VERSION.safetensors, two kept of each
+    lock         held by the broker that runs
+
+A publication is not stored: it follows from the state before and the row of its round.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final
+
+import msgspec
+
+from narrows.broker.rounds import FragmentState, Policy, Round, Version
+from narrows.broker.store.packs import Packs, Place, damaged, sync_folder
+from narrows.broker.store.recover import (
+    DATABASE,
+    FragmentRecord,
+    Recovered,
+    count_again,
+    database_errors,
+    first_whole,
+    kept_rows,
+    payload_digest,
+    read_only,
+    read_rounds,
+    read_run,
+    row_digest,
+    snapshot_path,
+    snapshot_rows,
+)
+from narrows.broker.store.tensors import write_state
+from narrows.proto.errors import ErrorCode, StateError
+from narrows.proto.layout import fingerprint
+from narrows.proto.messages import TOKENS_MAX, Layout, Phase
+
+SCHEMA_VERSION: Final = 1
+
+# Digests are 16 hex digits, because SQLite's integers are signed. Rows are the history of the run
+# and stay when their packs go; pack is NULL then. The columns learner to chunk_elements are the
+# fields of rounds.Contribution in their order.
+SCHEMA: Final = f"""
+CREATE TABLE run (one INTEGER PRIMARY KEY CHECK (one = 1), run_id TEXT NOT NULL,
+  phase TEXT NOT NULL, clock INTEGER NOT NULL, fragments INTEGER NOT NULL, layout TEXT,
+  fingerprint TEXT);
+CREATE TABLE lives (life INTEGER PRIMARY KEY, at REAL NOT NULL);
+CREATE TABLE rounds (seq INTEGER PRIMARY KEY, fragment INTEGER NOT NULL,
+  version INTEGER NOT NULL, at REAL NOT NULL, clock INTEGER NOT NULL, policy TEXT NOT NULL,
+  period_s REAL NOT NULL, reason TEXT NOT NULL, global TEXT NOT NULL, momentum TEXT NOT NULL,
+  published TEXT NOT NULL, digest TEXT NOT NULL, UNIQUE (fragment, version));
+CREATE TABLE contributions (seq INTEGER NOT NULL REFERENCES rounds ON DELETE CASCADE,
+  fragment INTEGER NOT NULL, learner TEXT NOT NULL, incarnation TEXT NOT NULL,
+  push_id INTEGER NOT NULL, base INTEGER NOT NULL, tokens INTEGER NOT NULL,
+  steps INTEGER NOT NULL, codec TEXT NOT NULL, chunk_elements INTEGER NOT NULL,
+  weight REAL NOT NULL, norm REAL NOT NULL, digest TEXT NOT NULL,
+  pack INTEGER, offset INTEGER, sizes TEXT,
+  PRIMARY KEY (seq, learner, incarnation), UNIQUE (learner, incarnation, fragment, push_id))
+  WITHOUT ROWID;
+CREATE INDEX payloads ON contributions (pack) WHERE pack IS NOT NULL;
+CREATE TABLE merged (incarnation TEXT, fragment INTEGER, push_id INTEGER NOT NULL,
+  seq INTEGER NOT NULL, tokens INTEGER NOT NULL, PRIMARY KEY (incarnation, fragment))
+  WITHOUT ROWID;
+CREATE TABLE snapshots (fragment INTEGER, version INTEGER, PRIMARY KEY (fragment, version),
+  FOREIGN KEY (fragment, version) REFERENCES rounds (fragment, version) ON DELETE CASCADE)
+  WITHOUT ROWID;
+PRAGMA user_version = {SCHEMA_VERSION};
+"""
+
+SNAPSHOTS_KEPT: Final = 2
+"""Per fragment: a start takes the older one if the newest is damaged."""
+
+INCARNATIONS_KEPT: Final = 1024
+"""Incarnations whose newest merged push a start knows; the newest ones."""
+
+
+class Store:
+    """One process at a time has a state directory open. Any thread may call it.
+
+    An error of the database other than a full disk is a StateError, after which the process must
+    end: what a commit did is known only after the next start, which makes durable what it finds.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        durable: bool = True,
+        journal: bool = True,
+        keep_history: bool = False,
+        reach: Callable[[str], None] = lambda place: None,
+        unix_time: Callable[[], float] = time.time,
+    ) -> None:
+        """`durable=False` leaves fsync out, for simulations. `journal=False` keeps rows without
+        payloads. `keep_history` never removes a payload nor the snapshot of version 0. `reach` is
+        called at places where a crash is worth a test. Raises StateError."""
+        self.folder = folder
+        self.file = folder / DATABASE
+        self._durable, self._journal, self._keep_history = durable, journal, keep_history
+        self._reach, self._unix_time = reach, unix_time
+        self._lock, self._snapshot_lock = Lock(), Lock()
+        self._notes: list[str] = []
+        try:
+            for each in (folder, folder / "packs", folder / "fragments"):
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StateError(
+                ErrorCode.STATE_DAMAGED,
+                f"{folder} cannot be used",
+                expected="a directory that this user can write",
+                got=f"{error.filename}: {error.strerror}",
+                remedy="Correct its owner or mode, or choose another --state-dir",
+            ) from error
+        self._packs = Packs(folder / "packs", durable=durable)
+        try:
+            _take_lock(self._lock_fd, folder)
+            with database_errors(self.file):
+                self._db = self._open()
+                # Reads of the loop must not wait for a commit that has the lock.
+                self._reader = read_only(self.file)
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+
+    def recover(self, now_unix: float) -> Recovered:
+        """Begins a life of the broker, which is durable when this returns.
+
+        Rounds without payloads that no snapshot holds are deleted, and so are files that no row
+        knows. Raises StateError for damage that cannot be got over.
+        """
+        with self._lock:
+            with self._transaction() as db:
+                insert = "INSERT INTO lives (at) VALUES (?) RETURNING life"
+                ((life,),) = db.execute(insert, (now_unix,)).fetchall()
+            with database_errors(self.file):
+                fragments = read_run(self._db, self.file).fragments
+                records = tuple(map(self._record, range(fragments)))
+                newest = "SELECT period_s FROM rounds ORDER BY seq DESC LIMIT 1"
+                query = "SELECT incarnation, fragment, push_id FROM merged ORDER BY seq"
+                sums = "SELECT incarnation, sum(tokens) FROM merged GROUP BY incarnation"
+                found = Recovered(
+                    **vars(read_run(self._db, self.file)),
+                    life=life,
+                    period_s=sum(period_s for (period_s,) in self._db.execute(newest)),
+                    merged={(name, f): push_id for name, f, push_id in self._db.execute(query)},
+                    merged_tokens=dict(self._db.execute(sums).fetchall()),
+                    records=records,
+                    notes=tuple(self._notes),
+                )
+                self._sweep()
+        return found
+
+    def seed(self, layout: Layout, states: Sequence[FragmentState], fragments: int) -> None:
+        """Makes version 0 of every fragment durable: all or nothing. Raises DiskFull."""
+        assert [each.fragment for each in states] == list(range(fragments)), "every fragment once"
+        assert not any(each.version for each in states), "version 0"
+        self._write(states)
+        with self._lock, self._transaction() as db:
+            assert read_run(db, self.file).layout is None, "version 0 is there already"
+            text = msgspec.json.encode(layout).decode()
+            db.execute(
+                "UPDATE run SET phase = ?, fragments = ?, layout = ?, fingerprint = ?",
+                (Phase.RUNNING, fragments, text, fingerprint(layout)),
+            )
+            for state in states:
+                first = Version(Round(state.fragment, 0, (), Policy(), reason="seed"), state, ())
+                self._insert(db, first, [])
+                db.execute("INSERT INTO snapshots VALUES (?, 0)", (state.fragment,))
+
+    def commit(self, version: Version) -> None:
+        """Makes a round durable: payloads first, then its row, in one transaction.
+
+        Raises DiskFull: the round does not exist, and the same call may be made again later.
+        """
+        with self._lock:
+            contributions = version.round_.contributions
+            places: list[Place | None] = [None] * len(contributions)
+            if self._journal:
+                places[:] = self._packs.append([each.chunks for each in contributions])
+                self._reach("appended")
+            with self._transaction() as db:
+                self._insert(db, version, places)
+        self._reach("durable")
+
+    def snapshot(self, state: FragmentState) -> None:
+        """Keeps the whole state of a durable version, so that a start replays less; then removes
+        what no start needs any more. Raises DiskFull."""
+        # One at a time: a sweep must not meet the file of another snapshot before its row.
+        with self._snapshot_lock:
+            self._write([state])
+            with self._lock:
+                with self._transaction() as db:
+                    key, condition = (state.fragment, state.version), "fragment = ? AND version = ?"
+                    rows = list(read_rounds(db, self.file, condition, key))
+                    assert [row.digests for row in rows] == [state.digests], "not durable yet"
+                    db.execute("INSERT OR IGNORE INTO snapshots VALUES (?, ?)", key)
+                    self._forget(db, state.fragment)
+                self._sweep()
+
+    def end(self) -> None:
+        """Makes durable that the run has ended. Raises DiskFull."""
+        with self._lock, self._transaction() as db:
+            db.execute("UPDATE run SET phase = ?", (Phase.ENDED,))
+
+    def published_digest(self, fragment: int, version: int) -> int | None:
+        """Digest of the published copy at a durable version; None: this history has no such
+        version. Never waits for a commit; call it on one thread."""
+        query = "SELECT published FROM rounds WHERE fragment = ? AND version = ?"
+        with database_errors(self.file):
+            found = self._reader.execute(query, (fragment, version)).fetchall()
+        return int(found[0][0], 16) if found else None
+
+    def close(self) -> None:
+        """Gives the directory back; nothing is lost without it."""
+        with self._lock:
+            self._packs.close()
+            self._reader.close()
+            self._db.close()
+            os.close(self._lock_fd)
+
+    def _open(self) -> sqlite3.Connection:
+        """The database, made if the directory is empty."""
+        new = not self.file.exists()
+        if new and any(any((self.folder / each).iterdir()) for each in ("packs", "fragments")):
+            raise damaged(self.file, expected="run.db beside packs/ and fragments/", got="no file")
+        db = sqlite3.connect(self.file, isolation_level=None, check_same_thread=False)
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if version != SCHEMA_VERSION and (version or tables):
+            raise StateError(
+                ErrorCode.STATE_DAMAGED,
+                f"{self.file} is not a state of this release",
+                expected=f"user_version {SCHEMA_VERSION}",
+                got=str(version),
+                remedy="Start the release that wrote it, or choose another --state-dir",
+            )
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'OFF'}")
+        db.execute("PRAGMA foreign_keys = ON")
+        if not version:
+            first = f"'{secrets.token_hex(8)}', '{Phase.SEEDING}', 0, 0, NULL, NULL"
+            db.executescript(
+                f"BEGIN IMMEDIATE; {SCHEMA} INSERT INTO run VALUES (1, {first}); COMMIT;"
+            )
+            if self._durable:
+                sync_folder(self.folder)
+                sync_folder(self.folder.parent)
+        # After a failed fsync of the log, a commit may be in the page cache only: this copies what
+        # the log shows into the database and syncs that.
+        if db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+            self._notes.append(f"another program reads {self.file}: its log was kept")
+        return db
+
+    def _record(self, fragment: int) -> FragmentRecord:
+        """One fragment as a start finds it; forgets damaged snapshots and rounds that are lost."""
+        kept = snapshot_rows(self._db, self.file, fragment)[::-1]
+        state, errors = first_whole(self.folder, fragment, kept)
+        after = "fragment = ? AND version > ?"
+        rows = list(read_rounds(self._db, self.file, after, (fragment, state.version)))
+        whole = list(kept_rows(rows))
+        with self._transaction() as db:
+            # A damaged one must not count as one of the two that are kept.
+            db.execute(f"DELETE FROM snapshots WHERE {after}", (fragment, state.version))
+            if len(whole) < len(rows):
+                version = state.version + len(whole)
+                db.execute(f"DELETE FROM rounds WHERE {after}", (fragment, version))
+                count_again(db)
+                self._notes.append(
+                    f"fragment {fragment} goes back from version {rows[-1].round_.version} to "
+                    f"{version}: the payloads of later rounds were not kept (broker.journal)"
+                )
+        self._notes += [f"{error}. Now the older snapshot is used" for error in errors]
+        return FragmentRecord(state, tuple(whole), self._packs, self.file)
+
+    def _insert(
+        self, db: sqlite3.Connection, version: Version, places: Sequence[Place | None]
+    ) -> None:
+        """Writes the rows of a round, its merged push ids and the clock."""
+        round_, digests = version.round_, version.state.digests
+        pushes, policy = round_.contributions, msgspec.json.encode(round_.policy).decode()
+        counters = "SELECT (SELECT coalesce(max(seq), 0) + 1 FROM rounds), clock FROM run"
+        ((seq, clock),) = db.execute(counters).fetchall()
+        clock = min(clock + sum(each.tokens for each in pushes), TOKENS_MAX)
+        columns = [seq, round_.fragment, round_.version, float(self._unix_time()), clock, policy]
+        columns += [float(round_.period_s), round_.reason, *(f"{each:016x}" for each in digests)]
+        parts: list[tuple[Any, ...]] = []
+        norms = version.norms or (0.0,) * len(pushes)
+        for each, weight, norm, place in zip(pushes, version.weights, norms, places, strict=True):
+            facts = astuple(replace(each, chunks=()))[:-1]
+            sums = (float(weight), float(norm), f"{payload_digest(each.chunks):016x}")
+            where = (*place[:2], json.dumps(place.sizes)) if place else (None, None, None)
+            parts.append((seq, round_.fragment, *facts, *sums, *where))
+        columns.append(f"{row_digest(columns, parts):016x}")
+        db.execute(f"INSERT INTO rounds VALUES ({', '.join('?' * 12)})", columns)
+        db.executemany(f"INSERT INTO contributions VALUES ({', '.join('?' * 16)})", parts)
+        db.executemany(
+            "INSERT INTO merged (incarnation, fragment, push_id, seq, tokens)"
+            " VALUES (?, ?, ?, ?, ?) ON CONFLICT (incarnation, fragment) DO UPDATE SET"
+            " push_id = excluded.push_id, seq = excluded.seq, tokens = tokens + excluded.tokens",
+            [(p.incarnation, round_.fragment, p.push_id, seq, p.tokens) for p in pushes],
+        )
+        db.execute("UPDATE run SET clock = ?", (clock,))
+
+    def _forget(self, db: sqlite3.Connection, fragment: int) -> None:
+        """Drops from the rows what no start needs: older snapshots of a fragment, places in packs
+        before the oldest one that is needed, incarnations that nobody remembers."""
+        db.execute(
+            "DELETE FROM snapshots WHERE fragment = ?1 AND NOT (version = 0 AND ?2) AND version"
+            " NOT IN (SELECT version FROM snapshots WHERE fragment = ?1"
+            " ORDER BY version DESC LIMIT ?3)",
+            (fragment, self._keep_history, SNAPSHOTS_KEPT),
+        )
+        if not self._keep_history:
+            db.execute(
+                "UPDATE contributions SET pack = NULL, offset = NULL, sizes = NULL WHERE pack <"
+                " (SELECT coalesce(min(pack), 1 << 62) FROM contributions"
+                " JOIN rounds USING (seq) WHERE pack IS NOT NULL AND version >"
+                " (SELECT min(version) FROM snapshots WHERE fragment = rounds.fragment))"
+            )
+        db.execute(
+            "DELETE FROM merged WHERE incarnation NOT IN (SELECT incarnation FROM merged"
+            " GROUP BY incarnation ORDER BY max(seq) DESC LIMIT ?)",
+            (INCARNATIONS_KEPT,),
+        )
+
+    def _sweep(self) -> None:
+        """Removes the files that no row knows: what a crash left, and what `_forget` dropped."""
+        found = self._db.execute("SELECT fragment, version FROM snapshots").fetchall()
+        known = {snapshot_path(self.folder, *each) for each in found}
+        for path in (self.folder / "fragments").glob("*.safetensors*"):
+            if path not in known:
+                path.unlink(missing_ok=True)
+        packs = "SELECT DISTINCT pack FROM contributions WHERE pack IS NOT NULL"
+        self._packs.remove_except({pack for (pack,) in self._db.execute(packs).fetchall()})
+
+    def _write(self, states: Sequence[FragmentState]) -> None:
+        """Writes whole states; names must be on the disk before a row refers to them."""
+        for state in states:
+            path = snapshot_path(self.folder, state.fragment, state.version)
+            write_state(path, state, durable=self._durable)
+        if self._durable:
+            sync_folder(self.folder / "fragments")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with database_errors(self.file):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+
+def _take_lock(fd: int, folder: Path) -> None:
+    """Raises StateError if another process has the directory open."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise StateError(
+            ErrorCode.STATE_LOCKED,
+            f"{folder} is in use",
+            expected="one broker per state directory",
+            got=f"process {os.read(fd, 20).decode(errors='replace').strip() or 'unknown'}",
+            remedy="Stop that broker, or choose another --state-dir",
+        ) from error
+    os.ftruncate(fd, 0)
+    os.write(fd, f"{os.getpid()}\n".encode())

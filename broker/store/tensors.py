@@ -1,0 +1,178 @@
+"""Tensors as safetensors files: whole fragment states, version 0 to begin with, the export.
+
+Other programs can read all of them. The library checks what is read. What is written is laid out
+here, because the library cannot make bfloat16 from numpy and hides why a disk refused.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from narrows.broker.rounds import Digests, FragmentState
+from narrows.broker.store.packs import DiskFull, damaged, sync_folder
+from narrows.proto.codec import F32, all_finite, round_to_dtype
+from narrows.proto.errors import ConfigError
+from narrows.proto.layout import Fragment
+from narrows.proto.messages import DtypeName, Layout, LayoutEntry
+
+_NAMES: Final = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_STORED: Final[Mapping[str, np.dtype[Any]]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+}
+"""How the elements of a safetensors file are read and written, by its names of dtypes."""
+
+_ARRAYS: Final = ("global", "momentum", "published")
+
+
+def write_state(path: Path, state: FragmentState, *, durable: bool = True) -> None:
+    """Writes the three arrays of a fragment, each float32 (n,). The file appears whole or not at
+    all; its name is durable once the caller has synced the folder. Raises DiskFull."""
+    arrays = (state.global_, state.momentum, state.published)
+    entries = [LayoutEntry(name, arrays[0].shape, "float32", "mean") for name in _ARRAYS]
+    metadata = {"fragment": str(state.fragment), "version": str(state.version)}
+    _write(path, entries, [[array] for array in arrays], metadata, durable)
+
+
+def read_state(path: Path, fragment: int, version: int, digests: Digests) -> FragmentState:
+    """Reads what `write_state` wrote. Raises StateError if the file is missing, unreadable, or its
+    arrays have other digests."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            arrays: list[F32] = [file.get_tensor(name) for name in _ARRAYS]
+    except (OSError, SafetensorError) as error:
+        raise damaged(path, expected="the state of a fragment", got=str(error)) from error
+    if any(array.dtype != np.float32 or array.ndim != 1 for array in arrays):
+        raise damaged(path, expected="float32 vectors", got="other tensors")
+    state = FragmentState.of(fragment, version, *arrays)
+    for name, expected, got in zip(_ARRAYS, digests, state.digests, strict=True):
+        if expected != got:
+            raise damaged(path, expected=f"{name} {expected:016x}", got=f"{got:016x}")
+    return state
+
+
+def read_initial(path: Path, layout: Layout, table: Sequence[Fragment]) -> list[FragmentState]:
+    """Version 0 from float32, float16 or bfloat16 tensors with the layout's names and shapes.
+
+    Tensors that the layout does not name are skipped. Raises ConfigError if the file cannot be
+    read, or a tensor is missing, has another shape or dtype, or is not finite.
+    """
+    tensors = _find(path, layout)
+    states: list[FragmentState] = []
+    for fragment in table:
+        values = np.empty(fragment.elements, np.float32)
+        for piece in fragment.pieces:
+            stored, start = tensors[piece.tensor]
+            start += piece.start * stored.itemsize
+            found = np.fromfile(path, stored, piece.count, offset=start)
+            if stored == _STORED["BF16"]:
+                found = (found.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            part = values[piece.offset : piece.offset + piece.count]
+            part[:] = found
+            if not all_finite(part):
+                name = layout.entries[piece.tensor].name
+                raise ConfigError(f"{path}: {name}", expected="finite values", got="others")
+        states.append(FragmentState.of(fragment.index, 0, values, np.zeros_like(values), values))
+    return states
+
+
+def export_model(
+    path: Path,
+    layout: Layout,
+    table: Sequence[Fragment],
+    values: Sequence[F32],
+    metadata: Mapping[str, str],
+) -> None:
+    """Writes the model, given per fragment as float32 (n,), with the layout's names, shapes and
+    dtypes. Tied names and buffers are not in it: the broker does not know them. Raises OSError.
+    """
+    parts: list[list[tuple[int, F32]]] = [[] for _ in layout.entries]
+    for fragment, each in zip(table, values, strict=True):
+        for piece in fragment.pieces:
+            part = each[piece.offset : piece.offset + piece.count]
+            parts[piece.tensor].append((piece.start, part))
+    in_order = ([part for _, part in sorted(found, key=lambda one: one[0])] for found in parts)
+    _write(path, layout.entries, in_order, {"format": "pt", **metadata}, durable=True)
+    sync_folder(path.parent)
+
+
+def _write(
+    path: Path,
+    entries: Sequence[LayoutEntry],
+    values: Iterable[Sequence[F32]],
+    metadata: Mapping[str, str],
+    durable: bool,
+) -> None:
+    """Writes each tensor from its parts, in order, to a new file that then takes the name."""
+    header: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for entry in entries:
+        name = _NAMES[entry.dtype]
+        start, end = end, end + math.prod(entry.shape) * _STORED[name].itemsize
+        header[entry.name] = {"dtype": name, "shape": entry.shape, "data_offsets": (start, end)}
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)  # Blanks align the data, as the format asks.
+    unfinished = path.with_name(f"{path.name}.new")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for entry, parts in zip(entries, values, strict=True):
+                for part in parts:
+                    file.write(_as_dtype(part, entry.dtype))
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        unfinished.rename(path)
+    except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise DiskFull(error.errno, f"{path}: {error.strerror}") from error
+
+
+def _as_dtype(values: F32, dtype: DtypeName) -> memoryview:
+    """The bytes of values (n,) as a tensor of that dtype, rounded half to even."""
+    if dtype == "float32":
+        return np.ascontiguousarray(values, "<f4").data.cast("B")
+    rounded = np.empty_like(values)
+    round_to_dtype(values, dtype, rounded)
+    if dtype == "float16":
+        return rounded.astype("<f2").data.cast("B")
+    return (rounded.view(np.uint32) >> np.uint32(16)).astype("<u2").data.cast("B")
+
+
+def _find(path: Path, layout: Layout) -> list[tuple[np.dtype[Any], int]]:
+    """How and where each tensor of the layout is stored in a file: the elements, the first byte."""
+    try:
+        # The library checks the header and the length of the file.
+        with safe_open(path, framework="numpy"), path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = msgspec.json.decode(file.read(length))
+    except (OSError, SafetensorError) as error:
+        remedy = "Correct broker.init, or leave it out: the first learner's parameters begin then"
+        raise ConfigError(
+            f"{path}", expected="a safetensors file", got=str(error), remedy=remedy
+        ) from error
+    found: list[tuple[np.dtype[Any], int]] = []
+    for entry in layout.entries:
+        tensor = header.get(entry.name, {"dtype": "", "shape": "no such tensor"})
+        # A scalar may stand in the file with no dimension and in the layout with one.
+        if (tuple(tensor["shape"]) or (1,)) != (entry.shape or (1,)):
+            expected = f"{entry.name} of shape {list(entry.shape)}"
+            raise ConfigError(
+                f"{path} does not fit the model", expected=expected, got=str(tensor["shape"])
+            )
+        if tensor["dtype"] not in _STORED:
+            expected = f"{entry.name} of dtype {' or '.join(_STORED)}"
+            raise ConfigError(f"{path}", expected=expected, got=tensor["dtype"])
+        found.append((_STORED[tensor["dtype"]], 8 + length + tensor["data_offsets"][0]))
+    return found

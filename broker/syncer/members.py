@@ -1,0 +1,179 @@
+"""The learners that this life of the broker has met: names, connections, progress."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Final
+
+from narrows.proto.messages import Report
+from narrows.proto.timing import HEARD_S
+
+LOST_S: Final = 30.0
+"""A learner that was not heard for this long loses its connection and its share of the rates."""
+
+NAMES_MAX: Final = 1024
+"""Names that are remembered; the one that was heard least lately is forgotten first."""
+
+INTERVALS: Final = 8
+"""Intervals that a step time is the median of: a change of speed is seen after five Reports, one
+late Report is not."""
+
+INTERVAL_S_MIN: Final = 1e-3
+"""Shortest interval that is believed; two Reports may arrive together after a stall."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One incarnation of a learner."""
+
+    name: str
+    incarnation: str
+    fingerprint: str
+    heard_at: float
+    """When anything came from it, on the broker's clock as all times here."""
+    moved_at: float
+    """When it made progress: a step, a push, a chunk, an adoption, a request."""
+    held: tuple[int, ...]
+    """Version that its parameters stand on, per fragment; -1: none."""
+    peer: str = ""
+    """Its connection; "" while it has none."""
+    has_left: bool = False
+    steps: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    paused: str | None = None
+    finished: tuple[int, ...] = ()
+    """Fragments that it has nothing more to push for, in phase ENDING."""
+    merged_tokens: int = 0
+    """Tokens of its merged pushes, summed over fragments."""
+    contributions: int = 0
+    refused: dict[int, int] = field(default_factory=dict[int, int])
+    """Fragment -> newest push id that was refused. Its later chunks are dropped silently."""
+    data_at: float = float("-inf")
+    """When the last data message came."""
+    told_no_data: bool = False
+    reported_at: float = float("-inf")
+    up_bits_per_s: float = 0.0
+    """Rate that it is told; 0: no limit."""
+    up_in_force: float = 0.0
+    """Rate that it may still be using, until its Reports show that it was told less."""
+    lowered_at: float = float("-inf")
+    step_s: float | None = None
+    """Median seconds per inner step; None: not known yet."""
+    _intervals: deque[float] = field(default_factory=lambda: deque(maxlen=INTERVALS))
+    counted: tuple[float, int] | None = None
+    """Time and steps of the newest Report that counted steps; None: begin anew."""
+
+    @property
+    def is_connected(self) -> bool:
+        return bool(self.peer)
+
+    @property
+    def is_ready(self) -> bool:
+        """It is connected and its parameters stand on versions of this run."""
+        return self.is_connected and bool(self.held) and min(self.held) >= 0
+
+    def is_heard(self, now: float) -> bool:
+        return self.is_connected and now < self.heard_at + HEARD_S
+
+    def is_awaited(self, now: float) -> bool:
+        """Rounds wait for it: it is ready, heard lately and not paused."""
+        return self.is_ready and self.paused is None and self.is_heard(now)
+
+    def is_joining(self, now: float) -> bool:
+        """Its first versions are on their way to it."""
+        return not self.is_ready and self.paused is None and self.is_heard(now)
+
+    def report(self, report: Report, held: tuple[int, ...], now: float) -> None:
+        """Takes progress in. Step times are taken on the broker's clock: nobody's own count of
+        seconds is believed."""
+        news = (report.steps, held, report.finished) != (self.steps, self.held, self.finished)
+        if news:
+            self.moved_at = now
+        self.tokens, self.loss, self.held = report.tokens, report.loss, held
+        self.finished, self.reported_at = report.finished, now
+        was_paused, self.paused = self.paused is not None, report.paused
+        if was_paused or self.paused is not None or self.counted is None:
+            self.counted = (now, report.steps)
+        elif report.steps > self.counted[1]:
+            at, before = self.counted
+            self._intervals.append(max(now - at, INTERVAL_S_MIN) / (report.steps - before))
+            self.step_s = median(self._intervals)
+            self.counted = (now, report.steps)
+        self.steps = report.steps
+
+
+@dataclass
+class Members:
+    """All members by name, connection and incarnation."""
+
+    _by_name: dict[str, Member] = field(default_factory=dict[str, Member])
+    _by_peer: dict[str, Member] = field(default_factory=dict[str, Member])
+    _by_incarnation: dict[str, Member] = field(default_factory=dict[str, Member])
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._by_name.values())
+
+    def connected(self) -> list[Member]:
+        return list(self._by_peer.values())
+
+    def awaited(self, now: float) -> list[Member]:
+        return [member for member in self._by_peer.values() if member.is_awaited(now)]
+
+    def named(self, name: str) -> Member | None:
+        return self._by_name.get(name)
+
+    def at(self, peer: str) -> Member | None:
+        return self._by_peer.get(peer)
+
+    def of(self, incarnation: str) -> Member | None:
+        """The member of an incarnation, unless another one has its name by now."""
+        return self._by_incarnation.get(incarnation)
+
+    def connect(self, member: Member, peer: str, now: float) -> None:
+        """Gives a member a connection; it replaces what had the name or the connection before."""
+        if (other := self._by_peer.get(peer)) is not None:
+            self.disconnect(other)
+        if (holder := self._by_name.get(member.name)) is not None:
+            if holder is not member:
+                self.disconnect(holder)
+            self._by_peer.pop(holder.peer, None)
+            del self._by_name[holder.name], self._by_incarnation[holder.incarnation]
+        member.peer, member.heard_at, member.moved_at, member.has_left = peer, now, now, False
+        # At the end of the order: names are forgotten from its front.
+        self._by_name[member.name] = self._by_incarnation[member.incarnation] = member
+        self._by_peer[peer] = member
+        self._forget()
+
+    def disconnect(self, member: Member) -> None:
+        """The connection is gone, and with it the member's rate; the name is remembered."""
+        self._by_peer.pop(member.peer, None)
+        member.peer, member.up_bits_per_s, member.up_in_force = "", 0.0, 0.0
+
+    def _forget(self) -> None:
+        gone = [member for member in self if not member.is_connected]
+        gone.sort(key=lambda member: member.heard_at)
+        for member in gone[: max(0, len(self._by_name) - NAMES_MAX)]:
+            del self._by_name[member.name], self._by_incarnation[member.incarnation]
+
+    def lost(self, now: float) -> list[Member]:
+        """Connected members that were not heard for LOST_S."""
+        return [each for each in self._by_peer.values() if now >= each.heard_at + LOST_S]
+
+    def excuse(self, delay_s: float, now: float) -> None:
+        """The broker itself stood still: nobody was silent for that time, or slow."""
+        for member in self:
+            member.heard_at = min(now, member.heard_at + delay_s)
+            member.moved_at = min(now, member.moved_at + delay_s)
+            member.counted = None
+
+    def check(self) -> None:
+        for name, member in self._by_name.items():
+            assert name == member.name and self._by_incarnation[member.incarnation] is member
+            assert not member.peer or self._by_peer[member.peer] is member, member
+        for peer, member in self._by_peer.items():
+            assert member.peer == peer and self._by_name[member.name] is member, member
+        assert len(self._by_name) == len(self._by_incarnation) <= NAMES_MAX + len(self._by_peer)

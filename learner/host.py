@@ -1,0 +1,407 @@
+"""Performs a learner's decisions over three ports: wires, a pool of workers, and an island.
+
+It has no socket, thread or clock of its own, so the simulator runs the same code. The caller holds
+the learner's lock in every call. `boundary` and `join` come from the training thread, everything
+else from the loop. The training thread copies parameters and applies the rule of an adoption; to
+decode, digest, encode and send belongs to the pool and the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from narrows.learner import effects as do
+from narrows.learner.island import Island
+from narrows.learner.push import Adoption, CodedPush, Copy
+from narrows.learner.session import Session, refused
+from narrows.proto import messages as msg
+from narrows.proto import wire
+from narrows.proto.codec import (
+    F32,
+    EncodedChunk,
+    advance_copy,
+    decode_chunk,
+    digest_of,
+    encode_values,
+    recut,
+    values_of,
+)
+from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError
+from narrows.proto.flow import Sender
+from narrows.proto.layout import Fragment, check_layout, differences
+from narrows.proto.messages import LOSSLESS, DataKind, Header
+from narrows.proto.ports import Pool, Wires
+
+SENDS_PER_TURN: Final = 16
+"""Data messages that leave before the training thread may have the lock."""
+
+
+class Made(NamedTuple):
+    """A copy that a worker has made."""
+
+    header: Header
+    """The header of chunk 0."""
+    copy: Copy
+    agrees: bool
+    """It has the digest that the broker told."""
+
+
+class LearnerHost:
+    """One learner. `session` decides; read it, but change nothing there.
+
+    Hooks, which a checker or a log replaces: `saw(header, published)` when a published copy is
+    complete, `adopting(effect)` before parameters move, `noted(note)` for each line of the log.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: str,
+        layout: msg.Layout,
+        island: Island,
+        wires: Wires,
+        pool: Pool,
+        now: float,
+        *,
+        curve: bool = False,
+    ) -> None:
+        self.session = Session(name, incarnation, layout, now)
+        self.sender = Sender(curve=curve, may_lose=False)
+        """The uplink's queue; the link sets `ready` once the broker has subscribed."""
+        self.saw: Callable[[Header, F32], None] = lambda header, published: None
+        self.adopting: Callable[[do.Adopt], None] = lambda effect: None
+        self.noted: Callable[[do.Note], None] = lambda note: None
+        self._layout, self._island, self._wires, self._pool = layout, island, wires, pool
+        self._payloads: dict[tuple[int, DataKind, int], dict[int, tuple[Header, bytes]]] = {}
+        self._held: dict[int, Copy] = {}
+        self._tip: dict[int, Copy] = {}
+        self._pushed: dict[int, CodedPush] = {}
+        """By push id."""
+        self._seeds: list[do.SendChunks] = []
+        self._seeding = False
+        self._epoch = ""
+        self._up_bits_per_s = 0.0
+
+    # Events.
+
+    def control(self, frames: list[bytes], now: float) -> None:
+        """A control message of the broker, as it came."""
+        self._received(frames, now)
+        try:
+            message = wire.decode_control(frames, msg.CONTROL_BYTES_MAX)
+        except RemoteProtocolError as error:
+            self._refuse(error)
+            if error.code is ErrorCode.PROTOCOL_VERSION:
+                self.session.refused = refused(error.code, error)
+            return
+        if isinstance(message, msg.Refuse) and message.layout:
+            message = _explained(message, self._layout)
+        self.session.control(message, now)
+        self._perform(now)
+        self._pump(now)
+
+    def data(self, frames: list[bytes], now: float) -> None:
+        """A data message of the downlink, as it came: topic, header, payload."""
+        self._received(frames, now)
+        try:
+            header, payload = _checked(frames)
+        except RemoteProtocolError as error:
+            self._refuse(error)
+            return
+        if self.session.chunk(header, now):
+            key = (header.fragment, header.kind, header.version)
+            self._payloads.setdefault(key, {})[header.chunk] = (header, payload)
+            self.session.settle(header.fragment, now)
+        self._perform(now)
+
+    def join(self, now: float) -> bool:
+        """Between two steps, while none is made: adopts what is here. True: the parameters stand on
+        the run."""
+        self.session.join(now)
+        self._perform(now)
+        return self.session.joined
+
+    def boundary(self, tokens: int, loss: float | None, now: float) -> None:
+        """After an inner step: the only time that the exchange takes from training."""
+        self.session.boundary(tokens, loss, now)
+        self._perform(now)
+
+    def turn(self, now: float) -> None:
+        """The time has come, or a socket has room: sends what may leave."""
+        self.session.tick(now)
+        self._perform(now)
+        self._pump(now)
+
+    def deadline(self, now: float) -> float:
+        """When `turn` has something to do if nothing happens."""
+        return min(self.session.deadline(now), self.sender.deadline(now))
+
+    def lost(self, now: float) -> None:
+        """The connection to the broker is a new one."""
+        self.session.lost(now)
+        self._perform(now)
+
+    def pause(self, reason: str, now: float) -> None:
+        """The loop makes no steps for a while."""
+        self.session.pause(reason, now)
+        self._perform(now)
+
+    def resume(self, now: float) -> None:
+        """The loop makes steps again."""
+        self.session.resume(now)
+        self._perform(now)
+
+    def leave(self, now: float) -> None:
+        """The loop is over; call `join` until `session.ended`."""
+        self.session.leave(now)
+        self._perform(now)
+
+    @property
+    def held_transfers(self) -> set[tuple[int, DataKind, int]]:
+        """(fragment, kind, version) of the payloads that are held, for leak checks."""
+        return set(self._payloads)
+
+    # Effects.
+
+    def _perform(self, now: float) -> None:
+        while self.session.effects:
+            effects, self.session.effects = self.session.effects, []
+            self._follow_session(now)
+            for effect in effects:
+                match effect:
+                    case do.Send(message):
+                        frames = wire.encode_control(message)
+                        self.sender.charge([len(frame) for frame in frames], now)
+                        self._wires.control("", frames)
+                    case do.SendLayout():
+                        self._send_layout()
+                    case do.SendChunks():
+                        self._send_chunks(effect)
+                    case do.Assemble():
+                        self._assemble(effect)
+                    case do.Snapshot():
+                        self._snapshot(effect)
+                    case do.Adopt():
+                        self._adopt(effect)
+                    case do.Forget(_, push_id):
+                        self._pushed.pop(push_id, None)
+                        self.sender.discard(lambda header, gone=push_id: header.push_id == gone)  # type: ignore[misc]
+                    case do.Note():
+                        self.noted(effect)
+        self._drop_payloads()
+
+    def _follow_session(self, now: float) -> None:
+        """Another life of the broker takes nothing that was queued for the old one."""
+        session = self.session
+        if session.epoch != self._epoch:
+            self._epoch = session.epoch
+            self.sender.discard(lambda header: header.epoch != session.epoch)
+        if session.beat and session.beat.up_bits_per_s != self._up_bits_per_s:
+            self._up_bits_per_s = session.beat.up_bits_per_s
+            self.sender.set_rate(now, total=self._up_bits_per_s)
+
+    def _drop_payloads(self) -> None:
+        parts = self.session.parts
+        for fragment, kind, version in list(self._payloads):
+            if (kind, version) not in parts[fragment].arriving:
+                del self._payloads[fragment, kind, version]
+
+    def _adopt(self, effect: do.Adopt) -> None:
+        fragment, new = self._fragment(effect.fragment), self._tip[effect.fragment]
+        self.adopting(effect)
+        if effect.overwrite:
+            self._island.overwrite(fragment, new)
+        else:
+            push = self._pushed[effect.push_id] if effect.push_id else None
+            old = self._held[effect.fragment]
+            self._island.adopt(fragment, Adoption(old, new, push, effect.keep, effect.merged))
+        self._held[effect.fragment] = new
+
+    def _snapshot(self, effect: do.Snapshot) -> None:
+        """The copy is taken now, its code is made by a worker."""
+        index, push_id, base = effect
+        fragment, settings = self._fragment(index), self.session.settings
+        snapshot = self._island.snapshot(fragment, self._held[index])
+
+        def coded(result: CodedPush | BaseException, now: float) -> None:
+            if isinstance(result, BaseException):
+                finite = getattr(result, "code", None) is not ErrorCode.NOT_FINITE
+                reason = f"{type(result).__name__}: {result}"
+                self.session.encode_failed(index, push_id, now, reason=reason, finite=finite)
+            else:
+                if self.session.parts[index].push_id == push_id:  # Else it is given up meanwhile.
+                    self._pushed[push_id] = result
+                self.session.encoded(index, push_id, now)
+            self._perform(now)
+            self._pump(now)
+
+        self._pool.run(lambda: snapshot.encode(fragment, base, settings), coded)
+
+    def _assemble(self, effect: do.Assemble) -> None:
+        kind, index, version = effect
+        fragment, settings = self._fragment(index), self.session.settings
+        chunks = [each for _, each in sorted(self._payloads[index, kind, version].items())]
+        base = self._tip[index].values if kind is DataKind.PUBLICATION else None
+        header = chunks[0][0]
+
+        def work() -> Made:
+            copy = self._island.copy(fragment, _values(fragment, settings, base, chunks))
+            return Made(header, copy, digest_of(copy.values) == header.result_digest)
+
+        def made(result: Made | BaseException, now: float) -> None:
+            agrees = isinstance(result, Made) and result.agrees
+            if isinstance(result, BaseException):
+                self._refuse(result)
+            if self.session.assembled(header, now, agrees=agrees) and isinstance(result, Made):
+                self._tip[index] = result.copy
+                self.saw(header, result.copy.values)
+            self._perform(now)
+            self._pump(now)
+
+        self._pool.run(work, made)
+
+    # The uplink.
+
+    def _send_layout(self) -> None:
+        payload = wire.pack_layout(self._layout)
+        chunk = EncodedChunk(0, payload, wire.digest(payload))
+        self._put(DataKind.LAYOUT, 0, 0, 0, LOSSLESS, [chunk])
+
+    def _send_chunks(self, effect: do.SendChunks) -> None:
+        if effect.kind is DataKind.SEED:
+            self._seeds.append(effect)
+            self._seed_next()
+            return
+        push = self._pushed[effect.push_id]
+        size = self.session.settings.chunk_elements
+        if push.chunk_elements != size:  # A new life of the broker has other sizes.
+            decoded = [chunk.decoded for chunk in push.chunks]
+            fragment = self._fragment(effect.fragment)
+            chunks = tuple(recut(fragment, decoded, codec=push.codec, chunk_elements=size))
+            push = replace(push, chunk_elements=size, chunks=chunks)
+            self._pushed[effect.push_id] = push
+        wanted = _chosen(push.chunks, effect.chunks)
+        self._put(DataKind.PUSH, effect.fragment, push.base, effect.push_id, push.codec, wanted)
+
+    def _seed_next(self) -> None:
+        """Encodes version 0 fragment by fragment, because a lossless model is large."""
+        if self._seeding or not self._seeds:
+            return
+        effect, self._seeding = self._seeds.pop(0), True
+        fragment, settings = self._fragment(effect.fragment), self.session.settings
+        values = self._island.read(fragment)
+
+        def work() -> list[EncodedChunk]:
+            size = settings.state_chunk_elements
+            return list(encode_values(fragment, values, chunk_elements=size))
+
+        def coded(result: list[EncodedChunk] | BaseException, now: float) -> None:
+            self._seeding = False
+            if isinstance(result, NarrowsError):
+                self.session.refused = refused(ErrorCode.NOT_FINITE_SEED, result)
+            elif isinstance(result, BaseException):
+                self._refuse(result)
+            else:
+                chunks = _chosen(result, effect.chunks)
+                self._put(DataKind.SEED, effect.fragment, 0, 0, LOSSLESS, chunks)
+            self._seed_next()
+            self._pump(now)
+
+        self._pool.run(work, coded)
+
+    def _put(
+        self,
+        kind: DataKind,
+        fragment: int,
+        version: int,
+        push_id: int,
+        codec: msg.CodecName,
+        chunks: Sequence[EncodedChunk],
+    ) -> None:
+        """Queues chunks, unless they wait there already."""
+        session = self.session
+        for chunk in chunks:
+            header = Header(
+                session.epoch, kind, session.incarnation, fragment, version, push_id, chunk.index,
+                codec, chunk.payload_digest, 0,
+            )  # fmt: skip
+            topic = wire.uplink_topic(chunk.index % session.settings.streams)
+            self.sender.put_live(topic, header, chunk.payload)
+
+    def _pump(self, now: float) -> None:
+        """Sends what the rate allows and the sockets take."""
+        for _ in range(SENDS_PER_TURN):
+            if (entry := self.sender.due(now)) is None:
+                return
+            if self._wires.data(entry.topic, entry.header, entry.payload):
+                self.sender.sent(entry, now)
+                self.session.sent(now)
+            else:
+                self.sender.blocked(entry, now)
+
+    def _received(self, frames: list[bytes], now: float) -> None:
+        self.sender.received([len(frame) for frame in frames], now)
+
+    def _fragment(self, index: int) -> Fragment:
+        return self.session.parts[index].fragment
+
+    def _refuse(self, error: BaseException) -> None:
+        """Something came that cannot be used, or a worker failed: it is asked for again."""
+        self.noted(do.Note("refused", f"{type(error).__name__}: {error}", {}, True))
+
+
+def _checked(frames: list[bytes]) -> tuple[Header, bytes]:
+    """Header and payload of a data message. Raises RemoteProtocolError."""
+    if len(frames) != 3:
+        raise RemoteProtocolError(
+            ErrorCode.BAD_MESSAGE, "data message", expected="3 frames", got=str(len(frames))
+        )
+    header, payload = wire.decode_header(frames[1]), frames[2]
+    if wire.digest(payload) != header.payload_digest:
+        raise RemoteProtocolError(
+            ErrorCode.BAD_DIGEST,
+            f"payload of chunk {header.chunk} of fragment {header.fragment}",
+            expected=f"{header.payload_digest:016x}",
+            got=f"{wire.digest(payload):016x}",
+        )
+    return header, payload
+
+
+def _values(
+    fragment: Fragment,
+    settings: msg.RunSettings,
+    base: F32 | None,
+    chunks: Sequence[tuple[Header, bytes]],
+) -> F32:
+    """The copy that all chunks of a transfer make: a state, or a publication on `base`."""
+    size = settings.state_chunk_elements if base is None else settings.chunk_elements
+    decoded = [
+        decode_chunk(fragment, header.codec, size, header.chunk, payload)
+        for header, payload in chunks
+    ]
+    return values_of(fragment, decoded) if base is None else advance_copy(fragment, base, decoded)
+
+
+def _chosen(chunks: Sequence[EncodedChunk], ranges: msg.Ranges | None) -> Sequence[EncodedChunk]:
+    """The chunks within the ranges; None: all."""
+    if ranges is None:
+        return chunks
+    return [chunk for first, count in ranges for chunk in chunks[first : first + count]]
+
+
+def _explained(refuse: msg.Refuse, ours: msg.Layout) -> msg.Refuse:
+    """A refused layout is explained by its first differences from the run's."""
+    try:
+        theirs = wire.unpack_layout(refuse.layout)
+        check_layout(theirs)
+    except NarrowsError:
+        return refuse
+    lines = differences(theirs.entries, ours.entries)
+    if not lines and theirs.frozen_digest != ours.frozen_digest:
+        lines = ["the parameters that are not trained differ"]
+    text = "; ".join(lines)[: msg.TEXT_CHARACTERS_MAX]
+    return msg.Refuse(
+        refuse.code, refuse.message, expected="the run's model", got=text, remedy=refuse.remedy
+    )

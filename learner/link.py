@@ -1,0 +1,449 @@
+"""The learner's background thread: sockets and one host behind one lock.
+
+The training thread and this one share the host. Each calls it under the lock only, and no call
+takes longer than a pointer swap or the arithmetic of one adoption. Sockets belong to this thread:
+what the training thread has to say waits in a queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import zmq
+
+from narrows.learner import effects as do
+from narrows.learner.host import LearnerHost
+from narrows.learner.island import Island
+from narrows.learner.push import warm_up
+from narrows.learner.session import Session
+from narrows.learner.site import JoinTarget
+from narrows.proto.codec import F32, uncached_advice
+from narrows.proto.config import Address, parse_address
+from narrows.proto.errors import BrokerUnreachable, NarrowsError, Unfinished, printable
+from narrows.proto.events import EventFile
+from narrows.proto.keys import SiteKey, read_site_key
+from narrows.proto.messages import Header, Layout, Phase
+from narrows.proto.ports import Done
+from narrows.proto.sockets import Handshake, HandshakeMonitor, Kind, make_socket
+from narrows.proto.wire import asked_topic, live_topic
+from narrows.proto.workers import Workers
+
+FRAMES_PER_TURN: Final = 16
+"""Messages that are read from one socket before the training thread may have the lock."""
+LOOK_S: Final = 0.02
+"""A training thread that waits looks so often."""
+IDLE_S: Final = 1.0
+"""Longest sleep of the background thread."""
+REDIAL_S: Final = 5.0
+"""A socket that was refused never dials again: all are made anew, with the key file read again."""
+
+Socket: TypeAlias = "zmq.Socket[bytes]"
+_log = logging.getLogger("narrows.learner")
+
+
+class Link:
+    """One incarnation of a learner. The training thread calls `join`, `boundary`, `set_paused`,
+    `finish` and `abort`. The host calls the ports `control`, `data` and `run`."""
+
+    def __init__(
+        self,
+        target: JoinTarget,
+        layout: Layout,
+        island: Island,
+        *,
+        join_timeout_s: float,
+        events: Path | None,
+        adopting: Callable[[], None],
+    ) -> None:
+        """`adopting` is called before parameters move. Raises ConfigError for the address."""
+        self._target, self._join_timeout_s = target, join_timeout_s
+        self._address, self._key, self._dials = parse_address(target.broker), target.key, 0
+        incarnation = f"{target.name}.{secrets.token_hex(4)}"
+        self._host = LearnerHost(
+            target.name, incarnation, layout, island, self, self, time.monotonic(),
+            curve=target.key is not None,
+        )  # fmt: skip
+        self._host.adopting = lambda _: adopting()
+        self._host.saw, self._host.noted = self._saw, self._noted
+        self._lock = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="narrows-learner", daemon=True)
+        self._workers: Workers
+        self._sockets: _Sockets
+        self._events_path = events
+        self._events: EventFile | None = None
+        self._said: deque[list[bytes]] = deque()
+        self._error: BaseException | None = None
+        """The end of the background thread."""
+        self._obstacle: NarrowsError | None = None
+        """Why nobody answers, as far as handshakes tell."""
+        self._is_closing = self._is_open = False
+        self._redial_at = math.inf
+
+    # Ports of the host.
+
+    def control(self, peer: str, frames: list[bytes]) -> bool:
+        """Queues a control message; the background thread sends it."""
+        self._said.append(frames)
+        self._wake()
+        return True
+
+    def data(self, topic: str, header: bytes, payload: bytes) -> bool:
+        """Sends one data message, unless the socket has no room or another thread asks."""
+        if threading.current_thread() is not self._thread:
+            return False
+        return self._sockets.send(topic, header, payload)
+
+    def run(self, work: Callable[[], Any], done: Done) -> None:
+        """Runs `work` on the worker."""
+        self._workers.run(work, done)
+
+    # The training thread.
+
+    @contextmanager
+    def session(self) -> Generator[tuple[Session, float]]:
+        """The session, for reading, and the time; nothing changes in the block."""
+        with self._lock:
+            yield self._host.session, time.monotonic()
+
+    def join(self, ramp_steps: int) -> bool:
+        """Returns once every fragment is adopted; True: the run was under way already. Raises
+        BrokerUnreachable, Refused."""
+        if advice := uncached_advice():
+            _log.warning("%s", advice)
+        warm_up()
+        self._events = None if self._events_path is None else EventFile(self._events_path)
+        self._workers = Workers(1, "narrows-learner")
+        self._sockets = self._dial()
+        self._is_open = True
+        self._thread.start()
+        moved_at, moved = time.monotonic(), 0
+        with self._lock:
+            session = self._host.session
+            while not self._host.join(now := time.monotonic()):
+                self._raise()
+                seeding = session.connected and session.beat and not session.beat.heads
+                # Who waits for version 0 of another learner does so as long as the broker answers.
+                if self._sockets.moved != moved or (seeding and not len(self._host.sender)):
+                    moved_at, moved = now, self._sockets.moved
+                if now > moved_at + self._join_timeout_s:
+                    raise self._unreachable()
+                self._lock.wait(LOOK_S)
+            is_late = any(part.held > 0 for part in session.parts)
+            session.ramp_steps = ramp_steps if is_late else 0
+            return is_late
+
+    def boundary(self, tokens: int, loss: float | None) -> None:
+        """After an inner step; waits where the run's mode or a long outage asks for it. Raises
+        Refused, and what ended the background thread."""
+        with self._lock:
+            self._raise()
+            self._host.boundary(tokens, loss, time.monotonic())
+            while self._host.session.must_wait(time.monotonic()):
+                self._wait()
+
+    def set_paused(self, reason: str | None) -> None:
+        """No steps are made for a while; None: they are made again."""
+        with self._lock:
+            if reason is None:
+                self._host.resume(time.monotonic())
+            else:
+                self._host.pause(reason, time.monotonic())
+
+    def finish(self, timeout_s: float | None) -> None:
+        """Leaves: with the final model if the run has ended. Raises Unfinished, Refused."""
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        with self._lock:
+            session = self._host.session
+            self._host.leave(time.monotonic())
+            while not session.ended and time.monotonic() < until:
+                self._wait()
+            session.abandon()
+            self._host.turn(time.monotonic())
+        self._close(linger_s=1.0)
+        if session.phase in (Phase.ENDING, Phase.ENDED) and not session.final:
+            raise Unfinished("the run has ended without this learner", got=session.lacks)
+
+    def abort(self) -> None:
+        """Leaves at once, whatever is on its way."""
+        with self._lock:
+            self._host.session.abandon()
+            self._host.turn(time.monotonic())
+        self._close(linger_s=0.1)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this incarnation; bytes are those on the line."""
+        with self.session() as (session, _):
+            ledger, sender = session.ledger, self._host.sender
+            return {
+                "incarnation": session.incarnation, "steps": session.steps,
+                "logged_tokens": ledger.logged, "merged_tokens": ledger.merged,
+                "lost_tokens": ledger.lost, "versions": [part.held for part in session.parts],
+                "up_bytes": sender.sent_bytes, "down_bytes": sender.received_bytes,
+            }  # fmt: skip
+
+    def _wait(self) -> None:
+        """Lets the background thread go on, and adopts what has come."""
+        self._lock.wait(LOOK_S)
+        self._raise()
+        self._host.join(time.monotonic())
+
+    def _raise(self) -> None:
+        error = self._error or self._host.session.refused
+        if error is None and not self._host.session.joined:
+            # Nobody may be there yet, but who does not admit our key will not do so by himself.
+            error = None if isinstance(self._obstacle, BrokerUnreachable) else self._obstacle
+        if error is not None:
+            raise error
+
+    def _unreachable(self) -> NarrowsError:
+        broker, session = self._target.broker, self._host.session
+        if self._obstacle is not None:
+            return self._obstacle
+        if not session.connected:
+            return BrokerUnreachable(
+                f"no broker answered at {broker} within {self._join_timeout_s:g} s",
+                remedy="is it running, and may this machine reach the port? `narrows status` asks",
+            )
+        return BrokerUnreachable(
+            f"the broker at {broker} answers, but no data moved for {self._join_timeout_s:g} s:"
+            f" {self._sockets.blocked() or session.waits_for}",
+            remedy="data needs the two ports after control: open them in the firewall",
+        )
+
+    def _close(self, linger_s: float) -> None:
+        """Ends the thread, which sends what is queued, such as a Bye. A second call is harmless."""
+        if self._is_open and not self._is_closing:
+            self._is_closing = True
+            self._wake()
+            self._thread.join()
+            self._sockets.close(linger_s)
+            self._workers.close()
+        if self._events is not None:
+            self._events.close()
+
+    def _wake(self) -> None:
+        if threading.current_thread() is not self._thread and self._is_open:
+            self._workers.wake()
+
+    # The background thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._turn()
+            self._flush()
+        except BaseException as error:
+            _log.exception("the exchange has failed")
+            self._error = error
+
+    def _turn(self) -> None:
+        with self._lock:
+            wait_s = self._host.deadline(now := time.monotonic()) - now
+        ready = self._sockets.poll(self._workers.wake_fd, max(0.0, min(wait_s, IDLE_S)))
+        with self._lock:
+            now = time.monotonic()  # Within the lock: the session's time never goes back.
+            while self._sockets.monitor.socket in ready and (what := self._sockets.monitor.take()):
+                self._on_handshake(what, now)
+            for frames in self._sockets.receive_control(ready):
+                self._host.control(frames, now)
+            self._sockets.follow(self._host.session)
+            self._host.sender.ready = self._sockets.subscribed(ready)
+            for frames in self._sockets.receive_data(ready):
+                self._host.data(frames, now)
+            self._workers.finish(now)
+            self._host.turn(now)
+            self._lock.notify_all()
+        self._flush()
+        if now >= self._redial_at:
+            self._redial()
+
+    def _flush(self) -> None:
+        while self._said:
+            self._sockets.send_control(self._said.popleft())
+
+    def _on_handshake(self, outcome: Handshake, now: float) -> None:
+        if outcome is Handshake.DISCONNECTED:
+            return
+        self._obstacle = self._sockets.monitor.error(outcome)
+        if outcome is Handshake.CONNECTED:
+            self._redial_at = math.inf
+            self._host.lost(now)  # Whoever answers now does not know this connection: say Hello.
+        elif self._redial_at == math.inf:
+            _log.warning("%s", self._obstacle)
+            self._redial_at = now + REDIAL_S
+
+    def _redial(self) -> None:
+        """Makes all sockets anew: keys may have been admitted or changed."""
+        self._redial_at = time.monotonic() + REDIAL_S
+        if self._target.key_file is not None:
+            try:
+                self._key = read_site_key(self._target.key_file)
+            except NarrowsError as error:
+                _log.warning("the key in use stays: %s", error)
+        self._sockets.close(linger_s=0.0)
+        self._dials += 1
+        self._sockets = self._dial()
+
+    def _dial(self) -> _Sockets:
+        # The keys of the broker that the site trusts take turns: one may be the next.
+        servers = self._key.servers if self._key else ()
+        server = servers[self._dials % len(servers)] if servers else ""
+        incarnation, relay = self._host.session.incarnation, self._target.relay
+        return _Sockets(self._address, incarnation, self._key, server, relay)
+
+    def _saw(self, header: Header, published: F32) -> None:
+        digest = f"{header.result_digest:016x}"
+        self._record(
+            {"event": "installed", "fragment": header.fragment, "version": header.version,
+             "digest": digest}
+        )  # fmt: skip
+
+    def _noted(self, note: do.Note) -> None:
+        level = logging.WARNING if note.warning else logging.INFO
+        _log.log(level, "%s", printable(note.text))
+        self._record({"event": note.event, "text": note.text, **note.fields})
+
+    def _record(self, record: dict[str, object]) -> None:
+        if self._events is not None:
+            self._events.write(record)
+
+
+class _Sockets:
+    """The sockets of one dialling: control at once, data after the first Welcome."""
+
+    def __init__(
+        self,
+        address: Address,
+        incarnation: str,
+        key: SiteKey | None,
+        server: str,
+        relay: Address | None,
+    ) -> None:
+        self._address, self._incarnation, self._relay = address, incarnation, relay
+        self._pair, self._server = None if key is None else key.pair, server
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._poller = zmq.Poller()
+        self._uplinks: list[Socket] = []
+        self._downlinks: list[Socket] = []
+        self._heard: set[int] = set()
+        """Uplink streams on which the broker has subscribed."""
+        self._opened: tuple[int, int, int] | None = None
+        self.moved = 0
+        """Data messages that were sent or have come."""
+        self._control = self._make(Kind.LEARNER_CONTROL, address, server)
+        self.monitor = HandshakeMonitor(self._control, str(address), key)
+        self._poller.register(self.monitor.socket, zmq.POLLIN)
+        self._connect(self._control, address)
+
+    def follow(self, session: Session) -> None:
+        """Opens the data sockets that the newest Welcome tells of; the same ones stay."""
+        wanted = session.ports and (*session.ports, session.settings.streams)
+        if not wanted or wanted == self._opened:
+            return
+        for socket in (*self._uplinks, *self._downlinks):
+            self._poller.unregister(socket)
+            socket.close(linger=0)
+        self._heard.clear()
+        uplink, downlink, streams = self._opened = wanted
+        host, pair = self._address.host, self._pair
+        nearer = self._relay or Address(host, downlink)
+        # A relay proves with the site's own key that it is of the site.
+        server = pair.public if self._relay and pair else self._server
+        self._downlinks = [
+            self._make(Kind.LEARNER_DOWNLINK, nearer, server) for _ in range(streams)
+        ]
+        for stream, socket in enumerate(self._downlinks):
+            socket.setsockopt(zmq.SUBSCRIBE, live_topic(stream).encode())
+            socket.setsockopt(zmq.SUBSCRIBE, asked_topic(self._incarnation, stream).encode())
+            self._connect(socket, nearer)
+        farther = Address(host, uplink)
+        self._uplinks = [
+            self._make(Kind.LEARNER_UPLINK, farther, self._server) for _ in range(streams)
+        ]
+        for socket in self._uplinks:
+            self._connect(socket, farther)
+
+    def subscribed(self, ready: set[Any]) -> bool:
+        """Whether the broker listens on every stream; what is sent before is lost."""
+        for stream, socket in enumerate(self._uplinks):
+            for (change,) in _receive(socket) if socket in ready else ():
+                (self._heard.add if change[:1] == b"\x01" else self._heard.discard)(stream)
+        return bool(self._uplinks) and len(self._heard) == len(self._uplinks)
+
+    def blocked(self) -> str:
+        """Names the data port on which nothing moves; "" before a Welcome has told of them."""
+        if self._opened is None:
+            return ""
+        uplink, downlink, streams = self._opened
+        is_up = len(self._heard) == streams
+        if is_up and self._relay:
+            return f"the relay at {self._relay}"
+        return f"the downlink port {downlink}" if is_up else f"the uplink port {uplink}"
+
+    def poll(self, wake_fd: int, wait_s: float) -> set[Any]:
+        """Waits until something comes, somebody wakes, or the time is over."""
+        self._poller.register(wake_fd, zmq.POLLIN)
+        # Rounded up: with a fraction of a millisecond left the loop would spin.
+        return {source for source, _ in self._poller.poll(math.ceil(1000 * wait_s))}
+
+    def receive_control(self, ready: set[Any]) -> list[list[bytes]]:
+        """Control messages that have come."""
+        return _receive(self._control) if self._control in ready else []
+
+    def receive_data(self, ready: set[Any]) -> list[list[bytes]]:
+        """Data messages that have come."""
+        found = [each for socket in self._downlinks if socket in ready for each in _receive(socket)]
+        self.moved += len(found)
+        return found
+
+    def send_control(self, frames: list[bytes]) -> None:
+        """Drops the message without a connection: the session says Hello and tells all anew."""
+        with suppress(zmq.Again):
+            self._control.send_multipart(frames, zmq.NOBLOCK)
+
+    def send(self, topic: str, header: bytes, payload: bytes) -> bool:
+        """False: no room. POLLOUT of an XPUB is always true, so it cannot be waited for."""
+        stream = int(topic[-2:])
+        if stream not in self._heard:
+            return False
+        parts = [topic.encode(), header, payload]
+        try:
+            self._uplinks[stream].send_multipart(parts, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        self.moved += 1
+        return True
+
+    def close(self, linger_s: float) -> None:
+        """Closes everything; what was sent has `linger_s` to leave."""
+        self.monitor.close()
+        for socket in (self._control, *self._uplinks, *self._downlinks):
+            socket.close(linger=round(1000 * linger_s))
+        self._context.term()
+
+    def _make(self, kind: Kind, address: Address, server: str) -> Socket:
+        ipv6 = address.host.startswith("[")
+        return make_socket(self._context, kind, pair=self._pair, server=server, ipv6=ipv6)
+
+    def _connect(self, socket: Socket, address: Address) -> None:
+        socket.connect(str(address))
+        self._poller.register(socket, zmq.POLLIN)
+
+
+def _receive(socket: Socket) -> list[list[bytes]]:
+    found: list[list[bytes]] = []
+    while len(found) < FRAMES_PER_TURN:
+        try:
+            found.append(socket.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            break
+    return found

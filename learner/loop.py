@@ -1,0 +1,132 @@
+"""The training loop's side: tokens and losses of a step, optimizers, warm-up of a newcomer."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from narrows.learner.parameters import misuse
+
+Loss: TypeAlias = float | Tensor
+
+RAMP_STEPS_MIN: Final = 20
+"""Measured: with empty Adam moments a full learning rate gains nothing in the first 20 steps."""
+
+
+class StepLog:
+    """Tokens and the mean loss of what the coming step learns from.
+
+    Tokens that were logged since the last step count for the next one. `discard` drops them: a
+    loop that skips a step says so, because nobody sees a step that was not made.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._loss: Loss | None = None
+        self._loss_tokens = 0
+
+    def add(self, tokens: int, loss: Loss | None) -> None:
+        """Raises LocalProtocolError MISUSE; never waits for a device."""
+        if isinstance(tokens, Tensor):  # Reading it could wait for its device.
+            remedy = "Count on the host, for instance batch.numel()."
+            raise misuse("tokens is a tensor", expected="an int", remedy=remedy)
+        count = operator.index(tokens)
+        if count <= 0:
+            raise misuse("tokens must be positive", expected="> 0", got=str(count))
+        value = None if loss is None else _detached(loss)
+        self._tokens += count
+        if value is None:
+            return
+        self._loss_tokens += count
+        share = count / self._loss_tokens
+        self._loss = value if self._loss is None else value * share + self._loss * (1.0 - share)
+
+    def take(self) -> tuple[int, Loss | None]:
+        """Tokens and mean loss since the last call; 0 tokens if nothing was logged."""
+        taken = self._tokens, self._loss
+        self._tokens, self._loss, self._loss_tokens = 0, None, 0
+        return taken
+
+
+class HostLoss:
+    """Brings losses from a device to the host without ever waiting for the device."""
+
+    def __init__(self) -> None:
+        self._newest: float | None = None
+        self._coming: tuple[Tensor, torch.Event] | None = None
+
+    def newest(self, loss: Loss | None) -> float | None:
+        """The newest loss that has arrived: `loss` itself if it is on the host, else one from a
+        few steps ago, None before the first."""
+        if self._coming is not None and self._coming[1].query():
+            self._newest = self._coming[0].item()
+            self._coming = None
+        if not isinstance(loss, Tensor):
+            self._newest = self._newest if loss is None else loss
+        elif self._coming is None:
+            # One at a time: with one per step they would queue up behind a slow device.
+            event = torch.Event(device=loss.device)
+            copy = loss.to("cpu", non_blocking=True)
+            event.record(torch.accelerator.current_stream(loss.device))
+            self._coming = copy, event
+        return self._newest
+
+
+def bare_optimizers(optimizer: Any) -> list[Optimizer]:
+    """The torch optimizers in `optimizer`: one, a sequence of them, or a wrapper such as
+    Accelerate's (`.optimizer`) or torchtitan's (`.optimizers`). Raises LocalProtocolError MISUSE.
+    """
+    if isinstance(optimizer, Optimizer):
+        return [optimizer]
+    inside = getattr(optimizer, "optimizers", None) or getattr(optimizer, "optimizer", None)
+    parts = optimizer if isinstance(optimizer, Sequence) else inside
+    if parts is not None:
+        parts = parts if isinstance(parts, Sequence) else [parts]
+        if found := [one for part in parts for one in bare_optimizers(part)]:
+            return found
+    raise misuse(
+        "optimizer is of the wrong kind",
+        expected="a torch.optim.Optimizer, a list of them, or a wrapper around one",
+        got=type(optimizer).__name__ if not isinstance(optimizer, Sequence) else "an empty list",
+    )
+
+
+def ramp_steps(optimizers: Sequence[Optimizer]) -> int:
+    """Steps until the optimizers' empty moments mean something: 1/(1 - beta2), at least 20.
+
+    The largest number over the optimizers; 0 if each has its state or, as plain SGD, keeps none.
+    """
+    return max((_ramp_steps(o) for o in optimizers if not o.state and _keeps_state(o)), default=0)
+
+
+def _ramp_steps(optimizer: Optimizer) -> int:
+    beta2s = [float(g["betas"][1]) for g in optimizer.param_groups if len(g.get("betas", ())) > 1]
+    # 1 / (1 - 0.999) is a little more than 1000 in floating point.
+    horizons = [math.ceil(1 / (1 - beta2) - 1e-6) for beta2 in beta2s if beta2 < 1]
+    return max([RAMP_STEPS_MIN, *horizons])
+
+
+def _keeps_state(optimizer: Optimizer) -> bool:
+    return not isinstance(optimizer, SGD) or any(g["momentum"] for g in optimizer.param_groups)
+
+
+def _detached(loss: Loss) -> Loss:
+    """A float if the loss is on the host, else a tensor without its graph."""
+    if not isinstance(loss, Tensor):
+        return float(loss)
+    if loss.numel() != 1:
+        raise misuse(
+            "loss is not one number",
+            expected="a float or a tensor of one element",
+            got=f"shape {tuple(loss.shape)}",
+            remedy="Log its mean: loss.mean().",
+        )
+    value = loss.detach()
+    # A copy: the graph that made it may overwrite it at the next step.
+    return value.item() if value.is_cpu else value.clone()

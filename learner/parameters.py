@@ -1,0 +1,287 @@
+"""The trainable parameters of a torch module: their layout, reading, writing, saving.
+
+The exchange sees a module as fragments of flat float32 vectors. This file alone knows which tensor
+an element belongs to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import xxhash
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from narrows.proto.codec import F32
+from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
+from narrows.proto.layout import Fragment, Piece
+from narrows.proto.messages import DtypeName, Layout, LayoutEntry, MergeRule
+
+DTYPES: Final[Mapping[torch.dtype, DtypeName]] = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+RULES: Final[tuple[MergeRule, ...]] = ("mean", "rda")
+WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""Parts that torch.compile and activation checkpointing add to the names of submodules."""
+
+
+class Parameters:
+    """The parameters of one module as the exchange reads and writes them.
+
+    Tied weights travel once, under their first name. Names are those inside wrappers. Parameters
+    that do not require gradients stay where they are; their digest tells learners with other ones
+    apart.
+
+    Merge rules: `mean` for the weights of `nn.Embedding` and whatever is tied to them, for the
+    output head and for tensors of at most one dimension, else `rda`. The output head is the last
+    `nn.Linear`, if it has as many outputs as some embedding has rows. `merge_rules` maps patterns
+    (fnmatch, against any name of a tensor) to rules; the last match wins.
+
+    Raises LocalProtocolError MISUSE for a module that cannot be exchanged, ConfigError for a
+    pattern that matches nothing or an unknown rule.
+    """
+
+    def __init__(self, model: nn.Module, merge_rules: Mapping[str, str] | None = None) -> None:
+        self.module = unwrapped(model)
+        _check_usable(self.module)
+        self.tensors: list[Tensor] = []
+        self.names: list[tuple[str, ...]] = []
+        """Every name of each tensor of the layout; the one that travels comes first."""
+        for tensor, names in _tied(_named(self.module, trainable=True)):
+            self.tensors.append(tensor)
+            self.names.append(names)
+        entries = self._entries(merge_rules or {})
+        self.layout = Layout(frozen_digest(_named(self.module, trainable=False)), entries)
+        self._views: dict[Piece, tuple[int, Tensor]] = {}
+
+    def read(self, fragment: Fragment, out: F32) -> None:
+        """Copies a fragment to host memory; `out` is float32 (fragment.elements,)."""
+        host = torch.from_numpy(out)
+        for piece in fragment.pieces:
+            view = self.view(piece)
+            host[piece.offset : piece.offset + piece.count].view(view.shape).copy_(view)
+
+    def write(self, fragment: Fragment, values: F32) -> None:
+        """Overwrites a fragment in place, rounded to each parameter's dtype, half to even.
+
+        `values` is float32 (fragment.elements,). Like an optimizer's step this must not happen
+        between a forward pass and its backward pass.
+        """
+        # torch warns when it is lent read-only memory, even if it only reads there.
+        source = torch.from_numpy(values if values.flags.writeable else values.copy())
+        for piece in fragment.pieces:
+            view = self.view(piece)
+            view.copy_(source[piece.offset : piece.offset + piece.count].view(view.shape))
+
+    def view(self, piece: Piece) -> Tensor:
+        """The elements of a piece, sharing the parameter's memory, outside of autograd.
+
+        Shape (count,) if the parameter is contiguous, else (rows, ...). Remembered until the
+        parameter gets other memory, as from `model.to(...)`.
+        """
+        address = self.tensors[piece.tensor].data_ptr()
+        known = self._views.get(piece)
+        if known is None or known[0] != address:
+            known = self._views[piece] = (address, self._new_view(piece))
+        return known[1]
+
+    def _new_view(self, piece: Piece) -> Tensor:
+        tensor: Tensor = self.tensors[piece.tensor].detach()
+        if tensor.is_contiguous():
+            return tensor.view(-1)[piece.start : piece.start + piece.count]
+        row_elements = tensor.numel() // tensor.shape[0]
+        first, rest = divmod(piece.start, row_elements)
+        assert not rest and not piece.count % row_elements, "a piece is made of whole rows"
+        return tensor[first : first + piece.count // row_elements]
+
+    def dtype(self, piece: Piece) -> DtypeName:
+        """The parameter's own precision, to which adopted values are rounded."""
+        return DTYPES[self.tensors[piece.tensor].dtype]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module's state under clean names: every tied name, every persistent buffer.
+
+        The tensors share the model's memory, as those of `nn.Module.state_dict` do.
+        """
+        state: dict[str, Any] = self.module.state_dict()
+        return {clean_name(name): value for name, value in state.items()}
+
+    def save(self, path: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:
+        """Writes `state_dict()` as safetensors, for a strict `load_state_dict`.
+
+        Missing folders are made. An older file is replaced only by a complete one.
+        """
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            save_file(_separate(self.state_dict()), unfinished, metadata=dict(metadata))
+            # A crash while the file is written leaves the older one whole.
+            os.replace(unfinished, target)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _entries(self, merge_rules: Mapping[str, str]) -> tuple[LayoutEntry, ...]:
+        chosen = _chosen_rules(merge_rules, self.names)
+        averaged = _averaged(self.module)
+        entries: list[LayoutEntry] = []
+        for tensor, names, rule in zip(self.tensors, self.names, chosen, strict=True):
+            averages = tensor.dim() <= 1 or id(tensor) in averaged
+            default: MergeRule = "mean" if averages else "rda"
+            shape = tuple(tensor.shape) or (1,)
+            entries.append(LayoutEntry(names[0], shape, DTYPES[tensor.dtype], rule or default))
+        return tuple(entries)
+
+
+def misuse(message: str, **detail: str) -> LocalProtocolError:
+    """The error that tells a user what to change in the loop or in the model."""
+    return LocalProtocolError(ErrorCode.MISUSE, message, **detail)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside wrappers whose one and only content is `module` (DistributedDataParallel)
+    or `_orig_mod` (torch.compile)."""
+    while True:
+        children = dict(model.named_children())
+        own = [*model.parameters(recurse=False), *model.buffers(recurse=False)]
+        if own or set(children) not in ({"module"}, {"_orig_mod"}):
+            return model
+        (model,) = children.values()
+
+
+def clean_name(name: str) -> str:
+    """A name without the parts that wrappers of submodules add to it."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def frozen_digest(named: Iterable[tuple[str, Tensor]]) -> int:
+    """xxh3_64 over the names (each with a NUL) and the bytes, sorted by name; 0 for none."""
+    tensors = dict(named)
+    if not tensors:
+        return 0
+    hasher = xxhash.xxh3_64()
+    for name in sorted(tensors):
+        hasher.update(name.encode() + b"\0")
+        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+        hasher.update(flat.view(torch.uint8).numpy().data)
+    return hasher.intdigest()
+
+
+def _named(module: nn.Module, *, trainable: bool) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        if tensor.requires_grad == trainable:
+            yield clean_name(name), tensor
+
+
+def _tied(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Tensor, tuple[str, ...]]]:
+    """Each tensor once, with all its names. One weight is one Parameter, or two that share all of
+    their memory; two that share a part of it, or in another shape, are refused: what moves one
+    would move the other."""
+    groups: dict[object, tuple[Tensor, list[str]]] = {}
+    for name, tensor in named:
+        memory = (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride())
+        groups.setdefault(memory, (tensor, []))[1].append(name)
+    ends: dict[torch.device, tuple[int, str]] = {}
+    for tensor, names in sorted(groups.values(), key=lambda group: group[0].data_ptr()):
+        start = tensor.data_ptr()
+        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        end, other = ends.get(tensor.device, (0, ""))
+        if start < end:
+            raise misuse(
+                f"parameters {other!r} and {names[0]!r} share memory in different shapes",
+                remedy="Tie them as one Parameter and transpose it where it is used.",
+            )
+        ends[tensor.device] = (start + reach * tensor.element_size(), names[0])
+    for tensor, names in groups.values():
+        yield tensor, tuple(names)
+
+
+def _averaged(module: nn.Module) -> set[int]:
+    """Ids of the weights of embeddings, of the output head, and of what is tied to them."""
+    tables = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    linears = [m for m in module.modules() if isinstance(m, nn.Linear)]
+    heads = [m for m in linears[-1:] if any(m.out_features == t.num_embeddings for t in tables)]
+    memory = {(m.weight.data_ptr(), m.weight.shape) for m in [*tables, *heads]}
+    return {id(p) for p in module.parameters() if (p.data_ptr(), p.shape) in memory}
+
+
+def _chosen_rules(
+    merge_rules: Mapping[str, str], names: Sequence[tuple[str, ...]]
+) -> list[MergeRule | None]:
+    chosen: list[MergeRule | None] = [None] * len(names)
+    for pattern, text in merge_rules.items():
+        rule: MergeRule | None = next((known for known in RULES if known == text), None)
+        if rule is None:
+            raise ConfigError(
+                f"unknown merge rule for {pattern!r}", expected=" or ".join(RULES), got=repr(text)
+            )
+        matched = [i for i, ns in enumerate(names) if any(fnmatchcase(n, pattern) for n in ns)]
+        if not matched:
+            every = [name for tensor_names in names for name in tensor_names]
+            raise ConfigError(
+                f"merge_rules: no trainable parameter matches {pattern!r}",
+                expected=", ".join(get_close_matches(pattern, every, cutoff=0.0)),
+            )
+        for index in matched:
+            chosen[index] = rule
+    return chosen
+
+
+def _check_usable(module: nn.Module) -> None:
+    """Refuses what cannot be exchanged, and names the parameter."""
+    trainable = 0
+    for name, tensor in module.named_parameters():
+        problem, remedy = _problem(tensor)
+        if problem:
+            raise misuse(f"parameter {clean_name(name)!r} {problem}", remedy=remedy)
+        trainable += tensor.requires_grad
+    if not trainable:
+        raise misuse(
+            "the model has no trainable parameter",
+            remedy="Set requires_grad on what shall be trained before the Learner is made.",
+        )
+
+
+def _problem(tensor: Tensor) -> tuple[str, str]:
+    """Fault of a parameter and its remedy; ("", "") if it can be exchanged."""
+    if nn.parameter.is_lazy(tensor):
+        return "has no shape yet", "Run one forward pass first."
+    if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
+        return "is a DTensor", "A learner is one process; sharded models are not supported."
+    if tensor.is_meta:
+        return "is on the meta device", "Give the model memory: model.to_empty(device=...)."
+    if tensor.layout != torch.strided:
+        return f"is sparse ({tensor.layout})", "Use a dense parameter."
+    if tensor.requires_grad and tensor.dtype not in DTYPES:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        return f"has dtype {kind}", f"Use one of {', '.join(DTYPES.values())} or freeze it."
+    if tensor.requires_grad and not tensor.numel():
+        return "has no elements", "Remove or freeze it."
+    return "", ""
+
+
+def _separate(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Contiguous copies on the host; no two of them share memory, as safetensors demands."""
+    separate: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise misuse(
+                f"the state {name!r} is no tensor, which safetensors cannot hold",
+                remedy="Keep state_dict() with torch.save instead.",
+            )
+        tensor = value.detach().cpu().contiguous()
+        memory = tensor.untyped_storage().data_ptr()
+        separate[name] = tensor.clone() if memory in seen else tensor
+        seen.add(memory)
+    return separate

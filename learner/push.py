@@ -1,0 +1,340 @@
+"""The arithmetic of the exchange: a snapshot becomes a coded push, an adoption moves parameters.
+
+The rule of an adoption, with `keep` from 0 to 1 and `push` as it was coded (0 without one):
+
+    params = new + keep * (params - old + push) - (0 if merged else push)
+
+`params - old + push` is what was learned since the snapshot, and the rounding error of the code.
+So that error stays in the parameters and is in the next push again: there is no residual buffer. A
+push that waits stays whole; one that `new` holds has done its work. `old` and `new` are rounded to
+the parameters' precision, so that the rounding of bfloat16 never travels as progress.
+
+The rule runs as one numba kernel in host memory and as torch expressions on a GPU. Codes made on a
+GPU have the bits of those from a CPU: the same operations in float32, each rounded once, and an rms
+from the same samples. Torch is imported by the GPU's half alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from narrows.proto.codec import (
+    F32,
+    I8,
+    LIMITS,
+    RMS_SAMPLES_MAX,
+    PushChunk,
+    empty_f32,
+    encode_codes,
+    encode_push,
+    kernel,
+    piece_scales,
+    read_only,
+    sample_places,
+    values_of,
+)
+from narrows.proto.codec import warm_up as warm_up_codecs
+from narrows.proto.errors import ErrorCode, LocalProtocolError
+from narrows.proto.layout import BLOCK, Fragment
+from narrows.proto.messages import CodecName, RunSettings
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+SLICE: Final = 4 * BLOCK
+"""Elements adopted at once without a push; with one it is a chunk of it, decoded within cache."""
+
+DEVICE_BLOCK: Final = 1 << 24
+"""Elements coded at once on a GPU: enough to fill it, few enough to bound the memory that coding
+takes besides (17 bytes an element)."""
+
+NOTHING: Final = read_only(np.empty(0, np.float32))
+
+Values: TypeAlias = "F32 | Tensor"
+"""Float32 values (n,) of a fragment, where its parameters are."""
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """A published copy of a fragment. Neither array is written to after it is made."""
+
+    values: F32
+    """(n,) as the broker has it, bit for bit, in host memory."""
+    rounded: Values
+    """(n,) as the parameters can hold it, where they are; `values` itself if nothing differs."""
+
+
+class DeviceCodes(NamedTuple):
+    """A push as coded, on its device."""
+
+    scales: F32
+    """(k,), by piece; in host memory."""
+    codes: Tensor
+    """int8 (n,)."""
+
+
+@dataclass(frozen=True, eq=False)
+class CodedPush:
+    """A push that waits: its chunks for repair, and the values that its receiver holds."""
+
+    base: int
+    """Version that the parameters stood on."""
+    codec: CodecName
+    chunk_elements: int
+    chunks: tuple[PushChunk, ...]
+    on_device: DeviceCodes | None = None
+
+
+class Adoption(NamedTuple):
+    """The terms of the rule besides the parameters."""
+
+    old: Copy
+    new: Copy
+    push: CodedPush | None
+    keep: float
+    merged: bool
+
+
+class Snapshot(Protocol):
+    """A copy of the parameters and the version that they stand on, ready to be coded."""
+
+    def encode(self, fragment: Fragment, base: int, settings: RunSettings) -> CodedPush:
+        """Codes `published - parameters`, on a worker. Raises LocalProtocolError NOT_FINITE."""
+        ...
+
+
+# In host memory.
+
+
+@dataclass(frozen=True, eq=False)
+class HostSnapshot:
+    """Published copy and parameters, float32 (n,)."""
+
+    published: F32
+    local: F32
+
+    def encode(self, fragment: Fragment, base: int, settings: RunSettings) -> CodedPush:
+        """See Snapshot."""
+        chunks = encode_push(
+            fragment,
+            self.published,
+            self.local,
+            codec=settings.push_codec,
+            rho=settings.push_rho,
+            chunk_elements=settings.chunk_elements,
+        )
+        return CodedPush(base, settings.push_codec, settings.chunk_elements, tuple(chunks))
+
+
+@kernel
+def adopt_kernel(
+    params: F32, old: F32, new: F32, push: F32, keep: np.float32, merged: bool
+) -> None:
+    """The rule, in place. All are float32 (n,); `push` may be empty, which means 0."""
+    for i in range(params.size):
+        mine = push[i] if push.size else np.float32(0.0)
+        value = new[i]
+        # Without this test, 0 times a nan of the parameters would spoil the new copy.
+        if keep > np.float32(0.0):
+            value = value + keep * ((params[i] - old[i]) + mine)
+        params[i] = value if merged else value - mine
+
+
+def adopt_on_host(fragment: Fragment, views: Sequence[F32], rule: Adoption) -> None:
+    """The rule for a fragment whose pieces are `views`, float32 (count,), in host memory."""
+    old, new = rule.old.rounded, rule.new.rounded
+    assert isinstance(old, np.ndarray) and isinstance(new, np.ndarray), "copies on a device"
+    old, new, keep = read_only(old), read_only(new), np.float32(rule.keep)
+    for offset, count, push in _push_slices(fragment, rule.push):
+        bounds = fragment.spans(offset, count) + offset
+        for index, first, end in zip(
+            fragment.pieces_of(offset, count), bounds[:-1], bounds[1:], strict=True
+        ):
+            start = fragment.pieces[index].offset
+            params = views[index][first - start : end - start]
+            mine = push[first - offset : end - offset] if push.size else NOTHING
+            adopt_kernel(params, old[first:end], new[first:end], mine, keep, rule.merged)
+
+
+def warm_up() -> None:
+    """Loads every kernel that a learner runs: one that is loaded later would hold training up."""
+    warm_up_codecs()
+    values = np.ones(2, np.float32)
+    adopt_kernel(values, read_only(values), read_only(values), NOTHING, np.float32(0.5), False)
+
+
+def _push_slices(fragment: Fragment, push: CodedPush | None) -> Iterator[tuple[int, int, F32]]:
+    """(offset, count, values of the push or NOTHING), slice by slice."""
+    size = push.chunk_elements if push else SLICE
+    scratch = empty_f32(min(size, fragment.elements))
+    for index in range(fragment.chunk_count(size)):
+        offset, count = fragment.chunk(index, size)
+        if push is None:
+            yield offset, count, NOTHING
+        else:
+            push.chunks[index].decoded.values(scratch[:count])
+            yield offset, count, read_only(scratch[:count])
+
+
+# On a GPU. Encoding runs on a stream beside that of training, in the order of these rules:
+#
+# - Memory belongs to the stream on which it was allocated: torch hands it out again as soon as
+#   nobody refers to it, although work queued there may still use it. So whatever another stream
+#   reads is made known to it (`record_stream`).
+# - What training's stream has made is read after an event recorded there; what the stream beside
+#   has made is complete before it is handed over, because a worker waits for it.
+# - A thread's current device need not be that of the parameters: a stream is asked for by device.
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSnapshot:
+    """Published copy and parameters, float32 (n,), on their device."""
+
+    published: Tensor
+    local: Tensor
+    ready: torch.cuda.Event | None
+    """Happens when `local` is complete; the training thread does not wait for it."""
+
+    def encode(self, fragment: Fragment, base: int, settings: RunSettings) -> CodedPush:
+        """See Snapshot; only codes cross to the host."""
+        codec, size = settings.push_codec, settings.chunk_elements
+        with beside_training(self.local.device) as stream:
+            if stream is not None and self.ready is not None:
+                stream.wait_event(self.ready)
+                self.local.record_stream(stream)
+                self.published.record_stream(stream)
+            if codec not in LIMITS:
+                host = HostSnapshot(self.published.cpu().numpy(), self.local.cpu().numpy())
+                return host.encode(fragment, base, settings)
+            scales = self._scales(fragment, settings.push_rho)
+            codes = self._codes(fragment, scales, LIMITS[codec])
+            in_host_memory = _in_host_memory(codes)
+        chunks = tuple(encode_codes(fragment, codec, scales, in_host_memory, size))
+        return CodedPush(base, codec, size, chunks, DeviceCodes(scales, codes))
+
+    def _difference(self, places: slice | Tensor) -> Tensor:
+        return self.published[places] - self.local[places]
+
+    def _scales(self, fragment: Fragment, rho: float) -> F32:
+        import torch
+
+        places, bounds = sample_places(fragment.bounds, RMS_SAMPLES_MAX)
+        where = torch.from_numpy(places).to(self.local.device)
+        scales = piece_scales(self._difference(where).cpu().numpy(), bounds, rho).copy()
+        for piece in np.flatnonzero(scales == 0):
+            # A few large elements among zeros: the samples miss them, and they must travel.
+            span = slice(int(fragment.bounds[piece]), int(fragment.bounds[piece + 1]))
+            whole = self._difference(span).cpu().numpy()
+            scales[piece] = piece_scales(whole, np.array([0, whole.size]), rho)[0]
+        return read_only(scales)
+
+    def _codes(self, fragment: Fragment, scales: F32, limit: int) -> Tensor:
+        """int8 (n,) codes, block by block."""
+        import torch
+
+        device = self.local.device
+        codes = torch.empty(fragment.elements, dtype=torch.int8, device=device)
+        for index in range(fragment.chunk_count(DEVICE_BLOCK)):
+            offset, count = fragment.chunk(index, DEVICE_BLOCK)
+            pieces, bounds = fragment.pieces_of(offset, count), fragment.spans(offset, count)
+            own = torch.from_numpy(scales[pieces.start : pieces.stop].copy()).to(device)
+            lengths = torch.from_numpy(np.diff(bounds)).to(device)
+            steps = own.repeat_interleave(lengths, output_size=count)
+            value = self._difference(slice(offset, offset + count))
+            if not torch.isfinite(value).all():
+                raise LocalProtocolError(
+                    ErrorCode.NOT_FINITE,
+                    "outer gradient",
+                    expected="finite values",
+                    got="nan or inf",
+                )
+            inverse = torch.where(steps > 0, 1 / steps, torch.zeros_like(steps))
+            codes[offset : offset + count] = (value * inverse).clamp_(-limit, limit).round_()
+        return codes
+
+
+def snapshot_on_device(views: Sequence[Tensor], published: Tensor) -> DeviceSnapshot:
+    """Copies the pieces of a fragment on their device, and does not wait for the copy."""
+    import torch
+
+    local = torch.cat([view.reshape(-1).to(torch.float32) for view in views])
+    ready = None
+    if local.is_cuda:
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record(torch.cuda.current_stream(local.device))
+    return DeviceSnapshot(published, local, ready)
+
+
+def adopt_on_device(fragment: Fragment, views: Sequence[Tensor], rule: Adoption) -> None:
+    """The rule as torch expressions, piece by piece, on the training thread's stream."""
+    import torch
+
+    old, new = rule.old.rounded, rule.new.rounded
+    assert not isinstance(old, np.ndarray) and not isinstance(new, np.ndarray), "copies on the host"
+    push, codes, whole = rule.push, rule.push.on_device if rule.push else None, None
+    if push is not None and codes is None:  # A lossless push.
+        decoded = [chunk.decoded for chunk in push.chunks]
+        whole = torch.from_numpy(values_of(fragment, decoded)).to(new.device)
+    if new.is_cuda:
+        for tensor in (old, new) if codes is None else (old, new, codes.codes):
+            tensor.record_stream(torch.cuda.current_stream(new.device))
+    for index, (piece, view) in enumerate(zip(fragment.pieces, views, strict=True)):
+        span = slice(piece.offset, piece.offset + piece.count)
+        mine = None if whole is None else whole[span]
+        if codes is not None:
+            mine = codes.codes[span].to(torch.float32) * float(codes.scales[index])
+        value = new[span].clone()
+        if rule.keep > 0:
+            kept = view.reshape(-1).to(torch.float32) - old[span]
+            value += (kept if mine is None else kept + mine) * rule.keep
+        if mine is not None and not rule.merged:
+            value -= mine
+        view.copy_(value.view(view.shape))
+
+
+def to_device(values: F32, device: torch.device) -> Tensor:
+    """A float32 tensor (n,) on the device, complete when this returns. Runs on a worker."""
+    import torch
+
+    with beside_training(device) as stream:
+        # torch warns when it is lent read-only memory, even if it only reads there.
+        tensor = torch.from_numpy(values if values.flags.writeable else values.copy()).to(device)
+        if stream is not None:
+            stream.synchronize()
+    return tensor
+
+
+@contextmanager
+def beside_training(device: torch.device) -> Generator[torch.cuda.Stream | None]:
+    """Queues and allocates in the block on a stream of our own; yields None on a CPU."""
+    import torch
+
+    if device.type != "cuda":
+        yield None
+        return
+    if device not in _streams:
+        # Several workers may come here at once; only one of their streams is kept.
+        _streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(_streams[device]):  # It makes its device the current one, too.
+        yield _streams[device]
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _in_host_memory(codes: Tensor) -> I8:
+    import torch
+
+    if not codes.is_cuda:
+        return codes.numpy()
+    # Pinned memory, kept by torch for the next time: several times as fast as pageable memory.
+    host = torch.empty(codes.shape, dtype=codes.dtype, pin_memory=True)
+    host.copy_(codes, non_blocking=True)
+    torch.cuda.current_stream(codes.device).synchronize()
+    return host.numpy()

@@ -1,0 +1,610 @@
+"""A learner's decisions: joining, what to fetch and adopt, what to push, when to leave.
+
+Pure: it has no clock, no bytes and no parameters. Its events are methods, and `effects` is what the
+host performs after each of them (effects.py states both). It exchanges every fragment by the same
+rule, at the boundaries between two inner steps:
+
+- *Adopt, then push*, in this order for everybody. An adoption keeps a share of the steps that no
+  push has taken (`_keep`).
+- *Push while the round is open*, as far as this learner knows: the fragment is in the newest Beat,
+  and the parameters stand on that Beat's head. Answers to closed rounds would be merged a version
+  late for ever. A learner whose step takes longer than half a period pushes at every boundary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+from typing import Final, NamedTuple
+
+from narrows.learner.effects import Effect, Note, Send, SendChunks, SendLayout
+from narrows.learner.fragment import FragmentSession, Pushed, Standing
+from narrows.proto import messages as msg
+from narrows.proto import timing
+from narrows.proto.errors import ErrorCode, NarrowsError, Refused
+from narrows.proto.layout import build_table, fingerprint
+from narrows.proto.messages import DataKind, Mode, Phase, Role
+
+STEP_TIMES: Final = 8
+"""Newest step times whose median is the learner's own."""
+
+EXTRAPOLATION_MAX_S: Final = 10.0
+"""The run's clock goes on for so long without news from the broker."""
+
+FINAL_CODES: Final = frozenset(
+    {
+        ErrorCode.PROTOCOL_VERSION,
+        ErrorCode.LAYOUT_DIFFERS,
+        ErrorCode.WRONG_RUN,
+        ErrorCode.BAD_NAME,
+        ErrorCode.KEY_NAME,
+        ErrorCode.NOT_FINITE_SEED,
+    }
+)
+"""Refusals of a session that time does not heal."""
+
+RETRIED_S: Final = {
+    ErrorCode.NAME_IN_USE: timing.NAME_IN_USE_S,
+    ErrorCode.OVER_CAPACITY: timing.OVER_CAPACITY_S,
+}
+"""Refusals that end by themselves, and how long the learner says Hello again before it raises."""
+
+
+class Ledger(NamedTuple):
+    """Tokens of this incarnation, each counted once. The rest of `logged` is on its way."""
+
+    logged: int
+    merged: int
+    lost: int
+    """Their work was overwritten by an adoption."""
+
+
+class Session:
+    """One incarnation of a learner. Times are seconds on the caller's monotonic clock.
+
+    In the first `ramp_steps` steps the optimizer's moments are too young to be trusted: adoptions
+    keep nothing of them.
+    """
+
+    def __init__(
+        self, name: str, incarnation: str, layout: msg.Layout, now: float, *, ramp_steps: int = 0
+    ) -> None:
+        self.name, self.incarnation, self.layout = name, incarnation, layout
+        self.ramp_steps = ramp_steps
+        self.effects: list[Effect] = []
+        self.run_id = self.epoch = ""
+        self.settings = msg.RunSettings()
+        self.parts: tuple[FragmentSession, ...] = ()
+        """By fragment; empty before the first Welcome."""
+        self.beat: msg.Beat | None = None
+        self.ports: tuple[int, int] | None = None
+        """Ports of uplink and downlink, as the newest Welcome tells them."""
+        self.refused: Refused | None = None
+        """The broker refuses this learner for good; the training thread raises it."""
+        self.ended = False
+        """Bye is said: there is nothing left to wait for."""
+        self.steps = self.tokens = 0
+        self.loss: float | None = None
+        self.paused: str | None = None
+        self.connected = False
+        """A Welcome has come since the last sign that the connection is gone."""
+        self._fingerprint = fingerprint(layout)
+        self._told: tuple[msg.Held, ...] = ()
+        self._push_id = 0
+        self._step_times_s: deque[float] = deque(maxlen=STEP_TIMES)
+        self._step_s = 0.0
+        self._stepped_at: float | None = None
+        self._heard_at = self._data_at = self._beat_at = self._moved_at = now
+        self._hello_at = self._report_at = -math.inf
+        self._refused_since: float | None = None
+        self._finished: msg.Fragments = ()
+        self._leaving_at: float | None = None
+        self._offline_noted = False
+        self._clock_floor = 0.0
+
+    # What the training thread asks.
+
+    @property
+    def joined(self) -> bool:
+        """The parameters stand on the run."""
+        return bool(self.parts) and all(part.held >= 0 for part in self.parts)
+
+    @property
+    def phase(self) -> Phase:
+        """Where the run stands, as the broker told last."""
+        return self.beat.phase if self.beat else Phase.SEEDING
+
+    @property
+    def stopping(self) -> bool:
+        """No further inner step counts: the run ends, or this learner leaves."""
+        return self._leaving_at is not None or self.phase in (Phase.ENDING, Phase.ENDED)
+
+    @property
+    def final(self) -> bool:
+        """The parameters are the run's final model, bit for bit."""
+        return bool(self.parts) and all(part.standing is Standing.FINAL for part in self.parts)
+
+    def must_wait(self, now: float) -> bool:
+        """The next inner step must not begin yet; `join` adopts what comes meanwhile."""
+        if self.ended or self.refused or self.stopping:
+            return False
+        return self._offline_too_long(now) or any(map(self._in_lockstep, self.parts))
+
+    def run_tokens(self, now: float) -> float:
+        """The run's clock in tokens. Between two Beats it goes on at the rate that the broker told;
+        it never falls, except when the broker has gone back to an older state."""
+        if self.beat is not None:
+            ahead_s = min(max(0.0, now - self._beat_at), EXTRAPOLATION_MAX_S)
+            told = self.beat.run_tokens + self.beat.tokens_per_s * ahead_s
+            self._clock_floor = max(self._clock_floor, told)
+        return self._clock_floor
+
+    def health(self, now: float) -> str:
+        """One word: refused, final, ended, offline, joining, waiting or connected."""
+        if self.refused or self.ended:
+            return "refused" if self.refused else "final" if self.final else "ended"
+        if not self.connected:
+            return "offline" if self.joined else "joining"
+        return "joining" if not self.joined else "waiting" if self.must_wait(now) else "connected"
+
+    @property
+    def waits_for(self) -> str:
+        """A phrase for what a learner that has not joined yet still needs."""
+        lacking = [part.index for part in self.parts if part.held < 0]
+        seeding = not self.beat or not self.beat.heads
+        return "it waits for version 0" if seeding else f"it waits for fragments {lacking}"
+
+    @property
+    def ledger(self) -> Ledger:
+        """Fates of the logged tokens; a fragment has its share of each token."""
+        count = max(1, len(self.parts))
+        merged = sum(part.merged_tokens for part in self.parts) // count
+        return Ledger(self.tokens, merged, sum(part.lost_tokens for part in self.parts) // count)
+
+    # Control.
+
+    def control(self, message: msg.ControlMessage, now: float) -> None:
+        """A control message of the broker."""
+        if self.ended:
+            return
+        self._heard_at = now
+        match message:
+            case msg.Welcome():
+                self._welcome(message, now)
+            case msg.Beat():
+                self._take_beat(message, now)
+            case msg.Fetch():
+                self._serve(message)
+            case msg.Refuse():
+                self._take_refusal(message, now)
+            case msg.Bye():
+                self.connected = False  # It does not know us, or stops.
+            case _:
+                self._note("unexpected", f"{type(message).__name__} is not for learners", True)
+        self.tick(now)
+
+    def lost(self, now: float) -> None:
+        """The connection is another one: say Hello at once."""
+        self.connected, self._hello_at = False, -math.inf
+        self.tick(now)
+
+    def _welcome(self, welcome: msg.Welcome, now: float) -> None:
+        epoch, settings = welcome.beat.epoch, welcome.settings
+        if not self._open(settings):
+            return
+        renewed = epoch != self.epoch
+        if renewed and self.epoch and self._told != self._holds():
+            # A copy was completed after the Hello that this answers: the broker has not compared
+            # it with its history yet.
+            self._hello(now)
+            return
+        self.connected, self.run_id, self.epoch = True, welcome.run_id, epoch
+        self.ports = welcome.uplink_port, welcome.downlink_port
+        self.settings, self._refused_since, self._offline_noted = settings, None, False
+        if renewed:
+            self._renew(welcome.go_back)
+        self._take_beat(welcome.beat, now)
+        for part in self.parts:
+            part.expect(settings, now, pull=True)
+            if part.pushed is Pushed.WAITING:
+                self._announce(part, whole=renewed)
+        if welcome.role is Role.SEED and not any(part.tip >= 0 for part in self.parts):
+            self.effects.append(SendLayout())
+            for part in self.parts:
+                self.effects.append(SendChunks(DataKind.SEED, part.index, 0, None))
+        # At once: a new life of the broker knows neither what we hold nor how fast we are.
+        self._report(now)
+
+    def _open(self, settings: msg.RunSettings) -> bool:
+        """Cuts the model at the first Welcome; False: this run cannot go on with this model."""
+        sizes = settings.chunk_elements, settings.state_chunk_elements
+        if any(size & (size - 1) for size in sizes):
+            self.refused = Refused(
+                ErrorCode.BAD_MESSAGE,
+                "the broker cuts fragments into chunks that nobody can decode one by one",
+                expected="powers of two as chunk_elements and state_chunk_elements",
+                got=" and ".join(map(str, sizes)),
+                remedy="install the same version of narrows on both sides",
+            )
+            return False
+        if not self.parts:
+            try:
+                table = build_table(self.layout.entries, settings.fragments)
+            except NarrowsError as error:
+                self.refused = refused(error.code, error)
+                return False
+            self.parts = tuple(FragmentSession(fragment) for fragment in table)
+        if len(self.parts) != settings.fragments:
+            self.refused = Refused(
+                ErrorCode.WRONG_RUN,
+                "the broker cuts the model into another number of fragments than before",
+                expected=str(len(self.parts)),
+                got=str(settings.fragments),
+                remedy="start this learner again",
+            )
+        return self.refused is None
+
+    def _renew(self, go_back: msg.Fragments) -> None:
+        """The broker has begun another life: what was on its way is gone with the old one."""
+        self._clock_floor = 0.0
+        for part in self.parts:
+            if part.index in go_back:
+                self.effects += part.go_back()
+            part.new_epoch()
+        if go_back:
+            text = (
+                f"fragments {list(go_back)}: the broker's history is another, taking its versions"
+            )
+            self._note("went_back", text, True, fragments=list(go_back))
+
+    def _take_beat(self, beat: msg.Beat, now: float) -> None:
+        if beat.epoch != self.epoch or len(beat.heads) not in (0, len(self.parts)):
+            self.connected = False  # Another life of the broker, which has not met us.
+            return
+        self.beat, self._beat_at = beat, now
+        for part, head in zip(self.parts, beat.heads, strict=False):  # No heads before version 0.
+            part.note_head(head)
+
+    def _serve(self, fetch: msg.Fetch) -> None:
+        """The broker lacks chunks. What it asks for may be settled meanwhile: then nothing."""
+        if fetch.kind is DataKind.LAYOUT:
+            self.effects.append(SendLayout())
+        elif fetch.fragment < len(self.parts):
+            part = self.parts[fetch.fragment]
+            waits = part.pushed is Pushed.WAITING and part.push_id == fetch.push_id
+            seeds = fetch.kind is DataKind.SEED and part.held < 0
+            if seeds or (fetch.kind is DataKind.PUSH and waits):
+                effect = SendChunks(fetch.kind, fetch.fragment, fetch.push_id, fetch.chunks)
+                self.effects.append(effect)
+
+    def _take_refusal(self, refuse: msg.Refuse, now: float) -> None:
+        code = _code(refuse.code)
+        if refuse.push_id:
+            if refuse.fragment < len(self.parts):
+                self.effects += self.parts[refuse.fragment].give_up(refuse.push_id)
+                self._note("push_refused", _text(refuse), True, fragment=refuse.fragment)
+            return
+        if code not in FINAL_CODES and code not in RETRIED_S:
+            self._note("refused", _text(refuse), True)
+            return
+        self.connected = False
+        since = self._refused_since = now if self._refused_since is None else self._refused_since
+        if now - since >= RETRIED_S.get(code, 0.0):
+            self.refused = refused(code, refuse)
+        elif since == now:
+            self._note("refused", f"{_text(refuse)}; trying again", True)
+
+    # Data.
+
+    def chunk(self, header: msg.Header, now: float) -> bool:
+        """Whether a chunk is wanted. The host keeps its payload, then calls `settle`."""
+        known = header.epoch == self.epoch and header.fragment < len(self.parts)
+        if not known or header.kind not in (DataKind.PUBLICATION, DataKind.STATE):
+            return False
+        if header.learner not in ("", self.incarnation):
+            return False  # Its push_id tells the outcome of somebody else's push.
+        self._data_at = now
+        return self.parts[header.fragment].chunk(header, self.settings, now)
+
+    def settle(self, fragment: int, now: float) -> None:
+        """A wanted chunk is kept: makes the copy that is complete, asks on."""
+        self.effects += self.parts[fragment].next_assembly()
+        self._ask(now)
+
+    def assembled(self, header: msg.Header, now: float, *, agrees: bool) -> bool:
+        """A copy is made; `header` is that of its chunk 0, which tells whose pushes it holds.
+
+        True: it is the fragment's newest published copy, and the host keeps it.
+        """
+        if header.epoch != self.epoch:
+            return False
+        part = self.parts[header.fragment]
+        is_tip = part.assembled(header, self.incarnation, self.settings, now, agrees=agrees)
+        if not agrees:
+            text = f"fragment {part.index}: version {header.version} is damaged, fetching the state"
+            self._note("digest_differs", text, True, fragment=part.index, version=header.version)
+        if part.pushed is Pushed.MERGED:
+            self._moved_at = now
+        self.effects += part.next_assembly()
+        self.tick(now)
+        return is_tip
+
+    # The training thread.
+
+    def boundary(self, tokens: int, loss: float | None, now: float) -> None:
+        """After an inner step of `tokens` tokens: adopt what is here, then push what is due."""
+        self.steps, self.tokens, self.loss = self.steps + 1, self.tokens + tokens, loss
+        if self._stepped_at is not None:
+            self._step_times_s.append(now - self._stepped_at)
+            self._step_s = median(self._step_times_s)
+        self._stepped_at = now
+        for part in self.parts:
+            part.step(tokens)
+        self._exchange()
+        if self.connected and now >= self._report_at + timing.REPORT_S:
+            self._report(now)
+        self.tick(now)
+
+    def join(self, now: float) -> None:
+        """Between two steps, while none is made: before the first, in lockstep, at the end."""
+        self._stepped_at = None  # The wait is no part of a step's time.
+        was_joined = self.joined
+        self._exchange()
+        if self.joined and not was_joined and self.connected:
+            self._report(now)
+        self.tick(now)
+
+    def encoded(self, fragment: int, push_id: int, now: float) -> None:
+        """The push is coded: it is announced and sent."""
+        part = self.parts[fragment]
+        if part.encoded(push_id):
+            self._moved_at = now
+            self._announce(part, whole=True)
+        self.tick(now)
+
+    def sent(self, now: float) -> None:
+        """A chunk of this learner has left: what it waits for is under way."""
+        self._moved_at = now
+
+    def encode_failed(
+        self, fragment: int, push_id: int, now: float, *, reason: str, finite: bool = True
+    ) -> None:
+        """The push cannot be coded. Not `finite`: the parameters are nan or inf, so they are set
+        back to the newest version, or this learner would never learn again."""
+        effects = self.parts[fragment].give_up(push_id, finite=finite)
+        if effects:
+            self._note("encode_failed", f"fragment {fragment}: {reason}", True, fragment=fragment)
+        self.effects += effects
+        self.tick(now)
+
+    def pause(self, reason: str, now: float) -> None:
+        """The loop makes no steps for a while, so no round should wait for it."""
+        self._set_paused(reason, now)
+
+    def resume(self, now: float) -> None:
+        """The loop makes steps again."""
+        self._set_paused(None, now)
+
+    def leave(self, now: float) -> None:
+        """The loop is over: push what is left, wait for what is merged or final, then Bye.
+
+        Gives up when nothing has moved for LEAVE_S, and after LEAVE_MAX_S in any case; then
+        `final` and `lacks` tell what the parameters are.
+        """
+        if self._leaving_at is None:
+            self._leaving_at = self._moved_at = now
+            self.pause("leaving", now)
+        self.tick(now)
+
+    def abandon(self) -> None:
+        """Leaves at once, whatever is on its way."""
+        if not self.ended:
+            self.effects.append(Send(msg.Bye("the loop was broken off")))
+            self.ended = True
+
+    @property
+    def lacks(self) -> str:
+        """A phrase for what a learner that has left did not get, for its user; "" for nothing."""
+        if self.phase in (Phase.ENDING, Phase.ENDED):
+            return "" if self.final else "the run's final model"
+        open_ = [part.index for part in self.parts if not part.finished]
+        return f"the outcome of its last pushes, of fragments {open_}" if open_ else ""
+
+    def _set_paused(self, reason: str | None, now: float) -> None:
+        self.paused, self._stepped_at = reason, None  # The pause is no part of a step's time.
+        if self.connected and not self.ended:
+            self._report(now)
+
+    def _exchange(self) -> None:
+        """Adopts, then pushes, fragment by fragment."""
+        if self.ended:
+            return
+        ended = self.phase is Phase.ENDED
+        for part in self.parts:
+            if ended and part.tip == part.head >= 0 and part.standing is not Standing.FINAL:
+                self.effects += part.adopt(0.0, final=True)
+            elif not ended and part.can_adopt:
+                self.effects += part.adopt(self._keep(part))
+            if not ended and self._pushes(part):
+                self._push_id += 1
+                self.effects += part.snapshot(self._push_id)
+
+    def _keep(self, part: FragmentSession) -> float:
+        """The share of the unpushed work that an adoption keeps."""
+        if self._slow:
+            return 1.0  # It is pushed whole at this very boundary.
+        if part.behind > 1 or self.steps <= self.ramp_steps:
+            return 0.0  # Old work on an old point, or steps of an optimizer that warms up.
+        return 1.0 if self.stopping else self.settings.keep
+
+    def _pushes(self, part: FragmentSession) -> bool:
+        """Whether the unpushed work of a fragment becomes a push at this boundary."""
+        ready = part.standing is Standing.BASED and part.pushed is Pushed.NONE and part.steps > 0
+        if not ready or self.beat is None:
+            return False
+        if self.stopping:
+            return True
+        if self.settings.mode is Mode.DILOCO:
+            return part.steps >= self.settings.sync_period_steps
+        # That Beat's head, not the newest that is known: its round is over once a later one exists.
+        is_open = part.index in self.beat.collecting and self.beat.heads[part.index] == part.held
+        return self.connected and (self._slow or is_open)
+
+    @property
+    def _slow(self) -> bool:
+        """A step takes longer than half a period, so this learner meets open rounds by luck."""
+        if self.beat is None or self.settings.mode is Mode.DILOCO:
+            return False
+        return 0 < self.beat.period_s * timing.LATE_STEP_PERIODS < self._step_s
+
+    def _in_lockstep(self, part: FragmentSession) -> bool:
+        """In mode diloco: the version that holds the push is waited for, tau steps after it."""
+        if self.settings.mode is not Mode.DILOCO:
+            return False
+        if part.push is None:
+            # The Beat of a version says whether the run goes on: nobody may train past the goal.
+            heads = self.beat.heads if self.beat else ()
+            return part.index >= len(heads) or heads[part.index] < part.held
+        # A version without the push was merged by others, who took this learner for lost.
+        passed_by = part.held > part.push.base
+        steps = self.settings.sync_period_steps if passed_by else self.settings.overlap_steps
+        return part.steps >= steps
+
+    def _offline_too_long(self, now: float) -> bool:
+        limit_s = self.settings.max_offline_s
+        too_long = bool(limit_s) and not self.connected and now - self._heard_at > limit_s
+        if too_long and not self._offline_noted:
+            self._offline_noted = True
+            self._note(
+                "paused", f"the broker was not heard for {limit_s:.0f} s: training pauses", True
+            )
+        return too_long
+
+    def _announce(self, part: FragmentSession, *, whole: bool) -> None:
+        """Tells of a waiting push; the broker does not answer if it has merged it already."""
+        assert part.push is not None, part
+        if self.connected:
+            self.effects.append(Send(part.push))
+        if whole:
+            effect = SendChunks(DataKind.PUSH, part.index, part.push.push_id, None)
+            self.effects.append(effect)
+
+    # Time.
+
+    def tick(self, now: float) -> None:
+        """Says Hello while offline; else reports, asks for what is missing, and leaves when due."""
+        if self.ended or self.refused:
+            return
+        if self.connected and now >= self._heard_at + timing.SILENT_S:
+            self.connected = False
+        if not self.connected:
+            if now >= self._hello_at + timing.HELLO_S:
+                self._hello(now)
+        else:
+            finished = tuple(part.index for part in self.parts if part.finished)
+            news = self.phase is Phase.ENDING and finished != self._finished
+            if news or now >= self._report_due:
+                self._report(now)
+            self._ask(now)
+        self._end_if_due(now)
+
+    def deadline(self, now: float) -> float:
+        """The time of the next `tick` if nothing happens."""
+        if self.ended or self.refused:
+            return math.inf
+        times = [math.inf if self._leaving_at is None else now + timing.REPORT_S]
+        if not self.connected:
+            return min(*times, self._hello_at + timing.HELLO_S)
+        times += [part.deadline(now) for part in self.parts if part.arriving]
+        return min(*times, self._report_due, self._heard_at + timing.SILENT_S)
+
+    @property
+    def _report_due(self) -> float:
+        # The broker takes step times from Reports: one at a boundary is exact, so it goes first.
+        return self._report_at + timing.REPORT_S + min(self._step_s, timing.REPORT_S)
+
+    def _hello(self, now: float) -> None:
+        self._hello_at, self._told = now, self._holds()
+        hello = msg.Hello(
+            msg.PROTOCOL, self.name, self.incarnation, self.run_id, self.epoch, self._fingerprint,
+            self._told,
+        )  # fmt: skip
+        self.effects.append(Send(hello))
+
+    def _holds(self) -> tuple[msg.Held, ...]:
+        return tuple(part.told for part in self.parts)
+
+    def _report(self, now: float) -> None:
+        self._report_at = now
+        self._finished = tuple(part.index for part in self.parts if part.finished)
+        ending = self.phase is Phase.ENDING
+        report = msg.Report(
+            self.steps, self.tokens, self.loss, tuple(part.held for part in self.parts),
+            paused=self.paused, finished=self._finished if ending else (),
+        )  # fmt: skip
+        self.effects.append(Send(report))
+
+    def _ask(self, now: float) -> None:
+        if not self.connected:
+            return
+        room = self.settings.window_messages - sum(part.asked for part in self.parts)
+        for part in self.parts:
+            part.expect(self.settings, now, pull=False)
+            if part.arriving:
+                for fetch in part.asks(now, self._data_at, room):
+                    self.effects.append(Send(fetch))
+                    room -= sum(count for _, count in fetch.chunks)
+
+    def _end_if_due(self, now: float) -> None:
+        """Says Bye once the final model is adopted, or once leaving has nothing to wait for."""
+        ending = self.phase in (Phase.ENDING, Phase.ENDED)
+        if self.phase is Phase.ENDED and self.final:
+            self._end("the run has ended", now)
+        elif self._leaving_at is not None:
+            # In a run that ends, a broker that is here decides how long the last rounds may take.
+            moved_at = max(self._moved_at, self._heard_at) if ending else self._moved_at
+            if not ending and all(part.finished for part in self.parts):
+                self._end("the loop has ended", now)
+            elif now >= moved_at + timing.LEAVE_S or (
+                not ending and now >= self._leaving_at + timing.LEAVE_MAX_S
+            ):
+                self._note("left", f"leaves without {self.lacks}", True)
+                self._end(f"leaves without {self.lacks}", now)
+
+    def _end(self, reason: str, now: float) -> None:
+        if self.connected:
+            self._report(now)
+        self.effects.append(Send(msg.Bye(reason[: msg.TEXT_CHARACTERS_MAX])))
+        self.ended = True
+
+    def _note(self, event: str, text: str, warning: bool = False, **fields: object) -> None:
+        self.effects.append(Note(event, text, fields, warning))
+
+    def check(self) -> None:
+        """Asserts what always holds; the simulator calls it after every event."""
+        for part in self.parts:
+            part.check()
+            assert part.push is None or 0 < part.push.push_id <= self._push_id, part
+        ids = [part.push.push_id for part in self.parts if part.push]
+        assert len(ids) == len(set(ids)), ids
+        ledger = self.ledger
+        assert ledger.merged + ledger.lost <= ledger.logged, ledger
+
+
+def refused(code: ErrorCode, why: NarrowsError | msg.Refuse) -> Refused:
+    """The error that the training thread raises."""
+    details = {"expected": why.expected, "got": why.got, "remedy": why.remedy}
+    return Refused(code, why.message, **details)
+
+
+def _code(text: str) -> ErrorCode:
+    """The code of a refusal; one that this version does not know refuses a message, no session."""
+    try:
+        return ErrorCode(text)
+    except ValueError:
+        return ErrorCode.BAD_MESSAGE
+
+
+def _text(refuse: msg.Refuse) -> str:
+    return f"{refuse.code}: {refuse.message} {refuse.remedy}".rstrip()

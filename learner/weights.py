@@ -1,0 +1,206 @@
+"""Notices whatever changes the parameters besides the optimizer and the exchange.
+
+Four faults would spoil a run without a sound: parameters that train and do not travel, an optimizer
+that undoes adoptions from master weights of its own, averaged or best weights that are swapped in
+and left there, and buffers that drift apart. Each is named, with the remedy.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from narrows.learner.parameters import Parameters, clean_name, misuse
+
+SAMPLED_TENSORS: Final = 16
+SAMPLED_ELEMENTS: Final = 16
+
+CLEARLY: Final = 4.0
+"""One distance is clearly larger than another from this ratio on."""
+
+UNDONE_RUNNING: Final = 2
+"""Adoptions undone one after the other before it is called a fault."""
+
+KEPT_ENOUGH: Final = 8
+"""Adoptions seen to last after which an optimizer is trusted: to compare waits for the device."""
+
+_log = logging.getLogger("narrows.learner")
+
+
+class WeightWatch:
+    """Follows a few elements of the parameters through steps and adoptions."""
+
+    def __init__(self, parameters: Parameters, optimizers: Sequence[Optimizer]) -> None:
+        self._parameters, self._optimizers = parameters, optimizers
+        self._known: dict[int, Tensor] = {}
+        """By id, tensors that travel or are known to stay; kept, so that no other gets the id."""
+        self._know(t for t in parameters.module.parameters() if t.requires_grad)
+        self._buffers = self._buffer_samples()
+        self._warned_of: set[str] = set()
+        self._adopted = False
+        self._undone = self._kept = 0
+        self._marks: list[tuple[int, int]] = []
+        self._before: Tensor | None = None
+        """Sample after the newest step, before what was adopted there."""
+        self._after: Tensor | None = None
+        """The same after it."""
+        self._step: Tensor | None = None
+        """Change made by a step that no adoption preceded: how far a step goes."""
+        self._judged = False
+        """An adoption is to be judged by the coming step."""
+
+    def start(self) -> None:
+        """Call before joining. Raises LocalProtocolError MISUSE for parameters of the model that
+        train and do not travel, and for optimizers that hold none of those that do. Others may be
+        meant to stay here: a warning names them."""
+        self._raise_for_strangers(self._parameters.module.parameters())
+        if not any(id(tensor) in self._known for tensor in self._optimized()):
+            raise misuse(
+                "the optimizer holds no parameter of this model",
+                expected="an optimizer over model.parameters()",
+                remedy="Make it after whatever replaces the parameters. One that keeps master"
+                " weights of its own cannot take part.",
+            )
+        outside = self._strangers(self._optimized())
+        self._know(outside)
+        if outside:
+            self._warn(
+                f"parameters of the optimizer do not travel, each learner keeps its own:"
+                f" {self._described(outside)}"
+            )
+
+    def before_step(self) -> None:
+        """Call before the optimizer's step: compares with the end of the last boundary."""
+        if self._after is None or self._marks == self._marked():
+            return
+        if not torch.equal(self._after, self._sample()):  # Swapped in and back is no change.
+            self._warn(
+                "something else than the optimizer has changed the parameters since the last step;"
+                " the change travels to all learners. If averaged or best weights were swapped in,"
+                " swap them back before the next step"
+            )
+
+    def stepped(self) -> None:
+        """Call after the optimizer's step, before anything is adopted. Raises LocalProtocolError
+        MISUSE for new parameters that train and do not travel, and for an optimizer that took back
+        two adoptions running."""
+        self._raise_for_strangers(self._optimized())
+        sample = self._sample()
+        if self._judged and self._before is not None and self._after is not None:
+            self._judge(self._before, self._after, sample)
+        elif self._after is not None:
+            self._step = sample - self._after
+        else:
+            self.look_at_buffers()  # A buffer that changes at all does so at the first step.
+        self._before, self._judged = sample, False
+
+    def adopted(self) -> None:
+        """Call when the exchange has moved parameters at this boundary."""
+        self._adopted = True
+
+    def boundary_over(self) -> None:
+        """Call at the end of a boundary: what changes from now on is nobody's step."""
+        self._marks = self._marked()
+        self._judged = self._adopted and self._kept < KEPT_ENOUGH and self._step is not None
+        self._after = self._sample() if self._adopted else self._before
+        self._adopted = False
+
+    def look_at_buffers(self) -> None:
+        """Warns of persistent buffers that have changed: they do not travel."""
+        now = self._buffer_samples()
+        changed = [name for name, sample in now.items() if self._buffers.get(name) != sample]
+        if changed:
+            names = ", ".join(changed)
+            self._warn(f"buffers change but do not travel, each learner keeps its own: {names}")
+
+    def _judge(self, before: Tensor, after: Tensor, now: Tensor) -> None:
+        """Judges the adoption from `before` to `after` by the step from there to `now`.
+
+        A step from master weights leads back to where the weights were before. An honest step may
+        do so by chance, if the adoption was about one step long: therefore it must be longer, and
+        only two cases running raise.
+        """
+        assert self._step is not None
+        moved = after != before
+        adoption, back, step = (
+            float((change * moved).norm()) for change in (after - before, now - before, self._step)
+        )
+        if adoption > CLEARLY * step:
+            undone = adoption > CLEARLY * back
+            self._undone, self._kept = (self._undone + 1, 0) if undone else (0, self._kept + 1)
+        if self._undone >= UNDONE_RUNNING:
+            raise misuse(
+                "the optimizer's step took back what was adopted, twice running: it seems to keep"
+                " master weights of its own and to copy them over the model's parameters",
+                expected="steps that start from the values of the model's parameters",
+                remedy="Use an optimizer that updates the model's parameters themselves, for"
+                " instance on a float32 model under torch.autocast.",
+            )
+
+    def _marked(self) -> list[tuple[int, int]]:
+        tensors = self._parameters.tensors
+        return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+
+    def _sample(self) -> Tensor:
+        """A few elements of tensors all over the model, of those on the device of the first."""
+        tensors = self._parameters.tensors
+        stride = math.ceil(len(tensors) / SAMPLED_TENSORS)
+        device = tensors[0].device
+        chosen = [tensor for tensor in tensors[::stride] if tensor.device == device]
+        return torch.cat([_elements(tensor.detach()) for tensor in chosen])
+
+    def _optimized(self) -> Iterator[Tensor]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def _know(self, tensors: Iterable[Tensor]) -> None:
+        self._known.update((id(tensor), tensor) for tensor in tensors)
+
+    def _strangers(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return [t for t in tensors if t.requires_grad and id(t) not in self._known]
+
+    def _raise_for_strangers(self, tensors: Iterable[Tensor]) -> None:
+        if strangers := self._strangers(tensors):
+            raise misuse(
+                f"parameters train that do not travel: {self._described(strangers)}",
+                expected="those that required gradients when the Learner was made",
+                remedy="Unfreeze or add what trains before the Learner is made, at every learner,"
+                " in a run of its own. Or keep it frozen.",
+            )
+
+    def _described(self, tensors: Sequence[Tensor]) -> str:
+        named = self._parameters.module.named_parameters(remove_duplicate=False)
+        names = {id(tensor): repr(clean_name(name)) for name, tensor in named}
+        return ", ".join(
+            names.get(id(t), f"one of shape {tuple(t.shape)} outside of the model") for t in tensors
+        )
+
+    def _buffer_samples(self) -> dict[str, list[float]]:
+        """A few elements of each persistent floating-point buffer."""
+        module = self._parameters.module
+        persistent = module.state_dict(keep_vars=True).keys()
+        return {
+            clean_name(name): _elements(buffer.detach()).tolist()
+            for name, buffer in module.named_buffers()
+            if name in persistent and buffer.is_floating_point() and buffer.numel()
+        }
+
+    def _warn(self, line: str) -> None:
+        if line not in self._warned_of:
+            self._warned_of.add(line)
+            _log.warning("%s", line)
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """At most SAMPLED_ELEMENTS elements as a float32 copy on the same device."""
+    while tensor.dim() > 1:
+        tensor = tensor[tensor.shape[0] // 2]
+    flat = tensor.reshape(-1)
+    return flat[:: math.ceil(flat.numel() / SAMPLED_ELEMENTS)].to(torch.float32, copy=True)

@@ -1,0 +1,330 @@
+"""The bytes of one chunk, and back. Hostile input stops here: peers wrote what a decoder reads.
+
+A chunk is cut into spans at the bounds of the tensor pieces. Payloads, little-endian:
+
+- `int4-zstd`, `int8-zstd`: one bfloat16 scale per span, then one zstd frame (with content size) of
+  the codes: packed in pairs, -7..7 (kernels.pack), or a byte each, -127..127. The value of an
+  element is scale * code. A scale is 0 or from 2**-100 to 2**100, so that this product and the
+  encoder's are exact and finite in float32.
+- `f32-blosc2`: float32 values as one Blosc2 chunk (see `_check_blosc2`), all finite.
+
+A decoder trusts the bounds alone, which are local: they give the exact size of the content before
+a byte of it is read. It raises RemoteProtocolError and nothing else.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, cast
+
+import blosc2
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from narrows.proto.codec import kernels
+from narrows.proto.codec.kernels import F32, F64, I8, I64, RUN, U8, U16, fits, read_only
+from narrows.proto.codec.memory import empty_f32, empty_u8
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.messages import CodecName
+
+LIMITS: Final[dict[CodecName, int]] = {"int4-zstd": 7, "int8-zstd": 127}
+"""Largest magnitude of a code, per codec that has codes. -8 and -128 have no positive twin."""
+
+SCALE_MIN: Final = 2.0**-100
+"""Smallest scale but 0. Below it, products with codes could be subnormal, hence inexact."""
+
+SCALE_MAX: Final = 2.0**100
+"""Largest scale. 127 times it is finite, and no honest outer gradient comes near it."""
+
+_SCALE_BITS_MIN: Final = 27 << 7
+_SCALE_BITS_MAX: Final = 227 << 7
+"""SCALE_MIN and SCALE_MAX as bfloat16 bit patterns."""
+
+WINDOW_BYTES_MAX: Final = 8 << 20
+"""Largest zstd window that is accepted; our own frames need no more than their content."""
+
+LEVEL: Final = 1
+"""zstd's level, in both kinds of payload. Higher ones are slower and gain nothing here;
+levels below 0 leave the entropy coder out."""
+
+_compress_blosc2 = cast(Callable[..., bytes], blosc2.compress2)
+_decompress_blosc2 = cast(Callable[..., Any], blosc2.decompress2)
+
+# Idle contexts. One serves one thread at a time, and making one costs as much as compressing ten
+# thousand codes; pop and append of a list are atomic, so threads share them without a lock.
+_compressors: list[zstandard.ZstdCompressor] = []
+_decompressors: list[zstandard.ZstdDecompressor] = []
+
+Content: TypeAlias = I8 | U8 | F32
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DecodedChunk:
+    """The checked content of a payload, as compact as it came: a broker holds many at once."""
+
+    codec: CodecName
+    bounds: I64
+    """(s + 1,) bounds of the spans, from 0 to `count`."""
+    scales: F32
+    """(s,); all 1 for `f32-blosc2`."""
+    codes: Content
+    """int8 (n,), uint8 ((n + 1) // 2,) packed codes, or float32 (n,). Read-only."""
+
+    def __post_init__(self) -> None:
+        assert self.scales.size == self.bounds.size - 1, f"{self.scales.size} scales"
+        assert self.codes.nbytes == content_bytes(self.codec, self.count), self.codes.shape
+
+    @property
+    def count(self) -> int:
+        """Elements of the chunk."""
+        return int(self.bounds[-1])
+
+    @property
+    def coded(self) -> bool:
+        """Whether the values are whole multiples of a scale."""
+        return self.codec in LIMITS
+
+    def values(self, out: F32) -> None:
+        """out (n,) = the values, exact."""
+        assert fits(out, self.count, writable=True), f"{out.dtype} {out.shape}"
+        if self.coded:
+            kernels.scale_codes(self._all_codes(), self.bounds, self.scales, out)
+        else:
+            out[:] = self.floats()
+
+    def add_to(self, base: F32, out: F32) -> None:
+        """out (n,) = base + the values; where a value is 0, the bits of base. May be in place.
+
+        The product scale * code is exact, so the sum is rounded once, with or without a fused
+        multiply-add, and every machine gets the same bits.
+        """
+        assert fits(base, self.count), f"{base.dtype} {base.shape}"
+        assert fits(out, self.count, writable=True), f"{out.dtype} {out.shape}"
+        if self.coded:
+            codes = self._all_codes()
+            kernels.add_codes(read_only(base), codes, self.bounds, self.scales, out)
+        else:
+            kernels.add_nonzero(read_only(base), self.floats(), out)
+
+    def square_sums(self) -> F64:
+        """(s,) sums of value**2 of the spans, float64.
+
+        Exact for codes: an integer of at most 34 bits times scale**2. Otherwise summed in lanes
+        (kernels.lane_square_sums).
+        """
+        if not self.coded:
+            return kernels.float_square_sums(self.floats(), self.bounds)
+        integers = np.empty(self.scales.size, np.int64)
+        kernels.code_square_sums(self._all_codes(), self.bounds, integers)
+        return integers * self.scales.astype(np.float64) ** 2
+
+    def codes_of(self, first: int, end: int, scratch: I8) -> I8:
+        """The codes first..end, one byte each, read-only; they may lie in `scratch`.
+
+        `first` is a multiple of RUN, because packed codes can be cut there only. So is `end`,
+        unless it is `count`.
+        """
+        assert self.coded, self.codec
+        assert 0 <= first <= end <= self.count, f"{first} to {end} of {self.count}"
+        assert first % RUN == 0 and (end % RUN == 0 or end == self.count), f"{first} to {end}"
+        if self.codec == "int8-zstd":
+            return read_only(self.codes.view(np.int8)[first:end])
+        codes = scratch[: end - first]
+        kernels.unpack(self.codes.view(np.uint8)[first // 2 : (end + 1) // 2], codes)
+        return read_only(codes)
+
+    def floats(self, first: int = 0, end: int | None = None) -> F32:
+        """The values first..end of a chunk without codes, read-only."""
+        assert not self.coded, self.codec
+        return self.codes.view(np.float32)[first:end]
+
+    def _all_codes(self) -> I8:
+        return self.codes_of(0, self.count, empty_u8(self.count).view(np.int8))
+
+
+def content_bytes(codec: CodecName, count: int) -> int:
+    """Bytes of `count` elements before compression."""
+    return {"int4-zstd": (count + 1) // 2, "int8-zstd": count, "f32-blosc2": 4 * count}[codec]
+
+
+def payload_bytes_max(codec: CodecName, count: int, spans: int) -> int:
+    """Largest payload of `count` elements in `spans` spans, in bytes."""
+    assert count > 0 and spans > 0, f"{spans} spans of {count} elements"
+    size_bytes = content_bytes(codec, count)
+    if codec not in LIMITS:
+        return size_bytes + _BLOSC2_HEADER.size
+    # ZSTD_compressBound of zstd.h.
+    margin = ((128 << 10) - size_bytes) >> 11 if size_bytes < 128 << 10 else 0
+    return 2 * spans + size_bytes + (size_bytes >> 8) + margin
+
+
+def code_payload(
+    codec: CodecName, codes: I8, bounds: I64, scales: F32
+) -> tuple[bytes, DecodedChunk]:
+    """The payload of codes (n,) within the codec's limit, and what its receiver will hold."""
+    content: Content = read_only(codes)
+    if codec == "int4-zstd":
+        packed = empty_u8(content_bytes(codec, codes.size))
+        kernels.pack(read_only(codes).view(np.uint8), packed)
+        content = read_only(packed)
+    halves = (scales.view(np.uint32) >> np.uint32(16)).astype("<u2")
+    # The decoder's check: no receiver may refuse what we send.
+    assert bool(_valid(halves).all()) and np.array_equal(_widened(halves), scales), scales
+    try:
+        compressor = _compressors.pop()
+    except IndexError:
+        compressor = zstandard.ZstdCompressor(level=LEVEL)
+    payload = halves.tobytes() + compressor.compress(content.data)
+    _compressors.append(compressor)
+    assert len(payload) <= payload_bytes_max(codec, codes.size, scales.size), len(payload)
+    return payload, DecodedChunk(codec, read_only(bounds), read_only(scales), content)
+
+
+def float_payload(values: F32, bounds: I64) -> tuple[bytes, DecodedChunk]:
+    """The `f32-blosc2` payload of finite values (n,), and what its receiver will hold."""
+    payload = _compress_blosc2(
+        np.ascontiguousarray(values),
+        codec=blosc2.Codec.ZSTD,
+        clevel=LEVEL,
+        filters=[blosc2.Filter.SHUFFLE],
+        typesize=4,
+        nthreads=1,
+    )
+    assert len(payload) <= payload_bytes_max("f32-blosc2", values.size, 1), len(payload)
+    return payload, _float_chunk(values, bounds)
+
+
+def decode(codec: CodecName, payload: bytes | memoryview, bounds: I64) -> DecodedChunk:
+    """The checked content of `payload`, which is not referred to afterwards.
+
+    Raises RemoteProtocolError: TOO_LARGE beyond `payload_bytes_max`, NOT_FINITE for values and
+    scales that are not finite, BAD_PAYLOAD for anything else that no encoder writes.
+    """
+    count, spans, view = int(bounds[-1]), bounds.size - 1, memoryview(payload).cast("B")
+    largest = payload_bytes_max(codec, count, spans)
+    if view.nbytes > largest:
+        raise _bad(f"{codec} payload", f"at most {largest} bytes", view.nbytes, ErrorCode.TOO_LARGE)
+    if codec not in LIMITS:
+        return _float_chunk(_decode_blosc2(view, count), bounds)
+    if view.nbytes < 2 * spans:
+        raise _bad(f"{codec} payload", f"{spans} scales", f"{view.nbytes} bytes")
+    scales = _decode_scales(view[: 2 * spans])
+    content = _decompress_zstd(view[2 * spans :], content_bytes(codec, count))
+    return DecodedChunk(codec, read_only(bounds), scales, _checked_codes(codec, content, count))
+
+
+def _checked_codes(codec: CodecName, content: U8, count: int) -> Content:
+    if codec == "int8-zstd":
+        codes: Content = content.view(np.int8)
+        lowest = int(codes.min())
+    else:
+        codes, lowest = content, kernels.lowest_nibble(content)
+        if count % 2 and content[-1] >> 4:
+            raise _bad(f"{codec} payload: unused nibble", "0", content[-1] >> 4)
+    if lowest < -LIMITS[codec]:
+        raise _bad(f"{codec} payload", f"codes from {-LIMITS[codec]}", lowest)
+    return codes
+
+
+def _decode_scales(head: memoryview) -> F32:
+    halves = np.frombuffer(head, "<u2")
+    wrong = halves[~_valid(halves)]
+    if wrong.size:
+        scale = _widened(wrong[:1])[0]
+        code = ErrorCode.BAD_PAYLOAD if np.isfinite(scale) else ErrorCode.NOT_FINITE
+        raise _bad("scale", "0 or 2**-100 to 2**100", scale, code)
+    return read_only(_widened(halves))
+
+
+def _valid(halves: U16) -> NDArray[np.bool_]:
+    # Bit patterns of positive floats have the order of integers. Those of negative numbers and of
+    # NaN are larger, so two comparisons refuse everything wrong.
+    valid: NDArray[np.bool_] = (halves >= _SCALE_BITS_MIN) & (halves <= _SCALE_BITS_MAX)
+    valid |= halves == 0
+    return valid
+
+
+def _widened(halves: U16) -> F32:
+    """(n,) float32 values of bfloat16 bit patterns."""
+    return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _float_chunk(values: F32, bounds: I64) -> DecodedChunk:
+    ones = np.ones(bounds.size - 1, np.float32)
+    return DecodedChunk("f32-blosc2", read_only(bounds), read_only(ones), read_only(values))
+
+
+def _decompress_zstd(frame: memoryview, size_bytes: int) -> U8:
+    """The content (size_bytes,) of one whole frame that declares this size, with nothing after it.
+
+    The library allocates the size that a frame declares, whatever limit its caller gives, and 13
+    bytes can ask for exabytes: so the header is compared before anything is decompressed.
+    """
+    try:
+        head = zstandard.get_frame_parameters(frame)
+        if head.content_size != size_bytes or head.window_size > WINDOW_BYTES_MAX:
+            expected = f"{size_bytes} bytes, window up to {WINDOW_BYTES_MAX}"
+            raise _bad("zstd frame", expected, f"{head.content_size}, {head.window_size}")
+        try:
+            decompressor = _decompressors.pop()
+        except IndexError:
+            decompressor = zstandard.ZstdDecompressor()
+        content = np.frombuffer(decompressor.decompress(frame, allow_extra_data=False), np.uint8)
+    except zstandard.ZstdError as error:
+        raise _bad("zstd frame", "one whole frame", error) from None
+    if content.size != size_bytes:
+        raise _bad("zstd frame", f"{size_bytes} bytes", content.size)
+    # Only after success: a context that has met a damaged frame is not used again.
+    _decompressors.append(decompressor)
+    return content
+
+
+_BLOSC2_HEADER: Final = struct.Struct("<4B3I15sB")
+_BLOSC2_FLAGS: Final = frozenset((0x07, 0x85, 0x87, 0x95, 0x97))
+_BLOSC2_TAIL: Final = b"\1\0\0\0\0\0\5" + bytes(8)
+_BLOSC2_ZEROS: Final = 0x10
+
+
+def _decode_blosc2(chunk: memoryview, count: int) -> F32:
+    _check_blosc2(chunk, 4 * count)
+    values = empty_f32(count)
+    try:
+        # A copy: the library needs aligned bytes.
+        _decompress_blosc2(bytes(chunk), dst=values, nthreads=1)
+    except (RuntimeError, ValueError) as error:
+        raise _bad("Blosc2 chunk", "content that decodes", error) from None
+    if not kernels.all_finite(values):
+        raise _bad("f32-blosc2 payload", "finite values", "nan or inf", ErrorCode.NOT_FINITE)
+    return values
+
+
+def _check_blosc2(chunk: memoryview, size_bytes: int) -> None:
+    """A hostile header can ask for any amount of memory, name plugins, and leave content unwritten,
+    so that old memory shows. So the whole header must be as `float_payload` writes it:
+
+    bytes 0, 1: the formats 5 and 1 · 2: coded or stored, blocks split or not · 3: 4 bytes an item ·
+    4:8, 8:12, 12:16: bytes of content, of a block, of the chunk with this header · 16:31: shuffle,
+    then zstd · 31: 0, or 0x10 for all zeros, and nothing follows the header.
+    """
+    if chunk.nbytes < _BLOSC2_HEADER.size:
+        raise _bad("Blosc2 chunk", f"at least {_BLOSC2_HEADER.size} bytes", chunk.nbytes)
+    *start, content, block, size, tail, special = _BLOSC2_HEADER.unpack_from(chunk)
+    if (
+        (start[0], start[1], start[3], content, size, tail)
+        != (5, 1, 4, size_bytes, chunk.nbytes, _BLOSC2_TAIL)
+        or start[2] not in _BLOSC2_FLAGS
+        or not 0 < block <= size_bytes
+        or special not in (0, _BLOSC2_ZEROS)
+        or (special == _BLOSC2_ZEROS) != (size == _BLOSC2_HEADER.size)
+    ):
+        expected = f"{size_bytes} bytes of shuffled float32, coded by zstd"
+        raise _bad("Blosc2 chunk", expected, bytes(chunk[: _BLOSC2_HEADER.size]).hex())
+
+
+def _bad(
+    what: str, expected: str, got: object, code: ErrorCode = ErrorCode.BAD_PAYLOAD
+) -> RemoteProtocolError:
+    return RemoteProtocolError(code, what, expected=expected, got=str(got)[:200])

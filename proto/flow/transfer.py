@@ -1,0 +1,102 @@
+"""One transfer at its receiver: which chunks are here, which to ask for, and when.
+
+A transfer that the sender starts by itself (a publication, a push) begins with every chunk COMING,
+a transfer that is pulled (a state) with every chunk MISSING. From then on both are the same:
+silence turns COMING into MISSING, and MISSING is asked for, so many at a time that the answers
+cannot overrun the asker.
+"""
+
+from __future__ import annotations
+
+import math
+
+from narrows.proto.messages import RANGES_MAX, Ranges
+from narrows.proto.timing import REPAIR_MAX_S, REPAIR_S
+
+_MISSING, _COMING, _HERE = 0, 1, 2
+
+
+class Transfer:
+    """Bitmap of the chunks of one transfer. Times are seconds of the caller's monotonic clock.
+
+    Its cost is one byte a chunk. `add` takes constant time; `ask` scans the bytes at the speed of
+    memory, once in a quarter of a window.
+    """
+
+    def __init__(self, chunks: int, now: float, *, unasked: bool) -> None:
+        assert chunks > 0, chunks
+        self.chunks = chunks
+        self.here = 0
+        """Chunks that have come."""
+        self._unasked = unasked
+        self._coming = chunks if unasked else 0
+        self._state = bytearray([_COMING if unasked else _MISSING]) * chunks
+        self._window = 1
+        self._wait_s = REPAIR_S
+        self._moved_at = now
+        """Time of the last new chunk or question."""
+
+    @property
+    def complete(self) -> bool:
+        """Every chunk is here."""
+        return self.here == self.chunks
+
+    @property
+    def asked(self) -> int:
+        """Chunks asked for and not here. A receiver of several transfers shares one window."""
+        return 0 if self._unasked else self._coming
+
+    def add(self, chunk: int, now: float) -> bool:
+        """Notes a chunk that has come. False: it was here before, or there is no such chunk."""
+        if not 0 <= chunk < self.chunks or self._state[chunk] == _HERE:
+            return False
+        self._coming -= self._state[chunk] == _COMING
+        self._state[chunk] = _HERE
+        self.here += 1
+        self._moved_at, self._wait_s = now, REPAIR_S
+        return True
+
+    def ask(self, now: float, heard_at: float, window: int) -> Ranges:
+        """The chunks to ask for now, as (first, count); empty: none. Call it until it is empty.
+
+        At most `window` chunks are asked for and not here, and a quarter of it is asked for at
+        once, so that questions stay few. `heard_at` is the time of the last message of any kind
+        from the peer: while it talks, a chunk that does not come was lost, and the wait is short.
+        """
+        self._window = window
+        if not self.complete and now >= self._moved_at + self._wait_s:
+            talks = heard_at > self._moved_at
+            self._wait_s = REPAIR_S if talks else min(2 * self._wait_s, REPAIR_MAX_S)
+            self._moved_at = now
+            self._state = self._state.replace(bytes([_COMING]), bytes([_MISSING]))
+            self._coming, self._unasked = 0, False
+        if not self._may_ask:
+            return ()
+        self._moved_at = now
+        return self._take(window - self._coming)
+
+    def deadline(self, now: float) -> float:
+        """When `ask` may have chunks to ask for, if nothing comes; infinite: never again."""
+        if self.complete:
+            return math.inf
+        return now if self._may_ask else self._moved_at + self._wait_s
+
+    @property
+    def _may_ask(self) -> bool:
+        missing = self.chunks - self.here - self._coming
+        return missing > 0 and self._coming <= self._window - max(1, self._window // 4)
+
+    def _take(self, count: int) -> Ranges:
+        """Turns the first `count` MISSING chunks to COMING, in at most RANGES_MAX ranges."""
+        ranges: list[tuple[int, int]] = []
+        first = self._state.find(_MISSING)
+        while first >= 0 and count > 0 and len(ranges) < RANGES_MAX:
+            end, limit = first + 1, min(first + count, self.chunks)
+            while end < limit and self._state[end] == _MISSING:
+                end += 1
+            self._state[first:end] = bytes([_COMING]) * (end - first)
+            self._coming += end - first
+            count -= end - first
+            ranges.append((first, end - first))
+            first = self._state.find(_MISSING, end)
+        return tuple(ranges)

@@ -1,0 +1,352 @@
+"""Keys: CURVE pairs, the site's key file, the broker's key and its allow list.
+
+A key is an admission. The site makes a pair and mails its public line; the operator of the broker
+adds that line to the allow list. A secret stands in one file, which its owner alone may read, and
+never in a message, a log or a repr.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import struct
+import tempfile
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+import zmq
+import zmq.utils.z85
+from msgspec import Meta, Struct
+from zmq.auth.thread import ThreadAuthenticator
+
+from narrows.proto.errors import ConfigError
+from narrows.proto.messages import NAME_PATTERN, Name
+
+DOMAIN: Final = "narrows"
+"""ZAP domain of the broker's sockets."""
+FILE_BYTES_MAX: Final = 4 << 20
+SERVERS_MAX: Final = 8
+"""Broker keys that a site trusts: the one in use, and its successor while it changes."""
+
+_Z85: Final = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_LINE: Final = "narrows-key"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """A CURVE public key and its secret, both in Z85 (40 characters)."""
+
+    public: str
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class SiteKey:
+    """All that a learner needs to be let in, and to know that it talks to its broker."""
+
+    name: str
+    pair: KeyPair
+    servers: tuple[str, ...] = ()
+    """Public keys of the broker, tried in turn; empty until its operator has told one."""
+    broker: str = ""
+    """Control address of the broker, if the file has it."""
+
+
+def new_pair() -> KeyPair:
+    """A fresh pair from the system's randomness."""
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode())
+
+
+def public_line(name: str, public: str) -> str:
+    """A public key as one line that may go by mail."""
+    return f"{_LINE} {name} {public}"
+
+
+def read_public_line(text: str) -> tuple[str, str]:
+    """Name and public key of such a line. Raises ConfigError."""
+    words = text.split()
+    if len(words) != 3 or words[0] != _LINE:
+        raise ConfigError(
+            "not a public line",
+            expected=f"`{_LINE} NAME KEY`, as the site's `narrows keys show` prints it",
+            got=repr(text[:100]),
+        )
+    return check_name(words[1], "the public line"), check_key(words[2], "the public line")
+
+
+def check_key(text: str, where: str) -> str:
+    """`text` if it is a public key. Raises ConfigError that says `where` it stands."""
+    if not _is_key(text):
+        expected = "a public key: 40 characters of Z85, as `narrows keys show` prints them"
+        raise ConfigError(where, expected=expected, got=repr(text[:64]))
+    return text
+
+
+def check_name(text: str, where: str) -> str:
+    """`text` if it is the name of a site. Raises ConfigError."""
+    if not re.match(NAME_PATTERN, text):
+        expected = "a site's name: up to 48 letters, digits, dots, _ and -"
+        raise ConfigError(where, expected=expected, got=repr(text[:64]))
+    return text
+
+
+# Files with a secret.
+
+
+class _BrokerFile(Struct, forbid_unknown_fields=True):
+    public: str
+    secret: str
+
+
+class _SiteFile(_BrokerFile, forbid_unknown_fields=True):
+    name: Name
+    servers: Annotated[list[str], Meta(max_length=SERVERS_MAX)] = []
+    broker: str = ""
+
+
+def write_site_key(path: Path, key: SiteKey, *, replace: bool = False) -> None:
+    """Writes a site's file for its owner alone. Raises ConfigError if the file exists; `replace`
+    changes the servers or the address in it."""
+    text = f'# The key of a site: a secret.\nname = "{key.name}"\n{_pair_text(key.pair)}'
+    text += "servers = [" + ", ".join(f'"{each}"' for each in key.servers) + "]\n"
+    _write(path, text + (f'broker = "{key.broker}"\n' if key.broker else ""), replace=replace)
+
+
+def read_site_key(path: Path) -> SiteKey:
+    """Reads a site's file. Raises ConfigError for one that others may read, or that is none."""
+    file = _read(path, _SiteFile, secret=True)
+    servers = tuple(check_key(each, f"{path}: servers") for each in file.servers)
+    return SiteKey(file.name, _pair(file, path), servers, file.broker)
+
+
+def create_broker_key(folder: Path) -> KeyPair:
+    """Makes a broker's folder of keys, with a fresh key and an empty allow list. Raises ConfigError
+    if there is a key already."""
+    pair = new_pair()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _write(folder / "broker.key", f"# The key of a broker: a secret.\n{_pair_text(pair)}")
+    if not AllowList.path(folder).exists():
+        _write(AllowList.path(folder), _ALLOW_HEAD)
+    return pair
+
+
+def read_broker_key(folder: Path) -> KeyPair:
+    """The key in a broker's folder. Raises ConfigError, which names the command that makes one."""
+    path = folder / "broker.key"
+    if not path.exists():
+        remedy = f"`narrows keys new --keys {folder}` makes one"
+        raise ConfigError(f"{folder} has no broker.key", expected="a folder of keys", remedy=remedy)
+    return _pair(_read(path, _BrokerFile, secret=True), path)
+
+
+# The allow list.
+
+_ALLOW_HEAD: Final = """\
+# Sites that may connect, one a line: "name" = "public key". While a second key of a site takes the
+# place of the first: "name" = ["key", "key"]. The broker reads this file again when it changes.
+"""
+
+
+@dataclass(frozen=True)
+class AllowList:
+    """Which public key speaks for which site: `allow.toml` in a broker's folder of keys."""
+
+    sites: Mapping[str, tuple[str, ...]]
+    """Name -> public keys, in the order of the file."""
+
+    @cached_property
+    def keys(self) -> Mapping[str, str]:
+        """Public key -> name."""
+        return {key: name for name, keys in self.sites.items() for key in keys}
+
+    def site(self, public: str) -> str | None:
+        """The site that a key speaks for; None: the key is not admitted."""
+        return self.keys.get(public)
+
+    @staticmethod
+    def path(folder: Path) -> Path:
+        """The allow list in a broker's folder of keys."""
+        return folder / "allow.toml"
+
+    @classmethod
+    def read(cls, folder: Path) -> AllowList:
+        """Raises ConfigError that names the file and the wrong entry."""
+        path = cls.path(folder)
+        return cls._checked(_read(path, dict[str, str | list[str]], secret=False), path)
+
+    @classmethod
+    def allow(cls, folder: Path, name: str, public: str) -> AllowList:
+        """Admits a key, beside other keys of that name. Raises ConfigError if it is another's."""
+        before = cls.read(folder)
+        if (owner := before.site(check_key(public, name))) not in (None, name):
+            raise ConfigError(f"the key of {name}", expected="its own", got=f"that of {owner}")
+        keys = before.sites.get(check_name(name, "a name to allow"), ())
+        return cls._edit(folder, name, keys if public in keys else (*keys, public))
+
+    @classmethod
+    def revoke(cls, folder: Path, name: str, public: str = "") -> AllowList:
+        """Takes a key of a site out, or all of them. Raises ConfigError if there is none."""
+        keys = cls.read(folder).sites.get(name, ())
+        kept = tuple(key for key in keys if public and key != public)
+        if kept == keys:
+            got = f"{name} {public}".rstrip()
+            raise ConfigError(f"{cls.path(folder)}: nothing to revoke", got=got)
+        return cls._edit(folder, name, kept)
+
+    @classmethod
+    def _edit(cls, folder: Path, name: str, keys: tuple[str, ...]) -> AllowList:
+        """Changes the line of one name; an editor's comments and other lines stay."""
+        path = cls.path(folder)
+        expected = {each: kept for each, kept in cls.read(folder).sites.items() if each != name}
+        own = re.compile(rf"\s*[\"']?{re.escape(name)}[\"']?\s*=")
+        lines = [line for line in _content(path, secret=False).splitlines() if not own.match(line)]
+        if keys:
+            expected[name] = keys
+            quoted = ", ".join(f'"{key}"' for key in keys)
+            lines.append(f'"{name}" = ' + (quoted if len(keys) == 1 else f"[{quoted}]"))
+        text = "\n".join(lines) + "\n"
+        try:
+            after = cls._checked(_parsed(text, dict[str, str | list[str]], path), path)
+        except ConfigError:
+            after = None
+        if after is None or after.sites != expected:
+            remedy = "it is not on a line of its own: change it in an editor"
+            raise ConfigError(f"{path}: the entry of {name} was not changed", remedy=remedy)
+        _write(path, text, replace=True)
+        return after
+
+    @classmethod
+    def _checked(cls, table: Mapping[str, str | list[str]], path: Path) -> AllowList:
+        owners: dict[str, str] = {}
+        sites: dict[str, tuple[str, ...]] = {}
+        for name, value in table.items():
+            sites[check_name(name, f"{path}: a name")] = _tuple(value)
+            for key in sites[name]:
+                owner = owners.setdefault(check_key(key, f"{path}: {name}"), name)
+                if owner != name:
+                    got = f"{key} for {owner} and {name}"
+                    raise ConfigError(str(path), expected="a key for every name", got=got)
+        return cls(sites)
+
+
+def _tuple(value: str | list[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+class _Provider:
+    """Answers ZeroMQ's authenticator in its thread."""
+
+    def __init__(self, admits: Callable[[str], bool]) -> None:
+        self._admits = admits
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        return self._admits(key.decode())
+
+
+def serve_keys(
+    context: zmq.Context[zmq.Socket[bytes]], admits: Callable[[str], bool]
+) -> ThreadAuthenticator:
+    """Lets `admits(public key)` decide every CURVE handshake of the context's servers, on a thread
+    of its own. Call it before they bind, and `stop()` the result at the end. The User-Id of a frame
+    that is received is then the key of its connection."""
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(domain=DOMAIN, credentials_provider=_Provider(admits))
+    return authenticator
+
+
+def _pair_text(pair: KeyPair) -> str:
+    return f'public = "{pair.public}"\nsecret = "{pair.secret}"\n'
+
+
+def _pair(file: _BrokerFile, path: Path) -> KeyPair:
+    """The pair in a file. The errors show no secret."""
+    remedy = "copy the file again from where it was made"
+    if not _is_key(file.secret):
+        got = f"{len(file.secret)} characters (not shown)"
+        raise ConfigError(f"{path}: secret", expected="40 of Z85", got=got, remedy=remedy)
+    if zmq.curve_public(file.secret.encode()).decode() != file.public:
+        expected, got = "the public half of the secret", repr(file.public[:64])
+        raise ConfigError(f"{path}: public", expected=expected, got=got, remedy=remedy)
+    return KeyPair(file.public, file.secret)
+
+
+def _is_key(text: str) -> bool:
+    """True for 32 bytes in Z85. Five characters can spell more than four bytes hold."""
+    try:
+        return bool(_Z85.fullmatch(text)) and len(zmq.utils.z85.decode(text)) == 32
+    except struct.error:
+        return False
+
+
+def _write(path: Path, text: str, *, replace: bool = False) -> None:
+    """Writes a whole file for its owner alone, in one step, durable when it returns."""
+    try:
+        fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+        try:
+            with open(fd, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(fd)
+            if replace:
+                os.replace(temporary, path)
+            else:
+                os.link(temporary, path)  # Unlike a rename it fails if the file exists.
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        os.fsync(folder)
+        os.close(folder)
+    except FileExistsError:
+        remedy = "a key is never overwritten: choose another name, or move the file away"
+        raise ConfigError(f"{path} exists", expected="a new file", remedy=remedy) from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _read(path: Path, type_: type[T], *, secret: bool) -> T:
+    return _parsed(_content(path, secret=secret), type_, path)
+
+
+def _content(path: Path, *, secret: bool) -> str:
+    """The text of a key file. Raises ConfigError if others could have read or changed it."""
+    others = stat.S_IRWXG | stat.S_IRWXO if secret else stat.S_IWOTH
+    try:
+        # Without O_NONBLOCK a pipe in the place of the file would hang its reader.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_mode & others:
+                raise ConfigError(
+                    f"{path}: others may {'read a secret' if secret else 'admit keys'}",
+                    expected="mode 0600",
+                    got=f"mode {stat.S_IMODE(status.st_mode):04o}",
+                    remedy=f"chmod 600 {path}; a secret that others have read needs a new key",
+                )
+            if not stat.S_ISREG(status.st_mode) or status.st_size > FILE_BYTES_MAX:
+                raise ConfigError(f"{path}: no key file", expected="a file of at most 4 MiB")
+            return file.read().decode()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: no key file", expected="UTF-8") from None
+
+
+def _parsed(text: str, type_: type[T], path: Path) -> T:
+    try:
+        return msgspec.convert(tomllib.loads(text), type_)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}", remedy="a name with dots needs quotes") from None
+    except (ValueError, RecursionError) as error:
+        # Not the parser's own words: they may quote a line, which may hold a secret.
+        line = re.search("line [0-9]+", str(error))
+        where = line[0] if line else "at its end"
+        raise ConfigError(f"{path}, {where}", expected='TOML: name = "key"') from None

@@ -1,0 +1,159 @@
+"""Bytes to messages and back: envelope, topics, sizes. A decoder raises RemoteProtocolError only.
+
+A control message is two frames, `NRW` with the protocol's version and a MessagePack map; a data
+message is three: topic, header, payload.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, TypeVar
+
+import msgspec
+import xxhash
+import zstandard
+
+from narrows.proto import messages as msg
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
+
+ENVELOPE: Final = b"NRW" + bytes([msg.PROTOCOL])
+
+UPLINK: Final = "u"
+LIVE: Final = "p"
+ASKED: Final = "r"
+
+LAYOUT_BYTES_MAX: Final = 32 << 20
+"""Bytes of a layout's MessagePack: 30,000 tensors with the longest names are 17 MB."""
+
+_encoder = msgspec.msgpack.Encoder()
+_control: msgspec.msgpack.Decoder[msg.ControlMessage] = msgspec.msgpack.Decoder(msg.ControlMessage)
+_header = msgspec.msgpack.Decoder(msg.Header)
+_layout = msgspec.msgpack.Decoder(msg.Layout)
+_incarnation = re.compile(msg.INCARNATION_PATTERN)
+
+T = TypeVar("T")
+
+
+def encode_control(message: msg.ControlMessage) -> list[bytes]:
+    """The two frames of a control message."""
+    return [ENVELOPE, _encoder.encode(message)]
+
+
+def decode_control(frames: list[bytes], bytes_max: int) -> msg.ControlMessage:
+    """The message in two frames. Raises RemoteProtocolError: PROTOCOL_VERSION, TOO_LARGE or
+    BAD_MESSAGE, with what was expected and what came."""
+    if len(frames) != 2 or frames[0][:3] != ENVELOPE[:3] or len(frames[0]) != 4:
+        got = f"{len(frames)} frames, the first {bytes(frames[0][:8])!r}" if frames else "nothing"
+        raise RemoteProtocolError(
+            ErrorCode.BAD_MESSAGE, "control message", expected="NRW, version, body", got=got
+        )
+    if frames[0] != ENVELOPE:
+        raise RemoteProtocolError(
+            ErrorCode.PROTOCOL_VERSION,
+            "another version of the wire format",
+            expected=str(msg.PROTOCOL),
+            got=str(frames[0][3]),
+            remedy="install the same version of narrows on both sides",
+        )
+    if len(frames[1]) > bytes_max:
+        raise RemoteProtocolError(
+            ErrorCode.TOO_LARGE,
+            "control message",
+            expected=f"at most {bytes_max} bytes",
+            got=str(len(frames[1])),
+        )
+    return _decode(_control, frames[1], "control message")
+
+
+def encode_header(header: msg.Header) -> bytes:
+    """The second frame of a data message."""
+    return _encoder.encode(header)
+
+
+def decode_header(frame: bytes) -> msg.Header:
+    """The header of a data message. Raises RemoteProtocolError BAD_MESSAGE or TOO_LARGE."""
+    if len(frame) > msg.HEADER_BYTES_MAX:
+        raise RemoteProtocolError(
+            ErrorCode.TOO_LARGE,
+            "data header",
+            expected=f"at most {msg.HEADER_BYTES_MAX} bytes",
+            got=str(len(frame)),
+        )
+    header = _decode(_header, frame, "data header")
+    if header.learner and not _incarnation.match(header.learner):
+        raise RemoteProtocolError(
+            ErrorCode.BAD_MESSAGE,
+            "data header",
+            expected="an incarnation (name.8 hex digits)",
+            got=repr(header.learner),
+        )
+    return header
+
+
+def pack_layout(layout: msg.Layout) -> bytes:
+    """The payload of a LAYOUT message: zstd of the layout's MessagePack."""
+    return zstandard.ZstdCompressor().compress(_encoder.encode(layout))
+
+
+def unpack_layout(payload: bytes) -> msg.Layout:
+    """The layout in a LAYOUT payload. Raises RemoteProtocolError BAD_MESSAGE or TOO_LARGE."""
+    try:
+        size = zstandard.frame_content_size(payload)
+        if not 0 <= size <= LAYOUT_BYTES_MAX:
+            raise RemoteProtocolError(
+                ErrorCode.TOO_LARGE,
+                "layout",
+                expected=f"a zstd frame that tells its size, at most {LAYOUT_BYTES_MAX} bytes",
+                got=str(size),
+            )
+        body = zstandard.ZstdDecompressor().decompress(payload, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise RemoteProtocolError(
+            ErrorCode.BAD_MESSAGE, "layout", expected="a zstd frame", got=str(error)[:200]
+        ) from None
+    return _decode(_layout, body, "layout")
+
+
+def encode(value: msgspec.Struct) -> bytes:
+    """The shortest MessagePack of any structure of messages.py."""
+    return _encoder.encode(value)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes, what: str) -> T:
+    try:
+        return decoder.decode(body)
+    # UnicodeDecodeError: a text that is not UTF-8. RecursionError: arrays within an untyped map.
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(
+            ErrorCode.BAD_MESSAGE, what, expected="as in PROTOCOL.md", got=str(error)[:200]
+        ) from None
+
+
+def digest(data: bytes | memoryview) -> int:
+    """xxh3_64 of bytes, unsigned: the digest of payloads."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def name_of(incarnation: str) -> str:
+    """The learner's name within an incarnation."""
+    return incarnation[:-9]
+
+
+def speaks_for(site: str, name: str) -> bool:
+    """Whether the key of `site` may speak for a learner: site-a for site-a and site-a/0."""
+    return name == site or name.startswith(site + "/")
+
+
+def live_topic(stream: int) -> str:
+    """Topic of publications, to all; two digits, because subscriptions match by prefix."""
+    return f"{LIVE}/{stream:02d}"
+
+
+def asked_topic(incarnation: str, stream: int) -> str:
+    """Topic of what one learner has asked for."""
+    return f"{ASKED}/{incarnation}/{stream:02d}"
+
+
+def uplink_topic(stream: int) -> str:
+    """Topic of everything that goes up."""
+    return f"{UPLINK}/{stream:02d}"

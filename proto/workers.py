@@ -1,0 +1,66 @@
+"""Threads off the loop: the real Pool of both processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from narrows.proto.ports import Done
+
+
+class Workers:
+    """Threads whose results come back to the loop through a queue and a wake pipe.
+
+    The loop polls `wake_fd` and calls `finish`.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._finished: SimpleQueue[tuple[Future[Any], Done]] = SimpleQueue()
+        self.wake_fd, self._write_fd = os.pipe()
+        os.set_blocking(self.wake_fd, False)
+        os.set_blocking(self._write_fd, False)
+
+    def run(self, work: Callable[[], Any], done: Done) -> None:
+        """Runs `work` on a thread, then `done(result or exception, now)` in `finish`."""
+
+        def hand_over(future: Future[Any]) -> None:
+            self._finished.put((future, done))
+            self.wake()
+
+        with suppress(RuntimeError):  # Closed meanwhile: nobody waits for the result.
+            self._threads.submit(work).add_done_callback(hand_over)
+
+    def wake(self) -> None:
+        """Makes the loop's poll return. Safe from any thread and from signal handlers."""
+        if self._write_fd >= 0:
+            with suppress(BlockingIOError):  # The pipe is full of wakes already.
+                os.write(self._write_fd, b"\0")
+
+    def finish(self, now: float) -> None:
+        """On the loop: tells what is done."""
+        with suppress(BlockingIOError):
+            os.read(self.wake_fd, 4096)
+        while True:
+            try:
+                future, done = self._finished.get_nowait()
+            except Empty:
+                return
+            if not future.cancelled():
+                done(future.exception() or future.result(), now)
+
+    def drain(self) -> None:
+        """Waits for what runs, drops what has not begun; `finish` still tells what was done."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def close(self) -> None:
+        """Drains, and closes the wake pipe. A second call is harmless."""
+        self.drain()
+        if self._write_fd >= 0:
+            os.close(self.wake_fd)
+            os.close(self._write_fd)
+            self._write_fd = -1

@@ -1,0 +1,240 @@
+"""A syncer on a desk: learners played by hand, effects collected, invariants checked each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from msgspec import structs
+
+from narrows.broker import config as cfg
+from narrows.broker.syncer import Syncer
+from narrows.broker.syncer import events as ev
+from narrows.proto import messages as msg
+from narrows.proto.layout import fingerprint
+
+EPOCH, RUN = "7-0123abcd", "run-1"
+CHUNKS = 4
+"""Chunks of each fragment below."""
+
+LAYOUT = msg.Layout(
+    0, tuple(msg.LayoutEntry(f"w{i}", (CHUNKS, 1 << 18), "float32", "rda") for i in range(4))
+)
+
+T = TypeVar("T")
+
+
+def incarnation(name: str, life: int = 1) -> str:
+    return f"{name}.{life:08x}"
+
+
+def configure(**sections: dict[str, Any]) -> cfg.BrokerConfig:
+    """A configuration with some keys changed: configure(merge={"quorum": 2})."""
+    config = cfg.BrokerConfig()
+    changed = {
+        name: structs.replace(getattr(config, name), **keys) for name, keys in sections.items()
+    }
+    return structs.replace(config, **changed)
+
+
+class Desk:
+    """One syncer, its time, and everything that it has asked for."""
+
+    def __init__(
+        self,
+        config: cfg.BrokerConfig | None = None,
+        *,
+        resumed: ev.Resumed | None = None,
+        published_digest: Callable[[int, int], int | None] = lambda fragment, version: 99,
+        site: str | None = None,
+    ) -> None:
+        self.config, self.now, self.site = config or configure(), 100.0, site
+        self.syncer = Syncer(
+            self.config, EPOCH, RUN, self.now, resumed=resumed, published_digest=published_digest
+        )
+        self.lives: dict[str, int] = {}
+        self.heads = list(resumed.heads) if resumed else []
+        self.steps: dict[str, float] = {}
+        """Inner steps by name, as `pass_` reports them."""
+        self.log: list[ev.Effect] = []
+        self.commits = True
+        """False: merges and commits wait for the test."""
+        self.drain()
+
+    def drain(self) -> None:
+        """Performs what a host would do at once."""
+        while self.syncer.effects:
+            effects = list(self.syncer.effects)
+            self.syncer.effects.clear()
+            self.log += effects
+            for effect in effects:
+                if isinstance(effect, ev.Merge) and self.commits:
+                    self.syncer.merged(effect.fragment, self.now)
+                elif isinstance(effect, ev.Commit) and self.commits:
+                    self.syncer.durable(effect.fragment, self.now)
+                elif isinstance(effect, ev.Publish):
+                    self.heads[effect.fragment] = effect.version
+                elif isinstance(effect, ev.CommitEnd) and self.commits:
+                    self.syncer.ended(self.now)
+        self.syncer.check()
+
+    def do(self, event: Callable[..., Any], *arguments: Any) -> list[ev.Effect]:
+        """Calls an event at the present time; returns the effects that it brought."""
+        before = len(self.log)
+        self.last = event(*arguments, self.now)
+        self.drain()
+        return self.log[before:]
+
+    def take(self, kind: type[T]) -> list[T]:
+        """All effects of a kind so far, and forgets everything so far."""
+        found: list[T] = [each for each in self.log if isinstance(each, kind)]
+        self.log.clear()
+        return found
+
+    def told(self, kind: type[T], name: str = "") -> list[T]:
+        """Messages of a kind to a learner so far, and forgets everything so far."""
+        sent = self.take(ev.Send)
+        return [
+            each.message
+            for each in sent
+            if isinstance(each.message, kind) and (not name or each.peer.startswith(f"{name}:"))
+        ]
+
+    # Time.
+
+    def pass_(self, seconds: float, *names: str, steps_per_s: float = 0.0, **fields: Any) -> None:
+        """Lets time pass; these learners report each second, and step so fast."""
+        end = self.now + seconds
+        while self.now < end - 1e-9:
+            self.now = min(end, self.now + 1.0)
+            for name in names:
+                self.steps[name] = self.steps.get(name, 0) + steps_per_s
+                self.report(name, int(self.steps[name]), **fields)
+            self.do(self.syncer.advance)
+
+    # Learners.
+
+    def peer(self, name: str) -> str:
+        return f"{name}:{self.lives[name]}"
+
+    def hello(self, name: str, life: int = 1, **fields: Any) -> msg.Welcome | msg.Refuse:
+        """Says Hello; returns the answer. `peer` names the connection, `site` the key's site."""
+        peer, site = fields.pop("peer", f"{name}:{life}"), fields.pop("site", self.site)
+        values: dict[str, Any] = {
+            "protocol": msg.PROTOCOL,
+            "name": name,
+            "incarnation": incarnation(name, life),
+            "run_id": "",
+            "epoch": "",
+            "fingerprint": fingerprint(LAYOUT),
+            "held": (),
+        }
+        effects = self.do(self.syncer.control, peer, site, msg.Hello(**(values | fields)))
+        answers = [
+            each.message
+            for each in effects
+            if isinstance(each, ev.Send)
+            and each.peer == peer
+            and isinstance(each.message, msg.Welcome | msg.Refuse)
+        ]
+        assert answers, effects
+        if isinstance(answers[0], msg.Welcome):
+            self.lives[name] = life
+        return answers[0]
+
+    def send(self, name: str, message: msg.ControlMessage) -> list[ev.Effect]:
+        return self.do(self.syncer.control, self.peer(name), self.site, message)
+
+    def report(self, name: str, steps: int, **fields: Any) -> list[ev.Effect]:
+        """Reports progress; the learner has adopted everything unless `held` says otherwise."""
+        held = fields.pop("held", tuple(self.heads) or (-1,) * 4)
+        return self.send(name, msg.Report(steps, 10 * steps, None, held, **fields))
+
+    def announce(self, name: str, fragment: int, push_id: int, **fields: Any) -> list[ev.Effect]:
+        values: dict[str, Any] = {"base": self.heads[fragment], "tokens": 1000, "steps": 10}
+        return self.send(name, msg.Push(fragment, push_id, **(values | fields)))
+
+    def header(self, name: str, fragment: int, push_id: int, chunk: int) -> msg.Header:
+        return msg.Header(
+            epoch=EPOCH,
+            kind=msg.DataKind.PUSH,
+            learner=incarnation(name, self.lives[name]),
+            fragment=fragment,
+            version=self.heads[fragment] if self.heads else 0,
+            push_id=push_id,
+            chunk=chunk,
+            codec="int4-zstd",
+            payload_digest=0,
+            result_digest=0,
+        )
+
+    def chunk(self, name: str, fragment: int, push_id: int, chunk: int, /, **fields: Any) -> bool:
+        """A chunk of a push comes; True if it was wanted."""
+        header = structs.replace(self.header(name, fragment, push_id, chunk), **fields)
+        self.do(self.syncer.push_chunk, header)
+        return bool(self.last)
+
+    def checked(self, name: str, fragment: int, push_id: int, chunk: int) -> None:
+        self.do(self.syncer.chunk_checked, self.header(name, fragment, push_id, chunk))
+
+    def push(self, name: str, fragment: int, push_id: int, **fields: Any) -> None:
+        """A whole push: announced, sent, decoded."""
+        self.announce(name, fragment, push_id, **fields)
+        self.send_chunks(name, fragment, push_id)
+
+    def send_chunks(self, name: str, fragment: int, push_id: int) -> None:
+        for chunk in range(CHUNKS):
+            if self.chunk(name, fragment, push_id, chunk):
+                self.checked(name, fragment, push_id, chunk)
+
+    def seed(self, name: str) -> None:
+        """The learner sends layout and version 0, and the host makes it durable."""
+        own = incarnation(name, self.lives[name])
+        self.do(self.syncer.layout, own, LAYOUT)
+        for fragment in range(4):
+            for chunk in range(CHUNKS):
+                header = structs.replace(
+                    self.header(name, fragment, 0, chunk),
+                    kind=msg.DataKind.SEED,
+                    codec=msg.LOSSLESS,
+                )
+                self.do(self.syncer.seed_chunk, header)
+        self.heads = [0] * 4
+        self.do(self.syncer.seeded)
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return self.syncer.status(self.now)
+
+
+def running(
+    *names: str, config: cfg.BrokerConfig | None = None, steps_per_s: float = 10.0, **desk: Any
+) -> Desk:
+    """A run of these learners, one second after its beginning: everybody's step time is known.
+
+    With H 10 and P 4 at ten steps a second, the period is 1 s and the spacing 0.25 s.
+    """
+    made = Desk(config, **desk)
+    for name in names:
+        made.hello(name)
+    made.seed(names[0])
+    for name in names:
+        made.report(name, 0)
+    made.now += 1.0
+    for name in names:
+        made.steps[name] = steps_per_s
+        made.report(name, int(steps_per_s))
+    return made
+
+
+def resumed(**fields: Any) -> ev.Resumed:
+    """What a start finds: four fragments at version 5."""
+    values: dict[str, Any] = {
+        "layout": LAYOUT,
+        "heads": (5, 5, 5, 5),
+        "clock": 4000,
+        "merged": {},
+        "period_s": 1.0,
+        "phase": msg.Phase.RUNNING,
+    }
+    return ev.Resumed(**(values | fields))

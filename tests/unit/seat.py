@@ -1,0 +1,186 @@
+"""A learner's session with its broker played by the test: no bytes, no parameters, no clock."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from narrows.learner.effects import Assemble, Effect, Send, SendChunks, Snapshot
+from narrows.learner.session import Session
+from narrows.proto import messages as msg
+from narrows.proto.messages import Contributor, DataKind, Header, Mode, Phase, Role
+
+NAME = "site-a"
+INCARNATION = "site-a.0000000a"
+EPOCH, EPOCH_2 = "1-0000000a", "2-0000000b"
+LAYOUT = msg.Layout(
+    0,
+    (
+        msg.LayoutEntry("a", (4, 256), "float32", "rda"),
+        msg.LayoutEntry("b", (4, 256), "float32", "rda"),
+    ),
+)
+SETTINGS = msg.RunSettings(
+    fragments=2, sync_period_steps=4, chunk_elements=256, state_chunk_elements=256
+)
+DILOCO = msg.RunSettings(
+    mode=Mode.DILOCO, fragments=2, sync_period_steps=4, overlap_steps=0, keep=0.0,
+    chunk_elements=256, state_chunk_elements=256,
+)  # fmt: skip
+CHUNKS = 4
+"""Of each of the two fragments."""
+
+E = TypeVar("E")
+
+
+class Seat:
+    """Feeds events, checks the session's invariants after each, and keeps its effects."""
+
+    def __init__(self, settings: msg.RunSettings = SETTINGS) -> None:
+        self.now = 100.0
+        self.settings = settings
+        self.epoch = EPOCH
+        self.heads: tuple[int, ...] = (0, 0)
+        self.session = Session(NAME, INCARNATION, LAYOUT, self.now)
+        self.log: list[Effect] = []
+
+    # What the session has done.
+
+    def take(self, kind: type[E]) -> list[E]:
+        """The effects of a kind since they were last taken."""
+        taken: list[Any] = [each for each in self.log if isinstance(each, kind)]
+        self.log = [each for each in self.log if not isinstance(each, kind)]
+        return taken
+
+    def sent(self, kind: type[E]) -> list[E]:
+        """The control messages of a kind since they were last taken."""
+        messages = [each.message for each in self.log if isinstance(each, Send)]
+        self.log = [
+            each
+            for each in self.log
+            if not (isinstance(each, Send) and isinstance(each.message, kind))
+        ]
+        return [message for message in messages if isinstance(message, kind)]
+
+    def done(self) -> None:
+        self.log += self.session.effects
+        self.session.effects = []
+        self.session.check()
+
+    # The broker.
+
+    def beat(self, **fields: Any) -> msg.Beat:
+        """A Beat of the broker as it is now; `heads` stay as they were told last."""
+        self.heads = fields.pop("heads", self.heads)
+        whole: dict[str, Any] = {
+            "epoch": self.epoch, "phase": Phase.RUNNING, "heads": self.heads, "collecting": (),
+            "period_s": 0.0, "run_tokens": 0, "tokens_per_s": 0.0, "up_bits_per_s": 0.0,
+        }  # fmt: skip
+        return msg.Beat(**{**whole, **fields})
+
+    def hear(self, message: msg.ControlMessage) -> None:
+        self.session.control(message, self.now)
+        self.done()
+
+    def told(self, **fields: Any) -> None:
+        """A Beat arrives."""
+        self.hear(self.beat(**fields))
+
+    def restart(self, **beat: Any) -> None:
+        """The broker begins another life, and the learner hears of it and says Hello."""
+        self.epoch, self.now = EPOCH_2, self.now + 1.0
+        self.told(**beat)
+
+    def welcome(self, role: Role = Role.ADOPT, go_back: tuple[int, ...] = (), **beat: Any) -> None:
+        self.hear(msg.Welcome("run", role, self.settings, 7071, 7072, go_back, self.beat(**beat)))
+
+    def refuse(self, code: str, fragment: int = 0, push_id: int = 0) -> None:
+        self.hear(msg.Refuse(code, "no", "this", "that", "do so", fragment, push_id))
+
+    # Data.
+
+    def header(
+        self, kind: DataKind, fragment: int, version: int, chunk: int = 0, push_id: int = 0,
+        contributors: tuple[Contributor, ...] = (),
+    ) -> Header:  # fmt: skip
+        codec: msg.CodecName = "f32-blosc2" if kind is DataKind.STATE else "int4-zstd"
+        return Header(
+            self.epoch, kind, "", fragment, version, push_id, chunk, codec, 0, 1000 + version,
+            contributors,
+        )  # fmt: skip
+
+    def chunk(self, kind: DataKind, fragment: int, version: int, chunk: int = 0) -> bool:
+        wanted = self.session.chunk(self.header(kind, fragment, version, chunk), self.now)
+        if wanted:
+            self.session.settle(fragment, self.now)
+        self.done()
+        return wanted
+
+    def assemble(
+        self, *, agrees: bool = True, push_id: int = 0, merged: tuple[int, ...] = ()
+    ) -> None:
+        """The host makes the copies that it was asked for. `merged`: ids of our pushes in it."""
+        for kind, fragment, version in self.take(Assemble):
+            contributors = tuple(Contributor(INCARNATION, each) for each in merged)
+            header = self.header(kind, fragment, version, 0, push_id, contributors)
+            self.session.assembled(header, self.now, agrees=agrees)
+            self.done()
+
+    def publish(self, fragment: int, version: int, *merged: int) -> None:
+        """A whole publication arrives, and its copy is made."""
+        for chunk in range(CHUNKS):
+            self.chunk(DataKind.PUBLICATION, fragment, version, chunk)
+        self.assemble(merged=merged)
+
+    def state(self, fragment: int, version: int, push_id: int = 0) -> None:
+        """A whole state arrives, and its copy is made."""
+        for chunk in range(CHUNKS):
+            self.chunk(DataKind.STATE, fragment, version, chunk)
+        self.assemble(push_id=push_id)
+
+    # The learner.
+
+    def step(self, tokens: int = 8, after_s: float = 0.1) -> None:
+        """One inner step and its boundary."""
+        self.now += after_s
+        self.session.boundary(tokens, 2.5, self.now)
+        self.done()
+
+    def rest(self) -> None:
+        """The training thread looks for something to adopt without making a step."""
+        self.session.join(self.now)
+        self.done()
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.session.tick(self.now)
+        self.done()
+
+    def encode(self) -> list[SendChunks]:
+        """The pool codes every snapshot that was taken."""
+        for snapshot in self.take(Snapshot):
+            self.session.encoded(snapshot.fragment, snapshot.push_id, self.now)
+            self.done()
+        return self.take(SendChunks)
+
+    def fail(self, *, finite: bool = True) -> None:
+        """Coding fails for every snapshot that was taken."""
+        for fragment, push_id, _ in self.take(Snapshot):
+            self.session.encode_failed(fragment, push_id, self.now, reason="no", finite=finite)
+            self.done()
+
+    def leave(self) -> None:
+        self.session.leave(self.now)
+        self.done()
+
+
+def joined(settings: msg.RunSettings = SETTINGS, version: int = 0) -> Seat:
+    """A learner that stands on `version` of both fragments and has made no step."""
+    seat = Seat(settings)
+    seat.wait(0.0)
+    seat.welcome(heads=(version, version))
+    for fragment in range(2):
+        seat.state(fragment, version)
+    seat.rest()
+    assert seat.session.joined
+    seat.log.clear()
+    return seat

@@ -1,0 +1,123 @@
+"""A small run on a disk: three tensors in two fragments, and the versions that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from narrows.broker.merging import merge
+from narrows.broker.rounds import Contribution, FragmentState, Policy, Round, Version, in_order
+from narrows.broker.store import Store
+from narrows.proto.codec import encode_push
+from narrows.proto.layout import build_table
+from narrows.proto.messages import CodecName, Layout, LayoutEntry
+
+LAYOUT = Layout(
+    0,
+    (
+        LayoutEntry("embedding", (20, 16), "float32", "mean"),
+        LayoutEntry("layer/weight", (24, 16), "bfloat16", "rda"),
+        LayoutEntry("scale", (16,), "float16", "mean"),
+    ),
+)
+TABLE = build_table(LAYOUT.entries, 2)
+CHUNK = 256
+
+
+def first_states(seed: int = 0) -> list[FragmentState]:
+    """Version 0 of both fragments."""
+    random = np.random.default_rng(seed)
+    states = []
+    for fragment in TABLE:
+        values = random.standard_normal(fragment.elements).astype(np.float32)
+        states.append(FragmentState.of(fragment.index, 0, values, np.zeros_like(values), values))
+    return states
+
+
+def contribution(
+    state: FragmentState,
+    learner: str,
+    push_id: int,
+    *,
+    codec: CodecName = "int4-zstd",
+    tokens: int = 100,
+) -> Contribution:
+    """A push against a state; the same arguments give the same bytes."""
+    fragment = TABLE[state.fragment]
+    random = np.random.default_rng([push_id, state.version, *learner.encode()])
+    local = state.published + 0.01 * random.standard_normal(fragment.elements).astype(np.float32)
+    chunks = encode_push(
+        fragment, state.published, local, codec=codec, rho=0.5, chunk_elements=CHUNK
+    )
+    return Contribution(
+        learner, f"{learner}.0000000a", push_id, state.version, tokens, 10, codec, CHUNK,
+        tuple(chunk.payload for chunk in chunks),
+    )  # fmt: skip
+
+
+def next_version(
+    state: FragmentState,
+    learners: Sequence[str] = ("site-a", "site-b"),
+    *,
+    codec: CodecName = "int4-zstd",
+    push_id: int = 0,
+) -> Version:
+    """The version after a state, merged from one push of each learner."""
+    number = push_id or state.version + 1
+    pushes = [contribution(state, each, number, codec=codec) for each in learners]
+    policy = Policy(codec=codec, chunk_elements=CHUNK)
+    round_ = Round(state.fragment, state.version + 1, in_order(pushes), policy, 2.5, "everybody")
+    return merge(TABLE[state.fragment], state, round_)
+
+
+class Run:
+    """A store and the states that it made durable, by fragment and version."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder = folder
+        self.store = Store(folder, **options)
+        self.states: list[list[FragmentState]] = [[each] for each in first_states()]
+        self.store.recover(1.0)
+        self.store.seed(LAYOUT, first_states(), 2)
+
+    def head(self, fragment: int) -> FragmentState:
+        return self.states[fragment][-1]
+
+    def round(self, fragment: int, **options: Any) -> Version:
+        """Merges and commits the next round of a fragment."""
+        version = next_version(self.head(fragment), **options)
+        self.store.commit(version)
+        self.states[fragment].append(version.state)
+        return version
+
+    def rounds(self, count: int) -> None:
+        """That many rounds of each fragment, in turn."""
+        for _ in range(count):
+            for fragment in range(2):
+                self.round(fragment)
+
+
+def recovered_states(store: Store) -> Iterator[FragmentState]:
+    """Begins a life and replays every fragment."""
+    for record in store.recover(2.0).records:
+        state = record.state
+        for version in record.replay(TABLE[state.fragment]):
+            state = version.state
+        yield state
+
+
+def heads(folder: Path) -> list[tuple[int, tuple[int, ...]]]:
+    """Version and digests of each fragment after a new start on a state directory."""
+    store = Store(folder)
+    try:
+        return [(state.version, tuple(state.digests)) for state in recovered_states(store)]
+    finally:
+        store.close()
+
+
+def facts(states: Sequence[FragmentState]) -> list[tuple[int, tuple[int, ...]]]:
+    """The same of states in memory."""
+    return [(state.version, tuple(state.digests)) for state in states]

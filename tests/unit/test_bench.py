@@ -1,0 +1,177 @@
+"""Benches: their arithmetic on made-up input, and each of them once with tiny real runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from narrows.bench import bandwidth, chaos, codec, loop
+from narrows.bench.cli import BENCHES, bench
+from narrows.bench.kit import rows
+from narrows.bench.kit.line import Sample, available, peak_bits_per_s
+from narrows.bench.kit.run import TENSORS, WIDTH, EventLog, Run
+from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
+
+PARAMS = 4 * TENSORS * WIDTH
+
+
+@dataclass(frozen=True)
+class Cell:
+    number: int
+
+
+def halved(cell: Cell) -> rows.Row:
+    if cell.number == 13:
+        raise NarrowsError(ErrorCode.UNFINISHED, "a process has died")
+    return {"half": cell.number / 2, "rest": None}
+
+
+def measured(path: Path, *numbers: int) -> list[rows.Row]:
+    columns = [rows.Column("half of it", "half", "{:.1f}"), rows.Column("rest", "rest")]
+    cells = [Cell(number) for number in numbers]
+    return rows.bench("halves", cells, halved, columns, lambda _: ["so it is"], json=path, seed=7)
+
+
+def test_cells_become_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = measured(tmp_path / "new" / "rows.json", 1, 2)
+    assert made == [
+        {"number": 1, "half": 0.5, "rest": None},
+        {"number": 2, "half": 1.0, "rest": None},
+    ]
+    said = json.loads((tmp_path / "new" / "rows.json").read_text())
+    assert (said["bench"], said["seed"], said["rows"]) == ("halves", 7, made)
+    assert said["machine"]["cores"] >= 1 and "commit" in said
+    told = capsys.readouterr().out
+    assert "half of it" in told and "0.5" in told and "so it is" in told
+
+
+def test_what_was_measured_before_an_error_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(NarrowsError, match="a process has died"):
+        measured(tmp_path / "rows.json", 1, 13, 2)
+    assert [row["half"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == [
+        0.5
+    ]
+
+
+def test_the_fullest_second_is_found_wherever_it_is() -> None:
+    rates = [100] * 10 + [0] * 4 + [300] * 10 + [50] * 10
+    samples, up = [Sample(0.0, 0, 0)], 0
+    for index, rate in enumerate(rates):
+        up += rate
+        samples.append(Sample((index + 1) / 10, up, 7 * (index + 1)))
+    peaks = peak_bits_per_s(samples)
+    assert peaks is not None
+    assert list(peaks) == pytest.approx([8 * 3000, 8 * 70])
+    assert peak_bits_per_s(samples[:10]) is None, "less than a second"
+
+
+def test_bits_are_counted_per_learner_and_exchange() -> None:
+    merge = {
+        "elements": 1000,
+        "contributors": ["a", "b"],
+        "pushed_bytes": 800,
+        "published_bytes": 350,
+    }
+    alone = merge | {"contributors": ["a"], "pushed_bytes": 400}
+    before = {"up_bytes": 5000, "down_bytes": 9000}
+    after = {"up_bytes": 5000 + 1500, "down_bytes": 9000 + 1600}
+    row = bandwidth.bits([merge, alone], before, after)
+    assert row["payload_up_bits_per_param"] == 8 * 1200 / 3000
+    assert row["wire_up_bits_per_param"] == 8 * 1500 / 3000
+    assert row["payload_down_bits_per_param"] == 8 * 2 * 700 / 4000
+    assert row["wire_down_bits_per_param"] == 8 * 1600 / 4000
+
+
+def test_published_figures_come_out_of_the_arithmetic() -> None:
+    assert bandwidth.data_parallel_gbps() == pytest.approx(198, rel=0.02)
+    assert bandwidth.site_gbps(4.0) == pytest.approx(0.84 * 1514 / 1448, rel=0.02)
+
+
+def test_a_codec_is_worth_its_bits(tmp_path: Path) -> None:
+    gaussian = codec.Cell("gaussian", "int4-zstd", 0.5, 1 << 16)
+    row = codec.measure(gaussian)
+    assert row["gaussian_bound_bits"] < row["bits_per_param"] < row["gaussian_bound_bits"] + 0.5
+    plain = codec.measure(codec.Cell("gaussian", "absmax int4 by 256", None, 1 << 16))
+    assert plain["bits_per_param"] == 4 + 32 / 256
+    lossless = codec.measure(codec.Cell("sparse_rows", "f32-blosc2", None, 1 << 16))
+    assert lossless["snr_db"] is None and lossless["bits_per_param"] < 3
+    recording = tmp_path / "recorded.safetensors"
+    values = np.linspace(-1, 1, 100, dtype=np.float32)
+    save_file({"outer_grad.0": values, "bounds.0": np.array([0, 40, 100])}, recording)
+    cell = codec.Cell("recorded", "int8-zstd", 0.25, 0)
+    assert codec.measure(cell, recording=recording)["snr_db"] > 15
+    with pytest.raises(ConfigError, match="is no recording"):
+        codec.measure(cell, recording=Path(__file__))
+
+
+def test_every_bench_has_a_command_and_help(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in BENCHES:
+        bench([name, "--help"], result_action="return_value")
+        told = capsys.readouterr().out
+        assert "--short" in told and "--json" in told, told
+    said = tmp_path / "codec.json"
+    bench(["codec", "--short", "--json", str(said)], result_action="return_value")
+    assert {row["codec"] for row in json.loads(said.read_text())["rows"]} >= {"int4-zstd"}
+    assert "bits per parameter" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="a multiple of 4096"):
+        loop.loop(params=5000)
+
+
+def test_half_a_line_of_events_waits_for_its_rest(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    assert log.read() == []
+    log.path.write_bytes(b'{"event": "a"}\n{"eve')
+    assert [each["event"] for each in log.read()] == ["a"]
+    with log.path.open("ab") as file:
+        file.write(b'nt": "b"}\nnot json\n')
+    assert [each["event"] for each in log.read()] == ["a", "b"]
+
+
+@pytest.mark.real
+def test_a_run_says_which_process_has_died_and_why() -> None:
+    with Run() as run, pytest.raises(NarrowsError, match=r"broker .*to serve.*fragments\.count"):
+        run.broker({"fragments.count": 0})
+
+
+@pytest.mark.real
+def test_the_loop_is_measured_by_stage() -> None:
+    row = loop.measure(loop.Cell("decoupled", "0", PARAMS, 0.5))
+    assert row["rounds_per_s"] > 0 and row["pushes_per_round"] == loop.LEARNERS
+    assert row["exchange_s"] == pytest.approx(loop.FRAGMENTS / row["rounds_per_s"])
+    assert row["learner_training_ns"] > 0 and row["broker_loop_ns"] >= 0
+    assert "free running" in "".join(
+        loop.headline([{"mode": "decoupled", "params": PARAMS, **row}])
+    )
+
+
+@pytest.mark.real
+def test_bandwidth_counts_frames_and_the_line() -> None:
+    row = bandwidth.measure(bandwidth.Cell("gpt"), steps=40)
+    assert 2 < row["payload_up_bits_per_param"] < 4 and 2 < row["payload_down_bits_per_param"] < 4
+    assert row["wire_up_bits_per_param"] > 2
+    assert (row["line_up_bits_per_param"] is not None) == available()
+    assert "Narrows, rho 0.5" in "".join(bandwidth.headline([{"model": "gpt", "rho": 0.5, **row}]))
+
+
+@pytest.mark.real
+def test_kills_lose_nothing_and_what_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare = chaos.compare
+
+    def also_spoilt(state: Path, seen: dict[str, list[dict[str, Any]]]) -> rows.Row:
+        made_up = {"event": "installed", "fragment": 0, "version": 1, "digest": "0" * 16}
+        spoilt = compare(state, {**seen, "a": [*seen["a"], made_up], "nobody": []})
+        assert spoilt["copies_lost"] == 1 and spoilt["problem_count"] == 2, spoilt["problems"]
+        return compare(state, seen)
+
+    monkeypatch.setattr(chaos, "compare", also_spoilt)
+    row = chaos.measure(chaos.Cell(kills=3, seed=1))
+    assert row["problems"] == [] and row["copies_seen"] > 0
+    assert row["kills_at_places"] == 1 and row["rounds_replayed"] == row["rounds"] > 0

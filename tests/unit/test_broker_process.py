@@ -1,0 +1,117 @@
+"""`narrows broker` as a process: it serves, ends in order, and says in one line what is wrong; and
+what it writes for people."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zmq
+
+from narrows.broker.cli.broker import run_broker
+from narrows.broker.process.log import REPEATS_MAX, LimitRepeats, crash_places
+from narrows.broker.store import Store
+from narrows.proto import messages as msg
+from narrows.proto.events import EventFile
+from narrows.proto.sockets import Kind, make_socket
+from narrows.proto.wire import decode_control, encode_control
+
+SERVE = """
+import sys
+from pathlib import Path
+from narrows.broker.cli.broker import run_broker
+folder = Path(sys.argv[1])
+sys.exit(run_broker(None, {"listen": "tcp://127.0.0.1:0", "state_dir": str(folder / "state")},
+    ["fragments.count=2"], events=folder / "events.jsonl", ready_file=Path(sys.argv[2])))
+"""
+
+
+def test_a_broker_serves_and_ends_in_order(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    os.mkfifo(tmp_path / "ready.tmp")  # Its reader is told when the address is written.
+    process = subprocess.Popen([sys.executable, "-c", SERVE, str(tmp_path), str(ready)])
+    with zmq.Context() as context:
+        try:
+            address = (tmp_path / "ready.tmp").read_text().strip()
+            with make_socket(context, Kind.LEARNER_CONTROL) as control:
+                control.connect(address)
+                control.poll(10_000, zmq.POLLOUT)
+                control.send_multipart(encode_control(msg.AskStatus()))
+                assert control.poll(10_000), "no answer"
+                answer = decode_control(control.recv_multipart(), msg.CONTROL_BYTES_MAX)
+            assert isinstance(answer, msg.Status) and answer.status["phase"] == "seeding"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+            process.wait()
+    assert ready.name in os.listdir(tmp_path), "renamed when it was whole"
+    records = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert records[-1]["event"] == "final" and records[-1]["status"]["up_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "text"),
+    [
+        ({"mode": "fast"}, 2, "one of decoupled, streaming, diloco"),
+        ({"listen": "tcp://0.0.0.0:0"}, 2, "insecure"),
+        ({"listen": "tcp://127.0.0.1:0", "keys": "no such folder"}, 2, "broker.key"),
+        ({"listen": "tcp://127.0.0.1:0", "state_dir": "{locked}"}, 1, "state_locked"),
+        ({"listen": "tcp://127.0.0.1:0", "state_dir": "/dev/null/x"}, 1, "/dev/null"),
+    ],
+)
+def test_what_is_wrong_stands_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, str], code: int, text: str
+) -> None:
+    store = Store(tmp_path, durable=False)
+    given = {name: value.format(locked=tmp_path) for name, value in flags.items()}
+    assert run_broker(None, {"state_dir": str(tmp_path / "own"), **given}) == code
+    store.close()
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1 and "Traceback" not in error
+
+
+def test_the_events_file_is_bounded_and_a_full_disk_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    events = EventFile(path, bytes_max=200)
+    for number in range(10):
+        events.write({"event": "note", "number": number})
+    kept = [json.loads(line)["number"] for line in path.read_text().splitlines()]
+    assert kept[-1] == 9 and path.stat().st_size <= 200
+    assert path.with_name("events.jsonl.1").stat().st_size <= 200
+    full = EventFile(Path("/dev/full"))
+    full.write({"event": "lost"})
+    for each in (events, full):
+        each.close()
+
+
+def test_a_flood_of_one_kind_of_line_is_cut_and_told() -> None:
+    limit, passed = LimitRepeats(), []
+    for number in range(REPEATS_MAX + 5):
+        line = logging.LogRecord("n", logging.WARNING, "", 0, "%s", (f"bad {number}",), None)
+        line.kind, line.created = "refused site-a", 1000.0
+        passed += [line] if limit.filter(line) else []
+    other = logging.LogRecord("n", logging.WARNING, "", 0, "joined", (), None)
+    other.created = 1000.0
+    assert len(passed) == REPEATS_MAX and limit.filter(other)
+    later = logging.LogRecord("n", logging.WARNING, "", 0, "later", (), None)
+    later.created = 1061.0
+    assert limit.filter(later) and later.getMessage() == "later (5 lines were hidden)"
+
+
+def test_a_crash_place_ends_the_process_at_its_visit() -> None:
+    child = os.fork()
+    if child == 0:
+        reach = crash_places({"NARROWS_CRASH_AT": "durable:2"})
+        for place in ("durable", "installed", "durable"):
+            reach(place)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL

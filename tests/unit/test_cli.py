@@ -1,0 +1,231 @@
+"""The command line: one line and an exit code for every failure, and nothing heavy before it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from learner_cases import House, begun, values
+from safetensors import safe_open
+
+from narrows import __main__ as command
+from narrows.broker.cli import status
+from narrows.broker.config import load_broker
+from narrows.broker.process.service import Service
+from narrows.proto.errors import ErrorCode, Refused
+from narrows.proto.keys import (
+    AllowList,
+    SiteKey,
+    create_broker_key,
+    new_pair,
+    write_site_key,
+)
+from narrows.proto.messages import Bye
+from narrows.proto.wire import encode_control
+
+HEAVY = {"numpy", "numba", "zmq", "torch", "blosc2"}
+
+
+class Said:
+    """What a command printed, and its exit code."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._capsys, self._monkeypatch = capsys, monkeypatch
+        self.out = self.err = ""
+
+    def run(self, *arguments: str) -> int:
+        self._monkeypatch.setattr(sys, "argv", ["narrows", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            command.main()
+        self.out, self.err = self._capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code
+
+
+@pytest.fixture
+def narrows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
+    for name in ("NARROWS_BROKER", "NARROWS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    return Said(capsys, monkeypatch)
+
+
+def run_of(folder: Path, rounds: int = 3) -> House:
+    """A state directory with some rounds."""
+    house = House(folder, {"broker.keep_history": True})
+    (a,) = begun(house, "site-a")
+    for round_ in range(rounds):
+        a.push(0, values(a, 0.01)[0])
+        house.until(lambda: house.heads == (round_ + 1,), "a version", a)  # noqa: B023
+    house.host.close()
+    house.kill()
+    return house
+
+
+@pytest.mark.parametrize("line", ["--help", "broker --help"])
+def test_help_imports_nothing_heavy(line: str) -> None:
+    code = (
+        f"import sys; sys.argv = {['narrows', *line.split()]}\n"
+        "from narrows.__main__ import main\n"
+        "try: main()\n"
+        "except SystemExit: print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Exit codes: 0 ok, 1 failure, 2 usage" in done.stdout
+    assert not HEAVY & set(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("satus", "did you mean status?"),
+        ("broker --listne x", "--listen"),
+        ("broker --set merge.quorun=2", "did you mean merge.quorum"),
+        ("broker --listen nonsense", "expected tcp://HOST:PORT"),
+        ("broker /nowhere/x.toml", "/nowhere/x.toml"),
+        ("status nonsense", "expected tcp://HOST:PORT"),
+        ("export /nowhere --to x", "/nowhere holds no run"),
+        ("journal audit .", "holds no run"),
+    ],
+)
+def test_wrong_usage_is_code_2_in_one_line(narrows: Said, line: str, word: str) -> None:
+    assert narrows.run(*line.split()) == 2
+    (said,) = narrows.err.splitlines()
+    assert said.startswith("narrows: ") and word in said
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (Refused(ErrorCode.KEY_REFUSED, "no\n\x1b[2J"), 3, "no\\n\\x1b[2J"),
+        (OSError("the disk is full"), 1, "the disk is full"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_an_error_is_one_line_and_an_exit_code(
+    narrows: Said, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(status, "find_broker", fail)
+    assert narrows.run("status") == code
+    assert narrows.err.count("\n") == 1 and said in narrows.err
+
+
+def test_a_key_that_trusts_no_broker_is_code_2(narrows: Said, tmp_path: Path) -> None:
+    write_site_key(tmp_path / "a.key", SiteKey("a", new_pair()))
+    assert narrows.run("status", "tcp://127.0.0.1:9", "--key", str(tmp_path / "a.key")) == 2
+    assert "does not say which broker to trust" in narrows.err
+
+
+def test_nobody_there_is_code_4(narrows: Said) -> None:
+    assert narrows.run("status", "tcp://127.0.0.1:9", "--timeout-s", "0.05") == 4
+    assert "tcp://127.0.0.1:9 did not answer" in narrows.err
+
+
+@contextmanager
+def serving(folder: Path, **settings: str) -> Iterator[str]:
+    flags = {"broker.listen": "tcp://127.0.0.1:0", "broker.state_dir": str(folder), **settings}
+    service = Service(load_broker(None, flags), events=None, environment={})
+    thread = threading.Thread(target=service.run)
+    thread.start()
+    try:
+        yield service.link.listens_on
+    finally:
+        service.stop("the test is over")
+        thread.join()
+
+
+def test_status_of_a_broker(narrows: Said, tmp_path: Path) -> None:
+    with serving(tmp_path / "state") as address:
+        assert narrows.run("status", address, "--json") == 0
+        said = json.loads(narrows.out)
+        assert said["phase"] == "seeding" and said["learners"] == {}
+        assert narrows.run("status", address) == 0
+        assert said["run_id"] in narrows.out and "waits for a learner to join" in narrows.out
+
+
+def test_status_with_the_next_key_of_the_broker(narrows: Said, tmp_path: Path) -> None:
+    """The site trusts an old key first, and then the one that the broker has."""
+    keys, file, pair = tmp_path / "keys", tmp_path / "a.key", new_pair()
+    servers = new_pair().public, create_broker_key(keys).public
+    AllowList.allow(keys, "a", pair.public)
+    write_site_key(file, SiteKey("a", pair, servers))
+    with serving(tmp_path / "state", **{"broker.keys": str(keys)}) as address:
+        assert narrows.run("status", address, "--key", str(file)) == 0
+        AllowList.revoke(keys, "a")
+        while (code := narrows.run("status", address, "--key", str(file))) == 0:
+            pass
+        assert code == 3 and f"narrows keys allow 'narrows-key a {pair.public}'" in narrows.err
+
+
+def test_the_words_of_a_learner_are_no_markup(
+    narrows: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = {
+        "state": "paused: [/red]", "heard_s": 0.1, "steps_per_s": 2.0, "loss": None, "hint": "",
+        "logged_tokens": 5, "merged_tokens": 4, "versions_behind": 1,
+    }  # fmt: skip
+    said = {
+        "run_id": "f00d", "epoch": "1-1", "mode": "decoupled", "phase": "running", "uptime_s": 1.0,
+        "run_tokens": 4, "goal_tokens": 8, "tokens_per_s": 2.0, "versions": [1, 2], "merges": 1,
+        "contributions": 2, "waiting_for": ["a to push"], "up_bytes": 5e6, "down_bytes": 10,
+        "learners": {"a": learner},
+    }  # fmt: skip
+    monkeypatch.setattr(status, "ask_status", lambda *_, **__: said)
+    assert narrows.run("status") == 0
+    assert "paused: [/red]" in narrows.out and "in 5MB  out 10B" in narrows.out
+
+
+def test_debug_shows_a_frame(narrows: Said, tmp_path: Path) -> None:
+    file = tmp_path / "frame"
+    file.write_bytes(encode_control(Bye("done"))[-1])
+    assert narrows.run("debug", "frame", str(file)) == 0
+    assert json.loads(narrows.out)["reason"] == "done"
+    file.write_bytes(b"abc")
+    assert narrows.run("debug", "frame", str(file), "--header") == 1
+    assert "bad_message" in narrows.err
+
+
+def test_a_run_is_shown_checked_exported_and_rolled_back(narrows: Said, tmp_path: Path) -> None:
+    run_of(tmp_path / "state")
+    place = str(tmp_path / "state")
+    assert narrows.run("journal", "show", place, "--json") == 0
+    rows = [json.loads(line) for line in narrows.out.splitlines()]
+    assert [(row["fragment"], row["version"]) for row in rows] == [(0, 1), (0, 2), (0, 3)]
+    assert all(row["contributors"] == ["site-a"] for row in rows)
+    assert narrows.run("journal", "show", place, "--last", "1") == 0
+    assert "fragment 0 version 3 " in narrows.out and rows[2]["published"] in narrows.out
+    assert narrows.run("journal", "audit", place) == 0
+    assert narrows.run("journal", "replay", place) == 0
+    assert rows[2]["published"] in narrows.out
+    assert narrows.run("journal", "replay", place, "--outer-lr", "0.1") == 0
+    assert rows[2]["published"] not in narrows.out
+    assert narrows.run("journal", "replay", place, "--outer-lr", "nan") == 2
+    assert narrows.run("journal", "replay", place, "--without", "site-b") == 2
+    assert "expected site-a, got site-b" in narrows.err
+
+    model = tmp_path / "model.safetensors"
+    assert narrows.run("export", place, "--to", str(model)) == 0 and model.exists()
+    assert narrows.run("export", place, "--to", f"{place}/run.db") == 2
+    with safe_open(model, "np") as file:
+        told = file.metadata()
+    assert told["narrows.run"] and told["narrows.versions"] == "[3]"
+    assert narrows.run("export", place, "--layout") == 0
+    assert [entry[0] for entry in json.loads(narrows.out)["entries"]] == ["w", "b"]
+
+    back = tmp_path / "back"
+    assert narrows.run("journal", "rollback", place, str(back), "--to", str(rows[1]["round"])) == 0
+    assert narrows.run("journal", "show", str(back), "--json") == 0
+    assert [json.loads(line)["version"] for line in narrows.out.splitlines()] == [1, 2]
+
+
+def test_the_help_of_the_broker_lists_its_settings(narrows: Said) -> None:
+    assert narrows.run("broker", "--help") == 0
+    assert "merge.quorum = 1" in narrows.out and "wan.total_down = 0" in narrows.out

@@ -1,0 +1,309 @@
+"""The broker's host with real syncer, merging and store, over ports of the test: rounds, crashes,
+full disks, bad bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from learner_cases import LAYOUT, HandLearner, House, begun, values
+from safetensors.numpy import save_file
+
+from narrows.broker.process import pipeline
+from narrows.broker.store import DiskFull
+from narrows.proto import messages as msg
+from narrows.proto.codec.payload import float_payload
+from narrows.proto.timing import DISK_AGAIN_S
+from narrows.proto.wire import digest, encode_header, pack_layout
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(tmp_path / "state")
+
+
+def one_round(house: House, *learners: HandLearner, value: float = 0.01) -> None:
+    """Each learner pushes fragment 0 once, and adopts what comes of it."""
+    version = learners[0].versions[0]
+    for each in learners:
+        each.push(0, values(each, value)[0])
+    house.until(lambda: house.heads[0] > version, "a version", *learners)
+    for each in learners:
+        each.listen()
+
+
+def assert_equal_bits(a: HandLearner, b: HandLearner) -> None:
+    for one, other in zip(a.copies, b.copies, strict=True):
+        assert one is not None and other is not None and np.array_equal(one, other)
+
+
+def test_a_round_makes_a_version_that_every_learner_adopts_bit_for_bit(house: House) -> None:
+    a, b = begun(house, "site-a", "site-b")
+    one_round(house, a, b)
+    assert a.versions == b.versions == [1]
+    assert_equal_bits(a, b)
+    assert a.outcomes == [((a.incarnation, 1), (b.incarnation, 1))]
+    (merged,) = house.noted("merged")
+    assert merged.fields["contributors"] == ["site-a", "site-b"]
+    assert merged.fields["tokens"] == 200
+    state = house.host.pipeline.head(0)[0]
+    assert merged.fields["digest"] == f"{state.digests.published:016x}"
+    assert house.reached == ["merged", "appended", "durable", "installed", "published"]
+
+
+def test_a_state_that_is_being_fetched_stays_while_the_head_moves_on(house: House) -> None:
+    a, late = begun(house, "site-a")[0], HandLearner(house, "late")
+    one_round(house, a)
+    late.hello()
+    late.fetch(msg.DataKind.STATE, 0, 1, 0)
+    house.settle()
+    one_round(house, a)
+    late.fetch(msg.DataKind.STATE, 0, 1, 1)
+    a.fetch(msg.DataKind.STATE, 0, 1, 0)
+    house.settle()
+    late.listen()
+    assert late.versions == [1]
+    header = [h for topic, h, _, _ in house.wires.datas if topic.startswith("r/site-a")][-1]
+    assert (header.version, header.push_id) == (1, 1), "push 2 is in version 2 only"
+
+
+def test_a_publication_that_is_no_longer_kept_is_answered_with_the_state(house: House) -> None:
+    (a,) = begun(house, "site-a")
+    for _ in range(msg.PUBLICATIONS_KEPT + 1):
+        one_round(house, a)
+    a.fetch(msg.DataKind.PUBLICATION, 0, 2, 0, 1)
+    a.fetch(msg.DataKind.PUBLICATION, 0, 1, 0, 1)
+    house.settle()
+    asked = [h for topic, h, _, _ in house.wires.datas if topic.startswith("r/")]
+    assert [(h.kind, h.version, h.chunk) for h in asked[-3:]] == [
+        (msg.DataKind.PUBLICATION, 2, 0),
+        (msg.DataKind.PUBLICATION, 2, 1),
+        (msg.DataKind.STATE, 9, 0),
+    ]
+
+
+def test_a_full_disk_holds_publishing_back_until_it_has_room(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (a,) = begun(house, "site-a")
+    commit, tries = house.store.commit, []
+
+    def full(version: object) -> None:
+        tries.append(house.now)
+        raise DiskFull(28, "no space")
+
+    monkeypatch.setattr(house.store, "commit", full)
+    a.push(0, values(a, 0.01)[0])
+    house.until(lambda: len(tries) > 2, "three tries", a)
+    assert tries[2] - tries[1] >= DISK_AGAIN_S
+    a.listen()
+    assert a.versions == [0] and house.host.syncer.status(house.now)["versions"] == [0]
+    assert "the disk" in str(house.host.status(house.now)["waiting_for"])
+    monkeypatch.setattr(house.store, "commit", commit)
+    house.until(lambda: house.noted("merged"), "the version", a)
+    a.listen()
+    assert a.versions == [1]
+
+
+def test_a_failed_merge_is_refused_and_its_learner_may_push_again(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (a,) = begun(house, "site-a")
+
+    def fail(*_: object) -> None:
+        raise FloatingPointError("version 1 would not be finite")
+
+    monkeypatch.setattr(pipeline, "merge", fail)
+    a.push(0, values(a, 0.01)[0])
+    house.until(lambda: a.heard(msg.Refuse), "a refusal", a)
+    refusal = a.heard(msg.Refuse)[0]
+    assert (refusal.code, refusal.push_id) == ("merge_failed", 1)
+    monkeypatch.undo()
+    one_round(house, a)
+    assert a.versions == [1] and a.outcomes == [((a.incarnation, 2),)]
+
+
+@pytest.mark.parametrize("moment", ["merged", "committed"])
+def test_a_kill_between_the_moments_of_a_round_loses_nothing_that_was_seen(
+    house: House, moment: str
+) -> None:
+    (a,) = begun(house, "site-a")
+    a.push(0, values(a, 0.01)[0])
+    house.host.turn(house.now)
+    while not house.pool.waiting or "merged" not in house.reached:
+        house.now += 0.1
+        a.report()
+        house.pool.work()
+        house.pool.tell(house.now)
+        house.host.turn(house.now)
+    if moment == "committed":
+        house.pool.work()  # The loop is never told.
+    assert not house.noted("merged")
+    house.kill()
+    house.start()
+    a.hello()
+    heads = a.heard(msg.Welcome)[0].beat.heads
+    assert heads == ((1,) if moment == "committed" else (0,))
+    if moment == "committed":
+        a.fetch(msg.DataKind.PUBLICATION, 0, 1, 0, 1)
+        house.settle()
+        a._seen = 0
+        a.listen()
+        assert a.versions == [1] and a.outcomes == [((a.incarnation, 1),)]
+        learners = house.host.status(house.now)["learners"]
+        assert isinstance(learners, dict) and learners["site-a"]["merged_tokens"] == 100
+    one_round(house, a)
+    assert a.versions[0] == heads[0] + 1
+
+
+def test_what_is_wrong_with_a_push_is_told_to_its_learner(house: House) -> None:
+    (a,) = begun(house, "site-a")
+    gradient = values(a, 0.01)[0]
+    push = a.push(0, gradient) + 1
+    codec, payload = house.config.codec.push, a.payloads[0]
+    a.say(msg.Push(0, push, 0, 1, 1))
+    a.send(msg.DataKind.PUSH, 0, 0, push, 0, codec, payload[:-1])
+    house.settle()
+    a.say(msg.Push(0, push + 1, 0, 1, 1))
+    a.send(msg.DataKind.PUSH, 0, 0, push + 1, 0, codec, payload)
+    a.send(msg.DataKind.PUSH, 0, 0, push + 1, 1, "int8-zstd", payload)
+    refused = {each.push_id: each.code for each in a.heard(msg.Refuse)}
+    assert refused == {push: "bad_payload", push + 1: "bad_chunk"}
+
+
+def test_a_chunk_that_was_damaged_on_its_way_is_asked_for_again(house: House) -> None:
+    (a,) = begun(house, "site-a")
+    a.push(0, values(a, 0.01)[0], announce=False)
+    a.push_id += 1
+    a.say(msg.Push(0, a.push_id, 0, 100, 1))
+    codec, payload = house.config.codec.push, a.payloads[0]
+    assert not a.send(msg.DataKind.PUSH, 0, 0, a.push_id, 0, codec, payload, payload_digest=7)
+    assert "bad_digest" in house.noted("refused")[0].text
+    for index in list(a.payloads)[1:]:
+        a.send_chunk(0, index)
+    house.until(lambda: a.heard(msg.Fetch), "a question", a)
+    assert a.heard(msg.Fetch) == [msg.Fetch(msg.DataKind.PUSH, 0, 0, a.push_id, ((0, 1),))]
+    a.send_chunk(0, 0)
+    house.until(lambda: house.noted("merged"), "a version", a)
+    a.listen()
+    assert a.versions == [1] and not a.heard(msg.Refuse)
+
+
+def test_nobody_speaks_for_another_site_on_the_uplink(house: House) -> None:
+    a, thief = begun(house, "site-a", "site-b")
+    thief.site, thief.incarnation = "site-b", a.incarnation
+    a.say(msg.Push(0, 1, 0, 1, 1))
+    assert not thief.send(msg.DataKind.PUSH, 0, 0, 1, 0, "int4-zstd", b"anything")
+    assert not a.heard(msg.Refuse), "what another sends in its name is not site-a's fault"
+    assert "site-b" in house.noted("refused")[-1].text
+    a.site = "site-a"
+    one_round(house, a)
+    assert a.versions == [1]
+
+
+def test_bytes_never_raise_and_change_nothing(house: House) -> None:
+    (a,) = begun(house, "site-a")
+    big = st.sampled_from([0, 1, 2, 4095, 1 << 48])
+    headers = st.builds(
+        msg.Header,
+        epoch=st.sampled_from([a.epoch, ""]),
+        kind=st.sampled_from(list(msg.DataKind)),
+        learner=st.sampled_from([a.incarnation, "site-b.00000001", ""]),
+        fragment=st.sampled_from([0, 1, 4095]),
+        version=big,
+        push_id=big,
+        chunk=big,
+        codec=st.sampled_from(["int4-zstd", "int8-zstd", "f32-blosc2"]),
+        payload_digest=st.sampled_from([digest(b""), digest(b"bytes"), 7]),
+        result_digest=st.just(0),
+    )
+    parts = st.one_of(st.binary(max_size=40), headers.map(encode_header))
+    payload = st.sampled_from([b"", b"bytes"])
+    datas = st.one_of(st.lists(parts, max_size=4), st.tuples(st.just(b"u"), parts, payload))
+
+    @given(datas.map(list), st.one_of(st.none(), st.just("site-a")))
+    def send(frames: list[bytes], site: str | None) -> None:
+        house.host.control("00", site, frames, house.now)
+        house.host.data(site, frames, house.now)
+        house.settle()
+
+    send()
+    assert house.heads == (0,)
+    a.push_id = (1 << 48) + 1  # The frames above may have used the ids up to there.
+    one_round(house, a)
+    assert a.versions == [1]
+
+
+def test_version_0_may_come_from_a_file(tmp_path: Path) -> None:
+    tensors = {e.name: np.full(e.shape, 0.25, np.float32) for e in LAYOUT.entries}
+    save_file(tensors, tmp_path / "init.safetensors")
+    house = House(tmp_path / "state", {"broker.init": str(tmp_path / "init.safetensors")})
+    a = HandLearner(house, "site-a")
+    a.hello()
+    a.send(msg.DataKind.LAYOUT, 0, 0, 0, 0, msg.LOSSLESS, pack_layout(LAYOUT))
+    house.settle()
+    assert house.heads == (0,) and set(house.host.pipeline.head(0)[0].global_.tolist()) == {0.25}
+
+
+@pytest.mark.parametrize("code", ["bad_payload", "not_finite_seed"])
+def test_a_damaged_version_0_is_refused_and_the_next_learner_seeds(house: House, code: str) -> None:
+    rest = np.full(520 * 512 + 700 - (1 << 18), np.nan, np.float32)
+    nan = float_payload(rest, np.array([0, rest.size]))[0]
+    payload = nan if code == "not_finite_seed" else b"no payload"
+    a, b = HandLearner(house, "site-a"), HandLearner(house, "site-b")
+    a.hello()
+    b.hello()
+    assert a.heard(msg.Welcome)[0].role == "seed"
+    a.seed(values(a, 1.0), damaged=payload)
+    house.settle()
+    assert a.heard(msg.Refuse)[0].code == code
+    house.until(lambda: b.heard(msg.Welcome)[-1].role == "seed", "another learner", b)
+    b.seed(values(b, 1.0))
+    house.settle()
+    assert house.heads == (0,)
+
+
+def test_a_full_pipe_makes_a_publication_wait_and_then_lossy(house: House) -> None:
+    (a,) = begun(house, "site-a")
+    house.wires.is_full = True
+    a.push(0, values(a, 0.01)[0])
+    house.until(lambda: house.noted("merged"), "a version", a)
+    began = house.now
+    house.until(lambda: any(each[3] for each in house.wires.datas), "a lossy message", a)
+    assert house.now - began <= 1.5
+    house.wires.is_full = False
+    house.wait(1.0, a)
+    a.listen()
+    assert a.versions == [1]
+
+
+def test_the_end_is_durable_and_everybody_has_the_final_model(tmp_path: Path) -> None:
+    house = House(tmp_path / "state", {"run.goal_tokens": "300"})
+    (a,) = begun(house, "site-a")
+    while house.host.finished is None and house.now < 200:
+        phase = (a.heard(msg.Beat) or a.heard(msg.Welcome)[-1:])[-1]
+        ending = getattr(phase, "phase", "") in ("ending", "ended")
+        if not ending:
+            a.push(0, values(a, 0.01)[0])
+        house.wait(1.0)
+        a.listen()
+        a.steps += 1
+        finished = (0,) if ending else ()
+        a.say(msg.Report(a.steps, 100 * a.steps, 1.0, tuple(a.versions), finished=finished))
+        if getattr(phase, "phase", "") == "ended" and a.versions == list(house.heads):
+            a.say(msg.Bye("the run has ended"))
+    assert house.host.finished is not None and house.host.finished.missing == ()
+    assert a.versions == list(house.heads)
+    house.host.close()
+    house.kill()
+    house.start()
+    assert house.host.syncer.status(house.now)["phase"] == "ended"
+
+
+def test_stop_tells_everybody(house: House) -> None:
+    (a,) = begun(house, "site-a")
+    house.host.stop("the operator", house.now)
+    assert a.heard(msg.Bye)[-1].reason == "the operator" and house.host.finished is not None

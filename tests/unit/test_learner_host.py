@@ -1,0 +1,242 @@
+"""The learner's host and a real broker's host, over wires and pools of the test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from arrays import Arrays
+from learner_cases import LAYOUT, House, Pool
+from msgspec.structs import replace
+
+from narrows.learner.effects import Adopt, Note
+from narrows.learner.host import LearnerHost
+from narrows.learner.island import Solo
+from narrows.proto import messages as msg
+from narrows.proto.codec import F32
+from narrows.proto.messages import DataKind, Header, Phase
+from narrows.proto.wire import decode_header, encode_control, encode_header
+
+SETTINGS: dict[str, object] = {
+    "fragments.count": 2, "fragments.sync_period_steps": 4, "fragments.overlap_steps": 1,
+}  # fmt: skip
+
+
+class Player:
+    """One learner: arrays that drift, a host, and the way between it and the broker."""
+
+    def __init__(self, house: House, name: str, layout: msg.Layout = LAYOUT) -> None:
+        self.house, self.name = house, name
+        self.source, self.pool = Arrays(layout), Pool()
+        self.rng = np.random.default_rng(len(name))
+        incarnation = f"{name}.00000001"
+        self.host = LearnerHost(
+            name, incarnation, layout, Solo(self.source), self, self.pool, house.now
+        )
+        self.host.noted = lambda note: self.notes.append(note)
+        self.host.saw = lambda header, values: self.copies.update(
+            {(header.fragment, header.version): values}
+        )
+        self.host.adopting = lambda effect: self.adopted.append(effect)
+        self.notes: list[Note] = []
+        self.adopted: list[Adopt] = []
+        self.copies: dict[tuple[int, int], F32] = {}
+        self.up: list[list[bytes]] = []
+        self.damage: DataKind | None = None
+        """Kind of data whose next message arrives with another payload."""
+        self.is_full = False
+        self._wires, self._seen = house.wires, (0, 0)
+
+    # Wires.
+
+    def control(self, peer: str, frames: list[bytes]) -> bool:
+        self.up.append(frames)
+        return True
+
+    def data(self, topic: str, header: bytes, payload: bytes) -> bool:
+        if not self.is_full:
+            self.up.append([topic.encode(), header, payload])
+        return not self.is_full
+
+    # What a process does.
+
+    def carry(self) -> None:
+        """Everything that waits arrives, in both directions."""
+        house = self.house
+        if self._wires is not house.wires:
+            self._wires, self._seen = house.wires, (0, 0)
+            self.host.lost(house.now)
+        up, self.up = self.up, []
+        for frames in up:
+            if len(frames) == 2:
+                house.host.control(self.name, None, frames, house.now)
+            else:
+                house.host.data(None, frames, house.now)
+        house.settle()
+        controls, datas = house.wires.controls[self._seen[0] :], house.wires.datas[self._seen[1] :]
+        self._seen = len(house.wires.controls), len(house.wires.datas)
+        for peer, message in controls:
+            if peer == self.name:
+                self.host.control(encode_control(message), house.now)
+        for topic, header, payload, _ in datas:
+            if topic.startswith(("p/", f"r/{self.host.session.incarnation}/")):
+                if header.kind is self.damage:
+                    self.damage, payload = None, payload[:-1] + bytes([payload[-1] ^ 1])
+                self.host.data([topic.encode(), encode_header(header), payload], house.now)
+        self.pool.work()
+        self.pool.tell(house.now)
+        self.host.turn(house.now)
+        self.host.session.check()
+
+    def step(self) -> None:
+        """One inner step, or what a training thread does instead."""
+        session, now = self.host.session, self.house.now
+        if session.joined and not session.stopping and not session.must_wait(now):
+            for tensor in self.source.tensors:
+                tensor += 0.01 * self.rng.standard_normal(tensor.size).astype(np.float32)
+            self.host.boundary(100, 1.0, now)
+        else:
+            self.host.join(now)
+
+
+def play(house: House, players: list[Player], seconds: float) -> None:
+    for _ in range(round(10 * seconds)):
+        house.now += 0.1
+        for each in players:
+            each.step()
+        for each in players:
+            each.carry()
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(tmp_path, SETTINGS)
+
+
+def check_copies(house: House, player: Player) -> None:
+    """Every copy that a learner saw of the newest version is the broker's, bit for bit."""
+    model = house.host.pipeline.model
+    assert model is not None
+    for fragment, head in enumerate(house.heads):
+        state, _ = house.host.pipeline.head(fragment)
+        if (copy := player.copies.get((fragment, head))) is not None:
+            assert copy.tobytes() == state.published.tobytes()
+
+
+def test_two_learners_train_through_a_kill_of_the_broker_to_the_final_model(tmp_path: Path) -> None:
+    house = House(tmp_path, {**SETTINGS, "run.goal_tokens": "12000"})
+    players = [Player(house, "site-a"), Player(house, "site-bb")]
+    play(house, players, 3.0)
+    before = house.heads
+    assert min(before) > 0
+    house.kill()
+    house.start()
+    play(house, players, 4.0)
+    assert min(house.heads) > max(before)
+    for each in players:
+        check_copies(house, each)
+    for _ in range(40):  # A broker that has just begun waits 30 s for learners it does not know.
+        if all(each.host.session.ended for each in players):
+            break
+        play(house, players, 1.0)
+    for each in players:
+        session = each.host.session
+        assert session.phase is Phase.ENDED and session.final and session.ended
+        assert session.ledger.merged == session.ledger.logged and session.ledger.lost == 0
+        for fragment, part in enumerate(session.parts):
+            values = Solo(each.source).read(part.fragment)
+            state, _ = house.host.pipeline.head(fragment)
+            assert values.tobytes() == state.published.tobytes()
+
+
+@pytest.mark.parametrize("kind", [DataKind.STATE, DataKind.PUBLICATION])
+def test_a_damaged_payload_is_noted_and_asked_for_again(house: House, kind: DataKind) -> None:
+    player = Player(house, "site-a")
+    player.damage = kind
+    play(house, [player], 6.0)
+    assert player.damage is None
+    assert [each.text.split(":")[1].strip() for each in player.notes] == ["bad_digest"]
+    assert player.host.session.joined and max(house.heads) > 0
+    check_copies(house, player)
+
+
+def test_a_copy_with_another_digest_is_not_adopted(house: House) -> None:
+    """The payload is what was sent, but it does not belong to this version."""
+    player = Player(house, "site-a")
+    play(house, [player], 3.0)
+    real, wrong = player.host.data, list[Header]()
+
+    def deliver(frames: list[bytes], now: float) -> None:
+        header = decode_header(frames[1])
+        if header.kind is DataKind.PUBLICATION and not wrong:
+            wrong.append(header)
+            frames = [frames[0], encode_header(replace(header, result_digest=1)), frames[2]]
+        real(frames, now)
+
+    player.host.data = deliver  # type: ignore[method-assign]
+    play(house, [player], 3.0)
+    assert [each.event for each in player.notes] == ["digest_differs"]
+    assert max(house.heads) > wrong[0].version
+    check_copies(house, player)
+
+
+def test_bytes_that_are_no_message_are_noted_and_change_nothing(house: House) -> None:
+    player = Player(house, "site-a")
+    play(house, [player], 1.0)
+    for frames in ([], [b"x"], [b"NRW\x01", b"\xc1"]):
+        player.host.control(frames, house.now)
+        player.host.data(frames, house.now)
+    assert [each.event for each in player.notes] == ["refused"] * 6
+    play(house, [player], 3.0)
+    assert max(house.heads) > 0
+
+
+def test_a_full_pipe_holds_the_push_back_until_there_is_room(house: House) -> None:
+    player = Player(house, "site-a")
+    play(house, [player], 1.0)
+    player.is_full = True
+    heads = house.heads
+    play(house, [player], 2.0)
+    assert house.heads[0] - heads[0] <= 1 and len(player.host.sender) > 0
+    player.is_full = False
+    play(house, [player], 3.0)
+    assert min(house.heads) > max(heads)
+
+
+def test_a_new_life_with_other_chunks_gets_the_same_push(tmp_path: Path) -> None:
+    house = House(tmp_path, SETTINGS)
+    player = Player(house, "site-a")
+    play(house, [player], 2.0)
+    player.is_full = True
+    play(house, [player], 2.0)
+    pushes = [part.push for part in player.host.session.parts if part.push]
+    assert pushes
+    house.kill()
+    house.settings = {**SETTINGS, "wan.up": "40Mbit/s"}
+    house.__post_init__()
+    assert house.config.shared.chunk_elements < 1 << 18
+    player.is_full = False
+    heads = house.heads
+    play(house, [player], 4.0)
+    assert not player.notes and min(house.heads) > max(heads)
+    check_copies(house, player)
+
+
+def test_a_model_that_differs_is_refused_with_the_difference(house: House) -> None:
+    play(house, [Player(house, "site-a")], 1.0)
+    wider = msg.Layout(0, (LAYOUT.entries[0], msg.LayoutEntry("b", (701,), "float32", "mean")))
+    stranger = Player(house, "site-bb", wider)
+    play(house, [stranger], 0.2)
+    refused = stranger.host.session.refused
+    assert refused is not None and refused.code == "layout_differs"
+    assert "'b'" in refused.got and "701" in refused.got and "700" in refused.got
+
+
+def test_a_model_that_is_not_finite_cannot_become_version_0(house: House) -> None:
+    player = Player(house, "site-a")
+    player.source.tensors[1][3] = np.nan
+    play(house, [player], 1.0)
+    assert player.host.session.refused is not None
+    assert player.host.session.refused.code == "not_finite_seed"
+    assert house.heads == ()

@@ -1,0 +1,258 @@
+"""The broker's real sockets on loopback, with CURVE and without, and its door."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from narrows.broker.config import load_broker
+from narrows.broker.process.door import Door
+from narrows.broker.process.link import Link
+from narrows.proto.errors import ErrorCode, NarrowsError
+from narrows.proto.keys import AllowList, KeyPair, create_broker_key, new_pair, read_broker_key
+from narrows.proto.sockets import Kind, make_socket
+from narrows.proto.timing import REFUSALS_MAX, REFUSALS_S
+
+SITE_TOPIC = b"r/site-a.00000001/00"
+
+
+class Heard:
+    """A host that takes everything down."""
+
+    def __init__(self) -> None:
+        self.controls: list[tuple[str, str | None, list[bytes]]] = []
+        self.datas: list[tuple[str | None, list[bytes]]] = []
+        self.fan_out = 0
+        self.is_fine = True
+
+    def control(self, peer: str, site: str | None, frames: list[bytes], now: float) -> bool:
+        self.controls.append((peer, site, frames))
+        return self.is_fine
+
+    def data(self, site: str | None, frames: list[bytes], now: float) -> bool:
+        self.datas.append((site, frames))
+        return self.is_fine
+
+
+class Wire:
+    """A link, the host behind it, and clients that dial it."""
+
+    def __init__(self, folder: Path, keys: Path | None = None) -> None:
+        flags = {"broker.listen": "tcp://127.0.0.1:0", "broker.keys": str(keys or "")}
+        self.host = Heard()
+        self.link = Link(load_broker(None, flags))
+        self.server = read_broker_key(keys).public if keys else ""
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.clients: list[zmq.Socket[bytes]] = []
+        self.skip_s = 0.0
+
+    def dial(self, kind: Kind, pair: KeyPair | None = None) -> zmq.Socket[bytes]:
+        order = (Kind.LEARNER_CONTROL, Kind.LEARNER_UPLINK, Kind.LEARNER_DOWNLINK)
+        socket = make_socket(self.context, kind, pair=pair, server=self.server)
+        socket.connect(f"tcp://127.0.0.1:{self.link.ports[order.index(kind)]}")
+        self.clients.append(socket)
+        return socket
+
+    def listen(self, topic: bytes, pair: KeyPair | None = None) -> zmq.Socket[bytes]:
+        socket = self.dial(Kind.LEARNER_DOWNLINK, pair)
+        socket.setsockopt(zmq.SUBSCRIBE, topic)
+        return socket
+
+    def turn(self) -> None:
+        """A turn of the broker's loop, once a socket of anybody has something."""
+        poller = zmq.Poller()
+        for socket in (*self.link.sockets, *self.clients):
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(5)
+        self.link.receive(self.host, time.monotonic() + self.skip_s)  # type: ignore[arg-type]
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline, f"in vain: {what}"
+            self.turn()
+
+    def receive(self, socket: zmq.Socket[bytes]) -> list[bytes]:
+        self.until(lambda: socket.poll(0), "a message")
+        return socket.recv_multipart()
+
+    def close(self) -> None:
+        for each in self.clients:
+            each.close(linger=0)
+        self.context.term()
+        self.link.close(linger_s=0.0)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    create_broker_key(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+@pytest.fixture(params=["keys", "no keys"])
+def wire(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wire]:
+    keys = request.getfixturevalue("keys") if request.param == "keys" else None
+    wire = Wire(tmp_path, keys)
+    yield wire
+    wire.close()
+
+
+@pytest.fixture
+def keyed(keys: Path, tmp_path: Path) -> Iterator[Wire]:
+    wire = Wire(tmp_path, keys)
+    yield wire
+    wire.close()
+
+
+def admitted(wire: Wire, keys: Path, name: str) -> KeyPair:
+    pair = new_pair()
+    AllowList.allow(keys, name, pair.public)
+    look(wire)
+    return pair
+
+
+def look(wire: Wire) -> None:
+    """Has the door look at the allow list, as it does each second."""
+    wire.skip_s += 2.0
+    wire.turn()
+
+
+def test_messages_go_both_ways_and_carry_the_site_of_their_key(wire: Wire, keys: Path) -> None:
+    pair = admitted(wire, keys, "site-a") if wire.server else None
+    control = wire.dial(Kind.LEARNER_CONTROL, pair)
+    uplink = wire.dial(Kind.LEARNER_UPLINK, pair)
+    downlink = wire.listen(b"p/00", pair)
+    control.send_multipart([b"a", b"b"])
+    wire.receive(uplink)  # The broker's subscription; what is sent before it is lost.
+    uplink.send_multipart([b"u/00", b"header", b"payload"])
+    host, site = wire.host, "site-a" if pair else None
+    wire.until(lambda: host.controls and host.datas and host.fan_out == 1, "all three")
+    peer, *rest = host.controls[0]
+    assert rest == [site, [b"a", b"b"]]
+    assert host.datas == [(site, [b"u/00", b"header", b"payload"])]
+    assert wire.link.control(peer, [b"c", b"d"]) and not wire.link.control("00", [b"c"])
+    assert wire.receive(control) == [b"c", b"d"]
+    assert wire.link.data("p/00", b"header", b"payload" * 20_000)
+    assert wire.receive(downlink) == [b"p/00", b"header", b"payload" * 20_000]
+    downlink.close(linger=0)
+    wire.clients.remove(downlink)
+    wire.until(lambda: host.fan_out == 0, "the end of a subscription")
+
+
+def takes(wire: Wire, payload: bytes) -> bool:
+    """Whether all pipes take a message within a second: on a busy machine a living reader's pipe is
+    full for a moment, too."""
+    for _ in range(500):
+        if wire.link.data("p/00", b"", payload):
+            return True
+        threading.Event().wait(0.002)
+    return False
+
+
+def test_a_reader_that_has_stopped_holds_the_others_up_only_until_a_message_is_lossy(
+    tmp_path: Path,
+) -> None:
+    wire = Wire(tmp_path)
+    try:
+        fast, stopped = wire.listen(b"p/00"), wire.listen(b"p/00")
+        wire.clients.remove(stopped)  # Nobody looks at it.
+        wire.until(lambda: wire.host.fan_out == 2, "two listeners")
+        payload, blocked, after = b"x" * 100_000, 0, 0
+        for _ in range(2000):
+            if not takes(wire, payload):
+                blocked += 1
+                assert wire.link.data("p/00", b"", payload, lossy=True)
+            wire.receive(fast)
+            after += blocked > 0
+            if after == 20:
+                break
+        # libzmq skips the full pipe from then on, and the fast one gets all.
+        assert blocked == 1 and after == 20
+        stopped.close(linger=0)
+    finally:
+        wire.close()
+
+
+def test_a_revoked_key_is_cut_off_and_the_admitted_come_back(keyed: Wire, keys: Path) -> None:
+    pairs = {name: admitted(keyed, keys, name) for name in ("site-a", "site-b")}
+    sockets = {name: keyed.listen(b"p/00", pair) for name, pair in pairs.items()}
+    keyed.until(lambda: keyed.host.fan_out == 2, "two listeners")
+    AllowList.revoke(keys, "site-b")
+    look(keyed)
+    keyed.until(lambda: keyed.host.fan_out == 1, "the admitted one")
+    keyed.link.data("p/00", b"", b"secret")
+    assert keyed.receive(sockets["site-a"])[2] == b"secret"
+    assert not sockets["site-b"].poll(0)
+
+
+def test_who_listens_to_what_another_site_asked_for_is_kept_out(keyed: Wire, keys: Path) -> None:
+    pairs = {name: admitted(keyed, keys, name) for name in ("site-a", "site-b")}
+    own = keyed.listen(SITE_TOPIC, pairs["site-a"])
+    keyed.listen(b"r/", pairs["site-b"])
+    door = keyed.link.door
+    assert door is not None
+    keyed.until(lambda: not door.admits(pairs["site-b"].public), "the rule")
+    own.setsockopt(zmq.SUBSCRIBE, b"p/00")
+    keyed.until(lambda: keyed.host.fan_out == 1, "the honest one")
+    keyed.link.data(SITE_TOPIC.decode(), b"", b"state")
+    assert keyed.receive(own)[2] == b"state"
+
+
+def test_the_door_keeps_a_key_out_after_too_many_refusals_for_a_minute(
+    keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair, now = new_pair(), 50.0
+    AllowList.allow(keys, "site-a", pair.public)
+    door = Door(keys, now)
+    for _ in range(REFUSALS_MAX - 1):
+        door.strike(pair.public, now)
+    assert door.site(pair.public) == "site-a"
+    door.strike(pair.public, now)
+    assert door.site(pair.public) is None and not door.admits(pair.public)
+    assert caplog.text.count("site-a") == 2 and len(caplog.records) == 1
+    assert not door.look(now + REFUSALS_S + 1.0)
+    assert door.admits(pair.public)
+    AllowList.path(keys).write_text("no list")
+    assert not door.look(now + 2 * REFUSALS_S) and door.admits(pair.public), "the old list stands"
+
+
+@pytest.mark.parametrize(
+    ("topic", "may"),
+    [
+        (b"p/00", True),
+        (b"r/site-a.00000001/01", True),
+        (b"r/site-a/0.00000001/01", True),
+        (b"r/site-b.00000001/01", False),
+        (b"r/site-ab.00000001/01", False),
+        (b"", False),
+        (b"p", False),
+        (b"r/", False),
+        (b"\xff", False),
+    ],
+)
+def test_a_key_may_hear_publications_and_its_own_answers(
+    keys: Path, topic: bytes, may: bool
+) -> None:
+    pair = new_pair()
+    AllowList.allow(keys, "site-a", pair.public)
+    assert Door(keys, 0.0).may_hear(pair.public, topic) is may
+
+
+def test_addresses_that_cannot_be_listened_on_say_what_to_do(tmp_path: Path) -> None:
+    wire = Wire(tmp_path)
+    try:
+        for listen, code in [
+            (wire.link.listens_on, ErrorCode.ADDRESS_IN_USE),
+            ("tcp://0.0.0.0:0", ErrorCode.INSECURE),
+            ("tcp://203.0.113.7:0", ErrorCode.INSECURE),
+        ]:
+            with pytest.raises(NarrowsError) as caught:
+                Link(load_broker(None, {"broker.listen": listen}))
+            assert caught.value.code is code and "--" in str(caught.value)
+    finally:
+        wire.close()

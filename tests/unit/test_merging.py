@@ -1,0 +1,336 @@
+"""The merge against its definition in plain numpy, and the promises about its bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from merging_cases import awkward, one_fragment, push_of, round_of, state_of, values_in
+
+from narrows.broker.merging import Alarm, Model, merge, outer, sums, warm_up
+from narrows.broker.rounds import Contribution, Version
+from narrows.proto.codec import (
+    F32,
+    F64,
+    advance_copy,
+    decode_chunk,
+    digest_of,
+    float_square_sums,
+    recut,
+)
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.layout import Fragment
+from narrows.proto.messages import PUBLICATIONS_KEPT, CodecName
+
+PLANE = one_fragment((2, "rda"))
+MIXED = one_fragment((300, "rda"), (7, "mean"), (1200, "rda"), (1, "mean"), (64, "mean"))
+CODECS: tuple[CodecName, ...] = ("int4-zstd", "int8-zstd", "f32-blosc2")
+
+
+def averaged(fragment: Fragment, pushes: Sequence[Contribution]) -> F32:
+    """The averaged outer gradient (n,): without momentum before it, it is the momentum after."""
+    before = state_of(fragment, np.zeros(fragment.elements, np.float32))
+    return merge(fragment, before, round_of(pushes)).state.momentum
+
+
+def plane(*vectors: Sequence[float], **work: Sequence[int]) -> F32:
+    """The average of vectors in a plane that is one radial piece."""
+    pushes = [
+        push_of(
+            PLANE,
+            f"l{i}",
+            np.array(vector, np.float32),
+            **{name: counts[i] for name, counts in work.items()},  # type: ignore[arg-type]
+        )
+        for i, vector in enumerate(vectors)
+    ]
+    return averaged(PLANE, pushes)
+
+
+# By definition.
+
+
+def slow_average(fragment: Fragment, pushes: Sequence[Contribution], rule: str) -> F64:
+    """Weights, mean and RDA as the paper prints them, in float64, with the cap."""
+    raw = [each.tokens * (each.tokens / each.steps) for each in pushes]
+    weights = [value / sum(raw) for value in raw]
+    result = np.zeros(fragment.elements)
+    for piece in fragment.pieces:
+        where = slice(piece.offset, piece.offset + piece.count)
+        parts = [values_in(fragment, each)[where].astype(np.float64) for each in pushes]
+        lengths = [float(np.linalg.norm(part)) for part in parts]
+        mean = sum(w * part for w, part in zip(weights, parts, strict=True))
+        result[where] = mean
+        there = [i for i, length in enumerate(lengths) if length > 0]
+        if rule == "layout" and piece.rule == "rda" and len(there) > 1:
+            direction = sum(weights[i] * parts[i] / lengths[i] for i in there)
+            radius = sum(w * length for w, length in zip(weights, lengths, strict=True))
+            radius = min(radius, math.sqrt(len(there)) * float(np.linalg.norm(mean)))
+            result[where] = direction / np.linalg.norm(direction) * radius
+    return result
+
+
+@st.composite
+def some_pushes(draw: st.DrawFn) -> list[Contribution]:
+    """Pushes of very different lengths, some with zeros, in any codec and any cut."""
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
+    shared, pushes = rng.normal(size=MIXED.elements), []
+    for number in range(draw(st.integers(1, 5))):
+        values = draw(st.sampled_from([-0.5, 0.0, 0.5, 1.0])) * shared
+        values = (values + rng.normal(size=MIXED.elements)) * 2.0 ** draw(st.integers(-30, 30))
+        if draw(st.booleans()):
+            values[: draw(st.integers(0, MIXED.elements))] = 0.0
+        pushes.append(
+            push_of(
+                MIXED,
+                f"l{number}",
+                values.astype(np.float32),
+                codec=draw(st.sampled_from(CODECS)),
+                chunk_elements=draw(st.sampled_from([256, 512, 4096])),
+                tokens=draw(st.integers(1, 1 << 40)),
+                steps=draw(st.integers(1, 1 << 20)),
+            )
+        )
+    return pushes
+
+
+@settings(max_examples=40, deadline=None)
+@given(some_pushes(), st.sampled_from(["layout", "mean"]))
+def test_a_merge_equals_its_definition(pushes: list[Contribution], rule: str) -> None:
+    before = state_of(MIXED, np.zeros(MIXED.elements, np.float32))
+    version = merge(MIXED, before, round_of(pushes, rule=rule))
+    lengths = [np.linalg.norm(values_in(MIXED, each).astype(np.float64)) for each in pushes]
+    assert version.norms == pytest.approx(lengths)
+    slow = slow_average(MIXED, pushes, rule)
+    for piece in MIXED.pieces:
+        where = slice(piece.offset, piece.offset + piece.count)
+        scale = max(float(np.abs(values_in(MIXED, each)[where]).max()) for each in pushes)
+        fast = version.state.momentum[where]
+        np.testing.assert_allclose(fast, slow[where], rtol=2e-5, atol=2e-6 * scale)
+
+
+def test_the_outer_step_rounds_each_operation_once_in_the_written_order() -> None:
+    before = state_of(MIXED, awkward(MIXED.elements, 1))
+    before = replace(before, momentum=awkward(MIXED.elements, 2))
+    push = push_of(MIXED, "a", awkward(MIXED.elements, 3))
+    after = merge(MIXED, before, round_of([push], outer_lr=0.7, momentum=0.6)).state
+    d, lr, mu = values_in(MIXED, push), np.float32(0.7), np.float32(0.6)
+    speed = before.momentum * mu + d
+    assert after.momentum.tobytes() == speed.tobytes()
+    assert after.global_.tobytes() == (before.global_ - (d + speed * mu) * lr).tobytes()
+
+
+# Edges.
+
+
+def test_one_contributor_is_itself_bit_for_bit() -> None:
+    push = push_of(MIXED, "a", awkward(MIXED.elements, 3), codec="int8-zstd")
+    assert averaged(MIXED, [push]).tobytes() == (values_in(MIXED, push) + np.float32(0)).tobytes()
+
+
+def test_a_contributor_of_zeros_does_not_turn_the_rest() -> None:
+    assert plane([3, 4], [0, 0]).tolist() == [1.5, 2]
+    assert not plane([0, 0], [0, 0]).any()
+
+
+def test_directions_that_cancel_out_fall_back_to_the_mean() -> None:
+    assert plane([3, 4], [-6, -8]).tolist() == [-1.5, -2]
+    fragment = one_fragment((2, "rda"), (2, "rda"))
+    pushes = [
+        push_of(fragment, "a", np.array([3, 4, 1, 0], np.float32)),
+        push_of(fragment, "b", np.array([-6, -8, 0, 1], np.float32)),
+    ]
+    # The piece beside it stays radial.
+    assert averaged(fragment, pushes) == pytest.approx([-1.5, -2, *[math.sqrt(0.5)] * 2], rel=1e-6)
+
+
+def test_a_norm_counts_from_two_to_the_minus_100_on() -> None:
+    least = 2.0**-100
+    assert plane([least, 0], [0, least]) / least == pytest.approx([math.sqrt(0.5)] * 2, rel=1e-6)
+    below = least * 0.999
+    assert plane([below, 0], [0, below]) / below == pytest.approx([0.5] * 2, rel=1e-6)
+
+
+def test_a_learner_without_tokens_weighs_nothing_unless_all_are_so() -> None:
+    assert plane([3, 4], [8, 6], tokens=[0, 100]).tolist() == [8, 6]
+    assert plane([1, 0], [3, 0], tokens=[0, 0]).tolist() == [2, 0]
+
+
+# The same bits.
+
+
+def bits(version: Version) -> tuple[object, ...]:
+    return version.state.digests, version.weights, version.norms
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_cut_of_a_push_changes_no_bit(codec: CodecName) -> None:
+    fragment = one_fragment((70_000, "rda"), (300, "mean"), (200_001, "rda"))
+    before = state_of(fragment, awkward(fragment.elements, 0))
+    pushes = [
+        push_of(fragment, f"l{i}", awkward(fragment.elements, i), codec=codec, chunk_elements=4096)
+        for i in (1, 2, 3)
+    ]
+    decoded = [
+        decode_chunk(fragment, codec, 4096, index, payload)
+        for index, payload in enumerate(pushes[1].chunks)
+    ]
+    chunks = recut(fragment, decoded, codec=codec, chunk_elements=1 << 19)
+    payloads = tuple(chunk.payload for chunk in chunks)
+    assert len(payloads) == 1
+    other = replace(pushes[1], chunk_elements=1 << 19, chunks=payloads)
+    mixed = merge(fragment, before, round_of([pushes[0], other, pushes[2]]))
+    assert bits(mixed) == bits(merge(fragment, before, round_of(pushes)))
+
+
+@pytest.mark.parametrize("chunk_elements", [256, 1 << 19])
+def test_norms_have_the_bits_of_one_sum_over_each_piece(chunk_elements: int) -> None:
+    """Whatever the chunks and slices that they are summed by."""
+    # Many pieces, because a square root hides most of what differs in the last bit.
+    sizes = [1001] * 30 + [sums.SLICE + 100]
+    fragment = one_fragment(*((size, "rda") for size in sizes))
+    rng = np.random.default_rng(1)
+    vectors, norms = [], []
+    for name in "ab":
+        values = rng.normal(size=fragment.elements).astype(np.float32)
+        push = push_of(fragment, name, values, chunk_elements=chunk_elements)
+        chunks = [
+            decode_chunk(fragment, push.codec, chunk_elements, index, payload)
+            for index, payload in enumerate(push.chunks)
+        ]
+        vectors.append(sums.Vector(chunk_elements, chunks))
+        norms.append(np.sqrt(float_square_sums(values, fragment.bounds)))
+    assert sums.norms_of(fragment, vectors).T.tolist() == np.array(norms).tolist()
+    weights, units = np.full(2, 0.5), np.full((len(sizes), 2), 1.0)
+    found = sums.weighted_sums(fragment, vectors, weights, units)
+    exact = np.sqrt(float_square_sums(found.values, fragment.bounds))
+    assert found.value_norms.tolist() == exact.tolist()
+    assert found.mean_norms.tolist() == (exact / 2).tolist()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_replay_from_payloads_has_the_bits_of_the_merge(codec: CodecName) -> None:
+    before = state_of(MIXED, awkward(MIXED.elements, 0))
+    pushes = [push_of(MIXED, f"l{i}", awkward(MIXED.elements, i), codec=codec) for i in (1, 2)]
+    decoded = [
+        [decode_chunk(MIXED, codec, 256, i, payload) for i, payload in enumerate(each.chunks)]
+        for each in pushes
+    ]
+    round_ = round_of(pushes, codec=codec)
+    live, replayed = merge(MIXED, before, round_, decoded), merge(MIXED, before, round_)
+    assert bits(live) == bits(replayed)
+    assert [c.payload for c in live.publication] == [c.payload for c in replayed.publication]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_publication_leads_from_one_copy_to_the_next(codec: CodecName) -> None:
+    state = state_of(MIXED, awkward(MIXED.elements, 0))
+    for number in (1, 2, 3):
+        push = push_of(MIXED, "a", awkward(MIXED.elements, number), codec="int4-zstd")
+        version = merge(MIXED, state, round_of([push], number, codec=codec))
+        chunks = [
+            decode_chunk(MIXED, codec, 256, chunk.index, chunk.payload)
+            for chunk in version.publication
+        ]
+        copy = advance_copy(MIXED, state.published, chunks)
+        assert copy.tobytes() == version.state.published.tobytes()
+        assert digest_of(copy) == version.state.digests.published
+        state = version.state
+
+
+# What goes wrong.
+
+
+def test_a_merge_that_would_not_be_finite_names_the_longest_push() -> None:
+    huge = np.full(2, 3e38, np.float32)
+    small = push_of(PLANE, "a", np.ones(2, np.float32))
+    pushes = [small, push_of(PLANE, "b", huge)]
+    state = state_of(PLANE, -huge)
+    with pytest.raises(
+        FloatingPointError, match=r"version 1 of fragment 0 .*outer step.* number 1 of b, of norm"
+    ):
+        merge(PLANE, state, round_of(pushes))
+    # The parameters are finite here, but no code reaches so far.
+    with pytest.raises(FloatingPointError, match=r"publication|difference"):
+        merge(PLANE, state_of(PLANE, np.zeros_like(huge)), round_of(pushes, codec="int4-zstd"))
+
+
+def test_payloads_that_do_not_decode_are_refused_by_name() -> None:
+    state = state_of(PLANE, np.zeros(2, np.float32))
+    good = push_of(PLANE, "a", np.ones(2, np.float32), codec="int4-zstd")
+    bad = replace(good, learner="b", incarnation="b.00000001", chunks=(b"\x00" * 9,))
+    with pytest.raises(
+        RemoteProtocolError, match=r"push 1 of b\.00000001, fragment 0, chunk 0"
+    ) as e:
+        merge(PLANE, state, round_of([good, bad]))
+    assert e.value.code == ErrorCode.BAD_PAYLOAD and e.value.expected
+    with pytest.raises(RemoteProtocolError, match="expected 1 chunks, got 0"):
+        merge(PLANE, state, round_of([replace(good, chunks=())]))
+
+
+def test_contributions_out_of_order_are_an_error_of_the_caller() -> None:
+    a, b = (push_of(PLANE, name, np.ones(2, np.float32)) for name in "ab")
+    for pushes in ([], [b, a], [a, a]):
+        with pytest.raises(AssertionError):
+            merge(PLANE, state_of(PLANE, np.zeros(2, np.float32)), round_of(pushes))
+
+
+# The model.
+
+
+def test_a_model_keeps_the_last_publications_and_nothing_large_with_them() -> None:
+    model = Model([PLANE], [state_of(PLANE, np.zeros(2, np.float32))])
+    held = model.states[0]
+    for number in range(1, PUBLICATIONS_KEPT + 3):
+        push = push_of(PLANE, "a", np.ones(2, np.float32))
+        version = merge(PLANE, model.states[0], round_of([push], number))
+        assert model.heads == (number - 1,), "a merge changes nothing"
+        model.install(version)
+        assert model.states[0] is version.state
+    assert not held.global_.any() and not held.published.any(), "states are never written to"
+    kept = model.publication(0, number)
+    assert kept is not None and kept.publication == version.publication
+    assert kept.state.digests == version.state.digests
+    assert [each.push_id for each in kept.round_.contributions] == [1]
+    assert not kept.state.global_.size and not kept.round_.contributions[0].chunks
+    assert model.publication(0, number - PUBLICATIONS_KEPT + 1) is not None
+    assert model.publication(0, number - PUBLICATIONS_KEPT) is None
+    with pytest.raises(AssertionError, match="rise by one"):
+        model.install(version)
+
+
+# The alarm.
+
+
+def heard(alarm: Alarm, norm: float, *, steps: int = 4, learner: str = "a") -> list[str]:
+    push = push_of(PLANE, learner, np.ones(2, np.float32), steps=steps)
+    version = merge(PLANE, state_of(PLANE, np.zeros(2, np.float32)), round_of([push]))
+    return alarm.hear(replace(version, norms=(norm,)))
+
+
+def test_the_alarm_tells_a_push_far_longer_than_its_learners_own() -> None:
+    alarm = Alarm()
+    assert not any(heard(alarm, 1.0) for _ in range(8))
+    assert not heard(alarm, 19.0, steps=16), "four times the steps go twice as far"
+    assert not heard(alarm, 1000.0, learner="b"), "nobody is compared with anybody else"
+    (line,) = heard(alarm, 100.0)
+    assert "push 1 of a, fragment 0" in line and "merged as it came" in line
+    assert heard(alarm, 100.0), "one line does not hide the next"
+    lines = [heard(alarm, 100.0) for _ in range(40)]
+    assert not lines[-1], "what lasts is the new usual"
+
+
+def test_warm_up_compiles_all_that_a_merge_needs() -> None:
+    warm_up()
+    kernels = [cast(Any, each) for each in (sums.accumulate, sums.add_squares, outer.nesterov_step)]
+    before = [list(kernel.signatures) for kernel in kernels]
+    for codec in CODECS:
+        pushes = [push_of(MIXED, f"l{i}", awkward(MIXED.elements, i), codec=codec) for i in (1, 2)]
+        merge(MIXED, state_of(MIXED, awkward(MIXED.elements, 0)), round_of(pushes))
+    assert [list(kernel.signatures) for kernel in kernels] == before

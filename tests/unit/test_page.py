@@ -1,0 +1,127 @@
+"""PROTOCOL.md and messages.py name the same messages, fields, types, bounds and codes."""
+
+from __future__ import annotations
+
+import re
+from typing import get_args
+
+import numpy as np
+from page_cases import PAGE, structures, tables
+
+from narrows.proto import messages as msg
+from narrows.proto.codec import (
+    advance_copy,
+    decode_chunk,
+    digest_of,
+    encode_push,
+    values_of,
+)
+from narrows.proto.errors import ErrorCode
+from narrows.proto.layout import build_table
+
+LOCAL = list(ErrorCode)[list(ErrorCode).index(ErrorCode.BAD_DIGEST) :]
+"""Codes that never travel."""
+
+CONTROL = {each.__name__: each for each in get_args(msg.ControlMessage)}
+OTHERS = {
+    each.__name__: each
+    for each in (
+        msg.RunSettings,
+        msg.Held,
+        msg.LayoutEntry,
+        msg.Layout,
+        msg.Header,
+        msg.Contributor,
+    )
+}
+
+
+def test_messages_and_structures_have_the_fields_of_the_page_in_its_order() -> None:
+    page = structures("message") | structures("structure") | structures("header")
+    code = CONTROL | OTHERS
+    assert page.keys() == code.keys()
+    for name, fields in page.items():
+        expected = [each for each in code[name].__annotations__ if each != "type"]
+        assert list(fields) == expected, name
+
+
+def test_types_that_the_page_explains_are_those_of_the_code() -> None:
+    explained = {name.strip() for cells in tables("type") for name in cells[0].split(",")}
+    assert explained <= vars(msg).keys()
+    for name, fields in (structures("message") | structures("header")).items():
+        declared = (CONTROL | OTHERS)[name].__annotations__
+        for field, kind in fields.items():
+            if kind in explained:
+                assert declared[field] == kind, f"{name}.{field}"
+
+
+def test_bounds_are_those_of_the_code() -> None:
+    found: dict[str, int] = {}
+    for cells in tables("constant"):
+        for name, value in (cells[:2], cells[3:5]):
+            if name:
+                base, _, power = value.partition("^")
+                found[name.strip("`")] = int(base) ** int(power or 1)
+    code = {
+        name: value
+        for name, value in vars(msg).items()
+        if name.isupper() and isinstance(value, int)
+    }
+    assert found == code
+    assert f"`{msg.NAME_PATTERN}`" in PAGE
+
+
+def test_refusals_are_the_codes_that_travel() -> None:
+    codes = [cells[0].strip("`") for cells in tables("code")]
+    assert codes == [each.value for each in ErrorCode if each not in LOCAL]
+
+
+def test_enumerations_are_those_of_the_code() -> None:
+    kinds = {cells[0]: int(cells[1]) for cells in tables("DataKind")}
+    assert kinds == {each.name: each.value for each in msg.DataKind}
+    text = " ".join(PAGE.split())
+    for enum in (msg.Mode, msg.Phase, msg.Role):
+        said = re.search(rf"\b{enum.__name__}: (.*?)(?: · |$)", text)
+        assert said is not None, enum
+        assert re.findall(r"`(\w+)`", said[1]) == [each.value for each in enum]
+
+
+def row(name: str) -> list[float]:
+    """The numbers of a line in the worked example of section 8."""
+    line = re.search(rf"^{re.escape(name)} +(-?[0-9].*)$", PAGE, re.MULTILINE)
+    assert line is not None, name
+    return [float(each) for each in line[1].replace("|", " ").split()]
+
+
+def test_the_worked_example_is_what_the_code_computes() -> None:
+    entries = (
+        msg.LayoutEntry("w", (2, 3), "float32", "rda"),
+        msg.LayoutEntry("b", (1,), "float32", "mean"),
+    )
+    (fragment,) = build_table(entries, 1)
+    copy, local = (np.array(row(n), np.float32) for n in ("published[0]", "params, snapshot"))
+    push = list(encode_push(fragment, copy, local, codec="int4-zstd", rho=0.5, chunk_elements=256))
+    assert f"payload    {push[0].payload[:2].hex()} {push[0].payload[2:4].hex()}" in PAGE
+    assert push[0].payload[-4:].hex() in PAGE
+    sent = values_of(fragment, [push[0].decoded])
+    np.testing.assert_array_equal(sent, np.array(row("push (g hat)"), np.float32))
+    payload = bytes.fromhex(re.findall(r"^([0-9a-f]{34})\.$", PAGE, re.MULTILINE)[0])
+    step = decode_chunk(fragment, "int4-zstd", 256, 0, payload)
+    after = advance_copy(fragment, copy, [step])
+    np.testing.assert_array_equal(after, np.array(row("published[1]"), np.float32))
+    assert f"{digest_of(copy)} and {digest_of(after)}" in PAGE
+    later = np.array(row("params, a step on"), np.float32)
+    rest = later - copy + sent
+    np.testing.assert_array_equal(rest, np.array(row("rest"), np.float32))
+    adopted = after + np.float32(0.5) * rest
+    np.testing.assert_array_equal(adopted, np.array(row("params, adopted"), np.float32))
+
+
+def test_the_example_of_fragments_is_what_the_code_computes() -> None:
+    shapes = {"emb": (5, 4), "w": (3, 2), "s": ()}
+    entries = [msg.LayoutEntry(name, shape, "float32", "rda") for name, shape in shapes.items()]
+    for fragment in build_table(entries, 2):
+        pieces = ", ".join(
+            f"{entries[p.tensor].name}[{p.start}, {p.count}] at {p.offset}" for p in fragment.pieces
+        )
+        assert f"| {fragment.index} | {pieces} | {fragment.elements} |" in PAGE

@@ -1,0 +1,120 @@
+"""The reference worker's text, model and options; the run that it joins is the demo's test."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from narrows.bench.reference.gpt import GPT, PRESETS, learning_rate, make_optimizer
+from narrows.bench.reference.text import SECTION_BYTES, Text, load_text
+from narrows.bench.reference.worker import Options, learner
+from narrows.proto.errors import ConfigError
+
+
+def counting(train: int) -> Text:
+    """A text that tells at which place a token was read."""
+    return Text(np.arange(train, dtype=np.uint8), np.arange(100, dtype=np.uint8), 1)
+
+
+def test_a_file_is_on_the_side_of_its_name(tmp_path: Path) -> None:
+    for index in range(60):
+        (tmp_path / f"{index}.txt").write_bytes(bytes([index]) * 4096)
+    (tmp_path / "image.png").write_bytes(b"\xff" * 4096)
+    text = load_text(tmp_path)
+    train, validation = set(text.train.tolist()), set(text.validation.tolist())
+    assert train | validation == set(range(60)) and not train & validation
+    (tmp_path / "0.txt").write_bytes(b"\xfe" * 4096)
+    changed = load_text(tmp_path)
+    assert (0xFE in changed.train.tolist()) == (0 in train)
+
+
+def test_one_long_file_has_both_sides(tmp_path: Path) -> None:
+    whole = b"".join(bytes([index]) * SECTION_BYTES for index in range(40))
+    (tmp_path / "book.txt").write_bytes(whole)
+    text = load_text(tmp_path)
+    assert len(text.validation) and len(text.train) + len(text.validation) == len(whole)
+
+
+def test_too_little_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("few words")
+    with pytest.raises(ConfigError, match=r"too little text in .*expected .* got .* in 1 files"):
+        load_text(tmp_path)
+    with pytest.raises(ConfigError, match="expected 257 bytes for a batch, got 200"):
+        next(counting(200).tokens(batch=4, context=64, order="a"))
+
+
+def test_the_library_of_python_is_a_text_for_everybody() -> None:
+    text = load_text()
+    assert len(text.train) > 3e6 and 5e4 < len(text.validation) < len(text.train) / 10
+
+
+def test_batches_cover_the_text_once_a_pass() -> None:
+    def batches(order: str, count: int, skip: int = 0) -> list[list[int]]:
+        source = counting(81).tokens(batch=2, context=10, order=order, skip=skip)
+        taken = list(islice(source, count))
+        assert all(np.array_equal(y, x + 1) for x, y in taken)
+        return [x[:, 0].tolist() for x, _ in taken]
+
+    eight = batches("0:site-a", 8)
+    for one_pass in (eight[:4], eight[4:]):
+        assert sorted(chain(*one_pass)) == list(range(0, 80, 10))
+    assert eight[:4] != eight[4:], "each pass has its own order"
+    assert batches("0:site-b", 4) != eight[:4]
+    assert batches("0:site-a", 3, skip=5) == eight[5:], "a learner that returns goes on"
+
+
+def test_validation_windows_are_spread_over_the_text() -> None:
+    windows = counting(20).validation_windows(context=9, count=4)
+    assert windows[:, 0].tolist() == [0, 30, 60, 90] and windows[-1, -1] == 99
+
+
+def test_the_model_learns_and_does_not_look_ahead() -> None:
+    model, text = GPT(PRESETS["nano"]), load_text()
+    assert all(map(torch.equal, model.parameters(), GPT(PRESETS["nano"]).parameters()))
+    assert model.head.weight is model.embedding.weight
+    x = torch.from_numpy(text.validation_windows(context=64, count=1))[:, :-1]
+    changed = x.clone()
+    changed[0, 40] ^= 1
+    before, after = model(x), model(changed)
+    assert torch.equal(before[0, :40], after[0, :40])
+    assert not torch.equal(before[0, 40:], after[0, 40:])
+    windows = text.validation_windows(context=64, count=64)
+    assert abs(model.validation_loss(windows) - math.log(256)) < 0.5, "it knows nothing yet"
+    optimizer = make_optimizer(model, 8e-3)
+    for x_, y_ in islice(text.tokens(batch=4, context=64, order="a"), 60):
+        model.loss(torch.from_numpy(x_), torch.from_numpy(y_)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.validation_loss(windows) < 3.6
+
+
+def test_presets_have_the_sizes_that_help_tells() -> None:
+    sizes = [
+        sum(parameter.numel() for parameter in GPT(preset).parameters()) / 1e6
+        for preset in PRESETS.values()
+    ]
+    assert sizes == pytest.approx([0.12, 0.43, 0.82, 4.8, 25], rel=0.05)
+
+
+def test_the_learning_rate_follows_the_run() -> None:
+    assert learning_rate(0.0, 0, 1.0) == 0.01
+    assert learning_rate(0.0, 1e6, 1.0) == 1.0, "a run without a goal goes on"
+    assert learning_rate(0.01, 0, 1.0) == pytest.approx(0.2)
+    assert learning_rate(0.05, 0, 1.0) == pytest.approx(1.0)
+    assert learning_rate(1.0, 0, 1.0) == pytest.approx(0.1)
+
+
+def test_a_worker_that_cannot_begin_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"--step-wait-s \(expected >= 0, got -1"):
+        Options(step_wait_s=-1)
+    with pytest.raises(ConfigError, match="the learner's broker is missing"):
+        learner(Options(name="site-a"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs PyTorch.*pip install"):
+        learner(Options(name="site-a", broker="tcp://127.0.0.1:1"))

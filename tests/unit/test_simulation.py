@@ -1,0 +1,19 @@
+"""Whole runs in virtual time with every fault: ten checkers are silent, and each can speak."""
+
+from __future__ import annotations
+
+import pytest
+
+from narrows.bench.sim.planted import PLANTED, Planted, found_within, judge
+
+PLANTED_SEEDS = 50
+
+
+def test_seeds(seeds: range) -> None:
+    wrong = {seed: said for seed in seeds if (said := judge(seed)) is not None}
+    assert not wrong
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.checker.replace(" ", "-"))
+def test_a_planted_bug_is_found(planted: Planted) -> None:
+    assert found_within(planted, range(PLANTED_SEEDS)) is not None

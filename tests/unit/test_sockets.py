@@ -1,0 +1,184 @@
+"""Real sockets over loopback: who is let in, who is told why not, and who is sent away."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from narrows.proto.errors import BrokerUnreachable, ErrorCode, Refused
+from narrows.proto.keys import KeyPair, SiteKey, new_pair, serve_keys
+from narrows.proto.messages import PAYLOAD_BYTES_MAX
+from narrows.proto.sockets import (
+    Handshake,
+    HandshakeMonitor,
+    Kind,
+    make_socket,
+    send_buffer_bytes,
+)
+
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+
+
+class Broker:
+    """A context with an authenticator, and the keys that it admits."""
+
+    def __init__(self) -> None:
+        self.context: Context = zmq.Context()
+        self.pair, self.allowed = new_pair(), set[str]()
+        self.authenticator = serve_keys(self.context, lambda key: key in self.allowed)
+        self.opened: list[Socket] = []
+
+    def bind(self, kind: Kind, *, pair: KeyPair | None, address: str = "") -> Socket:
+        socket = self.keep(make_socket(self.context, kind, pair=pair))
+        until(lambda: bound(socket, address or "tcp://127.0.0.1:*"))
+        return socket
+
+    def dial(
+        self, kind: Kind, server: Socket, key: SiteKey | None
+    ) -> tuple[Socket, HandshakeMonitor]:
+        pair, servers = (key.pair, key.servers) if key else (None, ("",))
+        socket = self.keep(make_socket(self.context, kind, pair=pair, server=servers[0]))
+        monitor = HandshakeMonitor(socket, address_of(server), key)
+        socket.connect(address_of(server))
+        return socket, monitor
+
+    def keep(self, socket: Socket) -> Socket:
+        self.opened.append(socket)
+        return socket
+
+    def site(self, name: str, *, admitted: bool = True) -> SiteKey:
+        key = SiteKey(name, new_pair(), (self.pair.public,))
+        if admitted:
+            self.allowed.add(key.pair.public)
+        return key
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    broker = Broker()
+    yield broker
+    broker.authenticator.stop()
+    broker.context.destroy(linger=0)
+
+
+def address_of(socket: Socket) -> str:
+    address = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(address, bytes)
+    return address.rstrip(b"\0").decode()
+
+
+def bound(socket: Socket, address: str) -> bool:
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        assert error.errno == zmq.EADDRINUSE
+        return False
+    return True
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        threading.Event().wait(0.002)
+
+
+def outcome(monitor: HandshakeMonitor) -> Handshake:
+    while (found := monitor.take()) is None:
+        assert monitor.socket.poll(30_000), "no outcome"
+    return found
+
+
+def test_the_admitted_speak_under_their_key_and_nobody_else_is_heard(broker: Broker) -> None:
+    server = broker.bind(Kind.BROKER_CONTROL, pair=broker.pair)
+    admitted, stranger = broker.site("site-a"), broker.site("site-x", admitted=False)
+    dealer, monitor = broker.dial(Kind.LEARNER_CONTROL, server, admitted)
+    assert outcome(monitor) is Handshake.CONNECTED and monitor.error(Handshake.CONNECTED) is None
+    dealer.send_multipart([b"hello", b"a"])
+    frames = server.recv_multipart(copy=False)
+    assert [frame.bytes for frame in frames[1:]] == [b"hello", b"a"]
+    assert frames[1].get("User-Id") == admitted.pair.public
+
+    _, refused = broker.dial(Kind.LEARNER_CONTROL, server, stranger)
+    assert outcome(refused) is Handshake.REFUSED
+    error = refused.error(Handshake.REFUSED)
+    assert isinstance(error, Refused) and error.code is ErrorCode.KEY_REFUSED
+    assert f"narrows keys allow 'narrows-key site-x {stranger.pair.public}'" in error.remedy
+    assert stranger.pair.secret not in str(error)
+
+    other = SiteKey("site-a", admitted.pair, (new_pair().public,))
+    _, broken = broker.dial(Kind.LEARNER_CONTROL, server, other)
+    assert [outcome(broken) for _ in range(2)] == [Handshake.BROKEN_OFF] * 2, "it dials again"
+    error = broken.error(Handshake.BROKEN_OFF)
+    assert isinstance(error, BrokerUnreachable) and other.servers[0] in str(error)
+
+    server.close(linger=0)
+    assert outcome(monitor) is Handshake.DISCONNECTED
+
+
+@pytest.mark.parametrize(("with_key", "told"), [(True, "has no keys"), (False, "only those who")])
+def test_one_side_without_keys_is_told(broker: Broker, with_key: bool, told: str) -> None:
+    server = broker.bind(Kind.BROKER_CONTROL, pair=None if with_key else broker.pair)
+    key = broker.site("site-a") if with_key else None
+    _, monitor = broker.dial(Kind.LEARNER_CONTROL, server, key)
+    assert outcome(monitor) is Handshake.MISMATCH
+    error = monitor.error(Handshake.MISMATCH)
+    assert isinstance(error, Refused) and told in error.message and error.remedy
+
+
+def test_who_is_revoked_gets_nothing_after_the_sockets_are_opened_again(broker: Broker) -> None:
+    downlink = broker.bind(Kind.BROKER_DOWNLINK, pair=broker.pair)
+    stays, leaves = broker.site("site-a"), broker.site("site-b")
+    readers = [broker.dial(Kind.LEARNER_DOWNLINK, downlink, key) for key in (stays, leaves)]
+    for reader, _ in readers:
+        reader.subscribe(b"p/00")
+    assert [downlink.recv() for _ in readers] == [b"\1p/00"] * 2
+    downlink.send_multipart([b"p/00", b"", b"before"])
+    assert [reader.recv_multipart()[2] for reader, _ in readers] == [b"before"] * 2
+
+    broker.allowed.discard(leaves.pair.public)
+    address = address_of(downlink)
+    downlink.close(linger=0)
+    downlink = broker.bind(Kind.BROKER_DOWNLINK, pair=broker.pair, address=address)
+    # A SUB repeats its subscription when its owner polls it.
+    until(lambda: bool(downlink.poll(0)) or bool(readers[0][0].poll(0)))
+    assert downlink.recv() == b"\1p/00", "the admitted one comes back by itself"
+    outcomes = [outcome(readers[1][1])]
+    while outcomes[-1] is not Handshake.REFUSED:
+        outcomes.append(outcome(readers[1][1]))
+    downlink.send_multipart([b"p/00", b"", b"after"])
+    assert readers[0][0].recv_multipart()[2] == b"after"
+    assert not readers[1][0].poll(0)
+
+    broker.allowed.add(leaves.pair.public)
+    _, monitor = broker.dial(Kind.LEARNER_DOWNLINK, downlink, leaves)
+    assert outcome(monitor) is Handshake.CONNECTED, "allowed again, a new socket is let in"
+
+
+def test_the_largest_payload_passes_and_a_full_pipe_answers(broker: Broker) -> None:
+    """MAXMSGSIZE counts what CURVE adds. With NODROP a pipe without room loses nothing."""
+    uplink_in = broker.bind(Kind.BROKER_UPLINK, pair=broker.pair)
+    uplink_in.subscribe(b"u/")
+    uplink, _ = broker.dial(Kind.LEARNER_UPLINK, uplink_in, broker.site("site-a"))
+    until(lambda: uplink_in.poll(0) + uplink.poll(0) > 0)
+    assert uplink.recv() == b"\1u/"
+    payload, sent = bytes(PAYLOAD_BYTES_MAX), 0
+    with pytest.raises(zmq.Again):
+        while sent < 1000:
+            uplink.send_multipart([b"u/00", b"%d" % sent, payload], zmq.NOBLOCK, copy=False)
+            sent += 1
+    for number in range(sent):
+        frames = uplink_in.recv_multipart()
+        assert frames[1] == b"%d" % number and len(frames[2]) == PAYLOAD_BYTES_MAX
+
+
+def test_the_send_buffer_is_a_tenth_of_a_second_of_a_learners_share() -> None:
+    assert send_buffer_bytes(0.0, 4) == 0
+    assert send_buffer_bytes(1e6, 1) == 32 << 10
+    assert send_buffer_bytes(100e6, 4) == 312_500
+    assert send_buffer_bytes(5e9, 4) == 0

@@ -1,0 +1,286 @@
+"""A start on a state directory: the same bits again, or an error that names the file."""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_cases import LAYOUT, TABLE, Run, facts, first_states, heads, next_version
+
+from narrows.broker.merging import merge
+from narrows.broker.rounds import FragmentState, Round, Version
+from narrows.broker.store import History, Store, recover
+from narrows.proto.errors import ConfigError, ErrorCode, StateError
+from narrows.proto.layout import Fragment
+from narrows.proto.messages import CodecName
+
+CODECS: tuple[CodecName, ...] = ("int4-zstd", "int8-zstd", "f32-blosc2")
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 1),
+            st.sampled_from(CODECS),
+            st.lists(st.sampled_from(["a", "b/0", "c"]), min_size=1, unique=True),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_state_and_row_give_every_publication_bit_for_bit(
+    rounds: list[tuple[int, CodecName, list[str]]],
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(Path(folder), durable=False)
+        made: list[list[Version]] = [[], []]
+        for fragment, codec, learners in rounds:
+            made[fragment].append(run.round(fragment, codec=codec, learners=learners))
+        run.store.close()
+        store = Store(Path(folder))
+        for fragment, record in enumerate(store.recover(2.0).records):
+            again = list(record.replay(TABLE[fragment]))
+            assert [payloads(each) for each in again] == [payloads(each) for each in made[fragment]]
+            assert [each.round_ for each in again] == [each.round_ for each in made[fragment]]
+            for one, other in zip(again, made[fragment], strict=True):
+                assert one.state.digests == other.state.digests
+                assert np.array_equal(one.state.published, other.state.published)
+        store.close()
+
+
+def payloads(version: Version) -> list[bytes]:
+    return [chunk.payload for chunk in version.publication]
+
+
+def flip(path: Path, offset: int) -> None:
+    """Turns one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def change(folder: Path, sql: str) -> None:
+    with closing(sqlite3.connect(folder / "run.db")) as db, db:
+        db.execute(sql)
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Run:
+    """Four rounds of each fragment, snapshots of fragment 0 at versions 0 and 2."""
+    run = Run(tmp_path / "run")
+    run.rounds(2)
+    run.store.snapshot(run.head(0))
+    run.rounds(2)
+    run.store.close()
+    return run
+
+
+def refusal(folder: Path) -> StateError:
+    """The error of a start, which must change nothing that is left."""
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(StateError) as caught:
+        store = Store(folder)
+        try:
+            for record in store.recover(2.0).records:
+                list(record.replay(TABLE[record.state.fragment]))
+        finally:
+            store.close()
+    assert caught.value.code is ErrorCode.STATE_DAMAGED and caught.value.remedy
+    assert caught.value.expected and caught.value.got
+    assert {path.name for path in before} <= {path.name for path in folder.rglob("*")} | {
+        "run.db-wal",
+        "run.db-shm",
+    }
+    return caught.value
+
+
+def test_a_damaged_snapshot_gives_way_to_the_older_one(stopped: Run) -> None:
+    newest = stopped.folder / "fragments" / "0-2.safetensors"
+    flip(newest, newest.stat().st_size - 5)
+    store = Store(stopped.folder)
+    found = store.recover(2.0)
+    assert [record.state.version for record in found.records] == [0, 0]
+    (note,) = found.notes
+    assert str(newest) in note and "older snapshot" in note
+    (*_, last) = found.records[0].replay(TABLE[0])
+    assert last.state.digests == stopped.head(0).digests
+    assert not newest.exists(), "it must not count as one of the two that are kept"
+    store.close()
+
+
+def test_damage_that_cannot_be_got_over_names_the_file(stopped: Run) -> None:
+    folder = stopped.folder
+    for name in ("0-2", "0-0"):
+        (folder / "fragments" / f"{name}.safetensors").write_bytes(b"no tensors")
+    assert "fragments/0-2.safetensors" in str(refusal(folder))
+
+
+def test_a_damaged_payload_names_its_pack_and_learner(stopped: Run) -> None:
+    pack = stopped.folder / "packs" / "00000001.pack"
+    flip(pack, pack.stat().st_size - 3)
+    error = refusal(stopped.folder)
+    assert "packs/00000001.pack" in str(error) and "site-b" in error.expected
+
+
+def test_a_short_or_missing_pack_is_named(stopped: Run) -> None:
+    pack = stopped.folder / "packs" / "00000001.pack"
+    pack.write_bytes(pack.read_bytes()[:-1])
+    assert "packs/00000001.pack" in str(refusal(stopped.folder))
+    pack.unlink()
+    assert "No such file" in refusal(stopped.folder).got
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "UPDATE rounds SET period_s = 2.25 WHERE seq = 7",
+        "UPDATE rounds SET published = global WHERE seq = 7",
+        "UPDATE rounds SET policy = '{}' WHERE seq = 7",
+        "UPDATE rounds SET policy = 'x' WHERE seq = 7",
+        "UPDATE contributions SET tokens = 101 WHERE seq = 7",
+        "DELETE FROM contributions WHERE seq = 7 AND learner = 'site-a'",
+        "UPDATE contributions SET digest = 'zz' WHERE seq = 7",
+        "DELETE FROM rounds WHERE seq = 7",
+        "UPDATE run SET layout = replace(layout, 'rda', 'mean')",
+        "UPDATE run SET layout = 'x'",
+    ],
+)
+def test_changed_facts_are_noticed(stopped: Run, sql: str) -> None:
+    change(stopped.folder, sql)
+    assert "run.db" in str(refusal(stopped.folder))
+
+
+def test_a_merge_with_other_bits_is_noticed(stopped: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(fragment: Fragment, before: FragmentState, round_: Round) -> Version:
+        """The arithmetic of another release."""
+        policy = replace(round_.policy, outer_lr=round_.policy.outer_lr * (1 + 2**-20))
+        return merge(fragment, before, replace(round_, policy=policy))
+
+    monkeypatch.setattr(recover, "merge", other)
+    assert "version 3 of fragment 0 with digests" in refusal(stopped.folder).expected
+
+
+def test_a_directory_that_cannot_be_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StateError, match=r"file.*--state-dir"):
+        Store(tmp_path / "file" / "run")
+
+
+def test_a_database_that_is_none_or_another_ones(stopped: Run, tmp_path: Path) -> None:
+    folder = stopped.folder
+    change(folder, "PRAGMA user_version = 2")
+    error = refusal(folder)
+    assert (error.expected, error.got) == ("user_version 1", "2")
+    (folder / "run.db").write_bytes(b"x" * 5000)
+    assert "run.db" in str(refusal(folder)) and "not a database" in refusal(folder).got
+    (folder / "run.db").unlink()
+    assert "no file" in str(refusal(folder)), "a new database would forget the run"
+    with closing(sqlite3.connect(folder / "run.db")) as db:
+        db.execute("CREATE TABLE theirs (x)")
+    assert refusal(folder).got == "0"
+
+
+def test_an_audit_finds_what_is_damaged_and_nothing_else(stopped: Run) -> None:
+    folder = stopped.folder
+    with closing(History(folder)) as history:
+        audit = history.audit()
+    assert (audit.rounds, audit.replayed, audit.problems) == (10, 8, ())
+    flip(folder / "packs" / "00000001.pack", 20)
+    change(folder, "UPDATE run SET clock = 5")
+    change(folder, "UPDATE rounds SET reason = 'nobody' WHERE seq = 10")
+    snapshot = folder / "fragments" / "1-0.safetensors"
+    flip(snapshot, snapshot.stat().st_size - 1)
+    with closing(History(folder)) as history:
+        problems = "\n".join(history.audit().problems)
+    for each in ("clock 5", "00000001.pack", "round 10", "1-0.safetensors"):
+        assert each in problems
+
+
+def test_history_can_be_read_while_the_broker_runs(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.rounds(1)
+    with closing(History(tmp_path)) as history:
+        run.rounds(1)
+        newest = list(history.rounds())[-1]
+        assert (newest.seq, newest.round_.version, newest.clock) == (6, 2, 800)
+        assert [each.learner for each in newest.round_.contributions] == ["site-a", "site-b"]
+        assert sum(newest.weights) == pytest.approx(1.0) and min(newest.norms) > 0
+        assert facts(list(history.states())) == facts([run.head(0), run.head(1)])
+    run.store.close()
+
+
+def test_rounds_can_be_merged_otherwise(stopped: Run) -> None:
+    with closing(History(stopped.folder)) as history:
+        same = facts(list(history.merged_otherwise()))
+        alone = list(history.merged_otherwise(without=["site-b"]))
+        nobody = list(history.merged_otherwise(without=["site-a", "site-b"]))
+    assert same == facts([stopped.head(0), stopped.head(1)])
+    state = first_states()[0]
+    for version in range(1, 5):
+        # The pushes are those that were made against the states as they were.
+        pushes = next_version(stopped.states[0][version - 1], ["site-a"]).round_
+        state = merge(TABLE[0], state, pushes).state
+    assert alone[0].digests == state.digests
+    assert [each.version for each in nobody] == [4, 4]
+    assert np.array_equal(nobody[1].global_, first_states()[1].global_)
+
+
+def test_a_rollback_makes_a_new_directory_and_leaves_the_old_one(
+    stopped: Run, tmp_path: Path
+) -> None:
+    folder, target = stopped.folder, tmp_path / "back"
+    # What comes after the round that is gone back to may be damaged.
+    pack = folder / "packs" / "00000001.pack"
+    flip(pack, pack.stat().st_size - 1)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with closing(History(folder)) as history:
+        history.rollback(7, target)
+        with pytest.raises(ConfigError, match="exists"):
+            history.rollback(7, target)
+    assert {path: path.read_bytes() for path in before} == before
+    assert heads(target) == facts([stopped.states[0][3], stopped.states[1][2]])
+    store = Store(target)
+    found = store.recover(3.0)
+    assert (found.clock, found.life, found.merged[("site-a.0000000a", 1)]) == (1000, 3, 2)
+    for fragment in (0, 1):
+        version = next_version(found.records[fragment].state)
+        store.commit(version)
+        # The same pushes on the same state: the same version as in the old directory.
+        expected = stopped.states[fragment][version.state.version].digests
+        assert version.state.digests == expected
+    store.close()
+    with closing(History(target)) as history:
+        assert history.audit().problems == ()
+
+
+def test_a_rollback_beyond_the_snapshots_says_what_is_missing(tmp_path: Path) -> None:
+    for keep in (False, True):
+        run = Run(tmp_path / str(keep), keep_history=keep)
+        for _ in range(3):
+            run.rounds(1)
+            run.store.snapshot(run.head(0))
+        run.store.close()
+        with closing(History(run.folder)) as history:
+            if keep:
+                history.rollback(4, tmp_path / "back")
+                assert heads(tmp_path / "back") == facts([run.states[0][1], run.states[1][1]])
+            else:
+                with pytest.raises(ConfigError, match="keep_history"):
+                    history.rollback(4, tmp_path / "back")
+
+
+def test_a_directory_without_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no state directory"):
+        History(tmp_path)
+    Store(tmp_path).close()
+    with closing(History(tmp_path)) as history:
+        assert (history.run.layout, list(history.states())) == (None, [])
+    assert LAYOUT.entries

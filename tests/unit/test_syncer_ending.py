@@ -1,0 +1,147 @@
+"""The end: the goal, one last round per fragment, and who is waited for."""
+
+from __future__ import annotations
+
+from desk import Desk, configure, resumed, running
+
+from narrows.broker.syncer import events as ev
+from narrows.proto import messages as msg
+
+ALL = (0, 1, 2, 3)
+
+
+def at_goal(*names: str) -> Desk:
+    """The goal is reached by a push of fragment 0."""
+    desk = running(*names, config=configure(run={"goal_tokens": 1000}))
+    desk.take(ev.Send)
+    for name in names:
+        desk.push(name, 0, 1, tokens=4000 // len(names) + 1)
+    assert [note.event for note in desk.log if isinstance(note, ev.Note)] == ["goal"]
+    assert desk.status["phase"] == "ending"
+    return desk
+
+
+def events(desk: Desk) -> list[str]:
+    return [type(e).__name__ for e in desk.log if isinstance(e, ev.CommitEnd | ev.Finish)]
+
+
+def test_every_fragment_gets_a_last_round_and_everybody_the_final_model() -> None:
+    desk = at_goal("a", "b")
+    desk.take(ev.Merge)
+    for fragment in ALL:
+        desk.push("a", fragment, 10 + fragment)
+    desk.report("a", 30, held=(0, 0, 0, 0), finished=ALL)
+    assert not desk.take(ev.Merge), "b has pushed nothing and has not said that it is done"
+    for fragment in ALL:
+        desk.push("b", fragment, 10 + fragment)
+    desk.report("b", 30, held=(0, 0, 0, 0), finished=ALL)
+    merges = desk.log
+    assert [(m.fragment, len(m.pushes), m.reason) for m in merges if isinstance(m, ev.Merge)] == [
+        (fragment, 2, "last") for fragment in ALL
+    ]
+    assert events(desk) == ["CommitEnd"]
+    beats = desk.told(msg.Beat, "a")
+    assert beats[-1].phase is msg.Phase.ENDED and beats[-1].heads == (2, 1, 1, 1)
+    assert desk.status["waiting_for"] == ["a, b to adopt the final model"]
+    desk.report("a", 30)
+    desk.send("a", msg.Bye("done"))
+    assert not events(desk)
+    desk.report("b", 30)
+    assert not events(desk), "b holds the heads, and may not know yet that they are final"
+    desk.send("b", msg.Bye("done"))
+    assert desk.take(ev.Finish) == [ev.Finish(())]
+    desk.pass_(5.0, "b")
+    assert not desk.take(ev.Finish), "it is told once"
+
+
+def test_nobody_may_leave_before_the_end_is_durable() -> None:
+    desk = at_goal("a")
+    desk.commits = False
+    desk.report("a", 30, finished=ALL)
+    assert events(desk) == ["CommitEnd"]
+    assert desk.told(msg.Beat, "a")[-1].phase is msg.Phase.ENDING
+    assert desk.status["waiting_for"] == ["the disk: the end of the run is being written"]
+    desk.report("a", 30, finished=ALL)
+    assert not events(desk)
+    desk.do(desk.syncer.ended)
+    desk.send("a", msg.Bye("done"))
+    assert events(desk) == ["Finish"]
+
+
+def test_a_push_that_was_waiting_at_the_goal_leaves_room_for_a_second_one() -> None:
+    desk = at_goal("a")
+    desk.push("a", 2, 5)
+    desk.report("a", 30, finished=(0, 1, 3))
+    assert [m.version for m in desk.take(ev.Merge) if m.fragment == 2] == [1]
+    assert events(desk) == []
+    desk.push("a", 2, 6)
+    assert [m.version for m in desk.take(ev.Merge)] == [2]
+    desk.report("a", 30, finished=ALL)
+    assert events(desk) == ["CommitEnd"]
+
+
+def test_a_round_without_a_push_is_abandoned() -> None:
+    desk = at_goal("a")
+    assert [each["stage"] for each in desk.status["rounds"]] == ["collecting"] * 2
+    desk.report("a", 30, finished=ALL)
+    assert not desk.status["rounds"] and desk.heads == [1, 0, 0, 0]
+
+
+def test_a_learner_that_stands_still_is_given_up_after_30_s_and_named() -> None:
+    desk = at_goal("a", "b")
+    behind = (0, 0, 0, 0)
+    desk.pass_(29.0, "a", "b", held=behind)  # Both report; nothing moves.
+    desk.report("a", 30, finished=ALL)
+    assert events(desk) == []
+    assert desk.status["waiting_for"][0] == "b to push fragment 0"
+    desk.pass_(1.5, "b", held=behind)
+    assert events(desk) == ["CommitEnd"]
+    desk.report("a", 30)
+    desk.send("a", msg.Bye("done"))
+    desk.pass_(29.0, "b", held=behind)
+    assert events(desk) == ["CommitEnd"], "the final model is waited for anew"
+    desk.pass_(30.0)
+    assert desk.take(ev.Finish) == [ev.Finish(("b (fragment 0)",))]
+
+
+def test_a_learner_that_moves_is_waited_for_ten_minutes_and_no_longer() -> None:
+    desk = at_goal("a")
+    for second in range(599):
+        desk.now += 1.0
+        desk.report("a", 100 + second)
+    assert events(desk) == []
+    desk.pass_(2.0, "a", steps_per_s=10)
+    assert events(desk)[:1] == ["CommitEnd"]
+
+
+def test_a_learner_that_is_cut_off_at_the_end_may_come_back() -> None:
+    desk = at_goal("a", "b")
+    desk.report("a", 30, finished=ALL)
+    desk.pass_(20.0, "a", finished=ALL)
+    assert events(desk) == []
+    desk.hello("b", peer="b:1")
+    for fragment in ALL:
+        desk.push("b", fragment, 10 + fragment)
+    desk.report("b", 30, finished=ALL)
+    assert events(desk)[:1] == ["CommitEnd"]
+
+
+def test_after_a_start_the_end_waits_for_learners_that_it_does_not_know_yet() -> None:
+    config = configure(run={"goal_tokens": 1000})
+    desk = Desk(config, resumed=resumed(clock=4000))
+    desk.pass_(29.0)
+    assert desk.status["phase"] == "ending" and events(desk) == []
+    desk.pass_(1.5)
+    assert events(desk) == ["CommitEnd", "Finish"]
+
+
+def test_an_ended_run_hands_out_its_final_model() -> None:
+    desk = Desk(resumed=resumed(phase=msg.Phase.ENDED))
+    welcome = desk.hello("a")
+    assert isinstance(welcome, msg.Welcome)
+    assert (welcome.role, welcome.beat.phase) == (msg.Role.ADOPT, msg.Phase.ENDED)
+    desk.pass_(25.0, "a")
+    assert events(desk) == []
+    desk.report("a", 0)
+    desk.pass_(6.0, "a")
+    assert events(desk) == ["Finish"]

@@ -1,0 +1,221 @@
+"""Pushes on their way: what is refused, what is asked for, what counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from desk import CHUNKS, Desk, configure, incarnation, resumed, running
+
+from narrows.broker.syncer import events as ev
+from narrows.proto import messages as msg
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
+
+NAN = RemoteProtocolError(
+    ErrorCode.NOT_FINITE, "scale", expected="finite", got="nan", remedy="look at the loss"
+)
+
+
+def waiting() -> Desk:
+    """A run whose rounds wait for a quorum of two."""
+    desk = running("a", "b", config=configure(merge={"quorum": 2}))
+    desk.take(ev.Send)
+    return desk
+
+
+@pytest.mark.parametrize(
+    ("push", "remedy"),
+    [
+        ({"fragment": 4, "push_id": 1, "base": 0}, "fragments that Welcome tells"),
+        ({"fragment": 0, "push_id": 1, "base": 1}, "adopt the newest version"),
+    ],
+)
+def test_an_announcement_is_refused_with_what_to_do(push: dict[str, Any], remedy: str) -> None:
+    desk = waiting()
+    desk.send("a", msg.Push(tokens=10, steps=1, **push))
+    (refusal,) = desk.told(msg.Refuse, "a")
+    assert (refusal.fragment, refusal.push_id) == (push["fragment"], 1)
+    assert refusal.expected and refusal.got and remedy in refusal.remedy
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"codec": "int8-zstd"}, "bad_chunk"),
+        ({"chunk": CHUNKS}, "bad_chunk"),
+        ({"fragment": 4}, "bad_message"),
+    ],
+)
+def test_a_chunk_is_refused_once(fields: dict[str, Any], code: str) -> None:
+    desk = waiting()
+    desk.announce("a", 0, 1)
+    for _ in range(3):
+        assert not desk.chunk("a", 0, 1, 0, **fields)
+    (refusal,) = desk.told(msg.Refuse, "a")
+    assert (refusal.code, refusal.push_id) == (code, 1)
+    assert refusal.expected and refusal.got and refusal.remedy
+
+
+def test_a_push_before_version_0_and_one_after_the_end_are_refused() -> None:
+    desk = Desk()
+    desk.hello("a")
+    desk.send("a", msg.Push(0, 1, 0, 1, 1))
+    assert "role adopt" in desk.told(msg.Refuse, "a")[0].remedy
+    desk = Desk(resumed=resumed(phase=msg.Phase.ENDED))
+    desk.hello("a")
+    desk.announce("a", 0, 1)
+    assert "final model" in desk.told(msg.Refuse, "a")[0].remedy
+
+
+def test_chunks_of_another_epoch_or_of_nobody_are_not_wanted() -> None:
+    desk = waiting()
+    assert not desk.chunk("a", 0, 1, 0, epoch="6-0123abcd")
+    assert not desk.chunk("a", 0, 1, 0, learner=incarnation("c"))
+    assert not desk.told(msg.Refuse)
+
+
+def test_a_damaged_chunk_drops_its_push_and_is_told_once() -> None:
+    desk = waiting()
+    desk.announce("a", 0, 1)
+    assert desk.chunk("a", 0, 1, 0) and desk.chunk("a", 0, 1, 1)
+    header = desk.header("a", 0, 1, 0)
+    desk.do(desk.syncer.push_failed, header, NAN)
+    desk.do(desk.syncer.push_failed, header, NAN)
+    assert desk.log.count(ev.Drop(0, incarnation("a"), 1)) == 1
+    (refusal,) = desk.told(msg.Refuse, "a")
+    assert (refusal.code, refusal.push_id, refusal.remedy) == ("not_finite", 1, "look at the loss")
+    desk.checked("a", 0, 1, 1)
+    assert not desk.chunk("a", 0, 1, 2), "the rest of it is dropped silently"
+    assert not desk.told(msg.Refuse)
+    # It announces the same push after a new Welcome: it has not heard the refusal.
+    desk.announce("a", 0, 1)
+    assert len(desk.told(msg.Refuse, "a")) == 1
+    desk.push("a", 0, 2)
+    assert desk.status["learners"]["a"]["state"] == "training"
+
+
+def test_a_newer_push_displaces_the_waiting_one() -> None:
+    desk = waiting()
+    desk.push("a", 0, 1)
+    assert desk.chunk("a", 0, 2, 0)
+    assert desk.take(ev.Drop) == [ev.Drop(0, incarnation("a"), 1)]
+    assert not desk.chunk("a", 0, 1, 1), "an older one is not wanted any more"
+
+
+def test_the_announcement_may_come_after_the_chunks() -> None:
+    desk = running("a")
+    for chunk in range(CHUNKS):
+        assert desk.chunk("a", 0, 1, chunk)
+        assert not desk.chunk("a", 0, 1, chunk), "it is here"
+        desk.checked("a", 0, 1, chunk)
+    assert not desk.take(ev.Merge)
+    desk.announce("a", 0, 1)
+    desk.pass_(1.0, "a", steps_per_s=10)
+    (merge, *_) = desk.take(ev.Merge)
+    assert merge.pushes == (ev.PushFacts("a", incarnation("a"), 1, 0, 1000, 10),)
+
+
+def test_what_is_merged_or_taken_is_not_wanted_again_and_needs_no_answer() -> None:
+    desk = running("a", config=configure(fragments={"count": 4}))
+    desk.commits = False
+    desk.push("a", 0, 3)
+    desk.pass_(1.0, "a", steps_per_s=10)
+    assert len(desk.take(ev.Merge)) == 1
+    for _ in range(2):  # First while the round is merging, then when it is durable.
+        desk.announce("a", 0, 3)
+        assert not desk.chunk("a", 0, 3, 0) and not desk.chunk("a", 0, 2, 0)
+        assert not desk.told(msg.Refuse) and not desk.take(ev.Drop)
+        if desk.heads[0] == 0:
+            desk.do(desk.syncer.merged, 0)
+            desk.do(desk.syncer.durable, 0)
+    assert desk.heads[0] == 1
+
+
+def test_after_a_start_what_the_last_life_merged_is_not_wanted() -> None:
+    desk = Desk(resumed=resumed(merged={(incarnation("a"), 0): 7}))
+    desk.hello("a")
+    desk.announce("a", 0, 7)
+    assert not desk.chunk("a", 0, 7, 0) and not desk.told(msg.Refuse)
+    assert desk.chunk("a", 0, 8, 0)
+
+
+def test_missing_chunks_are_asked_for_after_a_second_without_progress() -> None:
+    desk = waiting()
+    desk.announce("a", 0, 1)
+    assert desk.chunk("a", 0, 1, 1)
+    desk.pass_(0.9, "a", "b")
+    assert not desk.told(msg.Fetch)
+    desk.pass_(0.2, "a", "b")
+    expected = msg.Fetch(msg.DataKind.PUSH, 0, 0, 1, ((0, 1), (2, CHUNKS - 2)))
+    assert desk.told(msg.Fetch, "a") == [expected]
+    desk.pass_(3.0, "b")
+    desk.log.clear()
+    desk.pass_(20.0, "b")
+    assert not desk.told(msg.Fetch), "nobody asks who is silent"
+
+
+def test_two_lives_of_a_learner_count_both() -> None:
+    """A learner that was started again does not displace what it pushed before."""
+    desk = running("a", "b")
+    desk.commits = False
+    desk.push("a", 3, 9)
+    desk.pass_(3.0, "b", steps_per_s=10)
+    desk.hello("a", 2)
+    desk.push("a", 3, 1)
+    desk.push("b", 3, 1)
+    for fragment in range(3):
+        desk.push("b", fragment, 2)
+    for _ in range(8):
+        desk.pass_(0.3, "b", steps_per_s=10)
+        for merge in desk.take(ev.Merge):
+            if merge.fragment == 3:
+                assert [(p.incarnation, p.push_id) for p in merge.pushes] == [
+                    (incarnation("a"), 9),
+                    (incarnation("a", 2), 1),
+                    (incarnation("b"), 1),
+                ]
+                return
+            desk.do(desk.syncer.merged, merge.fragment)
+            desk.do(desk.syncer.durable, merge.fragment)
+    raise AssertionError("fragment 3 was not merged")
+
+
+@pytest.mark.parametrize(
+    ("fetch", "remedy"),
+    [
+        (msg.Fetch(msg.DataKind.PUSH, 0, 0, 1, ((0, 1),)), "go up only"),
+        (msg.Fetch(msg.DataKind.STATE, 4, 5, 0, ((0, 1),)), "cut as Welcome tells"),
+        (msg.Fetch(msg.DataKind.STATE, 0, 6, 0, ((0, 1),)), "last Beat names"),
+        (msg.Fetch(msg.DataKind.PUBLICATION, 0, 0, 0, ((0, 1),)), "last Beat names"),
+        (msg.Fetch(msg.DataKind.STATE, 0, 5, 0, ((3, 2),)), "cut as Welcome tells"),
+        (msg.Fetch(msg.DataKind.STATE, 0, 5, 0, ((0, 4),) * 65), "ask again"),
+    ],
+)
+def test_a_fetch_is_refused_with_what_to_do(fetch: msg.Fetch, remedy: str) -> None:
+    desk = Desk(resumed=resumed())
+    desk.hello("a")
+    desk.send("a", fetch)
+    assert not desk.syncer.effects and not [e for e in desk.log if isinstance(e, ev.Serve)]
+    (refusal,) = desk.told(msg.Refuse, "a")
+    assert refusal.expected and refusal.got and remedy in refusal.remedy
+
+
+def test_a_fetch_is_served() -> None:
+    desk = Desk(resumed=resumed())
+    desk.hello("a")
+    fetch = msg.Fetch(msg.DataKind.PUBLICATION, 3, 5, 0, ((0, 2), (3, 1)))
+    desk.send("a", fetch)
+    assert desk.take(ev.Serve) == [ev.Serve(incarnation("a"), fetch)]
+
+
+def test_a_chunk_alone_decides_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = waiting()
+    desk.announce("a", 0, 1)
+    calls: list[float] = []
+    monkeypatch.setattr(desk.syncer, "advance", calls.append)
+    assert desk.chunk("a", 0, 1, 0)
+    desk.checked("a", 0, 1, 0)
+    assert not calls
+    desk.now = desk.syncer.deadline(desk.now)
+    assert desk.chunk("a", 0, 1, 1)
+    assert calls, "a flood of chunks must not keep what is due from being decided"

@@ -1,0 +1,227 @@
+"""Messages to bytes and back: the golden bytes, every bound, and whatever a stranger may send."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import get_args
+
+import msgpack
+import msgspec
+import pytest
+import zstandard
+from exchange_cases import CONTROL, FILE, HEADER, INCARNATION, written
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrows.proto import messages as msg
+from narrows.proto import wire
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
+
+GOLDEN = json.loads(FILE.read_text(encoding="utf-8"))
+BODIES = [bytes.fromhex(each) for each in GOLDEN["control"].values()]
+HEADER_BYTES = bytes.fromhex(GOLDEN["header"])
+
+decoders: dict[str, Callable[[bytes], object]] = {
+    "control": lambda body: wire.decode_control([wire.ENVELOPE, body], msg.CONTROL_BYTES_MAX),
+    "header": wire.decode_header,
+    "layout": wire.unpack_layout,
+}
+
+
+def refusal(decode: Callable[[], object]) -> RemoteProtocolError:
+    with pytest.raises(RemoteProtocolError) as caught:
+        decode()
+    return caught.value
+
+
+def test_the_exchange_has_every_control_message_and_the_golden_bytes() -> None:
+    assert {type(each) for each in CONTROL} == set(get_args(msg.ControlMessage))
+    assert written() == GOLDEN
+
+
+@pytest.mark.parametrize("message", CONTROL, ids=lambda each: type(each).__name__)
+def test_another_reader_finds_the_fields_of_a_control_message(message: msg.ControlMessage) -> None:
+    body = bytes.fromhex(GOLDEN["control"][type(message).__name__])
+    assert decoders["control"](body) == message
+    assert msgpack.unpackb(body) == plain(message)
+
+
+def test_another_reader_finds_the_fields_of_a_header() -> None:
+    assert decoders["header"](HEADER_BYTES) == HEADER
+    assert msgpack.unpackb(HEADER_BYTES) == plain(HEADER)
+    # Fields with a default may be left out at the end.
+    short = msgpack.packb(msgpack.unpackb(HEADER_BYTES)[:10])
+    assert wire.decode_header(short).contributors == ()
+
+
+def plain(value: object) -> object:
+    """The maps, lists and texts of a structure, without its type."""
+    if isinstance(value, msgspec.Struct):
+        fields = {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+        if value.__struct_config__.array_like:
+            return list(fields.values())
+        tag = value.__struct_config__.tag
+        return fields if tag is None else {"type": tag} | fields
+    if isinstance(value, tuple | list):
+        return [plain(each) for each in value]
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    return value
+
+
+def changed(message: str, /, **fields: object) -> bytes:
+    """A golden control message with other fields."""
+    return packed(msgpack.unpackb(bytes.fromhex(GOLDEN["control"][message])) | fields)
+
+
+def packed(value: object) -> bytes:
+    """MessagePack of the independent writer."""
+    return bytes(msgpack.packb(value))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        changed("Hello", name="../etc"),
+        changed("Hello", name="a\nb"),
+        changed("Hello", incarnation="site-a/0"),
+        changed("Hello", fingerprint="9EBF5DFAE183ED17A71A3A11D820E2D7"),
+        changed("Hello", epoch="1"),
+        changed("Hello", extra=1),
+        changed("Hello", held=[[-2, 0]]),
+        changed("Push", fragment=msg.FRAGMENTS_MAX),
+        changed("Push", push_id=0),
+        changed("Push", steps=0),
+        changed("Push", tokens=True),
+        changed("Push", tokens=msg.PUSH_TOKENS_MAX + 1),
+        changed("Report", paused="x" * (msg.TEXT_CHARACTERS_MAX + 1)),
+        changed("Report", steps=-1),
+        changed("Fetch", kind=5),
+        changed("Fetch", chunks=[]),
+        changed("Fetch", chunks=[[0, 0]]),
+        changed("Fetch", chunks=[[0, 1]] * (msg.RANGES_MAX + 1)),
+        changed("Beat", period_s=float("nan")),
+        changed("Welcome", uplink_port=0),
+        msgpack.packb({"type": "unknown"}),
+        msgpack.packb({"type": "hello"}),
+        BODIES[0] + b"\x00",
+        b"",
+    ],
+)
+def test_what_the_page_forbids_is_refused(body: bytes) -> None:
+    assert refusal(lambda: decoders["control"](body)).code is ErrorCode.BAD_MESSAGE
+
+
+def test_a_header_names_an_incarnation_or_nobody() -> None:
+    fields = msgpack.unpackb(HEADER_BYTES)
+    for learner in ("site-a", "site-a.0123abcX", f"{INCARNATION}\n", "a" * 90):
+        fields[2] = learner
+        assert refusal(partial(wire.decode_header, packed(fields))).code is ErrorCode.BAD_MESSAGE
+
+
+def test_the_envelope_names_version_and_size() -> None:
+    def decode(frames: list[bytes], most: int = 100) -> RemoteProtocolError:
+        return refusal(lambda: wire.decode_control(frames, most))
+
+    for frames in ([], [b"NRW\x01"], [b"NRX\x01", b""], [b"NRW", b""], [b"NRW\x01", b"", b""]):
+        assert decode(frames).code is ErrorCode.BAD_MESSAGE
+    newer = decode([b"NRW\x02", BODIES[0]])
+    assert (newer.code, newer.expected, newer.got) == (ErrorCode.PROTOCOL_VERSION, "1", "2")
+    assert decode([wire.ENVELOPE, bytes(101)]).code is ErrorCode.TOO_LARGE
+    header = bytes(msg.HEADER_BYTES_MAX + 1)
+    assert refusal(lambda: wire.decode_header(header)).code is ErrorCode.TOO_LARGE
+
+
+def test_the_largest_messages_fit_their_bounds() -> None:
+    held = (msg.Held(msg.VERSION_MAX, 2**64 - 1),) * msg.FRAGMENTS_MAX
+    hello = msgspec.structs.replace(CONTROL[0], held=held)
+    assert len(wire.encode_control(hello)[1]) <= msg.CONTROL_UP_BYTES_MAX
+    longest = "a" * 48 + "/" + "b" * 15 + ".01234567"
+    everybody = (msg.Contributor(longest, msg.VERSION_MAX),) * msg.LEARNERS_MAX
+    header = msgspec.structs.replace(HEADER, contributors=everybody)
+    assert wire.decode_header(wire.encode_header(header)) == header
+
+
+def test_a_layout_comes_back_and_another_reader_finds_it() -> None:
+    entry = msg.LayoutEntry("w", (2, 3), "bfloat16", "rda")
+    layout = msg.Layout(7, (entry, msg.LayoutEntry("s", (), "float32", "mean")))
+    payload = wire.pack_layout(layout)
+    assert wire.unpack_layout(payload) == layout
+    assert msgpack.unpackb(zstandard.decompress(payload)) == plain(layout)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\x28\xb5\x2f\xfd",
+        zstandard.compress(b"\x92\x00\x90"),  # No tensor.
+        zstandard.compress(b"\x92\x00\x91\x94\xa1w\x91\x00\xa7float32\xa3rda"),  # A size of 0.
+        zstandard.compress(b"no layout"),
+        zstandard.compress(bytes(wire.LAYOUT_BYTES_MAX + 1)),
+        zstandard.ZstdCompressor(write_content_size=False).compress(b"\x92\x00\x90"),
+        b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd",  # A skippable frame.
+    ],
+)
+def test_what_is_no_layout_is_refused(payload: bytes) -> None:
+    error = refusal(lambda: wire.unpack_layout(payload))
+    assert error.code in (ErrorCode.BAD_MESSAGE, ErrorCode.TOO_LARGE)
+
+
+def test_topics_and_names_round_trip() -> None:
+    assert wire.asked_topic(INCARNATION, 7) == f"r/{INCARNATION}/07"
+    assert (wire.live_topic(63), wire.uplink_topic(0)) == ("p/63", "u/00")
+    assert wire.name_of(INCARNATION) == "site-a/0"
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    """A golden message with one field replaced, some bytes changed, or its end cut off."""
+    body = draw(st.sampled_from([*BODIES, HEADER_BYTES]))
+    how = draw(st.sampled_from(("field", "bytes", "cut")))
+    if how == "field":
+        value = msgpack.unpackb(body)
+        places = sorted(value) if isinstance(value, dict) else range(len(value))
+        value[draw(st.sampled_from(places))] = draw(junk)
+        return packed(value)
+    if how == "cut":
+        return body[: draw(st.integers(0, len(body) - 1))]
+    changed_bytes = bytearray(body)
+    for _ in range(draw(st.integers(1, 4))):
+        changed_bytes[draw(st.integers(0, len(body) - 1))] = draw(st.integers(0, 255))
+    return bytes(changed_bytes)
+
+
+@given(st.binary(max_size=64) | junk.map(msgpack.packb) | damaged())
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_give_a_message_or_a_refusal(body: bytes) -> None:
+    for decode in decoders.values():
+        try:
+            message = decode(body)
+        except RemoteProtocolError as error:
+            assert error.code in (ErrorCode.BAD_MESSAGE, ErrorCode.TOO_LARGE)
+        else:
+            assert isinstance(message, msgspec.Struct)
+
+
+def test_nesting_without_end_is_a_refusal() -> None:
+    # A map of type and status, the latter a map with an array within an array, and so on.
+    status = b"\x81\xa1a" + b"\x91" * 100_000 + b"\xc0"
+    body = b"\x82" + packed("type") + packed("status") + packed("status") + status
+    assert refusal(lambda: decoders["control"](body)).code is ErrorCode.BAD_MESSAGE
+
+
+def test_a_key_speaks_for_its_site() -> None:
+    assert wire.speaks_for("site-a", "site-a") and wire.speaks_for("site-a", "site-a/0")
+    for name in ("site-b", "site-ab", "site", "site-ab/0", ""):
+        assert not wire.speaks_for("site-a", name)
