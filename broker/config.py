@@ -86,7 +86,8 @@ class Merge(Struct, frozen=True, forbid_unknown_fields=True):
     """[merge] When a round is merged, how, and the outer optimizer."""
 
     quorum: Annotated[int, Meta(ge=0, le=LEARNERS_MAX)] = 1
-    """K, contributions without which a round is not merged. 0: those of all ready learners."""
+    """K, contributions without which a round is not merged. 0: those of all ready learners,
+    and in the first round of those that are joining still."""
     weights: Literal["tokens", "equal"] = "tokens"
     """tokens: tokens**2 / steps. equal: every push the same."""
     outer_lr: Annotated[float, Meta(ge=1e-6, le=10)] = 0.4

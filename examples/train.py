@@ -16,8 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from narrows.learner import Learner
-from narrows.proto.errors import NarrowsError
+from narrows.learner import Learner, NarrowsError
 
 BATCH, CONTEXT = 16, 64
 

@@ -170,7 +170,8 @@ class Link:
             self._host.turn(time.monotonic())
         self._close(linger_s=1.0)
         if session.phase in (Phase.ENDING, Phase.ENDED) and not session.final:
-            raise Unfinished("the run has ended without this learner", got=session.lacks)
+            got = f"versions {[part.held for part in session.parts]}"
+            raise Unfinished("the run has ended without this learner", got=got)
 
     def abort(self) -> None:
         """Leaves at once, whatever is on its way."""

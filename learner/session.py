@@ -100,7 +100,7 @@ class Session:
         self._refused_since: float | None = None
         self._finished: msg.Fragments = ()
         self._leaving_at: float | None = None
-        self._offline_noted = False
+        self._offline_noted = self._silence_noted = False
         self._clock_floor = 0.0
 
     # What the training thread asks.
@@ -199,6 +199,9 @@ class Session:
             # it with its history yet.
             self._hello(now)
             return
+        if self._silence_noted:
+            self._silence_noted = False
+            self._note("online", f"the broker is back, epoch {epoch}")
         self.connected, self.run_id, self.epoch = True, welcome.run_id, epoch
         self.ports = welcome.uplink_port, welcome.downlink_port
         self.settings, self._refused_since, self._offline_noted = settings, None, False
@@ -420,7 +423,7 @@ class Session:
         """Adopts, then pushes, fragment by fragment."""
         if self.ended:
             return
-        ended = self.phase is Phase.ENDED
+        ended, lost = self.phase is Phase.ENDED, self.ledger.lost
         for part in self.parts:
             if ended and part.tip == part.head >= 0 and part.standing is not Standing.FINAL:
                 self.effects += part.adopt(0.0, final=True)
@@ -429,6 +432,9 @@ class Session:
             if not ended and self._pushes(part):
                 self._push_id += 1
                 self.effects += part.snapshot(self._push_id)
+        if (given_up := self.ledger.lost - lost) > 0 and not ended:
+            text = f"{given_up} tokens were learned on an old model and are given up"
+            self._note("given_up", text, True, tokens=given_up)
 
     def _keep(self, part: FragmentSession) -> float:
         """The share of the unpushed work that an adoption keeps."""
@@ -525,6 +531,9 @@ class Session:
         return self._report_at + timing.REPORT_S + min(self._step_s, timing.REPORT_S)
 
     def _hello(self, now: float) -> None:
+        if self.joined and not self._silence_noted:
+            self._silence_noted = True
+            self._note("offline", "the broker is not heard; training goes on", True)
         self._hello_at, self._told = now, self._holds()
         hello = msg.Hello(
             msg.PROTOCOL, self.name, self.incarnation, self.run_id, self.epoch, self._fingerprint,

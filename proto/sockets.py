@@ -188,7 +188,7 @@ class HandshakeMonitor:
             return Refused(ErrorCode.KEY_REFUSED, message, remedy=remedy)
         if outcome is Handshake.MISMATCH:
             message = f"{broker} admits only those who have a key"
-            remedy = "`narrows keys new NAME` prints a line: mail it to the broker's operator"
+            remedy = "mail the broker's operator the line that `narrows keys new` prints"
             return Refused(ErrorCode.KEY_REFUSED, message, remedy=remedy)
         if outcome is Handshake.BROKEN_OFF:
             expected = " or ".join(key.servers) if key else "none"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from narrows.bench.sim.checkers import Wrong
 from narrows.bench.sim.run import Run
 from narrows.broker.process.host import Host
-from narrows.broker.rounds import Version
 from narrows.broker.syncer.stages import Stage
 from narrows.learner.host import LearnerHost
 from narrows.proto.errors import NarrowsError
@@ -52,21 +51,18 @@ class PublishesBeforeCommit(Host):
         pipeline.commit = commit  # type: ignore[method-assign]
 
 
-class MergesByOtherRules(Host):
-    """The row of a round names other rules than those by which it was merged."""
+class ForgetsTheNewest(Host):
+    """A start loses the newest round of a fragment, if no snapshot holds it."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        merged = self.pipeline.merged
-
-        def renamed(fragment: int, result: Any, now: float) -> None:
-            if isinstance(result, Version):
-                policy = result.round_.policy
-                other = replace(policy, outer_lr=1.01 * policy.outer_lr)
-                result = replace(result, round_=replace(result.round_, policy=other))
-            merged(fragment, result, now)
-
-        self.pipeline.merged = renamed  # type: ignore[method-assign]
+    def __init__(
+        self, config: Any, wires: Any, pool: Any, store: Any, now: float, *a: Any, **o: Any
+    ) -> None:
+        store._db.execute(
+            "DELETE FROM rounds WHERE seq = (SELECT max(seq) FROM rounds WHERE"
+            " (fragment, version) NOT IN (SELECT fragment, version FROM snapshots))"
+        )
+        store._db.commit()
+        super().__init__(config, wires, pool, store, now, *a, **o)
 
 
 class SaysNobody(Host):
@@ -106,8 +102,8 @@ class DropsLate(Host):
 
         def newest_only(peer: str, site: str | None, message: Any, now: float) -> None:
             heads = self.syncer.state.heads
-            late = isinstance(message, Push) and heads and message.base < heads[message.fragment]
-            if not late:
+            known = isinstance(message, Push) and message.fragment < len(heads)
+            if not known or message.base >= heads[message.fragment]:
                 control(peer, site, message, now)
 
         self.syncer.control = newest_only  # type: ignore[method-assign]
@@ -172,7 +168,7 @@ class Planted:
 PLANTED: Final = (
     Planted("equal bytes", learner=WrongElement),
     Planted("durable", PublishesBeforeCommit),
-    Planted("replay", MergesByOtherRules),
+    Planted("replay", ForgetsTheNewest),
     Planted("merged once", SaysNobody),
     Planted("clock", CountsTwice),
     Planted("share", DropsLate),
@@ -200,8 +196,9 @@ def judge(seed: int, planted: Planted | None = None) -> str | None:
 
 
 def found_within(planted: Planted, seeds: Iterable[int]) -> tuple[int, str] | None:
-    """The first seed in which anything is found, and what; None: the bug went unseen."""
+    """The first seed in which the bug's own checker speaks, and its words; None: it never does."""
     for seed in seeds:
-        if (said := judge(seed, planted)) is not None:
+        said = judge(seed, planted)
+        if said is not None and said.startswith(planted.checker):
             return seed, said
     return None

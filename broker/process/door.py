@@ -91,6 +91,9 @@ class Door:
         except (ConfigError, OSError) as error:
             _log.error("the allow list stays as it was: %s", printable(str(error)))
             return False
+        gone = sorted(before.keys[key] for key in before.keys if not self._allowed.site(key))
+        cut_off = f"; cut off: {', '.join(gone)}" if gone else ""
+        _log.info("the allow list was read again: %d keys%s", len(self._allowed.keys), cut_off)
         return any(self._allowed.site(key) != before.site(key) for key in before.keys)
 
     def _stat(self) -> tuple[int, int, int]:

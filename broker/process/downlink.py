@@ -8,7 +8,7 @@ never end. What is due and when is the sender's business (proto/flow).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -200,6 +200,13 @@ class Downlink:
         else:
             self.live_bytes += size
             self.fanned_bytes += size * self.sender.fan_out
+
+    def forget_all_but(self, incarnations: Collection[str]) -> None:
+        """Drops answers for learners that are gone: they would cost the line and reach nobody."""
+        self.sender.discard(lambda header: header.learner not in ("", *incarnations))
+        for copies in self._copies.values():
+            for copy in copies:
+                copy.waiting[:] = [each for each in copy.waiting if each[0] in incarnations]
 
     def turn(self, now: float) -> None:
         """Forgets copies that nobody asks for, and sends."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.process.downlink import Downlink
@@ -23,6 +23,9 @@ from narrows.proto.ports import BrokerWires, Done, Pool
 
 NO_FAULT = frozenset({*RETRIED, ErrorCode.MERGE_FAILED})
 """Refusals that an honest learner meets; they do not count against its key."""
+
+SWEEP_S: Final = 1.0
+"""Seconds between two looks for answers that wait for learners who are gone."""
 
 
 class Host:
@@ -63,6 +66,7 @@ class Host:
         self.downlink = Downlink(config, epoch, wires, self, self.pipeline)
         self.finished: ev.Finish | None = None
         """Set when the process should end."""
+        self._swept_at = now
         self._effects: deque[ev.Effect] = deque()
         self._performing = False
         self._refusals = self._listeners = 0
@@ -142,6 +146,10 @@ class Host:
         self.syncer.advance(now)
         self.fan_out = self._listeners  # Learners have come or gone.
         self._perform(now)
+        if now >= self._swept_at + SWEEP_S:
+            self._swept_at = now
+            members = self.syncer.state.members.connected()
+            self.downlink.forget_all_but({member.incarnation for member in members})
         self.downlink.turn(now)
 
     def deadline(self, now: float) -> float:

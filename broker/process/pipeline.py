@@ -217,6 +217,14 @@ class Pipeline:
             self._wait_for_disk("version 0", result, now, lambda: self.seed(order))
             return
         self._seed.clear()
+        if isinstance(result, ConfigError):  # It fits neither the settings nor the initial file.
+            result = RemoteProtocolError(
+                ErrorCode.LAYOUT_DIFFERS,
+                result.message,
+                expected=result.expected,
+                got=result.got,
+                remedy=result.remedy,
+            )
         if isinstance(result, MemoryError):
             elements = sum(each.elements for each in build_table(order.layout.entries, 1))
             result = RemoteProtocolError(

@@ -87,6 +87,14 @@ class Packs:
         self._size = end
         return places
 
+    def take_back(self, places: Sequence[Place]) -> None:
+        """Cuts off what was appended last: its row could not be written, and it comes again."""
+        if places and self._fd >= 0 and places[0].pack == self._number:
+            self._size = places[0].offset
+            with suppress(OSError):
+                os.ftruncate(self._fd, self._size)
+                os.lseek(self._fd, self._size, os.SEEK_SET)
+
     def read(self, place: Place) -> tuple[bytes, ...]:
         """The chunks at a place. Raises StateError if the pack is missing or too short."""
         path = self.path(place.pack)

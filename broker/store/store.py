@@ -26,7 +26,7 @@ from typing import Any, Final
 import msgspec
 
 from narrows.broker.rounds import FragmentState, Policy, Round, Version
-from narrows.broker.store.packs import Packs, Place, damaged, sync_folder
+from narrows.broker.store.packs import DiskFull, Packs, Place, damaged, sync_folder
 from narrows.broker.store.recover import (
     DATABASE,
     FragmentRecord,
@@ -192,8 +192,12 @@ class Store:
             if self._journal:
                 places[:] = self._packs.append([each.chunks for each in contributions])
                 self._reach("appended")
-            with self._transaction() as db:
-                self._insert(db, version, places)
+            try:
+                with self._transaction() as db:
+                    self._insert(db, version, places)
+            except DiskFull:
+                self._packs.take_back([place for place in places if place is not None])
+                raise
         self._reach("durable")
 
     def snapshot(self, state: FragmentState) -> None:

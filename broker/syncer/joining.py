@@ -38,6 +38,9 @@ class Joining:
             self.seeding.refuse_layout(peer, hello.name, hello.fingerprint)
             return
         go_back = self._go_back(hello)
+        other = state.members.at(peer)
+        if other is not None and other.incarnation != hello.incarnation:
+            self.pushes.drop_incomplete(other.incarnation)  # Its connection speaks for another now.
         member = self._member(hello, go_back, now)
         state.members.connect(member, peer, now)
         self.seeding.pick(now)

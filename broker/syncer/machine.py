@@ -270,7 +270,7 @@ class Syncer:
             self._beat(now)
         times = [self._beat_at + BEAT_S]
         if state.is_open:
-            times += [self._rounds.deadline(), self._pushes.deadline(now)]
+            times += [self._rounds.deadline(now), self._pushes.deadline(now)]
         self._wake_at = max(min(times), now + PAUSE_S_MIN)
 
     def _seed(self, now: float) -> None:

@@ -64,11 +64,10 @@ class Rounds:
     def _to_launch(self, now: float) -> int | None:
         """Round robin, and not faster than the pace. In lockstep the learners set the pace."""
         state = self.state
-        has_pace = state.xi_s > 0 and now >= self._launch_at()
-        if not has_pace and state.settings.mode is not Mode.DILOCO:
-            return None
         if state.members.awaited(now):
-            return self._next if self._has_room(self._next) else None
+            has_pace = state.xi_s > 0 and now >= self._launch_at()
+            may = has_pace or state.settings.mode is Mode.DILOCO
+            return self._next if may and self._has_room(self._next) else None
         # Nobody trains: what waits is merged, because learners that leave wait for it. Rounds that
         # nobody will fill make room.
         order = [*range(self._next, len(state.rounds)), *range(self._next)]
@@ -224,11 +223,11 @@ class Rounds:
         if steps_s:
             self.state.xi_s = grace.pace_s(steps_s)
 
-    def deadline(self) -> float:
+    def deadline(self, now: float) -> float:
         """When the time alone makes something due."""
         times = [math.inf]
         if self.state.phase is RunPhase.RUNNING and self.state.xi_s > 0:
-            if self._has_room(self._next):
+            if self._has_room(self._next) and self.state.members.awaited(now):
                 times.append(self._launch_at())
             for fragment in self.state.collecting():
                 round_ = self.state.rounds[fragment]

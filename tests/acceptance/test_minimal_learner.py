@@ -17,11 +17,14 @@ WIDTH, FRAGMENTS = 128, 4
 def test_a_second_implementation_is_merged_and_holds_the_brokers_bits(site: Site) -> None:
     source = SCRIPT.read_text()
     assert "import narrows" not in source and "from narrows" not in source
-    # Ours founds the run and stands still, but no round is merged before the other takes part.
-    broker = site.broker(goal_tokens=150, quorum=2, fragments=FRAGMENTS)
+    # Ours seeds the run and stands still, but no round is merged without the other.
+    broker = site.broker(goal_tokens=150, quorum=0, learners_at_start=2, fragments=FRAGMENTS)
     ours = site.learner("ours", tokens=1, width=WIDTH, lr=0.0)
-    joined = site.folder / "ours.joined"
-    wait_until(joined.exists, "our learner to found the run", ours, broker)
+
+    def seeded() -> bool:
+        return any(note["kind"] == "seeded" for note in site.events("broker", "note"))
+
+    wait_until(seeded, "our learner to seed the run", ours, broker)
     other = site.shell(
         sys.executable, "-I", str(SCRIPT), "--broker", site.address, "--name", "other",
         "--layout", str(site.layout()), "--step-s", "0.01", name="other",

@@ -22,6 +22,8 @@ from narrows.proto.events import EventFile
 from narrows.proto.sockets import Kind, make_socket
 from narrows.proto.wire import decode_control, encode_control
 
+pytestmark = pytest.mark.real
+
 SERVE = """
 import sys
 from pathlib import Path

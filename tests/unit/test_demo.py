@@ -76,6 +76,7 @@ def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.timeout(120)
 def test_the_shortest_demo_kills_too(tmp_path: Path) -> None:
     """The victim comes back to a run that is over, and has its final model, or comes too late."""
     results, picture = tmp_path / "results.json", tmp_path / "demo.svg"
@@ -84,7 +85,7 @@ def test_the_shortest_demo_kills_too(tmp_path: Path) -> None:
             sys.executable, "-m", "narrows", "demo", "--learners", "2", "--steps", "80",
             "--keep", str(tmp_path / "kept"), "--json", str(results), "--picture", str(picture),
         ],
-        capture_output=True, text=True, timeout=55,
+        capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     facts = json.loads(results.read_text())

@@ -280,6 +280,17 @@ def test_a_full_pipe_makes_a_publication_wait_and_then_lossy(house: House) -> No
     assert a.versions == [1]
 
 
+def test_what_a_learner_asked_for_that_is_gone_waits_no_more(house: House) -> None:
+    (a,) = begun(house, "site-a")
+    house.wires.is_full = True
+    a.fetch(msg.DataKind.STATE, 0, 0, 0, 1)
+    house.settle()
+    assert len(house.host.downlink.sender) == 2
+    a.say(msg.Bye("gone"))
+    house.wait(1.5)
+    assert len(house.host.downlink.sender) == 0
+
+
 def test_the_end_is_durable_and_everybody_has_the_final_model(tmp_path: Path) -> None:
     house = House(tmp_path / "state", {"run.goal_tokens": "300"})
     (a,) = begun(house, "site-a")

@@ -37,6 +37,8 @@ from narrows.proto.keys import (
     write_site_key,
 )
 
+pytestmark = pytest.mark.real
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:

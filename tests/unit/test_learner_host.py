@@ -219,7 +219,8 @@ def test_a_new_life_with_other_chunks_gets_the_same_push(tmp_path: Path) -> None
     player.is_full = False
     heads = house.heads
     play(house, [player], 4.0)
-    assert not player.notes and min(house.heads) > max(heads)
+    assert [each.event for each in player.notes] == ["offline", "online"]
+    assert min(house.heads) > max(heads)
     check_copies(house, player)
 
 

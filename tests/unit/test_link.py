@@ -18,6 +18,8 @@ from narrows.proto.keys import AllowList, KeyPair, create_broker_key, new_pair, 
 from narrows.proto.sockets import Kind, make_socket
 from narrows.proto.timing import REFUSALS_MAX, REFUSALS_S
 
+pytestmark = pytest.mark.real
+
 SITE_TOPIC = b"r/site-a.00000001/00"
 
 

@@ -28,6 +28,8 @@ from narrows.proto.keys import (
 )
 from narrows.proto.sockets import Kind, make_socket
 
+pytestmark = pytest.mark.real
+
 
 @contextmanager
 def relaying(broker: str, key: Path, log: Path) -> Iterator[str]:

@@ -167,7 +167,7 @@ def test_a_learner_that_is_cut_off_for_too_long_pauses_until_it_is_back() -> Non
     seat.wait(1.0)
     assert seat.session.must_wait(seat.now) and seat.session.must_wait(seat.now)
     seat.wait(0.0)
-    assert [each.event for each in seat.take(Note)] == ["paused"]
+    assert [each.event for each in seat.take(Note)] == ["offline", "paused"]
     seat.welcome()
     assert not seat.session.must_wait(seat.now)
 
@@ -366,7 +366,7 @@ def test_a_learner_of_another_history_goes_back_and_says_so() -> None:
     seat.restart(heads=(1, 3))
     seat.welcome(go_back=(0,))
     assert seat.take(Forget) == [Forget(0, 1)]
-    assert [each.event for each in seat.take(Note)] == ["went_back"]
+    assert [each.event for each in seat.take(Note)] == ["offline", "online", "went_back"]
     assert seat.sent(msg.Report)[-1].held == (-1, 3)
     seat.step(8)
     seat.state(0, 1)

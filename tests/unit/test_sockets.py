@@ -20,6 +20,8 @@ from narrows.proto.sockets import (
     send_buffer_bytes,
 )
 
+pytestmark = pytest.mark.real
+
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 

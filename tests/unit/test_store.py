@@ -152,6 +152,10 @@ def test_a_database_without_room_is_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(DiskFull, match=r"run\.db.*full"):
         for _ in range(200):
             run.round(0)
+    written = pack_bytes(tmp_path)
+    with pytest.raises(DiskFull):
+        run.round(0)
+    assert pack_bytes(tmp_path) == written, "what no row knows fills the disk for good"
     run.store._db.execute("PRAGMA max_page_count = 1000000")
     run.round(0)
     run.store.close()

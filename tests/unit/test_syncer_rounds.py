@@ -79,6 +79,15 @@ def test_what_a_leaving_learner_has_pushed_is_merged_though_nobody_trains_any_mo
     assert [m[:2] for m in merges(desk)] == [(2, ["a"]), (3, ["a"])]
 
 
+def test_the_first_pushes_of_a_learner_that_leaves_before_its_pace_is_known_are_merged() -> None:
+    desk = Desk(resumed=resumed())
+    desk.hello("a")
+    desk.report("a", 3, paused="leaving")
+    desk.push("a", 0, 1)
+    desk.pass_(2.0, "a", paused="leaving")
+    assert [m[:2] for m in merges(desk)] == [(0, ["a"])]
+
+
 def test_a_learner_whose_push_is_announced_or_being_decoded_is_waited_for() -> None:
     desk = running("a", "b", "c")
     to_launch(desk, "a", "b", "c")
