@@ -30,12 +30,12 @@ RECORDING: Final = CHECKOUT / "bench/kit/recorded.safetensors"
 CHUNK_ELEMENTS: Final = 1 << 18
 REPEATS: Final = 5
 RMS: Final = 1e-3
-"""Of drawn outer gradients."""
+"""Root mean square of drawn outer gradients."""
 BLOCK: Final = 256
 """Values that share a scale in codes of fixed length."""
 
 ABSMAX: Final = {"absmax int4 by 256": 7, "absmax int8 by 256": 127}
-"""What most quantisers do: the largest value of a block sets the step, and no entropy coder
+"""The way of most quantisers: the largest value of a block sets the step, and no entropy coder
 follows."""
 
 COLUMNS: Final = (

@@ -28,7 +28,7 @@ F32 = NDArray[np.float32]
 
 
 def code(values: F32) -> tuple[F32, float]:
-    """What a receiver decodes, and the bits that it needs: codes from -7 to 7, entropy-coded, and a
+    """Decoded values and the bits that they took: codes from -7 to 7, entropy-coded, and a
     scale in bfloat16, so that scale * code is exact and all who add it get the same bits."""
     scale = torch.tensor(RHO * np.sqrt(np.mean(values**2))).bfloat16().float().numpy()
     codes = np.clip(np.rint(values / (scale or np.inf)), -7, 7)

@@ -22,7 +22,7 @@ class JoinTarget:
     key: SiteKey | None = None
     key_file: Path | None = None
     relay: Address | None = None
-    """Of the site's relay, from which publications come instead of from the broker."""
+    """Address of the site's relay, from which publications come instead of from the broker."""
 
 
 def join_target(

@@ -118,7 +118,7 @@ class Unfinished(NarrowsError):
 
 
 def exit_code(error: Exception) -> int:
-    """Of a command: 1 failure, 2 usage, 3 refused by the peer, 4 broker not reachable."""
+    """Exit code of a command: 1 failure, 2 usage, 3 refused by the peer, 4 broker not reachable."""
     if isinstance(error, BrokerUnreachable):
         return 4
     if isinstance(error, Refused):

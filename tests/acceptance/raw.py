@@ -117,7 +117,7 @@ class Peer:
         raise AssertionError(f"the broker has sent no {kind} to {self.name}")
 
     def status(self) -> dict[str, Any]:
-        """What the broker tells anybody who may talk to it."""
+        """The status that the broker tells anybody who may talk to it."""
         self.tell(type="askstatus")
         return dict(self.hear("status")["status"])
 
@@ -166,7 +166,7 @@ class Peer:
 
 
 def refusals(site: Site, *words: str) -> Counter[str]:
-    """What the broker has refused, by code; with words only where its note has them."""
+    """Refusals of the broker, by code; with words only where its note has them."""
     said = [one["text"] for one in site.events("broker", "note") if one["kind"] == "refused"]
     found = [REFUSED.search(text) for text in said if all(word in text for word in words)]
     return Counter(one[1] for one in found if one)

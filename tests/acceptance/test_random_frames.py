@@ -77,7 +77,7 @@ payloads = st.binary(max_size=3000)
 commands = st.sampled_from([b"\0p/00", b"\1p/01", b"\0", b"\2", b"p/00", b""]) | st.binary(
     max_size=200
 ).filter(lambda text: text[:1] != b"\1")
-"""What a listener may send; it asks for no topic that would have all connections cut."""
+"""Frames that a listener may send; it asks for no topic that would have all connections cut."""
 
 
 class Mallory:

@@ -228,7 +228,7 @@ def running(
 
 
 def resumed(**fields: Any) -> ev.Resumed:
-    """What a start finds: four fragments at version 5."""
+    """The state that a start finds: four fragments at version 5."""
     values: dict[str, Any] = {
         "layout": LAYOUT,
         "heads": (5, 5, 5, 5),

@@ -62,7 +62,7 @@ HEADER = msg.Header(
 
 
 def written() -> dict[str, object]:
-    """What the file holds: hex of each message, control without its envelope."""
+    """The content of the file: hex of each message, control without its envelope."""
     control = {type(each).__name__: encode_control(each)[1].hex() for each in CONTROL}
     return {"control": control, "header": encode_header(HEADER).hex()}
 

@@ -75,7 +75,7 @@ class Pool:
 
 
 class Wires:
-    """What a host sends, decoded."""
+    """Messages that a host sends, decoded."""
 
     def __init__(self) -> None:
         self.controls: list[tuple[str, msg.ControlMessage]] = []

@@ -38,7 +38,7 @@ def small(*, tied: bool = True, dtype: torch.dtype = torch.float32) -> Small:
 
 
 def loss_of(model: nn.Module) -> Tensor:
-    """Of one full batch of VOCABULARY tokens."""
+    """Loss of one full batch of VOCABULARY tokens."""
     tokens = torch.arange(VOCABULARY)
     return nn.functional.cross_entropy(model(tokens).float(), tokens.flip(0))
 

@@ -27,7 +27,7 @@ DILOCO = msg.RunSettings(
     chunk_elements=256, state_chunk_elements=256,
 )  # fmt: skip
 CHUNKS = 4
-"""Of each of the two fragments."""
+"""Chunks of each of the two fragments."""
 
 E = TypeVar("E")
 

@@ -33,7 +33,7 @@ HEAVY = {"numpy", "numba", "zmq", "torch", "blosc2"}
 
 
 class Said:
-    """What a command printed, and its exit code."""
+    """Runs a command; keeps what it printed."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self._capsys, self._monkeypatch = capsys, monkeypatch

@@ -46,7 +46,7 @@ def run(
     room: Callable[[Entry, float], bool] = lambda entry, now: True,
     now: float = 0.0,
 ) -> list[tuple[float, Entry]]:
-    """What leaves until a time, woken at the deadlines; `room` says whether the socket takes it."""
+    """Messages that leave until a time, woken at the deadlines; `room`: the socket takes one."""
     left = list[tuple[float, Entry]]()
     while now <= until:
         while entry := sender.due(now):

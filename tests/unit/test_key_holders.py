@@ -1,4 +1,4 @@
-"""What somebody with an admitted key may try: another's connection, the memory, the budget, and
+"""Attempts of somebody with an admitted key: another's connection, the memory, the budget, and
 messages that nobody could read."""
 
 from __future__ import annotations

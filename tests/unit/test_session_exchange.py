@@ -1,4 +1,4 @@
-"""What a learner pushes and adopts, fragment by fragment."""
+"""Pushes and adoptions of a learner, fragment by fragment."""
 
 from __future__ import annotations
 
