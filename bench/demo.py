@@ -50,7 +50,7 @@ PATIENCE_S: Final = 120.0
 """Longest time for a process to start, to answer and to end."""
 
 SPARKS: Final = "▁▂▃▄▅▆▇█"
-SPARKS_MAX: Final = 20
+SPARKS_MAX: Final = 16
 
 Facts: TypeAlias = dict[str, Any]
 
@@ -104,10 +104,10 @@ def demo(
         facts = collect(folder, names, steps, story)
     if json is not None:
         json.write_text(json_text.dumps(facts, indent=2) + "\n")
-    console.print(report(facts))
+    console.print(report(facts, keep))
     if picture is not None:
         paper = Console(record=True, file=io.StringIO(), width=100, force_terminal=True)
-        paper.print(view.moment, report(facts))
+        paper.print(view.moment, report(facts, keep))
         paper.save_svg(str(picture), title="narrows demo")
 
 
@@ -345,7 +345,16 @@ class View:
 
     def _table(self, status: Facts) -> Group:
         story = self.story
-        table = Table("learner", "state", "step", "loss", "its course", "merged", box=None)
+        table = Table(
+            "learner",
+            "state",
+            "step",
+            "loss",
+            "its course",
+            "merged",
+            box=None,
+            padding=(0, 1, 0, 0),
+        )
         for name, learner in sorted(status["learners"].items()):
             state, losses = learner["state"], self._losses.get(name, [])
             if name == story.victim and story.killed_at is not None and not story.is_back:
@@ -363,7 +372,7 @@ class View:
         share, elapsed_s = story.share(status), time.monotonic() - story.started_at
         return Group(
             Text(f"narrows demo  {elapsed_s:.0f} s {self._head(status)}", style="bold"),
-            ProgressBar(total=1.0, completed=share, width=72),
+            ProgressBar(total=1.0, completed=share, width=58),
             table,
             Text(self._now(status), style="bold yellow" if story.killed_at else "dim"),
         )
@@ -438,35 +447,45 @@ def _events(folder: Path, name: str) -> Iterator[Facts]:
             continue
 
 
-def report(facts: Facts) -> Group:
-    """The last table, and the lines that say how few bits it took and how it went."""
+def report(facts: Facts, kept: Path | None) -> Group:
+    """The last table, how few bits it took, and what to do next. Fits into 60 columns."""
     moved, parallel = facts["up_bytes"] + facts["down_bytes"], facts["data_parallel_bytes"]
-    bits = f"up {facts['up_bits_per_param']:.2f}, down {facts['down_bits_per_param']:.2f}"
-    wire = f"up {_size(facts['up_bytes'])}, down {_size(facts['down_bytes'])}"
-    each = f"{facts['contributions'] / facts['merges']:.2f} learners each"
-    differing = facts["digests_differing"]
-    equal = f"{differing} DIFFER" if differing else "all equal"
-    sizes = f"{facts['parameters'] / 1e6:.2f} M parameters, {facts['tokens'] / 1e6:.2f} M tokens"
-    table = Table("Results", "", box=None)
-    table.add_row("bits per parameter and exchange", bits)
-    table.add_row("over the wire, with the first copies", wire)
-    table.add_row("merges", f"{facts['merges']} of {each}")
-    copies = f"{facts['digests_compared']}, {equal}"
-    table.add_row("copies compared with the broker's", copies, style="red" if differing else "")
-    table.add_row("size and time", f"{sizes}, {facts['wall_s']:.0f} s")
     if facts["rejoin_s"] is not None:
-        fate = f"The killed learner contributed again {facts['rejoin_s']:.1f} s after its start."
+        fate = f"merged again {facts['rejoin_s']:.1f} s after its start"
     elif facts["killed"]:
-        fate = "The run was over before the killed learner contributed again."
+        fate = "back too late to be merged again"
     else:
-        fate = "The run was over before a learner could be killed."
-    lines = (
-        f"{_size(moved)} went over the wire; data parallelism (bf16 ring all-reduce in every step)"
-        f" would have moved {_size(parallel)}: {parallel / moved:.0f} times as much."
-        f" The final model's validation loss is {facts['loss_global']:.4f} nats per byte. {fate}"
-        f" The exchange held training up for {facts['held_up']:.1%} of the time."
+        fate = "none: the run was too short"
+    table = Table("Results", "", box=None)
+    up, down = (
+        f"{facts[f'{way}_bits_per_param']:.2f} bits per parameter" for way in ("up", "down")
     )
-    return Group("", table, "", Text(lines, style="bold"))
+    rows = {
+        "learners": f"{facts['learners']}",
+        "parameters": f"{facts['parameters'] / 1e6:.2f} M",
+        "tokens": f"{facts['tokens'] / 1e6:.2f} M in {facts['wall_s']:.0f} s",
+        "validation loss": f"{facts['loss_global']:.4f} nats per byte",
+        "merges": f"{facts['merges']} of {facts['contributions'] / facts['merges']:.2f} learners",
+        "killed learner": fate,
+        "up": f"{_size(facts['up_bytes'])}, {up}",
+        "down": f"{_size(facts['down_bytes'])}, {down}",
+        "data parallel": f"{_size(parallel)}, a bf16 ring in every step",
+        "held training up": f"{facts['held_up']:.1%} of the time",
+        "copies compared": f"{facts['digests_compared']}",
+        "copies that differ": f"{facts['digests_differing']}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    bits = (
+        f"{8 * moved / 1e9:.2f} Gbit went over the wire; data parallel would have needed"
+        f" {8 * parallel / 1e9:.0f} Gbit: {parallel / moved:.0f} times as much."
+    )
+    look = f"narrows journal show {kept}/state" if kept else "narrows demo --keep demo-run"
+    steps = (
+        f"Next: `{look}` {'lists every merge' if kept else 'keeps journal, logs and events'};"
+        f" `examples/train.py` is a loop of your own in ten lines."
+    )
+    return Group("", table, "", Text(bits, style="bold"), Text(steps))
 
 
 def _size(count: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import subprocess
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from narrows.bench.demo import SPARKS, SPARKS_MAX, STEP_TOKENS, Story, demo, sparkline
+from narrows.bench.demo import SPARKS, SPARKS_MAX, STEP_TOKENS, Story, demo, report, sparkline
 from narrows.bench.reference.gpt import PRESETS
 from narrows.proto.errors import ConfigError
 
@@ -64,6 +66,20 @@ def test_a_sparkline_shows_the_course() -> None:
     assert sparkline([3.0, 2.0]) == SPARKS[-1] + SPARKS[0]
     course = sparkline([10.0 / (1 + index) for index in range(333)])
     assert len(course) == SPARKS_MAX and list(course) == sorted(course, reverse=True)
+
+
+def test_the_results_fit_into_60_columns() -> None:
+    facts = {
+        "learners": 4, "parameters": 820_000, "tokens": 1.54e6, "wall_s": 110.0, "merges": 391,
+        "contributions": 1431, "loss_global": 1.6243, "killed": True, "rejoin_s": 8.2,
+        "up_bytes": 114.9e6, "down_bytes": 134.5e6, "up_bits_per_param": 3.04,
+        "down_bits_per_param": 3.07, "data_parallel_bytes": 29.58e9, "held_up": 0.016,
+        "digests_compared": 1442, "digests_differing": 0,
+    }  # fmt: skip
+    told = io.StringIO()
+    Console(file=told, width=60).print(report(facts, None))
+    assert "merged again 8.2 s after its start" in told.getvalue(), "no cell is broken"
+    assert "119 times as much" in told.getvalue()
 
 
 def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
