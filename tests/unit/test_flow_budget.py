@@ -108,6 +108,24 @@ def test_acknowledgements_are_charged_and_take_half_of_the_rate_at_most() -> Non
     assert budget.allows(0, 3.0)
 
 
+@settings(max_examples=40, deadline=None)
+@given(batches=st.lists(st.integers(1, 40), min_size=1, max_size=30), rate=st.floats(1e5, 1e9))
+def test_acknowledgements_of_a_batch_cost_as_much_as_one_by_one(
+    batches: list[int], rate: float
+) -> None:
+    """A loop that was late reads many messages at the same moment: their acknowledgements left
+    when they came. Here they take a quarter of the rate."""
+    budget, segments, charged = Budget(rate), 2, 0
+    size_bytes, now = segments * 1448, 1.0
+    for batch in batches:
+        now += batch * 66 / (0.25 * rate / 8)
+        before = budget.in_window(now)
+        for _ in range(batch):
+            budget.acknowledge(size_bytes, now)
+        charged += budget.in_window(now) - before
+    assert charged == 66 * sum(batches)
+
+
 def test_a_message_costs_its_headers_down_to_ethernet() -> None:
     frames = (4, 100, 98_000)
     plain = sum(frames) + 3 * 9
