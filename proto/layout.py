@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heapreplace
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import msgspec
@@ -67,8 +67,25 @@ def differences(
 
     Empty if they are equal.
     """
-    assert limit > 0, limit
-    return list(islice(_differences(ours, theirs), limit))
+    our_entries = {entry.name: entry for entry in ours}
+    their_entries = {entry.name: entry for entry in theirs}
+    found: list[str] = []
+    for name, mine in our_entries.items():
+        if (other := their_entries.get(name)) is None:
+            found.append(f"{name!r} is missing")
+            continue
+        for field in ("shape", "dtype", "rule"):
+            expected, got = getattr(mine, field), getattr(other, field)
+            if expected != got:
+                found.append(f"{name!r}: {field} {got}, expected {expected}")
+    found += [f"{name!r} is not in the run" for name in their_entries if name not in our_entries]
+    if our_entries.keys() == their_entries.keys():
+        found += [
+            f"tensor {index} is {other!r}, expected {name!r}"
+            for index, (name, other) in enumerate(zip(our_entries, their_entries, strict=True))
+            if name != other
+        ]
+    return found[:limit]
 
 
 @dataclass(frozen=True)
@@ -237,27 +254,3 @@ def _check(condition: bool, what: str, expected: str, got: str) -> None:
         raise RemoteProtocolError(
             ErrorCode.BAD_MESSAGE, f"layout: {what}", expected=expected, got=got
         )
-
-
-def _differences(ours: Sequence[LayoutEntry], theirs: Sequence[LayoutEntry]) -> Iterator[str]:
-    our_entries = {entry.name: entry for entry in ours}
-    their_entries = {entry.name: entry for entry in theirs}
-    for name, entry in our_entries.items():
-        if name not in their_entries:
-            yield f"{name!r} is missing"
-        elif entry != their_entries[name]:
-            yield from _entry_differences(entry, their_entries[name])
-    yield from (f"{name!r} is not in the run" for name in their_entries if name not in our_entries)
-    if our_entries.keys() == their_entries.keys():
-        yield from (
-            f"tensor {index} is {other.name!r}, expected {mine.name!r}"
-            for index, (mine, other) in enumerate(zip(ours, theirs, strict=False))
-            if mine.name != other.name
-        )
-
-
-def _entry_differences(ours: LayoutEntry, theirs: LayoutEntry) -> Iterator[str]:
-    for name in ("shape", "dtype", "rule"):
-        expected, got = getattr(ours, name), getattr(theirs, name)
-        if expected != got:
-            yield f"{ours.name!r}: {name} {got}, expected {expected}"
