@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -166,13 +166,9 @@ class _Slice(NamedTuple):
 def build_table(layout: Sequence[LayoutEntry], fragment_count: int) -> tuple[Fragment, ...]:
     """The fragments of a checked layout; every element is in exactly one of them.
 
-    Raises ConfigError unless `fragment_count` is from 1 to FRAGMENTS_MAX and the tensors have rows
-    enough for that many fragments.
+    Raises ConfigError if the tensors have not rows enough for that many fragments.
     """
-    if not 1 <= fragment_count <= FRAGMENTS_MAX:
-        raise ConfigError(
-            "fragments.count", expected=f"1 to {FRAGMENTS_MAX}", got=str(fragment_count)
-        )
+    assert 1 <= fragment_count <= FRAGMENTS_MAX, fragment_count
     slices = _slices(layout, fragment_count)
     if len(slices) < fragment_count:
         possible = _largest_possible(layout, fragment_count)
@@ -227,10 +223,8 @@ def _largest_possible(layout: Sequence[LayoutEntry], fragment_count: int) -> int
 
 def _deal(slices: Sequence[_Slice], fragment_count: int) -> list[list[_Slice]]:
     """Largest slice first (equal ones in layout order) to the smallest fragment (the first)."""
-    assert len(slices) >= fragment_count, "a fragment would be empty"
     shares: list[list[_Slice]] = [[] for _ in range(fragment_count)]
     heap = [(0, index) for index in range(fragment_count)]
-    heapify(heap)
     for each in sorted(slices, key=lambda each: (-each.elements, each.tensor, each.start)):
         elements, index = heap[0]
         shares[index].append(each)

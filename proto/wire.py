@@ -80,7 +80,7 @@ def pack_layout(layout: msg.Layout) -> bytes:
 def unpack_layout(payload: bytes) -> msg.Layout:
     """The layout in a LAYOUT payload. Raises RemoteProtocolError BAD_MESSAGE or TOO_LARGE."""
     try:
-        # -1 or a huge number: the frame does not tell its size.
+        # -1: the frame does not tell its size.
         size = zstandard.frame_content_size(payload)
         if not 0 <= size <= LAYOUT_BYTES_MAX:
             expected = f"a zstd frame that tells its size, at most {LAYOUT_BYTES_MAX} bytes"

@@ -74,10 +74,6 @@ class Budget:
         twin._bins = self._bins.copy()
         return twin
 
-    def allows(self, size_bytes: int, now: float) -> bool:
-        """A message of so many bytes on the line may leave now."""
-        return self.opens_at(size_bytes, now) <= now
-
     def opens_at(self, size_bytes: int, now: float) -> float:
         """When a message of so many bytes on the line may leave; `now` or earlier: now."""
         if not self.bits_per_s:
