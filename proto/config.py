@@ -147,19 +147,16 @@ def parse_address(text: str, *, listen: bool = False) -> Address:
     return address
 
 
-def _read(path: Path) -> dict[str, object]:
+def _rows(path: Path, known: Mapping[str, Setting]) -> Iterator[tuple[str, object]]:
+    """Dotted keys and values of a file. A section that is none is a key, too: an unknown one."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        sections = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read", got=error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:
         # tomllib raises ValueError also for numbers of thousands of digits.
         raise ConfigError(f"{path}: not a TOML file", got=str(error)[:200]) from error
-
-
-def _rows(path: Path, known: Mapping[str, Setting]) -> Iterator[tuple[str, object]]:
-    """Dotted keys and values of a file. A section that is none is a key, too: an unknown one."""
-    for section, table in _read(path).items():
+    for section, table in sections.items():
         if isinstance(table, dict) and (table or _is_section(section, known)):
             yield from ((f"{section}.{name}", value) for name, value in table.items())
         else:

@@ -35,6 +35,7 @@ DOMAIN: Final = "narrows"
 
 _Z85: Final = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _LINE: Final = "narrows-key"
+_PAIR: Final = 'public = "{0.public}"\nsecret = "{0.secret}"\n'
 
 T = TypeVar("T")
 
@@ -115,7 +116,7 @@ class _SiteFile(_BrokerFile, forbid_unknown_fields=True):
 def write_site_key(path: Path, key: SiteKey, *, replace: bool = False) -> None:
     """Writes a site's file for its owner alone. Raises ConfigError if the file exists; `replace`
     changes the servers or the address in it."""
-    text = f'# The key of a site: a secret.\nname = "{key.name}"\n{_pair_text(key.pair)}'
+    text = f'# The key of a site: a secret.\nname = "{key.name}"\n' + _PAIR.format(key.pair)
     text += f"servers = {json.dumps(key.servers)}\n"
     _write(path, text + (f'broker = "{key.broker}"\n' if key.broker else ""), replace=replace)
 
@@ -132,7 +133,7 @@ def create_broker_key(folder: Path) -> KeyPair:
     if there is a key already."""
     pair = new_pair()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _write(folder / "broker.key", f"# The key of a broker: a secret.\n{_pair_text(pair)}")
+    _write(folder / "broker.key", "# The key of a broker: a secret.\n" + _PAIR.format(pair))
     if not AllowList.path(folder).exists():
         _write(AllowList.path(folder), _ALLOW_HEAD)
     return pair
@@ -248,10 +249,6 @@ def serve_keys(
     provider = SimpleNamespace(callback=lambda _domain, key: admits(key.decode()))
     authenticator.configure_curve_callback(domain=DOMAIN, credentials_provider=provider)
     return authenticator
-
-
-def _pair_text(pair: KeyPair) -> str:
-    return f'public = "{pair.public}"\nsecret = "{pair.secret}"\n'
 
 
 def _pair(file: _BrokerFile, path: Path) -> KeyPair:

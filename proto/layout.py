@@ -60,13 +60,8 @@ def fingerprint(layout: Layout) -> str:
     return hashlib.blake2b(msgspec.msgpack.encode(layout), digest_size=16).hexdigest()
 
 
-def differences(
-    ours: Sequence[LayoutEntry], theirs: Sequence[LayoutEntry], limit: int = 5
-) -> list[str]:
-    """The first `limit` differences of two checked layouts, one readable line each.
-
-    Empty if they are equal.
-    """
+def differences(ours: Sequence[LayoutEntry], theirs: Sequence[LayoutEntry]) -> list[str]:
+    """The first five differences of two checked layouts, one readable line each."""
     our_entries = {entry.name: entry for entry in ours}
     their_entries = {entry.name: entry for entry in theirs}
     found: list[str] = []
@@ -85,7 +80,7 @@ def differences(
             for index, (name, other) in enumerate(zip(our_entries, their_entries, strict=True))
             if name != other
         ]
-    return found[:limit]
+    return found[:5]
 
 
 @dataclass(frozen=True)
@@ -169,35 +164,24 @@ def build_table(layout: Sequence[LayoutEntry], fragment_count: int) -> tuple[Fra
     Raises ConfigError if the tensors have not rows enough for that many fragments.
     """
     assert 1 <= fragment_count <= FRAGMENTS_MAX, fragment_count
-    slices = _slices(layout, fragment_count)
-    if len(slices) < fragment_count:
-        possible = _largest_possible(layout, fragment_count)
+    elements = sum(map(element_count, layout))
+    possible = fragment_count
+    # The number of slices never falls when the count rises. So no count between the number of
+    # slices and the count that gave it is possible, and stepping down to it misses nothing.
+    while (slices := sum(_slice_count(each, elements, possible) for each in layout)) < possible:
+        possible = slices
+    if possible < fragment_count:
         raise ConfigError(
             f"fragments.count: this model cannot be cut into {fragment_count} fragments",
             expected=f"at most {possible}",
             got=str(fragment_count),
             remedy=f"set fragments.count = {possible}: only whole rows of a tensor are cut off",
         )
-    shares = _deal(slices, fragment_count)
+    shares = _deal(_slices(layout, elements, fragment_count), fragment_count)
     table = tuple(_fragment(index, share, layout) for index, share in enumerate(shares))
     # Conservation: no element is lost, none is in two fragments.
-    assert sum(f.elements for f in table) == sum(map(element_count, layout)), "elements are lost"
+    assert sum(fragment.elements for fragment in table) == elements, "elements are lost"
     return table
-
-
-def _slices(layout: Sequence[LayoutEntry], fragment_count: int) -> list[_Slice]:
-    """All slices in layout order."""
-    elements = sum(map(element_count, layout))
-    slices: list[_Slice] = []
-    for tensor, entry in enumerate(layout):
-        rows = entry.shape[0] if entry.shape else 1
-        row_elements = element_count(entry) // rows
-        cuts = _slice_count(entry, elements, fragment_count)
-        # Rows are shared out evenly, so the slices of a tensor differ by at most one row.
-        starts = [rows * cut // cuts * row_elements for cut in range(cuts + 1)]
-        for start, end in pairwise(starts):
-            slices.append(_Slice(tensor, start, end - start))
-    return slices
 
 
 def _slice_count(entry: LayoutEntry, elements: int, fragment_count: int) -> int:
@@ -206,19 +190,17 @@ def _slice_count(entry: LayoutEntry, elements: int, fragment_count: int) -> int:
     return min(rows, -(-element_count(entry) * fragment_count // elements))
 
 
-def _largest_possible(layout: Sequence[LayoutEntry], fragment_count: int) -> int:
-    """The largest number of fragments up to `fragment_count` that leaves none of them empty.
-
-    The number of slices never falls when the count rises. So no count between the number of slices
-    and the count that gave it is possible, and stepping down to it misses nothing.
-    """
-    elements = sum(map(element_count, layout))
-    possible, slices = -1, fragment_count
-    while slices != possible:
-        possible = slices
-        slices = min(slices, sum(_slice_count(entry, elements, possible) for entry in layout))
-    assert possible >= 1, "a model has at least one row"
-    return possible
+def _slices(layout: Sequence[LayoutEntry], elements: int, fragment_count: int) -> list[_Slice]:
+    """All slices in layout order."""
+    slices: list[_Slice] = []
+    for tensor, entry in enumerate(layout):
+        rows = entry.shape[0] if entry.shape else 1
+        row_elements = element_count(entry) // rows
+        cuts = _slice_count(entry, elements, fragment_count)
+        # Rows are shared out evenly, so the slices of a tensor differ by at most one row.
+        starts = [rows * cut // cuts * row_elements for cut in range(cuts + 1)]
+        slices += [_Slice(tensor, start, end - start) for start, end in pairwise(starts)]
+    return slices
 
 
 def _deal(slices: Sequence[_Slice], fragment_count: int) -> list[list[_Slice]]:

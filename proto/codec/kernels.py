@@ -155,17 +155,6 @@ def add_codes(base: F32, codes: I8, bounds: I64, scales: F32, out: F32) -> None:
 
 
 @kernel
-def scale_codes(codes: I8, bounds: I64, scales: F32, out: F32) -> None:
-    """out (n,) = scale * code: exact, at most 8 + 7 significant bits."""
-    for span in range(scales.size):
-        scale = scales[span]
-        first, end = bounds[span], bounds[span + 1]
-        part, part_out = codes[first:end], out[first:end]
-        for i in range(part.size):
-            part_out[i] = scale * np.float32(part[i])
-
-
-@kernel
 def add_nonzero(base: F32, values: F32, out: F32) -> None:
     """out (n,) = base + values; a zero value leaves the bits of base, so that -0.0 stays -0.0."""
     for i in range(out.size):

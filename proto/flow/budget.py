@@ -125,9 +125,6 @@ class Budget:
         """Changes the rate. A debt stays one of bytes: at a lower rate it takes longer to pay."""
         if bits_per_s and self.bits_per_s and self._paid_at > now:
             self._paid_at = now + (self._paid_at - now) * self.bits_per_s / bits_per_s
-        if not bits_per_s:
-            self._bins.clear()
-            self._window_bytes = 0
         self.bits_per_s = bits_per_s
 
     def in_window(self, now: float) -> int:

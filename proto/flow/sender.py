@@ -103,8 +103,11 @@ class Sender:
 
     def put_asked(self, requester: str, topic: str, about: Header, payload: bytes) -> bool:
         """Queues what an incarnation asked for. False: its chunk waits already, here or live."""
-        place = _place(requester, about)
-        if place in self._places or _place("", about) in self._places:
+        # The push id of a STATE tells the outcome of a push: the chunk is the same with any other.
+        push_id = about.push_id if about.kind is DataKind.PUSH else 0
+        where = about.epoch, about.kind, about.fragment, about.version, push_id, about.chunk
+        place = requester, *where
+        if place in self._places or ("", *where) in self._places:
             return False
         self._places.add(place)
         header = encode_header(about)
@@ -252,10 +255,3 @@ class Sender:
             return [(self._total, size), (share, size)]
         learners = [(budget, size) for budget in self._learner_budgets]
         return [(self._total, size * self.fan_out), *learners]
-
-
-def _place(requester: str, header: Header) -> tuple[object, ...]:
-    # The push id of a STATE tells the outcome of a push; the chunk is the same whatever it says.
-    push_id = header.push_id if header.kind is DataKind.PUSH else 0
-    where = header.epoch, header.kind, header.fragment, header.version, push_id, header.chunk
-    return requester, *where

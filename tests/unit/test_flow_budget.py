@@ -37,11 +37,9 @@ def saturated(
             budget.charge(control, now)
             left.append((now, control))
         elif opens_at <= now:
-            assert budget.opens_at(size, now) <= now
             budget.charge(size, now)
             left.append((now, size))
         else:
-            assert budget.opens_at(size, now) > now
             now = opens_at + late_s[len(left) % len(late_s)]
     return left
 

@@ -85,7 +85,7 @@ def test_differences_name_tensor_field_and_both_values() -> None:
         "'extra' is not in the run",
     ]
     assert differences(ENTRIES, theirs) == expected
-    assert differences(ENTRIES, theirs, limit=2) == expected[:2]
+    assert differences((*ENTRIES, entry("more")), theirs) == [*expected[:4], "'more' is missing"]
 
 
 def test_another_order_is_a_difference() -> None:
