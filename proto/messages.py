@@ -63,6 +63,8 @@ HeldVersion: TypeAlias = Annotated[int, Meta(ge=-1, le=VERSION_MAX)]
 """A version that a learner holds; -1: none yet."""
 PushId: TypeAlias = Annotated[int, Meta(ge=0, le=VERSION_MAX)]
 """Counts the pushes of an incarnation from 1; 0: none."""
+PushTokens: TypeAlias = Annotated[int, Meta(ge=0, le=PUSH_TOKENS_MAX)]
+PushSteps: TypeAlias = Annotated[int, Meta(ge=1, le=PUSH_TOKENS_MAX)]
 Chunk: TypeAlias = Annotated[int, Meta(ge=0, le=ELEMENTS_MAX)]
 Digest: TypeAlias = Annotated[int, Meta(ge=0)]
 """xxh3_64; unsigned."""
@@ -72,11 +74,14 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
 Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]
 Name: TypeAlias = Annotated[str, Meta(pattern=NAME_PATTERN)]
 Incarnation: TypeAlias = Annotated[str, Meta(pattern=INCARNATION_PATTERN)]
+Fingerprint: TypeAlias = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Epoch: TypeAlias = Annotated[str, Meta(pattern=r"\A([0-9]{1,15}-[0-9a-f]{8})?\Z")]
 """One life of the broker: "LIFE-NONCE", or "" for none. The nonce tells a life from one with the
 same number that began on an older copy of the state directory."""
 Port: TypeAlias = Annotated[int, Meta(ge=1, le=65535)]
 Fragments: TypeAlias = Annotated[tuple[Fragment, ...], Meta(max_length=FRAGMENTS_MAX)]
+Versions: TypeAlias = Annotated[tuple[Version, ...], Meta(max_length=FRAGMENTS_MAX)]
+HeldVersions: TypeAlias = Annotated[tuple[HeldVersion, ...], Meta(max_length=FRAGMENTS_MAX)]
 Ranges: TypeAlias = Annotated[
     tuple[tuple[Chunk, Annotated[int, Meta(ge=1, le=ELEMENTS_MAX)]], ...],
     Meta(min_length=1, max_length=RANGES_MAX),
@@ -210,7 +215,7 @@ class Hello(_Control, frozen=True):
     """The run that the learner belongs to; "" before its first Welcome."""
     epoch: Epoch
     """The epoch that the learner followed last; "" before its first Welcome."""
-    fingerprint: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+    fingerprint: Fingerprint
     """Fingerprint of the layout and of the parameters that do not travel."""
     held: Annotated[tuple[Held, ...], Meta(max_length=FRAGMENTS_MAX)]
     """Per fragment; empty before the first Welcome."""
@@ -224,7 +229,7 @@ class Report(_Control, frozen=True):
     tokens: Count
     """Tokens that this incarnation has logged."""
     loss: float | None
-    held: Annotated[tuple[HeldVersion, ...], Meta(max_length=FRAGMENTS_MAX)]
+    held: HeldVersions
     """Version that the parameters stand on, per fragment."""
     paused: Text | None = None
     """Reason why the learner makes no steps now, so that no round waits for it."""
@@ -239,9 +244,9 @@ class Push(_Control, frozen=True):
     push_id: Annotated[int, Meta(ge=1, le=VERSION_MAX)]
     base: Version
     """Version that the parameters stood on at the snapshot."""
-    tokens: Annotated[int, Meta(ge=0, le=PUSH_TOKENS_MAX)]
+    tokens: PushTokens
     """Tokens since the snapshot of the last push of this fragment."""
-    steps: Annotated[int, Meta(ge=1, le=PUSH_TOKENS_MAX)]
+    steps: PushSteps
 
 
 class AskStatus(_Control, frozen=True):
@@ -256,7 +261,7 @@ class Beat(_Control, frozen=True):
 
     epoch: Epoch
     phase: Phase
-    heads: Annotated[tuple[Version, ...], Meta(max_length=FRAGMENTS_MAX)]
+    heads: Versions
     """Newest durable version per fragment; empty before version 0."""
     collecting: Fragments
     """Fragments whose round is open."""
