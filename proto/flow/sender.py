@@ -130,11 +130,9 @@ class Sender:
 
     # The rates, and what leaves without waiting.
 
-    def set_rate(self, now: float, *, total: float, each: float = 0.0) -> None:
-        """Changes the rates, in bit/s; 0: no limit."""
+    def set_rate(self, now: float, *, total: float) -> None:
+        """Changes the rate of all learners together, in bit/s; 0: no limit."""
         self._total.set_rate(total, now)
-        for budget in self._learner_budgets:
-            budget.set_rate(each, now)
 
     def charge(self, frame_sizes: Iterable[int], now: float) -> None:
         """A control message leaves."""
