@@ -102,7 +102,8 @@ class Sender:
         return self.put_asked("", topic, header, payload)
 
     def put_asked(self, requester: str, topic: str, about: Header, payload: bytes) -> bool:
-        """Queues what an incarnation asked for. False: its chunk waits already, here or live."""
+        """Queues what an incarnation asked for ("": a message to everybody). False: its chunk waits
+        already, here or live."""
         # The push id of a STATE tells the outcome of a push: the chunk is the same with any other.
         push_id = about.push_id if about.kind is DataKind.PUSH else 0
         where = about.epoch, about.kind, about.fragment, about.version, push_id, about.chunk
