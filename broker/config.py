@@ -220,7 +220,8 @@ def load_broker(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
 
     Raises ConfigError for what one setting or several together cannot mean.
     """
-    config = load(BrokerConfig, path, flags, {"run.mode": MODE_PRESETS})
+    mode = load(BrokerConfig, path, flags).run.mode
+    config = load(BrokerConfig, path, flags, MODE_PRESETS[mode])
     listen = parse_address(config.broker.listen, listen=True)
     _require(listen.port <= 65533, "broker.listen", "a port up to 65533: it takes three", listen)
     _require(bool(config.broker.state_dir), "broker.state_dir", "a directory", "an empty text")

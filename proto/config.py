@@ -1,7 +1,8 @@
 """TOML files and flags into typed structs, checked key by key; and addresses as users write them.
 
-The msgspec struct is the truth: it holds types, bounds and defaults, and the docstrings under its
-fields are the help. A file has one table per section; a flag is a dotted key (`wan.up`).
+The msgspec struct is the truth: its fields are sections, structs themselves, which hold the types,
+bounds and defaults, and the docstrings under their fields are the help. A file has one table per
+section; a flag is a dotted key (`wan.up`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import ipaddress
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -34,68 +35,59 @@ _ADDRESS: Final = re.compile(
 class Setting(NamedTuple):
     """One key of a configuration."""
 
-    key: str
-    """Dotted: `wan.up`."""
     type: Any
     """Type with its bounds, as the struct declares it."""
     default: object
-    section: type[msgspec.Struct]
-    """The struct that declares it."""
+    doc: str
 
 
 def load(
     type_: type[AnyStruct],
     path: Path | None,
     flags: Mapping[str, object],
-    presets: Mapping[str, Mapping[Any, Mapping[str, object]]] | None = None,
+    preset: Mapping[str, object] | None = None,
 ) -> AnyStruct:
-    """Defaults, then presets, then the file, then the flags; later ones win.
+    """Defaults, then the preset, then the file, then the flags; later ones win.
 
     `flags` maps dotted keys to values, or to texts such as a command line holds ("true", "2").
-    `presets` maps a key and its value to settings that this value changes. Raises ConfigError,
-    which names the file or the flag, the key, what was expected and what came.
+    Raises ConfigError, which names the file or the flag, the key, what was expected and what came.
     """
-    known = {setting.key: setting for setting in settings(type_)}
-    given: dict[str, object] = {}
-    if path is not None:
-        for key, value in _flatten(_read(path), known, ""):
-            given[key] = _checked(f"{path}: {key}", known, key, value, is_text=False)
-    for key, value in flags.items():
-        given[key] = _checked(
-            f"command line: {key}", known, key, value, is_text=isinstance(value, str)
-        )
-    values: dict[str, object] = {}
-    for key, by_value in (presets or {}).items():
-        preset = by_value[str(given.get(key, known[key].default))]
-        values |= {k: _checked("preset", known, k, v, is_text=False) for k, v in preset.items()}
-    return _built(type_, values | given, "")
+    known, values = _settings(type_), dict(preset or {})
+    given = [(str(path), key, value) for key, value in _rows(path, known)] if path else []
+    given += [("command line", key, value) for key, value in flags.items()]
+    for place, key, value in given:
+        # A text of the command line may stand for a number or for true and false.
+        is_text = isinstance(value, str) and place == "command line"
+        try:
+            values[key] = _checked(known, key, value, is_text)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{place}: {key}: {error.message}",
+                expected=error.expected,
+                got=error.got,
+                remedy=error.remedy,
+            ) from error
+    sections: dict[str, dict[str, object]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    hints = get_type_hints(type_)
+    return type_(**{section: hints[section](**fields) for section, fields in sections.items()})
 
 
 def given_keys(type_: type[msgspec.Struct], path: Path | None) -> set[str]:
     """The dotted keys that a file names, also where it names the default."""
-    known = {setting.key: setting for setting in settings(type_)}
-    return {key for key, _ in _flatten(_read(path), known, "")} if path else set()
-
-
-def settings(type_: type[msgspec.Struct], prefix: str = "") -> Iterator[Setting]:
-    """Every key of a struct and of the sections in it, in the order of declaration."""
-    hints, defaults = get_type_hints(type_, include_extras=True), type_()
-    for name in type_.__struct_fields__:
-        if _is_section(hints[name]):
-            yield from settings(hints[name], f"{prefix}{name}.")
-        else:
-            yield Setting(prefix + name, hints[name], getattr(defaults, name), type_)
+    return {key for key, _ in _rows(path, _settings(type_))} if path else set()
 
 
 def describe(type_: type[msgspec.Struct]) -> Iterator[tuple[str, str, str]]:
     """(dotted key, default, docstring) of every setting, for `--help`."""
-    for key, _, default, section in settings(type_):
+    for key, (_, default, doc) in _settings(type_).items():
         text = default.text() if isinstance(default, Quantity) else str(default) or '""'
-        shown = text.lower() if isinstance(default, bool) else text
-        yield key, shown, _field_docs(section)[key.rpartition(".")[2]]
+        yield key, text.lower() if isinstance(default, bool) else text, doc
 
 
-def nearest(name: str, names: list[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """A remedy that names the most similar of `names`; "" if nothing is similar.
 
     The last word of a dotted key counts too: `quorum` finds `merge.quorum`.
@@ -155,85 +147,64 @@ def parse_address(text: str, *, listen: bool = False) -> Address:
     return address
 
 
-def _read(path: Path) -> dict[str, object]:
+def _rows(path: Path, known: Mapping[str, Setting]) -> Iterator[tuple[str, object]]:
+    """Dotted keys and values of a file. A section that is none is a key, too: an unknown one."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        sections = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read", got=error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:
         # tomllib raises ValueError also for numbers of thousands of digits.
         raise ConfigError(f"{path}: not a TOML file", got=str(error)[:200]) from error
-
-
-def _flatten(
-    table: Mapping[str, object], known: Mapping[str, Setting], prefix: str
-) -> Iterator[tuple[str, object]]:
-    """Dotted keys and values of nested tables."""
-    for name, value in table.items():
-        key = prefix + name
-        # An unknown table is opened too, so that the error can name the nearest key.
-        if isinstance(value, dict) and key not in known and (value or _is_table(key, known)):
-            yield from _flatten(value, known, key + ".")
+    for section, table in sections.items():
+        if isinstance(table, dict) and (table or _is_section(section, known)):
+            yield from ((f"{section}.{name}", value) for name, value in table.items())
         else:
-            yield key, value
+            yield section, table
 
 
-def _is_table(key: str, known: Mapping[str, Setting]) -> bool:
-    return any(each.startswith(key + ".") for each in known)
+def _is_section(name: str, known: Mapping[str, Setting]) -> bool:
+    return any(key.startswith(name + ".") for key in known)
 
 
-def _checked(
-    where: str, known: Mapping[str, Setting], key: str, value: object, *, is_text: bool
-) -> object:
-    """The value as the struct holds it. Raises ConfigError that begins with `where`."""
+def _checked(known: Mapping[str, Setting], key: str, value: object, is_text: bool) -> object:
+    """The value as the struct holds it. Raises ConfigError."""
+    got = repr(value)[:64]
     if key not in known:
-        if _is_table(key, known):
-            raise ConfigError(f"{where}: wrong value", expected="a table", got=repr(value)[:64])
-        raise ConfigError(f"{where}: unknown key", remedy=nearest(key, list(known)))
-    type_, got = known[key].type, repr(value)[:64]
+        if _is_section(key, known):
+            raise ConfigError("wrong value", expected="a table", got=got)
+        raise ConfigError("unknown key", remedy=nearest(key, known))
+    type_ = known[key].type
     if isinstance(type_, type) and issubclass(type_, Quantity):
-        try:
-            return type_.parse(value)
-        except ConfigError as error:
-            message = f"{where}: {error.message}"
-            raise ConfigError(
-                message, expected=error.expected, got=got, remedy=error.remedy
-            ) from error
+        return type_.parse(value)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{where}: wrong value", expected="a finite number", got=got)
+        raise ConfigError("wrong value", expected="a finite number", got=got)
     try:
-        # A text of the command line may stand for a number or for true and false.
         return msgspec.convert(value, type_, strict=not is_text)
     except msgspec.ValidationError as error:
-        choices = list(getattr(type_, "__members__", {}).values()) or list(
-            get_args(type_) if get_origin(type_) is Literal else ()
-        )
-        names = [str(each) for each in choices]
-        bound = str(error).partition(", got")[0].removeprefix("Expected ").replace("`", "")
+        names = [str(each) for each in getattr(type_, "__members__", {}).values()]
+        names += get_args(type_) if get_origin(type_) is Literal else ()
+        expected = str(error).partition(", got")[0].removeprefix("Expected ").replace("`", "")
         for kind, words in KINDS.items():
-            bound = re.sub(rf"\b{kind}\b", words, bound)
-        expected = f"one of {', '.join(names)}" if names else bound
-        remedy = nearest(str(value), names)
+            expected = re.sub(rf"\b{kind}\b", words, expected)
+        if names:
+            expected = f"one of {', '.join(names)}"
         raise ConfigError(
-            f"{where}: wrong value", expected=expected, got=got, remedy=remedy
+            "wrong value", expected=expected, got=got, remedy=nearest(str(value), names)
         ) from error
 
 
-def _built(type_: type[AnyStruct], values: Mapping[str, object], prefix: str) -> AnyStruct:
-    hints, fields = get_type_hints(type_), dict[str, object]()
-    for name in type_.__struct_fields__:
-        if _is_section(hints[name]):
-            fields[name] = _built(hints[name], values, f"{prefix}{name}.")
-        elif prefix + name in values:
-            fields[name] = values[prefix + name]
-    return type_(**fields)
-
-
-def _is_section(hint: object) -> bool:
-    return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
-
-
 @cache
+def _settings(type_: type[msgspec.Struct]) -> Mapping[str, Setting]:
+    """Every dotted key of a struct of sections, in the order of declaration."""
+    found: dict[str, Setting] = {}
+    for section, struct in get_type_hints(type_).items():
+        hints, defaults = get_type_hints(struct, include_extras=True), struct()
+        for name, doc in _field_docs(struct).items():
+            found[f"{section}.{name}"] = Setting(hints[name], getattr(defaults, name), doc)
+    return found
+
+
 def _field_docs(type_: type[msgspec.Struct]) -> dict[str, str]:
     """Field -> the docstring under it, or "". Read from the source: Python does not keep them."""
     body = ast.parse(inspect.getsource(type_)).body[0]

@@ -58,7 +58,8 @@ LOG_CHARACTERS_MAX: Final = 1000
 class NarrowsError(Exception):
     """Base of every error that a user can see.
 
-    `expected` and `got` are short texts; `remedy` tells the reader what to do next.
+    `expected` and `got` are short texts; `remedy` tells the reader what to do next. As a text it is
+    one line: `code: message (expected ..., got ...). remedy`.
     """
 
     def __init__(
@@ -69,7 +70,10 @@ class NarrowsError(Exception):
         self.expected = expected
         self.got = got
         self.remedy = remedy
-        super().__init__(describe(code, message, expected=expected, got=got, remedy=remedy))
+        details = [f"expected {expected}"] if expected else []
+        details += [f"got {got}"] if got else []
+        text = f"{code}: {message}" + (f" ({', '.join(details)})" if details else "")
+        super().__init__(f"{text}. {remedy}" if remedy else text)
 
 
 class LocalProtocolError(NarrowsError):
@@ -125,16 +129,6 @@ def exit_code(error: Exception) -> int:
         return 3
     usage = (ErrorCode.CONFIG, ErrorCode.INSECURE)
     return 2 if isinstance(error, NarrowsError) and error.code in usage else 1
-
-
-def describe(
-    code: str, message: str, *, expected: str = "", got: str = "", remedy: str = ""
-) -> str:
-    """One line: `code: message (expected ..., got ...). remedy`."""
-    parts = (f"expected {expected}" if expected else "", f"got {got}" if got else "")
-    detail = ", ".join(part for part in parts if part)
-    text = f"{code}: {message}" + (f" ({detail})" if detail else "")
-    return f"{text}. {remedy}" if remedy else text
 
 
 def printable(text: str) -> str:

@@ -19,11 +19,11 @@ _log = logging.getLogger("narrows")
 
 
 class EventFile:
-    """JSON lines. Before it grows beyond `bytes_max` it becomes NAME.1, in place of the last."""
+    """JSON lines. Before it exceeds EVENTS_BYTES_MAX it becomes NAME.1, in place of the last."""
 
-    def __init__(self, path: Path, *, bytes_max: int = EVENTS_BYTES_MAX) -> None:
+    def __init__(self, path: Path) -> None:
         """Raises OSError if `path` cannot be opened."""
-        self._path, self._bytes_max = path, bytes_max
+        self._path = path
         self._file = path.open("ab", buffering=0)
         self._failed = False
 
@@ -33,7 +33,7 @@ class EventFile:
         try:
             if self._file.closed:
                 self._file = self._path.open("ab", buffering=0)
-            if 0 < self._file.tell() and self._file.tell() + len(line) > self._bytes_max:
+            if 0 < self._file.tell() and self._file.tell() + len(line) > EVENTS_BYTES_MAX:
                 self._file.close()
                 self._path.replace(self._path.with_name(self._path.name + ".1"))
                 self._file = self._path.open("ab", buffering=0)

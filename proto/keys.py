@@ -7,6 +7,7 @@ never in a message, a log or a repr.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -17,12 +18,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Final, TypeVar
+from types import SimpleNamespace
+from typing import Final, TypeVar
 
 import msgspec
 import zmq
 import zmq.utils.z85
-from msgspec import Meta, Struct
+from msgspec import Struct
 from zmq.auth.thread import ThreadAuthenticator
 
 from narrows.proto.errors import ConfigError
@@ -30,12 +32,10 @@ from narrows.proto.messages import NAME_PATTERN, Name
 
 DOMAIN: Final = "narrows"
 """ZAP domain of the broker's sockets."""
-FILE_BYTES_MAX: Final = 4 << 20
-SERVERS_MAX: Final = 8
-"""Broker keys that a site trusts: the one in use, and its successor while it changes."""
 
 _Z85: Final = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _LINE: Final = "narrows-key"
+_PAIR: Final = 'public = "{0.public}"\nsecret = "{0.secret}"\n'
 
 T = TypeVar("T")
 
@@ -109,21 +109,21 @@ class _BrokerFile(Struct, forbid_unknown_fields=True):
 
 class _SiteFile(_BrokerFile, forbid_unknown_fields=True):
     name: Name
-    servers: Annotated[list[str], Meta(max_length=SERVERS_MAX)] = []
+    servers: list[str] = []
     broker: str = ""
 
 
 def write_site_key(path: Path, key: SiteKey, *, replace: bool = False) -> None:
     """Writes a site's file for its owner alone. Raises ConfigError if the file exists; `replace`
     changes the servers or the address in it."""
-    text = f'# The key of a site: a secret.\nname = "{key.name}"\n{_pair_text(key.pair)}'
-    text += "servers = [" + ", ".join(f'"{each}"' for each in key.servers) + "]\n"
+    text = f'# The key of a site: a secret.\nname = "{key.name}"\n' + _PAIR.format(key.pair)
+    text += f"servers = {json.dumps(key.servers)}\n"
     _write(path, text + (f'broker = "{key.broker}"\n' if key.broker else ""), replace=replace)
 
 
 def read_site_key(path: Path) -> SiteKey:
     """Reads a site's file. Raises ConfigError for one that others may read, or that is none."""
-    file = _read(path, _SiteFile, secret=True)
+    file = _parsed(_content(path, secret=True), _SiteFile, path)
     servers = tuple(check_key(each, f"{path}: servers") for each in file.servers)
     return SiteKey(file.name, _pair(file, path), servers, file.broker)
 
@@ -133,7 +133,7 @@ def create_broker_key(folder: Path) -> KeyPair:
     if there is a key already."""
     pair = new_pair()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _write(folder / "broker.key", f"# The key of a broker: a secret.\n{_pair_text(pair)}")
+    _write(folder / "broker.key", "# The key of a broker: a secret.\n" + _PAIR.format(pair))
     if not AllowList.path(folder).exists():
         _write(AllowList.path(folder), _ALLOW_HEAD)
     return pair
@@ -145,7 +145,7 @@ def read_broker_key(folder: Path) -> KeyPair:
     if not path.exists():
         remedy = f"`narrows keys new --keys {folder}` makes one"
         raise ConfigError(f"{folder} has no broker.key", expected="a folder of keys", remedy=remedy)
-    return _pair(_read(path, _BrokerFile, secret=True), path)
+    return _pair(_parsed(_content(path, secret=True), _BrokerFile, path), path)
 
 
 # The allow list.
@@ -181,7 +181,7 @@ class AllowList:
     def read(cls, folder: Path) -> AllowList:
         """Raises ConfigError that names the file and the wrong entry."""
         path = cls.path(folder)
-        return cls._checked(_read(path, dict[str, str | list[str]], secret=False), path)
+        return cls._parse(_content(path, secret=False), path)
 
     @classmethod
     def allow(cls, folder: Path, name: str, public: str) -> AllowList:
@@ -190,32 +190,31 @@ class AllowList:
         if (owner := before.site(check_key(public, name))) not in (None, name):
             raise ConfigError(f"the key of {name}", expected="its own", got=f"that of {owner}")
         keys = before.sites.get(check_name(name, "a name to allow"), ())
-        return cls._edit(folder, name, keys if public in keys else (*keys, public))
+        return before._edit(folder, name, keys if public in keys else (*keys, public))
 
     @classmethod
     def revoke(cls, folder: Path, name: str, public: str = "") -> AllowList:
         """Takes a key of a site out, or all of them. Raises ConfigError if there is none."""
-        keys = cls.read(folder).sites.get(name, ())
+        before = cls.read(folder)
+        keys = before.sites.get(name, ())
         kept = tuple(key for key in keys if public and key != public)
         if kept == keys:
             got = f"{name} {public}".rstrip()
             raise ConfigError(f"{cls.path(folder)}: nothing to revoke", got=got)
-        return cls._edit(folder, name, kept)
+        return before._edit(folder, name, kept)
 
-    @classmethod
-    def _edit(cls, folder: Path, name: str, keys: tuple[str, ...]) -> AllowList:
+    def _edit(self, folder: Path, name: str, keys: tuple[str, ...]) -> AllowList:
         """Changes the line of one name; an editor's comments and other lines stay."""
-        path = cls.path(folder)
-        expected = {each: kept for each, kept in cls.read(folder).sites.items() if each != name}
+        path = self.path(folder)
+        expected = {each: kept for each, kept in self.sites.items() if each != name}
         own = re.compile(rf"\s*[\"']?{re.escape(name)}[\"']?\s*=")
         lines = [line for line in _content(path, secret=False).splitlines() if not own.match(line)]
         if keys:
             expected[name] = keys
-            quoted = ", ".join(f'"{key}"' for key in keys)
-            lines.append(f'"{name}" = ' + (quoted if len(keys) == 1 else f"[{quoted}]"))
+            lines.append(f'"{name}" = ' + json.dumps(keys if len(keys) > 1 else keys[0]))
         text = "\n".join(lines) + "\n"
         try:
-            after = cls._checked(_parsed(text, dict[str, str | list[str]], path), path)
+            after = self._parse(text, path)
         except ConfigError:
             after = None
         if after is None or after.sites != expected:
@@ -225,31 +224,18 @@ class AllowList:
         return after
 
     @classmethod
-    def _checked(cls, table: Mapping[str, str | list[str]], path: Path) -> AllowList:
+    def _parse(cls, text: str, path: Path) -> AllowList:
         owners: dict[str, str] = {}
         sites: dict[str, tuple[str, ...]] = {}
-        for name, value in table.items():
-            sites[check_name(name, f"{path}: a name")] = _tuple(value)
-            for key in sites[name]:
+        for name, value in _parsed(text, dict[str, str | list[str]], path).items():
+            keys = (value,) if isinstance(value, str) else tuple(value)
+            sites[check_name(name, f"{path}: a name")] = keys
+            for key in keys:
                 owner = owners.setdefault(check_key(key, f"{path}: {name}"), name)
                 if owner != name:
                     got = f"{key} for {owner} and {name}"
                     raise ConfigError(str(path), expected="a key for every name", got=got)
         return cls(sites)
-
-
-def _tuple(value: str | list[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
-class _Provider:
-    """Answers ZeroMQ's authenticator in its thread."""
-
-    def __init__(self, admits: Callable[[str], bool]) -> None:
-        self._admits = admits
-
-    def callback(self, _domain: str, key: bytes) -> bool:
-        return self._admits(key.decode())
 
 
 def serve_keys(
@@ -260,12 +246,9 @@ def serve_keys(
     that is received is then the key of its connection."""
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(domain=DOMAIN, credentials_provider=_Provider(admits))
+    provider = SimpleNamespace(callback=lambda _domain, key: admits(key.decode()))
+    authenticator.configure_curve_callback(domain=DOMAIN, credentials_provider=provider)
     return authenticator
-
-
-def _pair_text(pair: KeyPair) -> str:
-    return f'public = "{pair.public}"\nsecret = "{pair.secret}"\n'
 
 
 def _pair(file: _BrokerFile, path: Path) -> KeyPair:
@@ -313,10 +296,6 @@ def _write(path: Path, text: str, *, replace: bool = False) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _read(path: Path, type_: type[T], *, secret: bool) -> T:
-    return _parsed(_content(path, secret=secret), type_, path)
-
-
 def _content(path: Path, *, secret: bool) -> str:
     """The text of a key file. Raises ConfigError if others could have read or changed it."""
     others = stat.S_IRWXG | stat.S_IRWXO if secret else stat.S_IWOTH
@@ -331,8 +310,8 @@ def _content(path: Path, *, secret: bool) -> str:
                     got=f"mode {stat.S_IMODE(status.st_mode):04o}",
                     remedy=f"chmod 600 {path}; a secret that others have read needs a new key",
                 )
-            if not stat.S_ISREG(status.st_mode) or status.st_size > FILE_BYTES_MAX:
-                raise ConfigError(f"{path}: no key file", expected="a file of at most 4 MiB")
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{path}: no key file", expected="a regular file")
             return file.read().decode()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heapify, heapreplace
-from itertools import islice, pairwise
+from heapq import heapreplace
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import msgspec
@@ -60,15 +60,27 @@ def fingerprint(layout: Layout) -> str:
     return hashlib.blake2b(msgspec.msgpack.encode(layout), digest_size=16).hexdigest()
 
 
-def differences(
-    ours: Sequence[LayoutEntry], theirs: Sequence[LayoutEntry], limit: int = 5
-) -> list[str]:
-    """The first `limit` differences of two checked layouts, one readable line each.
-
-    Empty if they are equal.
-    """
-    assert limit > 0, limit
-    return list(islice(_differences(ours, theirs), limit))
+def differences(ours: Sequence[LayoutEntry], theirs: Sequence[LayoutEntry]) -> list[str]:
+    """The first five differences of two checked layouts, one readable line each."""
+    our_entries = {entry.name: entry for entry in ours}
+    their_entries = {entry.name: entry for entry in theirs}
+    found: list[str] = []
+    for name, mine in our_entries.items():
+        if (other := their_entries.get(name)) is None:
+            found.append(f"{name!r} is missing")
+            continue
+        for field in ("shape", "dtype", "rule"):
+            expected, got = getattr(mine, field), getattr(other, field)
+            if expected != got:
+                found.append(f"{name!r}: {field} {got}, expected {expected}")
+    found += [f"{name!r} is not in the run" for name in their_entries if name not in our_entries]
+    if our_entries.keys() == their_entries.keys():
+        found += [
+            f"tensor {index} is {other!r}, expected {name!r}"
+            for index, (name, other) in enumerate(zip(our_entries, their_entries, strict=True))
+            if name != other
+        ]
+    return found[:5]
 
 
 @dataclass(frozen=True)
@@ -149,42 +161,27 @@ class _Slice(NamedTuple):
 def build_table(layout: Sequence[LayoutEntry], fragment_count: int) -> tuple[Fragment, ...]:
     """The fragments of a checked layout; every element is in exactly one of them.
 
-    Raises ConfigError unless `fragment_count` is from 1 to FRAGMENTS_MAX and the tensors have rows
-    enough for that many fragments.
+    Raises ConfigError if the tensors have not rows enough for that many fragments.
     """
-    if not 1 <= fragment_count <= FRAGMENTS_MAX:
-        raise ConfigError(
-            "fragments.count", expected=f"1 to {FRAGMENTS_MAX}", got=str(fragment_count)
-        )
-    slices = _slices(layout, fragment_count)
-    if len(slices) < fragment_count:
-        possible = _largest_possible(layout, fragment_count)
+    assert 1 <= fragment_count <= FRAGMENTS_MAX, fragment_count
+    elements = sum(map(element_count, layout))
+    possible = fragment_count
+    # The number of slices never falls when the count rises. So no count between the number of
+    # slices and the count that gave it is possible, and stepping down to it misses nothing.
+    while (slices := sum(_slice_count(each, elements, possible) for each in layout)) < possible:
+        possible = slices
+    if possible < fragment_count:
         raise ConfigError(
             f"fragments.count: this model cannot be cut into {fragment_count} fragments",
             expected=f"at most {possible}",
             got=str(fragment_count),
             remedy=f"set fragments.count = {possible}: only whole rows of a tensor are cut off",
         )
-    shares = _deal(slices, fragment_count)
+    shares = _deal(_slices(layout, elements, fragment_count), fragment_count)
     table = tuple(_fragment(index, share, layout) for index, share in enumerate(shares))
     # Conservation: no element is lost, none is in two fragments.
-    assert sum(f.elements for f in table) == sum(map(element_count, layout)), "elements are lost"
+    assert sum(fragment.elements for fragment in table) == elements, "elements are lost"
     return table
-
-
-def _slices(layout: Sequence[LayoutEntry], fragment_count: int) -> list[_Slice]:
-    """All slices in layout order."""
-    elements = sum(map(element_count, layout))
-    slices: list[_Slice] = []
-    for tensor, entry in enumerate(layout):
-        rows = entry.shape[0] if entry.shape else 1
-        row_elements = element_count(entry) // rows
-        cuts = _slice_count(entry, elements, fragment_count)
-        # Rows are shared out evenly, so the slices of a tensor differ by at most one row.
-        starts = [rows * cut // cuts * row_elements for cut in range(cuts + 1)]
-        for start, end in pairwise(starts):
-            slices.append(_Slice(tensor, start, end - start))
-    return slices
 
 
 def _slice_count(entry: LayoutEntry, elements: int, fragment_count: int) -> int:
@@ -193,27 +190,23 @@ def _slice_count(entry: LayoutEntry, elements: int, fragment_count: int) -> int:
     return min(rows, -(-element_count(entry) * fragment_count // elements))
 
 
-def _largest_possible(layout: Sequence[LayoutEntry], fragment_count: int) -> int:
-    """The largest number of fragments up to `fragment_count` that leaves none of them empty.
-
-    The number of slices never falls when the count rises. So no count between the number of slices
-    and the count that gave it is possible, and stepping down to it misses nothing.
-    """
-    elements = sum(map(element_count, layout))
-    possible, slices = -1, fragment_count
-    while slices != possible:
-        possible = slices
-        slices = min(slices, sum(_slice_count(entry, elements, possible) for entry in layout))
-    assert possible >= 1, "a model has at least one row"
-    return possible
+def _slices(layout: Sequence[LayoutEntry], elements: int, fragment_count: int) -> list[_Slice]:
+    """All slices in layout order."""
+    slices: list[_Slice] = []
+    for tensor, entry in enumerate(layout):
+        rows = entry.shape[0] if entry.shape else 1
+        row_elements = element_count(entry) // rows
+        cuts = _slice_count(entry, elements, fragment_count)
+        # Rows are shared out evenly, so the slices of a tensor differ by at most one row.
+        starts = [rows * cut // cuts * row_elements for cut in range(cuts + 1)]
+        slices += [_Slice(tensor, start, end - start) for start, end in pairwise(starts)]
+    return slices
 
 
 def _deal(slices: Sequence[_Slice], fragment_count: int) -> list[list[_Slice]]:
     """Largest slice first (equal ones in layout order) to the smallest fragment (the first)."""
-    assert len(slices) >= fragment_count, "a fragment would be empty"
     shares: list[list[_Slice]] = [[] for _ in range(fragment_count)]
     heap = [(0, index) for index in range(fragment_count)]
-    heapify(heap)
     for each in sorted(slices, key=lambda each: (-each.elements, each.tensor, each.start)):
         elements, index = heap[0]
         shares[index].append(each)
@@ -237,27 +230,3 @@ def _check(condition: bool, what: str, expected: str, got: str) -> None:
         raise RemoteProtocolError(
             ErrorCode.BAD_MESSAGE, f"layout: {what}", expected=expected, got=got
         )
-
-
-def _differences(ours: Sequence[LayoutEntry], theirs: Sequence[LayoutEntry]) -> Iterator[str]:
-    our_entries = {entry.name: entry for entry in ours}
-    their_entries = {entry.name: entry for entry in theirs}
-    for name, entry in our_entries.items():
-        if name not in their_entries:
-            yield f"{name!r} is missing"
-        elif entry != their_entries[name]:
-            yield from _entry_differences(entry, their_entries[name])
-    yield from (f"{name!r} is not in the run" for name in their_entries if name not in our_entries)
-    if our_entries.keys() == their_entries.keys():
-        yield from (
-            f"tensor {index} is {other.name!r}, expected {mine.name!r}"
-            for index, (mine, other) in enumerate(zip(ours, theirs, strict=False))
-            if mine.name != other.name
-        )
-
-
-def _entry_differences(ours: LayoutEntry, theirs: LayoutEntry) -> Iterator[str]:
-    for name in ("shape", "dtype", "rule"):
-        expected, got = getattr(ours, name), getattr(theirs, name)
-        if expected != got:
-            yield f"{ours.name!r}: {name} {got}, expected {expected}"

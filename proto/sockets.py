@@ -6,7 +6,7 @@ again: its owner closes it and makes another one.
 
 from __future__ import annotations
 
-from enum import Enum, StrEnum
+from enum import Enum, IntEnum
 from typing import Final
 
 import zmq
@@ -14,11 +14,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from narrows.proto.errors import BrokerUnreachable, ErrorCode, NarrowsError, Refused
 from narrows.proto.keys import DOMAIN, KeyPair, SiteKey, public_line
-from narrows.proto.messages import (
-    CONTROL_BYTES_MAX,
-    CONTROL_UP_BYTES_MAX,
-    PAYLOAD_BYTES_MAX,
-)
+from narrows.proto.messages import CONTROL_BYTES_MAX, CONTROL_UP_BYTES_MAX, PAYLOAD_BYTES_MAX
 
 _COMMON: Final[dict[int, int]] = {
     # A socket must not keep a process from ending; a Bye gets so many ms to leave.
@@ -123,28 +119,19 @@ def send_buffer_bytes(share_bits_per_s: float, streams: int) -> int:
     return size if share_bits_per_s and size <= 2 << 20 else 0
 
 
-class Handshake(StrEnum):
-    """The outcome of a connection."""
+class Handshake(IntEnum):
+    """The outcome of a connection, as a socket's monitor tells it."""
 
-    CONNECTED = "connected"
-    REFUSED = "refused"
+    CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
+    REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
     """The broker does not admit the key. The socket never dials again: make another one."""
-    MISMATCH = "mismatch"
+    MISMATCH = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     """One side has keys and the other has none. The socket never dials again."""
-    BROKEN_OFF = "broken off"
+    BROKEN_OFF = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     """The other side stops, or has another key than was expected. The socket dials again, ten times
     a second: replace it if that goes on."""
-    DISCONNECTED = "disconnected"
+    DISCONNECTED = zmq.EVENT_DISCONNECTED
     """An admitted connection has ended. The socket dials again."""
-
-
-_OUTCOMES: Final[dict[int, Handshake]] = {
-    zmq.EVENT_HANDSHAKE_SUCCEEDED: Handshake.CONNECTED,
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: Handshake.REFUSED,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: Handshake.MISMATCH,
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: Handshake.BROKEN_OFF,
-    zmq.EVENT_DISCONNECTED: Handshake.DISCONNECTED,
-}
 
 
 class HandshakeMonitor:
@@ -153,7 +140,7 @@ class HandshakeMonitor:
     def __init__(self, socket: zmq.Socket[bytes], address: str, key: SiteKey | None) -> None:
         """Call it before the socket connects. `address` and `key` are for the errors."""
         self._watched, self._address, self._key = socket, address, key
-        self.socket: zmq.Socket[bytes] = socket.get_monitor_socket(sum(_OUTCOMES))
+        self.socket: zmq.Socket[bytes] = socket.get_monitor_socket(sum(Handshake))
         """Readable when `take` may have an outcome."""
         self.connected = False
 
@@ -161,12 +148,11 @@ class HandshakeMonitor:
         """The next outcome that was not taken; None: there is none."""
         while self.socket.poll(0):
             event = parse_monitor_message(self.socket.recv_multipart())["event"]
-            outcome = _OUTCOMES.get(event)
-            # A handshake that fails ends with this event, too.
-            if outcome is None or (outcome is Handshake.DISCONNECTED and not self.connected):
-                continue
+            outcome, was_connected = Handshake(event), self.connected
             self.connected = outcome is Handshake.CONNECTED
-            return outcome
+            # A handshake that fails ends with DISCONNECTED, too.
+            if was_connected or outcome is not Handshake.DISCONNECTED:
+                return outcome
         return None
 
     def close(self) -> None:
@@ -177,22 +163,21 @@ class HandshakeMonitor:
     def error(self, outcome: Handshake) -> NarrowsError | None:
         """The meaning of an outcome for the user, with the remedy; None: nothing is wrong."""
         broker, key = f"the broker at {self._address}", self._key
-        if outcome is Handshake.REFUSED and key:
-            line = public_line(key.name, key.pair.public)
-            message = f"{broker} does not admit the key of {key.name}"
-            remedy = f"it never did, or no more. Its operator types: narrows keys allow '{line}'"
-            return Refused(ErrorCode.KEY_REFUSED, message, remedy=remedy)
-        if outcome is Handshake.MISMATCH and key:
-            message = f"{broker} has no keys, so nobody knows who it is"
-            remedy = "its operator gives it keys: narrows broker --keys FOLDER; or join without one"
-            return Refused(ErrorCode.KEY_REFUSED, message, remedy=remedy)
-        if outcome is Handshake.MISMATCH:
-            message = f"{broker} admits only those who have a key"
-            remedy = "mail the broker's operator the line that `narrows keys new` prints"
-            return Refused(ErrorCode.KEY_REFUSED, message, remedy=remedy)
         if outcome is Handshake.BROKEN_OFF:
             expected = " or ".join(key.servers) if key else "none"
             message = f"{broker} breaks handshakes off (expected a broker whose key is {expected})"
             remedy = "is that a broker's port? Compare `narrows keys show` at the broker"
             return BrokerUnreachable(message, remedy=remedy)
-        return None
+        if outcome is Handshake.REFUSED and key:
+            line = public_line(key.name, key.pair.public)
+            message = f"{broker} does not admit the key of {key.name}"
+            remedy = f"it never did, or no more. Its operator types: narrows keys allow '{line}'"
+        elif outcome is Handshake.MISMATCH and key:
+            message = f"{broker} has no keys, so nobody knows who it is"
+            remedy = "its operator gives it keys: narrows broker --keys FOLDER; or join without one"
+        elif outcome is Handshake.MISMATCH:
+            message = f"{broker} admits only those who have a key"
+            remedy = "mail the broker's operator the line that `narrows keys new` prints"
+        else:
+            return None
+        return Refused(ErrorCode.KEY_REFUSED, message, remedy=remedy)

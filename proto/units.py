@@ -6,7 +6,6 @@ it as with any number. A plain number is taken to be in the base unit already.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from fractions import Fraction
@@ -35,47 +34,33 @@ class Quantity(float):
     """Only whole numbers of the base unit mean anything."""
 
     @classmethod
-    def expected(cls) -> str:
-        """The sentence part that an error shows: kind, example and units."""
-        units = ", ".join(unit for unit in cls.UNITS if unit)
-        return f'{cls.KIND} such as "{cls.EXAMPLE}" (units: {units})'
-
-    @classmethod
     def parse(cls, value: object) -> Self:
         """A text with a unit, or a plain number in the base unit.
 
         Raises ConfigError for anything else, for a unit of another kind, and outside the range.
         """
-        if isinstance(value, str):
-            number = cls._exact(value)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            number = Fraction(value) if math.isfinite(value) else Fraction(-1)
-        else:
-            raise ConfigError(f"not {cls.KIND}", expected=cls.expected(), got=repr(value)[:64])
-        if not 0 <= number <= cls.MAXIMUM:
-            base = next(unit for unit, size in cls.UNITS.items() if size == 1)
-            expected = f"0 to {cls.MAXIMUM:g}{base}"
-            raise ConfigError(f"{cls.KIND} out of range", expected=expected, got=repr(value)[:64])
-        if cls.WHOLE and number.denominator != 1:
-            raise ConfigError("not a whole number", expected=cls.expected(), got=repr(value)[:64])
-        return cls(number)
-
-    @classmethod
-    def _exact(cls, text: str) -> Fraction:
-        """The value of a text as a fraction, so that no unit loses a digit."""
+        text, got = str(value), repr(value)[:64]
+        expected = (
+            f'{cls.KIND} such as "{cls.EXAMPLE}" (units: {", ".join(filter(None, cls.UNITS))})'
+        )
         match = _VALUE.fullmatch(text) if len(text) <= CHARACTERS_MAX else None
         if match is None:
-            raise ConfigError(f"not {cls.KIND}", expected=cls.expected(), got=repr(text[:64]))
-        number, unit = Fraction(match[1]), match[2]
-        if not unit or unit in cls.UNITS:
-            return number * cls.UNITS.get(unit, 1)
-        near = [name for name in cls.UNITS if name.lower() == unit.lower()]
-        raise ConfigError(
-            f"{cls.KIND} with an unknown unit",
-            expected=cls.expected(),
-            got=repr(text),
-            remedy=f'write "{match[1]}{near[0]}"' if near else "",
-        )
+            raise ConfigError(f"not {cls.KIND}", expected=expected, got=got)
+        unit = match[2]
+        if unit and unit not in cls.UNITS:
+            near = [name for name in cls.UNITS if name.lower() == unit.lower()]
+            remedy = f'write "{match[1]}{near[0]}"' if near else ""
+            what = f"{cls.KIND} with an unknown unit"
+            raise ConfigError(what, expected=expected, got=got, remedy=remedy)
+        # A fraction, so that no unit loses a digit.
+        number = Fraction(match[1]) * cls.UNITS.get(unit, 1)
+        if number > cls.MAXIMUM:
+            base = next(unit for unit, size in cls.UNITS.items() if size == 1)
+            reach = f"0 to {cls.MAXIMUM:g}{base}"
+            raise ConfigError(f"{cls.KIND} out of range", expected=reach, got=got)
+        if cls.WHOLE and number.denominator != 1:
+            raise ConfigError("not a whole number", expected=expected, got=got)
+        return cls(number)
 
     def text(self) -> str:
         """A short form that `parse` reads: "1.5s", "200ms", "2Gbit/s", "12B", "0"."""

@@ -18,10 +18,6 @@ from narrows.proto.errors import ErrorCode, RemoteProtocolError
 
 ENVELOPE: Final = b"NRW" + bytes([msg.PROTOCOL])
 
-UPLINK: Final = "u"
-LIVE: Final = "p"
-ASKED: Final = "r"
-
 LAYOUT_BYTES_MAX: Final = 32 << 20
 """Bytes of a layout's MessagePack: 30,000 tensors with the longest names are 17 MB."""
 
@@ -55,14 +51,7 @@ def decode_control(frames: list[bytes], bytes_max: int) -> msg.ControlMessage:
             got=str(frames[0][3]),
             remedy="install the same version of narrows on both sides",
         )
-    if len(frames[1]) > bytes_max:
-        raise RemoteProtocolError(
-            ErrorCode.TOO_LARGE,
-            "control message",
-            expected=f"at most {bytes_max} bytes",
-            got=str(len(frames[1])),
-        )
-    return _decode(_control, frames[1], "control message")
+    return _decode(_control, frames[1], bytes_max, "control message")
 
 
 def encode_header(header: msg.Header) -> bytes:
@@ -72,14 +61,7 @@ def encode_header(header: msg.Header) -> bytes:
 
 def decode_header(frame: bytes) -> msg.Header:
     """The header of a data message. Raises RemoteProtocolError BAD_MESSAGE or TOO_LARGE."""
-    if len(frame) > msg.HEADER_BYTES_MAX:
-        raise RemoteProtocolError(
-            ErrorCode.TOO_LARGE,
-            "data header",
-            expected=f"at most {msg.HEADER_BYTES_MAX} bytes",
-            got=str(len(frame)),
-        )
-    header = _decode(_header, frame, "data header")
+    header = _decode(_header, frame, msg.HEADER_BYTES_MAX, "data header")
     if header.learner and not _incarnation.match(header.learner):
         raise RemoteProtocolError(
             ErrorCode.BAD_MESSAGE,
@@ -98,28 +80,25 @@ def pack_layout(layout: msg.Layout) -> bytes:
 def unpack_layout(payload: bytes) -> msg.Layout:
     """The layout in a LAYOUT payload. Raises RemoteProtocolError BAD_MESSAGE or TOO_LARGE."""
     try:
+        # -1: the frame does not tell its size.
         size = zstandard.frame_content_size(payload)
         if not 0 <= size <= LAYOUT_BYTES_MAX:
+            expected = f"a zstd frame that tells its size, at most {LAYOUT_BYTES_MAX} bytes"
             raise RemoteProtocolError(
-                ErrorCode.TOO_LARGE,
-                "layout",
-                expected=f"a zstd frame that tells its size, at most {LAYOUT_BYTES_MAX} bytes",
-                got=str(size),
+                ErrorCode.TOO_LARGE, "layout", expected=expected, got=str(size)
             )
         body = zstandard.ZstdDecompressor().decompress(payload, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise RemoteProtocolError(
             ErrorCode.BAD_MESSAGE, "layout", expected="a zstd frame", got=str(error)[:200]
         ) from None
-    return _decode(_layout, body, "layout")
+    return _decode(_layout, body, LAYOUT_BYTES_MAX, "layout")
 
 
-def encode(value: msgspec.Struct) -> bytes:
-    """The shortest MessagePack of any structure of messages.py."""
-    return _encoder.encode(value)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes, what: str) -> T:
+def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes, bytes_max: int, what: str) -> T:
+    if len(body) > bytes_max:
+        expected, got = f"at most {bytes_max} bytes", str(len(body))
+        raise RemoteProtocolError(ErrorCode.TOO_LARGE, what, expected=expected, got=got)
     try:
         return decoder.decode(body)
     # UnicodeDecodeError: a text that is not UTF-8. RecursionError: arrays within an untyped map.
@@ -146,14 +125,14 @@ def speaks_for(site: str, name: str) -> bool:
 
 def live_topic(stream: int) -> str:
     """Topic of publications, to all; two digits, because subscriptions match by prefix."""
-    return f"{LIVE}/{stream:02d}"
+    return f"p/{stream:02d}"
 
 
 def asked_topic(incarnation: str, stream: int) -> str:
     """Topic of what one learner has asked for."""
-    return f"{ASKED}/{incarnation}/{stream:02d}"
+    return f"r/{incarnation}/{stream:02d}"
 
 
 def uplink_topic(stream: int) -> str:
     """Topic of everything that goes up."""
-    return f"{UPLINK}/{stream:02d}"
+    return f"u/{stream:02d}"

@@ -117,7 +117,7 @@ class TooFast(Host):
     ):
         super().__init__(config, wires, pool, store, now, *a, **o)
         if total := float(config.wan.total_down):
-            self.downlink.sender.set_rate(now, total=1.1 * total, each=float(config.wan.down))
+            self.downlink.sender.set_rate(now, total=1.1 * total)
 
 
 class AnswersNothing(Host):

@@ -8,7 +8,7 @@
     recut(fragment, decoded, *, codec, chunk_elements)   the same codes in chunks of another size
     decode_chunk(fragment, codec, chunk_elements, index, payload)            -> DecodedChunk
     values_of(fragment, chunks), advance_copy(fragment, copy, chunks)        -> F32
-    digest_of(values), block_digests(values), digest_of_blocks(digests)
+    digest_of(values)                                                        -> int
 
 `chunks` and `decoded` are all DecodedChunks of a fragment, in order. A PushChunk is an EncodedChunk
 (index, payload, payload_digest) with `decoded`, the push as its receiver will hold it.
@@ -23,26 +23,22 @@ from narrows.proto.codec.kernels import (
     I8,
     I64,
     RUN,
-    U8,
     all_finite,
-    float_square_sums,
     kernel,
     read_only,
     round_to_dtype,
     sample_places,
     uncached_advice,
 )
-from narrows.proto.codec.memory import empty_f32, empty_u8
-from narrows.proto.codec.payload import LIMITS, DecodedChunk, payload_bytes_max
+from narrows.proto.codec.memory import empty_f32
+from narrows.proto.codec.payload import LIMITS, DecodedChunk
 from narrows.proto.codec.transfer import (
     RMS_SAMPLES_MAX,
     EncodedChunk,
     PushChunk,
     advance_copy,
-    block_digests,
     decode_chunk,
     digest_of,
-    digest_of_blocks,
     encode_codes,
     encode_push,
     encode_step,
@@ -55,11 +51,10 @@ from narrows.proto.codec.transfer import (
 
 # fmt: off
 __all__ = [
-    "F32", "F64", "I8", "I64", "LIMITS", "RMS_SAMPLES_MAX", "RUN", "U8", "DecodedChunk",
-    "EncodedChunk", "PushChunk", "advance_copy", "all_finite", "block_digests", "decode_chunk",
-    "digest_of", "digest_of_blocks", "empty_f32", "empty_u8", "encode_codes", "encode_push",
-    "encode_step", "encode_values", "float_square_sums", "kernel", "payload_bytes_max",
-    "piece_scales", "read_only", "recut", "round_to_dtype", "sample_places", "uncached_advice",
-    "values_of", "warm_up",
+    "F32", "F64", "I8", "I64", "LIMITS", "RMS_SAMPLES_MAX", "RUN", "DecodedChunk", "EncodedChunk",
+    "PushChunk", "advance_copy", "all_finite", "decode_chunk", "digest_of", "empty_f32",
+    "encode_codes", "encode_push", "encode_step", "encode_values", "kernel", "piece_scales",
+    "read_only", "recut", "round_to_dtype", "sample_places", "uncached_advice", "values_of",
+    "warm_up",
 ]
 # fmt: on

@@ -39,9 +39,6 @@ ROUNDER: Final = np.float32(3 << 22)
 Compilers vectorise it on every CPU, while a rounding instruction exists only on newer ones.
 """
 
-LANES: Final = 16
-"""Partial sums of a square sum: enough to fill the widest vector unit."""
-
 INFINITE_BITS: Final = 0x7F800000
 """Magnitude bits of infinity; those of a NaN are larger."""
 
@@ -100,18 +97,9 @@ def fits(array: F32, count: int, *, writable: bool = False) -> bool:
     return form and (not writable or array.flags.carray)
 
 
-@kernel
-def largest_bits(bits: U32) -> int:
-    """Largest magnitude among float32 bit patterns; INFINITE_BITS and above is not finite."""
-    largest = np.uint32(0)
-    for i in range(bits.size):
-        largest = max(largest, bits[i] & np.uint32(0x7FFFFFFF))
-    return int(largest)
-
-
 def all_finite(values: F32) -> bool:
     """Whether no element of `values` (n,) is infinite or NaN."""
-    return largest_bits(read_only(values).view(np.uint32)) < INFINITE_BITS
+    return bool(np.isfinite(values).all())
 
 
 @kernel
@@ -164,17 +152,6 @@ def add_codes(base: F32, codes: I8, bounds: I64, scales: F32, out: F32) -> None:
         for i in range(part.size):
             value = scale * np.float32(part_codes[i])
             part_out[i] = part[i] if value == ZERO else part[i] + value
-
-
-@kernel
-def scale_codes(codes: I8, bounds: I64, scales: F32, out: F32) -> None:
-    """out (n,) = scale * code: exact, at most 8 + 7 significant bits."""
-    for span in range(scales.size):
-        scale = scales[span]
-        first, end = bounds[span], bounds[span + 1]
-        part, part_out = codes[first:end], out[first:end]
-        for i in range(part.size):
-            part_out[i] = scale * np.float32(part[i])
 
 
 @kernel
@@ -239,38 +216,6 @@ def code_square_sums(codes: I8, bounds: I64, out: I64) -> None:
         for code in codes[bounds[span] : bounds[span + 1]]:
             total += np.int64(np.int32(code) * np.int32(code))
         out[span] = total
-
-
-@kernel
-def lane_square_sums(values: F32, bounds: I64, lanes: F64, out: F64) -> None:
-    """out (s,) = sum of value**2 of each span in float64.
-
-    Element i of a span is added to lane i mod LANES, in element order; then the lanes are added
-    in order. One sum alone would wait for each addition; `lanes` is scratch (LANES,).
-    """
-    for span in range(out.size):
-        part = values[bounds[span] : bounds[span + 1]]
-        lanes[:] = 0.0
-        whole = part.size - part.size % LANES
-        for start in range(0, whole, LANES):
-            for lane in range(LANES):
-                value = np.float64(part[start + lane])
-                lanes[lane] += value * value
-        for lane in range(part.size - whole):
-            value = np.float64(part[whole + lane])
-            lanes[lane] += value * value
-        total = 0.0
-        for lane in range(LANES):
-            total += lanes[lane]
-        out[span] = total
-
-
-def float_square_sums(values: F32, bounds: I64) -> F64:
-    """(s,) sums of value**2 of the spans of `values` (n,), in float64, in lanes."""
-    assert fits(values, int(bounds[-1])), f"{values.shape} for bounds to {bounds[-1]}"
-    sums, lanes = np.empty(bounds.size - 1, np.float64), np.empty(LANES, np.float64)
-    lane_square_sums(read_only(values), read_only(bounds), lanes, sums)
-    return sums
 
 
 @kernel

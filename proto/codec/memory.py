@@ -32,7 +32,9 @@ def empty_f32(count: int) -> F32:
 def empty_u8(count: int) -> U8:
     """An uninitialised uint8 array (count,)."""
     assert count >= 0, count
-    size = _size_class(count)
+    # Rounded up, so that arrays of about one size share memory.
+    step = max(64, 1 << max(0, count.bit_length() - STEPS.bit_length()))
+    size = max(step, -(-count // step) * step)
     try:
         memory = _idle[size].pop()
     except (KeyError, IndexError):
@@ -46,12 +48,6 @@ def empty_u8(count: int) -> U8:
 def idle_bytes() -> int:
     """Bytes of memory that nobody uses."""
     return sum(size * len(waiting) for size, waiting in list(_idle.items()))
-
-
-def _size_class(count: int) -> int:
-    """The size that `count` is rounded up to, so that arrays of about one size share memory."""
-    step = max(64, 1 << max(0, count.bit_length() - STEPS.bit_length()))
-    return max(step, -(-count // step) * step)
 
 
 def _give_back(memory: U8) -> None:

@@ -6,7 +6,7 @@ A chunk is cut into spans at the bounds of the tensor pieces. Payloads, little-e
   the codes: packed in pairs, -7..7 (kernels.pack), or a byte each, -127..127. The value of an
   element is scale * code. A scale is 0 or from 2**-100 to 2**100, so that this product and the
   encoder's are exact and finite in float32.
-- `f32-blosc2`: float32 values as one Blosc2 chunk (see `_check_blosc2`), all finite.
+- `f32-blosc2`: float32 values as one Blosc2 chunk (see `_decode_blosc2`), all finite.
 
 A decoder trusts the bounds alone, which are local: they give the exact size of the content before
 a byte of it is read. It raises RemoteProtocolError and nothing else.
@@ -91,7 +91,8 @@ class DecodedChunk:
         """out (n,) = the values, exact."""
         assert fits(out, self.count, writable=True), f"{out.dtype} {out.shape}"
         if self.coded:
-            kernels.scale_codes(self._all_codes(), self.bounds, self.scales, out)
+            out[:] = 0
+            self.add_to(out, out)
         else:
             out[:] = self.floats()
 
@@ -110,13 +111,8 @@ class DecodedChunk:
             kernels.add_nonzero(read_only(base), self.floats(), out)
 
     def square_sums(self) -> F64:
-        """(s,) sums of value**2 of the spans, float64.
-
-        Exact for codes: an integer of at most 34 bits times scale**2. Otherwise summed in lanes
-        (kernels.lane_square_sums).
-        """
-        if not self.coded:
-            return kernels.float_square_sums(self.floats(), self.bounds)
+        """(s,) sums of value**2 of the spans of codes, float64: exact, since each is an integer of
+        at most 34 bits times scale**2."""
         integers = np.empty(self.scales.size, np.int64)
         kernels.code_square_sums(self._all_codes(), self.bounds, integers)
         return integers * self.scales.astype(np.float64) ** 2
@@ -211,32 +207,23 @@ def decode(codec: CodecName, payload: bytes | memoryview, bounds: I64) -> Decode
         return _float_chunk(_decode_blosc2(view, count), bounds)
     if view.nbytes < 2 * spans:
         raise _bad(f"{codec} payload", f"{spans} scales", f"{view.nbytes} bytes")
-    scales = _decode_scales(view[: 2 * spans])
-    content = _decompress_zstd(view[2 * spans :], content_bytes(codec, count))
-    return DecodedChunk(codec, read_only(bounds), scales, _checked_codes(codec, content, count))
-
-
-def _checked_codes(codec: CodecName, content: U8, count: int) -> Content:
-    if codec == "int8-zstd":
-        codes: Content = content.view(np.int8)
-        lowest = int(codes.min())
-    else:
-        codes, lowest = content, kernels.lowest_nibble(content)
-        if count % 2 and content[-1] >> 4:
-            raise _bad(f"{codec} payload: unused nibble", "0", content[-1] >> 4)
-    if lowest < -LIMITS[codec]:
-        raise _bad(f"{codec} payload", f"codes from {-LIMITS[codec]}", lowest)
-    return codes
-
-
-def _decode_scales(head: memoryview) -> F32:
-    halves = np.frombuffer(head, "<u2")
+    halves = np.frombuffer(view[: 2 * spans], "<u2")
     wrong = halves[~_valid(halves)]
     if wrong.size:
         scale = _widened(wrong[:1])[0]
         code = ErrorCode.BAD_PAYLOAD if np.isfinite(scale) else ErrorCode.NOT_FINITE
         raise _bad("scale", "0 or 2**-100 to 2**100", scale, code)
-    return read_only(_widened(halves))
+    content: Any = _decompress_zstd(view[2 * spans :], content_bytes(codec, count))
+    if codec == "int8-zstd":
+        content = content.view(np.int8)
+        lowest = int(content.min())
+    else:
+        lowest = kernels.lowest_nibble(content)
+        if count % 2 and content[-1] >> 4:
+            raise _bad(f"{codec} payload: unused nibble", "0", content[-1] >> 4)
+    if lowest < -LIMITS[codec]:
+        raise _bad(f"{codec} payload", f"codes from {-LIMITS[codec]}", lowest)
+    return DecodedChunk(codec, read_only(bounds), read_only(_widened(halves)), content)
 
 
 def _valid(halves: U16) -> NDArray[np.bool_]:
@@ -289,21 +276,10 @@ _BLOSC2_ZEROS: Final = 0x10
 
 
 def _decode_blosc2(chunk: memoryview, count: int) -> F32:
-    _check_blosc2(chunk, 4 * count)
-    values = empty_f32(count)
-    try:
-        # A copy: the library needs aligned bytes.
-        _decompress_blosc2(bytes(chunk), dst=values, nthreads=1)
-    except (RuntimeError, ValueError) as error:
-        raise _bad("Blosc2 chunk", "content that decodes", error) from None
-    if not kernels.all_finite(values):
-        raise _bad("f32-blosc2 payload", "finite values", "nan or inf", ErrorCode.NOT_FINITE)
-    return values
+    """The finite values of a Blosc2 chunk.
 
-
-def _check_blosc2(chunk: memoryview, size_bytes: int) -> None:
-    """A hostile header can ask for any amount of memory, name plugins, and leave content unwritten,
-    so that old memory shows. So the whole header must be as `float_payload` writes it:
+    A hostile header can ask for any amount of memory, name plugins, and leave content unwritten, so
+    that old memory shows. So the whole header must be as `float_payload` writes it:
 
     bytes 0, 1: the formats 5 and 1 · 2: coded or stored, blocks split or not · 3: 4 bytes an item ·
     4:8, 8:12, 12:16: bytes of content, of a block, of the chunk with this header · 16:31: shuffle,
@@ -314,14 +290,23 @@ def _check_blosc2(chunk: memoryview, size_bytes: int) -> None:
     *start, content, block, size, tail, special = _BLOSC2_HEADER.unpack_from(chunk)
     if (
         (start[0], start[1], start[3], content, size, tail)
-        != (5, 1, 4, size_bytes, chunk.nbytes, _BLOSC2_TAIL)
+        != (5, 1, 4, 4 * count, chunk.nbytes, _BLOSC2_TAIL)
         or start[2] not in _BLOSC2_FLAGS
-        or not 0 < block <= size_bytes
+        or not 0 < block <= 4 * count
         or special not in (0, _BLOSC2_ZEROS)
         or (special == _BLOSC2_ZEROS) != (size == _BLOSC2_HEADER.size)
     ):
-        expected = f"{size_bytes} bytes of shuffled float32, coded by zstd"
+        expected = f"{4 * count} bytes of shuffled float32, coded by zstd"
         raise _bad("Blosc2 chunk", expected, bytes(chunk[: _BLOSC2_HEADER.size]).hex())
+    values = empty_f32(count)
+    try:
+        # A copy: the library needs aligned bytes.
+        _decompress_blosc2(bytes(chunk), dst=values, nthreads=1)
+    except (RuntimeError, ValueError) as error:
+        raise _bad("Blosc2 chunk", "content that decodes", error) from None
+    if not kernels.all_finite(values):
+        raise _bad("f32-blosc2 payload", "finite values", "nan or inf", ErrorCode.NOT_FINITE)
+    return values
 
 
 def _bad(

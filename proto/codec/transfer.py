@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import xxhash
-from numpy.typing import NDArray
 
 from narrows.proto.codec import kernels
 from narrows.proto.codec import payload as payloads
@@ -78,13 +76,33 @@ def encode_push(
     codec: CodecName,
     rho: float,
     chunk_elements: int,
+    advanced: F32 | None = None,
 ) -> Iterator[PushChunk]:
     """The outer gradient published - local (n,), chunk by chunk.
 
     Values beyond the range of the codes are clamped: the rest stays in the learner's parameters.
+    `advanced`, if it is given, gets local + the values, up to the chunk that was yielded last.
     Raises LocalProtocolError NOT_FINITE if a difference is not finite.
     """
-    yield from _encode(fragment, published, local, codec, rho, chunk_elements, empty_f32(0))
+    assert fits(published, fragment.elements) and fits(local, fragment.elements), published.shape
+    into, scales = empty_f32(0) if advanced is None else advanced, NOTHING
+    if codec != LOSSLESS:
+        scales = piece_scales(published, fragment.bounds, rho, subtrahend=local)
+    for index, place, bounds, pieces in _cuts(fragment, chunk_elements):
+        new, old, out = read_only(published[place]), read_only(local[place]), into[place]
+        if codec == LOSSLESS:
+            with np.errstate(over="ignore", invalid="ignore"):  # The result is refused below.
+                values = new - old
+            _check_finite(kernels.all_finite(values))
+            if out.size:
+                kernels.add_nonzero(old, read_only(values), out)
+            yield _sealed(index, *payloads.float_payload(values, bounds))
+            continue
+        codes, spans = empty_u8(new.size).view(np.int8), (read_only(bounds), scales[pieces])
+        limit = np.float32(LIMITS[codec])
+        largest = kernels.quantise_difference(new, old, *spans, limit, codes, out)
+        _check_finite(largest < kernels.INFINITE_BITS)
+        yield _sealed(index, *payloads.code_payload(codec, codes, *spans))
 
 
 def encode_step(
@@ -99,20 +117,27 @@ def encode_step(
 ) -> Iterator[EncodedChunk]:
     """The publication global_ - published (n,), chunk by chunk; raises as `encode_push`.
 
-    `advanced` (n,) gets the next published copy, bit for bit what `advance_copy` makes, up to the
-    chunk that was yielded last.
+    `advanced` (n,) gets the next published copy, bit for bit what `advance_copy` makes.
     """
     assert fits(advanced, fragment.elements, writable=True), advanced.shape
-    for chunk in _encode(fragment, global_, published, codec, rho, chunk_elements, advanced):
-        yield _bare(chunk)
+    return _bare(
+        encode_push(
+            fragment,
+            global_,
+            published,
+            codec=codec,
+            rho=rho,
+            chunk_elements=chunk_elements,
+            advanced=advanced,
+        )
+    )
 
 
 def encode_values(
     fragment: Fragment, values: F32, *, chunk_elements: int
 ) -> Iterator[EncodedChunk]:
     """The values (n,) without loss, for STATE and SEED; raises as `encode_push`."""
-    for chunk in _lossless_chunks(fragment, values, chunk_elements):
-        yield _bare(chunk)
+    return _bare(_lossless(fragment, values, chunk_elements))
 
 
 def encode_codes(
@@ -134,7 +159,7 @@ def recut(
     """The same values in chunks of another size. `decoded` are all chunks of a push, in order."""
     assert all(chunk.codec == codec for chunk in decoded), codec
     if codec == LOSSLESS:
-        yield from _lossless_chunks(fragment, values_of(fragment, decoded), chunk_elements)
+        yield from _lossless(fragment, values_of(fragment, decoded), chunk_elements)
         return
     codes = empty_u8(fragment.elements).view(np.int8)
     scales = np.empty(len(fragment.pieces), np.float32)
@@ -175,22 +200,13 @@ def advance_copy(fragment: Fragment, copy: F32, chunks: Sequence[DecodedChunk]) 
     return advanced
 
 
-def block_digests(values: F32) -> NDArray[np.uint64]:
-    """xxh3_64 of the little-endian float32 bytes of each block of BLOCK elements, (b,)."""
+def digest_of(values: F32) -> int:
+    """The digest of a fragment's values (n,), in two levels: xxh3_64 over the xxh3_64 digests, 8
+    bytes each, of the values of each block of BLOCK elements; all little-endian."""
     flat = np.ascontiguousarray(values, dtype="<f4").data.cast("B")
     step = 4 * BLOCK
-    parts = (flat[start : start + step] for start in range(0, flat.nbytes, step))
-    return np.array([xxhash.xxh3_64_intdigest(part) for part in parts], dtype="<u8")
-
-
-def digest_of_blocks(digests: NDArray[np.uint64]) -> int:
-    """xxh3_64 over the digests of all blocks, 8 bytes each, little-endian: that of the fragment."""
-    return digest(digests.astype("<u8").tobytes())
-
-
-def digest_of(values: F32) -> int:
-    """The digest of a fragment's values (n,). Ranks of an island compute it from their blocks."""
-    return digest_of_blocks(block_digests(values))
+    blocks = [digest(flat[start : start + step]) for start in range(0, flat.nbytes, step)]
+    return digest(np.array(blocks, "<u8").tobytes())
 
 
 def warm_up() -> None:
@@ -205,59 +221,28 @@ def warm_up() -> None:
         chunks = encode_push(fragment, values, -values, codec=codec, rho=0.5, chunk_elements=RUN)
         for chunk in chunks:
             decoded = decode_chunk(fragment, codec, RUN, chunk.index, chunk.payload)
-            decoded.square_sums()
+            if decoded.coded:
+                decoded.square_sums()
             decoded.values(np.empty_like(values))
             decoded.add_to(values, np.empty_like(values))
 
 
-def _encode(
-    fragment: Fragment,
-    minuend: F32,
-    subtrahend: F32,
-    codec: CodecName,
-    rho: float,
-    chunk_elements: int,
-    advanced: F32,
-) -> Iterator[PushChunk]:
-    """The chunks of minuend - subtrahend; `advanced`, unless empty, gets subtrahend + values."""
-    assert fits(minuend, fragment.elements) and fits(subtrahend, fragment.elements), minuend.shape
-    scales = NOTHING
-    if codec != LOSSLESS:
-        scales = piece_scales(minuend, fragment.bounds, rho, subtrahend=subtrahend)
-    for index, place, bounds, pieces in _cuts(fragment, chunk_elements):
-        new, old, out = read_only(minuend[place]), read_only(subtrahend[place]), advanced[place]
-        if codec == LOSSLESS:
-            with np.errstate(over="ignore", invalid="ignore"):  # `_lossless` refuses the result.
-                values = new - old
-            if out.size:
-                kernels.add_nonzero(old, read_only(values), out)
-            yield _lossless(index, values, bounds)
-            continue
-        codes, spans = empty_u8(new.size).view(np.int8), (read_only(bounds), scales[pieces])
-        limit = np.float32(LIMITS[codec])
-        largest = kernels.quantise_difference(new, old, *spans, limit, codes, out)
-        _check_finite(largest < kernels.INFINITE_BITS)
-        yield _sealed(index, *payloads.code_payload(codec, codes, *spans))
-
-
-def _lossless_chunks(fragment: Fragment, values: F32, chunk_elements: int) -> Iterator[PushChunk]:
-    assert fits(values, fragment.elements), values.shape
-    for index, place, bounds, _ in _cuts(fragment, chunk_elements):
-        yield _lossless(index, values[place], bounds)
-
-
-def _lossless(index: int, values: F32, bounds: I64) -> PushChunk:
-    _check_finite(kernels.all_finite(values))
-    return _sealed(index, *payloads.float_payload(values, bounds))
+def _lossless(fragment: Fragment, values: F32, chunk_elements: int) -> Iterator[PushChunk]:
+    # Less 0, a finite value has the same bits. Zeros that are only read take no memory.
+    zeros = np.zeros(fragment.elements, np.float32)
+    return encode_push(
+        fragment, values, zeros, codec=LOSSLESS, rho=0.0, chunk_elements=chunk_elements
+    )
 
 
 def _sealed(index: int, payload: bytes, decoded: DecodedChunk) -> PushChunk:
     return PushChunk(index, payload, digest(payload), decoded)
 
 
-def _bare(chunk: PushChunk) -> EncodedChunk:
-    """Without what its receiver holds: a broker keeps many publications, and needs it never."""
-    return EncodedChunk(chunk.index, chunk.payload, chunk.payload_digest)
+def _bare(chunks: Iterator[PushChunk]) -> Iterator[EncodedChunk]:
+    """Without what their receiver holds: a broker keeps many publications, and needs it never."""
+    for chunk in chunks:
+        yield EncodedChunk(chunk.index, chunk.payload, chunk.payload_digest)
 
 
 def _cuts(fragment: Fragment, chunk_elements: int) -> Iterator[tuple[int, slice, I64, slice]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
+from copy import copy
 from typing import Final
 
 SEGMENT_BYTES: Final = 1448
@@ -65,17 +66,13 @@ class Budget:
         """(number, bytes) of the bins of the last second, oldest first."""
         self._window_bytes = 0
         self._acknowledged_at = -math.inf
+        """When the acknowledgements that were charged would have left at BACK_SHARE of the rate."""
 
     def copy(self) -> Budget:
         """Another budget of the same rate and history."""
-        twin = Budget(self.bits_per_s)
-        twin._paid_at, twin._acknowledged_at = self._paid_at, self._acknowledged_at
-        twin._bins, twin._window_bytes = self._bins.copy(), self._window_bytes
+        twin = copy(self)
+        twin._bins = self._bins.copy()
         return twin
-
-    def allows(self, size_bytes: int, now: float) -> bool:
-        """A message of so many bytes on the line may leave now."""
-        return self.opens_at(size_bytes, now) <= now
 
     def opens_at(self, size_bytes: int, now: float) -> float:
         """When a message of so many bytes on the line may leave; `now` or earlier: now."""
@@ -113,19 +110,21 @@ class Budget:
 
     def acknowledge(self, size_bytes: int, now: float) -> None:
         """So many bytes have come from the line: TCP acknowledges every second segment."""
-        if self.bits_per_s:
-            most = self.bits_per_s / 8 * BACK_SHARE * min(now - self._acknowledged_at, WINDOW_S)
-            self._acknowledged_at = now
-            segments = math.ceil(size_bytes / (2 * SEGMENT_BYTES))
-            self.charge(min(segments * SEGMENT_OVERHEAD_BYTES, int(most)), now)
+        if not self.bits_per_s:
+            return
+        # An allowance that refills, up to a second of it: what a late loop reads at one moment has
+        # been acknowledged while it came, and costs as much as what is read one by one.
+        bytes_per_s = self.bits_per_s / 8 * BACK_SHARE
+        start = max(self._acknowledged_at, now - WINDOW_S)
+        cost = math.ceil(size_bytes / (2 * SEGMENT_BYTES)) * SEGMENT_OVERHEAD_BYTES
+        charged = min(cost, int((now - start) * bytes_per_s))
+        self._acknowledged_at = start + charged / bytes_per_s
+        self.charge(charged, now)
 
     def set_rate(self, bits_per_s: float, now: float) -> None:
         """Changes the rate. A debt stays one of bytes: at a lower rate it takes longer to pay."""
         if bits_per_s and self.bits_per_s and self._paid_at > now:
             self._paid_at = now + (self._paid_at - now) * self.bits_per_s / bits_per_s
-        if not bits_per_s:
-            self._bins.clear()
-            self._window_bytes = 0
         self.bits_per_s = bits_per_s
 
     def in_window(self, now: float) -> int:

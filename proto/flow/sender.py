@@ -61,10 +61,6 @@ class _Lane:
     retry_at: float = -math.inf
     waits_from: float | None = None
 
-    @property
-    def head(self) -> Entry:
-        return self.entries[0]
-
 
 class Sender:
     """Two queues in front of the budgets `total` (all learners) and `each` (one learner), in bit/s.
@@ -103,13 +99,24 @@ class Sender:
 
     def put_live(self, topic: str, header: Header, payload: bytes) -> bool:
         """Queues a message to everybody. False: its chunk waits already."""
-        return self._put(self._live, topic, header, payload, "")
+        return self.put_asked("", topic, header, payload)
 
-    def put_asked(self, requester: str, topic: str, header: Header, payload: bytes) -> bool:
-        """Queues what an incarnation asked for. False: its chunk waits already, here or live."""
-        if _place("", header) in self._places:
+    def put_asked(self, requester: str, topic: str, about: Header, payload: bytes) -> bool:
+        """Queues what an incarnation asked for ("": a message to everybody). False: its chunk waits
+        already, here or live."""
+        # The push id of a STATE tells the outcome of a push: the chunk is the same with any other.
+        push_id = about.push_id if about.kind is DataKind.PUSH else 0
+        where = about.epoch, about.kind, about.fragment, about.version, push_id, about.chunk
+        place = requester, *where
+        if place in self._places or ("", *where) in self._places:
             return False
-        return self._put(self._asked, topic, header, payload, requester)
+        self._places.add(place)
+        header = encode_header(about)
+        size = wire_bytes((len(topic), len(header), len(payload)), self._curve)
+        entry = Entry(topic, about, header, payload, requester, place, size)
+        lanes = self._asked if requester else self._live
+        lanes.setdefault(topic, _Lane()).entries.append(entry)
+        return True
 
     def discard(self, unwanted: Callable[[Header], bool]) -> None:
         """Drops what waits and is of no use any more."""
@@ -122,26 +129,11 @@ class Sender:
                     del lanes[topic]
         self._paused = self._paused or not self._places
 
-    def _put(
-        self, lanes: dict[str, _Lane], topic: str, about: Header, payload: bytes, requester: str
-    ) -> bool:
-        place = _place(requester, about)
-        if place in self._places:
-            return False
-        self._places.add(place)
-        header = encode_header(about)
-        size = wire_bytes((len(topic), len(header), len(payload)), self._curve)
-        entry = Entry(topic, about, header, payload, requester, place, size)
-        lanes.setdefault(topic, _Lane()).entries.append(entry)
-        return True
-
     # The rates, and what leaves without waiting.
 
-    def set_rate(self, now: float, *, total: float, each: float = 0.0) -> None:
-        """Changes the rates, in bit/s; 0: no limit."""
+    def set_rate(self, now: float, *, total: float) -> None:
+        """Changes the rate of all learners together, in bit/s; 0: no limit."""
         self._total.set_rate(total, now)
-        for budget in self._learner_budgets:
-            budget.set_rate(each, now)
 
     def charge(self, frame_sizes: Iterable[int], now: float) -> None:
         """A control message leaves."""
@@ -178,7 +170,7 @@ class Sender:
         """The socket took the message that was due."""
         lanes = self._asked if entry.requester else self._live
         lane = lanes.pop(entry.topic)
-        assert lane.head is entry, "another message than the one that was due"
+        assert lane.entries[0] is entry, "another message than the one that was due"
         if lane.waits_from is not None:
             self._spend_patience(now, waited=True)
         lane.entries.popleft()
@@ -204,7 +196,7 @@ class Sender:
         """The socket had no room. The lane is tried again in RETRY_S; live data that may be lost
         is, once patience is used up, due at once and lossy."""
         lane = (self._asked if entry.requester else self._live)[entry.topic]
-        assert lane.head is entry, "another message than the one that was due"
+        assert lane.entries[0] is entry, "another message than the one that was due"
         lane.retry_at = now + RETRY_S
         if entry.requester or not self._may_lose:
             return
@@ -233,17 +225,17 @@ class Sender:
         # A message that waits for its budget keeps its turn: else a smaller one of the other queue
         # would overtake it again and again. One that waits for its pipe does not.
         if asked and asked.retry_at <= now and (not live or self._live_in_row >= TURN - 1):
-            return asked_at, asked.head
+            return asked_at, asked.entries[0]
         if live and (live.retry_at <= now or live_at < asked_at):
-            return live_at, live.head
-        return asked_at, asked.head if asked else None
+            return live_at, live.entries[0]
+        return asked_at, asked.entries[0] if asked else None
 
     def _first(self, lanes: dict[str, _Lane], now: float) -> tuple[float, _Lane | None]:
         """The lane that may send first, and when; of those that may now, the next in turn."""
         first_at, first = math.inf, None
         for lane in lanes.values():
             # The total is the same for all: while it is closed one lane is looked at, not all.
-            _, *own = self._costs(lane.head)
+            _, *own = self._costs(lane.entries[0])
             at = max(lane.retry_at, *(budget.opens_at(size, now) for budget, size in own))
             if at < first_at:
                 first_at, first = at, lane
@@ -251,7 +243,7 @@ class Sender:
                 break
         if first is None:
             return math.inf, None
-        total, size = self._costs(first.head)[0]
+        total, size = self._costs(first.entries[0])[0]
         return max(first_at, total.opens_at(size, now)), first
 
     def _costs(self, entry: Entry) -> list[tuple[Budget, int]]:
@@ -262,10 +254,3 @@ class Sender:
             return [(self._total, size), (share, size)]
         learners = [(budget, size) for budget in self._learner_budgets]
         return [(self._total, size * self.fan_out), *learners]
-
-
-def _place(requester: str, header: Header) -> tuple[object, ...]:
-    # The push id of a STATE tells the outcome of a push; the chunk is the same whatever it says.
-    push_id = header.push_id if header.kind is DataKind.PUSH else 0
-    where = header.epoch, header.kind, header.fragment, header.version, push_id, header.chunk
-    return requester, *where

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
 
 from narrows.proto.codec import (
     F32,
+    I64,
     DecodedChunk,
     EncodedChunk,
     PushChunk,
@@ -79,3 +80,15 @@ def refused(fragment: Fragment, codec: CodecName, payload: bytes) -> ErrorCode:
         decode_chunk(fragment, codec, 1 << 20, 0, payload)
     assert len(str(caught.value)) < 1024
     return caught.value.code
+
+
+def lane_square_sums(values: F32, bounds: I64) -> list[float]:
+    """(s,) sums of value**2 of the spans in float64. Those of codes are exact, whatever the order;
+    for floats element i of a span is added to lane i mod 16, and then the lanes in order."""
+    sums = []
+    for first, end in pairwise(bounds):
+        lanes = [0.0] * 16
+        for index, value in enumerate(values[first:end].tolist()):
+            lanes[index % 16] += value * value
+        sums.append(sum(lanes, 0.0))
+    return sums

@@ -83,7 +83,8 @@ def test_the_events_file_is_bounded_and_a_full_disk_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "events.jsonl"
-    events = EventFile(path, bytes_max=200)
+    monkeypatch.setattr("narrows.proto.events.EVENTS_BYTES_MAX", 200)
+    events = EventFile(path)
     for number in range(10):
         events.write({"event": "note", "number": number})
     kept = [json.loads(line)["number"] for line in path.read_text().splitlines()]

@@ -9,21 +9,14 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from codec_cases import lane_square_sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from merging_cases import awkward, one_fragment, push_of, round_of, state_of, values_in
 
 from narrows.broker.merging import Alarm, Model, merge, outer, sums, warm_up
 from narrows.broker.rounds import Contribution, Version
-from narrows.proto.codec import (
-    F32,
-    F64,
-    advance_copy,
-    decode_chunk,
-    digest_of,
-    float_square_sums,
-    recut,
-)
+from narrows.proto.codec import F32, F64, advance_copy, decode_chunk, digest_of, recut
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.layout import Fragment
 from narrows.proto.messages import PUBLICATIONS_KEPT, CodecName
@@ -205,11 +198,11 @@ def test_norms_have_the_bits_of_one_sum_over_each_piece(chunk_elements: int) -> 
             for index, payload in enumerate(push.chunks)
         ]
         vectors.append(sums.Vector(chunk_elements, chunks))
-        norms.append(np.sqrt(float_square_sums(values, fragment.bounds)))
+        norms.append(np.sqrt(lane_square_sums(values, fragment.bounds)))
     assert sums.norms_of(fragment, vectors).T.tolist() == np.array(norms).tolist()
     weights, units = np.full(2, 0.5), np.full((len(sizes), 2), 1.0)
     found = sums.weighted_sums(fragment, vectors, weights, units)
-    exact = np.sqrt(float_square_sums(found.values, fragment.bounds))
+    exact = np.sqrt(lane_square_sums(found.values, fragment.bounds))
     assert found.value_norms.tolist() == exact.tolist()
     assert found.mean_norms.tolist() == (exact / 2).tolist()
 
