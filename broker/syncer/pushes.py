@@ -10,6 +10,7 @@ from typing import Final
 
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.stages import RunPhase
 from narrows.broker.syncer.state import State, Waiting, fault
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, NarrowsError
@@ -30,6 +31,8 @@ class Pushes:
 
     def announced(self, member: Member, push: msg.Push, now: float) -> None:
         """Takes an announcement in. The same one comes again after every Welcome."""
+        if self.state.phase is RunPhase.CLOSING:
+            return  # Its learner cannot know yet that the last rounds are over.
         fragment, push_id = push.fragment, push.push_id
         if (error := self._push_fault(member, push)) is not None:
             self._refuse(member, fragment, push_id, error)
@@ -46,7 +49,8 @@ class Pushes:
         if member is None or not member.is_connected or header.epoch != self.state.epoch:
             return False
         member.heard_at = member.data_at = now
-        if header.push_id <= member.refused.get(header.fragment, 0):
+        is_refused = header.push_id <= member.refused.get(header.fragment, 0)
+        if is_refused or self.state.phase is RunPhase.CLOSING:
             return False
         if (error := self._chunk_fault(header)) is not None:
             self._refuse(member, header.fragment, header.push_id, error)
@@ -156,7 +160,7 @@ class Pushes:
         if not state.is_open:
             got, remedy = "a run that has not begun", "wait for a Welcome with role adopt"
             return fault("a push before version 0", "one after it", got, remedy)
-        if state.phase.is_over:
+        if state.phase is RunPhase.ENDED:
             got, remedy = f"one of fragment {fragment}", "adopt the final model and leave"
             return fault("a push after the last round", "none", got, remedy)
         if fragment >= count:

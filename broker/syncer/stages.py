@@ -27,11 +27,6 @@ class RunPhase(Enum):
         """The phase that learners are told."""
         return Phase.ENDING if self is RunPhase.CLOSING else Phase(self.value)
 
-    @property
-    def is_over(self) -> bool:
-        """No round is launched any more."""
-        return self in (RunPhase.CLOSING, RunPhase.ENDED)
-
 
 class Turn(Enum):
     """An event that ends a phase."""
