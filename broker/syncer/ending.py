@@ -8,7 +8,8 @@ from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.stages import RunPhase, Stage, Turn
 from narrows.broker.syncer.state import State
-from narrows.proto.timing import LEAVE_MAX_S, LEAVE_S
+from narrows.proto.timing import LEAVE_MAX_S, LEAVE_S, REDIAL_S
+from narrows.proto.wire import name_of
 
 
 @dataclass(eq=False)
@@ -33,24 +34,27 @@ class Ending:
         return [m for m in self.state.members if not m.has_left and now < m.moved_at + LEAVE_S]
 
     def expects_strangers(self, now: float) -> bool:
-        """After a start of the broker all learners are cut off, and it does not know their names
-        yet."""
-        return self.state.resumed and now < self.state.started_at + LEAVE_S
+        """After a start of the broker all learners are cut off, and it has met none of them yet.
+
+        It knows who has taught the run, and waits for them as long as for anybody. Others have at
+        least the time that a dial takes.
+        """
+        state, since_s = self.state, now - self.state.started_at
+        if not state.resumed or since_s >= LEAVE_S:
+            return False
+        taught = (name_of(incarnation) for incarnation, _ in state.merged)
+        return since_s < REDIAL_S or not all(map(state.members.named, taught))
+
+    def owes(self, member: Member, fragment: int) -> bool:
+        """A push of it is on its way, or it has neither pushed nor said that nothing is left."""
+        waiting = self.state.rounds[fragment].inbox.get(member.incarnation)
+        if waiting is not None and waiting.push is not None:
+            return waiting.is_coming
+        return min(member.held) >= 0 and fragment not in member.finished
 
     def holders_up(self, fragment: int, now: float) -> list[Member]:
-        """Learners that the last round of a fragment waits for: whose push is on its way, or who
-        have neither pushed nor said that nothing is left."""
-        inbox, holders = self.state.rounds[fragment].inbox, []
-        for member in self.awaited(now):
-            waiting = inbox.get(member.incarnation)
-            if waiting is not None and waiting.push is not None:
-                holds_up = waiting.is_coming
-            else:
-                holds_up = bool(member.held) and min(member.held) >= 0
-                holds_up &= fragment not in member.finished
-            if holds_up:
-                holders.append(member)
-        return holders
+        """Learners that the last round of a fragment waits for."""
+        return [member for member in self.awaited(now) if self.owes(member, fragment)]
 
     def _lacks(self, member: Member) -> list[int]:
         heads = self.state.heads
@@ -99,10 +103,14 @@ class Ending:
 
     def _turn(self, turn: Turn, now: float) -> None:
         self.state.turn(turn)
-        self.began_at = now
-        # A phase begins with a full wait: a learner that is paused makes no steps either.
+        self.began_at, fragments = now, range(len(self.state.heads))
         for member in self.state.members:
-            if member.is_heard(now):
+            # A phase begins with a full wait: a learner that is paused makes no steps either. But
+            # whom the last rounds have waited for in vain has had its time.
+            is_given_up = turn is not Turn.REACH_GOAL and any(
+                self.owes(member, fragment) for fragment in fragments
+            )
+            if member.is_heard(now) and not is_given_up:
                 member.moved_at = now
 
     def _given_up(self) -> tuple[str, ...]:
