@@ -7,7 +7,7 @@ from typing import Final
 
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member
-from narrows.broker.syncer.stages import Turn
+from narrows.broker.syncer.stages import RunPhase
 from narrows.broker.syncer.state import State, fault
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, NarrowsError
@@ -141,7 +141,7 @@ class Seeding:
     def seeded(self) -> None:
         """Version 0 is durable."""
         assert self._making and not self.state.heads
-        self.state.set_heads([0] * len(self.state.table))
+        self.state.heads = [0] * self.state.settings.fragments
         self._chunks = []
         self.state.note("seeded", "version 0 is durable")
 
@@ -183,7 +183,7 @@ class Seeding:
         joined = sum(member.is_heard(now) for member in state.members.connected())
         if not state.heads or state.is_open or joined < state.config.run.learners_at_start:
             return False
-        state.turn(Turn.BEGIN)
+        state.turn(RunPhase.RUNNING)
         state.note("begun", f"the run begins with {joined} learner{'s' * (joined != 1)}")
         return True
 

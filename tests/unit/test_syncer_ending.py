@@ -123,6 +123,19 @@ def test_a_learner_that_was_given_up_and_moves_again_gets_the_final_model() -> N
     assert events(desk) == ["CommitEnd", "Finish"]
 
 
+def test_a_full_disk_at_the_end_takes_nobodys_time() -> None:
+    desk = at_goal("a", "b", "c")
+    desk.commits = False
+    for second in range(80):
+        if second == 35:
+            desk.hello("b", peer="b:1")
+        hang(desk, 1)
+        desk.report("c", 10, held=BEHIND)
+    assert events(desk) == ["CommitEnd"]
+    desk.do(desk.syncer.ended)
+    assert desk.status["waiting_for"] == ["a, b to adopt the final model"]
+
+
 def test_a_learner_that_moves_is_waited_for_ten_minutes_and_no_longer() -> None:
     desk = at_goal("a")
     for second in range(599):
