@@ -44,7 +44,7 @@ class Ending:
         if not state.resumed or since_s >= LEAVE_S:
             return False
         taught = (name_of(incarnation) for incarnation, _ in state.merged)
-        return since_s < REDIAL_S or not all(map(state.members.named, taught))
+        return since_s < REDIAL_S or not all(name in state.members.by_name for name in taught)
 
     def owes(self, member: Member, fragment: int) -> bool:
         """A push of it is on its way, or it has neither pushed nor said that nothing is left."""

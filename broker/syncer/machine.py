@@ -65,15 +65,6 @@ class Syncer:
     # What the host reads.
 
     @property
-    def ports(self) -> tuple[int, int]:
-        """Uplink and downlink, as Welcome tells them; the host sets them when they are bound."""
-        return self.state.ports
-
-    @ports.setter
-    def ports(self, ports: tuple[int, int]) -> None:
-        self.state.ports = ports
-
-    @property
     def run_tokens(self) -> int:
         return self.state.clock.run_tokens
 
@@ -91,23 +82,24 @@ class Syncer:
         """A decoded control message of a connection, whose key may speak for `site` (None: no
         keys)."""
         self._notice(now)
-        member = self.state.members.at(peer)
+        member = self.state.members.by_peer.get(peer)
         if member is not None and site is not None and not speaks_for(site, member.name):
             # A peer chooses the name of its connection, and may choose one that another had.
             member = None
-        if isinstance(message, msg.Hello):
-            self._joining.hello(peer, site, message, now)
-        elif isinstance(message, msg.AskStatus):
-            self.effects.append(ev.Send(peer, msg.Status(self.status(now))))
-        elif member is not None:
-            member.heard_at = now
-            try:
+        try:
+            if isinstance(message, msg.Hello):
+                self._joining.hello(peer, site, message, now)
+            elif isinstance(message, msg.AskStatus):
+                self.effects.append(ev.Send(peer, msg.Status(self.status(now))))
+            elif member is not None:
+                member.heard_at = now
                 self._of_member(member, message, now)
-            except RemoteProtocolError as error:
-                self.state.refuse(peer, error)
-        elif not isinstance(message, msg.Bye):
-            reason = "this life of the broker has not met you: say Hello"
-            self.effects.append(ev.Send(peer, msg.Bye(reason)))
+            elif not isinstance(message, msg.Bye):
+                reason = "this life of the broker has not met you: say Hello"
+                self.effects.append(ev.Send(peer, msg.Bye(reason)))
+        except RemoteProtocolError as error:
+            name = message.name if isinstance(message, msg.Hello) else ""
+            self.state.refuse(peer, error, name=name)
         self.advance(now)
 
     def _of_member(self, member: Member, message: msg.ControlMessage, now: float) -> None:
@@ -136,10 +128,9 @@ class Syncer:
             case _:
                 raise fault(
                     "a message that only the broker sends",
-                    "Hello, Report, Push, Fetch, AskStatus or Bye",
-                    type(message).__name__,
+                    "Hello, Report, Push, Fetch, AskStatus or Bye", type(message).__name__,
                     "connect learners to the broker, not brokers to each other",
-                )
+                )  # fmt: skip
 
     def refused(self, peer: str, error: NarrowsError, now: float) -> None:
         """A control message that could not be decoded."""
@@ -169,7 +160,7 @@ class Syncer:
 
     def wants_layout(self, incarnation: str) -> bool:
         """Asked before a layout is unpacked: it may be large."""
-        return self._seeding.wants_layout(incarnation)
+        return self._seeding.asked(incarnation) is not None
 
     def layout(self, incarnation: str, layout: msg.Layout, now: float) -> None:
         """The seeding learner's layout."""

@@ -110,55 +110,49 @@ class Members:
     """All members by name and connection."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, Member] = {}
-        self._by_peer: dict[str, Member] = {}
+        self.by_name: dict[str, Member] = {}
+        self.by_peer: dict[str, Member] = {}
+        """The connected ones."""
 
     def __iter__(self) -> Iterator[Member]:
-        return iter(self._by_name.values())
+        return iter(self.by_name.values())
 
     def connected(self) -> list[Member]:
-        return list(self._by_peer.values())
+        return list(self.by_peer.values())
 
     def heard(self, now: float) -> list[Member]:
-        return [member for member in self._by_peer.values() if member.is_heard(now)]
+        return [member for member in self.by_peer.values() if member.is_heard(now)]
 
     def awaited(self, now: float) -> list[Member]:
-        return [member for member in self._by_peer.values() if member.is_awaited(now)]
-
-    def named(self, name: str) -> Member | None:
-        return self._by_name.get(name)
-
-    def at(self, peer: str) -> Member | None:
-        return self._by_peer.get(peer)
+        return [member for member in self.by_peer.values() if member.is_awaited(now)]
 
     def of(self, incarnation: str) -> Member | None:
         """The member of an incarnation, unless another one has its name by now."""
-        member = self._by_name.get(name_of(incarnation))
+        member = self.by_name.get(name_of(incarnation))
         return member if member and member.incarnation == incarnation else None
 
     def connect(self, member: Member, peer: str, now: float) -> None:
         """Gives a member a connection; it replaces what had the name or the connection before."""
-        holder = self._by_name.get(member.name)
-        for other in (self._by_peer.get(peer), holder if holder is not member else None):
-            if other is not None:
+        for other in (self.by_peer.get(peer), self.by_name.get(member.name)):
+            if other is not None and other is not member:
                 self.disconnect(other)
-        # It may still be using the rate that it was told on another connection.
-        self._by_peer.pop(member.peer, None)
+        # The member itself may still be using the rate that it was told before.
+        self.by_peer.pop(member.peer, None)
         member.peer, member.heard_at, member.moved_at, member.has_left = peer, now, now, False
-        self._by_name[member.name] = self._by_peer[peer] = member
+        self.by_name[member.name] = self.by_peer[peer] = member
         gone = [member for member in self if not member.is_connected]
         gone.sort(key=lambda member: member.heard_at)
-        for each in gone[: max(0, len(self._by_name) - NAMES_MAX)]:
-            del self._by_name[each.name]
+        for each in gone[: max(0, len(self.by_name) - NAMES_MAX)]:
+            del self.by_name[each.name]
 
     def disconnect(self, member: Member) -> None:
         """The connection is gone, and with it the member's rate; the name is remembered."""
-        self._by_peer.pop(member.peer, None)
+        self.by_peer.pop(member.peer, None)
         member.peer, member.up_bits_per_s, member.up_in_force = "", 0.0, 0.0
 
     def lost(self, now: float) -> list[Member]:
         """Connected members that were not heard for LOST_S."""
-        return [each for each in self._by_peer.values() if now >= each.heard_at + LOST_S]
+        return [each for each in self.by_peer.values() if now >= each.heard_at + LOST_S]
 
     def excuse(self, delay_s: float, now: float) -> None:
         """The broker itself stood still: nobody was silent for that time, or slow."""
@@ -168,9 +162,9 @@ class Members:
             member.counted = None
 
     def check(self) -> None:
-        for name, member in self._by_name.items():
+        for name, member in self.by_name.items():
             assert name == member.name == name_of(member.incarnation), member
-            assert not member.peer or self._by_peer[member.peer] is member, member
-        for peer, member in self._by_peer.items():
-            assert member.peer == peer and self._by_name[member.name] is member, member
-        assert len(self._by_name) <= NAMES_MAX + len(self._by_peer)
+            assert not member.peer or self.by_peer[member.peer] is member, member
+        for peer, member in self.by_peer.items():
+            assert member.peer == peer and self.by_name[member.name] is member, member
+        assert len(self.by_name) <= NAMES_MAX + len(self.by_peer)

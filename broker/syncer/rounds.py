@@ -157,12 +157,10 @@ class Rounds:
         text = f"fragment {fragment}: {error}"
         self.state.note("merge_failed", text, warning=True, fragment=fragment, learners=learners)
         refusal = fault(
-            f"the merge of fragment {fragment} failed",
-            "finite sums",
-            str(error)[:200],
+            f"the merge of fragment {fragment} failed", "finite sums", str(error)[:200],
             "the steps stay in your parameters and travel with the next push",
             ErrorCode.MERGE_FAILED,
-        )
+        )  # fmt: skip
         self.pushes.refuse_taken(fragment, refusal)
         round_.taken = ()
         self.move(round_, Step.FAILED)

@@ -84,7 +84,7 @@ class State:
         self.published_digest = published_digest
         port = int(config.broker.listen.rpartition(":")[2])
         self.ports = (port + 1, port + 2)
-        """Uplink and downlink."""
+        """Uplink and downlink; the process sets them when they are bound."""
         self.resumed = resumed is not None
         """The run goes on from a state directory: learners of an earlier life may come back."""
         self.phase = RunPhase.SEEDING
@@ -183,7 +183,7 @@ class State:
 
         `name` is that of a learner that is no member yet.
         """
-        if not name and (member := self.members.at(peer)):
+        if not name and (member := self.members.by_peer.get(peer)):
             name = member.name
         told = (error.message, error.expected, error.got, error.remedy)
         message, expected, got, remedy = (text[: msg.TEXT_CHARACTERS_MAX] for text in told)
