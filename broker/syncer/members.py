@@ -84,10 +84,6 @@ class Member:
         """Rounds wait for it: it is ready, heard lately and not paused."""
         return self.is_ready and self.paused is None and self.is_heard(now)
 
-    def is_joining(self, now: float) -> bool:
-        """Its first versions are on their way to it."""
-        return not self.is_ready and self.paused is None and self.is_heard(now)
-
     def report(self, report: Report, held: tuple[int, ...], now: float) -> None:
         """Takes progress in. Step times are taken on the broker's clock: nobody's own count of
         seconds is believed."""

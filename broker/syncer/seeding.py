@@ -71,9 +71,9 @@ class Seeding:
             return None  # The one that is silent may come back and go on.
         self._drop()
         seeder = able[0]
-        self._seeder, self._transfers = seeder.incarnation, [Transfer(1, now, unasked=True)]
-        if self.state.config.broker.init:
-            self._fetch(seeder, msg.DataKind.LAYOUT, 0, ((0, 1),))
+        # With an initial file its role is to wait, so it sends the layout only when it is asked.
+        unasked = not self.state.config.broker.init
+        self._seeder, self._transfers = seeder.incarnation, [Transfer(1, now, unasked=unasked)]
         self.state.note("seeding", f"{seeder.name} is asked for version 0", learner=seeder.name)
         return seeder
 
@@ -161,20 +161,15 @@ class Seeding:
 
     def advance(self, now: float) -> Member | None:
         """Asks for what is missing. Returns a learner that is newly asked, for its Welcome."""
-        if (picked := self.pick(now)) is not None:
-            return picked
-        seeder = self.seeder
+        picked, seeder = self.pick(now), self.seeder
         if seeder is None or not seeder.is_connected or self._making:
             return None
         window = self.state.settings.window_messages
         kind = msg.DataKind.LAYOUT if self.state.layout is None else msg.DataKind.SEED
         for fragment, transfer in enumerate(self._transfers):
             if chunks := transfer.ask(now, seeder.heard_at, window):
-                self._fetch(seeder, kind, fragment, chunks)
-        return None
-
-    def _fetch(self, member: Member, kind: msg.DataKind, fragment: int, chunks: msg.Ranges) -> None:
-        self.state.send(member, msg.Fetch(kind, fragment, 0, 0, chunks))
+                self.state.send(seeder, msg.Fetch(kind, fragment, 0, 0, chunks))
+        return picked
 
     def begin(self, now: float) -> bool:
         """Begins the run once version 0 is durable and enough learners have joined."""

@@ -154,10 +154,9 @@ class State:
         here = [waiting.incarnation for waiting in self.rounds[fragment].here()]
         begins = self.config.merge.quorum == 0 and self.heads[fragment] == 0
         return [
-            member
-            for member in self.members.connected()
-            if member.incarnation not in here
-            and (member.is_awaited(now) or (begins and member.is_joining(now)))
+            each
+            for each in self.members.heard(now)
+            if each.incarnation not in here and each.paused is None and (each.is_ready or begins)
         ]
 
     # Effects.
