@@ -61,6 +61,10 @@ for this long."""
 LEAVE_MAX_S: Final = 600.0
 """It is given up after this long in any case."""
 
+REDIAL_S: Final = 8.0
+"""A learner whose line works is here again this long after a start of the broker: CONNECT_TIMEOUT
+and RECONNECT_IVL_MAX are 7 s together."""
+
 # Bad input.
 
 REFUSALS_S: Final = 60.0

@@ -68,7 +68,7 @@ class Service:
                 reach=reach,
                 on_note=self._note,
             )
-            self.host.syncer.ports = self.link.ports[1], self.link.ports[2]
+            self.host.syncer.state.ports = self.link.ports[1], self.link.ports[2]
             self._workers.run(warm_up, _raise)
             self._undo = undo.pop_all()
 

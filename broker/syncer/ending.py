@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member
-from narrows.broker.syncer.stages import RunPhase, Stage, Turn
+from narrows.broker.syncer.stages import RunPhase, Stage
 from narrows.broker.syncer.state import State
-from narrows.proto.timing import LEAVE_MAX_S, LEAVE_S
+from narrows.proto.timing import LEAVE_MAX_S, LEAVE_S, REDIAL_S
+from narrows.proto.wire import name_of
 
 
 @dataclass(eq=False)
@@ -20,7 +22,7 @@ class Ending:
     """
 
     state: State
-    began_at: float = 0.0
+    began_at: float
     """When the phase of the end began that is on now."""
     finished: bool = False
 
@@ -33,47 +35,44 @@ class Ending:
         return [m for m in self.state.members if not m.has_left and now < m.moved_at + LEAVE_S]
 
     def expects_strangers(self, now: float) -> bool:
-        """After a start of the broker all learners are cut off, and it does not know their names
-        yet."""
-        return self.state.resumed and now < self.state.started_at + LEAVE_S
+        """After a start of the broker all learners are cut off, and it has met none of them yet.
+
+        It knows who has taught the run, and waits for them as long as for anybody. Others have at
+        least the time that a dial takes.
+        """
+        state, since_s = self.state, now - self.state.started_at
+        if not state.resumed or since_s >= LEAVE_S:
+            return False
+        taught = (name_of(incarnation) for incarnation, _ in state.merged)
+        return since_s < REDIAL_S or not all(name in state.members.by_name for name in taught)
+
+    def owes(self, member: Member, fragment: int) -> bool:
+        """A push of it is on its way, or it has neither pushed nor said that nothing is left."""
+        waiting = self.state.rounds[fragment].inbox.get(member.incarnation)
+        if waiting is not None and waiting.push is not None:
+            return waiting.is_coming
+        return min(member.held) >= 0 and fragment not in member.finished
 
     def holders_up(self, fragment: int, now: float) -> list[Member]:
-        """Learners that the last round of a fragment waits for: whose push is on its way, or who
-        have neither pushed nor said that nothing is left."""
-        inbox, holders = self.state.rounds[fragment].inbox, []
-        for member in self.awaited(now):
-            waiting = inbox.get(member.incarnation)
-            if waiting is not None and waiting.push is not None:
-                holds_up = waiting.is_coming
-            else:
-                holds_up = bool(member.held) and min(member.held) >= 0
-                holds_up &= fragment not in member.finished
-            if holds_up:
-                holders.append(member)
-        return holders
-
-    def _lacks(self, member: Member) -> list[int]:
-        heads = self.state.heads
-        return [f for f, held in enumerate(member.held) if held < heads[f]]
-
-    # Phases.
+        """Learners that the last round of a fragment waits for."""
+        return [member for member in self.awaited(now) if self.owes(member, fragment)]
 
     def fragments_open(self, now: float) -> list[int]:
         """Idle fragments that need a last round."""
-        rounds = self.state.rounds
         return [
             fragment
-            for fragment, round_ in enumerate(rounds)
+            for fragment, round_ in enumerate(self.state.rounds)
             if round_.stage is Stage.IDLE and (round_.here() or self.holders_up(fragment, now))
         ]
+
+    # Phases.
 
     def reach_goal(self, now: float) -> None:
         """Begins the end once the goal is reached."""
         state, goal = self.state, self.state.settings.goal_tokens
-        if state.phase is not RunPhase.RUNNING or not goal or state.clock.run_tokens < goal:
-            return
-        self._turn(Turn.REACH_GOAL, now)
-        state.note("goal", f"{goal} tokens are reached: one last round per fragment")
+        if state.phase is RunPhase.RUNNING and goal and state.clock.run_tokens >= goal:
+            self._turn(RunPhase.ENDING, state.members, now)
+            state.note("goal", f"{goal} tokens are reached: one last round per fragment")
 
     def advance(self, now: float) -> None:
         """Closes the run after the last rounds, and finishes the process after the last adoption.
@@ -83,7 +82,10 @@ class Ending:
         state = self.state
         if state.phase is RunPhase.ENDING and not state.in_flight():
             if not self.fragments_open(now) and not self.expects_strangers(now):
-                self._turn(Turn.CLOSE, now)
+                # Whom the last rounds have waited for in vain has had its time.
+                fragments = range(len(state.heads))
+                owing = [m for m in state.members if any(self.owes(m, f) for f in fragments)]
+                self._turn(RunPhase.CLOSING, [m for m in state.members if m not in owing], now)
                 state.effects.append(ev.CommitEnd())
         if state.phase is RunPhase.ENDED and not self.finished:
             # A learner says Bye once it has adopted the final model outright. That it holds the
@@ -94,14 +96,16 @@ class Ending:
 
     def ended(self, now: float) -> None:
         """The end is durable: the heads are final."""
-        self._turn(Turn.CONFIRM_END, now)
+        # A full disk may have kept everybody waiting, but for those who were given up before.
+        waiting = [member for member in self.state.members if member.moved_at >= self.began_at]
+        self._turn(RunPhase.ENDED, waiting, now)
         self.state.note("ended", "the run has ended: learners adopt the final model")
 
-    def _turn(self, turn: Turn, now: float) -> None:
-        self.state.turn(turn)
+    def _turn(self, phase: RunPhase, members: Iterable[Member], now: float) -> None:
+        """A phase begins with a full wait for these: who is paused makes no steps either."""
+        self.state.turn(phase)
         self.began_at = now
-        # A phase begins with a full wait: a learner that is paused makes no steps either.
-        for member in self.state.members:
+        for member in members:
             if member.is_heard(now):
                 member.moved_at = now
 
@@ -109,8 +113,9 @@ class Ending:
         """Learners that saw the end and have not got the final model, each with what it lacks."""
         lines = []
         for member in self.state.members:
-            lacks = self._lacks(member)
+            held = zip(self.state.heads, member.held, strict=True)
+            lacks = [str(fragment) for fragment, (head, v) in enumerate(held) if v < head]
             if lacks and not member.has_left and member.heard_at >= self.began_at - LEAVE_S:
-                which = ", ".join(map(str, lacks))
-                lines.append(f"{member.name} (fragment{'s' * (len(lacks) > 1)} {which})")
+                which = f"fragment{'s' * (len(lacks) > 1)} {', '.join(lacks)}"
+                lines.append(f"{member.name} ({which})")
         return tuple(lines)

@@ -3,44 +3,11 @@
 Events are methods of `Syncer`; effects are the tuples here. After every call the host empties
 `syncer.effects` and performs them in order. The machine's state is ahead of its effects when they
 are performed, so an effect carries all that it needs and the host never looks back.
-
-    Syncer(config, epoch, run_id, now, *, resumed=None, published_digest=lambda f, v: None)
-
-    ports                                   (uplink, downlink), told in Welcome; the host sets them
-                                            when its sockets are bound, if they are not the two
-                                            after the port of broker.listen
-
-    control(peer, site, message, now)       a decoded control message; `site` is the name that the
-                                            connection's key may speak for, None without keys
-    refused(peer, error, now)               a control message that could not be decoded
-    push_chunk(header, now) -> bool         True: the chunk is wanted; keep it and have it checked
-    chunk_checked(header, now)              its payload decodes and is finite
-    push_failed(header, error, now)         it does not: the push is dropped and refused
-    layout(incarnation, layout, now)        the seeding learner's layout
-    seed_chunk(header, now) -> bool         True: wanted
-    seeded(now)                             version 0 is durable
-    seed_failed(error, now)                 it cannot be made (a value is not finite): its learner
-                                            is refused, the next one is asked
-    merged(fragment, now)                   the merge is done; nothing has changed yet
-    merge_failed(fragment, error, now)
-    durable(fragment, now)                  the round's row is committed: the version exists
-    disk_failed(fragment, error, now)       the commit is tried again by the host
-    ended(now)                              the end of the run is durable
-    stop(reason, now)                       the operator ends the process: Bye to everybody
-    advance(now); deadline(now) -> float    time
-    status(now) -> dict                     for Status
-    epoch, run_tokens, live(now) -> names   for headers and the events file
-    state                                   heads, clock, rounds, xi_s; only the simulator reads it
-    check()                                 asserts every invariant; the simulator calls it
-
-Every event ends with `advance(now)`. `Syncer` raises nothing for bad input from a peer: it refuses
-with an effect. It imports no zmq, time, threading, socket or torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from narrows.proto.messages import ControlMessage, Fetch, Layout, Phase
@@ -53,13 +20,13 @@ class Resumed(NamedTuple):
     heads: tuple[int, ...]
     clock: int
     """Tokens of all merged pushes, summed over fragments."""
-    merged: dict[tuple[str, int], int]
+    merged: Mapping[tuple[str, int], int]
     """(incarnation, fragment) -> newest merged push id."""
     period_s: float
     """Period of the newest round; 0: none."""
     phase: Phase
     """RUNNING or ENDED."""
-    merged_tokens: Mapping[str, int] = MappingProxyType({})
+    merged_tokens: Mapping[str, int]
     """Incarnation -> tokens of its merged pushes, summed over fragments; for the status."""
 
 

@@ -8,7 +8,7 @@ or one launch spacing where that is longer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from narrows.proto.messages import RunSettings
 
@@ -26,14 +26,9 @@ def pace_s(steps_s: Sequence[float]) -> float:
     return len(steps_s) / sum(1 / each for each in steps_s)
 
 
-def period_s(settings: RunSettings, xi_s: float) -> float:
-    """Seconds between two rounds of a fragment; 0: not known yet."""
-    return settings.sync_period_steps * xi_s
-
-
 def spacing_s(settings: RunSettings, xi_s: float) -> float:
     """Seconds between two launches, whatever their fragments."""
-    return period_s(settings, xi_s) / settings.fragments
+    return settings.sync_period_steps * xi_s / settings.fragments
 
 
 def window_s(settings: RunSettings, xi_s: float, *, quorum_after_s: float, sync_s: float) -> float:
@@ -45,40 +40,13 @@ def window_s(settings: RunSettings, xi_s: float, *, quorum_after_s: float, sync_
     return max(GAMMA * hidden_s, spacing_s(settings, xi_s))
 
 
-class Census(NamedTuple):
-    """Counts of who has pushed to a round."""
+def has_quorum(quorum: int, *, here: int, awaited: int, absent: int) -> bool:
+    """True if enough complete pushes are `here`. `quorum` 0: those of all awaited learners.
 
-    here: int
-    """Complete pushes."""
-    awaited: int
-    """Learners that are ready, heard and not paused."""
-    absent: int
-    """Those of them without a complete push here, and in the first round who is joining still."""
-    missing: int
-    """Learners that a window waits for: the absent ones whose step is shorter than the window, and
-    everybody whose push is announced and not here yet."""
-    decoding: bool
-    """All bytes of some push are here and only its decoding is not finished."""
-
-
-def has_quorum(quorum: int, census: Census) -> bool:
-    """True if enough pushes are here. `quorum` 0: those of all awaited learners.
-
-    Who is gone cannot be waited for: two rounds that nobody can fill would hold both slots for
-    ever.
+    Awaited learners are ready, heard and not paused: two rounds that nobody can fill would hold
+    both slots for ever. Absent are those of them without a complete push here, and in the first
+    round who is joining still.
     """
-    if census.here == 0:
+    if here == 0:
         return False
-    if quorum == 0:
-        return census.absent == 0
-    return census.here >= min(quorum, census.awaited)
-
-
-def due(quorum: int, census: Census, *, since_quorum_s: float, window_s: float) -> str:
-    """Why a round is merged now, "everybody" or "window"; "" if it is not due."""
-    if not has_quorum(quorum, census):
-        return ""
-    if census.missing == 0:
-        return "everybody"
-    # Decoding takes a few ms of our own time; no learner should pay a version for it.
-    return "window" if since_quorum_s >= window_s and not census.decoding else ""
+    return absent == 0 if quorum == 0 else here >= min(quorum, awaited)

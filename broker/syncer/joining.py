@@ -11,7 +11,7 @@ from narrows.broker.syncer.pushes import Pushes
 from narrows.broker.syncer.seeding import Seeding
 from narrows.broker.syncer.state import State, fault
 from narrows.proto import messages as msg
-from narrows.proto.errors import ErrorCode, NarrowsError, printable
+from narrows.proto.errors import ErrorCode, printable
 from narrows.proto.timing import HEARD_S
 from narrows.proto.wire import name_of, speaks_for
 
@@ -25,20 +25,21 @@ class Joining:
     pushes: Pushes
 
     def hello(self, peer: str, site: str | None, hello: msg.Hello, now: float) -> None:
-        """Admits or refuses a learner. `site`: whom its key may speak for; None: no keys."""
+        """Admits a learner. `site`: whom its key may speak for; None: no keys.
+
+        Raises RemoteProtocolError for one that is not admitted.
+        """
         state = self.state
         if state.stopping:
             state.effects.append(ev.Send(peer, msg.Bye(state.stopping)))
             return
-        if (error := self._fault(site, hello, now)) is not None:
-            state.refuse(peer, error, name=hello.name)
-            return
+        self._check(site, hello, now)
         self.seeding.give_way(hello, now)
         if state.layout is not None and hello.fingerprint != state.fingerprint:
             self.seeding.refuse_layout(peer, hello.name, hello.fingerprint)
             return
         go_back = self._go_back(hello)
-        other = state.members.at(peer)
+        other = state.members.by_peer.get(peer)
         if other is not None and other.incarnation != hello.incarnation:
             self.pushes.drop_incomplete(other.incarnation)  # Its connection speaks for another now.
         member = self._member(hello, go_back, now)
@@ -63,72 +64,53 @@ class Joining:
             ),
         )
 
-    def _fault(self, site: str | None, hello: msg.Hello, now: float) -> NarrowsError | None:
-        """Why a learner is not admitted; its layout aside."""
+    def _check(self, site: str | None, hello: msg.Hello, now: float) -> None:
+        """Raises RemoteProtocolError if a learner is not admitted; its layout aside."""
         state, name, count = self.state, hello.name, self.state.settings.fragments
         if hello.protocol != msg.PROTOCOL:
-            return fault(
-                "another version of the wire format",
-                str(msg.PROTOCOL),
-                str(hello.protocol),
-                "install the same version of narrows on both sides",
-                ErrorCode.PROTOCOL_VERSION,
-            )
+            raise fault(
+                "another version of the wire format", str(msg.PROTOCOL), str(hello.protocol),
+                "install the same version of narrows on both sides", ErrorCode.PROTOCOL_VERSION,
+            )  # fmt: skip
         if site is not None and not speaks_for(site, name):
-            return fault(
-                "this key may not speak for this name",
-                f"{site} or {site}/...",
-                name,
+            raise fault(
+                "this key may not speak for this name", f"{site} or {site}/...", name,
                 "start the learner with a name of its key's site, or with that site's key",
                 ErrorCode.KEY_NAME,
-            )
+            )  # fmt: skip
         if name_of(hello.incarnation) != name:
-            return fault(
-                "incarnation",
-                f"{name}. and eight hex digits",
-                hello.incarnation,
-                "make the incarnation of the learner's own name",
-                ErrorCode.BAD_NAME,
-            )
-        holder = state.members.named(name)
+            raise fault(
+                "incarnation", f"{name}. and eight hex digits", hello.incarnation,
+                "make the incarnation of the learner's own name", ErrorCode.BAD_NAME,
+            )  # fmt: skip
+        holder = state.members.by_name.get(name)
         if holder and holder.incarnation != hello.incarnation and holder.is_heard(now):
-            return fault(
+            raise fault(
                 f"another process is {name}",
                 f"a name that nobody has used in the last {HEARD_S:g} s",
                 f"{name}, heard {now - holder.heard_at:.1f} s ago",
-                "choose another --name, or stop the other process first",
-                ErrorCode.NAME_IN_USE,
-            )
+                "choose another --name, or stop the other process first", ErrorCode.NAME_IN_USE,
+            )  # fmt: skip
         if hello.run_id not in ("", state.run_id):
-            return fault(
+            raise fault(
                 "this learner belongs to another run",
-                f"run {state.run_id}",
-                f"run {printable(hello.run_id)}",
+                f"run {state.run_id}", f"run {printable(hello.run_id)}",
                 "start the learner again: it joins this run with this run's model",
                 ErrorCode.WRONG_RUN,
-            )
+            )  # fmt: skip
         if len(hello.held) not in (0, count):
-            return fault(
-                "Hello.held",
-                f"{count} fragments, or none",
-                str(len(hello.held)),
-                "start the learner again: the run's number of fragments has changed",
-            )
+            remedy = "start the learner again: the run's number of fragments has changed"
+            raise fault("Hello.held", f"{count} fragments, or none", str(len(hello.held)), remedy)
         if sum(each.name != name for each in state.members.connected()) >= msg.LEARNERS_MAX:
-            return fault(
-                "the run is full",
-                f"at most {msg.LEARNERS_MAX} learners",
-                "one more",
-                "wait until a learner leaves",
-                ErrorCode.OVER_CAPACITY,
-            )
-        return None
+            raise fault(
+                "the run is full", f"at most {msg.LEARNERS_MAX} learners", "one more",
+                "wait until a learner leaves", ErrorCode.OVER_CAPACITY,
+            )  # fmt: skip
 
     def _go_back(self, hello: msg.Hello) -> tuple[int, ...]:
         """Fragments whose copy is not part of this history: the state directory is an older copy.
 
-        Asked only of a learner that followed another epoch. Within one epoch a publication may
-        overtake a Welcome, and that is no step back.
+        Within one epoch a publication may overtake a Welcome, and that is no step back.
         """
         state = self.state
         if hello.epoch == state.epoch:
@@ -151,26 +133,24 @@ class Joining:
 
     def _member(self, hello: msg.Hello, go_back: tuple[int, ...], now: float) -> Member:
         """The member of an incarnation: the known one, or a new one in place of the last."""
-        state = self.state
+        state, name = self.state, hello.name
         held = [each.version for each in hello.held] or [-1] * state.settings.fragments
         for fragment in go_back:
             held[fragment] = -1
         if state.heads:
-            held = [min(version, head) for version, head in zip(held, state.heads, strict=True)]
-        holder = state.members.named(hello.name)
+            held = list(map(min, held, state.heads))
+        holder = state.members.by_name.get(name)
         if holder is not None and holder.incarnation == hello.incarnation:
             holder.held = tuple(held)
-            state.note("rejoined", f"{hello.name} is back", learner=hello.name)
+            state.note("rejoined", f"{name} is back", learner=name)
             return holder
-        member = Member(
-            hello.name, hello.incarnation, hello.fingerprint, now, now, held=tuple(held)
-        )
+        member = Member(name, hello.incarnation, hello.fingerprint, now, now, held=tuple(held))
         member.merged_tokens = state.merged_tokens.get(hello.incarnation, 0)
         if holder is None:
-            state.note("joined", f"{hello.name} has joined", learner=hello.name)
-            return member
-        # What the process before it has pushed completely still counts; the rest never comes.
-        self.pushes.drop_incomplete(holder.incarnation)
-        member.up_in_force = holder.up_in_force
-        state.note("rejoined", f"{hello.name} was started again", learner=hello.name)
+            state.note("joined", f"{name} has joined", learner=name)
+        else:
+            # What the process before it has pushed completely still counts; the rest never comes.
+            self.pushes.drop_incomplete(holder.incarnation)
+            member.up_in_force = holder.up_in_force
+            state.note("rejoined", f"{name} was started again", learner=name)
         return member

@@ -1,7 +1,7 @@
 """The syncer: it decides who is a member, when a round begins, is due, and exists. Pure.
 
-`events.py` states its interface. This file leads each event to the module that decides it, and then
-looks at everything that may have become due.
+This file leads each event to the module that decides it, and then looks at everything that may have
+become due.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Final
 from narrows.broker.config import BrokerConfig
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer import serving, shares
-from narrows.broker.syncer.clock import Clock
 from narrows.broker.syncer.ending import Ending
 from narrows.broker.syncer.joining import Joining
 from narrows.broker.syncer.members import Member
@@ -23,7 +22,7 @@ from narrows.broker.syncer.stages import RunPhase
 from narrows.broker.syncer.state import State, fault
 from narrows.broker.syncer.status import status, warn_of_silence
 from narrows.proto import messages as msg
-from narrows.proto.errors import NarrowsError
+from narrows.proto.errors import NarrowsError, RemoteProtocolError
 from narrows.proto.timing import BEAT_S
 from narrows.proto.wire import speaks_for
 
@@ -36,7 +35,11 @@ PAUSE_S_MIN: Final = 1e-3
 
 
 class Syncer:
-    """One life of the broker, as decisions. Times are seconds of one monotonic clock."""
+    """One life of the broker, as decisions. Times are seconds of one monotonic clock.
+
+    Every event but those of single chunks ends with `advance(now)`. Bad input from a peer raises
+    nothing: it is refused with an effect.
+    """
 
     def __init__(
         self,
@@ -45,49 +48,21 @@ class Syncer:
         run_id: str,
         now: float,
         *,
-        resumed: ev.Resumed | None = None,
-        published_digest: Callable[[int, int], int | None] = lambda fragment, version: None,
+        resumed: ev.Resumed | None,
+        published_digest: Callable[[int, int], int | None],
     ) -> None:
         """`published_digest(fragment, version)` is that of the durable row; None: there is none."""
-        settings = config.shared
-        port = int(config.broker.listen.rpartition(":")[2])
-        self.state = state = State(
-            config=config,
-            settings=settings,
-            epoch=epoch,
-            run_id=run_id,
-            started_at=now,
-            published_digest=published_digest,
-            ports=(port + 1, port + 2),
-            clock=Clock(settings.fragments),
-        )
+        self.state = state = State(config, epoch, run_id, now, published_digest, resumed)
         self.epoch, self.effects = epoch, state.effects
         self._pushes = Pushes(state)
         self._seeding = Seeding(state)
         self._joining = Joining(state, self._seeding, self._pushes)
         self._ending = Ending(state, began_at=now)
-        self._rounds = Rounds(state, self._pushes, self._ending)
+        self._rounds = Rounds(state, self._pushes, self._ending, launched_at=now)
         self._advanced_at = self._beat_at = now
         self._wake_at = now + BEAT_S
-        if resumed is not None:
-            state.set_layout(resumed.layout)
-            state.set_heads(list(resumed.heads))
-            state.clock.tokens, state.merged = resumed.clock, dict(resumed.merged)
-            state.merged_tokens = dict(resumed.merged_tokens)
-            state.xi_s = resumed.period_s / settings.sync_period_steps
-            state.phase, state.resumed = RunPhase(resumed.phase.value), True
-            self._rounds.begin(now)
 
     # What the host reads.
-
-    @property
-    def ports(self) -> tuple[int, int]:
-        """Uplink and downlink, as Welcome tells them."""
-        return self.state.ports
-
-    @ports.setter
-    def ports(self, ports: tuple[int, int]) -> None:
-        self.state.ports = ports
 
     @property
     def run_tokens(self) -> int:
@@ -104,68 +79,62 @@ class Syncer:
     # Control messages.
 
     def control(self, peer: str, site: str | None, message: msg.ControlMessage, now: float) -> None:
-        """A decoded control message of a connection."""
+        """A decoded control message of a connection, whose key may speak for `site` (None: no
+        keys)."""
         self._notice(now)
-        if isinstance(message, msg.Hello):
-            self._joining.hello(peer, site, message, now)
-        elif isinstance(message, msg.AskStatus):
-            self.effects.append(ev.Send(peer, msg.Status(self.status(now))))
-        elif (member := self._member_at(peer, site)) is not None:
-            member.heard_at = now
-            self._of_member(member, message, now)
-        elif not isinstance(message, msg.Bye):
-            reason = "this life of the broker has not met you: say Hello"
-            self.effects.append(ev.Send(peer, msg.Bye(reason)))
+        member = self.state.members.by_peer.get(peer)
+        if member is not None and site is not None and not speaks_for(site, member.name):
+            # A peer chooses the name of its connection, and may choose one that another had.
+            member = None
+        try:
+            if isinstance(message, msg.Hello):
+                self._joining.hello(peer, site, message, now)
+            elif isinstance(message, msg.AskStatus):
+                self.effects.append(ev.Send(peer, msg.Status(self.status(now))))
+            elif member is not None:
+                member.heard_at = now
+                self._of_member(member, message, now)
+            elif not isinstance(message, msg.Bye):
+                reason = "this life of the broker has not met you: say Hello"
+                self.effects.append(ev.Send(peer, msg.Bye(reason)))
+        except RemoteProtocolError as error:
+            name = message.name if isinstance(message, msg.Hello) else ""
+            self.state.refuse(peer, error, name=name)
         self.advance(now)
 
-    def _member_at(self, peer: str, site: str | None) -> Member | None:
-        """The member at a connection, unless the key of the message may not speak for it: a peer
-        chooses the name of its connection, and may choose one that another had."""
-        member = self.state.members.at(peer)
-        return member if member and (site is None or speaks_for(site, member.name)) else None
-
     def _of_member(self, member: Member, message: msg.ControlMessage, now: float) -> None:
+        """Raises RemoteProtocolError for what a learner may not say."""
         state = self.state
         match message:
             case msg.Report():
-                self._report(member, message, now)
+                if len(message.held) != (count := state.settings.fragments):
+                    expected, got = f"{count} fragments, as Welcome told", str(len(message.held))
+                    remedy = "report -1 for a fragment without a version"
+                    raise fault("Report.held", expected, got, remedy)
+                # A learner ahead of us has not read its Welcome yet: what it holds is going away.
+                heads = state.heads if state.is_open else [-1] * count
+                member.report(message, tuple(map(min, message.held, heads)), now)
             case msg.Push():
                 self._pushes.announced(member, message, now)
             case msg.Fetch():
-                serving.serve(state, member, message, now)
+                serving.check(state, message)
+                member.moved_at = now
+                self.effects.append(ev.Serve(member.incarnation, message))
             case msg.Bye():
                 member.has_left = True
                 self._disconnect(member)
                 text = f"{member.name} leaves: {message.reason}"
                 state.note("left", text, learner=member.name)
             case _:
-                error = fault(
+                raise fault(
                     "a message that only the broker sends",
-                    "Hello, Report, Push, Fetch, AskStatus or Bye",
-                    type(message).__name__,
+                    "Hello, Report, Push, Fetch, AskStatus or Bye", type(message).__name__,
                     "connect learners to the broker, not brokers to each other",
-                )
-                state.refuse(member.peer, error, name=member.name)
-
-    def _report(self, member: Member, report: msg.Report, now: float) -> None:
-        state, count = self.state, self.state.settings.fragments
-        if len(report.held) != count:
-            error = fault(
-                "Report.held",
-                f"{count} fragments, as Welcome told",
-                str(len(report.held)),
-                "report -1 for a fragment without a version",
-            )
-            state.refuse(member.peer, error, name=member.name)
-            return
-        # A learner ahead of us has not read its Welcome yet: what it holds is going away.
-        heads = state.heads if state.is_open else [-1] * count
-        member.report(report, tuple(map(min, report.held, heads)), now)
+                )  # fmt: skip
 
     def refused(self, peer: str, error: NarrowsError, now: float) -> None:
         """A control message that could not be decoded."""
-        member = self.state.members.at(peer)
-        self.state.refuse(peer, error, name=member.name if member else "")
+        self.state.refuse(peer, error)
         self.advance(now)
 
     # Data. Thousands of chunks come in a second, so a chunk alone decides nothing else.
@@ -191,7 +160,7 @@ class Syncer:
 
     def wants_layout(self, incarnation: str) -> bool:
         """Asked before a layout is unpacked: it may be large."""
-        return self._seeding.wants_layout(incarnation)
+        return self._seeding.asked(incarnation) is not None
 
     def layout(self, incarnation: str, layout: msg.Layout, now: float) -> None:
         """The seeding learner's layout."""
@@ -210,7 +179,7 @@ class Syncer:
         self.advance(now)
 
     def seed_failed(self, error: NarrowsError, now: float) -> None:
-        """Version 0 cannot be made of what its learner sent."""
+        """Version 0 cannot be made of what its learner sent: the next one is asked."""
         self._seeding.failed(error)
         self.advance(now)
 
@@ -267,27 +236,22 @@ class Syncer:
             self._ending.advance(now)
             self._pushes.ask(now)
         if state.beat_wanted or now >= self._beat_at + BEAT_S:
-            self._beat(now)
-        times = [self._beat_at + BEAT_S]
-        if state.is_open:
-            times += [self._rounds.deadline(now), self._pushes.deadline(now)]
-        self._wake_at = max(min(times), now + PAUSE_S_MIN)
+            self._beat_at, state.beat_wanted = now, False
+            if not state.stopping:
+                for member in state.members.connected():
+                    state.send(member, state.beat(member, now))
+                warn_of_silence(state, now)
+        due_at = min(self._beat_at + BEAT_S, self._rounds.deadline(now), self._pushes.deadline(now))
+        self._wake_at = max(due_at, now + PAUSE_S_MIN)
 
     def _seed(self, now: float) -> None:
         picked = self._seeding.advance(now)
         if self._seeding.begin(now):
-            self._rounds.begin(now)
+            self._rounds.launched_at = now  # Nobody has trained yet: the first launch takes time.
             for member in self.state.members.connected():
                 self._joining.welcome(member, now)
         elif picked is not None:
             self._joining.welcome(picked, now)
-
-    def _beat(self, now: float) -> None:
-        self._beat_at, self.state.beat_wanted = now, False
-        if not self.state.stopping:
-            for member in self.state.members.connected():
-                self.state.send(member, self.state.beat(member, now))
-            warn_of_silence(self.state, now)
 
     def deadline(self, now: float) -> float:
         """When `advance` is to be called if nothing happens before."""
@@ -316,7 +280,6 @@ class Syncer:
         state = self.state
         state.members.check()
         assert len(state.heads) in (0, state.settings.fragments)
-        assert len(state.rounds) == len(state.heads)
         assert state.is_open <= bool(state.heads), state.phase
         running = state.phase in (RunPhase.RUNNING, RunPhase.ENDING)
         assert running or not state.in_flight(), f"a round in phase {state.phase.name}"

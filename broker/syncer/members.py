@@ -10,6 +10,7 @@ from typing import Final
 
 from narrows.proto.messages import Report
 from narrows.proto.timing import HEARD_S
+from narrows.proto.wire import name_of
 
 LOST_S: Final = 30.0
 """A learner that was not heard for this long loses its connection and its share of the rates."""
@@ -74,7 +75,7 @@ class Member:
     @property
     def is_ready(self) -> bool:
         """It is connected and its parameters stand on versions of this run."""
-        return self.is_connected and bool(self.held) and min(self.held) >= 0
+        return self.is_connected and min(self.held) >= 0
 
     def is_heard(self, now: float) -> bool:
         return self.is_connected and now < self.heard_at + HEARD_S
@@ -83,15 +84,10 @@ class Member:
         """Rounds wait for it: it is ready, heard lately and not paused."""
         return self.is_ready and self.paused is None and self.is_heard(now)
 
-    def is_joining(self, now: float) -> bool:
-        """Its first versions are on their way to it."""
-        return not self.is_ready and self.paused is None and self.is_heard(now)
-
     def report(self, report: Report, held: tuple[int, ...], now: float) -> None:
         """Takes progress in. Step times are taken on the broker's clock: nobody's own count of
         seconds is believed."""
-        news = (report.steps, held, report.finished) != (self.steps, self.held, self.finished)
-        if news:
+        if (report.steps, held, report.finished) != (self.steps, self.held, self.finished):
             self.moved_at = now
         self.tokens, self.loss, self.held = report.tokens, report.loss, held
         self.finished, self.reported_at = report.finished, now
@@ -106,62 +102,53 @@ class Member:
         self.steps = report.steps
 
 
-@dataclass
 class Members:
-    """All members by name, connection and incarnation."""
+    """All members by name and connection."""
 
-    _by_name: dict[str, Member] = field(default_factory=dict[str, Member])
-    _by_peer: dict[str, Member] = field(default_factory=dict[str, Member])
-    _by_incarnation: dict[str, Member] = field(default_factory=dict[str, Member])
+    def __init__(self) -> None:
+        self.by_name: dict[str, Member] = {}
+        self.by_peer: dict[str, Member] = {}
+        """The connected ones."""
 
     def __iter__(self) -> Iterator[Member]:
-        return iter(self._by_name.values())
+        return iter(self.by_name.values())
 
     def connected(self) -> list[Member]:
-        return list(self._by_peer.values())
+        return list(self.by_peer.values())
+
+    def heard(self, now: float) -> list[Member]:
+        return [member for member in self.by_peer.values() if member.is_heard(now)]
 
     def awaited(self, now: float) -> list[Member]:
-        return [member for member in self._by_peer.values() if member.is_awaited(now)]
-
-    def named(self, name: str) -> Member | None:
-        return self._by_name.get(name)
-
-    def at(self, peer: str) -> Member | None:
-        return self._by_peer.get(peer)
+        return [member for member in self.by_peer.values() if member.is_awaited(now)]
 
     def of(self, incarnation: str) -> Member | None:
         """The member of an incarnation, unless another one has its name by now."""
-        return self._by_incarnation.get(incarnation)
+        member = self.by_name.get(name_of(incarnation))
+        return member if member and member.incarnation == incarnation else None
 
     def connect(self, member: Member, peer: str, now: float) -> None:
         """Gives a member a connection; it replaces what had the name or the connection before."""
-        if (other := self._by_peer.get(peer)) is not None:
-            self.disconnect(other)
-        if (holder := self._by_name.get(member.name)) is not None:
-            if holder is not member:
-                self.disconnect(holder)
-            self._by_peer.pop(holder.peer, None)
-            del self._by_name[holder.name], self._by_incarnation[holder.incarnation]
+        for other in (self.by_peer.get(peer), self.by_name.get(member.name)):
+            if other is not None and other is not member:
+                self.disconnect(other)
+        # The member itself may still be using the rate that it was told before.
+        self.by_peer.pop(member.peer, None)
         member.peer, member.heard_at, member.moved_at, member.has_left = peer, now, now, False
-        # At the end of the order: names are forgotten from its front.
-        self._by_name[member.name] = self._by_incarnation[member.incarnation] = member
-        self._by_peer[peer] = member
-        self._forget()
+        self.by_name[member.name] = self.by_peer[peer] = member
+        gone = [member for member in self if not member.is_connected]
+        gone.sort(key=lambda member: member.heard_at)
+        for each in gone[: max(0, len(self.by_name) - NAMES_MAX)]:
+            del self.by_name[each.name]
 
     def disconnect(self, member: Member) -> None:
         """The connection is gone, and with it the member's rate; the name is remembered."""
-        self._by_peer.pop(member.peer, None)
+        self.by_peer.pop(member.peer, None)
         member.peer, member.up_bits_per_s, member.up_in_force = "", 0.0, 0.0
-
-    def _forget(self) -> None:
-        gone = [member for member in self if not member.is_connected]
-        gone.sort(key=lambda member: member.heard_at)
-        for member in gone[: max(0, len(self._by_name) - NAMES_MAX)]:
-            del self._by_name[member.name], self._by_incarnation[member.incarnation]
 
     def lost(self, now: float) -> list[Member]:
         """Connected members that were not heard for LOST_S."""
-        return [each for each in self._by_peer.values() if now >= each.heard_at + LOST_S]
+        return [each for each in self.by_peer.values() if now >= each.heard_at + LOST_S]
 
     def excuse(self, delay_s: float, now: float) -> None:
         """The broker itself stood still: nobody was silent for that time, or slow."""
@@ -171,9 +158,9 @@ class Members:
             member.counted = None
 
     def check(self) -> None:
-        for name, member in self._by_name.items():
-            assert name == member.name and self._by_incarnation[member.incarnation] is member
-            assert not member.peer or self._by_peer[member.peer] is member, member
-        for peer, member in self._by_peer.items():
-            assert member.peer == peer and self._by_name[member.name] is member, member
-        assert len(self._by_name) == len(self._by_incarnation) <= NAMES_MAX + len(self._by_peer)
+        for name, member in self.by_name.items():
+            assert name == member.name == name_of(member.incarnation), member
+            assert not member.peer or self.by_peer[member.peer] is member, member
+        for peer, member in self.by_peer.items():
+            assert member.peer == peer and self.by_name[member.name] is member, member
+        assert len(self.by_name) <= NAMES_MAX + len(self.by_peer)

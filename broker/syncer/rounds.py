@@ -17,7 +17,7 @@ from narrows.broker.syncer import events as ev
 from narrows.broker.syncer import grace
 from narrows.broker.syncer.ending import Ending
 from narrows.broker.syncer.pushes import Pushes
-from narrows.broker.syncer.stages import RunPhase, Stage, Step, next_stage
+from narrows.broker.syncer.stages import RunPhase, Stage, Step
 from narrows.broker.syncer.state import IN_FLIGHT_MAX, FragmentRound, State, fault
 from narrows.proto.errors import ErrorCode
 from narrows.proto.messages import Mode
@@ -33,24 +33,29 @@ class Rounds:
     state: State
     pushes: Pushes
     ending: Ending
+    launched_at: float
+    """When the last round was launched, or the run began or went on."""
     merges: int = 0
     contributions: int = 0
     sync_s: float = 0.0
     """Usual seconds from due to durable."""
     _next: int = 0
     """Fragment that is launched next."""
-    _launched_at: float = -math.inf
 
     def advance(self, now: float) -> None:
         """Decides everything that the time or the last event has made due."""
-        self._measure_pace(now)
-        for fragment in self.state.collecting():
+        state = self.state
+        # The pace of everybody who can be waited for. Nobody is: the old one stands, so that a
+        # round on its way keeps its window.
+        if steps_s := [each.step_s for each in state.members.awaited(now) if each.step_s]:
+            state.xi_s = grace.pace_s(steps_s)
+        for fragment in state.collecting():
             self._collect(fragment, now)
-        if self.state.phase is RunPhase.RUNNING and not self.state.stopping:
+        if state.phase is RunPhase.RUNNING and not state.stopping:
             while (next_ := self._to_launch(now)) is not None:
                 self._launch(next_, now)
-                self._next = (next_ + 1) % len(self.state.rounds)
-        if self.state.phase is RunPhase.ENDING and not self.state.stopping:
+                self._next = (next_ + 1) % len(state.rounds)
+        if state.phase is RunPhase.ENDING and not state.stopping:
             for fragment in self.ending.fragments_open(now):
                 if self._has_room(fragment):
                     self._launch(fragment, now)
@@ -75,88 +80,74 @@ class Rounds:
         waiting = [each for each in idle if state.rounds[each].here()]
         for fragment in state.collecting() if waiting else ():
             if not state.rounds[fragment].inbox:
-                self._move(state.rounds[fragment], Step.ABANDON)
+                self.move(state.rounds[fragment], Step.ABANDON)
         return next(filter(self._has_room, waiting), None)
 
     def _launch_at(self) -> float:
-        return self._launched_at + grace.spacing_s(self.state.settings, self.state.xi_s)
+        return self.launched_at + grace.spacing_s(self.state.settings, self.state.xi_s)
 
     def _launch(self, fragment: int, now: float) -> None:
         round_ = self.state.rounds[fragment]
-        self._move(round_, Step.LAUNCH)
-        round_.launched_at = self._launched_at = now
-        round_.quorum_at = None
+        self.move(round_, Step.LAUNCH)
+        round_.launched_at, round_.quorum_at, self.launched_at = now, None, now
         # What waited in the inbox may be enough at once.
         self._collect(fragment, now)
-
-    def begin(self, now: float) -> None:
-        """The run begins or goes on: nobody has trained yet, so the first launch takes its time."""
-        self._launched_at = now
 
     # Collect.
 
     def _collect(self, fragment: int, now: float) -> None:
-        round_ = self.state.rounds[fragment]
-        if self.state.phase is RunPhase.ENDING:
-            if self.ending.holders_up(fragment, now):
-                return
-            # Everybody has pushed what was left, or is given up.
-            if round_.here():
-                self._merge(fragment, "last", now)
-            else:
-                self._move(round_, Step.ABANDON)
+        state, round_ = self.state, self.state.rounds[fragment]
+        here = len(round_.here())
+        if state.phase is RunPhase.ENDING:
+            if not self.ending.holders_up(fragment, now):
+                # Everybody has pushed what was left, or is given up.
+                if here:
+                    self._merge(fragment, "last", now)
+                else:
+                    self.move(round_, Step.ABANDON)
             return
-        quorum, census = self.state.config.merge.quorum, self._census(fragment, now)
-        if round_.quorum_at is None and grace.has_quorum(quorum, census):
+        awaited, absent = len(state.members.awaited(now)), len(state.absent(fragment, now))
+        quorum = state.config.merge.quorum
+        if not grace.has_quorum(quorum, here=here, awaited=awaited, absent=absent):
+            return
+        if round_.quorum_at is None:
             round_.quorum_at = now
-        since_s = 0.0 if round_.quorum_at is None else now - round_.quorum_at
-        window_s = self._window_s(round_, now)
-        if reason := grace.due(quorum, census, since_quorum_s=since_s, window_s=window_s):
-            self._merge(fragment, reason, now)
+        window_s = self._window_s(round_, round_.quorum_at)
+        # Decoding takes a few ms of our own time; no learner should pay a version for it.
+        decoding = any(w.is_coming and w.transfer.complete for w in round_.inbox.values())
+        if not self._misses_anybody(round_, window_s, now):
+            self._merge(fragment, "everybody", now)
+        elif now >= round_.quorum_at + window_s and not decoding:
+            self._merge(fragment, "window", now)
 
-    def _census(self, fragment: int, now: float) -> grace.Census:
-        """Counts who has pushed to a fragment, and who is waited for."""
-        round_ = self.state.rounds[fragment]
-        return grace.Census(
-            here=len(round_.here()),
-            awaited=len(self.state.members.awaited(now)),
-            absent=len(self.state.absent(fragment, now)),
-            missing=self._missing(round_, now),
-            decoding=any(w.is_coming and w.transfer.complete for w in round_.inbox.values()),
-        )
-
-    def _missing(self, round_: FragmentRound, now: float) -> int:
-        """Learners that the window waits for: those that have announced a push, and those that are
-        ready, have none here, and whose step is shorter than the window."""
-        window_s, missing = self._window_s(round_, now), 0
+    def _misses_anybody(self, round_: FragmentRound, window_s: float, now: float) -> bool:
+        """The window waits for learners that have announced a push, and for those that are ready,
+        have none here, and whose step is shorter than the window."""
         for member in self.state.members.connected():
             waiting = round_.inbox.get(member.incarnation)
             if waiting is not None and waiting.push is not None:
-                missing += waiting.is_coming and member.is_heard(now)
+                is_missing = waiting.is_coming and member.is_heard(now)
             else:
                 # Who has told no step time yet has just joined, and may well be as fast as others.
-                missing += member.is_awaited(now) and (member.step_s or 0.0) < window_s
-        return missing
+                is_missing = member.is_awaited(now) and (member.step_s or 0.0) < window_s
+            if is_missing:
+                return True
+        return False
 
-    def _window_s(self, round_: FragmentRound, now: float) -> float:
-        """Seconds that a round waits after its quorum; before it, if it had it now."""
-        quorum_at = now if round_.quorum_at is None else round_.quorum_at
-        return grace.window_s(
-            self.state.settings,
-            self.state.xi_s,
-            quorum_after_s=max(0.0, quorum_at - round_.launched_at),
-            sync_s=self.sync_s,
-        )
+    def _window_s(self, round_: FragmentRound, quorum_at: float) -> float:
+        """Seconds that a round waits after its quorum."""
+        quorum_after_s = max(0.0, quorum_at - round_.launched_at)
+        settings, xi_s = self.state.settings, self.state.xi_s
+        return grace.window_s(settings, xi_s, quorum_after_s=quorum_after_s, sync_s=self.sync_s)
 
     # Merge.
 
     def _merge(self, fragment: int, reason: str, now: float) -> None:
         round_ = self.state.rounds[fragment]
-        self._move(round_, Step.DUE)
+        self.move(round_, Step.DUE)
         round_.taken, round_.due_at = self.pushes.take(fragment), now
         assert round_.taken, "a round is merged from at least one push"
-        period_s = grace.period_s(self.state.settings, self.state.xi_s)
-        version = self.state.heads[fragment] + 1
+        version, period_s = self.state.heads[fragment] + 1, self.state.period_s
         self.state.effects.append(ev.Merge(fragment, version, round_.taken, period_s, reason))
 
     def merge_failed(self, fragment: int, error: Exception) -> None:
@@ -166,21 +157,19 @@ class Rounds:
         text = f"fragment {fragment}: {error}"
         self.state.note("merge_failed", text, warning=True, fragment=fragment, learners=learners)
         refusal = fault(
-            f"the merge of fragment {fragment} failed",
-            "finite sums",
-            str(error)[:200],
+            f"the merge of fragment {fragment} failed", "finite sums", str(error)[:200],
             "the steps stay in your parameters and travel with the next push",
             ErrorCode.MERGE_FAILED,
-        )
+        )  # fmt: skip
         self.pushes.refuse_taken(fragment, refusal)
         round_.taken = ()
-        self._move(round_, Step.FAILED)
+        self.move(round_, Step.FAILED)
 
     # Commit.
 
     def merged(self, fragment: int) -> None:
         """The sum is made. Nothing has changed yet, and nobody may know it."""
-        self._move(self.state.rounds[fragment], Step.MERGED)
+        self.move(self.state.rounds[fragment], Step.MERGED)
         self.state.effects.append(ev.Commit(fragment))
 
     def disk_failed(self, fragment: int, error: Exception) -> None:
@@ -197,7 +186,7 @@ class Rounds:
     def durable(self, fragment: int, now: float) -> None:
         """The version exists: the only place where heads, clock and merged ids change."""
         state, round_ = self.state, self.state.rounds[fragment]
-        self._move(round_, Step.DURABLE)
+        self.move(round_, Step.DURABLE)
         state.heads[fragment] += 1
         state.clock.count(sum(facts.tokens for facts in round_.taken), now)
         for facts in round_.taken:
@@ -214,14 +203,7 @@ class Rounds:
         round_.taken, round_.disk_error = (), ""
         state.effects.append(ev.Publish(fragment, state.heads[fragment]))
 
-    # Pace and time.
-
-    def _measure_pace(self, now: float) -> None:
-        """The pace of everybody who can be waited for. Nobody is: the old one stands, so that a
-        round on its way keeps its window."""
-        steps_s = [each.step_s for each in self.state.members.awaited(now) if each.step_s]
-        if steps_s:
-            self.state.xi_s = grace.pace_s(steps_s)
+    # Time.
 
     def deadline(self, now: float) -> float:
         """When the time alone makes something due."""
@@ -232,7 +214,7 @@ class Rounds:
             for fragment in self.state.collecting():
                 round_ = self.state.rounds[fragment]
                 if round_.quorum_at is not None:
-                    times.append(round_.quorum_at + self._window_s(round_, 0.0))
+                    times.append(round_.quorum_at + self._window_s(round_, round_.quorum_at))
         return min(times)
 
     def excuse(self, delay_s: float) -> None:
@@ -243,28 +225,24 @@ class Rounds:
                 if round_.quorum_at is not None:
                     round_.quorum_at += delay_s
 
-    def _move(self, round_: FragmentRound, step: Step) -> None:
-        round_.stage = next_stage(round_.stage, step)
+    def move(self, round_: FragmentRound, step: Step) -> None:
+        """Takes a round from one stage to another."""
+        before, after = step.value
+        assert round_.stage is before, f"{step.name} in stage {round_.stage.name}"
+        round_.stage = after
         # Learners answer a round only while it is open, as far as they know.
-        self.state.beat_wanted |= step in (Step.LAUNCH, Step.DUE, Step.ABANDON)
+        self.state.beat_wanted |= Stage.COLLECTING in step.value
 
     def check(self) -> None:
         assert self.state.in_flight() <= IN_FLIGHT_MAX
         for fragment, round_ in enumerate(self.state.rounds):
             busy = round_.stage in (Stage.MERGING, Stage.COMMITTING)
             assert bool(round_.taken) == busy, round_
-            names = [facts.incarnation for facts in round_.taken]
-            assert len(set(names)) == len(names) and list(round_.taken) == sorted(round_.taken)
+            taken = {facts.incarnation: facts.push_id for facts in round_.taken}
+            assert len(taken) == len(round_.taken) and list(round_.taken) == sorted(round_.taken)
             assert not round_.disk_error or round_.stage is Stage.COMMITTING, round_
             for incarnation, waiting in round_.inbox.items():
-                key = (incarnation, fragment)
                 assert waiting.incarnation == incarnation and waiting.fragment == fragment
-                assert waiting.push_id > self.state.merged.get(key, 0), waiting
-                assert incarnation not in names or waiting.push_id > next(
-                    f.push_id for f in round_.taken if f.incarnation == incarnation
-                )
-                assert waiting.unchecked_count == sum(waiting.unchecked)
-                assert waiting.unchecked_count >= waiting.transfer.chunks - waiting.transfer.here
-                assert (self.state.arriving.get(key) is waiting) != waiting.is_here, waiting
-        inboxes = sum(not w.is_here for each in self.state.rounds for w in each.inbox.values())
-        assert len(self.state.arriving) == inboxes
+                merged = self.state.merged.get((incarnation, fragment), 0)
+                assert waiting.push_id > max(merged, taken.get(incarnation, 0)), waiting
+                assert len(waiting.checked) <= waiting.transfer.here, waiting

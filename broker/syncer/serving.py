@@ -2,47 +2,35 @@
 
 from __future__ import annotations
 
-from narrows.broker.syncer import events as ev
-from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.state import State, fault
 from narrows.proto import messages as msg
-from narrows.proto.errors import NarrowsError
+from narrows.proto.errors import RemoteProtocolError
 
 
-def serve(state: State, member: Member, fetch: msg.Fetch, now: float) -> None:
-    """Has a learner's request answered on its own topic, or refuses it.
+def check(state: State, fetch: msg.Fetch) -> None:
+    """Raises RemoteProtocolError for what cannot be answered.
 
     A publication that is no longer kept is the host's business: it answers with the state.
     """
-    error = _error(state, fetch)
-    if error is not None:
-        state.refuse(member.peer, error, name=member.name)
-        return
-    member.moved_at = now
-    state.effects.append(ev.Serve(member.incarnation, fetch))
-
-
-def _error(state: State, fetch: msg.Fetch) -> NarrowsError | None:
     is_state = fetch.kind is msg.DataKind.STATE
     if not is_state and fetch.kind is not msg.DataKind.PUBLICATION:
-        return _bad("kind", "PUBLICATION or STATE", fetch.kind.name, "push and seed go up only")
+        raise _bad("kind", "PUBLICATION or STATE", fetch.kind.name, "push and seed go up only")
     if not state.is_open:
-        return _bad("time", "a Fetch after version 0", "one before it", "wait for role adopt")
+        raise _bad("time", "a Fetch after version 0", "one before it", "wait for role adopt")
     count, asked = len(state.heads), sum(count for _, count in fetch.chunks)
     if fetch.fragment >= count:
-        return _bad("fragment", f"0 to {count - 1}", str(fetch.fragment), "cut as Welcome tells")
+        raise _bad("fragment", f"0 to {count - 1}", str(fetch.fragment), "cut as Welcome tells")
     head, least = state.heads[fetch.fragment], 0 if is_state else 1
     if not least <= fetch.version <= head:
         expected = f"{least} to {head}" if head >= least else "a STATE: nothing is published yet"
-        return _bad("version", expected, str(fetch.version), "ask for what the last Beat names")
+        raise _bad("version", expected, str(fetch.version), "ask for what the last Beat names")
     chunks = (state.state_chunks if is_state else state.push_chunks)[fetch.fragment]
     end = max(first + count for first, count in fetch.chunks)
     if end > chunks:
-        return _bad("chunks", f"0 to {chunks - 1}", f"up to {end - 1}", "cut as Welcome tells")
+        raise _bad("chunks", f"0 to {chunks - 1}", f"up to {end - 1}", "cut as Welcome tells")
     if asked > (window := state.settings.window_messages):
-        return _bad("chunks", f"at most {window} at a time", str(asked), "ask again as they come")
-    return None
+        raise _bad("chunks", f"at most {window} at a time", str(asked), "ask again as they come")
 
 
-def _bad(field: str, expected: str, got: str, remedy: str) -> NarrowsError:
+def _bad(field: str, expected: str, got: str, remedy: str) -> RemoteProtocolError:
     return fault(f"Fetch: {field}", expected, got, remedy)

@@ -6,6 +6,7 @@ total.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from narrows.broker.syncer.members import Member
@@ -25,17 +26,14 @@ def advance(state: State, now: float, newcomer: Member | None = None) -> None:
     wan, members = state.config.wan, state.members.connected()
     if not members:
         return
-    own, total = float(wan.up), float(wan.total_up)
+    own, total = float(wan.up) or math.inf, float(wan.total_up) or math.inf
+    target = min(own, total / len(members))
+    if target == math.inf:
+        return  # Nobody has a limit.
     before = [member.up_bits_per_s for member in members]
-    if total:
-        share = total / len(members)
-        target = min(own, share) if own else share
-        for member in members:
-            _lower(member, target, now)
-        _raise(members, target, total)
-    else:
-        for member in members:
-            member.up_bits_per_s = member.up_in_force = own
+    for member in members:
+        _lower(member, target, now)
+    _raise(members, target, total)
     for member, rate in zip(members, before, strict=True):
         if member.up_bits_per_s != rate and member is not newcomer:
             state.send(member, state.beat(member, now))

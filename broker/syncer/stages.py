@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Final
 
 from narrows.proto.messages import Phase
 
 
 class RunPhase(Enum):
-    """Where the run stands. Learners know four phases; CLOSING is the broker's own."""
+    """Where the run stands. It takes these phases in order, and never goes back."""
 
     SEEDING = "seeding"
     """Version 0 is not durable yet, or too few learners have joined."""
@@ -24,31 +23,8 @@ class RunPhase(Enum):
 
     @property
     def visible(self) -> Phase:
-        """The phase that learners are told."""
+        """The phase that learners are told: CLOSING is the broker's own."""
         return Phase.ENDING if self is RunPhase.CLOSING else Phase(self.value)
-
-    @property
-    def is_over(self) -> bool:
-        """No round is launched any more."""
-        return self in (RunPhase.CLOSING, RunPhase.ENDED)
-
-
-class Turn(Enum):
-    """An event that ends a phase."""
-
-    BEGIN = "version 0 is durable and enough learners have joined"
-    REACH_GOAL = "the goal is reached"
-    CLOSE = "the last round of every fragment is over"
-    CONFIRM_END = "the end is durable"
-
-
-PHASES: Final[dict[tuple[RunPhase, Turn], RunPhase]] = {
-    (RunPhase.SEEDING, Turn.BEGIN): RunPhase.RUNNING,
-    (RunPhase.RUNNING, Turn.REACH_GOAL): RunPhase.ENDING,
-    (RunPhase.ENDING, Turn.CLOSE): RunPhase.CLOSING,
-    (RunPhase.CLOSING, Turn.CONFIRM_END): RunPhase.ENDED,
-}
-"""Every other pair is a bug. A run never goes back."""
 
 
 class Stage(Enum):
@@ -65,34 +41,16 @@ class Stage(Enum):
 
 
 class Step(Enum):
-    """An event that moves a round on."""
+    """The six moves of a round, each from one stage to another. Every other move is a bug."""
 
-    LAUNCH = "learners are asked"
-    DUE = "enough pushes are here"
-    ABANDON = "nobody is left who could push"
-    MERGED = "the sum is made"
-    FAILED = "the merge failed"
-    DURABLE = "the round's row is committed"
-
-
-STAGES: Final[dict[tuple[Stage, Step], Stage]] = {
-    (Stage.IDLE, Step.LAUNCH): Stage.COLLECTING,
-    (Stage.COLLECTING, Step.DUE): Stage.MERGING,
-    (Stage.COLLECTING, Step.ABANDON): Stage.IDLE,
-    (Stage.MERGING, Step.MERGED): Stage.COMMITTING,
-    (Stage.MERGING, Step.FAILED): Stage.IDLE,
-    (Stage.COMMITTING, Step.DURABLE): Stage.IDLE,
-}
-"""Every other pair is a bug."""
-
-
-def next_phase(phase: RunPhase, turn: Turn) -> RunPhase:
-    """The phase after an event; asserts that the table has the pair."""
-    assert (phase, turn) in PHASES, f"{turn.name} ({turn.value}) in phase {phase.name}"
-    return PHASES[phase, turn]
-
-
-def next_stage(stage: Stage, step: Step) -> Stage:
-    """The stage after an event; asserts that the table has the pair."""
-    assert (stage, step) in STAGES, f"{step.name} ({step.value}) in stage {stage.name}"
-    return STAGES[stage, step]
+    LAUNCH = (Stage.IDLE, Stage.COLLECTING)
+    """Learners are asked."""
+    DUE = (Stage.COLLECTING, Stage.MERGING)
+    """Enough pushes are here."""
+    ABANDON = (Stage.COLLECTING, Stage.IDLE)
+    """Nobody is left who could push."""
+    MERGED = (Stage.MERGING, Stage.COMMITTING)
+    """The sum is made."""
+    FAILED = (Stage.MERGING, Stage.IDLE)
+    DURABLE = (Stage.COMMITTING, Stage.IDLE)
+    """The round's row is committed."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.clock import Clock
 from narrows.broker.syncer.members import Member, Members
-from narrows.broker.syncer.stages import RunPhase, Stage, Turn, next_phase
+from narrows.broker.syncer.stages import RunPhase, Stage
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError, printable
 from narrows.proto.flow.transfer import Transfer
-from narrows.proto.layout import Fragment, build_table, fingerprint
+from narrows.proto.layout import build_table, fingerprint
 
 IN_FLIGHT_MAX: Final = 2
 """Fragments out of IDLE at a time: one is collected while another one is merged."""
@@ -29,9 +30,8 @@ class Waiting:
     fragment: int
     push_id: int
     transfer: Transfer
-    unchecked: bytearray
-    """One byte per chunk: 1 until it is here, decodes and is finite."""
-    unchecked_count: int
+    checked: set[int] = field(default_factory=set[int])
+    """Chunks that are here, decode and are finite."""
     push: msg.Push | None = None
     """The announcement; it travels on another connection and may come after the first chunks."""
     announced_at: float = 0.0
@@ -39,12 +39,12 @@ class Waiting:
     @property
     def is_here(self) -> bool:
         """A contribution: announced, complete and checked."""
-        return self.push is not None and self.unchecked_count == 0
+        return self.push is not None and len(self.checked) == self.transfer.chunks
 
     @property
     def is_coming(self) -> bool:
         """Announced, and not here yet."""
-        return self.push is not None and self.unchecked_count > 0
+        return self.push is not None and not self.is_here
 
 
 @dataclass(eq=False)
@@ -66,75 +66,84 @@ class FragmentRound:
         return [waiting for waiting in self.inbox.values() if waiting.is_here]
 
 
-@dataclass(eq=False)
 class State:
     """All that more than one module reads. Heads, clock and merged ids change in `Rounds.durable`
     only."""
 
-    config: BrokerConfig
-    settings: msg.RunSettings
-    epoch: str
-    run_id: str
-    started_at: float
-    published_digest: Callable[[int, int], int | None]
-    ports: tuple[int, int]
-    """Uplink and downlink."""
-    clock: Clock
-    resumed: bool = False
-    """The run goes on from a state directory: learners of an earlier life may come back."""
-    phase: RunPhase = RunPhase.SEEDING
-    stopping: str = ""
-    """Why the process stops; "" while it serves."""
-    members: Members = field(default_factory=Members)
-    effects: list[ev.Effect] = field(default_factory=list[ev.Effect])
-    layout: msg.Layout | None = None
-    fingerprint: str = ""
-    table: tuple[Fragment, ...] = ()
-    push_chunks: tuple[int, ...] = ()
-    """Chunks of a push or a publication, per fragment."""
-    state_chunks: tuple[int, ...] = ()
-    """Chunks of a STATE or of version 0, per fragment."""
-    heads: list[int] = field(default_factory=list[int])
-    """Newest durable version per fragment; empty before version 0."""
-    merged: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
-    """(incarnation, fragment) -> newest merged push id."""
-    merged_tokens: dict[str, int] = field(default_factory=dict[str, int])
-    """Incarnation -> tokens of its merged pushes in earlier lives; for the status."""
-    rounds: list[FragmentRound] = field(default_factory=list[FragmentRound])
-    arriving: dict[tuple[str, int], Waiting] = field(default_factory=dict)
-    """The pushes of all inboxes that are not here yet, by (incarnation, fragment)."""
-    xi_s: float = 0.0
-    """Mean seconds per inner step; 0: not known yet."""
-    beat_wanted: bool = False
-    """A Beat goes to everybody at the end of this event."""
+    def __init__(
+        self,
+        config: BrokerConfig,
+        epoch: str,
+        run_id: str,
+        now: float,
+        published_digest: Callable[[int, int], int | None],
+        resumed: ev.Resumed | None,
+    ) -> None:
+        self.config, self.settings = config, config.shared
+        self.epoch, self.run_id, self.started_at = epoch, run_id, now
+        self.published_digest = published_digest
+        port = int(config.broker.listen.rpartition(":")[2])
+        self.ports = (port + 1, port + 2)
+        """Uplink and downlink; the process sets them when they are bound."""
+        self.resumed = resumed is not None
+        """The run goes on from a state directory: learners of an earlier life may come back."""
+        self.phase = RunPhase.SEEDING
+        self.stopping = ""
+        """Why the process stops; "" while it serves."""
+        self.members = Members()
+        self.effects: list[ev.Effect] = []
+        self.heads: list[int] = []
+        """Newest durable version per fragment; empty before version 0."""
+        self.rounds = [FragmentRound() for _ in range(self.settings.fragments)]
+        self.clock = Clock(self.settings.fragments)
+        self.merged: dict[tuple[str, int], int] = {}
+        """(incarnation, fragment) -> newest merged push id."""
+        self.merged_tokens: Mapping[str, int] = {}
+        """Incarnation -> tokens of its merged pushes in earlier lives; for the status."""
+        self.xi_s = 0.0
+        """Mean seconds per inner step; 0: not known yet."""
+        self.beat_wanted = False
+        """A Beat goes to everybody at the end of this event."""
+        self.set_layout(resumed.layout if resumed else None)
+        if resumed is not None:
+            self.phase, self.heads = RunPhase(resumed.phase.value), list(resumed.heads)
+            self.clock.tokens, self.merged = resumed.clock, dict(resumed.merged)
+            self.merged_tokens = resumed.merged_tokens
+            self.xi_s = resumed.period_s / self.settings.sync_period_steps
 
     def set_layout(self, layout: msg.Layout | None) -> None:
         """Takes the run's layout, or forgets it. Raises ConfigError for too many fragments."""
-        table = build_table(layout.entries, self.settings.fragments) if layout else ()
-        self.layout, self.table = layout, table
-        self.fingerprint = fingerprint(layout) if layout else ""
-        self.push_chunks = tuple(f.chunk_count(self.settings.chunk_elements) for f in table)
-        self.state_chunks = tuple(f.chunk_count(self.settings.state_chunk_elements) for f in table)
+        settings = self.settings
+        table = build_table(layout.entries, settings.fragments) if layout else ()
+        self.layout, self.fingerprint = layout, fingerprint(layout) if layout else ""
+        self.push_chunks = [each.chunk_count(settings.chunk_elements) for each in table]
+        """Chunks of a push or a publication, per fragment."""
+        self.state_chunks = [each.chunk_count(settings.state_chunk_elements) for each in table]
+        """Chunks of a STATE or of version 0, per fragment."""
 
-    def set_heads(self, heads: list[int]) -> None:
-        assert len(heads) == len(self.table) == self.settings.fragments
-        self.heads = heads
-        self.rounds = [FragmentRound() for _ in heads]
-
-    def turn(self, turn: Turn) -> None:
-        self.phase = next_phase(self.phase, turn)
-        self.beat_wanted = True
+    def turn(self, phase: RunPhase) -> None:
+        assert (self.phase, phase) in pairwise(RunPhase), f"{phase.name} after {self.phase.name}"
+        self.phase, self.beat_wanted = phase, True
 
     @property
     def is_open(self) -> bool:
         """Version 0 is handed out, so learners hold versions and push."""
         return self.phase is not RunPhase.SEEDING
 
+    @property
+    def period_s(self) -> float:
+        """Seconds between two rounds of a fragment; 0: not known yet."""
+        return self.settings.sync_period_steps * self.xi_s
+
     def in_flight(self) -> int:
         return sum(each.stage is not Stage.IDLE for each in self.rounds)
 
     def collecting(self) -> list[int]:
         return [f for f, each in enumerate(self.rounds) if each.stage is Stage.COLLECTING]
+
+    def coming(self) -> list[Waiting]:
+        """Announced pushes that are on their way."""
+        return [each for round_ in self.rounds for each in round_.inbox.values() if each.is_coming]
 
     def absent(self, fragment: int, now: float) -> list[Member]:
         """Learners that a round of everybody waits for: who is awaited and has no push here.
@@ -145,10 +154,9 @@ class State:
         here = [waiting.incarnation for waiting in self.rounds[fragment].here()]
         begins = self.config.merge.quorum == 0 and self.heads[fragment] == 0
         return [
-            member
-            for member in self.members.connected()
-            if member.incarnation not in here
-            and (member.is_awaited(now) or (begins and member.is_joining(now)))
+            each
+            for each in self.members.heard(now)
+            if each.incarnation not in here and each.paused is None and (each.is_ready or begins)
         ]
 
     # Effects.
@@ -170,31 +178,28 @@ class State:
         push_id: int = 0,
         layout: bytes = b"",
     ) -> None:
-        """Tells a peer what was wrong and what to do, and the log that it was told."""
-        cut = msg.TEXT_CHARACTERS_MAX
-        refusal = msg.Refuse(
-            code=error.code.value,
-            message=error.message[:cut],
-            expected=error.expected[:cut],
-            got=error.got[:cut],
-            remedy=error.remedy[:cut],
-            fragment=fragment,
-            push_id=push_id,
-            layout=layout,
-        )
+        """Tells a peer what was wrong and what to do, and the log that it was told.
+
+        `name` is that of a learner that is no member yet.
+        """
+        if not name and (member := self.members.by_peer.get(peer)):
+            name = member.name
+        told = (error.message, error.expected, error.got, error.remedy)
+        message, expected, got, remedy = (text[: msg.TEXT_CHARACTERS_MAX] for text in told)
+        code = error.code.value
+        refusal = msg.Refuse(code, message, expected, got, remedy, fragment, push_id, layout)
         self.effects.append(ev.Send(peer, refusal))
         what = f"push {push_id} of fragment {fragment} from " if push_id else ""
         text = f"{what}{name or 'a peer'}: {printable(str(error))}"
-        self.note("refused", text, warning=True, learner=name, code=error.code.value)
+        self.note("refused", text, warning=True, learner=name, code=code)
 
     def beat(self, member: Member, now: float) -> msg.Beat:
-        is_open = self.is_open
         return msg.Beat(
             epoch=self.epoch,
             phase=self.phase.visible,
-            heads=tuple(self.heads) if is_open else (),
-            collecting=tuple(self.collecting()) if is_open else (),
-            period_s=self.settings.sync_period_steps * self.xi_s,
+            heads=tuple(self.heads) if self.is_open else (),
+            collecting=tuple(self.collecting()),
+            period_s=self.period_s,
             run_tokens=self.clock.run_tokens,
             tokens_per_s=self.clock.tokens_per_s(now),
             up_bits_per_s=member.up_bits_per_s,

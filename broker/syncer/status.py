@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from narrows.broker.syncer import grace
 from narrows.broker.syncer.ending import Ending
 from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.rounds import Rounds
@@ -41,7 +40,7 @@ def status(
         "goal_tokens": state.settings.goal_tokens,
         "tokens_per_s": round(state.clock.tokens_per_s(now), 1),
         "versions": list(state.heads),
-        "period_s": round(grace.period_s(state.settings, state.xi_s), 3),
+        "period_s": round(state.period_s, 3),
         "sync_s": round(rounds.sync_s, 3),
         "merges": rounds.merges,
         "contributions": rounds.contributions,
@@ -105,7 +104,7 @@ def waiting_for(state: State, seeding: Seeding, ending: Ending, now: float) -> l
         return [*lines, seeding.waiting_for(now)]
     if state.phase is RunPhase.CLOSING:
         return [*lines, "the disk: the end of the run is being written"]
-    if state.phase in (RunPhase.ENDING, RunPhase.ENDED) and ending.expects_strangers(now):
+    if state.phase is not RunPhase.RUNNING and ending.expects_strangers(now):
         left_s = math.ceil(state.started_at + LEAVE_S - now)
         who = "learners that were here before the broker's start"
         lines.append(f"{who}, for another {left_s} s")
@@ -132,11 +131,8 @@ def _listed(names: list[str]) -> str:
 
 def _no_data(state: State, member: Member, now: float) -> str:
     """A hint where to look if a learner's pushes are announced and bring no data; "" if they do."""
-    announced = [
-        waiting.announced_at
-        for (incarnation, _), waiting in state.arriving.items()
-        if incarnation == member.incarnation and waiting.push is not None
-    ]
+    inboxes = [each.inbox.get(member.incarnation) for each in state.rounds]
+    announced = [each.announced_at for each in inboxes if each and each.is_coming]
     since = max(min(announced, default=now), member.data_at)
     if not announced or not member.is_heard(now) or now < since + NO_DATA_S:
         return ""

@@ -236,5 +236,6 @@ def resumed(**fields: Any) -> ev.Resumed:
         "merged": {},
         "period_s": 1.0,
         "phase": msg.Phase.RUNNING,
+        "merged_tokens": {},
     }
     return ev.Resumed(**(values | fields))

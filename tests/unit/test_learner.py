@@ -193,14 +193,14 @@ def test_without_a_broker_entering_names_the_address() -> None:
 
 def test_a_blocked_data_port_is_named(run: Broker, tmp_path: Path) -> None:
     closed, syncer = closed_port(), run.service.host.syncer
-    uplink, downlink = syncer.ports
-    syncer.ports = uplink, closed
+    uplink, downlink = syncer.state.ports
+    syncer.state.ports = uplink, closed
     with pytest.raises(BrokerUnreachable, match=f"the downlink port {closed}.*firewall"):
         Loop(run.address, "site-a", join_timeout_s=0.5).train()
-    syncer.ports = uplink, downlink
+    syncer.state.ports = uplink, downlink
     with broker(tmp_path) as other:
         syncer = other.service.host.syncer
-        syncer.ports = closed, syncer.ports[1]
+        syncer.state.ports = closed, syncer.state.ports[1]
         with pytest.raises(BrokerUnreachable, match=f"the uplink port {closed}"):
             Loop(other.address, "site-a", join_timeout_s=0.5).train()
 

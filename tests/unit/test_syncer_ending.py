@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from desk import Desk, configure, resumed, running
+from desk import Desk, configure, incarnation, resumed, running
 
 from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
+from narrows.proto.timing import REDIAL_S
 
 ALL = (0, 1, 2, 3)
 
@@ -87,21 +88,52 @@ def test_a_round_without_a_push_is_abandoned() -> None:
     assert not desk.status["rounds"] and desk.heads == [1, 0, 0, 0]
 
 
-def test_a_learner_that_stands_still_is_given_up_after_30_s_and_named() -> None:
+BEHIND = (0, 0, 0, 0)
+
+
+def hang(desk: Desk, seconds: int) -> None:
+    """Both report. a has nothing more to push; of b nothing moves, though it owes pushes."""
+    for _ in range(seconds):
+        desk.now += 1.0
+        desk.report("a", 10, held=BEHIND, finished=ALL)
+        desk.report("b", 10, held=BEHIND)
+
+
+def test_a_learner_that_stands_still_costs_30_s_in_all_and_is_named() -> None:
     desk = at_goal("a", "b")
-    behind = (0, 0, 0, 0)
-    desk.pass_(29.0, "a", "b", held=behind)  # Both report; nothing moves.
-    desk.report("a", 30, finished=ALL)
+    hang(desk, 29)
     assert events(desk) == []
     assert desk.status["waiting_for"][0] == "b to push fragment 0"
-    desk.pass_(1.5, "b", held=behind)
+    hang(desk, 1)
     assert events(desk) == ["CommitEnd"]
-    desk.report("a", 30)
+    hang(desk, 29)
+    assert events(desk) == ["CommitEnd"], "a is waited for anew: it owes no push"
+    assert desk.status["waiting_for"] == ["a to adopt the final model"]
     desk.send("a", msg.Bye("done"))
-    desk.pass_(29.0, "b", held=behind)
-    assert events(desk) == ["CommitEnd"], "the final model is waited for anew"
-    desk.pass_(30.0)
     assert desk.take(ev.Finish) == [ev.Finish(("b (fragment 0)",))]
+
+
+def test_a_learner_that_was_given_up_and_moves_again_gets_the_final_model() -> None:
+    desk = at_goal("a", "b")
+    hang(desk, 31)
+    desk.send("b", msg.Fetch(msg.DataKind.STATE, 0, 1, 0, ((0, 1),)))
+    desk.send("a", msg.Bye("done"))
+    assert events(desk) == ["CommitEnd"]
+    desk.send("b", msg.Bye("done"))
+    assert events(desk) == ["CommitEnd", "Finish"]
+
+
+def test_a_full_disk_at_the_end_takes_nobodys_time() -> None:
+    desk = at_goal("a", "b", "c")
+    desk.commits = False
+    for second in range(80):
+        if second == 35:
+            desk.hello("b", peer="b:1")
+        hang(desk, 1)
+        desk.report("c", 10, held=BEHIND)
+    assert events(desk) == ["CommitEnd"]
+    desk.do(desk.syncer.ended)
+    assert desk.status["waiting_for"] == ["a, b to adopt the final model"]
 
 
 def test_a_learner_that_moves_is_waited_for_ten_minutes_and_no_longer() -> None:
@@ -126,17 +158,38 @@ def test_a_learner_that_is_cut_off_at_the_end_may_come_back() -> None:
     assert events(desk)[:1] == ["CommitEnd"]
 
 
+def restarted() -> Desk:
+    """A start at the goal. a and b have taught the run; a third one may have joined it."""
+    merged = {(incarnation(name), 0): 3 for name in "ab"}
+    return Desk(configure(run={"goal_tokens": 1000}), resumed=resumed(merged=merged))
+
+
 def test_after_a_start_the_end_waits_for_learners_that_it_does_not_know_yet() -> None:
-    config = configure(run={"goal_tokens": 1000})
-    desk = Desk(config, resumed=resumed(clock=4000))
-    desk.pass_(29.0)
+    desk = restarted()
+    desk.hello("a")
+    desk.pass_(29.0, "a", finished=ALL)
     assert desk.status["phase"] == "ending" and events(desk) == []
+    desk.send("a", msg.Bye("done"))
     desk.pass_(1.5)
     assert events(desk) == ["CommitEnd", "Finish"]
 
 
+def test_after_a_start_the_end_waits_no_longer_than_until_all_who_taught_are_back() -> None:
+    desk = restarted()
+    desk.hello("a")
+    desk.hello("b", 2)  # Started again meanwhile: another incarnation of the same name.
+    desk.pass_(REDIAL_S - 0.5, "a", "b", finished=ALL)
+    assert events(desk) == [], "one that has taught nothing yet may still be dialling"
+    desk.pass_(1.0, "a", "b", finished=ALL)
+    assert events(desk) == ["CommitEnd"]
+    for name in "ab":
+        desk.send(name, msg.Bye("done"))
+    assert events(desk) == ["CommitEnd", "Finish"]
+
+
 def test_an_ended_run_hands_out_its_final_model() -> None:
-    desk = Desk(resumed=resumed(phase=msg.Phase.ENDED))
+    merged = {(incarnation("b"), 0): 3}
+    desk = Desk(resumed=resumed(phase=msg.Phase.ENDED, merged=merged))
     welcome = desk.hello("a")
     assert isinstance(welcome, msg.Welcome)
     assert (welcome.role, welcome.beat.phase) == (msg.Role.ADOPT, msg.Phase.ENDED)

@@ -67,6 +67,17 @@ def test_a_push_before_version_0_and_one_after_the_end_are_refused() -> None:
     assert "final model" in desk.told(msg.Refuse, "a")[0].remedy
 
 
+def test_a_push_that_comes_while_the_end_is_being_written_is_ignored() -> None:
+    """Its learner has been told nothing yet of the end, so it does nothing wrong."""
+    desk = Desk(configure(run={"goal_tokens": 1000}), resumed=resumed())
+    desk.commits = False
+    desk.hello("a", held=(msg.Held(5, 99),) * 4)
+    desk.pass_(35.0, "a", finished=(0, 1, 2, 3))
+    assert desk.take(ev.CommitEnd)
+    desk.push("a", 0, 1)
+    assert not desk.told(msg.Refuse) and not desk.syncer.state.rounds[0].inbox
+
+
 def test_chunks_of_another_epoch_or_of_nobody_are_not_wanted() -> None:
     desk = waiting()
     assert not desk.chunk("a", 0, 1, 0, epoch="6-0123abcd")

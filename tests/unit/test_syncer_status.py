@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from desk import CHUNKS, Desk, configure, resumed, running
+from desk import CHUNKS, Desk, configure, incarnation, resumed, running
 
 from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
@@ -66,7 +66,7 @@ def test_the_status_names_the_reason_of_a_stop() -> None:
 
 @pytest.mark.parametrize("phase", [msg.Phase.ENDING, msg.Phase.ENDED])
 def test_after_a_start_the_end_waits_for_learners_that_are_not_here_yet(phase: msg.Phase) -> None:
-    desk = Desk(resumed=resumed(phase=phase))
+    desk = Desk(resumed=resumed(phase=phase, merged={(incarnation("b"), 0): 3}))
     desk.hello("a")
     desk.pass_(10.5, "a")
     line = "learners that were here before the broker's start, for another 20 s"
