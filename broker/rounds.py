@@ -22,6 +22,9 @@ class Digests(NamedTuple):
     momentum: int
     published: int
 
+    def __str__(self) -> str:
+        return " ".join(f"{each:016x}" for each in self)
+
 
 @dataclass(frozen=True, eq=False)
 class FragmentState:
