@@ -277,11 +277,11 @@ class Pipeline:
                 remedy=f"set it to {recovered.fragments}, or begin a run in another --state-dir",
             )
         table = build_table(recovered.layout.entries, recovered.fragments)
-        self._begin(Model(table, [record.state for record in recovered.records]))
+        self._begin(Model(table, recovered.states))
         for (incarnation, fragment), push_id in recovered.merged.items():
             self._merged[fragment][incarnation] = push_id
-        for record, each in zip(recovered.records, table, strict=True):
-            for version in record.replay(each):
+        for state, each in zip(recovered.states, table, strict=True):
+            for version in self._store.replay(each, state):
                 self._there.install(version)
                 self._alarm.hear(version)
         return ev.Resumed(

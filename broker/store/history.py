@@ -67,21 +67,6 @@ class RoundRow:
 
 
 @dataclass(frozen=True)
-class FragmentRecord:
-    """The state that a fragment goes on from. They are independent: a pool may replay several."""
-
-    state: FragmentState
-    """Its newest whole snapshot."""
-    rounds: tuple[RoundRow, ...]
-    """After the snapshot, in order; payloads are read as they are replayed."""
-    history: History
-
-    def replay(self, fragment: Fragment) -> Iterator[Version]:
-        """The versions after the snapshot. Raises StateError if one is not as it was."""
-        return self.history.replay(fragment, self.state, self.rounds)
-
-
-@dataclass(frozen=True)
 class Recovered(Run):
     """All that a life of the broker begins with."""
 
@@ -92,8 +77,8 @@ class Recovered(Run):
     """(incarnation, fragment) -> newest merged push id; what was merged last stands last."""
     merged_tokens: Mapping[str, int]
     """Incarnation -> tokens of its merged pushes, summed over fragments."""
-    records: tuple[FragmentRecord, ...]
-    """Per fragment; empty before version 0."""
+    states: tuple[FragmentState, ...]
+    """Newest whole snapshot per fragment, empty before version 0: `Store.replay` goes on."""
     notes: tuple[str, ...]
     """Lines that an operator should read, one line each: damage that was got over, rounds lost."""
 
@@ -118,10 +103,6 @@ class History:
     def __init__(self, folder: Path) -> None:
         self.folder, self.file = folder, folder / DATABASE
         self._packs = Packs(folder / "packs")
-        if not self.file.exists():
-            raise ConfigError(
-                f"{folder} is no state directory", expected=DATABASE, got="no such file"
-            )
         uri = f"{self.file.absolute().as_uri()}?mode=ro"
         with database_errors(self.file):
             self._db = sqlite3.connect(uri, uri=True, check_same_thread=False)
@@ -137,18 +118,15 @@ class History:
     @property
     def run(self) -> Run:
         """The row of the run."""
-        columns = "run_id, phase, clock, fragments, layout, fingerprint"
-        ((run_id, phase, clock, fragments, text, expected),) = self.query(
-            f"SELECT {columns} FROM run"
-        )
+        ((_, run_id, phase, clock, fragments, text, known),) = self.query("SELECT * FROM run")
         layout = None
         if text is not None:
             try:
                 layout = msgspec.json.decode(text, type=Layout)
             except msgspec.MsgspecError as error:
                 raise damaged(self.file, expected="a layout", got=str(error)) from error
-            if (got := fingerprint(layout)) != expected:
-                raise damaged(self.file, expected=f"layout {expected}", got=got)
+            if (got := fingerprint(layout)) != known:
+                raise damaged(self.file, expected=f"layout {known}", got=got)
         return Run(run_id, Phase(phase), clock, fragments, layout)
 
     @property
@@ -163,10 +141,24 @@ class History:
             ((*columns, known),) = self.query("SELECT * FROM rounds WHERE seq = ?", *seq)
             of_round = "SELECT * FROM contributions WHERE seq = ? ORDER BY learner, incarnation"
             parts = self.query(of_round, *seq)
-            what = f"round {columns[0]}, version {columns[2]} of fragment {columns[1]}"
+            number, fragment, version, at_unix, clock, policy, period_s, reason, *digests = columns
             if (got := f"{row_digest(columns, parts):016x}") != known:
+                what = f"round {number}, version {version} of fragment {fragment}"
                 raise damaged(self.file, expected=f"{what} with digest {known}", got=got)
-            yield _row(columns, parts)
+            contributions = tuple(Contribution(*(*part[2:10], ())) for part in parts)
+            rules = msgspec.json.decode(policy, type=Policy)
+            yield RoundRow(
+                seq=number,
+                at_unix=at_unix,
+                clock=clock,
+                round_=Round(fragment, version, contributions, rules, period_s, reason),
+                digests=Digests(*(int(each, 16) for each in digests)),
+                payload_digests=tuple(int(part[12], 16) for part in parts),
+                places=tuple(
+                    None if pack is None else Place(pack, offset, tuple(json.loads(sizes)))
+                    for *_, pack, offset, sizes in parts
+                ),
+            )
 
     def snapshots(self, fragment: int, until: int = NEWEST) -> list[RoundRow]:
         """The rounds up to row `until` whose states are kept whole, oldest first."""
@@ -180,10 +172,8 @@ class History:
         before."""
         errors: list[StateError] = []
         for row in rows:
-            version = row.round_.version
-            path = snapshot_path(self.folder, fragment, version)
             try:
-                return read_state(path, fragment, version, row.digests), errors
+                return read_state(self.folder, fragment, row.round_.version, row.digests), errors
             except StateError as error:
                 errors.append(error)
         nothing = damaged(self.file, expected=f"a snapshot of fragment {fragment}", got="none")
@@ -199,43 +189,37 @@ class History:
     def load(self, row: RoundRow) -> Round:
         """A round with its chunks."""
         contributions: list[Contribution] = []
-        for each, expected, place in zip(
-            row.round_.contributions, row.payload_digests, row.places, strict=True
-        ):
+        parts = zip(row.round_.contributions, row.payload_digests, row.places, strict=True)
+        for each, known, place in parts:
             assert place is not None, "a round whose payloads were not kept"
             chunks = self._packs.read(place)
-            if (got := payload_digest(chunks)) != expected:
+            if (got := payload_digest(chunks)) != known:
                 whose = f"the payload of {each.learner} in round {row.seq}, at {place.offset}"
-                expected_text = f"{whose}, with digest {expected:016x}"
-                path = self._packs.path(place.pack)
-                raise damaged(path, expected=expected_text, got=f"{got:016x}")
+                expected = f"{whose}, with digest {known:016x}"
+                raise damaged(self._packs.path(place.pack), expected=expected, got=f"{got:016x}")
             contributions.append(replace(each, chunks=chunks))
         return replace(row.round_, contributions=tuple(contributions))
 
     def replay(
-        self, fragment: Fragment, before: FragmentState, rows: Iterable[RoundRow]
+        self, fragment: Fragment, state: FragmentState, until: int = NEWEST
     ) -> Iterator[Version]:
-        """Merges rounds again, one after another; every version must have the three digests in its
-        row."""
-        for row in rows:
-            what = f"version {before.version + 1} of fragment {fragment.index}"
-            if row.round_.version != before.version + 1:
+        """Merges the rounds after a state again, up to row `until`, as far as their payloads are
+        kept; every version must have the three digests in its row."""
+        for row in self.after(state, until):
+            what = f"version {state.version + 1} of fragment {fragment.index}"
+            if row.round_.version != state.version + 1:
                 raise damaged(self.file, expected=what, got=f"version {row.round_.version}")
             round_ = self.load(row)
             try:
-                version = merge(fragment, before, round_)
+                version = merge(fragment, state, round_)
             except (FloatingPointError, NarrowsError) as error:
-                raise damaged(
-                    self.file, expected=f"{what} to merge again", got=str(error)
-                ) from error
-            if version.state.digests != row.digests:
-                expected, got = (
-                    " ".join(f"{each:016x}" for each in digests)
-                    for digests in (row.digests, version.state.digests)
-                )
-                raise damaged(self.file, expected=f"{what} with digests {expected}", got=got)
+                again = f"{what} to merge again"
+                raise damaged(self.file, expected=again, got=str(error)) from error
+            state = version.state
+            if state.digests != row.digests:
+                expected = f"{what} with digests {row.digests}"
+                raise damaged(self.file, expected=expected, got=str(state.digests))
             yield version
-            before = version.state
 
     def states(self, until: int = NEWEST) -> Iterator[FragmentState]:
         """Each fragment as it was after round `until` (its seq); else at the newest version that a
@@ -245,7 +229,7 @@ class History:
             reached = -1
             if newest_first or until == NEWEST:
                 state, _ = self.first_whole(fragment.index, newest_first)
-                for version in self.replay(fragment, state, self.after(state, until)):
+                for version in self.replay(fragment, state, until):
                     state = version.state
                 reached = state.version
             newest = "SELECT coalesce(max(version), 0) FROM rounds WHERE fragment = ? AND seq <= ?"
@@ -301,7 +285,7 @@ class History:
                     _, errors = self.first_whole(fragment.index, [row, *rows])
                     problems += map(str, errors)
                 state, _ = self.first_whole(fragment.index, rows)
-                replayed += sum(1 for _ in self.replay(fragment, state, self.after(state)))
+                replayed += sum(1 for _ in self.replay(fragment, state))
             except StateError as error:
                 problems.append(str(error))
         return Audit(counted, replayed, tuple(dict.fromkeys(problems)))
@@ -328,7 +312,7 @@ class History:
                 each.mkdir(mode=0o700, parents=True)
             heads: list[tuple[int, int]] = []
             for state in self.states(until):
-                write_state(snapshot_path(folder, state.fragment, state.version), state)
+                write_state(folder, state)
                 heads.append((state.fragment, state.version))
             with (
                 database_errors(folder / DATABASE),
@@ -349,25 +333,6 @@ class History:
         sync_folder(target.absolute().parent)
 
 
-def _row(columns: Sequence[Any], parts: Sequence[Sequence[Any]]) -> RoundRow:
-    """A round from its columns, whose digest was right; `store.SCHEMA` names them."""
-    seq, fragment, version, at_unix, clock, policy, period_s, reason, *digests = columns
-    contributions = tuple(Contribution(*(*part[2:10], ())) for part in parts)
-    rules = msgspec.json.decode(policy, type=Policy)
-    return RoundRow(
-        seq=seq,
-        at_unix=at_unix,
-        clock=clock,
-        round_=Round(fragment, version, contributions, rules, period_s, reason),
-        digests=Digests(*(int(each, 16) for each in digests)),
-        payload_digests=tuple(int(part[12], 16) for part in parts),
-        places=tuple(
-            None if pack is None else Place(pack, offset, tuple(json.loads(sizes)))
-            for *_, pack, offset, sizes in parts
-        ),
-    )
-
-
 def payload_digest(chunks: Iterable[bytes]) -> int:
     """xxh3_64 over the size of each chunk, in 8 bytes, and its bytes."""
     hasher = xxhash.xxh3_64()
@@ -382,10 +347,6 @@ def row_digest(columns: Sequence[Any], parts: Iterable[Sequence[Any]]) -> int:
     over the places of payloads, which change when packs are removed."""
     facts = (columns, [part[:13] for part in parts])
     return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(facts))
-
-
-def snapshot_path(folder: Path, fragment: int, version: int) -> Path:
-    return folder / "fragments" / f"{fragment}-{version}.safetensors"
 
 
 @contextmanager

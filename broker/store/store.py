@@ -28,19 +28,17 @@ import msgspec
 from narrows.broker.rounds import FragmentState, Policy, Round, Version
 from narrows.broker.store.history import (
     DATABASE,
-    FragmentRecord,
     History,
     Recovered,
     count_again,
     database_errors,
     payload_digest,
     row_digest,
-    snapshot_path,
 )
 from narrows.broker.store.packs import DiskFull, Packs, Place, damaged, sync_folder
-from narrows.broker.store.tensors import write_state
+from narrows.broker.store.tensors import state_path, write_state
 from narrows.proto.errors import ErrorCode, StateError
-from narrows.proto.layout import fingerprint
+from narrows.proto.layout import Fragment, fingerprint
 from narrows.proto.messages import TOKENS_MAX, Layout, Phase
 
 SCHEMA_VERSION: Final = 1
@@ -128,7 +126,7 @@ class Store:
             with self._transaction() as db:
                 insert = "INSERT INTO lives (at) VALUES (?) RETURNING life"
                 ((life,),) = db.execute(insert, (now_unix,)).fetchall()
-            records = tuple(map(self._record, range(self._history.run.fragments)))
+            states = tuple(map(self._newest_whole, range(self._history.run.fragments)))
             self._sweep()
             newest = "SELECT period_s FROM rounds ORDER BY seq DESC LIMIT 1"
             merged = query("SELECT incarnation, fragment, push_id FROM merged ORDER BY seq")
@@ -139,9 +137,16 @@ class Store:
                 period_s=sum(period_s for (period_s,) in query(newest)),
                 merged={(name, fragment): push_id for name, fragment, push_id in merged},
                 merged_tokens=dict(query(sums)),
-                records=records,
+                states=states,
                 notes=tuple(self._notes),
             )
+
+    def replay(self, fragment: Fragment, state: FragmentState) -> Iterator[Version]:
+        """The durable versions after a state. Fragments are independent: a pool may replay several.
+
+        Raises StateError if one is not as it was.
+        """
+        return self._history.replay(fragment, state)
 
     def seed(self, layout: Layout, states: Sequence[FragmentState], fragments: int) -> None:
         """Makes version 0 of every fragment durable: all or nothing. Raises DiskFull."""
@@ -243,11 +248,17 @@ class Store:
             self._notes.append(f"another program reads {self.file}: its log was kept")
         return db
 
-    def _record(self, fragment: int) -> FragmentRecord:
-        """One fragment as a start finds it; forgets damaged snapshots and rounds that are lost."""
-        state, errors = self._history.first_whole(fragment, self._history.snapshots(fragment)[::-1])
-        rows = tuple(self._history.after(state))
-        newest = rows[-1].round_.version if rows else state.version
+    def _newest_whole(self, fragment: int) -> FragmentState:
+        """The state that a start goes on from; forgets damaged snapshots and rounds that are lost.
+
+        Raises StateError if no snapshot is whole.
+        """
+        kept = self._history.snapshots(fragment)
+        state, errors = self._history.first_whole(fragment, kept[::-1])
+        self._notes += [f"{error}. Now the older snapshot is used" for error in errors]
+        newest = max(
+            (row.round_.version for row in self._history.after(state)), default=state.version
+        )
         after = "WHERE fragment = ? AND version > ?"
         with self._transaction() as db:
             # A damaged one must not count as one of the two that are kept.
@@ -259,8 +270,7 @@ class Store:
                     f"fragment {fragment} goes back from version {newest + lost} to {newest}: the "
                     "payloads of later rounds were not kept (broker.journal)"
                 )
-        self._notes += [f"{error}. Now the older snapshot is used" for error in errors]
-        return FragmentRecord(state, rows, self._history)
+        return state
 
     def _insert(
         self, db: sqlite3.Connection, version: Version, places: Sequence[Place | None]
@@ -317,7 +327,7 @@ class Store:
     def _sweep(self) -> None:
         """Removes the files that no row knows: what a crash left, and what `_forget` dropped."""
         found = self._history.query("SELECT fragment, version FROM snapshots")
-        known = {snapshot_path(self.folder, *each) for each in found}
+        known = {state_path(self.folder, *each) for each in found}
         for path in (self.folder / "fragments").glob("*.safetensors*"):
             if path not in known:
                 path.unlink(missing_ok=True)
@@ -327,8 +337,7 @@ class Store:
     def _write(self, states: Sequence[FragmentState]) -> None:
         """Writes whole states; names must be on the disk before a row refers to them."""
         for state in states:
-            path = snapshot_path(self.folder, state.fragment, state.version)
-            write_state(path, state, durable=self._durable)
+            write_state(self.folder, state, durable=self._durable)
         if self._durable:
             sync_folder(self.folder / "fragments")
 

@@ -33,19 +33,26 @@ _STORED: Final[dict[str, np.dtype[Any]]] = {
 _ARRAYS: Final = ("global", "momentum", "published")
 
 
-def write_state(path: Path, state: FragmentState, *, durable: bool = True) -> None:
+def state_path(folder: Path, fragment: int, version: int) -> Path:
+    """The file of a fragment's state in a state directory."""
+    return folder / "fragments" / f"{fragment}-{version}.safetensors"
+
+
+def write_state(folder: Path, state: FragmentState, *, durable: bool = True) -> None:
     """Writes the three arrays of a fragment, each float32 (n,). The file appears whole or not at
-    all; its name is durable once the caller has synced the folder. Raises DiskFull."""
+    all; its name is durable once the caller has synced its folder. Raises DiskFull."""
     arrays = (state.global_, state.momentum, state.published)
     entries = [LayoutEntry(name, state.global_.shape, "float32", "mean") for name in _ARRAYS]
     metadata = {"fragment": str(state.fragment), "version": str(state.version)}
     parts = ((tensor, 0, values) for tensor, values in enumerate(arrays))
+    path = state_path(folder, state.fragment, state.version)
     _write(path, entries, parts, metadata, durable)
 
 
-def read_state(path: Path, fragment: int, version: int, digests: Digests) -> FragmentState:
+def read_state(folder: Path, fragment: int, version: int, digests: Digests) -> FragmentState:
     """Reads what `write_state` wrote. Raises StateError if the file is missing, unreadable, or its
     arrays have other digests."""
+    path = state_path(folder, fragment, version)
     try:
         with safe_open(path, framework="numpy") as file:
             arrays: list[F32] = [file.get_tensor(name) for name in _ARRAYS]

@@ -102,9 +102,8 @@ class Run:
 
 def recovered_states(store: Store) -> Iterator[FragmentState]:
     """Begins a life and replays every fragment."""
-    for record in store.recover(2.0).records:
-        state = record.state
-        for version in record.replay(TABLE[state.fragment]):
+    for state in store.recover(2.0).states:
+        for version in store.replay(TABLE[state.fragment], state):
             state = version.state
         yield state
 

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_cases import LAYOUT, Run, facts, first_states, heads, next_version, recovered_states
+from store_cases import (
+    LAYOUT,
+    TABLE,
+    Run,
+    facts,
+    first_states,
+    heads,
+    next_version,
+    recovered_states,
+)
 
 from narrows.broker.store import DiskFull, History, Store, packs
 from narrows.broker.store import store as store_module
@@ -61,7 +70,7 @@ def test_payloads_are_durable_before_the_row_and_the_row_before_the_version(
 def test_a_life_is_durable_before_it_begins(tmp_path: Path) -> None:
     store = Store(tmp_path)
     first = store.recover(5.0)
-    assert (first.life, first.phase, first.layout, first.records) == (1, Phase.SEEDING, None, ())
+    assert (first.life, first.phase, first.layout, first.states) == (1, Phase.SEEDING, None, ())
     with closing(sqlite3.connect(f"file:{tmp_path}/run.db?mode=ro", uri=True)) as db:
         assert db.execute("SELECT life, at FROM lives").fetchall() == [(1, 5.0)]
     store.close()
@@ -83,8 +92,9 @@ def test_what_a_start_finds(tmp_path: Path) -> None:
     assert found.merged == {
         (f"{name}.0000000a", fragment): 2 for name in ("site-a", "site-b") for fragment in (0, 1)
     }
-    assert [[row.reason for row in (each.round_ for each in record.rounds)]
-            for record in found.records] == [["everybody"] * 2] * 2  # fmt: skip
+    for state in found.states:
+        again = store.replay(TABLE[state.fragment], state)
+        assert [version.round_.reason for version in again] == ["everybody"] * 2
     assert store.published_digest(1, 0) == run.states[1][0].digests.published
     assert store.published_digest(1, 3) is None
     store.close()
@@ -259,9 +269,9 @@ def killed(folder: Path, place: str, visit: int) -> list[list[tuple[int, str]]]:
 def test_nothing_that_was_told_is_lost_by_a_kill(tmp_path: Path, place: str, visit: int) -> None:
     told = killed(tmp_path, place, visit)
     store = Store(tmp_path)
-    records = store.recover(3.0).records
+    states = store.recover(3.0).states
     store.close()
-    if not records:
+    if not states:
         assert told == [[], []], "version 0 was durable before the first round"
         return
     again = Store(tmp_path)
@@ -347,12 +357,12 @@ def test_without_a_journal_a_crash_falls_back_to_the_snapshots(tmp_path: Path) -
             history.rollback(10, tmp_path / "back")
     store = Store(tmp_path, journal=False)
     found = store.recover(4.0)
-    assert [record.state.version for record in found.records] == [2, 0]
-    assert [record.rounds for record in found.records] == [(), ()]
+    assert [state.version for state in found.states] == [2, 0]
+    assert not any(list(store.replay(TABLE[state.fragment], state)) for state in found.states)
     assert found.clock == 400, "the tokens of what is lost do not count"
     assert found.merged == {("site-a.0000000a", 0): 2, ("site-b.0000000a", 0): 2}
     assert len(found.notes) == 2 and "from version 4 to 2" in found.notes[0]
-    store.commit(next_version(found.records[1].state))  # The same push ids are new again.
+    store.commit(next_version(found.states[1]))  # The same push ids are new again.
     store.close()
 
 

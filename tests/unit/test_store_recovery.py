@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_cases import LAYOUT, TABLE, Run, facts, first_states, heads, next_version
+from store_cases import (
+    LAYOUT,
+    TABLE,
+    Run,
+    facts,
+    first_states,
+    heads,
+    next_version,
+    recovered_states,
+)
 
 from narrows.broker.merging import merge
 from narrows.broker.rounds import FragmentState, Round, Version
@@ -47,8 +56,8 @@ def test_state_and_row_give_every_publication_bit_for_bit(
             made[fragment].append(run.round(fragment, codec=codec, learners=learners))
         run.store.close()
         store = Store(Path(folder))
-        for fragment, record in enumerate(store.recover(2.0).records):
-            again = list(record.replay(TABLE[fragment]))
+        for fragment, state in enumerate(store.recover(2.0).states):
+            again = list(store.replay(TABLE[fragment], state))
             assert [payloads(each) for each in again] == [payloads(each) for each in made[fragment]]
             assert [each.round_ for each in again] == [each.round_ for each in made[fragment]]
             for one, other in zip(again, made[fragment], strict=True):
@@ -90,8 +99,7 @@ def refusal(folder: Path) -> StateError:
     with pytest.raises(StateError) as caught:
         store = Store(folder)
         try:
-            for record in store.recover(2.0).records:
-                list(record.replay(TABLE[record.state.fragment]))
+            list(recovered_states(store))
         finally:
             store.close()
     assert caught.value.code is ErrorCode.STATE_DAMAGED and caught.value.remedy
@@ -108,10 +116,10 @@ def test_a_damaged_snapshot_gives_way_to_the_older_one(stopped: Run) -> None:
     flip(newest, newest.stat().st_size - 5)
     store = Store(stopped.folder)
     found = store.recover(2.0)
-    assert [record.state.version for record in found.records] == [0, 0]
+    assert [state.version for state in found.states] == [0, 0]
     (note,) = found.notes
     assert str(newest) in note and "older snapshot" in note
-    (*_, last) = found.records[0].replay(TABLE[0])
+    (*_, last) = store.replay(TABLE[0], found.states[0])
     assert last.state.digests == stopped.head(0).digests
     assert not newest.exists(), "it must not count as one of the two that are kept"
     store.close()
@@ -253,7 +261,7 @@ def test_a_rollback_makes_a_new_directory_and_leaves_the_old_one(
     found = store.recover(3.0)
     assert (found.clock, found.life, found.merged[("site-a.0000000a", 1)]) == (1000, 3, 2)
     for fragment in (0, 1):
-        version = next_version(found.records[fragment].state)
+        version = next_version(found.states[fragment])
         store.commit(version)
         # The same pushes on the same state: the same version as in the old directory.
         expected = stopped.states[fragment][version.state.version].digests
@@ -280,7 +288,7 @@ def test_a_rollback_beyond_the_snapshots_says_what_is_missing(tmp_path: Path) ->
 
 
 def test_a_directory_without_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no state directory"):
+    with pytest.raises(StateError, match="unable to open database file"):
         History(tmp_path)
     Store(tmp_path).close()
     with closing(History(tmp_path)) as history:
