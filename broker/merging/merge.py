@@ -11,10 +11,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from narrows.broker.merging.average import average
+from narrows.broker.merging.average import average, token_weights
 from narrows.broker.merging.outer import outer_step
 from narrows.broker.merging.sums import Vector, in_order
-from narrows.broker.merging.weights import token_weights
 from narrows.broker.rounds import Contribution, FragmentState, Policy, Round, Version
 from narrows.proto.codec import (
     RUN,

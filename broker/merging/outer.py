@@ -33,17 +33,10 @@ def outer_step(
     elements = fragment.elements
     assert params.shape == momentum.shape == gradient.values.shape == (elements,), params.shape
     assert lr > 0 and 0 <= mu < 1, (lr, mu)
+    inputs = read_only(params), read_only(momentum), read_only(gradient.values), fragment.bounds
+    factors = read_only(gradient.gains), np.float32(lr), np.float32(mu)
     updated, velocity = empty_f32(elements), empty_f32(elements)
-    arrays = read_only(params), read_only(momentum), read_only(gradient.values)
-    largest = nesterov_step(
-        *arrays,
-        fragment.bounds,
-        read_only(gradient.gains),
-        np.float32(lr),
-        np.float32(mu),
-        updated,
-        velocity,
-    )
+    largest = nesterov_step(*inputs, *factors, updated, velocity)
     if largest >= INFINITE_BITS:
         raise FloatingPointError("the outer step would make a parameter infinite or NaN")
     return updated, velocity

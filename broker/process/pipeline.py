@@ -19,7 +19,7 @@ import numpy as np
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import Alarm, Model, merge
-from narrows.broker.rounds import Contribution, FragmentState, Round, Version, in_order
+from narrows.broker.rounds import Contribution, FragmentState, Round, Version
 from narrows.broker.store import Recovered, Store, read_initial
 from narrows.broker.syncer import Syncer
 from narrows.broker.syncer import events as ev
@@ -135,7 +135,6 @@ class Pipeline:
             elements = self._settings.chunk_elements
             contributions.append(Contribution(*facts, push.codec, elements, chunks))
             decoded.append([push.decoded[i] for i in order_of_chunks])
-        assert tuple(contributions) == in_order(contributions), "the syncer's order is that of sums"
         policy, period_s = self._config.policy, order.period_s
         round_ = Round(
             order.fragment, order.version, tuple(contributions), policy, period_s, order.reason

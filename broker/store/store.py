@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -70,6 +69,7 @@ CREATE TABLE merged (incarnation TEXT, fragment INTEGER, push_id INTEGER NOT NUL
 CREATE TABLE snapshots (fragment INTEGER, version INTEGER, PRIMARY KEY (fragment, version),
   FOREIGN KEY (fragment, version) REFERENCES rounds (fragment, version) ON DELETE CASCADE)
   WITHOUT ROWID;
+INSERT INTO run VALUES (1, lower(hex(randomblob(8))), '{Phase.SEEDING}', 0, 0, NULL, NULL);
 PRAGMA user_version = {SCHEMA_VERSION};
 """
 
@@ -170,10 +170,10 @@ class Store:
         Raises DiskFull: the round does not exist, and the same call may be made again later.
         """
         with self._lock:
-            contributions = version.round_.contributions
-            places: list[Place | None] = [None] * len(contributions)
+            payloads = [each.chunks for each in version.round_.contributions]
+            places: Sequence[Place | None] = [None] * len(payloads)
             if self._journal:
-                places[:] = self._packs.append([each.chunks for each in contributions])
+                places = self._packs.append(payloads)
                 self._reach("appended")
             try:
                 with self._transaction() as db:
@@ -222,7 +222,7 @@ class Store:
             raise damaged(self.file, expected="run.db beside packs/ and fragments/", got="no file")
         db = sqlite3.connect(self.file, isolation_level=None, check_same_thread=False)
         (version,) = db.execute("PRAGMA user_version").fetchone()
-        tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version != SCHEMA_VERSION and (version or tables):
             raise StateError(
                 ErrorCode.STATE_DAMAGED,
@@ -235,13 +235,10 @@ class Store:
         db.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'OFF'}")
         db.execute("PRAGMA foreign_keys = ON")
         if not version:
-            first = f"'{secrets.token_hex(8)}', '{Phase.SEEDING}', 0, 0, NULL, NULL"
-            db.executescript(
-                f"BEGIN IMMEDIATE; {SCHEMA} INSERT INTO run VALUES (1, {first}); COMMIT;"
-            )
-            if self._durable:
-                sync_folder(self.folder)
-                sync_folder(self.folder.parent)
+            db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
+        if self._durable:  # At each start: the one that made the directory may have been killed.
+            sync_folder(self.folder)
+            sync_folder(self.folder.parent)
         # After a failed fsync of the log, a commit may be in the page cache only: this copies what
         # the log shows into the database and syncs that.
         if db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:

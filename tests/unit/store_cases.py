@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from narrows.broker.merging import merge
-from narrows.broker.rounds import Contribution, FragmentState, Policy, Round, Version, in_order
+from narrows.broker.rounds import Contribution, FragmentState, Policy, Round, Version
 from narrows.broker.store import Store
 from narrows.proto.codec import encode_push
 from narrows.proto.layout import build_table
@@ -67,9 +67,9 @@ def next_version(
 ) -> Version:
     """The version after a state, merged from one push of each learner."""
     number = push_id or state.version + 1
-    pushes = [contribution(state, each, number, codec=codec) for each in learners]
+    pushes = tuple(contribution(state, each, number, codec=codec) for each in sorted(learners))
     policy = Policy(codec=codec, chunk_elements=CHUNK)
-    round_ = Round(state.fragment, state.version + 1, in_order(pushes), policy, 2.5, "everybody")
+    round_ = Round(state.fragment, state.version + 1, pushes, policy, 2.5, "everybody")
     return merge(TABLE[state.fragment], state, round_)
 
 
