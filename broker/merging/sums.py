@@ -8,7 +8,7 @@ sums stay in cache while all contributions are added to them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,6 @@ from narrows.proto.codec import (
     read_only,
 )
 from narrows.proto.layout import Fragment
-
-Bools: TypeAlias = NDArray[np.bool_]
 
 SLICE: Final = 1024 * RUN
 """Elements whose sums stay in cache. A chunk begins and ends at a multiple of RUN, as a slice does:
@@ -86,7 +84,7 @@ def weighted_sums(fragment: Fragment, vectors: Sequence[Vector], weights: F64, u
     """
     assert units.shape == (len(fragment.pieces), len(vectors)) and len(weights) == len(vectors)
     factors, rows = weights.astype(np.float32), read_only(units.T.astype(np.float32))
-    radial: Bools = read_only(np.asarray(units.any(axis=1)))
+    radial: NDArray[np.bool_] = read_only(np.asarray(units.any(axis=1)))
     lanes = np.zeros((2, len(fragment.pieces), LANES))
     values, mean = empty_f32(fragment.elements), empty_f32(min(SLICE, fragment.elements))
     scratch = np.empty(SLICE, np.int8)
@@ -160,7 +158,7 @@ def accumulate(
     codes: I8 | F32,
     bounds: I64,
     scales: F32,
-    radial: Bools,
+    radial: NDArray[np.bool_],
     weight: np.float32,
     units: F32,
     mean: F32,
