@@ -13,17 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from narrows.proto.codec import (
-    F32,
-    F64,
-    I8,
-    I64,
-    RUN,
-    DecodedChunk,
-    empty_f32,
-    kernel,
-    read_only,
-)
+from narrows.proto.codec import F32, F64, I8, I64, RUN, DecodedChunk, empty_f32, kernel, read_only
 from narrows.proto.layout import Fragment
 
 SLICE: Final = 1024 * RUN

@@ -207,7 +207,7 @@ class Pipeline:
                 ]
                 values = values_of(f, chunks)
                 states.append(FragmentState.of(f.index, 0, values, np.zeros_like(values), values))
-        self._store.seed(layout, states, len(table))
+        self._store.seed(layout, states)
         return Model(table, states)
 
     def seeded(self, order: ev.Seed, result: Any, now: float) -> None:

@@ -148,16 +148,16 @@ class Store:
         """
         return self._history.replay(fragment, state)
 
-    def seed(self, layout: Layout, states: Sequence[FragmentState], fragments: int) -> None:
+    def seed(self, layout: Layout, states: Sequence[FragmentState]) -> None:
         """Makes version 0 of every fragment durable: all or nothing. Raises DiskFull."""
         known = [(each.fragment, each.version) for each in states]
-        assert known == [(fragment, 0) for fragment in range(fragments)], known
+        assert known == [(fragment, 0) for fragment in range(len(states))], known
         self._write(states)
         with self._lock, self._transaction() as db:
             text = msgspec.json.encode(layout).decode()
             db.execute(
                 "UPDATE run SET phase = ?, fragments = ?, layout = ?, fingerprint = ?",
-                (Phase.RUNNING, fragments, text, fingerprint(layout)),
+                (Phase.RUNNING, len(states), text, fingerprint(layout)),
             )
             for state in states:
                 first = Version(Round(state.fragment, 0, (), Policy(), reason="seed"), state, ())
@@ -191,9 +191,10 @@ class Store:
             self._write([state])
             with self._lock:
                 with self._transaction() as db:
-                    key, condition = (state.fragment, state.version), "fragment = ? AND version = ?"
-                    rows = self._history.rounds(condition, *key)
-                    assert [row.digests for row in rows] == [state.digests], "not durable yet"
+                    key, digests = (state.fragment, state.version), "global, momentum, published"
+                    query = f"SELECT {digests} FROM rounds WHERE fragment = ? AND version = ?"
+                    known = db.execute(query, key).fetchone()
+                    assert " ".join(known or ()) == str(state.digests), "not durable yet"
                     db.execute("INSERT OR IGNORE INTO snapshots VALUES (?, ?)", key)
                     self._forget(db, state.fragment)
                 self._sweep()
@@ -253,9 +254,7 @@ class Store:
         kept = self._history.snapshots(fragment)
         state, errors = self._history.first_whole(fragment, kept[::-1])
         self._notes += [f"{error}. Now the older snapshot is used" for error in errors]
-        newest = max(
-            (row.round_.version for row in self._history.after(state)), default=state.version
-        )
+        newest = max([state.version, *(row.round_.version for row in self._history.after(state))])
         after = "WHERE fragment = ? AND version > ?"
         with self._transaction() as db:
             # A damaged one must not count as one of the two that are kept.
@@ -281,9 +280,8 @@ class Store:
         columns += [msgspec.json.encode(round_.policy).decode(), float(round_.period_s)]
         columns += [round_.reason, *(f"{each:016x}" for each in version.state.digests)]
         parts: list[tuple[Any, ...]] = []
-        for each, weight, norm, place in zip(
-            pushes, version.weights, version.norms, places, strict=True
-        ):
+        merged = zip(pushes, version.weights, version.norms, places, strict=True)
+        for each, weight, norm, place in merged:
             facts = astuple(replace(each, chunks=()))[:-1]
             sums = (weight, norm, f"{payload_digest(each.chunks):016x}")
             where = (*place[:2], json.dumps(place.sizes)) if place else (None, None, None)
@@ -323,13 +321,14 @@ class Store:
 
     def _sweep(self) -> None:
         """Removes the files that no row knows: what a crash left, and what `_forget` dropped."""
-        found = self._history.query("SELECT fragment, version FROM snapshots")
-        known = {state_path(self.folder, *each) for each in found}
+        with database_errors(self.file):
+            snapshots = set(self._db.execute("SELECT fragment, version FROM snapshots"))
+            packs = "SELECT DISTINCT pack FROM contributions WHERE pack IS NOT NULL"
+            self._packs.remove_except({pack for (pack,) in self._db.execute(packs)})
+        known = {state_path(self.folder, *each) for each in snapshots}
         for path in (self.folder / "fragments").glob("*.safetensors*"):
             if path not in known:
                 path.unlink(missing_ok=True)
-        packs = "SELECT DISTINCT pack FROM contributions WHERE pack IS NOT NULL"
-        self._packs.remove_except({pack for (pack,) in self._history.query(packs)})
 
     def _write(self, states: Sequence[FragmentState]) -> None:
         """Writes whole states; names must be on the disk before a row refers to them."""

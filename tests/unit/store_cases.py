@@ -81,7 +81,7 @@ class Run:
         self.store = Store(folder, **options)
         self.states: list[list[FragmentState]] = [[each] for each in first_states()]
         self.store.recover(1.0)
-        self.store.seed(LAYOUT, first_states(), 2)
+        self.store.seed(LAYOUT, first_states())
 
     def head(self, fragment: int) -> FragmentState:
         return self.states[fragment][-1]

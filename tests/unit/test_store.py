@@ -80,6 +80,16 @@ def test_a_life_is_durable_before_it_begins(tmp_path: Path) -> None:
     store.close()
 
 
+def test_each_start_makes_the_names_durable_that_a_kill_may_have_left_in_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Store(tmp_path).close()  # It stands for a life that was killed before it synced.
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    Store(tmp_path).close()
+    assert {tmp_path.stat().st_ino, tmp_path.parent.stat().st_ino} <= set(synced)
+
+
 def test_what_a_start_finds(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.rounds(2)
@@ -394,11 +404,11 @@ def test_seeding_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(DiskFull):
-            store.seed(LAYOUT, first_states(), 2)
+            store.seed(LAYOUT, first_states())
     store.close()
     store = Store(tmp_path)
     assert (store.recover(2.0).phase, store.published_digest(0, 0)) == (Phase.SEEDING, None)
-    store.seed(LAYOUT, first_states(), 2)
+    store.seed(LAYOUT, first_states())
     store.close()
     assert heads(tmp_path) == facts(first_states())
 
