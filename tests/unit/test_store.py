@@ -7,9 +7,9 @@ import os
 import shutil
 import signal
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,22 @@ def rows(folder: Path) -> int:
 
 def pack_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in (folder / "packs").iterdir())
+
+
+@contextmanager
+def failing(sync: str, code: int, good: int = 0) -> Iterator[None]:
+    """A disk on which a call of the os module works so many times and fails from then on."""
+    real, left = getattr(os, sync), [good]
+
+    def fail(fd: int) -> None:
+        if not left[0]:
+            raise OSError(code, os.strerror(code))
+        left[0] -= 1
+        real(fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, sync, fail)
+        yield
 
 
 def test_payloads_are_durable_before_the_row_and_the_row_before_the_version(
@@ -111,18 +127,13 @@ def test_what_a_start_finds(tmp_path: Path) -> None:
 
 
 def test_a_failed_sync_holds_the_round_back_and_its_pack_is_never_used_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     run = Run(tmp_path)
     run.round(0)
     before = pack_bytes(tmp_path)
     version = next_version(run.head(0))
-
-    def fail(fd: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", fail)
+    with failing("fdatasync", errno.EIO):
         for _ in range(3):
             with pytest.raises(DiskFull, match="Input/output error"):
                 run.store.commit(version)
@@ -182,20 +193,12 @@ def test_a_database_without_room_is_a_full_disk(tmp_path: Path) -> None:
     assert heads(tmp_path) == facts([run.head(0), run.head(1)])
 
 
-def test_a_snapshot_on_a_full_disk_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_on_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.round(0)
     before = sorted(path.name for path in (tmp_path / "fragments").iterdir())
-
-    def full(fd: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(DiskFull):
-            run.store.snapshot(run.head(0))
+    with failing("fsync", errno.ENOSPC), pytest.raises(DiskFull):
+        run.store.snapshot(run.head(0))
     assert sorted(path.name for path in (tmp_path / "fragments").iterdir()) == before
     run.store.snapshot(run.head(0))
     run.store.close()
@@ -390,21 +393,11 @@ def test_only_the_newest_incarnations_are_remembered(
     store.close()
 
 
-def test_seeding_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeding_is_all_or_nothing(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.recover(1.0)
-    synced, left = os.fsync, [1]
-
-    def full(fd: int) -> None:
-        if not left[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        left[0] -= 1
-        synced(fd)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(DiskFull):
-            store.seed(LAYOUT, first_states())
+    with failing("fsync", errno.ENOSPC, good=1), pytest.raises(DiskFull):
+        store.seed(LAYOUT, first_states())
     store.close()
     store = Store(tmp_path)
     assert (store.recover(2.0).phase, store.published_digest(0, 0)) == (Phase.SEEDING, None)

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_cases import (
-    LAYOUT,
     TABLE,
     Run,
     facts,
@@ -293,4 +292,3 @@ def test_a_directory_without_a_run(tmp_path: Path) -> None:
     Store(tmp_path).close()
     with closing(History(tmp_path)) as history:
         assert (history.run.layout, list(history.states())) == (None, [])
-    assert LAYOUT.entries
