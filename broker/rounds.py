@@ -22,6 +22,9 @@ class Digests(NamedTuple):
     momentum: int
     published: int
 
+    def __str__(self) -> str:
+        return " ".join(f"{each:016x}" for each in self)
+
 
 @dataclass(frozen=True, eq=False)
 class FragmentState:
@@ -81,7 +84,7 @@ class Contribution:
 
     @property
     def order(self) -> tuple[str, str]:
-        """Sums run in this order, and so do rows and payloads: `in_order` sorts once."""
+        """Sums run in this order, and so do rows and payloads; who builds a round sorts once."""
         return self.learner, self.incarnation
 
 
@@ -112,8 +115,3 @@ class Version:
     """`published - published before`, coded."""
     norms: tuple[float, ...] = ()
     """Norm of each contribution, for the alarm."""
-
-
-def in_order(contributions: list[Contribution]) -> tuple[Contribution, ...]:
-    """The fixed order of all sums."""
-    return tuple(sorted(contributions, key=lambda each: each.order))

@@ -1,13 +1,15 @@
-"""The average of outer gradients: per tensor piece the weighted mean, or radial-directional.
+"""Token weights, and the average of outer gradients: per tensor piece the weighted mean, or
+radial-directional.
 
 The bits of an average are promised: a replay and an independent reader must find the same.
 
-Source: Decoupled DiLoCo (arXiv 2604.21428), App. D.2. The paper's radial factor is a sum of
-vectors; the mean of the norms is the reading used here. The cap on the gain is an addition.
+Source: Decoupled DiLoCo (arXiv 2604.21428), Sec. 3.2 and App. D.2. The paper's radial factor is a
+sum of vectors; the mean of the norms is the reading used here. The cap on the gain is an addition.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -34,6 +36,24 @@ class Average(NamedTuple):
     saves a pass over memory."""
     norms: F64
     """(k, M) norms of the contributions."""
+
+
+def token_weights(work: Sequence[tuple[int, int]], rule: str) -> tuple[float, ...]:
+    """Weights of contributions of so many (tokens, inner steps), in their order; they sum to 1.
+
+    Rule "tokens" gives tokens * (tokens / steps), "quantity times quality", and "equal" the same to
+    each. No weight is limited: a limit would take from the larger site what it has trained. A
+    learner that logs no tokens weighs nothing beside one that does, and among themselves such
+    learners weigh the same.
+    """
+    assert work, "a round has contributions"
+    assert all(tokens >= 0 and steps >= 1 for tokens, steps in work), work
+    raw = [float(tokens) * (tokens / steps) for tokens, steps in work]
+    total = math.fsum(raw)
+    if rule == "equal" or total == 0.0:
+        return (1.0 / len(work),) * len(work)
+    assert rule == "tokens", rule
+    return tuple(value / total for value in raw)
 
 
 def average(

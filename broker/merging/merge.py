@@ -11,19 +11,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from narrows.broker.merging.average import average
+from narrows.broker.merging.average import average, token_weights
 from narrows.broker.merging.outer import outer_step
 from narrows.broker.merging.sums import Vector, in_order
-from narrows.broker.merging.weights import token_weights
 from narrows.broker.rounds import Contribution, FragmentState, Policy, Round, Version
-from narrows.proto.codec import (
-    RUN,
-    DecodedChunk,
-    decode_chunk,
-    empty_f32,
-    encode_push,
-    encode_step,
-)
+from narrows.proto.codec import RUN, DecodedChunk, decode_chunk, empty_f32, encode_push, encode_step
 from narrows.proto.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 from narrows.proto.layout import Fragment, build_table
 from narrows.proto.messages import CodecName, LayoutEntry
@@ -51,22 +43,13 @@ def merge(
     assert round_.version == before.version + 1, (before.version, round_.version)
     if decoded is None:
         decoded = [_decode(fragment, each) for each in contributions]
-    vectors = [
-        Vector(each.chunk_elements, chunks)
-        for each, chunks in zip(contributions, decoded, strict=True)
-    ]
+    pairs = zip(contributions, decoded, strict=True)
+    vectors = [Vector(each.chunk_elements, chunks) for each, chunks in pairs]
     weights = token_weights([(each.tokens, each.steps) for each in contributions], policy.weights)
     gradient = average(fragment, vectors, weights, policy.rule)
     norms = tuple(np.sqrt(in_order(gradient.norms.T**2)).tolist())
     try:
-        params, momentum = outer_step(
-            fragment,
-            before.global_,
-            before.momentum,
-            gradient,
-            lr=policy.outer_lr,
-            mu=policy.momentum,
-        )
+        params, momentum = outer_step(fragment, before, gradient, policy)
         # Its memory serves as the next published copy: both are as large as the fragment.
         del gradient
         advanced = empty_f32(fragment.elements)

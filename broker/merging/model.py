@@ -44,8 +44,13 @@ class Model:
         assert state.version == self.states[state.fragment].version + 1, "versions rise by one"
         # One assignment: a worker reads the old state or the new one, never a mixture.
         self.states[state.fragment] = state
+        # Without what is large and not sent: eight of them would hold eight models.
+        pushes = tuple(replace(each, chunks=()) for each in version.round_.contributions)
+        state = replace(state, global_=EMPTY, momentum=EMPTY, published=EMPTY)
         kept = self._publications[state.fragment]
-        kept[state.version] = _as_it_travels(version)
+        kept[state.version] = replace(
+            version, round_=replace(version.round_, contributions=pushes), state=state
+        )
         kept.pop(state.version - PUBLICATIONS_KEPT, None)
         assert len(kept) <= PUBLICATIONS_KEPT, list(kept)
 
@@ -53,10 +58,3 @@ class Model:
         """A version with its publication, but without arrays of state and payloads of pushes; None
         if it is not kept."""
         return self._publications[fragment].get(version)
-
-
-def _as_it_travels(version: Version) -> Version:
-    """The version without what is large and not sent: eight of them would hold eight models."""
-    pushes = tuple(replace(each, chunks=()) for each in version.round_.contributions)
-    state = replace(version.state, global_=EMPTY, momentum=EMPTY, published=EMPTY)
-    return replace(version, round_=replace(version.round_, contributions=pushes), state=state)

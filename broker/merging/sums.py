@@ -8,25 +8,13 @@ sums stay in cache while all contributions are added to them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from narrows.proto.codec import (
-    F32,
-    F64,
-    I8,
-    I64,
-    RUN,
-    DecodedChunk,
-    empty_f32,
-    kernel,
-    read_only,
-)
+from narrows.proto.codec import F32, F64, I8, I64, RUN, DecodedChunk, empty_f32, kernel, read_only
 from narrows.proto.layout import Fragment
-
-Bools: TypeAlias = NDArray[np.bool_]
 
 SLICE: Final = 1024 * RUN
 """Elements whose sums stay in cache. A chunk begins and ends at a multiple of RUN, as a slice does:
@@ -59,20 +47,6 @@ class Sums(NamedTuple):
     """(k,) norm of `values`; meaningless in pieces that are not radial."""
 
 
-class _Part(NamedTuple):
-    """The part of one contribution in one slice, or of a chunk's share of it."""
-
-    column: int
-    """Place of the contribution in the round's order."""
-    where: slice
-    """Elements, relative to the slice."""
-    pieces: slice
-    """Pieces of the fragment that it touches."""
-    codes: I8 | F32
-    bounds: I64
-    scales: F32
-
-
 def norms_of(fragment: Fragment, vectors: Sequence[Vector]) -> F64:
     """Norms (k, M) per piece and contribution, the same whatever the chunks."""
     squares = np.zeros((len(fragment.pieces), len(vectors)))
@@ -100,7 +74,7 @@ def weighted_sums(fragment: Fragment, vectors: Sequence[Vector], weights: F64, u
     """
     assert units.shape == (len(fragment.pieces), len(vectors)) and len(weights) == len(vectors)
     factors, rows = weights.astype(np.float32), read_only(units.T.astype(np.float32))
-    radial: Bools = read_only(np.asarray(units.any(axis=1)))
+    radial: NDArray[np.bool_] = read_only(np.asarray(units.any(axis=1)))
     lanes = np.zeros((2, len(fragment.pieces), LANES))
     values, mean = empty_f32(fragment.elements), empty_f32(min(SLICE, fragment.elements))
     scratch = np.empty(SLICE, np.int8)
@@ -110,17 +84,9 @@ def weighted_sums(fragment: Fragment, vectors: Sequence[Vector], weights: F64, u
         # Only now, so that the zeros are in cache when they are added to.
         own[:] = 0.0
         own_mean[:] = 0.0
-        for part in _parts(fragment, vectors, first, count, scratch):
-            accumulate(
-                part.codes,
-                part.bounds,
-                part.scales,
-                radial[part.pieces],
-                factors[part.column],
-                rows[part.column, part.pieces],
-                own_mean[part.where],
-                own[part.where],
-            )
+        for column, where, pieces, content in _parts(fragment, vectors, first, count, scratch):
+            unit, out = rows[column, pieces], (own_mean[where], own[where])
+            accumulate(*content, radial[pieces], factors[column], unit, *out)
         touched = _pieces(fragment, first, count)
         if radial[touched].any():
             bounds = read_only(fragment.spans(first, count))
@@ -141,9 +107,9 @@ def in_order(terms: F64) -> F64:
 
 def _parts(
     fragment: Fragment, vectors: Sequence[Vector], first: int, count: int, scratch: I8
-) -> Iterator[_Part]:
-    """The parts of one slice, contribution by contribution. What one yields is valid until the
-    next one: `scratch` (SLICE,) holds its codes."""
+) -> Iterator[tuple[int, slice, slice, tuple[I8 | F32, I64, F32]]]:
+    """The parts of one slice, contribution by contribution: its column, elements of the slice,
+    pieces, (codes, bounds, scales). Valid until the next one: `scratch` (SLICE,) holds codes."""
     # Nearly always all contributions are cut alike, and so share their spans.
     spans: dict[tuple[int, int], tuple[slice, I64]] = {}
     end = first + count
@@ -163,7 +129,7 @@ def _parts(
             else:
                 codes = read_only(chunk.floats(start - offset, stop - offset))
             where = slice(start - first, stop - first)
-            yield _Part(column, where, pieces, codes, bounds, scales)
+            yield column, where, pieces, (codes, bounds, scales)
 
 
 def _pieces(fragment: Fragment, offset: int, count: int) -> slice:
@@ -182,7 +148,7 @@ def accumulate(
     codes: I8 | F32,
     bounds: I64,
     scales: F32,
-    radial: Bools,
+    radial: NDArray[np.bool_],
     weight: np.float32,
     units: F32,
     mean: F32,

@@ -19,7 +19,7 @@ import numpy as np
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import Alarm, Model, merge
-from narrows.broker.rounds import Contribution, FragmentState, Round, Version, in_order
+from narrows.broker.rounds import Contribution, FragmentState, Round, Version
 from narrows.broker.store import Recovered, Store, read_initial
 from narrows.broker.syncer import Syncer
 from narrows.broker.syncer import events as ev
@@ -135,7 +135,6 @@ class Pipeline:
             elements = self._settings.chunk_elements
             contributions.append(Contribution(*facts, push.codec, elements, chunks))
             decoded.append([push.decoded[i] for i in order_of_chunks])
-        assert tuple(contributions) == in_order(contributions), "the syncer's order is that of sums"
         policy, period_s = self._config.policy, order.period_s
         round_ = Round(
             order.fragment, order.version, tuple(contributions), policy, period_s, order.reason
@@ -208,7 +207,7 @@ class Pipeline:
                 ]
                 values = values_of(f, chunks)
                 states.append(FragmentState.of(f.index, 0, values, np.zeros_like(values), values))
-        self._store.seed(layout, states, len(table))
+        self._store.seed(layout, states)
         return Model(table, states)
 
     def seeded(self, order: ev.Seed, result: Any, now: float) -> None:
@@ -277,11 +276,11 @@ class Pipeline:
                 remedy=f"set it to {recovered.fragments}, or begin a run in another --state-dir",
             )
         table = build_table(recovered.layout.entries, recovered.fragments)
-        self._begin(Model(table, [record.state for record in recovered.records]))
+        self._begin(Model(table, recovered.states))
         for (incarnation, fragment), push_id in recovered.merged.items():
             self._merged[fragment][incarnation] = push_id
-        for record, each in zip(recovered.records, table, strict=True):
-            for version in record.replay(each):
+        for state, each in zip(recovered.states, table, strict=True):
+            for version in self._store.replay(each, state):
                 self._there.install(version)
                 self._alarm.hear(version)
         return ev.Resumed(

@@ -7,21 +7,9 @@ History(folder)        read only: rounds, states, merged_otherwise, audit, rollb
 read_initial, export_model     safetensors files of users
 """
 
-from narrows.broker.store.history import Audit, History
+from narrows.broker.store.history import History, Recovered, RoundRow
 from narrows.broker.store.packs import DiskFull
-from narrows.broker.store.recover import FragmentRecord, Recovered, RoundRow, Run
 from narrows.broker.store.store import Store
 from narrows.broker.store.tensors import export_model, read_initial
 
-__all__ = [
-    "Audit",
-    "DiskFull",
-    "FragmentRecord",
-    "History",
-    "Recovered",
-    "RoundRow",
-    "Run",
-    "Store",
-    "export_model",
-    "read_initial",
-]
+__all__ = ["DiskFull", "History", "Recovered", "RoundRow", "Store", "export_model", "read_initial"]

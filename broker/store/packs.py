@@ -63,58 +63,60 @@ class Packs:
     def __init__(self, folder: Path, *, durable: bool = True) -> None:
         self.folder = folder
         self._durable = durable
-        self._fd, self._number, self._size = -1, 0, 0
+        self._fd, self._number = -1, 0
+        self._begin, self._end = 0, 0
+        """Where that begins and ends which was appended last."""
 
     def append(self, payloads: Sequence[Sequence[bytes]]) -> list[Place]:
         """Writes the chunks of each payload; they are durable when it returns. Raises DiskFull."""
+        places: list[Place] = []
         try:
-            if self._fd < 0 or self._size >= PACK_BYTES:
+            if self._fd < 0 or self._end >= PACK_BYTES:
                 self._open_next()
-            places: list[Place] = []
-            end = self._size
+            self._begin = self._end
             for chunks in payloads:
-                places.append(Place(self._number, end, tuple(map(len, chunks))))
+                places.append(Place(self._number, self._end, tuple(map(len, chunks))))
                 for chunk in chunks:
-                    end += len(chunk)
+                    self._end += len(chunk)
                     view = memoryview(chunk)
                     while view:
                         view = view[os.write(self._fd, view) :]
             if self._durable:
                 os.fdatasync(self._fd)
         except OSError as error:
-            self._give_up()
+            self.take_back()
             raise DiskFull(error.errno, f"{self.folder}: {error.strerror}") from error
-        self._size = end
         return places
 
-    def take_back(self, places: Sequence[Place]) -> None:
-        """Cuts off what was appended last: its row could not be written, and it comes again."""
-        if places and self._fd >= 0 and places[0].pack == self._number:
-            self._size = places[0].offset
-            with suppress(OSError):
-                os.ftruncate(self._fd, self._size)
-                os.lseek(self._fd, self._size, os.SEEK_SET)
+    def take_back(self) -> None:
+        """Frees what was appended last, since it may be what fills the disk: it is not durable, or
+        its row is not. It comes again, in another pack."""
+        with suppress(OSError):
+            if self._fd >= 0 and self._begin:
+                os.ftruncate(self._fd, self._begin)
+            elif self._fd >= 0:
+                self.path(self._number).unlink()
+        with suppress(OSError):
+            self.close()
 
     def read(self, place: Place) -> tuple[bytes, ...]:
-        """The chunks at a place. Raises StateError if the pack is missing or too short."""
+        """The chunks at a place, as far as the pack goes. Raises StateError if it is missing."""
         path = self.path(place.pack)
         try:
             with path.open("rb") as file:
                 file.seek(place.offset)
-                chunks = tuple(file.read(size) for size in place.sizes)
+                return tuple(file.read(size) for size in place.sizes)
         except OSError as error:
-            raise damaged(path, expected="a pack", got=error.strerror or str(error)) from error
-        got = sum(map(len, chunks))
-        if got != sum(place.sizes):
-            expected = f"{sum(place.sizes)} bytes from {place.offset}"
-            raise damaged(path, expected=expected, got=f"{got} bytes")
-        return chunks
+            raise damaged(path, expected="a pack", got=str(error)) from error
 
     def remove_except(self, needed: set[int]) -> None:
         """Removes every pack but those and the one that is being written."""
         for path in self.folder.glob("*.pack"):
             if int(path.stem) not in needed and int(path.stem) != self._number:
                 path.unlink(missing_ok=True)
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"{number:08d}.pack"
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
@@ -124,21 +126,9 @@ class Packs:
     def _open_next(self) -> None:
         self.close()
         found = (int(path.stem) for path in self.folder.glob("*.pack"))
-        self._number, self._size = max(found, default=self._number) + 1, 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._number = max(found, default=self._number) + 1
+        self._begin = self._end = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         self._fd = os.open(self.path(self._number), flags, 0o600)
         if self._durable:
             sync_folder(self.folder)
-
-    def _give_up(self) -> None:
-        """Frees what was not made durable, since it may be what fills the disk."""
-        with suppress(OSError):
-            if self._fd >= 0 and self._size:
-                os.ftruncate(self._fd, self._size)
-            elif self._fd >= 0:
-                self.path(self._number).unlink()
-        with suppress(OSError):
-            self.close()
-
-    def path(self, number: int) -> Path:
-        return self.folder / f"{number:08d}.pack"

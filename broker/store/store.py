@@ -13,11 +13,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import astuple, replace
 from pathlib import Path
 from threading import Lock
@@ -26,26 +25,19 @@ from typing import Any, Final
 import msgspec
 
 from narrows.broker.rounds import FragmentState, Policy, Round, Version
-from narrows.broker.store.packs import DiskFull, Packs, Place, damaged, sync_folder
-from narrows.broker.store.recover import (
+from narrows.broker.store.history import (
     DATABASE,
-    FragmentRecord,
+    History,
     Recovered,
     count_again,
     database_errors,
-    first_whole,
-    kept_rows,
     payload_digest,
-    read_only,
-    read_rounds,
-    read_run,
     row_digest,
-    snapshot_path,
-    snapshot_rows,
 )
-from narrows.broker.store.tensors import write_state
+from narrows.broker.store.packs import DiskFull, Packs, Place, damaged, sync_folder
+from narrows.broker.store.tensors import state_path, write_state
 from narrows.proto.errors import ErrorCode, StateError
-from narrows.proto.layout import fingerprint
+from narrows.proto.layout import Fragment, fingerprint
 from narrows.proto.messages import TOKENS_MAX, Layout, Phase
 
 SCHEMA_VERSION: Final = 1
@@ -77,6 +69,7 @@ CREATE TABLE merged (incarnation TEXT, fragment INTEGER, push_id INTEGER NOT NUL
 CREATE TABLE snapshots (fragment INTEGER, version INTEGER, PRIMARY KEY (fragment, version),
   FOREIGN KEY (fragment, version) REFERENCES rounds (fragment, version) ON DELETE CASCADE)
   WITHOUT ROWID;
+INSERT INTO run VALUES (1, lower(hex(randomblob(8))), '{Phase.SEEDING}', 0, 0, NULL, NULL);
 PRAGMA user_version = {SCHEMA_VERSION};
 """
 
@@ -102,39 +95,25 @@ class Store:
         journal: bool = True,
         keep_history: bool = False,
         reach: Callable[[str], None] = lambda place: None,
-        unix_time: Callable[[], float] = time.time,
     ) -> None:
         """`durable=False` leaves fsync out, for simulations. `journal=False` keeps rows without
         payloads. `keep_history` never removes a payload nor the snapshot of version 0. `reach` is
         called at places where a crash is worth a test. Raises StateError."""
-        self.folder = folder
-        self.file = folder / DATABASE
+        self.folder, self.file = folder, folder / DATABASE
         self._durable, self._journal, self._keep_history = durable, journal, keep_history
-        self._reach, self._unix_time = reach, unix_time
+        self._reach = reach
         self._lock, self._snapshot_lock = Lock(), Lock()
         self._notes: list[str] = []
-        try:
-            for each in (folder, folder / "packs", folder / "fragments"):
-                each.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StateError(
-                ErrorCode.STATE_DAMAGED,
-                f"{folder} cannot be used",
-                expected="a directory that this user can write",
-                got=f"{error.filename}: {error.strerror}",
-                remedy="Correct its owner or mode, or choose another --state-dir",
-            ) from error
-        self._packs = Packs(folder / "packs", durable=durable)
-        try:
-            _take_lock(self._lock_fd, folder)
+        with ExitStack() as undo:
+            undo.callback(os.close, _take_folder(folder))
+            self._packs = Packs(folder / "packs", durable=durable)
+            undo.callback(self._packs.close)
             with database_errors(self.file):
                 self._db = self._open()
-                # Reads of the loop must not wait for a commit that has the lock.
-                self._reader = read_only(self.file)
-        except BaseException:
-            os.close(self._lock_fd)
-            raise
+            undo.callback(self._db.close)
+            # What is read has a connection of its own: the loop must not wait for a commit.
+            self._history = undo.enter_context(closing(History(folder)))
+            self._undo = undo.pop_all()
 
     def recover(self, now_unix: float) -> Recovered:
         """Begins a life of the broker, which is durable when this returns.
@@ -142,44 +121,48 @@ class Store:
         Rounds without payloads that no snapshot holds are deleted, and so are files that no row
         knows. Raises StateError for damage that cannot be got over.
         """
+        query = self._history.query
         with self._lock:
             with self._transaction() as db:
                 insert = "INSERT INTO lives (at) VALUES (?) RETURNING life"
                 ((life,),) = db.execute(insert, (now_unix,)).fetchall()
-            with database_errors(self.file):
-                fragments = read_run(self._db, self.file).fragments
-                records = tuple(map(self._record, range(fragments)))
-                newest = "SELECT period_s FROM rounds ORDER BY seq DESC LIMIT 1"
-                query = "SELECT incarnation, fragment, push_id FROM merged ORDER BY seq"
-                sums = "SELECT incarnation, sum(tokens) FROM merged GROUP BY incarnation"
-                found = Recovered(
-                    **vars(read_run(self._db, self.file)),
-                    life=life,
-                    period_s=sum(period_s for (period_s,) in self._db.execute(newest)),
-                    merged={(name, f): push_id for name, f, push_id in self._db.execute(query)},
-                    merged_tokens=dict(self._db.execute(sums).fetchall()),
-                    records=records,
-                    notes=tuple(self._notes),
-                )
-                self._sweep()
-        return found
+            states = tuple(map(self._newest_whole, range(self._history.run.fragments)))
+            self._sweep()
+            newest = "SELECT period_s FROM rounds ORDER BY seq DESC LIMIT 1"
+            merged = query("SELECT incarnation, fragment, push_id FROM merged ORDER BY seq")
+            sums = "SELECT incarnation, sum(tokens) FROM merged GROUP BY incarnation"
+            return Recovered(
+                **vars(self._history.run),
+                life=life,
+                period_s=sum(period_s for (period_s,) in query(newest)),
+                merged={(name, fragment): push_id for name, fragment, push_id in merged},
+                merged_tokens=dict(query(sums)),
+                states=states,
+                notes=tuple(self._notes),
+            )
 
-    def seed(self, layout: Layout, states: Sequence[FragmentState], fragments: int) -> None:
+    def replay(self, fragment: Fragment, state: FragmentState) -> Iterator[Version]:
+        """The durable versions after a state. Fragments are independent: a pool may replay several.
+
+        Raises StateError if one is not as it was.
+        """
+        return self._history.replay(fragment, state)
+
+    def seed(self, layout: Layout, states: Sequence[FragmentState]) -> None:
         """Makes version 0 of every fragment durable: all or nothing. Raises DiskFull."""
-        assert [each.fragment for each in states] == list(range(fragments)), "every fragment once"
-        assert not any(each.version for each in states), "version 0"
+        known = [(each.fragment, each.version) for each in states]
+        assert known == [(fragment, 0) for fragment in range(len(states))], known
         self._write(states)
         with self._lock, self._transaction() as db:
-            assert read_run(db, self.file).layout is None, "version 0 is there already"
             text = msgspec.json.encode(layout).decode()
             db.execute(
                 "UPDATE run SET phase = ?, fragments = ?, layout = ?, fingerprint = ?",
-                (Phase.RUNNING, fragments, text, fingerprint(layout)),
+                (Phase.RUNNING, len(states), text, fingerprint(layout)),
             )
             for state in states:
                 first = Version(Round(state.fragment, 0, (), Policy(), reason="seed"), state, ())
                 self._insert(db, first, [])
-                db.execute("INSERT INTO snapshots VALUES (?, 0)", (state.fragment,))
+            db.executemany("INSERT INTO snapshots VALUES (?, ?)", known)
 
     def commit(self, version: Version) -> None:
         """Makes a round durable: payloads first, then its row, in one transaction.
@@ -187,16 +170,16 @@ class Store:
         Raises DiskFull: the round does not exist, and the same call may be made again later.
         """
         with self._lock:
-            contributions = version.round_.contributions
-            places: list[Place | None] = [None] * len(contributions)
+            payloads = [each.chunks for each in version.round_.contributions]
+            places: Sequence[Place | None] = [None] * len(payloads)
             if self._journal:
-                places[:] = self._packs.append([each.chunks for each in contributions])
+                places = self._packs.append(payloads)
                 self._reach("appended")
             try:
                 with self._transaction() as db:
                     self._insert(db, version, places)
             except DiskFull:
-                self._packs.take_back([place for place in places if place is not None])
+                self._packs.take_back()
                 raise
         self._reach("durable")
 
@@ -208,9 +191,10 @@ class Store:
             self._write([state])
             with self._lock:
                 with self._transaction() as db:
-                    key, condition = (state.fragment, state.version), "fragment = ? AND version = ?"
-                    rows = list(read_rounds(db, self.file, condition, key))
-                    assert [row.digests for row in rows] == [state.digests], "not durable yet"
+                    key, digests = (state.fragment, state.version), "global, momentum, published"
+                    query = f"SELECT {digests} FROM rounds WHERE fragment = ? AND version = ?"
+                    known = db.execute(query, key).fetchone()
+                    assert " ".join(known or ()) == str(state.digests), "not durable yet"
                     db.execute("INSERT OR IGNORE INTO snapshots VALUES (?, ?)", key)
                     self._forget(db, state.fragment)
                 self._sweep()
@@ -224,17 +208,13 @@ class Store:
         """Digest of the published copy at a durable version; None: this history has no such
         version. Never waits for a commit; call it on one thread."""
         query = "SELECT published FROM rounds WHERE fragment = ? AND version = ?"
-        with database_errors(self.file):
-            found = self._reader.execute(query, (fragment, version)).fetchall()
+        found = self._history.query(query, fragment, version)
         return int(found[0][0], 16) if found else None
 
     def close(self) -> None:
         """Gives the directory back; nothing is lost without it."""
         with self._lock:
-            self._packs.close()
-            self._reader.close()
-            self._db.close()
-            os.close(self._lock_fd)
+            self._undo.close()
 
     def _open(self) -> sqlite3.Connection:
         """The database, made if the directory is empty."""
@@ -243,7 +223,7 @@ class Store:
             raise damaged(self.file, expected="run.db beside packs/ and fragments/", got="no file")
         db = sqlite3.connect(self.file, isolation_level=None, check_same_thread=False)
         (version,) = db.execute("PRAGMA user_version").fetchone()
-        tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version != SCHEMA_VERSION and (version or tables):
             raise StateError(
                 ErrorCode.STATE_DAMAGED,
@@ -256,66 +236,64 @@ class Store:
         db.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'OFF'}")
         db.execute("PRAGMA foreign_keys = ON")
         if not version:
-            first = f"'{secrets.token_hex(8)}', '{Phase.SEEDING}', 0, 0, NULL, NULL"
-            db.executescript(
-                f"BEGIN IMMEDIATE; {SCHEMA} INSERT INTO run VALUES (1, {first}); COMMIT;"
-            )
-            if self._durable:
-                sync_folder(self.folder)
-                sync_folder(self.folder.parent)
+            db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
+        if self._durable:  # At each start: the one that made the directory may have been killed.
+            sync_folder(self.folder)
+            sync_folder(self.folder.parent)
         # After a failed fsync of the log, a commit may be in the page cache only: this copies what
         # the log shows into the database and syncs that.
         if db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
             self._notes.append(f"another program reads {self.file}: its log was kept")
         return db
 
-    def _record(self, fragment: int) -> FragmentRecord:
-        """One fragment as a start finds it; forgets damaged snapshots and rounds that are lost."""
-        kept = snapshot_rows(self._db, self.file, fragment)[::-1]
-        state, errors = first_whole(self.folder, fragment, kept)
-        after = "fragment = ? AND version > ?"
-        rows = list(read_rounds(self._db, self.file, after, (fragment, state.version)))
-        whole = list(kept_rows(rows))
+    def _newest_whole(self, fragment: int) -> FragmentState:
+        """The state that a start goes on from; forgets damaged snapshots and rounds that are lost.
+
+        Raises StateError if no snapshot is whole.
+        """
+        kept = self._history.snapshots(fragment)
+        state, errors = self._history.first_whole(fragment, kept[::-1])
+        self._notes += [f"{error}. Now the older snapshot is used" for error in errors]
+        newest = max([state.version, *(row.round_.version for row in self._history.after(state))])
+        after = "WHERE fragment = ? AND version > ?"
         with self._transaction() as db:
             # A damaged one must not count as one of the two that are kept.
-            db.execute(f"DELETE FROM snapshots WHERE {after}", (fragment, state.version))
-            if len(whole) < len(rows):
-                version = state.version + len(whole)
-                db.execute(f"DELETE FROM rounds WHERE {after}", (fragment, version))
+            db.execute(f"DELETE FROM snapshots {after}", (fragment, state.version))
+            lost = db.execute(f"DELETE FROM rounds {after}", (fragment, newest)).rowcount
+            if lost:
                 count_again(db)
                 self._notes.append(
-                    f"fragment {fragment} goes back from version {rows[-1].round_.version} to "
-                    f"{version}: the payloads of later rounds were not kept (broker.journal)"
+                    f"fragment {fragment} goes back from version {newest + lost} to {newest}: the "
+                    "payloads of later rounds were not kept (broker.journal)"
                 )
-        self._notes += [f"{error}. Now the older snapshot is used" for error in errors]
-        return FragmentRecord(state, tuple(whole), self._packs, self.file)
+        return state
 
     def _insert(
         self, db: sqlite3.Connection, version: Version, places: Sequence[Place | None]
     ) -> None:
         """Writes the rows of a round, its merged push ids and the clock."""
-        round_, digests = version.round_, version.state.digests
-        pushes, policy = round_.contributions, msgspec.json.encode(round_.policy).decode()
+        round_, pushes = version.round_, version.round_.contributions
         counters = "SELECT (SELECT coalesce(max(seq), 0) + 1 FROM rounds), clock FROM run"
         ((seq, clock),) = db.execute(counters).fetchall()
         clock = min(clock + sum(each.tokens for each in pushes), TOKENS_MAX)
-        columns = [seq, round_.fragment, round_.version, float(self._unix_time()), clock, policy]
-        columns += [float(round_.period_s), round_.reason, *(f"{each:016x}" for each in digests)]
+        columns = [seq, round_.fragment, round_.version, time.time(), clock]
+        columns += [msgspec.json.encode(round_.policy).decode(), float(round_.period_s)]
+        columns += [round_.reason, *(f"{each:016x}" for each in version.state.digests)]
         parts: list[tuple[Any, ...]] = []
-        norms = version.norms or (0.0,) * len(pushes)
-        for each, weight, norm, place in zip(pushes, version.weights, norms, places, strict=True):
+        merged = zip(pushes, version.weights, version.norms, places, strict=True)
+        for each, weight, norm, place in merged:
             facts = astuple(replace(each, chunks=()))[:-1]
-            sums = (float(weight), float(norm), f"{payload_digest(each.chunks):016x}")
+            sums = (weight, norm, f"{payload_digest(each.chunks):016x}")
             where = (*place[:2], json.dumps(place.sizes)) if place else (None, None, None)
             parts.append((seq, round_.fragment, *facts, *sums, *where))
         columns.append(f"{row_digest(columns, parts):016x}")
         db.execute(f"INSERT INTO rounds VALUES ({', '.join('?' * 12)})", columns)
         db.executemany(f"INSERT INTO contributions VALUES ({', '.join('?' * 16)})", parts)
-        db.executemany(
-            "INSERT INTO merged (incarnation, fragment, push_id, seq, tokens)"
-            " VALUES (?, ?, ?, ?, ?) ON CONFLICT (incarnation, fragment) DO UPDATE SET"
+        db.execute(
+            "INSERT INTO merged SELECT incarnation, fragment, push_id, seq, tokens"
+            " FROM contributions WHERE seq = ? ON CONFLICT DO UPDATE SET"
             " push_id = excluded.push_id, seq = excluded.seq, tokens = tokens + excluded.tokens",
-            [(p.incarnation, round_.fragment, p.push_id, seq, p.tokens) for p in pushes],
+            (seq,),
         )
         db.execute("UPDATE run SET clock = ?", (clock,))
 
@@ -343,19 +321,19 @@ class Store:
 
     def _sweep(self) -> None:
         """Removes the files that no row knows: what a crash left, and what `_forget` dropped."""
-        found = self._db.execute("SELECT fragment, version FROM snapshots").fetchall()
-        known = {snapshot_path(self.folder, *each) for each in found}
+        with database_errors(self.file):
+            snapshots = set(self._db.execute("SELECT fragment, version FROM snapshots"))
+            packs = "SELECT DISTINCT pack FROM contributions WHERE pack IS NOT NULL"
+            self._packs.remove_except({pack for (pack,) in self._db.execute(packs)})
+        known = {state_path(self.folder, *each) for each in snapshots}
         for path in (self.folder / "fragments").glob("*.safetensors*"):
             if path not in known:
                 path.unlink(missing_ok=True)
-        packs = "SELECT DISTINCT pack FROM contributions WHERE pack IS NOT NULL"
-        self._packs.remove_except({pack for (pack,) in self._db.execute(packs).fetchall()})
 
     def _write(self, states: Sequence[FragmentState]) -> None:
         """Writes whole states; names must be on the disk before a row refers to them."""
         for state in states:
-            path = snapshot_path(self.folder, state.fragment, state.version)
-            write_state(path, state, durable=self._durable)
+            write_state(self.folder, state, durable=self._durable)
         if self._durable:
             sync_folder(self.folder / "fragments")
 
@@ -372,17 +350,33 @@ class Store:
                 raise
 
 
-def _take_lock(fd: int, folder: Path) -> None:
-    """Raises StateError if another process has the directory open."""
+def _take_folder(folder: Path) -> int:
+    """Makes what is missing of a state directory, and locks it for as long as the file that it
+    returns is open. Raises StateError if that cannot be done, or another process has it open."""
+    try:
+        for each in (folder, folder / "packs", folder / "fragments"):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise StateError(
+            ErrorCode.STATE_DAMAGED,
+            f"{folder} cannot be used",
+            expected="a directory that this user can write",
+            got=f"{error.filename}: {error.strerror}",
+            remedy="Correct its owner or mode, or choose another --state-dir",
+        ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        holder = os.read(fd, 20).decode(errors="replace").strip()
+        os.close(fd)
         raise StateError(
             ErrorCode.STATE_LOCKED,
             f"{folder} is in use",
             expected="one broker per state directory",
-            got=f"process {os.read(fd, 20).decode(errors='replace').strip() or 'unknown'}",
+            got=f"process {holder or 'unknown'}",
             remedy="Stop that broker, or choose another --state-dir",
         ) from error
     os.ftruncate(fd, 0)
     os.write(fd, f"{os.getpid()}\n".encode())
+    return fd

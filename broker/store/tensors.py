@@ -6,7 +6,6 @@ here, because the library cannot make bfloat16 from numpy and hides why a disk r
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -15,38 +14,45 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from narrows.broker.rounds import Digests, FragmentState
 from narrows.broker.store.packs import DiskFull, damaged, sync_folder
 from narrows.proto.codec import F32, all_finite, round_to_dtype
 from narrows.proto.errors import ConfigError
-from narrows.proto.layout import Fragment
+from narrows.proto.layout import Fragment, element_count
 from narrows.proto.messages import DtypeName, Layout, LayoutEntry
 
 _NAMES: Final = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_STORED: Final[Mapping[str, np.dtype[Any]]] = {
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
+_STORED: Final[dict[str, np.dtype[Any]]] = {
+    name: np.dtype(stored) for name, stored in (("F32", "<f4"), ("F16", "<f2"), ("BF16", "<u2"))
 }
 """How the elements of a safetensors file are read and written, by its names of dtypes."""
 
 _ARRAYS: Final = ("global", "momentum", "published")
 
 
-def write_state(path: Path, state: FragmentState, *, durable: bool = True) -> None:
+def state_path(folder: Path, fragment: int, version: int) -> Path:
+    """The file of a fragment's state in a state directory."""
+    return folder / "fragments" / f"{fragment}-{version}.safetensors"
+
+
+def write_state(folder: Path, state: FragmentState, *, durable: bool = True) -> None:
     """Writes the three arrays of a fragment, each float32 (n,). The file appears whole or not at
-    all; its name is durable once the caller has synced the folder. Raises DiskFull."""
+    all; its name is durable once the caller has synced its folder. Raises DiskFull."""
     arrays = (state.global_, state.momentum, state.published)
-    entries = [LayoutEntry(name, arrays[0].shape, "float32", "mean") for name in _ARRAYS]
+    entries = [LayoutEntry(name, state.global_.shape, "float32", "mean") for name in _ARRAYS]
     metadata = {"fragment": str(state.fragment), "version": str(state.version)}
-    _write(path, entries, [[array] for array in arrays], metadata, durable)
+    parts = ((tensor, 0, values) for tensor, values in enumerate(arrays))
+    path = state_path(folder, state.fragment, state.version)
+    _write(path, entries, parts, metadata, durable)
 
 
-def read_state(path: Path, fragment: int, version: int, digests: Digests) -> FragmentState:
+def read_state(folder: Path, fragment: int, version: int, digests: Digests) -> FragmentState:
     """Reads what `write_state` wrote. Raises StateError if the file is missing, unreadable, or its
     arrays have other digests."""
+    path = state_path(folder, fragment, version)
     try:
         with safe_open(path, framework="numpy") as file:
             arrays: list[F32] = [file.get_tensor(name) for name in _ARRAYS]
@@ -55,9 +61,8 @@ def read_state(path: Path, fragment: int, version: int, digests: Digests) -> Fra
     if any(array.dtype != np.float32 or array.ndim != 1 for array in arrays):
         raise damaged(path, expected="float32 vectors", got="other tensors")
     state = FragmentState.of(fragment, version, *arrays)
-    for name, expected, got in zip(_ARRAYS, digests, state.digests, strict=True):
-        if expected != got:
-            raise damaged(path, expected=f"{name} {expected:016x}", got=f"{got:016x}")
+    if state.digests != digests:
+        raise damaged(path, expected=f"digests {digests}", got=str(state.digests))
     return state
 
 
@@ -96,39 +101,40 @@ def export_model(
     """Writes the model, given per fragment as float32 (n,), with the layout's names, shapes and
     dtypes. Tied names and buffers are not in it: the broker does not know them. Raises OSError.
     """
-    parts: list[list[tuple[int, F32]]] = [[] for _ in layout.entries]
-    for fragment, each in zip(table, values, strict=True):
-        for piece in fragment.pieces:
-            part = each[piece.offset : piece.offset + piece.count]
-            parts[piece.tensor].append((piece.start, part))
-    in_order = ([part for _, part in sorted(found, key=lambda one: one[0])] for found in parts)
-    _write(path, layout.entries, in_order, {"format": "pt", **metadata}, durable=True)
+    parts = (
+        (piece.tensor, piece.start, each[piece.offset : piece.offset + piece.count])
+        for fragment, each in zip(table, values, strict=True)
+        for piece in fragment.pieces
+    )
+    _write(path, layout.entries, parts, {"format": "pt", **metadata}, durable=True)
     sync_folder(path.parent)
 
 
 def _write(
     path: Path,
     entries: Sequence[LayoutEntry],
-    values: Iterable[Sequence[F32]],
+    parts: Iterable[tuple[int, int, F32]],
     metadata: Mapping[str, str],
     durable: bool,
 ) -> None:
-    """Writes each tensor from its parts, in order, to a new file that then takes the name."""
+    """Writes tensors from parts, each (tensor, its first element there, values (n,)), to a new file
+    that then takes the name."""
     header: dict[str, object] = {"__metadata__": metadata}
-    end = 0
+    starts = [0]
     for entry in entries:
         name = _NAMES[entry.dtype]
-        start, end = end, end + math.prod(entry.shape) * _STORED[name].itemsize
-        header[entry.name] = {"dtype": name, "shape": entry.shape, "data_offsets": (start, end)}
+        starts.append(starts[-1] + element_count(entry) * _STORED[name].itemsize)
+        header[entry.name] = {"dtype": name, "shape": entry.shape, "data_offsets": starts[-2:]}
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)  # Blanks align the data, as the format asks.
     unfinished = path.with_name(f"{path.name}.new")
     try:
         with unfinished.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for entry, parts in zip(entries, values, strict=True):
-                for part in parts:
-                    file.write(_as_dtype(part, entry.dtype))
+            for tensor, first, values in parts:
+                stored = _as_dtype(values, entries[tensor].dtype)
+                file.seek(8 + len(text) + starts[tensor] + first * stored.itemsize)
+                file.write(stored.data)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
@@ -139,15 +145,15 @@ def _write(
         raise DiskFull(error.errno, f"{path}: {error.strerror}") from error
 
 
-def _as_dtype(values: F32, dtype: DtypeName) -> memoryview:
-    """The bytes of values (n,) as a tensor of that dtype, rounded half to even."""
+def _as_dtype(values: F32, dtype: DtypeName) -> NDArray[Any]:
+    """Values (n,) as a tensor of that dtype stores them, rounded half to even."""
     if dtype == "float32":
-        return np.ascontiguousarray(values, "<f4").data.cast("B")
+        return np.ascontiguousarray(values, _STORED["F32"])
     rounded = np.empty_like(values)
     round_to_dtype(values, dtype, rounded)
     if dtype == "float16":
-        return rounded.astype("<f2").data.cast("B")
-    return (rounded.view(np.uint32) >> np.uint32(16)).astype("<u2").data.cast("B")
+        return rounded.astype(_STORED["F16"])
+    return (rounded.view(np.uint32) >> np.uint32(16)).astype(_STORED["BF16"])
 
 
 def _find(path: Path, layout: Layout) -> list[tuple[np.dtype[Any], int]]:
@@ -164,15 +170,14 @@ def _find(path: Path, layout: Layout) -> list[tuple[np.dtype[Any], int]]:
         ) from error
     found: list[tuple[np.dtype[Any], int]] = []
     for entry in layout.entries:
-        tensor = header.get(entry.name, {"dtype": "", "shape": "no such tensor"})
+        tensor = header.get(entry.name, {"shape": "no such tensor", "dtype": ""})
         # A scalar may stand in the file with no dimension and in the layout with one.
-        if (tuple(tensor["shape"]) or (1,)) != (entry.shape or (1,)):
-            expected = f"{entry.name} of shape {list(entry.shape)}"
+        same = (tuple(tensor["shape"]) or (1,)) == (entry.shape or (1,))
+        if not same or tensor["dtype"] not in _STORED:
             raise ConfigError(
-                f"{path} does not fit the model", expected=expected, got=str(tensor["shape"])
+                f"{path} does not fit the model",
+                expected=f"{entry.name} of shape {list(entry.shape)}, {' or '.join(_STORED)}",
+                got=f"{tensor['shape']} {tensor['dtype']}".strip(),
             )
-        if tensor["dtype"] not in _STORED:
-            expected = f"{entry.name} of dtype {' or '.join(_STORED)}"
-            raise ConfigError(f"{path}", expected=expected, got=tensor["dtype"])
         found.append((_STORED[tensor["dtype"]], 8 + length + tensor["data_offsets"][0]))
     return found

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from narrows.broker.rounds import Contribution, FragmentState, Policy, Round
-from narrows.proto.codec import F32, decode_chunk, encode_push, values_of
+from narrows.proto.codec import F32, DecodedChunk, decode_chunk, encode_push, values_of
 from narrows.proto.layout import Fragment, build_table
 from narrows.proto.messages import CodecName, LayoutEntry, MergeRule
 
@@ -48,13 +48,17 @@ def push_of(
     return Contribution(learner, incarnation, 1, 0, tokens, steps, codec, chunk_elements, payloads)
 
 
-def values_in(fragment: Fragment, push: Contribution) -> F32:
-    """The outer gradient (n,) that a push carries, as its codec has it."""
-    chunks = [
+def decoded(fragment: Fragment, push: Contribution) -> list[DecodedChunk]:
+    """The chunks of a push, as a broker holds them."""
+    return [
         decode_chunk(fragment, push.codec, push.chunk_elements, index, payload)
         for index, payload in enumerate(push.chunks)
     ]
-    return values_of(fragment, chunks)
+
+
+def values_in(fragment: Fragment, push: Contribution) -> F32:
+    """The outer gradient (n,) that a push carries, as its codec has it."""
+    return values_of(fragment, decoded(fragment, push))
 
 
 def round_of(pushes: Sequence[Contribution], version: int = 1, **policy: object) -> Round:

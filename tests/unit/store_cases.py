@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from narrows.broker.merging import merge
-from narrows.broker.rounds import Contribution, FragmentState, Policy, Round, Version, in_order
+from narrows.broker.rounds import Contribution, FragmentState, Policy, Round, Version
 from narrows.broker.store import Store
 from narrows.proto.codec import encode_push
 from narrows.proto.layout import build_table
@@ -67,9 +67,9 @@ def next_version(
 ) -> Version:
     """The version after a state, merged from one push of each learner."""
     number = push_id or state.version + 1
-    pushes = [contribution(state, each, number, codec=codec) for each in learners]
+    pushes = tuple(contribution(state, each, number, codec=codec) for each in sorted(learners))
     policy = Policy(codec=codec, chunk_elements=CHUNK)
-    round_ = Round(state.fragment, state.version + 1, in_order(pushes), policy, 2.5, "everybody")
+    round_ = Round(state.fragment, state.version + 1, pushes, policy, 2.5, "everybody")
     return merge(TABLE[state.fragment], state, round_)
 
 
@@ -81,7 +81,7 @@ class Run:
         self.store = Store(folder, **options)
         self.states: list[list[FragmentState]] = [[each] for each in first_states()]
         self.store.recover(1.0)
-        self.store.seed(LAYOUT, first_states(), 2)
+        self.store.seed(LAYOUT, first_states())
 
     def head(self, fragment: int) -> FragmentState:
         return self.states[fragment][-1]
@@ -102,9 +102,8 @@ class Run:
 
 def recovered_states(store: Store) -> Iterator[FragmentState]:
     """Begins a life and replays every fragment."""
-    for record in store.recover(2.0).records:
-        state = record.state
-        for version in record.replay(TABLE[state.fragment]):
+    for state in store.recover(2.0).states:
+        for version in store.replay(TABLE[state.fragment], state):
             state = version.state
         yield state
 

@@ -12,7 +12,7 @@ import pytest
 from codec_cases import lane_square_sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from merging_cases import awkward, one_fragment, push_of, round_of, state_of, values_in
+from merging_cases import awkward, decoded, one_fragment, push_of, round_of, state_of, values_in
 
 from narrows.broker.merging import Alarm, Model, merge, outer, sums, warm_up
 from narrows.broker.rounds import Contribution, Version
@@ -170,11 +170,8 @@ def test_the_cut_of_a_push_changes_no_bit(codec: CodecName) -> None:
         push_of(fragment, f"l{i}", awkward(fragment.elements, i), codec=codec, chunk_elements=4096)
         for i in (1, 2, 3)
     ]
-    decoded = [
-        decode_chunk(fragment, codec, 4096, index, payload)
-        for index, payload in enumerate(pushes[1].chunks)
-    ]
-    chunks = recut(fragment, decoded, codec=codec, chunk_elements=1 << 19)
+    same = decoded(fragment, pushes[1])
+    chunks = recut(fragment, same, codec=codec, chunk_elements=1 << 19)
     payloads = tuple(chunk.payload for chunk in chunks)
     assert len(payloads) == 1
     other = replace(pushes[1], chunk_elements=1 << 19, chunks=payloads)
@@ -193,11 +190,7 @@ def test_norms_have_the_bits_of_one_sum_over_each_piece(chunk_elements: int) -> 
     for name in "ab":
         values = rng.normal(size=fragment.elements).astype(np.float32)
         push = push_of(fragment, name, values, chunk_elements=chunk_elements)
-        chunks = [
-            decode_chunk(fragment, push.codec, chunk_elements, index, payload)
-            for index, payload in enumerate(push.chunks)
-        ]
-        vectors.append(sums.Vector(chunk_elements, chunks))
+        vectors.append(sums.Vector(chunk_elements, decoded(fragment, push)))
         norms.append(np.sqrt(lane_square_sums(values, fragment.bounds)))
     assert sums.norms_of(fragment, vectors).T.tolist() == np.array(norms).tolist()
     weights, units = np.full(2, 0.5), np.full((len(sizes), 2), 1.0)
@@ -211,12 +204,9 @@ def test_norms_have_the_bits_of_one_sum_over_each_piece(chunk_elements: int) -> 
 def test_a_replay_from_payloads_has_the_bits_of_the_merge(codec: CodecName) -> None:
     before = state_of(MIXED, awkward(MIXED.elements, 0))
     pushes = [push_of(MIXED, f"l{i}", awkward(MIXED.elements, i), codec=codec) for i in (1, 2)]
-    decoded = [
-        [decode_chunk(MIXED, codec, 256, i, payload) for i, payload in enumerate(each.chunks)]
-        for each in pushes
-    ]
+    held = [decoded(MIXED, each) for each in pushes]
     round_ = round_of(pushes, codec=codec)
-    live, replayed = merge(MIXED, before, round_, decoded), merge(MIXED, before, round_)
+    live, replayed = merge(MIXED, before, round_, held), merge(MIXED, before, round_)
     assert bits(live) == bits(replayed)
     assert [c.payload for c in live.publication] == [c.payload for c in replayed.publication]
 

@@ -7,14 +7,23 @@ import os
 import shutil
 import signal
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from store_cases import LAYOUT, Run, facts, first_states, heads, next_version, recovered_states
+from store_cases import (
+    LAYOUT,
+    TABLE,
+    Run,
+    facts,
+    first_states,
+    heads,
+    next_version,
+    recovered_states,
+)
 
 from narrows.broker.store import DiskFull, History, Store, packs
 from narrows.broker.store import store as store_module
@@ -30,6 +39,22 @@ def rows(folder: Path) -> int:
 
 def pack_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in (folder / "packs").iterdir())
+
+
+@contextmanager
+def failing(sync: str, code: int, good: int = 0) -> Iterator[None]:
+    """A disk on which a call of the os module works so many times and fails from then on."""
+    real, left = getattr(os, sync), [good]
+
+    def fail(fd: int) -> None:
+        if not left[0]:
+            raise OSError(code, os.strerror(code))
+        left[0] -= 1
+        real(fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, sync, fail)
+        yield
 
 
 def test_payloads_are_durable_before_the_row_and_the_row_before_the_version(
@@ -61,7 +86,7 @@ def test_payloads_are_durable_before_the_row_and_the_row_before_the_version(
 def test_a_life_is_durable_before_it_begins(tmp_path: Path) -> None:
     store = Store(tmp_path)
     first = store.recover(5.0)
-    assert (first.life, first.phase, first.layout, first.records) == (1, Phase.SEEDING, None, ())
+    assert (first.life, first.phase, first.layout, first.states) == (1, Phase.SEEDING, None, ())
     with closing(sqlite3.connect(f"file:{tmp_path}/run.db?mode=ro", uri=True)) as db:
         assert db.execute("SELECT life, at FROM lives").fetchall() == [(1, 5.0)]
     store.close()
@@ -69,6 +94,16 @@ def test_a_life_is_durable_before_it_begins(tmp_path: Path) -> None:
     second = store.recover(6.0)
     assert (second.life, second.run_id) == (2, first.run_id)
     store.close()
+
+
+def test_each_start_makes_the_names_durable_that_a_kill_may_have_left_in_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Store(tmp_path).close()  # It stands for a life that was killed before it synced.
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    Store(tmp_path).close()
+    assert {tmp_path.stat().st_ino, tmp_path.parent.stat().st_ino} <= set(synced)
 
 
 def test_what_a_start_finds(tmp_path: Path) -> None:
@@ -83,26 +118,22 @@ def test_what_a_start_finds(tmp_path: Path) -> None:
     assert found.merged == {
         (f"{name}.0000000a", fragment): 2 for name in ("site-a", "site-b") for fragment in (0, 1)
     }
-    assert [[row.reason for row in (each.round_ for each in record.rounds)]
-            for record in found.records] == [["everybody"] * 2] * 2  # fmt: skip
+    for state in found.states:
+        again = store.replay(TABLE[state.fragment], state)
+        assert [version.round_.reason for version in again] == ["everybody"] * 2
     assert store.published_digest(1, 0) == run.states[1][0].digests.published
     assert store.published_digest(1, 3) is None
     store.close()
 
 
 def test_a_failed_sync_holds_the_round_back_and_its_pack_is_never_used_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     run = Run(tmp_path)
     run.round(0)
     before = pack_bytes(tmp_path)
     version = next_version(run.head(0))
-
-    def fail(fd: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", fail)
+    with failing("fdatasync", errno.EIO):
         for _ in range(3):
             with pytest.raises(DiskFull, match="Input/output error"):
                 run.store.commit(version)
@@ -162,20 +193,12 @@ def test_a_database_without_room_is_a_full_disk(tmp_path: Path) -> None:
     assert heads(tmp_path) == facts([run.head(0), run.head(1)])
 
 
-def test_a_snapshot_on_a_full_disk_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_on_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.round(0)
     before = sorted(path.name for path in (tmp_path / "fragments").iterdir())
-
-    def full(fd: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(DiskFull):
-            run.store.snapshot(run.head(0))
+    with failing("fsync", errno.ENOSPC), pytest.raises(DiskFull):
+        run.store.snapshot(run.head(0))
     assert sorted(path.name for path in (tmp_path / "fragments").iterdir()) == before
     run.store.snapshot(run.head(0))
     run.store.close()
@@ -259,9 +282,9 @@ def killed(folder: Path, place: str, visit: int) -> list[list[tuple[int, str]]]:
 def test_nothing_that_was_told_is_lost_by_a_kill(tmp_path: Path, place: str, visit: int) -> None:
     told = killed(tmp_path, place, visit)
     store = Store(tmp_path)
-    records = store.recover(3.0).records
+    states = store.recover(3.0).states
     store.close()
-    if not records:
+    if not states:
         assert told == [[], []], "version 0 was durable before the first round"
         return
     again = Store(tmp_path)
@@ -347,12 +370,12 @@ def test_without_a_journal_a_crash_falls_back_to_the_snapshots(tmp_path: Path) -
             history.rollback(10, tmp_path / "back")
     store = Store(tmp_path, journal=False)
     found = store.recover(4.0)
-    assert [record.state.version for record in found.records] == [2, 0]
-    assert [record.rounds for record in found.records] == [(), ()]
+    assert [state.version for state in found.states] == [2, 0]
+    assert not any(list(store.replay(TABLE[state.fragment], state)) for state in found.states)
     assert found.clock == 400, "the tokens of what is lost do not count"
     assert found.merged == {("site-a.0000000a", 0): 2, ("site-b.0000000a", 0): 2}
     assert len(found.notes) == 2 and "from version 4 to 2" in found.notes[0]
-    store.commit(next_version(found.records[1].state))  # The same push ids are new again.
+    store.commit(next_version(found.states[1]))  # The same push ids are new again.
     store.close()
 
 
@@ -370,25 +393,15 @@ def test_only_the_newest_incarnations_are_remembered(
     store.close()
 
 
-def test_seeding_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeding_is_all_or_nothing(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.recover(1.0)
-    synced, left = os.fsync, [1]
-
-    def full(fd: int) -> None:
-        if not left[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        left[0] -= 1
-        synced(fd)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(DiskFull):
-            store.seed(LAYOUT, first_states(), 2)
+    with failing("fsync", errno.ENOSPC, good=1), pytest.raises(DiskFull):
+        store.seed(LAYOUT, first_states())
     store.close()
     store = Store(tmp_path)
     assert (store.recover(2.0).phase, store.published_digest(0, 0)) == (Phase.SEEDING, None)
-    store.seed(LAYOUT, first_states(), 2)
+    store.seed(LAYOUT, first_states())
     store.close()
     assert heads(tmp_path) == facts(first_states())
 

@@ -12,11 +12,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_cases import LAYOUT, TABLE, Run, facts, first_states, heads, next_version
+from store_cases import (
+    TABLE,
+    Run,
+    facts,
+    first_states,
+    heads,
+    next_version,
+    recovered_states,
+)
 
 from narrows.broker.merging import merge
 from narrows.broker.rounds import FragmentState, Round, Version
-from narrows.broker.store import History, Store, recover
+from narrows.broker.store import History, Store
+from narrows.broker.store import history as history_module
 from narrows.proto.errors import ConfigError, ErrorCode, StateError
 from narrows.proto.layout import Fragment
 from narrows.proto.messages import CodecName
@@ -46,8 +55,8 @@ def test_state_and_row_give_every_publication_bit_for_bit(
             made[fragment].append(run.round(fragment, codec=codec, learners=learners))
         run.store.close()
         store = Store(Path(folder))
-        for fragment, record in enumerate(store.recover(2.0).records):
-            again = list(record.replay(TABLE[fragment]))
+        for fragment, state in enumerate(store.recover(2.0).states):
+            again = list(store.replay(TABLE[fragment], state))
             assert [payloads(each) for each in again] == [payloads(each) for each in made[fragment]]
             assert [each.round_ for each in again] == [each.round_ for each in made[fragment]]
             for one, other in zip(again, made[fragment], strict=True):
@@ -89,8 +98,7 @@ def refusal(folder: Path) -> StateError:
     with pytest.raises(StateError) as caught:
         store = Store(folder)
         try:
-            for record in store.recover(2.0).records:
-                list(record.replay(TABLE[record.state.fragment]))
+            list(recovered_states(store))
         finally:
             store.close()
     assert caught.value.code is ErrorCode.STATE_DAMAGED and caught.value.remedy
@@ -107,10 +115,10 @@ def test_a_damaged_snapshot_gives_way_to_the_older_one(stopped: Run) -> None:
     flip(newest, newest.stat().st_size - 5)
     store = Store(stopped.folder)
     found = store.recover(2.0)
-    assert [record.state.version for record in found.records] == [0, 0]
+    assert [state.version for state in found.states] == [0, 0]
     (note,) = found.notes
     assert str(newest) in note and "older snapshot" in note
-    (*_, last) = found.records[0].replay(TABLE[0])
+    (*_, last) = store.replay(TABLE[0], found.states[0])
     assert last.state.digests == stopped.head(0).digests
     assert not newest.exists(), "it must not count as one of the two that are kept"
     store.close()
@@ -164,7 +172,7 @@ def test_a_merge_with_other_bits_is_noticed(stopped: Run, monkeypatch: pytest.Mo
         policy = replace(round_.policy, outer_lr=round_.policy.outer_lr * (1 + 2**-20))
         return merge(fragment, before, replace(round_, policy=policy))
 
-    monkeypatch.setattr(recover, "merge", other)
+    monkeypatch.setattr(history_module, "merge", other)
     assert "version 3 of fragment 0 with digests" in refusal(stopped.folder).expected
 
 
@@ -212,7 +220,8 @@ def test_history_can_be_read_while_the_broker_runs(tmp_path: Path) -> None:
         newest = list(history.rounds())[-1]
         assert (newest.seq, newest.round_.version, newest.clock) == (6, 2, 800)
         assert [each.learner for each in newest.round_.contributions] == ["site-a", "site-b"]
-        assert sum(newest.weights) == pytest.approx(1.0) and min(newest.norms) > 0
+        sums = "SELECT sum(weight), min(norm) > 0 FROM contributions WHERE seq = 6"
+        assert history.query(sums) == [(pytest.approx(1.0), 1)]
         assert facts(list(history.states())) == facts([run.head(0), run.head(1)])
     run.store.close()
 
@@ -251,7 +260,7 @@ def test_a_rollback_makes_a_new_directory_and_leaves_the_old_one(
     found = store.recover(3.0)
     assert (found.clock, found.life, found.merged[("site-a.0000000a", 1)]) == (1000, 3, 2)
     for fragment in (0, 1):
-        version = next_version(found.records[fragment].state)
+        version = next_version(found.states[fragment])
         store.commit(version)
         # The same pushes on the same state: the same version as in the old directory.
         expected = stopped.states[fragment][version.state.version].digests
@@ -278,9 +287,8 @@ def test_a_rollback_beyond_the_snapshots_says_what_is_missing(tmp_path: Path) ->
 
 
 def test_a_directory_without_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no state directory"):
+    with pytest.raises(StateError, match="unable to open database file"):
         History(tmp_path)
     Store(tmp_path).close()
     with closing(History(tmp_path)) as history:
         assert (history.run.layout, list(history.states())) == (None, [])
-    assert LAYOUT.entries
