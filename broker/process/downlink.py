@@ -8,10 +8,10 @@ never end. What is due and when is the sender's business (proto/flow).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from msgspec.structs import replace
 
@@ -22,13 +22,20 @@ from narrows.proto import messages as msg
 from narrows.proto.codec import EncodedChunk, encode_values
 from narrows.proto.flow import Entry, Sender
 from narrows.proto.ports import BrokerWires, Pool
+from narrows.proto.timing import REPAIR_S
 from narrows.proto.wire import asked_topic, live_topic, name_of
+
+Connection: TypeAlias = tuple[int, int]
+"""Identifies a connection that listens; no later one is equal to it."""
 
 COPIES_MAX: Final = 2
 """Copies of a fragment's state that are served at once: one that is being fetched, and a newer."""
 
 PINNED_S: Final = 10.0
 """A copy that was asked for within this time is being fetched: learners ask again after 8 s."""
+
+TOPICS_MAX: Final = 4096
+"""Topics of a connection that are remembered; a relay has two for each learner of its site."""
 
 IDLE_S: Final = 60.0
 """Seconds after which a copy that nobody asks for is forgotten: it takes as much memory as the
@@ -64,12 +71,57 @@ class Downlink:
             each=float(config.wan.down),
             curve=bool(config.broker.keys),
         )
+        self.sender.fan_out = 0
+        self._listeners: dict[Connection, dict[str, None]] = {}
+        """Topics that each connection listens to."""
+        self._counts: Counter[str] = Counter()
+        """Connections that listen to a topic."""
+        self._early: dict[str, list[tuple[float, msg.Fetch]]] = {}
+        """By incarnation: what it asked for before it listened, and when."""
         self._copies: dict[int, list[_StateCopy]] = {}
         """By fragment, the newest last."""
         self.asked_bytes: Counter[str] = Counter()
         """By learner."""
         self.live_bytes = self.fanned_bytes = 0
         """Bytes of publications, and the same times the connections that they went to."""
+
+    # -- who listens
+
+    def listens(self, connection: Connection, topic: str, is_on: bool, now: float) -> None:
+        """A connection subscribes to a topic, or ends that. Said twice it changes nothing: else a
+        peer could have publications charged to the budget that go nowhere."""
+        topics = self._listeners.setdefault(connection, {})
+        if is_on == (topic in topics) or (is_on and len(topics) >= TOPICS_MAX):
+            return
+        if not is_on:
+            del topics[topic]
+            self._count_out([topic])
+            return
+        topics[topic] = None
+        self._counts[topic] += 1
+        self.sender.fan_out = self._counts[live_topic(0)]
+        incarnation = topic[2:-3]
+        if incarnation in self._early and self._is_heard_by(incarnation):
+            for _, fetch in self._early.pop(incarnation):
+                self._answer(incarnation, fetch, now)
+            self.pump(now)
+
+    def keep_listeners(self, is_open: Callable[[Connection], bool]) -> None:
+        """Forgets the connections that have ended."""
+        for connection in [each for each in self._listeners if not is_open(each)]:
+            self._count_out(list(self._listeners.pop(connection)))
+
+    def _count_out(self, topics: list[str]) -> None:
+        self._counts.subtract(topics)
+        for topic in topics:
+            if not self._counts[topic]:
+                del self._counts[topic]
+        self.sender.fan_out = self._counts[live_topic(0)]
+
+    def _is_heard_by(self, incarnation: str) -> bool:
+        """A learner listens to its own topic on every stream."""
+        streams = range(self._settings.streams)
+        return all(self._counts[asked_topic(incarnation, stream)] for stream in streams)
 
     # -- what is asked for
 
@@ -92,6 +144,15 @@ class Downlink:
         self.pump(now)
 
     def serve(self, incarnation: str, fetch: msg.Fetch, now: float) -> None:
+        """Queues what a learner asked for, once it listens: its first Fetch overtakes its
+        subscriptions, and what is sent before them is lost. Who does not listen after REPAIR_S is
+        answered nevertheless, for it would ask again."""
+        if self._is_heard_by(incarnation):
+            self._answer(incarnation, fetch, now)
+        else:
+            self._early.setdefault(incarnation, []).append((now, fetch))
+
+    def _answer(self, incarnation: str, fetch: msg.Fetch, now: float) -> None:
         """Queues what a learner asked for. In place of a publication that is no longer kept goes
         the first chunk of the state: the learner then fetches that."""
         if fetch.kind is msg.DataKind.PUBLICATION:
@@ -209,7 +270,11 @@ class Downlink:
                 copy.waiting[:] = [each for each in copy.waiting if each[0] in incarnations]
 
     def turn(self, now: float) -> None:
-        """Forgets copies that nobody asks for, and sends."""
+        """Answers who does not listen, forgets copies that nobody asks for, and sends."""
+        for incarnation, asked in list(self._early.items()):
+            if now >= asked[0][0] + REPAIR_S:
+                for _, fetch in self._early.pop(incarnation):
+                    self._answer(incarnation, fetch, now)
         for copies in self._copies.values():
             copies[:] = [each for each in copies if now < each.asked_at + IDLE_S]
         self.pump(now)

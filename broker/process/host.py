@@ -69,7 +69,7 @@ class Host:
         self._swept_at = now
         self._effects: deque[ev.Effect] = deque()
         self._performing = False
-        self._refusals = self._listeners = 0
+        self._refusals = 0
         self._up_bytes: Counter[str] = Counter()
         """Payloads of this life, by learner."""
         self._received_bytes = 0
@@ -144,7 +144,6 @@ class Host:
         """Does what is due; called at `deadline`, and whenever the socket may have room again."""
         self.pipeline.turn(now)
         self.syncer.advance(now)
-        self.fan_out = self._listeners  # Learners have come or gone.
         self._perform(now)
         if now >= self._swept_at + SWEEP_S:
             self._swept_at = now
@@ -169,22 +168,6 @@ class Host:
     def close(self) -> None:
         """Writes snapshots, so that the next start replays nothing. Called after the workers."""
         self.pipeline.close()
-
-    @property
-    def fan_out(self) -> int:
-        """Connections that a publication goes to: subscriptions of stream 0.
-
-        A peer can repeat one, or take back what he never had. So it is at least the sites that are
-        here, at most the learners: a relay listens once for those of its site.
-        """
-        return self.downlink.sender.fan_out
-
-    @fan_out.setter
-    def fan_out(self, count: int) -> None:
-        self._listeners = count
-        names = [member.name for member in self.syncer.state.members.connected()]
-        sites = {name.partition("/")[0] for name in names}
-        self.downlink.sender.fan_out = min(max(count, len(sites)), len(names))
 
     def run(self, work: Callable[[], Any], done: Done) -> None:
         """The pool, as pipeline and downlink see it: what `done` decides is performed."""

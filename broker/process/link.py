@@ -18,21 +18,21 @@ import zmq
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.process.door import Door
+from narrows.broker.process.downlink import Connection
 from narrows.broker.process.host import Host
 from narrows.proto.config import Address, parse_address
 from narrows.proto.errors import ErrorCode, NarrowsError
 from narrows.proto.keys import KeyPair, read_broker_key, serve_keys
 from narrows.proto.sockets import Kind, make_socket, send_buffer_bytes
-from narrows.proto.wire import live_topic
 
 FRAMES_PER_TURN: Final = 64
 """Messages that are read from one socket before the others have their turn."""
 
+LOOK_S: Final = 1.0
+"""Seconds between two looks for connections that have ended."""
+
 REBIND_S: Final = 2.0
 """Seconds for which a port that the kernel has not freed yet is tried again."""
-
-FIRST_STREAM: Final = live_topic(0).encode()
-"""Topic to which each listener of publications subscribes once."""
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
@@ -53,8 +53,7 @@ class Link:
         self._key: KeyPair | None = None
         self._authenticator = None
         self.sockets: list[Socket] = []
-        self.fan_out = 0
-        """Connections that listen to publications: subscriptions of stream 0."""
+        self._looked_at = 0.0
         try:
             if config.broker.keys:
                 folder = Path(config.broker.keys)
@@ -95,7 +94,6 @@ class Link:
     def _reopen(self) -> None:
         """Ends every connection; those whose keys are admitted come back in tenths of a second."""
         self._close_sockets(linger_s=0.0)
-        self.fan_out = 0
         self._open(self.ports, wait_s=REBIND_S)
 
     # -- the way out
@@ -129,6 +127,7 @@ class Link:
 
     def receive(self, host: Host, now: float) -> None:
         """Hands the host what waits at the sockets, a bounded number of messages of each."""
+        self._subscriptions(host, now)  # First: what comes next may publish to new listeners.
         for _ in range(FRAMES_PER_TURN):
             if (frames := _receive(self._control)) is None:
                 break
@@ -143,27 +142,32 @@ class Link:
             if key is None or site is not None:
                 fine = host.data(site, [frame.bytes for frame in frames], now)
                 self._judge(key, fine, now)
-        self._subscriptions(now)
         if self.door is not None and self.door.look(now):
             self._reopen()
-        host.fan_out = self.fan_out
+        if now >= self._looked_at + LOOK_S:
+            self._looked_at = now
+            host.downlink.keep_listeners(lambda each: _identity(each[0]) == each)
 
-    def _subscriptions(self, now: float) -> None:
-        """Counts who listens to publications. Who listens to what another asked for is cut off:
-        it would cost the line a second copy, and libzmq has no other way to refuse it."""
+    def _subscriptions(self, host: Host, now: float) -> None:
+        """Tells the host who listens to what. Who listens to what another asked for is cut off: it
+        would cost the line a second copy, and libzmq has no other way to refuse it."""
         for _ in range(FRAMES_PER_TURN):
             if (frames := _receive(self._downlink)) is None:
                 return
             change, topic = frames[0].bytes[:1], frames[0].bytes[1:]
+            try:
+                connection = _identity(int(frames[0].get(zmq.SRCFD)))
+            except zmq.ZMQError:  # libzmq takes the topics of a connection back that has ended.
+                continue
             if change == b"\x01" and self.door is not None:
-                # An unsubscription has no key when libzmq makes it for a connection that ended.
                 _, key = self._site(frames)
                 if key is not None and not self.door.may_hear(key, topic):
                     self.door.keep_out(key, f"it listens to {topic[:80]!r}", now)
                     self._reopen()
                     return
-            if topic == FIRST_STREAM:
-                self.fan_out = max(0, self.fan_out + {b"\x01": 1, b"\x00": -1}.get(change, 0))
+            if connection is not None and change in (b"\x00", b"\x01"):
+                text = topic.decode(errors="replace")
+                host.downlink.listens(connection, text, change == b"\x01", now)
 
     def _site(self, frames: list[zmq.Frame]) -> tuple[str | None, str | None]:
         """(site, key) of a message: (None, None) without keys, (None, key) for a key that nobody
@@ -190,6 +194,15 @@ class Link:
         for socket in self.sockets:
             socket.close(linger=round(1000 * linger_s))
         self.sockets.clear()
+
+
+def _identity(descriptor: int) -> Connection | None:
+    """The connection behind a file descriptor: its number is used again after its end, but not
+    together with its inode. None: it has ended."""
+    try:
+        return descriptor, os.fstat(descriptor).st_ino
+    except OSError:
+        return None
 
 
 def _receive(socket: Socket) -> list[zmq.Frame] | None:
