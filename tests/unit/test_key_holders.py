@@ -11,7 +11,6 @@ from desk import CHUNKS, LAYOUT, Desk, configure, incarnation, running
 from learner_cases import HandLearner, House, begun, values
 
 from narrows.broker.process import pipeline
-from narrows.broker.process.downlink import TOPICS_MAX
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer import pushes
 from narrows.broker.syncer.clock import Clock
@@ -100,9 +99,6 @@ def test_a_connection_is_charged_once_whatever_it_says_and_before_its_learner_sa
         assert downlink.sender.fan_out == counted
     downlink.keep_listeners(lambda connection: connection == b)
     assert downlink.sender.fan_out == 1
-    for number in range(2 * TOPICS_MAX):
-        downlink.listens(b, f"r/site-b.{number:08x}/00", True, house.now)
-    assert len(downlink._counts) == TOPICS_MAX
 
 
 def test_pushes_that_displace_each_other_cost_the_workers_nothing(
