@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -43,8 +44,19 @@ class Link:
     def __init__(self, config: BrokerConfig) -> None:
         """Binds. Raises ConfigError, INSECURE for an address beyond loopback without keys, and
         ADDRESS_IN_USE."""
-        self._config = config
-        self._address = _listen_address(config)
+        listen, keys = config.broker.listen, config.broker.keys
+        address = parse_address(listen, listen=True)
+        if not (address.is_loopback or keys or config.broker.insecure):
+            raise NarrowsError(
+                ErrorCode.INSECURE,
+                "anybody who reaches this address could read and change the model",
+                expected="--keys, or a loopback address",
+                got=listen,
+                remedy="`narrows keys new --keys FOLDER` makes one, `narrows keys allow` admits "
+                "sites; or set broker.insecure on a network that you trust",
+            )
+        self._host, port = address
+        self._buffer_bytes = send_buffer_bytes(config.down_rate, config.shared.streams)
         # libzmq numbers the connections of a ROUTER from rand() on, which nothing seeds: a peer
         # could claim the next number, and an assertion of libzmq would end the process.
         ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
@@ -55,13 +67,12 @@ class Link:
         self.sockets: list[Socket] = []
         self._looked_at = 0.0
         try:
-            if config.broker.keys:
-                folder = Path(config.broker.keys)
+            if keys:
+                folder = Path(keys)
                 self._key, self.door = read_broker_key(folder), Door(folder, time.monotonic())
                 # Before anything is bound: a handshake that nobody answers is refused for good.
                 self._authenticator = serve_keys(self._context, self.door.admits)
-            port = self._address.port
-            self._open([port, port and port + 1, port and port + 2], wait_s=0.0)
+            self._open([port, port and port + 1, port and port + 2], until=0.0)
         except BaseException:
             self.close(linger_s=0.0)
             raise
@@ -69,32 +80,25 @@ class Link:
     @property
     def listens_on(self) -> str:
         """The control port's address, with the port that was free if any would do."""
-        return str(Address(self._address.host, self.ports[0]))
+        return str(Address(self._host, self.ports[0]))
 
-    def _open(self, ports: list[int], wait_s: float) -> None:
+    def _open(self, ports: list[int], until: float) -> None:
+        ipv6, buffer = self._host.startswith("["), self._buffer_bytes
         for kind in (Kind.BROKER_CONTROL, Kind.BROKER_UPLINK, Kind.BROKER_DOWNLINK):
-            buffer = send_buffer_bytes(self._config.down_rate, self._config.shared.streams)
             self.sockets.append(
                 make_socket(
-                    self._context,
-                    kind,
-                    pair=self._key,
-                    send_buffer_bytes=buffer,
-                    ipv6=self._address.host.startswith("["),
+                    self._context, kind, pair=self._key, send_buffer_bytes=buffer, ipv6=ipv6
                 )
             )
-        until = time.monotonic() + wait_s
-        self.ports = [
-            _bind(socket, self._address.host, port, until)
-            for socket, port in zip(self.sockets, ports, strict=True)
-        ]
         self._control, self._uplink, self._downlink = self.sockets
+        pairs = zip(self.sockets, ports, strict=True)
+        self.ports = [_bind(socket, self._host, port, until) for socket, port in pairs]
         self._uplink.setsockopt(zmq.SUBSCRIBE, b"")
 
     def _reopen(self) -> None:
         """Ends every connection; those whose keys are admitted come back in tenths of a second."""
         self._close_sockets(linger_s=0.0)
-        self._open(self.ports, wait_s=REBIND_S)
+        self._open(self.ports, until=time.monotonic() + REBIND_S)
 
     # -- the way out
 
@@ -127,59 +131,47 @@ class Link:
 
     def receive(self, host: Host, now: float) -> None:
         """Hands the host what waits at the sockets, a bounded number of messages of each."""
-        self._subscriptions(host, now)  # First: what comes next may publish to new listeners.
-        for _ in range(FRAMES_PER_TURN):
-            if (frames := _receive(self._control)) is None:
+        # First: what the other messages lead to may be published to new listeners.
+        for descriptor, key, _, (frame, *_) in self._received(self._downlink):
+            change, topic, connection = frame.bytes[:1], frame.bytes[1:], _identity(descriptor)
+            if self.door and change == b"\1" and not self.door.may_hear(key, topic):
+                # It would cost the line a second copy, and libzmq cannot refuse it.
+                self.door.keep_out(key, f"it listens to {topic[:80]!r}", now)
+                self._reopen()
                 break
-            site, key = self._site(frames)
-            if key is None or site is not None:
+            if connection is not None and change in (b"\0", b"\1"):
+                text = topic.decode(errors="replace")
+                host.downlink.listens(connection, text, change == b"\1", now)
+        for _, key, site, frames in self._received(self._control):
+            if self.door is None or site is not None:
                 peer, *rest = (frame.bytes for frame in frames)
-                self._judge(key, host.control(peer.hex(), site, rest, now), now)
-        for _ in range(FRAMES_PER_TURN):
-            if (frames := _receive(self._uplink)) is None:
-                break
-            site, key = self._site(frames)
-            if key is None or site is not None:
+                if not host.control(peer.hex(), site, rest, now) and self.door is not None:
+                    self.door.strike(key, now)
+        for _, key, site, frames in self._received(self._uplink):
+            if self.door is None or site is not None:
                 fine = host.data(site, [frame.bytes for frame in frames], now)
-                self._judge(key, fine, now)
+                if not fine and self.door is not None:
+                    self.door.strike(key, now)
         if self.door is not None and self.door.look(now):
             self._reopen()
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
             host.downlink.keep_listeners(lambda each: _identity(each[0]) == each)
 
-    def _subscriptions(self, host: Host, now: float) -> None:
-        """Tells the host who listens to what. Who listens to what another asked for is cut off: it
-        would cost the line a second copy, and libzmq has no other way to refuse it."""
+    def _received(self, socket: Socket) -> Iterator[tuple[int, str, str | None, list[zmq.Frame]]]:
+        """Messages that wait at a socket: the connection's file descriptor, its key ("" without
+        keys), the site for which that speaks (None: nobody), and the frames."""
         for _ in range(FRAMES_PER_TURN):
-            if (frames := _receive(self._downlink)) is None:
-                return
-            change, topic = frames[0].bytes[:1], frames[0].bytes[1:]
             try:
-                connection = _identity(int(frames[0].get(zmq.SRCFD)))
-            except zmq.ZMQError:  # libzmq takes the topics of a connection back that has ended.
-                continue
-            if change == b"\x01" and self.door is not None:
-                _, key = self._site(frames)
-                if key is not None and not self.door.may_hear(key, topic):
-                    self.door.keep_out(key, f"it listens to {topic[:80]!r}", now)
-                    self._reopen()
-                    return
-            if connection is not None and change in (b"\x00", b"\x01"):
-                text = topic.decode(errors="replace")
-                host.downlink.listens(connection, text, change == b"\x01", now)
-
-    def _site(self, frames: list[zmq.Frame]) -> tuple[str | None, str | None]:
-        """(site, key) of a message: (None, None) without keys, (None, key) for a key that nobody
-        holds or that is kept out."""
-        if self.door is None:
-            return None, None
-        key = str(frames[-1].get("User-Id"))
-        return self.door.site(key), key
-
-    def _judge(self, key: str | None, fine: bool, now: float) -> None:
-        if key is not None and self.door is not None and not fine:
-            self.door.strike(key, now)
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                descriptor = int(frames[-1].get(zmq.SRCFD))
+            except zmq.ZMQError:
+                continue  # A connection has ended, and libzmq takes its subscriptions back.
+            key = str(frames[-1].get("User-Id")) if self.door else ""
+            yield descriptor, key, self.door.site(key) if self.door else None, frames
 
     # -- the end
 
@@ -205,30 +197,6 @@ def _identity(descriptor: int) -> Connection | None:
         return None
 
 
-def _receive(socket: Socket) -> list[zmq.Frame] | None:
-    """The frames of the next message, with their properties; None: there is none."""
-    try:
-        return socket.recv_multipart(zmq.NOBLOCK, copy=False)
-    except zmq.Again:
-        return None
-
-
-def _listen_address(config: BrokerConfig) -> Address:
-    """The address to listen on. Beyond loopback it needs keys, or the word of the operator."""
-    listen = config.broker.listen
-    address = parse_address(listen, listen=True)
-    if not (address.is_loopback or config.broker.keys or config.broker.insecure):
-        raise NarrowsError(
-            ErrorCode.INSECURE,
-            "anybody who reaches this address could read and change the model",
-            expected="--keys, or a loopback address",
-            got=listen,
-            remedy="`narrows keys new --keys FOLDER` makes one, `narrows keys allow` admits sites; "
-            "or set broker.insecure on a network that you trust",
-        )
-    return address
-
-
 def _bind(socket: Socket, host: str, port: int, until: float) -> int:
     """Binds, if need be again and again `until`; the port. Raises ADDRESS_IN_USE, CONFIG."""
     while True:
@@ -239,15 +207,14 @@ def _bind(socket: Socket, host: str, port: int, until: float) -> int:
             if error.errno == errno.EADDRINUSE and time.monotonic() < until:
                 time.sleep(0.002)
                 continue
-            in_use = error.errno == errno.EADDRINUSE
+            code = ErrorCode.CONFIG
+            remedy = "choose an address of this machine, and a port from 1024 on"
+            if error.errno == errno.EADDRINUSE:
+                code = ErrorCode.ADDRESS_IN_USE
+                remedy = "is a broker running already? Choose another port with --listen"
+            what, expected = f"cannot listen on tcp://{host}:{port}", "three free ports in a row"
             raise NarrowsError(
-                ErrorCode.ADDRESS_IN_USE if in_use else ErrorCode.CONFIG,
-                f"cannot listen on tcp://{host}:{port}",
-                expected="three free ports in a row of this machine",
-                got=str(error),
-                remedy="is a broker running already? Choose another port with --listen"
-                if in_use
-                else "choose an address of this machine, and a port from 1024 on",
+                code, what, expected=expected, got=str(error), remedy=remedy
             ) from error
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
