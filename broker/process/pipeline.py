@@ -308,18 +308,15 @@ class Pipeline:
     def _tell(self, version: Version, now: float) -> None:
         round_, state = version.round_, version.state
         fields: dict[str, object] = {
-            "fragment": state.fragment,
-            "version": state.version,
-            "digest": f"{state.digests.published:016x}",
+            "fragment": state.fragment, "version": state.version,
+            "digest": f"{state.digests.published:016x}", "reason": round_.reason,
             "contributors": [each.learner for each in round_.contributions],
             "tokens": sum(each.tokens for each in round_.contributions),
-            "live": self.syncer.live(now),
-            "run_tokens": self.syncer.run_tokens,
-            "reason": round_.reason,
+            "live": self.syncer.live(now), "run_tokens": self.syncer.run_tokens,
             "elements": self.fragment(state.fragment).elements,
             "pushed_bytes": sum(len(c) for each in round_.contributions for c in each.chunks),
             "published_bytes": sum(len(each.payload) for each in version.publication),
-        }
+        }  # fmt: skip
         self._note(ev.Note("merged", f"fragment {state.fragment}: {state.version}", fields))
         for line in self._alarm.hear(version):
             self._note(ev.Note("alarm", line, {"fragment": state.fragment}, warning=True))
