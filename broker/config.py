@@ -15,20 +15,13 @@ from typing import Annotated, Final, Literal, TypeAlias
 from msgspec import Meta, Struct, field
 
 from narrows.broker.rounds import Policy
+from narrows.proto import messages as msg
 from narrows.proto.config import load, parse_address
 from narrows.proto.errors import ConfigError
-from narrows.proto.messages import (
-    FRAGMENTS_MAX,
-    LEARNERS_MAX,
-    NAME_PATTERN,
-    STREAMS_MAX,
-    CodecName,
-    Mode,
-    RunSettings,
-)
+from narrows.proto.messages import CodecName, Mode, RunSettings
 from narrows.proto.units import Amount, BitRate, Duration
 
-Learners: TypeAlias = Annotated[int, Meta(ge=1, le=LEARNERS_MAX)]
+Learners: TypeAlias = Annotated[int, Meta(ge=1, le=msg.LEARNERS_MAX)]
 
 
 class Process(Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,7 +65,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True):
 class Fragments(Struct, frozen=True, forbid_unknown_fields=True):
     """[fragments] The cut of the model, and how often each fragment is exchanged."""
 
-    count: Annotated[int, Meta(ge=1, le=FRAGMENTS_MAX)] = 4
+    count: Annotated[int, Meta(ge=1, le=msg.FRAGMENTS_MAX)] = 4
     """P. More fragments spread the traffic more evenly; each has at least one row of a tensor."""
     sync_period_steps: Annotated[int, Meta(ge=1, le=1_000_000)] = 10
     """H, inner steps between two rounds of the same fragment. Traffic falls as 1/H."""
@@ -85,7 +78,7 @@ class Fragments(Struct, frozen=True, forbid_unknown_fields=True):
 class Merge(Struct, frozen=True, forbid_unknown_fields=True):
     """[merge] When a round is merged, how, and the outer optimizer."""
 
-    quorum: Annotated[int, Meta(ge=0, le=LEARNERS_MAX)] = 1
+    quorum: Annotated[int, Meta(ge=0, le=msg.LEARNERS_MAX)] = 1
     """K, contributions without which a round is not merged. 0: those of all ready learners,
     and in the first round of those that are joining still."""
     weights: Literal["tokens", "equal"] = "tokens"
@@ -118,7 +111,7 @@ class Wan(Struct, frozen=True, forbid_unknown_fields=True):
     """From all learners to the broker, shared equally among those that are connected."""
     total_down: BitRate = BitRate(0.0)
     """From the broker to all learners; a publication counts once per learner or relay."""
-    streams: Annotated[int, Meta(ge=0, le=STREAMS_MAX)] = 0
+    streams: Annotated[int, Meta(ge=0, le=msg.STREAMS_MAX)] = 0
     """Data connections per learner and direction. 0: 1 up to 100 Mbit/s a learner, else 4."""
 
 
@@ -126,13 +119,10 @@ MODE_PRESETS: Final[dict[Mode, dict[str, object]]] = {
     Mode.DECOUPLED: {},
     Mode.STREAMING: {"merge.quorum": 0},
     Mode.DILOCO: {
-        "fragments.count": 1,
-        "fragments.overlap_steps": 0,
-        "fragments.keep": 0.0,
-        "merge.quorum": 0,
-        "merge.weights": "equal",
+        "fragments.count": 1, "fragments.overlap_steps": 0, "fragments.keep": 0.0,
+        "merge.quorum": 0, "merge.weights": "equal",
     },
-}
+}  # fmt: skip
 """Settings that a mode changes, by dotted key; they stand below the file and the flags."""
 
 
@@ -149,54 +139,44 @@ class BrokerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def shared(self) -> RunSettings:
         """The settings that every learner is told; the rates cut messages to 10 ms of a share."""
-        rate = self.message_rate
-        streams = self.wan.streams or (4 if not rate or rate > 100e6 else 1)
+        rate, run, cut = self.message_rate, self.run, self.fragments
         return RunSettings(
-            mode=self.run.mode,
-            fragments=self.fragments.count,
-            sync_period_steps=self.fragments.sync_period_steps,
-            overlap_steps=self.fragments.overlap_steps,
-            keep=self.fragments.keep,
-            push_codec=self.codec.push,
-            push_rho=self.codec.rho,
+            mode=run.mode, fragments=cut.count, sync_period_steps=cut.sync_period_steps,
+            overlap_steps=cut.overlap_steps, keep=cut.keep,
+            push_codec=self.codec.push, push_rho=self.codec.rho,
             chunk_elements=chunk_elements(rate, bits_per_element=4),
             state_chunk_elements=chunk_elements(rate, bits_per_element=32),
-            streams=streams,
-            window_messages=32 if rate else 256,
-            goal_tokens=int(self.run.goal_tokens),
-            tokens_per_run_step=int(self.run.tokens_per_run_step),
-            max_offline_s=float(self.run.max_offline),
-        )
+            streams=self.wan.streams or (4 if not rate or rate > 100e6 else 1),
+            window_messages=32 if rate else 256, goal_tokens=int(run.goal_tokens),
+            tokens_per_run_step=int(run.tokens_per_run_step), max_offline_s=float(run.max_offline),
+        )  # fmt: skip
 
     @property
     def message_rate(self) -> float:
         """The slowest rate, in bit/s, that one learner's data may have to live with; 0: none."""
-        rates = [self.wan.up, self.wan.total_up / self._expected, self.down_rate]
-        return min((float(rate) for rate in rates if rate), default=0.0)
+        rates = [self._share(self.wan.up, self.wan.total_up), self.down_rate]
+        return min((rate for rate in rates if rate), default=0.0)
 
     @property
     def down_rate(self) -> float:
         """The same of what a learner receives."""
-        rates = [self.wan.down, self.wan.total_down / self._expected]
-        return min((float(rate) for rate in rates if rate), default=0.0)
+        return self._share(self.wan.down, self.wan.total_down)
 
-    @property
-    def _expected(self) -> int:
-        """Learners that share the total rates, for sizes that are fixed before they come."""
-        return self.merge.quorum if self.merge.quorum > 1 else 4
+    def _share(self, each: BitRate, total: BitRate) -> float:
+        """The rate of one learner, for sizes that are fixed before anybody comes."""
+        expected = self.merge.quorum if self.merge.quorum > 1 else 4
+        return min((float(rate) for rate in (each, total / expected) if rate), default=0.0)
 
     @property
     def policy(self) -> Policy:
         """The rules of the next round."""
+        merge, rule = self.merge, "mean" if self.run.mode is Mode.DILOCO else "layout"
         return Policy(
-            weights=self.merge.weights,
-            rule="mean" if self.run.mode is Mode.DILOCO else "layout",
-            outer_lr=self.merge.outer_lr,
-            momentum=self.merge.outer_momentum,
-            codec=self.codec.publish,
-            rho=self.codec.rho,
+            weights=merge.weights, rule=rule,
+            outer_lr=merge.outer_lr, momentum=merge.outer_momentum,
+            codec=self.codec.publish, rho=self.codec.rho,
             chunk_elements=self.shared.chunk_elements,
-        )
+        )  # fmt: skip
 
 
 MESSAGE_S: Final = 0.01
@@ -226,7 +206,9 @@ def load_broker(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
     _require(listen.port <= 65533, "broker.listen", "a port up to 65533: it takes three", listen)
     _require(bool(config.broker.state_dir), "broker.state_dir", "a directory", "an empty text")
     seeder = config.run.seeder
-    _require(not seeder or re.match(NAME_PATTERN, seeder), "run.seeder", "a learner's name", seeder)
+    _require(
+        not seeder or re.match(msg.NAME_PATTERN, seeder), "run.seeder", "a learner's name", seeder
+    )
     cut = config.fragments
     below = f"less than fragments.sync_period_steps = {cut.sync_period_steps}"
     fits = cut.overlap_steps < cut.sync_period_steps

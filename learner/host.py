@@ -81,6 +81,9 @@ class LearnerHost:
         """By push id."""
         self._seeds: list[do.SendChunks] = []
         self._seeding = False
+        self._coded_seed: dict[tuple[int, int], list[EncodedChunk]] = {}
+        """(fragment, elements of a chunk) -> version 0 as it was coded last: the broker asks for
+        what was lost in many pieces. One fragment at most, because it is lossless."""
         self._epoch = ""
         self._up_bits_per_s = 0.0
 
@@ -211,6 +214,7 @@ class LearnerHost:
     def _adopt(self, effect: do.Adopt) -> None:
         fragment, new = self._fragment(effect.fragment), self._tip[effect.fragment]
         self.adopting(effect)
+        self._coded_seed.clear()  # Version 0 is durable.
         if effect.overwrite:
             self._island.overwrite(fragment, new)
         else:
@@ -290,12 +294,12 @@ class LearnerHost:
         if self._seeding or not self._seeds:
             return
         effect, self._seeding = self._seeds.pop(0), True
-        fragment, settings = self._fragment(effect.fragment), self.session.settings
+        fragment, size = self._fragment(effect.fragment), self.session.settings.state_chunk_elements
+        known, self._coded_seed = self._coded_seed.get((fragment.index, size)), {}
         values = self._island.read(fragment)
 
         def work() -> list[EncodedChunk]:
-            size = settings.state_chunk_elements
-            return list(encode_values(fragment, values, chunk_elements=size))
+            return known or list(encode_values(fragment, values, chunk_elements=size))
 
         def coded(result: list[EncodedChunk] | BaseException, now: float) -> None:
             self._seeding = False
@@ -304,6 +308,7 @@ class LearnerHost:
             elif isinstance(result, BaseException):
                 self._refuse(result)
             else:
+                self._coded_seed = {(fragment.index, size): result}
                 chunks = _chosen(result, effect.chunks)
                 self._put(DataKind.SEED, effect.fragment, 0, 0, LOSSLESS, chunks)
             self._seed_next()

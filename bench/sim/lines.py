@@ -41,13 +41,24 @@ class Line:
     """Counts the connections: what was sent on an older one is lost."""
     frozen_until: float = 0.0
     subscribed: bool = False
-    """The learner's process has dialled since the last break: publications go to it."""
+    """The learner's subscriptions are at the broker: data goes to it."""
+    _dialled: bool = False
     _last: dict[str, float] = field(default_factory=dict)
     _pipe: deque[Callable[[], None]] = field(default_factory=deque)
 
     def control(self, direction: str, deliver: Callable[[], None]) -> None:
         """In order, never lost within a connection."""
         self._in_order(f"control {direction}", deliver)
+
+    def dial(self, subscribe: Callable[[], None], *, again: bool = False) -> None:
+        """The data sockets dial at the first word after a break. Their subscriptions may arrive
+        before a Hello that follows them, or after the first Fetch."""
+        if again or not self._dialled:
+            self._dialled, generation = True, self.generation
+            self.world.after(
+                self.world.rng.uniform(0.0, 8.0 * self.delay_s),
+                lambda: subscribe() if generation == self.generation else None,
+            )
 
     def data(self, stream: str, deliver: Callable[[], None]) -> None:
         """In order within a stream; lost or doubled as the weather has it."""
@@ -59,7 +70,7 @@ class Line:
     def break_off(self) -> None:
         """The connections end, and with them all that is on its way."""
         self.generation += 1
-        self.subscribed = False
+        self.subscribed = self._dialled = False
         self._last.clear()
         self._pipe.clear()
 

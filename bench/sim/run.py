@@ -22,6 +22,7 @@ from narrows.bench.sim.wild import NAME as WILD
 from narrows.bench.sim.wild import WildPeer
 from narrows.bench.sim.world import Killed, VirtualPool, World
 from narrows.broker.config import BrokerConfig, load_broker
+from narrows.broker.process.downlink import Connection
 from narrows.broker.process.host import Host
 from narrows.broker.rounds import Version
 from narrows.broker.store import Store
@@ -30,6 +31,7 @@ from narrows.learner.island import Solo
 from narrows.proto.codec import F32
 from narrows.proto.layout import Fragment, Piece
 from narrows.proto.messages import DtypeName, Layout, LayoutEntry
+from narrows.proto.wire import asked_topic, live_topic
 
 LAYOUT: Final = Layout(
     0,
@@ -180,7 +182,7 @@ class Site:
     host_class: type[LearnerHost] = LearnerHost
 
     def __init__(self, run: Run, index: int, step_s: float) -> None:
-        self.run, self.world, self.step_s = run, run.world, step_s
+        self.run, self.world, self.index, self.step_s = run, run.world, index, step_s
         self.name = f"site-{'abcdefgh'[index]}"
         self.line = Line(run.world, run.draw.weather)
         self.lives = 0
@@ -213,9 +215,21 @@ class Site:
 
     def control(self, peer: str, frames: list[bytes]) -> bool:
         run, peer = self.run, f"{self.name}#{self.line.generation}"
-        host, self.line.subscribed = run.host, True
+        host = run.host
+        self.line.dial(self._subscribe)
         self.line.control("up", lambda: run.deliver_control(host, peer, self.name, frames))
         return True
+
+    def _subscribe(self) -> None:
+        """The subscriptions reach a broker that lives, or its next life."""
+        run, incarnation = self.run, self.host.session.incarnation
+        if run.host is None:
+            self.line.dial(self._subscribe, again=True)
+            return
+        self.line.subscribed = True
+        for stream in range(run.config.shared.streams):
+            for topic in (live_topic(stream), asked_topic(incarnation, stream)):
+                run.deliver_subscription(self.connection, topic)
 
     def data(self, topic: str, header: bytes, payload: bytes) -> bool:
         run, host = self.run, self.run.host
@@ -247,6 +261,10 @@ class Site:
             self.world.rng.uniform(0.05, 0.5),
             lambda: host.lost(self.world.now) if host is self.host else None,
         )
+
+    @property
+    def connection(self) -> Connection:
+        return self.index, self.line.generation
 
     # -- threads
 
@@ -353,7 +371,7 @@ class Run:
         """Calls into a living broker; a crash place may end it."""
         if host is None or host is not self.host or self.finished:
             return
-        host.fan_out = len(self.draw.steps_s)
+        host.downlink.keep_listeners(lambda each: self.sites[each[0]].connection == each)
         try:
             call(host)
         except Killed:
@@ -394,6 +412,10 @@ class Run:
 
     def deliver_control(self, host: Host | None, peer: str, site: str, frames: list[bytes]) -> None:
         self._enter(host, lambda host: host.control(peer, site, frames, self.world.now))
+
+    def deliver_subscription(self, connection: Connection, topic: str) -> None:
+        now = self.world.now
+        self._enter(self.host, lambda host: host.downlink.listens(connection, topic, True, now))
 
     def deliver_data(self, host: Host | None, site: str, frames: list[bytes]) -> None:
         self._enter(host, lambda host: host.data(site, frames, self.world.now))

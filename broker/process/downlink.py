@@ -8,21 +8,23 @@ never end. What is due and when is the sender's business (proto/flow).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Final
-
-from msgspec.structs import replace
+from typing import Any, Final, TypeAlias
 
 from narrows.broker.config import BrokerConfig
-from narrows.broker.process.pipeline import Pipeline
+from narrows.broker.process.pipeline import Pipeline, result_of
 from narrows.broker.rounds import FragmentState, Version
 from narrows.proto import messages as msg
 from narrows.proto.codec import EncodedChunk, encode_values
-from narrows.proto.flow import Entry, Sender
+from narrows.proto.flow import Sender
+from narrows.proto.messages import DataKind
 from narrows.proto.ports import BrokerWires, Pool
+from narrows.proto.timing import REPAIR_S
 from narrows.proto.wire import asked_topic, live_topic, name_of
+
+Connection: TypeAlias = tuple[int, int]
+"""Identifies a connection that listens; no later one is equal to it."""
 
 COPIES_MAX: Final = 2
 """Copies of a fragment's state that are served at once: one that is being fetched, and a newer."""
@@ -59,17 +61,52 @@ class Downlink:
     ) -> None:
         self._settings, self._epoch = config.shared, epoch
         self._wires, self._pool, self._pipeline = wires, pool, pipeline
-        self.sender = Sender(
-            total=float(config.wan.total_down),
-            each=float(config.wan.down),
-            curve=bool(config.broker.keys),
-        )
+        total, each = float(config.wan.total_down), float(config.wan.down)
+        self.sender = Sender(total=total, each=each, curve=bool(config.broker.keys))
+        self.sender.fan_out = 0
+        self._topics: dict[Connection, dict[str, None]] = {}
+        """Everything that each connection listens to."""
+        self._listeners: Counter[str] = Counter()
+        """Number of connections by topic."""
+        self._early: dict[str, list[tuple[float, msg.Fetch]]] = {}
+        """By incarnation: what it asked for before it listened, and when."""
         self._copies: dict[int, list[_StateCopy]] = {}
         """By fragment, the newest last."""
         self.asked_bytes: Counter[str] = Counter()
         """By learner."""
         self.live_bytes = self.fanned_bytes = 0
         """Bytes of publications, and the same times the connections that they went to."""
+
+    # -- who listens
+
+    def listens(self, connection: Connection, topic: str, is_on: bool, now: float) -> None:
+        """A connection subscribes to a topic, or ends that. Said twice it changes nothing: else a
+        peer could have publications charged to the budget that go nowhere."""
+        topics = self._topics.setdefault(connection, {})
+        if is_on == (topic in topics):
+            return
+        if is_on:
+            topics[topic] = None
+        else:
+            del topics[topic]
+        self._listeners[topic] += 1 if is_on else -1
+        self.sender.fan_out = self._listeners[live_topic(0)]
+        incarnation = topic[2:-3]
+        if incarnation in self._early and self._has_listener(incarnation):
+            self._answer_early(incarnation, now)
+            self.pump(now)
+
+    def keep_listeners(self, is_open: Callable[[Connection], bool]) -> None:
+        """Forgets the connections that have ended."""
+        for connection in [each for each in self._topics if not is_open(each)]:
+            self._listeners.subtract(list(self._topics.pop(connection)))
+        self._listeners = +self._listeners  # Without the topics that nobody listens to.
+        self.sender.fan_out = self._listeners[live_topic(0)]
+
+    def _has_listener(self, incarnation: str) -> bool:
+        """A learner listens to its own topic on every stream."""
+        streams = range(self._settings.streams)
+        return all(self._listeners[asked_topic(incarnation, stream)] for stream in streams)
 
     # -- what is asked for
 
@@ -78,13 +115,9 @@ class Downlink:
         version = self._pipeline.publication(fragment, number)
         assert version is not None, f"version {number} of fragment {fragment} was just installed"
         # A line that cannot keep up must not fill the memory: who misses these fetches the state.
-        oldest = number - msg.PUBLICATIONS_KEPT
+        kind, oldest = DataKind.PUBLICATION, number - msg.PUBLICATIONS_KEPT
         self.sender.discard(
-            lambda header: (
-                header.fragment == fragment
-                and header.kind is msg.DataKind.PUBLICATION
-                and header.version <= oldest
-            )
+            lambda old: old.fragment == fragment and old.kind is kind and old.version <= oldest
         )
         for chunk in version.publication:
             topic = live_topic(chunk.index % self._settings.streams)
@@ -92,21 +125,27 @@ class Downlink:
         self.pump(now)
 
     def serve(self, incarnation: str, fetch: msg.Fetch, now: float) -> None:
-        """Queues what a learner asked for. In place of a publication that is no longer kept goes
-        the first chunk of the state: the learner then fetches that."""
-        if fetch.kind is msg.DataKind.PUBLICATION:
-            version = self._pipeline.publication(fetch.fragment, fetch.version)
-            if version is not None:
-                for index in _indices(fetch):
-                    chunk = version.publication[index]
-                    self._put(incarnation, self._publication(version, chunk, incarnation), chunk)
-                return
-            fetch = msg.Fetch(msg.DataKind.STATE, fetch.fragment, fetch.version, 0, ((0, 1),))
-        copy = self._copy(fetch, now)
-        if copy.chunks:
-            self._put_state(copy, incarnation, fetch)
-        else:
+        """Queues what a learner asked for, once it listens: its first Fetch overtakes its
+        subscriptions, and what is sent before them is lost. Who does not listen after REPAIR_S is
+        answered nevertheless, for it would ask again."""
+        self._early.setdefault(incarnation, []).append((now, fetch))
+        if self._has_listener(incarnation):
+            self._answer_early(incarnation, now)
+
+    def _answer_early(self, incarnation: str, now: float) -> None:
+        """In place of a publication that is no longer kept goes the first chunk of the state: the
+        learner then fetches that."""
+        for _, fetch in self._early.pop(incarnation):
+            if fetch.kind is DataKind.PUBLICATION:
+                version = self._pipeline.publication(fetch.fragment, fetch.version)
+                if version is not None:
+                    for chunk in _asked(fetch, version.publication):
+                        self._put(self._publication(version, chunk, incarnation), chunk)
+                    continue
+                fetch = msg.Fetch(DataKind.STATE, fetch.fragment, fetch.version, 0, ((0, 1),))
+            copy = self._copy(fetch, now)
             copy.waiting.append((incarnation, fetch))
+            self._put_waiting(copy)
 
     # -- states
 
@@ -133,51 +172,49 @@ class Downlink:
     def _encode(self, copy: _StateCopy) -> None:
         fragment, published = self._pipeline.fragment(copy.state.fragment), copy.state.published
         elements = self._settings.state_chunk_elements
+
+        def encoded(result: Any, _now: float) -> None:
+            copy.chunks = result_of(result)
+            self._put_waiting(copy)
+
         self._pool.run(
-            lambda: tuple(encode_values(fragment, published, chunk_elements=elements)),
-            partial(self._encoded, copy),
+            lambda: tuple(encode_values(fragment, published, chunk_elements=elements)), encoded
         )
 
-    def _encoded(self, copy: _StateCopy, result: Any, _now: float) -> None:
-        if isinstance(result, BaseException):
-            raise result
-        copy.chunks = result
-        waiting, copy.waiting = copy.waiting, []
-        for incarnation, fetch in waiting:
-            self._put_state(copy, incarnation, fetch)
-
-    def _put_state(self, copy: _StateCopy, incarnation: str, fetch: msg.Fetch) -> None:
-        """Queues chunks of a copy; their header says which push of this learner it holds."""
-        newest = copy.merged.get(incarnation, 0)
-        for index in _indices(fetch):
-            chunk = copy.chunks[index]
-            header = self._header(chunk, msg.DataKind.STATE, incarnation, copy.state, msg.LOSSLESS)
-            self._put(incarnation, replace(header, push_id=newest), chunk)
+    def _put_waiting(self, copy: _StateCopy) -> None:
+        """Queues what is asked of a copy; the header says which push of that learner it holds."""
+        if copy.chunks:
+            for incarnation, fetch in copy.waiting:
+                newest = copy.merged.get(incarnation, 0)
+                for chunk in _asked(fetch, copy.chunks):
+                    place = copy.state, chunk, newest
+                    self._put(self._header(DataKind.STATE, incarnation, *place), chunk)
+            copy.waiting.clear()
 
     def _publication(self, version: Version, chunk: EncodedChunk, learner: str) -> msg.Header:
-        """Header of a publication; that of chunk 0 says whose pushes it holds."""
-        codec, pushes = version.round_.policy.codec, version.round_.contributions
-        header = self._header(chunk, msg.DataKind.PUBLICATION, learner, version.state, codec)
-        if chunk.index > 0:
-            return header
+        """The header of a publication; that of chunk 0 says whose pushes it holds."""
+        pushes = version.round_.contributions if chunk.index == 0 else ()
         held = tuple(msg.Contributor(each.incarnation, each.push_id) for each in pushes)
-        return replace(header, contributors=held)
+        place, codec = (version.state, chunk, 0), version.round_.policy.codec
+        return self._header(DataKind.PUBLICATION, learner, *place, codec, held)
 
     def _header(
         self,
-        chunk: EncodedChunk,
-        kind: msg.DataKind,
+        kind: DataKind,
         learner: str,
         state: FragmentState,
-        codec: msg.CodecName,
+        chunk: EncodedChunk,
+        push_id: int,
+        codec: msg.CodecName = msg.LOSSLESS,
+        contributors: tuple[msg.Contributor, ...] = (),
     ) -> msg.Header:
-        place = state.fragment, state.version, 0, chunk.index
+        place = state.fragment, state.version, push_id, chunk.index
         digests = chunk.payload_digest, state.digests.published
-        return msg.Header(self._epoch, kind, learner, *place, codec, *digests)
+        return msg.Header(self._epoch, kind, learner, *place, codec, *digests, contributors)
 
-    def _put(self, incarnation: str, header: msg.Header, chunk: EncodedChunk) -> None:
-        topic = asked_topic(incarnation, chunk.index % self._settings.streams)
-        self.sender.put_asked(incarnation, topic, header, chunk.payload)
+    def _put(self, header: msg.Header, chunk: EncodedChunk) -> None:
+        topic = asked_topic(header.learner, chunk.index % self._settings.streams)
+        self.sender.put_asked(header.learner, topic, header, chunk.payload)
 
     # -- to the socket
 
@@ -187,35 +224,31 @@ class Downlink:
             entry = self.sender.due(now)
             if entry is None:
                 return
-            if self._wires.data(entry.topic, entry.header, entry.payload, lossy=entry.lossy):
-                self.sender.sent(entry, now)
-                self._count(entry)
-            else:
+            if not self._wires.data(entry.topic, entry.header, entry.payload, lossy=entry.lossy):
                 self.sender.blocked(entry, now)
-
-    def _count(self, entry: Entry) -> None:
-        size = len(entry.topic) + len(entry.header) + len(entry.payload)
-        if entry.requester:
-            self.asked_bytes[name_of(entry.requester)] += size
-        else:
-            self.live_bytes += size
-            self.fanned_bytes += size * self.sender.fan_out
+                continue
+            self.sender.sent(entry, now)
+            size = len(entry.topic) + len(entry.header) + len(entry.payload)
+            if entry.requester:
+                self.asked_bytes[name_of(entry.requester)] += size
+            else:
+                self.live_bytes += size
+                self.fanned_bytes += size * self.sender.fan_out
 
     def forget_all_but(self, incarnations: Collection[str]) -> None:
         """Drops answers for learners that are gone: they would cost the line and reach nobody."""
         self.sender.discard(lambda header: header.learner not in ("", *incarnations))
-        for copies in self._copies.values():
-            for copy in copies:
-                copy.waiting[:] = [each for each in copy.waiting if each[0] in incarnations]
 
     def turn(self, now: float) -> None:
-        """Forgets copies that nobody asks for, and sends."""
+        """Answers who does not listen, forgets copies that nobody asks for, and sends."""
+        for incarnation, asked in list(self._early.items()):
+            if now >= asked[0][0] + REPAIR_S:
+                self._answer_early(incarnation, now)
         for copies in self._copies.values():
             copies[:] = [each for each in copies if now < each.asked_at + IDLE_S]
         self.pump(now)
 
 
-def _indices(fetch: msg.Fetch) -> Iterator[int]:
-    """Chunks that a checked Fetch asks for."""
-    for first, count in fetch.chunks:
-        yield from range(first, first + count)
+def _asked(fetch: msg.Fetch, chunks: tuple[EncodedChunk, ...]) -> list[EncodedChunk]:
+    """The chunks that a checked Fetch asks for."""
+    return [chunk for first, count in fetch.chunks for chunk in chunks[first : first + count]]

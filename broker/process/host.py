@@ -6,7 +6,7 @@ of peers enter here, and whatever is wrong with them becomes a refusal: nothing 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -51,25 +51,17 @@ class Host:
         """
         self._wires, self._pool, self._reach, self._on_note = wires, pool, reach, on_note
         recovered = store.recover(now_unix())
-        epoch = f"{recovered.life}-{nonce}"
+        epoch, run_id = f"{recovered.life}-{nonce}", recovered.run_id
         self.pipeline = Pipeline(config, self, store, reach, on_note)
-        resumed = self.pipeline.resume(recovered)
-        self.syncer = Syncer(
-            config,
-            epoch,
-            recovered.run_id,
-            now,
-            resumed=resumed,
-            published_digest=store.published_digest,
-        )
+        resumed, digest = self.pipeline.resume(recovered), store.published_digest
+        self.syncer = Syncer(config, epoch, run_id, now, resumed=resumed, published_digest=digest)
         self.pipeline.syncer = self.syncer
         self.downlink = Downlink(config, epoch, wires, self, self.pipeline)
         self.finished: ev.Finish | None = None
         """Set when the process should end."""
         self._swept_at = now
-        self._effects: deque[ev.Effect] = deque()
         self._performing = False
-        self._refusals = self._listeners = 0
+        self._refusals = 0
         self._up_bytes: Counter[str] = Counter()
         """Payloads of this life, by learner."""
         self._received_bytes = 0
@@ -89,7 +81,6 @@ class Host:
         else:
             self.syncer.control(peer, site, message, now)
         self._came(frames, now)
-        self._perform(now)
         return self._refusals == before
 
     def data(self, site: str | None, frames: list[bytes], now: float) -> bool:
@@ -109,23 +100,19 @@ class Host:
             text = f"data from {site or 'the uplink'} refused: {printable(str(error))}"
             self._on_note(ev.Note("refused", text, {"code": error.code.value}, warning=True))
         self._came(frames, now)
-        self._perform(now)
         return self._refusals == before
 
     def _chunk(self, header: msg.Header, payload: bytes, now: float) -> None:
         if (got := wire.digest(payload)) != header.payload_digest:
             # Damaged on its way, so it counts as lost: it is asked for again.
             what = f"payload of chunk {header.chunk} of fragment {header.fragment}"
-            said = f"{header.payload_digest:016x}"
-            raise RemoteProtocolError(ErrorCode.BAD_DIGEST, what, expected=said, got=f"{got:016x}")
+            raise _error(what, f"{header.payload_digest:016x}", f"{got:016x}", ErrorCode.BAD_DIGEST)
         if header.kind is msg.DataKind.PUSH:
             if self.syncer.push_chunk(header, now):
                 self._up_bytes[wire.name_of(header.learner)] += len(payload)
                 self.pipeline.keep(header, payload, now)
         elif header.codec != msg.LOSSLESS:
-            raise RemoteProtocolError(
-                ErrorCode.BAD_CHUNK, "codec of version 0", expected=msg.LOSSLESS, got=header.codec
-            )
+            raise _error("codec of version 0", msg.LOSSLESS, header.codec, ErrorCode.BAD_CHUNK)
         elif header.kind is msg.DataKind.LAYOUT:
             if self.syncer.wants_layout(header.learner):
                 self.syncer.layout(header.learner, wire.unpack_layout(payload), now)
@@ -134,9 +121,10 @@ class Host:
             self.pipeline.keep_seed(header, payload)
 
     def _came(self, frames: list[bytes], now: float) -> None:
-        """Acknowledgements of what comes leave on the line that the budget is for."""
+        # Acknowledgements of what comes leave on the line that the budget is for.
         self._received_bytes += sum(map(len, frames))
         self.downlink.sender.received(map(len, frames), now)
+        self._perform(now)
 
     # -- time, and the end
 
@@ -144,7 +132,6 @@ class Host:
         """Does what is due; called at `deadline`, and whenever the socket may have room again."""
         self.pipeline.turn(now)
         self.syncer.advance(now)
-        self.fan_out = self._listeners  # Learners have come or gone.
         self._perform(now)
         if now >= self._swept_at + SWEEP_S:
             self._swept_at = now
@@ -154,11 +141,8 @@ class Host:
 
     def deadline(self, now: float) -> float:
         """Time at which `turn` is to be called if nothing comes before."""
-        return min(
-            self.syncer.deadline(now),
-            self.pipeline.deadline(),
-            self.downlink.sender.deadline(now),
-        )
+        sender = self.downlink.sender
+        return min(self.syncer.deadline(now), self.pipeline.deadline(), sender.deadline(now))
 
     def stop(self, reason: str, now: float) -> None:
         """The operator ends the process: everybody is told, and `finished` is set."""
@@ -169,22 +153,6 @@ class Host:
     def close(self) -> None:
         """Writes snapshots, so that the next start replays nothing. Called after the workers."""
         self.pipeline.close()
-
-    @property
-    def fan_out(self) -> int:
-        """Connections that a publication goes to: subscriptions of stream 0.
-
-        A peer can repeat one, or take back what he never had. So it is at least the sites that are
-        here, at most the learners: a relay listens once for those of its site.
-        """
-        return self.downlink.sender.fan_out
-
-    @fan_out.setter
-    def fan_out(self, count: int) -> None:
-        self._listeners = count
-        names = [member.name for member in self.syncer.state.members.connected()]
-        sites = {name.partition("/")[0] for name in names}
-        self.downlink.sender.fan_out = min(max(count, len(sites)), len(names))
 
     def run(self, work: Callable[[], Any], done: Done) -> None:
         """The pool, as pipeline and downlink see it: what `done` decides is performed."""
@@ -197,9 +165,11 @@ class Host:
 
     def status(self, now: float) -> dict[str, object]:
         """The run as people see it: what the syncer knows, and the bytes of the data sockets."""
-        return self._with_bytes(self.syncer.status(now))
+        status = self.syncer.status(now)
+        self._add_bytes(status)
+        return status
 
-    def _with_bytes(self, status: dict[str, object]) -> dict[str, object]:
+    def _add_bytes(self, status: dict[str, object]) -> None:
         down = self.downlink
         learners = status["learners"]
         assert isinstance(learners, dict)
@@ -208,27 +178,22 @@ class Host:
             learner["down_bytes"] = down.asked_bytes[name] + down.live_bytes
         status["up_bytes"] = self._received_bytes
         status["down_bytes"] = down.asked_bytes.total() + down.fanned_bytes
-        return status
 
     # -- effects
 
     def _perform(self, now: float) -> None:
-        """Performs effects in order, also those that come while it performs."""
-        self._take()
+        """Performs effects in order; what they lead to in their turn comes after them."""
         if self._performing:
             return
         self._performing = True
         try:
-            while self._effects:
-                self._do(self._effects.popleft(), now)
-                self._take()
+            while effects := list(self.syncer.effects):
+                self.syncer.effects.clear()
+                for effect in effects:
+                    self._do(effect, now)
         finally:
             self._performing = False
         self.downlink.pump(now)
-
-    def _take(self) -> None:
-        self._effects.extend(self.syncer.effects)
-        self.syncer.effects.clear()
 
     def _do(self, effect: ev.Effect, now: float) -> None:
         match effect:
@@ -258,7 +223,7 @@ class Host:
         if isinstance(message, msg.Refuse) and message.code not in NO_FAULT:
             self._refusals += 1
         if isinstance(message, msg.Status):
-            self._with_bytes(message.status)
+            self._add_bytes(message.status)
         frames = wire.encode_control(message)
         self.downlink.sender.charge(map(len, frames), now)
         self._wires.control(peer, frames)
@@ -271,19 +236,19 @@ def _checked_header(site: str | None, frames: list[bytes]) -> msg.Header:
     """
     expected = "topic, header and payload of a PUSH, SEED or LAYOUT that names its learner"
     if len(frames) != 3:
-        got = f"{len(frames)} frames"
-        raise RemoteProtocolError(ErrorCode.BAD_MESSAGE, "data", expected=expected, got=got)
+        raise _error("data", expected, f"{len(frames)} frames")
     header = wire.decode_header(frames[1])
     name, kind = wire.name_of(header.learner), header.kind
     if not name or kind in (msg.DataKind.PUBLICATION, msg.DataKind.STATE):
-        got = f"{kind.name} of {name!r}"
-        raise RemoteProtocolError(ErrorCode.BAD_MESSAGE, "data", expected=expected, got=got)
+        raise _error("data", expected, f"{kind.name} of {name!r}")
     if site is not None and not wire.speaks_for(site, name):
-        raise RemoteProtocolError(
-            ErrorCode.KEY_NAME,
-            "the key is another site's",
-            expected=f"a learner named {site} or {site}/...",
-            got=name,
-            remedy="use the key of the learner's own site",
-        )
+        what, expected = "the key is another site's", f"a learner named {site} or {site}/..."
+        remedy = "use the key of the learner's own site"
+        raise _error(what, expected, name, ErrorCode.KEY_NAME, remedy)
     return header
+
+
+def _error(
+    what: str, expected: str, got: str, code: ErrorCode = ErrorCode.BAD_MESSAGE, remedy: str = ""
+) -> RemoteProtocolError:
+    return RemoteProtocolError(code, what, expected=expected, got=got, remedy=remedy)

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -18,21 +19,21 @@ import zmq
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.process.door import Door
+from narrows.broker.process.downlink import Connection
 from narrows.broker.process.host import Host
 from narrows.proto.config import Address, parse_address
 from narrows.proto.errors import ErrorCode, NarrowsError
 from narrows.proto.keys import KeyPair, read_broker_key, serve_keys
 from narrows.proto.sockets import Kind, make_socket, send_buffer_bytes
-from narrows.proto.wire import live_topic
 
 FRAMES_PER_TURN: Final = 64
 """Messages that are read from one socket before the others have their turn."""
 
+LOOK_S: Final = 1.0
+"""Seconds between two looks for connections that have ended."""
+
 REBIND_S: Final = 2.0
 """Seconds for which a port that the kernel has not freed yet is tried again."""
-
-FIRST_STREAM: Final = live_topic(0).encode()
-"""Topic to which each listener of publications subscribes once."""
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
@@ -43,8 +44,19 @@ class Link:
     def __init__(self, config: BrokerConfig) -> None:
         """Binds. Raises ConfigError, INSECURE for an address beyond loopback without keys, and
         ADDRESS_IN_USE."""
-        self._config = config
-        self._address = _listen_address(config)
+        listen, keys = config.broker.listen, config.broker.keys
+        address = parse_address(listen, listen=True)
+        if not (address.is_loopback or keys or config.broker.insecure):
+            raise NarrowsError(
+                ErrorCode.INSECURE,
+                "anybody who reaches this address could read and change the model",
+                expected="--keys, or a loopback address",
+                got=listen,
+                remedy="`narrows keys new --keys FOLDER` makes one, `narrows keys allow` admits "
+                "sites; or set broker.insecure on a network that you trust",
+            )
+        self._host, port = address
+        self._buffer_bytes = send_buffer_bytes(config.down_rate, config.shared.streams)
         # libzmq numbers the connections of a ROUTER from rand() on, which nothing seeds: a peer
         # could claim the next number, and an assertion of libzmq would end the process.
         ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
@@ -53,16 +65,14 @@ class Link:
         self._key: KeyPair | None = None
         self._authenticator = None
         self.sockets: list[Socket] = []
-        self.fan_out = 0
-        """Connections that listen to publications: subscriptions of stream 0."""
+        self._looked_at = 0.0
         try:
-            if config.broker.keys:
-                folder = Path(config.broker.keys)
+            if keys:
+                folder = Path(keys)
                 self._key, self.door = read_broker_key(folder), Door(folder, time.monotonic())
                 # Before anything is bound: a handshake that nobody answers is refused for good.
                 self._authenticator = serve_keys(self._context, self.door.admits)
-            port = self._address.port
-            self._open([port, port and port + 1, port and port + 2], wait_s=0.0)
+            self._open([port, port and port + 1, port and port + 2], until=0.0)
         except BaseException:
             self.close(linger_s=0.0)
             raise
@@ -70,33 +80,25 @@ class Link:
     @property
     def listens_on(self) -> str:
         """The control port's address, with the port that was free if any would do."""
-        return str(Address(self._address.host, self.ports[0]))
+        return str(Address(self._host, self.ports[0]))
 
-    def _open(self, ports: list[int], wait_s: float) -> None:
+    def _open(self, ports: list[int], until: float) -> None:
+        ipv6, buffer = self._host.startswith("["), self._buffer_bytes
         for kind in (Kind.BROKER_CONTROL, Kind.BROKER_UPLINK, Kind.BROKER_DOWNLINK):
-            buffer = send_buffer_bytes(self._config.down_rate, self._config.shared.streams)
             self.sockets.append(
                 make_socket(
-                    self._context,
-                    kind,
-                    pair=self._key,
-                    send_buffer_bytes=buffer,
-                    ipv6=self._address.host.startswith("["),
+                    self._context, kind, pair=self._key, send_buffer_bytes=buffer, ipv6=ipv6
                 )
             )
-        until = time.monotonic() + wait_s
-        self.ports = [
-            _bind(socket, self._address.host, port, until)
-            for socket, port in zip(self.sockets, ports, strict=True)
-        ]
         self._control, self._uplink, self._downlink = self.sockets
+        pairs = zip(self.sockets, ports, strict=True)
+        self.ports = [_bind(socket, self._host, port, until) for socket, port in pairs]
         self._uplink.setsockopt(zmq.SUBSCRIBE, b"")
 
     def _reopen(self) -> None:
         """Ends every connection; those whose keys are admitted come back in tenths of a second."""
         self._close_sockets(linger_s=0.0)
-        self.fan_out = 0
-        self._open(self.ports, wait_s=REBIND_S)
+        self._open(self.ports, until=time.monotonic() + REBIND_S)
 
     # -- the way out
 
@@ -129,53 +131,47 @@ class Link:
 
     def receive(self, host: Host, now: float) -> None:
         """Hands the host what waits at the sockets, a bounded number of messages of each."""
-        for _ in range(FRAMES_PER_TURN):
-            if (frames := _receive(self._control)) is None:
+        # First: what the other messages lead to may be published to new listeners.
+        for descriptor, key, _, (frame, *_) in self._received(self._downlink):
+            change, topic, connection = frame.bytes[:1], frame.bytes[1:], _identity(descriptor)
+            if self.door and change == b"\1" and not self.door.may_hear(key, topic):
+                # It would cost the line a second copy, and libzmq cannot refuse it.
+                self.door.keep_out(key, f"it listens to {topic[:80]!r}", now)
+                self._reopen()
                 break
-            site, key = self._site(frames)
-            if key is None or site is not None:
+            if connection is not None and change in (b"\0", b"\1"):
+                text = topic.decode(errors="replace")
+                host.downlink.listens(connection, text, change == b"\1", now)
+        for _, key, site, frames in self._received(self._control):
+            if self.door is None or site is not None:
                 peer, *rest = (frame.bytes for frame in frames)
-                self._judge(key, host.control(peer.hex(), site, rest, now), now)
-        for _ in range(FRAMES_PER_TURN):
-            if (frames := _receive(self._uplink)) is None:
-                break
-            site, key = self._site(frames)
-            if key is None or site is not None:
+                if not host.control(peer.hex(), site, rest, now) and self.door is not None:
+                    self.door.strike(key, now)
+        for _, key, site, frames in self._received(self._uplink):
+            if self.door is None or site is not None:
                 fine = host.data(site, [frame.bytes for frame in frames], now)
-                self._judge(key, fine, now)
-        self._subscriptions(now)
+                if not fine and self.door is not None:
+                    self.door.strike(key, now)
         if self.door is not None and self.door.look(now):
             self._reopen()
-        host.fan_out = self.fan_out
+        if now >= self._looked_at + LOOK_S:
+            self._looked_at = now
+            host.downlink.keep_listeners(lambda each: _identity(each[0]) == each)
 
-    def _subscriptions(self, now: float) -> None:
-        """Counts who listens to publications. Who listens to what another asked for is cut off:
-        it would cost the line a second copy, and libzmq has no other way to refuse it."""
+    def _received(self, socket: Socket) -> Iterator[tuple[int, str, str | None, list[zmq.Frame]]]:
+        """Messages that wait at a socket: the connection's file descriptor, its key ("" without
+        keys), the site for which that speaks (None: nobody), and the frames."""
         for _ in range(FRAMES_PER_TURN):
-            if (frames := _receive(self._downlink)) is None:
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
                 return
-            change, topic = frames[0].bytes[:1], frames[0].bytes[1:]
-            if change == b"\x01" and self.door is not None:
-                # An unsubscription has no key when libzmq makes it for a connection that ended.
-                _, key = self._site(frames)
-                if key is not None and not self.door.may_hear(key, topic):
-                    self.door.keep_out(key, f"it listens to {topic[:80]!r}", now)
-                    self._reopen()
-                    return
-            if topic == FIRST_STREAM:
-                self.fan_out = max(0, self.fan_out + {b"\x01": 1, b"\x00": -1}.get(change, 0))
-
-    def _site(self, frames: list[zmq.Frame]) -> tuple[str | None, str | None]:
-        """(site, key) of a message: (None, None) without keys, (None, key) for a key that nobody
-        holds or that is kept out."""
-        if self.door is None:
-            return None, None
-        key = str(frames[-1].get("User-Id"))
-        return self.door.site(key), key
-
-    def _judge(self, key: str | None, fine: bool, now: float) -> None:
-        if key is not None and self.door is not None and not fine:
-            self.door.strike(key, now)
+            try:
+                descriptor = int(frames[-1].get(zmq.SRCFD))
+            except zmq.ZMQError:
+                continue  # A connection has ended, and libzmq takes its subscriptions back.
+            key = str(frames[-1].get("User-Id")) if self.door else ""
+            yield descriptor, key, self.door.site(key) if self.door else None, frames
 
     # -- the end
 
@@ -192,28 +188,13 @@ class Link:
         self.sockets.clear()
 
 
-def _receive(socket: Socket) -> list[zmq.Frame] | None:
-    """The frames of the next message, with their properties; None: there is none."""
+def _identity(descriptor: int) -> Connection | None:
+    """The connection behind a file descriptor: its number is used again after its end, but not
+    together with its inode. None: it has ended."""
     try:
-        return socket.recv_multipart(zmq.NOBLOCK, copy=False)
-    except zmq.Again:
+        return descriptor, os.fstat(descriptor).st_ino
+    except OSError:
         return None
-
-
-def _listen_address(config: BrokerConfig) -> Address:
-    """The address to listen on. Beyond loopback it needs keys, or the word of the operator."""
-    listen = config.broker.listen
-    address = parse_address(listen, listen=True)
-    if not (address.is_loopback or config.broker.keys or config.broker.insecure):
-        raise NarrowsError(
-            ErrorCode.INSECURE,
-            "anybody who reaches this address could read and change the model",
-            expected="--keys, or a loopback address",
-            got=listen,
-            remedy="`narrows keys new --keys FOLDER` makes one, `narrows keys allow` admits sites; "
-            "or set broker.insecure on a network that you trust",
-        )
-    return address
 
 
 def _bind(socket: Socket, host: str, port: int, until: float) -> int:
@@ -226,15 +207,14 @@ def _bind(socket: Socket, host: str, port: int, until: float) -> int:
             if error.errno == errno.EADDRINUSE and time.monotonic() < until:
                 time.sleep(0.002)
                 continue
-            in_use = error.errno == errno.EADDRINUSE
+            code = ErrorCode.CONFIG
+            remedy = "choose an address of this machine, and a port from 1024 on"
+            if error.errno == errno.EADDRINUSE:
+                code = ErrorCode.ADDRESS_IN_USE
+                remedy = "is a broker running already? Choose another port with --listen"
+            what, expected = f"cannot listen on tcp://{host}:{port}", "three free ports in a row"
             raise NarrowsError(
-                ErrorCode.ADDRESS_IN_USE if in_use else ErrorCode.CONFIG,
-                f"cannot listen on tcp://{host}:{port}",
-                expected="three free ports in a row of this machine",
-                got=str(error),
-                remedy="is a broker running already? Choose another port with --listen"
-                if in_use
-                else "choose an address of this machine, and a port from 1024 on",
+                code, what, expected=expected, got=str(error), remedy=remedy
             ) from error
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)

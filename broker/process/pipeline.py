@@ -27,7 +27,7 @@ from narrows.proto.codec import DecodedChunk, decode_chunk, values_of
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError, RemoteProtocolError
 from narrows.proto.layout import Fragment, build_table
 from narrows.proto.messages import LEARNERS_MAX, LOSSLESS, CodecName, Header, Layout
-from narrows.proto.ports import Pool
+from narrows.proto.ports import Done, Pool
 from narrows.proto.timing import DISK_AGAIN_S
 
 SNAPSHOT_VERSIONS: Final = 25
@@ -88,10 +88,9 @@ class Pipeline:
     def keep(self, header: Header, payload: bytes, now: float) -> None:
         """Keeps a wanted chunk, and has a worker decode it."""
         push = self._pushes.setdefault(_key(header), _Push(header.codec))
-        if header.codec != push.codec:
-            error = RemoteProtocolError(
-                ErrorCode.BAD_CHUNK, "codec", expected=push.codec, got=header.codec
-            )
+        if (got := header.codec) != push.codec:
+            code = ErrorCode.BAD_CHUNK
+            error = RemoteProtocolError(code, "codec", expected=push.codec, got=got)
             self.checked(header, push, error, now)
             return
         push.payloads[header.chunk] = payload
@@ -113,7 +112,7 @@ class Pipeline:
             del self._pushes[_key(header)]
             self.syncer.push_failed(header, result, now)
             return
-        push.decoded[header.chunk] = _result(result)
+        push.decoded[header.chunk] = result_of(result)
         self.syncer.chunk_checked(header, now)
 
     def drop(self, order: ev.Drop) -> None:
@@ -126,23 +125,20 @@ class Pipeline:
 
     def merge(self, order: ev.Merge) -> None:
         """Takes the pushes of a round, and has a worker merge them."""
+        index, elements = order.fragment, self._settings.chunk_elements
         contributions: list[Contribution] = []
         decoded: list[list[DecodedChunk]] = []
         for facts in order.pushes:
-            push = self._pushes.pop((facts.incarnation, order.fragment, facts.push_id))
-            order_of_chunks = range(len(push.payloads))
-            chunks = tuple(push.payloads[i] for i in order_of_chunks)
-            elements = self._settings.chunk_elements
+            push = self._pushes.pop((facts.incarnation, index, facts.push_id))
+            chunks = tuple(push.payloads[i] for i in range(len(push.payloads)))
             contributions.append(Contribution(*facts, push.codec, elements, chunks))
-            decoded.append([push.decoded[i] for i in order_of_chunks])
-        policy, period_s = self._config.policy, order.period_s
-        round_ = Round(
-            order.fragment, order.version, tuple(contributions), policy, period_s, order.reason
-        )
-        fragment, before = self._there.table[order.fragment], self._there.states[order.fragment]
+            decoded.append([push.decoded[i] for i in range(len(chunks))])
+        policy, why = self._config.policy, order.reason
+        round_ = Round(index, order.version, tuple(contributions), policy, order.period_s, why)
+        fragment, before = self._there.table[index], self._there.states[index]
         self._pool.run(
             lambda: merge(fragment, before, round_, decoded),
-            lambda result, now: self.merged(order.fragment, result, now),
+            lambda result, now: self.merged(index, result, now),
         )
 
     def merged(self, fragment: int, result: Any, now: float) -> None:
@@ -150,29 +146,31 @@ class Pipeline:
         if isinstance(result, FloatingPointError | NarrowsError):
             self.syncer.merge_failed(fragment, result, now)
             return
-        self._flights[fragment] = _result(result)
+        self._flights[fragment] = result_of(result)
         self._reach("merged")
         self.syncer.merged(fragment, now)
 
     def commit(self, fragment: int) -> None:
         """Has a worker make the next version durable."""
         version = self._flights[fragment]
-        self._pool.run(
+        self._write(
             lambda: self._store.commit(version),
             lambda result, now: self.durable(version, result, now),
+            lambda error, now: self.syncer.disk_failed(fragment, error, now),
         )
 
     def durable(self, version: Version, result: Any, now: float) -> None:
-        """The next version exists. Or the disk is full: that holds publishing back, no more."""
+        """The next version exists."""
+        result_of(result)
         fragment = version.state.fragment
-        if isinstance(result, OSError):
-            self._again.append((now + DISK_AGAIN_S, lambda: self.commit(fragment)))
-            self.syncer.disk_failed(fragment, result, now)
-            return
-        _result(result)
         del self._flights[fragment]
         self._there.install(version)
-        self._remember(version)
+        merged = self._merged[fragment]
+        for each in version.round_.contributions:
+            merged.pop(each.incarnation, None)  # The newest stand last, the oldest are forgotten.
+            merged[each.incarnation] = each.push_id
+        while len(merged) > LEARNERS_MAX:
+            del merged[next(iter(merged))]
         self._reach("installed")
         self.syncer.durable(fragment, now)
         self._tell(version, now)
@@ -187,9 +185,10 @@ class Pipeline:
 
     def seed(self, order: ev.Seed) -> None:
         """Has a worker make version 0 durable, from the initial file or a learner's chunks."""
-        self._pool.run(
+        self._write(
             lambda: self._version_0(order.layout),
             lambda result, now: self.seeded(order, result, now),
+            self._telling("version 0"),
         )
 
     def _version_0(self, layout: Layout) -> Model:
@@ -201,9 +200,9 @@ class Pipeline:
             states = read_initial(Path(self._config.broker.init), layout, table)
         else:
             for f in table:
-                payloads = [self._seed[f.index, i] for i in range(f.chunk_count(elements))]
                 chunks = [
-                    decode_chunk(f, LOSSLESS, elements, i, each) for i, each in enumerate(payloads)
+                    decode_chunk(f, LOSSLESS, elements, i, self._seed[f.index, i])
+                    for i in range(f.chunk_count(elements))
                 ]
                 values = values_of(f, chunks)
                 states.append(FragmentState.of(f.index, 0, values, np.zeros_like(values), values))
@@ -212,52 +211,21 @@ class Pipeline:
 
     def seeded(self, order: ev.Seed, result: Any, now: float) -> None:
         """Version 0 is durable, or its learner is refused."""
-        if isinstance(result, OSError):
-            self._wait_for_disk("version 0", result, now, lambda: self.seed(order))
-            return
         self._seed.clear()
-        if isinstance(result, ConfigError):  # It fits neither the settings nor the initial file.
-            result = RemoteProtocolError(
-                ErrorCode.LAYOUT_DIFFERS,
-                result.message,
-                expected=result.expected,
-                got=result.got,
-                remedy=result.remedy,
-            )
-        if isinstance(result, MemoryError):
-            elements = sum(each.elements for each in build_table(order.layout.entries, 1))
-            result = RemoteProtocolError(
-                ErrorCode.TOO_LARGE,
-                "the model does not fit into the broker's memory",
-                expected="about 20 bytes of memory for each parameter",
-                got=f"{elements} parameters",
-                remedy="run the broker on a larger machine, or train a smaller model",
-            )
-        if isinstance(result, RemoteProtocolError):
-            if result.code is ErrorCode.NOT_FINITE:  # Asked again, its learner would send the same.
-                result = RemoteProtocolError(
-                    ErrorCode.NOT_FINITE_SEED,
-                    "version 0",
-                    expected=result.expected,
-                    got=result.got,
-                    remedy="start it with parameters that are finite",
-                )
-            self.syncer.seed_failed(result, now)
+        if (refusal := _refusal(result, order.layout)) is not None:
+            self.syncer.seed_failed(refusal, now)
             return
-        self._begin(_result(result))
+        self._begin(result_of(result))
         self.syncer.seeded(now)
 
     def commit_end(self) -> None:
         """Has a worker make durable that the run has ended."""
-        self._pool.run(self._store.end, self.ended)
 
-    def ended(self, result: Any, now: float) -> None:
-        """The end of the run is durable."""
-        if isinstance(result, OSError):
-            self._wait_for_disk("the end of the run", result, now, self.commit_end)
-            return
-        _result(result)
-        self.syncer.ended(now)
+        def ended(result: Any, now: float) -> None:
+            result_of(result)
+            self.syncer.ended(now)
+
+        self._write(self._store.end, ended, self._telling("the end of the run"))
 
     # -- a start, and a stop
 
@@ -284,14 +252,9 @@ class Pipeline:
                 self._there.install(version)
                 self._alarm.hear(version)
         return ev.Resumed(
-            recovered.layout,
-            self._there.heads,
-            recovered.clock,
-            dict(recovered.merged),
-            recovered.period_s,
-            recovered.phase,
-            dict(recovered.merged_tokens),
-        )
+            recovered.layout, self._there.heads, recovered.clock, dict(recovered.merged),
+            recovered.period_s, recovered.phase, dict(recovered.merged_tokens),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Writes what a start would have to replay. No worker runs any more."""
@@ -300,8 +263,7 @@ class Pipeline:
                 try:
                     self._store.snapshot(state)
                 except OSError as error:
-                    text = f"the next start replays some rounds: {error}"
-                    self._note(ev.Note("disk", text, {}, warning=True))
+                    self._warn(f"the next start replays some rounds: {error}")
                     return
 
     # -- time, and what is served
@@ -342,30 +304,18 @@ class Pipeline:
         self.model, self._merged = model, [{} for _ in model.table]
         self._snapshots = list(model.heads)
 
-    def _remember(self, version: Version) -> None:
-        """Whose pushes the head holds now, for those who fetch it."""
-        merged = self._merged[version.state.fragment]
-        for each in version.round_.contributions:
-            merged.pop(each.incarnation, None)
-            merged[each.incarnation] = each.push_id
-        while len(merged) > LEARNERS_MAX:
-            del merged[next(iter(merged))]
-
     def _tell(self, version: Version, now: float) -> None:
         round_, state = version.round_, version.state
         fields: dict[str, object] = {
-            "fragment": state.fragment,
-            "version": state.version,
-            "digest": f"{state.digests.published:016x}",
+            "fragment": state.fragment, "version": state.version,
+            "digest": f"{state.digests.published:016x}", "reason": round_.reason,
             "contributors": [each.learner for each in round_.contributions],
             "tokens": sum(each.tokens for each in round_.contributions),
-            "live": self.syncer.live(now),
-            "run_tokens": self.syncer.run_tokens,
-            "reason": round_.reason,
+            "live": self.syncer.live(now), "run_tokens": self.syncer.run_tokens,
             "elements": self.fragment(state.fragment).elements,
             "pushed_bytes": sum(len(c) for each in round_.contributions for c in each.chunks),
             "published_bytes": sum(len(each.payload) for each in version.publication),
-        }
+        }  # fmt: skip
         self._note(ev.Note("merged", f"fragment {state.fragment}: {state.version}", fields))
         for line in self._alarm.hear(version):
             self._note(ev.Note("alarm", line, {"fragment": state.fragment}, warning=True))
@@ -376,28 +326,62 @@ class Pipeline:
         def done(result: Any, now: float) -> None:
             self._snapshotting = False
             if isinstance(result, OSError):  # The next version tries again.
-                text = f"no snapshot of fragment {state.fragment}: {result}"
-                self._note(ev.Note("disk", text, {}, warning=True))
+                self._warn(f"no snapshot of fragment {state.fragment}: {result}")
                 return
-            _result(result)
+            result_of(result)
             self._snapshots[state.fragment] = state.version
 
         if not self._snapshotting:
             self._snapshotting = True
             self._pool.run(lambda: self._store.snapshot(state), done)
 
-    def _wait_for_disk(
-        self, what: str, error: OSError, now: float, work: Callable[[], None]
+    def _write(
+        self, work: Callable[[], Any], done: Done, failed: Callable[[OSError, float], None]
     ) -> None:
-        self._again.append((now + DISK_AGAIN_S, work))
-        self._note(ev.Note("disk", f"{what} cannot be written yet: {error}", {}, warning=True))
+        """Has a worker write. A full disk holds that back, no more: it is tried again."""
+
+        def finish(result: Any, now: float) -> None:
+            if isinstance(result, OSError):
+                again = now + DISK_AGAIN_S
+                self._again.append((again, lambda: self._pool.run(work, finish)))
+                failed(result, now)
+            else:
+                done(result, now)
+
+        self._pool.run(work, finish)
+
+    def _telling(self, what: str) -> Callable[[OSError, float], None]:
+        return lambda error, now: self._warn(f"{what} cannot be written yet: {error}")
+
+    def _warn(self, text: str) -> None:
+        self._note(ev.Note("disk", text, {}, warning=True))
 
 
 def _key(header: Header) -> tuple[str, int, int]:
     return header.learner, header.fragment, header.push_id
 
 
-def _result(result: Any) -> Any:
+def _refusal(result: Any, layout: Layout) -> NarrowsError | None:
+    """The refusal of a learner of whose chunks version 0 cannot be made."""
+    if isinstance(result, MemoryError):
+        code, what = ErrorCode.TOO_LARGE, "the model does not fit into the broker's memory"
+        expected = "about 20 bytes of memory for each parameter"
+        got = f"{sum(math.prod(each.shape) for each in layout.entries)} parameters"
+        remedy = "run the broker on a larger machine, or train a smaller model"
+        return RemoteProtocolError(code, what, expected=expected, got=got, remedy=remedy)
+    if not isinstance(result, ConfigError | RemoteProtocolError):
+        return None
+    code, what, remedy = result.code, result.message, result.remedy
+    if isinstance(result, ConfigError):  # It fits neither the settings nor the initial file.
+        code = ErrorCode.LAYOUT_DIFFERS
+    elif code is ErrorCode.NOT_FINITE:  # Asked again, its learner would send the same.
+        code, what = ErrorCode.NOT_FINITE_SEED, "version 0"
+        remedy = "start it with parameters that are finite"
+    expected, got = result.expected, result.got
+    return RemoteProtocolError(code, what, expected=expected, got=got, remedy=remedy)
+
+
+def result_of(result: Any) -> Any:
     """The result of a worker. An error that nobody expects ends the process, loudly."""
     if isinstance(result, BaseException):
         raise result

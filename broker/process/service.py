@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import zmq
 
@@ -18,6 +18,7 @@ from narrows.broker.merging import warm_up
 from narrows.broker.process.host import Host
 from narrows.broker.process.link import Link
 from narrows.broker.process.log import crash_places, log
+from narrows.broker.process.pipeline import result_of
 from narrows.broker.store import Store
 from narrows.broker.syncer.events import Finish, Note
 from narrows.proto.errors import printable
@@ -47,13 +48,9 @@ class Service:
                 undo.callback(self._events.close)
             self.link = Link(config)
             undo.callback(self.link.close)
-            reach = crash_places(environment)
-            store = Store(
-                Path(config.broker.state_dir),
-                journal=config.broker.journal == "on",
-                keep_history=config.broker.keep_history,
-                reach=reach,
-            )
+            reach, process = crash_places(environment), config.broker
+            folder, journal = Path(process.state_dir), process.journal == "on"
+            store = Store(folder, journal=journal, keep_history=process.keep_history, reach=reach)
             undo.callback(store.close)
             self._workers = Workers(WORKERS, "narrows-broker")
             undo.callback(self._workers.close)
@@ -69,7 +66,7 @@ class Service:
                 on_note=self._note,
             )
             self.host.syncer.state.ports = self.link.ports[1], self.link.ports[2]
-            self._workers.run(warm_up, _raise)
+            self._workers.run(warm_up, lambda result, now: result_of(result))
             self._undo = undo.pop_all()
 
     def run(self) -> Finish:
@@ -120,8 +117,3 @@ class Service:
     def _record(self, record: Mapping[str, object]) -> None:
         if self._events is not None:
             self._events.write(record)
-
-
-def _raise(result: Any, _now: float) -> None:
-    if isinstance(result, BaseException):
-        raise result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,11 +28,13 @@ from narrows.proto.codec import (
 from narrows.proto.layout import Fragment, build_table, fingerprint
 from narrows.proto.ports import Done
 from narrows.proto.wire import (
+    asked_topic,
     decode_control,
     decode_header,
     digest,
     encode_control,
     encode_header,
+    live_topic,
     pack_layout,
     uplink_topic,
 )
@@ -125,7 +128,13 @@ class House:
             reach=self.reach,
             on_note=self.notes.append,
         )
-        self.host.fan_out = 1
+
+    def subscribe(self, incarnation: str) -> None:
+        """A connection listens to publications and to what an incarnation has asked for."""
+        connection = zlib.crc32(incarnation.encode()), self.lives
+        for stream in range(self.config.shared.streams):
+            for topic in (live_topic(stream), asked_topic(incarnation, stream)):
+                self.host.downlink.listens(connection, topic, True, self.now)
 
     @property
     def heads(self) -> tuple[int, ...]:
@@ -192,7 +201,7 @@ class HandLearner:
             self.peer, self.site, encode_control(message), self.house.now
         )
 
-    def hello(self) -> None:
+    def hello(self, *, listens: bool = True) -> None:
         held = tuple(
             msg.Held(version, 0 if copy is None else digest_of(copy))
             for version, copy in zip(self.versions, self.copies, strict=True)
@@ -208,6 +217,8 @@ class HandLearner:
                 held=held if self.run_id else (),
             )
         )
+        if listens:
+            self.house.subscribe(self.incarnation)
         if welcomes := self.heard(msg.Welcome):
             self.run_id, self.epoch = welcomes[-1].run_id, welcomes[-1].beat.epoch
 

@@ -4,6 +4,7 @@ full disks, bad bytes."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 from learner_cases import LAYOUT, HandLearner, House, begun, values
 from safetensors.numpy import save_file
 
-from narrows.broker.process import pipeline
+from narrows.broker.process import downlink, pipeline
 from narrows.broker.store import DiskFull
 from narrows.proto import messages as msg
+from narrows.proto.codec import encode_values
 from narrows.proto.codec.payload import float_payload
-from narrows.proto.timing import DISK_AGAIN_S
+from narrows.proto.timing import DISK_AGAIN_S, REPAIR_S
 from narrows.proto.wire import digest, encode_header, pack_layout
 
 
@@ -68,6 +70,48 @@ def test_a_state_that_is_being_fetched_stays_while_the_head_moves_on(house: Hous
     assert late.versions == [1]
     header = [h for topic, h, _, _ in house.wires.datas if topic.startswith("r/site-a")][-1]
     assert (header.version, header.push_id) == (1, 1), "push 2 is in version 2 only"
+
+
+def test_an_answer_waits_for_the_subscriptions_of_its_learner(house: House) -> None:
+    begun(house, "site-a")
+    late = HandLearner(house, "late")
+    late.hello(listens=False)
+    late.fetch(msg.DataKind.STATE, 0, 0, 0, 1)
+    house.settle()
+    late.listen()
+    assert late.versions == [-1], "it would be lost"
+    house.subscribe(late.incarnation)
+    house.settle()
+    late.listen()
+    assert late.versions == [0]
+
+
+def test_who_never_listens_holds_no_memory(house: House) -> None:
+    begun(house, "site-a")
+    deaf = HandLearner(house, "deaf")
+    deaf.hello(listens=False)
+    deaf.fetch(msg.DataKind.STATE, 0, 0, 0, 1)
+    house.wait(REPAIR_S + 0.2)
+    assert [topic for topic, *_ in house.wires.datas].count("r/deaf.00000001/00") == 1
+    assert not house.host.downlink._early
+
+
+def test_a_state_is_encoded_once_for_all_who_ask(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+
+    def encode(*arguments: Any, **options: Any) -> Any:
+        encoded.append(1)
+        return encode_values(*arguments, **options)
+
+    monkeypatch.setattr(downlink, "encode_values", encode)
+    learners = begun(house, "site-a", "site-b")
+    for each in learners:
+        for chunk in range(2):
+            each.fetch(msg.DataKind.STATE, 0, 0, chunk)
+            house.settle()
+    assert len(encoded) == 1
 
 
 def test_a_publication_that_is_no_longer_kept_is_answered_with_the_state(house: House) -> None:

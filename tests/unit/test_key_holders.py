@@ -85,14 +85,20 @@ def house(tmp_path: Path) -> House:
     return House(tmp_path / "state")
 
 
-def test_listeners_are_counted_between_the_sites_and_the_learners_that_are_here(
+def test_a_connection_is_charged_once_whatever_it_says_and_before_its_learner_says_hello(
     house: House,
 ) -> None:
-    assert house.host.fan_out == 0
-    begun(house, "site-a/0", "site-a/1", "site-b")
-    for told, counted in ((0, 2), (1, 2), (2, 2), (3, 3), (10_000, 3)):
-        house.host.fan_out = told
-        assert house.host.fan_out == counted, told
+    downlink, a, b = house.host.downlink, (10, 1), (11, 2)
+    steps = [
+        (a, "p/00", True, 1), (a, "p/00", True, 1), (a, "p/01", True, 1), (b, "p/00", False, 1),
+        (b, "p/00", True, 2), (b, "p/00", False, 1), (b, "p/00", False, 1), (b, "p/00", True, 2),
+    ]  # fmt: skip
+    assert downlink.sender.fan_out == 0
+    for connection, topic, is_on, counted in steps:
+        downlink.listens(connection, topic, is_on, house.now)
+        assert downlink.sender.fan_out == counted
+    downlink.keep_listeners(lambda connection: connection == b)
+    assert downlink.sender.fan_out == 1
 
 
 def test_pushes_that_displace_each_other_cost_the_workers_nothing(

@@ -12,6 +12,7 @@ import zmq
 
 from narrows.broker.config import load_broker
 from narrows.broker.process.door import Door
+from narrows.broker.process.downlink import Connection
 from narrows.broker.process.link import Link
 from narrows.proto.errors import ErrorCode, NarrowsError
 from narrows.proto.keys import AllowList, KeyPair, create_broker_key, new_pair, read_broker_key
@@ -24,13 +25,25 @@ SITE_TOPIC = b"r/site-a.00000001/00"
 
 
 class Heard:
-    """A host that takes everything down."""
+    """A host that takes everything down; it is its own downlink."""
 
     def __init__(self) -> None:
         self.controls: list[tuple[str, str | None, list[bytes]]] = []
         self.datas: list[tuple[str | None, list[bytes]]] = []
-        self.fan_out = 0
-        self.is_fine = True
+        self.downlink, self.is_fine = self, True
+        self.heard: dict[Connection, list[str]] = {}
+        """Topics by connection."""
+
+    @property
+    def fan_out(self) -> int:
+        return sum("p/00" in topics for topics in self.heard.values())
+
+    def listens(self, connection: Connection, topic: str, is_on: bool, now: float) -> None:
+        topics = self.heard.setdefault(connection, [])
+        (topics.append if is_on else topics.remove)(topic)
+
+    def keep_listeners(self, is_open: Callable[[Connection], bool]) -> None:
+        self.heard = {each: topics for each, topics in self.heard.items() if is_open(each)}
 
     def control(self, peer: str, site: str | None, frames: list[bytes], now: float) -> bool:
         self.controls.append((peer, site, frames))
@@ -141,9 +154,14 @@ def test_messages_go_both_ways_and_carry_the_site_of_their_key(wire: Wire, keys:
     assert wire.receive(control) == [b"c", b"d"]
     assert wire.link.data("p/00", b"header", b"payload" * 20_000)
     assert wire.receive(downlink) == [b"p/00", b"header", b"payload" * 20_000]
+    other = wire.listen(b"p/00", pair)
+    wire.until(lambda: host.fan_out == 2, "two connections")
+    other.setsockopt(zmq.SUBSCRIBE, b"p/01")
+    other.setsockopt(zmq.UNSUBSCRIBE, b"p/00")
+    wire.until(lambda: sorted(host.heard.values()) == [["p/00"], ["p/01"]], "an unsubscription")
     downlink.close(linger=0)
     wire.clients.remove(downlink)
-    wire.until(lambda: host.fan_out == 0, "the end of a subscription")
+    wire.until(lambda: list(host.heard.values()) == [["p/01"]], "the end of a connection")
 
 
 def takes(wire: Wire, payload: bytes) -> bool:

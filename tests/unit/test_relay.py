@@ -59,7 +59,7 @@ def test_a_site_hears_each_publication_once(
         optimizer = torch.optim.AdamW(models[index].parameters(), lr=1e-3)
         name = f"site-a/{index}"
         with Learner(models[index], optimizer, broker=run.address, name=name, key=key) as learner:
-            listeners.append(run.service.link.fan_out)
+            listeners.append(run.service.host.downlink.sender.fan_out)
             train(learner, models[index], optimizer)
 
     listeners: list[int] = []
