@@ -89,15 +89,16 @@ def new(
 
 @keys.command
 def show(path: Path = FOLDER) -> None:
-    """Print the public parts of a site's key file, or of a broker's folder of keys.
+    """Print the public parts of a site's key file, or of a broker's key or folder of keys.
 
     Parameters
     ----------
     path
         The file or folder.
     """
-    if path.is_dir():
-        print(read_broker_key(path).public)
+    folder = path if path.is_dir() else path.parent
+    if path in (folder, folder / "broker.key"):
+        print(read_broker_key(folder).public)
         return
     site = read_site_key(path)
     print(public_line(site.name, site.pair.public))

@@ -53,7 +53,9 @@ class History:
         self.folder, self.file = folder, folder / DATABASE
         if not self.file.exists():
             raise ConfigError(
-                f"{folder} is no state directory", expected=DATABASE, got="no such file"
+                f"{folder} holds no run",
+                expected=f"the state directory of a broker, with its {DATABASE}",
+                got=f"a folder without {DATABASE}" if folder.is_dir() else "no such folder",
             )
         self._packs = Packs(folder / "packs")
         with database_errors(self.file):

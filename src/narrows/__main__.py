@@ -30,7 +30,7 @@ LAZY: Final = {
     "plan": ("broker.cli.plan:plan", "Say what a run will need: rates, memory, disk."),
     "keys": ("broker.cli.keys:keys", "Make, show, admit and revoke keys."),
     "journal": ("broker.cli.journal:journal", "Show, check or roll back a state directory."),
-    "export": ("broker.cli.export:export", "Write the global model, or its layout."),
+    "export": ("broker.cli.journal:export", "Write the global model, or its layout."),
     "bench": ("bench.cli:bench", "Measure codec, bandwidth, rounds, lives under failure."),
     "debug": ("broker.cli.debug:debug", "Look at bytes of the wire."),
 }  # fmt: skip
