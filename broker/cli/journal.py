@@ -31,12 +31,9 @@ journal = cyclopts.App(name="journal", help="Show, check, replay or roll back a 
 def show(directory: Directory, *, last: int = 0, json: bool = False) -> None:
     """List the rounds that are durable, oldest first; also while the broker runs.
 
-    Parameters
-    ----------
-    last
-        Number of rounds, the newest ones; 0: all.
-    json
-        One JSON object per round.
+    Args:
+        last: Number of rounds, the newest ones; 0: all.
+        json: One JSON object per round.
     """
     with closing(History(directory)) as history:
         rows = [row for row in history.rounds() if row.round_.version > 0]
@@ -95,18 +92,12 @@ def replay(
 
     It prints the digests of what comes out. With broker.keep_history a broker keeps all rounds.
 
-    Parameters
-    ----------
-    without
-        Learner whose pushes are left out; repeatable.
-    outer_lr
-        Another outer learning rate.
-    outer_momentum
-        Another outer momentum.
-    weights
-        Another way to weigh pushes.
-    out
-        Safetensors file to write the model that comes out into.
+    Args:
+        without: Learner whose pushes are left out; repeatable.
+        outer_lr: Another outer learning rate.
+        outer_momentum: Another outer momentum.
+        weights: Another way to weigh pushes.
+        out: Safetensors file to write the model that comes out into.
     """
     given = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "weights": weights}
     given = {name: value for name, value in given.items() if value is not None}
@@ -145,12 +136,9 @@ def rollback(directory: Directory, target: Path, *, to: int) -> None:
 
     The broker must not be running.
 
-    Parameters
-    ----------
-    target
-        Folder that does not exist yet; start the broker with it.
-    to
-        Number of the round, as `narrows journal show` prints it.
+    Args:
+        target: Folder that does not exist yet; start the broker with it.
+        to: Number of the round, as `narrows journal show` prints it.
     """
     with closing(History(directory)) as history:
         history.rollback(to, target)
@@ -160,12 +148,9 @@ def rollback(directory: Directory, target: Path, *, to: int) -> None:
 def export(directory: Directory, *, to: Path | None = None, layout: bool = False) -> None:
     """Write the global model of a state directory into a safetensors file.
 
-    Parameters
-    ----------
-    to
-        File to write; its metadata name the run and the version of each fragment.
-    layout
-        Print the layout of the model as JSON instead, for learners in other languages.
+    Args:
+        to: File to write; its metadata name the run and the version of each fragment.
+        layout: Print the layout of the model as JSON instead, for learners in other languages.
     """
     with closing(History(directory)) as history:
         if layout:

@@ -155,24 +155,15 @@ def plan(
 ) -> int:
     """Say what a run needs before it starts, and what will be full first. Exit code 1: no fit.
 
-    Parameters
-    ----------
-    params
-        Parameters of the model, such as 7B.
-    step
-        Time of an inner step, such as 1.5s.
-    learners
-        Number of learners.
-    wan
-        Line of each learner, in each direction, such as 1Gbit/s.
-    broker_wan
-        Line of the broker; as --wan if it is not given.
-    config
-        TOML file of the broker. P and H in it stand, others are chosen.
-    setting
-        KEY=VALUE, as for the broker.
-    json_
-        Print JSON; units are in the names.
+    Args:
+        params: Parameters of the model, such as 7B.
+        step: Time of an inner step, such as 1.5s.
+        learners: Number of learners.
+        wan: Line of each learner, in each direction, such as 1Gbit/s.
+        broker_wan: Line of the broker; as --wan if it is not given.
+        config: TOML file of the broker. P and H in it stand, others are chosen.
+        setting: KEY=VALUE, as for the broker.
+        json_: Print JSON; units are in the names.
     """
     flags = {key: value for key, _, value in (text.partition("=") for text in setting or ())}
     loaded = load_broker(config, flags)

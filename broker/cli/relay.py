@@ -94,17 +94,12 @@ def relay(
     The learners join as before, with NARROWS_RELAY set to the address of this relay. They may start
     before it; while it is down they train on without new versions.
 
-    Parameters
-    ----------
-    listen
-        Address for the learners of the site, tcp://HOST:PORT.
-    broker
-        Control address of the broker (default: NARROWS_BROKER, or the key's).
-    key
-        Key file of the site, if the broker has keys (default: NARROWS_KEY). Learners with the same
-        key may listen.
-    insecure
-        Serve a network that you trust without a key.
+    Args:
+        listen: Address for the learners of the site, tcp://HOST:PORT.
+        broker: Control address of the broker (default: NARROWS_BROKER, or the key's).
+        key: Key file of the site, if the broker has keys (default: NARROWS_KEY). Learners with the
+            same key may listen.
+        insecure: Serve a network that you trust without a key.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     _log.addFilter(LimitRepeats())

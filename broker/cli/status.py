@@ -38,16 +38,12 @@ def status(
 ) -> None:
     """Show the learners, the progress of the run, and what it waits for.
 
-    Parameters
-    ----------
-    broker
-        Control address of the broker (default: NARROWS_BROKER, the key's, or tcp://127.0.0.1:7070).
-    key
-        Key file of a site, if the broker has keys (default: NARROWS_KEY).
-    json
-        Print everything as JSON.
-    timeout_s
-        Seconds to wait for an answer.
+    Args:
+        broker: Control address of the broker (default: NARROWS_BROKER, the key's, or
+            tcp://127.0.0.1:7070).
+        key: Key file of a site, if the broker has keys (default: NARROWS_KEY).
+        json: Print everything as JSON.
+        timeout_s: Seconds to wait for an answer.
     """
     address, site, _ = find_broker(broker, key)
     answer = ask_status(address, site, timeout_s=timeout_s)
