@@ -38,7 +38,7 @@ ENCODE_S, DECODE_S, MERGE_S, STEP_S = 1.5e-9, 0.75e-9, 0.5e-9, 5e-9
 STATE_BYTES: Final = 12
 """Per parameter at the broker, in memory and in a snapshot: global, momentum, published copy."""
 TOPIC_BYTES, HEADER_BYTES = 22, 69
-"""Of a data message with long names and numbers."""
+"""A data message with long names and numbers."""
 MERGE_BYTES, FLIGHT_BYTES, FIRST_COPY_BYTES = 20, 16, 3.4
 """Per parameter: a merge; a learner's fragment in flight; a joiner's first copy on the line."""
 CODE_BYTES: Final[Mapping[CodecName, float]] = {
