@@ -6,8 +6,7 @@ import logging
 import os
 import resource
 import signal
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -16,17 +15,7 @@ from narrows.broker.config import load_broker
 from narrows.broker.process.log import LimitRepeats, log
 from narrows.broker.process.service import Service
 from narrows.proto.codec import uncached_advice
-from narrows.proto.errors import ConfigError, NarrowsError, exit_code
-
-FLAGS: Final = {
-    "listen": "broker.listen",
-    "state_dir": "broker.state_dir",
-    "keys": "broker.keys",
-    "mode": "run.mode",
-    "goal_tokens": "run.goal_tokens",
-    "seeder": "run.seeder",
-}
-"""Flags of their own, and the settings that they set."""
+from narrows.proto.errors import ConfigError
 
 FILES: Final = 16_384
 """Files that a broker of LEARNERS_MAX learners has open, and some room."""
@@ -34,44 +23,44 @@ FILES: Final = 16_384
 
 def run_broker(
     config: Path | None,
-    flags: dict[str, str | None],
+    flags: Mapping[str, str | None],
     assignments: Sequence[str] = (),
     *,
     events: Path | None = None,
     ready_file: Path | None = None,
-) -> int:
-    """Serves until the run has ended or a signal comes; the exit code.
+) -> None:
+    """Serves until the run has ended or a signal comes. Raises NarrowsError and OSError.
 
-    `flags` has the keys of FLAGS, `assignments` are the texts of `--set key=value`, which win.
+    `flags` are settings by dotted key, None for those that were not given; `assignments` are the
+    texts of `--set key=value`, which win.
     """
-    try:
-        given = {FLAGS[name]: text for name, text in flags.items() if text is not None}
-        loaded = load_broker(config, {**given, **_assigned(assignments)})
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-        log.addFilter(LimitRepeats())
-        if advice := uncached_advice():
-            log.warning("%s", advice)
-        _raise_file_limit()
-        service = Service(loaded, events=events, environment=os.environ)
-        _stop_on_signals(service)
-        address = service.link.listens_on
-        log.info("serving on %s; state in %s", address, loaded.broker.state_dir)
-        if ready_file is not None:
-            # Renamed, so that who waits for the file never reads half of the address.
-            temporary = ready_file.with_name(ready_file.name + ".tmp")
-            temporary.write_text(address + "\n")
-            temporary.rename(ready_file)
-        finish = service.run()
-    except (NarrowsError, OSError) as error:
-        print(f"narrows: {error}", file=sys.stderr)
-        return exit_code(error)
-    if finish.missing:
-        log.warning("without the final model: %s", "; ".join(finish.missing))
-    return 0
+    given = {key: text for key, text in flags.items() if text is not None}
+    loaded = load_broker(config, given | assigned(assignments))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    log.addFilter(LimitRepeats())
+    if advice := uncached_advice():
+        log.warning("%s", advice)
+    # A learner has nine connections, so the usual soft limit of 1,024 files is that of a hundred
+    # learners, or of a stranger who holds as many connections open.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    service = Service(loaded, events=events, environment=os.environ)
+    _stop_on_signals(service)
+    address = service.link.listens_on
+    log.info("serving on %s; state in %s", address, loaded.broker.state_dir)
+    if ready_file is not None:
+        # Renamed, so that who waits for the file never reads half of the address.
+        temporary = ready_file.with_name(ready_file.name + ".tmp")
+        temporary.write_text(address + "\n")
+        temporary.rename(ready_file)
+    if missing := service.run().missing:
+        log.warning("without the final model: %s", "; ".join(missing))
 
 
-def _assigned(assignments: Sequence[str]) -> dict[str, str]:
-    """The values of `--set`, by dotted key."""
+def assigned(assignments: Sequence[str]) -> dict[str, str]:
+    """The values of `--set`, by dotted key. Raises ConfigError."""
     values: dict[str, str] = {}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
@@ -79,15 +68,6 @@ def _assigned(assignments: Sequence[str]) -> dict[str, str]:
             raise ConfigError("--set", expected="KEY=VALUE", got=repr(assignment[:200]))
         values[key.strip()] = value.strip()
     return values
-
-
-def _raise_file_limit() -> None:
-    """A learner has nine connections, so the usual soft limit of 1,024 files is that of a hundred
-    learners, or of a stranger who holds as many connections open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _stop_on_signals(service: Service) -> None:

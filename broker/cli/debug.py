@@ -17,12 +17,9 @@ debug = cyclopts.App(name="debug", help="Look at bytes of the wire.")
 def frame(file: Path, *, header: bool = False) -> None:
     """Print a control message, or the header of a data message, as JSON.
 
-    Parameters
-    ----------
-    file
-        File with the bytes of one frame: the body of a control message.
-    header
-        The bytes are the header of a data message.
+    Args:
+        file: File with the bytes of one frame: the body of a control message.
+        header: The bytes are the header of a data message.
     """
     body = file.read_bytes()
     message = decode_header(body) if header else decode_control([ENVELOPE, body], CONTROL_BYTES_MAX)

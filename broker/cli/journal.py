@@ -1,22 +1,26 @@
-"""`narrows journal`: what a state directory holds, whether it is whole, and a way back."""
+"""`narrows journal` and `narrows export`: what a state directory holds, whether it is whole, a way
+back, and the model in it. They only read, also while the broker runs.
+"""
 
 from __future__ import annotations
 
 import json as json_module
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 import cyclopts
+import msgspec
 from cyclopts import Parameter
 
 from narrows.broker.config import load_broker
-from narrows.broker.rounds import Policy
-from narrows.broker.store import History, RoundRow
+from narrows.broker.rounds import FragmentState, Policy
+from narrows.broker.store import History, export_model
 from narrows.proto.errors import ConfigError, ErrorCode, StateError, printable
+from narrows.proto.messages import Layout
 
 Directory: TypeAlias = Annotated[Path, Parameter(help="State directory of a broker.")]
 
@@ -27,51 +31,42 @@ journal = cyclopts.App(name="journal", help="Show, check, replay or roll back a 
 def show(directory: Directory, *, last: int = 0, json: bool = False) -> None:
     """List the rounds that are durable, oldest first; also while the broker runs.
 
-    Parameters
-    ----------
-    last
-        Number of rounds, the newest ones; 0: all.
-    json
-        One JSON object per round.
+    Args:
+        last: Number of rounds, the newest ones; 0: all.
+        json: One JSON object per round.
     """
-    with opened(directory) as history:
+    with closing(History(directory)) as history:
         rows = [row for row in history.rounds() if row.round_.version > 0]
         if not json:
             run = history.run
             tokens = run.clock // max(1, run.fragments)
             print(f"run {run.run_id}  {run.phase.value}  {tokens:,} tokens")
         for row in rows[-last:] if last > 0 else rows:
-            print(json_module.dumps(_facts(row)) if json else _line(row))
-
-
-def _facts(row: RoundRow) -> dict[str, object]:
-    return {
-        "round": row.seq,
-        "fragment": row.round_.fragment,
-        "version": row.round_.version,
-        "at_unix": row.at_unix,
-        "reason": row.round_.reason,
-        "contributors": [each.learner for each in row.round_.contributions],
-        "tokens": sum(each.tokens for each in row.round_.contributions),
-        "published": f"{row.digests.published:016x}",
-    }
-
-
-def _line(row: RoundRow) -> str:
-    at = datetime.fromtimestamp(row.at_unix, UTC)
-    who = printable(", ".join(each.learner for each in row.round_.contributions))
-    tokens = sum(each.tokens for each in row.round_.contributions)
-    return (
-        f"round {row.seq} fragment {row.round_.fragment} version {row.round_.version}"
-        f" {at:%Y-%m-%d %H:%M:%S}Z {row.round_.reason} tokens {tokens:,} of {who}"
-        f" published {row.digests.published:016x}"
-    )
+            made = row.round_
+            names = [each.learner for each in made.contributions]
+            facts = {
+                "round": row.seq,
+                "fragment": made.fragment,
+                "version": made.version,
+                "at_unix": row.at_unix,
+                "reason": made.reason,
+                "contributors": names,
+                "tokens": sum(each.tokens for each in made.contributions),
+                "published": f"{row.digests.published:016x}",
+            }
+            at = datetime.fromtimestamp(row.at_unix, UTC)
+            line = (
+                "round {round} fragment {fragment} version {version} {at:%Y-%m-%d %H:%M:%S}Z"
+                " {reason} tokens {tokens:,} of {who} published {published}"
+            )
+            who = printable(", ".join(names))
+            print(json_module.dumps(facts) if json else line.format(at=at, who=who, **facts))
 
 
 @journal.command
 def audit(directory: Directory) -> None:
     """Check every byte that a start, a replay or a rollback relies on."""
-    with opened(directory) as history:
+    with closing(History(directory)) as history:
         found = history.audit()
     print(f"{found.rounds:,} rounds are in order, {found.replayed:,} were merged again")
     if found.problems:
@@ -91,46 +86,48 @@ def replay(
     outer_lr: float | None = None,
     outer_momentum: float | None = None,
     weights: Literal["tokens", "equal"] | None = None,
+    out: Path | None = None,
 ) -> None:
     """Merge the kept rounds again: as they were, or by other rules, or without some learners.
 
-    With broker.keep_history a broker keeps all of its rounds.
+    It prints the digests of what comes out. With broker.keep_history a broker keeps all rounds.
 
-    Parameters
-    ----------
-    without
-        Learner whose pushes are left out; repeatable.
-    outer_lr
-        Another outer learning rate.
-    outer_momentum
-        Another outer momentum.
-    weights
-        Another way to weigh pushes.
+    Args:
+        without: Learner whose pushes are left out; repeatable.
+        outer_lr: Another outer learning rate.
+        outer_momentum: Another outer momentum.
+        weights: Another way to weigh pushes.
+        out: Safetensors file to write the model that comes out into.
     """
     given = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "weights": weights}
-    flags = {f"merge.{name}": str(value) for name, value in given.items() if value is not None}
-    merge = load_broker(None, flags).merge  # Checks the values as the broker does.
-    with opened(directory) as history:
+    given = {name: value for name, value in given.items() if value is not None}
+    with closing(History(directory)) as history:
         rounds = [row.round_ for row in history.rounds() if row.round_.version > 0]
         names = sorted({each.learner for round_ in rounds for each in round_.contributions})
         if unknown := [name for name in without or () if name not in names]:
             raise ConfigError("--without", expected=" or ".join(names), got=", ".join(unknown))
-        policy = rounds[-1].policy if rounds else Policy()
+        old = rounds[-1].policy if rounds else Policy()
+        rules = {"outer_lr": old.outer_lr, "outer_momentum": old.momentum, "weights": old.weights}
+        flags = {f"merge.{name}": value for name, value in (rules | given).items()}
+        merge = load_broker(None, flags).merge  # Checks the values as the broker does.
         policy = replace(
-            policy,
-            outer_lr=policy.outer_lr if outer_lr is None else merge.outer_lr,
-            momentum=policy.momentum if outer_momentum is None else merge.outer_momentum,
-            weights=weights or policy.weights,
+            old,
+            outer_lr=merge.outer_lr,
+            momentum=merge.outer_momentum,
+            weights=merge.weights,
         )
-        if flags or without:
-            states = list(history.merged_otherwise(policy if flags else None, without or ()))
+        if given or without:
+            states = list(history.merged_otherwise(policy if given else None, without or ()))
         else:
             states = list(history.states())
-    for state in states:
-        print(
-            f"fragment {state.fragment} version {state.version}"
-            f" global {state.digests.global_:016x} published {state.digests.published:016x}"
-        )
+        for state in states:
+            print(
+                f"fragment {state.fragment} version {state.version}"
+                f" global {state.digests.global_:016x} published {state.digests.published:016x}"
+            )
+        if out is not None:
+            asked = given | ({"without": without} if without else {})
+            _write_model(out, history, states, {"narrows.replay": json_module.dumps(asked)})
 
 
 @journal.command
@@ -139,29 +136,48 @@ def rollback(directory: Directory, target: Path, *, to: int) -> None:
 
     The broker must not be running.
 
-    Parameters
-    ----------
-    target
-        Folder that does not exist yet; start the broker with it.
-    to
-        Number of the round, as `narrows journal show` prints it.
+    Args:
+        target: Folder that does not exist yet; start the broker with it.
+        to: Number of the round, as `narrows journal show` prints it.
     """
-    with opened(directory) as history:
+    with closing(History(directory)) as history:
         history.rollback(to, target)
     print(f"{target} holds the run after round {to}: narrows broker --state-dir {target}")
 
 
-@contextmanager
-def opened(directory: Path) -> Generator[History]:
-    """The history of a state directory, for reading. Raises ConfigError if it is none."""
-    if not (directory / "run.db").exists():
-        raise ConfigError(
-            f"{directory} holds no run",
-            expected="the state directory of a broker, with its run.db",
-            got="no such folder" if not directory.is_dir() else "a folder without run.db",
-        )
-    history = History(directory)
-    try:
-        yield history
-    finally:
-        history.close()
+def export(directory: Directory, *, to: Path | None = None, layout: bool = False) -> None:
+    """Write the global model of a state directory into a safetensors file.
+
+    Args:
+        to: File to write; its metadata name the run and the version of each fragment.
+        layout: Print the layout of the model as JSON instead, for learners in other languages.
+    """
+    with closing(History(directory)) as history:
+        if layout:
+            found = _layout(history)
+            named = {"frozen_digest": found.frozen_digest, "entries": found.entries}
+            print(msgspec.json.encode(named).decode())
+        elif to is None:
+            raise ConfigError("--to is missing", expected="a file to write", got="none")
+        else:
+            _write_model(to, history, history.states(), {})
+
+
+def _layout(history: History) -> Layout:
+    if history.run.layout is None:
+        raise ConfigError(f"{history.folder} holds no model yet", expected="a run with version 0")
+    return history.run.layout
+
+
+def _write_model(
+    to: Path, history: History, states: Iterable[FragmentState], metadata: dict[str, str]
+) -> None:
+    layout = _layout(history)
+    if to.resolve().is_relative_to(history.folder.resolve()):
+        raise ConfigError(f"{to}", expected="a file outside of the state directory")
+    states = list(states)
+    versions = json_module.dumps([state.version for state in states])
+    metadata |= {"narrows.run": history.run.run_id, "narrows.versions": versions}
+    globals_ = [state.global_ for state in states]
+    export_model(to, layout, history.table, globals_, metadata)
+    print(f"{to}: versions {versions}")

@@ -53,16 +53,11 @@ def new(
 
     With a FILE that exists the key in it stays, and --server and --broker are changed.
 
-    Parameters
-    ----------
-    file
-        Key file of a site.
-    name
-        Name of the site: its learners are called so, or NAME/0, NAME/1 and so on.
-    server
-        Public key of the broker, as `narrows keys show` prints it there.
-    broker
-        Address of the broker, tcp://HOST:PORT.
+    Args:
+        file: Key file of a site.
+        name: Name of the site: its learners are called so, or NAME/0, NAME/1 and so on.
+        server: Public key of the broker, as `narrows keys show` prints it there.
+        broker: Address of the broker, tcp://HOST:PORT.
     """
     if file is None:
         if name or server or broker:
@@ -89,15 +84,14 @@ def new(
 
 @keys.command
 def show(path: Path = FOLDER) -> None:
-    """Print the public parts of a site's key file, or of a broker's folder of keys.
+    """Print the public parts of a site's key file, or of a broker's key or folder of keys.
 
-    Parameters
-    ----------
-    path
-        The file or folder.
+    Args:
+        path: The file or folder.
     """
-    if path.is_dir():
-        print(read_broker_key(path).public)
+    folder = path if path.is_dir() else path.parent
+    if path in (folder, folder / "broker.key"):
+        print(read_broker_key(folder).public)
         return
     site = read_site_key(path)
     print(public_line(site.name, site.pair.public))
@@ -113,10 +107,8 @@ def allow(*line: Key, keys: Folder = FOLDER) -> None:
 
     A site may have several keys, so that a new one can take the place of an old one.
 
-    Parameters
-    ----------
-    line
-        The line that the site has mailed, in single quotes: 'narrows-key NAME KEY'.
+    Args:
+        line: The line that the site has mailed, in single quotes: 'narrows-key NAME KEY'.
     """
     name, key = read_public_line(" ".join(line))
     count = len(AllowList.allow(keys, name, key).sites[name])
@@ -127,12 +119,9 @@ def allow(*line: Key, keys: Folder = FOLDER) -> None:
 def revoke(name: str, key: Key = "", *, keys: Folder = FOLDER) -> None:
     """Take a site's keys away. A broker that runs cuts its learners off within two seconds.
 
-    Parameters
-    ----------
-    name
-        Name of the site.
-    key
-        The one key to take away; without it all.
+    Args:
+        name: Name of the site.
+        key: The one key to take away; without it all.
     """
     left = AllowList.revoke(keys, name, key).sites.get(name, ())
     print(f"{name} has {len(left) or 'no'} key{'s' if len(left) != 1 else ''} left")
@@ -144,10 +133,8 @@ def list_(
 ) -> None:
     """Print every site that the broker admits, with its keys.
 
-    Parameters
-    ----------
-    json_
-        Print JSON.
+    Args:
+        json_: Print JSON.
     """
     sites = {name: list(public) for name, public in AllowList.read(keys).sites.items()}
     if json_:

@@ -12,28 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
 from cyclopts import Parameter
 
+from narrows.broker.cli.broker import assigned
 from narrows.broker.config import BrokerConfig, load_broker
 from narrows.broker.process.pipeline import SNAPSHOT_VERSIONS
 from narrows.broker.syncer.state import IN_FLIGHT_MAX
 from narrows.proto.config import given_keys
 from narrows.proto.errors import ConfigError
 from narrows.proto.flow.budget import wire_bytes
-from narrows.proto.messages import (
-    FRAGMENTS_MAX,
-    PUBLICATIONS_KEPT,
-    CodecName,
-    DataKind,
-    Header,
-    Mode,
-)
+from narrows.proto.messages import FRAGMENTS_MAX, PUBLICATIONS_KEPT, CodecName, Mode
 from narrows.proto.units import Amount, BitRate, Duration, Quantity, Size
-from narrows.proto.wire import asked_topic, encode_header
-
-AnyQuantity = TypeVar("AnyQuantity", bound=Quantity)
 
 USABLE: Final = 0.8
 SYNC_PERIODS: Final = (10, 15, 20, 24, 30, 40, 50, 75, 100, 150, 200, 300, 500)
@@ -46,6 +37,8 @@ ENCODE_S, DECODE_S, MERGE_S, STEP_S = 1.5e-9, 0.75e-9, 0.5e-9, 5e-9
 """Seconds per parameter: code a push, decode one, add one, the outer step with its publication."""
 STATE_BYTES: Final = 12
 """Per parameter at the broker, in memory and in a snapshot: global, momentum, published copy."""
+TOPIC_BYTES, HEADER_BYTES = 22, 69
+"""A data message with long names and numbers."""
 MERGE_BYTES, FLIGHT_BYTES, FIRST_COPY_BYTES = 20, 16, 3.4
 """Per parameter: a merge; a learner's fragment in flight; a joiner's first copy on the line."""
 CODE_BYTES: Final[Mapping[CodecName, float]] = {
@@ -79,13 +72,7 @@ def line_bits(config: BrokerConfig, codec: CodecName, params: int) -> float:
     """Bits per parameter on the line, with the headers of every layer, of a fragment."""
     chunk = min(config.shared.chunk_elements, params)
     payload = math.ceil(chunk * payload_bits(codec, config.codec.rho) / 8)
-    name, digest = "site-a/0.01234567", 1 << 63
-    header = encode_header(
-        Header(
-            "12-01234567", DataKind.PUBLICATION, name, 100, 9999, 9999, 100, codec, digest, digest
-        )
-    )
-    frames = (len(asked_topic(name, 0)), len(header), payload)
+    frames = TOPIC_BYTES, HEADER_BYTES, payload
     return 8 * wire_bytes(frames, curve=bool(config.broker.keys)) / chunk
 
 
@@ -155,26 +142,17 @@ def plan(
 ) -> int:
     """Say what a run needs before it starts, and what will be full first. Exit code 1: no fit.
 
-    Parameters
-    ----------
-    params
-        Parameters of the model, such as 7B.
-    step
-        Time of an inner step, such as 1.5s.
-    learners
-        Number of learners.
-    wan
-        Line of each learner, in each direction, such as 1Gbit/s.
-    broker_wan
-        Line of the broker; as --wan if it is not given.
-    config
-        TOML file of the broker. P and H in it stand, others are chosen.
-    setting
-        KEY=VALUE, as for the broker.
-    json_
-        Print JSON; units are in the names.
+    Args:
+        params: Parameters of the model, such as 7B.
+        step: Time of an inner step, such as 1.5s.
+        learners: Number of learners.
+        wan: Line of each learner, in each direction, such as 1Gbit/s.
+        broker_wan: Line of the broker; as --wan if it is not given.
+        config: TOML file of the broker. P and H in it stand, others are chosen.
+        setting: KEY=VALUE, as for the broker.
+        json_: Print JSON; units are in the names.
     """
-    flags = {key: value for key, _, value in (text.partition("=") for text in setting or ())}
+    flags = assigned(setting or ())
     loaded = load_broker(config, flags)
     line = _parsed(BitRate, "--wan", wan)
     broker_line = _parsed(BitRate, "--broker-wan", broker_wan or wan)
@@ -220,11 +198,9 @@ def as_text(plan: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _parsed(kind: type[AnyQuantity], flag: str, text: str) -> AnyQuantity:
+def _parsed(kind: type[Quantity], flag: str, text: str) -> float:
     try:
         return kind.parse(text)
     except ConfigError as error:
-        message = f"{flag}: {error.message}"
-        raise ConfigError(
-            message, expected=error.expected, got=error.got, remedy=error.remedy
-        ) from error
+        words = {"expected": error.expected, "got": error.got, "remedy": error.remedy}
+        raise ConfigError(f"{flag}: {error.message}", **words) from error

@@ -11,6 +11,7 @@ import logging
 import math
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NoReturn, TypeAlias
 
@@ -94,17 +95,12 @@ def relay(
     The learners join as before, with NARROWS_RELAY set to the address of this relay. They may start
     before it; while it is down they train on without new versions.
 
-    Parameters
-    ----------
-    listen
-        Address for the learners of the site, tcp://HOST:PORT.
-    broker
-        Control address of the broker (default: NARROWS_BROKER, or the key's).
-    key
-        Key file of the site, if the broker has keys (default: NARROWS_KEY). Learners with the same
-        key may listen.
-    insecure
-        Serve a network that you trust without a key.
+    Args:
+        listen: Address for the learners of the site, tcp://HOST:PORT.
+        broker: Control address of the broker (default: NARROWS_BROKER, or the key's).
+        key: Key file of the site, if the broker has keys (default: NARROWS_KEY). Learners with the
+            same key may listen.
+        insecure: Serve a network that you trust without a key.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     _log.addFilter(LimitRepeats())
@@ -157,26 +153,22 @@ def _bind(site: Socket, own: Address) -> int:
 def _pass_on(site: Socket, ups: list[_Upstream]) -> None:
     """Waits for messages, a second at most, and passes some of each side on."""
     poller = zmq.Poller()  # Made anew each time: a refused socket is replaced.
-    poller.register(site, zmq.POLLIN)
-    for each in ups:
-        poller.register(each.socket, zmq.POLLIN)
-        poller.register(each.monitor.socket, zmq.POLLIN)
-    ready = dict(poller.poll(1000))
-    for first, *more in _received(site) if site in ready else ():
+    for socket in (site, *(up.socket for up in ups), *(up.monitor.socket for up in ups)):
+        poller.register(socket, zmq.POLLIN)
+    poller.poll(1000)
+    for first, *more in _received(site):
         # A learner's socket can send anything up; only subscriptions are passed on.
         if not more and _SUBSCRIPTION.fullmatch(frame := first.bytes):
             ups[int(frame[-2:]) % len(ups)].subscribe(frame)
     for each in ups:
-        for frames in _received(each.socket) if each.socket in ready else ():
+        for frames in _received(each.socket):
             site.send_multipart(frames, copy=False)  # A full pipe misses it, and fetches.
         each.look(time.monotonic())
 
 
-def _received(socket: Socket) -> list[list[zmq.Frame]]:
-    found: list[list[zmq.Frame]] = []
-    while len(found) < MESSAGES_PER_TURN:
+def _received(socket: Socket) -> Iterator[list[zmq.Frame]]:
+    for _ in range(MESSAGES_PER_TURN):
         try:
-            found.append(socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            yield socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
-            break
-    return found
+            return

@@ -38,16 +38,12 @@ def status(
 ) -> None:
     """Show the learners, the progress of the run, and what it waits for.
 
-    Parameters
-    ----------
-    broker
-        Control address of the broker (default: NARROWS_BROKER, the key's, or tcp://127.0.0.1:7070).
-    key
-        Key file of a site, if the broker has keys (default: NARROWS_KEY).
-    json
-        Print everything as JSON.
-    timeout_s
-        Seconds to wait for an answer.
+    Args:
+        broker: Control address of the broker (default: NARROWS_BROKER, the key's, or
+            tcp://127.0.0.1:7070).
+        key: Key file of a site, if the broker has keys (default: NARROWS_KEY).
+        json: Print everything as JSON.
+        timeout_s: Seconds to wait for an answer.
     """
     address, site, _ = find_broker(broker, key)
     answer = ask_status(address, site, timeout_s=timeout_s)
@@ -55,10 +51,9 @@ def status(
         # ASCII alone: escape sequences that a peer has written do nothing to a terminal.
         print(json_module.dumps(answer, indent=2))
         return
-    console = Console(highlight=False, soft_wrap=True)
     for line in _headline(answer):
-        console.print(printable(line), markup=False)
-    console.print(_table(answer["learners"]))
+        print(printable(line))
+    Console(highlight=False, soft_wrap=True).print(_table(answer["learners"]))
 
 
 def find_broker(broker: str | None, key: Path | None) -> tuple[str, SiteKey | None, Path | None]:
@@ -100,14 +95,14 @@ def _ask(
 ) -> dict[str, Any]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     pair, ipv6 = key.pair if key else None, address.host.startswith("[")
-    socket = make_socket(context, Kind.LEARNER_CONTROL, pair=pair, server=server, ipv6=ipv6)
-    monitor = HandshakeMonitor(socket, str(address), key)
     reason: NarrowsError | None = None
     try:
+        socket = make_socket(context, Kind.LEARNER_CONTROL, pair=pair, server=server, ipv6=ipv6)
+        monitor = HandshakeMonitor(socket, str(address), key)
         socket.connect(str(address))
         poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(monitor.socket, zmq.POLLIN)
+        for source in (socket, monitor.socket):
+            poller.register(source, zmq.POLLIN)
         while (left_s := until - time.monotonic()) > 0:
             ready = dict(poller.poll(math.ceil(1000 * left_s)))
             while (outcome := monitor.take()) is not None:
@@ -118,17 +113,14 @@ def _ask(
                     with suppress(zmq.Again):  # The connection is gone already, and comes again.
                         socket.send_multipart(encode_control(AskStatus()), zmq.NOBLOCK)
             if socket in ready:
-                message = decode_control(socket.recv_multipart(), CONTROL_BYTES_MAX)
-                if isinstance(message, Status):
-                    return message.status
-                if isinstance(message, Refuse):
-                    told = {"expected": message.expected, "got": message.got}
-                    code, remedy = ErrorCode(message.code), message.remedy
-                    raise Refused(code, message.message, **told, remedy=remedy)
+                said = decode_control(socket.recv_multipart(), CONTROL_BYTES_MAX)
+                if isinstance(said, Status):
+                    return said.status
+                if isinstance(said, Refuse):
+                    words = {"expected": said.expected, "got": said.got, "remedy": said.remedy}
+                    raise Refused(ErrorCode(said.code), said.message, **words)
     finally:
-        monitor.close()
-        socket.close(linger=0)
-        context.term()
+        context.destroy(linger=0)
     raise reason or BrokerUnreachable(
         f"{address} did not answer", remedy="is the broker running, and is this its control port?"
     )
@@ -155,15 +147,12 @@ def _table(learners: dict[str, dict[str, Any]]) -> Table:
     for column in ("learner", "state", "heard", "steps/s", "loss", "logged", "merged", "behind"):
         table.add_column(column, justify="left" if column in ("learner", "state") else "right")
     for name, each in learners.items():
-        # A Text, because markup in the words of a peer would be obeyed.
-        state = Text(printable(each["state"]))
-        loss = "-" if each["loss"] is None else f"{each['loss']:.3f}"
         table.add_row(
             printable(name),
-            state,
+            Text(printable(each["state"])),  # Markup in the words of a peer would be obeyed.
             f"{each['heard_s']:.0f} s",
             f"{each['steps_per_s']:.2f}",
-            loss,
+            "-" if each["loss"] is None else f"{each['loss']:.3f}",
             f"{each['logged_tokens']:,}",
             f"{each['merged_tokens']:,}",
             str(each["versions_behind"]),

@@ -37,10 +37,19 @@ class Door:
         """Keys that are kept out, each with the time at which it may come back."""
         self._refused: dict[str, tuple[float, int]] = {}
         """Per key: since when its refused messages are counted, and their number."""
+        self._told: set[str] = set()
+        """Keys that are not admitted and stand in the log already; emptied every REFUSALS_S."""
+        self._told_at = now
 
     def admits(self, key: str) -> bool:
         """Whether a handshake with this public key (Z85) succeeds."""
-        return key not in self._out and self._allowed.site(key) is not None
+        if self._allowed.site(key) is None and key not in self._told:
+            self._told.add(key)
+            _log.warning(
+                "a key that is not on the allow list was refused. If you know whose it is: "
+                "narrows keys allow 'narrows-key NAME %s' --keys %s", key, self._folder,
+            )  # fmt: skip
+        return self.site(key) is not None
 
     def site(self, key: str) -> str | None:
         """For whom the frames of a connection speak; None: nobody, do not read them."""
@@ -80,6 +89,8 @@ class Door:
         if now < self._looked_at + LOOK_S:
             return False
         self._looked_at = now
+        if now >= self._told_at + REFUSALS_S:
+            self._told, self._told_at = set(), now
         if self._out:
             self._out = {key: until for key, until in self._out.items() if now < until}
         stamp = self._stat()

@@ -102,6 +102,12 @@ class History:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.file = folder, folder / DATABASE
+        if not self.file.exists():
+            raise ConfigError(
+                f"{folder} holds no run",
+                expected=f"the state directory of a broker, with its {DATABASE}",
+                got=f"a folder without {DATABASE}" if folder.is_dir() else "no such folder",
+            )
         self._packs = Packs(folder / "packs")
         uri = f"{self.file.absolute().as_uri()}?mode=ro"
         with database_errors(self.file):

@@ -14,7 +14,7 @@ from narrows.broker.syncer import events as ev
 from narrows.broker.syncer import serving, shares
 from narrows.broker.syncer.ending import Ending
 from narrows.broker.syncer.joining import Joining
-from narrows.broker.syncer.members import Member
+from narrows.broker.syncer.members import LOST_S, Member
 from narrows.broker.syncer.pushes import Pushes
 from narrows.broker.syncer.rounds import Rounds
 from narrows.broker.syncer.seeding import Seeding
@@ -226,7 +226,9 @@ class Syncer:
         state = self.state
         for member in state.members.lost(now):
             self._disconnect(member)
-            state.note("lost", f"{member.name} is silent", warning=True, learner=member.name)
+            text = f"{member.name} was not heard for {LOST_S:.0f} s and is given up until it says "
+            text += "Hello again: see whether its process runs and its line carries"
+            state.note("lost", text, warning=True, learner=member.name)
         if not state.is_open:
             self._seed(now)
         shares.advance(state, now)

@@ -30,7 +30,7 @@ LAZY: Final = {
     "plan": ("broker.cli.plan:plan", "Say what a run will need: rates, memory, disk."),
     "keys": ("broker.cli.keys:keys", "Make, show, admit and revoke keys."),
     "journal": ("broker.cli.journal:journal", "Show, check or roll back a state directory."),
-    "export": ("broker.cli.export:export", "Write the global model, or its layout."),
+    "export": ("broker.cli.journal:export", "Write the global model, or its layout."),
     "bench": ("bench.cli:bench", "Measure codec, bandwidth, rounds, lives under failure."),
     "debug": ("broker.cli.debug:debug", "Look at bytes of the wire."),
 }  # fmt: skip
@@ -69,45 +69,36 @@ def broker(
     setting: Annotated[list[str], Parameter(name=["--set", "-s"])] | None = None,
     events: Path | None = None,
     ready_file: Path | None = None,
-) -> int:
+) -> None:
     """Run the standalone broker, which holds the global model and merges the learners' pushes.
 
     SIGINT or SIGTERM stop it in order; a second signal ends it at once.
 
-    Parameters
-    ----------
-    config
-        TOML file; every key has a default, flags win over the file.
-    listen
-        Control port, tcp://HOST:PORT (default 127.0.0.1:7070); the two ports after it carry data.
-    state_dir
-        Directory of the run (default runs/broker), from which it goes on.
-    goal_tokens
-        Tokens of all learners after which the run ends, such as 12e9; 0: never (default).
-    mode
-        decoupled (default), streaming or diloco.
-    keys
-        Folder of keys that `narrows keys new` made: only sites on its allow list may connect.
-    seeder
-        Learner whose parameters become version 0; without it the first that joins.
-    setting
-        Any setting as KEY=VALUE, for example `--set merge.quorum=2`; repeatable.
-    events
-        File that gets one JSON line per merge and per note.
-    ready_file
-        File that gets the address once the broker serves.
+    Args:
+        config: TOML file; every key has a default, flags win over the file.
+        listen: Control port, tcp://HOST:PORT (default 127.0.0.1:7070); the two ports after it
+            carry data.
+        state_dir: Directory of the run (default runs/broker), from which it goes on.
+        goal_tokens: Tokens of all learners after which the run ends, such as 12e9; 0: never
+            (default).
+        mode: decoupled (default), streaming or diloco.
+        keys: Folder of keys that `narrows keys new` made: only sites on its allow list may connect.
+        seeder: Learner whose parameters become version 0; without it the first that joins.
+        setting: Any setting as KEY=VALUE, for example `--set merge.quorum=2`; repeatable.
+        events: File that gets one JSON line per merge and per note.
+        ready_file: File that gets the address once the broker serves.
     """
     from narrows.broker.cli.broker import run_broker
 
     flags = {
-        "listen": listen,
-        "state_dir": state_dir,
-        "goal_tokens": goal_tokens,
-        "mode": mode,
-        "keys": keys,
-        "seeder": seeder,
+        "broker.listen": listen,
+        "broker.state_dir": state_dir,
+        "broker.keys": keys,
+        "run.mode": mode,
+        "run.goal_tokens": goal_tokens,
+        "run.seeder": seeder,
     }
-    return run_broker(config, flags, setting or (), events=events, ready_file=ready_file)
+    run_broker(config, flags, setting or (), events=events, ready_file=ready_file)
 
 
 def main() -> NoReturn:

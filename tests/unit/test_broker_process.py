@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from narrows.broker.cli.broker import run_broker
+from narrows.__main__ import main
 from narrows.broker.process.log import REPEATS_MAX, LimitRepeats, crash_places
 from narrows.broker.store import Store
 from narrows.proto import messages as msg
@@ -29,8 +29,9 @@ import sys
 from pathlib import Path
 from narrows.broker.cli.broker import run_broker
 folder = Path(sys.argv[1])
-sys.exit(run_broker(None, {"listen": "tcp://127.0.0.1:0", "state_dir": str(folder / "state")},
-    ["fragments.count=2"], events=folder / "events.jsonl", ready_file=Path(sys.argv[2])))
+flags = {"broker.listen": "tcp://127.0.0.1:0", "broker.state_dir": str(folder / "state")}
+run_broker(None, flags, ["fragments.count=2"], events=folder / "events.jsonl",
+    ready_file=Path(sys.argv[2]))
 """
 
 
@@ -61,21 +62,31 @@ def test_a_broker_serves_and_ends_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "code", "text"),
     [
-        ({"mode": "fast"}, 2, "one of decoupled, streaming, diloco"),
-        ({"listen": "tcp://0.0.0.0:0"}, 2, "insecure"),
-        ({"listen": "tcp://127.0.0.1:0", "keys": "no such folder"}, 2, "broker.key"),
-        ({"listen": "tcp://127.0.0.1:0", "state_dir": "{locked}"}, 1, "state_locked"),
-        ({"listen": "tcp://127.0.0.1:0", "state_dir": "/dev/null/x"}, 1, "/dev/null"),
+        ({"--mode": "fast"}, 2, "one of decoupled, streaming, diloco"),
+        ({"--listen": "tcp://0.0.0.0:0"}, 2, "insecure"),
+        ({"--listen": "tcp://127.0.0.1:0", "--keys": "no such folder"}, 2, "broker.key"),
+        ({"--listen": "tcp://127.0.0.1:0", "--state-dir": "{locked}"}, 1, "state_locked"),
+        ({"--listen": "tcp://127.0.0.1:0", "--state-dir": "/dev/null/x"}, 1, "/dev/null"),
+        ({"--set": "merge.quorum"}, 2, "expected KEY=VALUE"),
     ],
 )
 def test_what_is_wrong_stands_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, str], code: int, text: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: dict[str, str],
+    code: int,
+    text: str,
 ) -> None:
     store = Store(tmp_path, durable=False)
-    given = {name: value.format(locked=tmp_path) for name, value in flags.items()}
-    assert run_broker(None, {"state_dir": str(tmp_path / "own"), **given}) == code
+    given = {"--state-dir": str(tmp_path / "own"), **flags}
+    line = [each.format(locked=tmp_path) for flag in given.items() for each in flag]
+    monkeypatch.setattr(sys, "argv", ["narrows", "broker", *line])
+    with pytest.raises(SystemExit) as ended:
+        main()
     store.close()
     error = capsys.readouterr().err
+    assert ended.value.code == code
     assert text in error and error.count("\n") == 1 and "Traceback" not in error
 
 

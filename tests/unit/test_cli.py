@@ -210,6 +210,13 @@ def test_a_run_is_shown_checked_exported_and_rolled_back(narrows: Said, tmp_path
     assert narrows.run("journal", "replay", place, "--outer-lr", "nan") == 2
     assert narrows.run("journal", "replay", place, "--without", "site-b") == 2
     assert "expected site-a, got site-b" in narrows.err
+    other = tmp_path / "other.safetensors"
+    assert narrows.run("journal", "replay", place, "--without", "site-a", "--out", str(other)) == 0
+    with safe_open(other, "np") as file:
+        assert json.loads(file.metadata()["narrows.replay"]) == {"without": ["site-a"]}
+        assert file.metadata()["narrows.versions"] == "[3]"
+        assert all((file.get_tensor(name) == 1.0).all() for name in ("w", "b")), "nobody taught it"
+    assert narrows.run("journal", "replay", place, "--out", f"{place}/packs/x") == 2
 
     model = tmp_path / "model.safetensors"
     assert narrows.run("export", place, "--to", str(model)) == 0 and model.exists()

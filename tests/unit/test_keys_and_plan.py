@@ -45,8 +45,11 @@ def test_no_key_is_overwritten_and_no_secret_is_printed(
     keys.new(keys=folder)
     keys.new(file, name="site-a")
     secrets = {read_broker_key(folder).secret, read_site_key(file).pair.secret}
-    for path in (folder, file):
+    capsys.readouterr()
+    for path in (folder, folder / "broker.key"):
         keys.show(path)
+        assert capsys.readouterr().out == f"{read_broker_key(folder).public}\n"
+    keys.show(file)
     with pytest.raises(ConfigError, match="exists"):
         keys.new(keys=folder)
     with pytest.raises(ConfigError, match="another site"):

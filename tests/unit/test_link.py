@@ -241,6 +241,18 @@ def test_the_door_keeps_a_key_out_after_too_many_refusals_for_a_minute(
     assert not door.look(now + 2 * REFUSALS_S) and door.admits(pair.public), "the old list stands"
 
 
+def test_the_log_names_each_key_that_is_not_admitted_once_a_minute(
+    keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    door, strangers = Door(keys, 0.0), [new_pair().public for _ in range(2)]
+    for now in (0.0, 30.0, 31.0 + REFUSALS_S):
+        assert not door.look(now)
+        assert not any(door.admits(key) for key in strangers * 3)
+    told = [record.getMessage() for record in caplog.records]
+    assert [key in text for text, key in zip(told, strangers * 2, strict=True)] == [True] * 4
+    assert all("narrows keys allow" in text and str(keys) in text for text in told)
+
+
 @pytest.mark.parametrize(
     ("topic", "may"),
     [

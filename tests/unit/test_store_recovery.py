@@ -287,7 +287,7 @@ def test_a_rollback_beyond_the_snapshots_says_what_is_missing(tmp_path: Path) ->
 
 
 def test_a_directory_without_a_run(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="unable to open database file"):
+    with pytest.raises(ConfigError, match="holds no run"):
         History(tmp_path)
     Store(tmp_path).close()
     with closing(History(tmp_path)) as history:

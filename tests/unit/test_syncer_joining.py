@@ -139,7 +139,8 @@ def test_a_lost_learner_keeps_its_name_and_what_it_pushed() -> None:
     desk.push("a", 0, 1)
     desk.announce("a", 1, 2)
     desk.pass_(30.0, "b")
-    assert [note.event for note in desk.log if isinstance(note, ev.Note)].count("lost") == 1
+    (note,) = [each for each in desk.log if isinstance(each, ev.Note) and each.event == "lost"]
+    assert note.warning and "a was not heard for 30 s" in note.text and "process" in note.text
     assert desk.status["learners"]["a"]["state"] == "lost"
     assert desk.take(ev.Drop) == [ev.Drop(1, incarnation("a"), 2)]
     desk.report("a", 20)
