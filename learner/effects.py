@@ -18,7 +18,7 @@ that it needs.
                                             its tokens and steps count as unpushed again
     sent(now)                               a chunk of this learner has left
     pause(reason, now) / resume(now)        the loop makes no steps for a while
-    lost(now)                               the connection is a new one: say Hello
+    lost(now)                               there is a new connection: say Hello
     leave(now) / abandon()                  the loop is over: push what is left, then Bye / at once
     tick(now); deadline(now) -> float       time
     check()                                 asserts every invariant; the simulator calls it

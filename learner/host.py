@@ -139,7 +139,7 @@ class LearnerHost:
         return min(self.session.deadline(now), self.sender.deadline(now))
 
     def lost(self, now: float) -> None:
-        """The connection to the broker is a new one."""
+        """There is a connection to the broker, the first or a new one."""
         self.session.lost(now)
         self._perform(now)
 

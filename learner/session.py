@@ -96,7 +96,9 @@ class Session:
         self._step_s = 0.0
         self._stepped_at: float | None = None
         self._heard_at = self._data_at = self._beat_at = self._moved_at = now
-        self._hello_at = self._report_at = -math.inf
+        self._hello_due = math.inf
+        """Before the first connection nobody hears a Hello: it would wait, and be said twice."""
+        self._report_at = -math.inf
         self._refused_since: float | None = None
         self._finished: msg.Fragments = ()
         self._leaving_at: float | None = None
@@ -185,8 +187,8 @@ class Session:
         self.tick(now)
 
     def lost(self, now: float) -> None:
-        """The connection is another one: say Hello at once."""
-        self.connected, self._hello_at = False, -math.inf
+        """The connection is the first or another one: say Hello at once."""
+        self.connected, self._hello_due = False, now
         self.tick(now)
 
     def _welcome(self, welcome: msg.Welcome, now: float) -> None:
@@ -505,7 +507,7 @@ class Session:
         if self.connected and now >= self._heard_at + timing.SILENT_S:
             self.connected = False
         if not self.connected:
-            if now >= self._hello_at + timing.HELLO_S:
+            if now >= self._hello_due:
                 self._hello(now)
         else:
             finished = tuple(part.index for part in self.parts if part.finished)
@@ -521,7 +523,7 @@ class Session:
             return math.inf
         times = [math.inf if self._leaving_at is None else now + timing.REPORT_S]
         if not self.connected:
-            return min(*times, self._hello_at + timing.HELLO_S)
+            return min(*times, self._hello_due)
         times += [part.deadline(now) for part in self.parts if part.arriving]
         return min(*times, self._report_due, self._heard_at + timing.SILENT_S)
 
@@ -534,7 +536,7 @@ class Session:
         if self.joined and not self._silence_noted:
             self._silence_noted = True
             self._note("offline", "the broker is not heard; training goes on", True)
-        self._hello_at, self._told = now, self._holds()
+        self._hello_due, self._told = now + timing.HELLO_S, self._holds()
         hello = msg.Hello(
             msg.PROTOCOL, self.name, self.incarnation, self.run_id, self.epoch, self._fingerprint,
             self._told,

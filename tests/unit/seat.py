@@ -35,13 +35,16 @@ E = TypeVar("E")
 class Seat:
     """Feeds events, checks the session's invariants after each, and keeps its effects."""
 
-    def __init__(self, settings: msg.RunSettings = SETTINGS) -> None:
+    def __init__(self, settings: msg.RunSettings = SETTINGS, *, is_connected: bool = True) -> None:
         self.now = 100.0
         self.settings = settings
         self.epoch = EPOCH
         self.heads: tuple[int, ...] = (0, 0)
         self.session = Session(NAME, INCARNATION, LAYOUT, self.now)
         self.log: list[Effect] = []
+        if is_connected:
+            self.session.lost(self.now)
+            self.done()
 
     # What the session has done.
 
@@ -176,7 +179,6 @@ class Seat:
 def joined(settings: msg.RunSettings = SETTINGS, version: int = 0) -> Seat:
     """A learner that stands on `version` of both fragments and has made no step."""
     seat = Seat(settings)
-    seat.wait(0.0)
     seat.welcome(heads=(version, version))
     for fragment in range(2):
         seat.state(fragment, version)

@@ -47,6 +47,7 @@ class Player:
         """Kind of data whose next message arrives with another payload."""
         self.is_full = False
         self._wires, self._seen = house.wires, (0, 0)
+        self.host.lost(house.now)
 
     # Wires.
 

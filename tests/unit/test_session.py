@@ -20,9 +20,20 @@ WHOLE = ((0, CHUNKS),)
 # Joining.
 
 
+def test_a_learner_says_hello_once_when_its_first_connection_is_there() -> None:
+    """What is said sooner waits in a queue, and would be the first of two Hellos."""
+    seat = Seat(is_connected=False)
+    seat.rest()
+    seat.wait(5.0)
+    assert not seat.sent(msg.Hello) and seat.session.deadline(seat.now) == math.inf
+    seat.session.lost(seat.now)
+    seat.done()
+    seat.wait(0.5)
+    assert len(seat.sent(msg.Hello)) == 1
+
+
 def test_a_learner_says_hello_each_second_until_it_is_welcome() -> None:
     seat = Seat()
-    seat.wait(0.0)
     (hello,) = seat.sent(msg.Hello)
     assert (hello.run_id, hello.epoch, hello.held) == ("", "", ())
     seat.wait(0.5)
@@ -85,7 +96,6 @@ def test_chunks_that_are_no_power_of_two_are_refused_with_the_remedy(field: str)
 
 def test_a_name_in_use_is_waited_out_for_ten_seconds() -> None:
     seat = Seat()
-    seat.wait(0.0)
     for _ in range(10):
         seat.refuse("name_in_use")
         assert seat.session.refused is None
