@@ -113,7 +113,6 @@ class LearnerHost:
         if self.session.chunk(header, now):
             key = (header.fragment, header.kind, header.version)
             self._payloads.setdefault(key, {})[header.chunk] = (header, payload)
-            self.session.settle(header.fragment, now)
         self._perform(now)
 
     def join(self, now: float) -> bool:
@@ -150,7 +149,7 @@ class LearnerHost:
 
     def resume(self, now: float) -> None:
         """The loop makes steps again."""
-        self.session.resume(now)
+        self.session.pause(None, now)
         self._perform(now)
 
     def leave(self, now: float) -> None:

@@ -32,23 +32,14 @@ STEP_TIMES: Final = 8
 EXTRAPOLATION_MAX_S: Final = 10.0
 """The run's clock goes on for so long without news from the broker."""
 
-FINAL_CODES: Final = frozenset(
-    {
-        ErrorCode.PROTOCOL_VERSION,
-        ErrorCode.LAYOUT_DIFFERS,
-        ErrorCode.WRONG_RUN,
-        ErrorCode.BAD_NAME,
-        ErrorCode.KEY_NAME,
-        ErrorCode.NOT_FINITE_SEED,
-    }
-)
-"""Refusals of a session that time does not heal."""
-
-RETRIED_S: Final = {
+RETRIED_S: Final[dict[str, float]] = {
+    ErrorCode.PROTOCOL_VERSION: 0.0, ErrorCode.LAYOUT_DIFFERS: 0.0, ErrorCode.WRONG_RUN: 0.0,
+    ErrorCode.BAD_NAME: 0.0, ErrorCode.KEY_NAME: 0.0, ErrorCode.NOT_FINITE_SEED: 0.0,
     ErrorCode.NAME_IN_USE: timing.NAME_IN_USE_S,
     ErrorCode.OVER_CAPACITY: timing.OVER_CAPACITY_S,
-}
-"""Refusals that end by themselves, and how long the learner says Hello again before it raises."""
+}  # fmt: skip
+"""Refusals of the session, and how long the learner says Hello again before it raises; 0: time does
+not heal them. Every other code refuses a message."""
 
 
 class Ledger(NamedTuple):
@@ -67,11 +58,9 @@ class Session:
     keep nothing of them.
     """
 
-    def __init__(
-        self, name: str, incarnation: str, layout: msg.Layout, now: float, *, ramp_steps: int = 0
-    ) -> None:
+    def __init__(self, name: str, incarnation: str, layout: msg.Layout, now: float) -> None:
         self.name, self.incarnation, self.layout = name, incarnation, layout
-        self.ramp_steps = ramp_steps
+        self.ramp_steps = 0
         self.effects: list[Effect] = []
         self.run_id = self.epoch = ""
         self.settings = msg.RunSettings()
@@ -91,6 +80,7 @@ class Session:
         """A Welcome has come since the last sign that the connection is gone."""
         self._fingerprint = fingerprint(layout)
         self._told: tuple[msg.Held, ...] = ()
+        """Copies, as the newest Hello tells them."""
         self._push_id = 0
         self._step_times_s: deque[float] = deque(maxlen=STEP_TIMES)
         self._step_s = 0.0
@@ -100,9 +90,9 @@ class Session:
         """Before the first connection nobody hears a Hello: it would wait, and be said twice."""
         self._report_at = -math.inf
         self._refused_since: float | None = None
-        self._finished: msg.Fragments = ()
+        self._told_finished: msg.Fragments = ()
         self._leaving_at: float | None = None
-        self._offline_noted = self._silence_noted = False
+        self._warned_offline: list[str] = []
         self._clock_floor = 0.0
 
     # What the training thread asks.
@@ -183,7 +173,7 @@ class Session:
             case msg.Bye():
                 self.connected = False  # It does not know us, or stops.
             case _:
-                self._note("unexpected", f"{type(message).__name__} is not for learners", True)
+                self._warn("unexpected", f"{type(message).__name__} is not for learners")
         self.tick(now)
 
     def lost(self, now: float) -> None:
@@ -193,7 +183,10 @@ class Session:
 
     def _welcome(self, welcome: msg.Welcome, now: float) -> None:
         epoch, settings = welcome.beat.epoch, welcome.settings
-        if not self._open(settings):
+        try:
+            self._open(settings)
+        except NarrowsError as error:
+            self.refused = refused(error.code, error)
             return
         renewed = epoch != self.epoch
         if renewed and self.epoch and self._told != self._holds():
@@ -201,17 +194,17 @@ class Session:
             # it with its history yet.
             self._hello(now)
             return
-        if self._silence_noted:
-            self._silence_noted = False
-            self._note("online", f"the broker is back, epoch {epoch}")
+        if self._warned_offline:
+            self._warned_offline.clear()
+            self.effects.append(Note("online", f"the broker is back, epoch {epoch}", {}))
         self.connected, self.run_id, self.epoch = True, welcome.run_id, epoch
-        self.ports = welcome.uplink_port, welcome.downlink_port
-        self.settings, self._refused_since, self._offline_noted = settings, None, False
+        self.settings, self.ports = settings, (welcome.uplink_port, welcome.downlink_port)
+        self._refused_since = None
         if renewed:
             self._renew(welcome.go_back)
         self._take_beat(welcome.beat, now)
         for part in self.parts:
-            part.expect(settings, now, pull=True)
+            part.expect(now, pull=True)
             if part.pushed is Pushed.WAITING:
                 self._announce(part, whole=renewed)
         if welcome.role is Role.SEED and not any(part.tip >= 0 for part in self.parts):
@@ -221,47 +214,39 @@ class Session:
         # At once: a new life of the broker knows neither what we hold nor how fast we are.
         self._report(now)
 
-    def _open(self, settings: msg.RunSettings) -> bool:
-        """Cuts the model at the first Welcome; False: this run cannot go on with this model."""
+    def _open(self, settings: msg.RunSettings) -> None:
+        """Cuts the model at the first Welcome. Raises NarrowsError if this run cannot go on so."""
         sizes = settings.chunk_elements, settings.state_chunk_elements
         if any(size & (size - 1) for size in sizes):
-            self.refused = Refused(
+            raise Refused(
                 ErrorCode.BAD_MESSAGE,
                 "the broker cuts fragments into chunks that nobody can decode one by one",
                 expected="powers of two as chunk_elements and state_chunk_elements",
                 got=" and ".join(map(str, sizes)),
                 remedy="install the same version of narrows on both sides",
             )
-            return False
         if not self.parts:
-            try:
-                table = build_table(self.layout.entries, settings.fragments)
-            except NarrowsError as error:
-                self.refused = refused(error.code, error)
-                return False
-            self.parts = tuple(FragmentSession(fragment) for fragment in table)
+            table = build_table(self.layout.entries, settings.fragments)
+            self.parts = tuple(FragmentSession(each, self.incarnation, settings) for each in table)
         if len(self.parts) != settings.fragments:
-            self.refused = Refused(
+            raise Refused(
                 ErrorCode.WRONG_RUN,
                 "the broker cuts the model into another number of fragments than before",
                 expected=str(len(self.parts)),
                 got=str(settings.fragments),
                 remedy="start this learner again",
             )
-        return self.refused is None
 
     def _renew(self, go_back: msg.Fragments) -> None:
         """The broker has begun another life: what was on its way is gone with the old one."""
         self._clock_floor = 0.0
         for part in self.parts:
-            if part.index in go_back:
-                self.effects += part.go_back()
-            part.new_epoch()
+            self.effects += part.new_epoch(self.settings, go_back=part.index in go_back)
         if go_back:
             text = (
                 f"fragments {list(go_back)}: the broker's history is another, taking its versions"
             )
-            self._note("went_back", text, True, fragments=list(go_back))
+            self._warn("went_back", text, fragments=list(go_back))
 
     def _take_beat(self, beat: msg.Beat, now: float) -> None:
         if beat.epoch != self.epoch or len(beat.heads) not in (0, len(self.parts)):
@@ -269,7 +254,7 @@ class Session:
             return
         self.beat, self._beat_at = beat, now
         for part, head in zip(self.parts, beat.heads, strict=False):  # No heads before version 0.
-            part.note_head(head)
+            part.head = max(part.head, head)
 
     def _serve(self, fetch: msg.Fetch) -> None:
         """The broker lacks chunks. What it asks for may be settled meanwhile: then nothing."""
@@ -284,38 +269,40 @@ class Session:
                 self.effects.append(effect)
 
     def _take_refusal(self, refuse: msg.Refuse, now: float) -> None:
-        code = _code(refuse.code)
+        text = f"{refuse.code}: {refuse.message} {refuse.remedy}".rstrip()
         if refuse.push_id:
             if refuse.fragment < len(self.parts):
                 self.effects += self.parts[refuse.fragment].give_up(refuse.push_id)
-                self._note("push_refused", _text(refuse), True, fragment=refuse.fragment)
-            return
-        if code not in FINAL_CODES and code not in RETRIED_S:
-            self._note("refused", _text(refuse), True)
-            return
-        self.connected = False
-        since = self._refused_since = now if self._refused_since is None else self._refused_since
-        if now - since >= RETRIED_S.get(code, 0.0):
-            self.refused = refused(code, refuse)
-        elif since == now:
-            self._note("refused", f"{_text(refuse)}; trying again", True)
+                self._warn("push_refused", text, fragment=refuse.fragment)
+        elif refuse.code not in RETRIED_S:
+            self._warn("refused", text)
+        else:
+            self.connected = False
+            first = self._refused_since is None
+            since = self._refused_since = (
+                now if self._refused_since is None else self._refused_since
+            )
+            if now - since >= RETRIED_S[refuse.code]:
+                self.refused = refused(ErrorCode(refuse.code), refuse)
+            elif first:
+                self._warn("refused", f"{text}; trying again")
 
     # Data.
 
     def chunk(self, header: msg.Header, now: float) -> bool:
-        """Whether a chunk is wanted. The host keeps its payload, then calls `settle`."""
+        """Whether a chunk is wanted; its effects need its payload. Makes the copy that is complete
+        with it, and asks on."""
         known = header.epoch == self.epoch and header.fragment < len(self.parts)
         if not known or header.kind not in (DataKind.PUBLICATION, DataKind.STATE):
             return False
         if header.learner not in ("", self.incarnation):
             return False  # Its push_id tells the outcome of somebody else's push.
         self._data_at = now
-        return self.parts[header.fragment].chunk(header, self.settings, now)
-
-    def settle(self, fragment: int, now: float) -> None:
-        """A wanted chunk is kept: makes the copy that is complete, asks on."""
-        self.effects += self.parts[fragment].next_assembly()
-        self._ask(now)
+        part = self.parts[header.fragment]
+        if is_wanted := part.chunk(header, now):
+            self.effects += part.next_assembly()
+            self._ask(now)
+        return is_wanted
 
     def assembled(self, header: msg.Header, now: float, *, agrees: bool) -> bool:
         """A copy is made; `header` is that of its chunk 0, which tells whose pushes it holds.
@@ -325,10 +312,10 @@ class Session:
         if header.epoch != self.epoch:
             return False
         part = self.parts[header.fragment]
-        is_tip = part.assembled(header, self.incarnation, self.settings, now, agrees=agrees)
+        is_tip = part.assembled(header, now, agrees=agrees)
         if not agrees:
             text = f"fragment {part.index}: version {header.version} is damaged, fetching the state"
-            self._note("digest_differs", text, True, fragment=part.index, version=header.version)
+            self._warn("digest_differs", text, fragment=part.index, version=header.version)
         if part.pushed is Pushed.MERGED:
             self._moved_at = now
         self.effects += part.next_assembly()
@@ -345,9 +332,10 @@ class Session:
             self._step_s = median(self._step_times_s)
         self._stepped_at = now
         for part in self.parts:
-            part.step(tokens)
+            part.tokens += tokens
+            part.steps += 1
         self._exchange()
-        if self.connected and now >= self._report_at + timing.REPORT_S:
+        if now >= self._report_at + timing.REPORT_S:
             self._report(now)
         self.tick(now)
 
@@ -356,7 +344,7 @@ class Session:
         self._stepped_at = None  # The wait is no part of a step's time.
         was_joined = self.joined
         self._exchange()
-        if self.joined and not was_joined and self.connected:
+        if self.joined and not was_joined:
             self._report(now)
         self.tick(now)
 
@@ -379,17 +367,15 @@ class Session:
         back to the newest version, or this learner would never learn again."""
         effects = self.parts[fragment].give_up(push_id, finite=finite)
         if effects:
-            self._note("encode_failed", f"fragment {fragment}: {reason}", True, fragment=fragment)
+            self._warn("encode_failed", f"fragment {fragment}: {reason}", fragment=fragment)
         self.effects += effects
         self.tick(now)
 
-    def pause(self, reason: str, now: float) -> None:
-        """The loop makes no steps for a while, so no round should wait for it."""
-        self._set_paused(reason, now)
-
-    def resume(self, now: float) -> None:
-        """The loop makes steps again."""
-        self._set_paused(None, now)
+    def pause(self, reason: str | None, now: float) -> None:
+        """The loop makes no steps for a while, so no round should wait for it; None: it does."""
+        self.paused, self._stepped_at = reason, None  # The pause is no part of a step's time.
+        if not self.ended:
+            self._report(now)
 
     def leave(self, now: float) -> None:
         """The loop is over: push what is left, wait for what is merged or final, then Bye.
@@ -416,11 +402,6 @@ class Session:
         open_ = [part.index for part in self.parts if not part.finished]
         return f"the outcome of its last pushes, of fragments {open_}" if open_ else ""
 
-    def _set_paused(self, reason: str | None, now: float) -> None:
-        self.paused, self._stepped_at = reason, None  # The pause is no part of a step's time.
-        if self.connected and not self.ended:
-            self._report(now)
-
     def _exchange(self) -> None:
         """Adopts, then pushes, fragment by fragment."""
         if self.ended:
@@ -436,13 +417,13 @@ class Session:
                 self.effects += part.snapshot(self._push_id)
         if (given_up := self.ledger.lost - lost) > 0 and not ended:
             text = f"{given_up} tokens were learned on an old model and are given up"
-            self._note("given_up", text, True, tokens=given_up)
+            self._warn("given_up", text, tokens=given_up)
 
     def _keep(self, part: FragmentSession) -> float:
         """The share of the unpushed work that an adoption keeps."""
         if self._slow:
             return 1.0  # It is pushed whole at this very boundary.
-        if part.behind > 1 or self.steps <= self.ramp_steps:
+        if part.tip - part.held > 1 or self.steps <= self.ramp_steps:
             return 0.0  # Old work on an old point, or steps of an optimizer that warms up.
         return 1.0 if self.stopping else self.settings.keep
 
@@ -480,14 +461,7 @@ class Session:
         return part.steps >= steps
 
     def _offline_too_long(self, now: float) -> bool:
-        limit_s = self.settings.max_offline_s
-        too_long = bool(limit_s) and not self.connected and now - self._heard_at > limit_s
-        if too_long and not self._offline_noted:
-            self._offline_noted = True
-            self._note(
-                "paused", f"the broker was not heard for {limit_s:.0f} s: training pauses", True
-            )
-        return too_long
+        return not self.connected and 0 < self.settings.max_offline_s < now - self._heard_at
 
     def _announce(self, part: FragmentSession, *, whole: bool) -> None:
         """Tells of a waiting push; the broker does not answer if it has merged it already."""
@@ -510,8 +484,7 @@ class Session:
             if now >= self._hello_due:
                 self._hello(now)
         else:
-            finished = tuple(part.index for part in self.parts if part.finished)
-            news = self.phase is Phase.ENDING and finished != self._finished
+            news = self.phase is Phase.ENDING and self._finished != self._told_finished
             if news or now >= self._report_due:
                 self._report(now)
             self._ask(now)
@@ -524,7 +497,7 @@ class Session:
         times = [math.inf if self._leaving_at is None else now + timing.REPORT_S]
         if not self.connected:
             return min(*times, self._hello_due)
-        times += [part.deadline(now) for part in self.parts if part.arriving]
+        times += [each.deadline(now) for part in self.parts for _, each in part.pulled]
         return min(*times, self._report_due, self._heard_at + timing.SILENT_S)
 
     @property
@@ -533,9 +506,12 @@ class Session:
         return self._report_at + timing.REPORT_S + min(self._step_s, timing.REPORT_S)
 
     def _hello(self, now: float) -> None:
-        if self.joined and not self._silence_noted:
-            self._silence_noted = True
-            self._note("offline", "the broker is not heard; training goes on", True)
+        if self.joined:
+            self._warn_offline("offline", "the broker is not heard; training goes on")
+            if self._offline_too_long(now) and not self.stopping:
+                limit_s = self.settings.max_offline_s
+                text = f"the broker was not heard for {limit_s:.0f} s: training pauses"
+                self._warn_offline("paused", text)
         self._hello_due, self._told = now + timing.HELLO_S, self._holds()
         hello = msg.Hello(
             msg.PROTOCOL, self.name, self.incarnation, self.run_id, self.epoch, self._fingerprint,
@@ -544,53 +520,66 @@ class Session:
         self.effects.append(Send(hello))
 
     def _holds(self) -> tuple[msg.Held, ...]:
-        return tuple(part.told for part in self.parts)
+        return tuple(msg.Held(part.tip, part.tip_digest) for part in self.parts)
+
+    @property
+    def _finished(self) -> msg.Fragments:
+        return tuple(part.index for part in self.parts if part.finished)
 
     def _report(self, now: float) -> None:
-        self._report_at = now
-        self._finished = tuple(part.index for part in self.parts if part.finished)
-        ending = self.phase is Phase.ENDING
+        if not self.connected:
+            return
+        self._report_at, self._told_finished = now, self._finished
         report = msg.Report(
             self.steps, self.tokens, self.loss, tuple(part.held for part in self.parts),
-            paused=self.paused, finished=self._finished if ending else (),
+            paused=self.paused,
+            finished=self._told_finished if self.phase is Phase.ENDING else (),
         )  # fmt: skip
         self.effects.append(Send(report))
 
     def _ask(self, now: float) -> None:
+        """Fetches what is missing and due, within one window for all fragments."""
         if not self.connected:
             return
-        room = self.settings.window_messages - sum(part.asked for part in self.parts)
+        asked = sum(each.asked for part in self.parts for each in part.arriving.values())
+        room = self.settings.window_messages - asked
         for part in self.parts:
-            part.expect(self.settings, now, pull=False)
-            if part.arriving:
-                for fetch in part.asks(now, self._data_at, room):
-                    self.effects.append(Send(fetch))
-                    room -= sum(count for _, count in fetch.chunks)
+            part.expect(now, pull=False)
+            for (kind, version), transfer in part.pulled:
+                if ranges := transfer.ask(now, self._data_at, room + transfer.asked):
+                    room -= sum(count for _, count in ranges)
+                    self.effects.append(Send(msg.Fetch(kind, part.index, version, 0, ranges)))
 
     def _end_if_due(self, now: float) -> None:
         """Says Bye once the final model is adopted, or once leaving has nothing to wait for."""
         ending = self.phase in (Phase.ENDING, Phase.ENDED)
+        # In a run that ends, a broker that is here decides how long the last rounds may take.
+        moved_at = max(self._moved_at, self._heard_at) if ending else self._moved_at
         if self.phase is Phase.ENDED and self.final:
-            self._end("the run has ended", now)
-        elif self._leaving_at is not None:
-            # In a run that ends, a broker that is here decides how long the last rounds may take.
-            moved_at = max(self._moved_at, self._heard_at) if ending else self._moved_at
-            if not ending and all(part.finished for part in self.parts):
-                self._end("the loop has ended", now)
-            elif now >= moved_at + timing.LEAVE_S or (
-                not ending and now >= self._leaving_at + timing.LEAVE_MAX_S
-            ):
-                self._note("left", f"leaves without {self.lacks}", True)
-                self._end(f"leaves without {self.lacks}", now)
-
-    def _end(self, reason: str, now: float) -> None:
-        if self.connected:
-            self._report(now)
+            reason = "the run has ended"
+        elif self._leaving_at is None:
+            return
+        elif not ending and all(part.finished for part in self.parts):
+            reason = "the loop has ended"
+        elif now >= moved_at + timing.LEAVE_S or (
+            not ending and now >= self._leaving_at + timing.LEAVE_MAX_S
+        ):
+            reason = f"leaves without {self.lacks}"
+            self._warn("left", reason)
+        else:
+            return
+        self._report(now)
         self.effects.append(Send(msg.Bye(reason[: msg.TEXT_CHARACTERS_MAX])))
         self.ended = True
 
-    def _note(self, event: str, text: str, warning: bool = False, **fields: object) -> None:
-        self.effects.append(Note(event, text, fields, warning))
+    def _warn_offline(self, event: str, text: str) -> None:
+        """Once in each time without a broker."""
+        if event not in self._warned_offline:
+            self._warned_offline.append(event)
+            self._warn(event, text)
+
+    def _warn(self, event: str, text: str, **fields: object) -> None:
+        self.effects.append(Note(event, text, fields, warning=True))
 
     def check(self) -> None:
         """Asserts what always holds; the simulator calls it after every event."""
@@ -607,15 +596,3 @@ def refused(code: ErrorCode, why: NarrowsError | msg.Refuse) -> Refused:
     """The error that the training thread raises."""
     details = {"expected": why.expected, "got": why.got, "remedy": why.remedy}
     return Refused(code, why.message, **details)
-
-
-def _code(text: str) -> ErrorCode:
-    """The code of a refusal; one that this version does not know refuses a message, no session."""
-    try:
-        return ErrorCode(text)
-    except ValueError:
-        return ErrorCode.BAD_MESSAGE
-
-
-def _text(refuse: msg.Refuse) -> str:
-    return f"{refuse.code}: {refuse.message} {refuse.remedy}".rstrip()

@@ -113,8 +113,6 @@ class Seat:
 
     def chunk(self, kind: DataKind, fragment: int, version: int, chunk: int = 0) -> bool:
         wanted = self.session.chunk(self.header(kind, fragment, version, chunk), self.now)
-        if wanted:
-            self.session.settle(fragment, self.now)
         self.done()
         return wanted
 

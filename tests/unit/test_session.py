@@ -216,7 +216,7 @@ def test_a_pause_is_told_at_once_and_is_no_step_time() -> None:
     seat.done()
     assert seat.sent(msg.Report)[-1].paused == "evaluating"
     seat.now += 2.0
-    seat.session.resume(seat.now)
+    seat.session.pause(None, seat.now)
     seat.done()
     assert seat.sent(msg.Report)[-1].paused is None
     seat.step(after_s=0.1)
