@@ -21,7 +21,7 @@ WHOLE = ((0, CHUNKS),)
 
 
 def test_a_learner_says_hello_once_when_its_first_connection_is_there() -> None:
-    """What is said sooner waits in a queue, and would be the first of two Hellos."""
+    """A Hello that is said sooner waits in a queue, and is followed by another one."""
     seat = Seat(is_connected=False)
     seat.rest()
     seat.wait(5.0)
