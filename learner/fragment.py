@@ -224,14 +224,6 @@ class FragmentSession:
         self.tokens = self.steps = 0
         return [Snapshot(self.index, push_id, self.held)]
 
-    def encoded(self, push_id: int) -> bool:
-        """The host has coded a push; False: it was given up meanwhile."""
-        if push_id != self.push_id:
-            return False
-        assert self.pushed is Pushed.ENCODING, self
-        self.pushed = Pushed.WAITING
-        return True
-
     def give_up(self, push_id: int, *, finite: bool = True) -> list[Effect]:
         """No version will hold this push: refused, or it could not be encoded.
 

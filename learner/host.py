@@ -197,7 +197,7 @@ class LearnerHost:
         if session.epoch != self._epoch:
             self._epoch = session.epoch
             self.sender.discard(lambda header: header.epoch != session.epoch)
-        if session.beat and session.beat.up_bits_per_s != self._up_bits_per_s:
+        if session.beat.up_bits_per_s != self._up_bits_per_s:
             self._up_bits_per_s = session.beat.up_bits_per_s
             self.sender.set_rate(now, total=self._up_bits_per_s)
 

@@ -1,8 +1,8 @@
 """A learner's decisions: joining, what to fetch and adopt, what to push, when to leave.
 
 Pure: it has no clock, no bytes and no parameters. Its events are methods, and `effects` is what the
-host performs after each of them (effects.py states both). It exchanges every fragment by the same
-rule, at the boundaries between two inner steps:
+host performs after each of them. It exchanges every fragment by the same rule, at the boundaries
+between two inner steps:
 
 - *Adopt, then push*, in this order for everybody. An adoption keeps a share of the steps that no
   push has taken (`_keep`).
@@ -41,6 +41,9 @@ RETRIED_S: Final[dict[str, float]] = {
 """Refusals of the session, and how long the learner says Hello again before it raises; 0: time does
 not heal them. Every other code refuses a message."""
 
+NO_NEWS: Final = msg.Beat("", Phase.SEEDING, (), (), 0.0, 0, 0.0, 0.0)
+"""The newest Beat before the first."""
+
 
 class Ledger(NamedTuple):
     """Tokens of this incarnation, each counted once. The rest of `logged` is on its way."""
@@ -66,7 +69,7 @@ class Session:
         self.settings = msg.RunSettings()
         self.parts: tuple[FragmentSession, ...] = ()
         """By fragment; empty before the first Welcome."""
-        self.beat: msg.Beat | None = None
+        self.beat = NO_NEWS
         self.ports: tuple[int, int] | None = None
         """Ports of uplink and downlink, as the newest Welcome tells them."""
         self.refused: Refused | None = None
@@ -86,13 +89,14 @@ class Session:
         self._step_s = 0.0
         self._stepped_at: float | None = None
         self._heard_at = self._data_at = self._beat_at = self._moved_at = now
+        self._refused_since = math.inf
         self._hello_due = math.inf
         """Before the first connection nobody hears a Hello: it would wait, and be said twice."""
         self._report_at = -math.inf
-        self._refused_since: float | None = None
         self._told_finished: msg.Fragments = ()
         self._leaving_at: float | None = None
-        self._warned_offline: list[str] = []
+        self._warned_offline = ""
+        """The newest warning of an outage, offline or paused; "": there is none."""
         self._clock_floor = 0.0
 
     # What the training thread asks.
@@ -105,7 +109,7 @@ class Session:
     @property
     def phase(self) -> Phase:
         """Where the run stands, as the broker told last."""
-        return self.beat.phase if self.beat else Phase.SEEDING
+        return self.beat.phase
 
     @property
     def stopping(self) -> bool:
@@ -126,10 +130,9 @@ class Session:
     def run_tokens(self, now: float) -> float:
         """The run's clock in tokens. Between two Beats it goes on at the rate that the broker told;
         it never falls, except when the broker has gone back to an older state."""
-        if self.beat is not None:
-            ahead_s = min(max(0.0, now - self._beat_at), EXTRAPOLATION_MAX_S)
-            told = self.beat.run_tokens + self.beat.tokens_per_s * ahead_s
-            self._clock_floor = max(self._clock_floor, told)
+        ahead_s = min(max(0.0, now - self._beat_at), EXTRAPOLATION_MAX_S)
+        told = self.beat.run_tokens + self.beat.tokens_per_s * ahead_s
+        self._clock_floor = max(self._clock_floor, told)
         return self._clock_floor
 
     def health(self, now: float) -> str:
@@ -144,8 +147,7 @@ class Session:
     def waits_for(self) -> str:
         """A phrase for what a learner that has not joined yet still needs."""
         lacking = [part.index for part in self.parts if part.held < 0]
-        seeding = not self.beat or not self.beat.heads
-        return "it waits for version 0" if seeding else f"it waits for fragments {lacking}"
+        return f"it waits for fragments {lacking}" if self.beat.heads else "it waits for version 0"
 
     @property
     def ledger(self) -> Ledger:
@@ -195,11 +197,11 @@ class Session:
             self._hello(now)
             return
         if self._warned_offline:
-            self._warned_offline.clear()
+            self._warned_offline = ""
             self.effects.append(Note("online", f"the broker is back, epoch {epoch}", {}))
         self.connected, self.run_id, self.epoch = True, welcome.run_id, epoch
         self.settings, self.ports = settings, (welcome.uplink_port, welcome.downlink_port)
-        self._refused_since = None
+        self._refused_since = math.inf
         if renewed:
             self._renew(welcome.go_back)
         self._take_beat(welcome.beat, now)
@@ -228,14 +230,6 @@ class Session:
         if not self.parts:
             table = build_table(self.layout.entries, settings.fragments)
             self.parts = tuple(FragmentSession(each, self.incarnation, settings) for each in table)
-        if len(self.parts) != settings.fragments:
-            raise Refused(
-                ErrorCode.WRONG_RUN,
-                "the broker cuts the model into another number of fragments than before",
-                expected=str(len(self.parts)),
-                got=str(settings.fragments),
-                remedy="start this learner again",
-            )
 
     def _renew(self, go_back: msg.Fragments) -> None:
         """The broker has begun another life: what was on its way is gone with the old one."""
@@ -278,13 +272,10 @@ class Session:
             self._warn("refused", text)
         else:
             self.connected = False
-            first = self._refused_since is None
-            since = self._refused_since = (
-                now if self._refused_since is None else self._refused_since
-            )
-            if now - since >= RETRIED_S[refuse.code]:
+            is_first, self._refused_since = now < self._refused_since, min(now, self._refused_since)
+            if now - self._refused_since >= RETRIED_S[refuse.code]:
                 self.refused = refused(ErrorCode(refuse.code), refuse)
-            elif first:
+            elif is_first:
                 self._warn("refused", f"{text}; trying again")
 
     # Data.
@@ -351,8 +342,8 @@ class Session:
     def encoded(self, fragment: int, push_id: int, now: float) -> None:
         """The push is coded: it is announced and sent."""
         part = self.parts[fragment]
-        if part.encoded(push_id):
-            self._moved_at = now
+        if part.push_id == push_id:  # Else it was given up meanwhile.
+            part.pushed, self._moved_at = Pushed.WAITING, now
             self._announce(part, whole=True)
         self.tick(now)
 
@@ -365,10 +356,8 @@ class Session:
     ) -> None:
         """The push cannot be coded. Not `finite`: the parameters are nan or inf, so they are set
         back to the newest version, or this learner would never learn again."""
-        effects = self.parts[fragment].give_up(push_id, finite=finite)
-        if effects:
-            self._warn("encode_failed", f"fragment {fragment}: {reason}", fragment=fragment)
-        self.effects += effects
+        self._warn("encode_failed", f"fragment {fragment}: {reason}", fragment=fragment)
+        self.effects += self.parts[fragment].give_up(push_id, finite=finite)
         self.tick(now)
 
     def pause(self, reason: str | None, now: float) -> None:
@@ -380,8 +369,7 @@ class Session:
     def leave(self, now: float) -> None:
         """The loop is over: push what is left, wait for what is merged or final, then Bye.
 
-        Gives up when nothing has moved for LEAVE_S, and after LEAVE_MAX_S in any case; then
-        `final` and `lacks` tell what the parameters are.
+        Gives up when nothing has moved for LEAVE_S, and after LEAVE_MAX_S in any case.
         """
         if self._leaving_at is None:
             self._leaving_at = self._moved_at = now
@@ -393,14 +381,6 @@ class Session:
         if not self.ended:
             self.effects.append(Send(msg.Bye("the loop was broken off")))
             self.ended = True
-
-    @property
-    def lacks(self) -> str:
-        """A phrase for what a learner that has left did not get, for its user; "" for nothing."""
-        if self.phase in (Phase.ENDING, Phase.ENDED):
-            return "" if self.final else "the run's final model"
-        open_ = [part.index for part in self.parts if not part.finished]
-        return f"the outcome of its last pushes, of fragments {open_}" if open_ else ""
 
     def _exchange(self) -> None:
         """Adopts, then pushes, fragment by fragment."""
@@ -430,10 +410,8 @@ class Session:
     def _pushes(self, part: FragmentSession) -> bool:
         """Whether the unpushed work of a fragment becomes a push at this boundary."""
         ready = part.standing is Standing.BASED and part.pushed is Pushed.NONE and part.steps > 0
-        if not ready or self.beat is None:
-            return False
-        if self.stopping:
-            return True
+        if not ready or self.stopping:
+            return ready
         if self.settings.mode is Mode.DILOCO:
             return part.steps >= self.settings.sync_period_steps
         # That Beat's head, not the newest that is known: its round is over once a later one exists.
@@ -443,9 +421,8 @@ class Session:
     @property
     def _slow(self) -> bool:
         """A step takes longer than half a period, so this learner meets open rounds by luck."""
-        if self.beat is None or self.settings.mode is Mode.DILOCO:
-            return False
-        return 0 < self.beat.period_s * timing.LATE_STEP_PERIODS < self._step_s
+        late_s = self.beat.period_s * timing.LATE_STEP_PERIODS
+        return self.settings.mode is not Mode.DILOCO and 0 < late_s < self._step_s
 
     def _in_lockstep(self, part: FragmentSession) -> bool:
         """In mode diloco: the version that holds the push is waited for, tau steps after it."""
@@ -453,8 +430,7 @@ class Session:
             return False
         if part.push is None:
             # The Beat of a version says whether the run goes on: nobody may train past the goal.
-            heads = self.beat.heads if self.beat else ()
-            return part.index >= len(heads) or heads[part.index] < part.held
+            return not self.beat.heads or self.beat.heads[part.index] < part.held
         # A version without the push was merged by others, who took this learner for lost.
         passed_by = part.held > part.push.base
         steps = self.settings.sync_period_steps if passed_by else self.settings.overlap_steps
@@ -469,8 +445,7 @@ class Session:
         if self.connected:
             self.effects.append(Send(part.push))
         if whole:
-            effect = SendChunks(DataKind.PUSH, part.index, part.push.push_id, None)
-            self.effects.append(effect)
+            self.effects.append(SendChunks(DataKind.PUSH, part.index, part.push_id, None))
 
     # Time.
 
@@ -494,11 +469,11 @@ class Session:
         """The time of the next `tick` if nothing happens."""
         if self.ended or self.refused:
             return math.inf
-        times = [math.inf if self._leaving_at is None else now + timing.REPORT_S]
+        leave_at = math.inf if self._leaving_at is None else now + timing.REPORT_S
         if not self.connected:
-            return min(*times, self._hello_due)
-        times += [each.deadline(now) for part in self.parts for _, each in part.pulled]
-        return min(*times, self._report_due, self._heard_at + timing.SILENT_S)
+            return min(leave_at, self._hello_due)
+        asks = [each.deadline(now) for part in self.parts for _, each in part.pulled]
+        return min(leave_at, self._report_due, self._heard_at + timing.SILENT_S, *asks)
 
     @property
     def _report_due(self) -> float:
@@ -507,11 +482,13 @@ class Session:
 
     def _hello(self, now: float) -> None:
         if self.joined:
-            self._warn_offline("offline", "the broker is not heard; training goes on")
-            if self._offline_too_long(now) and not self.stopping:
-                limit_s = self.settings.max_offline_s
+            event, text = "offline", "the broker is not heard; training goes on"
+            if self._offline_too_long(now):
+                event, limit_s = "paused", self.settings.max_offline_s
                 text = f"the broker was not heard for {limit_s:.0f} s: training pauses"
-                self._warn_offline("paused", text)
+            if event != self._warned_offline:
+                self._warned_offline = event
+                self._warn(event, text)
         self._hello_due, self._told = now + timing.HELLO_S, self._holds()
         hello = msg.Hello(
             msg.PROTOCOL, self.name, self.incarnation, self.run_id, self.epoch, self._fingerprint,
@@ -564,19 +541,16 @@ class Session:
         elif now >= moved_at + timing.LEAVE_S or (
             not ending and now >= self._leaving_at + timing.LEAVE_MAX_S
         ):
-            reason = f"leaves without {self.lacks}"
+            fragments = [part.index for part in self.parts if not part.finished]
+            outcome = f"the outcome of its last pushes, of fragments {fragments}"
+            lacking = "the run's final model" if ending else outcome
+            reason = f"leaves without {lacking}"
             self._warn("left", reason)
         else:
             return
         self._report(now)
         self.effects.append(Send(msg.Bye(reason[: msg.TEXT_CHARACTERS_MAX])))
         self.ended = True
-
-    def _warn_offline(self, event: str, text: str) -> None:
-        """Once in each time without a broker."""
-        if event not in self._warned_offline:
-            self._warned_offline.append(event)
-            self._warn(event, text)
 
     def _warn(self, event: str, text: str, **fields: object) -> None:
         self.effects.append(Note(event, text, fields, warning=True))

@@ -448,7 +448,7 @@ def test_a_learner_ends_with_the_final_model_and_says_bye() -> None:
     assert seat.take(Adopt) == [Adopt(0, 2, 0, 0.0, merged=False, overwrite=True)]
     assert seat.sent(msg.Report)[-1].held == (2, 1)
     assert seat.sent(msg.Bye) == [msg.Bye("the run has ended")]
-    assert seat.session.ended and seat.session.final and not seat.session.lacks
+    assert seat.session.ended and seat.session.final
 
 
 def test_a_learner_that_leaves_pushes_what_is_left_and_waits_for_the_outcome() -> None:
@@ -458,12 +458,10 @@ def test_a_learner_that_leaves_pushes_what_is_left_and_waits_for_the_outcome() -
     assert seat.session.paused == "leaving" and not seat.session.ended
     seat.rest()
     seat.encode()
-    assert "pushes" in seat.session.lacks
     seat.publish(0, 1, 1)
     assert not seat.session.ended
     seat.publish(1, 1, 2)
     assert seat.session.ended and seat.sent(msg.Bye) == [msg.Bye("the loop has ended")]
-    assert not seat.session.lacks
 
 
 def test_a_learner_gives_up_when_nothing_moves() -> None:
@@ -479,7 +477,8 @@ def test_a_learner_gives_up_when_nothing_moves() -> None:
         seat.publish(0, version)
     assert not seat.session.ended
     seat.wait(1.0)
-    assert seat.session.ended and "fragments [0, 1]" in seat.session.lacks
+    (bye,) = seat.sent(msg.Bye)
+    assert seat.session.ended and "last pushes, of fragments [0, 1]" in bye.reason
 
 
 def test_in_a_run_that_ends_the_broker_decides_how_long_it_takes() -> None:
@@ -494,7 +493,8 @@ def test_in_a_run_that_ends_the_broker_decides_how_long_it_takes() -> None:
         seat.told(phase=Phase.ENDING)
     assert not seat.session.ended
     seat.wait(30.0)
-    assert seat.session.ended and seat.session.lacks == "the run's final model"
+    assert seat.sent(msg.Bye) == [msg.Bye("leaves without the run's final model")]
+    assert seat.session.ended
 
 
 def test_the_run_clock_goes_on_between_beats_and_never_falls() -> None:
