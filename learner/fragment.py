@@ -109,7 +109,7 @@ class FragmentSession:
         if kind is DataKind.STATE and version < coming and self.arriving[kind, coming].here:
             return False
         self.head = max(self.head, version)
-        return self._transfer(kind, version, now).add(header.chunk, now)
+        return self._arrival(kind, version, now).add(header.chunk, now)
 
     def next_assembly(self) -> list[Effect]:
         """The next copy that can be made: a complete state, or the complete next publication."""
@@ -134,7 +134,7 @@ class FragmentSession:
         self.assembling = None
         if not agrees:
             self.arriving.clear()
-            self._transfer(DataKind.STATE, self.head, now)
+            self._arrival(DataKind.STATE, self.head, now)
             return False
         self.tip, self.tip_digest = header.version, header.result_digest
         self.arriving = {key: each for key, each in self.arriving.items() if key[1] > self.tip}
@@ -153,10 +153,10 @@ class FragmentSession:
         if self.tip >= self.head or self._coming_state >= 0:
             return
         if self.tip < 0 or self.head - self.tip > PUBLICATIONS_KEPT:
-            self._transfer(DataKind.STATE, self.head, now)
+            self._arrival(DataKind.STATE, self.head, now)
             return
         for version in range(self.tip + 1, self.head + 1):
-            self._transfer(DataKind.PUBLICATION, version, now, pull=pull)
+            self._arrival(DataKind.PUBLICATION, version, now, pull=pull)
 
     @property
     def pulled(self) -> list[tuple[Key, Transfer]]:
@@ -171,9 +171,7 @@ class FragmentSession:
         """Version of the state that is on its way; -1: none is."""
         return max((key[1] for key in self.arriving if key[0] is DataKind.STATE), default=-1)
 
-    def _transfer(
-        self, kind: DataKind, version: int, now: float, *, pull: bool = False
-    ) -> Transfer:
+    def _arrival(self, kind: DataKind, version: int, now: float, *, pull: bool = False) -> Transfer:
         """The transfer that is on its way, or a new one."""
         if (kind, version) in self.arriving:
             return self.arriving[kind, version]
@@ -206,9 +204,7 @@ class FragmentSession:
         assert self.tip >= 0, self
         overwrite, merged = final or self.standing is Standing.ADRIFT, self.pushed is Pushed.MERGED
         keep = 0.0 if overwrite else keep
-        effects: list[Effect] = [
-            Adopt(self.index, self.tip, self.push_id, keep, merged, overwrite),
-        ]
+        effects: list[Effect] = [Adopt(self.index, self.tip, self.push_id, keep, merged, overwrite)]
         if keep == 0:
             self.lost_tokens, self.tokens, self.steps = self.lost_tokens + self.tokens, 0, 0
         if merged or overwrite:

@@ -16,8 +16,7 @@ from the same samples. Torch is imported by the GPU's half alone.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
@@ -187,7 +186,8 @@ class DeviceSnapshot:
         import torch
 
         codec, size = settings.push_codec, settings.chunk_elements
-        with beside_training(self.local.device) as stream:
+        stream = beside_training(self.local.device)
+        with torch.cuda.stream(stream):
             if stream is not None and self.ready is not None:
                 stream.wait_event(self.ready)
                 self.local.record_stream(stream)
@@ -284,7 +284,8 @@ def to_device(values: F32, device: torch.device) -> Tensor:
     """A float32 tensor (n,) on the device, complete when this returns. Runs on a worker."""
     import torch
 
-    with beside_training(device) as stream:
+    stream = beside_training(device)
+    with torch.cuda.stream(stream):
         # torch warns when it is lent read-only memory, even if it only reads there.
         tensor = torch.from_numpy(values if values.flags.writeable else values.copy()).to(device)
         if stream is not None:
@@ -292,19 +293,17 @@ def to_device(values: F32, device: torch.device) -> Tensor:
     return tensor
 
 
-@contextmanager
-def beside_training(device: torch.device) -> Generator[torch.cuda.Stream | None]:
-    """Queues and allocates in the block on a stream of our own; yields None on a CPU."""
+def beside_training(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream of our own, to queue and allocate on; to enter it makes its device the current one,
+    too. None on a CPU: to enter that does nothing."""
     import torch
 
     if device.type != "cuda":
-        yield None
-        return
+        return None
     if device not in _streams:
         # Several workers may come here at once; only one of their streams is kept.
         _streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(_streams[device]):  # It makes its device the current one, too.
-        yield _streams[device]
+    return _streams[device]
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
