@@ -118,7 +118,7 @@ class LearnerHost:
     def join(self, now: float) -> bool:
         """Between two steps, while none is made: adopts what is here. True: the parameters stand on
         the run."""
-        self.session.join(now)
+        self.session.join()
         self._perform(now)
         return self.session.joined
 
@@ -129,7 +129,6 @@ class LearnerHost:
 
     def turn(self, now: float) -> None:
         """The time has come, or a socket has room: sends what may leave."""
-        self.session.tick(now)
         self._perform(now)
         self._pump(now)
 
@@ -144,12 +143,12 @@ class LearnerHost:
 
     def pause(self, reason: str, now: float) -> None:
         """The loop makes no steps for a while."""
-        self.session.pause(reason, now)
+        self.session.pause(reason)
         self._perform(now)
 
     def resume(self, now: float) -> None:
         """The loop makes steps again."""
-        self.session.pause(None, now)
+        self.session.pause(None)
         self._perform(now)
 
     def leave(self, now: float) -> None:
@@ -165,6 +164,7 @@ class LearnerHost:
     # Effects.
 
     def _perform(self, now: float) -> None:
+        self.session.tick(now)
         while self.session.effects:
             effects, self.session.effects = self.session.effects, []
             self._follow_session(now)
@@ -228,7 +228,7 @@ class LearnerHost:
             if isinstance(result, BaseException):
                 finite = getattr(result, "code", None) is not ErrorCode.NOT_FINITE
                 reason = f"{type(result).__name__}: {result}"
-                self.session.encode_failed(index, push_id, now, reason=reason, finite=finite)
+                self.session.encode_failed(index, push_id, reason=reason, finite=finite)
             else:
                 if self.session.parts[index].push_id == push_id:  # Else it is given up meanwhile.
                     self._pushed[push_id] = result

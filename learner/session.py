@@ -1,8 +1,8 @@
 """A learner's decisions: joining, what to fetch and adopt, what to push, when to leave.
 
-Pure: it has no clock, no bytes and no parameters. Its events are methods, and `effects` is what the
-host performs after each of them. It exchanges every fragment by the same rule, at the boundaries
-between two inner steps:
+Pure: it has no clock, no bytes and no parameters. Its events are methods; after each of them the
+host calls `tick` and performs the `effects`. It exchanges every fragment by the same rule, at the
+boundaries between two inner steps:
 
 - *Adopt, then push*, in this order for everybody. An adoption keeps a share of the steps that no
   push has taken (`_keep`).
@@ -93,7 +93,7 @@ class Session:
         self._hello_due = math.inf
         """Before the first connection nobody hears a Hello: it would wait, and be said twice."""
         self._report_at = -math.inf
-        self._told_finished: msg.Fragments = ()
+        self._reported = self._news
         self._leaving_at: float | None = None
         self._warned_offline = ""
         """The newest warning of an outage, offline or paused; "": there is none."""
@@ -176,12 +176,10 @@ class Session:
                 self.connected = False  # It does not know us, or stops.
             case _:
                 self._warn("unexpected", f"{type(message).__name__} is not for learners")
-        self.tick(now)
 
     def lost(self, now: float) -> None:
         """The connection is the first or another one: say Hello at once."""
         self.connected, self._hello_due = False, now
-        self.tick(now)
 
     def _welcome(self, welcome: msg.Welcome, now: float) -> None:
         epoch, settings = welcome.beat.epoch, welcome.settings
@@ -281,8 +279,7 @@ class Session:
     # Data.
 
     def chunk(self, header: msg.Header, now: float) -> bool:
-        """Whether a chunk is wanted; its effects need its payload. Makes the copy that is complete
-        with it, and asks on."""
+        """Whether a chunk is wanted: then the host keeps its payload before it performs effects."""
         known = header.epoch == self.epoch and header.fragment < len(self.parts)
         if not known or header.kind not in (DataKind.PUBLICATION, DataKind.STATE):
             return False
@@ -292,7 +289,6 @@ class Session:
         part = self.parts[header.fragment]
         if is_wanted := part.chunk(header, now):
             self.effects += part.next_assembly()
-            self._ask(now)
         return is_wanted
 
     def assembled(self, header: msg.Header, now: float, *, agrees: bool) -> bool:
@@ -310,7 +306,6 @@ class Session:
         if part.pushed is Pushed.MERGED:
             self._moved_at = now
         self.effects += part.next_assembly()
-        self.tick(now)
         return is_tip
 
     # The training thread.
@@ -328,16 +323,11 @@ class Session:
         self._exchange()
         if now >= self._report_at + timing.REPORT_S:
             self._report(now)
-        self.tick(now)
 
-    def join(self, now: float) -> None:
+    def join(self) -> None:
         """Between two steps, while none is made: before the first, in lockstep, at the end."""
         self._stepped_at = None  # The wait is no part of a step's time.
-        was_joined = self.joined
         self._exchange()
-        if self.joined and not was_joined:
-            self._report(now)
-        self.tick(now)
 
     def encoded(self, fragment: int, push_id: int, now: float) -> None:
         """The push is coded: it is announced and sent."""
@@ -345,26 +335,22 @@ class Session:
         if part.push_id == push_id:  # Else it was given up meanwhile.
             part.pushed, self._moved_at = Pushed.WAITING, now
             self._announce(part, whole=True)
-        self.tick(now)
 
     def sent(self, now: float) -> None:
         """A chunk of this learner has left: what it waits for is under way."""
         self._moved_at = now
 
     def encode_failed(
-        self, fragment: int, push_id: int, now: float, *, reason: str, finite: bool = True
+        self, fragment: int, push_id: int, *, reason: str, finite: bool = True
     ) -> None:
         """The push cannot be coded. Not `finite`: the parameters are nan or inf, so they are set
         back to the newest version, or this learner would never learn again."""
         self._warn("encode_failed", f"fragment {fragment}: {reason}", fragment=fragment)
         self.effects += self.parts[fragment].give_up(push_id, finite=finite)
-        self.tick(now)
 
-    def pause(self, reason: str | None, now: float) -> None:
+    def pause(self, reason: str | None) -> None:
         """The loop makes no steps for a while, so no round should wait for it; None: it does."""
         self.paused, self._stepped_at = reason, None  # The pause is no part of a step's time.
-        if not self.ended:
-            self._report(now)
 
     def leave(self, now: float) -> None:
         """The loop is over: push what is left, wait for what is merged or final, then Bye.
@@ -373,8 +359,7 @@ class Session:
         """
         if self._leaving_at is None:
             self._leaving_at = self._moved_at = now
-            self.pause("leaving", now)
-        self.tick(now)
+            self.pause("leaving")
 
     def abandon(self) -> None:
         """Leaves at once, whatever is on its way."""
@@ -450,7 +435,8 @@ class Session:
     # Time.
 
     def tick(self, now: float) -> None:
-        """Says Hello while offline; else reports, asks for what is missing, and leaves when due."""
+        """After each event, and when `deadline` has come: says Hello while offline; else reports,
+        asks for what is missing, and leaves when due."""
         if self.ended or self.refused:
             return
         if self.connected and now >= self._heard_at + timing.SILENT_S:
@@ -459,8 +445,7 @@ class Session:
             if now >= self._hello_due:
                 self._hello(now)
         else:
-            news = self.phase is Phase.ENDING and self._finished != self._told_finished
-            if news or now >= self._report_due:
+            if self._news != self._reported or now >= self._report_due:
                 self._report(now)
             self._ask(now)
         self._end_if_due(now)
@@ -500,18 +485,18 @@ class Session:
         return tuple(msg.Held(part.tip, part.tip_digest) for part in self.parts)
 
     @property
-    def _finished(self) -> msg.Fragments:
-        return tuple(part.index for part in self.parts if part.finished)
+    def _news(self) -> tuple[str | None, bool, msg.Fragments]:
+        """Whatever is reported at once when it changes."""
+        finished = tuple(part.index for part in self.parts if part.finished)
+        return self.paused, self.joined, finished if self.phase is Phase.ENDING else ()
 
     def _report(self, now: float) -> None:
         if not self.connected:
             return
-        self._report_at, self._told_finished = now, self._finished
-        report = msg.Report(
-            self.steps, self.tokens, self.loss, tuple(part.held for part in self.parts),
-            paused=self.paused,
-            finished=self._told_finished if self.phase is Phase.ENDING else (),
-        )  # fmt: skip
+        self._report_at, self._reported = now, self._news
+        paused, _, finished = self._reported
+        held = tuple(part.held for part in self.parts)
+        report = msg.Report(self.steps, self.tokens, self.loss, held, paused, finished)
         self.effects.append(Send(report))
 
     def _ask(self, now: float) -> None:

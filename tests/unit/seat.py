@@ -65,6 +65,8 @@ class Seat:
         return [message for message in messages if isinstance(message, kind)]
 
     def done(self) -> None:
+        """The host's part after an event."""
+        self.session.tick(self.now)
         self.log += self.session.effects
         self.session.effects = []
         self.session.check()
@@ -148,12 +150,11 @@ class Seat:
 
     def rest(self) -> None:
         """The training thread looks for something to adopt without making a step."""
-        self.session.join(self.now)
+        self.session.join()
         self.done()
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.session.tick(self.now)
         self.done()
 
     def encode(self) -> list[SendChunks]:
@@ -166,7 +167,7 @@ class Seat:
     def fail(self, *, finite: bool = True) -> None:
         """Coding fails for every snapshot that was taken."""
         for fragment, push_id, _ in self.take(Snapshot):
-            self.session.encode_failed(fragment, push_id, self.now, reason="no", finite=finite)
+            self.session.encode_failed(fragment, push_id, reason="no", finite=finite)
             self.done()
 
     def leave(self) -> None:

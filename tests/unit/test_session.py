@@ -212,11 +212,11 @@ def test_a_pause_is_told_at_once_and_is_no_step_time() -> None:
     seat = joined()
     for _ in range(3):
         seat.step(after_s=0.1)
-    seat.session.pause("evaluating", seat.now)
+    seat.session.pause("evaluating")
     seat.done()
     assert seat.sent(msg.Report)[-1].paused == "evaluating"
     seat.now += 2.0
-    seat.session.pause(None, seat.now)
+    seat.session.pause(None)
     seat.done()
     assert seat.sent(msg.Report)[-1].paused is None
     seat.step(after_s=0.1)
@@ -433,7 +433,7 @@ def test_a_learner_ends_with_the_final_model_and_says_bye() -> None:
     seat.rest()
     seat.encode()
     assert [each.fragment for each in seat.sent(msg.Push)] == [0, 1]
-    assert seat.sent(msg.Report)[-1].finished == ()
+    assert not seat.sent(msg.Report)  # Nothing is finished, and nobody has said else.
     seat.publish(0, 1, 1)
     assert seat.sent(msg.Report)[-1].finished == (0,)
     seat.publish(1, 1, 2)
