@@ -205,8 +205,11 @@ class Session:
         self._take_beat(welcome.beat, now)
         for part in self.parts:
             part.expect(now, pull=True)
-            if part.pushed is Pushed.WAITING:
-                self._announce(part, whole=renewed)
+            if part.push and part.pushed is Pushed.WAITING:
+                # Whether it is merged is not known; the broker does not answer if it is.
+                self.effects.append(Send(part.push))
+                if renewed:
+                    self.effects.append(SendChunks(DataKind.PUSH, part.index, part.push_id, None))
         if welcome.role is Role.SEED and not any(part.tip >= 0 for part in self.parts):
             self.effects.append(SendLayout())
             for part in self.parts:
@@ -332,9 +335,11 @@ class Session:
     def encoded(self, fragment: int, push_id: int, now: float) -> None:
         """The push is coded: it is announced and sent."""
         part = self.parts[fragment]
-        if part.push_id == push_id:  # Else it was given up meanwhile.
+        if part.push and part.push_id == push_id:  # Else it was given up meanwhile.
             part.pushed, self._moved_at = Pushed.WAITING, now
-            self._announce(part, whole=True)
+            if self.connected:
+                self.effects.append(Send(part.push))
+            self.effects.append(SendChunks(DataKind.PUSH, fragment, push_id, None))
 
     def sent(self, now: float) -> None:
         """A chunk of this learner has left: what it waits for is under way."""
@@ -371,16 +376,16 @@ class Session:
         """Adopts, then pushes, fragment by fragment."""
         if self.ended:
             return
-        ended, lost = self.phase is Phase.ENDED, self.ledger.lost
+        run_ended, lost = self.phase is Phase.ENDED, self.ledger.lost
         for part in self.parts:
-            if ended and part.tip == part.head >= 0 and part.standing is not Standing.FINAL:
+            if run_ended and part.tip == part.head >= 0 and part.standing is not Standing.FINAL:
                 self.effects += part.adopt(0.0, final=True)
-            elif not ended and part.can_adopt:
+            elif not run_ended and part.can_adopt:
                 self.effects += part.adopt(self._keep(part))
-            if not ended and self._pushes(part):
+            if not run_ended and self._pushes(part):
                 self._push_id += 1
                 self.effects += part.snapshot(self._push_id)
-        if (given_up := self.ledger.lost - lost) > 0 and not ended:
+        if (given_up := self.ledger.lost - lost) > 0 and not run_ended:
             text = f"{given_up} tokens were learned on an old model and are given up"
             self._warn("given_up", text, tokens=given_up)
 
@@ -423,14 +428,6 @@ class Session:
 
     def _offline_too_long(self, now: float) -> bool:
         return not self.connected and 0 < self.settings.max_offline_s < now - self._heard_at
-
-    def _announce(self, part: FragmentSession, *, whole: bool) -> None:
-        """Tells of a waiting push; the broker does not answer if it has merged it already."""
-        assert part.push is not None, part
-        if self.connected:
-            self.effects.append(Send(part.push))
-        if whole:
-            self.effects.append(SendChunks(DataKind.PUSH, part.index, part.push_id, None))
 
     # Time.
 
