@@ -1,34 +1,6 @@
-"""The session's way in and out: what the learner's host tells it, and what it asks for.
+"""The effects of a learner's session: its host performs them.
 
-Events are methods of `Session`, effects the tuples here; as with the syncer, an effect carries all
-that it needs.
-
-    Session(name, incarnation, layout, now)
-
-    control(message, now)                   a decoded control message of the broker
-    chunk(header, now) -> bool              True: wanted; the host keeps the payload, then `settle`
-    settle(fragment, now)                   a wanted chunk is kept: assemble what is complete
-    assembled(header, now, *, agrees)       `header` is that of chunk 0, which tells the outcome;
-        -> bool                             True: the copy is the fragment's newest, keep it
-    boundary(tokens, loss, now)             after an inner step, on the training thread
-    join(now)                               between two steps, while none is made: before the first,
-                                            in lockstep, at the end; adopts what is here
-    encoded(fragment, push_id, now)         the push is coded; it is announced and sent
-    encode_failed(fragment, push_id, now, *, reason, finite)
-                                            its tokens and steps count as unpushed again
-    sent(now)                               a chunk of this learner has left
-    pause(reason, now) / resume(now)        the loop makes no steps for a while
-    lost(now)                               the connection is a new one: say Hello
-    leave(now) / abandon()                  the loop is over: push what is left, then Bye / at once
-    tick(now); deadline(now) -> float       time
-    check()                                 asserts every invariant; the simulator calls it
-
-    joined, must_wait(now), stopping, ended, final, lacks, refused
-                                            what the training thread asks
-    run_tokens(now), health(now), waits_for, ledger, ports, settings
-                                            what the link and the user read
-
-The session imports no zmq, time, threading, socket or torch, and holds no parameters.
+A session is ahead of its effects when they are performed, so an effect carries all that it needs.
 """
 
 from __future__ import annotations

@@ -116,13 +116,12 @@ class LearnerHost:
         if self.session.chunk(header, now):
             key = (header.fragment, header.kind, header.version)
             self._payloads.setdefault(key, {})[header.chunk] = (header, payload)
-            self.session.settle(header.fragment, now)
         self._perform(now)
 
     def join(self, now: float) -> bool:
         """Between two steps, while none is made: adopts what is here. True: the parameters stand on
         the run."""
-        self.session.join(now)
+        self.session.join()
         self._perform(now)
         return self.session.joined
 
@@ -133,7 +132,6 @@ class LearnerHost:
 
     def turn(self, now: float) -> None:
         """The time has come, or a socket has room: sends what may leave."""
-        self.session.tick(now)
         self._perform(now)
         self._pump(now)
 
@@ -142,18 +140,18 @@ class LearnerHost:
         return min(self.session.deadline(now), self.sender.deadline(now))
 
     def lost(self, now: float) -> None:
-        """The connection to the broker is a new one."""
+        """There is a connection to the broker, the first or a new one."""
         self.session.lost(now)
         self._perform(now)
 
     def pause(self, reason: str, now: float) -> None:
         """The loop makes no steps for a while."""
-        self.session.pause(reason, now)
+        self.session.pause(reason)
         self._perform(now)
 
     def resume(self, now: float) -> None:
         """The loop makes steps again."""
-        self.session.resume(now)
+        self.session.pause(None)
         self._perform(now)
 
     def leave(self, now: float) -> None:
@@ -169,6 +167,7 @@ class LearnerHost:
     # Effects.
 
     def _perform(self, now: float) -> None:
+        self.session.tick(now)
         while self.session.effects:
             effects, self.session.effects = self.session.effects, []
             self._follow_session(now)
@@ -201,7 +200,7 @@ class LearnerHost:
         if session.epoch != self._epoch:
             self._epoch = session.epoch
             self.sender.discard(lambda header: header.epoch != session.epoch)
-        if session.beat and session.beat.up_bits_per_s != self._up_bits_per_s:
+        if session.beat.up_bits_per_s != self._up_bits_per_s:
             self._up_bits_per_s = session.beat.up_bits_per_s
             self.sender.set_rate(now, total=self._up_bits_per_s)
 
@@ -233,7 +232,7 @@ class LearnerHost:
             if isinstance(result, BaseException):
                 finite = getattr(result, "code", None) is not ErrorCode.NOT_FINITE
                 reason = f"{type(result).__name__}: {result}"
-                self.session.encode_failed(index, push_id, now, reason=reason, finite=finite)
+                self.session.encode_failed(index, push_id, reason=reason, finite=finite)
             else:
                 if self.session.parts[index].push_id == push_id:  # Else it is given up meanwhile.
                     self._pushed[push_id] = result

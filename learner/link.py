@@ -130,7 +130,7 @@ class Link:
             session = self._host.session
             while not self._host.join(now := time.monotonic()):
                 self._raise()
-                seeding = session.connected and session.beat and not session.beat.heads
+                seeding = session.connected and not session.beat.heads
                 # Who waits for version 0 of another learner does so as long as the broker answers.
                 if self._sockets.moved != moved or (seeding and not len(self._host.sender)):
                     moved_at, moved = now, self._sockets.moved

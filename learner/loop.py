@@ -82,7 +82,8 @@ def bare_optimizers(optimizer: Any) -> list[Optimizer]:
     """The torch optimizers in `optimizer`: one, a sequence of them, or a wrapper such as
     Accelerate's (`.optimizer`) or torchtitan's (`.optimizers`). Raises LocalProtocolError MISUSE.
     """
-    if isinstance(optimizer, Optimizer):
+    # Accelerate's wrapper is one by its type, but only lends the groups of the one that it wraps.
+    if isinstance(optimizer, Optimizer) and "param_groups" in vars(optimizer):
         return [optimizer]
     inside = getattr(optimizer, "optimizers", None) or getattr(optimizer, "optimizer", None)
     parts = optimizer if isinstance(optimizer, Sequence) else inside
@@ -102,18 +103,17 @@ def ramp_steps(optimizers: Sequence[Optimizer]) -> int:
 
     The largest number over the optimizers; 0 if each has its state or, as plain SGD, keeps none.
     """
-    return max((_ramp_steps(o) for o in optimizers if not o.state and _keeps_state(o)), default=0)
-
-
-def _ramp_steps(optimizer: Optimizer) -> int:
-    beta2s = [float(g["betas"][1]) for g in optimizer.param_groups if len(g.get("betas", ())) > 1]
-    # 1 / (1 - 0.999) is a little more than 1000 in floating point.
-    horizons = [math.ceil(1 / (1 - beta2) - 1e-6) for beta2 in beta2s if beta2 < 1]
-    return max([RAMP_STEPS_MIN, *horizons])
-
-
-def _keeps_state(optimizer: Optimizer) -> bool:
-    return not isinstance(optimizer, SGD) or any(g["momentum"] for g in optimizer.param_groups)
+    longest = 0
+    for optimizer in optimizers:
+        groups = optimizer.param_groups
+        keeps_state = not isinstance(optimizer, SGD) or any(group["momentum"] for group in groups)
+        if optimizer.state or not keeps_state:
+            continue
+        beta2s = [float(group["betas"][1]) for group in groups if len(group.get("betas", ())) > 1]
+        # 1 / (1 - 0.999) is a little more than 1000 in floating point.
+        horizons = [math.ceil(1 / (1 - beta2) - 1e-6) for beta2 in beta2s if beta2 < 1]
+        longest = max([longest, RAMP_STEPS_MIN, *horizons])
+    return longest
 
 
 def _detached(loss: Loss) -> Loss:

@@ -16,16 +16,14 @@ from the same samples. Torch is imported by the GPU's half alone.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from narrows.proto.codec import (
     F32,
-    I8,
     LIMITS,
     RMS_SAMPLES_MAX,
     PushChunk,
@@ -36,7 +34,6 @@ from narrows.proto.codec import (
     piece_scales,
     read_only,
     sample_places,
-    values_of,
 )
 from narrows.proto.codec import warm_up as warm_up_codecs
 from narrows.proto.errors import ErrorCode, LocalProtocolError
@@ -56,8 +53,8 @@ takes besides (17 bytes an element)."""
 
 NOTHING: Final = read_only(np.empty(0, np.float32))
 
-Values: TypeAlias = "F32 | Tensor"
-"""Float32 values (n,) of a fragment, where its parameters are."""
+Snapshot: TypeAlias = "HostSnapshot | DeviceSnapshot"
+"""A copy of the parameters and the version that they stand on, ready to be coded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +63,7 @@ class Copy:
 
     values: F32
     """(n,) as the broker has it, bit for bit, in host memory."""
-    rounded: Values
+    rounded: F32 | Tensor
     """(n,) as the parameters can hold it, where they are; `values` itself if nothing differs."""
 
 
@@ -76,7 +73,7 @@ class DeviceCodes(NamedTuple):
     scales: F32
     """(k,), by piece; in host memory."""
     codes: Tensor
-    """int8 (n,)."""
+    """int8 (n,); of a lossless push its values, float32, with scales of 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,14 +98,6 @@ class Adoption(NamedTuple):
     merged: bool
 
 
-class Snapshot(Protocol):
-    """A copy of the parameters and the version that they stand on, ready to be coded."""
-
-    def encode(self, fragment: Fragment, base: int, settings: RunSettings) -> CodedPush:
-        """Codes `published - parameters`, on a worker. Raises LocalProtocolError NOT_FINITE."""
-        ...
-
-
 # In host memory.
 
 
@@ -120,16 +109,13 @@ class HostSnapshot:
     local: F32
 
     def encode(self, fragment: Fragment, base: int, settings: RunSettings) -> CodedPush:
-        """See Snapshot."""
+        """Codes `published - parameters`, on a worker. Raises LocalProtocolError NOT_FINITE."""
+        codec, size = settings.push_codec, settings.chunk_elements
         chunks = encode_push(
-            fragment,
-            self.published,
-            self.local,
-            codec=settings.push_codec,
-            rho=settings.push_rho,
-            chunk_elements=settings.chunk_elements,
-        )
-        return CodedPush(base, settings.push_codec, settings.chunk_elements, tuple(chunks))
+            fragment, self.published, self.local,
+            codec=codec, rho=settings.push_rho, chunk_elements=size,
+        )  # fmt: skip
+        return CodedPush(base, codec, size, tuple(chunks))
 
 
 @kernel
@@ -151,14 +137,21 @@ def adopt_on_host(fragment: Fragment, views: Sequence[F32], rule: Adoption) -> N
     old, new = rule.old.rounded, rule.new.rounded
     assert isinstance(old, np.ndarray) and isinstance(new, np.ndarray), "copies on a device"
     old, new, keep = read_only(old), read_only(new), np.float32(rule.keep)
-    for offset, count, push in _push_slices(fragment, rule.push):
+    size = rule.push.chunk_elements if rule.push else SLICE
+    scratch = empty_f32(min(size, fragment.elements))
+    for chunk in range(fragment.chunk_count(size)):
+        offset, count = fragment.chunk(chunk, size)
+        push = NOTHING
+        if rule.push is not None:
+            rule.push.chunks[chunk].decoded.values(scratch[:count])
+            push = read_only(scratch[:count])
         bounds = fragment.spans(offset, count) + offset
         for index, first, end in zip(
             fragment.pieces_of(offset, count), bounds[:-1], bounds[1:], strict=True
         ):
             start = fragment.pieces[index].offset
             params = views[index][first - start : end - start]
-            mine = push[first - offset : end - offset] if push.size else NOTHING
+            mine = push[first - offset : end - offset]
             adopt_kernel(params, old[first:end], new[first:end], mine, keep, rule.merged)
 
 
@@ -167,19 +160,6 @@ def warm_up() -> None:
     warm_up_codecs()
     values = np.ones(2, np.float32)
     adopt_kernel(values, read_only(values), read_only(values), NOTHING, np.float32(0.5), False)
-
-
-def _push_slices(fragment: Fragment, push: CodedPush | None) -> Iterator[tuple[int, int, F32]]:
-    """(offset, count, values of the push or NOTHING), slice by slice."""
-    size = push.chunk_elements if push else SLICE
-    scratch = empty_f32(min(size, fragment.elements))
-    for index in range(fragment.chunk_count(size)):
-        offset, count = fragment.chunk(index, size)
-        if push is None:
-            yield offset, count, NOTHING
-        else:
-            push.chunks[index].decoded.values(scratch[:count])
-            yield offset, count, read_only(scratch[:count])
 
 
 # On a GPU. Encoding runs on a stream beside that of training, in the order of these rules:
@@ -202,23 +182,31 @@ class DeviceSnapshot:
     """Happens when `local` is complete; the training thread does not wait for it."""
 
     def encode(self, fragment: Fragment, base: int, settings: RunSettings) -> CodedPush:
-        """See Snapshot; only codes cross to the host."""
+        """As in host memory, and with the same bits; only codes cross to the host."""
+        import torch
+
         codec, size = settings.push_codec, settings.chunk_elements
-        with beside_training(self.local.device) as stream:
+        stream = beside_training(self.local.device)
+        with torch.cuda.stream(stream):
             if stream is not None and self.ready is not None:
                 stream.wait_event(self.ready)
                 self.local.record_stream(stream)
                 self.published.record_stream(stream)
             if codec not in LIMITS:
+                whole = DeviceCodes(np.ones(len(fragment.pieces), np.float32), self._values())
                 host = HostSnapshot(self.published.cpu().numpy(), self.local.cpu().numpy())
-                return host.encode(fragment, base, settings)
+                return replace(host.encode(fragment, base, settings), on_device=whole)
             scales = self._scales(fragment, settings.push_rho)
             codes = self._codes(fragment, scales, LIMITS[codec])
-            in_host_memory = _in_host_memory(codes)
-        chunks = tuple(encode_codes(fragment, codec, scales, in_host_memory, size))
+            # Pinned memory, kept by torch for the next time: several times as fast as pageable.
+            in_host_memory = torch.empty(codes.shape, dtype=codes.dtype, pin_memory=codes.is_cuda)
+            in_host_memory.copy_(codes, non_blocking=True)
+            if stream is not None:
+                stream.synchronize()
+        chunks = tuple(encode_codes(fragment, codec, scales, in_host_memory.numpy(), size))
         return CodedPush(base, codec, size, chunks, DeviceCodes(scales, codes))
 
-    def _difference(self, places: slice | Tensor) -> Tensor:
+    def _values(self, places: slice | Tensor = slice(None)) -> Tensor:
         return self.published[places] - self.local[places]
 
     def _scales(self, fragment: Fragment, rho: float) -> F32:
@@ -226,11 +214,11 @@ class DeviceSnapshot:
 
         places, bounds = sample_places(fragment.bounds, RMS_SAMPLES_MAX)
         where = torch.from_numpy(places).to(self.local.device)
-        scales = piece_scales(self._difference(where).cpu().numpy(), bounds, rho).copy()
+        scales = piece_scales(self._values(where).cpu().numpy(), bounds, rho).copy()
         for piece in np.flatnonzero(scales == 0):
             # A few large elements among zeros: the samples miss them, and they must travel.
             span = slice(int(fragment.bounds[piece]), int(fragment.bounds[piece + 1]))
-            whole = self._difference(span).cpu().numpy()
+            whole = self._values(span).cpu().numpy()
             scales[piece] = piece_scales(whole, np.array([0, whole.size]), rho)[0]
         return read_only(scales)
 
@@ -246,13 +234,10 @@ class DeviceSnapshot:
             own = torch.from_numpy(scales[pieces.start : pieces.stop].copy()).to(device)
             lengths = torch.from_numpy(np.diff(bounds)).to(device)
             steps = own.repeat_interleave(lengths, output_size=count)
-            value = self._difference(slice(offset, offset + count))
+            value = self._values(slice(offset, offset + count))
             if not torch.isfinite(value).all():
                 raise LocalProtocolError(
-                    ErrorCode.NOT_FINITE,
-                    "outer gradient",
-                    expected="finite values",
-                    got="nan or inf",
+                    ErrorCode.NOT_FINITE, "outer gradient", expected="finite", got="nan or inf"
                 )
             inverse = torch.where(steps > 0, 1 / steps, torch.zeros_like(steps))
             codes[offset : offset + count] = (value * inverse).clamp_(-limit, limit).round_()
@@ -277,16 +262,13 @@ def adopt_on_device(fragment: Fragment, views: Sequence[Tensor], rule: Adoption)
 
     old, new = rule.old.rounded, rule.new.rounded
     assert not isinstance(old, np.ndarray) and not isinstance(new, np.ndarray), "copies on the host"
-    push, codes, whole = rule.push, rule.push.on_device if rule.push else None, None
-    if push is not None and codes is None:  # A lossless push.
-        decoded = [chunk.decoded for chunk in push.chunks]
-        whole = torch.from_numpy(values_of(fragment, decoded)).to(new.device)
+    codes = rule.push.on_device if rule.push else None
     if new.is_cuda:
         for tensor in (old, new) if codes is None else (old, new, codes.codes):
             tensor.record_stream(torch.cuda.current_stream(new.device))
     for index, (piece, view) in enumerate(zip(fragment.pieces, views, strict=True)):
         span = slice(piece.offset, piece.offset + piece.count)
-        mine = None if whole is None else whole[span]
+        mine = None
         if codes is not None:
             mine = codes.codes[span].to(torch.float32) * float(codes.scales[index])
         value = new[span].clone()
@@ -302,7 +284,8 @@ def to_device(values: F32, device: torch.device) -> Tensor:
     """A float32 tensor (n,) on the device, complete when this returns. Runs on a worker."""
     import torch
 
-    with beside_training(device) as stream:
+    stream = beside_training(device)
+    with torch.cuda.stream(stream):
         # torch warns when it is lent read-only memory, even if it only reads there.
         tensor = torch.from_numpy(values if values.flags.writeable else values.copy()).to(device)
         if stream is not None:
@@ -310,31 +293,17 @@ def to_device(values: F32, device: torch.device) -> Tensor:
     return tensor
 
 
-@contextmanager
-def beside_training(device: torch.device) -> Generator[torch.cuda.Stream | None]:
-    """Queues and allocates in the block on a stream of our own; yields None on a CPU."""
+def beside_training(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream of our own, to queue and allocate on; to enter it makes its device the current one,
+    too. None on a CPU: to enter that does nothing."""
     import torch
 
     if device.type != "cuda":
-        yield None
-        return
+        return None
     if device not in _streams:
         # Several workers may come here at once; only one of their streams is kept.
         _streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(_streams[device]):  # It makes its device the current one, too.
-        yield _streams[device]
+    return _streams[device]
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _in_host_memory(codes: Tensor) -> I8:
-    import torch
-
-    if not codes.is_cuda:
-        return codes.numpy()
-    # Pinned memory, kept by torch for the next time: several times as fast as pageable memory.
-    host = torch.empty(codes.shape, dtype=codes.dtype, pin_memory=True)
-    host.copy_(codes, non_blocking=True)
-    torch.cuda.current_stream(codes.device).synchronize()
-    return host.numpy()

@@ -1,8 +1,8 @@
 """A learner's decisions: joining, what to fetch and adopt, what to push, when to leave.
 
-Pure: it has no clock, no bytes and no parameters. Its events are methods, and `effects` is what the
-host performs after each of them (effects.py states both). It exchanges every fragment by the same
-rule, at the boundaries between two inner steps:
+Pure: it has no clock, no bytes and no parameters. Its events are methods; after each of them the
+host calls `tick` and performs the `effects`. It exchanges every fragment by the same rule, at the
+boundaries between two inner steps:
 
 - *Adopt, then push*, in this order for everybody. An adoption keeps a share of the steps that no
   push has taken (`_keep`).
@@ -32,23 +32,17 @@ STEP_TIMES: Final = 8
 EXTRAPOLATION_MAX_S: Final = 10.0
 """The run's clock goes on for so long without news from the broker."""
 
-FINAL_CODES: Final = frozenset(
-    {
-        ErrorCode.PROTOCOL_VERSION,
-        ErrorCode.LAYOUT_DIFFERS,
-        ErrorCode.WRONG_RUN,
-        ErrorCode.BAD_NAME,
-        ErrorCode.KEY_NAME,
-        ErrorCode.NOT_FINITE_SEED,
-    }
-)
-"""Refusals of a session that time does not heal."""
-
-RETRIED_S: Final = {
+RETRIED_S: Final[dict[str, float]] = {
+    ErrorCode.PROTOCOL_VERSION: 0.0, ErrorCode.LAYOUT_DIFFERS: 0.0, ErrorCode.WRONG_RUN: 0.0,
+    ErrorCode.BAD_NAME: 0.0, ErrorCode.KEY_NAME: 0.0, ErrorCode.NOT_FINITE_SEED: 0.0,
     ErrorCode.NAME_IN_USE: timing.NAME_IN_USE_S,
     ErrorCode.OVER_CAPACITY: timing.OVER_CAPACITY_S,
-}
-"""Refusals that end by themselves, and how long the learner says Hello again before it raises."""
+}  # fmt: skip
+"""Refusals of the session, and how long the learner says Hello again before it raises; 0: time does
+not heal them. Every other code refuses a message."""
+
+NO_NEWS: Final = msg.Beat("", Phase.SEEDING, (), (), 0.0, 0, 0.0, 0.0)
+"""The newest Beat before the first."""
 
 
 class Ledger(NamedTuple):
@@ -67,17 +61,15 @@ class Session:
     keep nothing of them.
     """
 
-    def __init__(
-        self, name: str, incarnation: str, layout: msg.Layout, now: float, *, ramp_steps: int = 0
-    ) -> None:
+    def __init__(self, name: str, incarnation: str, layout: msg.Layout, now: float) -> None:
         self.name, self.incarnation, self.layout = name, incarnation, layout
-        self.ramp_steps = ramp_steps
+        self.ramp_steps = 0
         self.effects: list[Effect] = []
         self.run_id = self.epoch = ""
         self.settings = msg.RunSettings()
         self.parts: tuple[FragmentSession, ...] = ()
         """By fragment; empty before the first Welcome."""
-        self.beat: msg.Beat | None = None
+        self.beat = NO_NEWS
         self.ports: tuple[int, int] | None = None
         """Ports of uplink and downlink, as the newest Welcome tells them."""
         self.refused: Refused | None = None
@@ -91,16 +83,20 @@ class Session:
         """A Welcome has come since the last sign that the connection is gone."""
         self._fingerprint = fingerprint(layout)
         self._told: tuple[msg.Held, ...] = ()
+        """Copies, as the newest Hello tells them."""
         self._push_id = 0
         self._step_times_s: deque[float] = deque(maxlen=STEP_TIMES)
         self._step_s = 0.0
         self._stepped_at: float | None = None
         self._heard_at = self._data_at = self._beat_at = self._moved_at = now
-        self._hello_at = self._report_at = -math.inf
-        self._refused_since: float | None = None
-        self._finished: msg.Fragments = ()
+        self._refused_since = math.inf
+        self._hello_due = math.inf
+        """Before the first connection nobody hears a Hello: it would wait, and be said twice."""
+        self._report_at = -math.inf
+        self._reported = self._news
         self._leaving_at: float | None = None
-        self._offline_noted = self._silence_noted = False
+        self._warned_offline = ""
+        """The newest warning of an outage, offline or paused; "": there is none."""
         self._clock_floor = 0.0
 
     # What the training thread asks.
@@ -113,7 +109,7 @@ class Session:
     @property
     def phase(self) -> Phase:
         """Where the run stands, as the broker told last."""
-        return self.beat.phase if self.beat else Phase.SEEDING
+        return self.beat.phase
 
     @property
     def stopping(self) -> bool:
@@ -134,10 +130,9 @@ class Session:
     def run_tokens(self, now: float) -> float:
         """The run's clock in tokens. Between two Beats it goes on at the rate that the broker told;
         it never falls, except when the broker has gone back to an older state."""
-        if self.beat is not None:
-            ahead_s = min(max(0.0, now - self._beat_at), EXTRAPOLATION_MAX_S)
-            told = self.beat.run_tokens + self.beat.tokens_per_s * ahead_s
-            self._clock_floor = max(self._clock_floor, told)
+        ahead_s = min(max(0.0, now - self._beat_at), EXTRAPOLATION_MAX_S)
+        told = self.beat.run_tokens + self.beat.tokens_per_s * ahead_s
+        self._clock_floor = max(self._clock_floor, told)
         return self._clock_floor
 
     def health(self, now: float) -> str:
@@ -152,8 +147,7 @@ class Session:
     def waits_for(self) -> str:
         """A phrase for what a learner that has not joined yet still needs."""
         lacking = [part.index for part in self.parts if part.held < 0]
-        seeding = not self.beat or not self.beat.heads
-        return "it waits for version 0" if seeding else f"it waits for fragments {lacking}"
+        return f"it waits for fragments {lacking}" if self.beat.heads else "it waits for version 0"
 
     @property
     def ledger(self) -> Ledger:
@@ -181,17 +175,18 @@ class Session:
             case msg.Bye():
                 self.connected = False  # It does not know us, or stops.
             case _:
-                self._note("unexpected", f"{type(message).__name__} is not for learners", True)
-        self.tick(now)
+                self._warn("unexpected", f"{type(message).__name__} is not for learners")
 
     def lost(self, now: float) -> None:
-        """The connection is another one: say Hello at once."""
-        self.connected, self._hello_at = False, -math.inf
-        self.tick(now)
+        """The connection is the first or another one: say Hello at once."""
+        self.connected, self._hello_due = False, now
 
     def _welcome(self, welcome: msg.Welcome, now: float) -> None:
         epoch, settings = welcome.beat.epoch, welcome.settings
-        if not self._open(settings):
+        try:
+            self._open(settings)
+        except NarrowsError as error:
+            self.refused = refused(error.code, error)
             return
         renewed = epoch != self.epoch
         if renewed and self.epoch and self._told != self._holds():
@@ -199,19 +194,22 @@ class Session:
             # it with its history yet.
             self._hello(now)
             return
-        if self._silence_noted:
-            self._silence_noted = False
-            self._note("online", f"the broker is back, epoch {epoch}")
+        if self._warned_offline:
+            self._warned_offline = ""
+            self.effects.append(Note("online", f"the broker is back, epoch {epoch}", {}))
         self.connected, self.run_id, self.epoch = True, welcome.run_id, epoch
-        self.ports = welcome.uplink_port, welcome.downlink_port
-        self.settings, self._refused_since, self._offline_noted = settings, None, False
+        self.settings, self.ports = settings, (welcome.uplink_port, welcome.downlink_port)
+        self._refused_since = math.inf
         if renewed:
             self._renew(welcome.go_back)
         self._take_beat(welcome.beat, now)
         for part in self.parts:
-            part.expect(settings, now, pull=True)
-            if part.pushed is Pushed.WAITING:
-                self._announce(part, whole=renewed)
+            part.expect(now, pull=True)
+            if part.push and part.pushed is Pushed.WAITING:
+                # Whether it is merged is not known; the broker does not answer if it is.
+                self.effects.append(Send(part.push))
+                if renewed:
+                    self.effects.append(SendChunks(DataKind.PUSH, part.index, part.push_id, None))
         if welcome.role is Role.SEED and not any(part.tip >= 0 for part in self.parts):
             self.effects.append(SendLayout())
             for part in self.parts:
@@ -219,47 +217,31 @@ class Session:
         # At once: a new life of the broker knows neither what we hold nor how fast we are.
         self._report(now)
 
-    def _open(self, settings: msg.RunSettings) -> bool:
-        """Cuts the model at the first Welcome; False: this run cannot go on with this model."""
+    def _open(self, settings: msg.RunSettings) -> None:
+        """Cuts the model at the first Welcome. Raises NarrowsError if this run cannot go on so."""
         sizes = settings.chunk_elements, settings.state_chunk_elements
         if any(size & (size - 1) for size in sizes):
-            self.refused = Refused(
+            raise Refused(
                 ErrorCode.BAD_MESSAGE,
                 "the broker cuts fragments into chunks that nobody can decode one by one",
                 expected="powers of two as chunk_elements and state_chunk_elements",
                 got=" and ".join(map(str, sizes)),
                 remedy="install the same version of narrows on both sides",
             )
-            return False
         if not self.parts:
-            try:
-                table = build_table(self.layout.entries, settings.fragments)
-            except NarrowsError as error:
-                self.refused = refused(error.code, error)
-                return False
-            self.parts = tuple(FragmentSession(fragment) for fragment in table)
-        if len(self.parts) != settings.fragments:
-            self.refused = Refused(
-                ErrorCode.WRONG_RUN,
-                "the broker cuts the model into another number of fragments than before",
-                expected=str(len(self.parts)),
-                got=str(settings.fragments),
-                remedy="start this learner again",
-            )
-        return self.refused is None
+            table = build_table(self.layout.entries, settings.fragments)
+            self.parts = tuple(FragmentSession(each, self.incarnation, settings) for each in table)
 
     def _renew(self, go_back: msg.Fragments) -> None:
         """The broker has begun another life: what was on its way is gone with the old one."""
         self._clock_floor = 0.0
         for part in self.parts:
-            if part.index in go_back:
-                self.effects += part.go_back()
-            part.new_epoch()
+            self.effects += part.new_epoch(self.settings, go_back=part.index in go_back)
         if go_back:
             text = (
                 f"fragments {list(go_back)}: the broker's history is another, taking its versions"
             )
-            self._note("went_back", text, True, fragments=list(go_back))
+            self._warn("went_back", text, fragments=list(go_back))
 
     def _take_beat(self, beat: msg.Beat, now: float) -> None:
         if beat.epoch != self.epoch or len(beat.heads) not in (0, len(self.parts)):
@@ -267,7 +249,7 @@ class Session:
             return
         self.beat, self._beat_at = beat, now
         for part, head in zip(self.parts, beat.heads, strict=False):  # No heads before version 0.
-            part.note_head(head)
+            part.head = max(part.head, head)
 
     def _serve(self, fetch: msg.Fetch) -> None:
         """The broker lacks chunks. What it asks for may be settled meanwhile: then nothing."""
@@ -282,38 +264,35 @@ class Session:
                 self.effects.append(effect)
 
     def _take_refusal(self, refuse: msg.Refuse, now: float) -> None:
-        code = _code(refuse.code)
+        text = f"{refuse.code}: {refuse.message} {refuse.remedy}".rstrip()
         if refuse.push_id:
             if refuse.fragment < len(self.parts):
                 self.effects += self.parts[refuse.fragment].give_up(refuse.push_id)
-                self._note("push_refused", _text(refuse), True, fragment=refuse.fragment)
-            return
-        if code not in FINAL_CODES and code not in RETRIED_S:
-            self._note("refused", _text(refuse), True)
-            return
-        self.connected = False
-        since = self._refused_since = now if self._refused_since is None else self._refused_since
-        if now - since >= RETRIED_S.get(code, 0.0):
-            self.refused = refused(code, refuse)
-        elif since == now:
-            self._note("refused", f"{_text(refuse)}; trying again", True)
+                self._warn("push_refused", text, fragment=refuse.fragment)
+        elif refuse.code not in RETRIED_S:
+            self._warn("refused", text)
+        else:
+            self.connected = False
+            is_first, self._refused_since = now < self._refused_since, min(now, self._refused_since)
+            if now - self._refused_since >= RETRIED_S[refuse.code]:
+                self.refused = refused(ErrorCode(refuse.code), refuse)
+            elif is_first:
+                self._warn("refused", f"{text}; trying again")
 
     # Data.
 
     def chunk(self, header: msg.Header, now: float) -> bool:
-        """Whether a chunk is wanted. The host keeps its payload, then calls `settle`."""
+        """Whether a chunk is wanted: then the host keeps its payload before it performs effects."""
         known = header.epoch == self.epoch and header.fragment < len(self.parts)
         if not known or header.kind not in (DataKind.PUBLICATION, DataKind.STATE):
             return False
         if header.learner not in ("", self.incarnation):
             return False  # Its push_id tells the outcome of somebody else's push.
         self._data_at = now
-        return self.parts[header.fragment].chunk(header, self.settings, now)
-
-    def settle(self, fragment: int, now: float) -> None:
-        """A wanted chunk is kept: makes the copy that is complete, asks on."""
-        self.effects += self.parts[fragment].next_assembly()
-        self._ask(now)
+        part = self.parts[header.fragment]
+        if is_wanted := part.chunk(header, now):
+            self.effects += part.next_assembly()
+        return is_wanted
 
     def assembled(self, header: msg.Header, now: float, *, agrees: bool) -> bool:
         """A copy is made; `header` is that of its chunk 0, which tells whose pushes it holds.
@@ -323,14 +302,13 @@ class Session:
         if header.epoch != self.epoch:
             return False
         part = self.parts[header.fragment]
-        is_tip = part.assembled(header, self.incarnation, self.settings, now, agrees=agrees)
+        is_tip = part.assembled(header, now, agrees=agrees)
         if not agrees:
             text = f"fragment {part.index}: version {header.version} is damaged, fetching the state"
-            self._note("digest_differs", text, True, fragment=part.index, version=header.version)
+            self._warn("digest_differs", text, fragment=part.index, version=header.version)
         if part.pushed is Pushed.MERGED:
             self._moved_at = now
         self.effects += part.next_assembly()
-        self.tick(now)
         return is_tip
 
     # The training thread.
@@ -343,62 +321,50 @@ class Session:
             self._step_s = median(self._step_times_s)
         self._stepped_at = now
         for part in self.parts:
-            part.step(tokens)
+            part.tokens += tokens
+            part.steps += 1
         self._exchange()
-        if self.connected and now >= self._report_at + timing.REPORT_S:
+        if now >= self._report_at + timing.REPORT_S:
             self._report(now)
-        self.tick(now)
 
-    def join(self, now: float) -> None:
+    def join(self) -> None:
         """Between two steps, while none is made: before the first, in lockstep, at the end."""
         self._stepped_at = None  # The wait is no part of a step's time.
-        was_joined = self.joined
         self._exchange()
-        if self.joined and not was_joined and self.connected:
-            self._report(now)
-        self.tick(now)
 
     def encoded(self, fragment: int, push_id: int, now: float) -> None:
         """The push is coded: it is announced and sent."""
         part = self.parts[fragment]
-        if part.encoded(push_id):
-            self._moved_at = now
-            self._announce(part, whole=True)
-        self.tick(now)
+        if part.push and part.push_id == push_id:  # Else it was given up meanwhile.
+            part.pushed, self._moved_at = Pushed.WAITING, now
+            if self.connected:
+                self.effects.append(Send(part.push))
+            self.effects.append(SendChunks(DataKind.PUSH, fragment, push_id, None))
 
     def sent(self, now: float) -> None:
         """A chunk of this learner has left: what it waits for is under way."""
         self._moved_at = now
 
     def encode_failed(
-        self, fragment: int, push_id: int, now: float, *, reason: str, finite: bool = True
+        self, fragment: int, push_id: int, *, reason: str, finite: bool = True
     ) -> None:
         """The push cannot be coded. Not `finite`: the parameters are nan or inf, so they are set
         back to the newest version, or this learner would never learn again."""
-        effects = self.parts[fragment].give_up(push_id, finite=finite)
-        if effects:
-            self._note("encode_failed", f"fragment {fragment}: {reason}", True, fragment=fragment)
-        self.effects += effects
-        self.tick(now)
+        self._warn("encode_failed", f"fragment {fragment}: {reason}", fragment=fragment)
+        self.effects += self.parts[fragment].give_up(push_id, finite=finite)
 
-    def pause(self, reason: str, now: float) -> None:
-        """The loop makes no steps for a while, so no round should wait for it."""
-        self._set_paused(reason, now)
-
-    def resume(self, now: float) -> None:
-        """The loop makes steps again."""
-        self._set_paused(None, now)
+    def pause(self, reason: str | None) -> None:
+        """The loop makes no steps for a while, so no round should wait for it; None: it does."""
+        self.paused, self._stepped_at = reason, None  # The pause is no part of a step's time.
 
     def leave(self, now: float) -> None:
         """The loop is over: push what is left, wait for what is merged or final, then Bye.
 
-        Gives up when nothing has moved for LEAVE_S, and after LEAVE_MAX_S in any case; then
-        `final` and `lacks` tell what the parameters are.
+        Gives up when nothing has moved for LEAVE_S, and after LEAVE_MAX_S in any case.
         """
         if self._leaving_at is None:
             self._leaving_at = self._moved_at = now
-            self.pause("leaving", now)
-        self.tick(now)
+            self.pause("leaving")
 
     def abandon(self) -> None:
         """Leaves at once, whatever is on its way."""
@@ -406,51 +372,36 @@ class Session:
             self.effects.append(Send(msg.Bye("the loop was broken off")))
             self.ended = True
 
-    @property
-    def lacks(self) -> str:
-        """A phrase for what a learner that has left did not get, for its user; "" for nothing."""
-        if self.phase in (Phase.ENDING, Phase.ENDED):
-            return "" if self.final else "the run's final model"
-        open_ = [part.index for part in self.parts if not part.finished]
-        return f"the outcome of its last pushes, of fragments {open_}" if open_ else ""
-
-    def _set_paused(self, reason: str | None, now: float) -> None:
-        self.paused, self._stepped_at = reason, None  # The pause is no part of a step's time.
-        if self.connected and not self.ended:
-            self._report(now)
-
     def _exchange(self) -> None:
         """Adopts, then pushes, fragment by fragment."""
         if self.ended:
             return
-        ended, lost = self.phase is Phase.ENDED, self.ledger.lost
+        run_ended, lost = self.phase is Phase.ENDED, self.ledger.lost
         for part in self.parts:
-            if ended and part.tip == part.head >= 0 and part.standing is not Standing.FINAL:
+            if run_ended and part.tip == part.head >= 0 and part.standing is not Standing.FINAL:
                 self.effects += part.adopt(0.0, final=True)
-            elif not ended and part.can_adopt:
+            elif not run_ended and part.can_adopt:
                 self.effects += part.adopt(self._keep(part))
-            if not ended and self._pushes(part):
+            if not run_ended and self._pushes(part):
                 self._push_id += 1
                 self.effects += part.snapshot(self._push_id)
-        if (given_up := self.ledger.lost - lost) > 0 and not ended:
+        if (given_up := self.ledger.lost - lost) > 0 and not run_ended:
             text = f"{given_up} tokens were learned on an old model and are given up"
-            self._note("given_up", text, True, tokens=given_up)
+            self._warn("given_up", text, tokens=given_up)
 
     def _keep(self, part: FragmentSession) -> float:
         """The share of the unpushed work that an adoption keeps."""
         if self._slow:
             return 1.0  # It is pushed whole at this very boundary.
-        if part.behind > 1 or self.steps <= self.ramp_steps:
+        if part.tip - part.held > 1 or self.steps <= self.ramp_steps:
             return 0.0  # Old work on an old point, or steps of an optimizer that warms up.
         return 1.0 if self.stopping else self.settings.keep
 
     def _pushes(self, part: FragmentSession) -> bool:
         """Whether the unpushed work of a fragment becomes a push at this boundary."""
         ready = part.standing is Standing.BASED and part.pushed is Pushed.NONE and part.steps > 0
-        if not ready or self.beat is None:
-            return False
-        if self.stopping:
-            return True
+        if not ready or self.stopping:
+            return ready
         if self.settings.mode is Mode.DILOCO:
             return part.steps >= self.settings.sync_period_steps
         # That Beat's head, not the newest that is known: its round is over once a later one exists.
@@ -460,9 +411,8 @@ class Session:
     @property
     def _slow(self) -> bool:
         """A step takes longer than half a period, so this learner meets open rounds by luck."""
-        if self.beat is None or self.settings.mode is Mode.DILOCO:
-            return False
-        return 0 < self.beat.period_s * timing.LATE_STEP_PERIODS < self._step_s
+        late_s = self.beat.period_s * timing.LATE_STEP_PERIODS
+        return self.settings.mode is not Mode.DILOCO and 0 < late_s < self._step_s
 
     def _in_lockstep(self, part: FragmentSession) -> bool:
         """In mode diloco: the version that holds the push is waited for, tau steps after it."""
@@ -470,47 +420,29 @@ class Session:
             return False
         if part.push is None:
             # The Beat of a version says whether the run goes on: nobody may train past the goal.
-            heads = self.beat.heads if self.beat else ()
-            return part.index >= len(heads) or heads[part.index] < part.held
+            return not self.beat.heads or self.beat.heads[part.index] < part.held
         # A version without the push was merged by others, who took this learner for lost.
         passed_by = part.held > part.push.base
         steps = self.settings.sync_period_steps if passed_by else self.settings.overlap_steps
         return part.steps >= steps
 
     def _offline_too_long(self, now: float) -> bool:
-        limit_s = self.settings.max_offline_s
-        too_long = bool(limit_s) and not self.connected and now - self._heard_at > limit_s
-        if too_long and not self._offline_noted:
-            self._offline_noted = True
-            self._note(
-                "paused", f"the broker was not heard for {limit_s:.0f} s: training pauses", True
-            )
-        return too_long
-
-    def _announce(self, part: FragmentSession, *, whole: bool) -> None:
-        """Tells of a waiting push; the broker does not answer if it has merged it already."""
-        assert part.push is not None, part
-        if self.connected:
-            self.effects.append(Send(part.push))
-        if whole:
-            effect = SendChunks(DataKind.PUSH, part.index, part.push.push_id, None)
-            self.effects.append(effect)
+        return not self.connected and 0 < self.settings.max_offline_s < now - self._heard_at
 
     # Time.
 
     def tick(self, now: float) -> None:
-        """Says Hello while offline; else reports, asks for what is missing, and leaves when due."""
+        """After each event, and when `deadline` has come: says Hello while offline; else reports,
+        asks for what is missing, and leaves when due."""
         if self.ended or self.refused:
             return
         if self.connected and now >= self._heard_at + timing.SILENT_S:
             self.connected = False
         if not self.connected:
-            if now >= self._hello_at + timing.HELLO_S:
+            if now >= self._hello_due:
                 self._hello(now)
         else:
-            finished = tuple(part.index for part in self.parts if part.finished)
-            news = self.phase is Phase.ENDING and finished != self._finished
-            if news or now >= self._report_due:
+            if self._news != self._reported or now >= self._report_due:
                 self._report(now)
             self._ask(now)
         self._end_if_due(now)
@@ -519,11 +451,11 @@ class Session:
         """The time of the next `tick` if nothing happens."""
         if self.ended or self.refused:
             return math.inf
-        times = [math.inf if self._leaving_at is None else now + timing.REPORT_S]
+        leave_at = math.inf if self._leaving_at is None else now + timing.REPORT_S
         if not self.connected:
-            return min(*times, self._hello_at + timing.HELLO_S)
-        times += [part.deadline(now) for part in self.parts if part.arriving]
-        return min(*times, self._report_due, self._heard_at + timing.SILENT_S)
+            return min(leave_at, self._hello_due)
+        asks = [each.deadline(now) for part in self.parts for _, each in part.pulled]
+        return min(leave_at, self._report_due, self._heard_at + timing.SILENT_S, *asks)
 
     @property
     def _report_due(self) -> float:
@@ -531,10 +463,15 @@ class Session:
         return self._report_at + timing.REPORT_S + min(self._step_s, timing.REPORT_S)
 
     def _hello(self, now: float) -> None:
-        if self.joined and not self._silence_noted:
-            self._silence_noted = True
-            self._note("offline", "the broker is not heard; training goes on", True)
-        self._hello_at, self._told = now, self._holds()
+        if self.joined:
+            event, text = "offline", "the broker is not heard; training goes on"
+            if self._offline_too_long(now):
+                event, limit_s = "paused", self.settings.max_offline_s
+                text = f"the broker was not heard for {limit_s:.0f} s: training pauses"
+            if event != self._warned_offline:
+                self._warned_offline = event
+                self._warn(event, text)
+        self._hello_due, self._told = now + timing.HELLO_S, self._holds()
         hello = msg.Hello(
             msg.PROTOCOL, self.name, self.incarnation, self.run_id, self.epoch, self._fingerprint,
             self._told,
@@ -542,53 +479,63 @@ class Session:
         self.effects.append(Send(hello))
 
     def _holds(self) -> tuple[msg.Held, ...]:
-        return tuple(part.told for part in self.parts)
+        return tuple(msg.Held(part.tip, part.tip_digest) for part in self.parts)
+
+    @property
+    def _news(self) -> tuple[str | None, bool, msg.Fragments]:
+        """Whatever is reported at once when it changes."""
+        finished = tuple(part.index for part in self.parts if part.finished)
+        return self.paused, self.joined, finished if self.phase is Phase.ENDING else ()
 
     def _report(self, now: float) -> None:
-        self._report_at = now
-        self._finished = tuple(part.index for part in self.parts if part.finished)
-        ending = self.phase is Phase.ENDING
-        report = msg.Report(
-            self.steps, self.tokens, self.loss, tuple(part.held for part in self.parts),
-            paused=self.paused, finished=self._finished if ending else (),
-        )  # fmt: skip
+        if not self.connected:
+            return
+        self._report_at, self._reported = now, self._news
+        paused, _, finished = self._reported
+        held = tuple(part.held for part in self.parts)
+        report = msg.Report(self.steps, self.tokens, self.loss, held, paused, finished)
         self.effects.append(Send(report))
 
     def _ask(self, now: float) -> None:
+        """Fetches what is missing and due, within one window for all fragments."""
         if not self.connected:
             return
-        room = self.settings.window_messages - sum(part.asked for part in self.parts)
+        asked = sum(each.asked for part in self.parts for each in part.arriving.values())
+        room = self.settings.window_messages - asked
         for part in self.parts:
-            part.expect(self.settings, now, pull=False)
-            if part.arriving:
-                for fetch in part.asks(now, self._data_at, room):
-                    self.effects.append(Send(fetch))
-                    room -= sum(count for _, count in fetch.chunks)
+            part.expect(now, pull=False)
+            for (kind, version), transfer in part.pulled:
+                if ranges := transfer.ask(now, self._data_at, room + transfer.asked):
+                    room -= sum(count for _, count in ranges)
+                    self.effects.append(Send(msg.Fetch(kind, part.index, version, 0, ranges)))
 
     def _end_if_due(self, now: float) -> None:
         """Says Bye once the final model is adopted, or once leaving has nothing to wait for."""
         ending = self.phase in (Phase.ENDING, Phase.ENDED)
+        # In a run that ends, a broker that is here decides how long the last rounds may take.
+        moved_at = max(self._moved_at, self._heard_at) if ending else self._moved_at
         if self.phase is Phase.ENDED and self.final:
-            self._end("the run has ended", now)
-        elif self._leaving_at is not None:
-            # In a run that ends, a broker that is here decides how long the last rounds may take.
-            moved_at = max(self._moved_at, self._heard_at) if ending else self._moved_at
-            if not ending and all(part.finished for part in self.parts):
-                self._end("the loop has ended", now)
-            elif now >= moved_at + timing.LEAVE_S or (
-                not ending and now >= self._leaving_at + timing.LEAVE_MAX_S
-            ):
-                self._note("left", f"leaves without {self.lacks}", True)
-                self._end(f"leaves without {self.lacks}", now)
-
-    def _end(self, reason: str, now: float) -> None:
-        if self.connected:
-            self._report(now)
+            reason = "the run has ended"
+        elif self._leaving_at is None:
+            return
+        elif not ending and all(part.finished for part in self.parts):
+            reason = "the loop has ended"
+        elif now >= moved_at + timing.LEAVE_S or (
+            not ending and now >= self._leaving_at + timing.LEAVE_MAX_S
+        ):
+            fragments = [part.index for part in self.parts if not part.finished]
+            outcome = f"the outcome of its last pushes, of fragments {fragments}"
+            lacking = "the run's final model" if ending else outcome
+            reason = f"leaves without {lacking}"
+            self._warn("left", reason)
+        else:
+            return
+        self._report(now)
         self.effects.append(Send(msg.Bye(reason[: msg.TEXT_CHARACTERS_MAX])))
         self.ended = True
 
-    def _note(self, event: str, text: str, warning: bool = False, **fields: object) -> None:
-        self.effects.append(Note(event, text, fields, warning))
+    def _warn(self, event: str, text: str, **fields: object) -> None:
+        self.effects.append(Note(event, text, fields, warning=True))
 
     def check(self) -> None:
         """Asserts what always holds; the simulator calls it after every event."""
@@ -605,15 +552,3 @@ def refused(code: ErrorCode, why: NarrowsError | msg.Refuse) -> Refused:
     """The error that the training thread raises."""
     details = {"expected": why.expected, "got": why.got, "remedy": why.remedy}
     return Refused(code, why.message, **details)
-
-
-def _code(text: str) -> ErrorCode:
-    """The code of a refusal; one that this version does not know refuses a message, no session."""
-    try:
-        return ErrorCode(text)
-    except ValueError:
-        return ErrorCode.BAD_MESSAGE
-
-
-def _text(refuse: msg.Refuse) -> str:
-    return f"{refuse.code}: {refuse.message} {refuse.remedy}".rstrip()

@@ -208,6 +208,7 @@ class Site:
         host.sender.ready = True
         host.saw = lambda header, values: self.run.checkers.saw(header, values)
         host.adopting = lambda effect: self.run.checkers.adopting(self, effect)
+        host.lost(world.now)  # The connection is there at once.
         self._timer(host)
         self._train(host)
 

@@ -35,13 +35,16 @@ E = TypeVar("E")
 class Seat:
     """Feeds events, checks the session's invariants after each, and keeps its effects."""
 
-    def __init__(self, settings: msg.RunSettings = SETTINGS) -> None:
+    def __init__(self, settings: msg.RunSettings = SETTINGS, *, is_connected: bool = True) -> None:
         self.now = 100.0
         self.settings = settings
         self.epoch = EPOCH
         self.heads: tuple[int, ...] = (0, 0)
         self.session = Session(NAME, INCARNATION, LAYOUT, self.now)
         self.log: list[Effect] = []
+        if is_connected:
+            self.session.lost(self.now)
+            self.done()
 
     # What the session has done.
 
@@ -62,6 +65,8 @@ class Seat:
         return [message for message in messages if isinstance(message, kind)]
 
     def done(self) -> None:
+        """The host's part after an event."""
+        self.session.tick(self.now)
         self.log += self.session.effects
         self.session.effects = []
         self.session.check()
@@ -110,8 +115,6 @@ class Seat:
 
     def chunk(self, kind: DataKind, fragment: int, version: int, chunk: int = 0) -> bool:
         wanted = self.session.chunk(self.header(kind, fragment, version, chunk), self.now)
-        if wanted:
-            self.session.settle(fragment, self.now)
         self.done()
         return wanted
 
@@ -147,12 +150,11 @@ class Seat:
 
     def rest(self) -> None:
         """The training thread looks for something to adopt without making a step."""
-        self.session.join(self.now)
+        self.session.join()
         self.done()
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.session.tick(self.now)
         self.done()
 
     def encode(self) -> list[SendChunks]:
@@ -165,7 +167,7 @@ class Seat:
     def fail(self, *, finite: bool = True) -> None:
         """Coding fails for every snapshot that was taken."""
         for fragment, push_id, _ in self.take(Snapshot):
-            self.session.encode_failed(fragment, push_id, self.now, reason="no", finite=finite)
+            self.session.encode_failed(fragment, push_id, reason="no", finite=finite)
             self.done()
 
     def leave(self) -> None:
@@ -176,7 +178,6 @@ class Seat:
 def joined(settings: msg.RunSettings = SETTINGS, version: int = 0) -> Seat:
     """A learner that stands on `version` of both fragments and has made no step."""
     seat = Seat(settings)
-    seat.wait(0.0)
     seat.welcome(heads=(version, version))
     for fragment in range(2):
         seat.state(fragment, version)

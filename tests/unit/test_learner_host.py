@@ -52,6 +52,7 @@ class Player:
         """Chunks of version 0 of fragment 1 that are lost on their way."""
         self.is_full = False
         self._wires, self._seen = house.wires, (0, 0)
+        self.host.lost(house.now)
 
     # Wires.
 

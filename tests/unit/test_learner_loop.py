@@ -83,11 +83,23 @@ def test_a_logged_loss_keeps_no_graph() -> None:
     assert leaf() is None
 
 
+class Accelerated(torch.optim.Optimizer):
+    """Accelerate's wrapper: an Optimizer by its type, whose constructor never ran."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+
 def test_optimizers_in_lists_and_wrappers() -> None:
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     a, b = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
     assert loop.bare_optimizers([a, b]) == [a, b]
     assert loop.bare_optimizers(SimpleNamespace(optimizer=a)) == [a]
+    assert loop.bare_optimizers(Accelerated(a)) == [a], "nothing can be hooked to the wrapper"
     assert loop.bare_optimizers(SimpleNamespace(optimizers=[a, SimpleNamespace(optimizer=b)])) == [
         a, b,
     ]  # fmt: skip

@@ -20,9 +20,20 @@ WHOLE = ((0, CHUNKS),)
 # Joining.
 
 
+def test_a_learner_says_hello_once_when_its_first_connection_is_there() -> None:
+    """A Hello that is said sooner waits in a queue, and is followed by another one."""
+    seat = Seat(is_connected=False)
+    seat.rest()
+    seat.wait(5.0)
+    assert not seat.sent(msg.Hello) and seat.session.deadline(seat.now) == math.inf
+    seat.session.lost(seat.now)
+    seat.done()
+    seat.wait(0.5)
+    assert len(seat.sent(msg.Hello)) == 1
+
+
 def test_a_learner_says_hello_each_second_until_it_is_welcome() -> None:
     seat = Seat()
-    seat.wait(0.0)
     (hello,) = seat.sent(msg.Hello)
     assert (hello.run_id, hello.epoch, hello.held) == ("", "", ())
     seat.wait(0.5)
@@ -85,7 +96,6 @@ def test_chunks_that_are_no_power_of_two_are_refused_with_the_remedy(field: str)
 
 def test_a_name_in_use_is_waited_out_for_ten_seconds() -> None:
     seat = Seat()
-    seat.wait(0.0)
     for _ in range(10):
         seat.refuse("name_in_use")
         assert seat.session.refused is None
@@ -202,11 +212,11 @@ def test_a_pause_is_told_at_once_and_is_no_step_time() -> None:
     seat = joined()
     for _ in range(3):
         seat.step(after_s=0.1)
-    seat.session.pause("evaluating", seat.now)
+    seat.session.pause("evaluating")
     seat.done()
     assert seat.sent(msg.Report)[-1].paused == "evaluating"
     seat.now += 2.0
-    seat.session.resume(seat.now)
+    seat.session.pause(None)
     seat.done()
     assert seat.sent(msg.Report)[-1].paused is None
     seat.step(after_s=0.1)
@@ -423,7 +433,7 @@ def test_a_learner_ends_with_the_final_model_and_says_bye() -> None:
     seat.rest()
     seat.encode()
     assert [each.fragment for each in seat.sent(msg.Push)] == [0, 1]
-    assert seat.sent(msg.Report)[-1].finished == ()
+    assert not seat.sent(msg.Report)  # Nothing is finished, and nobody has said else.
     seat.publish(0, 1, 1)
     assert seat.sent(msg.Report)[-1].finished == (0,)
     seat.publish(1, 1, 2)
@@ -438,7 +448,7 @@ def test_a_learner_ends_with_the_final_model_and_says_bye() -> None:
     assert seat.take(Adopt) == [Adopt(0, 2, 0, 0.0, merged=False, overwrite=True)]
     assert seat.sent(msg.Report)[-1].held == (2, 1)
     assert seat.sent(msg.Bye) == [msg.Bye("the run has ended")]
-    assert seat.session.ended and seat.session.final and not seat.session.lacks
+    assert seat.session.ended and seat.session.final
 
 
 def test_a_learner_that_leaves_pushes_what_is_left_and_waits_for_the_outcome() -> None:
@@ -448,12 +458,10 @@ def test_a_learner_that_leaves_pushes_what_is_left_and_waits_for_the_outcome() -
     assert seat.session.paused == "leaving" and not seat.session.ended
     seat.rest()
     seat.encode()
-    assert "pushes" in seat.session.lacks
     seat.publish(0, 1, 1)
     assert not seat.session.ended
     seat.publish(1, 1, 2)
     assert seat.session.ended and seat.sent(msg.Bye) == [msg.Bye("the loop has ended")]
-    assert not seat.session.lacks
 
 
 def test_a_learner_gives_up_when_nothing_moves() -> None:
@@ -469,7 +477,8 @@ def test_a_learner_gives_up_when_nothing_moves() -> None:
         seat.publish(0, version)
     assert not seat.session.ended
     seat.wait(1.0)
-    assert seat.session.ended and "fragments [0, 1]" in seat.session.lacks
+    (bye,) = seat.sent(msg.Bye)
+    assert seat.session.ended and "last pushes, of fragments [0, 1]" in bye.reason
 
 
 def test_in_a_run_that_ends_the_broker_decides_how_long_it_takes() -> None:
@@ -484,7 +493,8 @@ def test_in_a_run_that_ends_the_broker_decides_how_long_it_takes() -> None:
         seat.told(phase=Phase.ENDING)
     assert not seat.session.ended
     seat.wait(30.0)
-    assert seat.session.ended and seat.session.lacks == "the run's final model"
+    assert seat.sent(msg.Bye) == [msg.Bye("leaves without the run's final model")]
+    assert seat.session.ended
 
 
 def test_the_run_clock_goes_on_between_beats_and_never_falls() -> None:
