@@ -452,7 +452,7 @@ class Run:
         host = site.host
         host.pause("evaluating", self.world.now)
         self.world.after(
-            seconds, lambda: host.resume(self.world.now) if host is site.host else None
+            seconds, lambda: host.pause(None, self.world.now) if host is site.host else None
         )
 
     def _fill(self, full: bool) -> None:
