@@ -98,7 +98,7 @@ class Learner:
             self._ramp_steps = ramp if self._link.join(ramp) else 0
             if self._boundary == "step":
                 first, last = self._optimizers[0], self._optimizers[-1]
-                hook = first.register_step_pre_hook(lambda *_: self._watch.before_step())
+                hook = first.register_step_pre_hook(lambda *_: self._before_step())
                 self._undo.callback(hook.remove)
                 hook = last.register_step_post_hook(lambda *_: self.step())
                 self._undo.callback(hook.remove)
@@ -146,6 +146,11 @@ class Learner:
     def discard(self) -> None:
         """Drops what was logged since the last step: call it when the loop skips a step."""
         self._log.take()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_step(self) -> None:
+        with self._timed():
+            self._watch.before_step()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from model_cases import loss_of, small
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrows.learner import loop
 from narrows.learner.parameters import Parameters
@@ -182,6 +183,35 @@ def test_an_honest_optimizer_is_not_blamed(kind: Any, lr: float, dtype: torch.dt
         watched.step(back if step % 3 == 2 else None)
 
 
+def test_a_step_is_watched_with_a_few_operations_whatever_the_model() -> None:
+    """Each one costs a kernel on a GPU, and time of the training loop everywhere."""
+    model = nn.ModuleList(small() for _ in range(10))
+    watched = Watched(model[0])
+    watched.watch = WeightWatch(Parameters(model), [torch.optim.SGD(model.parameters())])
+    watched.step()
+    watched.optimizer.zero_grad()
+    loss_of(model[0]).backward()  # type: ignore[no-untyped-call]
+    with Operations() as before:
+        watched.watch.before_step()
+    watched.optimizer.step()
+    with Operations() as after:
+        watched.watch.stepped()
+        watched.watch.boundary_over()
+    assert before.names == [] and len(after.names) <= 2
+
+
+class Operations(TorchDispatchMode):
+    """Notes what torch is asked to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def test_averaged_weights_that_are_left_in_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
     watched = Watched(small())
     own = [tensor.detach().clone() for tensor in watched.model.parameters()]
@@ -202,6 +232,12 @@ def test_averaged_weights_that_are_left_in_are_noticed(caplog: pytest.LogCapture
         watched.step()
     (line,) = caplog.messages
     assert "swap them back" in line
+    caplog.clear()
+    moved = Watched(small())
+    moved.step()
+    moved.model.head.weight.data = torch.zeros_like(moved.model.head.weight)
+    moved.step()
+    assert len(caplog.records) == 1, "other memory is another value, too"
 
 
 def test_buffers_that_change_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
