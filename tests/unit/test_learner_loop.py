@@ -185,12 +185,11 @@ def test_an_honest_optimizer_is_not_blamed(kind: Any, lr: float, dtype: torch.dt
 
 def test_a_step_is_watched_with_a_few_operations_whatever_the_model() -> None:
     """Each one costs a kernel on a GPU, and time of the training loop everywhere."""
-    model = nn.ModuleList(small() for _ in range(10))
-    watched = Watched(model[0])
+    parts = [small() for _ in range(10)]
+    watched, model = Watched(parts[0]), nn.ModuleList(parts)
     watched.watch = WeightWatch(Parameters(model), [torch.optim.SGD(model.parameters())])
     watched.step()
-    watched.optimizer.zero_grad()
-    loss_of(model[0]).backward()  # type: ignore[no-untyped-call]
+    loss_of(parts[0]).backward()  # type: ignore[no-untyped-call]
     with Operations() as before:
         watched.watch.before_step()
     watched.optimizer.step()
@@ -233,9 +232,10 @@ def test_averaged_weights_that_are_left_in_are_noticed(caplog: pytest.LogCapture
     (line,) = caplog.messages
     assert "swap them back" in line
     caplog.clear()
-    moved = Watched(small())
+    model = small()
+    moved = Watched(model)
     moved.step()
-    moved.model.head.weight.data = torch.zeros_like(moved.model.head.weight)
+    model.head.weight.data = torch.zeros(model.head.weight.shape)
     moved.step()
     assert len(caplog.records) == 1, "other memory is another value, too"
 
