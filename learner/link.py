@@ -93,7 +93,8 @@ class Link:
     def control(self, peer: str, frames: list[bytes]) -> bool:
         """Queues a control message; the background thread sends it."""
         self._said.append(frames)
-        self._wake()
+        if threading.current_thread() is not self._thread:  # That one sends at the end of its turn.
+            self._wake()
         return True
 
     def data(self, topic: str, header: bytes, payload: bytes) -> bool:

@@ -199,11 +199,11 @@ def test_a_step_is_watched_with_a_few_operations_whatever_the_model() -> None:
     assert before.names == [] and len(after.names) <= 2
 
 
-class Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what torch is asked to compute."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
