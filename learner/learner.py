@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeVar
 import torch
 from torch import nn
 
-from narrows.learner.island import Solo
+from narrows.learner.island import Island
 from narrows.learner.link import Link
 from narrows.learner.loop import HostLoss, Loss, StepLog, bare_optimizers, ramp_steps
 from narrows.learner.parameters import Parameters, misuse
@@ -76,7 +76,7 @@ class Learner:
         self._link = Link(
             join_target(broker, name, key),
             self._parameters.layout,
-            Solo(self._parameters),
+            Island(self._parameters),
             join_timeout_s=join_timeout_s,
             events=None if events is None else Path(events),
             adopting=self._watch.adopted,

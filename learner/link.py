@@ -93,8 +93,7 @@ class Link:
     def control(self, peer: str, frames: list[bytes]) -> bool:
         """Queues a control message; the background thread sends it."""
         self._said.append(frames)
-        if threading.current_thread() is not self._thread:  # That one sends at the end of its turn.
-            self._wake()
+        self._wake()
         return True
 
     def data(self, topic: str, header: bytes, payload: bytes) -> bool:
@@ -230,6 +229,7 @@ class Link:
             self._events.close()
 
     def _wake(self) -> None:
+        # The background thread sends what it has to say at the end of its turn.
         if threading.current_thread() is not self._thread and self._is_open:
             self._workers.wake()
 

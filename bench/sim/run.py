@@ -26,7 +26,7 @@ from narrows.broker.process.host import Host
 from narrows.broker.rounds import Version
 from narrows.broker.store import Store
 from narrows.learner.host import LearnerHost
-from narrows.learner.island import Solo
+from narrows.learner.island import Island
 from narrows.proto.codec import F32
 from narrows.proto.layout import Fragment, Piece
 from narrows.proto.messages import DtypeName, Layout, LayoutEntry
@@ -200,7 +200,7 @@ class Site:
         self.pool = VirtualPool(world, self._turn, self.boot)
         incarnation = f"{self.name}.{world.rng.getrandbits(32):08x}"
         host = self.run.site_host_class(
-            self.name, incarnation, LAYOUT, Solo(self.parameters), self, self.pool, world.now
+            self.name, incarnation, LAYOUT, Island(self.parameters), self, self.pool, world.now
         )
         self.host, self.left = host, False
         host.sender.ready = True

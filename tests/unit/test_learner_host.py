@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from narrows.learner.effects import Adopt, Note
 from narrows.learner.host import LearnerHost
-from narrows.learner.island import Solo
+from narrows.learner.island import Island
 from narrows.proto import messages as msg
 from narrows.proto.codec import F32
 from narrows.proto.layout import Fragment
@@ -48,7 +48,7 @@ class Player:
         self.rng = np.random.default_rng(len(name))
         incarnation = f"{name}.00000001"
         self.host = LearnerHost(
-            name, incarnation, layout, Solo(self.source), self, self.pool, house.now
+            name, incarnation, layout, Island(self.source), self, self.pool, house.now
         )
         self.host.noted = lambda note: self.notes.append(note)
         self.host.saw = lambda header, values: self.copies.update(
