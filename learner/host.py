@@ -2,15 +2,16 @@
 
 It has no socket, thread or clock of its own, so the simulator runs the same code. The caller holds
 the learner's lock in every call. `boundary` and `join` come from the training thread, everything
-else from the loop. The training thread copies parameters and applies the rule of an adoption; to
-decode, digest, encode and send belongs to the pool and the loop.
+else from the loop. The training thread alone touches parameters, between two steps: it copies them
+and applies the rule of an adoption. To decode, digest, encode and send belongs to the pool and the
+loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final
 
 from narrows.learner import effects as do
 from narrows.learner.island import Island
@@ -38,16 +39,6 @@ SENDS_PER_TURN: Final = 16
 """Data messages that leave before the training thread may have the lock."""
 
 
-class Made(NamedTuple):
-    """A copy that a worker has made."""
-
-    header: Header
-    """The header of chunk 0."""
-    copy: Copy
-    agrees: bool
-    """It has the digest that the broker told."""
-
-
 class LearnerHost:
     """One learner. `session` decides; read it, but change nothing there.
 
@@ -73,14 +64,16 @@ class LearnerHost:
         self.saw: Callable[[Header, F32], None] = lambda header, published: None
         self.adopting: Callable[[do.Adopt], None] = lambda effect: None
         self.noted: Callable[[do.Note], None] = lambda note: None
-        self._layout, self._island, self._wires, self._pool = layout, island, wires, pool
+        self._island, self._wires, self._pool = island, wires, pool
         self._payloads: dict[tuple[int, DataKind, int], dict[int, tuple[Header, bytes]]] = {}
         self._held: dict[int, Copy] = {}
         self._tip: dict[int, Copy] = {}
         self._pushed: dict[int, CodedPush] = {}
         """By push id."""
         self._seeds: list[do.SendChunks] = []
+        """Chunks of version 0 that the broker wants."""
         self._seeding = False
+        """A worker encodes some of them."""
         self._coded_seed: dict[tuple[int, int], list[EncodedChunk]] = {}
         """(fragment, elements of a chunk) -> version 0 as it was coded last: the broker asks for
         what was lost in many pieces. One fragment at most, because it is lossless."""
@@ -91,7 +84,7 @@ class LearnerHost:
 
     def control(self, frames: list[bytes], now: float) -> None:
         """A control message of the broker, as it came."""
-        self._received(frames, now)
+        self.sender.received([len(frame) for frame in frames], now)
         try:
             message = wire.decode_control(frames, msg.CONTROL_BYTES_MAX)
         except RemoteProtocolError as error:
@@ -100,14 +93,14 @@ class LearnerHost:
                 self.session.refused = refused(error.code, error)
             return
         if isinstance(message, msg.Refuse) and message.layout:
-            message = _explained(message, self._layout)
+            message = _explained(message, self.session.layout)
         self.session.control(message, now)
         self._perform(now)
         self._pump(now)
 
     def data(self, frames: list[bytes], now: float) -> None:
         """A data message of the downlink, as it came: topic, header, payload."""
-        self._received(frames, now)
+        self.sender.received([len(frame) for frame in frames], now)
         try:
             header, payload = _checked(frames)
         except RemoteProtocolError as error:
@@ -123,12 +116,14 @@ class LearnerHost:
         the run."""
         self.session.join()
         self._perform(now)
+        self._seed_next()
         return self.session.joined
 
     def boundary(self, tokens: int, loss: float | None, now: float) -> None:
         """After an inner step: the only time that the exchange takes from training."""
         self.session.boundary(tokens, loss, now)
         self._perform(now)
+        self._seed_next()
 
     def turn(self, now: float) -> None:
         """The time has come, or a socket has room: sends what may leave."""
@@ -144,14 +139,9 @@ class LearnerHost:
         self.session.lost(now)
         self._perform(now)
 
-    def pause(self, reason: str, now: float) -> None:
-        """The loop makes no steps for a while."""
+    def pause(self, reason: str | None, now: float) -> None:
+        """The loop makes no steps for a while; None: it makes them again."""
         self.session.pause(reason)
-        self._perform(now)
-
-    def resume(self, now: float) -> None:
-        """The loop makes steps again."""
-        self.session.pause(None)
         self._perform(now)
 
     def leave(self, now: float) -> None:
@@ -178,9 +168,13 @@ class LearnerHost:
                         self.sender.charge([len(frame) for frame in frames], now)
                         self._wires.control("", frames)
                     case do.SendLayout():
-                        self._send_layout()
+                        payload = wire.pack_layout(self.session.layout)
+                        chunk = EncodedChunk(0, payload, wire.digest(payload))
+                        self._put(DataKind.LAYOUT, 0, 0, 0, LOSSLESS, [chunk])
+                    case do.SendChunks(DataKind.SEED):
+                        self._seeds.append(effect)
                     case do.SendChunks():
-                        self._send_chunks(effect)
+                        self._send_push(effect)
                     case do.Assemble():
                         self._assemble(effect)
                     case do.Snapshot():
@@ -199,6 +193,8 @@ class LearnerHost:
         session = self.session
         if session.epoch != self._epoch:
             self._epoch = session.epoch
+            self._seeds.clear()
+            self._coded_seed.clear()
             self.sender.discard(lambda header: header.epoch != session.epoch)
         if session.beat.up_bits_per_s != self._up_bits_per_s:
             self._up_bits_per_s = session.beat.up_bits_per_s
@@ -247,19 +243,27 @@ class LearnerHost:
         fragment, settings = self._fragment(index), self.session.settings
         chunks = [each for _, each in sorted(self._payloads[index, kind, version].items())]
         base = self._tip[index].values if kind is DataKind.PUBLICATION else None
-        header = chunks[0][0]
+        first = chunks[0][0]
 
-        def work() -> Made:
-            copy = self._island.copy(fragment, _values(fragment, settings, base, chunks))
-            return Made(header, copy, digest_of(copy.values) == header.result_digest)
+        def work() -> tuple[Copy, bool]:
+            size = settings.state_chunk_elements if base is None else settings.chunk_elements
+            decoded = [
+                decode_chunk(fragment, header.codec, size, header.chunk, payload)
+                for header, payload in chunks
+            ]
+            if base is None:
+                values = values_of(fragment, decoded)
+            else:
+                values = advance_copy(fragment, base, decoded)
+            return self._island.copy(fragment, values), digest_of(values) == first.result_digest
 
-        def made(result: Made | BaseException, now: float) -> None:
-            agrees = isinstance(result, Made) and result.agrees
+        def made(result: tuple[Copy, bool] | BaseException, now: float) -> None:
             if isinstance(result, BaseException):
                 self._refuse(result)
-            if self.session.assembled(header, now, agrees=agrees) and isinstance(result, Made):
-                self._tip[index] = result.copy
-                self.saw(header, result.copy.values)
+                self.session.assembled(first, now, agrees=False)
+            elif self.session.assembled(first, now, agrees=result[1]):
+                self._tip[index] = result[0]
+                self.saw(first, result[0].values)
             self._perform(now)
             self._pump(now)
 
@@ -267,16 +271,7 @@ class LearnerHost:
 
     # The uplink.
 
-    def _send_layout(self) -> None:
-        payload = wire.pack_layout(self._layout)
-        chunk = EncodedChunk(0, payload, wire.digest(payload))
-        self._put(DataKind.LAYOUT, 0, 0, 0, LOSSLESS, [chunk])
-
-    def _send_chunks(self, effect: do.SendChunks) -> None:
-        if effect.kind is DataKind.SEED:
-            self._seeds.append(effect)
-            self._seed_next()
-            return
+    def _send_push(self, effect: do.SendChunks) -> None:
         push = self._pushed[effect.push_id]
         size = self.session.settings.chunk_elements
         if push.chunk_elements != size:  # A new life of the broker has other sizes.
@@ -289,16 +284,25 @@ class LearnerHost:
         self._put(DataKind.PUSH, effect.fragment, push.base, effect.push_id, push.codec, wanted)
 
     def _seed_next(self) -> None:
-        """Encodes version 0 fragment by fragment, because a lossless model is large."""
+        """On the training thread: reads a fragment of version 0 for a worker to encode. One at a
+        time, because a lossless model is large; the next follows at the next call."""
         if self._seeding or not self._seeds:
             return
-        effect, self._seeding = self._seeds.pop(0), True
+        effect = self._seeds.pop(0)
         fragment, size = self._fragment(effect.fragment), self.session.settings.state_chunk_elements
-        known, self._coded_seed = self._coded_seed.get((fragment.index, size)), {}
+
+        def send(chunks: Sequence[EncodedChunk]) -> None:
+            wanted = _chosen(chunks, effect.chunks)
+            self._put(DataKind.SEED, effect.fragment, 0, 0, LOSSLESS, wanted)
+
+        if known := self._coded_seed.get((fragment.index, size)):
+            send(known)
+            return
+        self._coded_seed, self._seeding = {}, True
         values = self._island.read(fragment)
 
         def work() -> list[EncodedChunk]:
-            return known or list(encode_values(fragment, values, chunk_elements=size))
+            return list(encode_values(fragment, values, chunk_elements=size))
 
         def coded(result: list[EncodedChunk] | BaseException, now: float) -> None:
             self._seeding = False
@@ -308,9 +312,7 @@ class LearnerHost:
                 self._refuse(result)
             else:
                 self._coded_seed = {(fragment.index, size): result}
-                chunks = _chosen(result, effect.chunks)
-                self._put(DataKind.SEED, effect.fragment, 0, 0, LOSSLESS, chunks)
-            self._seed_next()
+                send(result)
             self._pump(now)
 
         self._pool.run(work, coded)
@@ -345,9 +347,6 @@ class LearnerHost:
             else:
                 self.sender.blocked(entry, now)
 
-    def _received(self, frames: list[bytes], now: float) -> None:
-        self.sender.received([len(frame) for frame in frames], now)
-
     def _fragment(self, index: int) -> Fragment:
         return self.session.parts[index].fragment
 
@@ -371,21 +370,6 @@ def _checked(frames: list[bytes]) -> tuple[Header, bytes]:
             got=f"{wire.digest(payload):016x}",
         )
     return header, payload
-
-
-def _values(
-    fragment: Fragment,
-    settings: msg.RunSettings,
-    base: F32 | None,
-    chunks: Sequence[tuple[Header, bytes]],
-) -> F32:
-    """The copy that all chunks of a transfer make: a state, or a publication on `base`."""
-    size = settings.state_chunk_elements if base is None else settings.chunk_elements
-    decoded = [
-        decode_chunk(fragment, header.codec, size, header.chunk, payload)
-        for header, payload in chunks
-    ]
-    return values_of(fragment, decoded) if base is None else advance_copy(fragment, base, decoded)
 
 
 def _chosen(chunks: Sequence[EncodedChunk], ranges: msg.Ranges | None) -> Sequence[EncodedChunk]:

@@ -1,8 +1,4 @@
-"""The parameters behind a learner: one process, or the ranks of an island.
-
-The host talks to an `Island` and never sees a parameter. `Solo` is the island of one process: all
-blocks of every fragment are its own, and nothing has to be agreed upon.
-"""
+"""The parameters behind a learner. The host talks to an `Island` and never sees a tensor."""
 
 from __future__ import annotations
 
@@ -49,34 +45,10 @@ class ParameterSource(Protocol):
         ...
 
 
-class Island(Protocol):
-    """The parameters as the host uses them. `snapshot`, `adopt` and `overwrite` are called on the
-    training thread between two steps, `copy` on a worker."""
+class Island:
+    """The parameters as the host uses them.
 
-    def copy(self, fragment: Fragment, values: F32) -> Copy:
-        """Prepares a published copy (n,) for `snapshot` and `adopt`, so that they only compute."""
-        ...
-
-    def read(self, fragment: Fragment) -> F32:
-        """The parameters (n,) of a fragment, for version 0."""
-        ...
-
-    def snapshot(self, fragment: Fragment, published: Copy) -> Snapshot:
-        """Copies the parameters of a fragment now; the snapshot is encoded later, on a worker."""
-        ...
-
-    def adopt(self, fragment: Fragment, rule: Adoption) -> None:
-        """Moves the parameters in place by the rule of push.py."""
-        ...
-
-    def overwrite(self, fragment: Fragment, new: Copy) -> None:
-        """Makes the parameters equal to a copy, whatever they were."""
-        ...
-
-
-class Solo:
-    """An island of one process.
-
+    `copy` is called on a worker, everything else on the training thread between two steps.
     `on_device` forces the GPU's path for tensors wherever they are; None: it is taken for a
     fragment that is on one GPU.
     """
@@ -85,7 +57,7 @@ class Solo:
         self._source, self._on_device = source, on_device
 
     def copy(self, fragment: Fragment, values: F32) -> Copy:
-        """See Island."""
+        """Prepares a published copy (n,) for `snapshot` and `adopt`, so that they only compute."""
         rounded = values
         if any(self._source.dtype(piece) != "float32" for piece in fragment.pieces):
             rounded = empty_f32(fragment.elements)
@@ -96,19 +68,19 @@ class Solo:
         return Copy(values, rounded if device is None else to_device(rounded, device))
 
     def read(self, fragment: Fragment) -> F32:
-        """See Island."""
+        """The parameters (n,) of a fragment, for version 0."""
         values = empty_f32(fragment.elements)
         self._source.read(fragment, values)
         return values
 
     def snapshot(self, fragment: Fragment, published: Copy) -> Snapshot:
-        """See Island."""
+        """Copies the parameters of a fragment now; the snapshot is encoded later, on a worker."""
         if isinstance(published.rounded, np.ndarray):
             return HostSnapshot(published.rounded, self.read(fragment))
         return snapshot_on_device(self._views(fragment), published.rounded)
 
     def adopt(self, fragment: Fragment, rule: Adoption) -> None:
-        """See Island."""
+        """Moves the parameters in place by the rule of push.py."""
         if not isinstance(rule.new.rounded, np.ndarray):
             adopt_on_device(fragment, self._views(fragment), rule)
         elif (arrays := self._arrays(fragment)) is not None:
@@ -120,7 +92,7 @@ class Solo:
             self._source.write(fragment, values)
 
     def overwrite(self, fragment: Fragment, new: Copy) -> None:
-        """See Island."""
+        """Makes the parameters equal to a copy, whatever they were."""
         self._source.write(fragment, new.values)
 
     def _views(self, fragment: Fragment) -> list[Any]:

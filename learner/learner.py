@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeVar
 import torch
 from torch import nn
 
-from narrows.learner.island import Solo
+from narrows.learner.island import Island
 from narrows.learner.link import Link
 from narrows.learner.loop import HostLoss, Loss, StepLog, bare_optimizers, ramp_steps
 from narrows.learner.parameters import Parameters, misuse
@@ -76,7 +76,7 @@ class Learner:
         self._link = Link(
             join_target(broker, name, key),
             self._parameters.layout,
-            Solo(self._parameters),
+            Island(self._parameters),
             join_timeout_s=join_timeout_s,
             events=None if events is None else Path(events),
             adopting=self._watch.adopted,
@@ -98,7 +98,7 @@ class Learner:
             self._ramp_steps = ramp if self._link.join(ramp) else 0
             if self._boundary == "step":
                 first, last = self._optimizers[0], self._optimizers[-1]
-                hook = first.register_step_pre_hook(lambda *_: self._watch.before_step())
+                hook = first.register_step_pre_hook(lambda *_: self._before_step())
                 self._undo.callback(hook.remove)
                 hook = last.register_step_post_hook(lambda *_: self.step())
                 self._undo.callback(hook.remove)
@@ -146,6 +146,11 @@ class Learner:
     def discard(self) -> None:
         """Drops what was logged since the last step: call it when the loop skips a step."""
         self._log.take()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_step(self) -> None:
+        with self._timed():
+            self._watch.before_step()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self) -> None:

@@ -153,10 +153,7 @@ class Link:
     def set_paused(self, reason: str | None) -> None:
         """No steps are made for a while; None: they are made again."""
         with self._lock:
-            if reason is None:
-                self._host.resume(time.monotonic())
-            else:
-                self._host.pause(reason, time.monotonic())
+            self._host.pause(reason, time.monotonic())
 
     def finish(self, timeout_s: float | None) -> None:
         """Leaves: with the final model if the run has ended. Raises Unfinished, Refused."""
@@ -232,6 +229,7 @@ class Link:
             self._events.close()
 
     def _wake(self) -> None:
+        # The background thread sends what it has to say at the end of its turn.
         if threading.current_thread() is not self._thread and self._is_open:
             self._workers.wake()
 

@@ -127,6 +127,5 @@ def _detached(loss: Loss) -> Loss:
             got=f"shape {tuple(loss.shape)}",
             remedy="Log its mean: loss.mean().",
         )
-    value = loss.detach()
     # A copy: the graph that made it may overwrite it at the next step.
-    return value.item() if value.is_cpu else value.clone()
+    return loss.item() if loss.is_cpu else loss.detach().clone()

@@ -43,17 +43,23 @@ class WeightWatch:
         self._know(t for t in parameters.module.parameters() if t.requires_grad)
         self._buffers = self._buffer_samples()
         self._warned_of: set[str] = set()
+        stride = math.ceil(len(parameters.tensors) / SAMPLED_TENSORS)
+        self._sampled = parameters.tensors[::stride]
+        self._elements: list[Tensor] = []
+        """A few elements of those on the device of the first, sharing their memory. They are kept:
+        to find them anew costs a few operations for each, at every step."""
+        self._addresses: list[int] = []
+        """Memory of the sampled tensors when the elements were found."""
+        self._marks: list[tuple[int, int]] = []
+        """Memory and version of the sampled tensors at the end of the last boundary."""
         self._adopted = False
         self._undone = self._kept = 0
-        self._marks: list[tuple[int, int]] = []
         self._before: Tensor | None = None
-        """Sample after the newest step, before what was adopted there."""
+        """Sample after the newest step, if what was adopted there is to be judged."""
         self._after: Tensor | None = None
-        """The same after it."""
+        """Sample at the end of the last boundary."""
         self._step: Tensor | None = None
         """Change made by a step that no adoption preceded: how far a step goes."""
-        self._judged = False
-        """An adoption is to be judged by the coming step."""
 
     def start(self) -> None:
         """Call before joining. Raises LocalProtocolError MISUSE for parameters of the model that
@@ -77,7 +83,7 @@ class WeightWatch:
 
     def before_step(self) -> None:
         """Call before the optimizer's step: compares with the end of the last boundary."""
-        if self._after is None or self._marks == self._marked():
+        if self._after is None or self._marks == self._places():
             return
         if not torch.equal(self._after, self._sample()):  # Swapped in and back is no change.
             self._warn(
@@ -92,13 +98,13 @@ class WeightWatch:
         two adoptions running."""
         self._raise_for_strangers(self._optimized())
         sample = self._sample()
-        if self._judged and self._before is not None and self._after is not None:
-            self._judge(self._before, self._after, sample)
-        elif self._after is not None:
-            self._step = sample - self._after
-        else:
+        if self._after is None:
             self.look_at_buffers()  # A buffer that changes at all does so at the first step.
-        self._before, self._judged = sample, False
+        elif self._before is not None:
+            self._judge(self._before, self._after, sample)
+        elif self._kept < KEPT_ENOUGH:
+            self._step = sample - self._after
+        self._before = self._after = sample
 
     def adopted(self) -> None:
         """Call when the exchange has moved parameters at this boundary."""
@@ -106,10 +112,11 @@ class WeightWatch:
 
     def boundary_over(self) -> None:
         """Call at the end of a boundary: what changes from now on is nobody's step."""
-        self._marks = self._marked()
-        self._judged = self._adopted and self._kept < KEPT_ENOUGH and self._step is not None
-        self._after = self._sample() if self._adopted else self._before
-        self._adopted = False
+        if self._adopted:
+            self._after = self._sample()
+        if not self._adopted or self._kept >= KEPT_ENOUGH or self._step is None:
+            self._before = None
+        self._marks, self._adopted = self._places(), False
 
     def look_at_buffers(self) -> None:
         """Warns of persistent buffers that have changed: they do not travel."""
@@ -143,17 +150,18 @@ class WeightWatch:
                 " instance on a float32 model under torch.autocast.",
             )
 
-    def _marked(self) -> list[tuple[int, int]]:
-        tensors = self._parameters.tensors
-        return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+    def _places(self) -> list[tuple[int, int]]:
+        """Changes whenever somebody writes to a sampled tensor, or gives it other memory."""
+        return [(tensor.data_ptr(), tensor._version) for tensor in self._sampled]
 
     def _sample(self) -> Tensor:
-        """A few elements of tensors all over the model, of those on the device of the first."""
-        tensors = self._parameters.tensors
-        stride = math.ceil(len(tensors) / SAMPLED_TENSORS)
-        device = tensors[0].device
-        chosen = [tensor for tensor in tensors[::stride] if tensor.device == device]
-        return torch.cat([_elements(tensor.detach()) for tensor in chosen])
+        """A few elements of tensors all over the model: a float32 copy on their device."""
+        addresses = [tensor.data_ptr() for tensor in self._sampled]
+        if addresses != self._addresses:  # As after model.to(...).
+            device = self._sampled[0].device
+            near = [tensor.detach() for tensor in self._sampled if tensor.device == device]
+            self._elements, self._addresses = [_elements(tensor) for tensor in near], addresses
+        return torch.cat(self._elements).float()
 
     def _optimized(self) -> Iterator[Tensor]:
         for optimizer in self._optimizers:
@@ -199,8 +207,8 @@ class WeightWatch:
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    """At most SAMPLED_ELEMENTS elements as a float32 copy on the same device."""
+    """At most SAMPLED_ELEMENTS elements (n,), sharing the tensor's memory."""
     while tensor.dim() > 1:
         tensor = tensor[tensor.shape[0] // 2]
     flat = tensor.reshape(-1)
-    return flat[:: math.ceil(flat.numel() / SAMPLED_ELEMENTS)].to(torch.float32, copy=True)
+    return flat[:: math.ceil(flat.numel() / SAMPLED_ELEMENTS)]

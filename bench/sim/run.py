@@ -27,7 +27,7 @@ from narrows.broker.process.host import Host
 from narrows.broker.rounds import Version
 from narrows.broker.store import Store
 from narrows.learner.host import LearnerHost
-from narrows.learner.island import Solo
+from narrows.learner.island import Island
 from narrows.proto.codec import F32
 from narrows.proto.layout import Fragment, Piece
 from narrows.proto.messages import DtypeName, Layout, LayoutEntry
@@ -202,7 +202,7 @@ class Site:
         self.pool = VirtualPool(world, self._turn, self.boot)
         incarnation = f"{self.name}.{world.rng.getrandbits(32):08x}"
         host = self.run.site_host_class(
-            self.name, incarnation, LAYOUT, Solo(self.parameters), self, self.pool, world.now
+            self.name, incarnation, LAYOUT, Island(self.parameters), self, self.pool, world.now
         )
         self.host, self.left = host, False
         host.sender.ready = True
@@ -475,7 +475,7 @@ class Run:
         host = site.host
         host.pause("evaluating", self.world.now)
         self.world.after(
-            seconds, lambda: host.resume(self.world.now) if host is site.host else None
+            seconds, lambda: host.pause(None, self.world.now) if host is site.host else None
         )
 
     def _fill(self, full: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 from narrows.learner import host
 from narrows.learner.effects import Adopt, Note
 from narrows.learner.host import LearnerHost
-from narrows.learner.island import Solo
+from narrows.learner.island import Island
 from narrows.proto import messages as msg
 from narrows.proto.codec import F32, encode_values
 from narrows.proto.layout import Fragment
@@ -26,16 +27,30 @@ SETTINGS: dict[str, object] = {
 }  # fmt: skip
 
 
+class Guarded(Arrays):
+    """Parameters that nobody may touch while the training thread changes them."""
+
+    is_training = True
+
+    def read(self, fragment: Fragment, out: F32) -> None:
+        assert not self.is_training, "the parameters are read in the middle of a step"
+        super().read(fragment, out)
+
+    def write(self, fragment: Fragment, values: F32) -> None:
+        assert not self.is_training, "the parameters are written in the middle of a step"
+        super().write(fragment, values)
+
+
 class Player:
     """One learner: arrays that drift, a host, and the way between it and the broker."""
 
     def __init__(self, house: House, name: str, layout: msg.Layout = LAYOUT) -> None:
         self.house, self.name = house, name
-        self.source, self.pool = Arrays(layout), Pool()
+        self.source, self.pool = Guarded(layout), Pool()
         self.rng = np.random.default_rng(len(name))
         incarnation = f"{name}.00000001"
         self.host = LearnerHost(
-            name, incarnation, layout, Solo(self.source), self, self.pool, house.now
+            name, incarnation, layout, Island(self.source), self, self.pool, house.now
         )
         self.host.noted = lambda note: self.notes.append(note)
         self.host.saw = lambda header, values: self.copies.update(
@@ -51,6 +66,7 @@ class Player:
         self.lost = 0
         """Chunks of version 0 of fragment 1 that are lost on their way."""
         self.is_full = False
+        self.steps = 0
         self._wires, self._seen = house.wires, (0, 0)
         self.host.lost(house.now)
 
@@ -105,9 +121,13 @@ class Player:
         if session.joined and not session.stopping and not session.must_wait(now):
             for tensor in self.source.tensors:
                 tensor += 0.01 * self.rng.standard_normal(tensor.size).astype(np.float32)
+            self.steps += 1
+            self.source.is_training = False
             self.host.boundary(100, 1.0, now)
         else:
+            self.source.is_training = False
             self.host.join(now)
+        self.source.is_training = True
 
 
 def play(house: House, players: list[Player], seconds: float) -> None:
@@ -155,7 +175,9 @@ def test_two_learners_train_through_a_kill_of_the_broker_to_the_final_model(tmp_
         assert session.phase is Phase.ENDED and session.final and session.ended
         assert session.ledger.merged == session.ledger.logged and session.ledger.lost == 0
         for fragment, part in enumerate(session.parts):
-            values = Solo(each.source).read(part.fragment)
+            values = np.empty(part.fragment.elements, np.float32)
+            each.source.is_training = False
+            each.source.read(part.fragment, values)
             state, _ = house.host.pipeline.head(fragment)
             assert values.tobytes() == state.published.tobytes()
 
@@ -260,6 +282,32 @@ def test_chunks_of_version_0_that_are_asked_for_again_are_not_encoded_again(
     play(house, [player], 12.0)
     assert player.lost == 0 and player.host.session.joined
     assert encoded == [0, 1] and not player.host._coded_seed
+
+
+def test_a_run_is_seeded_anew_between_two_steps_of_a_learner_that_trains(house: House) -> None:
+    """The operator has put back a state directory from before version 0."""
+    house.kill()
+    shutil.copytree(house.folder, house.folder / "older")
+    house.start()
+    player = Player(house, "site-a")
+    play(house, [player], 3.0)
+    assert min(house.heads) > 0
+    house.kill()
+    for each in house.folder.iterdir():
+        if each.name != "older":
+            shutil.rmtree(each) if each.is_dir() else each.unlink()
+    shutil.copytree(house.folder / "older", house.folder, dirs_exist_ok=True)
+    house.start()
+    before = player.steps
+    for _ in range(60):
+        if player.host.session.joined and house.heads:
+            break
+        play(house, [player], 0.1)
+    assert player.steps > before, "it trains on while it seeds"
+    play(house, [player], 3.0)
+    assert "went_back" in [each.event for each in player.notes]
+    assert min(house.heads) > 0
+    check_copies(house, player)
 
 
 def test_a_model_that_is_not_finite_cannot_become_version_0(house: House) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from model_cases import loss_of, small
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrows.learner import loop
 from narrows.learner.parameters import Parameters
@@ -194,6 +195,34 @@ def test_an_honest_optimizer_is_not_blamed(kind: Any, lr: float, dtype: torch.dt
         watched.step(back if step % 3 == 2 else None)
 
 
+def test_a_step_is_watched_with_a_few_operations_whatever_the_model() -> None:
+    """Each one costs a kernel on a GPU, and time of the training loop everywhere."""
+    parts = [small() for _ in range(10)]
+    watched, model = Watched(parts[0]), nn.ModuleList(parts)
+    watched.watch = WeightWatch(Parameters(model), [torch.optim.SGD(model.parameters())])
+    watched.step()
+    loss_of(parts[0]).backward()  # type: ignore[no-untyped-call]
+    with Operations() as before:
+        watched.watch.before_step()
+    watched.optimizer.step()
+    with Operations() as after:
+        watched.watch.stepped()
+        watched.watch.boundary_over()
+    assert before.names == [] and len(after.names) <= 2
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what torch is asked to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def test_averaged_weights_that_are_left_in_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
     watched = Watched(small())
     own = [tensor.detach().clone() for tensor in watched.model.parameters()]
@@ -214,6 +243,13 @@ def test_averaged_weights_that_are_left_in_are_noticed(caplog: pytest.LogCapture
         watched.step()
     (line,) = caplog.messages
     assert "swap them back" in line
+    caplog.clear()
+    model = small()
+    moved = Watched(model)
+    moved.step()
+    model.head.weight.data = torch.zeros(model.head.weight.shape)
+    moved.step()
+    assert len(caplog.records) == 1, "other memory is another value, too"
 
 
 def test_buffers_that_change_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ import torch
 from arrays import LAYOUT, Arrays
 from msgspec.structs import replace
 
-from narrows.learner.island import Solo
+from narrows.learner.island import Island
 from narrows.learner.parameters import Parameters
 from narrows.learner.push import Adoption, CodedPush, Copy
 from narrows.proto.codec import F32, decode_chunk, values_of
@@ -31,7 +31,7 @@ class Model(torch.nn.Module):
         self.v = torch.nn.Parameter(v)
 
 
-def filled(island: Solo, fragment: Fragment, values: F32) -> Copy:
+def filled(island: Island, fragment: Fragment, values: F32) -> Copy:
     copy = island.copy(fragment, values)
     island.overwrite(fragment, copy)
     return copy
@@ -50,7 +50,7 @@ def test_the_rule_equals_its_plain_twin_and_loses_nothing(keep: float, seed: int
     in a version that holds its push. An outer gradient is work with the other sign."""
     rng = np.random.default_rng(seed)
     source = Arrays()
-    island = Solo(source)
+    island = Island(source)
     size = FRAGMENT.elements
     old = filled(island, FRAGMENT, rng.standard_normal(size).astype(np.float32))
     twin, worked = old.values.astype(np.float64), np.zeros(size)
@@ -82,7 +82,7 @@ def test_the_rule_equals_its_plain_twin_and_loses_nothing(keep: float, seed: int
 
 
 def test_a_copy_that_is_taken_outright_has_the_published_bits() -> None:
-    island, rng = Solo(Arrays()), np.random.default_rng(0)
+    island, rng = Island(Arrays()), np.random.default_rng(0)
     values = rng.standard_normal(FRAGMENT.elements).astype(np.float32)
     old = filled(island, FRAGMENT, np.full_like(values, np.nan))
     island.adopt(FRAGMENT, Adoption(old, island.copy(FRAGMENT, values), None, 0.0, False))
@@ -92,7 +92,7 @@ def test_a_copy_that_is_taken_outright_has_the_published_bits() -> None:
 def test_parameters_that_are_not_finite_are_not_pushed() -> None:
     for on_device in (False, True):
         model = Model(torch.float32)
-        island = Solo(Parameters(model), on_device=on_device)
+        island = Island(Parameters(model), on_device=on_device)
         old = filled(island, FRAGMENT, np.zeros(FRAGMENT.elements, np.float32))
         with torch.no_grad():
             model.v[2, 3] = float("nan")
@@ -107,7 +107,7 @@ def test_the_rounding_of_parameters_does_not_travel(dtype: torch.dtype, on_devic
     model = Model(dtype)
     parameters = Parameters(model)
     fragment = build_table(parameters.layout.entries, 1)[0]
-    island, rng = Solo(parameters, on_device=on_device), np.random.default_rng(1)
+    island, rng = Island(parameters, on_device=on_device), np.random.default_rng(1)
     old = filled(island, fragment, rng.standard_normal(fragment.elements).astype(np.float32))
     new = island.copy(fragment, rng.standard_normal(fragment.elements).astype(np.float32))
     island.adopt(fragment, Adoption(old, new, None, 0.5, False))
@@ -132,7 +132,7 @@ def test_the_gpu_path_has_the_bits_of_the_cpu(codec: CodecName, transposed: bool
     results = []
     for on_device in (False, True):
         parameters = Parameters(Model(torch.float32, transposed=transposed))
-        island = Solo(parameters, on_device=on_device)
+        island = Island(parameters, on_device=on_device)
         old = filled(island, FRAGMENT, start)
         parameters.write(FRAGMENT, start + work)
         push = island.snapshot(FRAGMENT, old).encode(FRAGMENT, 0, settings)
