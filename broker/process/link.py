@@ -95,9 +95,11 @@ class Link:
         self.ports = [_bind(socket, self._host, port, until) for socket, port in pairs]
         self._uplink.setsockopt(zmq.SUBSCRIBE, b"")
 
-    def _reopen(self) -> None:
+    def _reopen(self, host: Host) -> None:
         """Ends every connection; those whose keys are admitted come back in tenths of a second."""
         self._close_sockets(linger_s=0.0)
+        # libzmq closes them a moment later: until then a descriptor would look like a listener.
+        host.downlink.keep_listeners(lambda _: False)
         self._open(self.ports, until=time.monotonic() + REBIND_S)
 
     # -- the way out
@@ -137,7 +139,7 @@ class Link:
             if self.door and change == b"\1" and not self.door.may_hear(key, topic):
                 # It would cost the line a second copy, and libzmq cannot refuse it.
                 self.door.keep_out(key, f"it listens to {topic[:80]!r}", now)
-                self._reopen()
+                self._reopen(host)
                 break
             if connection is not None and change in (b"\0", b"\1"):
                 text = topic.decode(errors="replace")
@@ -153,7 +155,7 @@ class Link:
                 if not fine and self.door is not None:
                     self.door.strike(key, now)
         if self.door is not None and self.door.look(now):
-            self._reopen()
+            self._reopen(host)
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
             host.downlink.keep_listeners(lambda each: _identity(each[0]) == each)
