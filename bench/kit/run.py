@@ -37,7 +37,7 @@ TENSORS: Final = 16
 WIDTH: Final = 64
 TOKENS: Final = 1000
 """Tokens of a toy's step."""
-TELL_S: Final = 0.1
+TELL_S: Final = 0.01
 """Time between two looks at a toy that its facts show."""
 FACTS_BYTES: Final = 256
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from narrows.bench import bandwidth, chaos, codec, loop
+from narrows.bench import bandwidth, chaos, codec, fairness, loop
 from narrows.bench.cli import BENCHES, bench
 from narrows.bench.kit import rows
 from narrows.bench.kit.line import Sample, available, peak_bits_per_s
@@ -175,3 +175,18 @@ def test_kills_lose_nothing_and_what_is_lost_is_found(monkeypatch: pytest.Monkey
     row = chaos.measure(chaos.Cell(kills=3, seed=1))
     assert row["problems"] == [] and row["copies_seen"] > 0
     assert row["kills_at_places"] == 1 and row["rounds_replayed"] == row["rounds"] > 0
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("away", ["frozen", "killed"])
+def test_shares_are_measured_while_a_learner_is_away(away: Literal["frozen", "killed"]) -> None:
+    row = fairness.measure(fairness.Cell((0.005, 0.02), minutes=0.06, away=away))
+    for name in ("calm", "rough"):
+        # Facts of a toy may be some steps old.
+        assert all(0 < share < 1.05 for share in row[f"{name}_shares"]), row
+        assert row[f"{name}_clock_off_tokens"] == 0, row
+    assert row["rough_logged_tokens"][1] < row["calm_logged_tokens"][1], "it was not away"
+    equal = {"step_s": (0.1, 0.1), **row}
+    assert "the clock is exact" in "".join(fairness.headline([equal]))
+    spoilt = "".join(fairness.headline([{**equal, "calm_clock_off_tokens": 4000}]))
+    assert "wrong at [(0.1, 0.1)]" in spoilt
