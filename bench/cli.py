@@ -12,6 +12,7 @@ BENCHES: Final = {
     "codec": "Measure bits, error and speed of the codecs, beside what others do.",
     "fairness": "Measure the share of each learner's tokens that are merged, however unequal.",
     "loop": "Measure rounds per second, and what a round costs at either end.",
+    "wan": "Measure what is promised of a line: budget, distance, relays, revocation.",
 }
 
 bench = cyclopts.App(name="bench", help="Measure codec, bandwidth, rounds, lives under failure.")

@@ -162,24 +162,32 @@ def _look(run: Run, toys: Sequence[Toy], dead_steps: int) -> Row:
     steps = {toy.name: int(run.facts(toy.name).get("steps", 0)) for toy in toys}
     steps[toys[-1].name] += dead_steps
     clock = float(run.stop_broker()["run_tokens"])
-    merged: Counter[str] = Counter()
-    history = History(run.folder / "state")
-    try:
-        for row in history.rounds():
-            for push in row.round_.contributions:
-                merged[push.learner] += push.tokens
-    finally:
-        history.close()
+    merged = merged_tokens(run.folder / "state")
     logged = {name: TOKENS * count for name, count in steps.items()}
     a_period = len(toys) * SYNC_PERIOD_STEPS * TOKENS
-    # Every token is pushed once in each fragment.
-    shares = [merged[toy.name] / FRAGMENTS / max(1, logged[toy.name]) for toy in toys]
+    shares = []
+    for name, tokens in logged.items():  # Every token is pushed once in each fragment.
+        mine = sum(merged[name, fragment] for fragment in range(FRAGMENTS))
+        shares.append(round(mine / FRAGMENTS / max(1, tokens), 3))
     return {
-        "shares": [round(share, 3) for share in shares],
+        "shares": shares,
         "logged_tokens": list(logged.values()),
         "behind_periods": (sum(logged.values()) - clock) / a_period,
         "clock_off_tokens": round(clock - merged.total() / FRAGMENTS),
     }
+
+
+def merged_tokens(state: Path) -> Counter[tuple[str, int]]:
+    """Tokens in the durable rounds of a state directory, by learner and fragment."""
+    merged: Counter[tuple[str, int]] = Counter()
+    history = History(state)
+    try:
+        for row in history.rounds():
+            for push in row.round_.contributions:
+                merged[push.learner, row.round_.fragment] += push.tokens
+    finally:
+        history.close()
+    return merged
 
 
 def headline(rows: Sequence[Row]) -> list[str]:

@@ -1,0 +1,331 @@
+"""`narrows bench wan`: five promises about a line, each with what is asked of it beside the figure.
+
+budget: the rate is used, and no second is above it. far: 100 ms of round trip leave a line of
+1 Gbit/s full. frozen: whoever stands still takes nothing from a learner beside it. relay: a site
+gets one copy of each publication. revoke: a key is taken back while everybody pushes.
+
+All but `frozen` and `revoke` need root, because they build network namespaces.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Final
+
+from cyclopts import Parameter
+
+from narrows.bench.fairness import merged_tokens
+from narrows.bench.kit.far import FarLine
+from narrows.bench.kit.line import Line, Sample, peak_bits_per_s
+from narrows.bench.kit.rows import Column, Row, bench
+from narrows.bench.kit.run import TOKENS, EventLog, Run, Toy
+from narrows.bench.reference.worker import need_torch
+from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
+from narrows.proto.units import BitRate
+
+PARAMS: Final = 1 << 20
+FRAGMENTS: Final = 4
+HURRY: Final = {"fragments.sync_period_steps": 4, "fragments.overlap_steps": 1}
+"""A period far shorter than a round takes, so that something always waits to be sent."""
+PLAIN: Final = {"codec.publish": "f32-blosc2"}
+"""Ten times as many bits for the same work, where two cores could not fill the line else."""
+
+TRIP_S: Final = 0.1
+FAR_RATE: Final = "1Gbit/s"
+FAR_PARAMS: Final = 1 << 24
+FAR_FRAGMENTS: Final = 2
+
+NOTICED_S: Final = 5.0
+"""Until then a learner that stands still is waited for."""
+LOOKED_S: Final = 2.5
+"""By then a running broker has read its changed allow list."""
+REVOKED_PERIOD_STEPS: Final = 24
+
+COLUMNS: Final = (
+    Column("promise", "promise"),
+    Column("rate", "rate"),
+    Column("learners", "learners"),
+    Column("streams", "streams"),
+    Column("asked", "asked"),
+    Column("found", "found"),
+    Column("held", "held"),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One promise, and what it is tried with."""
+
+    promise: str
+    learners: int = 2
+    rate: str = "0"
+    """Of all learners together, in each direction; "0": no limit."""
+    streams: int = 0
+    """Connections per learner and direction; 0: as the broker chooses."""
+    seconds: float = 12.0
+
+
+RATES: Final = {
+    "10Mbit/s": (1, 2, 4), "50Mbit/s": (2,), "100Mbit/s": (1, 2, 4), "500Mbit/s": (2, 4),
+    "1Gbit/s": (1, 2), "2Gbit/s": (2,),
+}  # fmt: skip
+CELLS: Final = (
+    *(Cell("budget", count, rate) for rate, counts in RATES.items() for count in counts),
+    *(Cell("far", 1, streams=streams) for streams in (1, 4)),
+    *(Cell("frozen", 2, rate, seconds=60.0) for rate in ("0", "20Mbit/s")),
+    Cell("relay", 8),
+    Cell("revoke", 4),
+)
+SHORT: Final = (
+    Cell("budget", 2, "20Mbit/s", seconds=4.0),
+    Cell("frozen", seconds=8.0),
+    Cell("revoke", 3, seconds=4.0),
+)
+
+
+def wan(
+    *,
+    short: bool = False,
+    json_: Annotated[Path | None, Parameter(name="--json")] = None,
+    only: tuple[str, ...] = (),
+) -> None:
+    """Measure what is promised of a line: its budget, a far one, frozen peers, relays, revocation.
+
+    Parameters
+    ----------
+    short
+        Three cells instead of eighteen.
+    json_
+        File for the rows.
+    only
+        Names of promises (budget, far, frozen, relay, revoke); without it all. Repeatable.
+    """
+    need_torch()
+    cells = [each for each in (SHORT if short else CELLS) if not only or each.promise in only]
+    bench("wan", cells, measure, COLUMNS, headline, json=json_)
+
+
+def measure(cell: Cell) -> Row:
+    """`held` says whether `found` is what is `asked`. Raises NarrowsError for a line that cannot be
+    built."""
+    measures = {
+        "budget": _budget, "far": _far, "frozen": _frozen, "relay": _relay, "revoke": _revoke,
+    }  # fmt: skip
+    return measures[cell.promise](cell)
+
+
+def headline(rows: Sequence[Row]) -> list[str]:
+    """How many promises held, and each that did not."""
+    broken = [row for row in rows if row["held"] != "yes"]
+    return [
+        f"{len(rows) - len(broken)} of {len(rows)} held",
+        *(f"{row['promise']} {row['rate']} {row['learners']}: {row['found']}" for row in broken),
+    ]
+
+
+def _row(asked: str, found: str, held: bool, **figures: object) -> Row:
+    return {"asked": asked, "found": found, "held": "yes" if held else "NO", **figures}
+
+
+# The promises.
+
+
+def _budget(cell: Cell) -> Row:
+    rate = float(BitRate.parse(cell.rate))
+    settings = {"wan.total_up": cell.rate, "wan.total_down": cell.rate, **HURRY}
+    if rate > 200e6:
+        settings |= {**PLAIN, "codec.push": "f32-blosc2"}
+    with Line() as line, Run(line=line) as run:
+        _begin(run, cell, settings, params=PARAMS * (4 if rate > 200e6 else 1))
+        first = line.read()
+        run.wait(cell.seconds)
+        last, samples = line.read(), list(line.samples)
+    means = [bits / rate for bits in _bits_per_s(first, last)]
+    peaks = [bits / rate for bits in peak_bits_per_s(samples) or (0.0, 0.0)]
+    held = all(0.95 <= mean <= 1.0 for mean in means) and max(peaks) <= 1.02
+    found = "mean {:.3f} up {:.3f} down, second {:.3f} {:.3f}".format(*means, *peaks)
+    asked = "mean 0.95 to 1, second <= 1.02"
+    return _row(asked, found, held, mean_shares=means, peak_shares=peaks)
+
+
+def _far(cell: Cell) -> Row:
+    """Publications to one learner; then a joiner's first copy, when nothing else crosses."""
+    rate = float(BitRate.parse(FAR_RATE))
+    settings = {"wan.streams": cell.streams, "fragments.count": FAR_FRAGMENTS, **HURRY, **PLAIN}
+    with FarLine(TRIP_S / 2, rate) as line, Run(line=line) as run:
+        (name,) = _begin(run, cell, settings, params=FAR_PARAMS, fragments=FAR_FRAGMENTS)
+        first = line.read()
+        run.wait(cell.seconds)
+        last, samples = line.read(), [each for each in line.samples if each.at_s > first.at_s]
+        run.signal(name, signal.SIGKILL)
+        run.ends(name, -signal.SIGKILL)
+        del run.running[name]
+        run.wait(2 * TRIP_S)
+        first_of_copy = line.read()
+        joiner = Toy("joiner", FAR_PARAMS)
+        run.toy(joiner)
+        _await_joined(run, [joiner.name], FAR_FRAGMENTS)
+        copy = [first_of_copy, *(s for s in line.samples if s.at_s > first_of_copy.at_s)]
+    mean = _bits_per_s(first, last)[1] / rate
+    _, peak = peak_bits_per_s(samples) or (0.0, 0.0)
+    # From the first to the last tenth: a start of TCP and the joiner's own start are no rate.
+    total = copy[-1].down - copy[0].down
+    middle = [s for s in copy if 0.1 * total <= s.down - copy[0].down <= 0.9 * total]
+    fetch = _bits_per_s(middle[0], middle[-1])[1] / rate if len(middle) > 1 else 0.0
+    found = f"publications {peak / rate:.2f} (mean {mean:.2f}), first copy {fetch:.2f}"
+    held = min(peak / rate, fetch) >= 0.9
+    figures = {"publication_peak_share": peak / rate, "publication_mean_share": mean}
+    asked = f"0.9 of {FAR_RATE} at {TRIP_S * 1e3:.0f} ms, each"
+    return _row(asked, found, held, fetch_share=fetch, **figures)
+
+
+def _frozen(cell: Cell) -> Row:
+    rate = {} if cell.rate == "0" else {"wan.total_up": cell.rate, "wan.total_down": cell.rate}
+    with Run() as run:
+        fast, frozen = _begin(run, cell, {**rate, **HURRY})
+        marks = [time.time()]
+        for seconds, number in ((cell.seconds / 4, signal.SIGSTOP), (cell.seconds, signal.SIGCONT)):
+            run.wait(seconds)
+            marks.append(time.time())
+            run.signal(frozen, number)
+        run.wait(cell.seconds / 4)
+        marks.append(time.time())
+        at = _installed(run, fast)
+    begun, stopped, woken, ended = marks
+    noticed = stopped + min(NOTICED_S, cell.seconds / 2)
+    spans = ((begun, stopped), (stopped, noticed), (noticed, woken), (woken, ended))
+    rates = [sum(a <= each < b for each in at) / (b - a) for a, b in spans]
+    lost = 1 - rates[2] / rates[0]
+    pause_s = max(b - a for a, b in pairwise([stopped, *(t for t in at if stopped < t < woken)]))
+    found = (
+        "rounds/s {:.1f}, then {:.1f}, {:.1f}, after {:.1f}".format(*rates)
+        + f", pause {pause_s:.1f} s"
+    )
+    asked = f"loses <= 0.05 after {NOTICED_S:.0f} s"
+    return _row(asked, found, lost <= 0.05, rounds_per_s=rates, lost=lost, longest_pause_s=pause_s)
+
+
+def _relay(cell: Cell) -> Row:
+    """The learners of two sites, all at the far end of one line, so that it carries for both."""
+    down: list[float] = []
+    for relays in (0, 2):
+        with Line() as line, Run(line=line) as run:
+            vias = [f"tcp://127.0.0.1:{7080 + index}" for index in range(relays)]
+            settings = {**HURRY, "run.learners_at_start": cell.learners}
+            run.broker(settings)
+            for index, via in enumerate(vias):
+                name = f"relay-{index}"
+                run.command(name, "relay", "--listen", via, "--broker", run.address)
+                log = run.folder / f"{name}.log"
+                run.wait_until(lambda log=log: " on to " in log.read_text(), "the relay", name)
+            environments = [{"NARROWS_RELAY": via} for via in vias] or [{}]
+            _begin(run, cell, None, environments=environments)
+            merges, first = len(run.merges()), line.read()
+            run.wait(cell.seconds)
+            published = sum(each["published_bytes"] for each in run.merges()[merges:])
+            down.append((line.read().down - first.down) / published)
+    fewer = down[0] / down[1]
+    found = "{:.2f} bytes per byte published, {:.2f} with relays: ".format(*down)
+    figures = {"down_bytes_per_byte": down, "times_fewer": fewer}
+    return _row("3.5 times fewer", f"{found}{fewer:.2f} times fewer", fewer >= 3.5, **figures)
+
+
+def _revoke(cell: Cell) -> Row:
+    with Run() as run:
+        keys = run.folder / "keys"
+        server, environments = create_broker_key(keys).public, []
+        for index in range(cell.learners):
+            name, pair = f"learner-{index}", new_pair()
+            file = run.folder / f"{name}.key"
+            write_site_key(file, SiteKey(name, pair, (server,)))
+            AllowList.allow(keys, name, pair.public)
+            environments.append({"NARROWS_KEY": str(file)})
+        settings = {"broker.keys": keys, "fragments.sync_period_steps": REVOKED_PERIOD_STEPS}
+        gone, *others = _begin(run, cell, settings, environments=environments, step_s=0.01)
+        run.wait(cell.seconds)
+        revoked = time.time()
+        AllowList.revoke(keys, gone)
+        run.wait(max(LOOKED_S, cell.seconds))
+        for name in others:
+            run.signal(name, signal.SIGSTOP)
+        logged = {name: TOKENS * run.facts(name)["steps"] for name in others}
+        run.stop_broker()
+        merged = merged_tokens(run.folder / "state")
+        at = {name: _installed(run, name) for name in (gone, *others)}
+    pauses, usual_s = [], []
+    for name in others:
+        near = [each for each in at[name] if revoked - 1 < each < revoked + LOOKED_S]
+        pauses.append(max((b - a, b) for a, b in pairwise(near)))
+        usual_s.append(median(b - a for a, b in pairwise(at[name])))
+    back_s, back_at = max(pauses)[0], min(at for _, at in pauses)
+    late = sum(each > back_at for each in at[gone])
+    a_period = REVOKED_PERIOD_STEPS * TOKENS
+    behind = max(
+        (logged[name] - merged[name, fragment]) / a_period
+        for name in others
+        for fragment in range(FRAGMENTS)
+    )
+    found = (
+        f"pause {1e3 * back_s:.0f} ms (usual {1e3 * max(usual_s):.0f}), {late} copies to the "
+        f"revoked, {behind:.1f} periods not merged"
+    )
+    figures = {"pause_s": back_s, "copies_after": late, "behind_periods": behind}
+    held = back_s <= 1.0 and not late and behind < 2
+    return _row("pause <= 1000 ms, 0 copies, < 2 periods", found, held, **figures)
+
+
+# What they share.
+
+
+def _begin(
+    run: Run,
+    cell: Cell,
+    settings: Mapping[str, object] | None,
+    *,
+    params: int = PARAMS,
+    fragments: int = FRAGMENTS,
+    step_s: float = 0.004,
+    environments: Sequence[Mapping[str, str]] = ({},),
+) -> list[str]:
+    """Starts a broker (without `settings`: it runs) and toys, in turn with the environments; their
+    names, once all hold every fragment, so that no first copy is on its way."""
+    if settings is not None:
+        plain = {"run.learners_at_start": cell.learners, "fragments.count": fragments}
+        run.broker({**plain, **settings})
+    names = [f"learner-{index}" for index in range(cell.learners)]
+    for index, name in enumerate(names):
+        toy = Toy(name, params, step_s=step_s, seed=index)
+        run.toy(toy, environment=environments[index % len(environments)])
+    _await_joined(run, names, fragments)
+    return names
+
+
+def _await_joined(run: Run, names: Sequence[str], fragments: int) -> None:
+    logs = [EventLog(run.folder / f"{name}.jsonl") for name in names]
+
+    def all_hold_all() -> bool:
+        held = ({each.get("fragment") for each in _installs(log.read())} for log in logs)
+        return all(len(each) == fragments for each in held)
+
+    run.wait_until(all_hold_all, "all to join", *run.running)
+
+
+def _installs(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [each for each in events if each["event"] == "installed"]
+
+
+def _installed(run: Run, name: str) -> list[float]:
+    """Times at which a learner had received a version, in seconds since the epoch."""
+    return [each["time_s"] for each in _installs(EventLog(run.folder / f"{name}.jsonl").read())]
+
+
+def _bits_per_s(first: Sample, last: Sample) -> tuple[float, float]:
+    """Mean rates between two samples, up and down."""
+    span_s = last.at_s - first.at_s
+    return 8 * (last.up - first.up) / span_s, 8 * (last.down - first.down) / span_s
