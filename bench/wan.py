@@ -24,13 +24,16 @@ from narrows.bench.fairness import merged_tokens
 from narrows.bench.kit.far import FarLine
 from narrows.bench.kit.line import Line, Sample, peak_bits_per_s
 from narrows.bench.kit.rows import Column, Row, bench
-from narrows.bench.kit.run import TOKENS, EventLog, Run, Toy
+from narrows.bench.kit.run import TENSORS, TOKENS, WIDTH, EventLog, Run, Toy
 from narrows.bench.reference.worker import need_torch
 from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
 from narrows.proto.units import BitRate
 
-PARAMS: Final = 1 << 20
 FRAGMENTS: Final = 4
+PARAMS: Final = 1 << 20
+PARAMS_MAX: Final = 1 << 24
+TRANSFER_S: Final = 0.4
+"""A fragment takes so long at the rate, else latencies and not the budget would fill the time."""
 HURRY: Final = {"fragments.sync_period_steps": 4, "fragments.overlap_steps": 1}
 """A period far shorter than a round takes, so that something always waits to be sent."""
 PLAIN: Final = {"codec.publish": "f32-blosc2"}
@@ -38,7 +41,7 @@ PLAIN: Final = {"codec.publish": "f32-blosc2"}
 
 TRIP_S: Final = 0.1
 FAR_RATE: Final = "1Gbit/s"
-FAR_PARAMS: Final = 1 << 24
+FAR_PARAMS: Final = 1 << 25
 FAR_FRAGMENTS: Final = 2
 
 NOTICED_S: Final = 5.0
@@ -47,11 +50,18 @@ LOOKED_S: Final = 2.5
 """By then a running broker has read its changed allow list."""
 REVOKED_PERIOD_STEPS: Final = 24
 
+ASKED: Final = {
+    "budget": "mean 0.95 to 1, second <= 1.02",
+    "far": f"0.9 of {FAR_RATE} at {TRIP_S * 1e3:.0f} ms, each",
+    "frozen": f"loses <= 0.05 after {NOTICED_S:.0f} s",
+    "relay": "3.5 times fewer bytes down",
+    "revoke": "pause <= 1 s, 0 copies, < 2 periods",
+}
+
 COLUMNS: Final = (
     Column("promise", "promise"),
     Column("rate", "rate"),
     Column("learners", "learners"),
-    Column("streams", "streams"),
     Column("asked", "asked"),
     Column("found", "found"),
     Column("held", "held"),
@@ -129,8 +139,9 @@ def headline(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _row(asked: str, found: str, held: bool, **figures: object) -> Row:
-    return {"asked": asked, "found": found, "held": "yes" if held else "NO", **figures}
+def _row(cell: Cell, found: str, held: bool, **figures: object) -> Row:
+    said = {"asked": ASKED[cell.promise], "found": found, "held": "yes" if held else "NO"}
+    return {**said, **figures}
 
 
 # The promises.
@@ -138,11 +149,16 @@ def _row(asked: str, found: str, held: bool, **figures: object) -> Row:
 
 def _budget(cell: Cell) -> Row:
     rate = float(BitRate.parse(cell.rate))
-    settings = {"wan.total_up": cell.rate, "wan.total_down": cell.rate, **HURRY}
-    if rate > 200e6:
+    settings: dict[str, object] = {"wan.total_up": cell.rate, "wan.total_down": cell.rate, **HURRY}
+    is_heavy = rate > 200e6
+    if is_heavy:
         settings |= {**PLAIN, "codec.push": "f32-blosc2"}
+    elements = TRANSFER_S * rate / cell.learners / (32 if is_heavy else 3)
+    unit = FRAGMENTS * TENSORS * WIDTH
+    params = min(PARAMS_MAX, unit * (1 + int(FRAGMENTS * elements / unit)))
     with Line() as line, Run(line=line) as run:
-        _begin(run, cell, settings, params=PARAMS * (4 if rate > 200e6 else 1))
+        _serve(run, cell, settings)
+        _start(run, cell, params=params)
         first = line.read()
         run.wait(cell.seconds)
         last, samples = line.read(), list(line.samples)
@@ -150,8 +166,7 @@ def _budget(cell: Cell) -> Row:
     peaks = [bits / rate for bits in peak_bits_per_s(samples) or (0.0, 0.0)]
     held = all(0.95 <= mean <= 1.0 for mean in means) and max(peaks) <= 1.02
     found = "mean {:.3f} up {:.3f} down, second {:.3f} {:.3f}".format(*means, *peaks)
-    asked = "mean 0.95 to 1, second <= 1.02"
-    return _row(asked, found, held, mean_shares=means, peak_shares=peaks)
+    return _row(cell, found, held, params=params, mean_shares=means, peak_shares=peaks)
 
 
 def _far(cell: Cell) -> Row:
@@ -159,7 +174,8 @@ def _far(cell: Cell) -> Row:
     rate = float(BitRate.parse(FAR_RATE))
     settings = {"wan.streams": cell.streams, "fragments.count": FAR_FRAGMENTS, **HURRY, **PLAIN}
     with FarLine(TRIP_S / 2, rate) as line, Run(line=line) as run:
-        (name,) = _begin(run, cell, settings, params=FAR_PARAMS, fragments=FAR_FRAGMENTS)
+        _serve(run, cell, settings)
+        (name,) = _start(run, cell, params=FAR_PARAMS, fragments=FAR_FRAGMENTS)
         first = line.read()
         run.wait(cell.seconds)
         last, samples = line.read(), [each for each in line.samples if each.at_s > first.at_s]
@@ -168,9 +184,7 @@ def _far(cell: Cell) -> Row:
         del run.running[name]
         run.wait(2 * TRIP_S)
         first_of_copy = line.read()
-        joiner = Toy("joiner", FAR_PARAMS)
-        run.toy(joiner)
-        _await_joined(run, [joiner.name], FAR_FRAGMENTS)
+        _start(run, cell, params=FAR_PARAMS, fragments=FAR_FRAGMENTS, called="joiner")
         copy = [first_of_copy, *(s for s in line.samples if s.at_s > first_of_copy.at_s)]
     mean = _bits_per_s(first, last)[1] / rate
     _, peak = peak_bits_per_s(samples) or (0.0, 0.0)
@@ -178,17 +192,19 @@ def _far(cell: Cell) -> Row:
     total = copy[-1].down - copy[0].down
     middle = [s for s in copy if 0.1 * total <= s.down - copy[0].down <= 0.9 * total]
     fetch = _bits_per_s(middle[0], middle[-1])[1] / rate if len(middle) > 1 else 0.0
-    found = f"publications {peak / rate:.2f} (mean {mean:.2f}), first copy {fetch:.2f}"
+    found = (
+        f"{cell.streams} streams: publications {peak / rate:.2f} (mean {mean:.2f}), "
+        f"first copy {fetch:.2f}"
+    )
     held = min(peak / rate, fetch) >= 0.9
     figures = {"publication_peak_share": peak / rate, "publication_mean_share": mean}
-    asked = f"0.9 of {FAR_RATE} at {TRIP_S * 1e3:.0f} ms, each"
-    return _row(asked, found, held, fetch_share=fetch, **figures)
+    return _row(cell, found, held, fetch_share=fetch, **figures)
 
 
 def _frozen(cell: Cell) -> Row:
-    rate = {} if cell.rate == "0" else {"wan.total_up": cell.rate, "wan.total_down": cell.rate}
     with Run() as run:
-        fast, frozen = _begin(run, cell, {**rate, **HURRY})
+        _serve(run, cell, {"wan.total_up": cell.rate, "wan.total_down": cell.rate, **HURRY})
+        fast, frozen = _start(run, cell)
         marks = [time.time()]
         for seconds, number in ((cell.seconds / 4, signal.SIGSTOP), (cell.seconds, signal.SIGCONT)):
             run.wait(seconds)
@@ -203,12 +219,9 @@ def _frozen(cell: Cell) -> Row:
     rates = [sum(a <= each < b for each in at) / (b - a) for a, b in spans]
     lost = 1 - rates[2] / rates[0]
     pause_s = max(b - a for a, b in pairwise([stopped, *(t for t in at if stopped < t < woken)]))
-    found = (
-        "rounds/s {:.1f}, then {:.1f}, {:.1f}, after {:.1f}".format(*rates)
-        + f", pause {pause_s:.1f} s"
-    )
-    asked = f"loses <= 0.05 after {NOTICED_S:.0f} s"
-    return _row(asked, found, lost <= 0.05, rounds_per_s=rates, lost=lost, longest_pause_s=pause_s)
+    told = "rounds/s {:.1f}, then {:.1f}, {:.1f}, after {:.1f}".format(*rates)
+    found, held = f"{told}; longest pause {pause_s:.1f} s", lost <= 0.05
+    return _row(cell, found, held, rounds_per_s=rates, lost=lost, longest_pause_s=pause_s)
 
 
 def _relay(cell: Cell) -> Row:
@@ -216,24 +229,20 @@ def _relay(cell: Cell) -> Row:
     down: list[float] = []
     for relays in (0, 2):
         with Line() as line, Run(line=line) as run:
+            _serve(run, cell, HURRY)
             vias = [f"tcp://127.0.0.1:{7080 + index}" for index in range(relays)]
-            settings = {**HURRY, "run.learners_at_start": cell.learners}
-            run.broker(settings)
             for index, via in enumerate(vias):
-                name = f"relay-{index}"
-                run.command(name, "relay", "--listen", via, "--broker", run.address)
-                log = run.folder / f"{name}.log"
-                run.wait_until(lambda log=log: " on to " in log.read_text(), "the relay", name)
-            environments = [{"NARROWS_RELAY": via} for via in vias] or [{}]
-            _begin(run, cell, None, environments=environments)
+                run.command(f"relay-{index}", "relay", "--listen", via, "--broker", run.address)
+                _await_line(run, f"relay-{index}", " on to ")
+            _start(run, cell, environments=[{"NARROWS_RELAY": via} for via in vias] or [{}])
             merges, first = len(run.merges()), line.read()
             run.wait(cell.seconds)
             published = sum(each["published_bytes"] for each in run.merges()[merges:])
             down.append((line.read().down - first.down) / published)
     fewer = down[0] / down[1]
-    found = "{:.2f} bytes per byte published, {:.2f} with relays: ".format(*down)
-    figures = {"down_bytes_per_byte": down, "times_fewer": fewer}
-    return _row("3.5 times fewer", f"{found}{fewer:.2f} times fewer", fewer >= 3.5, **figures)
+    told = "{:.2f} bytes per byte published, {:.2f} with relays".format(*down)
+    found, held = f"{told}: {fewer:.2f} times fewer", fewer >= 3.5
+    return _row(cell, found, held, down_bytes_per_byte=down, times_fewer=fewer)
 
 
 def _revoke(cell: Cell) -> Row:
@@ -246,8 +255,9 @@ def _revoke(cell: Cell) -> Row:
             write_site_key(file, SiteKey(name, pair, (server,)))
             AllowList.allow(keys, name, pair.public)
             environments.append({"NARROWS_KEY": str(file)})
-        settings = {"broker.keys": keys, "fragments.sync_period_steps": REVOKED_PERIOD_STEPS}
-        gone, *others = _begin(run, cell, settings, environments=environments, step_s=0.01)
+        period = {"fragments.sync_period_steps": REVOKED_PERIOD_STEPS}
+        _serve(run, cell, {"broker.keys": keys, **period})
+        gone, *others = _start(run, cell, environments=environments, step_s=0.01)
         run.wait(cell.seconds)
         revoked = time.time()
         AllowList.revoke(keys, gone)
@@ -271,49 +281,48 @@ def _revoke(cell: Cell) -> Row:
         for name in others
         for fragment in range(FRAGMENTS)
     )
-    found = (
-        f"pause {1e3 * back_s:.0f} ms (usual {1e3 * max(usual_s):.0f}), {late} copies to the "
-        f"revoked, {behind:.1f} periods not merged"
-    )
-    figures = {"pause_s": back_s, "copies_after": late, "behind_periods": behind}
-    held = back_s <= 1.0 and not late and behind < 2
-    return _row("pause <= 1000 ms, 0 copies, < 2 periods", found, held, **figures)
+    told = f"pause {1e3 * back_s:.0f} ms (usually {1e3 * max(usual_s):.0f}), {late} copies"
+    found, held = f"{told}, {behind:.1f} periods", back_s <= 1.0 and not late and behind < 2
+    return _row(cell, found, held, pause_s=back_s, copies_after=late, behind_periods=behind)
 
 
 # What they share.
 
 
-def _begin(
+def _serve(run: Run, cell: Cell, settings: Mapping[str, object]) -> None:
+    plain = {"run.learners_at_start": cell.learners, "fragments.count": FRAGMENTS}
+    run.broker({**plain, **settings})
+
+
+def _start(
     run: Run,
     cell: Cell,
-    settings: Mapping[str, object] | None,
     *,
     params: int = PARAMS,
     fragments: int = FRAGMENTS,
     step_s: float = 0.004,
+    called: str = "learner",
     environments: Sequence[Mapping[str, str]] = ({},),
 ) -> list[str]:
-    """Starts a broker (without `settings`: it runs) and toys, in turn with the environments; their
-    names, once all hold every fragment, so that no first copy is on its way."""
-    if settings is not None:
-        plain = {"run.learners_at_start": cell.learners, "fragments.count": fragments}
-        run.broker({**plain, **settings})
-    names = [f"learner-{index}" for index in range(cell.learners)]
+    """Starts toys, in turn with the environments; their names, once all hold every fragment, so
+    that no first copy is on its way."""
+    names = [f"{called}-{index}" for index in range(cell.learners)]
     for index, name in enumerate(names):
         toy = Toy(name, params, step_s=step_s, seed=index)
         run.toy(toy, environment=environments[index % len(environments)])
-    _await_joined(run, names, fragments)
-    return names
-
-
-def _await_joined(run: Run, names: Sequence[str], fragments: int) -> None:
     logs = [EventLog(run.folder / f"{name}.jsonl") for name in names]
 
     def all_hold_all() -> bool:
-        held = ({each.get("fragment") for each in _installs(log.read())} for log in logs)
+        held = ({each["fragment"] for each in _installs(log.read())} for log in logs)
         return all(len(each) == fragments for each in held)
 
     run.wait_until(all_hold_all, "all to join", *run.running)
+    return names
+
+
+def _await_line(run: Run, name: str, text: str) -> None:
+    log = run.folder / f"{name}.log"
+    run.wait_until(lambda: log.exists() and text in log.read_text(), text, name)
 
 
 def _installs(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
