@@ -10,12 +10,14 @@ under way may be missing: about a period. The run's clock must be the sum of wha
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Final, Literal
 
 from cyclopts import Parameter
@@ -56,6 +58,38 @@ COLUMNS: Final = (
 """Shares in the order of the step times. Behind: tokens logged and not merged, in tokens that all
 learners make in a period. Clock off: its distance from the sum of the merged tokens."""
 
+STEP_TOKENS: Final = 4 * 64
+"""Tokens of a step of the trained model: batch and context of its preset."""
+TRAINED_STEPS: Final = 2400
+"""Steps of all learners together: about a minute, whoever makes them."""
+DEAD: Final = "1:1:1:1, one dead half of the time"
+DEAD_S: Final = 8.0
+TRAINED: Final = {
+    "1:1:1:1": (0.08, 0.08, 0.08, 0.08),
+    "4:1": (0.025, 0.1),
+    "10:1": (0.02, 0.2),
+    "10:1:1": (0.02, 0.2, 0.2),
+    DEAD: (0.08, 0.08, 0.08, 0.08),
+    "the fast one alone": (0.02,),
+}
+"""Seconds that are added to each step of a learner, far more than the step itself takes."""
+
+TRAINED_COLUMNS: Final = (
+    Column("speeds", "mix"),
+    Column("seed", "seed"),
+    Column("validation loss", "validation_loss", "{:.4f}"),
+    Column("loop s", "loop_s", "{:.0f}"),
+)
+
+
+@dataclass(frozen=True)
+class TrainedCell:
+    """A run of the reference model to so many steps of all learners together."""
+
+    mix: str
+    seed: int
+    steps: int = TRAINED_STEPS
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -73,6 +107,8 @@ def fairness(
     json_: Annotated[Path | None, Parameter(name="--json")] = None,
     minutes: float = 3.0,
     away: Literal["frozen", "killed"] = "frozen",
+    train: bool = False,
+    seeds: int = 1,
 ) -> None:
     """Measure the share of its own tokens that each of several unequal learners has merged.
 
@@ -86,8 +122,17 @@ def fairness(
         Length of a cell; there are five.
     away
         What becomes of the slowest learner for a third of the rough run, at most a minute.
+    train
+        Instead: validation loss of mixes of speeds at equal tokens, a minute for each.
+    seeds
+        Runs of each trained mix.
     """
     need_torch()
+    if train:
+        mixes = list(TRAINED)[:1] if short else TRAINED
+        trained = [TrainedCell(mix, seed) for mix in mixes for seed in range(1, seeds + 1)]
+        bench("fairness", trained, measure_loss, TRAINED_COLUMNS, headline_losses, json=json_)
+        return
     if not minutes > 0:
         raise ConfigError("--minutes", expected="> 0", got=str(minutes))
     cells = [Cell(each, 0.25 if short else minutes, away) for each in (SHORT if short else MIXES)]
@@ -112,6 +157,47 @@ def measure(cell: Cell) -> Row:
         for name, run, dead in (("calm", calm, 0), ("rough", rough, before)):
             row |= {f"{name}_{key}": value for key, value in _look(run, toys, dead).items()}
     return row
+
+
+def measure_loss(cell: TrainedCell) -> Row:
+    """Validation loss of the final model, and the time that its loop took."""
+    step_s = TRAINED[cell.mix]
+    names = [f"learner-{index}" for index in range(len(step_s))]
+    with Run() as run:
+        goal = cell.steps * STEP_TOKENS
+        run.broker({"run.learners_at_start": len(names), "run.goal_tokens": goal})
+
+        def start(name: str, wait_s: float) -> None:
+            run.command(
+                name, "learner", "--broker", run.address, "--name", name, "--preset", "nano",
+                "--step-wait-s", str(wait_s), "--seed", str(cell.seed),
+                "--json", str(run.folder / f"{name}.json"),
+            )  # fmt: skip
+
+        for name, wait_s in zip(names, step_s, strict=True):
+            start(name, wait_s)
+        run.wait_until(run.merges, "the first version", *run.running)
+        broker, victim, is_dead = run.running["broker"], names[-1], False
+        while broker.exitcode is None:
+            broker.join(DEAD_S)
+            if cell.mix != DEAD or broker.exitcode is not None:
+                continue
+            if is_dead:
+                start(victim, step_s[-1])
+            else:
+                run.signal(victim, signal.SIGKILL)
+            is_dead = not is_dead
+        for name in ("broker", names[0]):
+            run.ends(name, 0)
+        summary = json.loads((run.folder / f"{names[0]}.json").read_text())
+    return {key: summary[key] for key in ("validation_loss", "loop_s")}
+
+
+def headline_losses(rows: Sequence[Row]) -> list[str]:
+    """The mean of each mix."""
+    mixes = dict.fromkeys(row["mix"] for row in rows)
+    of = {mix: [row["validation_loss"] for row in rows if row["mix"] == mix] for mix in mixes}
+    return [f"{mix}: {fmean(losses):.4f} of {len(losses)}" for mix, losses in of.items()]
 
 
 def _serve(run: Run, toys: Sequence[Toy]) -> None:

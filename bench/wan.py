@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -59,14 +59,8 @@ ASKED: Final = {
     "revoke": "pause <= 1 s, 0 copies, < 2 periods",
 }
 
-COLUMNS: Final = (
-    Column("promise", "promise"),
-    Column("rate", "rate"),
-    Column("learners", "learners"),
-    Column("asked", "asked"),
-    Column("found", "found"),
-    Column("held", "held"),
-)
+SHOWN: Final = ("promise", "rate", "learners", "asked", "found", "held")
+COLUMNS: Final = tuple(Column(key, key) for key in SHOWN)
 
 
 @dataclass(frozen=True)
@@ -125,10 +119,8 @@ def wan(
 def measure(cell: Cell) -> Row:
     """`held` says whether `found` is what is `asked`. Raises NarrowsError for a line that cannot be
     built."""
-    measures = {
-        "budget": _budget, "far": _far, "frozen": _frozen, "relay": _relay, "revoke": _revoke,
-    }  # fmt: skip
-    return measures[cell.promise](cell)
+    promises = {"budget": _budget, "far": _far, "frozen": _frozen, "relay": _relay}
+    return promises.get(cell.promise, _revoke)(cell)
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
@@ -206,13 +198,13 @@ def _frozen(cell: Cell) -> Row:
             run.wait(share * cell.seconds)
             if number is not None:
                 run.signal(frozen, number)
-        at = _installed(run, fast)
+        at = [each["time_s"] for each in _installed(run, fast)]
         marks.append(time.time())
     begun, stopped, woken, ended = marks
     noticed = stopped + min(NOTICED_S, cell.seconds / 2)
     spans = ((begun, stopped), (stopped, noticed), (noticed, woken), (woken, ended))
     rates = [sum(a <= each < b for each in at) / (b - a) for a, b in spans]
-    lost = 1 - rates[2] / rates[0]
+    lost = 1 - rates[2] / rates[0] if rates[0] else 1.0  # Nothing before: nothing to keep.
     pause_s = max(b - a for a, b in pairwise([stopped, *(t for t in at if stopped < t < woken)]))
     told = "rounds/s {:.1f}, then {:.1f}, {:.1f}, after {:.1f}".format(*rates)
     found, held = f"{told}; longest pause {pause_s:.1f} s", lost <= 0.05
@@ -262,7 +254,7 @@ def _revoke(cell: Cell) -> Row:
         logged = {name: TOKENS * run.facts(name)["steps"] for name in others}
         run.stop_broker()
         merged = merged_tokens(run.folder / "state")
-        at = {name: _installed(run, name) for name in (gone, *others)}
+        at = {n: [each["time_s"] for each in _installed(run, n)] for n in (gone, *others)}
     pauses, usual_s = [], []
     for name in others:
         near = [each for each in at[name] if revoked - 1 < each < revoked + LOOKED_S]
@@ -303,20 +295,16 @@ def _start(
     for index, name in enumerate(names):
         toy = replace(like, name=name, seed=index)
         run.toy(toy, environment=environments[index % len(environments)])
-    logs = [EventLog(run.folder / f"{name}.jsonl") for name in names]
 
     def all_hold_all() -> bool:
-        held = ({each["fragment"] for each in _installs(log.read())} for log in logs)
+        held = ({each["fragment"] for each in _installed(run, name)} for name in names)
         return all(len(each) == fragments for each in held)
 
     run.wait_until(all_hold_all, "all to join", *run.running)
     return names
 
 
-def _installs(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _installed(run: Run, name: str) -> list[dict[str, Any]]:
+    """A learner's events of versions that it has received; `time_s` is the system's."""
+    events = EventLog(run.folder / f"{name}.jsonl").read()
     return [each for each in events if each["event"] == "installed"]
-
-
-def _installed(run: Run, name: str) -> list[float]:
-    """Times at which a learner had received a version, in seconds since the epoch."""
-    return [each["time_s"] for each in _installs(EventLog(run.folder / f"{name}.jsonl").read())]

@@ -21,7 +21,7 @@ from typing import Final
 from narrows.bench.kit.line import Line, enter, ip
 from narrows.bench.kit.run import end_with_bench
 
-MTU: Final = 9000
+MTU: Final = 32000
 QUEUE_S: Final = 0.1
 """The line's queue at its rate: one round trip, as routers are often set up."""
 PACKETS_PER_TURN: Final = 64

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from narrows.bench import bandwidth, chaos, codec, fairness, loop
+from narrows.bench import bandwidth, chaos, codec, fairness, loop, wan
 from narrows.bench.cli import BENCHES, bench
 from narrows.bench.kit import rows
 from narrows.bench.kit.line import Sample, available, peak_bits_per_s
@@ -190,3 +190,24 @@ def test_shares_are_measured_while_a_learner_is_away(away: Literal["frozen", "ki
     assert "the clock is exact" in "".join(fairness.headline([equal]))
     spoilt = "".join(fairness.headline([{**equal, "calm_clock_off_tokens": 4000}]))
     assert "wrong at [(0.1, 0.1)]" in spoilt
+
+
+@pytest.mark.real
+def test_promises_of_a_line_are_measured() -> None:
+    frozen = wan.measure(wan.Cell("frozen", seconds=4.0))
+    assert frozen["rounds_per_s"][2] > 0 and frozen["longest_pause_s"] > 0, frozen
+    revoked = wan.measure(wan.Cell("revoke", 2, seconds=1.0))
+    assert revoked["copies_after"] == 0 and 0 < revoked["pause_s"] < wan.LOOKED_S, revoked
+    assert revoked["behind_periods"] < 2, revoked
+    broken = {"promise": "far", "rate": "0", "learners": 1, **frozen, "held": "NO"}
+    assert wan.headline([broken])[0] == "0 of 1 held"
+    if available():
+        row = wan.measure(wan.Cell("budget", 2, "20Mbit/s", seconds=1.5))
+        assert 0 < max(row["mean_shares"]) <= 1.05, row
+
+
+@pytest.mark.real
+def test_a_mix_of_speeds_is_trained_to_its_tokens() -> None:
+    row = fairness.measure_loss(fairness.TrainedCell("the fast one alone", seed=1, steps=30))
+    assert 0 < row["validation_loss"] < 6 and row["loop_s"] >= 30 * 0.02
+    assert "alone: " in fairness.headline_losses([{"mix": "alone", **row}])[0]
