@@ -98,7 +98,7 @@ class Cell:
     step_s: tuple[float, ...]
     minutes: float
     away: Literal["frozen", "killed"] = "frozen"
-    """What the learner is that is away: stopped by SIGSTOP, or killed and started again."""
+    """The slowest learner is stopped by SIGSTOP for a while, or killed and started again."""
 
 
 def fairness(
