@@ -70,7 +70,7 @@ class Cell:
     promise: str
     learners: int = 2
     rate: str = "0"
-    """Of all learners together, in each direction; "0": no limit."""
+    """The rate of all learners together, in each direction; "0": no limit."""
     streams: int = 0
     """Connections per learner and direction; 0: as the broker chooses."""
     seconds: float = 12.0
