@@ -10,7 +10,9 @@ BENCHES: Final = {
     "bandwidth": "Measure bits per parameter on the wire, Gbit/s per site, and the budget.",
     "chaos": "Kill a broker under load, and look whether anything was lost.",
     "codec": "Measure bits, error and speed of the codecs, beside what others do.",
+    "fairness": "Measure the share of each learner's tokens that are merged, however unequal.",
     "loop": "Measure rounds per second, and what a round costs at either end.",
+    "wan": "Measure what is promised of a line: budget, distance, relays, revocation.",
 }
 
 bench = cyclopts.App(name="bench", help="Measure codec, bandwidth, rounds, lives under failure.")

@@ -54,17 +54,16 @@ class Line:
     def __enter__(self) -> Self:
         try:
             for name in (self.hub, self.site):
-                _ip("netns", "add", name)
-            _ip("-n", self.hub, "link", "add", "eth0", "type", "veth",
-                "peer", "name", "eth0", "netns", self.site)  # fmt: skip
+                ip("netns", "add", name)
+            self.connect()
             for name, address in ((self.hub, HUB_ADDRESS), (self.site, SITE_ADDRESS)):
-                _ip("-n", name, "link", "set", "eth0", "gso_max_segs", "1")
-                _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
-                _ip("-n", name, "link", "set", "lo", "up")
-                _ip("-n", name, "link", "set", "eth0", "up")
+                ip("-n", name, "link", "set", "eth0", "gso_max_segs", "1")
+                ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+                ip("-n", name, "link", "set", "lo", "up")
+                ip("-n", name, "link", "set", "eth0", "up")
             self.samples.append(self.read())
         except BaseException:
-            self._remove()
+            self.remove()
             raise
         self._thread.start()
         return self
@@ -72,12 +71,17 @@ class Line:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        self._remove()
+        self.remove()
+
+    def connect(self) -> None:
+        """Makes a device eth0 in each namespace; bytes that one sends arrive at the other."""
+        ip("-n", self.hub, "link", "add", "eth0", "type", "veth",
+            "peer", "name", "eth0", "netns", self.site)  # fmt: skip
 
     def read(self) -> Sample:
         """The counters now."""
         before_s = time.monotonic()
-        (link,) = json.loads(_ip("-n", self.site, "-s", "-j", "link", "show", "eth0"))
+        (link,) = json.loads(ip("-n", self.site, "-s", "-j", "link", "show", "eth0"))
         counts = link["stats64"]
         at_s = (before_s + time.monotonic()) / 2
         return Sample(at_s, counts["tx"]["bytes"], counts["rx"]["bytes"])
@@ -86,7 +90,7 @@ class Line:
         while not self._over.wait(SAMPLE_S):
             self.samples.append(self.read())
 
-    def _remove(self) -> None:
+    def remove(self) -> None:
         for name in (self.hub, self.site):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
@@ -118,7 +122,8 @@ def enter(namespace: str) -> None:
         os.close(handle)
 
 
-def _ip(*arguments: str) -> str:
+def ip(*arguments: str) -> str:
+    """The output of an `ip` command. Raises NarrowsError."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise NarrowsError(

@@ -37,7 +37,7 @@ TENSORS: Final = 16
 WIDTH: Final = 64
 TOKENS: Final = 1000
 """Tokens of a toy's step."""
-TELL_S: Final = 0.1
+TELL_S: Final = 0.01
 """Time between two looks at a toy that its facts show."""
 FACTS_BYTES: Final = 256
 
@@ -111,9 +111,11 @@ class Run:
         if not crash_at:
             self.wait_until(ready.exists, "the broker to serve", "broker")
 
-    def toy(self, toy: Toy) -> None:
+    def toy(self, toy: Toy, *, environment: Mapping[str, str] | None = None) -> None:
         """Starts a toy; `facts` tells what it does."""
-        self._fork(toy.name, {}, _train, (self.package, self.address, self.folder, toy))
+        self._fork(
+            toy.name, environment or {}, _train, (self.package, self.address, self.folder, toy)
+        )
 
     def command(
         self, name: str, *arguments: str, environment: Mapping[str, str] | None = None
@@ -265,7 +267,7 @@ def _three_ports() -> Generator[int]:
 def _begin(
     log: Path, namespace: str, environment: dict[str, str], target: Callable[..., None], given: Any
 ) -> None:
-    threading.Thread(target=_end_with_bench, daemon=True).start()
+    threading.Thread(target=end_with_bench, daemon=True).start()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -277,7 +279,7 @@ def _begin(
     target(*given)
 
 
-def _end_with_bench() -> None:
+def end_with_bench() -> None:
     """Whoever kills a bench leaves no brokers behind."""
     bench = parent_process()
     assert bench is not None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from narrows.bench import bandwidth, chaos, codec, loop
+from narrows.bench import bandwidth, chaos, codec, fairness, loop, wan
 from narrows.bench.cli import BENCHES, bench
 from narrows.bench.kit import rows
 from narrows.bench.kit.line import Sample, available, peak_bits_per_s
@@ -175,3 +175,40 @@ def test_kills_lose_nothing_and_what_is_lost_is_found(monkeypatch: pytest.Monkey
     row = chaos.measure(chaos.Cell(kills=3, seed=1))
     assert row["problems"] == [] and row["copies_seen"] > 0
     assert row["kills_at_places"] == 1 and row["rounds_replayed"] == row["rounds"] > 0
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("away", ["frozen", "killed"])
+def test_shares_are_measured_while_a_learner_is_away(away: Literal["frozen", "killed"]) -> None:
+    row = fairness.measure(fairness.Cell((0.005, 0.02), minutes=0.06, away=away))
+    for name in ("calm", "rough"):
+        # Facts of a toy may be some steps old.
+        assert all(0 < share < 1.05 for share in row[f"{name}_shares"]), row
+        assert row[f"{name}_clock_off_tokens"] == 0, row
+    assert row["rough_logged_tokens"][1] < row["calm_logged_tokens"][1], "it was not away"
+    equal = {"step_s": (0.1, 0.1), **row}
+    assert "the clock is exact" in "".join(fairness.headline([equal]))
+    spoilt = "".join(fairness.headline([{**equal, "calm_clock_off_tokens": 4000}]))
+    assert "wrong at [(0.1, 0.1)]" in spoilt
+
+
+@pytest.mark.real
+def test_promises_of_a_line_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wan, "TRANSFER_S", 0.02)  # Else first copies would take a while.
+    frozen = wan.measure(wan.Cell("frozen", seconds=4.0))
+    assert frozen["rounds_per_s"][2] > 0 and frozen["longest_pause_s"] > 0, frozen
+    revoked = wan.measure(wan.Cell("revoke", 2, seconds=1.0))
+    assert revoked["copies_after"] == 0 and 0 < revoked["pause_s"] < wan.LOOKED_S, revoked
+    assert revoked["behind_periods"] < 2, revoked
+    broken = {"promise": "far", "rate": "0", "learners": 1, **frozen, "held": "NO"}
+    assert wan.headline([broken])[0] == "0 of 1 held"
+    if available():
+        row = wan.measure(wan.Cell("budget", 2, "20Mbit/s", seconds=1.5))
+        assert 0 < max(row["mean_shares"]) <= 1.05, row
+
+
+@pytest.mark.real
+def test_a_mix_of_speeds_is_trained_to_its_tokens() -> None:
+    row = fairness.measure_loss(fairness.TrainedCell("the fast one alone", seed=1, steps=30))
+    assert 0 < row["validation_loss"] < 6 and row["loop_s"] >= 30 * 0.02
+    assert "alone: " in fairness.headline_losses([{"mix": "alone", **row}])[0]

@@ -1,0 +1,310 @@
+"""`narrows bench wan`: five promises about a line, each with what is asked of it beside the figure.
+
+budget: the rate is used, and no second is above it. far: 100 ms of round trip leave a line of
+1 Gbit/s full. frozen: whoever stands still takes nothing from a learner beside it. relay: a site
+gets one copy of each publication. revoke: a key is taken back while everybody pushes.
+
+All but `frozen` and `revoke` need root, because they build network namespaces.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Final
+
+from cyclopts import Parameter
+
+from narrows.bench.fairness import merged_tokens
+from narrows.bench.kit.far import FarLine
+from narrows.bench.kit.line import Line, peak_bits_per_s
+from narrows.bench.kit.rows import Column, Row, bench
+from narrows.bench.kit.run import TENSORS, TOKENS, WIDTH, EventLog, Run, Toy
+from narrows.bench.reference.worker import need_torch
+from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
+from narrows.proto.units import BitRate
+
+FRAGMENTS: Final = 4
+PARAMS: Final = 1 << 20
+PARAMS_MAX: Final = 1 << 24
+TOY: Final = Toy("learner", PARAMS)
+TRANSFER_S: Final = 0.4
+"""A fragment takes so long at the rate, else latencies and not the budget would fill the time."""
+HURRY: Final = {"fragments.sync_period_steps": 4, "fragments.overlap_steps": 1}
+"""A period far shorter than a round takes, so that something always waits to be sent."""
+PLAIN: Final = {"codec.push": "f32-blosc2", "codec.publish": "f32-blosc2"}
+"""Ten times as many bits for the same work, where two cores could not fill the line else."""
+
+TRIP_S: Final = 0.1
+FAR_RATE: Final = "1Gbit/s"
+FAR_PARAMS: Final = 1 << 25
+FAR_FRAGMENTS: Final = 2
+
+NOTICED_S: Final = 5.0
+"""Until then a learner that stands still is waited for."""
+LOOKED_S: Final = 2.5
+"""By then a running broker has read its changed allow list."""
+REVOKED_PERIOD_STEPS: Final = 24
+
+ASKED: Final = {
+    "budget": "larger mean 0.95 to 1, second <= 1.02",
+    "far": f"0.9 of {FAR_RATE} at {TRIP_S * 1e3:.0f} ms, each",
+    "frozen": f"loses <= 0.05 after {NOTICED_S:.0f} s",
+    "relay": "3.5 times fewer bytes down",
+    "revoke": "pause <= 1 s, 0 copies, < 2 periods",
+}
+
+SHOWN: Final = ("promise", "rate", "learners", "asked", "found", "held")
+COLUMNS: Final = tuple(Column(key, key) for key in SHOWN)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One promise, and what it is tried with."""
+
+    promise: str
+    learners: int = 2
+    rate: str = "0"
+    """The rate of all learners together, in each direction; "0": no limit."""
+    streams: int = 0
+    """Connections per learner and direction; 0: as the broker chooses."""
+    seconds: float = 12.0
+
+
+RATES: Final = {
+    "10Mbit/s": (1, 2, 4), "50Mbit/s": (2,), "100Mbit/s": (1, 2, 4), "500Mbit/s": (2, 4),
+    "1Gbit/s": (1, 2), "2Gbit/s": (2,),
+}  # fmt: skip
+CELLS: Final = (
+    *(Cell("budget", count, rate) for rate, counts in RATES.items() for count in counts),
+    *(Cell("far", 1, streams=streams) for streams in (1, 4)),
+    *(Cell("frozen", 2, rate, seconds=60.0) for rate in ("0", "20Mbit/s")),
+    Cell("relay", 8),
+    Cell("revoke", 4),
+)
+SHORT: Final = (
+    Cell("budget", 2, "20Mbit/s", seconds=4.0),
+    Cell("frozen", seconds=8.0),
+    Cell("revoke", 3, seconds=4.0),
+)
+
+
+def wan(
+    *,
+    short: bool = False,
+    json_: Annotated[Path | None, Parameter(name="--json")] = None,
+    only: tuple[str, ...] = (),
+) -> None:
+    """Measure what is promised of a line: its budget, a far one, frozen peers, relays, revocation.
+
+    Parameters
+    ----------
+    short
+        Three cells instead of eighteen.
+    json_
+        File for the rows.
+    only
+        Names of promises (budget, far, frozen, relay, revoke); without it all. Repeatable.
+    """
+    need_torch()
+    cells = [each for each in (SHORT if short else CELLS) if not only or each.promise in only]
+    bench("wan", cells, measure, COLUMNS, headline, json=json_)
+
+
+def measure(cell: Cell) -> Row:
+    """`held` says whether `found` is what is `asked`. Raises NarrowsError for a line that cannot be
+    built."""
+    promises = {"budget": _budget, "far": _far, "frozen": _frozen, "relay": _relay}
+    return promises.get(cell.promise, _revoke)(cell)
+
+
+def headline(rows: Sequence[Row]) -> list[str]:
+    """How many promises held, and each that did not."""
+    broken = [row for row in rows if row["held"] != "yes"]
+    return [
+        f"{len(rows) - len(broken)} of {len(rows)} held",
+        *(f"{row['promise']} {row['rate']} {row['learners']}: {row['found']}" for row in broken),
+    ]
+
+
+def _row(cell: Cell, found: str, held: bool, **figures: object) -> Row:
+    said = {"asked": ASKED[cell.promise], "found": found, "held": "yes" if held else "NO"}
+    return {**said, **figures}
+
+
+# The promises.
+
+
+def _budget(cell: Cell) -> Row:
+    rate = float(BitRate.parse(cell.rate))
+    is_heavy = rate > 200e6
+    elements = TRANSFER_S * rate / cell.learners / (32 if is_heavy else 3)
+    unit = TENSORS * WIDTH
+    params = min(PARAMS_MAX, unit * (1 + int(FRAGMENTS * elements / unit)))
+    # Everybody in each round: else more is published than pushed.
+    settings = {"wan.total_up": cell.rate, "wan.total_down": cell.rate, "merge.quorum": 0}
+    with Line() as line, Run(line=line) as run:
+        _serve(run, cell, {**settings, **HURRY, **(PLAIN if is_heavy else {})})
+        _start(run, cell, replace(TOY, params=params))
+        first = line.read()
+        run.wait(cell.seconds)
+        last, samples = line.read(), list(line.samples)
+    bits_per_s = 8 / (last.at_s - first.at_s)
+    means = [bits_per_s * (last[way] - first[way]) / rate for way in (1, 2)]
+    peaks = [bits / rate for bits in peak_bits_per_s(samples) or (0.0, 0.0)]
+    # A round needs both ways: only the slower one can be full.
+    held = 0.95 <= max(means) <= 1.0 and max(peaks) <= 1.02
+    found = "mean {:.3f} up {:.3f} down, second {:.3f} {:.3f}".format(*means, *peaks)
+    return _row(cell, found, held, params=params, mean_shares=means, peak_shares=peaks)
+
+
+def _far(cell: Cell) -> Row:
+    """Publications to one learner; then a joiner's first copy, when nothing else crosses."""
+    rate = float(BitRate.parse(FAR_RATE))
+    settings = {"wan.streams": cell.streams, "fragments.count": FAR_FRAGMENTS, **HURRY, **PLAIN}
+    toy = replace(TOY, params=FAR_PARAMS, moved=TENSORS)
+    with FarLine(TRIP_S / 2, rate) as line, Run(line=line) as run:
+        _serve(run, cell, settings)
+        (name,) = _start(run, cell, toy, fragments=FAR_FRAGMENTS)
+        joined = len(line.samples)
+        run.wait(cell.seconds)
+        run.signal(name, signal.SIGKILL)
+        run.ends(name, -signal.SIGKILL)
+        del run.running[name]
+        killed = len(line.samples)
+        _start(run, cell, replace(toy, name="joiner"), fragments=FAR_FRAGMENTS)
+        samples = list(line.samples)
+    shares: list[float] = []
+    for part in (samples[joined:killed], samples[killed:]):
+        rates = [8 * (b.down - a.down) / (b.at_s - a.at_s) / rate for a, b in pairwise(part)]
+        # The rest of the time is the processes' work, and no question to the line.
+        shares.append(median([each for each in rates if each > 0.1] or [0.0]))
+    found = f"{cell.streams} streams: publications {shares[0]:.2f}, first copy {shares[1]:.2f}"
+    return _row(cell, found, min(shares) >= 0.9, publication_share=shares[0], copy_share=shares[1])
+
+
+def _frozen(cell: Cell) -> Row:
+    marks: list[float] = []
+    with Run() as run:
+        _serve(run, cell, {"wan.total_up": cell.rate, "wan.total_down": cell.rate, **HURRY})
+        fast, frozen = _start(run, cell)
+        for share, number in ((0.25, signal.SIGSTOP), (1.0, signal.SIGCONT), (0.25, None)):
+            marks.append(time.time())
+            run.wait(share * cell.seconds)
+            if number is not None:
+                run.signal(frozen, number)
+        at = [each["time_s"] for each in _installed(run, fast)]
+        marks.append(time.time())
+    begun, stopped, woken, ended = marks
+    noticed = stopped + min(NOTICED_S, cell.seconds / 2)
+    spans = ((begun, stopped), (stopped, noticed), (noticed, woken), (woken, ended))
+    rates = [sum(a <= each < b for each in at) / (b - a) for a, b in spans]
+    lost = 1 - rates[2] / rates[0] if rates[0] else 1.0  # Nothing before: nothing to keep.
+    pause_s = max(b - a for a, b in pairwise([stopped, *(t for t in at if stopped < t < woken)]))
+    told = "rounds/s {:.1f}, then {:.1f}, {:.1f}, after {:.1f}".format(*rates)
+    found, held = f"{told}; longest pause {pause_s:.1f} s", lost <= 0.05
+    return _row(cell, found, held, rounds_per_s=rates, lost=lost, longest_pause_s=pause_s)
+
+
+def _relay(cell: Cell) -> Row:
+    """The learners of two sites, all at the far end of one line, so that it carries for both."""
+    down: list[float] = []
+    for relays in (0, 2):
+        with Line() as line, Run(line=line) as run:
+            _serve(run, cell, HURRY)
+            vias = [f"tcp://127.0.0.1:{7080 + index}" for index in range(relays)]
+            for index, via in enumerate(vias):
+                # A learner that finds none yet dials again by itself.
+                run.command(f"relay-{index}", "relay", "--listen", via, "--broker", run.address)
+            _start(run, cell, environments=[{"NARROWS_RELAY": via} for via in vias] or [{}])
+            merges, first = len(run.merges()), line.read()
+            run.wait(cell.seconds)
+            published = sum(each["published_bytes"] for each in run.merges()[merges:])
+            down.append((line.read().down - first.down) / published)
+    fewer = down[0] / down[1]
+    told = "{:.2f} bytes per byte published, {:.2f} with relays".format(*down)
+    found, held = f"{told}: {fewer:.2f} times fewer", fewer >= 3.5
+    return _row(cell, found, held, down_bytes_per_byte=down, times_fewer=fewer)
+
+
+def _revoke(cell: Cell) -> Row:
+    with Run() as run:
+        keys = run.folder / "keys"
+        server, environments = create_broker_key(keys).public, []
+        for index in range(cell.learners):
+            name, pair = f"learner-{index}", new_pair()
+            file = run.folder / f"{name}.key"
+            write_site_key(file, SiteKey(name, pair, (server,)))
+            AllowList.allow(keys, name, pair.public)
+            environments.append({"NARROWS_KEY": str(file)})
+        period = {"fragments.sync_period_steps": REVOKED_PERIOD_STEPS}
+        _serve(run, cell, {"broker.keys": keys, **period})
+        gone, *others = _start(run, cell, replace(TOY, step_s=0.01), environments=environments)
+        run.wait(cell.seconds)
+        revoked = time.time()
+        AllowList.revoke(keys, gone)
+        run.wait(max(LOOKED_S, cell.seconds))
+        for name in others:
+            run.signal(name, signal.SIGSTOP)
+        logged = {name: TOKENS * run.facts(name)["steps"] for name in others}
+        run.stop_broker()
+        merged = merged_tokens(run.folder / "state")
+        at = {n: [each["time_s"] for each in _installed(run, n)] for n in (gone, *others)}
+    pauses, usual_s = [], []
+    for name in others:
+        near = [each for each in at[name] if revoked - 1 < each < revoked + LOOKED_S]
+        pauses.append(max((b - a, b) for a, b in pairwise(near)))
+        usual_s.append(median(b - a for a, b in pairwise(at[name])))
+    back_s, back_at = max(pauses)[0], min(at for _, at in pauses)
+    late = sum(each > back_at for each in at[gone])
+    a_period = REVOKED_PERIOD_STEPS * TOKENS
+    behind = max(
+        (logged[name] - merged[name, fragment]) / a_period
+        for name in others
+        for fragment in range(FRAGMENTS)
+    )
+    told = f"pause {1e3 * back_s:.0f} ms (usually {1e3 * max(usual_s):.0f}), {late} copies"
+    found, held = f"{told}, {behind:.1f} periods", back_s <= 1.0 and not late and behind < 2
+    return _row(cell, found, held, pause_s=back_s, copies_after=late, behind_periods=behind)
+
+
+# What they share.
+
+
+def _serve(run: Run, cell: Cell, settings: Mapping[str, object]) -> None:
+    plain = {"run.learners_at_start": cell.learners, "fragments.count": FRAGMENTS}
+    run.broker({**plain, **settings})
+
+
+def _start(
+    run: Run,
+    cell: Cell,
+    like: Toy = TOY,
+    *,
+    fragments: int = FRAGMENTS,
+    environments: Sequence[Mapping[str, str]] = ({},),
+) -> list[str]:
+    """Starts toys, in turn with the environments; their names, once all hold every fragment, so
+    that no first copy is on its way."""
+    names = [f"{like.name}-{index}" for index in range(cell.learners)]
+    for index, name in enumerate(names):
+        toy = replace(like, name=name, seed=index)
+        run.toy(toy, environment=environments[index % len(environments)])
+
+    def all_hold_all() -> bool:
+        held = ({each["fragment"] for each in _installed(run, name)} for name in names)
+        return all(len(each) == fragments for each in held)
+
+    run.wait_until(all_hold_all, "all to join", *run.running)
+    return names
+
+
+def _installed(run: Run, name: str) -> list[dict[str, Any]]:
+    """A learner's events of versions that it has received; `time_s` is the system's."""
+    events = EventLog(run.folder / f"{name}.jsonl").read()
+    return [each for each in events if each["event"] == "installed"]
