@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from msgspec import Meta, Struct, field
 
-from narrows.broker.rounds import Policy
+from narrows.broker.records import Policy
 from narrows.proto import messages as msg
 from narrows.proto.config import load, parse_address
 from narrows.proto.errors import ConfigError

@@ -286,7 +286,7 @@ class Session:
         known = header.epoch == self.epoch and header.fragment < len(self.parts)
         if not known or header.kind not in (DataKind.PUBLICATION, DataKind.STATE):
             return False
-        if header.learner not in ("", self.incarnation):
+        if header.incarnation not in ("", self.incarnation):
             return False  # Its push_id tells the outcome of somebody else's push.
         self._data_at = now
         part = self.parts[header.fragment]

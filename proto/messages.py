@@ -346,8 +346,8 @@ class Header(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
     epoch: Epoch
     kind: DataKind
-    learner: Annotated[str, Meta(max_length=80)]
-    """Incarnation of the sender (up) or of the one who asked (down); "" on the shared topic."""
+    incarnation: Annotated[str, Meta(max_length=80)]
+    """The sender's (up), or that of the learner who asked (down); "" on the shared topic."""
     fragment: Fragment
     version: Version
     """The version that the transfer makes; the base of a PUSH."""

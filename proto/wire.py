@@ -62,12 +62,12 @@ def encode_header(header: msg.Header) -> bytes:
 def decode_header(frame: bytes) -> msg.Header:
     """The header of a data message. Raises RemoteProtocolError BAD_MESSAGE or TOO_LARGE."""
     header = _decode(_header, frame, msg.HEADER_BYTES_MAX, "data header")
-    if header.learner and not _incarnation.match(header.learner):
+    if header.incarnation and not _incarnation.match(header.incarnation):
         raise RemoteProtocolError(
             ErrorCode.BAD_MESSAGE,
             "data header",
             expected="an incarnation (name.8 hex digits)",
-            got=repr(header.learner),
+            got=repr(header.incarnation),
         )
     return header
 

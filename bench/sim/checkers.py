@@ -65,7 +65,7 @@ class Checkers:
     def sent(self, frames: list[bytes]) -> None:
         """A data message leaves the broker."""
         run, header = self._run, decode_header(frames[1])
-        live = header.kind is DataKind.PUBLICATION and not header.learner
+        live = header.kind is DataKind.PUBLICATION and not header.incarnation
         copies = sum(site.line.subscribed for site in run.sites) if live else 1
         self.meter.sent((frames[0], frames[1], frames[2]), copies, run.world.now)
         if header.version > 0 and not self._rows(

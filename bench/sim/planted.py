@@ -43,7 +43,7 @@ class PublishesBeforeCommit(Host):
         pipeline = self.pipeline
 
         def commit(fragment: int) -> None:
-            version = pipeline._flights[fragment]
+            version = pipeline._undurable[fragment]
             self.run(lambda: pipeline._store.commit(version), lambda result, now: None)
             # The loop hears at once what the disk has not done.
             self.run(lambda: None, lambda result, now: pipeline.durable(version, None, now))

@@ -24,7 +24,7 @@ from narrows.bench.sim.world import Killed, VirtualPool, World
 from narrows.broker.config import BrokerConfig, load_broker
 from narrows.broker.process.downlink import Connection
 from narrows.broker.process.host import Host
-from narrows.broker.rounds import Version
+from narrows.broker.records import Version
 from narrows.broker.store import Store
 from narrows.learner.host import LearnerHost
 from narrows.learner.island import Island

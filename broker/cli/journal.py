@@ -17,7 +17,7 @@ import msgspec
 from cyclopts import Parameter
 
 from narrows.broker.config import load_broker
-from narrows.broker.rounds import FragmentState, Policy
+from narrows.broker.records import FragmentState, Policy
 from narrows.broker.store import History, export_model
 from narrows.proto.errors import ConfigError, ErrorCode, StateError, printable
 from narrows.proto.messages import Layout

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from narrows.broker.rounds import Version
+from narrows.broker.records import Version
 from narrows.proto.messages import LEARNERS_MAX
 
 RATIO: Final = 10.0

@@ -14,7 +14,7 @@ import numpy as np
 from narrows.broker.merging.average import average, token_weights
 from narrows.broker.merging.outer import outer_step
 from narrows.broker.merging.sums import Vector, in_order
-from narrows.broker.rounds import Contribution, FragmentState, Policy, Round, Version
+from narrows.broker.records import Contribution, FragmentState, Policy, Round, Version
 from narrows.proto.codec import RUN, DecodedChunk, decode_chunk, empty_f32, encode_push, encode_step
 from narrows.proto.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 from narrows.proto.layout import Fragment, build_table

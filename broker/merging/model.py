@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from narrows.broker.rounds import FragmentState, Version
+from narrows.broker.records import FragmentState, Version
 from narrows.proto.codec import F32
 from narrows.proto.layout import Fragment
 from narrows.proto.messages import PUBLICATIONS_KEPT

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from narrows.broker.merging.average import Average
-from narrows.broker.rounds import FragmentState, Policy
+from narrows.broker.records import FragmentState, Policy
 from narrows.proto.codec import F32, I64, empty_f32, kernel, read_only
 from narrows.proto.codec.kernels import INFINITE_BITS
 from narrows.proto.layout import Fragment

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.process.pipeline import Pipeline, result_of
-from narrows.broker.rounds import FragmentState, Version
+from narrows.broker.records import FragmentState, Version
 from narrows.proto import messages as msg
 from narrows.proto.codec import EncodedChunk, encode_values
 from narrows.proto.flow import Sender
@@ -213,8 +213,8 @@ class Downlink:
         return msg.Header(self._epoch, kind, learner, *place, codec, *digests, contributors)
 
     def _put(self, header: msg.Header, chunk: EncodedChunk) -> None:
-        topic = asked_topic(header.learner, chunk.index % self._settings.streams)
-        self.sender.put_asked(header.learner, topic, header, chunk.payload)
+        topic = asked_topic(header.incarnation, chunk.index % self._settings.streams)
+        self.sender.put_asked(header.incarnation, topic, header, chunk.payload)
 
     # -- to the socket
 
@@ -237,7 +237,7 @@ class Downlink:
 
     def forget_all_but(self, incarnations: Collection[str]) -> None:
         """Drops answers for learners that are gone: they would cost the line and reach nobody."""
-        self.sender.discard(lambda header: header.learner not in ("", *incarnations))
+        self.sender.discard(lambda header: header.incarnation not in ("", *incarnations))
 
     def turn(self, now: float) -> None:
         """Answers who does not listen, forgets copies that nobody asks for, and sends."""

@@ -109,15 +109,15 @@ class Host:
             raise _error(what, f"{header.payload_digest:016x}", f"{got:016x}", ErrorCode.BAD_DIGEST)
         if header.kind is msg.DataKind.PUSH:
             if self.syncer.push_chunk(header, now):
-                self._up_bytes[wire.name_of(header.learner)] += len(payload)
+                self._up_bytes[wire.name_of(header.incarnation)] += len(payload)
                 self.pipeline.keep(header, payload, now)
         elif header.codec != msg.LOSSLESS:
             raise _error("codec of version 0", msg.LOSSLESS, header.codec, ErrorCode.BAD_CHUNK)
         elif header.kind is msg.DataKind.LAYOUT:
-            if self.syncer.wants_layout(header.learner):
-                self.syncer.layout(header.learner, wire.unpack_layout(payload), now)
+            if self.syncer.wants_layout(header.incarnation):
+                self.syncer.layout(header.incarnation, wire.unpack_layout(payload), now)
         elif self.syncer.seed_chunk(header, now):
-            self._up_bytes[wire.name_of(header.learner)] += len(payload)
+            self._up_bytes[wire.name_of(header.incarnation)] += len(payload)
             self.pipeline.keep_seed(header, payload)
 
     def _came(self, frames: list[bytes], now: float) -> None:
@@ -238,7 +238,7 @@ def _checked_header(site: str | None, frames: list[bytes]) -> msg.Header:
     if len(frames) != 3:
         raise _error("data", expected, f"{len(frames)} frames")
     header = wire.decode_header(frames[1])
-    name, kind = wire.name_of(header.learner), header.kind
+    name, kind = wire.name_of(header.incarnation), header.kind
     if not name or kind in (msg.DataKind.PUBLICATION, msg.DataKind.STATE):
         raise _error("data", expected, f"{kind.name} of {name!r}")
     if site is not None and not wire.speaks_for(site, name):

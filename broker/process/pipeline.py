@@ -1,10 +1,12 @@
 """A round's slow half, on one page: the only owner of payloads, model and store.
 
-    keep -> checked -> merge -> merged -> commit -> durable: install, publish
+    the host calls       keep        merge        commit
+    a worker             decodes     adds         writes
+    the loop then calls  checked     merged       durable, which installs the version
 
-Workers decode, merge and write; the loop hears of each and tells the syncer. So a version that is
-merged and not durable has a name, it is in flight, and nobody but this file can know it. A full
-disk is a time at which the loop tries again, not a worker asleep.
+Each of the last three tells the syncer, which decides what follows. No learner hears of a version
+before it is durable. When the disk refuses a write, the loop tries it again after DISK_AGAIN_S; no
+worker sleeps meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import Alarm, Model, merge
-from narrows.broker.rounds import Contribution, FragmentState, Round, Version
+from narrows.broker.records import Contribution, FragmentState, Round, Version
 from narrows.broker.store import Recovered, Store, read_initial
 from narrows.broker.syncer import Syncer
 from narrows.broker.syncer import events as ev
@@ -58,28 +60,30 @@ class Pipeline:
         reach: Callable[[str], None],
         note: Callable[[ev.Note], None],
     ) -> None:
-        """`reach` is called with each of log.CRASH_PLACES, `note` with what people should read."""
+        """`reach` is called at each of log.CRASH_PLACES, where tests kill the broker. `note` takes
+        what people should read."""
         self._config, self._settings = config, config.shared
         self._pool, self._store, self._reach, self._note = pool, store, reach, note
         self._alarm = Alarm()
         self.model: Model | None = None
         """None until version 0 is durable."""
         self._merged: list[dict[str, int]] = []
-        """Per fragment: incarnation -> newest push id that the head holds, newest last."""
+        """Per fragment: incarnation -> newest push id that the head holds, newest last. It is for
+        those who fetch the head; what is accepted, the syncer's own `merged` decides."""
         self._pushes: dict[tuple[str, int, int], _Push] = {}
         self._seed: dict[tuple[int, int], bytes] = {}
         """(fragment, chunk) -> payload of version 0."""
-        self._flights: dict[int, Version] = {}
+        self._undurable: dict[int, Version] = {}
         """Merged and not durable, by fragment."""
         self._again: list[tuple[float, Callable[[], None]]] = []
-        """Work that a full disk refused, and when it is tried again."""
+        """When a write that the disk refused is tried again, and the write."""
         self._snapshots: list[int] = []
         """Version of the newest snapshot, per fragment."""
         self._snapshotting = False
 
     @property
-    def _there(self) -> Model:
-        """The model, where nothing is asked before version 0."""
+    def _loaded(self) -> Model:
+        """The model; callers come only after version 0."""
         assert self.model is not None, "there is no version 0 yet"
         return self.model
 
@@ -94,10 +98,11 @@ class Pipeline:
             self.checked(header, push, error, now)
             return
         push.payloads[header.chunk] = payload
-        fragment, elements = self._there.table[header.fragment], self._settings.chunk_elements
+        fragment, elements = self._loaded.table[header.fragment], self._settings.chunk_elements
 
         def work() -> DecodedChunk | None:
-            # Who displaces his own push again and again must not fill the queue of the workers.
+            # A newer push has taken its place: a learner that does this again and again must not
+            # fill the queue of the workers.
             if self._pushes.get(_key(header)) is not push:
                 return None
             return decode_chunk(fragment, header.codec, elements, header.chunk, payload)
@@ -116,7 +121,8 @@ class Pipeline:
         self.syncer.chunk_checked(header, now)
 
     def drop(self, order: ev.Drop) -> None:
-        """Forgets a push that no round will take; push 0 is version 0 of a learner that failed."""
+        """Forgets a push that no round will take. Push id 0 stands for version 0: the one learner
+        that was asked for it has failed."""
         if order.push_id == 0:
             self._seed = {k: each for k, each in self._seed.items() if k[0] != order.fragment}
         self._pushes.pop((order.incarnation, order.fragment, order.push_id), None)
@@ -135,24 +141,24 @@ class Pipeline:
             decoded.append([push.decoded[i] for i in range(len(chunks))])
         policy, why = self._config.policy, order.reason
         round_ = Round(index, order.version, tuple(contributions), policy, order.period_s, why)
-        fragment, before = self._there.table[index], self._there.states[index]
+        fragment, before = self._loaded.table[index], self._loaded.states[index]
         self._pool.run(
             lambda: merge(fragment, before, round_, decoded),
             lambda result, now: self.merged(index, result, now),
         )
 
     def merged(self, fragment: int, result: Any, now: float) -> None:
-        """The next version is made. Nothing has changed yet, and nobody may know it."""
+        """The next version is made. Nothing has changed yet, and no learner hears of it."""
         if isinstance(result, FloatingPointError | NarrowsError):
             self.syncer.merge_failed(fragment, result, now)
             return
-        self._flights[fragment] = result_of(result)
+        self._undurable[fragment] = result_of(result)
         self._reach("merged")
         self.syncer.merged(fragment, now)
 
     def commit(self, fragment: int) -> None:
         """Has a worker make the next version durable."""
-        version = self._flights[fragment]
+        version = self._undurable[fragment]
         self._write(
             lambda: self._store.commit(version),
             lambda result, now: self.durable(version, result, now),
@@ -163,8 +169,8 @@ class Pipeline:
         """The next version exists."""
         result_of(result)
         fragment = version.state.fragment
-        del self._flights[fragment]
-        self._there.install(version)
+        del self._undurable[fragment]
+        self._loaded.install(version)
         merged = self._merged[fragment]
         for each in version.round_.contributions:
             merged.pop(each.incarnation, None)  # The newest stand last, the oldest are forgotten.
@@ -173,7 +179,7 @@ class Pipeline:
             del merged[next(iter(merged))]
         self._reach("installed")
         self.syncer.durable(fragment, now)
-        self._tell(version, now)
+        self._note_merge(version, now)
         if version.state.version >= self._snapshots[fragment] + SNAPSHOT_VERSIONS:
             self._snapshot(version.state)
 
@@ -188,7 +194,7 @@ class Pipeline:
         self._write(
             lambda: self._version_0(order.layout),
             lambda result, now: self.seeded(order, result, now),
-            self._telling("version 0"),
+            self._warn_about("version 0"),
         )
 
     def _version_0(self, layout: Layout) -> Model:
@@ -225,7 +231,7 @@ class Pipeline:
             result_of(result)
             self.syncer.ended(now)
 
-        self._write(self._store.end, ended, self._telling("the end of the run"))
+        self._write(self._store.end, ended, self._warn_about("the end of the run"))
 
     # -- a start, and a stop
 
@@ -249,10 +255,10 @@ class Pipeline:
             self._merged[fragment][incarnation] = push_id
         for state, each in zip(recovered.states, table, strict=True):
             for version in self._store.replay(each, state):
-                self._there.install(version)
+                self._loaded.install(version)
                 self._alarm.hear(version)
         return ev.Resumed(
-            recovered.layout, self._there.heads, recovered.clock, dict(recovered.merged),
+            recovered.layout, self._loaded.heads, recovered.clock, dict(recovered.merged),
             recovered.period_s, recovered.phase, dict(recovered.merged_tokens),
         )  # fmt: skip
 
@@ -285,18 +291,18 @@ class Pipeline:
         return set(self._pushes)
 
     def fragment(self, index: int) -> Fragment:
-        return self._there.table[index]
+        return self._loaded.table[index]
 
     def publication(self, fragment: int, version: int) -> Version | None:
-        """One of the last publications of a fragment; None if it is not kept, or was cut into the
-        chunks of an earlier life."""
-        found = self._there.publication(fragment, version)
+        """One of the last publications of a fragment; None if it is no longer kept, or was made
+        before a restart that changed the size of chunks."""
+        found = self._loaded.publication(fragment, version)
         elements = self._settings.chunk_elements
         return found if found and found.round_.policy.chunk_elements == elements else None
 
     def head(self, fragment: int) -> tuple[FragmentState, dict[str, int]]:
         """The newest durable state of a fragment, and the newest push of each incarnation in it."""
-        return self._there.states[fragment], dict(self._merged[fragment])
+        return self._loaded.states[fragment], dict(self._merged[fragment])
 
     # -- details
 
@@ -304,7 +310,7 @@ class Pipeline:
         self.model, self._merged = model, [{} for _ in model.table]
         self._snapshots = list(model.heads)
 
-    def _tell(self, version: Version, now: float) -> None:
+    def _note_merge(self, version: Version, now: float) -> None:
         round_, state = version.round_, version.state
         fields: dict[str, object] = {
             "fragment": state.fragment, "version": state.version,
@@ -321,7 +327,7 @@ class Pipeline:
             self._note(ev.Note("alarm", line, {"fragment": state.fragment}, warning=True))
 
     def _snapshot(self, state: FragmentState) -> None:
-        """Has a worker write a whole state, unless one is being written: decoding must go on."""
+        """Has a worker write a whole state, one at a time, so that the other goes on decoding."""
 
         def done(result: Any, now: float) -> None:
             self._snapshotting = False
@@ -338,7 +344,7 @@ class Pipeline:
     def _write(
         self, work: Callable[[], Any], done: Done, failed: Callable[[OSError, float], None]
     ) -> None:
-        """Has a worker write. A full disk holds that back, no more: it is tried again."""
+        """Has a worker write, again and again while the disk refuses."""
 
         def finish(result: Any, now: float) -> None:
             if isinstance(result, OSError):
@@ -350,7 +356,7 @@ class Pipeline:
 
         self._pool.run(work, finish)
 
-    def _telling(self, what: str) -> Callable[[OSError, float], None]:
+    def _warn_about(self, what: str) -> Callable[[OSError, float], None]:
         return lambda error, now: self._warn(f"{what} cannot be written yet: {error}")
 
     def _warn(self, text: str) -> None:
@@ -358,7 +364,7 @@ class Pipeline:
 
 
 def _key(header: Header) -> tuple[str, int, int]:
-    return header.learner, header.fragment, header.push_id
+    return header.incarnation, header.fragment, header.push_id
 
 
 def _refusal(result: Any, layout: Layout) -> NarrowsError | None:

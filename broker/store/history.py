@@ -23,7 +23,7 @@ import msgspec
 import xxhash
 
 from narrows.broker.merging import merge
-from narrows.broker.rounds import Contribution, Digests, FragmentState, Policy, Round, Version
+from narrows.broker.records import Contribution, Digests, FragmentState, Policy, Round, Version
 from narrows.broker.store.packs import DiskFull, Packs, Place, damaged, sync_folder
 from narrows.broker.store.tensors import read_state, write_state
 from narrows.proto.errors import ConfigError, NarrowsError, StateError

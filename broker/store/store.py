@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import msgspec
 
-from narrows.broker.rounds import FragmentState, Policy, Round, Version
+from narrows.broker.records import FragmentState, Policy, Round, Version
 from narrows.broker.store.history import (
     DATABASE,
     History,
@@ -44,7 +44,7 @@ SCHEMA_VERSION: Final = 1
 
 # Digests are 16 hex digits, because SQLite's integers are signed. Rows are the history of the run
 # and stay when their packs go; pack is NULL then. The columns learner to chunk_elements are the
-# fields of rounds.Contribution in their order.
+# fields of records.Contribution in their order.
 SCHEMA: Final = f"""
 CREATE TABLE run (one INTEGER PRIMARY KEY CHECK (one = 1), run_id TEXT NOT NULL,
   phase TEXT NOT NULL, clock INTEGER NOT NULL, fragments INTEGER NOT NULL, layout TEXT,

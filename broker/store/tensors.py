@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from narrows.broker.rounds import Digests, FragmentState
+from narrows.broker.records import Digests, FragmentState
 from narrows.broker.store.packs import DiskFull, damaged, sync_folder
 from narrows.proto.codec import F32, all_finite, round_to_dtype
 from narrows.proto.errors import ConfigError

@@ -53,7 +53,7 @@ class Ending:
             return waiting.is_coming
         return min(member.held) >= 0 and fragment not in member.finished
 
-    def holders_up(self, fragment: int, now: float) -> list[Member]:
+    def owing(self, fragment: int, now: float) -> list[Member]:
         """Learners that the last round of a fragment waits for."""
         return [member for member in self.awaited(now) if self.owes(member, fragment)]
 
@@ -62,7 +62,7 @@ class Ending:
         return [
             fragment
             for fragment, round_ in enumerate(self.state.rounds)
-            if round_.stage is Stage.IDLE and (round_.here() or self.holders_up(fragment, now))
+            if round_.stage is Stage.IDLE and (round_.here() or self.owing(fragment, now))
         ]
 
     # Phases.

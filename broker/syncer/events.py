@@ -31,7 +31,7 @@ class Resumed(NamedTuple):
 
 
 class PushFacts(NamedTuple):
-    """A complete push that a merge takes, in the order of `rounds.Contribution.order`."""
+    """A complete push that a merge takes, in the order of `records.Contribution.order`."""
 
     learner: str
     incarnation: str

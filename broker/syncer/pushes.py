@@ -55,7 +55,11 @@ class Pushes:
 
     def chunk(self, header: msg.Header, now: float) -> bool:
         """True if the chunk is wanted; asked before its payload is decoded. Constant time."""
-        state, member, fragment = self.state, self.state.members.of(header.learner), header.fragment
+        state, member, fragment = (
+            self.state,
+            self.state.members.of(header.incarnation),
+            header.fragment,
+        )
         if member is None or not member.is_connected or header.epoch != state.epoch:
             return False
         member.heard_at = member.data_at = now
@@ -82,7 +86,7 @@ class Pushes:
 
     def checked(self, header: msg.Header) -> bool:
         """A wanted chunk decodes and is finite. True if its push is now a contribution."""
-        waiting = self.state.rounds[header.fragment].inbox.get(header.learner)
+        waiting = self.state.rounds[header.fragment].inbox.get(header.incarnation)
         if waiting is None or waiting.push_id != header.push_id:
             return False
         waiting.checked.add(header.chunk)
@@ -90,7 +94,7 @@ class Pushes:
 
     def failed(self, header: msg.Header, error: NarrowsError) -> None:
         """A wanted chunk does not decode, or is not finite: the push is refused."""
-        member = self.state.members.of(header.learner)
+        member = self.state.members.of(header.incarnation)
         fragment, push_id = header.fragment, header.push_id
         if member is None or push_id <= member.refused.get(fragment, 0):
             return

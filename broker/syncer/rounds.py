@@ -3,8 +3,10 @@
     IDLE --launch--> COLLECTING --due--> MERGING --merged--> COMMITTING --durable--> IDLE
                      COLLECTING --abandon--> IDLE  MERGING --failed--> IDLE
 
-The slow half, adding and writing, belongs to the host. Heads, clock and merged push ids change in
-`durable` and nowhere else.
+The launch of a round opens it for one fragment, and a Beat tells all learners so. A push that came
+before waits in the fragment's inbox, and counts. The host performs the effects: the pipeline adds
+and writes, which is slow, and the downlink publishes. In this machine heads, clock and merged push
+ids change in `durable` and nowhere else.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from narrows.proto.errors import ErrorCode
 from narrows.proto.messages import Mode
 
 SYNC_SHARE: Final = 0.25
-"""Weight of the newest round in the usual time from due to durable."""
+"""Weight of the newest round in the moving average of the seconds from due to durable."""
 
 
 @dataclass(eq=False)
@@ -38,15 +40,15 @@ class Rounds:
     merges: int = 0
     contributions: int = 0
     sync_s: float = 0.0
-    """Usual seconds from due to durable."""
+    """Moving average of the seconds from due to durable."""
     _next: int = 0
-    """Fragment that is launched next."""
+    """The fragment whose turn it is to be launched."""
 
     def advance(self, now: float) -> None:
         """Decides everything that the time or the last event has made due."""
         state = self.state
-        # The pace of everybody who can be waited for. Nobody is: the old one stands, so that a
-        # round on its way keeps its window.
+        # The pace of the learners that are waited for. Without any the old pace stands, so that an
+        # open round keeps its window.
         if steps_s := [each.step_s for each in state.members.awaited(now) if each.step_s]:
             state.xi_s = grace.pace_s(steps_s)
         for fragment in state.collecting():
@@ -73,15 +75,15 @@ class Rounds:
             has_pace = state.xi_s > 0 and now >= self._launch_at()
             may = has_pace or state.settings.mode is Mode.DILOCO
             return self._next if may and self._has_room(self._next) else None
-        # Nobody trains: what waits is merged, because learners that leave wait for it. Rounds that
-        # nobody will fill make room.
+        # Nobody trains. Learners that leave wait until their last pushes are merged, so fragments
+        # that have pushes come now, and open rounds that nobody will fill make room for them.
         order = [*range(self._next, len(state.rounds)), *range(self._next)]
         idle = [each for each in order if state.rounds[each].stage is Stage.IDLE]
-        waiting = [each for each in idle if state.rounds[each].here()]
-        for fragment in state.collecting() if waiting else ():
+        with_pushes = [each for each in idle if state.rounds[each].here()]
+        for fragment in state.collecting() if with_pushes else ():
             if not state.rounds[fragment].inbox:
                 self.move(state.rounds[fragment], Step.ABANDON)
-        return next(filter(self._has_room, waiting), None)
+        return next(filter(self._has_room, with_pushes), None)
 
     def _launch_at(self) -> float:
         return self.launched_at + grace.spacing_s(self.state.settings, self.state.xi_s)
@@ -99,8 +101,8 @@ class Rounds:
         state, round_ = self.state, self.state.rounds[fragment]
         here = len(round_.here())
         if state.phase is RunPhase.ENDING:
-            if not self.ending.holders_up(fragment, now):
-                # Everybody has pushed what was left, or is given up.
+            # No quorum any more: each learner pushes what it has left, or is given up.
+            if not self.ending.owing(fragment, now):
                 if here:
                     self._merge(fragment, "last", now)
                 else:
@@ -113,7 +115,8 @@ class Rounds:
         if round_.quorum_at is None:
             round_.quorum_at = now
         window_s = self._window_s(round_, round_.quorum_at)
-        # Decoding takes a few ms of our own time; no learner should pay a version for it.
+        # A push whose bytes are all here is waited for while workers decode it: else it would miss
+        # this version through a delay of ours. The host calls again when it is checked.
         decoding = any(w.is_coming and w.transfer.complete for w in round_.inbox.values())
         if not self._misses_anybody(round_, window_s, now):
             self._merge(fragment, "everybody", now)
@@ -121,14 +124,14 @@ class Rounds:
             self._merge(fragment, "window", now)
 
     def _misses_anybody(self, round_: FragmentRound, window_s: float, now: float) -> bool:
-        """The window waits for learners that have announced a push, and for those that are ready,
-        have none here, and whose step is shorter than the window."""
+        """Whether the window is worth while: a push is on its way from a learner that is heard, or
+        a learner that trains has announced none and can finish a step within the window."""
         for member in self.state.members.connected():
-            waiting = round_.inbox.get(member.incarnation)
-            if waiting is not None and waiting.push is not None:
-                is_missing = waiting.is_coming and member.is_heard(now)
+            entry = round_.inbox.get(member.incarnation)
+            if entry is not None and entry.push is not None:
+                is_missing = entry.is_coming and member.is_heard(now)
             else:
-                # Who has told no step time yet has just joined, and may well be as fast as others.
+                # A learner that has reported no step time has just joined: it may be fast.
                 is_missing = member.is_awaited(now) and (member.step_s or 0.0) < window_s
             if is_missing:
                 return True
@@ -168,7 +171,7 @@ class Rounds:
     # Commit.
 
     def merged(self, fragment: int) -> None:
-        """The sum is made. Nothing has changed yet, and nobody may know it."""
+        """The sum is made. Nothing has changed yet, and no learner hears of it."""
         self.move(self.state.rounds[fragment], Step.MERGED)
         self.state.effects.append(ev.Commit(fragment))
 
@@ -230,8 +233,8 @@ class Rounds:
         before, after = step.value
         assert round_.stage is before, f"{step.name} in stage {round_.stage.name}"
         round_.stage = after
-        # Learners answer a round only while it is open, as far as they know.
-        self.state.beat_wanted |= Stage.COLLECTING in step.value
+        # Learners push only to rounds that they believe are open: each change is told at once.
+        self.state.beat_wanted |= Stage.COLLECTING in (before, after)
 
     def check(self) -> None:
         assert self.state.in_flight() <= IN_FLIGHT_MAX
@@ -241,8 +244,8 @@ class Rounds:
             taken = {facts.incarnation: facts.push_id for facts in round_.taken}
             assert len(taken) == len(round_.taken) and list(round_.taken) == sorted(round_.taken)
             assert not round_.disk_error or round_.stage is Stage.COMMITTING, round_
-            for incarnation, waiting in round_.inbox.items():
-                assert waiting.incarnation == incarnation and waiting.fragment == fragment
+            for incarnation, entry in round_.inbox.items():
+                assert entry.incarnation == incarnation and entry.fragment == fragment
                 merged = self.state.merged.get((incarnation, fragment), 0)
-                assert waiting.push_id > max(merged, taken.get(incarnation, 0)), waiting
-                assert len(waiting.checked) <= waiting.transfer.here, waiting
+                assert entry.push_id > max(merged, taken.get(incarnation, 0)), entry
+                assert len(entry.checked) <= entry.transfer.here, entry

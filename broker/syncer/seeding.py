@@ -117,7 +117,7 @@ class Seeding:
 
     def chunk(self, header: msg.Header, now: float) -> bool:
         """True if the chunk belongs to version 0 and is not here yet."""
-        if (seeder := self.asked(header.learner)) is None:
+        if (seeder := self.asked(header.incarnation)) is None:
             return False
         seeder.heard_at = seeder.moved_at = seeder.data_at = now
         if self.state.layout is None:

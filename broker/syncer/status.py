@@ -117,7 +117,7 @@ def waiting_for(state: State, seeding: Seeding, ending: Ending, now: float) -> l
         return [*lines, who]
     for fragment in state.collecting():
         held_up = state.phase is RunPhase.ENDING
-        owing = ending.holders_up(fragment, now) if held_up else state.absent(fragment, now)
+        owing = ending.owing(fragment, now) if held_up else state.absent(fragment, now)
         if owing:
             names = _listed([member.name for member in owing])
             lines.append(f"{names} to push fragment {fragment}")

@@ -158,7 +158,7 @@ class Desk:
         return msg.Header(
             epoch=EPOCH,
             kind=msg.DataKind.PUSH,
-            learner=incarnation(name, self.lives[name]),
+            incarnation=incarnation(name, self.lives[name]),
             fragment=fragment,
             version=self.heads[fragment] if self.heads else 0,
             push_id=push_id,

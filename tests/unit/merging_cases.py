@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from narrows.broker.rounds import Contribution, FragmentState, Policy, Round
+from narrows.broker.records import Contribution, FragmentState, Policy, Round
 from narrows.proto.codec import F32, DecodedChunk, decode_chunk, encode_push, values_of
 from narrows.proto.layout import Fragment, build_table
 from narrows.proto.messages import CodecName, LayoutEntry, MergeRule

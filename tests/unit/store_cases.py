@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from narrows.broker.merging import merge
-from narrows.broker.rounds import Contribution, FragmentState, Policy, Round, Version
+from narrows.broker.records import Contribution, FragmentState, Policy, Round, Version
 from narrows.broker.store import Store
 from narrows.proto.codec import encode_push
 from narrows.proto.layout import build_table

@@ -15,8 +15,8 @@ from narrows.proto.messages import DataKind, Header
 PAYLOAD = bytes(4000)
 
 
-def header(kind: DataKind, chunk: int, *, fragment: int = 0, learner: str = "") -> Header:
-    return Header("1-00000000", kind, learner, fragment, 5, 0, chunk, "int4-zstd", 7, 9)
+def header(kind: DataKind, chunk: int, *, fragment: int = 0, incarnation: str = "") -> Header:
+    return Header("1-00000000", kind, incarnation, fragment, 5, 0, chunk, "int4-zstd", 7, 9)
 
 
 def put_live(sender: Sender, count: int, *, first: int = 0, streams: int = 1) -> None:
@@ -27,7 +27,7 @@ def put_live(sender: Sender, count: int, *, first: int = 0, streams: int = 1) ->
 
 def put_asked(sender: Sender, who: str, count: int, *, streams: int = 1) -> None:
     for chunk in range(count):
-        about = header(DataKind.STATE, chunk, learner=who)
+        about = header(DataKind.STATE, chunk, incarnation=who)
         assert sender.put_asked(who, f"r/{who}/{chunk % streams:02d}", about, PAYLOAD)
 
 
@@ -87,7 +87,7 @@ def test_a_chunk_that_waits_is_not_queued_twice() -> None:
     put_live(sender, 1)
     publication = header(DataKind.PUBLICATION, 0)
     assert not sender.put_live("p/00", publication, PAYLOAD)
-    mine = header(DataKind.PUBLICATION, 0, learner="a")
+    mine = header(DataKind.PUBLICATION, 0, incarnation="a")
     assert not sender.put_asked("a", "r/a/00", mine, PAYLOAD), "it comes on the shared topic"
     put_asked(sender, "a", 1)
     put_asked(sender, "b", 1)

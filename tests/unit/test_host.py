@@ -255,7 +255,7 @@ def test_bytes_never_raise_and_change_nothing(house: House) -> None:
         msg.Header,
         epoch=st.sampled_from([a.epoch, ""]),
         kind=st.sampled_from(list(msg.DataKind)),
-        learner=st.sampled_from([a.incarnation, "site-b.00000001", ""]),
+        incarnation=st.sampled_from([a.incarnation, "site-b.00000001", ""]),
         fragment=st.sampled_from([0, 1, 4095]),
         version=big,
         push_id=big,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from merging_cases import awkward, decoded, one_fragment, push_of, round_of, state_of, values_in
 
 from narrows.broker.merging import Alarm, Model, merge, outer, sums, warm_up
-from narrows.broker.rounds import Contribution, Version
+from narrows.broker.records import Contribution, Version
 from narrows.proto.codec import F32, F64, advance_copy, decode_chunk, digest_of, recut
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.layout import Fragment

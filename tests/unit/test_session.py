@@ -261,7 +261,7 @@ def test_a_chunk_that_cannot_be_used_is_not_wanted(what: str) -> None:
     fragment = 2 if what == "no such fragment" else 0
     version = {"old": 3, "far ahead": 20}.get(what, 4)
     header = seat.header(kind, fragment, version, CHUNKS if what == "no such chunk" else 0)
-    header = replace(header, learner="site-b.0000000b" if "another" in what else "")
+    header = replace(header, incarnation="site-b.0000000b" if "another" in what else "")
     assert not seat.session.chunk(header, seat.now)
 
 

@@ -23,7 +23,7 @@ from store_cases import (
 )
 
 from narrows.broker.merging import merge
-from narrows.broker.rounds import FragmentState, Round, Version
+from narrows.broker.records import FragmentState, Round, Version
 from narrows.broker.store import History, Store
 from narrows.broker.store import history as history_module
 from narrows.proto.errors import ConfigError, ErrorCode, StateError

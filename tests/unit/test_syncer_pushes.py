@@ -81,7 +81,7 @@ def test_a_push_that_comes_while_the_end_is_being_written_is_ignored() -> None:
 def test_chunks_of_another_epoch_or_of_nobody_are_not_wanted() -> None:
     desk = waiting()
     assert not desk.chunk("a", 0, 1, 0, epoch="6-0123abcd")
-    assert not desk.chunk("a", 0, 1, 0, learner=incarnation("c"))
+    assert not desk.chunk("a", 0, 1, 0, incarnation=incarnation("c"))
     assert not desk.told(msg.Refuse)
 
 
