@@ -1,4 +1,4 @@
-"""Joins a PyTorch training loop to a run: `from narrows.learner import Learner`.
+"""The public face of a learner: `from narrows.learner import Learner`.
 
 User code imports `Learner` and the errors that it may raise. `learner`, `loop`, `parameters` and
 `weights` face the training loop; `session` and `fragment` decide and know no clock; `host`, `push`

@@ -1,4 +1,4 @@
-"""The exchange of one fragment: what its parameters stand on, what arrives, what is pushed.
+"""State of one fragment at a learner: the base of its parameters, what arrives, what is pushed.
 
 Three versions matter. `held` is the base: the version that the parameters stand on. `tip` is the
 newest published copy that is whole on this machine; a boundary adopts it. `head` is the newest

@@ -1,4 +1,4 @@
-"""The parameters behind a learner. The host talks to an `Island` and never sees a tensor."""
+"""Reads and adopts the parameters of one process; the host never sees a tensor."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The arithmetic of the exchange: a snapshot becomes a coded push, an adoption moves parameters.
+"""Arithmetic of the exchange: a snapshot becomes a coded push, and the rule of an adoption.
 
-The rule of an adoption, with `keep` from 0 to 1 and `push` as it was coded (0 without one):
+The rule, with `keep` from 0 to 1 and `push` as it was coded (0 without one):
 
     params = new + keep * (params - old + push) - (0 if merged else push)
 

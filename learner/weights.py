@@ -1,4 +1,4 @@
-"""Notices whatever changes the parameters besides the optimizer and the exchange.
+"""Notices what else changes the parameters, besides the optimizer and the exchange.
 
 Four faults would spoil a run without a sound: parameters that train and do not travel, an optimizer
 that undoes adoptions from master weights of its own, averaged or best weights that are swapped in

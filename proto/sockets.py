@@ -1,4 +1,4 @@
-"""ZeroMQ sockets as both ends use them, and what became of a handshake.
+"""ZeroMQ options of every socket, with their reasons, and what a refused handshake looks like.
 
 libzmq says that a key was refused only to a socket's monitor, and a refused socket never dials
 again: its owner closes it and makes another one.

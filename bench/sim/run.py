@@ -1,4 +1,4 @@
-"""One simulated run: a broker that is killed, learners of unequal speed, and every fault at once.
+"""One simulated run and its faults: kills, restarts, freezes, full disks, restored states.
 
 The seed draws settings, speeds, lines and faults. The store is the real one in a temporary folder,
 without fsync; the pool's two moments leave every prefix of durability behind a kill.

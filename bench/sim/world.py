@@ -1,4 +1,4 @@
-"""Virtual time: a clock, a queue of events, workers of two moments, and places where it kills."""
+"""Virtual time: a clock, a queue of events, and workers whose results are heard of later."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""`narrows journal` and `narrows export`: what a state directory holds, whether it is whole, a way
-back, and the model in it. They only read, also while the broker runs.
+"""`narrows journal` and `narrows export`: show, audit, replay, roll back, and write the model.
+
+They only read, also while the broker runs.
 """
 
 from __future__ import annotations

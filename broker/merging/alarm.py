@@ -1,4 +1,4 @@
-"""The alarm: a push that is far longer than its learner's pushes have been. It only speaks.
+"""The alarm: a push that is far longer than its learner's pushes have been. It only warns.
 
 Nothing is clipped or weighed down by it, and nobody is compared with anybody else: unequal
 learners are no fault.

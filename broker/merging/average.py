@@ -1,5 +1,4 @@
-"""Token weights, and the average of outer gradients: per tensor piece the weighted mean, or
-radial-directional.
+"""Token weights, and the average of outer gradients: weighted mean or radial-directional.
 
 The bits of an average are promised: a replay and an independent reader must find the same.
 

@@ -1,1 +1,1 @@
-"""The broker as a process: one host, real sockets, threads, files for people."""
+"""The broker as a process: one host, real sockets, worker threads, log and events file."""

@@ -1,4 +1,4 @@
-"""Admission: who may connect and as whom, and which keys are kept out for a while.
+"""Admission: which keys are on the allow list, for which site, and which are kept out a minute.
 
 Two threads ask: ZeroMQ's authenticator at each handshake, the loop for each frame. What they read
 is swapped as a whole and never changed, so there is no lock.

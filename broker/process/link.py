@@ -1,4 +1,4 @@
-"""The broker's three sockets: ROUTER for control, SUB for the uplink, XPUB for the downlink.
+"""The broker's three sockets, control, uplink and downlink, and how a revoked key is cut off.
 
 Each frame of a connection carries its key, so a message is believed as far as the key goes. libzmq
 cannot close one connection: when a key must go, all three sockets are closed and bound again, which

@@ -1,4 +1,4 @@
-"""The broker's log, which cannot flood, and its crash places."""
+"""The broker's log, which cannot flood, and the named places where tests kill the broker."""
 
 from __future__ import annotations
 

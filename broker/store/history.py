@@ -1,5 +1,4 @@
-"""A state directory as it is read: what was merged, the state of each fragment by replay, whether
-all is whole, what if, and a way back.
+"""Reads a state directory: rounds, and each fragment's state by replay; audits and rolls back.
 
 A fragment's state is its newest whole snapshot and the rounds after it, merged again as they were
 merged first. Three digests of each version must agree with its row, so a start cannot go on from

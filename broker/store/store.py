@@ -1,4 +1,4 @@
-"""The state directory of one broker: what is durable of a run.
+"""Makes rounds durable, payloads before facts, and recovers them when the broker starts again.
 
     run.db       facts, in SQLite: the run, its lives, rounds, contributions, snapshots
     packs/       payload bytes of contributions, as they travelled

@@ -1,4 +1,4 @@
-"""The end of a run: the goal, one last round per fragment, and who is waited for."""
+"""The end of a run: the goal, one last round per fragment, and whom the broker waits for."""
 
 from __future__ import annotations
 

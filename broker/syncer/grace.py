@@ -1,4 +1,4 @@
-"""When a round is due, and how fast the run goes: pure functions of numbers.
+"""The numbers of a round: quorum, the window that it waits, the spacing of launches, the pace.
 
 A round waits for its quorum without a limit. After that it waits for learners that may still come,
 at most for a window: the time that the learners' overlap hides from them (Decoupled DiLoCo, Eq. 3),

@@ -1,7 +1,7 @@
-"""The syncer: it decides who is a member, when a round begins, is due, and exists. Pure.
+"""The syncer: leads each event to the module that decides it. Pure.
 
-This file leads each event to the module that decides it, and then looks at everything that may have
-become due.
+After each event it looks at everything that may have become due: who is a member, which rounds
+begin, are merged and exist, and whether the run ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The two tables of the broker: the phases of a run, and the stages of a fragment's round."""
+"""Two tables: the phases of a run, and the moves between the stages of a fragment's round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run as people see it: the status map, who is waited for, and what a silent uplink means."""
+"""The status that `narrows status` shows: members, rounds, what the run waits for, hints."""
 
 from __future__ import annotations
 
