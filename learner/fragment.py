@@ -186,7 +186,8 @@ class FragmentSession:
                 for key, each in self.arriving.items()
                 if key[0] is not DataKind.STATE and key[1] > version
             }
-        transfer = Transfer(self.fragment.chunk_count(size), now, unasked=not pull)
+        chunks, streams = self.fragment.chunk_count(size), self.settings.streams
+        transfer = Transfer(chunks, now, unasked=not pull, streams=streams)
         self.arriving[kind, version] = transfer
         return transfer
 

@@ -74,9 +74,9 @@ class LearnerHost:
         """Chunks of version 0 that the broker wants."""
         self._seeding = False
         """A worker encodes some of them."""
-        self._coded_seed: dict[tuple[int, int], list[EncodedChunk]] = {}
-        """(fragment, elements of a chunk) -> version 0 as it was coded last: the broker asks for
-        what was lost in many pieces. One fragment at most, because it is lossless."""
+        self._coded_seed: dict[int, list[EncodedChunk]] = {}
+        """Version 0 of the fragment that was coded last, because the broker asks for what was lost
+        in many pieces. One fragment at most, because it is lossless."""
         self._epoch = ""
         self._up_bits_per_s = 0.0
 
@@ -172,7 +172,7 @@ class LearnerHost:
                         chunk = EncodedChunk(0, payload, wire.digest(payload))
                         self._put(DataKind.LAYOUT, 0, 0, 0, LOSSLESS, [chunk])
                     case do.SendChunks(DataKind.SEED):
-                        self._seeds.append(effect)
+                        self._send_seed(effect)
                     case do.SendChunks():
                         self._send_push(effect)
                     case do.Assemble():
@@ -209,7 +209,8 @@ class LearnerHost:
     def _adopt(self, effect: do.Adopt) -> None:
         fragment, new = self._fragment(effect.fragment), self._tip[effect.fragment]
         self.adopting(effect)
-        self._coded_seed.clear()  # Version 0 is durable.
+        self._seeds.clear()  # Version 0 is durable.
+        self._coded_seed.clear()
         if effect.overwrite:
             self._island.overwrite(fragment, new)
         else:
@@ -283,21 +284,21 @@ class LearnerHost:
         wanted = _chosen(push.chunks, effect.chunks)
         self._put(DataKind.PUSH, effect.fragment, push.base, effect.push_id, push.codec, wanted)
 
+    def _send_seed(self, effect: do.SendChunks) -> None:
+        """Queues chunks of version 0, or lets the training thread read their fragment."""
+        if known := self._coded_seed.get(effect.fragment):
+            wanted = _chosen(known, effect.chunks)
+            self._put(DataKind.SEED, effect.fragment, 0, 0, LOSSLESS, wanted)
+        elif effect not in self._seeds:
+            self._seeds.append(effect)
+
     def _seed_next(self) -> None:
         """On the training thread: reads a fragment of version 0 for a worker to encode. One at a
         time, because a lossless model is large; the next follows at the next call."""
         if self._seeding or not self._seeds:
             return
-        effect = self._seeds.pop(0)
+        effect, epoch = self._seeds.pop(0), self._epoch
         fragment, size = self._fragment(effect.fragment), self.session.settings.state_chunk_elements
-
-        def send(chunks: Sequence[EncodedChunk]) -> None:
-            wanted = _chosen(chunks, effect.chunks)
-            self._put(DataKind.SEED, effect.fragment, 0, 0, LOSSLESS, wanted)
-
-        if known := self._coded_seed.get((fragment.index, size)):
-            send(known)
-            return
         self._coded_seed, self._seeding = {}, True
         values = self._island.read(fragment)
 
@@ -306,13 +307,15 @@ class LearnerHost:
 
         def coded(result: list[EncodedChunk] | BaseException, now: float) -> None:
             self._seeding = False
+            if epoch != self._epoch:
+                return  # The next life of the broker cuts other chunks.
             if isinstance(result, NarrowsError):
                 self.session.refused = refused(ErrorCode.NOT_FINITE_SEED, result)
             elif isinstance(result, BaseException):
                 self._refuse(result)
             else:
-                self._coded_seed = {(fragment.index, size): result}
-                send(result)
+                self._coded_seed = {effect.fragment: result}
+                self._send_seed(effect)
             self._pump(now)
 
         self._pool.run(work, coded)

@@ -265,7 +265,7 @@ class Site:
 
     @property
     def connection(self) -> Connection:
-        return self.index, self.line.generation
+        return Connection(self.index, self.line.generation)
 
     # -- threads
 

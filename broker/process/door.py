@@ -25,6 +25,10 @@ _TOPIC: Final = re.compile(r"p/[0-9]{2}|r/(" + INCARNATION_PATTERN[2:-2] + r")/[
 _log: Final = logging.getLogger("narrows.broker")
 
 
+TOLD_MAX: Final = 10
+"""Keys that are not admitted of which the log tells in REFUSALS_S."""
+
+
 class Door:
     """The allow list of a broker's key folder, as it stands now."""
 
@@ -43,7 +47,8 @@ class Door:
 
     def admits(self, key: str) -> bool:
         """Whether a handshake with this public key (Z85) succeeds."""
-        if self._allowed.site(key) is None and key not in self._told:
+        if self._allowed.site(key) is None and key not in self._told and len(self._told) < TOLD_MAX:
+            # A stranger makes as many keys as he likes: neither memory nor log may grow with them.
             self._told.add(key)
             _log.warning(
                 "a key that is not on the allow list was refused. If you know whose it is: "

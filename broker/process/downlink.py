@@ -7,10 +7,11 @@ never end. What is due and when is the sender's business (proto/flow).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.process.pipeline import Pipeline, result_of
@@ -23,8 +24,25 @@ from narrows.proto.ports import BrokerWires, Pool
 from narrows.proto.timing import REPAIR_S
 from narrows.proto.wire import asked_topic, live_topic, name_of
 
-Connection: TypeAlias = tuple[int, int]
-"""Identifies a connection that listens; no later one is equal to it."""
+
+class Connection(NamedTuple):
+    """A connection that listens; no later one is equal to it."""
+
+    descriptor: int
+    inode: int
+    site: str = ""
+    """The one that its key speaks for; "" without keys."""
+
+
+SPARE_CONNECTIONS: Final = 8
+"""Connections of a site that are charged beyond its learners: after a restart they listen before
+they say Hello. More are not charged: a key holder could stop all publications by opening many."""
+
+TOPICS_MAX: Final = 1 << 14
+"""Topics of one connection; a relay listens for all learners of its site."""
+
+EARLY_MAX: Final = 64
+"""Questions of a learner that does not listen yet. It asks again for what is above."""
 
 COPIES_MAX: Final = 2
 """Copies of a fragment's state that are served at once: one that is being fetched, and a newer."""
@@ -66,6 +84,8 @@ class Downlink:
         self.sender.fan_out = 0
         self._topics: dict[Connection, dict[str, None]] = {}
         """Everything that each connection listens to."""
+        self._learners = Counter[str]()
+        """Learners that are here, by site."""
         self._listeners: Counter[str] = Counter()
         """Number of connections by topic."""
         self._early: dict[str, list[tuple[float, msg.Fetch]]] = {}
@@ -83,14 +103,15 @@ class Downlink:
         """A connection subscribes to a topic, or ends that. Said twice it changes nothing: else a
         peer could have publications charged to the budget that go nowhere."""
         topics = self._topics.setdefault(connection, {})
-        if is_on == (topic in topics):
+        if is_on == (topic in topics) or (is_on and len(topics) == TOPICS_MAX):
             return
         if is_on:
             topics[topic] = None
         else:
             del topics[topic]
         self._listeners[topic] += 1 if is_on else -1
-        self.sender.fan_out = self._listeners[live_topic(0)]
+        if _is_live(topic):
+            self._count_listeners()
         incarnation = topic[2:-3]
         if incarnation in self._early and self._has_listener(incarnation):
             self._answer_early(incarnation, now)
@@ -101,7 +122,24 @@ class Downlink:
         for connection in [each for each in self._topics if not is_open(each)]:
             self._listeners.subtract(list(self._topics.pop(connection)))
         self._listeners = +self._listeners  # Without the topics that nobody listens to.
-        self.sender.fan_out = self._listeners[live_topic(0)]
+        self._count_listeners()
+
+    def members(self, names: Iterable[str]) -> None:
+        """The learners that are here now."""
+        learners = Counter(name.partition("/")[0] for name in names)
+        if learners != self._learners:
+            self._learners = learners
+            self._count_listeners()
+
+    def _count_listeners(self) -> None:
+        """The connections that a publication is charged for: all that hear of any stream."""
+        hearing = Counter(
+            each.site for each, topics in self._topics.items() if any(map(_is_live, topics))
+        )
+        self.sender.fan_out = sum(
+            min(count, self._learners[site] + SPARE_CONNECTIONS) if site else count
+            for site, count in hearing.items()
+        )
 
     def _has_listener(self, incarnation: str) -> bool:
         """A learner listens to its own topic on every stream."""
@@ -128,7 +166,9 @@ class Downlink:
         """Queues what a learner asked for, once it listens: its first Fetch overtakes its
         subscriptions, and what is sent before them is lost. Who does not listen after REPAIR_S is
         answered nevertheless, for it would ask again."""
-        self._early.setdefault(incarnation, []).append((now, fetch))
+        early = self._early.setdefault(incarnation, [])
+        if len(early) < EARLY_MAX:
+            early.append((now, fetch))
         if self._has_listener(incarnation):
             self._answer_early(incarnation, now)
 
@@ -235,9 +275,16 @@ class Downlink:
                 self.live_bytes += size
                 self.fanned_bytes += size * self.sender.fan_out
 
-    def forget_all_but(self, incarnations: Collection[str]) -> None:
+    def forget_all_but(self, incarnations: Iterable[str]) -> None:
         """Drops answers for learners that are gone: they would cost the line and reach nobody."""
-        self.sender.discard(lambda header: header.incarnation not in ("", *incarnations))
+        known = frozenset(("", *incarnations))
+        self.sender.discard(lambda header: header.incarnation not in known)
+        self._early = {name: each for name, each in self._early.items() if name in known}
+
+    def deadline(self, now: float) -> float:
+        """When `turn` has something to do."""
+        early = [asked[0][0] + REPAIR_S for asked in self._early.values()]
+        return min(self.sender.deadline(now), *early, math.inf)
 
     def turn(self, now: float) -> None:
         """Answers who does not listen, forgets copies that nobody asks for, and sends."""
@@ -247,6 +294,11 @@ class Downlink:
         for copies in self._copies.values():
             copies[:] = [each for each in copies if now < each.asked_at + IDLE_S]
         self.pump(now)
+
+
+def _is_live(topic: str) -> bool:
+    """Whether who listens to this topic hears publications; ZeroMQ compares beginnings."""
+    return topic.startswith("p/") or "p/".startswith(topic)
 
 
 def _asked(fetch: msg.Fetch, chunks: tuple[EncodedChunk, ...]) -> list[EncodedChunk]:

@@ -133,16 +133,17 @@ class Host:
         self.pipeline.turn(now)
         self.syncer.advance(now)
         self._perform(now)
+        members = self.syncer.state.members.connected()
+        self.downlink.members(member.name for member in members)
         if now >= self._swept_at + SWEEP_S:
             self._swept_at = now
-            members = self.syncer.state.members.connected()
-            self.downlink.forget_all_but({member.incarnation for member in members})
+            self.downlink.forget_all_but(member.incarnation for member in members)
         self.downlink.turn(now)
 
     def deadline(self, now: float) -> float:
         """Time at which `turn` is to be called if nothing comes before."""
-        sender = self.downlink.sender
-        return min(self.syncer.deadline(now), self.pipeline.deadline(), sender.deadline(now))
+        parts = self.syncer.deadline(now), self.pipeline.deadline(), self.downlink.deadline(now)
+        return min(parts)
 
     def stop(self, reason: str, now: float) -> None:
         """The operator ends the process: everybody is told, and `finished` is set."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,8 +135,8 @@ class Link:
     def receive(self, host: Host, now: float) -> None:
         """Hands the host what waits at the sockets, a bounded number of messages of each."""
         # First: what the other messages lead to may be published to new listeners.
-        for descriptor, key, _, (frame, *_) in self._received(self._downlink):
-            change, topic, connection = frame.bytes[:1], frame.bytes[1:], _identity(descriptor)
+        for descriptor, key, site, (frame, *_) in self._received(self._downlink):
+            change, topic, connection = frame.bytes[:1], frame.bytes[1:], _open(descriptor, site)
             if self.door and change == b"\1" and not self.door.may_hear(key, topic):
                 # It would cost the line a second copy, and libzmq cannot refuse it.
                 self.door.keep_out(key, f"it listens to {topic[:80]!r}", now)
@@ -158,7 +159,7 @@ class Link:
             self._reopen(host)
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
-            host.downlink.keep_listeners(lambda each: _identity(each[0]) == each)
+            host.downlink.keep_listeners(lambda each: _open(each.descriptor, each.site) == each)
 
     def _received(self, socket: Socket) -> Iterator[tuple[int, str, str | None, list[zmq.Frame]]]:
         """Messages that wait at a socket: the connection's file descriptor, its key ("" without
@@ -190,13 +191,15 @@ class Link:
         self.sockets.clear()
 
 
-def _identity(descriptor: int) -> Connection | None:
+def _open(descriptor: int, site: str | None) -> Connection | None:
     """The connection behind a file descriptor: its number is used again after its end, but not
     together with its inode. None: it has ended."""
     try:
-        return descriptor, os.fstat(descriptor).st_ino
+        found = os.fstat(descriptor)
     except OSError:
         return None
+    is_socket = stat.S_ISSOCK(found.st_mode)
+    return Connection(descriptor, found.st_ino, site or "") if is_socket else None
 
 
 def _bind(socket: Socket, host: str, port: int, until: float) -> int:

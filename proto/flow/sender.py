@@ -198,8 +198,8 @@ class Sender:
         lane = (self._asked if entry.requester else self._live)[entry.topic]
         assert lane.entries[0] is entry, "another message than the one that was due"
         lane.retry_at = now + RETRY_S
-        if entry.requester or not self._may_lose:
-            return
+        if entry.requester or not self._may_lose or self.fan_out < 2:
+            return  # A single reader holds nobody up but himself.
         waits = any(each.waits_from is not None for each in self._live.values())
         self._spend_patience(now, waited=waits)
         if lane.waits_from is None:

@@ -1,9 +1,9 @@
 """One transfer at its receiver: which chunks are here, which to ask for, and when.
 
 A transfer that the sender starts by itself (a publication, a push) begins with every chunk COMING,
-a transfer that is pulled (a state) with every chunk MISSING. From then on both are the same:
-silence turns COMING into MISSING, and MISSING is asked for, so many at a time that the answers
-cannot overrun the asker.
+a transfer that is pulled (a state) with every chunk MISSING. Silence turns COMING into MISSING, and
+so does a later chunk of the same stream, because streams keep their order. MISSING is asked for, so
+many at a time that the answers cannot overrun the asker.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from narrows.proto.messages import RANGES_MAX, Ranges
 from narrows.proto.timing import REPAIR_MAX_S, REPAIR_S
 
-_MISSING, _COMING, _HERE = 0, 1, 2
+_MISSING, _COMING, _ASKED, _HERE = 0, 1, 2, 3
 
 
 class Transfer:
@@ -23,13 +23,19 @@ class Transfer:
     memory, once in a quarter of a window.
     """
 
-    def __init__(self, chunks: int, now: float, *, unasked: bool) -> None:
+    def __init__(self, chunks: int, now: float, *, unasked: bool, streams: int = 0) -> None:
+        """`unasked`: the sender sends every chunk by itself, chunk i on stream i modulo `streams`;
+        0: a hole in a stream says nothing."""
         assert chunks > 0, chunks
         self.chunks = chunks
         self.here = 0
         """Chunks that have come."""
-        self._unasked = unasked
+        self.asked = 0
+        """Chunks asked for and not here. A receiver of several transfers shares one window."""
         self._coming = chunks if unasked else 0
+        """Chunks that the sender sends by itself and that are not here."""
+        self._expected = list(range(streams)) if unasked else []
+        """Per stream the next chunk that comes by itself."""
         self._state = bytearray([_COMING if unasked else _MISSING]) * chunks
         self._window = 1
         self._wait_s = REPAIR_S
@@ -41,17 +47,15 @@ class Transfer:
         """Every chunk is here."""
         return self.here == self.chunks
 
-    @property
-    def asked(self) -> int:
-        """Chunks asked for and not here. A receiver of several transfers shares one window."""
-        return 0 if self._unasked else self._coming
-
     def add(self, chunk: int, now: float) -> bool:
         """Notes a chunk that has come. False: it was here before, or there is no such chunk."""
         if not 0 <= chunk < self.chunks or self._state[chunk] == _HERE:
             return False
         self._coming -= self._state[chunk] == _COMING
+        self.asked -= self._state[chunk] == _ASKED
         self._state[chunk] = _HERE
+        if self._expected:
+            self._find_holes(chunk)
         self.here += 1
         self._moved_at, self._wait_s = now, REPAIR_S
         return True
@@ -68,12 +72,14 @@ class Transfer:
             talks = heard_at > self._moved_at
             self._wait_s = REPAIR_S if talks else min(2 * self._wait_s, REPAIR_MAX_S)
             self._moved_at = now
-            self._state = self._state.replace(bytes([_COMING]), bytes([_MISSING]))
-            self._coming, self._unasked = 0, False
+            for each in (_COMING, _ASKED):
+                self._state = self._state.replace(bytes([each]), bytes([_MISSING]))
+            self._coming = self.asked = 0
+            self._expected.clear()
         if not self._may_ask:
             return ()
         self._moved_at = now
-        return self._take(window - self._coming)
+        return self._take(window - self.asked)
 
     def deadline(self, now: float) -> float:
         """When `ask` may have chunks to ask for, if nothing comes; infinite: never again."""
@@ -83,19 +89,29 @@ class Transfer:
 
     @property
     def _may_ask(self) -> bool:
-        missing = self.chunks - self.here - self._coming
-        return missing > 0 and self._coming <= self._window - max(1, self._window // 4)
+        missing = self.chunks - self.here - self._coming - self.asked
+        return missing > 0 and self.asked <= self._window - max(1, self._window // 4)
+
+    def _find_holes(self, chunk: int) -> None:
+        """What should have come on this stream before `chunk` was lost. An answer to a question
+        stands before what is expected and says nothing."""
+        streams = len(self._expected)
+        for lost in range(self._expected[chunk % streams], chunk, streams):
+            if self._state[lost] == _COMING:
+                self._state[lost] = _MISSING
+                self._coming -= 1
+        self._expected[chunk % streams] = max(self._expected[chunk % streams], chunk + streams)
 
     def _take(self, count: int) -> Ranges:
-        """Turns the first `count` MISSING chunks to COMING, in at most RANGES_MAX ranges."""
+        """Turns the first `count` MISSING chunks to ASKED, in at most RANGES_MAX ranges."""
         ranges: list[tuple[int, int]] = []
         first = self._state.find(_MISSING)
         while first >= 0 and count > 0 and len(ranges) < RANGES_MAX:
             end, limit = first + 1, min(first + count, self.chunks)
             while end < limit and self._state[end] == _MISSING:
                 end += 1
-            self._state[first:end] = bytes([_COMING]) * (end - first)
-            self._coming += end - first
+            self._state[first:end] = bytes([_ASKED]) * (end - first)
+            self.asked += end - first
             count -= end - first
             ranges.append((first, end - first))
             first = self._state.find(_MISSING, end)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from narrows.broker.config import BrokerConfig, load_broker
+from narrows.broker.process.downlink import Connection
 from narrows.broker.process.host import Host
 from narrows.broker.store import Store
 from narrows.broker.syncer import events as ev
@@ -131,7 +132,7 @@ class House:
 
     def subscribe(self, incarnation: str) -> None:
         """A connection listens to publications and to what an incarnation has asked for."""
-        connection = zlib.crc32(incarnation.encode()), self.lives
+        connection = Connection(zlib.crc32(incarnation.encode()), self.lives)
         for stream in range(self.config.shared.streams):
             for topic in (live_topic(stream), asked_topic(incarnation, stream)):
                 self.host.downlink.listens(connection, topic, True, self.now)

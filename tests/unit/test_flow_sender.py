@@ -204,6 +204,7 @@ def test_a_stream_without_room_holds_up_no_other_stream_and_no_answer() -> None:
 def test_a_frozen_reader_costs_the_others_one_patience(total: float) -> None:
     """Each pipe takes four messages. Once one was lost on it, libzmq skips it."""
     sender, taken, skipped = Sender(total=total), Counter[str](), set[str]()
+    sender.fan_out = 2
     put_live(sender, 40, streams=4)
 
     def room(entry: Entry, now: float) -> bool:
@@ -225,6 +226,7 @@ def test_a_reader_that_is_always_full_shares_one_allowance_under_a_budget(
     """Every message meets a full pipe. For 30 s of trying, a budget allows 0.25 s and 25 ms a
     second of waiting; without one each message may wait 0.25 s."""
     sender = Sender(total=total)
+    sender.fan_out = 2
     put_live(sender, 100)
     now = held = 0.0
     for _ in range(100):
@@ -239,6 +241,13 @@ def test_a_reader_that_is_always_full_shares_one_allowance_under_a_budget(
         now += 0.2
     assert (held < held_s) if total else (held > held_s)
     assert held >= PATIENCE_S
+
+
+def test_a_single_reader_loses_nothing_because_he_holds_nobody_up() -> None:
+    sender = Sender(total=1e12)
+    put_live(sender, 3)
+    left = run(sender, 30.0, lambda entry, now: now >= 20.0)
+    assert [entry.lossy for _, entry in left] == [False] * 3
 
 
 def test_the_uplink_never_loses() -> None:

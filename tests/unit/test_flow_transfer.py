@@ -78,6 +78,20 @@ def test_what_is_live_is_asked_for_after_a_second_without_progress() -> None:
     assert transfer.asked == 4
 
 
+def test_a_hole_in_a_stream_is_asked_for_at_once() -> None:
+    transfer = Transfer(12, 0.0, unasked=True, streams=2)
+    for chunk in (0, 1, 3, 2, 4):
+        assert transfer.add(chunk, 0.0)
+    assert transfer.ask(0.1, 0.1, 32) == (), "streams may overtake each other"
+    assert transfer.add(8, 0.2) and transfer.deadline(0.2) == 0.2
+    assert transfer.ask(0.2, 0.2, 32) == ((6, 1),) and transfer.asked == 1
+    assert transfer.add(7, 0.3) and transfer.ask(0.3, 0.3, 32) == ((5, 1),)
+    assert transfer.add(6, 0.4) and transfer.ask(0.4, 0.4, 32) == (), "an answer is no hole"
+    for chunk in (10, 9, 11, 5):
+        assert transfer.add(chunk, 0.5) and transfer.ask(0.5, 0.5, 32) == ()
+    assert transfer.complete and transfer.asked == 0
+
+
 def test_a_quarter_of_the_window_is_asked_for_when_a_quarter_has_come() -> None:
     transfer = Transfer(100, 0.0, unasked=False)
     assert transfer.deadline(0.5) == 0.5

@@ -311,7 +311,7 @@ def test_a_damaged_version_0_is_refused_and_the_next_learner_seeds(house: House,
 
 
 def test_a_full_pipe_makes_a_publication_wait_and_then_lossy(house: House) -> None:
-    (a,) = begun(house, "site-a")
+    a, _ = begun(house, "site-a", "site-b")
     house.wires.is_full = True
     a.push(0, values(a, 0.01)[0])
     house.until(lambda: house.noted("merged"), "a version", a)

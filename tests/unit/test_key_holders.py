@@ -11,6 +11,7 @@ from desk import CHUNKS, LAYOUT, Desk, configure, incarnation, running
 from learner_cases import HandLearner, House, begun, values
 
 from narrows.broker.process import pipeline
+from narrows.broker.process.downlink import SPARE_CONNECTIONS, Connection
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer import pushes
 from narrows.broker.syncer.clock import Clock
@@ -88,7 +89,7 @@ def house(tmp_path: Path) -> House:
 def test_a_connection_is_charged_once_whatever_it_says_and_before_its_learner_says_hello(
     house: House,
 ) -> None:
-    downlink, a, b = house.host.downlink, (10, 1), (11, 2)
+    downlink, a, b = house.host.downlink, Connection(10, 1), Connection(11, 2)
     steps = [
         (a, "p/00", True, 1), (a, "p/00", True, 1), (a, "p/01", True, 1), (b, "p/00", False, 1),
         (b, "p/00", True, 2), (b, "p/00", False, 1), (b, "p/00", False, 1), (b, "p/00", True, 2),
@@ -99,6 +100,19 @@ def test_a_connection_is_charged_once_whatever_it_says_and_before_its_learner_sa
         assert downlink.sender.fan_out == counted
     downlink.keep_listeners(lambda connection: connection == b)
     assert downlink.sender.fan_out == 1
+
+
+@pytest.mark.parametrize("topic", ["p/00", "p/03", "p/", "p", ""])
+def test_who_hears_any_publication_is_charged_and_a_site_for_no_more_than_its_learners_and_a_few(
+    house: House, topic: str
+) -> None:
+    downlink = house.host.downlink
+    for number in range(100):
+        downlink.listens(Connection(number, number, "site-m"), topic, True, house.now)
+    downlink.listens(Connection(1000, 1000, "site-a"), topic, True, house.now)
+    assert downlink.sender.fan_out == SPARE_CONNECTIONS + 1
+    downlink.members(["site-m/0", "site-m/1", "site-a"])
+    assert downlink.sender.fan_out == 2 + SPARE_CONNECTIONS + 1
 
 
 def test_pushes_that_displace_each_other_cost_the_workers_nothing(

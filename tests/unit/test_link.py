@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from narrows.broker.config import load_broker
-from narrows.broker.process.door import Door
+from narrows.broker.process.door import TOLD_MAX, Door
 from narrows.broker.process.downlink import Connection
 from narrows.broker.process.link import Link
 from narrows.proto.errors import ErrorCode, NarrowsError
@@ -251,6 +251,9 @@ def test_the_log_names_each_key_that_is_not_admitted_once_a_minute(
     told = [record.getMessage() for record in caplog.records]
     assert [key in text for text, key in zip(told, strangers * 2, strict=True)] == [True] * 4
     assert all("narrows keys allow" in text and str(keys) in text for text in told)
+    for _ in range(3 * TOLD_MAX):
+        door.admits(new_pair().public)
+    assert len(caplog.records) == 2 + TOLD_MAX, "who makes keys cannot fill the log"
 
 
 @pytest.mark.parametrize(
