@@ -84,6 +84,8 @@ class Downlink:
         self.sender.fan_out = 0
         self._topics: dict[Connection, dict[str, None]] = {}
         """Everything that each connection listens to."""
+        self._hearing = [Counter[str]() for _ in range(self._settings.streams)]
+        """Connections that hear publications, by stream and site: each stream has its own."""
         self._learners = Counter[str]()
         """Learners that are here, by site."""
         self._listeners: Counter[str] = Counter()
@@ -105,13 +107,15 @@ class Downlink:
         topics = self._topics.setdefault(connection, {})
         if is_on == (topic in topics) or (is_on and len(topics) == TOPICS_MAX):
             return
+        heard = self._heard(topics)
         if is_on:
             topics[topic] = None
         else:
             del topics[topic]
         self._listeners[topic] += 1 if is_on else -1
-        if _is_live(topic):
-            self._count_listeners()
+        for hearing, before, after in zip(self._hearing, heard, self._heard(topics), strict=True):
+            hearing[connection.site] += after - before
+        self._count_listeners()
         incarnation = topic[2:-3]
         if incarnation in self._early and self._has_listener(incarnation):
             self._answer_early(incarnation, now)
@@ -120,7 +124,10 @@ class Downlink:
     def keep_listeners(self, is_open: Callable[[Connection], bool]) -> None:
         """Forgets the connections that have ended."""
         for connection in [each for each in self._topics if not is_open(each)]:
-            self._listeners.subtract(list(self._topics.pop(connection)))
+            topics = self._topics.pop(connection)
+            self._listeners.subtract(list(topics))
+            for hearing, heard in zip(self._hearing, self._heard(topics), strict=True):
+                hearing[connection.site] -= heard
         self._listeners = +self._listeners  # Without the topics that nobody listens to.
         self._count_listeners()
 
@@ -132,14 +139,20 @@ class Downlink:
             self._count_listeners()
 
     def _count_listeners(self) -> None:
-        """The connections that a publication is charged for: all that hear of any stream."""
-        hearing = Counter(
-            each.site for each, topics in self._topics.items() if any(map(_is_live, topics))
+        """The connections that a publication is charged for: those of the stream with the most."""
+        self.sender.fan_out = max(
+            sum(
+                min(count, self._learners[site] + SPARE_CONNECTIONS) if site else count
+                for site, count in hearing.items()
+            )
+            for hearing in self._hearing
         )
-        self.sender.fan_out = sum(
-            min(count, self._learners[site] + SPARE_CONNECTIONS) if site else count
-            for site, count in hearing.items()
-        )
+
+    def _heard(self, topics: Iterable[str]) -> list[bool]:
+        """Per stream whether who subscribes to these hears it; ZeroMQ compares beginnings."""
+        lives = [each for each in topics if each.startswith("p/") or "p/".startswith(each)]
+        streams = map(live_topic, range(self._settings.streams))
+        return [any(map(stream.startswith, lives)) for stream in streams]
 
     def _has_listener(self, incarnation: str) -> bool:
         """A learner listens to its own topic on every stream."""
@@ -294,11 +307,6 @@ class Downlink:
         for copies in self._copies.values():
             copies[:] = [each for each in copies if now < each.asked_at + IDLE_S]
         self.pump(now)
-
-
-def _is_live(topic: str) -> bool:
-    """Whether who listens to this topic hears publications; ZeroMQ compares beginnings."""
-    return topic.startswith("p/") or "p/".startswith(topic)
 
 
 def _asked(fetch: msg.Fetch, chunks: tuple[EncodedChunk, ...]) -> list[EncodedChunk]:

@@ -93,8 +93,8 @@ class Transfer:
         return missing > 0 and self.asked <= self._window - max(1, self._window // 4)
 
     def _find_holes(self, chunk: int) -> None:
-        """What should have come on this stream before `chunk` was lost. An answer to a question
-        stands before what is expected and says nothing."""
+        """Chunks that should have come on this stream before `chunk` were lost. An answer to a
+        question stands before what is expected and says nothing."""
         streams = len(self._expected)
         for lost in range(self._expected[chunk % streams], chunk, streams):
             if self._state[lost] == _COMING:
