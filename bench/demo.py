@@ -22,6 +22,7 @@ from typing import Any, Final, Literal, Self, TypeAlias
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -371,8 +372,8 @@ class View:
             )
         share, elapsed_s = story.share(status), time.monotonic() - story.started_at
         return Group(
-            Text(f"narrows demo  {elapsed_s:.0f} s {self._head(status)}", style="bold"),
-            ProgressBar(total=1.0, completed=share, width=58),
+            Text(f"{elapsed_s:.0f} s {self._head(status)}", style="bold"),
+            Padding(ProgressBar(total=1.0, completed=share, width=58), 0),  # Ends its line.
             table,
             Text(self._now(status), style="bold yellow" if story.killed_at else "dim"),
         )

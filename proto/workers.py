@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from threading import RLock
 from typing import Any
 
 from narrows.proto.ports import Done
@@ -21,6 +22,7 @@ class Workers:
     def __init__(self, threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._finished: SimpleQueue[tuple[Future[Any], Done]] = SimpleQueue()
+        self._closing = RLock()
         self.wake_fd, self._write_fd = os.pipe()
         os.set_blocking(self.wake_fd, False)
         os.set_blocking(self._write_fd, False)
@@ -37,9 +39,11 @@ class Workers:
 
     def wake(self) -> None:
         """Makes the loop's poll return. Safe from any thread and from signal handlers."""
-        if self._write_fd >= 0:
-            with suppress(BlockingIOError):  # The pipe is full of wakes already.
-                os.write(self._write_fd, b"\0")
+        # Reentrant: a signal handler may come while this thread holds it.
+        with self._closing:
+            if self._write_fd >= 0:
+                with suppress(BlockingIOError):  # The pipe is full of wakes already.
+                    os.write(self._write_fd, b"\0")
 
     def finish(self, now: float) -> None:
         """On the loop: tells what is done."""
@@ -60,7 +64,8 @@ class Workers:
     def close(self) -> None:
         """Drains, and closes the wake pipe. A second call is harmless."""
         self.drain()
-        if self._write_fd >= 0:
-            os.close(self.wake_fd)
-            os.close(self._write_fd)
-            self._write_fd = -1
+        with self._closing:
+            write_fd, self._write_fd = self._write_fd, -1
+            if write_fd >= 0:
+                os.close(self.wake_fd)
+                os.close(write_fd)

@@ -68,6 +68,12 @@ def find_broker(broker: str | None, key: Path | None) -> tuple[str, SiteKey | No
 
 def read_key(file: Path) -> SiteKey:
     """The key of a site that trusts a broker. Raises ConfigError."""
+    if file.name == "broker.key":
+        raise ConfigError(
+            f"{file} is the broker's own key, which no broker admits",
+            expected="the key of a site, or one that you make for yourself",
+            remedy="narrows keys new me.key --name operator --server KEY, and allow it",
+        )
     site = read_site_key(file)
     if not site.servers:
         raise ConfigError(

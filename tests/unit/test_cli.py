@@ -124,6 +124,13 @@ def test_a_key_that_trusts_no_broker_is_code_2(narrows: Said, tmp_path: Path) ->
     assert "does not say which broker to trust" in narrows.err
 
 
+def test_the_brokers_own_key_is_no_key_for_the_status(narrows: Said, tmp_path: Path) -> None:
+    create_broker_key(tmp_path / "keys")
+    key = str(tmp_path / "keys" / "broker.key")
+    assert narrows.run("status", "tcp://127.0.0.1:9", "--key", key) == 2
+    assert "the broker's own key" in narrows.err and "--name operator" in narrows.err
+
+
 def test_nobody_there_is_code_4(narrows: Said) -> None:
     assert narrows.run("status", "tcp://127.0.0.1:9", "--timeout-s", "0.05") == 4
     assert "tcp://127.0.0.1:9 did not answer" in narrows.err
