@@ -34,6 +34,7 @@ from narrows.proto.keys import SiteKey, read_site_key
 from narrows.proto.messages import Header, Layout, Phase
 from narrows.proto.ports import Done
 from narrows.proto.sockets import Handshake, HandshakeMonitor, Kind, make_socket
+from narrows.proto.timing import HEARD_S, LEAVE_S
 from narrows.proto.wire import asked_topic, live_topic
 from narrows.proto.workers import Workers
 
@@ -125,11 +126,15 @@ class Link:
         self._sockets = self._dial()
         self._is_open = True
         self._thread.start()
-        moved_at, moved = time.monotonic(), 0
+        moved_at, moved, tells_at = time.monotonic(), 0, time.monotonic() + HEARD_S
         with self._lock:
             session = self._host.session
             while not self._host.join(now := time.monotonic()):
                 self._raise()
+                if now >= tells_at and not session.connected:
+                    broker, patience_s = self._target.broker, self._join_timeout_s
+                    _log.warning("no answer from %s yet, trying for %g s", broker, patience_s)
+                    tells_at = math.inf
                 seeding = session.connected and not session.beat.heads
                 # Who waits for version 0 of another learner does so as long as the broker answers.
                 if self._sockets.moved != moved or (seeding and not len(self._host.sender)):
@@ -160,6 +165,8 @@ class Link:
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
             session = self._host.session
+            if not session.connected:
+                _log.warning("the broker is away: waiting up to %g s to push what is left", LEAVE_S)
             self._host.leave(time.monotonic())
             while not session.ended and time.monotonic() < until:
                 self._wait()

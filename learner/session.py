@@ -386,7 +386,7 @@ class Session:
                 self._push_id += 1
                 self.effects += part.snapshot(self._push_id)
         if (given_up := self.ledger.lost - lost) > 0 and not run_ended:
-            text = f"{given_up} tokens were learned on an old model and are given up"
+            text = f"{given_up:,} tokens were learned on an old model and are given up"
             self._warn("given_up", text, tokens=given_up)
 
     def _keep(self, part: FragmentSession) -> float:
