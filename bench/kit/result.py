@@ -16,7 +16,7 @@ CHECKOUT = next((each for each in _ABOVE if (each / "pyproject.toml").exists()),
 
 
 def write(path: Path, bench: str, rows: Sequence[Mapping[str, Any]], seed: int) -> None:
-    """Writes {"bench", "commit", "machine", "seed", "rows"}, one row on each line; makes the folder,
+    """Writes {"bench", "commit", "machine", "seed", "rows"}, a row on each line; makes the folder,
     so that no long run is lost for the lack of one. Keys of rows carry units."""
     head = {"bench": bench, "commit": commit(), "machine": machine(), "seed": seed}
     lines = ",\n".join(json.dumps(row) for row in rows)
