@@ -4,6 +4,7 @@
 #   make demo PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu    torch without CUDA
 PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13 3.14 3,$(shell command -v python$(v))))
 BIN := .venv/bin
+SLOW := $(BIN)/pytest -q --timeout 0 -o faulthandler_timeout=0
 # Without this, `python -m ...` at the root would find our folder `proto` under that name.
 export PYTHONSAFEPATH := 1
 # Several processes share the machine, so that more threads in each of them only get in the way.
@@ -29,10 +30,9 @@ bench: .venv/ready  ## `narrows bench` with ARGS, such as ARGS="codec --short"
 	$(BIN)/narrows bench $(ARGS)
 
 slow: .venv/ready  ## SEEDS=2000 of faults, KILLS=500 of a broker, MINUTES=10 of wild frames
-	$(BIN)/pytest -q -n 2 --timeout 0 tests/unit/test_simulation.py -m "" --seeds=$(or $(SEEDS),2000)
+	$(SLOW) -n 2 -m "" tests/unit/test_simulation.py --seeds=$(or $(SEEDS),2000)
 	$(BIN)/narrows bench chaos --kills $(or $(KILLS),500)
-	NARROWS_FRAMES_MINUTES=$(or $(MINUTES),10) $(BIN)/pytest -q -m slow --timeout 0 tests/acceptance
-
+	NARROWS_FRAMES_MINUTES=$(or $(MINUTES),10) $(SLOW) -m slow tests/acceptance
 lock:  ## write constraints.txt anew, from the newest releases that fit
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/pip install --quiet --editable '.[dev]'
