@@ -200,18 +200,12 @@ def _settings(type_: type[msgspec.Struct]) -> Mapping[str, Setting]:
     found: dict[str, Setting] = {}
     for section, struct in get_type_hints(type_).items():
         hints, defaults = get_type_hints(struct, include_extras=True), struct()
-        for name, doc in _field_docs(struct).items():
-            found[f"{section}.{name}"] = Setting(hints[name], getattr(defaults, name), doc)
+        # The docstring under a field is read from the source: Python does not keep it.
+        body = ast.parse(inspect.getsource(struct)).body[0]
+        assert isinstance(body, ast.ClassDef), struct
+        for field, node in pairwise([*body.body, ast.Pass()]):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                assert isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant), field
+                name, doc = field.target.id, inspect.cleandoc(str(node.value.value))
+                found[f"{section}.{name}"] = Setting(hints[name], getattr(defaults, name), doc)
     return found
-
-
-def _field_docs(type_: type[msgspec.Struct]) -> dict[str, str]:
-    """Field -> the docstring under it, or "". Read from the source: Python does not keep them."""
-    body = ast.parse(inspect.getsource(type_)).body[0]
-    assert isinstance(body, ast.ClassDef), type_
-    docs = dict.fromkeys(type_.__struct_fields__, "")
-    for field, node in pairwise(body.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                docs[field.target.id] = inspect.cleandoc(str(node.value.value))
-    return docs

@@ -7,40 +7,56 @@ read: it travels on the wire and stands in logs, so it never changes its meaning
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Final
+from typing import Final, Self
+
+SAME_VERSION: Final = "install the same version of narrows on both sides"
 
 
 class ErrorCode(StrEnum):
-    """Codes on the wire, in logs and in the status. PROTOCOL.md lists those that travel."""
+    """Codes on the wire, in logs and in the status, each with its meaning and the usual remedy.
 
+    PROTOCOL.md lists those that travel; the documents' table of all of them is made from this one.
+    """
+
+    meaning: str
+    remedy: str
+    """In general; "": the message says it. Most errors know more than this."""
+
+    # fmt: off
     # The session is refused. A learner raises, unless the code is in RETRIED.
-    PROTOCOL_VERSION = "protocol_version"
-    LAYOUT_DIFFERS = "layout_differs"
-    WRONG_RUN = "wrong_run"
-    NAME_IN_USE = "name_in_use"
-    BAD_NAME = "bad_name"
-    KEY_NAME = "key_name"
-    OVER_CAPACITY = "over_capacity"
-    NOT_FINITE_SEED = "not_finite_seed"
+    PROTOCOL_VERSION = "protocol_version", "another version of the wire format", SAME_VERSION
+    LAYOUT_DIFFERS = "layout_differs", "not the run's model", "the run's model code, or another run"
+    WRONG_RUN = "wrong_run", "the learner belongs to another run", "start the learner again"
+    NAME_IN_USE = "name_in_use", "another process has this name", "stop it, or use another --name"
+    BAD_NAME = "bad_name", "incarnation and name do not fit", "make the incarnation of the name"
+    KEY_NAME = "key_name", "the key speaks for another site", "use a name of the key's site"
+    OVER_CAPACITY = "over_capacity", "1,024 learners, or a name restarts too fast", "wait"
+    NOT_FINITE_SEED = "not_finite_seed", "NaN or infinity in version 0", "start with finite values"
     # One message or one push is refused; the session goes on.
-    BAD_MESSAGE = "bad_message"
-    TOO_LARGE = "too_large"
-    BAD_CHUNK = "bad_chunk"
-    BAD_PAYLOAD = "bad_payload"
-    NOT_FINITE = "not_finite"
-    MERGE_FAILED = "merge_failed"
+    BAD_MESSAGE = "bad_message", "a message that PROTOCOL.md does not allow", SAME_VERSION
+    TOO_LARGE = "too_large", "a message above its bound, or a model above all memory", SAME_VERSION
+    BAD_CHUNK = "bad_chunk", "a chunk that no fragment has, or of another codec", SAME_VERSION
+    BAD_PAYLOAD = "bad_payload", "a payload that no encoder writes", SAME_VERSION
+    NOT_FINITE = "not_finite", "NaN or infinity from a learner", "lower its learning rate"
+    MERGE_FAILED = "merge_failed", "a sum was not finite", "nothing: the steps travel again"
     # A data message is damaged: it is dropped, noted, and asked for again.
-    BAD_DIGEST = "bad_digest"
+    BAD_DIGEST = "bad_digest", "damaged bytes, sent again", "if it repeats: memory and network"
     # Local: nothing was sent.
-    CONFIG = "config"
-    ADDRESS_IN_USE = "address_in_use"
-    INSECURE = "insecure"
-    BROKER_UNREACHABLE = "broker_unreachable"
-    KEY_REFUSED = "key_refused"
-    STATE_LOCKED = "state_locked"
-    STATE_DAMAGED = "state_damaged"
-    UNFINISHED = "unfinished"
-    MISUSE = "misuse"
+    CONFIG = "config", "a setting, file or flag cannot be used", ""
+    ADDRESS_IN_USE = "address_in_use", "another process listens here", "another port with --listen"
+    INSECURE = "insecure", "an address off loopback, and no keys", "make keys: `narrows keys new`"
+    BROKER_UNREACHABLE = "broker_unreachable", "nobody answers", "is it running? is the port open?"
+    KEY_REFUSED = "key_refused", "not admitted, or only one side has keys", ""
+    STATE_LOCKED = "state_locked", "another broker has the state directory", "stop that broker"
+    STATE_DAMAGED = "state_damaged", "a file is not as it was written", "restore a backup"
+    UNFINISHED = "unfinished", "ended without the final model", "`narrows export` at the broker"
+    MISUSE = "misuse", "a call that cannot work", ""
+    # fmt: on
+
+    def __new__(cls, code: str, meaning: str = "", remedy: str = "") -> Self:
+        member = str.__new__(cls, code)
+        member._value_, member.meaning, member.remedy = code, meaning, remedy
+        return member
 
     @classmethod
     def _missing_(cls, value: object) -> ErrorCode:
@@ -83,6 +99,19 @@ class LocalProtocolError(NarrowsError):
 class RemoteProtocolError(NarrowsError):
     """The peer broke the rules. Its message is refused with `code`; nothing else changes."""
 
+    def __init__(
+        self, code: ErrorCode, message: str, *, expected: str, got: str, remedy: str = ""
+    ) -> None:
+        remedy = remedy or code.remedy
+        super().__init__(code, message, expected=expected, got=got, remedy=remedy)
+
+
+def bad_input(
+    what: str, expected: str, got: object, code: ErrorCode = ErrorCode.BAD_MESSAGE
+) -> RemoteProtocolError:
+    """The error for bytes of a peer that are not as PROTOCOL.md says."""
+    return RemoteProtocolError(code, what, expected=expected, got=str(got)[:200])
+
 
 class Refused(NarrowsError):
     """The broker refused this learner for good: its key, layout, version or name."""
@@ -112,13 +141,9 @@ class Unfinished(NarrowsError):
     """The run is over for this learner, and its parameters are not the run's final model."""
 
     def __init__(self, message: str, *, got: str) -> None:
-        super().__init__(
-            ErrorCode.UNFINISHED,
-            message,
-            expected="the run's final model",
-            got=got,
-            remedy="when the run has ended, the broker has it: `narrows export`",
-        )
+        expected = "the run's final model"
+        remedy = "when the run has ended, the broker has it: `narrows export`"
+        super().__init__(ErrorCode.UNFINISHED, message, expected=expected, got=got, remedy=remedy)
 
 
 def exit_code(error: Exception) -> int:

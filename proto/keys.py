@@ -11,19 +11,17 @@ import json
 import os
 import re
 import stat
-import struct
 import tempfile
 import tomllib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Final, TypeVar
 
 import msgspec
 import zmq
-import zmq.utils.z85
 from msgspec import Struct
 from zmq.auth.thread import ThreadAuthenticator
 
@@ -33,7 +31,6 @@ from narrows.proto.messages import NAME_PATTERN, Name
 DOMAIN: Final = "narrows"
 """ZAP domain of the broker's sockets."""
 
-_Z85: Final = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _LINE: Final = "narrows-key"
 _PAIR: Final = 'public = "{0.public}"\nsecret = "{0.secret}"\n'
 
@@ -85,7 +82,8 @@ def read_public_line(text: str) -> tuple[str, str]:
 
 def check_key(text: str, where: str) -> str:
     """`text` if it is a public key. Raises ConfigError that says `where` it stands."""
-    if not _is_key(text):
+    # Both kinds of key have one form, and any 32 bytes would do as a secret.
+    if not _public_half(text):
         expected = "a public key: 40 characters of Z85, as `narrows keys show` prints them"
         raise ConfigError(where, expected=expected, got=repr(text[:64]))
     return text
@@ -99,12 +97,31 @@ def check_name(text: str, where: str) -> str:
     return text
 
 
+def _public_half(secret: str) -> str:
+    """The public key of a secret; "" for a text that is not 32 bytes in Z85."""
+    try:
+        return zmq.curve_public(secret.encode()).decode()
+    except (ValueError, zmq.ZMQError):
+        return ""
+
+
 # Files with a secret.
 
 
 class _BrokerFile(Struct, forbid_unknown_fields=True):
     public: str
     secret: str
+
+    def pair(self, path: Path) -> KeyPair:
+        """The pair in the file. The error shows no secret."""
+        if _public_half(self.secret) != self.public:
+            raise ConfigError(
+                f"{path}: public is not the public half of secret",
+                expected="both halves of one pair, 40 characters of Z85 each",
+                got=f"a secret of {len(self.secret)} characters (not shown)",
+                remedy="copy the file again from where it was made",
+            )
+        return KeyPair(self.public, self.secret)
 
 
 class _SiteFile(_BrokerFile, forbid_unknown_fields=True):
@@ -125,7 +142,7 @@ def read_site_key(path: Path) -> SiteKey:
     """Reads a site's file. Raises ConfigError for one that others may read, or that is none."""
     file = _parsed(_content(path, secret=True), _SiteFile, path)
     servers = tuple(check_key(each, f"{path}: servers") for each in file.servers)
-    return SiteKey(file.name, _pair(file, path), servers, file.broker)
+    return SiteKey(file.name, file.pair(path), servers, file.broker)
 
 
 def create_broker_key(folder: Path) -> KeyPair:
@@ -145,7 +162,7 @@ def read_broker_key(folder: Path) -> KeyPair:
     if not path.exists():
         remedy = f"`narrows keys new --keys {folder}` makes one"
         raise ConfigError(f"{folder} has no broker.key", expected="a folder of keys", remedy=remedy)
-    return _pair(_parsed(_content(path, secret=True), _BrokerFile, path), path)
+    return _parsed(_content(path, secret=True), _BrokerFile, path).pair(path)
 
 
 # The allow list.
@@ -162,11 +179,8 @@ class AllowList:
 
     sites: Mapping[str, tuple[str, ...]]
     """Name -> public keys, in the order of the file."""
-
-    @cached_property
-    def keys(self) -> Mapping[str, str]:
-        """Public key -> name."""
-        return {key: name for name, keys in self.sites.items() for key in keys}
+    keys: Mapping[str, str]
+    """Public key -> name."""
 
     def site(self, public: str) -> str | None:
         """The site that a key speaks for; None: the key is not admitted."""
@@ -213,10 +227,9 @@ class AllowList:
             expected[name] = keys
             lines.append(f'"{name}" = ' + json.dumps(keys if len(keys) > 1 else keys[0]))
         text = "\n".join(lines) + "\n"
-        try:
+        after = None
+        with suppress(ConfigError):
             after = self._parse(text, path)
-        except ConfigError:
-            after = None
         if after is None or after.sites != expected:
             remedy = "it is not on a line of its own: change it in an editor"
             raise ConfigError(f"{path}: the entry of {name} was not changed", remedy=remedy)
@@ -235,7 +248,7 @@ class AllowList:
                 if owner != name:
                     got = f"{key} for {owner} and {name}"
                     raise ConfigError(str(path), expected="a key for every name", got=got)
-        return cls(sites)
+        return cls(sites, owners)
 
 
 def serve_keys(
@@ -249,26 +262,6 @@ def serve_keys(
     provider = SimpleNamespace(callback=lambda _domain, key: admits(key.decode()))
     authenticator.configure_curve_callback(domain=DOMAIN, credentials_provider=provider)
     return authenticator
-
-
-def _pair(file: _BrokerFile, path: Path) -> KeyPair:
-    """The pair in a file. The errors show no secret."""
-    remedy = "copy the file again from where it was made"
-    if not _is_key(file.secret):
-        got = f"{len(file.secret)} characters (not shown)"
-        raise ConfigError(f"{path}: secret", expected="40 of Z85", got=got, remedy=remedy)
-    if zmq.curve_public(file.secret.encode()).decode() != file.public:
-        expected, got = "the public half of the secret", repr(file.public[:64])
-        raise ConfigError(f"{path}: public", expected=expected, got=got, remedy=remedy)
-    return KeyPair(file.public, file.secret)
-
-
-def _is_key(text: str) -> bool:
-    """True for 32 bytes in Z85. Five characters can spell more than four bytes hold."""
-    try:
-        return bool(_Z85.fullmatch(text)) and len(zmq.utils.z85.decode(text)) == 32
-    except struct.error:
-        return False
 
 
 def _write(path: Path, text: str, *, replace: bool = False) -> None:
@@ -300,19 +293,16 @@ def _content(path: Path, *, secret: bool) -> str:
     """The text of a key file. Raises ConfigError if others could have read or changed it."""
     others = stat.S_IRWXG | stat.S_IRWXO if secret else stat.S_IWOTH
     try:
-        # Without O_NONBLOCK a pipe in the place of the file would hang its reader.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_mode & others:
+        with path.open(encoding="utf-8") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & others:
                 raise ConfigError(
                     f"{path}: others may {'read a secret' if secret else 'admit keys'}",
                     expected="mode 0600",
-                    got=f"mode {stat.S_IMODE(status.st_mode):04o}",
+                    got=f"mode {mode:04o}",
                     remedy=f"chmod 600 {path}; a secret that others have read needs a new key",
                 )
-            if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"{path}: no key file", expected="a regular file")
-            return file.read().decode()
+            return file.read()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError:

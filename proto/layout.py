@@ -18,23 +18,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapreplace
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from narrows.proto.errors import ConfigError, ErrorCode, RemoteProtocolError
-from narrows.proto.messages import (
-    ELEMENTS_MAX,
-    FRAGMENTS_MAX,
-    Layout,
-    LayoutEntry,
-    MergeRule,
-)
+from narrows.proto.errors import ConfigError, ErrorCode, bad_input
+from narrows.proto.messages import ELEMENTS_MAX, FRAGMENTS_MAX, Layout, LayoutEntry, MergeRule
 
 BLOCK: Final = 65_536
 """Elements of a block: the unit of digests, and of what a rank of an island owns."""
+
+
+_Slice: TypeAlias = tuple[int, int, int]
+"""Tensor, first element and elements of whole rows of a tensor."""
 
 
 def element_count(entry: LayoutEntry) -> int:
@@ -48,11 +46,14 @@ def check_layout(layout: Layout) -> None:
     names: set[str] = set()
     elements = 0
     for entry in layout.entries:
-        _check(entry.name.isprintable(), "tensor name", "printable", repr(entry.name[:40]))
-        _check(entry.name not in names, "tensor names", "unique ones", f"{entry.name!r} twice")
+        if not entry.name.isprintable():
+            raise bad_input("layout: tensor name", "printable", repr(entry.name))
+        if entry.name in names:
+            raise bad_input("layout: tensor names", "unique ones", f"{entry.name!r} twice")
         names.add(entry.name)
         elements += element_count(entry)
-    _check(elements <= ELEMENTS_MAX, "elements", f"at most {ELEMENTS_MAX}", str(elements))
+    if elements > ELEMENTS_MAX:
+        raise bad_input("layout: elements", f"at most {ELEMENTS_MAX}", elements)
 
 
 def fingerprint(layout: Layout) -> str:
@@ -141,21 +142,9 @@ class Fragment:
         """
         offset = index * chunk_elements
         if not 0 <= offset < self.elements:
-            raise RemoteProtocolError(
-                ErrorCode.BAD_CHUNK,
-                f"chunk of fragment {self.index}",
-                expected=f"0 to {self.chunk_count(chunk_elements) - 1}",
-                got=str(index),
-            )
+            expected = f"0 to {self.chunk_count(chunk_elements) - 1}"
+            raise bad_input(f"chunk of fragment {self.index}", expected, index, ErrorCode.BAD_CHUNK)
         return offset, min(chunk_elements, self.elements - offset)
-
-
-class _Slice(NamedTuple):
-    """Whole rows of a tensor that have no fragment yet. They sort in layout order."""
-
-    tensor: int
-    start: int
-    elements: int
 
 
 def build_table(layout: Sequence[LayoutEntry], fragment_count: int) -> tuple[Fragment, ...]:
@@ -177,11 +166,27 @@ def build_table(layout: Sequence[LayoutEntry], fragment_count: int) -> tuple[Fra
             got=str(fragment_count),
             remedy=f"set fragments.count = {possible}: only whole rows of a tensor are cut off",
         )
-    shares = _deal(_slices(layout, elements, fragment_count), fragment_count)
-    table = tuple(_fragment(index, share, layout) for index, share in enumerate(shares))
+    # Largest slice first (equal ones in layout order) to the smallest fragment (the first).
+    shares: list[list[_Slice]] = [[] for _ in range(fragment_count)]
+    heap = [(0, index) for index in range(fragment_count)]
+    for each in sorted(
+        _slices(layout, elements, fragment_count), key=lambda each: (-each[2], each)
+    ):
+        filled, index = heap[0]
+        shares[index].append(each)
+        heapreplace(heap, (filled + each[2], index))
+    table: list[Fragment] = []
+    for index, share in enumerate(shares):
+        assert share, f"fragment {index} is empty"
+        pieces, offset = list[Piece](), 0
+        # Layout order within a fragment, so that a copy walks through memory forwards.
+        for tensor, start, count in sorted(share):
+            pieces.append(Piece(tensor, start, count, offset, layout[tensor].rule))
+            offset += count
+        table.append(Fragment(index, tuple(pieces), offset))
     # Conservation: no element is lost, none is in two fragments.
     assert sum(fragment.elements for fragment in table) == elements, "elements are lost"
-    return table
+    return tuple(table)
 
 
 def _slice_count(entry: LayoutEntry, elements: int, fragment_count: int) -> int:
@@ -199,34 +204,5 @@ def _slices(layout: Sequence[LayoutEntry], elements: int, fragment_count: int) -
         cuts = _slice_count(entry, elements, fragment_count)
         # Rows are shared out evenly, so the slices of a tensor differ by at most one row.
         starts = [rows * cut // cuts * row_elements for cut in range(cuts + 1)]
-        slices += [_Slice(tensor, start, end - start) for start, end in pairwise(starts)]
+        slices += [(tensor, start, end - start) for start, end in pairwise(starts)]
     return slices
-
-
-def _deal(slices: Sequence[_Slice], fragment_count: int) -> list[list[_Slice]]:
-    """Largest slice first (equal ones in layout order) to the smallest fragment (the first)."""
-    shares: list[list[_Slice]] = [[] for _ in range(fragment_count)]
-    heap = [(0, index) for index in range(fragment_count)]
-    for each in sorted(slices, key=lambda each: (-each.elements, each.tensor, each.start)):
-        elements, index = heap[0]
-        shares[index].append(each)
-        heapreplace(heap, (elements + each.elements, index))
-    return shares
-
-
-def _fragment(index: int, share: list[_Slice], layout: Sequence[LayoutEntry]) -> Fragment:
-    assert share, f"fragment {index} is empty"
-    pieces: list[Piece] = []
-    offset = 0
-    # Layout order within a fragment, so that a copy walks through memory forwards.
-    for tensor, start, count in sorted(share):
-        pieces.append(Piece(tensor, start, count, offset, layout[tensor].rule))
-        offset += count
-    return Fragment(index, tuple(pieces), offset)
-
-
-def _check(condition: bool, what: str, expected: str, got: str) -> None:
-    if not condition:
-        raise RemoteProtocolError(
-            ErrorCode.BAD_MESSAGE, f"layout: {what}", expected=expected, got=got
-        )

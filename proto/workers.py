@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import RLock
 from typing import Any
 
@@ -49,11 +49,8 @@ class Workers:
         """On the loop: tells what is done."""
         with suppress(BlockingIOError):
             os.read(self.wake_fd, 4096)
-        while True:
-            try:
-                future, done = self._finished.get_nowait()
-            except Empty:
-                return
+        while not self._finished.empty():  # Nobody else takes from it.
+            future, done = self._finished.get()
             if not future.cancelled():
                 done(future.exception() or future.result(), now)
 

@@ -1,60 +1,306 @@
-"""Values to bytes and back: kernels, lent memory, payloads, fragments in chunks.
+"""Values to bytes and back: a fragment in regular chunks, with its scales and digests.
 
-    encode_push(fragment, published, local, *, codec, rho, chunk_elements)   -> PushChunk...
-    encode_step(fragment, global_, published, *, codec, rho, chunk_elements, advanced)
-                                                                             -> EncodedChunk...
-    encode_values(fragment, values, *, chunk_elements)   lossless, for STATE and SEED
-    encode_codes(fragment, codec, scales, codes, chunk_elements)   a push coded on a GPU
-    recut(fragment, decoded, *, codec, chunk_elements)   the same codes in chunks of another size
-    decode_chunk(fragment, codec, chunk_elements, index, payload)            -> DecodedChunk
-    values_of(fragment, chunks), advance_copy(fragment, copy, chunks)        -> F32
-    digest_of(values)                                                        -> int
+`kernels` has the loops, `memory` lends arrays, `payload` makes the bytes of one chunk, and here is
+what both ends share. Decoders trust nothing in a payload: peers wrote it. Encoders give the same
+bits on every machine, because both ends must hold the same published copy.
 
-`chunks` and `decoded` are all DecodedChunks of a fragment, in order. A PushChunk is an EncodedChunk
-(index, payload, payload_digest) with `decoded`, the push as its receiver will hold it.
-
-Decoders trust nothing in a payload: peers wrote it. Encoders give the same bits on every machine,
-because both ends must hold the same published copy.
+A scale belongs to a tensor piece, not to a chunk: so chunks can be cut anew without another
+result. Encoders are generators, so that sending starts with the first chunk. Every receiver of a
+publication adds the same exact products to the same published copy, and holds the same bits.
+`chunks` and `decoded` are all DecodedChunks of a fragment, in order.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from narrows.proto.codec import kernels
+from narrows.proto.codec import payload as payloads
 from narrows.proto.codec.kernels import (
     F32,
     F64,
     I8,
     I64,
+    NOTHING,
     RUN,
     all_finite,
+    fits,
     kernel,
     read_only,
     round_to_dtype,
     sample_places,
     uncached_advice,
 )
-from narrows.proto.codec.memory import empty_f32
-from narrows.proto.codec.payload import LIMITS, DecodedChunk
-from narrows.proto.codec.transfer import (
-    RMS_SAMPLES_MAX,
-    EncodedChunk,
-    PushChunk,
-    advance_copy,
-    decode_chunk,
-    digest_of,
-    encode_codes,
-    encode_push,
-    encode_step,
-    encode_values,
-    piece_scales,
-    recut,
-    values_of,
-    warm_up,
-)
+from narrows.proto.codec.memory import empty_f32, empty_u8
+from narrows.proto.codec.payload import LIMITS, SCALE_MAX, SCALE_MIN, DecodedChunk
+from narrows.proto.errors import ErrorCode, LocalProtocolError
+from narrows.proto.layout import BLOCK, Fragment, Piece
+from narrows.proto.messages import LOSSLESS, CodecName
+from narrows.proto.wire import digest
 
-# fmt: off
 __all__ = [
     "F32", "F64", "I8", "I64", "LIMITS", "RMS_SAMPLES_MAX", "RUN", "DecodedChunk", "EncodedChunk",
     "PushChunk", "advance_copy", "all_finite", "decode_chunk", "digest_of", "empty_f32",
     "encode_codes", "encode_push", "encode_step", "encode_values", "kernel", "piece_scales",
     "read_only", "recut", "round_to_dtype", "sample_places", "uncached_advice", "values_of",
     "warm_up",
-]
-# fmt: on
+]  # fmt: skip
+
+RMS_SAMPLES_MAX: Final = 1 << 14
+"""Elements of a piece from which its rms is computed, with a relative error of about one per cent.
+All elements would take as long as the coding itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedChunk:
+    """Regular chunk `index` of a fragment as it travels."""
+
+    index: int
+    payload: bytes
+    payload_digest: int
+
+
+@dataclass(frozen=True, eq=False)
+class PushChunk(EncodedChunk):
+    """A chunk of a push; its sender keeps what the receiver will hold, at most 1 byte an element
+    unless the push is lossless."""
+
+    decoded: DecodedChunk
+
+
+def piece_scales(minuend: F32, bounds: I64, rho: float, *, subtrahend: F32 = NOTHING) -> F32:
+    """The scales (k,) of the pieces of minuend - subtrahend (n,): rho * rms, as bfloat16.
+
+    `bounds` (k + 1,) cut the pieces. The rms is taken from at most RMS_SAMPLES_MAX elements of a
+    piece (kernels.sampled_mean_squares); zeros do not count. A scale below 2**-100 is 0. Given only
+    the samples and their bounds (`sample_places`), it gives the same scales, except for a piece
+    whose samples are all 0: that one must be given whole.
+
+    Raises LocalProtocolError NOT_FINITE if an rms is not finite or a scale exceeds 2**100.
+    """
+    assert rho > 0 and fits(minuend, int(bounds[-1])), f"rho {rho}, {minuend.shape}"
+    assert subtrahend is NOTHING or fits(subtrahend, minuend.size), subtrahend.shape
+    means = np.empty(bounds.size - 1, np.float64)
+    sources = read_only(minuend), read_only(subtrahend), read_only(bounds)
+    kernels.sampled_mean_squares(*sources, RMS_SAMPLES_MAX, means)
+    exact = rho * np.sqrt(means)
+    _check_finite(bool(np.all(exact <= SCALE_MAX)))
+    scales = exact.astype(np.float32)
+    round_to_dtype(scales, "bfloat16", scales)
+    scales[scales < SCALE_MIN] = 0.0
+    return read_only(scales)
+
+
+def encode_push(
+    fragment: Fragment,
+    published: F32,
+    local: F32,
+    *,
+    codec: CodecName,
+    rho: float,
+    chunk_elements: int,
+    advanced: F32 | None = None,
+) -> Iterator[PushChunk]:
+    """The outer gradient published - local (n,), chunk by chunk.
+
+    Values beyond the range of the codes are clamped: the rest stays in the learner's parameters.
+    `advanced`, if it is given, gets local + the values, up to the chunk that was yielded last.
+    Raises LocalProtocolError NOT_FINITE if a difference is not finite.
+    """
+    assert fits(published, fragment.elements) and fits(local, fragment.elements), published.shape
+    into, scales = empty_f32(0) if advanced is None else advanced, NOTHING
+    if codec != LOSSLESS:
+        scales = piece_scales(published, fragment.bounds, rho, subtrahend=local)
+    for index, place, bounds, pieces in _cuts(fragment, chunk_elements):
+        new, old, out = read_only(published[place]), read_only(local[place]), into[place]
+        if codec == LOSSLESS:
+            with np.errstate(over="ignore", invalid="ignore"):  # The result is refused below.
+                values = new - old
+            _check_finite(all_finite(values))
+            if out.size:
+                kernels.add_nonzero(old, read_only(values), out)
+            yield _sealed(index, *payloads.float_payload(values, bounds))
+            continue
+        codes, spans = empty_u8(new.size).view(np.int8), (read_only(bounds), scales[pieces])
+        limit = np.float32(LIMITS[codec])
+        largest = kernels.quantise_difference(new, old, *spans, limit, codes, out)
+        _check_finite(largest < kernels.INFINITE_BITS)
+        yield _sealed(index, *payloads.code_payload(codec, codes, *spans))
+
+
+def encode_step(
+    fragment: Fragment,
+    global_: F32,
+    published: F32,
+    *,
+    codec: CodecName,
+    rho: float,
+    chunk_elements: int,
+    advanced: F32,
+) -> Iterator[EncodedChunk]:
+    """The publication global_ - published (n,), chunk by chunk; raises as `encode_push`.
+
+    `advanced` (n,) gets the next published copy, bit for bit what `advance_copy` makes.
+    """
+    assert fits(advanced, fragment.elements, writable=True), advanced.shape
+    return _bare(
+        encode_push(
+            fragment,
+            global_,
+            published,
+            codec=codec,
+            rho=rho,
+            chunk_elements=chunk_elements,
+            advanced=advanced,
+        )
+    )
+
+
+def encode_values(
+    fragment: Fragment, values: F32, *, chunk_elements: int
+) -> Iterator[EncodedChunk]:
+    """The values (n,) without loss, for STATE and SEED; raises as `encode_push`."""
+    return _bare(_lossless(fragment, values, chunk_elements))
+
+
+def encode_codes(
+    fragment: Fragment, codec: CodecName, scales: F32, codes: I8, chunk_elements: int
+) -> Iterator[PushChunk]:
+    """A push whose codes (n,) and scales of pieces (k,) were made elsewhere, on a GPU.
+
+    The caller has clamped the codes to the codec's limit: to look again would read them once more.
+    """
+    assert codec in LIMITS and codes.shape == (fragment.elements,), f"{codec}, {codes.shape}"
+    assert fits(scales, len(fragment.pieces)), scales.shape
+    for index, place, bounds, pieces in _cuts(fragment, chunk_elements):
+        yield _sealed(index, *payloads.code_payload(codec, codes[place], bounds, scales[pieces]))
+
+
+def recut(
+    fragment: Fragment, decoded: Sequence[DecodedChunk], *, codec: CodecName, chunk_elements: int
+) -> Iterator[PushChunk]:
+    """The same values in chunks of another size. `decoded` are all chunks of a push, in order."""
+    assert all(chunk.codec == codec for chunk in decoded), codec
+    if codec == LOSSLESS:
+        yield from _lossless(fragment, values_of(fragment, decoded), chunk_elements)
+        return
+    codes = empty_u8(fragment.elements).view(np.int8)
+    scales = np.empty(len(fragment.pieces), np.float32)
+    for place, chunk in _places(fragment, decoded):
+        touched = fragment.pieces_of(place.start, chunk.count)
+        scales[touched.start : touched.stop] = chunk.scales
+        codes[place] = chunk.codes_of(0, chunk.count, codes[place])
+    yield from encode_codes(fragment, codec, scales, codes, chunk_elements)
+
+
+def decode_chunk(
+    fragment: Fragment,
+    codec: CodecName,
+    chunk_elements: int,
+    index: int,
+    payload: bytes | memoryview,
+) -> DecodedChunk:
+    """The checked content of regular chunk `index`. Raises RemoteProtocolError as `payload.decode`,
+    and BAD_CHUNK for a chunk that the fragment does not have."""
+    offset, count = fragment.chunk(index, chunk_elements)
+    return payloads.decode(codec, payload, fragment.spans(offset, count))
+
+
+def values_of(fragment: Fragment, chunks: Sequence[DecodedChunk]) -> F32:
+    """The values (n,) of all chunks, in order; a new array."""
+    values = empty_f32(fragment.elements)
+    for place, chunk in _places(fragment, chunks):
+        chunk.values(values[place])
+    return values
+
+
+def advance_copy(fragment: Fragment, copy: F32, chunks: Sequence[DecodedChunk]) -> F32:
+    """The next published copy (n,): `copy` plus the step in all chunks, in order; a new array."""
+    assert fits(copy, fragment.elements), copy.shape
+    advanced = empty_f32(fragment.elements)
+    for place, chunk in _places(fragment, chunks):
+        chunk.add_to(copy[place], advanced[place])
+    return advanced
+
+
+def digest_of(values: F32) -> int:
+    """The digest of a fragment's values (n,), in two levels: xxh3_64 over the xxh3_64 digests, 8
+    bytes each, of the values of each block of BLOCK elements; all little-endian."""
+    flat = np.ascontiguousarray(values, dtype="<f4").data.cast("B")
+    step = 4 * BLOCK
+    blocks = [digest(flat[start : start + step]) for start in range(0, flat.nbytes, step)]
+    return digest(np.array(blocks, "<u8").tobytes())
+
+
+def warm_up() -> None:
+    """Compiles every kernel, or loads it from numba's cache, by coding a few elements.
+
+    A process that starts others calls it first: they find the cache filled.
+    """
+    fragment = Fragment(0, (Piece(0, 0, 3, 0, "mean"),), 3)
+    values = np.array([1.0, -2.0, 3.0], np.float32)
+    codecs: tuple[CodecName, ...] = (*LIMITS, LOSSLESS)
+    for codec in codecs:
+        chunks = encode_push(fragment, values, -values, codec=codec, rho=0.5, chunk_elements=RUN)
+        for chunk in chunks:
+            decoded = decode_chunk(fragment, codec, RUN, chunk.index, chunk.payload)
+            if decoded.coded:
+                decoded.square_sums()
+            decoded.values(np.empty_like(values))
+            decoded.add_to(values, np.empty_like(values))
+
+
+def _lossless(fragment: Fragment, values: F32, chunk_elements: int) -> Iterator[PushChunk]:
+    # Less 0, a finite value has the same bits. Zeros that are only read take no memory.
+    zeros = np.zeros(fragment.elements, np.float32)
+    return encode_push(
+        fragment, values, zeros, codec=LOSSLESS, rho=0.0, chunk_elements=chunk_elements
+    )
+
+
+def _sealed(index: int, payload: bytes, decoded: DecodedChunk) -> PushChunk:
+    return PushChunk(index, payload, digest(payload), decoded)
+
+
+def _bare(chunks: Iterator[PushChunk]) -> Iterator[EncodedChunk]:
+    """Without what their receiver holds: a broker keeps many publications, and needs it never."""
+    for chunk in chunks:
+        yield EncodedChunk(chunk.index, chunk.payload, chunk.payload_digest)
+
+
+def _cuts(fragment: Fragment, chunk_elements: int) -> Iterator[tuple[int, slice, I64, slice]]:
+    """Index and place of each regular chunk, the bounds of its spans, and the pieces of these."""
+    assert chunk_elements > 0, chunk_elements
+    for index in range(fragment.chunk_count(chunk_elements)):
+        offset, count = fragment.chunk(index, chunk_elements)
+        touched = fragment.pieces_of(offset, count)
+        place, pieces = slice(offset, offset + count), slice(touched.start, touched.stop)
+        yield index, place, fragment.spans(offset, count), pieces
+
+
+def _places(
+    fragment: Fragment, chunks: Sequence[DecodedChunk]
+) -> Iterator[tuple[slice, DecodedChunk]]:
+    elements = sum(chunk.count for chunk in chunks)
+    # Without every element once, uninitialised memory would pass for values.
+    assert elements == fragment.elements, f"{elements} of {fragment.elements} elements"
+    offset = 0
+    for chunk in chunks:
+        yield slice(offset, offset + chunk.count), chunk
+        offset += chunk.count
+
+
+def _check_finite(condition: bool) -> None:
+    if not condition:
+        raise LocalProtocolError(
+            ErrorCode.NOT_FINITE,
+            "values to be sent",
+            expected="finite float32 values, and differences of at most 2**100",
+            got="nan, inf or larger",
+            remedy="training has diverged here, and nothing of it is sent: start this learner "
+            "again, with a lower learning rate if it was not the data",
+        )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeAlias, cast
 
 import blosc2
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from narrows.proto.codec import kernels
 from narrows.proto.codec.kernels import F32, F64, I8, I64, RUN, U8, U16, fits, read_only
 from narrows.proto.codec.memory import empty_f32, empty_u8
-from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.errors import ErrorCode, bad_input
 from narrows.proto.messages import CodecName
 
 LIMITS: Final[dict[CodecName, int]] = {"int4-zstd": 7, "int8-zstd": 127}
@@ -50,6 +51,7 @@ LEVEL: Final = 1
 """zstd's level, in both kinds of payload. Higher ones are slower and gain nothing here;
 levels below 0 leave the entropy coder out."""
 
+_bad = partial(bad_input, code=ErrorCode.BAD_PAYLOAD)
 _compress_blosc2 = cast(Callable[..., bytes], blosc2.compress2)
 _decompress_blosc2 = cast(Callable[..., Any], blosc2.decompress2)
 
@@ -202,7 +204,9 @@ def decode(codec: CodecName, payload: bytes | memoryview, bounds: I64) -> Decode
     count, spans, view = int(bounds[-1]), bounds.size - 1, memoryview(payload).cast("B")
     largest = payload_bytes_max(codec, count, spans)
     if view.nbytes > largest:
-        raise _bad(f"{codec} payload", f"at most {largest} bytes", view.nbytes, ErrorCode.TOO_LARGE)
+        raise _bad(
+            f"{codec} payload", f"at most {largest} bytes", view.nbytes, code=ErrorCode.TOO_LARGE
+        )
     if codec not in LIMITS:
         return _float_chunk(_decode_blosc2(view, count), bounds)
     if view.nbytes < 2 * spans:
@@ -212,7 +216,7 @@ def decode(codec: CodecName, payload: bytes | memoryview, bounds: I64) -> Decode
     if wrong.size:
         scale = _widened(wrong[:1])[0]
         code = ErrorCode.BAD_PAYLOAD if np.isfinite(scale) else ErrorCode.NOT_FINITE
-        raise _bad("scale", "0 or 2**-100 to 2**100", scale, code)
+        raise _bad("scale", "0 or 2**-100 to 2**100", scale, code=code)
     content: Any = _decompress_zstd(view[2 * spans :], content_bytes(codec, count))
     if codec == "int8-zstd":
         content = content.view(np.int8)
@@ -305,11 +309,5 @@ def _decode_blosc2(chunk: memoryview, count: int) -> F32:
     except (RuntimeError, ValueError) as error:
         raise _bad("Blosc2 chunk", "content that decodes", error) from None
     if not kernels.all_finite(values):
-        raise _bad("f32-blosc2 payload", "finite values", "nan or inf", ErrorCode.NOT_FINITE)
+        raise _bad("f32-blosc2 payload", "finite values", "nan or inf", code=ErrorCode.NOT_FINITE)
     return values
-
-
-def _bad(
-    what: str, expected: str, got: object, code: ErrorCode = ErrorCode.BAD_PAYLOAD
-) -> RemoteProtocolError:
-    return RemoteProtocolError(code, what, expected=expected, got=str(got)[:200])

@@ -147,17 +147,13 @@ class Sender:
         self.received_bytes += size
         self._total.acknowledge(size, now)
 
-    @property
-    def _learner_budgets(self) -> list[Budget]:
-        return [self._live_share, *self._shares.values()]
-
     # What leaves next.
 
     def due(self, now: float) -> Entry | None:
         """The message to send now, if one may leave."""
         if self._paused and self._places:
             self._paused = False
-            for budget in (self._total, *self._learner_budgets):
+            for budget in (self._total, self._live_share, *self._shares.values()):
                 budget.resume(now)
         at, entry = self._next(now)
         return entry if at <= now else None
@@ -252,5 +248,5 @@ class Sender:
         if entry.requester:
             share = self._shares.get(entry.requester, self._live_share)
             return [(self._total, size), (share, size)]
-        learners = [(budget, size) for budget in self._learner_budgets]
-        return [(self._total, size * self.fan_out), *learners]
+        learners = self._live_share, *self._shares.values()
+        return [(self._total, size * self.fan_out), *((budget, size) for budget in learners)]

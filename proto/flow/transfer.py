@@ -54,8 +54,15 @@ class Transfer:
         self._coming -= self._state[chunk] == _COMING
         self.asked -= self._state[chunk] == _ASKED
         self._state[chunk] = _HERE
-        if self._expected:
-            self._find_holes(chunk)
+        if streams := len(self._expected):
+            # Chunks that should have come on this stream before this one were lost. An answer to a
+            # question stands before what is expected, and says nothing.
+            expected = self._expected[chunk % streams]
+            for lost in range(expected, chunk, streams):
+                if self._state[lost] == _COMING:
+                    self._state[lost] = _MISSING
+                    self._coming -= 1
+            self._expected[chunk % streams] = max(expected, chunk + streams)
         self.here += 1
         self._moved_at, self._wait_s = now, REPAIR_S
         return True
@@ -79,7 +86,17 @@ class Transfer:
         if not self._may_ask:
             return ()
         self._moved_at = now
-        return self._take(window - self.asked)
+        ranges: list[tuple[int, int]] = []
+        first = self._state.find(_MISSING)
+        while first >= 0 and self.asked < window and len(ranges) < RANGES_MAX:
+            end, limit = first + 1, min(first + window - self.asked, self.chunks)
+            while end < limit and self._state[end] == _MISSING:
+                end += 1
+            self._state[first:end] = bytes([_ASKED]) * (end - first)
+            self.asked += end - first
+            ranges.append((first, end - first))
+            first = self._state.find(_MISSING, end)
+        return tuple(ranges)
 
     def deadline(self, now: float) -> float:
         """When `ask` may have chunks to ask for, if nothing comes; infinite: never again."""
@@ -91,28 +108,3 @@ class Transfer:
     def _may_ask(self) -> bool:
         missing = self.chunks - self.here - self._coming - self.asked
         return missing > 0 and self.asked <= self._window - max(1, self._window // 4)
-
-    def _find_holes(self, chunk: int) -> None:
-        """Chunks that should have come on this stream before `chunk` were lost. An answer to a
-        question stands before what is expected and says nothing."""
-        streams = len(self._expected)
-        for lost in range(self._expected[chunk % streams], chunk, streams):
-            if self._state[lost] == _COMING:
-                self._state[lost] = _MISSING
-                self._coming -= 1
-        self._expected[chunk % streams] = max(self._expected[chunk % streams], chunk + streams)
-
-    def _take(self, count: int) -> Ranges:
-        """Turns the first `count` MISSING chunks to ASKED, in at most RANGES_MAX ranges."""
-        ranges: list[tuple[int, int]] = []
-        first = self._state.find(_MISSING)
-        while first >= 0 and count > 0 and len(ranges) < RANGES_MAX:
-            end, limit = first + 1, min(first + count, self.chunks)
-            while end < limit and self._state[end] == _MISSING:
-                end += 1
-            self._state[first:end] = bytes([_ASKED]) * (end - first)
-            self.asked += end - first
-            count -= end - first
-            ranges.append((first, end - first))
-            first = self._state.find(_MISSING, end)
-        return tuple(ranges)

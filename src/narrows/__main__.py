@@ -9,12 +9,13 @@ import logging
 import signal
 import sys
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Final, NoReturn
 
 import cyclopts
 from cyclopts import Parameter
+
+from narrows import __version__
 
 EXIT_CODES: Final = (
     "Exit codes: 0 ok, 1 failure, 2 usage or configuration, 3 refused by the peer, 4 broker not "
@@ -36,16 +37,9 @@ LAZY: Final = {
 }  # fmt: skip
 
 
-def _version() -> str:
-    try:
-        return version("narrows")
-    except PackageNotFoundError:
-        return "unknown"
-
-
 app = cyclopts.App(
     name="narrows",
-    version=_version,
+    version=__version__,
     help="Train one model at several sites over ordinary lines.",
     help_epilogue=EXIT_CODES,
     default_parameter=Parameter(negative=()),
@@ -142,7 +136,7 @@ def _describe_settings() -> None:
     from narrows.broker.config import BrokerConfig
     from narrows.proto.config import describe
 
-    lines = [f"{key} = {default}: {text}" for key, default, text in describe(BrokerConfig)]
+    lines = [f"{key} = {default}. {text}" for key, default, text in describe(BrokerConfig)]
     settings = "\n\n".join(" ".join(line.split()) for line in lines)
     app["broker"].help_epilogue = f"Settings (--set KEY=VALUE)\n\n{settings}\n\n{EXIT_CODES}"
 

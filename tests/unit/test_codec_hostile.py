@@ -71,18 +71,14 @@ def decode(fragment: Fragment, codec: CodecName, payload: bytes) -> DecodedChunk
     return chunk
 
 
-@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
-def test_scales_that_are_not_finite_are_refused(scale: float) -> None:
-    for codec in CODED:
-        payload = half(scale) + raw_frame(b"\1")
-        assert refused(fragment_of(1), codec, payload) is ErrorCode.NOT_FINITE
-
-
-@pytest.mark.parametrize("scale", [-1.0, -0.0, 2.0**-101, 1e-45, 2.0**101, 3e38])
-def test_scales_out_of_bounds_are_refused(scale: float) -> None:
+@pytest.mark.parametrize("codec", CODED)
+@pytest.mark.parametrize(
+    "scale", [np.nan, np.inf, -np.inf, -1.0, -0.0, 2.0**-101, 1e-45, 2.0**101, 3e38]
+)
+def test_scales_out_of_bounds_are_refused(codec: CodecName, scale: float) -> None:
     payload = (b"\1\0" if scale == 1e-45 else half(scale)) + raw_frame(b"\1")
-    for codec in CODED:
-        assert refused(fragment_of(1), codec, payload) is ErrorCode.BAD_PAYLOAD
+    code = ErrorCode.BAD_PAYLOAD if np.isfinite(scale) else ErrorCode.NOT_FINITE
+    assert refused(fragment_of(1), codec, payload) is code
 
 
 @pytest.mark.parametrize(
@@ -162,7 +158,6 @@ def test_sizes_and_truncations(codec: CodecName) -> None:
     payload = good_payload(fragment, codec)
     for length in range(len(payload)):
         assert refused(fragment, codec, payload[:length]) is ErrorCode.BAD_PAYLOAD
-    assert decode(fragment, codec, payload + b"\0") is None
 
 
 def test_a_chunk_that_the_fragment_does_not_have_is_refused() -> None:
@@ -246,7 +241,11 @@ def test_damaged_blosc2_content_is_refused_or_decodes_to_something() -> None:
     assert refusals > 300
 
 
-def test_states_that_are_not_finite_are_refused() -> None:
+def test_states_may_be_stored_values_or_no_more_than_a_header_for_zeros() -> None:
+    (zeros,) = encode_values(THOUSAND, np.zeros(1000, np.float32), chunk_elements=1024)
+    assert len(zeros.payload) == 32
+    chunk = decode_chunk(THOUSAND, "f32-blosc2", 1024, 0, zeros.payload)
+    assert chunk.floats().tolist() == [0.0] * 1000
     # Stored, not coded: the header, then the values as they are.
     sizes = (12).to_bytes(4, "little") * 2 + (44).to_bytes(4, "little")
     head = b"\5\1\7\4" + sizes + b"\1\0\0\0\0\0\5" + bytes(9)
@@ -254,10 +253,3 @@ def test_states_that_are_not_finite_are_refused() -> None:
     for bad in (np.nan, np.inf, -np.inf):
         payload = head + f32(0.5, bad, 0.25).tobytes()
         assert refused(fragment_of(3), "f32-blosc2", payload) is ErrorCode.NOT_FINITE
-
-
-def test_zeros_need_no_more_than_a_blosc2_header() -> None:
-    (zeros,) = encode_values(THOUSAND, np.zeros(1000, np.float32), chunk_elements=1024)
-    assert len(zeros.payload) == 32
-    chunk = decode_chunk(THOUSAND, "f32-blosc2", 1024, 0, zeros.payload)
-    assert chunk.floats().tolist() == [0.0] * 1000
