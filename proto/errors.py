@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final, Self
 
-SAME_VERSION: Final = "install the same version of narrows on both sides"
+SAME_VERSION: Final = "the same version of narrows on both sides"
 
 
 class ErrorCode(StrEnum):
@@ -24,7 +24,7 @@ class ErrorCode(StrEnum):
 
     # fmt: off
     # The session is refused. A learner raises, unless the code is in RETRIED.
-    PROTOCOL_VERSION = "protocol_version", "another version of the wire format", SAME_VERSION
+    PROTOCOL_VERSION = "protocol_version", "another version of the wire", SAME_VERSION
     LAYOUT_DIFFERS = "layout_differs", "not the run's model", "the run's model code, or another run"
     WRONG_RUN = "wrong_run", "the learner belongs to another run", "start the learner again"
     NAME_IN_USE = "name_in_use", "another process has this name", "stop it, or use another --name"
@@ -33,9 +33,9 @@ class ErrorCode(StrEnum):
     OVER_CAPACITY = "over_capacity", "1,024 learners, or a name restarts too fast", "wait"
     NOT_FINITE_SEED = "not_finite_seed", "NaN or infinity in version 0", "start with finite values"
     # One message or one push is refused; the session goes on.
-    BAD_MESSAGE = "bad_message", "a message that PROTOCOL.md does not allow", SAME_VERSION
-    TOO_LARGE = "too_large", "a message above its bound, or a model above all memory", SAME_VERSION
-    BAD_CHUNK = "bad_chunk", "a chunk that no fragment has, or of another codec", SAME_VERSION
+    BAD_MESSAGE = "bad_message", "a message outside of PROTOCOL.md", SAME_VERSION
+    TOO_LARGE = "too_large", "above a bound, or the broker's memory", ""
+    BAD_CHUNK = "bad_chunk", "no such chunk, or another codec", SAME_VERSION
     BAD_PAYLOAD = "bad_payload", "a payload that no encoder writes", SAME_VERSION
     NOT_FINITE = "not_finite", "NaN or infinity from a learner", "lower its learning rate"
     MERGE_FAILED = "merge_failed", "a sum was not finite", "nothing: the steps travel again"
