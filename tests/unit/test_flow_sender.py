@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from narrows.proto.flow import Entry, Sender
+from narrows.proto.flow.budget import LATE_S, RESUME_S
 from narrows.proto.flow.sender import PATIENCE_S, RETRY_S, TURN
 from narrows.proto.messages import DataKind, Header
 
@@ -216,7 +217,21 @@ def test_a_frozen_reader_costs_the_others_one_patience(total: float) -> None:
     left = run(sender, 110.0, room, now=100.0)
     assert len(left) == 40 and skipped == {"p/00", "p/01", "p/02", "p/03"}
     assert sum(entry.lossy for _, entry in left) == 4, "one message per full pipe"
-    assert 100.0 + PATIENCE_S <= left[-1][0] <= 100.0 + PATIENCE_S + 5 * RETRY_S
+    patience_s = PATIENCE_S + (LATE_S - RESUME_S if total else 0.0)
+    assert 100.0 + patience_s <= left[-1][0] <= 100.0 + patience_s + 5 * RETRY_S
+
+
+def test_a_reader_that_adopts_now_and_then_loses_nothing_and_costs_no_rate() -> None:
+    """Five times a second a reader's pipe is full for 80 ms, which the budget makes up for."""
+    rate = 4e6
+    sender = Sender(total=rate)
+    sender.fan_out = 2
+    put_live(sender, 1000)
+    left = run(sender, 8.0, lambda entry, now: now % 0.2 >= 0.08)
+    assert not any(entry.lossy for _, entry in left)
+    sent = [(at, 2 * entry.line_bytes) for at, entry in left]
+    assert 8 * busiest(sent) <= 1.02 * rate
+    assert 8 * sum(size for _, size in sent) >= 0.95 * rate * 8.0
 
 
 @pytest.mark.parametrize(("total", "held_s"), [(1e12, 1.0), (0.0, 5.0)])
