@@ -91,6 +91,10 @@ class Budget:
             opens_at = max(opens_at, (number + 1) * BIN_S + WINDOW_S)
         return opens_at
 
+    def loses_from(self) -> float:
+        """From when on rate is lost for good if nothing leaves: until then it is made up for."""
+        return self._paid_at + LATE_S if self.bits_per_s else -math.inf
+
     def charge(self, size_bytes: int, now: float) -> None:
         """So many bytes on the line leave now, whether they waited or not."""
         if not self.bits_per_s:

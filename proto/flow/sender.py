@@ -32,7 +32,8 @@ PATIENCE_S: Final = 0.25
 
 PATIENCE_REFILL: Final = 0.025
 """With a budget that time is one allowance for all messages, and it grows by this share of the
-time: a reader that is always slow must not take a quarter of everybody's."""
+time: a reader that is always slow must not take a quarter of everybody's. Only rate that is lost
+for good counts; a budget makes up for short waits, such as a learner's adoption."""
 
 
 @dataclass(eq=False)
@@ -55,11 +56,12 @@ class Entry:
 
 @dataclass(eq=False)
 class _Lane:
-    """Messages that wait on one topic, never empty. `waits_from`: the head met a full pipe."""
+    """Messages that wait on one topic, never empty."""
 
     entries: deque[Entry] = field(default_factory=deque[Entry])
     retry_at: float = -math.inf
-    waits_from: float | None = None
+    loses_from: float | None = None
+    """The head met a full pipe, and from this time on its wait costs the others."""
 
 
 class Sender:
@@ -167,10 +169,11 @@ class Sender:
         lanes = self._asked if entry.requester else self._live
         lane = lanes.pop(entry.topic)
         assert lane.entries[0] is entry, "another message than the one that was due"
-        if lane.waits_from is not None:
-            self._spend_patience(now, waited=True)
+        if lane.loses_from is not None:
+            self._patience_s = max(0.0, self._patience_left_s(lane.loses_from, now))
+            self._patience_at = now
         lane.entries.popleft()
-        lane.retry_at, lane.waits_from = -math.inf, None
+        lane.retry_at, lane.loses_from = -math.inf, None
         if lane.entries:
             lanes[entry.topic] = lane  # Behind the others: lanes take turns.
         self._places.remove(entry.place)
@@ -196,21 +199,19 @@ class Sender:
         lane.retry_at = now + RETRY_S
         if entry.requester or not self._may_lose or self.fan_out < 2:
             return  # A single reader holds nobody up but himself.
-        waits = any(each.waits_from is not None for each in self._live.values())
-        self._spend_patience(now, waited=waits)
-        if lane.waits_from is None:
-            lane.waits_from = now
-        has_budget = self._total.bits_per_s or self._live_share.bits_per_s
-        left_s = self._patience_s if has_budget else lane.waits_from + PATIENCE_S - now
-        if left_s <= 0:
+        if lane.loses_from is None:
+            made_up_until = max(budget.loses_from() for budget, _ in self._costs(entry))
+            lane.loses_from = max(now, made_up_until)
+        if self._patience_left_s(lane.loses_from, now) <= 0:
             entry.lossy, lane.retry_at = True, now
 
-    def _spend_patience(self, now: float, *, waited: bool) -> None:
-        """Lanes that wait side by side use the allowance once."""
-        passed_s = now - self._patience_at
-        refilled_s = min(PATIENCE_S, self._patience_s + PATIENCE_REFILL * passed_s)
-        self._patience_s = refilled_s - (passed_s if waited else 0.0)
-        self._patience_at = now
+    def _patience_left_s(self, loses_from: float, now: float) -> float:
+        """What is left after a wait. Under a budget, lanes that wait side by side use the allowance
+        once: each is charged from when the last one was."""
+        if not (self._total.bits_per_s or self._live_share.bits_per_s):
+            return loses_from + PATIENCE_S - now
+        refilled_s = self._patience_s + PATIENCE_REFILL * (now - self._patience_at)
+        return min(PATIENCE_S, refilled_s) - max(0.0, now - max(loses_from, self._patience_at))
 
     def _next(self, now: float) -> tuple[float, Entry | None]:
         """The message that leaves next, and when."""

@@ -319,7 +319,19 @@ def test_a_frozen_reader_costs_the_others_one_patience(total: float) -> None:
     left = run(sender, 110.0, room, now=100.0)
     assert len(left) == 40
     assert sorted(entry.topic for _, entry in left if entry.lossy) == [f"p/0{i}" for i in range(4)]
-    assert 100.0 + PATIENCE_S <= left[-1][0] <= 100.0 + PATIENCE_S + 5 * RETRY_S
+    patience_s = PATIENCE_S + (LATE_S - RESUME_S if total else 0.0)
+    assert 100.0 + patience_s <= left[-1][0] <= 100.0 + patience_s + 5 * RETRY_S
+
+
+def test_a_reader_that_adopts_now_and_then_loses_nothing_and_costs_no_rate() -> None:
+    """Five times a second a reader's pipe is full for 80 ms, which the budget makes up for."""
+    rate = 4e6
+    sender = Sender(total=rate)
+    sender.fan_out = 2
+    put_live(sender, 1000)
+    left = run(sender, 8.0, lambda entry, now: now % 0.2 >= 0.08)
+    assert not any(entry.lossy for _, entry in left)
+    assert 8 * sum(2 * entry.line_bytes for _, entry in left) >= 0.95 * rate * 8.0
 
 
 @pytest.mark.parametrize(("total", "held_s"), [(1e12, 1.0), (0.0, 5.0)])
