@@ -58,15 +58,7 @@ def load(
     for place, key, value in given:
         # A text of the command line may stand for a number or for true and false.
         is_text = isinstance(value, str) and place == "command line"
-        try:
-            values[key] = _checked(known, key, value, is_text)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{place}: {key}: {error.message}",
-                expected=error.expected,
-                got=error.got,
-                remedy=error.remedy,
-            ) from error
+        values[key] = _checked(known, key, value, f"{place}: {key}: ", is_text)
     sections: dict[str, dict[str, object]] = {}
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -167,18 +159,20 @@ def _is_section(name: str, known: Mapping[str, Setting]) -> bool:
     return any(key.startswith(name + ".") for key in known)
 
 
-def _checked(known: Mapping[str, Setting], key: str, value: object, is_text: bool) -> object:
-    """The value as the struct holds it. Raises ConfigError."""
+def _checked(
+    known: Mapping[str, Setting], key: str, value: object, place: str, is_text: bool
+) -> object:
+    """The value as the struct holds it. Raises ConfigError, which names the place first."""
     got = repr(value)[:64]
     if key not in known:
         if _is_section(key, known):
-            raise ConfigError("wrong value", expected="a table", got=got)
-        raise ConfigError("unknown key", remedy=nearest(key, known))
+            raise ConfigError(f"{place}wrong value", expected="a table", got=got)
+        raise ConfigError(f"{place}unknown key", remedy=nearest(key, known))
     type_ = known[key].type
     if isinstance(type_, type) and issubclass(type_, Quantity):
-        return type_.parse(value)
+        return type_.parse(value, place)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError("wrong value", expected="a finite number", got=got)
+        raise ConfigError(f"{place}wrong value", expected="a finite number", got=got)
     try:
         return msgspec.convert(value, type_, strict=not is_text)
     except msgspec.ValidationError as error:
@@ -189,9 +183,8 @@ def _checked(known: Mapping[str, Setting], key: str, value: object, is_text: boo
             expected = re.sub(rf"\b{kind}\b", words, expected)
         if names:
             expected = f"one of {', '.join(names)}"
-        raise ConfigError(
-            "wrong value", expected=expected, got=got, remedy=nearest(str(value), names)
-        ) from error
+        what, remedy = f"{place}wrong value", nearest(str(value), names)
+        raise ConfigError(what, expected=expected, got=got, remedy=remedy) from error
 
 
 @cache

@@ -18,11 +18,9 @@ class Wires(Protocol):
 
     def control(self, peer: str, frames: list[bytes]) -> bool:
         """Queues a control message to a connection; "" is the broker. False: it is gone."""
-        ...
 
     def data(self, topic: str, header: bytes, payload: bytes) -> bool:
         """Sends one data message. False: no room or no budget now; nothing was sent, try again."""
-        ...
 
 
 class BrokerWires(Wires, Protocol):
@@ -30,7 +28,6 @@ class BrokerWires(Wires, Protocol):
 
     def data(self, topic: str, header: bytes, payload: bytes, lossy: bool = False) -> bool:
         """As in Wires. `lossy`: connections without room miss the message, the others get it."""
-        ...
 
 
 class Pool(Protocol):
@@ -38,4 +35,3 @@ class Pool(Protocol):
 
     def run(self, work: Callable[[], Any], done: Done) -> None:
         """Runs `work` on a worker, then `done(result or exception, now)` on the loop."""
-        ...

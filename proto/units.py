@@ -34,10 +34,11 @@ class Quantity(float):
     """Only whole numbers of the base unit mean anything."""
 
     @classmethod
-    def parse(cls, value: object) -> Self:
+    def parse(cls, value: object, place: str = "") -> Self:
         """A text with a unit, or a plain number in the base unit.
 
-        Raises ConfigError for anything else, for a unit of another kind, and outside the range.
+        Raises ConfigError, which begins with `place`, for anything else, for a unit of another
+        kind, and outside the range.
         """
         text, got = str(value), repr(value)[:64]
         expected = (
@@ -45,21 +46,21 @@ class Quantity(float):
         )
         match = _VALUE.fullmatch(text) if len(text) <= CHARACTERS_MAX else None
         if match is None:
-            raise ConfigError(f"not {cls.KIND}", expected=expected, got=got)
+            raise ConfigError(f"{place}not {cls.KIND}", expected=expected, got=got)
         unit = match[2]
         if unit and unit not in cls.UNITS:
             near = [name for name in cls.UNITS if name.lower() == unit.lower()]
             remedy = f'write "{match[1]}{near[0]}"' if near else ""
-            what = f"{cls.KIND} with an unknown unit"
+            what = f"{place}{cls.KIND} with an unknown unit"
             raise ConfigError(what, expected=expected, got=got, remedy=remedy)
         # A fraction, so that no unit loses a digit.
         number = Fraction(match[1]) * cls.UNITS.get(unit, 1)
         if number > cls.MAXIMUM:
             base = next(unit for unit, size in cls.UNITS.items() if size == 1)
             reach = f"0 to {cls.MAXIMUM:g}{base}"
-            raise ConfigError(f"{cls.KIND} out of range", expected=reach, got=got)
+            raise ConfigError(f"{place}{cls.KIND} out of range", expected=reach, got=got)
         if cls.WHOLE and number.denominator != 1:
-            raise ConfigError("not a whole number", expected=expected, got=got)
+            raise ConfigError(f"{place}not a whole number", expected=expected, got=got)
         return cls(number)
 
     def text(self) -> str:

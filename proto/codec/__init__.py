@@ -147,17 +147,11 @@ def encode_step(
     `advanced` (n,) gets the next published copy, bit for bit what `advance_copy` makes.
     """
     assert fits(advanced, fragment.elements, writable=True), advanced.shape
-    return _bare(
-        encode_push(
-            fragment,
-            global_,
-            published,
-            codec=codec,
-            rho=rho,
-            chunk_elements=chunk_elements,
-            advanced=advanced,
-        )
-    )
+    chunks = encode_push(
+        fragment, global_, published,
+        codec=codec, rho=rho, chunk_elements=chunk_elements, advanced=advanced,
+    )  # fmt: skip
+    return _bare(chunks)
 
 
 def encode_values(

@@ -179,8 +179,8 @@ class Sender:
         self._places.remove(entry.place)
         self._paused = not self._places
         self._live_in_row = 0 if entry.requester else self._live_in_row + 1
-        if entry.requester and self._live_share.bits_per_s:
-            self._shares.setdefault(entry.requester, self._live_share.copy())
+        if entry.requester and self._live_share.bits_per_s and entry.requester not in self._shares:
+            self._shares[entry.requester] = self._live_share.copy()
         costs = self._costs(entry)
         self.sent_bytes += costs[0][1]
         for budget, size in costs:
