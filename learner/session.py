@@ -125,7 +125,10 @@ class Session:
         """The next inner step must not begin yet; `join` adopts what comes meanwhile."""
         if self.ended or self.refused or self.stopping:
             return False
-        return self._offline_too_long(now) or any(map(self._in_lockstep, self.parts))
+        # Version 0 is being made: its fragments are read one by one and must be of one moment, and
+        # the steps of nobody who waits for it will count.
+        seeding = bool(self.parts) and not self.beat.heads
+        return seeding or self._offline_too_long(now) or any(map(self._in_lockstep, self.parts))
 
     def run_tokens(self, now: float) -> float:
         """The run's clock in tokens. Between two Beats it goes on at the rate that the broker told;

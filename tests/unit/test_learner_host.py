@@ -303,7 +303,7 @@ def test_a_run_is_seeded_anew_between_two_steps_of_a_learner_that_trains(house: 
         if player.host.session.joined and house.heads:
             break
         play(house, [player], 0.1)
-    assert player.steps > before, "it trains on while it seeds"
+    assert player.steps > before, "it trains on until it is asked"
     play(house, [player], 3.0)
     assert "went_back" in [each.event for each in player.notes]
     assert min(house.heads) > 0

@@ -75,6 +75,19 @@ def test_the_seeding_learner_sends_layout_and_parameters_and_then_adopts_them() 
     assert len(seat.sent(msg.Fetch)) == 2
 
 
+def test_no_step_is_made_while_a_run_is_seeded_anew() -> None:
+    """Fragments of version 0 are read one after the other: they would be some steps apart."""
+    seat = joined()
+    seat.restart(heads=())
+    assert not seat.session.must_wait(seat.now), "it trains on while it is offline"
+    seat.welcome(Role.SEED, heads=(), go_back=(0, 1))
+    assert len(seat.take(SendChunks)) == 2
+    seat.session.lost(seat.now)
+    assert seat.session.must_wait(seat.now), "also while its connection is made anew"
+    seat.welcome(heads=(0, 0))
+    assert not seat.session.must_wait(seat.now)
+
+
 def test_a_model_that_cannot_be_cut_so_often_is_refused_with_the_remedy() -> None:
     seat = Seat(msg.RunSettings(fragments=100))
     seat.welcome()
