@@ -39,6 +39,7 @@ class ErrorCode(StrEnum):
     KEY_REFUSED = "key_refused"
     STATE_LOCKED = "state_locked"
     STATE_DAMAGED = "state_damaged"
+    DISK_FULL = "disk_full"
     UNFINISHED = "unfinished"
     MISUSE = "misuse"
 
