@@ -226,10 +226,12 @@ class Downlink:
         self, requester: str, version: Version, chunks: Collection[EncodedChunk]
     ) -> None:
         """Queues chunks of a publication; the header of chunk 0 says whose pushes it holds."""
-        kind, codec, pushes = DataKind.PUBLICATION, version.round_.policy.codec, version.round_
-        held = tuple(
-            msg.Contributor(each.incarnation, each.push_id) for each in pushes.contributions
+        kind, pushes, codec = (
+            DataKind.PUBLICATION,
+            version.round_.contributions,
+            version.round_.policy.codec,
         )
+        held = tuple(msg.Contributor(each.incarnation, each.push_id) for each in pushes)
         for chunk in chunks:
             contributors = held if chunk.index == 0 else ()
             self._put(kind, requester, version.state, chunk, codec=codec, contributors=contributors)

@@ -160,11 +160,9 @@ class Host:
     def status(self, now: float) -> dict[str, object]:
         """The run as people see it: what the syncer knows, and the bytes: in all as they are on
         the line, by learner those of its data."""
-        status = self.syncer.status(now)
-        self._add_bytes(status)
-        return status
+        return self._with_bytes(self.syncer.status(now))
 
-    def _add_bytes(self, status: dict[str, object]) -> None:
+    def _with_bytes(self, status: dict[str, object]) -> dict[str, object]:
         down = self.downlink
         learners = status["learners"]
         assert isinstance(learners, dict)
@@ -173,6 +171,7 @@ class Host:
             learner["down_bytes"] = down.asked_bytes[name] + down.live_bytes
         status["up_bytes"] = down.sender.received_bytes
         status["down_bytes"] = down.sender.sent_bytes
+        return status
 
     # -- effects
 
@@ -218,7 +217,7 @@ class Host:
         if isinstance(message, msg.Refuse) and message.code not in NO_FAULT:
             self._refusals += 1
         if isinstance(message, msg.Status):
-            self._add_bytes(message.status)
+            self._with_bytes(message.status)
         frames = wire.encode_control(message)
         self.downlink.sender.charge(map(len, frames), now)
         self._wires.control(peer, frames)

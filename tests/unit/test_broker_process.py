@@ -1,24 +1,19 @@
-"""`narrows broker` as a process: it serves, ends in order, and says in one line what is wrong; and
-what it writes for people."""
+"""`narrows broker` as a process: it serves and ends in order; and what it writes for people."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 
-from narrows.__main__ import main
-from narrows.broker.process.service import REPEATS_MAX, LimitRepeats, crash_places, log
-from narrows.broker.store import Store
+from narrows.broker.process.service import REPEATS_MAX, LimitRepeats, crash_places
 from narrows.proto import messages as msg
 from narrows.proto.events import EventFile
 from narrows.proto.sockets import Kind, make_socket
@@ -59,63 +54,6 @@ def test_a_broker_serves_and_ends_in_order(tmp_path: Path) -> None:
     assert ready.name in os.listdir(tmp_path), "renamed when it was whole"
     records = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert records[-1]["event"] == "final" and records[-1]["status"]["up_bytes"] > 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "code", "text"),
-    [
-        ({"--mode": "fast"}, 2, "one of decoupled, streaming, diloco"),
-        ({"--listen": "tcp://0.0.0.0:0"}, 2, "insecure"),
-        ({"--listen": "tcp://HOST:7070", "--set": "broker.insecure=true"}, 2, "not resolve"),
-        ({"--listen": "tcp://127.0.0.1:0", "--keys": "no such folder"}, 2, "broker.key"),
-        ({"--listen": "tcp://127.0.0.1:0", "--state-dir": "{locked}"}, 1, "state_locked"),
-        ({"--listen": "tcp://127.0.0.1:0", "--state-dir": "/dev/null/x"}, 1, "/dev/null"),
-        ({"--set": "merge.quorum"}, 2, "expected KEY=VALUE"),
-    ],
-)
-def test_what_is_wrong_stands_in_one_line(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    flags: dict[str, str],
-    code: int,
-    text: str,
-) -> None:
-    store = Store(tmp_path, durable=False)
-    given = {"--state-dir": str(tmp_path / "own"), **flags}
-    line = [each.format(locked=tmp_path) for flag in given.items() for each in flag]
-    monkeypatch.setattr(sys, "argv", ["narrows", "broker", *line])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    store.close()
-    error = capsys.readouterr().err
-    assert ended.value.code == code
-    assert text in error and error.count("\n") == 1 and "Traceback" not in error
-
-
-@pytest.fixture(autouse=True)
-def no_filter_stays() -> Iterator[None]:
-    yield
-    log.filters.clear()
-
-
-def test_a_disk_that_is_full_at_the_start_is_named_with_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A limit on the length of files stands in for the full disk: it needs no rights."""
-    state = tmp_path / "state"
-    line = ["narrows", "broker", "--listen", "tcp://127.0.0.1:0", "--state-dir", str(state)]
-    monkeypatch.setattr(sys, "argv", line)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        with pytest.raises(SystemExit) as ended:
-            main()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    error = capsys.readouterr().err
-    assert ended.value.code == 1 and error.count("\n") == 1
-    assert f"disk_full: the disk of {state} is full" in error and "Make room or" in error
 
 
 def test_the_events_file_is_bounded_and_a_full_disk_stops_nothing(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from safetensors import safe_open
 
 from narrows import __main__ as command
 from narrows.broker.cli import status
+from narrows.broker.process.service import log
+from narrows.broker.store import Store
 from narrows.proto.errors import ErrorCode, Refused
 from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
 from narrows.proto.messages import Bye
@@ -39,10 +43,14 @@ class Said:
 
 
 @pytest.fixture
-def narrows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
+def narrows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Said]:
+    monkeypatch.chdir(tmp_path)
     for name in ("NARROWS_BROKER", "NARROWS_KEY"):
         monkeypatch.delenv(name, raising=False)
-    return Said(capsys, monkeypatch)
+    yield Said(capsys, monkeypatch)
+    log.filters.clear()
 
 
 @pytest.mark.parametrize("line", ["--help", "broker --help"])
@@ -58,23 +66,47 @@ def test_help_imports_nothing_heavy(line: str) -> None:
     assert not HEAVY & set(done.stderr.split())
 
 
+LOOPBACK = "broker --listen tcp://127.0.0.1:0"
+
+
 @pytest.mark.parametrize(
-    ("line", "word"),
+    ("line", "code", "word"),
     [
-        ("satus", "did you mean status?"),
-        ("broker --listne x", "--listen"),
-        ("broker --set merge.quorun=2", "did you mean merge.quorum"),
-        ("broker --listen nonsense", "expected tcp://HOST:PORT"),
-        ("broker /nowhere/x.toml", "/nowhere/x.toml"),
-        ("status nonsense", "expected tcp://HOST:PORT"),
-        ("export /nowhere --to x", "/nowhere holds no run"),
-        ("journal audit .", "holds no run"),
+        ("satus", 2, "did you mean status?"),
+        ("status nonsense", 2, "expected tcp://HOST:PORT"),
+        ("export /nowhere --to x", 2, "/nowhere holds no run"),
+        ("journal audit .", 2, "holds no run"),
+        ("broker --listne x", 2, "--listen"),
+        ("broker --set merge.quorun=2", 2, "did you mean merge.quorum"),
+        ("broker --set merge.quorum", 2, "expected KEY=VALUE"),
+        ("broker --mode fast", 2, "one of decoupled, streaming, diloco"),
+        ("broker /nowhere/x.toml", 2, "/nowhere/x.toml"),
+        ("broker --listen nonsense", 2, "expected tcp://HOST:PORT"),
+        ("broker --listen tcp://0.0.0.0:0", 2, "insecure"),
+        ("broker --listen tcp://HOST:7070 --set broker.insecure=true", 2, "does not resolve"),
+        (f"{LOOPBACK} --keys nowhere", 2, "broker.key"),
+        (f"{LOOPBACK} --state-dir locked", 1, "state_locked"),
+        (f"{LOOPBACK} --state-dir /dev/null/x", 1, "/dev/null"),
     ],
 )
-def test_wrong_usage_is_code_2_in_one_line(narrows: Said, line: str, word: str) -> None:
-    assert narrows.run(*line.split()) == 2
+def test_what_is_wrong_stands_in_one_line(narrows: Said, line: str, code: int, word: str) -> None:
+    store = Store(Path("locked"), durable=False)
+    assert narrows.run(*line.split()) == code
+    store.close()
     (said,) = narrows.err.splitlines()
     assert said.startswith("narrows: ") and word in said
+
+
+def test_a_disk_that_is_full_at_the_start_is_named_with_what_to_do(narrows: Said) -> None:
+    """A limit on the length of files stands in for the full disk: it needs no rights."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        assert narrows.run(*LOOPBACK.split(), "--state-dir", "state") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    (said,) = narrows.err.splitlines()
+    assert "disk_full: the disk of state is full" in said and "Make room or" in said
 
 
 @pytest.mark.parametrize(
