@@ -22,7 +22,7 @@ from cyclopts import Parameter
 
 from narrows.bench.kit.rows import Column, Row, bench
 from narrows.bench.kit.run import TENSORS, EventLog, Run, Toy
-from narrows.broker.process.log import CRASH_PLACES
+from narrows.broker.process.pipeline import CRASH_PLACES
 from narrows.broker.store import History
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 

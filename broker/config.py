@@ -8,7 +8,7 @@ the preset over the defaults here. What learners are told stands in `RunSettings
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
@@ -222,6 +222,17 @@ def load_broker(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
         expected = f"0 (no limit) or at least {BitRate(RATE_MIN).text()}, with its unit"
         _require(not rate or rate >= RATE_MIN, f"wan.{name}", expected, rate.text())
     return config
+
+
+def assigned(assignments: Sequence[str]) -> dict[str, str]:
+    """The values of `--set`, by dotted key. Raises ConfigError."""
+    values: dict[str, str] = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals:
+            raise ConfigError("--set", expected="KEY=VALUE", got=repr(assignment[:200]))
+        values[key.strip()] = value.strip()
+    return values
 
 
 def _require(condition: object, key: str, expected: str, got: object) -> None:

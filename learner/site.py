@@ -8,7 +8,7 @@ from pathlib import Path
 
 from narrows.proto.config import Address, parse_address
 from narrows.proto.errors import ConfigError
-from narrows.proto.keys import SiteKey, check_name, read_site_key
+from narrows.proto.keys import SiteKey, check_name, check_trust, read_site_key
 from narrows.proto.wire import speaks_for
 
 
@@ -47,13 +47,7 @@ def join_target(
             got=name,
             remedy=f"the site {name} needs a key of its own: narrows keys new FILE --name {name}",
         )
-    if not site.servers:
-        raise ConfigError(
-            f"{path} does not say which broker to trust",
-            expected="the broker's public key, as `narrows keys show` prints it there",
-            remedy=f"narrows keys new {path} --server KEY",
-        )
-    return JoinTarget(broker, name, site, path, relay)
+    return JoinTarget(broker, name, check_trust(site, path), path, relay)
 
 
 def _complete(broker: str | None, name: str | None) -> tuple[str, str]:

@@ -49,6 +49,7 @@ class ErrorCode(StrEnum):
     KEY_REFUSED = "key_refused", "not admitted, or only one side has keys", ""
     STATE_LOCKED = "state_locked", "another broker has the state directory", "stop that broker"
     STATE_DAMAGED = "state_damaged", "a file is not as it was written", "restore a backup"
+    DISK_FULL = "disk_full", "the broker cannot start on a full disk", "make room, start it again"
     UNFINISHED = "unfinished", "ended without the final model", "`narrows export` at the broker"
     MISUSE = "misuse", "a call that cannot work", ""
     # fmt: on

@@ -145,6 +145,17 @@ def read_site_key(path: Path) -> SiteKey:
     return SiteKey(file.name, file.pair(path), servers, file.broker)
 
 
+def check_trust(key: SiteKey, path: Path) -> SiteKey:
+    """`key` if it says which broker to trust. Raises ConfigError."""
+    if not key.servers:
+        raise ConfigError(
+            f"{path} does not say which broker to trust",
+            expected="the broker's public key, as `narrows keys show` prints it there",
+            remedy=f"narrows keys new {path} --server KEY",
+        )
+    return key
+
+
 def create_broker_key(folder: Path) -> KeyPair:
     """Makes a broker's folder of keys, with a fresh key and an empty allow list. Raises ConfigError
     if there is a key already."""

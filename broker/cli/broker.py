@@ -11,11 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from narrows.broker.config import load_broker
-from narrows.broker.process.log import LimitRepeats, log
-from narrows.broker.process.service import Service
+from narrows.broker.config import assigned, load_broker
+from narrows.broker.process.service import LimitRepeats, Service, log
 from narrows.proto.codec import uncached_advice
-from narrows.proto.errors import ConfigError
 from narrows.proto.messages import Phase
 from narrows.proto.timing import LEAVE_S
 
@@ -48,7 +46,7 @@ def run_broker(
     wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    service = Service(loaded, events=events, environment=os.environ)
+    service = Service(loaded, events=events)
     _stop_on_signals(service)
     address = service.link.listens_on
     log.info("serving on %s; state in %s", address, loaded.broker.state_dir)
@@ -65,17 +63,6 @@ def run_broker(
     if missing := service.run().missing:
         log.warning("without the final model: %s", "; ".join(missing))
     log.info("stopped; everything is durable in %s", loaded.broker.state_dir)
-
-
-def assigned(assignments: Sequence[str]) -> dict[str, str]:
-    """The values of `--set`, by dotted key. Raises ConfigError."""
-    values: dict[str, str] = {}
-    for assignment in assignments:
-        key, equals, value = assignment.partition("=")
-        if not equals:
-            raise ConfigError("--set", expected="KEY=VALUE", got=repr(assignment[:200]))
-        values[key.strip()] = value.strip()
-    return values
 
 
 def _stop_on_signals(service: Service) -> None:

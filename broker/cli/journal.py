@@ -8,17 +8,15 @@ from __future__ import annotations
 import json as json_module
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, TypeAlias
 
 import cyclopts
 import msgspec
 from cyclopts import Parameter
 
-from narrows.broker.config import load_broker
-from narrows.broker.records import FragmentState, Policy
+from narrows.broker.records import FragmentState
 from narrows.broker.store import History, export_model
 from narrows.proto.errors import ConfigError, ErrorCode, StateError, printable
 from narrows.proto.messages import Layout
@@ -42,26 +40,23 @@ def show(directory: Directory, *, last: int = 0, json: bool = False) -> None:
             run = history.run
             tokens = run.clock // max(1, run.fragments)
             print(f"run {run.run_id}  {run.phase.value}  {tokens:,} tokens")
-        for row in rows[-last:] if last > 0 else rows:
-            made = row.round_
-            names = [each.learner for each in made.contributions]
+    for row in rows[-last:] if last > 0 else rows:
+        made, published = row.round_, f"{row.digests.published:016x}"
+        names = [each.learner for each in made.contributions]
+        tokens = sum(each.tokens for each in made.contributions)
+        if json:
             facts = {
-                "round": row.seq,
-                "fragment": made.fragment,
-                "version": made.version,
-                "at_unix": row.at_unix,
-                "reason": made.reason,
-                "contributors": names,
-                "tokens": sum(each.tokens for each in made.contributions),
-                "published": f"{row.digests.published:016x}",
-            }
-            at = datetime.fromtimestamp(row.at_unix, UTC)
-            line = (
-                "round {round} fragment {fragment} version {version} {at:%Y-%m-%d %H:%M:%S}Z"
-                " {reason} tokens {tokens:,} of {who} published {published}"
+                "round": row.seq, "fragment": made.fragment, "version": made.version,
+                "at_unix": row.at_unix, "reason": made.reason, "contributors": names,
+                "tokens": tokens, "published": published,
+            }  # fmt: skip
+            print(json_module.dumps(facts))
+        else:
+            print(
+                f"round {row.seq} fragment {made.fragment} version {made.version}"
+                f" {datetime.fromtimestamp(row.at_unix, UTC):%Y-%m-%d %H:%M:%S}Z {made.reason}"
+                f" tokens {tokens:,} of {printable(', '.join(names))} published {published}"
             )
-            who = printable(", ".join(names))
-            print(json_module.dumps(facts) if json else line.format(at=at, who=who, **facts))
 
 
 @journal.command
@@ -81,54 +76,32 @@ def audit(directory: Directory) -> None:
 
 @journal.command
 def replay(
-    directory: Directory,
-    *,
-    without: list[str] | None = None,
-    outer_lr: float | None = None,
-    outer_momentum: float | None = None,
-    weights: Literal["tokens", "equal"] | None = None,
-    out: Path | None = None,
+    directory: Directory, *, without: list[str] | None = None, out: Path | None = None
 ) -> None:
-    """Merge the kept rounds again: as they were, or by other rules, or without some learners.
+    """Merge the kept rounds again, as they were or without some learners.
 
     It prints the digests of what comes out. With broker.keep_history a broker keeps all rounds.
 
     Args:
         without: Learner whose pushes are left out; repeatable.
-        outer_lr: Another outer learning rate.
-        outer_momentum: Another outer momentum.
-        weights: Another way to weigh pushes.
         out: Safetensors file to write the model that comes out into.
     """
-    given = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "weights": weights}
-    given = {name: value for name, value in given.items() if value is not None}
     with closing(History(directory)) as history:
-        rounds = [row.round_ for row in history.rounds() if row.round_.version > 0]
-        names = sorted({each.learner for round_ in rounds for each in round_.contributions})
+        pushes = (each for row in history.rounds() for each in row.round_.contributions)
+        names = sorted({each.learner for each in pushes})
         if unknown := [name for name in without or () if name not in names]:
             raise ConfigError("--without", expected=" or ".join(names), got=", ".join(unknown))
-        old = rounds[-1].policy if rounds else Policy()
-        rules = {"outer_lr": old.outer_lr, "outer_momentum": old.momentum, "weights": old.weights}
-        flags = {f"merge.{name}": value for name, value in (rules | given).items()}
-        merge = load_broker(None, flags).merge  # Checks the values as the broker does.
-        policy = replace(
-            old,
-            outer_lr=merge.outer_lr,
-            momentum=merge.outer_momentum,
-            weights=merge.weights,
-        )
-        if given or without:
-            states = list(history.merged_otherwise(policy if given else None, without or ()))
-        else:
-            states = list(history.states())
+        without = without or []
+        made = history.merged_otherwise(without=without) if without else history.states()
+        states = list(made)
         for state in states:
             print(
                 f"fragment {state.fragment} version {state.version}"
                 f" global {state.digests.global_:016x} published {state.digests.published:016x}"
             )
         if out is not None:
-            asked = given | ({"without": without} if without else {})
-            _write_model(out, history, states, {"narrows.replay": json_module.dumps(asked)})
+            asked = json_module.dumps({"without": without})
+            _write_model(out, history, states, {"narrows.replay": asked})
 
 
 @journal.command
@@ -173,12 +146,10 @@ def _layout(history: History) -> Layout:
 def _write_model(
     to: Path, history: History, states: Iterable[FragmentState], metadata: dict[str, str]
 ) -> None:
-    layout = _layout(history)
+    layout, states = _layout(history), list(states)
     if to.resolve().is_relative_to(history.folder.resolve()):
         raise ConfigError(f"{to}", expected="a file outside of the state directory")
-    states = list(states)
     versions = json_module.dumps([state.version for state in states])
     metadata |= {"narrows.run": history.run.run_id, "narrows.versions": versions}
-    globals_ = [state.global_ for state in states]
-    export_model(to, layout, history.table, globals_, metadata)
+    export_model(to, layout, history.table, [state.global_ for state in states], metadata)
     print(f"{to}: versions {versions}")

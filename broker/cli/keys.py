@@ -66,19 +66,15 @@ def new(
         print(f"{keys / 'broker.key'} is made. Sites need its public key:\n{pair.public}")
         return
     exists = file.exists()
-    if exists:
-        old = read_site_key(file)
-        if name not in ("", old.name):
-            raise ConfigError(f"{file} is the key of another site", expected=old.name, got=name)
-    else:
-        old = SiteKey(check_name(name, "--name"), new_pair())
+    old = read_site_key(file) if exists else SiteKey(check_name(name, "--name"), new_pair())
+    if name not in ("", old.name):
+        raise ConfigError(f"{file} is the key of another site", expected=old.name, got=name)
     servers = (check_key(server, "--server"),) if server else old.servers
     address = str(parse_address(broker)) if broker else old.broker
-    site = SiteKey(old.name, old.pair, servers, address)
-    write_site_key(file, site, replace=exists)
+    write_site_key(file, SiteKey(old.name, old.pair, servers, address), replace=exists)
     print(f"{file} is {'changed' if exists else 'made'}. Mail this line to the broker's operator:")
-    print(public_line(site.name, site.pair.public))
-    if not site.servers:
+    print(public_line(old.name, old.pair.public))
+    if not servers:
         print(f"Then add the broker's public key: narrows keys new {file} --server 'KEY'")
 
 
@@ -111,7 +107,7 @@ def allow(*line: Key, keys: Folder = FOLDER) -> None:
         line: The line that the site has mailed, in single quotes: 'narrows-key NAME KEY'.
     """
     name, key = read_public_line(" ".join(line))
-    count = len(AllowList.allow(keys, name, key).sites[name])
+    count = len(AllowList.allow(_checked(keys), name, key).sites[name])
     print(f"{name} is admitted with {count} key{'s' if count > 1 else ''}")
 
 
@@ -123,7 +119,7 @@ def revoke(name: str, key: Key = "", *, keys: Folder = FOLDER) -> None:
         name: Name of the site.
         key: The one key to take away; without it all.
     """
-    left = AllowList.revoke(keys, name, key).sites.get(name, ())
+    left = AllowList.revoke(_checked(keys), name, key).sites.get(name, ())
     print(f"{name} has {len(left) or 'no'} key{'s' if len(left) != 1 else ''} left")
 
 
@@ -136,7 +132,7 @@ def list_(
     Args:
         json_: Print JSON.
     """
-    sites = {name: list(public) for name, public in AllowList.read(keys).sites.items()}
+    sites = AllowList.read(_checked(keys)).sites
     if json_:
         print(json.dumps(sites, indent=1))
         return
@@ -145,3 +141,14 @@ def list_(
             print(public_line(name, public))
     if not sites:
         print("nobody is admitted: `narrows keys allow` admits a site")
+
+
+def _checked(folder: Path) -> Path:
+    """The folder, if it is one of a broker's keys. Raises ConfigError."""
+    if not AllowList.path(folder).exists():
+        raise ConfigError(
+            f"no allow list in {folder.absolute()}",
+            expected="the folder that `narrows keys new` has made at the broker",
+            remedy="name it with --keys FOLDER, as for `narrows broker`",
+        )
+    return folder

@@ -16,8 +16,7 @@ from typing import Annotated, Any, Final
 
 from cyclopts import Parameter
 
-from narrows.broker.cli.broker import assigned
-from narrows.broker.config import BrokerConfig, load_broker
+from narrows.broker.config import BrokerConfig, assigned, load_broker
 from narrows.broker.process.pipeline import SNAPSHOT_VERSIONS
 from narrows.broker.syncer.state import IN_FLIGHT_MAX
 from narrows.proto.config import given_keys
@@ -181,16 +180,13 @@ def as_text(plan: dict[str, Any]) -> str:
     facts = dict(plan)
     shares, fullest, fits = facts.pop("shares"), facts.pop("fullest"), facts.pop("fits")
     lines = []
+    units = {"_bits_per_s": BitRate, "_bytes": Size, "_s": Duration}
     for name, value in facts.items():
-        label, text = name, str(value)
-        if name.endswith("_bits_per_s"):
-            label, text = name.removesuffix("_bits_per_s"), BitRate(value).text()
-        elif name.endswith("_bytes"):
-            label, text = name.removesuffix("_bytes"), Size(value).text()
-        elif name.endswith("_s"):
-            text = "never: no line is left for it" if value is None else Duration(value).text()
-            label = name.removesuffix("_s")
-        lines.append(f"{label.replace('_', ' '):40} {text}")
+        ending = next((ending for ending in units if name.endswith(ending)), "")
+        text = units[ending](value).text() if ending and value is not None else str(value)
+        if value is None:
+            text = "never: no line is left for it"
+        lines.append(f"{name.removesuffix(ending).replace('_', ' '):40} {text}")
     lines += ["", *(f"{name:40} {share:.0%}" for name, share in shares.items()), ""]
     verdict = "It fits" if fits else f"It does not fit, as more than {USABLE:.0%} cannot be used"
     lines.append(f"{verdict}. Fullest: {fullest}.")

@@ -18,9 +18,9 @@ from typing import Final, NoReturn, TypeAlias
 import zmq
 
 from narrows.broker.cli.status import ask_status, find_broker, read_key
-from narrows.broker.process.log import LimitRepeats
+from narrows.broker.process.door import bind, listening_address
 from narrows.proto.config import Address, parse_address
-from narrows.proto.errors import ErrorCode, NarrowsError
+from narrows.proto.errors import NarrowsError
 from narrows.proto.keys import SiteKey, serve_keys
 from narrows.proto.sockets import Handshake, HandshakeMonitor, Kind, make_socket
 
@@ -43,6 +43,8 @@ class _Upstream:
         self._topics: dict[bytes, None] = {}
         """Everything that the site listens to on this stream."""
         self._dials = 0
+        self._told: set[str] = set()
+        """Troubles since the last connection that stand in the log already."""
         self._open()
 
     def _open(self) -> None:
@@ -70,17 +72,24 @@ class _Upstream:
         """Tells the log why the broker refuses, and dials again when that is due."""
         while (outcome := self.monitor.take()) is not None:
             if (error := self.monitor.error(outcome)) is not None:
-                _log.warning("%s", error)
+                self._tell(str(error))
                 self._redial_at = min(self._redial_at, now + REDIAL_S)
             elif outcome is Handshake.CONNECTED:
                 self._redial_at = math.inf
+                self._told.clear()
         if now >= self._redial_at:
             self.close()
             try:
                 self._key = read_key(self._file) if self._file else None
             except NarrowsError as error:
-                _log.warning("the key in use stays: %s", error)
+                self._tell(f"the key in use stays: {error}")
             self._open()
+
+    def _tell(self, text: str) -> None:
+        """Some troubles come back ten times a second."""
+        if text not in self._told:
+            self._told.add(text)
+            _log.warning("%s", text)
 
     def close(self) -> None:
         self.monitor.close()
@@ -103,17 +112,9 @@ def relay(
         insecure: Serve a network that you trust without a key.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    _log.addFilter(LimitRepeats())
     control, site_key, file = find_broker(broker, key)
-    own, pair = parse_address(listen, listen=True), site_key.pair if site_key else None
-    if not (pair or own.is_loopback or insecure):
-        raise NarrowsError(
-            ErrorCode.INSECURE,
-            "anybody who reaches this address could read the model",
-            expected="--key, or a loopback address",
-            got=listen,
-            remedy="give the broker keys, or say --insecure on a network that you trust",
-        )
+    pair = site_key.pair if site_key else None
+    own = listening_address(listen, has_keys=bool(pair), insecure=insecure, flag="--key")
     # Asking fails at once, with its reason, where this key is not admitted or nobody is there.
     told = ask_status(control, site_key, timeout_s=5.0)
     downlink = Address(parse_address(control).host, told["downlink_port"])
@@ -122,7 +123,7 @@ def relay(
     authenticator = serve_keys(context, lambda public: public == pair.public) if pair else None
     site = make_socket(context, Kind.RELAY_SITE, pair=pair, ipv6=own.host.startswith("["))
     try:
-        port = _bind(site, own)
+        port = bind(site, own)
         ups = [_Upstream(context, downlink, site_key, file) for _ in range(told["streams"])]
         _log.info("passing publications of %s on to %s", downlink, Address(own.host, port))
         while True:
@@ -131,23 +132,6 @@ def relay(
         if authenticator is not None:
             authenticator.stop()
         context.destroy(linger=0)
-
-
-def _bind(site: Socket, own: Address) -> int:
-    """The port, which port 0 leaves to the system. Raises ADDRESS_IN_USE."""
-    try:
-        site.bind(f"tcp://{own.host}:{own.port or '*'}")
-    except zmq.ZMQError as error:
-        raise NarrowsError(
-            ErrorCode.ADDRESS_IN_USE,
-            f"cannot listen on {own}",
-            expected="a free port of this machine",
-            got=str(error),
-            remedy="is a relay running already? Choose another port with --listen",
-        ) from error
-    endpoint = site.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(endpoint, bytes)
-    return int(endpoint.decode().rstrip("\0").rpartition(":")[2])
 
 
 def _pass_on(site: Socket, ups: list[_Upstream]) -> None:

@@ -8,13 +8,14 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import zmq
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from narrows.broker.config import BrokerConfig
 from narrows.proto.config import Address, parse_address
 from narrows.proto.errors import (
     BrokerUnreachable,
@@ -24,13 +25,16 @@ from narrows.proto.errors import (
     Refused,
     printable,
 )
-from narrows.proto.keys import SiteKey, read_site_key
+from narrows.proto.keys import SiteKey, check_trust, read_site_key
 from narrows.proto.messages import CONTROL_BYTES_MAX, AskStatus, Refuse, Status
 from narrows.proto.sockets import HandshakeMonitor, Kind, make_socket
 from narrows.proto.units import Size
 from narrows.proto.wire import decode_control, encode_control
 
-DEFAULT_BROKER = "tcp://127.0.0.1:7070"
+LEGEND: Final = (
+    "heard: time since its last message; logged: tokens that it has trained on; merged: those that "
+    "are in the model;\nbehind: versions that it has not adopted yet"
+)
 
 
 def status(
@@ -54,6 +58,7 @@ def status(
     for line in _headline(answer):
         print(printable(line))
     Console(highlight=False, soft_wrap=True).print(_table(answer["learners"]))
+    print(LEGEND)
 
 
 def find_broker(broker: str | None, key: Path | None) -> tuple[str, SiteKey | None, Path | None]:
@@ -63,7 +68,7 @@ def find_broker(broker: str | None, key: Path | None) -> tuple[str, SiteKey | No
     file = Path(given) if given else None
     site = read_key(file) if file else None
     address = broker or os.environ.get("NARROWS_BROKER") or (site.broker if site else "")
-    return address or DEFAULT_BROKER, site, file
+    return address or BrokerConfig().broker.listen, site, file
 
 
 def read_key(file: Path) -> SiteKey:
@@ -74,14 +79,7 @@ def read_key(file: Path) -> SiteKey:
             expected="the key of a site, or one that you make for yourself",
             remedy="narrows keys new me.key --name operator --server KEY, and allow it",
         )
-    site = read_site_key(file)
-    if not site.servers:
-        raise ConfigError(
-            f"{file} does not say which broker to trust",
-            expected="the broker's public key, as `narrows keys show` prints it there",
-            remedy=f"narrows keys new {file} --server KEY",
-        )
-    return site
+    return check_trust(read_site_key(file), file)
 
 
 def ask_status(broker: str, key: SiteKey | None, *, timeout_s: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Admission: which keys are on the allow list, for which site, and which are kept out a minute.
+"""The way in: the address that a process listens on, and the keys that are admitted there.
 
 Two threads ask: ZeroMQ's authenticator at each handshake, the loop for each frame. What they read
 is swapped as a whole and never changed, so there is no lock.
@@ -6,27 +6,75 @@ is swapped as a whole and never changed, so there is no lock.
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
+import time
 from pathlib import Path
 from typing import Final
 
-from narrows.proto.errors import ConfigError, printable
+import zmq
+
+from narrows.proto.config import Address, parse_address
+from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError, printable
 from narrows.proto.keys import AllowList
 from narrows.proto.messages import INCARNATION_PATTERN
 from narrows.proto.timing import REFUSALS_MAX, REFUSALS_S
 from narrows.proto.wire import name_of, speaks_for
 
 LOOK_S: Final = 1.0
-"""Seconds after which the allow list is looked at again."""
+"""Seconds between two looks at the allow list, and for connections that have ended."""
+
+TOLD_MAX: Final = 10
+"""Keys that are not admitted of which the log tells in REFUSALS_S."""
 
 _TOPIC: Final = re.compile(r"p/[0-9]{2}|r/(" + INCARNATION_PATTERN[2:-2] + r")/[0-9]{2}")
 
 _log: Final = logging.getLogger("narrows.broker")
 
 
-TOLD_MAX: Final = 10
-"""Keys that are not admitted of which the log tells in REFUSALS_S."""
+def listening_address(text: str, *, has_keys: bool, insecure: bool, flag: str) -> Address:
+    """The address to listen on. Raises ConfigError, and INSECURE for one beyond loopback without
+    keys; `flag` is the one that gives them."""
+    address = parse_address(text, listen=True)
+    if not (address.is_loopback or has_keys or insecure):
+        raise NarrowsError(
+            ErrorCode.INSECURE,
+            "anybody who reaches this address could read the model, or change it",
+            expected=f"{flag}, or a loopback address",
+            got=text,
+            remedy="`narrows keys new` makes keys, `narrows keys allow` admits sites; or set "
+            "`insecure` on a network that you trust",
+        )
+    return address
+
+
+def bind(socket: zmq.Socket[bytes], address: Address, until: float = 0.0) -> int:
+    """Binds, if need be again and again `until`; the port, which port 0 leaves to the system.
+
+    Raises ADDRESS_IN_USE, and CONFIG for what is no address of this machine.
+    """
+    while True:
+        try:
+            socket.bind(f"tcp://{address.host}:{address.port or '*'}")
+            break
+        except zmq.ZMQError as error:
+            in_use = error.errno == errno.EADDRINUSE
+            if in_use and time.monotonic() < until:
+                time.sleep(0.002)
+                continue
+            code, expected, got = ErrorCode.CONFIG, "an address of this machine, or *", str(error)
+            remedy = "choose another address with --listen, and a port from 1024 on"
+            if in_use:
+                code, expected = ErrorCode.ADDRESS_IN_USE, "a free port; a broker takes three"
+                remedy = "is a broker running already? Choose another port with --listen"
+            elif error.errno == errno.ENODEV:
+                got = f"{address.host}, which does not resolve"
+            what = f"cannot listen on {address}"
+            raise NarrowsError(code, what, expected=expected, got=got, remedy=remedy) from error
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return int(endpoint.decode().rstrip("\0").rpartition(":")[2])
 
 
 class Door:
@@ -74,9 +122,10 @@ class Door:
         """Lets nothing of this key in for REFUSALS_S."""
         self._refused.pop(key, None)
         if key not in self._out:
+            site = self._allowed.site(key)
             _log.warning(
                 "the key of %s is kept out for %.0f s: %s. To end it: narrows keys revoke %s",
-                self._allowed.site(key), REFUSALS_S, why, self._allowed.site(key),
+                site, REFUSALS_S, why, site,
             )  # fmt: skip
         self._out = {**self._out, key: now + REFUSALS_S}
 
@@ -96,15 +145,14 @@ class Door:
         self._looked_at = now
         if now >= self._told_at + REFUSALS_S:
             self._told, self._told_at = set(), now
-        if self._out:
-            self._out = {key: until for key, until in self._out.items() if now < until}
+        self._out = {key: until for key, until in self._out.items() if now < until}
         stamp = self._stat()
         if stamp == self._stamp:
             return False
         self._stamp, before = stamp, self._allowed
         try:
             self._allowed = AllowList.read(self._folder)
-        except (ConfigError, OSError) as error:
+        except ConfigError as error:
             _log.error("the allow list stays as it was: %s", printable(str(error)))
             return False
         gone = sorted(before.keys[key] for key in before.keys if not self._allowed.site(key))

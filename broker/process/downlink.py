@@ -7,9 +7,8 @@ never end. What is due and when is the sender's business (proto/flow).
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +20,6 @@ from narrows.proto.codec import EncodedChunk, encode_values
 from narrows.proto.flow import Sender
 from narrows.proto.messages import DataKind
 from narrows.proto.ports import BrokerWires, Pool
-from narrows.proto.timing import REPAIR_S
 from narrows.proto.wire import asked_topic, live_topic, name_of
 
 
@@ -30,13 +28,11 @@ class Connection(NamedTuple):
 
     descriptor: int
     inode: int
-    site: str = ""
-    """The one that its key speaks for; "" without keys."""
 
 
 SPARE_CONNECTIONS: Final = 8
-"""Connections of a site that are charged beyond its learners: after a restart they listen before
-they say Hello. More are not charged: a key holder could stop all publications by opening many."""
+"""Connections that are charged beyond the learners that are here: after a restart they listen
+before they say Hello. More are not: a key holder could stop all publications by opening many."""
 
 TOPICS_MAX: Final = 1 << 14
 """Topics of one connection; a relay listens for all learners of its site."""
@@ -84,20 +80,21 @@ class Downlink:
         self.sender.fan_out = 0
         self._topics: dict[Connection, dict[str, None]] = {}
         """Everything that each connection listens to."""
-        self._hearing = [Counter[str]() for _ in range(self._settings.streams)]
-        """Connections that hear publications, by stream and site: each stream has its own."""
-        self._learners = Counter[str]()
-        """Learners that are here, by site."""
         self._listeners: Counter[str] = Counter()
         """Number of connections by topic."""
-        self._early: dict[str, list[tuple[float, msg.Fetch]]] = {}
-        """By incarnation: what it asked for before it listened, and when."""
+        self._hearing = [Counter[Connection]() for _ in range(self._settings.streams)]
+        """By stream: the connections that hear its publications, each with how many of its topics
+        cover them. Each stream of a learner is a connection of its own."""
+        self._learners = 0
+        """Learners that are here."""
+        self._early: dict[str, list[msg.Fetch]] = {}
+        """By incarnation: what it asked for before it listened."""
         self._copies: dict[int, list[_StateCopy]] = {}
         """By fragment, the newest last."""
         self.asked_bytes: Counter[str] = Counter()
-        """By learner."""
-        self.live_bytes = self.fanned_bytes = 0
-        """Bytes of publications, and the same times the connections that they went to."""
+        """Bytes of answers, by learner."""
+        self.live_bytes = 0
+        """Bytes of publications, each counted once."""
 
     # -- who listens
 
@@ -107,52 +104,37 @@ class Downlink:
         topics = self._topics.setdefault(connection, {})
         if is_on == (topic in topics) or (is_on and len(topics) == TOPICS_MAX):
             return
-        heard = self._heard(topics)
         if is_on:
             topics[topic] = None
         else:
             del topics[topic]
-        self._listeners[topic] += 1 if is_on else -1
-        for hearing, before, after in zip(self._hearing, heard, self._heard(topics), strict=True):
-            hearing[connection.site] += after - before
+        step = 1 if is_on else -1
+        self._listeners[topic] += step
+        for stream, hearing in enumerate(self._hearing):
+            if live_topic(stream).startswith(topic):  # ZeroMQ compares beginnings.
+                hearing[connection] += step
+                if not hearing[connection]:
+                    del hearing[connection]
         self._count_listeners()
         incarnation = topic[2:-3]
         if incarnation in self._early and self._has_listener(incarnation):
-            self._answer_early(incarnation, now)
+            for fetch in self._early.pop(incarnation):
+                self._answer(incarnation, fetch, now)
             self.pump(now)
 
     def keep_listeners(self, is_open: Callable[[Connection], bool]) -> None:
         """Forgets the connections that have ended."""
         for connection in [each for each in self._topics if not is_open(each)]:
-            topics = self._topics.pop(connection)
-            self._listeners.subtract(list(topics))
-            for hearing, heard in zip(self._hearing, self._heard(topics), strict=True):
-                hearing[connection.site] -= heard
+            self._listeners.subtract(list(self._topics.pop(connection)))
+            for hearing in self._hearing:
+                hearing.pop(connection, None)
         self._listeners = +self._listeners  # Without the topics that nobody listens to.
         self._count_listeners()
 
-    def members(self, names: Iterable[str]) -> None:
-        """The learners that are here now."""
-        learners = Counter(name.partition("/")[0] for name in names)
-        if learners != self._learners:
-            self._learners = learners
-            self._count_listeners()
-
     def _count_listeners(self) -> None:
         """The connections that a publication is charged for: those of the stream with the most."""
-        self.sender.fan_out = max(
-            sum(
-                min(count, self._learners[site] + SPARE_CONNECTIONS) if site else count
-                for site, count in hearing.items()
-            )
-            for hearing in self._hearing
-        )
-
-    def _heard(self, topics: Iterable[str]) -> list[bool]:
-        """Per stream whether who subscribes to these hears it; ZeroMQ compares beginnings."""
-        lives = [each for each in topics if each.startswith("p/") or "p/".startswith(each)]
-        streams = map(live_topic, range(self._settings.streams))
-        return [any(map(stream.startswith, lives)) for stream in streams]
+        heard = max(map(len, self._hearing))
+        self.sender.fan_out = min(heard, self._learners + SPARE_CONNECTIONS)
 
     def _has_listener(self, incarnation: str) -> bool:
         """A learner listens to its own topic on every stream."""
@@ -170,35 +152,29 @@ class Downlink:
         self.sender.discard(
             lambda old: old.fragment == fragment and old.kind is kind and old.version <= oldest
         )
-        for chunk in version.publication:
-            topic = live_topic(chunk.index % self._settings.streams)
-            self.sender.put_live(topic, self._publication(version, chunk, ""), chunk.payload)
+        self._put_publication("", version, version.publication)
         self.pump(now)
 
     def serve(self, incarnation: str, fetch: msg.Fetch, now: float) -> None:
         """Queues what a learner asked for, once it listens: its first Fetch overtakes its
-        subscriptions, and what is sent before them is lost. Who does not listen after REPAIR_S is
-        answered nevertheless, for it would ask again."""
-        early = self._early.setdefault(incarnation, [])
-        if len(early) < EARLY_MAX:
-            early.append((now, fetch))
+        subscriptions, and what is sent before them is lost."""
         if self._has_listener(incarnation):
-            self._answer_early(incarnation, now)
+            self._answer(incarnation, fetch, now)
+        elif len(early := self._early.setdefault(incarnation, [])) < EARLY_MAX:
+            early.append(fetch)
 
-    def _answer_early(self, incarnation: str, now: float) -> None:
+    def _answer(self, incarnation: str, fetch: msg.Fetch, now: float) -> None:
         """In place of a publication that is no longer kept goes the first chunk of the state: the
         learner then fetches that."""
-        for _, fetch in self._early.pop(incarnation):
-            if fetch.kind is DataKind.PUBLICATION:
-                version = self._pipeline.publication(fetch.fragment, fetch.version)
-                if version is not None:
-                    for chunk in _asked(fetch, version.publication):
-                        self._put(self._publication(version, chunk, incarnation), chunk)
-                    continue
-                fetch = msg.Fetch(DataKind.STATE, fetch.fragment, fetch.version, 0, ((0, 1),))
-            copy = self._copy(fetch, now)
-            copy.waiting.append((incarnation, fetch))
-            self._put_waiting(copy)
+        if fetch.kind is DataKind.PUBLICATION:
+            version = self._pipeline.publication(fetch.fragment, fetch.version)
+            if version is not None:
+                self._put_publication(incarnation, version, _asked(fetch, version.publication))
+                return
+            fetch = msg.Fetch(DataKind.STATE, fetch.fragment, fetch.version, 0, ((0, 1),))
+        copy = self._copy(fetch, now)
+        copy.waiting.append((incarnation, fetch))
+        self._put_waiting(copy)
 
     # -- states
 
@@ -223,7 +199,7 @@ class Downlink:
         return copy
 
     def _encode(self, copy: _StateCopy) -> None:
-        fragment, published = self._pipeline.fragment(copy.state.fragment), copy.state.published
+        fragment = self._pipeline.loaded.table[copy.state.fragment]
         elements = self._settings.state_chunk_elements
 
         def encoded(result: Any, _now: float) -> None:
@@ -231,8 +207,11 @@ class Downlink:
             self._put_waiting(copy)
 
         self._pool.run(
-            lambda: tuple(encode_values(fragment, published, chunk_elements=elements)), encoded
+            lambda: tuple(encode_values(fragment, copy.state.published, chunk_elements=elements)),
+            encoded,
         )
+
+    # -- to the queues
 
     def _put_waiting(self, copy: _StateCopy) -> None:
         """Queues what is asked of a copy; the header says which push of that learner it holds."""
@@ -240,34 +219,44 @@ class Downlink:
             for incarnation, fetch in copy.waiting:
                 newest = copy.merged.get(incarnation, 0)
                 for chunk in _asked(fetch, copy.chunks):
-                    place = copy.state, chunk, newest
-                    self._put(self._header(DataKind.STATE, incarnation, *place), chunk)
+                    self._put(DataKind.STATE, incarnation, copy.state, chunk, push_id=newest)
             copy.waiting.clear()
 
-    def _publication(self, version: Version, chunk: EncodedChunk, learner: str) -> msg.Header:
-        """The header of a publication; that of chunk 0 says whose pushes it holds."""
-        pushes = version.round_.contributions if chunk.index == 0 else ()
+    def _put_publication(
+        self, requester: str, version: Version, chunks: Collection[EncodedChunk]
+    ) -> None:
+        """Queues chunks of a publication; the header of chunk 0 says whose pushes it holds."""
+        kind, pushes, codec = (
+            DataKind.PUBLICATION,
+            version.round_.contributions,
+            version.round_.policy.codec,
+        )
         held = tuple(msg.Contributor(each.incarnation, each.push_id) for each in pushes)
-        place, codec = (version.state, chunk, 0), version.round_.policy.codec
-        return self._header(DataKind.PUBLICATION, learner, *place, codec, held)
+        for chunk in chunks:
+            contributors = held if chunk.index == 0 else ()
+            self._put(kind, requester, version.state, chunk, codec=codec, contributors=contributors)
 
-    def _header(
+    def _put(
         self,
         kind: DataKind,
-        learner: str,
+        requester: str,
         state: FragmentState,
         chunk: EncodedChunk,
-        push_id: int,
+        *,
+        push_id: int = 0,
         codec: msg.CodecName = msg.LOSSLESS,
         contributors: tuple[msg.Contributor, ...] = (),
-    ) -> msg.Header:
+    ) -> None:
+        """Queues one message, for the incarnation that asked or, "", for everybody."""
         place = state.fragment, state.version, push_id, chunk.index
         digests = chunk.payload_digest, state.digests.published
-        return msg.Header(self._epoch, kind, learner, *place, codec, *digests, contributors)
-
-    def _put(self, header: msg.Header, chunk: EncodedChunk) -> None:
-        topic = asked_topic(header.incarnation, chunk.index % self._settings.streams)
-        self.sender.put_asked(header.incarnation, topic, header, chunk.payload)
+        header = msg.Header(self._epoch, kind, requester, *place, codec, *digests, contributors)
+        stream = chunk.index % self._settings.streams
+        if requester:
+            topic = asked_topic(requester, stream)
+            self.sender.put_asked(requester, topic, header, chunk.payload)
+        else:
+            self.sender.put_live(live_topic(stream), header, chunk.payload)
 
     # -- to the socket
 
@@ -286,24 +275,15 @@ class Downlink:
                 self.asked_bytes[name_of(entry.requester)] += size
             else:
                 self.live_bytes += size
-                self.fanned_bytes += size * self.sender.fan_out
 
-    def forget_all_but(self, incarnations: Iterable[str]) -> None:
-        """Drops answers for learners that are gone: they would cost the line and reach nobody."""
-        known = frozenset(("", *incarnations))
-        self.sender.discard(lambda header: header.incarnation not in known)
-        self._early = {name: each for name, each in self._early.items() if name in known}
-
-    def deadline(self, now: float) -> float:
-        """When `turn` has something to do."""
-        early = [asked[0][0] + REPAIR_S for asked in self._early.values()]
-        return min(self.sender.deadline(now), *early, math.inf)
-
-    def turn(self, now: float) -> None:
-        """Answers who does not listen, forgets copies that nobody asks for, and sends."""
-        for incarnation, asked in list(self._early.items()):
-            if now >= asked[0][0] + REPAIR_S:
-                self._answer_early(incarnation, now)
+    def turn(self, now: float, learners: Collection[str]) -> None:
+        """Sends; forgets copies that nobody asks for, and questions of those that are gone.
+        `learners` are the incarnations that are here now."""
+        if len(learners) != self._learners:
+            self._learners = len(learners)
+            self._count_listeners()
+        for incarnation in [each for each in self._early if each not in learners]:
+            del self._early[incarnation]
         for copies in self._copies.values():
             copies[:] = [each for each in copies if now < each.asked_at + IDLE_S]
         self.pump(now)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.process.downlink import Downlink
@@ -16,6 +16,7 @@ from narrows.broker.process.pipeline import Pipeline
 from narrows.broker.store import Store
 from narrows.broker.syncer import Syncer
 from narrows.broker.syncer import events as ev
+from narrows.broker.syncer.state import fault
 from narrows.proto import messages as msg
 from narrows.proto import wire
 from narrows.proto.errors import RETRIED, ErrorCode, RemoteProtocolError, printable
@@ -23,9 +24,6 @@ from narrows.proto.ports import BrokerWires, Done, Pool
 
 NO_FAULT = frozenset({*RETRIED, ErrorCode.MERGE_FAILED})
 """Refusals that an honest learner meets; they do not count against its key."""
-
-SWEEP_S: Final = 1.0
-"""Seconds between two looks for answers that wait for learners who are gone."""
 
 
 class Host:
@@ -47,7 +45,7 @@ class Host:
         """Begins a life, durable before it returns, and replays what the last one left.
 
         `nonce` is eight random hex digits. `now` is monotonic, `now_unix` in seconds since 1970.
-        `reach` is called with each of log.CRASH_PLACES. Raises StateError.
+        `reach` is called with each of pipeline.CRASH_PLACES. Raises StateError.
         """
         self._wires, self._pool, self._reach, self._on_note = wires, pool, reach, on_note
         recovered = store.recover(now_unix())
@@ -66,12 +64,10 @@ class Host:
         self.downlink = Downlink(config, epoch, wires, self, self.pipeline)
         self.finished: ev.Finish | None = None
         """Set when the process should end."""
-        self._swept_at = now
         self._performing = False
         self._refusals = 0
         self._up_bytes: Counter[str] = Counter()
         """Payloads of this life, by learner."""
-        self._received_bytes = 0
 
     # -- what comes in
 
@@ -111,15 +107,17 @@ class Host:
 
     def _chunk(self, header: msg.Header, payload: bytes, now: float) -> None:
         if (got := wire.digest(payload)) != header.payload_digest:
-            # Damaged on its way, so it counts as lost: it is asked for again.
+            # Damaged on its way, so it counts as lost.
             what = f"payload of chunk {header.chunk} of fragment {header.fragment}"
-            raise _error(what, f"{header.payload_digest:016x}", f"{got:016x}", ErrorCode.BAD_DIGEST)
+            expected, remedy = f"{header.payload_digest:016x}", "it is asked for again"
+            raise fault(what, expected, f"{got:016x}", remedy, ErrorCode.BAD_DIGEST)
         if header.kind is msg.DataKind.PUSH:
             if self.syncer.push_chunk(header, now):
                 self._up_bytes[wire.name_of(header.incarnation)] += len(payload)
                 self.pipeline.keep(header, payload, now)
         elif header.codec != msg.LOSSLESS:
-            raise _error("codec of version 0", msg.LOSSLESS, header.codec, ErrorCode.BAD_CHUNK)
+            what, remedy = "codec of version 0", "send version 0 without loss"
+            raise fault(what, msg.LOSSLESS, header.codec, remedy, ErrorCode.BAD_CHUNK)
         elif header.kind is msg.DataKind.LAYOUT:
             if self.syncer.wants_layout(header.incarnation):
                 self.syncer.layout(header.incarnation, wire.unpack_layout(payload), now)
@@ -129,7 +127,6 @@ class Host:
 
     def _came(self, frames: list[bytes], now: float) -> None:
         # Acknowledgements of what comes leave on the line that the budget is for.
-        self._received_bytes += sum(map(len, frames))
         self.downlink.sender.received(map(len, frames), now)
         self._perform(now)
 
@@ -141,16 +138,12 @@ class Host:
         self.syncer.advance(now)
         self._perform(now)
         members = self.syncer.state.members.connected()
-        self.downlink.members(member.name for member in members)
-        if now >= self._swept_at + SWEEP_S:
-            self._swept_at = now
-            self.downlink.forget_all_but(member.incarnation for member in members)
-        self.downlink.turn(now)
+        self.downlink.turn(now, [member.incarnation for member in members])
 
     def deadline(self, now: float) -> float:
         """Time at which `turn` is to be called if nothing comes before."""
-        parts = self.syncer.deadline(now), self.pipeline.deadline(), self.downlink.deadline(now)
-        return min(parts)
+        sends_at = self.downlink.sender.deadline(now)
+        return min(self.syncer.deadline(now), self.pipeline.deadline(), sends_at)
 
     def stop(self, reason: str, now: float) -> None:
         """The operator ends the process: everybody is told, and `finished` is set."""
@@ -172,20 +165,20 @@ class Host:
         self._pool.run(work, finish)
 
     def status(self, now: float) -> dict[str, object]:
-        """The run as people see it: what the syncer knows, and the bytes of the data sockets."""
-        status = self.syncer.status(now)
-        self._add_bytes(status)
-        return status
+        """The run as people see it: what the syncer knows, and the bytes: in all as they are on
+        the line, by learner those of its data."""
+        return self._with_bytes(self.syncer.status(now))
 
-    def _add_bytes(self, status: dict[str, object]) -> None:
+    def _with_bytes(self, status: dict[str, object]) -> dict[str, object]:
         down = self.downlink
         learners = status["learners"]
         assert isinstance(learners, dict)
         for name, learner in learners.items():
             learner["up_bytes"] = self._up_bytes[name]
             learner["down_bytes"] = down.asked_bytes[name] + down.live_bytes
-        status["up_bytes"] = self._received_bytes
-        status["down_bytes"] = down.asked_bytes.total() + down.fanned_bytes
+        status["up_bytes"] = down.sender.received_bytes
+        status["down_bytes"] = down.sender.sent_bytes
+        return status
 
     # -- effects
 
@@ -231,7 +224,7 @@ class Host:
         if isinstance(message, msg.Refuse) and message.code not in NO_FAULT:
             self._refusals += 1
         if isinstance(message, msg.Status):
-            self._add_bytes(message.status)
+            self._with_bytes(message.status)
         frames = wire.encode_control(message)
         self.downlink.sender.charge(map(len, frames), now)
         self._wires.control(peer, frames)
@@ -243,20 +236,15 @@ def _checked_header(site: str | None, frames: list[bytes]) -> msg.Header:
     Raises RemoteProtocolError.
     """
     expected = "topic, header and payload of a PUSH, SEED or LAYOUT that names its learner"
+    remedy = "connect learners to the uplink, not brokers"
     if len(frames) != 3:
-        raise _error("data", expected, f"{len(frames)} frames")
+        raise fault("data", expected, f"{len(frames)} frames", remedy)
     header = wire.decode_header(frames[1])
     name, kind = wire.name_of(header.incarnation), header.kind
     if not name or kind in (msg.DataKind.PUBLICATION, msg.DataKind.STATE):
-        raise _error("data", expected, f"{kind.name} of {name!r}")
+        raise fault("data", expected, f"{kind.name} of {name!r}", remedy)
     if site is not None and not wire.speaks_for(site, name):
         what, expected = "the key is another site's", f"a learner named {site} or {site}/..."
         remedy = "use the key of the learner's own site"
-        raise _error(what, expected, name, ErrorCode.KEY_NAME, remedy)
+        raise fault(what, expected, name, remedy, ErrorCode.KEY_NAME)
     return header
-
-
-def _error(
-    what: str, expected: str, got: str, code: ErrorCode = ErrorCode.BAD_MESSAGE, remedy: str = ""
-) -> RemoteProtocolError:
-    return RemoteProtocolError(code, what, expected=expected, got=got, remedy=remedy)

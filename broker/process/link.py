@@ -8,7 +8,6 @@ takes milliseconds, and the admitted come back by themselves.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import stat
 import time
@@ -19,19 +18,15 @@ from typing import Final, TypeAlias
 import zmq
 
 from narrows.broker.config import BrokerConfig
-from narrows.broker.process.door import Door
+from narrows.broker.process.door import LOOK_S, Door, bind, listening_address
 from narrows.broker.process.downlink import Connection
 from narrows.broker.process.host import Host
-from narrows.proto.config import Address, parse_address
-from narrows.proto.errors import ErrorCode, NarrowsError
+from narrows.proto.config import Address
 from narrows.proto.keys import KeyPair, read_broker_key, serve_keys
 from narrows.proto.sockets import Kind, make_socket, send_buffer_bytes
 
 FRAMES_PER_TURN: Final = 64
 """Messages that are read from one socket before the others have their turn."""
-
-LOOK_S: Final = 1.0
-"""Seconds between two looks for connections that have ended."""
 
 REBIND_S: Final = 2.0
 """Seconds for which a port that the kernel has not freed yet is tried again."""
@@ -45,18 +40,10 @@ class Link:
     def __init__(self, config: BrokerConfig) -> None:
         """Binds. Raises ConfigError, INSECURE for an address beyond loopback without keys, and
         ADDRESS_IN_USE."""
-        listen, keys = config.broker.listen, config.broker.keys
-        address = parse_address(listen, listen=True)
-        if not (address.is_loopback or keys or config.broker.insecure):
-            raise NarrowsError(
-                ErrorCode.INSECURE,
-                "anybody who reaches this address could read and change the model",
-                expected="--keys, or a loopback address",
-                got=listen,
-                remedy="`narrows keys new --keys FOLDER` makes one, `narrows keys allow` admits "
-                "sites; or set broker.insecure on a network that you trust",
-            )
-        self._host, port = address
+        keys, insecure = config.broker.keys, config.broker.insecure
+        self._host, port = listening_address(
+            config.broker.listen, has_keys=bool(keys), insecure=insecure, flag="--keys"
+        )
         self._buffer_bytes = send_buffer_bytes(config.down_rate, config.shared.streams)
         # libzmq numbers the connections of a ROUTER from rand() on, which nothing seeds: a peer
         # could claim the next number, and an assertion of libzmq would end the process.
@@ -73,7 +60,7 @@ class Link:
                 self._key, self.door = read_broker_key(folder), Door(folder, time.monotonic())
                 # Before anything is bound: a handshake that nobody answers is refused for good.
                 self._authenticator = serve_keys(self._context, self.door.admits)
-            self._open([port, port and port + 1, port and port + 2], until=0.0)
+            self._open([port, port and port + 1, port and port + 2])
         except BaseException:
             self.close(linger_s=0.0)
             raise
@@ -83,17 +70,15 @@ class Link:
         """The control port's address, with the port that was free if any would do."""
         return str(Address(self._host, self.ports[0]))
 
-    def _open(self, ports: list[int], until: float) -> None:
-        ipv6, buffer = self._host.startswith("["), self._buffer_bytes
+    def _open(self, ports: list[int], until: float = 0.0) -> None:
+        ipv6, size = self._host.startswith("["), self._buffer_bytes
         for kind in (Kind.BROKER_CONTROL, Kind.BROKER_UPLINK, Kind.BROKER_DOWNLINK):
             self.sockets.append(
-                make_socket(
-                    self._context, kind, pair=self._key, send_buffer_bytes=buffer, ipv6=ipv6
-                )
+                make_socket(self._context, kind, pair=self._key, send_buffer_bytes=size, ipv6=ipv6)
             )
         self._control, self._uplink, self._downlink = self.sockets
         pairs = zip(self.sockets, ports, strict=True)
-        self.ports = [_bind(socket, self._host, port, until) for socket, port in pairs]
+        self.ports = [bind(socket, Address(self._host, port), until) for socket, port in pairs]
         self._uplink.setsockopt(zmq.SUBSCRIBE, b"")
 
     def _reopen(self, host: Host) -> None:
@@ -135,8 +120,8 @@ class Link:
     def receive(self, host: Host, now: float) -> None:
         """Hands the host what waits at the sockets, a bounded number of messages of each."""
         # First: what the other messages lead to may be published to new listeners.
-        for descriptor, key, site, (frame, *_) in self._received(self._downlink):
-            change, topic, connection = frame.bytes[:1], frame.bytes[1:], _open(descriptor, site)
+        for descriptor, key, _, (frame, *_) in self._received(self._downlink):
+            change, topic, connection = frame.bytes[:1], frame.bytes[1:], _open(descriptor)
             if self.door and change == b"\1" and not self.door.may_hear(key, topic):
                 # It would cost the line a second copy, and libzmq cannot refuse it.
                 self.door.keep_out(key, f"it listens to {topic[:80]!r}", now)
@@ -145,21 +130,22 @@ class Link:
             if connection is not None and change in (b"\0", b"\1"):
                 text = topic.decode(errors="replace")
                 host.downlink.listens(connection, text, change == b"\1", now)
-        for _, key, site, frames in self._received(self._control):
-            if self.door is None or site is not None:
-                peer, *rest = (frame.bytes for frame in frames)
-                if not host.control(peer.hex(), site, rest, now) and self.door is not None:
-                    self.door.strike(key, now)
-        for _, key, site, frames in self._received(self._uplink):
-            if self.door is None or site is not None:
-                fine = host.data(site, [frame.bytes for frame in frames], now)
-                if not fine and self.door is not None:
+        for socket in (self._control, self._uplink):
+            for _, key, site, frames in self._received(socket):
+                if self.door is not None and site is None:
+                    continue
+                parts = [frame.bytes for frame in frames]
+                if socket is self._control:
+                    is_fine = host.control(parts[0].hex(), site, parts[1:], now)
+                else:
+                    is_fine = host.data(site, parts, now)
+                if self.door is not None and not is_fine:
                     self.door.strike(key, now)
         if self.door is not None and self.door.look(now):
             self._reopen(host)
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
-            host.downlink.keep_listeners(lambda each: _open(each.descriptor, each.site) == each)
+            host.downlink.keep_listeners(lambda each: _open(each.descriptor) == each)
 
     def _received(self, socket: Socket) -> Iterator[tuple[int, str, str | None, list[zmq.Frame]]]:
         """Messages that wait at a socket: the connection's file descriptor, its key ("" without
@@ -191,36 +177,11 @@ class Link:
         self.sockets.clear()
 
 
-def _open(descriptor: int, site: str | None) -> Connection | None:
+def _open(descriptor: int) -> Connection | None:
     """The connection behind a file descriptor: its number is used again after its end, but not
     together with its inode. None: it has ended."""
     try:
         found = os.fstat(descriptor)
     except OSError:
         return None
-    is_socket = stat.S_ISSOCK(found.st_mode)
-    return Connection(descriptor, found.st_ino, site or "") if is_socket else None
-
-
-def _bind(socket: Socket, host: str, port: int, until: float) -> int:
-    """Binds, if need be again and again `until`; the port. Raises ADDRESS_IN_USE, CONFIG."""
-    while True:
-        try:
-            socket.bind(f"tcp://{host}:{port or '*'}")
-            break
-        except zmq.ZMQError as error:
-            if error.errno == errno.EADDRINUSE and time.monotonic() < until:
-                time.sleep(0.002)
-                continue
-            code = ErrorCode.CONFIG
-            remedy = "choose an address of this machine, and a port from 1024 on"
-            if error.errno == errno.EADDRINUSE:
-                code = ErrorCode.ADDRESS_IN_USE
-                remedy = "is a broker running already? Choose another port with --listen"
-            what, expected = f"cannot listen on tcp://{host}:{port}", "three free ports in a row"
-            raise NarrowsError(
-                code, what, expected=expected, got=str(error), remedy=remedy
-            ) from error
-    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(endpoint, bytes)
-    return int(endpoint.decode().rstrip("\0").rpartition(":")[2])
+    return Connection(descriptor, found.st_ino) if stat.S_ISSOCK(found.st_mode) else None

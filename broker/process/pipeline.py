@@ -25,12 +25,16 @@ from narrows.broker.records import Contribution, FragmentState, Round, Version
 from narrows.broker.store import Recovered, Store, read_initial
 from narrows.broker.syncer import Syncer
 from narrows.broker.syncer import events as ev
+from narrows.broker.syncer.state import fault
 from narrows.proto.codec import DecodedChunk, decode_chunk, values_of
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError, RemoteProtocolError
-from narrows.proto.layout import Fragment, build_table
-from narrows.proto.messages import LEARNERS_MAX, LOSSLESS, CodecName, Header, Layout
+from narrows.proto.layout import build_table
+from narrows.proto.messages import LOSSLESS, CodecName, Header, Layout
 from narrows.proto.ports import Done, Pool
 from narrows.proto.timing import DISK_AGAIN_S
+
+CRASH_PLACES: Final = ("merged", "appended", "durable", "installed", "published")
+"""Moments in the life of a round, in their order, at which a test may end the process."""
 
 SNAPSHOT_VERSIONS: Final = 25
 """Versions of a fragment between two snapshots. A start replays at most so many, and snapshots
@@ -60,16 +64,12 @@ class Pipeline:
         reach: Callable[[str], None],
         note: Callable[[ev.Note], None],
     ) -> None:
-        """`reach` is called at each of log.CRASH_PLACES, where tests kill the broker. `note` takes
-        what people should read."""
+        """`reach` is called at each of CRASH_PLACES. `note` takes what people should read."""
         self._config, self._settings = config, config.shared
         self._pool, self._store, self._reach, self._note = pool, store, reach, note
         self._alarm = Alarm()
         self.model: Model | None = None
         """None until version 0 is durable."""
-        self._merged: list[dict[str, int]] = []
-        """Per fragment: incarnation -> newest push id that the head holds, newest last. It is for
-        those who fetch the head; what is accepted, the syncer's own `merged` decides."""
         self._pushes: dict[tuple[str, int, int], _Push] = {}
         self._seed: dict[tuple[int, int], bytes] = {}
         """(fragment, chunk) -> payload of version 0."""
@@ -82,7 +82,7 @@ class Pipeline:
         self._snapshotting = False
 
     @property
-    def _loaded(self) -> Model:
+    def loaded(self) -> Model:
         """The model; callers come only after version 0."""
         assert self.model is not None, "there is no version 0 yet"
         return self.model
@@ -92,13 +92,13 @@ class Pipeline:
     def keep(self, header: Header, payload: bytes, now: float) -> None:
         """Keeps a wanted chunk, and has a worker decode it."""
         push = self._pushes.setdefault(_key(header), _Push(header.codec))
-        if (got := header.codec) != push.codec:
-            code = ErrorCode.BAD_CHUNK
-            error = RemoteProtocolError(code, "codec", expected=push.codec, got=got)
+        if header.codec != push.codec:
+            remedy = "code all chunks of a push alike"
+            error = fault("codec", push.codec, header.codec, remedy, ErrorCode.BAD_CHUNK)
             self.checked(header, push, error, now)
             return
         push.payloads[header.chunk] = payload
-        fragment, elements = self._loaded.table[header.fragment], self._settings.chunk_elements
+        fragment, elements = self.loaded.table[header.fragment], self._settings.chunk_elements
 
         def work() -> DecodedChunk | None:
             # A newer push has taken its place: a learner that does this again and again must not
@@ -141,7 +141,7 @@ class Pipeline:
             decoded.append([push.decoded[i] for i in range(len(chunks))])
         policy, why = self._config.policy, order.reason
         round_ = Round(index, order.version, tuple(contributions), policy, order.period_s, why)
-        fragment, before = self._loaded.table[index], self._loaded.states[index]
+        fragment, before = self.loaded.table[index], self.loaded.states[index]
         self._pool.run(
             lambda: merge(fragment, before, round_, decoded),
             lambda result, now: self.merged(index, result, now),
@@ -167,16 +167,9 @@ class Pipeline:
 
     def durable(self, version: Version, result: Any, now: float) -> None:
         """The next version exists."""
-        result_of(result)
         fragment = version.state.fragment
         del self._undurable[fragment]
-        self._loaded.install(version)
-        merged = self._merged[fragment]
-        for each in version.round_.contributions:
-            merged.pop(each.incarnation, None)  # The newest stand last, the oldest are forgotten.
-            merged[each.incarnation] = each.push_id
-        while len(merged) > LEARNERS_MAX:
-            del merged[next(iter(merged))]
+        self.loaded.install(version)
         self._reach("installed")
         self.syncer.durable(fragment, now)
         self._note_merge(version, now)
@@ -191,11 +184,14 @@ class Pipeline:
 
     def seed(self, order: ev.Seed) -> None:
         """Has a worker make version 0 durable, from the initial file or a learner's chunks."""
-        self._write(
-            lambda: self._version_0(order.layout),
-            lambda result, now: self.seeded(order, result, now),
-            self._warn_about("version 0"),
-        )
+
+        def work() -> Model | RemoteProtocolError:
+            try:
+                return self._version_0(order.layout)
+            except (ConfigError, RemoteProtocolError, MemoryError) as error:
+                return _refusal(error, order.layout)
+
+        self._write(work, self.seeded, self._warn_about("version 0"))
 
     def _version_0(self, layout: Layout) -> Model:
         """On a worker. Raises ConfigError, RemoteProtocolError, DiskFull or MemoryError."""
@@ -215,23 +211,19 @@ class Pipeline:
         self._store.seed(layout, states)
         return Model(table, states)
 
-    def seeded(self, order: ev.Seed, result: Any, now: float) -> None:
+    def seeded(self, result: Model | RemoteProtocolError, now: float) -> None:
         """Version 0 is durable, or its learner is refused."""
         self._seed.clear()
-        if (refusal := _refusal(result, order.layout)) is not None:
-            self.syncer.seed_failed(refusal, now)
+        if isinstance(result, RemoteProtocolError):
+            self.syncer.seed_failed(result, now)
             return
-        self._begin(result_of(result))
+        self.model, self._snapshots = result, list(result.heads)
         self.syncer.seeded(now)
 
     def commit_end(self) -> None:
         """Has a worker make durable that the run has ended."""
-
-        def ended(result: Any, now: float) -> None:
-            result_of(result)
-            self.syncer.ended(now)
-
-        self._write(self._store.end, ended, self._warn_about("the end of the run"))
+        failed = self._warn_about("the end of the run")
+        self._write(self._store.end, lambda _, now: self.syncer.ended(now), failed)
 
     # -- a start, and a stop
 
@@ -250,15 +242,14 @@ class Pipeline:
                 remedy=f"set it to {recovered.fragments}, or begin a run in another --state-dir",
             )
         table = build_table(recovered.layout.entries, recovered.fragments)
-        self._begin(Model(table, recovered.states))
-        for (incarnation, fragment), push_id in recovered.merged.items():
-            self._merged[fragment][incarnation] = push_id
+        self.model = model = Model(table, recovered.states)
+        self._snapshots = list(model.heads)
         for state, each in zip(recovered.states, table, strict=True):
             for version in self._store.replay(each, state):
-                self._loaded.install(version)
+                model.install(version)
                 self._alarm.hear(version)
         return ev.Resumed(
-            recovered.layout, self._loaded.heads, recovered.clock, dict(recovered.merged),
+            recovered.layout, model.heads, recovered.clock, dict(recovered.merged),
             recovered.period_s, recovered.phase, dict(recovered.merged_tokens),
         )  # fmt: skip
 
@@ -290,25 +281,18 @@ class Pipeline:
         """(incarnation, fragment, push id) of the pushes whose payloads wait for a round."""
         return set(self._pushes)
 
-    def fragment(self, index: int) -> Fragment:
-        return self._loaded.table[index]
-
     def publication(self, fragment: int, version: int) -> Version | None:
         """One of the last publications of a fragment; None if it is no longer kept, or was made
         before a restart that changed the size of chunks."""
-        found = self._loaded.publication(fragment, version)
+        found = self.loaded.publication(fragment, version)
         elements = self._settings.chunk_elements
         return found if found and found.round_.policy.chunk_elements == elements else None
 
     def head(self, fragment: int) -> tuple[FragmentState, dict[str, int]]:
         """The newest durable state of a fragment, and the newest push of each incarnation in it."""
-        return self._loaded.states[fragment], dict(self._merged[fragment])
+        return self.loaded.states[fragment], dict(self.syncer.state.rounds[fragment].merged)
 
     # -- details
-
-    def _begin(self, model: Model) -> None:
-        self.model, self._merged = model, [{} for _ in model.table]
-        self._snapshots = list(model.heads)
 
     def _note_merge(self, version: Version, now: float) -> None:
         round_, state = version.round_, version.state
@@ -318,7 +302,7 @@ class Pipeline:
             "contributors": [each.learner for each in round_.contributions],
             "tokens": sum(each.tokens for each in round_.contributions),
             "live": self.syncer.live(now), "run_tokens": self.syncer.run_tokens,
-            "elements": self.fragment(state.fragment).elements,
+            "elements": self.loaded.table[state.fragment].elements,
             "pushed_bytes": sum(len(c) for each in round_.contributions for c in each.chunks),
             "published_bytes": sum(len(each.payload) for each in version.publication),
         }  # fmt: skip
@@ -344,7 +328,7 @@ class Pipeline:
     def _write(
         self, work: Callable[[], Any], done: Done, failed: Callable[[OSError, float], None]
     ) -> None:
-        """Has a worker write, again and again while the disk refuses."""
+        """Has a worker write, again and again while the disk refuses; then calls `done`."""
 
         def finish(result: Any, now: float) -> None:
             if isinstance(result, OSError):
@@ -352,7 +336,9 @@ class Pipeline:
                 self._again.append((again, lambda: self._pool.run(work, finish)))
                 failed(result, now)
             else:
-                done(result, now)
+                # A refusal of a learner is a result, too.
+                is_refusal = isinstance(result, RemoteProtocolError)
+                done(result if is_refusal else result_of(result), now)
 
         self._pool.run(work, finish)
 
@@ -367,24 +353,24 @@ def _key(header: Header) -> tuple[str, int, int]:
     return header.incarnation, header.fragment, header.push_id
 
 
-def _refusal(result: Any, layout: Layout) -> NarrowsError | None:
+def _refusal(
+    error: ConfigError | RemoteProtocolError | MemoryError, layout: Layout
+) -> RemoteProtocolError:
     """The refusal of a learner of whose chunks version 0 cannot be made."""
-    if isinstance(result, MemoryError):
-        code, what = ErrorCode.TOO_LARGE, "the model does not fit into the broker's memory"
-        expected = "about 20 bytes of memory for each parameter"
-        got = f"{sum(math.prod(each.shape) for each in layout.entries)} parameters"
-        remedy = "run the broker on a larger machine, or train a smaller model"
-        return RemoteProtocolError(code, what, expected=expected, got=got, remedy=remedy)
-    if not isinstance(result, ConfigError | RemoteProtocolError):
-        return None
-    code, what, remedy = result.code, result.message, result.remedy
-    if isinstance(result, ConfigError):  # It fits neither the settings nor the initial file.
+    if isinstance(error, MemoryError):
+        return fault(
+            "the model does not fit into the broker's memory",
+            "about 20 bytes of memory for each parameter",
+            f"{sum(math.prod(each.shape) for each in layout.entries)} parameters",
+            "run the broker on a larger machine, or train a smaller model", ErrorCode.TOO_LARGE,
+        )  # fmt: skip
+    code, what, remedy = error.code, error.message, error.remedy
+    if code is ErrorCode.CONFIG:  # It fits neither the settings nor the initial file.
         code = ErrorCode.LAYOUT_DIFFERS
     elif code is ErrorCode.NOT_FINITE:  # Asked again, its learner would send the same.
         code, what = ErrorCode.NOT_FINITE_SEED, "version 0"
         remedy = "start it with parameters that are finite"
-    expected, got = result.expected, result.got
-    return RemoteProtocolError(code, what, expected=expected, got=got, remedy=remedy)
+    return fault(what, error.expected, error.got, remedy, code)
 
 
 def result_of(result: Any) -> Any:

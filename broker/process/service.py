@@ -1,12 +1,16 @@
-"""The process: a poll loop and two workers around one host."""
+"""The process: a poll loop and two workers around one host, and what it writes for people."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import os
 import secrets
+import signal
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -17,11 +21,10 @@ from narrows.broker.config import BrokerConfig
 from narrows.broker.merging import warm_up
 from narrows.broker.process.host import Host
 from narrows.broker.process.link import Link
-from narrows.broker.process.log import crash_places, log
-from narrows.broker.process.pipeline import result_of
-from narrows.broker.store import Store
+from narrows.broker.process.pipeline import CRASH_PLACES, result_of
+from narrows.broker.store import DiskFull, Store
 from narrows.broker.syncer.events import Finish, Note
-from narrows.proto.errors import printable
+from narrows.proto.errors import ErrorCode, StateError, printable
 from narrows.proto.events import EventFile
 from narrows.proto.workers import Workers
 
@@ -32,13 +35,22 @@ use two cores."""
 WAIT_S_MAX: Final = 1.0
 """Longest wait for the sockets: the allow list is looked at each second."""
 
+REPEATS_MAX: Final = 10
+"""Lines of one kind in REPEATS_S that reach the log; what peers cause must not fill the disk."""
+REPEATS_S: Final = 60.0
+KINDS_MAX: Final = 1000
+"""Kinds of lines that are told apart, so that texts of peers cannot fill the memory."""
+
+FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk, a quota or a limit that has no room left."""
+
+log: Final = logging.getLogger("narrows.broker")
+
 
 class Service:
     """One life of the broker as a process."""
 
-    def __init__(
-        self, config: BrokerConfig, *, events: Path | None, environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, config: BrokerConfig, *, events: Path | None) -> None:
         """Binds, opens the state directory, replays. Raises NarrowsError, each with its remedy."""
         self._stop_reason = ""
         self._events: EventFile | None = None
@@ -48,23 +60,38 @@ class Service:
                 undo.callback(self._events.close)
             self.link = Link(config)
             undo.callback(self.link.close)
-            reach, process = crash_places(environment), config.broker
-            folder, journal = Path(process.state_dir), process.journal == "on"
-            store = Store(folder, journal=journal, keep_history=process.keep_history, reach=reach)
-            undo.callback(store.close)
-            self._workers = Workers(WORKERS, "narrows-broker")
-            undo.callback(self._workers.close)
-            self.host = Host(
-                config,
-                self.link,
-                self._workers,
-                store,
-                time.monotonic(),
-                secrets.token_hex(4),
-                now_unix=time.time,
-                reach=reach,
-                on_note=self._note,
-            )
+            process, reach = config.broker, crash_places()
+            try:
+                store = Store(
+                    Path(process.state_dir),
+                    journal=process.journal == "on",
+                    keep_history=process.keep_history,
+                    reach=reach,
+                )
+                undo.callback(store.close)
+                self._workers = Workers(WORKERS, "narrows-broker")
+                undo.callback(self._workers.close)
+                self.host = Host(
+                    config,
+                    self.link,
+                    self._workers,
+                    store,
+                    time.monotonic(),
+                    secrets.token_hex(4),
+                    now_unix=time.time,
+                    reach=reach,
+                    on_note=self._note,
+                )
+            except OSError as error:
+                if not isinstance(error, DiskFull) and error.errno not in FULL:
+                    raise
+                raise StateError(
+                    ErrorCode.DISK_FULL,
+                    f"the disk of {process.state_dir} is full",
+                    expected="room for the run's states and payloads: `narrows plan` says how much",
+                    got=str(error),
+                    remedy="Make room or choose another --state-dir, then start the broker again",
+                ) from error
             self.host.syncer.state.ports = self.link.ports[1], self.link.ports[2]
             self._workers.run(warm_up, lambda result, now: result_of(result))
             self._undo = undo.pop_all()
@@ -117,3 +144,43 @@ class Service:
     def _record(self, record: Mapping[str, object]) -> None:
         if self._events is not None:
             self._events.write(record)
+
+
+class LimitRepeats(logging.Filter):
+    """Lets a few lines of each kind pass in a minute; then the next one tells how many it hid.
+
+    A kind is the message before its arguments, or the record's `kind` where it has one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since_s = 0.0
+        self._seen: Counter[str] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.created >= self._since_s + REPEATS_S or len(self._seen) > KINDS_MAX:
+            hidden = sum(max(0, count - REPEATS_MAX) for count in self._seen.values())
+            self._since_s, self._seen = record.created, Counter()
+            if hidden:
+                record.msg, record.args = f"{record.getMessage()} ({hidden} lines were hidden)", ()
+        kind = str(getattr(record, "kind", record.msg))
+        self._seen[kind] += 1
+        return record.levelno >= logging.ERROR or self._seen[kind] <= REPEATS_MAX
+
+
+def crash_places() -> Callable[[str], None]:
+    """The function that the broker calls at each of CRASH_PLACES.
+
+    NARROWS_CRASH_AT=PLACE:VISIT ends the process there as a power cut would. A signal from outside
+    would come at another moment each time, and a failure could not be repeated.
+    """
+    place, _, visit = os.environ.get("NARROWS_CRASH_AT", "").partition(":")
+    visits: Counter[str] = Counter()
+
+    def reach(name: str) -> None:
+        assert name in CRASH_PLACES, name
+        visits[name] += 1
+        if name == place and visits[name] == int(visit or 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return reach

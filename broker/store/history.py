@@ -362,7 +362,9 @@ def database_errors(file: Path) -> Iterator[None]:
     except sqlite3.Error as error:
         # A write that failed (a quota, a limit on files) leaves the log as it was, like a full
         # disk. A failed fsync is another matter: nobody knows what is durable then.
-        refused = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
+        refused = (
+            sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE
+        )  # fmt: skip
         if getattr(error, "sqlite_errorcode", None) in refused:
             raise DiskFull(errno.ENOSPC, f"{file}: {error}") from error
         raise damaged(file, expected="a database that works", got=str(error)) from error

@@ -113,8 +113,12 @@ class Joining:
                 ErrorCode.WRONG_RUN,
             )  # fmt: skip
         if len(hello.held) not in (0, count):
-            remedy = "start the learner again: the run's number of fragments has changed"
-            raise fault("Hello.held", f"{count} fragments, or none", str(len(hello.held)), remedy)
+            raise fault(
+                "this learner's model is cut into another number of fragments",
+                f"{count} fragments, or none", str(len(hello.held)),
+                "start the learner again: the run's number of fragments has changed",
+                ErrorCode.WRONG_RUN,
+            )  # fmt: skip
         if sum(each.name != name for each in state.members.connected()) >= msg.LEARNERS_MAX:
             raise fault(
                 "the run is full", f"at most {msg.LEARNERS_MAX} learners", "one more",

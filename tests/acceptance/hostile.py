@@ -107,7 +107,7 @@ HELLOS: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "no epoch": ({"epoch": "5"}, "bad_message"),
     "other layout": ({"fingerprint": "0" * 32}, "layout_differs"),
     "no layout": ({"fingerprint": ""}, "bad_message"),
-    "a fragment too many": ({"held": [[0, 0]] * 2}, "bad_message"),
+    "a fragment too many": ({"held": [[0, 0]] * 2}, "wrong_run"),
     "5,000 fragments": ({"held": [[0, 0]] * 5000}, "bad_message"),
     "version -2": ({"held": [[-2, 0]]}, "bad_message"),
 }

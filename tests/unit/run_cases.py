@@ -44,7 +44,7 @@ class Broker:
     def start(self) -> None:
         """Begins the next life."""
         config = load_broker(None, {**self._settings, "broker.listen": self.address})
-        self.service = Service(config, events=self.folder / "broker.jsonl", environment={})
+        self.service = Service(config, events=self.folder / "broker.jsonl")
         self.address = self.service.link.listens_on
         self._thread = threading.Thread(target=self.service.run)
         self._thread.start()

@@ -1,5 +1,4 @@
-"""`narrows broker` as a process: it serves, ends in order, and says in one line what is wrong; and
-what it writes for people."""
+"""`narrows broker` as a process: it serves and ends in order; and what it writes for people."""
 
 from __future__ import annotations
 
@@ -14,9 +13,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from narrows.__main__ import main
-from narrows.broker.process.log import REPEATS_MAX, LimitRepeats, crash_places
-from narrows.broker.store import Store
+from narrows.broker.process.service import REPEATS_MAX, LimitRepeats, crash_places
 from narrows.proto import messages as msg
 from narrows.proto.events import EventFile
 from narrows.proto.sockets import Kind, make_socket
@@ -59,37 +56,6 @@ def test_a_broker_serves_and_ends_in_order(tmp_path: Path) -> None:
     assert records[-1]["event"] == "final" and records[-1]["status"]["up_bytes"] > 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "code", "text"),
-    [
-        ({"--mode": "fast"}, 2, "one of decoupled, streaming, diloco"),
-        ({"--listen": "tcp://0.0.0.0:0"}, 2, "insecure"),
-        ({"--listen": "tcp://127.0.0.1:0", "--keys": "no such folder"}, 2, "broker.key"),
-        ({"--listen": "tcp://127.0.0.1:0", "--state-dir": "{locked}"}, 1, "state_locked"),
-        ({"--listen": "tcp://127.0.0.1:0", "--state-dir": "/dev/null/x"}, 1, "/dev/null"),
-        ({"--set": "merge.quorum"}, 2, "expected KEY=VALUE"),
-    ],
-)
-def test_what_is_wrong_stands_in_one_line(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    flags: dict[str, str],
-    code: int,
-    text: str,
-) -> None:
-    store = Store(tmp_path, durable=False)
-    given = {"--state-dir": str(tmp_path / "own"), **flags}
-    line = [each.format(locked=tmp_path) for flag in given.items() for each in flag]
-    monkeypatch.setattr(sys, "argv", ["narrows", "broker", *line])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    store.close()
-    error = capsys.readouterr().err
-    assert ended.value.code == code
-    assert text in error and error.count("\n") == 1 and "Traceback" not in error
-
-
 def test_the_events_file_is_bounded_and_a_full_disk_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +90,8 @@ def test_a_flood_of_one_kind_of_line_is_cut_and_told() -> None:
 def test_a_crash_place_ends_the_process_at_its_visit() -> None:
     child = os.fork()
     if child == 0:
-        reach = crash_places({"NARROWS_CRASH_AT": "durable:2"})
+        os.environ["NARROWS_CRASH_AT"] = "durable:2"
+        reach = crash_places()
         for place in ("durable", "installed", "durable"):
             reach(place)
         os._exit(0)

@@ -103,16 +103,18 @@ def test_a_connection_is_charged_once_whatever_it_says_and_before_its_learner_sa
 
 
 @pytest.mark.parametrize("topic", ["p/00", "p/03", "p/", "p", ""])
-def test_who_hears_any_publication_is_charged_and_a_site_for_no_more_than_its_learners_and_a_few(
+def test_who_hears_any_publication_is_charged_and_no_more_than_the_learners_and_a_few(
     house: House, topic: str
 ) -> None:
     downlink = house.host.downlink
     for number in range(100):
-        downlink.listens(Connection(number, number, "site-m"), topic, True, house.now)
-    downlink.listens(Connection(1000, 1000, "site-a"), topic, True, house.now)
-    assert downlink.sender.fan_out == SPARE_CONNECTIONS + 1
-    downlink.members(["site-m/0", "site-m/1", "site-a"])
-    assert downlink.sender.fan_out == 2 + SPARE_CONNECTIONS + 1
+        assert downlink.sender.fan_out == min(number, SPARE_CONNECTIONS)
+        downlink.listens(Connection(number, number), topic, True, house.now)
+    downlink.turn(house.now, ["site-m/0.00000001", "site-a.00000001"])
+    assert downlink.sender.fan_out == SPARE_CONNECTIONS + 2
+    downlink.listens(Connection(0, 0), topic, False, house.now)
+    downlink.keep_listeners(lambda connection: connection.descriptor < 3)
+    assert downlink.sender.fan_out == 2
 
 
 def test_pushes_that_displace_each_other_cost_the_workers_nothing(

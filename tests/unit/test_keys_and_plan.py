@@ -50,6 +50,8 @@ def test_no_key_is_overwritten_and_no_secret_is_printed(
         keys.show(path)
         assert capsys.readouterr().out == f"{read_broker_key(folder).public}\n"
     keys.show(file)
+    with pytest.raises(ConfigError, match=f"no allow list in {tmp_path}.*--keys FOLDER"):
+        keys.allow("narrows-key", "site-a", read_broker_key(folder).public, keys=tmp_path)
     with pytest.raises(ConfigError, match="exists"):
         keys.new(keys=folder)
     with pytest.raises(ConfigError, match="another site"):

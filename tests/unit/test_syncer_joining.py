@@ -19,7 +19,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"incarnation": incarnation("b")}, "bad_name", "own name"),
     ({"life": 2}, "name_in_use", "--name"),
     ({"run_id": "run-0"}, "wrong_run", "start the learner again"),
-    ({"held": (msg.Held(0, 1),)}, "bad_message", "number of fragments"),
+    ({"held": (msg.Held(0, 1),)}, "wrong_run", "number of fragments"),
     ({"fingerprint": "0" * 32}, "layout_differs", "same model code"),
 ]
 
