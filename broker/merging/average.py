@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
-from narrows.broker.merging.sums import Sums, Vector, in_order, norms_of, weighted_sums
+from narrows.broker.merging.sums import Vector, in_order, norms_of, weighted_sums
 from narrows.proto.codec import F32, F64
 from narrows.proto.layout import Fragment
 
@@ -23,18 +23,6 @@ NORM_MIN: Final = 2.0**-100
 
 DIRECTION_MIN: Final = 1e-6
 """Norm of a sum of unit vectors, per weight, that is no more than float32 rounding."""
-
-
-class Average(NamedTuple):
-    """The averaged outer gradient of a fragment of n elements in k pieces: values * gain."""
-
-    values: F32
-    """(n,)"""
-    gains: F32
-    """(k,) factor of each piece, 1 where it is the mean. The outer step multiplies by it, which
-    saves a pass over memory."""
-    norms: F64
-    """(k, M) norms of the contributions."""
 
 
 def token_weights(work: Sequence[tuple[int, int]], rule: str) -> tuple[float, ...]:
@@ -57,8 +45,12 @@ def token_weights(work: Sequence[tuple[int, int]], rule: str) -> tuple[float, ..
 
 def average(
     fragment: Fragment, vectors: Sequence[Vector], weights: Sequence[float], rule: str
-) -> Average:
+) -> tuple[F32, F32, F64]:
     """Averages M contributions, each piece by itself, with `weights` (M,) that sum to 1.
+
+    Returns values (n,), gains (k,) and the norms (k, M) of the contributions. The averaged outer
+    gradient is value * gain, where a gain is that of a piece, and 1 where it is the mean: the outer
+    step multiplies by it, which saves a pass over memory.
 
     By rule "layout" a piece has the rule of its layout entry, by "mean" all are means. The
     radial-directional average (RDA) is (sum w ||v||) * unit(sum w unit(v)): the mean of outer
@@ -75,21 +67,17 @@ def average(
     units[[rule == "mean" or piece.rule == "mean" for piece in fragment.pieces]] = 0.0
     # A piece with fewer than two contributors has nothing to average, and keeps its bits.
     units[np.count_nonzero(units, axis=1) < 2] = 0.0
-    sums = weighted_sums(fragment, vectors, shares, units)
-    cancelled = units.any(axis=1) & (sums.value_norms <= DIRECTION_MIN * in_order(units * norms))
+    values, value_norms, mean_norms = weighted_sums(fragment, vectors, shares, units)
+    cancelled = units.any(axis=1) & (value_norms <= DIRECTION_MIN * in_order(units * norms))
     if cancelled.any():
         # Their means were not kept. This is rare enough to add everything once more.
         units[cancelled] = 0.0
-        sums = weighted_sums(fragment, vectors, shares, units)
-    return Average(sums.values, _gains(sums, shares * norms, units), norms)
-
-
-def _gains(sums: Sums, weighted_norms: F64, units: F64) -> F32:
-    """Factors (k,) that make sums of unit vectors as long as the mean norm and the cap allow."""
-    caps = np.sqrt(np.count_nonzero(units, axis=1)) * sums.mean_norms
-    lengths: F64 = np.minimum(in_order(weighted_norms), caps)
+        values, value_norms, mean_norms = weighted_sums(fragment, vectors, shares, units)
+    # A sum of unit vectors becomes as long as the mean norm and the cap allow.
+    caps = np.sqrt(np.count_nonzero(units, axis=1)) * mean_norms
+    lengths: F64 = np.minimum(in_order(shares * norms), caps)
     radial = units.any(axis=1)
-    gains = np.divide(lengths, sums.value_norms, out=np.ones_like(lengths), where=radial)
+    gains = np.divide(lengths, value_norms, out=np.ones_like(lengths), where=radial)
     # A gain beyond float32 makes the outer step infinite, which is refused there.
     with np.errstate(over="ignore"):
-        return gains.astype(np.float32)
+        return values, gains.astype(np.float32), norms

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 
 from narrows.broker.merging.average import average, token_weights
 from narrows.broker.merging.outer import outer_step
-from narrows.broker.merging.sums import Vector, in_order
+from narrows.broker.merging.sums import in_order
 from narrows.broker.records import Contribution, FragmentState, Policy, Round, Version
 from narrows.proto.codec import RUN, DecodedChunk, decode_chunk, empty_f32, encode_push, encode_step
-from narrows.proto.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
+from narrows.proto.errors import LocalProtocolError
 from narrows.proto.layout import Fragment, build_table
 from narrows.proto.messages import CodecName, LayoutEntry
 
@@ -33,8 +34,8 @@ def merge(
     contributions, in their order, if the caller holds them; else their payloads are decoded. Both
     are as compact as codes are, and become floats a slice at a time.
 
-    Raises RemoteProtocolError for a payload that does not decode, and FloatingPointError if a
-    parameter or the publication would not be finite.
+    Raises FloatingPointError, which names the longest push, if a parameter or the publication
+    would not be finite.
     """
     contributions, policy = round_.contributions, round_.policy
     orders = [each.order for each in contributions]
@@ -42,16 +43,21 @@ def merge(
     assert fragment.index == round_.fragment == before.fragment, (fragment.index, round_.fragment)
     assert round_.version == before.version + 1, (before.version, round_.version)
     if decoded is None:
-        decoded = [_decode(fragment, each) for each in contributions]
-    pairs = zip(contributions, decoded, strict=True)
-    vectors = [Vector(each.chunk_elements, chunks) for each, chunks in pairs]
+        decoded = [
+            [
+                decode_chunk(fragment, push.codec, push.chunk_elements, index, payload)
+                for index, payload in enumerate(push.chunks)
+            ]
+            for push in contributions
+        ]
+    vectors = list(zip((each.chunk_elements for each in contributions), decoded, strict=True))
     weights = token_weights([(each.tokens, each.steps) for each in contributions], policy.weights)
-    gradient = average(fragment, vectors, weights, policy.rule)
-    norms = tuple(np.sqrt(in_order(gradient.norms.T**2)).tolist())
+    values, gains, piece_norms = average(fragment, vectors, weights, policy.rule)
+    norms = tuple(np.sqrt(in_order(piece_norms.T**2)).tolist())
     try:
-        params, momentum = outer_step(fragment, before, gradient, policy)
-        # Its memory serves as the next published copy: both are as large as the fragment.
-        del gradient
+        params, momentum = outer_step(fragment, before, values, gains, policy)
+        # Their memory serves as the next published copy: both are as large as the fragment.
+        del values
         advanced = empty_f32(fragment.elements)
         # What the code drops stays in global - published, and so in the next publication. Step and
         # code are two passes: chunk by chunk in one they took longer, whatever the chunk.
@@ -67,41 +73,14 @@ def merge(
             )
         )
     except (FloatingPointError, LocalProtocolError) as error:
-        raise _diverged(round_, norms, error) from error
+        norm, longest = max(zip(norms, contributions, strict=True), key=lambda pair: pair[0])
+        raise FloatingPointError(
+            f"version {round_.version} of fragment {fragment.index} would not be finite ({error}). "
+            f"The longest push is number {longest.push_id} of {longest.learner}, of norm "
+            f"{norm:.3g}: look at that learner's loss. The fragment stays at the version before"
+        ) from error
     state = FragmentState.of(fragment.index, round_.version, params, momentum, advanced)
     return Version(round_, state, weights, publication, norms)
-
-
-def _decode(fragment: Fragment, push: Contribution) -> list[DecodedChunk]:
-    """The chunks of a push from its payloads, as compact as they came."""
-    count = fragment.chunk_count(push.chunk_elements)
-    whose = f"push {push.push_id} of {push.incarnation}, fragment {fragment.index}"
-    if len(push.chunks) != count:
-        raise RemoteProtocolError(
-            ErrorCode.BAD_CHUNK, whose, expected=f"{count} chunks", got=str(len(push.chunks))
-        )
-    chunks: list[DecodedChunk] = []
-    for index, payload in enumerate(push.chunks):
-        try:
-            chunks.append(decode_chunk(fragment, push.codec, push.chunk_elements, index, payload))
-        except RemoteProtocolError as error:
-            raise RemoteProtocolError(
-                error.code,
-                f"{whose}, chunk {index}: {error.message}",
-                expected=error.expected,
-                got=error.got,
-            ) from None
-    return chunks
-
-
-def _diverged(round_: Round, norms: Sequence[float], error: Exception) -> FloatingPointError:
-    """The error of a merge that nobody could use; it names the longest push."""
-    norm, longest = max(zip(norms, round_.contributions, strict=True), key=lambda pair: pair[0])
-    return FloatingPointError(
-        f"version {round_.version} of fragment {round_.fragment} would not be finite ({error}). "
-        f"The longest push is number {longest.push_id} of {longest.learner}, of norm {norm:.3g}: "
-        "look at that learner's loss. The fragment stays at the version before"
-    )
 
 
 def warm_up() -> None:
@@ -110,8 +89,7 @@ def warm_up() -> None:
     (fragment,) = build_table([entry], 1)
     ones = np.ones(3, np.float32)
     state = FragmentState.of(0, 0, ones, ones, ones)
-    codecs: tuple[CodecName, ...] = ("int4-zstd", "int8-zstd", "f32-blosc2")
-    for codec in codecs:
+    for codec in get_args(CodecName):
         chunks = encode_push(fragment, ones, ones * 2, codec=codec, rho=0.5, chunk_elements=RUN)
         payloads = tuple(chunk.payload for chunk in chunks)
         pushes = tuple(

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
 import numpy as np
 
 from narrows.broker.records import FragmentState, Version
-from narrows.proto.codec import F32
 from narrows.proto.layout import Fragment
 from narrows.proto.messages import PUBLICATIONS_KEPT
-
-EMPTY: Final[F32] = np.zeros(0, np.float32)
 
 
 class Model:
@@ -46,7 +42,8 @@ class Model:
         self.states[state.fragment] = state
         # Without what is large and not sent: eight of them would hold eight models.
         pushes = tuple(replace(each, chunks=()) for each in version.round_.contributions)
-        state = replace(state, global_=EMPTY, momentum=EMPTY, published=EMPTY)
+        empty = np.zeros(0, np.float32)
+        state = replace(state, global_=empty, momentum=empty, published=empty)
         kept = self._publications[state.fragment]
         kept[state.version] = replace(
             version, round_=replace(version.round_, contributions=pushes), state=state

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from narrows.broker.merging.average import Average
 from narrows.broker.records import FragmentState, Policy
 from narrows.proto.codec import F32, I64, empty_f32, kernel, read_only
 from narrows.proto.codec.kernels import INFINITE_BITS
@@ -18,20 +17,21 @@ from narrows.proto.layout import Fragment
 
 
 def outer_step(
-    fragment: Fragment, before: FragmentState, gradient: Average, policy: Policy
+    fragment: Fragment, before: FragmentState, values: F32, gains: F32, policy: Policy
 ) -> tuple[F32, F32]:
     """New parameters and momentum (n,), in new arrays: b <- mu*b + d, then p <- p - lr*(d + mu*b).
 
-    A first step from b = 0 moves by lr * (1 + mu) * d; with mu = 0 this is plain SGD. Raises
-    FloatingPointError if a result is not finite: one NaN would spread to every learner.
+    The outer gradient d is `values` (n,) times `gains` (k,), one for each piece. A first step from
+    b = 0 moves by lr * (1 + mu) * d; with mu = 0 this is plain SGD. Raises FloatingPointError if a
+    result is not finite: one NaN would spread to every learner.
     """
     params, momentum, elements = before.global_, before.momentum, fragment.elements
-    assert params.shape == momentum.shape == gradient.values.shape == (elements,), params.shape
+    assert params.shape == momentum.shape == values.shape == (elements,), params.shape
     assert policy.outer_lr > 0 and 0 <= policy.momentum < 1, policy
-    inputs = read_only(params), read_only(momentum), read_only(gradient.values), fragment.bounds
+    inputs = read_only(params), read_only(momentum), read_only(values), fragment.bounds
     rates = np.float32(policy.outer_lr), np.float32(policy.momentum)
     updated, velocity = empty_f32(elements), empty_f32(elements)
-    largest = nesterov_step(*inputs, read_only(gradient.gains), *rates, updated, velocity)
+    largest = nesterov_step(*inputs, read_only(gains), *rates, updated, velocity)
     if largest >= INFINITE_BITS:
         raise FloatingPointError("the outer step would make a parameter infinite or NaN")
     return updated, velocity

@@ -8,7 +8,7 @@ sums stay in cache while all contributions are added to them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,23 +28,9 @@ ROWS: Final = 8
 """Rows of LANES elements that are added at once; no part of the bits."""
 
 
-class Vector(NamedTuple):
-    """The outer gradient of one fragment that a learner contributes, decoded."""
-
-    chunk_elements: int
-    chunks: Sequence[DecodedChunk]
-    """Regular chunks in order, which cover the fragment."""
-
-
-class Sums(NamedTuple):
-    """Sums over the contributions to a fragment of n elements in k pieces."""
-
-    values: F32
-    """(n,) sum of unit * v in radial pieces, of weight * v in the others."""
-    mean_norms: F64
-    """(k,) norm of the sum of weight * v; meaningless in pieces that are not radial."""
-    value_norms: F64
-    """(k,) norm of `values`; meaningless in pieces that are not radial."""
+Vector: TypeAlias = tuple[int, Sequence[DecodedChunk]]
+"""The outer gradient of one fragment that a learner contributes, decoded: elements of its chunks,
+and the chunks in order, which cover the fragment."""
 
 
 def norms_of(fragment: Fragment, vectors: Sequence[Vector]) -> F64:
@@ -66,11 +52,15 @@ def norms_of(fragment: Fragment, vectors: Sequence[Vector]) -> F64:
     return np.sqrt(squares)
 
 
-def weighted_sums(fragment: Fragment, vectors: Sequence[Vector], weights: F64, units: F64) -> Sums:
-    """Sums of weight * v, and in the pieces with any unit of unit * v instead.
+def weighted_sums(
+    fragment: Fragment, vectors: Sequence[Vector], weights: F64, units: F64
+) -> tuple[F32, F64, F64]:
+    """Sums over the contributions to a fragment of n elements in k pieces.
 
     `weights` (M,) and `units` (k, M) are rounded to float32 once. A piece with a unit above 0 is
-    radial: there the sum of weight * v is needed for its length alone, and only its square is kept.
+    radial. Returns the sum (n,) of unit * v in radial pieces and of weight * v in the others; and
+    of the radial pieces the norms (k,) of that sum, and of the sum of weight * v, which is needed
+    for its length alone.
     """
     assert units.shape == (len(fragment.pieces), len(vectors)) and len(weights) == len(vectors)
     factors, rows = weights.astype(np.float32), read_only(units.T.astype(np.float32))
@@ -94,7 +84,7 @@ def weighted_sums(fragment: Fragment, vectors: Sequence[Vector], weights: F64, u
             add_squares(read_only(own_mean), bounds, begun, lanes[0, touched])
             add_squares(read_only(own), bounds, begun, lanes[1, touched])
     mean_norms, value_norms = (np.sqrt(in_order(each)) for each in lanes)
-    return Sums(values, mean_norms, value_norms)
+    return values, value_norms, mean_norms
 
 
 def in_order(terms: F64) -> F64:

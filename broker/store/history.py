@@ -7,31 +7,29 @@ anything but the bits that learners have seen.
 
 from __future__ import annotations
 
-import errno
-import json
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
 
 from narrows.broker.merging import merge
 from narrows.broker.records import Contribution, Digests, FragmentState, Policy, Round, Version
-from narrows.broker.store.packs import DiskFull, Packs, Place, damaged, sync_folder
-from narrows.broker.store.tensors import read_state, write_state
+from narrows.broker.store import files
+from narrows.broker.store.files import damaged
 from narrows.proto.errors import ConfigError, NarrowsError, StateError
 from narrows.proto.layout import Fragment, build_table, fingerprint
 from narrows.proto.messages import Layout, Phase
 
 DATABASE: Final = "run.db"
-NEWEST: Final = 2**62
-"""As the last round of a query: all of them."""
+
+Seen = TypeVar("Seen")
 
 
 @dataclass(frozen=True)
@@ -46,23 +44,6 @@ class Run:
     """P; 0 before version 0."""
     layout: Layout | None
     """None before version 0."""
-
-
-@dataclass(frozen=True)
-class RoundRow:
-    """A durable round. Version 0 is a round without contributions, whose reason is "seed"."""
-
-    seq: int
-    """Counts the rounds of all fragments, in the order in which they became durable."""
-    at_unix: float
-    clock: int
-    """Tokens of all merged pushes after this round."""
-    round_: Round
-    """Its contributions have no chunks: `History.load` reads them."""
-    digests: Digests
-    payload_digests: tuple[int, ...]
-    places: tuple[Place | None, ...]
-    """Where the chunks lie. None: they were not kept, or are not needed any more."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +63,21 @@ class Recovered(Run):
     """Lines that an operator should read, one line each: damage that was got over, rounds lost."""
 
 
-@dataclass(frozen=True)
-class Audit:
+class RoundRow(NamedTuple):
+    """A durable round. Version 0 is a round without contributions, whose reason is "seed"."""
+
+    seq: int
+    """Counts the rounds of all fragments, in the order in which they became durable."""
+    at_unix: float
+    round_: Round
+    """Its contributions have no chunks: `History.load` reads them."""
+    digests: Digests
+    payloads: tuple[tuple[files.Place, str] | None, ...]
+    """Where the chunks lie, and their digest. None: they were not kept, or are not needed any
+    more."""
+
+
+class Audit(NamedTuple):
     """The findings of an audit."""
 
     rounds: int
@@ -99,26 +93,27 @@ class History:
     Raises StateError where something is not as it was written.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.file = folder, folder / DATABASE
+    def __init__(self, folder: Path, file: Path | None = None, *, durable: bool = True) -> None:
+        """`file` is another database than the directory's own, with some of its rows."""
+        self.folder, self.file = folder, file or folder / DATABASE
         if not self.file.exists():
             raise ConfigError(
                 f"{folder} holds no run",
                 expected=f"the state directory of a broker, with its {DATABASE}",
                 got=f"a folder without {DATABASE}" if folder.is_dir() else "no such folder",
             )
-        self._packs = Packs(folder / "packs")
+        self._packs = files.Packs(folder / "packs", durable=durable)
         uri = f"{self.file.absolute().as_uri()}?mode=ro"
         with database_errors(self.file):
-            self._db = sqlite3.connect(uri, uri=True, check_same_thread=False)
+            self._reader = sqlite3.connect(uri, uri=True, check_same_thread=False)
 
     def close(self) -> None:
-        self._db.close()
+        self._reader.close()
 
     def query(self, sql: str, *arguments: object) -> list[Any]:
         """All rows of an answer, so that no cursor stays open between two of them."""
         with database_errors(self.file):
-            return self._db.execute(sql, arguments).fetchall()
+            return self._reader.execute(sql, arguments).fetchall()
 
     @property
     def run(self) -> Run:
@@ -126,12 +121,10 @@ class History:
         ((_, run_id, phase, clock, fragments, text, known),) = self.query("SELECT * FROM run")
         layout = None
         if text is not None:
-            try:
+            with suppress(msgspec.MsgspecError):
                 layout = msgspec.json.decode(text, type=Layout)
-            except msgspec.MsgspecError as error:
-                raise damaged(self.file, expected="a layout", got=str(error)) from error
-            if (got := fingerprint(layout)) != known:
-                raise damaged(self.file, expected=f"layout {known}", got=got)
+            if layout is None or fingerprint(layout) != known:
+                raise damaged(self.file, expected=f"layout {known}", got="another one")
         return Run(run_id, Phase(phase), clock, fragments, layout)
 
     @property
@@ -146,29 +139,27 @@ class History:
             ((*columns, known),) = self.query("SELECT * FROM rounds WHERE seq = ?", *seq)
             of_round = "SELECT * FROM contributions WHERE seq = ? ORDER BY learner, incarnation"
             parts = self.query(of_round, *seq)
-            number, fragment, version, at_unix, clock, policy, period_s, reason, *digests = columns
-            if (got := f"{row_digest(columns, parts):016x}") != known:
+            number, fragment, version, at_unix, _, policy, period_s, reason, *digests = columns
+            if (got := row_digest(columns, parts)) != known:
                 what = f"round {number}, version {version} of fragment {fragment}"
                 raise damaged(self.file, expected=f"{what} with digest {known}", got=got)
-            contributions = tuple(Contribution(*(*part[2:10], ())) for part in parts)
+            pushes = tuple(Contribution(*(*part[2:10], ())) for part in parts)
             rules = msgspec.json.decode(policy, type=Policy)
             yield RoundRow(
                 seq=number,
                 at_unix=at_unix,
-                clock=clock,
-                round_=Round(fragment, version, contributions, rules, period_s, reason),
+                round_=Round(fragment, version, pushes, rules, period_s, reason),
                 digests=Digests(*(int(each, 16) for each in digests)),
-                payload_digests=tuple(int(part[12], 16) for part in parts),
-                places=tuple(
-                    None if pack is None else Place(pack, offset, tuple(json.loads(sizes)))
-                    for *_, pack, offset, sizes in parts
+                payloads=tuple(
+                    None if place[0] is None else (files.Place(*place), digest)
+                    for digest, *place in (part[12:] for part in parts)
                 ),
             )
 
-    def snapshots(self, fragment: int, until: int = NEWEST) -> list[RoundRow]:
-        """The rounds up to row `until` whose states are kept whole, oldest first."""
+    def snapshots(self, fragment: int) -> list[RoundRow]:
+        """The rounds of a fragment whose states are kept whole, oldest first."""
         kept = "version IN (SELECT version FROM snapshots WHERE fragment = rounds.fragment)"
-        return list(self.rounds(f"fragment = ? AND seq <= ? AND {kept}", fragment, until))
+        return list(self.rounds(f"fragment = ? AND {kept}", fragment))
 
     def first_whole(
         self, fragment: int, rows: Iterable[RoundRow]
@@ -178,75 +169,56 @@ class History:
         errors: list[StateError] = []
         for row in rows:
             try:
-                return read_state(self.folder, fragment, row.round_.version, row.digests), errors
+                return files.read_state(
+                    self.folder, fragment, row.round_.version, row.digests
+                ), errors
             except StateError as error:
                 errors.append(error)
         nothing = damaged(self.file, expected=f"a snapshot of fragment {fragment}", got="none")
         raise errors[0] if errors else nothing
 
-    def after(self, state: FragmentState, until: int = NEWEST) -> Iterator[RoundRow]:
-        """The rounds of a fragment after a state, up to row `until` or the first one whose payloads
-        were not kept."""
-        condition = "fragment = ? AND version > ? AND seq <= ?"
-        rows = self.rounds(condition, state.fragment, state.version, until)
-        return takewhile(lambda row: None not in row.places, rows)
+    def after(self, state: FragmentState) -> Iterator[RoundRow]:
+        """The rounds of a fragment after a state, up to the first one whose payloads were not
+        kept."""
+        rows = self.rounds("fragment = ? AND version > ?", state.fragment, state.version)
+        return takewhile(lambda row: None not in row.payloads, rows)
 
     def load(self, row: RoundRow) -> Round:
         """A round with its chunks."""
-        contributions: list[Contribution] = []
-        parts = zip(row.round_.contributions, row.payload_digests, row.places, strict=True)
-        for each, known, place in parts:
-            assert place is not None, "a round whose payloads were not kept"
-            chunks = self._packs.read(place)
-            if (got := payload_digest(chunks)) != known:
-                whose = f"the payload of {each.learner} in round {row.seq}, at {place.offset}"
-                expected = f"{whose}, with digest {known:016x}"
-                raise damaged(self._packs.path(place.pack), expected=expected, got=f"{got:016x}")
-            contributions.append(replace(each, chunks=chunks))
-        return replace(row.round_, contributions=tuple(contributions))
+        pushes = list(row.round_.contributions)
+        for index, (push, payload) in enumerate(zip(pushes, row.payloads, strict=True)):
+            assert payload is not None, "a round whose payloads were not kept"
+            whose = f"the payload of {push.learner} in round {row.seq}"
+            pushes[index] = replace(push, chunks=self._packs.read(*payload, whose))
+        return replace(row.round_, contributions=tuple(pushes))
 
-    def replay(
-        self, fragment: Fragment, state: FragmentState, until: int = NEWEST
-    ) -> Iterator[Version]:
-        """Merges the rounds after a state again, up to row `until`, as far as their payloads are
-        kept; every version must have the three digests in its row."""
-        for row in self.after(state, until):
+    def replay(self, fragment: Fragment, state: FragmentState) -> Iterator[Version]:
+        """Merges the rounds after a state again, as far as their payloads are kept; every version
+        must have the three digests in its row."""
+        for row in self.after(state):
             what = f"version {state.version + 1} of fragment {fragment.index}"
             if row.round_.version != state.version + 1:
                 raise damaged(self.file, expected=what, got=f"version {row.round_.version}")
-            round_ = self.load(row)
+            round_, what = self.load(row), f"{what} with digests {row.digests}"
             try:
                 version = merge(fragment, state, round_)
             except (FloatingPointError, NarrowsError) as error:
-                again = f"{what} to merge again"
-                raise damaged(self.file, expected=again, got=str(error)) from error
+                raise damaged(self.file, expected=what, got=str(error)) from error
             state = version.state
             if state.digests != row.digests:
-                expected = f"{what} with digests {row.digests}"
-                raise damaged(self.file, expected=expected, got=str(state.digests))
+                raise damaged(self.file, expected=what, got=str(state.digests))
             yield version
 
-    def states(self, until: int = NEWEST) -> Iterator[FragmentState]:
-        """Each fragment as it was after round `until` (its seq); else at the newest version that a
-        start could go on from. Raises ConfigError if that is not kept."""
-        for fragment in self.table:
-            newest_first = self.snapshots(fragment.index, until)[::-1]
-            reached = -1
-            if newest_first or until == NEWEST:
-                state, _ = self.first_whole(fragment.index, newest_first)
-                for version in self.replay(fragment, state, until):
-                    state = version.state
-                reached = state.version
-            newest = "SELECT coalesce(max(version), 0) FROM rounds WHERE fragment = ? AND seq <= ?"
-            ((wanted,),) = self.query(newest, fragment.index, until)
-            if reached < wanted and until != NEWEST:
-                raise ConfigError(
-                    f"fragment {fragment.index} cannot go back to round {until}",
-                    expected=f"a snapshot before version {wanted} and the payloads up to it",
-                    got="none that old" if reached < 0 else f"payloads up to version {reached}",
-                    remedy="Choose a later round. With broker.keep_history all of them are kept",
-                )
-            yield state
+    def state(self, fragment: Fragment) -> FragmentState:
+        """A fragment at the newest version that a start could go on from."""
+        state, _ = self.first_whole(fragment.index, reversed(self.snapshots(fragment.index)))
+        for version in self.replay(fragment, state):
+            state = version.state
+        return state
+
+    def states(self) -> Iterator[FragmentState]:
+        """Each fragment at the newest version that a start could go on from."""
+        return map(self.state, self.table)
 
     def merged_otherwise(
         self, policy: Policy | None = None, without: Collection[str] = ()
@@ -254,7 +226,8 @@ class History:
         """Each fragment as it would be, had its rounds been merged by `policy`, or without the
         pushes of some learners, from the oldest snapshot on. A round that has none left changes
         nothing. Learners would have pushed other gradients then; this takes those they pushed."""
-        for fragment in self.table:
+
+        def merged(fragment: Fragment) -> FragmentState:
             state, _ = self.first_whole(fragment.index, self.snapshots(fragment.index))
             for row in self.after(state):
                 round_ = self.load(row)
@@ -265,10 +238,13 @@ class History:
                     state = merge(fragment, state, round_).state
                 else:
                     state = replace(state, version=round_.version)
-            yield state
+            return state
+
+        return (self._steadily(fragment, merged) for fragment in self.table)
 
     def audit(self) -> Audit:
-        """Looks at every byte that a start, a replay or a rollback would rely on."""
+        """Looks at every byte that a start, a replay or a rollback would rely on; tells the first
+        damage of each round and fragment."""
         counted, replayed = 0, 0
         problems: list[str] = []
         ((verdict,),) = self.query("PRAGMA integrity_check(1)")
@@ -283,23 +259,40 @@ class History:
                 counted += len(list(self.rounds("seq = ?", *seq)))
             except StateError as error:
                 problems.append(str(error))
+
+        def merged_again(fragment: Fragment) -> int:
+            """Versions after the oldest snapshot, once all snapshots are whole."""
+            rows = self.snapshots(fragment.index)
+            state, _ = self.first_whole(fragment.index, rows[:1])
+            for row in rows[1:]:
+                self.first_whole(fragment.index, [row])
+            return sum(1 for _ in self.replay(fragment, state))
+
         for fragment in self.table:
             try:
-                rows = self.snapshots(fragment.index)
-                for row in rows:
-                    _, errors = self.first_whole(fragment.index, [row, *rows])
-                    problems += map(str, errors)
-                state, _ = self.first_whole(fragment.index, rows)
-                replayed += sum(1 for _ in self.replay(fragment, state))
+                replayed += self._steadily(fragment, merged_again)
             except StateError as error:
                 problems.append(str(error))
         return Audit(counted, replayed, tuple(dict.fromkeys(problems)))
+
+    def _steadily(self, fragment: Fragment, look: Callable[[Fragment], Seen]) -> Seen:
+        """Looks at a fragment, and again if a broker that runs has removed meanwhile what was
+        looked at: old snapshots, and the payloads before them."""
+        kept = "SELECT version FROM snapshots WHERE fragment = ?"
+        while True:
+            before = self.query(kept, fragment.index)
+            try:
+                return look(fragment)
+            except StateError:
+                if before == self.query(kept, fragment.index):
+                    raise
 
     def rollback(self, until: int, target: Path) -> None:
         """Makes a new state directory as of round `until` (its seq): a broker goes on from there.
 
         The rows up to there go with it, the payloads do not. The directory of this history stays
-        as it is. Raises ConfigError if `target` exists, OSError if the disk is full.
+        as it is. Raises ConfigError if `target` exists or the states of that round cannot be made
+        any more, OSError if the disk is full.
         """
         if target.exists():
             raise ConfigError(f"{target} exists", expected="a new directory", got="an old one")
@@ -313,45 +306,45 @@ class History:
             )
         with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
             folder = Path(scratch) / target.name
+            file = folder / DATABASE
             for each in (folder / "packs", folder / "fragments"):
                 each.mkdir(mode=0o700, parents=True)
-            heads: list[tuple[int, int]] = []
-            for state in self.states(until):
-                write_state(folder, state)
-                heads.append((state.fragment, state.version))
-            with (
-                database_errors(folder / DATABASE),
-                closing(sqlite3.connect(folder / DATABASE)) as db,
-                db,
-            ):
-                self._db.backup(db)
-                db.execute("DELETE FROM contributions WHERE seq > ?", (until,))
-                db.execute("DELETE FROM snapshots")
+            with database_errors(file), closing(sqlite3.connect(file, isolation_level=None)) as db:
+                self._reader.backup(db)
+                db.execute("PRAGMA foreign_keys = ON")
                 db.execute("DELETE FROM rounds WHERE seq > ?", (until,))
-                db.execute("UPDATE contributions SET pack = NULL, offset = NULL, sizes = NULL")
+                with closing(History(self.folder, file)) as cut:
+                    heads = files.write_states(folder, cut._heads(until))
+                db.execute("DELETE FROM snapshots")
                 db.executemany("INSERT INTO snapshots VALUES (?, ?)", heads)
+                db.execute("UPDATE contributions SET pack = NULL, offset = NULL, sizes = NULL")
                 db.execute("UPDATE run SET phase = ?", (Phase.RUNNING,))
                 count_again(db)
-            for each in (folder / "fragments", folder):
-                sync_folder(each)
+            files.sync_folder(folder)
             folder.rename(target)
-        sync_folder(target.absolute().parent)
+        files.sync_folder(target.absolute().parent)
+
+    def _heads(self, until: int) -> Iterator[FragmentState]:
+        """Each fragment at its newest version, which round `until` left."""
+        for fragment in self.table:
+            newest_row = "SELECT max(version) FROM rounds WHERE fragment = ?"
+            ((newest,),) = self.query(newest_row, fragment.index)
+            state = self.state(fragment) if self.snapshots(fragment.index) else None
+            if state is None or state.version < newest:
+                raise ConfigError(
+                    f"fragment {fragment.index} cannot go back to round {until}",
+                    expected=f"a snapshot, and the payloads up to version {newest}",
+                    got=f"payloads up to version {state.version}" if state else "no snapshot",
+                    remedy="Choose a later round. With broker.keep_history all of them are kept",
+                )
+            yield state
 
 
-def payload_digest(chunks: Iterable[bytes]) -> int:
-    """xxh3_64 over the size of each chunk, in 8 bytes, and its bytes."""
-    hasher = xxhash.xxh3_64()
-    for chunk in chunks:
-        hasher.update(len(chunk).to_bytes(8, "little"))
-        hasher.update(chunk)
-    return hasher.intdigest()
-
-
-def row_digest(columns: Sequence[Any], parts: Iterable[Sequence[Any]]) -> int:
+def row_digest(columns: Sequence[Any], parts: Iterable[Sequence[Any]]) -> str:
     """xxh3_64 over the facts of a round and its contributions, as they stand in the columns; not
     over the places of payloads, which change when packs are removed."""
     facts = (columns, [part[:13] for part in parts])
-    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(facts))
+    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(facts))
 
 
 @contextmanager
@@ -366,7 +359,7 @@ def database_errors(file: Path) -> Iterator[None]:
             sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE
         )  # fmt: skip
         if getattr(error, "sqlite_errorcode", None) in refused:
-            raise DiskFull(errno.ENOSPC, f"{file}: {error}") from error
+            raise files.DiskFull(file, error) from error
         raise damaged(file, expected="a database that works", got=str(error)) from error
 
 

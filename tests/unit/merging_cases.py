@@ -35,13 +35,9 @@ def push_of(
     steps: int = 10,
 ) -> Contribution:
     """A push of `gradient` (n,), which is published - local."""
+    zeros = np.zeros_like(gradient)
     chunks = encode_push(
-        fragment,
-        gradient,
-        np.zeros_like(gradient),
-        codec=codec,
-        rho=0.5,
-        chunk_elements=chunk_elements,
+        fragment, gradient, zeros, codec=codec, rho=0.5, chunk_elements=chunk_elements
     )
     payloads = tuple(chunk.payload for chunk in chunks)
     incarnation = f"{learner}.00000001"

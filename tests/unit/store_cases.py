@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,35 +28,14 @@ TABLE = build_table(LAYOUT.entries, 2)
 CHUNK = 256
 
 
-def first_states(seed: int = 0) -> list[FragmentState]:
+def first_states() -> list[FragmentState]:
     """Version 0 of both fragments."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     states = []
     for fragment in TABLE:
         values = random.standard_normal(fragment.elements).astype(np.float32)
         states.append(FragmentState.of(fragment.index, 0, values, np.zeros_like(values), values))
     return states
-
-
-def contribution(
-    state: FragmentState,
-    learner: str,
-    push_id: int,
-    *,
-    codec: CodecName = "int4-zstd",
-    tokens: int = 100,
-) -> Contribution:
-    """A push against a state; the same arguments give the same bytes."""
-    fragment = TABLE[state.fragment]
-    random = np.random.default_rng([push_id, state.version, *learner.encode()])
-    local = state.published + 0.01 * random.standard_normal(fragment.elements).astype(np.float32)
-    chunks = encode_push(
-        fragment, state.published, local, codec=codec, rho=0.5, chunk_elements=CHUNK
-    )
-    return Contribution(
-        learner, f"{learner}.0000000a", push_id, state.version, tokens, 10, codec, CHUNK,
-        tuple(chunk.payload for chunk in chunks),
-    )  # fmt: skip
 
 
 def next_version(
@@ -65,12 +45,27 @@ def next_version(
     codec: CodecName = "int4-zstd",
     push_id: int = 0,
 ) -> Version:
-    """The version after a state, merged from one push of each learner."""
-    number = push_id or state.version + 1
-    pushes = tuple(contribution(state, each, number, codec=codec) for each in sorted(learners))
+    """The version after a state, merged from one push of each learner, of 100 tokens in 10 steps.
+    The same arguments give the same bytes."""
+    fragment, number = TABLE[state.fragment], push_id or state.version + 1
+    pushes = []
+    for learner in sorted(learners):
+        random = np.random.default_rng([number, state.version, *learner.encode()])
+        step = 0.01 * random.standard_normal(fragment.elements).astype(np.float32)
+        chunks = encode_push(
+            fragment, state.published, state.published + step,
+            codec=codec, rho=0.5, chunk_elements=CHUNK,
+        )  # fmt: skip
+        payloads = tuple(chunk.payload for chunk in chunks)
+        pushes.append(
+            Contribution(
+                learner, f"{learner}.0000000a", number, state.version, 100, 10, codec, CHUNK,
+                payloads,
+            )
+        )  # fmt: skip
     policy = Policy(codec=codec, chunk_elements=CHUNK)
-    round_ = Round(state.fragment, state.version + 1, pushes, policy, 2.5, "everybody")
-    return merge(TABLE[state.fragment], state, round_)
+    round_ = Round(state.fragment, state.version + 1, tuple(pushes), policy, 2.5, "everybody")
+    return merge(fragment, state, round_)
 
 
 class Run:
@@ -89,15 +84,23 @@ class Run:
     def round(self, fragment: int, **options: Any) -> Version:
         """Merges and commits the next round of a fragment."""
         version = next_version(self.head(fragment), **options)
-        self.store.commit(version)
-        self.states[fragment].append(version.state)
+        self.commit(version)
         return version
+
+    def commit(self, version: Version) -> None:
+        self.store.commit(version)
+        self.states[version.state.fragment].append(version.state)
 
     def rounds(self, count: int) -> None:
         """That many rounds of each fragment, in turn."""
         for _ in range(count):
             for fragment in range(2):
                 self.round(fragment)
+
+    def starts_again(self) -> None:
+        """Another start finds the newest versions, bit for bit."""
+        self.store.close()
+        assert heads(self.folder) == facts([self.head(0), self.head(1)])
 
 
 def recovered_states(store: Store) -> Iterator[FragmentState]:
@@ -108,15 +111,12 @@ def recovered_states(store: Store) -> Iterator[FragmentState]:
         yield state
 
 
-def heads(folder: Path) -> list[tuple[int, tuple[int, ...]]]:
+def heads(folder: Path) -> list[tuple[int, str]]:
     """Version and digests of each fragment after a new start on a state directory."""
-    store = Store(folder)
-    try:
-        return [(state.version, tuple(state.digests)) for state in recovered_states(store)]
-    finally:
-        store.close()
+    with closing(Store(folder)) as store:
+        return facts(list(recovered_states(store)))
 
 
-def facts(states: Sequence[FragmentState]) -> list[tuple[int, tuple[int, ...]]]:
+def facts(states: Sequence[FragmentState]) -> list[tuple[int, str]]:
     """The same of states in memory."""
-    return [(state.version, tuple(state.digests)) for state in states]
+    return [(state.version, str(state.digests)) for state in states]

@@ -17,12 +17,12 @@ from merging_cases import awkward, decoded, one_fragment, push_of, round_of, sta
 from narrows.broker.merging import Alarm, Model, merge, outer, sums, warm_up
 from narrows.broker.records import Contribution, Version
 from narrows.proto.codec import F32, F64, advance_copy, decode_chunk, digest_of, recut
-from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.layout import Fragment
 from narrows.proto.messages import PUBLICATIONS_KEPT, CodecName
 
 PLANE = one_fragment((2, "rda"))
 MIXED = one_fragment((300, "rda"), (7, "mean"), (1200, "rda"), (1, "mean"), (64, "mean"))
+LEAST, BELOW, ROOT = 2.0**-100, 0.999 * 2.0**-100, math.sqrt(0.5)
 CODECS: tuple[CodecName, ...] = ("int4-zstd", "int8-zstd", "f32-blosc2")
 
 
@@ -32,16 +32,11 @@ def averaged(fragment: Fragment, pushes: Sequence[Contribution]) -> F32:
     return merge(fragment, before, round_of(pushes)).state.momentum
 
 
-def plane(*vectors: Sequence[float], **work: Sequence[int]) -> F32:
+def plane(*vectors: Sequence[float], tokens: Sequence[int] = ()) -> F32:
     """The average of vectors in a plane that is one radial piece."""
     pushes = [
-        push_of(
-            PLANE,
-            f"l{i}",
-            np.array(vector, np.float32),
-            **{name: counts[i] for name, counts in work.items()},  # type: ignore[arg-type]
-        )
-        for i, vector in enumerate(vectors)
+        push_of(PLANE, f"l{i}", np.array(v, np.float32), tokens=tokens[i] if tokens else 100)
+        for i, v in enumerate(vectors)
     ]
     return averaged(PLANE, pushes)
 
@@ -108,17 +103,6 @@ def test_a_merge_equals_its_definition(pushes: list[Contribution], rule: str) ->
         np.testing.assert_allclose(fast, slow[where], rtol=2e-5, atol=2e-6 * scale)
 
 
-def test_the_outer_step_rounds_each_operation_once_in_the_written_order() -> None:
-    before = state_of(MIXED, awkward(MIXED.elements, 1))
-    before = replace(before, momentum=awkward(MIXED.elements, 2))
-    push = push_of(MIXED, "a", awkward(MIXED.elements, 3))
-    after = merge(MIXED, before, round_of([push], outer_lr=0.7, momentum=0.6)).state
-    d, lr, mu = values_in(MIXED, push), np.float32(0.7), np.float32(0.6)
-    speed = before.momentum * mu + d
-    assert after.momentum.tobytes() == speed.tobytes()
-    assert after.global_.tobytes() == (before.global_ - (d + speed * mu) * lr).tobytes()
-
-
 # Edges.
 
 
@@ -127,32 +111,31 @@ def test_one_contributor_is_itself_bit_for_bit() -> None:
     assert averaged(MIXED, [push]).tobytes() == (values_in(MIXED, push) + np.float32(0)).tobytes()
 
 
-def test_a_contributor_of_zeros_does_not_turn_the_rest() -> None:
-    assert plane([3, 4], [0, 0]).tolist() == [1.5, 2]
-    assert not plane([0, 0], [0, 0]).any()
+@pytest.mark.parametrize(
+    ("vectors", "tokens", "expected"),
+    [
+        pytest.param([(3, 4), (0, 0)], [], (1.5, 2), id="zeros do not turn the rest"),
+        pytest.param([(0, 0), (0, 0)], [], (0, 0), id="nothing but zeros"),
+        pytest.param([(3, 4), (-6, -8)], [], (-1.5, -2), id="cancelled directions: the mean"),
+        pytest.param([(LEAST, 0), (0, LEAST)], [], (LEAST * ROOT, LEAST * ROOT), id="least norm"),
+        pytest.param([(BELOW, 0), (0, BELOW)], [], (BELOW / 2, BELOW / 2), id="below it: the mean"),
+        pytest.param([(3, 4), (8, 6)], [0, 100], (8, 6), id="without tokens it weighs nothing"),
+        pytest.param([(1, 0), (3, 0)], [0, 0], (2, 0), id="all without tokens weigh the same"),
+    ],
+)
+def test_edges_of_the_average(
+    vectors: list[Sequence[float]], tokens: list[int], expected: Sequence[float]
+) -> None:
+    assert plane(*vectors, tokens=tokens) == pytest.approx(expected, rel=1e-6, abs=0)
 
 
-def test_directions_that_cancel_out_fall_back_to_the_mean() -> None:
-    assert plane([3, 4], [-6, -8]).tolist() == [-1.5, -2]
+def test_directions_that_cancel_out_leave_the_piece_beside_them_radial() -> None:
     fragment = one_fragment((2, "rda"), (2, "rda"))
     pushes = [
         push_of(fragment, "a", np.array([3, 4, 1, 0], np.float32)),
         push_of(fragment, "b", np.array([-6, -8, 0, 1], np.float32)),
     ]
-    # The piece beside it stays radial.
-    assert averaged(fragment, pushes) == pytest.approx([-1.5, -2, *[math.sqrt(0.5)] * 2], rel=1e-6)
-
-
-def test_a_norm_counts_from_two_to_the_minus_100_on() -> None:
-    least = 2.0**-100
-    assert plane([least, 0], [0, least]) / least == pytest.approx([math.sqrt(0.5)] * 2, rel=1e-6)
-    below = least * 0.999
-    assert plane([below, 0], [0, below]) / below == pytest.approx([0.5] * 2, rel=1e-6)
-
-
-def test_a_learner_without_tokens_weighs_nothing_unless_all_are_so() -> None:
-    assert plane([3, 4], [8, 6], tokens=[0, 100]).tolist() == [8, 6]
-    assert plane([1, 0], [3, 0], tokens=[0, 0]).tolist() == [2, 0]
+    assert averaged(fragment, pushes) == pytest.approx([-1.5, -2, ROOT, ROOT], rel=1e-6)
 
 
 # The same bits.
@@ -186,29 +169,19 @@ def test_norms_have_the_bits_of_one_sum_over_each_piece(chunk_elements: int) -> 
     sizes = [1001] * 30 + [sums.SLICE + 100]
     fragment = one_fragment(*((size, "rda") for size in sizes))
     rng = np.random.default_rng(1)
-    vectors, norms = [], []
+    vectors: list[sums.Vector] = []
+    norms = []
     for name in "ab":
         values = rng.normal(size=fragment.elements).astype(np.float32)
         push = push_of(fragment, name, values, chunk_elements=chunk_elements)
-        vectors.append(sums.Vector(chunk_elements, decoded(fragment, push)))
+        vectors.append((chunk_elements, decoded(fragment, push)))
         norms.append(np.sqrt(lane_square_sums(values, fragment.bounds)))
     assert sums.norms_of(fragment, vectors).T.tolist() == np.array(norms).tolist()
     weights, units = np.full(2, 0.5), np.full((len(sizes), 2), 1.0)
-    found = sums.weighted_sums(fragment, vectors, weights, units)
-    exact = np.sqrt(lane_square_sums(found.values, fragment.bounds))
-    assert found.value_norms.tolist() == exact.tolist()
-    assert found.mean_norms.tolist() == (exact / 2).tolist()
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_replay_from_payloads_has_the_bits_of_the_merge(codec: CodecName) -> None:
-    before = state_of(MIXED, awkward(MIXED.elements, 0))
-    pushes = [push_of(MIXED, f"l{i}", awkward(MIXED.elements, i), codec=codec) for i in (1, 2)]
-    held = [decoded(MIXED, each) for each in pushes]
-    round_ = round_of(pushes, codec=codec)
-    live, replayed = merge(MIXED, before, round_, held), merge(MIXED, before, round_)
-    assert bits(live) == bits(replayed)
-    assert [c.payload for c in live.publication] == [c.payload for c in replayed.publication]
+    values, value_norms, mean_norms = sums.weighted_sums(fragment, vectors, weights, units)
+    exact = np.sqrt(lane_square_sums(values, fragment.bounds))
+    assert value_norms.tolist() == exact.tolist()
+    assert mean_norms.tolist() == (exact / 2).tolist()
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -242,19 +215,6 @@ def test_a_merge_that_would_not_be_finite_names_the_longest_push() -> None:
     # The parameters are finite here, but no code reaches so far.
     with pytest.raises(FloatingPointError, match=r"publication|difference"):
         merge(PLANE, state_of(PLANE, np.zeros_like(huge)), round_of(pushes, codec="int4-zstd"))
-
-
-def test_payloads_that_do_not_decode_are_refused_by_name() -> None:
-    state = state_of(PLANE, np.zeros(2, np.float32))
-    good = push_of(PLANE, "a", np.ones(2, np.float32), codec="int4-zstd")
-    bad = replace(good, learner="b", incarnation="b.00000001", chunks=(b"\x00" * 9,))
-    with pytest.raises(
-        RemoteProtocolError, match=r"push 1 of b\.00000001, fragment 0, chunk 0"
-    ) as e:
-        merge(PLANE, state, round_of([good, bad]))
-    assert e.value.code == ErrorCode.BAD_PAYLOAD and e.value.expected
-    with pytest.raises(RemoteProtocolError, match="expected 1 chunks, got 0"):
-        merge(PLANE, state, round_of([replace(good, chunks=())]))
 
 
 def test_contributions_out_of_order_are_an_error_of_the_caller() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import tempfile
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from store_cases import (
 
 from narrows.broker.merging import merge
 from narrows.broker.records import FragmentState, Round, Version
-from narrows.broker.store import History, Store
+from narrows.broker.store import History, Store, files
 from narrows.broker.store import history as history_module
 from narrows.proto.errors import ConfigError, ErrorCode, StateError
 from narrows.proto.layout import Fragment
@@ -54,19 +56,13 @@ def test_state_and_row_give_every_publication_bit_for_bit(
         for fragment, codec, learners in rounds:
             made[fragment].append(run.round(fragment, codec=codec, learners=learners))
         run.store.close()
-        store = Store(Path(folder))
-        for fragment, state in enumerate(store.recover(2.0).states):
-            again = list(store.replay(TABLE[fragment], state))
-            assert [payloads(each) for each in again] == [payloads(each) for each in made[fragment]]
-            assert [each.round_ for each in again] == [each.round_ for each in made[fragment]]
-            for one, other in zip(again, made[fragment], strict=True):
-                assert one.state.digests == other.state.digests
-                assert np.array_equal(one.state.published, other.state.published)
-        store.close()
-
-
-def payloads(version: Version) -> list[bytes]:
-    return [chunk.payload for chunk in version.publication]
+        with closing(Store(Path(folder))) as store:
+            for fragment, state in enumerate(store.recover(2.0).states):
+                again = store.replay(TABLE[fragment], state)
+                for one, other in zip(again, made[fragment], strict=True):
+                    assert (one.round_, one.state.digests) == (other.round_, other.state.digests)
+                    payloads = ([c.payload for c in each.publication] for each in (one, other))
+                    assert next(payloads) == next(payloads)
 
 
 def flip(path: Path, offset: int) -> None:
@@ -94,56 +90,41 @@ def stopped(tmp_path: Path) -> Run:
 
 def refusal(folder: Path) -> StateError:
     """The error of a start, which must change nothing that is left."""
-    before = sorted(folder.rglob("*"))
-    with pytest.raises(StateError) as caught:
-        store = Store(folder)
-        try:
-            list(recovered_states(store))
-        finally:
-            store.close()
+    before = set(folder.rglob("*"))
+    with pytest.raises(StateError) as caught, closing(Store(folder)) as store:
+        list(recovered_states(store))
     assert caught.value.code is ErrorCode.STATE_DAMAGED and caught.value.remedy
     assert caught.value.expected and caught.value.got
-    assert {path.name for path in before} <= {path.name for path in folder.rglob("*")} | {
-        "run.db-wal",
-        "run.db-shm",
-    }
+    assert {each.name for each in before ^ set(folder.rglob("*"))} <= {"run.db-wal", "run.db-shm"}
     return caught.value
 
 
 def test_a_damaged_snapshot_gives_way_to_the_older_one(stopped: Run) -> None:
     newest = stopped.folder / "fragments" / "0-2.safetensors"
     flip(newest, newest.stat().st_size - 5)
-    store = Store(stopped.folder)
-    found = store.recover(2.0)
-    assert [state.version for state in found.states] == [0, 0]
-    (note,) = found.notes
-    assert str(newest) in note and "older snapshot" in note
-    (*_, last) = store.replay(TABLE[0], found.states[0])
-    assert last.state.digests == stopped.head(0).digests
-    assert not newest.exists(), "it must not count as one of the two that are kept"
-    store.close()
+    with closing(Store(stopped.folder)) as store:
+        found = store.recover(2.0)
+        assert [state.version for state in found.states] == [0, 0]
+        (note,) = found.notes
+        assert str(newest) in note and "older snapshot" in note
+        (*_, last) = store.replay(TABLE[0], found.states[0])
+        assert last.state.digests == stopped.head(0).digests
+        assert not newest.exists(), "it must not count as one of the two that are kept"
 
 
 def test_damage_that_cannot_be_got_over_names_the_file(stopped: Run) -> None:
-    folder = stopped.folder
-    for name in ("0-2", "0-0"):
-        (folder / "fragments" / f"{name}.safetensors").write_bytes(b"no tensors")
-    assert "fragments/0-2.safetensors" in str(refusal(folder))
-
-
-def test_a_damaged_payload_names_its_pack_and_learner(stopped: Run) -> None:
     pack = stopped.folder / "packs" / "00000001.pack"
-    flip(pack, pack.stat().st_size - 3)
+    content = pack.read_bytes()
+    flip(pack, len(content) - 3)
     error = refusal(stopped.folder)
-    assert "packs/00000001.pack" in str(error) and "site-b" in error.expected
-
-
-def test_a_short_or_missing_pack_is_named(stopped: Run) -> None:
-    pack = stopped.folder / "packs" / "00000001.pack"
-    pack.write_bytes(pack.read_bytes()[:-1])
+    assert "packs/00000001.pack" in str(error) and "site-b in round 10" in error.expected
+    pack.write_bytes(content[:-1])
     assert "packs/00000001.pack" in str(refusal(stopped.folder))
     pack.unlink()
     assert "No such file" in refusal(stopped.folder).got
+    for name in ("0-2", "0-0"):
+        (stopped.folder / "fragments" / f"{name}.safetensors").write_bytes(b"no tensors")
+    assert "fragments/0-2.safetensors" in str(refusal(stopped.folder))
 
 
 @pytest.mark.parametrize(
@@ -156,6 +137,7 @@ def test_a_short_or_missing_pack_is_named(stopped: Run) -> None:
         "UPDATE contributions SET tokens = 101 WHERE seq = 7",
         "DELETE FROM contributions WHERE seq = 7 AND learner = 'site-a'",
         "UPDATE contributions SET digest = 'zz' WHERE seq = 7",
+        "UPDATE contributions SET sizes = '[1' WHERE seq = 7",
         "DELETE FROM rounds WHERE seq = 7",
         "UPDATE run SET layout = replace(layout, 'rda', 'mean')",
         "UPDATE run SET layout = 'x'",
@@ -163,7 +145,7 @@ def test_a_short_or_missing_pack_is_named(stopped: Run) -> None:
 )
 def test_changed_facts_are_noticed(stopped: Run, sql: str) -> None:
     change(stopped.folder, sql)
-    assert "run.db" in str(refusal(stopped.folder))
+    assert re.search(r"run\.db|in round 7", str(refusal(stopped.folder)))
 
 
 def test_a_merge_with_other_bits_is_noticed(stopped: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,12 +156,6 @@ def test_a_merge_with_other_bits_is_noticed(stopped: Run, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(history_module, "merge", other)
     assert "version 3 of fragment 0 with digests" in refusal(stopped.folder).expected
-
-
-def test_a_directory_that_cannot_be_one(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StateError, match=r"file.*--state-dir"):
-        Store(tmp_path / "file" / "run")
 
 
 def test_a_database_that_is_none_or_another_ones(stopped: Run, tmp_path: Path) -> None:
@@ -199,8 +175,7 @@ def test_a_database_that_is_none_or_another_ones(stopped: Run, tmp_path: Path) -
 def test_an_audit_finds_what_is_damaged_and_nothing_else(stopped: Run) -> None:
     folder = stopped.folder
     with closing(History(folder)) as history:
-        audit = history.audit()
-    assert (audit.rounds, audit.replayed, audit.problems) == (10, 8, ())
+        assert history.audit() == (10, 8, ())
     flip(folder / "packs" / "00000001.pack", 20)
     change(folder, "UPDATE run SET clock = 5")
     change(folder, "UPDATE rounds SET reason = 'nobody' WHERE seq = 10")
@@ -218,11 +193,37 @@ def test_history_can_be_read_while_the_broker_runs(tmp_path: Path) -> None:
     with closing(History(tmp_path)) as history:
         run.rounds(1)
         newest = list(history.rounds())[-1]
-        assert (newest.seq, newest.round_.version, newest.clock) == (6, 2, 800)
+        assert (newest.seq, newest.round_.version, history.run.clock) == (6, 2, 800)
         assert [each.learner for each in newest.round_.contributions] == ["site-a", "site-b"]
         sums = "SELECT sum(weight), min(norm) > 0 FROM contributions WHERE seq = 6"
         assert history.query(sums) == [(pytest.approx(1.0), 1)]
         assert facts(list(history.states())) == facts([run.head(0), run.head(1)])
+    run.store.close()
+
+
+@pytest.mark.parametrize("what", ["audit", "merged_otherwise"])
+def test_what_a_running_broker_removes_meanwhile_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(files, "PACK_BYTES", 1)
+    run, read_state = Run(tmp_path), files.read_state
+
+    def read_late(*arguments: Any) -> FragmentState:
+        """Reads the first snapshot when two newer ones have taken its place."""
+        while run.head(0).version < 3:
+            run.rounds(1)
+            for fragment in (0, 1):
+                run.store.snapshot(run.head(fragment))
+        return read_state(*arguments)
+
+    run.rounds(1)
+    monkeypatch.setattr(files, "read_state", read_late)
+    with closing(History(tmp_path)) as history:
+        if what == "audit":
+            assert history.audit() == (4, 2, ())
+        else:
+            states = list(history.merged_otherwise())
+            assert facts(states) == facts([run.head(0), run.head(1)])
     run.store.close()
 
 
@@ -256,16 +257,15 @@ def test_a_rollback_makes_a_new_directory_and_leaves_the_old_one(
             history.rollback(7, target)
     assert {path: path.read_bytes() for path in before} == before
     assert heads(target) == facts([stopped.states[0][3], stopped.states[1][2]])
-    store = Store(target)
-    found = store.recover(3.0)
-    assert (found.clock, found.life, found.merged[("site-a.0000000a", 1)]) == (1000, 3, 2)
-    for fragment in (0, 1):
-        version = next_version(found.states[fragment])
-        store.commit(version)
-        # The same pushes on the same state: the same version as in the old directory.
-        expected = stopped.states[fragment][version.state.version].digests
-        assert version.state.digests == expected
-    store.close()
+    with closing(Store(target)) as store:
+        found = store.recover(3.0)
+        assert (found.clock, found.life, found.merged["site-a.0000000a", 1]) == (1000, 3, 2)
+        for state in found.states:
+            version = next_version(state)
+            store.commit(version)
+            # The same pushes on the same state: the same version as in the old directory.
+            old = stopped.states[state.fragment][version.state.version]
+            assert version.state.digests == old.digests
     with closing(History(target)) as history:
         assert history.audit().problems == ()
 
@@ -289,6 +289,9 @@ def test_a_rollback_beyond_the_snapshots_says_what_is_missing(tmp_path: Path) ->
 def test_a_directory_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         History(tmp_path)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StateError, match=r"file.*--state-dir"):
+        Store(tmp_path / "file" / "run")
     Store(tmp_path).close()
     with closing(History(tmp_path)) as history:
         assert (history.run.layout, list(history.states())) == (None, [])
