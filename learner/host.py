@@ -76,7 +76,6 @@ class LearnerHost:
         self._seeding = False
         """A worker encodes one of them."""
         self._epoch = ""
-        self._up_bits_per_s = 0.0
 
     # Events.
 
@@ -167,10 +166,16 @@ class LearnerHost:
     # Effects.
 
     def _perform(self, now: float) -> None:
-        self.session.tick(now)
-        while self.session.effects:
-            effects, self.session.effects = self.session.effects, []
-            self._follow_session(now)
+        session = self.session
+        session.tick(now)
+        self.sender.set_rate(now, total=session.beat.up_bits_per_s)
+        while session.effects:
+            effects, session.effects = session.effects, []
+            if session.epoch != self._epoch:
+                # Another life of the broker takes nothing that was queued for the old one.
+                self._epoch = session.epoch
+                self._seeds.clear()
+                self.sender.discard(lambda header: header.epoch != session.epoch)
             for effect in effects:
                 match effect:
                     case do.Send(message):
@@ -178,7 +183,7 @@ class LearnerHost:
                         self.sender.charge([len(frame) for frame in frames], now)
                         self._wires.control("", frames)
                     case do.SendChunks(DataKind.LAYOUT):
-                        payload = wire.pack_layout(self.session.layout)
+                        payload = wire.pack_layout(session.layout)
                         chunk = EncodedChunk(0, payload, wire.digest(payload))
                         self._put(effect, 0, LOSSLESS, [chunk])
                     case do.SendChunks(DataKind.SEED, index):
@@ -196,17 +201,6 @@ class LearnerHost:
                         self.noted(effect)
         self._drop_pushes()
         self._drop_payloads()
-
-    def _follow_session(self, now: float) -> None:
-        """Another life of the broker takes nothing that was queued for the old one."""
-        session = self.session
-        if session.epoch != self._epoch:
-            self._epoch = session.epoch
-            self._seeds.clear()
-            self.sender.discard(lambda header: header.epoch != session.epoch)
-        if session.beat.up_bits_per_s != self._up_bits_per_s:
-            self._up_bits_per_s = session.beat.up_bits_per_s
-            self.sender.set_rate(now, total=self._up_bits_per_s)
 
     def _drop_pushes(self) -> None:
         """Not sooner than here: in the session a push is over before its last effect comes."""

@@ -13,16 +13,18 @@ DiLoCo (arXiv 2501.18512) mixes so, too.
 
 The rule runs as one numba kernel in host memory and as torch expressions on a GPU. Codes made on a
 GPU have the bits of those from a CPU: the same operations in float32, each rounded once, and an rms
-from the same samples. Torch is imported by the GPU's half alone.
+from the same samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from narrows.proto.codec import (
     F32,
@@ -42,10 +44,6 @@ from narrows.proto.codec import warm_up as warm_up_codecs
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.layout import BLOCK, Fragment, Piece
 from narrows.proto.messages import CodecName, DtypeName, RunSettings
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 SLICE: Final = 4 * BLOCK
 """Elements adopted at once without a push; with one it is a chunk of it, decoded within cache."""
@@ -275,8 +273,6 @@ class DeviceSnapshot:
 
     def encode(self, fragment: Fragment, base: int, settings: RunSettings) -> CodedPush:
         """As in host memory, and with the same bits; only codes cross to the host."""
-        import torch
-
         codec, size = settings.push_codec, settings.chunk_elements
         stream = beside_training(self.local.device)
         with torch.cuda.stream(stream):
@@ -302,8 +298,6 @@ class DeviceSnapshot:
         return self.published[places] - self.local[places]
 
     def _scales(self, fragment: Fragment, rho: float) -> F32:
-        import torch
-
         places, bounds = sample_places(fragment.bounds, RMS_SAMPLES_MAX)
         where = torch.from_numpy(places).to(self.local.device)
         scales = piece_scales(self._values(where).cpu().numpy(), bounds, rho).copy()
@@ -316,8 +310,6 @@ class DeviceSnapshot:
 
     def _codes(self, fragment: Fragment, scales: F32, limit: int) -> Tensor:
         """int8 (n,) codes, block by block."""
-        import torch
-
         device = self.local.device
         codes = torch.empty(fragment.elements, dtype=torch.int8, device=device)
         for index in range(fragment.chunk_count(DEVICE_BLOCK)):
@@ -338,8 +330,6 @@ class DeviceSnapshot:
 
 def snapshot_on_device(views: Sequence[Tensor], published: Tensor) -> DeviceSnapshot:
     """Copies the pieces of a fragment on their device, and does not wait for the copy."""
-    import torch
-
     local = torch.cat([view.reshape(-1).to(torch.float32) for view in views])
     ready = None
     if local.is_cuda:
@@ -350,8 +340,6 @@ def snapshot_on_device(views: Sequence[Tensor], published: Tensor) -> DeviceSnap
 
 def adopt_on_device(fragment: Fragment, views: Sequence[Tensor], rule: Adoption) -> None:
     """The rule as torch expressions, piece by piece, on the training thread's stream."""
-    import torch
-
     old, new = rule.old.rounded, rule.new.rounded
     assert not isinstance(old, np.ndarray) and not isinstance(new, np.ndarray), "copies on the host"
     codes = rule.push.on_device if rule.push else None
@@ -374,8 +362,6 @@ def adopt_on_device(fragment: Fragment, views: Sequence[Tensor], rule: Adoption)
 
 def to_device(values: F32, device: torch.device) -> Tensor:
     """A float32 tensor (n,) on the device, complete when this returns. Runs on a worker."""
-    import torch
-
     stream = beside_training(device)
     with torch.cuda.stream(stream):
         # torch warns when it is lent read-only memory, even if it only reads there.
@@ -388,8 +374,6 @@ def to_device(values: F32, device: torch.device) -> Tensor:
 def beside_training(device: torch.device) -> torch.cuda.Stream | None:
     """A stream of our own, to queue and allocate on; to enter it makes its device the current one,
     too. None on a CPU: to enter that does nothing."""
-    import torch
-
     if device.type != "cuda":
         return None
     if device not in _streams:

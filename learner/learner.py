@@ -86,7 +86,7 @@ class Learner:
         self._hooks: list[RemovableHandle] = []
         self._entered = False
         self._steps = self._ramp_steps = 0
-        self._step_tokens = self._progress = self._code_s = 0.0
+        self._step_tokens = self._code_s = 0.0
 
     def __enter__(self) -> Self:
         if self._entered:
@@ -188,8 +188,7 @@ class Learner:
 
     @property
     def run_tokens(self) -> float:
-        """The run's clock in tokens of all learners. It falls only with a broker that goes back to
-        an older state."""
+        """The run's clock in tokens of all learners. It never falls."""
         with self._link.session() as (session, now):
             return session.run_tokens(now)
 
@@ -205,9 +204,7 @@ class Learner:
         """Fraction of the run's goal that is reached, 0 to 1, never falling; 0 without a goal."""
         with self._link.session() as (session, now):
             goal = session.settings.goal_tokens
-            reached = min(1.0, session.run_tokens(now) / goal) if goal else 0.0
-        self._progress = max(self._progress, reached)
-        return self._progress
+            return min(1.0, session.run_tokens(now) / goal) if goal else 0.0
 
     @property
     def lr_scale(self) -> float:

@@ -123,8 +123,8 @@ class Session:
         return self._offline_too_long(now) or any(map(self._in_lockstep, self.parts))
 
     def run_tokens(self, now: float) -> float:
-        """The run's clock in tokens. Between two Beats it goes on at the rate that the broker told;
-        it never falls, except when the broker has gone back to an older state."""
+        """The run's clock in tokens. Between two Beats it goes on at the rate that the broker told.
+        It never falls: it stands still while a broker of an older state has not caught up."""
         ahead_s = min(max(0.0, now - self._beat_at), EXTRAPOLATION_MAX_S)
         told = self.beat.run_tokens + self.beat.tokens_per_s * ahead_s
         self._clock_floor = max(self._clock_floor, told)
@@ -205,8 +205,6 @@ class Session:
         self.settings, self.ports = settings, (welcome.uplink_port, welcome.downlink_port)
         self._refused_since = math.inf
         if renewed:
-            # What was on its way is gone with the old life.
-            self._clock_floor = 0.0
             for part in self.parts:
                 part.new_epoch(settings, go_back=part.index in welcome.go_back)
             if back := list(welcome.go_back):

@@ -95,14 +95,14 @@ class House:
         self.config: BrokerConfig = load_broker(None, flags)
         self.start()
 
-    def start(self, *, durable: bool = False) -> None:
+    def start(self) -> None:
         """The next life; the last one may have been killed."""
         self.lives += 1
         self.wires, self.pool = Wires(), Pool()
-        self.store = Store(self.folder, durable=durable, reach=self.reach)
+        self.store = Store(self.folder, durable=False, reach=self.reached.append)
         self.host = Host(
             self.config, self.wires, self.pool, self.store, self.now, f"{self.lives:08x}",
-            now_unix=lambda: self.now, reach=self.reach, on_note=self.notes.append,
+            now_unix=lambda: self.now, reach=self.reached.append, on_note=self.notes.append,
         )  # fmt: skip
 
     def subscribe(self, incarnation: str) -> None:
@@ -117,9 +117,6 @@ class House:
         """Durable versions; empty before version 0."""
         model = self.host.pipeline.model
         return model.heads if model is not None else ()
-
-    def reach(self, place: str) -> None:
-        self.reached.append(place)
 
     def kill(self) -> None:
         """Ends a life as SIGKILL does: what the pool has not done is never done."""
@@ -156,10 +153,12 @@ class House:
 class HandLearner:
     """Says what a test has it say, and applies what it hears to its published copies."""
 
-    def __init__(self, house: House, name: str, *, life: int = 1, site: str | None = None) -> None:
-        self.house, self.name, self.site = house, name, site
-        self.incarnation = f"{name}.{life:08x}"
-        self.peer = f"{name}{life}".encode().hex()
+    site: str | None = None
+    """The site of its key; None: no key."""
+
+    def __init__(self, house: House, name: str) -> None:
+        self.house, self.name = house, name
+        self.incarnation, self.peer = f"{name}.00000001", name.encode().hex()
         self.table: tuple[Fragment, ...] = build_table(LAYOUT.entries, house.config.fragments.count)
         self.copies: list[F32 | None] = [None for _ in self.table]
         self.versions = [-1 for _ in self.table]

@@ -172,6 +172,7 @@ def test_two_learners_train_through_a_kill_of_the_broker_to_the_final_model(tmp_
         session = each.host.session
         assert session.phase is Phase.ENDED and session.final and session.ended
         assert session.merged_tokens == session.tokens and session.lost_tokens == 0
+        assert not each.host._pushed and not len(each.host.sender), "pushes that are over are kept"
         for fragment, part in enumerate(session.parts):
             values = np.empty(part.fragment.elements, np.float32)
             each.source.is_training = False

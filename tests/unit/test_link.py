@@ -22,8 +22,6 @@ from narrows.proto.timing import REFUSALS_MAX, REFUSALS_S
 
 pytestmark = pytest.mark.real
 
-SITE_TOPIC = b"r/site-a.00000001/00"
-
 
 class Heard:
     """A host that takes everything down; it is its own downlink."""
@@ -195,31 +193,6 @@ def test_a_reader_that_has_stopped_holds_the_others_up_only_until_a_message_is_l
     stopped.close(linger=0)
     # libzmq skips the full pipe from then on, and the fast one gets all.
     assert blocked == 1 and after == 20
-
-
-def test_a_revoked_key_is_cut_off_and_the_admitted_come_back(keyed: Wire, keys: Path) -> None:
-    pairs = {name: admitted(keyed, keys, name) for name in ("site-a", "site-b")}
-    sockets = {name: keyed.listen(b"p/00", pair) for name, pair in pairs.items()}
-    keyed.until(lambda: keyed.host.fan_out == 2, "two listeners")
-    AllowList.revoke(keys, "site-b")
-    look(keyed)
-    keyed.until(lambda: keyed.host.fan_out == 1, "the admitted one")
-    keyed.link.data("p/00", b"", b"secret")
-    assert keyed.receive(sockets["site-a"])[2] == b"secret"
-    assert not sockets["site-b"].poll(0)
-
-
-def test_who_listens_to_what_another_site_asked_for_is_kept_out(keyed: Wire, keys: Path) -> None:
-    pairs = {name: admitted(keyed, keys, name) for name in ("site-a", "site-b")}
-    own = keyed.listen(SITE_TOPIC, pairs["site-a"])
-    keyed.listen(b"r/", pairs["site-b"])
-    door = keyed.link.door
-    assert door is not None
-    keyed.until(lambda: not door.admits(pairs["site-b"].public), "the rule")
-    own.setsockopt(zmq.SUBSCRIBE, b"p/00")
-    keyed.until(lambda: keyed.host.fan_out == 1, "the honest one")
-    keyed.link.data(SITE_TOPIC.decode(), b"", b"state")
-    assert keyed.receive(own)[2] == b"state"
 
 
 def test_the_door_keeps_a_key_out_after_too_many_refusals_for_a_minute(

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from seat import CHUNKS, EPOCH, EPOCH_2, SETTINGS, Seat, joined
 
-from narrows.learner.effects import Adopt, Note
+from narrows.learner.effects import Adopt, Assemble, Note
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.messages import DataKind, Phase, Role
@@ -190,6 +190,17 @@ def test_a_pause_is_told_at_once_and_is_no_step_time() -> None:
 
 
 # Publications, states, repair.
+
+
+def test_publications_become_copies_in_order_whatever_their_arrival() -> None:
+    seat = joined()
+    for version in (2, 1):
+        assert not seat.take(Assemble)
+        for chunk in range(CHUNKS):
+            assert seat.chunk(PUBLICATION, 0, version, chunk)
+            assert not seat.chunk(PUBLICATION, 0, version, chunk)
+    seat.assemble()
+    assert seat.session.parts[0].tip == 1 and seat.take(Assemble) == [Assemble(PUBLICATION, 0, 2)]
 
 
 @pytest.mark.parametrize(
