@@ -86,17 +86,6 @@ def cut_model(entries: list[Any], parts: int) -> list[list[int]]:
     return [[size for _, size in sorted(chosen)] for chosen in fragments]
 
 
-class Transfer:
-    """A publication or a state on its way (§11)."""
-
-    def __init__(self, kind: int, version: int, elements: int, settings: Map, due: float) -> None:
-        self.kind, self.version, self.values = kind, version, np.zeros(elements, np.float32)
-        self.size = settings["state_chunk_elements" if kind == STATE else "chunk_elements"]
-        self.missing, self.asked = set(range(-(-elements // self.size))), set[int]()
-        self.due = due  # When to ask for what is missing.
-        self.contributors: list[Any] = []
-
-
 class Push:
     """An outer gradient, kept as codes: another life of the broker may cut it anew (§10)."""
 
@@ -123,17 +112,24 @@ class Fragment:
         self.version = self.base_version = -1  # Of the copy, and of the base; -1: there is none.
         self.digest = self.steps = self.merged = 0  # Steps that are not pushed; merged pushes.
         self.push: Push | None = None
-        self.coming: Transfer | None = None
+        self.coming: tuple[int, int] | None = None  # Kind and version of what is on its way.
 
-    def take(self, t: Transfer, push_id: int, result: int, me: str) -> None:
+    def expect(self, kind: int, version: int, settings: Map, due: float) -> None:
+        """Begins a transfer; at `due` what is missing is asked for (§11)."""
+        self.coming, self.values, self.due = (kind, version), np.zeros(self.n, np.float32), due
+        self.size = settings["state_chunk_elements" if kind == STATE else "chunk_elements"]
+        self.missing, self.asked = set(range(-(-self.n // self.size))), set[int]()
+        self.contributors = list[Any]()
+
+    def take(self, kind: int, version: int, push_id: int, result: int, me: str) -> None:
         """Makes the next copy of a transfer that is complete (§8)."""
-        add = np.where(t.values == 0, self.copy, self.copy + t.values)
-        copy, p, self.coming = t.values if t.kind == STATE else add, self.push, None
+        add = np.where(self.values == 0, self.copy, self.copy + self.values)
+        copy, p, self.coming = self.values if kind == STATE else add, self.push, None
         if digest(copy) != result:  # Without a copy the state of the head is fetched.
             self.version, self.digest = -1, 0
             return
-        self.copy, self.version, self.digest = copy, t.version, result
-        if p and not p.merged and (push_id >= p.id or [me, p.id] in t.contributors):
+        self.copy, self.version, self.digest = copy, version, result
+        if p and not p.merged and (push_id >= p.id or [me, p.id] in self.contributors):
             p.merged, self.merged = True, self.merged + 1
 
     def adopt(self, keep: float, *, outright: bool) -> None:
@@ -210,24 +206,25 @@ class Learner:
         self.queue += [(f, p, i) for i in range(-(-f.n // self.settings["chunk_elements"]))]
 
     def send(self) -> None:
-        """Sends the chunks for which there is room, and keeps the others (§5)."""
-        size, queue, self.queue = self.settings["chunk_elements"], self.queue, []
-        for f, p, chunk in queue:
-            stream, place = chunk % len(self.ups), slice(chunk * size, (chunk + 1) * size)
-            if f.push is not p:
-                continue  # It is settled.
-            try:
-                if time.monotonic() < self.free_at or self.ups[stream] not in self.open:
-                    raise zmq.Again
+        """Sends chunks as long as the rate and the sockets allow (§5)."""
+        while self.queue and time.monotonic() >= self.free_at:
+            f, p, chunk = self.queue[0]
+            stream, size = chunk % len(self.ups), self.settings["chunk_elements"]
+            if f.push is p:  # Else it is settled.
+                if self.ups[stream] not in self.open:
+                    return
+                place = slice(chunk * size, (chunk + 1) * size)
                 payload = p.scales[np.unique(f.piece_of[place])].tobytes()
                 payload += zstandard.compress(pack(p.codes[place]))
                 header = [self.epoch, PUSH, self.me, f.index, p.base, p.id, chunk, CODEC]
                 header += [xxhash.xxh3_64_intdigest(payload), 0]
                 frames = [b"u/%02d" % stream, msgpack.packb(header), payload]
-                self.ups[stream].send_multipart(frames, zmq.NOBLOCK)
+                try:
+                    self.ups[stream].send_multipart(frames, zmq.NOBLOCK)
+                except zmq.Again:
+                    return
                 self.pay(frames)
-            except zmq.Again:
-                self.queue.append((f, p, chunk))
+            del self.queue[0]
 
     def on_welcome(self, m: Map, now: float) -> None:
         settings, new = SETTINGS | m["settings"], m["beat"]["epoch"] != self.epoch
@@ -283,22 +280,21 @@ class Learner:
         f, self.data_at = self.fragments[i], now
         if epoch != self.epoch or to not in ("", self.me) or version <= f.version:
             return
-        if not f.coming or (f.coming.kind, f.coming.version) != (kind, version):
+        if f.coming != (kind, version):
             if kind == PUBLICATION and (f.coming or version != f.version + 1):
                 return  # Ahead of the copy; it is fetched when its turn has come.
-            f.coming = Transfer(kind, version, f.n, self.settings, now + 1)
-        t = f.coming
-        if told != xxhash.xxh3_64_intdigest(frames[2]) or chunk not in t.missing:
+            f.expect(kind, version, self.settings, now + 1)
+        if told != xxhash.xxh3_64_intdigest(frames[2]) or chunk not in f.missing:
             return
-        place = slice(chunk * t.size, (chunk + 1) * t.size)
+        place = slice(chunk * f.size, (chunk + 1) * f.size)
         spans = np.unique(f.piece_of[place], return_counts=True)[1]
-        t.values[place] = decode(frames[2], codec, spans)
-        t.contributors += contributors[0] if contributors else []
+        f.values[place] = decode(frames[2], codec, spans)
+        f.contributors += contributors[0] if contributors else []
         # Arrivals carry a pull on: the last one of those asked for asks for the next.
-        t.due = now if t.asked == {chunk} else now + 1
-        t.asked, t.missing = t.asked - {chunk}, t.missing - {chunk}
-        if not t.missing:
-            f.take(t, push_id, result, self.me)
+        f.due = now if f.asked == {chunk} else now + 1
+        f.asked, f.missing = f.asked - {chunk}, f.missing - {chunk}
+        if not f.missing:
+            f.take(kind, version, push_id, result, self.me)
 
     def receive(self) -> None:
         for socket, _ in self.poller.poll(1 if self.queue else 5):
@@ -320,14 +316,14 @@ class Learner:
             if not f.coming and head > f.version:
                 is_far = f.version < 0 or head - f.version > KEPT
                 kind, version = (STATE, head) if is_far else (PUBLICATION, f.version + 1)
-                late = now + (kind == PUBLICATION and version == head)
-                f.coming = Transfer(kind, version, f.n, self.settings, late)
-            if (t := f.coming) and now >= t.due:
+                f.expect(kind, version, self.settings, now + (not is_far and version == head))
+            if f.coming and now >= f.due:
                 share = self.settings["window_messages"] // len(self.fragments)
-                t.asked = set(sorted(t.missing)[: max(1, min(256, share))])
-                t.due = now + min(8, max(1, now - self.data_at))
-                what = {"kind": t.kind, "fragment": f.index, "version": t.version, "push_id": 0}
-                self.say("fetch", chunks=[[chunk, 1] for chunk in sorted(t.asked)], **what)
+                f.asked = set(sorted(f.missing)[: max(1, min(256, share))])
+                f.due = now + min(8, max(1, now - self.data_at))
+                what = dict(zip(("kind", "version"), f.coming, strict=True), push_id=0)
+                chunks = [[chunk, 1] for chunk in sorted(f.asked)]
+                self.say("fetch", fragment=f.index, chunks=chunks, **what)
 
     def boundary(self) -> None:
         """Adopts, then pushes (§8, §9)."""

@@ -66,8 +66,7 @@ class Note(NamedTuple):
 
     event: str
     text: str
-    fields: dict[str, object]
-    warning: bool = False
+    warning: bool = True
 
 
 Effect: TypeAlias = Send | SendChunks | Assemble | Snapshot | Adopt | Note

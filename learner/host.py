@@ -352,7 +352,7 @@ class LearnerHost:
 
     def _refuse(self, error: BaseException) -> None:
         """Something came that cannot be used, or a worker failed: it is asked for again."""
-        self.noted(do.Note("refused", f"{type(error).__name__}: {error}", {}, True))
+        self.noted(do.Note("refused", f"{type(error).__name__}: {error}"))
 
 
 def _explained(refuse: msg.Refuse, ours: msg.Layout) -> msg.Refuse:

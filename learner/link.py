@@ -302,7 +302,7 @@ class Link:
     def _noted(self, note: do.Note) -> None:
         level = logging.WARNING if note.warning else logging.INFO
         _log.log(level, "%s", printable(note.text))
-        self._record(note.event, text=note.text, **note.fields)
+        self._record(note.event, text=note.text)
 
     def _record(self, event: str, **fields: object) -> None:
         if self._events is not None:

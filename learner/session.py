@@ -167,7 +167,7 @@ class Session:
             case msg.Bye():
                 self.connected = False  # It does not know us, or stops.
             case _:
-                self._warn("unexpected", f"{type(message).__name__} is not for learners")
+                self._note("unexpected", f"{type(message).__name__} is not for learners")
 
     def lost(self, now: float) -> None:
         """The connection is the first or another one: say Hello at once."""
@@ -200,7 +200,7 @@ class Session:
             return
         if self._warned_offline:
             self._warned_offline.clear()
-            self.effects.append(Note("online", f"the broker is back, epoch {epoch}", {}))
+            self._note("online", f"the broker is back, epoch {epoch}", warning=False)
         self.connected, self.run_id, self.epoch = True, welcome.run_id, epoch
         self.settings, self.ports = settings, (welcome.uplink_port, welcome.downlink_port)
         self._refused_since = math.inf
@@ -209,7 +209,7 @@ class Session:
                 part.new_epoch(settings, go_back=part.index in welcome.go_back)
             if back := list(welcome.go_back):
                 text = f"fragments {back}: the broker's history is another, taking its versions"
-                self._warn("went_back", text, fragments=back)
+                self._note("went_back", text)
         self._take_beat(welcome.beat, now)
         for part in self.parts:
             part.expect(now, pull=True)
@@ -250,16 +250,16 @@ class Session:
         if refuse.push_id:
             if refuse.fragment < len(self.parts):
                 self.parts[refuse.fragment].give_up(refuse.push_id)
-                self._warn("push_refused", text, fragment=refuse.fragment)
+                self._note("push_refused", f"fragment {refuse.fragment}: {text}")
         elif refuse.code not in RETRIED_S:
-            self._warn("refused", text)
+            self._note("refused", text)
         else:
             self.connected = False
             is_first, self._refused_since = now < self._refused_since, min(now, self._refused_since)
             if now - self._refused_since >= RETRIED_S[refuse.code]:
                 self.refused = refused(ErrorCode(refuse.code), refuse)
             elif is_first:
-                self._warn("refused", f"{text}; trying again")
+                self._note("refused", f"{text}; trying again")
 
     # Data.
 
@@ -284,7 +284,7 @@ class Session:
         is_tip = part.assembled(header, now, agrees=agrees)
         if not agrees:
             text = f"fragment {part.index}: version {header.version} is damaged, fetching the state"
-            self._warn("digest_differs", text, fragment=part.index, version=header.version)
+            self._note("digest_differs", text)
         if part.pushed is Pushed.MERGED:
             self._moved_at = now
         return is_tip
@@ -328,7 +328,7 @@ class Session:
     ) -> None:
         """The push cannot be coded. Not `finite`: the parameters are nan or inf, so they are set
         back to the newest version, or this learner would never learn again."""
-        self._warn("encode_failed", f"fragment {fragment}: {reason}", fragment=fragment)
+        self._note("encode_failed", f"fragment {fragment}: {reason}")
         self.parts[fragment].give_up(push_id, finite=finite)
 
     def pause(self, reason: str | None) -> None:
@@ -378,7 +378,7 @@ class Session:
                     f"{missed} versions came out without this learner: what it has learned and"
                     f" not sent since, {part.tokens:,} tokens, is given up"
                 )
-                self._warn("given_up", text, tokens=part.tokens)
+                self._note("given_up", text)
             return 0.0  # Old work on an old point.
         if self.steps <= self.ramp_steps:
             return 0.0  # Steps of an optimizer that warms up.
@@ -458,7 +458,7 @@ class Session:
             text = f"{what}: {self.obstacle or 'it is not heard'}"
             if text not in self._warned_offline:
                 self._warned_offline.add(text)
-                self._warn(event, text)
+                self._note(event, text)
         self._hello_due, self._told = now + timing.HELLO_S, self._holds()
         hello = msg.Hello(
             msg.PROTOCOL, self.name, self.incarnation, self.run_id, self.epoch, self._fingerprint,
@@ -513,15 +513,15 @@ class Session:
             outcome = f"the outcome of its last pushes, of fragments {fragments}"
             lacking = "the run's final model" if ending else outcome
             reason = f"leaves without {lacking}"
-            self._warn("left", reason)
+            self._note("left", reason)
         else:
             return
         self._report(now)
         self.effects.append(Send(msg.Bye(reason[: msg.TEXT_CHARACTERS_MAX])))
         self.ended = True
 
-    def _warn(self, event: str, text: str, **fields: object) -> None:
-        self.effects.append(Note(event, text, fields, warning=True))
+    def _note(self, event: str, text: str, *, warning: bool = True) -> None:
+        self.effects.append(Note(event, text, warning))
 
     def check(self) -> None:
         """Asserts what always holds; the simulator calls it after every event."""
