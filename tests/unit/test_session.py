@@ -324,6 +324,26 @@ def test_a_copy_that_was_completed_after_the_hello_is_compared_by_another_one() 
 # The end.
 
 
+def test_a_run_that_ends_hears_at_once_what_is_finished_and_bye_when_all_is_final() -> None:
+    seat = joined()
+    seat.step(8)
+    seat.told(phase=Phase.ENDING)
+    seat.rest()
+    seat.encode()
+    assert not seat.sent(msg.Report)  # Nothing is finished, and nobody has said else.
+    for fragment, finished in enumerate(((0,), (0, 1))):
+        seat.publish(fragment, 1, fragment + 1)
+        assert seat.sent(msg.Report)[-1].finished == finished
+    seat.rest()
+    seat.take(Adopt)
+    seat.told(phase=Phase.ENDED, heads=(2, 1))
+    for fragment, version in ((1, 1), (0, 2)):
+        seat.rest()
+        assert seat.take(Adopt) == [Adopt(fragment, version, 0, 0.0, merged=False, overwrite=True)]
+        seat.publish(0, 2)
+    assert seat.session.final and seat.sent(msg.Bye) == [msg.Bye("the run has ended")]
+
+
 def test_a_learner_that_leaves_pushes_what_is_left_and_waits_for_the_outcome() -> None:
     seat = joined()
     seat.step(8)
