@@ -14,6 +14,7 @@ import math
 import secrets
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import blosc2
@@ -28,16 +29,13 @@ Map = dict[str, Any]
 ENVELOPE, CODEC, KEPT = b"NRW\x01", "int4-zstd", 8
 PUSH, PUBLICATION, STATE = 0, 2, 3
 SETTINGS: Map = {  # Defaults of the RunSettings that it follows (§4).
-    "mode": "decoupled", "fragments": 4, "keep": 0.5, "push_codec": "int4-zstd", "push_rho": 0.5,
+    "mode": "decoupled", "fragments": 4, "keep": 0.5, "push_codec": CODEC, "push_rho": 0.5,
     "chunk_elements": 262144, "state_chunk_elements": 262144, "streams": 4, "window_messages": 256,
     "max_offline_s": 3600,
 }  # fmt: skip
 ENDS = "protocol_version layout_differs wrong_run bad_name key_name not_finite_seed".split()
+log = partial(print, "minimal_learner:", file=sys.stderr)
 HELLO_ON_S = dict.fromkeys(ENDS, 0) | {"name_in_use": 10, "over_capacity": 60}  # §12
-
-
-def log(text: object) -> None:
-    print(f"minimal_learner: {text}", file=sys.stderr)
 
 
 def digest(values: Array) -> int:
@@ -52,14 +50,14 @@ def floats(bfloat16: Array) -> Array:
 
 def pack(codes: Array) -> bytes:
     """Nibbles in runs of 256, the second half of a run beside the first (§7)."""
-    parts = []
+    packed = b""
     for run in np.split(codes.view(np.uint8) & 15, range(256, len(codes), 256)):
         low, high = np.pad(run, (0, len(run) % 2)).reshape(2, -1)
-        parts.append((low | high << 4).tobytes())
-    return b"".join(parts)
+        packed += (low | high << 4).tobytes()
+    return packed
 
 
-def decode(payload: bytes, codec: str, spans: list[int]) -> Array:
+def decode(payload: bytes, codec: str, spans: Array) -> Array:
     """The float32 values of one chunk, whose spans have so many elements (§7)."""
     if codec == "f32-blosc2":
         return np.frombuffer(blosc2.decompress2(payload), np.float32)
@@ -88,57 +86,50 @@ def cut_model(entries: list[Any], parts: int) -> list[list[int]]:
     return [[size for _, size in sorted(chosen)] for chosen in fragments]
 
 
-class Transfer:
-    """A publication or a state on its way (§11)."""
-
-    def __init__(self, kind: int, version: int, elements: int, settings: Map, due: float) -> None:
-        self.kind, self.version, self.values = kind, version, np.zeros(elements, np.float32)
-        self.size = settings["state_chunk_elements" if kind == STATE else "chunk_elements"]
-        self.missing, self.asked = set(range(-(-elements // self.size))), set[int]()
-        self.due = due  # When to ask for what is missing.
-        self.contributors: list[Any] = []
-
-
 class Push:
     """An outer gradient, kept as codes: another life of the broker may cut it anew (§10)."""
 
     def __init__(self, push_id: int, f: "Fragment", rho: float) -> None:
         self.id, self.base, self.steps, self.merged = push_id, f.base_version, f.steps, False
-        gradient, scales = f.base - f.params, []
-        for piece in np.split(gradient, f.edges):
-            rms = math.sqrt((piece.astype(float) ** 2).sum() / max(1, np.count_nonzero(piece)))
-            scales.append(rho * rms if rho * rms >= 2**-100 else 0)
-        self.scales = (np.array(scales, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        scale = np.repeat(floats(self.scales), f.pieces)
+        gradient = f.base - f.params
+        squares = np.bincount(f.piece_of, gradient.astype(float) ** 2)
+        scales = rho * np.sqrt(squares / np.bincount(f.piece_of, gradient != 0).clip(1))
+        scales[scales < 2**-100] = 0
+        self.scales = (scales.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        scale = floats(self.scales)[f.piece_of]
         codes = np.divide(gradient, scale, out=np.zeros_like(scale), where=scale > 0)
         self.codes = np.rint(codes.clip(-7, 7)).astype(np.int8)
         self.values = scale * self.codes.astype(np.float32)
 
 
 class Fragment:
+    """Parameters, the base that they stand on, and the newest copy (§1)."""
+
     def __init__(self, index: int, pieces: list[int]) -> None:
-        self.index, self.pieces, self.n = index, pieces, sum(pieces)
-        self.edges = list(itertools.accumulate(pieces))[:-1]
+        self.index, self.n = index, sum(pieces)
+        self.piece_of = np.repeat(np.arange(len(pieces)), pieces)
         self.params = self.base = self.copy = np.zeros(self.n, np.float32)
         self.version = self.base_version = -1  # Of the copy, and of the base; -1: there is none.
         self.digest = self.steps = self.merged = 0  # Steps that are not pushed; merged pushes.
         self.push: Push | None = None
-        self.coming: Transfer | None = None
+        self.coming: tuple[int, int] | None = None  # Kind and version of what is on its way.
 
-    def spans(self, start: int, stop: int) -> dict[int, int]:
-        """The pieces in a chunk, and the elements of each there (§6)."""
-        pieces = np.searchsorted(self.edges, np.arange(start, min(stop, self.n)), "right")
-        return dict(zip(*(each.tolist() for each in np.unique_counts(pieces)), strict=True))
+    def expect(self, kind: int, version: int, settings: Map, due: float) -> None:
+        """Begins a transfer; at `due` what is missing is asked for (§11)."""
+        self.coming, self.values, self.due = (kind, version), np.zeros(self.n, np.float32), due
+        self.size = settings["state_chunk_elements" if kind == STATE else "chunk_elements"]
+        self.missing, self.asked = set(range(-(-self.n // self.size))), set[int]()
+        self.contributors = list[Any]()
 
-    def take(self, t: Transfer, push_id: int, result: int, me: str) -> None:
+    def take(self, kind: int, version: int, push_id: int, result: int, me: str) -> None:
         """Makes the next copy of a transfer that is complete (§8)."""
-        add = np.where(t.values == 0, self.copy, self.copy + t.values)
-        copy, p, self.coming = t.values if t.kind == STATE else add, self.push, None
+        add = np.where(self.values == 0, self.copy, self.copy + self.values)
+        copy, p, self.coming = self.values if kind == STATE else add, self.push, None
         if digest(copy) != result:  # Without a copy the state of the head is fetched.
             self.version, self.digest = -1, 0
             return
-        self.copy, self.version, self.digest = copy, t.version, result
-        if p and not p.merged and (push_id >= p.id or [me, p.id] in t.contributors):
+        self.copy, self.version, self.digest = copy, version, result
+        if p and not p.merged and (push_id >= p.id or [me, p.id] in self.contributors):
             p.merged, self.merged = True, self.merged + 1
 
     def adopt(self, keep: float, *, outright: bool) -> None:
@@ -209,41 +200,31 @@ class Learner:
         except zmq.Again:
             pass  # No connection: after the next Welcome all is told again.
 
-    def held(self) -> list[list[int]]:
-        return [[f.version, f.digest] for f in self.fragments]
-
-    def put(self, f: Fragment, push_id: int, ranges: list[list[int]]) -> None:
-        """Queues chunks of a push, unless it is settled."""
-        last = -(-f.n // self.settings["chunk_elements"])
-        if f.push and f.push.id == push_id:
-            wanted = [range(first, min(first + count, last)) for first, count in ranges]
-            self.queue += [(f, f.push, chunk) for chunk in itertools.chain(*wanted)]
-
     def offer(self, f: Fragment, p: Push) -> None:
         work = {"base": p.base, "tokens": p.steps, "steps": p.steps}
         self.say("push", fragment=f.index, push_id=p.id, **work)
-        self.put(f, p.id, [[0, 1 << 48]])
+        self.queue += [(f, p, i) for i in range(-(-f.n // self.settings["chunk_elements"]))]
 
     def send(self) -> None:
-        """Sends the chunks for which there is room, and keeps the others (§5)."""
-        queue, self.queue = self.queue, []
-        for f, p, chunk in queue:
-            start, stop = (at * self.settings["chunk_elements"] for at in (chunk, chunk + 1))
-            stream = chunk % len(self.ups)
-            if f.push is not p:
-                continue  # It is settled.
-            try:
-                if time.monotonic() < self.free_at or self.ups[stream] not in self.open:
-                    raise zmq.Again
-                payload = p.scales[list(f.spans(start, stop))].tobytes()
-                payload += zstandard.compress(pack(p.codes[start:stop]))
+        """Sends chunks as long as the rate and the sockets allow (§5)."""
+        while self.queue and time.monotonic() >= self.free_at:
+            f, p, chunk = self.queue[0]
+            stream, size = chunk % len(self.ups), self.settings["chunk_elements"]
+            if f.push is p:  # Else it is settled.
+                if self.ups[stream] not in self.open:
+                    return
+                place = slice(chunk * size, (chunk + 1) * size)
+                payload = p.scales[np.unique(f.piece_of[place])].tobytes()
+                payload += zstandard.compress(pack(p.codes[place]))
                 header = [self.epoch, PUSH, self.me, f.index, p.base, p.id, chunk, CODEC]
                 header += [xxhash.xxh3_64_intdigest(payload), 0]
                 frames = [b"u/%02d" % stream, msgpack.packb(header), payload]
-                self.ups[stream].send_multipart(frames, zmq.NOBLOCK)
+                try:
+                    self.ups[stream].send_multipart(frames, zmq.NOBLOCK)
+                except zmq.Again:
+                    return
                 self.pay(frames)
-            except zmq.Again:
-                self.queue.append((f, p, chunk))
+            del self.queue[0]
 
     def on_welcome(self, m: Map, now: float) -> None:
         settings, new = SETTINGS | m["settings"], m["beat"]["epoch"] != self.epoch
@@ -260,40 +241,38 @@ class Learner:
         ports = [m["uplink_port"], m["downlink_port"], settings["streams"]]
         if ports != self.ports:
             self.open_data_sockets(ports)
-        self.queue = []
+        self.queue, self.report_at = [], now
         for f in self.fragments:
             f.coming = None if new else f.coming
             if new and f.index in m["go_back"]:
                 f.version, f.base_version, f.digest, f.push = -1, -1, 0, None
             if f.push and not f.push.merged:
                 self.offer(f, f.push)
-        self.report_at = now
 
     def on_control(self, frames: list[bytes], now: float) -> None:
         if frames[0] != ENVELOPE:
             sys.exit("minimal_learner: the broker speaks another version of the protocol")
         m, self.heard = msgpack.unpackb(frames[1]), now
-        if m["type"] == "welcome":
+        type_, f = m["type"], self.fragments[m["fragment"]] if m.get("push_id") else None
+        p = f.push if f and f.push and f.push.id == m["push_id"] else None
+        if type_ == "welcome":
             self.on_welcome(m, now)
-        elif m["type"] == "refuse":
-            self.on_refuse(m, now)
-        elif m["type"] == "fetch" and m["kind"] == PUSH:
-            self.put(self.fragments[m["fragment"]], m["push_id"], m["chunks"])
-        elif m["type"] == "beat" and m["epoch"] == self.epoch:
+        elif type_ == "fetch" and f and p:
+            known = range(-(-f.n // self.settings["chunk_elements"]))
+            ranges = [known[first : first + count] for first, count in m["chunks"]]
+            self.queue += [(f, p, chunk) for chunk in itertools.chain(*ranges)]
+        elif type_ == "refuse":
+            log({key: value for key, value in m.items() if value and key != "layout"})
+            if f and p and not p.merged:  # Its steps count as unpushed again (§9).
+                f.steps, f.push = f.steps + p.steps, None
+            elif not f and m["code"] in HELLO_ON_S:
+                self.refused_at = self.refused_at or now
+                if now - self.refused_at >= HELLO_ON_S[m["code"]]:
+                    sys.exit(3)
+        elif type_ == "beat" and m["epoch"] == self.epoch:
             self.beat = m
-        elif self.hello_at == math.inf:  # Bye, or a Beat of another epoch.
+        elif type_ != "fetch" and self.hello_at == math.inf:  # Bye, or a Beat of another epoch.
             self.hello_at = now
-
-    def on_refuse(self, m: Map, now: float) -> None:
-        log({key: value for key, value in m.items() if value and key != "layout"})
-        if m.get("push_id"):
-            f = self.fragments[m["fragment"]]
-            if f.push and f.push.id == m["push_id"] and not f.push.merged:
-                f.steps, f.push = f.steps + f.push.steps, None
-        elif m["code"] in HELLO_ON_S:
-            self.refused_at = self.refused_at or now
-            if now - self.refused_at >= HELLO_ON_S[m["code"]]:
-                sys.exit(3)
 
     def on_data(self, frames: list[bytes], now: float) -> None:
         epoch, kind, to, i, version, push_id, chunk, *more = msgpack.unpackb(frames[1])
@@ -301,21 +280,35 @@ class Learner:
         f, self.data_at = self.fragments[i], now
         if epoch != self.epoch or to not in ("", self.me) or version <= f.version:
             return
-        if not f.coming or (f.coming.kind, f.coming.version) != (kind, version):
+        if f.coming != (kind, version):
             if kind == PUBLICATION and (f.coming or version != f.version + 1):
                 return  # Ahead of the copy; it is fetched when its turn has come.
-            f.coming = Transfer(kind, version, f.n, self.settings, now + 1)
-        t = f.coming
-        if told != xxhash.xxh3_64_intdigest(frames[2]) or chunk not in t.missing:
+            f.expect(kind, version, self.settings, now + 1)
+        if told != xxhash.xxh3_64_intdigest(frames[2]) or chunk not in f.missing:
             return
-        start, stop = chunk * t.size, min(f.n, (chunk + 1) * t.size)
-        t.values[start:stop] = decode(frames[2], codec, list(f.spans(start, stop).values()))
-        t.contributors += contributors[0] if contributors else []
+        place = slice(chunk * f.size, (chunk + 1) * f.size)
+        spans = np.unique(f.piece_of[place], return_counts=True)[1]
+        f.values[place] = decode(frames[2], codec, spans)
+        f.contributors += contributors[0] if contributors else []
         # Arrivals carry a pull on: the last one of those asked for asks for the next.
-        t.due = now if t.asked == {chunk} else now + 1
-        t.asked, t.missing = t.asked - {chunk}, t.missing - {chunk}
-        if not t.missing:
-            f.take(t, push_id, result, self.me)
+        f.due = now if f.asked == {chunk} else now + 1
+        f.asked, f.missing = f.asked - {chunk}, f.missing - {chunk}
+        if not f.missing:
+            f.take(kind, version, push_id, result, self.me)
+
+    def receive(self) -> None:
+        for socket, _ in self.poller.poll(1 if self.queue else 5):
+            try:
+                frames, now = socket.recv_multipart(zmq.NOBLOCK), time.monotonic()
+                if socket in self.ups:
+                    self.open.add(socket)  # The broker's subscription.
+                elif socket is self.monitor:
+                    self.hello_at = now  # A new control connection.
+                else:
+                    self.pay(frames, received=True)
+                    (self.on_control if socket is self.control else self.on_data)(frames, now)
+            except Exception as error:  # Whatever a bad message raises.
+                log(f"dropped a message: {error!r}")
 
     def repair(self, now: float) -> None:
         """Asks for what is missing (§11)."""
@@ -323,14 +316,14 @@ class Learner:
             if not f.coming and head > f.version:
                 is_far = f.version < 0 or head - f.version > KEPT
                 kind, version = (STATE, head) if is_far else (PUBLICATION, f.version + 1)
-                late = now + (kind == PUBLICATION and version == head)
-                f.coming = Transfer(kind, version, f.n, self.settings, late)
-            if (t := f.coming) and now >= t.due:
+                f.expect(kind, version, self.settings, now + (not is_far and version == head))
+            if f.coming and now >= f.due:
                 share = self.settings["window_messages"] // len(self.fragments)
-                t.asked = set(sorted(t.missing)[: max(1, min(256, share))])
-                t.due = now + min(8, max(1, now - self.data_at))
-                what = {"kind": t.kind, "fragment": f.index, "version": t.version, "push_id": 0}
-                self.say("fetch", chunks=[[chunk, 1] for chunk in sorted(t.asked)], **what)
+                f.asked = set(sorted(f.missing)[: max(1, min(256, share))])
+                f.due = now + min(8, max(1, now - self.data_at))
+                what = dict(zip(("kind", "version"), f.coming, strict=True), push_id=0)
+                chunks = [[chunk, 1] for chunk in sorted(f.asked)]
+                self.say("fetch", fragment=f.index, chunks=chunks, **what)
 
     def boundary(self) -> None:
         """Adopts, then pushes (§8, §9)."""
@@ -349,19 +342,8 @@ class Learner:
                 f.steps = 0
                 self.offer(f, f.push)
 
-    def receive(self) -> None:
-        for socket, _ in self.poller.poll(1 if self.queue else 5):
-            try:
-                frames, now = socket.recv_multipart(zmq.NOBLOCK), time.monotonic()
-                if socket in self.ups:
-                    self.open.add(socket)  # The broker's subscription.
-                elif socket is self.monitor:
-                    self.hello_at = now  # A new control connection.
-                else:
-                    self.pay(frames, received=True)
-                    (self.on_control if socket is self.control else self.on_data)(frames, now)
-            except Exception as error:  # Whatever a bad message raises.
-                log(f"dropped a message: {error!r}")
+    def held(self) -> list[list[int]]:
+        return [[f.version, f.digest] for f in self.fragments]
 
     def talk(self, now: float) -> None:
         """Says Hello and Report when they are due (§9)."""

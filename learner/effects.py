@@ -16,17 +16,13 @@ class Send(NamedTuple):
     message: ControlMessage
 
 
-class SendLayout(NamedTuple):
-    """Send the layout: this learner seeds the run."""
-
-
 class SendChunks(NamedTuple):
-    """Send chunks of a push or of version 0."""
+    """Send chunks of a push, or the layout or chunks of version 0, which this learner seeds."""
 
     kind: DataKind
-    fragment: int
-    push_id: int
-    chunks: Ranges | None
+    fragment: int = 0
+    push_id: int = 0
+    chunks: Ranges | None = None
     """None: all of them."""
 
 
@@ -48,7 +44,7 @@ class Snapshot(NamedTuple):
 
 
 class Adopt(NamedTuple):
-    """Apply the rule of push.py to the parameters, now:
+    """Apply the rule of island.py to the parameters, now:
 
     params = new + keep * (params - old + push) - (0 if merged else push)
     """
@@ -65,20 +61,12 @@ class Adopt(NamedTuple):
     """params = new, whatever they were: first adoption, another history, not finite, the end."""
 
 
-class Forget(NamedTuple):
-    """The bytes and codes of the waiting push of a fragment are no longer needed."""
-
-    fragment: int
-    push_id: int
-
-
 class Note(NamedTuple):
     """One line for the log and the events file."""
 
     event: str
     text: str
-    fields: dict[str, object]
-    warning: bool = False
+    warning: bool = True
 
 
-Effect: TypeAlias = Send | SendLayout | SendChunks | Assemble | Snapshot | Adopt | Forget | Note
+Effect: TypeAlias = Send | SendChunks | Assemble | Snapshot | Adopt | Note

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, TypeAlias
 
-from narrows.learner.effects import Adopt, Assemble, Effect, Forget, Snapshot
+from narrows.learner.effects import Adopt, Assemble, Snapshot
 from narrows.proto import messages as msg
 from narrows.proto.flow.transfer import Transfer
 from narrows.proto.layout import Fragment
@@ -111,17 +111,17 @@ class FragmentSession:
         self.head = max(self.head, version)
         return self._arrival(kind, version, now).add(header.chunk, now)
 
-    def next_assembly(self) -> list[Effect]:
+    def next_assembly(self) -> Assemble | None:
         """The next copy that can be made: a complete state, or the complete next publication."""
         if self.assembling is not None:
-            return []
+            return None
         for key in ((DataKind.STATE, self._coming_state), (DataKind.PUBLICATION, self.tip + 1)):
             transfer = self.arriving.get(key)
             # Without a copy there is nothing that a publication could be added to.
             if transfer and transfer.complete and (key[0] is DataKind.STATE or self.tip >= 0):
                 self.assembling = key
-                return [Assemble(key[0], self.index, key[1])]
-        return []
+                return Assemble(key[0], self.index, key[1])
+        return None
 
     def assembled(self, header: msg.Header, now: float, *, agrees: bool) -> bool:
         """The host has made a copy; True if it is the new tip. `header` is that of chunk 0.
@@ -200,65 +200,59 @@ class FragmentSession:
         newer = self.tip > self.held or (self.standing is Standing.ADRIFT and self.tip >= 0)
         return newer and self.pushed is not Pushed.ENCODING
 
-    def adopt(self, keep: float, *, final: bool = False) -> list[Effect]:
+    def adopt(self, keep: float, *, final: bool = False) -> Adopt:
         """Moves the parameters to the tip; `final` makes them equal to it, whatever they were."""
         assert self.tip >= 0, self
         overwrite, merged = final or self.standing is Standing.ADRIFT, self.pushed is Pushed.MERGED
         keep = 0.0 if overwrite else keep
-        effects: list[Effect] = [Adopt(self.index, self.tip, self.push_id, keep, merged, overwrite)]
+        effect = Adopt(self.index, self.tip, self.push_id, keep, merged, overwrite)
         if keep == 0:
             self.lost_tokens, self.tokens, self.steps = self.lost_tokens + self.tokens, 0, 0
         if merged or overwrite:
-            effects += self._settle()
+            self._settle()
         self.held, self.standing = self.tip, Standing.FINAL if final else Standing.BASED
-        return effects
+        return effect
 
-    def snapshot(self, push_id: int) -> list[Effect]:
+    def snapshot(self, push_id: int) -> Snapshot:
         """Everything that no push has taken yet becomes one."""
         assert self.standing is Standing.BASED and self.push is None and self.steps > 0, self
         self.push = msg.Push(self.index, push_id, self.held, self.tokens, self.steps)
         self.pushed = Pushed.ENCODING
         self.tokens = self.steps = 0
-        return [Snapshot(self.index, push_id, self.held)]
+        return Snapshot(self.index, push_id, self.held)
 
-    def give_up(self, push_id: int, *, finite: bool = True) -> list[Effect]:
+    def give_up(self, push_id: int, *, finite: bool = True) -> None:
         """No version will hold this push: refused, or it could not be encoded.
 
         Parameters that are not finite can never be pushed: they are set back to the base.
         """
         if self.push is None or push_id != self.push_id or self.pushed is Pushed.MERGED:
-            return []
+            return
         self.tokens, self.steps = self.tokens + self.push.tokens, self.steps + self.push.steps
         self.push, self.pushed = None, Pushed.NONE
         if not finite:
             self.standing = Standing.ADRIFT
-        return [Forget(self.index, push_id)]
 
-    def _settle(self) -> list[Effect]:
-        """The push is over: a version holds it, or its work is overwritten."""
-        if self.push is None:
-            return []
+    def _settle(self) -> None:
+        """The push, if there is one, is over: a version holds it, or its work is overwritten."""
+        tokens = self.push.tokens if self.push else 0
         if self.pushed is Pushed.MERGED:
-            self.merged_tokens += self.push.tokens
+            self.merged_tokens += tokens
         else:
-            self.lost_tokens += self.push.tokens
-        forget = Forget(self.index, self.push_id)
+            self.lost_tokens += tokens
         self.push, self.pushed = None, Pushed.NONE
-        return [forget]
 
-    def new_epoch(self, settings: msg.RunSettings, *, go_back: bool) -> list[Effect]:
+    def new_epoch(self, settings: msg.RunSettings, *, go_back: bool) -> None:
         """Another life of the broker: forgets what was on its way, because chunks may be cut anew.
 
         `go_back`: the copy here is not of the broker's history; its head replaces everything.
         """
         self.settings, self.assembling = settings, None
         self.arriving.clear()
-        effects: list[Effect] = []
         if go_back:
-            effects, self.standing = self._settle(), Standing.ADRIFT
-            self.held, self.tip, self.tip_digest = -1, -1, 0
+            self._settle()
+            self.standing, self.held, self.tip, self.tip_digest = Standing.ADRIFT, -1, -1, 0
         self.head = self.tip
-        return effects
 
     def check(self) -> None:
         """Asserts what always holds."""

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from msgspec import structs
+
 from narrows.learner import effects as do
-from narrows.learner.island import Island
-from narrows.learner.push import Adoption, CodedPush, Copy
+from narrows.learner.island import Adoption, CodedPush, Copy, Island
 from narrows.learner.session import Session, refused
 from narrows.proto import messages as msg
 from narrows.proto import wire
@@ -68,17 +69,13 @@ class LearnerHost:
         self._payloads: dict[tuple[int, DataKind, int], dict[int, tuple[Header, bytes]]] = {}
         self._held: dict[int, Copy] = {}
         self._tip: dict[int, Copy] = {}
-        self._pushed: dict[int, CodedPush] = {}
-        """By push id."""
-        self._seeds: list[do.SendChunks] = []
-        """Chunks of version 0 that the broker wants."""
+        self._pushed: dict[tuple[int, int], CodedPush] = {}
+        """By fragment and push id, until the session has done with the push."""
+        self._seeds: dict[int, list[EncodedChunk] | None] = {}
+        """Fragments of version 0 that the broker wants, as coded; None: not yet."""
         self._seeding = False
-        """A worker encodes some of them."""
-        self._coded_seed: dict[int, list[EncodedChunk]] = {}
-        """Version 0 of the fragment that was coded last, because the broker asks for what was lost
-        in many pieces. One fragment at most, because it is lossless."""
+        """A worker encodes one of them."""
         self._epoch = ""
-        self._up_bits_per_s = 0.0
 
     # Events.
 
@@ -102,7 +99,19 @@ class LearnerHost:
         """A data message of the downlink, as it came: topic, header, payload."""
         self.sender.received([len(frame) for frame in frames], now)
         try:
-            header, payload = _checked(frames)
+            if len(frames) != 3:
+                got = str(len(frames))
+                raise RemoteProtocolError(
+                    ErrorCode.BAD_MESSAGE, "data message", expected="3 frames", got=got
+                )
+            header, payload = wire.decode_header(frames[1]), frames[2]
+            if (digest := wire.digest(payload)) != header.payload_digest:
+                raise RemoteProtocolError(
+                    ErrorCode.BAD_DIGEST,
+                    f"payload of chunk {header.chunk} of fragment {header.fragment}",
+                    expected=f"{header.payload_digest:016x}",
+                    got=f"{digest:016x}",
+                )
         except RemoteProtocolError as error:
             self._refuse(error)
             return
@@ -157,22 +166,29 @@ class LearnerHost:
     # Effects.
 
     def _perform(self, now: float) -> None:
-        self.session.tick(now)
-        while self.session.effects:
-            effects, self.session.effects = self.session.effects, []
-            self._follow_session(now)
+        session = self.session
+        session.tick(now)
+        self.sender.set_rate(now, total=session.beat.up_bits_per_s)
+        while session.effects:
+            effects, session.effects = session.effects, []
+            if session.epoch != self._epoch:
+                # Another life of the broker takes nothing that was queued for the old one.
+                self._epoch = session.epoch
+                self._seeds.clear()
+                self.sender.discard(lambda header: header.epoch != session.epoch)
             for effect in effects:
                 match effect:
                     case do.Send(message):
                         frames = wire.encode_control(message)
                         self.sender.charge([len(frame) for frame in frames], now)
                         self._wires.control("", frames)
-                    case do.SendLayout():
-                        payload = wire.pack_layout(self.session.layout)
+                    case do.SendChunks(DataKind.LAYOUT):
+                        payload = wire.pack_layout(session.layout)
                         chunk = EncodedChunk(0, payload, wire.digest(payload))
-                        self._put(DataKind.LAYOUT, 0, 0, 0, LOSSLESS, [chunk])
-                    case do.SendChunks(DataKind.SEED):
-                        self._send_seed(effect)
+                        self._put(effect, 0, LOSSLESS, [chunk])
+                    case do.SendChunks(DataKind.SEED, index):
+                        if seed := self._seeds.setdefault(index):
+                            self._put(effect, 0, LOSSLESS, seed)
                     case do.SendChunks():
                         self._send_push(effect)
                     case do.Assemble():
@@ -181,24 +197,21 @@ class LearnerHost:
                         self._snapshot(effect)
                     case do.Adopt():
                         self._adopt(effect)
-                    case do.Forget(_, push_id):
-                        self._pushed.pop(push_id, None)
-                        self.sender.discard(lambda header, gone=push_id: header.push_id == gone)  # type: ignore[misc]
                     case do.Note():
                         self.noted(effect)
+        self._drop_pushes()
         self._drop_payloads()
 
-    def _follow_session(self, now: float) -> None:
-        """Another life of the broker takes nothing that was queued for the old one."""
-        session = self.session
-        if session.epoch != self._epoch:
-            self._epoch = session.epoch
-            self._seeds.clear()
-            self._coded_seed.clear()
-            self.sender.discard(lambda header: header.epoch != session.epoch)
-        if session.beat.up_bits_per_s != self._up_bits_per_s:
-            self._up_bits_per_s = session.beat.up_bits_per_s
-            self.sender.set_rate(now, total=self._up_bits_per_s)
+    def _drop_pushes(self) -> None:
+        """Not sooner than here: in the session a push is over before its last effect comes."""
+        parts, pushed = self.session.parts, self._pushed
+        kept = {
+            place: push for place, push in pushed.items() if parts[place[0]].push_id == place[1]
+        }
+        if len(kept) < len(pushed):
+            self._pushed = kept
+            gone = pushed.keys() - kept.keys()
+            self.sender.discard(lambda header: (header.fragment, header.push_id) in gone)
 
     def _drop_payloads(self) -> None:
         parts = self.session.parts
@@ -210,11 +223,10 @@ class LearnerHost:
         fragment, new = self._fragment(effect.fragment), self._tip[effect.fragment]
         self.adopting(effect)
         self._seeds.clear()  # Version 0 is durable.
-        self._coded_seed.clear()
         if effect.overwrite:
             self._island.overwrite(fragment, new)
         else:
-            push = self._pushed[effect.push_id] if effect.push_id else None
+            push = self._pushed[effect.fragment, effect.push_id] if effect.push_id else None
             old = self._held[effect.fragment]
             self._island.adopt(fragment, Adoption(old, new, push, effect.keep, effect.merged))
         self._held[effect.fragment] = new
@@ -231,8 +243,7 @@ class LearnerHost:
                 reason = f"{type(result).__name__}: {result}"
                 self.session.encode_failed(index, push_id, reason=reason, finite=finite)
             else:
-                if self.session.parts[index].push_id == push_id:  # Else it is given up meanwhile.
-                    self._pushed[push_id] = result
+                self._pushed[index, push_id] = result
                 self.session.encoded(index, push_id, now)
             self._perform(now)
             self._pump(now)
@@ -273,68 +284,54 @@ class LearnerHost:
     # The uplink.
 
     def _send_push(self, effect: do.SendChunks) -> None:
-        push = self._pushed[effect.push_id]
-        size = self.session.settings.chunk_elements
+        place, fragment = (effect.fragment, effect.push_id), self._fragment(effect.fragment)
+        push, size = self._pushed[place], self.session.settings.chunk_elements
         if push.chunk_elements != size:  # A new life of the broker has other sizes.
             decoded = [chunk.decoded for chunk in push.chunks]
-            fragment = self._fragment(effect.fragment)
             chunks = tuple(recut(fragment, decoded, codec=push.codec, chunk_elements=size))
-            push = replace(push, chunk_elements=size, chunks=chunks)
-            self._pushed[effect.push_id] = push
-        wanted = _chosen(push.chunks, effect.chunks)
-        self._put(DataKind.PUSH, effect.fragment, push.base, effect.push_id, push.codec, wanted)
-
-    def _send_seed(self, effect: do.SendChunks) -> None:
-        """Queues chunks of version 0, or lets the training thread read their fragment."""
-        if known := self._coded_seed.get(effect.fragment):
-            wanted = _chosen(known, effect.chunks)
-            self._put(DataKind.SEED, effect.fragment, 0, 0, LOSSLESS, wanted)
-        elif effect not in self._seeds:
-            self._seeds.append(effect)
+            push = self._pushed[place] = replace(push, chunk_elements=size, chunks=chunks)
+        self._put(effect, push.base, push.codec, push.chunks)
 
     def _seed_next(self) -> None:
         """On the training thread: reads a fragment of version 0 for a worker to encode. One at a
         time, because a lossless model is large; the next follows at the next call."""
-        if self._seeding or not self._seeds:
+        index = next((index for index, seed in self._seeds.items() if seed is None), None)
+        if self._seeding or index is None:
             return
-        effect, epoch = self._seeds.pop(0), self._epoch
-        fragment, size = self._fragment(effect.fragment), self.session.settings.state_chunk_elements
-        self._coded_seed, self._seeding = {}, True
-        values = self._island.read(fragment)
-
-        def work() -> list[EncodedChunk]:
-            return list(encode_values(fragment, values, chunk_elements=size))
+        fragment, epoch, self._seeding = self._fragment(index), self._epoch, True
+        values, size = self._island.read(fragment), self.session.settings.state_chunk_elements
 
         def coded(result: list[EncodedChunk] | BaseException, now: float) -> None:
             self._seeding = False
-            if epoch != self._epoch:
-                return  # The next life of the broker cuts other chunks.
+            if epoch != self._epoch or index not in self._seeds:
+                return  # The next life of the broker cuts other chunks, or version 0 is durable.
             if isinstance(result, NarrowsError):
                 self.session.refused = refused(ErrorCode.NOT_FINITE_SEED, result)
             elif isinstance(result, BaseException):
+                del self._seeds[index]  # The broker asks for it again.
                 self._refuse(result)
             else:
-                self._coded_seed = {effect.fragment: result}
-                self._send_seed(effect)
+                self._seeds[index] = result
+                self._put(do.SendChunks(DataKind.SEED, index), 0, LOSSLESS, result)
             self._pump(now)
 
-        self._pool.run(work, coded)
+        self._pool.run(lambda: list(encode_values(fragment, values, chunk_elements=size)), coded)
 
     def _put(
         self,
-        kind: DataKind,
-        fragment: int,
+        effect: do.SendChunks,
         version: int,
-        push_id: int,
         codec: msg.CodecName,
         chunks: Sequence[EncodedChunk],
     ) -> None:
-        """Queues chunks, unless they wait there already."""
-        session = self.session
+        """Queues those of the chunks that the effect names, unless they wait there already."""
+        session, ranges = self.session, effect.chunks
+        if ranges is not None:
+            chunks = [chunk for first, count in ranges for chunk in chunks[first : first + count]]
         for chunk in chunks:
             header = Header(
-                session.epoch, kind, session.incarnation, fragment, version, push_id, chunk.index,
-                codec, chunk.payload_digest, 0,
+                session.epoch, effect.kind, session.incarnation, effect.fragment, version,
+                effect.push_id, chunk.index, codec, chunk.payload_digest, 0,
             )  # fmt: skip
             topic = wire.uplink_topic(chunk.index % session.settings.streams)
             self.sender.put_live(topic, header, chunk.payload)
@@ -355,31 +352,7 @@ class LearnerHost:
 
     def _refuse(self, error: BaseException) -> None:
         """Something came that cannot be used, or a worker failed: it is asked for again."""
-        self.noted(do.Note("refused", f"{type(error).__name__}: {error}", {}, True))
-
-
-def _checked(frames: list[bytes]) -> tuple[Header, bytes]:
-    """Header and payload of a data message. Raises RemoteProtocolError."""
-    if len(frames) != 3:
-        raise RemoteProtocolError(
-            ErrorCode.BAD_MESSAGE, "data message", expected="3 frames", got=str(len(frames))
-        )
-    header, payload = wire.decode_header(frames[1]), frames[2]
-    if wire.digest(payload) != header.payload_digest:
-        raise RemoteProtocolError(
-            ErrorCode.BAD_DIGEST,
-            f"payload of chunk {header.chunk} of fragment {header.fragment}",
-            expected=f"{header.payload_digest:016x}",
-            got=f"{wire.digest(payload):016x}",
-        )
-    return header, payload
-
-
-def _chosen(chunks: Sequence[EncodedChunk], ranges: msg.Ranges | None) -> Sequence[EncodedChunk]:
-    """The chunks within the ranges; None: all."""
-    if ranges is None:
-        return chunks
-    return [chunk for first, count in ranges for chunk in chunks[first : first + count]]
+        self.noted(do.Note("refused", f"{type(error).__name__}: {error}"))
 
 
 def _explained(refuse: msg.Refuse, ours: msg.Layout) -> msg.Refuse:
@@ -391,8 +364,6 @@ def _explained(refuse: msg.Refuse, ours: msg.Layout) -> msg.Refuse:
         return refuse
     lines = differences(theirs.entries, ours.entries)
     if not lines and theirs.frozen_digest != ours.frozen_digest:
-        lines = ["the parameters that are not trained differ"]
-    text = "; ".join(lines)[: msg.TEXT_CHARACTERS_MAX]
-    return msg.Refuse(
-        refuse.code, refuse.message, expected="the run's model", got=text, remedy=refuse.remedy
-    )
+        lines = ["the parameters that are not trained have other names or values"]
+    text = f"{refuse.message}: {'; '.join(lines)}"[: msg.TEXT_CHARACTERS_MAX]
+    return structs.replace(refuse, message=text, expected="", got="")

@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from narrows.learner.island import Island
 from narrows.learner.link import Link
-from narrows.learner.loop import HostLoss, Loss, StepLog, bare_optimizers, ramp_steps
+from narrows.learner.loop import Loss, StepLog, bare_optimizers, ramp_steps
 from narrows.learner.parameters import Parameters, misuse
 from narrows.learner.site import join_target
 from narrows.learner.weights import WeightWatch
@@ -81,11 +82,11 @@ class Learner:
             events=None if events is None else Path(events),
             adopting=self._watch.adopted,
         )
-        self._log, self._loss = StepLog(), HostLoss()
-        self._undo = ExitStack()
+        self._log = StepLog()
+        self._hooks: list[RemovableHandle] = []
         self._entered = False
         self._steps = self._ramp_steps = 0
-        self._step_tokens = self._progress = self._code_s = 0.0
+        self._step_tokens = self._code_s = 0.0
 
     def __enter__(self) -> Self:
         if self._entered:
@@ -98,10 +99,10 @@ class Learner:
             self._ramp_steps = ramp if self._link.join(ramp) else 0
             if self._boundary == "step":
                 first, last = self._optimizers[0], self._optimizers[-1]
-                hook = first.register_step_pre_hook(lambda *_: self._before_step())
-                self._undo.callback(hook.remove)
-                hook = last.register_step_post_hook(lambda *_: self.step())
-                self._undo.callback(hook.remove)
+                self._hooks = [
+                    first.register_step_pre_hook(lambda *_: self._before_step()),
+                    last.register_step_post_hook(lambda *_: self.step()),
+                ]
         except BaseException:
             self._abort()
             raise
@@ -117,7 +118,7 @@ class Learner:
             self._abort()
             return
         try:
-            self._undo.close()
+            self._remove_hooks()
             self._watch.look_at_buffers()
             self._link.finish(self._leave_timeout_s)
         except BaseException:
@@ -145,7 +146,7 @@ class Learner:
 
     def discard(self) -> None:
         """Drops what was logged since the last step: call it when the loop skips a step."""
-        self._log.take()
+        self._log.discard()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_step(self) -> None:
@@ -167,7 +168,7 @@ class Learner:
             self._steps += 1
             self._step_tokens += 0.1 * (tokens - self._step_tokens) if self._step_tokens else tokens
             self._watch.stepped()
-            self._link.boundary(tokens, self._loss.newest(loss))
+            self._link.boundary(tokens, loss)
             self._watch.boundary_over()
 
     @contextmanager
@@ -187,8 +188,7 @@ class Learner:
 
     @property
     def run_tokens(self) -> float:
-        """The run's clock in tokens of all learners. It falls only with a broker that goes back to
-        an older state."""
+        """The run's clock in tokens of all learners. It never falls."""
         with self._link.session() as (session, now):
             return session.run_tokens(now)
 
@@ -204,9 +204,7 @@ class Learner:
         """Fraction of the run's goal that is reached, 0 to 1, never falling; 0 without a goal."""
         with self._link.session() as (session, now):
             goal = session.settings.goal_tokens
-            reached = min(1.0, session.run_tokens(now) / goal) if goal else 0.0
-        self._progress = max(self._progress, reached)
-        return self._progress
+            return min(1.0, session.run_tokens(now) / goal) if goal else 0.0
 
     @property
     def lr_scale(self) -> float:
@@ -244,10 +242,17 @@ class Learner:
         """Counters of the exchange; `code_s`: seconds of the training thread in our code."""
         return {**self._link.stats(), "code_s": self._code_s}
 
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
     def _abort(self) -> None:
         """Cleans up while an exception is under way; an error here must not hide it."""
-        _quietly(self._undo.close)
-        _quietly(self._link.abort)
+        try:
+            self._remove_hooks()
+            self._link.abort()
+        except Exception:
+            _log.exception("cleaning up after an error failed too; the first error is raised")
 
     @contextmanager
     def _timed(self) -> Generator[None]:
@@ -256,13 +261,6 @@ class Learner:
             yield
         finally:
             self._code_s += time.perf_counter() - started
-
-
-def _quietly(action: Callable[[], None]) -> None:
-    try:
-        action()
-    except Exception:
-        _log.exception("cleaning up after an error failed too; the first error is raised")
 
 
 def _refuse_several_ranks() -> None:

@@ -22,13 +22,12 @@ import zmq
 
 from narrows.learner import effects as do
 from narrows.learner.host import LearnerHost
-from narrows.learner.island import Island
-from narrows.learner.push import warm_up
+from narrows.learner.island import Island, warm_up
 from narrows.learner.session import Session
 from narrows.learner.site import JoinTarget
 from narrows.proto.codec import F32, uncached_advice
 from narrows.proto.config import Address, parse_address
-from narrows.proto.errors import BrokerUnreachable, NarrowsError, Unfinished, printable
+from narrows.proto.errors import BrokerUnreachable, NarrowsError, Refused, Unfinished, printable
 from narrows.proto.events import EventFile
 from narrows.proto.keys import SiteKey, read_site_key
 from narrows.proto.messages import Header, Layout, Phase
@@ -84,8 +83,6 @@ class Link:
         self._said: deque[list[bytes]] = deque()
         self._error: BaseException | None = None
         """The end of the background thread."""
-        self._obstacle: NarrowsError | None = None
-        """Why nobody answers, as far as handshakes tell."""
         self._is_closing = self._is_open = False
         self._redial_at = math.inf
 
@@ -94,7 +91,8 @@ class Link:
     def control(self, peer: str, frames: list[bytes]) -> bool:
         """Queues a control message; the background thread sends it."""
         self._said.append(frames)
-        self._wake()
+        if self._is_open and threading.current_thread() is not self._thread:
+            self._workers.wake()
         return True
 
     def data(self, topic: str, header: bytes, payload: bytes) -> bool:
@@ -123,7 +121,7 @@ class Link:
         warm_up()
         self._events = None if self._events_path is None else EventFile(self._events_path)
         self._workers = Workers(1, "narrows-learner")
-        self._sockets = self._dial()
+        self._dial()
         self._is_open = True
         self._thread.start()
         moved_at, moved, tells_at = time.monotonic(), 0, time.monotonic() + HEARD_S
@@ -132,8 +130,8 @@ class Link:
             while not self._host.join(now := time.monotonic()):
                 self._raise()
                 if now >= tells_at and not session.connected:
-                    broker, patience_s = self._target.broker, self._join_timeout_s
-                    _log.warning("no answer from %s yet, trying for %g s", broker, patience_s)
+                    what = session.obstacle or f"no answer from {self._target.broker} yet"
+                    _log.warning("%s; trying for %g s", what, self._join_timeout_s)
                     tells_at = math.inf
                 seeding = session.connected and not session.beat.heads
                 # Who waits for version 0 of another learner does so as long as the broker answers.
@@ -170,28 +168,35 @@ class Link:
             self._host.leave(time.monotonic())
             while not session.ended and time.monotonic() < until:
                 self._wait()
-            session.abandon()
-            self._host.turn(time.monotonic())
-        self._close(linger_s=1.0)
+        self.abort(linger_s=1.0)
         if session.phase in (Phase.ENDING, Phase.ENDED) and not session.final:
             got = f"versions {[part.held for part in session.parts]}"
             raise Unfinished("the run has ended without this learner", got=got)
 
-    def abort(self) -> None:
-        """Leaves at once, whatever is on its way."""
+    def abort(self, linger_s: float = 0.1) -> None:
+        """Leaves at once, whatever is on its way; what was sent has `linger_s` to leave. A second
+        call is harmless."""
         with self._lock:
             self._host.session.abandon()
             self._host.turn(time.monotonic())
-        self._close(linger_s=0.1)
+        if self._is_open and not self._is_closing:
+            self._is_closing = True
+            self._workers.wake()
+            self._thread.join()  # It sends what is queued, such as the Bye.
+            self._sockets.close(linger_s)
+            self._workers.close()
+        if self._events is not None:
+            self._events.close()
 
     def stats(self) -> dict[str, Any]:
         """Counters of this incarnation; bytes are those on the line."""
         with self.session() as (session, _):
-            ledger, sender = session.ledger, self._host.sender
+            sender = self._host.sender
             return {
                 "incarnation": session.incarnation, "steps": session.steps,
-                "logged_tokens": ledger.logged, "merged_tokens": ledger.merged,
-                "lost_tokens": ledger.lost, "versions": [part.held for part in session.parts],
+                "logged_tokens": session.tokens, "merged_tokens": session.merged_tokens,
+                "lost_tokens": session.lost_tokens,
+                "versions": [part.held for part in session.parts],
                 "up_bytes": sender.sent_bytes, "down_bytes": sender.received_bytes,
             }  # fmt: skip
 
@@ -202,43 +207,26 @@ class Link:
         self._host.join(time.monotonic())
 
     def _raise(self) -> None:
-        error = self._error or self._host.session.refused
-        if error is None and not self._host.session.joined:
-            # Nobody may be there yet, but who does not admit our key will not do so by himself.
-            error = None if isinstance(self._obstacle, BrokerUnreachable) else self._obstacle
+        session = self._host.session
+        error = self._error or session.refused
+        if error is None and not session.joined and isinstance(session.obstacle, Refused):
+            # A broker may still come, but one that does not admit our key does not change its mind.
+            error = session.obstacle
         if error is not None:
             raise error
 
     def _unreachable(self) -> NarrowsError:
         broker, session = self._target.broker, self._host.session
-        if self._obstacle is not None:
-            return self._obstacle
         if not session.connected:
-            return BrokerUnreachable(
+            return session.obstacle or BrokerUnreachable(
                 f"no broker answered at {broker} within {self._join_timeout_s:g} s",
                 remedy="is it running, and may this machine reach the port? `narrows status` asks",
             )
         return BrokerUnreachable(
-            f"the broker at {broker} answers, but no data moved for {self._join_timeout_s:g} s:"
-            f" {self._sockets.blocked() or session.waits_for}",
+            f"the broker at {broker} answers, but no data moved for {self._join_timeout_s:g} s on"
+            f" {self._sockets.blocked()}",
             remedy="data needs the two ports after control: open them in the firewall",
         )
-
-    def _close(self, linger_s: float) -> None:
-        """Ends the thread, which sends what is queued, such as a Bye. A second call is harmless."""
-        if self._is_open and not self._is_closing:
-            self._is_closing = True
-            self._wake()
-            self._thread.join()
-            self._sockets.close(linger_s)
-            self._workers.close()
-        if self._events is not None:
-            self._events.close()
-
-    def _wake(self) -> None:
-        # The background thread sends what it has to say at the end of its turn.
-        if threading.current_thread() is not self._thread and self._is_open:
-            self._workers.wake()
 
     # The background thread.
 
@@ -279,13 +267,12 @@ class Link:
     def _on_handshake(self, outcome: Handshake, now: float) -> None:
         if outcome is Handshake.DISCONNECTED:
             return
-        self._obstacle = self._sockets.monitor.error(outcome)
+        self._host.session.obstacle = self._sockets.monitor.error(outcome)
         if outcome is Handshake.CONNECTED:
             self._redial_at = math.inf
             self._host.lost(now)  # Whoever answers now does not know this connection: say Hello.
-        elif self._redial_at == math.inf:
-            _log.warning("%s", self._obstacle)
-            self._redial_at = now + REDIAL_S
+        else:
+            self._redial_at = min(self._redial_at, now + REDIAL_S)
 
     def _redial(self) -> None:
         """Makes all sockets anew: keys may have been admitted or changed."""
@@ -296,31 +283,30 @@ class Link:
             except NarrowsError as error:
                 _log.warning("the key in use stays: %s", error)
         self._sockets.close(linger_s=0.0)
-        self._dials += 1
-        self._sockets = self._dial()
+        self._dial()
 
-    def _dial(self) -> _Sockets:
+    def _dial(self) -> None:
         # The keys of the broker that the site trusts take turns: one may be the next.
         servers = self._key.servers if self._key else ()
         server = servers[self._dials % len(servers)] if servers else ""
+        self._dials += 1
         incarnation, relay = self._host.session.incarnation, self._target.relay
-        return _Sockets(self._address, incarnation, self._key, server, relay)
+        self._sockets = _Sockets(self._address, incarnation, self._key, server, relay)
 
     def _saw(self, header: Header, published: F32) -> None:
-        digest = f"{header.result_digest:016x}"
+        fragment, version = header.fragment, header.version
         self._record(
-            {"event": "installed", "fragment": header.fragment, "version": header.version,
-             "digest": digest}
-        )  # fmt: skip
+            "installed", fragment=fragment, version=version, digest=f"{header.result_digest:016x}"
+        )
 
     def _noted(self, note: do.Note) -> None:
         level = logging.WARNING if note.warning else logging.INFO
         _log.log(level, "%s", printable(note.text))
-        self._record({"event": note.event, "text": note.text, **note.fields})
+        self._record(note.event, text=note.text)
 
-    def _record(self, record: dict[str, object]) -> None:
+    def _record(self, event: str, **fields: object) -> None:
         if self._events is not None:
-            self._events.write(record)
+            self._events.write({"event": event, **fields})
 
 
 class _Sockets:
@@ -386,14 +372,13 @@ class _Sockets:
         return bool(self._uplinks) and len(self._heard) == len(self._uplinks)
 
     def blocked(self) -> str:
-        """Names the data port on which nothing moves; "" before a Welcome has told of them."""
+        """Names the data port on which nothing moves, after a Welcome."""
         if self._opened is None:
-            return ""
+            return "its data ports"  # They are just being dialled anew.
         uplink, downlink, streams = self._opened
-        is_up = len(self._heard) == streams
-        if is_up and self._relay:
-            return f"the relay at {self._relay}"
-        return f"the downlink port {downlink}" if is_up else f"the uplink port {uplink}"
+        if len(self._heard) < streams:
+            return f"the uplink port {uplink}"
+        return f"the relay at {self._relay}" if self._relay else f"the downlink port {downlink}"
 
     def poll(self, wake_fd: int, wait_s: float) -> set[Any]:
         """Waits until something comes, somebody wakes, or the time is over."""

@@ -22,60 +22,62 @@ RAMP_STEPS_MIN: Final = 20
 class StepLog:
     """Tokens and the mean loss of what the coming step learns from.
 
-    Tokens that were logged since the last step count for the next one. `discard` drops them: a
-    loop that skips a step says so, because nobody sees a step that was not made.
+    What was logged since the last step counts for the next one; a loop that skips a step says so
+    with `discard`, because nobody sees a step that was not made. A device is never waited for.
     """
 
     def __init__(self) -> None:
-        self._tokens = 0
+        self._tokens = self._loss_tokens = 0
         self._loss: Loss | None = None
-        self._loss_tokens = 0
+        self._newest: float | None = None
+        self._coming: tuple[Tensor, torch.Event] | None = None
+        """A loss on its way from its device."""
 
     def add(self, tokens: int, loss: Loss | None) -> None:
-        """Raises LocalProtocolError MISUSE; never waits for a device."""
+        """Raises LocalProtocolError MISUSE."""
         if isinstance(tokens, Tensor):  # Reading it could wait for its device.
             remedy = "Count on the host, for instance batch.numel()."
             raise misuse("tokens is a tensor", expected="an int", remedy=remedy)
         count = operator.index(tokens)
         if count <= 0:
             raise misuse("tokens must be positive", expected="> 0", got=str(count))
-        value = None if loss is None else _detached(loss)
+        if isinstance(loss, Tensor):
+            if loss.numel() != 1:
+                raise misuse(
+                    "loss is not one number",
+                    expected="a float or a tensor of one element",
+                    got=f"shape {tuple(loss.shape)}",
+                    remedy="Log its mean: loss.mean().",
+                )
+            # A copy: the graph that made it may overwrite it at the next step.
+            loss = loss.item() if loss.is_cpu else loss.detach().clone()
         self._tokens += count
-        if value is None:
-            return
-        self._loss_tokens += count
-        share = count / self._loss_tokens
-        self._loss = value if self._loss is None else value * share + self._loss * (1.0 - share)
+        if loss is not None:
+            self._loss_tokens += count
+            share = count / self._loss_tokens
+            self._loss = loss if self._loss is None else loss * share + self._loss * (1.0 - share)
 
-    def take(self) -> tuple[int, Loss | None]:
-        """Tokens and mean loss since the last call; 0 tokens if nothing was logged."""
-        taken = self._tokens, self._loss
+    def discard(self) -> None:
+        """Drops what was logged since the last step."""
         self._tokens, self._loss, self._loss_tokens = 0, None, 0
-        return taken
 
-
-class HostLoss:
-    """Brings losses from a device to the host without ever waiting for the device."""
-
-    def __init__(self) -> None:
-        self._newest: float | None = None
-        self._coming: tuple[Tensor, torch.Event] | None = None
-
-    def newest(self, loss: Loss | None) -> float | None:
-        """The newest loss that has arrived: `loss` itself if it is on the host, else one from a
-        few steps ago, None before the first."""
+    def take(self) -> tuple[int, float | None]:
+        """Tokens since the last call, 0 if nothing was logged, and the newest mean loss that has
+        arrived: this step's if it is on the host, else one of a few steps ago, None before it."""
+        tokens, loss = self._tokens, self._loss
+        self.discard()
         if self._coming is not None and self._coming[1].query():
             self._newest = self._coming[0].item()
             self._coming = None
         if not isinstance(loss, Tensor):
-            self._newest = self._newest if loss is None else loss
+            self._newest = self._newest if loss is None else float(loss)
         elif self._coming is None:
             # One at a time: with one per step they would queue up behind a slow device.
             event = torch.Event(device=loss.device)
             copy = loss.to("cpu", non_blocking=True)
             event.record(torch.accelerator.current_stream(loss.device))
             self._coming = copy, event
-        return self._newest
+        return tokens, self._newest
 
 
 def bare_optimizers(optimizer: Any) -> list[Optimizer]:
@@ -114,18 +116,3 @@ def ramp_steps(optimizers: Sequence[Optimizer]) -> int:
         horizons = [math.ceil(1 / (1 - beta2) - 1e-6) for beta2 in beta2s if beta2 < 1]
         longest = max([longest, RAMP_STEPS_MIN, *horizons])
     return longest
-
-
-def _detached(loss: Loss) -> Loss:
-    """A float if the loss is on the host, else a tensor without its graph."""
-    if not isinstance(loss, Tensor):
-        return float(loss)
-    if loss.numel() != 1:
-        raise misuse(
-            "loss is not one number",
-            expected="a float or a tensor of one element",
-            got=f"shape {tuple(loss.shape)}",
-            remedy="Log its mean: loss.mean().",
-        )
-    # A copy: the graph that made it may overwrite it at the next step.
-    return loss.item() if loss.is_cpu else loss.detach().clone()

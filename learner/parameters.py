@@ -89,18 +89,18 @@ class Parameters:
         """
         address = self.tensors[piece.tensor].data_ptr()
         known = self._views.get(piece)
-        if known is None or known[0] != address:
-            known = self._views[piece] = (address, self._new_view(piece))
-        return known[1]
-
-    def _new_view(self, piece: Piece) -> Tensor:
+        if known is not None and known[0] == address:
+            return known[1]
         tensor: Tensor = self.tensors[piece.tensor].detach()
         if tensor.is_contiguous():
-            return tensor.view(-1)[piece.start : piece.start + piece.count]
-        row_elements = tensor.numel() // tensor.shape[0]
-        first, rest = divmod(piece.start, row_elements)
-        assert not rest and not piece.count % row_elements, "a piece is made of whole rows"
-        return tensor[first : first + piece.count // row_elements]
+            view = tensor.view(-1)[piece.start : piece.start + piece.count]
+        else:
+            row_elements = tensor.numel() // tensor.shape[0]
+            first, rest = divmod(piece.start, row_elements)
+            assert not rest and not piece.count % row_elements, "a piece is made of whole rows"
+            view = tensor[first : first + piece.count // row_elements]
+        self._views[piece] = address, view
+        return view
 
     def dtype(self, piece: Piece) -> DtypeName:
         """The parameter's own precision, to which adopted values are rounded."""
@@ -123,11 +123,23 @@ class Parameters:
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            save_file(_separate(self.state_dict()), unfinished, metadata=dict(metadata))
+            save_file(self._copies(), unfinished, metadata=dict(metadata))
             # A crash while the file is written leaves the older one whole.
             os.replace(unfinished, target)
         finally:
             unfinished.unlink(missing_ok=True)
+
+    def _copies(self) -> dict[str, Tensor]:
+        """The state on the host, contiguous and without shared memory, as safetensors demands."""
+        copies: dict[str, Tensor] = {}
+        for name, value in self.state_dict().items():
+            if not isinstance(value, Tensor):
+                raise misuse(
+                    f"the state {name!r} is no tensor, which safetensors cannot hold",
+                    remedy="Keep state_dict() with torch.save instead.",
+                )
+            copies[name] = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+        return copies
 
     def _entries(self, merge_rules: Mapping[str, str]) -> tuple[LayoutEntry, ...]:
         chosen = _chosen_rules(merge_rules, self.names)
@@ -239,49 +251,25 @@ def _chosen_rules(
 
 def _check_usable(module: nn.Module) -> None:
     """Refuses what cannot be exchanged, and names the parameter."""
-    trainable = 0
     for name, tensor in module.named_parameters():
-        problem, remedy = _problem(tensor)
-        if problem:
-            raise misuse(f"parameter {clean_name(name)!r} {problem}", remedy=remedy)
-        trainable += tensor.requires_grad
-    if not trainable:
+        if nn.parameter.is_lazy(tensor):
+            problem, remedy = "has no shape yet", "Run one forward pass first."
+        elif any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
+            problem = "is a DTensor"
+            remedy = "A learner is one process; sharded models are not supported."
+        elif tensor.is_meta:
+            problem = "is on the meta device"
+            remedy = "Give the model memory: model.to_empty(device=...)."
+        elif tensor.requires_grad and tensor.dtype not in DTYPES:
+            problem = f"has dtype {str(tensor.dtype).removeprefix('torch.')}"
+            remedy = f"Use one of {', '.join(DTYPES.values())} or freeze it."
+        elif tensor.requires_grad and not tensor.numel():
+            problem, remedy = "has no elements", "Remove or freeze it."
+        else:
+            continue
+        raise misuse(f"parameter {clean_name(name)!r} {problem}", remedy=remedy)
+    if not any(tensor.requires_grad for tensor in module.parameters()):
         raise misuse(
             "the model has no trainable parameter",
             remedy="Set requires_grad on what shall be trained before the Learner is made.",
         )
-
-
-def _problem(tensor: Tensor) -> tuple[str, str]:
-    """Fault of a parameter and its remedy; ("", "") if it can be exchanged."""
-    if nn.parameter.is_lazy(tensor):
-        return "has no shape yet", "Run one forward pass first."
-    if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
-        return "is a DTensor", "A learner is one process; sharded models are not supported."
-    if tensor.is_meta:
-        return "is on the meta device", "Give the model memory: model.to_empty(device=...)."
-    if tensor.layout != torch.strided:
-        return f"is sparse ({tensor.layout})", "Use a dense parameter."
-    if tensor.requires_grad and tensor.dtype not in DTYPES:
-        kind = str(tensor.dtype).removeprefix("torch.")
-        return f"has dtype {kind}", f"Use one of {', '.join(DTYPES.values())} or freeze it."
-    if tensor.requires_grad and not tensor.numel():
-        return "has no elements", "Remove or freeze it."
-    return "", ""
-
-
-def _separate(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Contiguous copies on the host; no two of them share memory, as safetensors demands."""
-    separate: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise misuse(
-                f"the state {name!r} is no tensor, which safetensors cannot hold",
-                remedy="Keep state_dict() with torch.save instead.",
-            )
-        tensor = value.detach().cpu().contiguous()
-        memory = tensor.untyped_storage().data_ptr()
-        separate[name] = tensor.clone() if memory in seen else tensor
-        seen.add(memory)
-    return separate

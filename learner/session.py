@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from statistics import median
-from typing import Final, NamedTuple
+from typing import Final
 
-from narrows.learner.effects import Effect, Note, Send, SendChunks, SendLayout
+from narrows.learner.effects import Effect, Note, Send, SendChunks
 from narrows.learner.fragment import FragmentSession, Pushed, Standing
 from narrows.proto import messages as msg
 from narrows.proto import timing
@@ -43,15 +43,6 @@ not heal them. Every other code refuses a message."""
 
 NO_NEWS: Final = msg.Beat("", Phase.SEEDING, (), (), 0.0, 0, 0.0, 0.0)
 """The newest Beat before the first."""
-
-
-class Ledger(NamedTuple):
-    """Tokens of this incarnation, each counted once. The rest of `logged` is on its way."""
-
-    logged: int
-    merged: int
-    lost: int
-    """Their work was overwritten by an adoption."""
 
 
 class Session:
@@ -81,6 +72,8 @@ class Session:
         self.paused: str | None = None
         self.connected = False
         """A Welcome has come since the last sign that the connection is gone."""
+        self.obstacle: NarrowsError | None = None
+        """Why nobody answers; set by the owner of the sockets, as far as handshakes tell."""
         self._fingerprint = fingerprint(layout)
         self._told: tuple[msg.Held, ...] = ()
         """Copies, as the newest Hello tells them."""
@@ -95,8 +88,10 @@ class Session:
         self._report_at = -math.inf
         self._reported = self._news
         self._leaving_at: float | None = None
-        self._warned_offline = ""
-        """The newest warning of an outage, offline or paused; "": there is none."""
+        self._warned_offline: set[str] = set()
+        """The warnings of the present outage."""
+        self._warned_given_up = False
+        """The warning that work is given up, until no fragment is far behind any more."""
         self._clock_floor = 0.0
 
     # What the training thread asks.
@@ -131,8 +126,8 @@ class Session:
         return seeding or self._offline_too_long(now) or any(map(self._in_lockstep, self.parts))
 
     def run_tokens(self, now: float) -> float:
-        """The run's clock in tokens. Between two Beats it goes on at the rate that the broker told;
-        it never falls, except when the broker has gone back to an older state."""
+        """The run's clock in tokens. Between two Beats it goes on at the rate that the broker told.
+        It never falls: it stands still while a broker of an older state has not caught up."""
         ahead_s = min(max(0.0, now - self._beat_at), EXTRAPOLATION_MAX_S)
         told = self.beat.run_tokens + self.beat.tokens_per_s * ahead_s
         self._clock_floor = max(self._clock_floor, told)
@@ -147,17 +142,14 @@ class Session:
         return "joining" if not self.joined else "waiting" if self.must_wait(now) else "connected"
 
     @property
-    def waits_for(self) -> str:
-        """A phrase for what a learner that has not joined yet still needs."""
-        lacking = [part.index for part in self.parts if part.held < 0]
-        return f"it waits for fragments {lacking}" if self.beat.heads else "it waits for version 0"
+    def merged_tokens(self) -> int:
+        """Logged tokens whose work is in versions; each fragment has its share of a token."""
+        return sum(part.merged_tokens for part in self.parts) // max(1, len(self.parts))
 
     @property
-    def ledger(self) -> Ledger:
-        """Fates of the logged tokens; a fragment has its share of each token."""
-        count = max(1, len(self.parts))
-        merged = sum(part.merged_tokens for part in self.parts) // count
-        return Ledger(self.tokens, merged, sum(part.lost_tokens for part in self.parts) // count)
+    def lost_tokens(self) -> int:
+        """Logged tokens whose work an adoption overwrote; the rest of them is on its way."""
+        return sum(part.lost_tokens for part in self.parts) // max(1, len(self.parts))
 
     # Control.
 
@@ -178,7 +170,7 @@ class Session:
             case msg.Bye():
                 self.connected = False  # It does not know us, or stops.
             case _:
-                self._warn("unexpected", f"{type(message).__name__} is not for learners")
+                self._note("unexpected", f"{type(message).__name__} is not for learners")
 
     def lost(self, now: float) -> None:
         """The connection is the first or another one: say Hello at once."""
@@ -186,11 +178,23 @@ class Session:
 
     def _welcome(self, welcome: msg.Welcome, now: float) -> None:
         epoch, settings = welcome.beat.epoch, welcome.settings
-        try:
-            self._open(settings)
-        except NarrowsError as error:
-            self.refused = refused(error.code, error)
+        sizes = settings.chunk_elements, settings.state_chunk_elements
+        if any(size & (size - 1) for size in sizes):
+            self.refused = Refused(
+                ErrorCode.BAD_MESSAGE,
+                "the broker cuts fragments into chunks that nobody can decode one by one",
+                expected="powers of two as chunk_elements and state_chunk_elements",
+                got=" and ".join(map(str, sizes)),
+                remedy="install the same version of narrows on both sides",
+            )
             return
+        if not self.parts:
+            try:
+                table = build_table(self.layout.entries, settings.fragments)
+            except NarrowsError as error:
+                self.refused = refused(error.code, error)
+                return
+            self.parts = tuple(FragmentSession(each, self.incarnation, settings) for each in table)
         renewed = epoch != self.epoch
         if renewed and self.epoch and self._told != self._holds():
             # A copy was completed after the Hello that this answers: the broker has not compared
@@ -198,13 +202,17 @@ class Session:
             self._hello(now)
             return
         if self._warned_offline:
-            self._warned_offline = ""
-            self.effects.append(Note("online", f"the broker is back, epoch {epoch}", {}))
+            self._warned_offline.clear()
+            self._note("online", f"the broker is back, epoch {epoch}", warning=False)
         self.connected, self.run_id, self.epoch = True, welcome.run_id, epoch
         self.settings, self.ports = settings, (welcome.uplink_port, welcome.downlink_port)
         self._refused_since = math.inf
         if renewed:
-            self._renew(welcome.go_back)
+            for part in self.parts:
+                part.new_epoch(settings, go_back=part.index in welcome.go_back)
+            if back := list(welcome.go_back):
+                text = f"fragments {back}: the broker's history is another, taking its versions"
+                self._note("went_back", text)
         self._take_beat(welcome.beat, now)
         for part in self.parts:
             part.expect(now, pull=True)
@@ -212,39 +220,12 @@ class Session:
                 # Whether it is merged is not known; the broker does not answer if it is.
                 self.effects.append(Send(part.push))
                 if renewed:
-                    self.effects.append(SendChunks(DataKind.PUSH, part.index, part.push_id, None))
+                    self.effects.append(SendChunks(DataKind.PUSH, part.index, part.push_id))
         if welcome.role is Role.SEED and not any(part.tip >= 0 for part in self.parts):
-            self.effects.append(SendLayout())
-            for part in self.parts:
-                self.effects.append(SendChunks(DataKind.SEED, part.index, 0, None))
+            self.effects.append(SendChunks(DataKind.LAYOUT))
+            self.effects += [SendChunks(DataKind.SEED, part.index) for part in self.parts]
         # At once: a new life of the broker knows neither what we hold nor how fast we are.
         self._report(now)
-
-    def _open(self, settings: msg.RunSettings) -> None:
-        """Cuts the model at the first Welcome. Raises NarrowsError if this run cannot go on so."""
-        sizes = settings.chunk_elements, settings.state_chunk_elements
-        if any(size & (size - 1) for size in sizes):
-            raise Refused(
-                ErrorCode.BAD_MESSAGE,
-                "the broker cuts fragments into chunks that nobody can decode one by one",
-                expected="powers of two as chunk_elements and state_chunk_elements",
-                got=" and ".join(map(str, sizes)),
-                remedy="install the same version of narrows on both sides",
-            )
-        if not self.parts:
-            table = build_table(self.layout.entries, settings.fragments)
-            self.parts = tuple(FragmentSession(each, self.incarnation, settings) for each in table)
-
-    def _renew(self, go_back: msg.Fragments) -> None:
-        """The broker has begun another life: what was on its way is gone with the old one."""
-        self._clock_floor = 0.0
-        for part in self.parts:
-            self.effects += part.new_epoch(self.settings, go_back=part.index in go_back)
-        if go_back:
-            text = (
-                f"fragments {list(go_back)}: the broker's history is another, taking its versions"
-            )
-            self._warn("went_back", text, fragments=list(go_back))
 
     def _take_beat(self, beat: msg.Beat, now: float) -> None:
         if beat.epoch != self.epoch or len(beat.heads) not in (0, len(self.parts)):
@@ -256,31 +237,32 @@ class Session:
 
     def _serve(self, fetch: msg.Fetch) -> None:
         """The broker lacks chunks. What it asks for may be settled meanwhile: then nothing."""
-        if fetch.kind is DataKind.LAYOUT:
-            self.effects.append(SendLayout())
-        elif fetch.fragment < len(self.parts):
-            part = self.parts[fetch.fragment]
-            waits = part.pushed is Pushed.WAITING and part.push_id == fetch.push_id
-            seeds = fetch.kind is DataKind.SEED and part.held < 0
-            if seeds or (fetch.kind is DataKind.PUSH and waits):
-                effect = SendChunks(fetch.kind, fetch.fragment, fetch.push_id, fetch.chunks)
-                self.effects.append(effect)
+        if fetch.fragment >= len(self.parts):
+            return
+        part = self.parts[fetch.fragment]
+        has = {
+            DataKind.LAYOUT: True,
+            DataKind.SEED: part.held < 0,
+            DataKind.PUSH: part.pushed is Pushed.WAITING and part.push_id == fetch.push_id,
+        }
+        if has.get(fetch.kind):
+            self.effects.append(SendChunks(fetch.kind, fetch.fragment, fetch.push_id, fetch.chunks))
 
     def _take_refusal(self, refuse: msg.Refuse, now: float) -> None:
         text = f"{refuse.code}: {refuse.message} {refuse.remedy}".rstrip()
         if refuse.push_id:
             if refuse.fragment < len(self.parts):
-                self.effects += self.parts[refuse.fragment].give_up(refuse.push_id)
-                self._warn("push_refused", text, fragment=refuse.fragment)
+                self.parts[refuse.fragment].give_up(refuse.push_id)
+                self._note("push_refused", f"fragment {refuse.fragment}: {text}")
         elif refuse.code not in RETRIED_S:
-            self._warn("refused", text)
+            self._note("refused", text)
         else:
             self.connected = False
             is_first, self._refused_since = now < self._refused_since, min(now, self._refused_since)
             if now - self._refused_since >= RETRIED_S[refuse.code]:
                 self.refused = refused(ErrorCode(refuse.code), refuse)
             elif is_first:
-                self._warn("refused", f"{text}; trying again")
+                self._note("refused", f"{text}; trying again")
 
     # Data.
 
@@ -292,10 +274,7 @@ class Session:
         if header.incarnation not in ("", self.incarnation):
             return False  # Its push_id tells the outcome of somebody else's push.
         self._data_at = now
-        part = self.parts[header.fragment]
-        if is_wanted := part.chunk(header, now):
-            self.effects += part.next_assembly()
-        return is_wanted
+        return self.parts[header.fragment].chunk(header, now)
 
     def assembled(self, header: msg.Header, now: float, *, agrees: bool) -> bool:
         """A copy is made; `header` is that of its chunk 0, which tells whose pushes it holds.
@@ -308,10 +287,9 @@ class Session:
         is_tip = part.assembled(header, now, agrees=agrees)
         if not agrees:
             text = f"fragment {part.index}: version {header.version} is damaged, fetching the state"
-            self._warn("digest_differs", text, fragment=part.index, version=header.version)
+            self._note("digest_differs", text)
         if part.pushed is Pushed.MERGED:
             self._moved_at = now
-        self.effects += part.next_assembly()
         return is_tip
 
     # The training thread.
@@ -342,7 +320,7 @@ class Session:
             part.pushed, self._moved_at = Pushed.WAITING, now
             if self.connected:
                 self.effects.append(Send(part.push))
-            self.effects.append(SendChunks(DataKind.PUSH, fragment, push_id, None))
+            self.effects.append(SendChunks(DataKind.PUSH, fragment, push_id))
 
     def sent(self, now: float) -> None:
         """A chunk of this learner has left: what it waits for is under way."""
@@ -353,8 +331,8 @@ class Session:
     ) -> None:
         """The push cannot be coded. Not `finite`: the parameters are nan or inf, so they are set
         back to the newest version, or this learner would never learn again."""
-        self._warn("encode_failed", f"fragment {fragment}: {reason}", fragment=fragment)
-        self.effects += self.parts[fragment].give_up(push_id, finite=finite)
+        self._note("encode_failed", f"fragment {fragment}: {reason}")
+        self.parts[fragment].give_up(push_id, finite=finite)
 
     def pause(self, reason: str | None) -> None:
         """The loop makes no steps for a while, so no round should wait for it; None: it does."""
@@ -379,25 +357,34 @@ class Session:
         """Adopts, then pushes, fragment by fragment."""
         if self.ended:
             return
-        run_ended, lost = self.phase is Phase.ENDED, self.ledger.lost
+        run_ended = self.phase is Phase.ENDED
         for part in self.parts:
             if run_ended and part.tip == part.head >= 0 and part.standing is not Standing.FINAL:
-                self.effects += part.adopt(0.0, final=True)
+                self.effects.append(part.adopt(0.0, final=True))
             elif not run_ended and part.can_adopt:
-                self.effects += part.adopt(self._keep(part))
+                self.effects.append(part.adopt(self._keep(part)))
             if not run_ended and self._pushes(part):
                 self._push_id += 1
-                self.effects += part.snapshot(self._push_id)
-        if (given_up := self.ledger.lost - lost) > 0 and not run_ended:
-            text = f"{given_up:,} tokens were learned on an old model and are given up"
-            self._warn("given_up", text, tokens=given_up)
+                self.effects.append(part.snapshot(self._push_id))
+        if all(part.head - part.held <= 1 for part in self.parts):
+            self._warned_given_up = False
 
     def _keep(self, part: FragmentSession) -> float:
         """The share of the unpushed work that an adoption keeps."""
         if self._slow:
             return 1.0  # It is pushed whole at this very boundary.
-        if part.tip - part.held > 1 or self.steps <= self.ramp_steps:
-            return 0.0  # Old work on an old point, or steps of an optimizer that warms up.
+        missed = part.tip - part.held
+        if missed > 1 and part.standing is Standing.BASED:
+            if part.tokens and not self._warned_given_up:
+                self._warned_given_up = True
+                text = (
+                    f"{missed} versions came out without this learner: what it has learned and"
+                    f" not sent since, {part.tokens:,} tokens, is given up"
+                )
+                self._note("given_up", text)
+            return 0.0  # Old work on an old point.
+        if self.steps <= self.ramp_steps:
+            return 0.0  # Steps of an optimizer that warms up.
         return 1.0 if self.stopping else self.settings.keep
 
     def _pushes(self, part: FragmentSession) -> bool:
@@ -448,6 +435,7 @@ class Session:
             if self._news != self._reported or now >= self._report_due:
                 self._report(now)
             self._ask(now)
+        self.effects += [each for part in self.parts if (each := part.next_assembly())]
         self._end_if_due(now)
 
     def deadline(self, now: float) -> float:
@@ -467,13 +455,13 @@ class Session:
 
     def _hello(self, now: float) -> None:
         if self.joined:
-            event, text = "offline", "the broker is not heard; training goes on"
+            event, what = "offline", "training goes on without the broker"
             if self._offline_too_long(now):
-                event, limit_s = "paused", self.settings.max_offline_s
-                text = f"the broker was not heard for {limit_s:.0f} s: training pauses"
-            if event != self._warned_offline:
-                self._warned_offline = event
-                self._warn(event, text)
+                event, what = "paused", f"{self.settings.max_offline_s:.0f} s offline: it pauses"
+            text = f"{what}: {self.obstacle or 'it is not heard'}"
+            if text not in self._warned_offline:
+                self._warned_offline.add(text)
+                self._note(event, text)
         self._hello_due, self._told = now + timing.HELLO_S, self._holds()
         hello = msg.Hello(
             msg.PROTOCOL, self.name, self.incarnation, self.run_id, self.epoch, self._fingerprint,
@@ -501,8 +489,6 @@ class Session:
 
     def _ask(self, now: float) -> None:
         """Fetches what is missing and due, within one window for all fragments."""
-        if not self.connected:
-            return
         asked = sum(each.asked for part in self.parts for each in part.arriving.values())
         room = self.settings.window_messages - asked
         for part in self.parts:
@@ -530,15 +516,15 @@ class Session:
             outcome = f"the outcome of its last pushes, of fragments {fragments}"
             lacking = "the run's final model" if ending else outcome
             reason = f"leaves without {lacking}"
-            self._warn("left", reason)
+            self._note("left", reason)
         else:
             return
         self._report(now)
         self.effects.append(Send(msg.Bye(reason[: msg.TEXT_CHARACTERS_MAX])))
         self.ended = True
 
-    def _warn(self, event: str, text: str, **fields: object) -> None:
-        self.effects.append(Note(event, text, fields, warning=True))
+    def _note(self, event: str, text: str, *, warning: bool = True) -> None:
+        self.effects.append(Note(event, text, warning))
 
     def check(self) -> None:
         """Asserts what always holds; the simulator calls it after every event."""
@@ -547,8 +533,7 @@ class Session:
             assert part.push is None or 0 < part.push.push_id <= self._push_id, part
         ids = [part.push.push_id for part in self.parts if part.push]
         assert len(ids) == len(set(ids)), ids
-        ledger = self.ledger
-        assert ledger.merged + ledger.lost <= ledger.logged, ledger
+        assert self.merged_tokens + self.lost_tokens <= self.tokens, self.parts
 
 
 def refused(code: ErrorCode, why: NarrowsError | msg.Refuse) -> Refused:

@@ -32,29 +32,25 @@ def join_target(
     has a name and may have a broker; `NARROWS_RELAY` names the relay of a site that has one. Raises
     ConfigError for a file or a name that cannot be used, or if something is missing."""
     file = key or os.environ.get("NARROWS_KEY")
-    broker = broker or os.environ.get("NARROWS_BROKER")
-    name = name or os.environ.get("NARROWS_NAME")
-    relay = parse_address(via) if (via := os.environ.get("NARROWS_RELAY")) else None
-    if not file:
-        return JoinTarget(*_complete(broker, name), relay=relay)
-    path = Path(file)
-    site = read_site_key(path)
-    broker, name = _complete(broker or site.broker, name or site.name)
-    if not speaks_for(site.name, name):
-        raise ConfigError(
-            f"the key in {path} is of another name",
-            expected=f"{site.name}, or {site.name}/PART",
-            got=name,
-            remedy=f"the site {name} needs a key of its own: narrows keys new FILE --name {name}",
-        )
-    return JoinTarget(broker, name, check_trust(site, path), path, relay)
-
-
-def _complete(broker: str | None, name: str | None) -> tuple[str, str]:
+    path = Path(file) if file else None
+    site = read_site_key(path) if path else None
+    broker = broker or os.environ.get("NARROWS_BROKER") or (site.broker if site else "")
+    name = name or os.environ.get("NARROWS_NAME") or (site.name if site else "")
     if not broker or not name:
         raise ConfigError(
             f"the learner's {'name' if broker else 'broker'} is missing",
             expected="broker and name, or a key file that has both",
             remedy="give both (broker=, name=, NARROWS_BROKER, NARROWS_NAME), or a key",
         )
-    return broker, check_name(name, "the learner's name")
+    check_name(name, "the learner's name")
+    if site and not speaks_for(site.name, name):
+        raise ConfigError(
+            f"the key in {path} is of another name",
+            expected=f"{site.name}, or {site.name}/PART",
+            got=name,
+            remedy=f"the site {name} needs a key of its own: narrows keys new FILE --name {name}",
+        )
+    if site and path:
+        check_trust(site, path)
+    via = os.environ.get("NARROWS_RELAY")
+    return JoinTarget(broker, name, site, path, parse_address(via) if via else None)

@@ -202,7 +202,7 @@ class Store(History):
         commit; call it on one thread."""
         query = "SELECT max(push_id) FROM contributions"
         query += " WHERE learner = ? AND incarnation = ? AND fragment = ?"
-        ((newest,),) = self._history.query(query, name_of(incarnation), incarnation, fragment)
+        ((newest,),) = self.query(query, name_of(incarnation), incarnation, fragment)
         return newest or 0
 
     def close(self) -> None:

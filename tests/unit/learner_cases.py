@@ -16,29 +16,11 @@ from narrows.broker.process.downlink import Connection
 from narrows.broker.process.host import Host
 from narrows.broker.store import Store
 from narrows.broker.syncer import events as ev
+from narrows.proto import codec, wire
 from narrows.proto import messages as msg
-from narrows.proto.codec import (
-    F32,
-    advance_copy,
-    decode_chunk,
-    digest_of,
-    encode_push,
-    encode_values,
-    values_of,
-)
+from narrows.proto.codec import F32
 from narrows.proto.layout import Fragment, build_table, fingerprint
 from narrows.proto.ports import Done
-from narrows.proto.wire import (
-    asked_topic,
-    decode_control,
-    decode_header,
-    digest,
-    encode_control,
-    encode_header,
-    live_topic,
-    pack_layout,
-    uplink_topic,
-)
 
 LAYOUT = msg.Layout(
     0,
@@ -87,13 +69,13 @@ class Wires:
         self.is_full = False
 
     def control(self, peer: str, frames: list[bytes]) -> bool:
-        self.controls.append((peer, decode_control(frames, msg.CONTROL_BYTES_MAX)))
+        self.controls.append((peer, wire.decode_control(frames, msg.CONTROL_BYTES_MAX)))
         return True
 
     def data(self, topic: str, header: bytes, payload: bytes, lossy: bool = False) -> bool:
         if self.is_full and not lossy:
             return False
-        self.datas.append((topic, decode_header(header), payload, lossy))
+        self.datas.append((topic, wire.decode_header(header), payload, lossy))
         return True
 
 
@@ -113,28 +95,21 @@ class House:
         self.config: BrokerConfig = load_broker(None, flags)
         self.start()
 
-    def start(self, *, durable: bool = False) -> None:
+    def start(self) -> None:
         """The next life; the last one may have been killed."""
         self.lives += 1
         self.wires, self.pool = Wires(), Pool()
-        self.store = Store(self.folder, durable=durable, reach=self.reach)
+        self.store = Store(self.folder, durable=False, reach=self.reached.append)
         self.host = Host(
-            self.config,
-            self.wires,
-            self.pool,
-            self.store,
-            self.now,
-            f"{self.lives:08x}",
-            now_unix=lambda: self.now,
-            reach=self.reach,
-            on_note=self.notes.append,
-        )
+            self.config, self.wires, self.pool, self.store, self.now, f"{self.lives:08x}",
+            now_unix=lambda: self.now, reach=self.reached.append, on_note=self.notes.append,
+        )  # fmt: skip
 
     def subscribe(self, incarnation: str) -> None:
         """A connection listens to publications and to what an incarnation has asked for."""
         connection = Connection(zlib.crc32(incarnation.encode()), self.lives)
         for stream in range(self.config.shared.streams):
-            for topic in (live_topic(stream), asked_topic(incarnation, stream)):
+            for topic in (wire.live_topic(stream), wire.asked_topic(incarnation, stream)):
                 self.host.downlink.listens(connection, topic, True, self.now)
 
     @property
@@ -142,9 +117,6 @@ class House:
         """Durable versions; empty before version 0."""
         model = self.host.pipeline.model
         return model.heads if model is not None else ()
-
-    def reach(self, place: str) -> None:
-        self.reached.append(place)
 
     def kill(self) -> None:
         """Ends a life as SIGKILL does: what the pool has not done is never done."""
@@ -181,10 +153,12 @@ class House:
 class HandLearner:
     """Says what a test has it say, and applies what it hears to its published copies."""
 
-    def __init__(self, house: House, name: str, *, life: int = 1, site: str | None = None) -> None:
-        self.house, self.name, self.site = house, name, site
-        self.incarnation = f"{name}.{life:08x}"
-        self.peer = f"{name}{life}".encode().hex()
+    site: str | None = None
+    """The site of its key; None: no key."""
+
+    def __init__(self, house: House, name: str) -> None:
+        self.house, self.name = house, name
+        self.incarnation, self.peer = f"{name}.00000001", name.encode().hex()
         self.table: tuple[Fragment, ...] = build_table(LAYOUT.entries, house.config.fragments.count)
         self.copies: list[F32 | None] = [None for _ in self.table]
         self.versions = [-1 for _ in self.table]
@@ -198,26 +172,20 @@ class HandLearner:
     # What it says.
 
     def say(self, message: msg.ControlMessage) -> bool:
-        return self.house.host.control(
-            self.peer, self.site, encode_control(message), self.house.now
-        )
+        frames = wire.encode_control(message)
+        return self.house.host.control(self.peer, self.site, frames, self.house.now)
 
     def hello(self, *, listens: bool = True) -> None:
         held = tuple(
-            msg.Held(version, 0 if copy is None else digest_of(copy))
+            msg.Held(version, 0 if copy is None else codec.digest_of(copy))
             for version, copy in zip(self.versions, self.copies, strict=True)
         )
         self.say(
             msg.Hello(
-                protocol=msg.PROTOCOL,
-                name=self.name,
-                incarnation=self.incarnation,
-                run_id=self.run_id,
-                epoch=self.epoch,
-                fingerprint=fingerprint(LAYOUT),
-                held=held if self.run_id else (),
+                msg.PROTOCOL, self.name, self.incarnation, self.run_id, self.epoch,
+                fingerprint(LAYOUT), held if self.run_id else (),
             )
-        )
+        )  # fmt: skip
         if listens:
             self.house.subscribe(self.incarnation)
         if welcomes := self.heard(msg.Welcome):
@@ -229,12 +197,12 @@ class HandLearner:
 
     def seed(self, values: list[F32], *, damaged: bytes | None = None) -> None:
         """Sends layout and parameters; `damaged` is the last chunk's payload."""
-        self.send(msg.DataKind.LAYOUT, 0, 0, 0, 0, msg.LOSSLESS, pack_layout(LAYOUT))
+        self.send(msg.DataKind.LAYOUT, 0, 0, 0, 0, msg.LOSSLESS, wire.pack_layout(LAYOUT))
         elements = self.house.config.shared.state_chunk_elements
         chunks = [
             (fragment.index, chunk.index, chunk.payload)
             for fragment, each in zip(self.table, values, strict=True)
-            for chunk in encode_values(fragment, each, chunk_elements=elements)
+            for chunk in codec.encode_values(fragment, each, chunk_elements=elements)
         ]
         if damaged is not None:
             chunks[-1] = *chunks[-1][:2], damaged
@@ -248,14 +216,10 @@ class HandLearner:
         self.push_id += 1
         copy, settings = self.copies[fragment], self.house.config.shared
         assert copy is not None
-        chunks = encode_push(
-            self.table[fragment],
-            copy,
-            copy - gradient,
-            codec=settings.push_codec,
-            rho=settings.push_rho,
-            chunk_elements=settings.chunk_elements,
-        )
+        chunks = codec.encode_push(
+            self.table[fragment], copy, copy - gradient, codec=settings.push_codec,
+            rho=settings.push_rho, chunk_elements=settings.chunk_elements,
+        )  # fmt: skip
         self.payloads = {chunk.index: chunk.payload for chunk in chunks}
         if announce:
             self.say(msg.Push(fragment, self.push_id, self.versions[fragment], tokens, 1))
@@ -265,34 +229,18 @@ class HandLearner:
 
     def send_chunk(self, fragment: int, index: int, payload: bytes | None = None) -> None:
         payload = self.payloads[index] if payload is None else payload
-        base, codec = self.versions[fragment], self.house.config.codec.push
-        self.send(msg.DataKind.PUSH, fragment, base, self.push_id, index, codec, payload)
+        base, name = self.versions[fragment], self.house.config.codec.push
+        self.send(msg.DataKind.PUSH, fragment, base, self.push_id, index, name, payload)
 
     def send(
-        self,
-        kind: msg.DataKind,
-        fragment: int,
-        version: int,
-        push_id: int,
-        chunk: int,
-        codec: msg.CodecName,
-        payload: bytes,
-        *,
-        payload_digest: int | None = None,
-    ) -> bool:
+        self, kind: msg.DataKind, fragment: int, version: int, push_id: int, chunk: int,
+        codec: msg.CodecName, payload: bytes, *, payload_digest: int | None = None,
+    ) -> bool:  # fmt: skip
+        digest = wire.digest(payload) if payload_digest is None else payload_digest
         header = msg.Header(
-            self.epoch,
-            kind,
-            self.incarnation,
-            fragment,
-            version,
-            push_id,
-            chunk,
-            codec,
-            digest(payload) if payload_digest is None else payload_digest,
-            0,
+            self.epoch, kind, self.incarnation, fragment, version, push_id, chunk, codec, digest, 0
         )
-        frames = [uplink_topic(0).encode(), encode_header(header), payload]
+        frames = [wire.uplink_topic(0).encode(), wire.encode_header(header), payload]
         return self.house.host.data(self.site, frames, self.house.now)
 
     # What it hears.
@@ -315,7 +263,7 @@ class HandLearner:
                 continue
             key = header.kind, header.fragment, header.version
             self._parts.setdefault(key, {})[header.chunk] = header, payload
-            assert digest(payload) == header.payload_digest
+            assert wire.digest(payload) == header.payload_digest
             self._adopt(*key)
 
     def _adopt(self, kind: msg.DataKind, fragment: int, version: int) -> None:
@@ -328,17 +276,17 @@ class HandLearner:
         if not is_state and self.versions[fragment] != version - 1:
             return
         chunks = [
-            decode_chunk(each, parts[i][0].codec, elements, i, parts[i][1])
+            codec.decode_chunk(each, parts[i][0].codec, elements, i, parts[i][1])
             for i in range(len(parts))
         ]
         before = self.copies[fragment]
         if is_state:
-            copy = values_of(each, chunks)
+            copy = codec.values_of(each, chunks)
         else:
             assert before is not None
-            copy = advance_copy(each, before, chunks)
+            copy = codec.advance_copy(each, before, chunks)
             self.outcomes.append(parts[0][0].contributors)
-        assert digest_of(copy) == parts[0][0].result_digest, "another published copy"
+        assert codec.digest_of(copy) == parts[0][0].result_digest, "another published copy"
         self.copies[fragment], self.versions[fragment] = copy, version
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from narrows.learner.effects import Assemble, Effect, Send, SendChunks, Snapshot
+from msgspec.structs import replace
+
+from narrows.learner.effects import Assemble, Effect, Note, Send, SendChunks, Snapshot
 from narrows.learner.session import Session
 from narrows.proto import messages as msg
 from narrows.proto.messages import Contributor, DataKind, Header, Mode, Phase, Role
@@ -12,20 +14,11 @@ from narrows.proto.messages import Contributor, DataKind, Header, Mode, Phase, R
 NAME = "site-a"
 INCARNATION = "site-a.0000000a"
 EPOCH, EPOCH_2 = "1-0000000a", "2-0000000b"
-LAYOUT = msg.Layout(
-    0,
-    (
-        msg.LayoutEntry("a", (4, 256), "float32", "rda"),
-        msg.LayoutEntry("b", (4, 256), "float32", "rda"),
-    ),
-)
+LAYOUT = msg.Layout(0, tuple(msg.LayoutEntry(name, (4, 256), "float32", "rda") for name in "ab"))
 SETTINGS = msg.RunSettings(
     fragments=2, sync_period_steps=4, chunk_elements=256, state_chunk_elements=256
 )
-DILOCO = msg.RunSettings(
-    mode=Mode.DILOCO, fragments=2, sync_period_steps=4, overlap_steps=0, keep=0.0,
-    chunk_elements=256, state_chunk_elements=256,
-)  # fmt: skip
+DILOCO = replace(SETTINGS, mode=Mode.DILOCO, overlap_steps=0, keep=0.0)
 CHUNKS = 4
 """Chunks of each of the two fragments."""
 
@@ -48,21 +41,22 @@ class Seat:
 
     # What the session has done.
 
-    def take(self, kind: type[E]) -> list[E]:
-        """The effects of a kind since they were last taken."""
+    def take(self, kind: type[E] | tuple[type[E], ...]) -> list[E]:
+        """The effects of a kind, or of several, since they were last taken."""
         taken: list[Any] = [each for each in self.log if isinstance(each, kind)]
         self.log = [each for each in self.log if not isinstance(each, kind)]
         return taken
 
     def sent(self, kind: type[E]) -> list[E]:
         """The control messages of a kind since they were last taken."""
-        messages = [each.message for each in self.log if isinstance(each, Send)]
-        self.log = [
-            each
-            for each in self.log
-            if not (isinstance(each, Send) and isinstance(each.message, kind))
-        ]
-        return [message for message in messages if isinstance(message, kind)]
+        sends = [each for each in self.log if isinstance(each, Send)]
+        taken = [each for each in sends if isinstance(each.message, kind)]
+        self.log = [each for each in self.log if each not in taken]
+        return [each.message for each in taken]  # type: ignore[misc]
+
+    def noted(self) -> list[str]:
+        """The events of the notes since they were last taken."""
+        return [each.event for each in self.take(Note)]
 
     def done(self) -> None:
         """The host's part after an event."""
@@ -173,6 +167,15 @@ class Seat:
     def leave(self) -> None:
         self.session.leave(self.now)
         self.done()
+
+
+def waiting() -> Seat:
+    """A learner on version 0 whose push 1, 8 tokens of fragment 0, is announced and sent."""
+    seat = joined()
+    seat.told(collecting=(0,))
+    seat.step()
+    seat.encode()
+    return seat
 
 
 def joined(settings: msg.RunSettings = SETTINGS, version: int = 0) -> Seat:

@@ -8,9 +8,8 @@ import torch
 from arrays import LAYOUT, Arrays
 from msgspec.structs import replace
 
-from narrows.learner.island import Island
+from narrows.learner.island import Adoption, CodedPush, Copy, Island
 from narrows.learner.parameters import Parameters
-from narrows.learner.push import Adoption, CodedPush, Copy
 from narrows.proto.codec import F32, decode_chunk, values_of
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.layout import Fragment, build_table

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from seat import DILOCO, joined
+from seat import DILOCO, joined, waiting
 
-from narrows.learner.effects import Adopt, Forget, Note, SendChunks, Snapshot
-from narrows.learner.session import Ledger
+from narrows.learner.effects import Adopt, SendChunks, Snapshot
 from narrows.proto import messages as msg
 from narrows.proto.messages import DataKind, Phase
 
@@ -22,16 +21,13 @@ def test_a_learner_pushes_what_an_open_round_asks_for_once() -> None:
     seat.session.encoded(1, 1, seat.now)
     seat.step(8)
     assert seat.sent(msg.Push) == [msg.Push(1, 1, 0, 17, 2)]
-    assert seat.take(SendChunks) == [SendChunks(DataKind.PUSH, 1, 1, None)]
+    assert seat.take(SendChunks) == [SendChunks(DataKind.PUSH, 1, 1)]
     assert not seat.take(Snapshot)
 
 
 def test_a_round_that_is_over_is_not_answered() -> None:
     """The Beat of the round's launch is still the newest when its version has been adopted."""
-    seat = joined()
-    seat.told(collecting=(0,))
-    seat.step()
-    seat.encode()
+    seat = waiting()
     seat.publish(0, 1, 1)
     seat.step()
     assert [each.version for each in seat.take(Adopt)] == [1]
@@ -49,16 +45,12 @@ def test_a_round_on_a_version_that_is_not_here_yet_is_answered_after_its_adoptio
     assert not seat.take(Snapshot)
     seat.publish(0, 1)
     seat.step()
-    assert [type(each) for each in seat.log if isinstance(each, Adopt | Snapshot)] == [
-        Adopt,
-        Snapshot,
-    ]
-    assert seat.take(Snapshot) == [Snapshot(0, 1, 1)]
+    assert [type(each) for each in seat.take((Adopt, Snapshot))] == [Adopt, Snapshot]
 
 
 def test_an_adoption_keeps_half_and_says_whether_the_push_is_merged() -> None:
-    seat = joined()
-    seat.told(collecting=(0, 1))
+    seat = waiting()
+    seat.told(collecting=(1,))
     seat.step()
     seat.encode()
     seat.publish(0, 1, 1)
@@ -68,8 +60,8 @@ def test_an_adoption_keeps_half_and_says_whether_the_push_is_merged() -> None:
         Adopt(0, 1, 1, 0.5, merged=True, overwrite=False),
         Adopt(1, 1, 2, 0.5, merged=False, overwrite=False),
     ]
-    assert seat.take(Forget) == [Forget(0, 1)]
-    assert seat.session.ledger == Ledger(16, 4, 0)  # Half of the model's share of 8 tokens.
+    assert [part.push_id for part in seat.session.parts] == [0, 2]
+    assert (seat.session.merged_tokens, seat.session.lost_tokens) == (4, 0), "half of the model"
     seat.publish(1, 2, 2)
     seat.step()
     assert seat.take(Adopt) == [Adopt(1, 2, 2, 0.5, merged=True, overwrite=False)]
@@ -89,11 +81,11 @@ def test_an_adoption_waits_until_the_push_is_coded() -> None:
 
 def test_a_slow_learner_pushes_at_every_boundary_and_keeps_everything() -> None:
     seat = joined()
-    for _ in range(3):
-        seat.step(after_s=2.0)
+    for step_s in (1.0, 1.0, 2.0, 2.0):
+        assert not seat.take(Snapshot), "half a period is not slow"
+        seat.step(after_s=step_s)
         seat.told(period_s=3.0)
-        seat.encode()
-    seat.take(Adopt)
+    assert len(seat.encode()) == 2
     seat.publish(0, 1)
     seat.publish(0, 2, 1)
     seat.step(after_s=2.0)
@@ -102,26 +94,19 @@ def test_a_slow_learner_pushes_at_every_boundary_and_keeps_everything() -> None:
     assert [each.base for each in seat.take(Snapshot) if each.fragment == 0] == [2]
 
 
-def test_a_step_of_less_than_half_a_period_is_not_slow() -> None:
-    seat = joined()
-    for _ in range(3):
-        seat.step(after_s=1.0)
-        seat.told(period_s=3.0)
-    assert not seat.take(Snapshot)
-
-
-def test_work_of_an_absence_is_not_kept_but_its_waiting_push_is() -> None:
-    seat = joined()
-    seat.told(collecting=(0,))
-    seat.step(8)
-    seat.encode()
+def test_work_of_an_absence_is_given_up_but_its_waiting_push_is_not() -> None:
+    seat = waiting()
     seat.step(9)
-    seat.publish(0, 1)
-    seat.publish(0, 2)
-    seat.step(10)
-    assert seat.take(Adopt) == [Adopt(0, 2, 1, 0.0, merged=False, overwrite=False)]
-    assert not seat.take(Forget)
-    assert seat.session.ledger.lost == (9 + 10) // 2
+    for absence in (1, 2):
+        seat.told(heads=(2 * absence, 2 * absence))
+        for fragment in range(2):
+            for version in (2 * absence - 1, 2 * absence):
+                seat.publish(fragment, version)
+            seat.step(10)
+        assert seat.noted() == ["given_up"], "once for an absence, whatever the fragments"
+    first = seat.take(Adopt)[0]
+    assert first == Adopt(0, 2, 1, 0.0, merged=False, overwrite=False)
+    assert seat.session.parts[0].push_id == 1 and seat.session.parts[0].lost_tokens > 9 + 10
 
 
 def test_nothing_is_kept_in_the_ramp_of_a_newcomer() -> None:
@@ -132,6 +117,7 @@ def test_nothing_is_kept_in_the_ramp_of_a_newcomer() -> None:
     seat.publish(0, 2)
     seat.step()
     assert [each.keep for each in seat.take(Adopt)] == [0.0, 0.5]
+    assert not seat.noted(), "it is meant so"
 
 
 @pytest.mark.parametrize("how", ["refused", "not coded"])
@@ -144,7 +130,7 @@ def test_the_work_of_a_push_that_fails_counts_as_unpushed_again(how: str) -> Non
         seat.refuse("bad_payload", 0, 1)
     else:
         seat.fail()
-    assert seat.take(Forget) == [Forget(0, 1)]
+    assert seat.session.parts[0].push is None
     seat.step(9)
     assert seat.take(Snapshot) == [Snapshot(0, 2, 0)]
     seat.session.encoded(0, 2, seat.now)
@@ -157,7 +143,7 @@ def test_parameters_that_are_not_finite_are_set_back_to_the_base() -> None:
     seat.told(collecting=(0,))
     seat.step()
     seat.fail(finite=False)
-    assert [each.event for each in seat.take(Note)] == ["encode_failed"]
+    assert seat.noted() == ["encode_failed"]
     seat.step()
     (adopt,) = seat.take(Adopt)
     assert (adopt.fragment, adopt.version, adopt.overwrite) == (0, 0, True)
@@ -165,33 +151,22 @@ def test_parameters_that_are_not_finite_are_set_back_to_the_base() -> None:
     assert [each.fragment for each in seat.take(Snapshot)] == [0]
 
 
-def test_a_lockstep_learner_pushes_after_its_steps_and_waits_for_the_version() -> None:
-    seat = joined(DILOCO)
-    for _ in range(3):
-        seat.step()
-        assert not seat.take(Snapshot) and not seat.session.must_wait(seat.now)
-    seat.step()
-    assert len(seat.take(Snapshot)) == 2
-    assert seat.session.must_wait(seat.now)
-    for fragment in range(2):
-        seat.session.encoded(fragment, fragment + 1, seat.now)
-        seat.publish(fragment, 1, fragment + 1)
-    seat.rest()
-    assert [(each.keep, each.merged) for each in seat.take(Adopt)] == [(0.0, True), (0.0, True)]
-    assert seat.session.must_wait(seat.now), "no Beat has said that the run goes on"
-    seat.told(heads=(1, 1))
-    assert not seat.session.must_wait(seat.now)
-
-
-def test_a_lockstep_learner_that_was_passed_by_waits_before_its_next_push() -> None:
+@pytest.mark.parametrize("passed_by", [False, True])
+def test_a_lockstep_learner_pushes_after_its_steps_and_waits_for_the_version(
+    passed_by: bool,
+) -> None:
     seat = joined(DILOCO)
     for _ in range(4):
+        assert not seat.take(Snapshot) and not seat.session.must_wait(seat.now)
         seat.step()
-    seat.encode()
+    assert len(seat.encode()) == 2 and seat.session.must_wait(seat.now)
     for fragment in range(2):
-        seat.publish(fragment, 1)
-    seat.told(heads=(1, 1))
+        seat.publish(fragment, 1, *() if passed_by else (fragment + 1,))
     seat.rest()
+    assert [each[3:5] for each in seat.take(Adopt)] == 2 * [(0.0, not passed_by)]
+    if not passed_by:
+        assert seat.session.must_wait(seat.now), "no Beat has said that the run goes on"
+    seat.told(heads=(1, 1))
     for _ in range(4):
         assert not seat.session.must_wait(seat.now)
         seat.step()
@@ -199,28 +174,17 @@ def test_a_lockstep_learner_that_was_passed_by_waits_before_its_next_push() -> N
 
 
 def test_waiting_pushes_are_announced_at_every_welcome_and_sent_again_to_a_new_life() -> None:
-    seat = joined()
-    seat.told(collecting=(0,))
-    seat.step()
-    seat.encode()
+    seat = waiting()
     (push,) = seat.sent(msg.Push)
     seat.welcome()
     assert seat.sent(msg.Push) == [push] and not seat.take(SendChunks)
     seat.restart()
     seat.welcome()
     assert seat.sent(msg.Push) == [push]
-    assert seat.take(SendChunks) == [SendChunks(DataKind.PUSH, 0, 1, None)]
-
-
-def test_a_push_that_is_already_in_the_copy_is_not_announced_again() -> None:
-    seat = joined()
-    seat.told(collecting=(0,))
-    seat.step()
-    seat.encode()
+    assert seat.take(SendChunks) == [SendChunks(DataKind.PUSH, 0, 1)]
     seat.publish(0, 1, 1)
-    seat.sent(msg.Push)
     seat.welcome(heads=(1, 0))
-    assert not seat.sent(msg.Push)
+    assert not seat.sent(msg.Push), "a version that is here holds it"
 
 
 def test_the_broker_gets_chunks_of_waiting_pushes_only() -> None:
@@ -233,22 +197,20 @@ def test_the_broker_gets_chunks_of_waiting_pushes_only() -> None:
     seat.encode()
     seat.hear(ask)
     assert seat.take(SendChunks) == [SendChunks(DataKind.PUSH, 0, 1, ((2, 1),))]
-    seat.hear(msg.Fetch(DataKind.PUSH, 0, 0, 7, ((2, 1),)))
-    seat.hear(msg.Fetch(DataKind.PUSH, 9, 0, 1, ((2, 1),)))
-    seat.hear(msg.Fetch(DataKind.SEED, 0, 0, 0, ((2, 1),)))
+    for kind, fragment, push_id in (
+        (DataKind.PUSH, 0, 7), (DataKind.PUSH, 9, 1), (DataKind.SEED, 0, 0),
+    ):  # fmt: skip
+        seat.hear(msg.Fetch(kind, fragment, 0, push_id, ((2, 1),)))
     assert not seat.take(SendChunks)
 
 
-def test_the_state_tells_whether_it_holds_the_waiting_push() -> None:
-    for held, merged in ((0, False), (1, True)):
-        seat = joined()
-        seat.told(collecting=(0,))
-        seat.step()
-        seat.encode()
-        seat.told(heads=(20, 0))
-        seat.state(0, 20, push_id=held)
-        seat.step()
-        assert seat.take(Adopt) == [Adopt(0, 20, 1, 0.0, merged=merged, overwrite=False)]
+@pytest.mark.parametrize("held", [0, 1])
+def test_the_state_tells_whether_it_holds_the_waiting_push(held: int) -> None:
+    seat = waiting()
+    seat.told(heads=(20, 0))
+    seat.state(0, 20, push_id=held)
+    seat.step()
+    assert seat.take(Adopt) == [Adopt(0, 20, 1, 0.0, merged=bool(held), overwrite=False)]
 
 
 def test_no_step_of_a_run_that_ends_is_halved() -> None:
