@@ -62,7 +62,8 @@ class Demo:
         """Goal of the run, as its broker says. It must be serving."""
         address = re.search(r"serving on (tcp://[\d.:]+)", log_of(self.run.folder, "broker"))
         assert address is not None
-        answer = self.run.ask("status", address[1], "--json")
+        key = self.run.folder / f"{LEARNERS[0]}.key"
+        answer = self.run.ask("status", address[1], "--key", str(key), "--json")
         assert answer.code == 0, answer.err
         return int(json.loads(answer.out)["goal_tokens"])
 
@@ -77,7 +78,7 @@ class Demo:
         with suppress(psutil.NoSuchProcess):  # The demo itself has ended.
             for one in psutil.Process(self.child.pid).children(recursive=True):
                 with suppress(psutil.Error):
-                    if name in one.cmdline():
+                    if name == one.name():
                         found.append(one)
         return found
 
@@ -94,7 +95,8 @@ class Demo:
                     one.resume()
 
     def result(self) -> Result:
-        return Result.of(json.loads(self._results.read_text()))
+        (row,) = json.loads(self._results.read_text())["rows"]
+        return Result.of(row)
 
 
 def log_of(folder: Path, name: str) -> str:

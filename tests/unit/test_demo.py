@@ -16,6 +16,7 @@ from rich.console import Console
 from narrows.bench.demo import SPARKS, SPARKS_MAX, STEP_TOKENS, Story, demo, report, sparkline
 from narrows.bench.reference.gpt import PRESETS
 from narrows.proto.errors import ConfigError
+from narrows.proto.keys import AllowList
 
 
 def status(
@@ -25,16 +26,16 @@ def status(
     return {"phase": phase, "run_tokens": run_tokens, "learners": {"b": victim}}
 
 
-def begun(seeding_s: float = 10.0) -> Story:
-    """A run of 100 tokens that has just begun."""
+@pytest.fixture
+def story() -> Story:
+    """A run of 100 tokens that has just begun; its start took 10 seconds."""
     story = Story("b", 100, started_at=0.0)
-    assert story.hear(status(0, phase="seeding"), seeding_s / 2) is None
-    assert story.hear(status(0), seeding_s) is None
+    assert story.hear(status(0, phase="seeding"), 5.0) is None
+    assert story.hear(status(0), 10.0) is None
     return story
 
 
-def test_the_victim_dies_returns_and_contributes_once_each() -> None:
-    story = begun()
+def test_the_victim_dies_returns_and_contributes_once_each(story: Story) -> None:
     assert story.hear(status(39), 40.0) is None and story.tell() == ""
     assert story.hear(status(40), 50.0) == "kill" and "was killed" in story.tell()
     assert story.hear(status(50), 60.0) is None
@@ -48,17 +49,16 @@ def test_the_victim_dies_returns_and_contributes_once_each() -> None:
     assert story.rejoin_s == 12.0 and "after 12.0 s" in story.tell()
 
 
-def test_it_returns_soon_where_the_rest_of_the_run_is_short() -> None:
-    story = begun(seeding_s=10.0)
+def test_it_returns_soon_where_the_rest_of_the_run_is_short(story: Story) -> None:
     assert story.hear(status(45), 20.0) == "kill"
     assert story.hear(status(45), 20.9) is None, "it is dead for a second, so that it is seen"
     # The rest takes 13 s at this pace, and the start of all took 10.
     assert story.hear(status(45), 21.0) == "return"
 
 
-def test_it_is_killed_as_long_as_the_run_has_not_ended() -> None:
-    assert begun().hear(status(100, phase="ending"), 11.0) == "kill"
-    assert begun().hear(status(100, phase="ended"), 11.0) is None
+def test_it_is_killed_as_long_as_the_run_has_not_ended(story: Story) -> None:
+    assert story.hear(status(100, phase="ended"), 11.0) is None
+    assert story.hear(status(100, phase="ending"), 11.0) == "kill"
 
 
 def test_a_sparkline_shows_the_course() -> None:
@@ -95,16 +95,16 @@ def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_the_shortest_demo_kills_too(tmp_path: Path) -> None:
     """The victim comes back to a run that is over, and has its final model, or comes too late."""
-    results, picture = tmp_path / "results.json", tmp_path / "demo.svg"
+    kept, results, picture = (tmp_path / name for name in ("kept", "results.json", "demo.svg"))
     done = subprocess.run(
         [
             sys.executable, "-m", "narrows", "demo", "--learners", "2", "--steps", "80",
-            "--keep", str(tmp_path / "kept"), "--json", str(results), "--picture", str(picture),
+            "--keep", str(kept), "--json", str(results), "--picture", str(picture),
         ],
         capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    facts = json.loads(results.read_text())
+    (facts,) = json.loads(results.read_text())["rows"]
     assert facts["killed"]
     assert facts["digests_compared"] > 0 == facts["digests_differing"]
     assert facts["loss_global"] < math.log(256) - 2
@@ -114,4 +114,6 @@ def test_the_shortest_demo_kills_too(tmp_path: Path) -> None:
     assert moved < facts["data_parallel_bytes"] / 10
     told = " ".join(done.stdout.split())
     assert f"{facts['data_parallel_bytes'] / moved:.0f} times as much" in told
+    assert max(map(len, done.stdout.splitlines())) <= 100
     assert "was killed" in picture.read_text().replace("&#160;", " ")
+    assert set(AllowList.read(kept / "keys").sites) == {"site-a", "site-b"}
