@@ -19,7 +19,6 @@ from typing import Final
 from narrows.bench.kit.rows import Column, Json, Row, bench
 from narrows.bench.kit.run import TOKENS, Run, Toy
 from narrows.bench.reference.worker import need_torch
-from narrows.proto.errors import ConfigError
 
 PARAMS: Final = 1 << 12
 FRAGMENTS: Final = 4
@@ -93,21 +92,14 @@ class TrainedCell:
 
 
 def fairness(
-    *,
-    short: bool = False,
-    json: Json = None,
-    minutes: float = 3.0,
-    train: bool = False,
-    seeds: int = 1,
+    *, short: bool = False, json: Json = None, train: bool = False, seeds: int = 1
 ) -> None:
     """Measure the share of its own tokens that each of several unequal learners has merged.
 
     Parameters
     ----------
     short
-        Two mixes for 15 seconds each.
-    minutes
-        Length of a cell; there are five.
+        Two mixes for 15 seconds each instead of five for 3 minutes.
     train
         Instead: validation loss of mixes of speeds at equal tokens, a minute for each.
     seeds
@@ -115,13 +107,11 @@ def fairness(
     """
     need_torch()
     if train:
-        mixes = list(TRAINED)[:1] if short else TRAINED
+        mixes = list(TRAINED)[:1] if short else list(TRAINED)
         trained = [TrainedCell(mix, seed) for mix in mixes for seed in range(1, seeds + 1)]
         bench("fairness", trained, measure_loss, TRAINED_COLUMNS, headline_losses, json=json)
         return
-    if not minutes > 0:
-        raise ConfigError("--minutes", expected="> 0", got=str(minutes))
-    cells = [Cell(each, 0.25) for each in SHORT] if short else [Cell(m, minutes) for m in MIXES]
+    cells = [Cell(each, 0.25) for each in SHORT] if short else [Cell(each, 3.0) for each in MIXES]
     bench("fairness", cells, measure, COLUMNS, headline, json=json)
 
 
@@ -131,9 +121,14 @@ def measure(cell: Cell) -> Row:
         Toy(f"learner-{index}", PARAMS, step_s=step_s, seed=index)
         for index, step_s in enumerate(cell.step_s)
     ]
+    settings = {
+        "run.learners_at_start": len(toys),
+        "fragments.count": FRAGMENTS,
+        "fragments.sync_period_steps": SYNC_PERIOD_STEPS,
+    }
     with Run() as calm, Run() as rough:
         for run in (calm, rough):
-            _serve(run, len(toys))
+            run.broker(settings)
             for toy in toys:
                 run.toy(toy)
         for run in (calm, rough):
@@ -144,7 +139,7 @@ def measure(cell: Cell) -> Row:
         rough.signal(slowest, signal.SIGSTOP)
         rough.wait(away_s / 2)
         rough.kill("broker")
-        _serve(rough, len(toys))
+        rough.broker(settings)
         rough.wait(away_s / 2)
         rough.signal(slowest, signal.SIGCONT)
         rough.wait(seconds * 2 / 3 - away_s)
@@ -152,16 +147,6 @@ def measure(cell: Cell) -> Row:
         for name, run in (("calm", calm), ("rough", rough)):
             row |= {f"{name}_{key}": value for key, value in _look(run, toys).items()}
     return row
-
-
-def _serve(run: Run, learners: int) -> None:
-    run.broker(
-        {
-            "run.learners_at_start": learners,
-            "fragments.count": FRAGMENTS,
-            "fragments.sync_period_steps": SYNC_PERIOD_STEPS,
-        }
-    )
 
 
 def _look(run: Run, toys: Sequence[Toy]) -> Row:
@@ -216,6 +201,7 @@ def measure_loss(cell: TrainedCell) -> Row:
         broker = run.running["broker"]
         while broker.exitcode is None:
             broker.join(DEAD_S)
+            run.check(*(name for name in run.running if cell.mix != DEAD or name != victim))
             if cell.mix == DEAD and broker.exitcode is None:
                 if victim in run.running:
                     run.kill(victim)

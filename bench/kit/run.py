@@ -45,9 +45,7 @@ HURRY: Final = {"fragments.sync_period_steps": 4, "fragments.overlap_steps": 1}
 """Settings with a period far shorter than a round takes, so that a toy always has to push."""
 
 _forks = get_context("forkserver")
-_forks.set_forkserver_preload(
-    ["narrows.learner.learner", "narrows.broker.cli.broker", "narrows.__main__"]
-)
+_forks.set_forkserver_preload(["narrows.bench.kit.server"])
 
 
 @dataclass(frozen=True)
@@ -195,6 +193,12 @@ class Run:
         if process.exitcode != code:
             got = "no end" if process.exitcode is None else f"code {process.exitcode}"
             raise self._failure(name, f"its end with code {code}", got)
+
+    def check(self, *names: str) -> None:
+        """Raises NarrowsError if one of these processes has failed."""
+        for name in names:
+            if self.running[name].exitcode:
+                self.ends(name, 0)
 
     def stop_broker(self) -> dict[str, Any]:
         """Ends the broker in order; its last status."""

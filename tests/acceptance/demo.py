@@ -49,10 +49,11 @@ class Demo:
     def __init__(self, site: Site, steps: int) -> None:
         self.run = replace(site, folder=site.folder / "demo")
         """Reads the event files that the demo keeps."""
-        self._results = site.folder / "results.json"
+        self._results, self.picture = site.folder / "results.json", site.folder / "demo.svg"
         self.child = site.narrows(
             "demo", "demo", "--learners", str(len(LEARNERS)), "--steps", str(steps), "--plain",
             "--keep", str(self.run.folder), "--json", str(self._results),
+            "--picture", str(self.picture),
         )  # fmt: skip
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,18 @@ def test_half_a_line_of_events_waits_for_its_rest(tmp_path: Path) -> None:
 def test_a_run_says_which_process_has_died_and_why() -> None:
     with Run() as run, pytest.raises(NarrowsError, match=r"broker .*to serve.*fragments\.count"):
         run.broker({"fragments.count": 0})
+
+
+@pytest.mark.real
+def test_a_training_run_without_learners_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    def also_kill(run: Run, count: int) -> None:
+        run.wait_until(run.merges, "a round", *run.running)
+        run.signal("learner-0", signal.SIGKILL)
+
+    monkeypatch.setattr(Run, "wait_merges", also_kill)
+    monkeypatch.setattr(fairness, "DEAD_S", 0.1)
+    with pytest.raises(NarrowsError, match=r"learner-0 .expected its end with code 0, got code -9"):
+        fairness.measure_loss(fairness.TrainedCell("the fast one alone", seed=1))
 
 
 @pytest.mark.real
