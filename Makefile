@@ -26,8 +26,8 @@ check: .venv/ready  ## format, lint, imports, types
 fmt: .venv/ready  ## format, and repair what the linter can
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-bench: .venv/ready  ## `narrows bench` with ARGS, such as ARGS="codec --short"
-	$(BIN)/narrows bench $(ARGS)
+bench: .venv/ready  ## every bench in its short form, or one of them: ARGS="codec"
+	$(BIN)/narrows bench $(or $(ARGS),all)
 
 slow: .venv/ready  ## SEEDS=2000 of faults, KILLS=500 of a broker, MINUTES=10 of wild frames
 	$(SLOW) -n 2 -m "" tests/unit/test_simulation.py --seeds=$(or $(SEEDS),2000)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 import cyclopts
 
 BENCHES: Final = {
-    "bandwidth": "Measure bits per parameter on the wire, Gbit/s per site, and the budget.",
+    "bandwidth": "Measure bits per parameter on the wire, and Gbit/s per site.",
     "chaos": "Kill a broker under load, and look whether anything was lost.",
     "codec": "Measure bits, error and speed of the codecs, beside what others do.",
     "fairness": "Measure the share of each learner's tokens that are merged, however unequal.",
@@ -18,3 +19,31 @@ BENCHES: Final = {
 bench = cyclopts.App(name="bench", help="Measure codec, bandwidth, rounds, lives under failure.")
 for _name, _help in BENCHES.items():
     bench.command(f"narrows.bench.{_name}:{_name}", name=_name, help=_help)
+
+
+@bench.command(name="all")
+def run_all(*, folder: Path = Path("runs/bench"), full: bool = False) -> None:
+    """Run every bench in its short form, one after the other.
+
+    Parameters
+    ----------
+    folder
+        Folder for the rows of each, in NAME.json.
+    full
+        Run their full forms, which take hours.
+    """
+    from narrows.proto.errors import ErrorCode, NarrowsError
+
+    failed: dict[str, Exception] = {}
+    for name in BENCHES:
+        print(f"-- {name}", flush=True)
+        options = ["--json", str(folder / f"{name}.json"), *([] if full else ["--short"])]
+        try:
+            bench([name, *options], result_action="return_value")
+        except (NarrowsError, OSError) as error:
+            failed[name] = error
+            print(f"{name} failed: {error}", flush=True)
+    if failed:
+        first = next(iter(failed.values()))
+        what = f"benches that failed: {', '.join(failed)}"
+        raise NarrowsError(ErrorCode.UNFINISHED, what, expected="rows of all", got=str(first))

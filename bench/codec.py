@@ -6,21 +6,17 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import lru_cache
 from statistics import median
-from typing import Annotated, Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
-from cyclopts import Parameter
-from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from narrows.bench.kit.result import CHECKOUT
-from narrows.bench.kit.rows import Column, Row, bench
-from narrows.proto.codec import F32, advance_copy, decode_chunk, encode_push, values_of
+from narrows.bench.kit.rows import Column, Json, Row, bench
+from narrows.proto.codec import F32, advance_copy, decode_chunk, encode_push
 from narrows.proto.codec import warm_up as warm_up_kernels
-from narrows.proto.errors import ConfigError
 from narrows.proto.layout import Fragment, build_table
 from narrows.proto.messages import LOSSLESS, CodecName, LayoutEntry
 
@@ -64,60 +60,41 @@ class Cell:
 
 
 class Coding(NamedTuple):
-    """A way to code an outer gradient, and what it made of it."""
+    """A way to code an outer gradient (n,)."""
 
     encode: Callable[[], Any]
-    decode: Callable[[], Any]
-    size_bytes: int
-    sent: F32
+    decode: Callable[[], F32]
     """The values (n,) that the receiver gets."""
+    size_bytes: int
 
 
-def codec(
-    *,
-    short: bool = False,
-    json_: Annotated[Path | None, Parameter(name="--json")] = None,
-    recording: Path | None = None,
-) -> None:
+def codec(*, short: bool = False, json: Json = None) -> None:
     """Measure bits, error and speed of the codecs on one core, beside what others do.
 
     Parameters
     ----------
     short
         A quarter of the elements, and one step size.
-    json_
-        File for the rows.
-    recording
-        Safetensors file with recorded outer gradients; else that of the checkout, if it has one.
     """
     warm_up_kernels()
-    path = recording or (RECORDING if RECORDING.exists() else None)
-    names = ("gaussian", "student_t", "recorded" if path else "sparse_rows")
-    measured = partial(measure, recording=path)
-    bench("codec", cells(names, short=short), measured, COLUMNS, headline, json=json_)
-
-
-def cells(data: Sequence[str], *, short: bool) -> list[Cell]:
-    """All codings of each kind of data."""
     # 16 MiB as float32 are more than the caches of a core hold.
     elements, rhos = (1 << 20, (0.5,)) if short else (1 << 22, (0.4, 0.5, 0.7, 1.0))
-    found: list[Cell] = []
-    for each in data:
-        found += [Cell(each, "int4-zstd", rho, elements) for rho in rhos]
-        found.append(Cell(each, "int8-zstd", 0.25, elements))
-        found += [Cell(each, name, None, elements) for name in (LOSSLESS, *ABSMAX)]
-    return found
+    cells: list[Cell] = []
+    for data in ("gaussian", "student_t", "recorded" if RECORDING.exists() else "sparse_rows"):
+        cells += [Cell(data, "int4-zstd", rho, elements) for rho in rhos]
+        cells.append(Cell(data, "int8-zstd", 0.25, elements))
+        cells += [Cell(data, name, None, elements) for name in (LOSSLESS, *ABSMAX)]
+    bench("codec", cells, measure, COLUMNS, headline, json=json)
 
 
-def measure(cell: Cell, *, recording: Path | None = None) -> Row:
+def measure(cell: Cell) -> Row:
     """Bits, signal over error, and speeds in 10^9 parameters per second; medians of REPEATS."""
-    fragment, values = _data(cell.data, cell.elements, recording)
-    limit = ABSMAX.get(cell.codec)
-    if limit is not None:
-        coding = _absmax(values, limit)
+    fragment, values = _data(cell.data, cell.elements)
+    if cell.codec in ABSMAX:
+        coding = _absmax(values, ABSMAX[cell.codec])
     else:
         coding = _ours(fragment, values, cast(CodecName, cell.codec), cell.rho or 1.0)
-    error = float(np.sum((values.astype(np.float64) - coding.sent) ** 2))
+    error = float(np.sum((values.astype(np.float64) - coding.decode()) ** 2))
     signal = float(np.sum(values.astype(np.float64) ** 2))
     snr_db = 10 * math.log10(signal / error) if error else None
     return {
@@ -134,14 +111,12 @@ def measure(cell: Cell, *, recording: Path | None = None) -> Row:
 def headline(rows: Sequence[Row]) -> list[str]:
     """The default codec on the data that are nearest to real ones."""
     mine = [row for row in rows if (row["codec"], row["rho"]) == ("int4-zstd", 0.5)]
-    if not mine:
-        return []
-    row = mine[-1]
     return [
         f"{row['data']}: {row['bits_per_param']:.2f} bits per parameter at {row['snr_db']:.1f} dB "
         f"(Gaussian bound {row['gaussian_bound_bits']:.2f}); encode "
         f"{row['encode_gparams_per_s']:.2f}, decode and add {row['decode_gparams_per_s']:.2f} "
         "G param/s on one core"
+        for row in mine[-1:]
     ]
 
 
@@ -161,17 +136,13 @@ def _ours(fragment: Fragment, values: F32, name: CodecName, rho: float) -> Codin
     payloads = encode()
 
     def decode() -> F32:
-        return advance_copy(fragment, zeros, _decoded(fragment, name, payloads))
+        decoded = [
+            decode_chunk(fragment, name, CHUNK_ELEMENTS, index, payload)
+            for index, payload in enumerate(payloads)
+        ]
+        return advance_copy(fragment, zeros, decoded)
 
-    sent = values_of(fragment, _decoded(fragment, name, payloads))
-    return Coding(encode, decode, sum(map(len, payloads)), sent)
-
-
-def _decoded(fragment: Fragment, name: CodecName, payloads: Sequence[bytes]) -> list[Any]:
-    return [
-        decode_chunk(fragment, name, CHUNK_ELEMENTS, index, payload)
-        for index, payload in enumerate(payloads)
-    ]
+    return Coding(encode, decode, sum(map(len, payloads)))
 
 
 def _absmax(values: F32, limit: int) -> Coding:
@@ -190,18 +161,21 @@ def _absmax(values: F32, limit: int) -> Coding:
         return sent
 
     bits = 8 if limit > 7 else 4
-    return Coding(encode, decode, values.size * bits // 8 + 4 * scales.size, decode())
+    return Coding(encode, decode, values.size * bits // 8 + 4 * scales.size)
 
 
 # Data.
 
 
 @lru_cache(maxsize=1)
-def _data(name: str, count: int, recording: Path | None) -> tuple[Fragment, F32]:
-    """A fragment and its outer gradient (n,). Raises ConfigError for a recording that is none."""
+def _data(name: str, count: int) -> tuple[Fragment, F32]:
+    """A fragment and its outer gradient (n,); a recorded one has a size of its own."""
     if name == "recorded":
-        assert recording is not None
-        return _recorded(recording)
+        tensors = load_file(RECORDING)
+        indices = sorted(key.removeprefix("bounds.") for key in tensors if key[:7] == "bounds.")
+        values = np.concatenate([tensors[f"outer_grad.{index}"] for index in indices])
+        pieces = [int(count) for index in indices for count in np.diff(tensors[f"bounds.{index}"])]
+        return _fragment(pieces), values
     rng = np.random.default_rng(0)
     if name == "student_t":  # Infinite kurtosis, finite variance.
         drawn = rng.standard_t(3, size=count)
@@ -210,18 +184,6 @@ def _data(name: str, count: int, recording: Path | None) -> tuple[Fragment, F32]
     if name == "sparse_rows":  # An embedding, most of whose tokens did not occur.
         drawn.reshape(-1, 1024)[rng.random(count // 1024) > 0.03] = 0.0
     return _fragment([count]), (RMS * drawn).astype(np.float32)
-
-
-def _recorded(path: Path) -> tuple[Fragment, F32]:
-    try:
-        tensors = load_file(path)
-        indices = sorted(name[len("outer_grad.") :] for name in tensors if name[:6] == "outer_")
-        values = np.concatenate([tensors[f"outer_grad.{index}"] for index in indices])
-        pieces = [int(count) for index in indices for count in np.diff(tensors[f"bounds.{index}"])]
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        expected = "a safetensors file with outer_grad.N and bounds.N"
-        raise ConfigError(f"{path} is no recording", expected=expected, got=str(error)) from error
-    return _fragment(pieces), values.astype(np.float32)
 
 
 def _fragment(pieces: Sequence[int]) -> Fragment:

@@ -1,24 +1,20 @@
 """`narrows demo`: real processes train one model; one of them is killed on the way and returns.
 
-The demo starts them as a user would, asks the broker for its status, and in the end reads what they
-leave: events, and the summary of each learner.
+The demo starts them as a user would, with keys. It asks the broker for its status, and in the end
+reads what they leave: events, and the summary of each learner.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
-import json as json_text
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Final, Literal, Self, TypeAlias
+from statistics import fmean
+from typing import Any, Final, Literal, TypeAlias
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -27,9 +23,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from narrows.bench.kit import result
+from narrows.bench.kit.run import PATIENCE_S, Run
 from narrows.bench.reference.worker import need_torch
+from narrows.broker import merging
 from narrows.broker.cli.status import ask_status
-from narrows.proto.errors import BrokerUnreachable, ConfigError, ErrorCode, NarrowsError
+from narrows.proto import codec
+from narrows.proto.errors import BrokerUnreachable, ConfigError
+from narrows.proto.keys import read_site_key
 
 PRESET: Final = "tiny"
 STEP_TOKENS: Final = 4 * 64
@@ -47,8 +48,6 @@ DEAD_S: Final = 1.0
 POLL_S: Final = 0.25
 TELL_S: Final = 5.0
 """Time between two lines where no live table can be shown."""
-PATIENCE_S: Final = 120.0
-"""Longest time for a process to start, to answer and to end."""
 
 SPARKS: Final = "▁▂▃▄▅▆▇█"
 SPARKS_MAX: Final = 16
@@ -72,9 +71,9 @@ def demo(
     learners
         Number of learner processes, 2 to 26.
     steps
-        Inner steps per learner; the default takes about two minutes on two cores.
+        Inner steps per learner; the default takes a minute or two on two cores.
     keep
-        New folder for logs, events and the broker's state (default: a temporary one).
+        New folder for logs, events, keys and the broker's state (default: a temporary one).
     json
         File for the results.
     picture
@@ -91,20 +90,21 @@ def demo(
     names = [f"site-{chr(ord('a') + index)}" for index in range(learners)]
     console = Console(highlight=False)
     console.print("Compiling the kernels (once per machine) ...")
-    _warm_up()
-    with TemporaryDirectory(prefix="narrows-demo-") as temporary:
-        folder = keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        story = Story(names[1], steps * STEP_TOKENS * learners, time.monotonic())
-        view = View(console, story, live=console.is_terminal and not plain)
-        with Children(folder) as children:
-            run(children, names, story, view)
-            console.print("The run has ended; the learners measure the model ...")
-            for name in names:
-                children.wait(name, is_needed=name != story.victim or story.is_back)
-        facts = collect(folder, names, steps, story)
+    # Else every process of a fresh machine would compile the same ones at the same time.
+    codec.warm_up()
+    merging.warm_up()
+    story = Story(names[1], steps * STEP_TOKENS * learners, time.monotonic())
+    view = View(console, story, is_live=console.is_terminal and not plain)
+    with Run(folder=keep) as run:
+        run.remedy = "`narrows demo --keep FOLDER` keeps the logs of all processes"
+        play(run, names, story, view)
+        console.print("The run has ended; the learners measure the model ...")
+        done = [name for name in names if name != story.victim or story.is_back]
+        for name in done:
+            run.ends(name, 0)
+        facts = collect(run, names, steps, story)
     if json is not None:
-        json.write_text(json_text.dumps(facts, indent=2) + "\n")
+        result.write(json, "demo", [facts], seed=0)
     console.print(report(facts, keep))
     if picture is not None:
         paper = Console(record=True, file=io.StringIO(), width=100, force_terminal=True)
@@ -112,118 +112,28 @@ def demo(
         paper.save_svg(str(picture), title="narrows demo")
 
 
-def _warm_up() -> None:
-    """Else every process of a fresh machine would compile the same kernels at the same time."""
-    from narrows.broker.merging import warm_up as warm_up_broker
-    from narrows.proto.codec import warm_up as warm_up_learner
-
-    warm_up_broker()
-    warm_up_learner()
-
-
-class Children:
-    """Processes by name, their output in FOLDER/NAME.log; leaving the block ends them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each in self.running.values():
-            each.terminate()
-        for each in self.running.values():
-            try:
-                each.wait(3.0)
-            except subprocess.TimeoutExpired:
-                each.kill()
-                each.wait()
-
-    def start(self, name: str, *arguments: str) -> None:
-        """Runs `narrows ARGUMENTS` with one thread: all of them share a few cores."""
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
-        command = [sys.executable, "-m", "narrows", *arguments]
-        command += ["--events", str(self.folder / f"{name}.jsonl")]
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self.running[name] = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, **threads}
-            )
-
-    def start_broker(self, goal_tokens: int, settings: Sequence[str]) -> str:
-        """The broker's address, once it serves."""
-        ready, state = self.folder / "broker.ready", self.folder / "state"
-        self.start(
-            "broker", "broker", "--listen", "tcp://127.0.0.1:0", "--state-dir", str(state),
-            "--ready-file", str(ready), "--goal-tokens", str(goal_tokens),
-            *itertools.chain(*(("--set", each) for each in settings)),
-        )  # fmt: skip
-        until = time.monotonic() + PATIENCE_S
-        while not ready.exists():
-            self.check("broker")
-            if time.monotonic() > until:
-                raise self._failure("broker", "does not serve")
-            time.sleep(0.02)
-        return ready.read_text().strip()
-
-    def start_learner(self, name: str, broker: str) -> None:
-        """A learner; one of this name may have lived before."""
-        summary = str(self.folder / f"{name}.json")
-        self.start(
-            name, "learner", "--broker", broker, "--name", name, "--preset", PRESET,
-            "--json", summary,
-        )  # fmt: skip
-
-    def kill(self, name: str) -> None:
-        """Ends it without a chance to say anything."""
-        self.running[name].send_signal(signal.SIGKILL)
-        self.running[name].wait()
-
-    def check(self, *names: str) -> None:
-        """Raises NarrowsError if one of them has failed."""
-        for name in names:
-            if code := self.running[name].poll():
-                raise self._failure(name, f"ended with code {code}")
-
-    def wait(self, name: str, *, is_needed: bool) -> None:
-        """Waits for an end in order, or ends it if nobody needs it. Raises NarrowsError."""
-        if not is_needed:
-            self.kill(name)
-            return
-        try:
-            self.running[name].wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            raise self._failure(name, f"still runs after {PATIENCE_S:.0f} s") from None
-        self.check(name)
-
-    def _failure(self, name: str, what: str) -> NarrowsError:
-        lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
-        said = lines[-1][:300] if lines else "no output"
-        remedy = "`narrows demo --keep FOLDER` keeps the logs of all processes"
-        return NarrowsError(ErrorCode.UNFINISHED, f"{name} {what}", got=said, remedy=remedy)
-
-
-def run(children: Children, names: Sequence[str], story: Story, view: View) -> None:
+def play(run: Run, names: Sequence[str], story: Story, view: View) -> None:
     """Starts everybody and watches the run to its end; kills the victim and brings it back.
 
     Raises NarrowsError if a process fails.
     """
-    settings = (
-        f"run.learners_at_start={len(names)}",
-        f"run.tokens_per_run_step={STEP_TOKENS * len(names)}",
-        f"fragments.sync_period_steps={SYNC_PERIOD_STEPS}",
-    )
-    broker = children.start_broker(story.goal_tokens, settings)
+    run.make_keys(names)
+    settings = {
+        "run.goal_tokens": story.goal_tokens,
+        "run.learners_at_start": len(names),
+        "run.tokens_per_run_step": STEP_TOKENS * len(names),
+        "fragments.sync_period_steps": SYNC_PERIOD_STEPS,
+    }
+    run.broker(settings)
     for name in names:
-        children.start_learner(name, broker)
-    answered_at = time.monotonic()
-    with view:
-        while children.running["broker"].poll() is None:
-            children.check(*(name for name in names if name != story.victim))
+        run.learner(name, PRESET)
+    key, answered_at = read_site_key(run.folder / f"{names[0]}.key"), time.monotonic()
+    with view.shown:
+        while run.running["broker"].exitcode is None:
+            run.check(*(name for name in names if name != story.victim))
             now = time.monotonic()
             try:
-                status = ask_status(broker, None, timeout_s=1.0)
+                status = ask_status(run.address, key, timeout_s=1.0)
             except BrokerUnreachable:  # It may have ended just now, or the machine is busy.
                 if now > answered_at + PATIENCE_S:
                     raise
@@ -231,13 +141,13 @@ def run(children: Children, names: Sequence[str], story: Story, view: View) -> N
             answered_at = now
             match story.hear(status, now):
                 case "kill":
-                    children.kill(story.victim)
+                    run.kill(story.victim)
                 case "return":
-                    children.start_learner(story.victim, broker)
+                    run.learner(story.victim, PRESET)
             view.update(status)
             time.sleep(POLL_S)
-    children.check("broker")
-    story.hear(_final(children.folder), time.monotonic())
+    run.ends("broker", 0)
+    story.hear(run.final(), time.monotonic())
 
 
 @dataclass
@@ -298,64 +208,47 @@ class Story:
         return f"{self.victim} is {'back, warming up' if self.is_back else 'starting again'}"
 
 
-@dataclass
 class View:
-    """A live table, or a line now and then; use as a context manager."""
+    """A live table, or a line now and then. `shown` is to be entered."""
 
-    console: Console
-    story: Story
-    live: bool
-    moment: Group = field(default_factory=Group)
-    """The table while a learner was dead, for the picture."""
-
-    def __post_init__(self) -> None:
-        self._live = Live(console=self.console, refresh_per_second=4)
+    def __init__(self, console: Console, story: Story, *, is_live: bool) -> None:
+        self._console, self._story = console, story
+        self._live = Live(console=console, refresh_per_second=4) if is_live else None
+        self.shown: AbstractContextManager[object] = self._live or nullcontext()
+        self.moment = Group()
+        """The table while a learner was dead, for the picture."""
         self._losses: dict[str, list[float]] = {}
-        self._told_at = 0.0
-
-    def __enter__(self) -> None:
-        if self.live:
-            self._live.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
+        self._told, self._told_at = "", 0.0
 
     def update(self, status: Facts) -> None:
         """Shows a new status."""
+        story = self._story
         for name, learner in status["learners"].items():
             if learner["loss"] is not None and learner["state"] == "training":
                 self._losses.setdefault(name, []).append(learner["loss"])
-        table = self._table(status)
-        if self.story.killed_at is not None and self.story.returned_at is None:
+        wire = f"up {_size(status['up_bytes'])}, down {_size(status['down_bytes'])}"
+        head = f"{story.share(status):4.0%}  {status['merges']} merges  {wire}"
+        news = story.tell() or "; ".join(status["waiting_for"])
+        table = self._table(status, head, news)
+        if story.killed_at is not None and story.returned_at is None:
             self.moment = table
-        if self.live:
+        if self._live:
             self._live.update(table)
-        elif time.monotonic() > self._told_at + TELL_S:
+            return
+        if story.tell() != self._told:
+            self._told = story.tell()
+            self._console.print(news)
+        if time.monotonic() > self._told_at + TELL_S:
             self._told_at = time.monotonic()
             losses = [values[-1] for values in self._losses.values()]
-            loss = f"{sum(losses) / len(losses):.3f}" if losses else "-"
-            line = f"{self._head(status)}  loss {loss}  {self._now(status)}"
-            self.console.print(line, soft_wrap=True)
+            self._console.print(
+                f"{head}  loss {fmean(losses):.3f}" if losses else f"{head}  {news}"
+            )
 
-    def _head(self, status: Facts) -> str:
-        wire = f"up {_size(status['up_bytes'])}, down {_size(status['down_bytes'])}"
-        return f"{self.story.share(status):4.0%}  {status['merges']} merges  {wire}"
-
-    def _now(self, status: Facts) -> str:
-        return self.story.tell() or "; ".join(status["waiting_for"])
-
-    def _table(self, status: Facts) -> Group:
-        story = self.story
-        table = Table(
-            "learner",
-            "state",
-            "step",
-            "loss",
-            "its course",
-            "merged",
-            box=None,
-            padding=(0, 1, 0, 0),
-        )
+    def _table(self, status: Facts, head: str, news: str) -> Group:
+        story = self._story
+        columns = ("learner", "state", "step", "loss", "its course", "merged")
+        table = Table(*columns, box=None, padding=(0, 1, 0, 0))
         for name, learner in sorted(status["learners"].items()):
             state, losses = learner["state"], self._losses.get(name, [])
             if name == story.victim and story.killed_at is not None and not story.is_back:
@@ -370,12 +263,13 @@ class View:
                 f"{learner['contributions']:6,}",
                 style={"training": "", "killed": "bold red"}.get(state, "yellow"),
             )
-        share, elapsed_s = story.share(status), time.monotonic() - story.started_at
+        elapsed_s = time.monotonic() - story.started_at
+        bar = ProgressBar(total=1.0, completed=story.share(status), width=58)
         return Group(
-            Text(f"{elapsed_s:.0f} s {self._head(status)}", style="bold"),
-            Padding(ProgressBar(total=1.0, completed=share, width=58), 0),  # Ends its line.
+            Text(f"{elapsed_s:.0f} s {head}", style="bold"),
+            Padding(bar, 0),  # Ends its line.
             table,
-            Text(self._now(status), style="bold yellow" if story.killed_at else "dim"),
+            Text(news, style="bold yellow" if story.killed_at else "dim"),
         )
 
 
@@ -389,28 +283,27 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(SPARKS[round((mean - low) * scale)] for mean in means)
 
 
-def collect(folder: Path, names: Sequence[str], steps: int, story: Story) -> Facts:
-    """The results, from what the processes have left. Losses are nats per byte of validation text.
+def collect(run: Run, names: Sequence[str], steps: int, story: Story) -> Facts:
+    """The results, from what the processes have left; losses are nats per byte of
+    validation text.
 
     Data parallelism is a bfloat16 ring all-reduce in every step: each of M learners sends and
     receives 2 (M - 1) / M of the model.
     """
-    final = _final(folder)
-    merges = [each for each in _events(folder, "broker") if each["event"] == "merged"]
-    digests = {(each["fragment"], each["version"]): each["digest"] for each in merges}
+    final, merges = run.final(), run.merges()
+    merged = {(each["fragment"], each["version"]): each["digest"] for each in merges}
     copies = [
-        digests[each["fragment"], each["version"]] == each["digest"]
+        (each["digest"], merged.get((each["fragment"], each["version"])))
         for name in names
-        for each in _events(folder, name)
-        if each["event"] == "installed" and (each["fragment"], each["version"]) in digests
+        for each in run.installed(name)
+        if each["version"] > 0
     ]
-    files = [folder / f"{name}.json" for name in names]
-    summaries = [json_text.loads(file.read_text()) for file in files if file.exists()]
+    summaries = [each for name in names if (each := run.summary(name))]
     parameters = summaries[0]["parameters"]
     pushed = sum(each["elements"] * len(each["contributors"]) for each in merges)
     published = sum(each["elements"] for each in merges)
+    loop_s = sum(each["loop_s"] for each in summaries)
     return {
-        "bench": "demo",
         "learners": len(names),
         "steps": steps,
         "parameters": parameters,
@@ -425,39 +318,19 @@ def collect(folder: Path, names: Sequence[str], steps: int, story: Story) -> Fac
         "contributions": final["contributions"],
         "killed": story.killed_at is not None,
         "rejoin_s": story.rejoin_s,
-        "held_up": sum(each["stats"]["code_s"] for each in summaries)
-        / sum(each["loop_s"] for each in summaries),
+        "held_up": sum(each["stats"]["code_s"] for each in summaries) / loop_s,
         "digests_compared": len(copies),
-        "digests_differing": copies.count(False),
+        "digests_differing": sum(held != made for held, made in copies),
         "wall_s": story.ended_at - story.started_at,
     }
-
-
-def _final(folder: Path) -> Facts:
-    """The last status of the broker."""
-    *_, last = (each["status"] for each in _events(folder, "broker") if each["event"] == "final")
-    return dict(last)
-
-
-def _events(folder: Path, name: str) -> Iterator[Facts]:
-    """The events that a process has written; a killed one may have left half a line."""
-    for line in (folder / f"{name}.jsonl").read_text().splitlines():
-        try:
-            yield json_text.loads(line)
-        except json_text.JSONDecodeError:
-            continue
 
 
 def report(facts: Facts, kept: Path | None) -> Group:
     """The last table, how few bits it took, and what to do next. Fits into 60 columns."""
     moved, parallel = facts["up_bytes"] + facts["down_bytes"], facts["data_parallel_bytes"]
+    fate = "back too late to be merged again" if facts["killed"] else "none: the run was too short"
     if facts["rejoin_s"] is not None:
         fate = f"merged again {facts['rejoin_s']:.1f} s after its start"
-    elif facts["killed"]:
-        fate = "back too late to be merged again"
-    else:
-        fate = "none: the run was too short"
-    table = Table("Results", "", box=None)
     up, down = (
         f"{facts[f'{way}_bits_per_param']:.2f} bits per parameter" for way in ("up", "down")
     )
@@ -475,8 +348,9 @@ def report(facts: Facts, kept: Path | None) -> Group:
         "copies compared": f"{facts['digests_compared']}",
         "copies that differ": f"{facts['digests_differing']}",
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
+    table = Table("Results", "", box=None)
+    for cells in rows.items():
+        table.add_row(*cells)
     bits = (
         f"{8 * moved / 1e9:.2f} Gbit went over the wire; data parallel would have needed"
         f" {8 * parallel / 1e9:.0f} Gbit: {parallel / moved:.0f} times as much."

@@ -9,13 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Final
+from statistics import fmean
+from typing import Final
 
-from cyclopts import Parameter
-
-from narrows.bench.kit.rows import Column, Row, bench
-from narrows.bench.kit.run import PACKAGE, TENSORS, WIDTH, Run, Toy, thread_cpu_s
+from narrows.bench.kit.rows import Column, Json, Row, bench
+from narrows.bench.kit.run import HURRY, TENSORS, WIDTH, Run, Toy, thread_cpu_s
 from narrows.proto.errors import ConfigError
 from narrows.proto.units import BitRate
 
@@ -52,36 +50,25 @@ class Cell:
     params: int
     seconds: float
     """Time that is measured."""
-    package: str = PACKAGE
 
 
-def loop(
-    *,
-    short: bool = False,
-    json_: Annotated[Path | None, Parameter(name="--json")] = None,
-    params: int = 1 << 24,
-    package: str = PACKAGE,
-) -> None:
+def loop(*, short: bool = False, json: Json = None, params: int = 1 << 24) -> None:
     """Measure rounds per second, seconds per exchange, and CPU by stage at broker and learner.
 
     Parameters
     ----------
     short
         No limit and 1 Gbit/s only, 5 seconds each instead of 15.
-    json_
-        File for the rows.
     params
         Parameters of the model, a multiple of 4,096.
-    package
-        Python package whose broker and learner are measured.
     """
     if params < 1 or params % (FRAGMENTS * TENSORS * WIDTH):
         raise ConfigError("--params", expected="a multiple of 4096", got=str(params))
     rates = ("0", "1Gbit/s") if short else ("0", "1Gbit/s", "100Mbit/s")
     modes = ("decoupled", "diloco")
     seconds = 5.0 if short else 15.0
-    cells = [Cell(mode, rate, params, seconds, package) for mode in modes for rate in rates]
-    bench("loop", cells, measure, COLUMNS, headline, json=json_)
+    cells = [Cell(mode, rate, params, seconds) for mode in modes for rate in rates]
+    bench("loop", cells, measure, COLUMNS, headline, json=json)
 
 
 def measure(cell: Cell) -> Row:
@@ -92,68 +79,44 @@ def measure(cell: Cell) -> Row:
         "run.mode": cell.mode,
     }
     if cell.mode == "decoupled":
-        # A period far shorter than a round takes, so that a learner always has something to push.
-        settings |= {"fragments.count": FRAGMENTS, "fragments.sync_period_steps": 4}
-        settings |= {"fragments.overlap_steps": 1}
-    else:
+        settings |= {"fragments.count": FRAGMENTS, **HURRY}
+        fragments, moved = FRAGMENTS, 1
+    else:  # In lockstep every push must say something everywhere, else codes would be mostly zeros.
         settings |= {"fragments.sync_period_steps": 1}
+        fragments, moved = 1, TENSORS
     if BitRate.parse(cell.rate):
         settings |= {"wan.up": cell.rate, "wan.down": cell.rate}
-    # In lockstep every push must say something everywhere, else codes would be mostly zeros.
-    moved = 1 if cell.mode == "decoupled" else TENSORS
-    toys = [Toy(f"toy-{index}", cell.params, moved=moved, seed=index) for index in range(LEARNERS)]
-    fragments = FRAGMENTS if cell.mode == "decoupled" else 1
-    with Run(package=cell.package) as run:
+    with Run() as run:
         run.broker(settings)
-        for toy in toys:
-            run.toy(toy)
-        _await_rounds(run, ROUNDS_BEFORE * fragments)
-        rounds, before = len(run.merges()), _look(run, toys)
+        toys = run.toys(Toy("toy", cell.params, moved=moved), LEARNERS)
+        run.wait_merges(ROUNDS_BEFORE * fragments)
+        first, before, began_s = len(run.merges()), _cpu_s(run, toys), time.monotonic()
         run.wait(cell.seconds)
-        _await_rounds(run, rounds + fragments)
-        merges, after = run.merges()[rounds:], _look(run, toys)
-    spent = {key: after[key] - before[key] for key in before}
-    return figures(merges, spent, fragments, cell.params)
-
-
-def figures(
-    merges: Sequence[dict[str, Any]], spent: dict[str, float], fragments: int, params: int
-) -> Row:
-    """Rates and costs of the rounds that were merged while `spent` was, see `_look`."""
-    rounds, seconds = len(merges), spent["time_s"]
-    pushes = sum(len(each["contributors"]) for each in merges)
-    elements = rounds * params / fragments
-    up = sum(_bytes_of(each, "pushed_bytes") for each in merges)
-    down = LEARNERS * sum(_bytes_of(each, "published_bytes") for each in merges)
-    row: Row = {
+        run.wait_merges(first + fragments)
+        merges, after = run.merges()[first:], _cpu_s(run, toys)
+        seconds = time.monotonic() - began_s
+    rounds = len(merges)
+    elements = rounds * cell.params / fragments
+    pushed = sum(each["pushed_bytes"] for each in merges)
+    published = LEARNERS * sum(each["published_bytes"] for each in merges)
+    return {
         "rounds_per_s": rounds / seconds,
         "exchange_s": seconds * fragments / rounds,
-        "pushes_per_round": pushes / rounds,
-        "payload_up_gbit_per_s": 8e-9 * up / seconds,
-        "payload_down_gbit_per_s": 8e-9 * down / seconds,
+        "pushes_per_round": sum(len(each["contributors"]) for each in merges) / rounds,
+        "payload_up_gbit_per_s": 8e-9 * pushed / seconds,
+        "payload_down_gbit_per_s": 8e-9 * published / seconds,
+        **{f"{stage}_ns": 1e9 * (after[stage] - before[stage]) / elements for stage in after},
     }
-    ns = {key: 1e9 * value / elements for key, value in spent.items() if key.endswith("_cpu_s")}
-    return row | {
-        key.removesuffix("_cpu_s") + "_ns": value / (LEARNERS if "learner" in key else 1)
-        for key, value in ns.items()
-    }
-
-
-def _bytes_of(merge: dict[str, Any], key: str) -> int:
-    """Payload bytes of a merge; 0 for a package that does not tell them."""
-    return int(merge.get(key, 0))
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
     """The first row of each mode: without a limit."""
     lines: list[str] = []
     for mode, what in (("decoupled", "free running"), ("diloco", "in lockstep")):
-        mine = [row for row in rows if row["mode"] == mode]
-        if mine:
-            row = mine[0]
-            broker = sum(row[f"broker_{each}_ns"] for each in ("loop", "workers", "zeromq"))
-            learner = sum(
-                row[f"learner_{each}_ns"] for each in ("training", "background", "zeromq")
+        for row in [each for each in rows if each["mode"] == mode][:1]:
+            broker, learner = (
+                sum(value for key, value in row.items() if key.startswith(who))
+                for who in ("broker_", "learner_")
             )
             lines.append(
                 f"{what}: {row['rounds_per_s']:.1f} rounds/s, {row['exchange_s']:.3f} s per "
@@ -163,20 +126,15 @@ def headline(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _await_rounds(run: Run, count: int) -> None:
-    run.wait_until(lambda: len(run.merges()) >= count, f"{count} rounds", *run.running)
-
-
-def _look(run: Run, toys: Sequence[Toy]) -> dict[str, float]:
-    """Time, and CPU seconds so far by stage; those of all learners together."""
+def _cpu_s(run: Run, toys: Sequence[str]) -> dict[str, float]:
+    """CPU seconds so far by stage; those of the learners are their mean."""
     broker = thread_cpu_s(run.running["broker"].pid)
-    learners = [thread_cpu_s(run.running[toy.name].pid) for toy in toys]
+    learners = [thread_cpu_s(run.running[toy].pid) for toy in toys]
     return {
-        "time_s": time.monotonic(),
-        "broker_loop_cpu_s": broker["main"],
-        "broker_workers_cpu_s": broker["others"],
-        "broker_zeromq_cpu_s": broker["zeromq"],
-        "learner_training_cpu_s": sum(run.facts(toy.name)["boundary_cpu_s"] for toy in toys),
-        "learner_background_cpu_s": sum(each["others"] for each in learners),
-        "learner_zeromq_cpu_s": sum(each["zeromq"] for each in learners),
+        "broker_loop": broker["main"],
+        "broker_workers": broker["others"],
+        "broker_zeromq": broker["zeromq"],
+        "learner_training": fmean(run.facts(toy)["boundary_cpu_s"] for toy in toys),
+        "learner_background": fmean(each["others"] for each in learners),
+        "learner_zeromq": fmean(each["zeromq"] for each in learners),
     }

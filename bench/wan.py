@@ -13,20 +13,15 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from pathlib import Path
+from itertools import cycle, pairwise
 from statistics import median
-from typing import Annotated, Any, Final
+from typing import Final, TypeAlias
 
-from cyclopts import Parameter
-
-from narrows.bench.fairness import merged_tokens
-from narrows.bench.kit.far import FarLine
-from narrows.bench.kit.line import Line, peak_bits_per_s
-from narrows.bench.kit.rows import Column, Row, bench
-from narrows.bench.kit.run import TENSORS, TOKENS, WIDTH, EventLog, Run, Toy
+from narrows.bench.kit.line import FarLine, Line, available, peak_bits_per_s
+from narrows.bench.kit.rows import Column, Json, Row, bench
+from narrows.bench.kit.run import HURRY, TENSORS, TOKENS, WIDTH, Run, Toy, numbered
 from narrows.bench.reference.worker import need_torch
-from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
+from narrows.proto.keys import AllowList
 from narrows.proto.units import BitRate
 
 FRAGMENTS: Final = 4
@@ -35,8 +30,6 @@ PARAMS_MAX: Final = 1 << 24
 TOY: Final = Toy("learner", PARAMS)
 TRANSFER_S: Final = 0.4
 """A fragment takes so long at the rate, else latencies and not the budget would fill the time."""
-HURRY: Final = {"fragments.sync_period_steps": 4, "fragments.overlap_steps": 1}
-"""A period far shorter than a round takes, so that something always waits to be sent."""
 PLAIN: Final = {"codec.push": "f32-blosc2", "codec.publish": "f32-blosc2"}
 """Ten times as many bits for the same work, where two cores could not fill the line else."""
 
@@ -59,8 +52,15 @@ ASKED: Final = {
     "revoke": "pause <= 1 s, 0 copies, < 2 periods",
 }
 
+UNPRIVILEGED: Final = {"frozen", "revoke"}
+"""Promises that need no network namespaces."""
+
 SHOWN: Final = ("promise", "rate", "learners", "asked", "found", "held")
 COLUMNS: Final = tuple(Column(key, key) for key in SHOWN)
+
+
+Found: TypeAlias = tuple[str, bool, Row]
+"""The figures in words, whether they are what was asked, and the figures."""
 
 
 @dataclass(frozen=True)
@@ -94,33 +94,33 @@ SHORT: Final = (
 )
 
 
-def wan(
-    *,
-    short: bool = False,
-    json_: Annotated[Path | None, Parameter(name="--json")] = None,
-    only: tuple[str, ...] = (),
-) -> None:
+def wan(*, short: bool = False, json: Json = None, only: tuple[str, ...] = ()) -> None:
     """Measure what is promised of a line: its budget, a far one, frozen peers, relays, revocation.
 
     Parameters
     ----------
     short
         Three cells instead of eighteen.
-    json_
-        File for the rows.
     only
         Names of promises (budget, far, frozen, relay, revoke); without it all. Repeatable.
     """
     need_torch()
     cells = [each for each in (SHORT if short else CELLS) if not only or each.promise in only]
-    bench("wan", cells, measure, COLUMNS, headline, json=json_)
+    if not available() and {each.promise for each in cells} - UNPRIVILEGED:
+        print("budget, far and relay are left out: only root can build a line, and with `ip`")
+        cells = [each for each in cells if each.promise in UNPRIVILEGED]
+    bench("wan", cells, measure, COLUMNS, headline, json=json)
 
 
 def measure(cell: Cell) -> Row:
     """`held` says whether `found` is what is `asked`. Raises NarrowsError for a line that cannot be
     built."""
-    promises = {"budget": _budget, "far": _far, "frozen": _frozen, "relay": _relay}
-    return promises.get(cell.promise, _revoke)(cell)
+    promises = {
+        "budget": _budget, "far": _far, "frozen": _frozen, "relay": _relay, "revoke": _revoke,
+    }  # fmt: skip
+    found, held, figures = promises[cell.promise](cell)
+    said = {"asked": ASKED[cell.promise], "found": found, "held": "yes" if held else "NO"}
+    return {**said, **figures}
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
@@ -132,15 +132,10 @@ def headline(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _row(cell: Cell, found: str, held: bool, **figures: object) -> Row:
-    said = {"asked": ASKED[cell.promise], "found": found, "held": "yes" if held else "NO"}
-    return {**said, **figures}
-
-
 # The promises.
 
 
-def _budget(cell: Cell) -> Row:
+def _budget(cell: Cell) -> Found:
     rate = float(BitRate.parse(cell.rate))
     is_heavy = rate > 200e6
     elements = TRANSFER_S * rate / cell.learners / (32 if is_heavy else 3)
@@ -153,8 +148,8 @@ def _budget(cell: Cell) -> Row:
         settings = {name: cell.rate, "merge.quorum": 0, **HURRY, **(PLAIN if is_heavy else {})}
         with Line() as line, Run(line=line) as run:
             _serve(run, cell, settings)
-            _start(run, cell, replace(TOY, params=params))
-            run.wait_until(lambda: len(run.merges()) >= FRAGMENTS, "the first rounds", "broker")
+            _join(run, cell, replace(TOY, params=params))
+            run.wait_merges(FRAGMENTS)
             first = line.read()
             run.wait(cell.seconds)
             last, samples = line.read(), list(line.samples)
@@ -162,24 +157,22 @@ def _budget(cell: Cell) -> Row:
         peaks.append((peak_bits_per_s(samples) or (0.0, 0.0))[way - 1] / rate)
     held = all(0.95 <= each <= 1.0 for each in means) and max(peaks) <= 1.02
     found = "mean {:.3f} up {:.3f} down, second {:.3f} {:.3f}".format(*means, *peaks)
-    return _row(cell, found, held, params=params, mean_shares=means, peak_shares=peaks)
+    return found, held, {"params": params, "mean_shares": means, "peak_shares": peaks}
 
 
-def _far(cell: Cell) -> Row:
+def _far(cell: Cell) -> Found:
     """Publications to one learner; then a joiner's first copy, when nothing else crosses."""
     rate = float(BitRate.parse(FAR_RATE))
     settings = {"wan.streams": cell.streams, "fragments.count": FAR_FRAGMENTS, **HURRY, **PLAIN}
     toy = replace(TOY, params=FAR_PARAMS, moved=TENSORS)
     with FarLine(TRIP_S / 2, rate) as line, Run(line=line) as run:
         _serve(run, cell, settings)
-        (name,) = _start(run, cell, toy, fragments=FAR_FRAGMENTS)
+        (name,) = _join(run, cell, toy)
         joined = len(line.samples)
         run.wait(cell.seconds)
-        run.signal(name, signal.SIGKILL)
-        run.ends(name, -signal.SIGKILL)
-        del run.running[name]
+        run.kill(name)
         killed = len(line.samples)
-        _start(run, cell, replace(toy, name="joiner"), fragments=FAR_FRAGMENTS)
+        _join(run, cell, replace(toy, name="joiner"))
         samples = list(line.samples)
     shares: list[float] = []
     for part in (samples[joined:killed], samples[killed:]):
@@ -187,20 +180,21 @@ def _far(cell: Cell) -> Row:
         # The rest of the time is the processes' work, and no question to the line.
         shares.append(median([each for each in rates if each > 0.1] or [0.0]))
     found = f"{cell.streams} streams: publications {shares[0]:.2f}, first copy {shares[1]:.2f}"
-    return _row(cell, found, min(shares) >= 0.9, publication_share=shares[0], copy_share=shares[1])
+    held = min(shares) >= 0.9
+    return found, held, {"publication_share": shares[0], "copy_share": shares[1]}
 
 
-def _frozen(cell: Cell) -> Row:
+def _frozen(cell: Cell) -> Found:
     marks: list[float] = []
     with Run() as run:
         _serve(run, cell, {"wan.total_up": cell.rate, "wan.total_down": cell.rate, **HURRY})
-        fast, frozen = _start(run, cell)
+        fast, frozen = _join(run, cell)
         for share, number in ((0.25, signal.SIGSTOP), (1.0, signal.SIGCONT), (0.25, None)):
             marks.append(time.time())
             run.wait(share * cell.seconds)
             if number is not None:
                 run.signal(frozen, number)
-        at = [each["time_s"] for each in _installed(run, fast)]
+        at = [each["time_s"] for each in run.installed(fast)]
         marks.append(time.time())
     begun, stopped, woken, ended = marks
     noticed = stopped + min(NOTICED_S, cell.seconds / 2)
@@ -210,10 +204,10 @@ def _frozen(cell: Cell) -> Row:
     pause_s = max(b - a for a, b in pairwise([stopped, *(t for t in at if stopped < t < woken)]))
     told = "rounds/s {:.1f}, then {:.1f}, {:.1f}, after {:.1f}".format(*rates)
     found, held = f"{told}; longest pause {pause_s:.1f} s", lost <= 0.05
-    return _row(cell, found, held, rounds_per_s=rates, lost=lost, longest_pause_s=pause_s)
+    return found, held, {"rounds_per_s": rates, "lost": lost, "longest_pause_s": pause_s}
 
 
-def _relay(cell: Cell) -> Row:
+def _relay(cell: Cell) -> Found:
     """The learners of two sites, all at the far end of one line, so that it carries for both."""
     down: list[float] = []
     for relays in (0, 2):
@@ -223,7 +217,9 @@ def _relay(cell: Cell) -> Row:
             for index, via in enumerate(vias):
                 # A learner that finds none yet dials again by itself.
                 run.command(f"relay-{index}", "relay", "--listen", via, "--broker", run.address)
-            _start(run, cell, environments=[{"NARROWS_RELAY": via} for via in vias] or [{}])
+            for name, via in zip(numbered(TOY.name, cell.learners), cycle(vias), strict=False):
+                run.environment[name] = {"NARROWS_RELAY": via}
+            _join(run, cell)
             merges, first = len(run.merges()), line.read()
             run.wait(cell.seconds)
             published = sum(each["published_bytes"] for each in run.merges()[merges:])
@@ -231,32 +227,24 @@ def _relay(cell: Cell) -> Row:
     fewer = down[0] / down[1]
     told = "{:.2f} bytes per byte published, {:.2f} with relays".format(*down)
     found, held = f"{told}: {fewer:.2f} times fewer", fewer >= 3.5
-    return _row(cell, found, held, down_bytes_per_byte=down, times_fewer=fewer)
+    return found, held, {"down_bytes_per_byte": down, "times_fewer": fewer}
 
 
-def _revoke(cell: Cell) -> Row:
+def _revoke(cell: Cell) -> Found:
     with Run() as run:
-        keys = run.folder / "keys"
-        server, environments = create_broker_key(keys).public, []
-        for index in range(cell.learners):
-            name, pair = f"learner-{index}", new_pair()
-            file = run.folder / f"{name}.key"
-            write_site_key(file, SiteKey(name, pair, (server,)))
-            AllowList.allow(keys, name, pair.public)
-            environments.append({"NARROWS_KEY": str(file)})
-        period = {"fragments.sync_period_steps": REVOKED_PERIOD_STEPS}
-        _serve(run, cell, {"broker.keys": keys, **period})
-        gone, *others = _start(run, cell, replace(TOY, step_s=0.01), environments=environments)
+        keys = run.make_keys(numbered(TOY.name, cell.learners))
+        _serve(run, cell, {"fragments.sync_period_steps": REVOKED_PERIOD_STEPS})
+        gone, *others = _join(run, cell, replace(TOY, step_s=0.01))
         run.wait(cell.seconds)
         revoked = time.time()
         AllowList.revoke(keys, gone)
         run.wait(max(LOOKED_S, cell.seconds))
         for name in others:
             run.signal(name, signal.SIGSTOP)
-        logged = {name: TOKENS * run.facts(name)["steps"] for name in others}
+        logged = {name: TOKENS * run.steps(name) for name in others}
         run.stop_broker()
-        merged = merged_tokens(run.folder / "state")
-        at = {n: [each["time_s"] for each in _installed(run, n)] for n in (gone, *others)}
+        merged = run.merged_tokens()
+        at = {n: [each["time_s"] for each in run.installed(n)] for n in (gone, *others)}
     pauses, usual_s = [], []
     for name in others:
         near = [each for each in at[name] if revoked - 1 < each < revoked + LOOKED_S]
@@ -272,7 +260,7 @@ def _revoke(cell: Cell) -> Row:
     )
     told = f"pause {1e3 * back_s:.0f} ms (usually {1e3 * max(usual_s):.0f}), {late} copies"
     found, held = f"{told}, {behind:.1f} periods", back_s <= 1.0 and not late and behind < 2
-    return _row(cell, found, held, pause_s=back_s, copies_after=late, behind_periods=behind)
+    return found, held, {"pause_s": back_s, "copies_after": late, "behind_periods": behind}
 
 
 # What they share.
@@ -283,30 +271,8 @@ def _serve(run: Run, cell: Cell, settings: Mapping[str, object]) -> None:
     run.broker({**plain, **settings})
 
 
-def _start(
-    run: Run,
-    cell: Cell,
-    like: Toy = TOY,
-    *,
-    fragments: int = FRAGMENTS,
-    environments: Sequence[Mapping[str, str]] = ({},),
-) -> list[str]:
-    """Starts toys, in turn with the environments; their names, once all hold every fragment, so
-    that no first copy is on its way."""
-    names = [f"{like.name}-{index}" for index in range(cell.learners)]
-    for index, name in enumerate(names):
-        toy = replace(like, name=name, seed=index)
-        run.toy(toy, environment=environments[index % len(environments)])
-
-    def all_hold_all() -> bool:
-        held = ({each["fragment"] for each in _installed(run, name)} for name in names)
-        return all(len(each) == fragments for each in held)
-
-    run.wait_until(all_hold_all, "all to join", *run.running)
+def _join(run: Run, cell: Cell, like: Toy = TOY) -> list[str]:
+    """Starts the cell's number of toys; their names, once all have joined."""
+    names = run.toys(like, cell.learners)
+    run.wait_joined(names)
     return names
-
-
-def _installed(run: Run, name: str) -> list[dict[str, Any]]:
-    """A learner's events of versions that it has received; `time_s` is the system's."""
-    events = EventLog(run.folder / f"{name}.jsonl").read()
-    return [each for each in events if each["event"] == "installed"]

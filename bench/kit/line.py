@@ -7,13 +7,21 @@ else its counters see one header for up to 64 KiB, and real lines carry one for 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
+import select
 import shutil
+import signal
+import struct
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection, wait
 from typing import Final, NamedTuple, Self
 
 from narrows.proto.errors import ErrorCode, NarrowsError
@@ -24,6 +32,14 @@ CLONE_NEWNET: Final = 0x4000_0000
 
 SAMPLE_S: Final = 0.1
 WINDOW_S: Final = 1.0
+
+MTU: Final = 32000
+QUEUE_S: Final = 0.1
+"""The line's queue at its rate: one round trip, as routers are often set up."""
+PACKETS_PER_TURN: Final = 64
+TUNSETIFF: Final = 0x400454CA
+WITHOUT_HEADER: Final = 0x1001
+"""IFF_TUN | IFF_NO_PI: bare IP packets."""
 
 
 class Sample(NamedTuple):
@@ -95,6 +111,63 @@ class Line:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
+class FarLine(Line):
+    """A line with a delay each way and a rate, between two ends that speak real TCP.
+
+    The kernel's netem is often missing, so a process carries the packets between two TUN devices.
+    They are larger than usual: so they are few enough for it. Counters lack the headers of
+    Ethernet.
+    """
+
+    def __init__(self, delay_s: float, rate: float) -> None:
+        super().__init__()
+        forks = get_context("forkserver")
+        self._ready, told = forks.Pipe()
+        given = (self.hub, self.site, delay_s, rate, told)
+        self._carrier = forks.Process(target=_carry, args=given, daemon=True)
+
+    def connect(self) -> None:
+        self._carrier.start()
+        self._ready.recv()
+        for name in (self.hub, self.site):
+            ip("-n", name, "link", "set", "eth0", "mtu", str(MTU))
+
+    def remove(self) -> None:
+        self._carrier.kill()
+        self._carrier.join()
+        super().remove()
+
+
+def _carry(hub: str, site: str, delay_s: float, rate: float, told: Connection) -> None:
+    """Reads packets at either end and writes each at the other when it would have arrived."""
+    threading.Thread(target=end_with_bench, daemon=True).start()
+    ends: list[int] = []
+    for namespace in (hub, site):
+        enter(namespace)
+        ends.append(end := os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK))
+        fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH", b"eth0", WITHOUT_HEADER))
+    told.send("ready")
+    ways: tuple[deque[tuple[float, bytes]], ...] = (deque(), deque())
+    """Packets from the hub and from the site, each with the time of its arrival."""
+    free_at = [0.0, 0.0]
+    while True:
+        due = min((way[0][0] for way in ways if way), default=time.monotonic() + 1)
+        readable, _, _ = select.select(ends, [], [], max(0.0, due - time.monotonic()))
+        now = time.monotonic()
+        for end in readable:
+            way = ends.index(end)
+            with suppress(BlockingIOError):
+                for _ in range(PACKETS_PER_TURN):
+                    packet, start = os.read(end, 1 << 16), max(now, free_at[way])
+                    if start < now + QUEUE_S:  # Else the queue is full, and it is dropped.
+                        free_at[way] = start + 8 * len(packet) / rate
+                        ways[way].append((free_at[way] + delay_s, packet))
+        for index, way_ in enumerate(ways):
+            while way_ and way_[0][0] <= now:
+                with suppress(OSError):  # The device is not up yet.
+                    os.write(ends[1 - index], way_.popleft()[1])
+
+
 def peak_bits_per_s(samples: Sequence[Sample]) -> tuple[float, float] | None:
     """The fullest second, up and down; None where the samples span less than one.
 
@@ -120,6 +193,14 @@ def enter(namespace: str) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
     finally:
         os.close(handle)
+
+
+def end_with_bench() -> None:
+    """Whoever kills a bench leaves no process of it behind."""
+    bench = parent_process()
+    assert bench is not None
+    wait([bench.sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ip(*arguments: str) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,10 @@ CHECKOUT = next((each for each in _ABOVE if (each / "pyproject.toml").exists()),
 """The checkout that this file lies in; an installed package has none, and names no commit."""
 
 
-def write(path: Path, bench: str, rows: Sequence[Mapping[str, Any]], seed: int) -> None:
+def write(path: Path, name: str, rows: Sequence[Mapping[str, Any]], seed: int) -> None:
     """Writes {"bench", "commit", "machine", "seed", "rows"}, a row on each line; makes the folder,
     so that no long run is lost for the lack of one. Keys of rows carry units."""
-    head = {"bench": bench, "commit": commit(), "machine": machine(), "seed": seed}
+    head = {"bench": name, "commit": commit(), "machine": machine(), "seed": seed}
     lines = ",\n".join(json.dumps(row) for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
@@ -27,29 +29,21 @@ def write(path: Path, bench: str, rows: Sequence[Mapping[str, Any]], seed: int) 
 def commit() -> str:
     """As `git describe --always --dirty` says it; "" outside a checkout."""
     command = ["git", "describe", "--always", "--dirty"]
-    if not (CHECKOUT / ".git").exists():  # Installed, perhaps inside of another repository.
-        return ""
-    try:
-        done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip()
+    if (CHECKOUT / ".git").exists():  # Else it is installed, perhaps inside another repository.
+        with suppress(OSError):
+            done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
+            return done.stdout.strip()
+    return ""
 
 
 def machine() -> dict[str, Any]:
     """Processor, cores, versions: what figures depend on."""
+    described = Path("/proc/cpuinfo")
+    text = described.read_text() if described.exists() else ""
+    name = re.search("^model name\\s*: (.*)$", text, re.MULTILINE)
     return {
-        "processor": _processor(),
+        "processor": name[1] if name else platform.processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "system": platform.platform(),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias, TypeVar
 
+from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +20,7 @@ from narrows.bench.kit import result
 WIDTH: Final = 140
 """Columns that a table may take; a narrower terminal folds its lines."""
 
+Json: TypeAlias = Annotated[Path | None, Parameter(name="--json", help="File for the rows.")]
 Row: TypeAlias = dict[str, Any]
 Cell = TypeVar("Cell")
 

@@ -14,21 +14,21 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from importlib import import_module
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import wait
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, Self
 
-from narrows.bench.kit.line import HUB_ADDRESS, Line, enter
+from narrows.bench.kit.line import HUB_ADDRESS, Line, end_with_bench, enter
+from narrows.broker.store import History
 from narrows.proto.errors import ErrorCode, NarrowsError
+from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
 
-PACKAGE: Final = "narrows"
 PATIENCE_S: Final = 120.0
 """Longest wait for anything; first copies at the lowest rates take tens of seconds."""
 LOOK_S: Final = 0.02
@@ -41,10 +41,11 @@ TELL_S: Final = 0.01
 """Time between two looks at a toy that its facts show."""
 FACTS_BYTES: Final = 256
 
+HURRY: Final = {"fragments.sync_period_steps": 4, "fragments.overlap_steps": 1}
+"""Settings with a period far shorter than a round takes, so that a toy always has to push."""
+
 _forks = get_context("forkserver")
-_forks.set_forkserver_preload(
-    [f"{PACKAGE}.learner.learner", f"{PACKAGE}.broker.cli.broker", f"{PACKAGE}.__main__"]
-)
+_forks.set_forkserver_preload(["narrows.bench.kit.server"])
 
 
 @dataclass(frozen=True)
@@ -63,25 +64,40 @@ class Toy:
     seed: int = 0
 
 
+def numbered(name: str, count: int) -> list[str]:
+    """NAME-0, NAME-1 and so on."""
+    return [f"{name}-{index}" for index in range(count)]
+
+
 class Run:
     """The folder and the processes of one run; leaving the block ends them all.
 
-    With a `line` the broker runs at its hub and the learners at its site. `package` is the one
-    whose command and Learner are measured.
+    With a `line` the broker runs at its hub and the learners at its site. `folder` stays when the
+    block is left; without one a temporary folder serves.
     """
 
-    def __init__(self, *, line: Line | None = None, package: str = PACKAGE) -> None:
+    def __init__(self, *, line: Line | None = None, folder: Path | None = None) -> None:
         # The server of forks takes its environment from here, once.
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
             os.environ.setdefault(name, "1")
-        self.package, self._line, self._stack = package, line, ExitStack()
-        self.folder = Path(self._stack.enter_context(TemporaryDirectory(prefix="narrows-bench-")))
+        self._line, self._stack = line, ExitStack()
+        if folder is None:
+            temporary = TemporaryDirectory(prefix="narrows-bench-")
+            folder = Path(self._stack.enter_context(temporary))
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.state, self._keys = folder, folder / "state", folder / "keys"
         self.running: dict[str, BaseProcess] = {}
         if line is None:
             self.address = f"tcp://127.0.0.1:{self._stack.enter_context(_three_ports())}"
         else:
             self.address = f"tcp://{HUB_ADDRESS}:7070"
-        self.events = EventLog(self.folder / "broker.jsonl")
+        self.environment: dict[str, dict[str, str]] = {}
+        """Variables that processes get when they start, by their name."""
+        self._fragments: object = None
+        self.remedy = ""
+        """What to do if a process fails."""
+        self._events: dict[str, tuple[int, list[dict[str, Any]]]] = {}
+        """By process: bytes of its events file that were read, and their events."""
 
     def __enter__(self) -> Self:
         return self
@@ -94,6 +110,17 @@ class Run:
 
     # Processes.
 
+    def make_keys(self, names: Iterable[str]) -> Path:
+        """Makes keys of the broker, and NAME.key of these learners, who use them; the broker's
+        folder of keys."""
+        server = create_broker_key(self._keys).public
+        for name in names:
+            pair, file = new_pair(), self.folder / f"{name}.key"
+            write_site_key(file, SiteKey(name, pair, (server,)))
+            AllowList.allow(self._keys, name, pair.public)
+            self.environment[name] = {"NARROWS_KEY": str(file)}
+        return self._keys
+
     def broker(self, settings: Mapping[str, object], *, crash_at: str = "") -> None:
         """Starts the broker, or its next life at the same address; returns once it serves.
 
@@ -101,27 +128,42 @@ class Run:
         """
         ready = self.folder / "broker.ready"
         ready.unlink(missing_ok=True)
-        flags = itertools.chain(*(("--set", f"{key}={value}") for key, value in settings.items()))
-        insecure = ("--set", "broker.insecure=true") if self._line else ()
+        self._fragments = settings.get("fragments.count")
+        if self._keys.exists():
+            settings = {**settings, "broker.keys": self._keys}
+        elif self._line is not None:
+            settings = {**settings, "broker.insecure": "true"}
+        self.environment["broker"] = {"NARROWS_CRASH_AT": crash_at}
         self.command(
-            "broker", "broker", "--listen", self.address, "--state-dir", str(self.folder / "state"),
-            "--events", str(self.events.path), "--ready-file", str(ready), *flags, *insecure,
-            environment={"NARROWS_CRASH_AT": crash_at} if crash_at else {},
+            "broker", "broker", "--listen", self.address, "--state-dir", str(self.state),
+            "--events", str(self._log("broker")), "--ready-file", str(ready),
+            *itertools.chain(*(("--set", f"{key}={value}") for key, value in settings.items())),
         )  # fmt: skip
         if not crash_at:
             self.wait_until(ready.exists, "the broker to serve", "broker")
 
-    def toy(self, toy: Toy, *, environment: Mapping[str, str] | None = None) -> None:
-        """Starts a toy; `facts` tells what it does."""
-        self._fork(
-            toy.name, environment or {}, _train, (self.package, self.address, self.folder, toy)
-        )
+    def learner(self, name: str, preset: str, *arguments: str) -> None:
+        """Starts a learner that trains the reference model; `summary` reads what it leaves."""
+        self.command(
+            name, "learner", "--broker", self.address, "--name", name, "--preset", preset,
+            "--events", str(self._log(name)), "--json", str(self.folder / f"{name}.json"),
+            *arguments,
+        )  # fmt: skip
 
-    def command(
-        self, name: str, *arguments: str, environment: Mapping[str, str] | None = None
-    ) -> None:
+    def toy(self, toy: Toy) -> None:
+        """Starts a toy; `facts` tells what it does."""
+        self._fork(toy.name, _train, self.address, self.folder, toy)
+
+    def toys(self, like: Toy, count: int) -> list[str]:
+        """Starts toys with seeds of their own; their names, as `numbered` makes them."""
+        names = numbered(like.name, count)
+        for seed, name in enumerate(names):
+            self.toy(replace(like, name=name, seed=seed))
+        return names
+
+    def command(self, name: str, *arguments: str) -> None:
         """Starts `narrows ARGUMENTS`; the output goes to NAME.log in the folder."""
-        self._fork(name, environment or {}, _command, (self.package, list(arguments)))
+        self._fork(name, _command, list(arguments))
 
     def ask(self, *arguments: str) -> Any:
         """Runs a `narrows` command that prints JSON, where the broker is, and reads that."""
@@ -132,6 +174,18 @@ class Run:
         del self.running["ask"]
         return json.loads(log.read_text())
 
+    def signal(self, name: str, number: int) -> None:
+        """Sends a signal to a process."""
+        pid = self.running[name].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def kill(self, name: str) -> None:
+        """Ends a process without a chance to say anything."""
+        self.signal(name, signal.SIGKILL)
+        self.ends(name, -signal.SIGKILL)
+        del self.running[name]
+
     def ends(self, name: str, code: int) -> None:
         """Waits for the end of a process with this exit code; a signal is a negative number."""
         process = self.running[name]
@@ -140,40 +194,86 @@ class Run:
             got = "no end" if process.exitcode is None else f"code {process.exitcode}"
             raise self._failure(name, f"its end with code {code}", got)
 
+    def check(self, *names: str) -> None:
+        """Raises NarrowsError if one of these processes has failed."""
+        for name in names:
+            if self.running[name].exitcode:
+                self.ends(name, 0)
+
     def stop_broker(self) -> dict[str, Any]:
         """Ends the broker in order; its last status."""
         self.signal("broker", signal.SIGTERM)
         self.ends("broker", 0)
         return self.final()
 
+    # What they tell.
+
     def final(self) -> dict[str, Any]:
         """The last status of a broker that has ended in order."""
-        *_, last = (each for each in self.events.read() if each["event"] == "final")
-        return dict(last["status"])
-
-    def signal(self, name: str, number: int) -> None:
-        """Sends a signal to a process."""
-        pid = self.running[name].pid
-        assert pid is not None
-        os.kill(pid, number)
-
-    # What they tell.
+        return dict(self.events("broker", "final")[-1]["status"])
 
     def merges(self) -> list[dict[str, Any]]:
         """The broker's `merged` events of all its lives, oldest first."""
-        return [each for each in self.events.read() if each["event"] == "merged"]
+        return self.events("broker", "merged")
+
+    def installed(self, name: str) -> list[dict[str, Any]]:
+        """A learner's events of versions that it has received; `time_s` is the system's."""
+        return self.events(name, "installed")
+
+    def events(self, name: str, kind: str) -> list[dict[str, Any]]:
+        """The events of this kind that a process, or one of this name before it, has written. A
+        line that a killed process left half is passed over."""
+        path, (offset, events) = self._log(name), self._events.get(name, (0, []))
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(offset)
+                new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            for line in whole.splitlines():
+                with suppress(ValueError):
+                    events.append(json.loads(line))
+            self._events[name] = (offset + len(whole), events)
+        return [each for each in events if each["event"] == kind]
+
+    def summary(self, name: str) -> dict[str, Any]:
+        """What a learner has left at its end; empty if it was killed."""
+        return self._json(f"{name}.json")
 
     def facts(self, name: str) -> dict[str, Any]:
         """`steps` of a toy, and `boundary_cpu_s`: CPU seconds that the exchange took from its
         training thread. Empty before it has joined."""
-        path = self.folder / f"{name}.facts"
-        text = path.read_text() if path.exists() else ""
-        return dict(json.loads(text)) if text else {}
+        return self._json(f"{name}.facts")
+
+    def steps(self, name: str) -> int:
+        """Steps that a toy has made."""
+        return int(self.facts(name).get("steps", 0))
+
+    def merged_tokens(self) -> Counter[tuple[str, int]]:
+        """Tokens in the durable rounds, by learner and fragment. The broker must have ended."""
+        merged: Counter[tuple[str, int]] = Counter()
+        with closing(History(self.state)) as history:
+            for row in history.rounds():
+                for push in row.round_.contributions:
+                    merged[push.learner, row.round_.fragment] += push.tokens
+        return merged
 
     def wait(self, seconds: float) -> None:
         """Lets the run go on for a while; raises NarrowsError at once if a process has ended."""
         until = time.monotonic() + seconds
         self.wait_until(lambda: time.monotonic() > until, "time to pass", *self.running)
+
+    def wait_merges(self, count: int) -> None:
+        """Waits until so many rounds have been merged, in all lives of the broker."""
+        self.wait_until(lambda: len(self.merges()) >= count, f"round {count}", *self.running)
+
+    def wait_joined(self, names: Sequence[str]) -> None:
+        """Waits until all of them hold every fragment: no first copy is on its way any more."""
+
+        def all_hold_all() -> bool:
+            held = ({each["fragment"] for each in self.installed(name)} for name in names)
+            return all(len(each) == self._fragments for each in held)
+
+        self.wait_until(all_hold_all, "all to join", *self.running)
 
     def wait_until(self, condition: Callable[[], object], what: str, *names: str) -> None:
         """Raises NarrowsError at once if one of the named processes has ended meanwhile."""
@@ -188,44 +288,29 @@ class Run:
                 raise self._failure(names[0], what, f"nothing in {PATIENCE_S:.0f} s")
             pause.wait(LOOK_S)
 
-    def _fork(
-        self, name: str, environment: Mapping[str, str], target: Callable[..., None], given: Any
-    ) -> None:
+    def _fork(self, name: str, target: Callable[..., None], *given: object) -> None:
         at_hub = target is _command and name in ("broker", "ask")
         namespace = "" if self._line is None else self._line.hub if at_hub else self._line.site
-        child = (self.folder / f"{name}.log", namespace, dict(environment), target, given)
+        environment = self.environment.get(name, {})
+        child = (name, self.folder, namespace, environment, target, given)
         process = _forks.Process(target=_begin, args=child, daemon=True)
         process.start()
         self.running[name] = process
+
+    def _json(self, file: str) -> dict[str, Any]:
+        path = self.folder / file
+        text = path.read_text() if path.exists() else ""
+        return dict(json.loads(text or "{}"))
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}.jsonl"
 
     def _failure(self, name: str, expected: str, got: str) -> NarrowsError:
         log = self.folder / f"{name}.log"
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         said = f" and said {lines[-1][:300]!r}" if lines else ""
-        return NarrowsError(ErrorCode.UNFINISHED, name, expected=expected, got=got + said)
-
-
-class EventLog:
-    """An events file that grows while it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._offset = path, 0
-        self._events: list[dict[str, Any]] = []
-
-    def read(self) -> list[dict[str, Any]]:
-        """All events so far. A line that a killed process left half is passed over."""
-        if self.path.exists():
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                new = file.read()
-            whole = new[: new.rfind(b"\n") + 1]
-            self._offset += len(whole)
-            for line in whole.splitlines():
-                try:
-                    self._events.append(json.loads(line))
-                except ValueError:
-                    continue
-        return self._events
+        given = {"expected": expected, "got": got + said, "remedy": self.remedy}
+        return NarrowsError(ErrorCode.UNFINISHED, name, **given)
 
 
 def thread_cpu_s(pid: int | None) -> dict[str, float]:
@@ -265,10 +350,17 @@ def _three_ports() -> Generator[int]:
 
 
 def _begin(
-    log: Path, namespace: str, environment: dict[str, str], target: Callable[..., None], given: Any
+    name: str,
+    folder: Path,
+    namespace: str,
+    environment: dict[str, str],
+    target: Callable[..., None],
+    given: Any,
 ) -> None:
     threading.Thread(target=end_with_bench, daemon=True).start()
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with suppress(OSError):  # `ps` and `top` show the name, where the system is a Linux.
+        Path("/proc/self/comm").write_text(name)
+    file = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
@@ -279,25 +371,20 @@ def _begin(
     target(*given)
 
 
-def end_with_bench() -> None:
-    """Whoever kills a bench leaves no brokers behind."""
-    bench = parent_process()
-    assert bench is not None
-    wait([bench.sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
+def _command(arguments: list[str]) -> None:
+    from narrows.__main__ import main
 
-
-def _command(package: str, arguments: list[str]) -> None:
     sys.argv = ["narrows", *arguments]
-    import_module(f"{package}.__main__").main()
+    main()
 
 
-def _train(package: str, address: str, folder: Path, toy: Toy) -> None:
+def _train(address: str, folder: Path, toy: Toy) -> None:
     """The loop of a user, with a model that needs no data."""
     import torch
     from torch import nn
 
-    learner_class = import_module(f"{package}.learner").Learner
+    from narrows.learner import Learner
+
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(toy.seed)
     shape = (toy.params // TENSORS // WIDTH, WIDTH)
@@ -310,7 +397,7 @@ def _train(package: str, address: str, folder: Path, toy: Toy) -> None:
     own_s = [0.0, 0.0]
     """Thread's CPU time before and after the optimizer's own work in a step."""
     optimizer.register_step_post_hook(lambda *_: own_s.__setitem__(1, time.thread_time()))
-    learner = learner_class(
+    learner = Learner(
         model, optimizer, broker=address, name=toy.name,
         events=folder / f"{toy.name}.jsonl", join_timeout_s=PATIENCE_S,
     )  # fmt: skip

@@ -54,8 +54,7 @@ class Block(nn.Module):
 
     def __init__(self, preset: Preset) -> None:
         super().__init__()
-        width = preset.width
-        self.heads = preset.heads
+        self.heads, width = preset.heads, preset.width
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 
 from narrows.bench.reference.gpt import GPT, PRESETS, learning_rate, make_optimizer
-from narrows.bench.reference.text import Text, load_text
+from narrows.bench.reference.text import load_text
 from narrows.bench.reference.worker import Options
 from narrows.learner import Learner
 
@@ -21,7 +19,7 @@ PRINT_S: Final = 2.0
 
 
 def train(options: Options) -> dict[str, Any]:
-    """Trains until the run ends, `steps_max` is reached or a signal asks; the summary.
+    """Trains until the run ends or a signal asks; the summary.
 
     Losses are nats per byte, `loop_s` the wall seconds of the loop. Raises ConfigError, and what
     Learner raises.
@@ -32,72 +30,58 @@ def train(options: Options) -> dict[str, Any]:
     print(text, flush=True)
     # The same parameters at every learner: whose become version 0 must not matter.
     model = GPT(preset, seed=0)
-    optimizer = make_optimizer(model, options.peak_learning_rate or preset.peak_learning_rate)
+    optimizer = make_optimizer(model, preset.peak_learning_rate)
     learner = Learner(
         model,
         optimizer,
         broker=options.broker,
         name=options.name,
         key=options.key,
-        join_timeout_s=options.join_timeout_s,
         events=options.events,
     )
-    with learner, _signals() as stop:
-        made = _loop(options, text, learner, model, optimizer, stop)
-    windows = text.validation_windows(context=preset.context)
+    steps, tokens, stop = 0, 0, _stop_on_signal()
+    with learner:
+        # It begins where the run stands: the text before has been learned from, by whomever.
+        batches = text.tokens(
+            batch=preset.batch,
+            context=preset.context,
+            order=f"{options.seed}:{options.name}",
+            skip=int(learner.run_step),
+        )
+        started_s = printed_s = time.monotonic()
+        for x, y in learner.until_end(batches):
+            peak = preset.peak_learning_rate * learner.lr_scale
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(learner.progress, learner.run_step, peak)
+            loss = model.loss(torch.from_numpy(x), torch.from_numpy(y))
+            loss.backward()  # type: ignore[no-untyped-call]
+            learner.log(tokens=x.size, loss=loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps, tokens = steps + 1, tokens + x.size
+            if options.step_wait_s:
+                time.sleep(options.step_wait_s)
+            if time.monotonic() > printed_s + PRINT_S:
+                printed_s = time.monotonic()
+                goal = f"{learner.progress:4.0%}  " if learner.progress else ""
+                told = f"step {steps:,}  loss {loss.item():.3f}  {learner.health}"
+                print(f"{options.name}: {goal}{told}", flush=True)
+            if stop.is_set():
+                break
+        loop_s = time.monotonic() - started_s
     return {
         "name": options.name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        **made,
+        "steps": steps,
+        "tokens": tokens,
+        "loop_s": loop_s,
         "cpu_s": time.process_time(),
-        "validation_loss": model.validation_loss(windows),
+        "validation_loss": model.validation_loss(text.validation_windows(context=preset.context)),
         "stats": learner.stats(),
     }
 
 
-def _loop(
-    options: Options,
-    text: Text,
-    learner: Learner,
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
-    stop: threading.Event,
-) -> dict[str, Any]:
-    preset = PRESETS[options.preset]
-    peak = options.peak_learning_rate or preset.peak_learning_rate
-    # It begins where the run stands: the text before has been learned from, by whomever.
-    batches = text.tokens(
-        batch=options.batch or preset.batch,
-        context=preset.context,
-        order=f"{options.seed}:{options.name}",
-        skip=int(learner.run_step),
-    )
-    steps = tokens = 0
-    started_s = printed_s = time.monotonic()
-    for x, y in learner.until_end(batches):
-        rate = learning_rate(learner.progress, learner.run_step, peak) * learner.lr_scale
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        loss = model.loss(torch.from_numpy(x), torch.from_numpy(y))
-        loss.backward()  # type: ignore[no-untyped-call]
-        learner.log(tokens=x.size, loss=loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        steps, tokens = steps + 1, tokens + x.size
-        if options.step_wait_s:
-            time.sleep(options.step_wait_s)
-        if time.monotonic() > printed_s + PRINT_S:
-            printed_s = time.monotonic()
-            goal = f"{learner.progress:4.0%}  " if learner.progress else ""
-            told = f"step {steps:,}  loss {loss.item():.3f}  {learner.health}"
-            print(f"{options.name}: {goal}{told}", flush=True)
-        if stop.is_set() or steps == options.steps_max:
-            break
-    return {"steps": steps, "tokens": tokens, "loop_s": time.monotonic() - started_s}
-
-
-@contextmanager
-def _signals() -> Iterator[threading.Event]:
+def _stop_on_signal() -> threading.Event:
     """An event that SIGINT or SIGTERM sets, so that the loop ends in order; a second one raises."""
     asked = threading.Event()
 
@@ -106,9 +90,6 @@ def _signals() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         asked.set()
 
-    before = {each: signal.signal(each, on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, on_signal)
+    return asked

@@ -31,32 +31,24 @@ class Options:
     """Folder with text files (default: the sources of Python's standard library)."""
     preset: Literal["nano", "micro", "tiny", "small", "medium"] = "tiny"
     """Size of the model, the same for all: 0.12, 0.43, 0.8, 4.8 or 25 million parameters."""
-    batch: int = 0
-    """Windows per inner step; 0: the preset's."""
     seed: int = 0
     """Changes the order of the text, never the model's first parameters."""
     threads: int = 1
     """CPU threads of PyTorch."""
-    peak_learning_rate: float = 0.0
-    """Peak of the schedule; 0: the preset's."""
-    steps_max: int = 0
-    """Inner steps after which it leaves; 0: it stays to the end of the run."""
     step_wait_s: float = 0.0
     """Seconds added to every inner step, to act as a slower machine."""
-    join_timeout_s: float = 60.0
-    """Seconds to wait for a broker, and for the first parameters while nothing comes."""
     events: Path | None = None
     """File that gets one JSON line per version that becomes complete here."""
     json: Path | None = None
     """File for the summary at the end."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "peak_learning_rate", "steps_max", "step_wait_s"):
-            value = getattr(self, name)
-            if not value >= 0:
-                raise ConfigError(f"--{name.replace('_', '-')}", expected=">= 0", got=str(value))
-        if self.threads < 1:
-            raise ConfigError("--threads", expected=">= 1", got=str(self.threads))
+        for name, value, least in (
+            ("step-wait-s", self.step_wait_s, 0),
+            ("threads", self.threads, 1),
+        ):
+            if not value >= least:
+                raise ConfigError(f"--{name}", expected=f">= {least}", got=str(value))
 
 
 def learner(options: Options = Options()) -> None:

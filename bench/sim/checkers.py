@@ -15,12 +15,13 @@ invariants      `check()` of syncer and session, after every event
 from __future__ import annotations
 
 import sqlite3
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from narrows.bench.sim.lines import Meter
 from narrows.broker.process.host import Host
 from narrows.learner import effects as do
 from narrows.proto.codec import F32, digest_of
+from narrows.proto.flow.budget import wire_bytes
 from narrows.proto.messages import DataKind, Header
 from narrows.proto.wire import decode_header
 
@@ -45,11 +46,13 @@ class Checkers:
         self._histories: dict[str, int] = {}
         """Epoch -> history: putting an older state back begins another one."""
         self._history = 0
+        """From 1 on learners have seen versions that the broker no longer has."""
         self._left: list[tuple[int, Any]] = []
         """(version, digests) per fragment of the last life."""
         self._db: sqlite3.Connection | None = None
-        self.meter = Meter()
-        self.versions = self.adoptions = self.unseen = 0
+        self._second: deque[tuple[float, int]] = deque()
+        """(time, bytes) of what has left in the last second."""
+        self._second_bytes = self._busiest_bytes = 0
 
     # -- while it runs
 
@@ -67,30 +70,27 @@ class Checkers:
         run, header = self._run, decode_header(frames[1])
         live = header.kind is DataKind.PUBLICATION and not header.incarnation
         copies = sum(site.line.subscribed for site in run.sites) if live else 1
-        self.meter.sent((frames[0], frames[1], frames[2]), copies, run.world.now)
-        if header.version > 0 and not self._rows(
-            "SELECT 1 FROM rounds WHERE fragment = ? AND version = ?",
-            header.fragment,
-            header.version,
-        ):
-            raise Wrong(
-                f"durable: {header.kind.name} {header.version} of {header.fragment} left too early"
-            )
+        size = copies * wire_bytes([len(frame) for frame in frames], curve=False)
+        self._second.append((run.world.now, size))
+        self._second_bytes += size
+        while self._second[0][0] <= run.world.now - 1.0:
+            self._second_bytes -= self._second.popleft()[1]
+        self._busiest_bytes = max(self._busiest_bytes, self._second_bytes)
+        rows = "SELECT 1 FROM rounds WHERE fragment = ? AND version = ?"
+        if header.version > 0 and not self._rows(rows, header.fragment, header.version):
+            what = f"{header.kind.name} {header.version} of {header.fragment}"
+            raise Wrong(f"durable: {what} left too early")
 
     def adopting(self, site: Site, effect: do.Adopt) -> None:
         """A learner is about to adopt: it must know what became of its push."""
-        self.adoptions += 1
         if self._run.host is None or not effect.push_id:
             return
         merged = self._rows(
             "SELECT 1 FROM contributions JOIN rounds USING (seq) WHERE incarnation = ?"
-            " AND rounds.fragment = ? AND push_id = ? AND version <= ?",
-            site.host.session.incarnation,
-            effect.fragment,
-            effect.push_id,
-            effect.version,
+            " AND rounds.fragment = ? AND version <= ? AND push_id = ?",
+            *(site.host.session.incarnation, effect.fragment, effect.version, effect.push_id),
         )
-        if not self._run.restored and bool(merged) != effect.merged:
+        if not self._history and bool(merged) != effect.merged:
             raise Wrong(f"merged once: {site.name} {effect}; in the rows: {bool(merged)}")
 
     # -- lives of the broker
@@ -118,7 +118,6 @@ class Checkers:
                 raise Wrong(f"replay: {version} of {state.fragment} became {state.version}")
             if state.version == version and digests != state.digests:
                 raise Wrong(f"replay: other bits in version {version} of {state.fragment}")
-            self.unseen += state.version > version
         for state in states:
             self._equal(epoch, state.fragment, state.version, state.digests.published)
 
@@ -129,28 +128,19 @@ class Checkers:
         run = self._run
         if run.host is None:
             raise Wrong("progress: the broker is down at the end")
-        self._clock(run.host)
-        self._rate()
-        self._progress(run.host)
-        for site in run.sites:
-            self._share(site)
-        self._leaks(run.host)
-        self._close()
-
-    def _clock(self, host: Host) -> None:
-        total = self._rows("SELECT coalesce(sum(tokens), 0) FROM contributions")[0][0]
-        clock = self._rows("SELECT clock FROM run")[0][0]
-        known = host.syncer.state.clock.tokens
+        ((total,),) = self._rows("SELECT coalesce(sum(tokens), 0) FROM contributions")
+        ((clock,),) = self._rows("SELECT clock FROM run")
+        known = run.host.syncer.state.clock.tokens
         if not total == clock == known:
             raise Wrong(f"clock: {known}, stored {clock}, in rows {total}")
-        self.versions = sum(host.syncer.state.heads)
-
-    def _rate(self) -> None:
-        rate = float(self._run.config.wan.total_down)
-        if rate and 8 * self.meter.busiest_bytes > RATE_MAX * rate:
-            raise Wrong(
-                f"rate: {8 * self.meter.busiest_bytes:,.0f} bits in a second of {rate:,.0f}"
-            )
+        rate, bits = float(run.config.wan.total_down), 8 * self._busiest_bytes
+        if rate and bits > RATE_MAX * rate:
+            raise Wrong(f"rate: {bits:,.0f} bits in a second of {rate:,.0f}")
+        self._progress(run.host)
+        for site in run.sites:
+            self._share(site, run.host)
+        self._leaks(run.host)
+        self._close()
 
     def _progress(self, host: Host) -> None:
         run, heads = self._run, tuple(host.syncer.state.heads)
@@ -162,31 +152,26 @@ class Checkers:
             held = tuple(part.held if ended else part.tip for part in session.parts)
             if held != heads and not (ended and site.left and not session.final):
                 raise Wrong(f"progress: {site.name} holds {held}, the heads are {heads}")
+            if ended and not session.final:
+                raise Wrong(f"progress: {site.name} left without the final model")
         missing = host.finished.missing if host.finished else ()
         if ended and (lacking := [each for each in missing if each.startswith("site-")]):
             raise Wrong(f"progress: without the final model: {lacking}")
-        if ended and not all(site.host.session.final for site in run.sites):
-            raise Wrong("progress: a learner left without the final model")
 
-    def _share(self, site: Site) -> None:
+    def _share(self, site: Site, host: Host) -> None:
         """Everything that was trained is merged, is waiting, or is on the learner's account."""
-        session, run = site.host.session, self._run
-        parts = session.parts
-        rows = self._rows(
-            "SELECT fragment, sum(tokens) FROM contributions WHERE incarnation = ?"
-            " GROUP BY fragment",
-            session.incarnation,
-        )
-        merged = dict(rows)
+        session, config = site.host.session, self._run.config
+        parts, who = session.parts, "WHERE incarnation = ? GROUP BY fragment"
+        query = f"SELECT fragment, sum(tokens) FROM contributions {who}"
+        merged = dict(self._rows(query, session.incarnation))
         for part in parts:
             waiting = part.push.tokens if part.push and part.pushed.name != "MERGED" else 0
             known = merged.get(part.index, 0) + waiting + part.tokens + part.lost_tokens
-            if not run.restored and known < session.tokens:
+            if not self._history and known < session.tokens:
                 raise Wrong(f"share: {site.name} has lost {session.tokens - known} tokens")
-        if run.restored or site.restarted or run.config.run.mode.value != "decoupled":
+        if self._history or site.lives > 1 or config.run.mode.value != "decoupled":
             return
-        xi_s = run.host.syncer.state.xi_s if run.host else 0.0
-        period_s = xi_s * run.config.fragments.sync_period_steps
+        period_s = host.syncer.state.xi_s * config.fragments.sync_period_steps
         # Two periods and two repairs may be on their way, and at an absence work is given up.
         slack = 32 * (2 * period_s + 4.0) / site.step_s
         lost = sum(part.lost_tokens for part in parts) / len(parts)

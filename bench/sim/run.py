@@ -9,39 +9,36 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from narrows.bench.sim.checkers import Checkers, Wrong
-from narrows.bench.sim.lines import Line, Weather
 from narrows.bench.sim.wild import NAME as WILD
 from narrows.bench.sim.wild import WildPeer
-from narrows.bench.sim.world import Killed, VirtualPool, World
-from narrows.broker.config import BrokerConfig, load_broker
+from narrows.bench.sim.world import Killed, Line, Span, VirtualPool, Weather, World
+from narrows.broker.config import load_broker
 from narrows.broker.process.downlink import Connection
 from narrows.broker.process.host import Host
 from narrows.broker.records import Version
 from narrows.broker.store import Store
 from narrows.learner.host import LearnerHost
 from narrows.learner.island import Island
-from narrows.proto.codec import F32
+from narrows.proto.codec import F32, round_to_dtype
 from narrows.proto.layout import Fragment, Piece
 from narrows.proto.messages import DtypeName, Layout, LayoutEntry
 from narrows.proto.wire import asked_topic, live_topic
 
-LAYOUT: Final = Layout(
-    0,
-    (
-        LayoutEntry("embedding", (40, 32), "float32", "mean"),
-        LayoutEntry("attention", (48, 64), "float32", "rda"),
-        LayoutEntry("bias", (64,), "float32", "mean"),
-        LayoutEntry("mlp", (64, 48), "bfloat16", "rda"),
-    ),
+ENTRIES: Final = (
+    LayoutEntry("embedding", (40, 32), "float32", "mean"),
+    LayoutEntry("attention", (48, 64), "float32", "rda"),
+    LayoutEntry("bias", (64,), "float32", "mean"),
+    LayoutEntry("mlp", (64, 48), "bfloat16", "rda"),
 )
+LAYOUT: Final = Layout(0, ENTRIES)
 TOKENS: Final = 32
 """Tokens of one inner step."""
 
@@ -49,35 +46,18 @@ QUIET_S: Final = 45.0
 """Seconds without faults at the end: everybody has time to come back."""
 
 
-@dataclass
 class Draw:
-    """The meaning of one seed: settings, speeds, lines and the moments of all faults."""
+    """The meaning of one seed: settings, speeds, lines and the moments of all faults, each of which
+    comes in a share of the seeds."""
 
-    settings: dict[str, object]
-    steps_s: list[float]
-    weather: Weather
     ends: float = 60.0
-    kills: list[float] = field(default_factory=list)
-    crash_share: float = 0.0
-    """Share of the visits of a crash place at which the broker dies."""
-    breaks: list[tuple[float, int]] = field(default_factory=list)
-    restarts: list[tuple[float, int]] = field(default_factory=list)
-    freezes: list[tuple[float, int, float]] = field(default_factory=list)
-    pauses: list[tuple[float, int, float]] = field(default_factory=list)
-    full_disk: tuple[float, float] | None = None
-    slow_disk: tuple[float, float] | None = None
-    restore: tuple[float, float] | None = None
-    """(time of the copy, time at which it is put back)."""
-    wild: bool = False
 
-    @classmethod
-    def of(cls, seed: int) -> Draw:
-        """Every fault comes in a share of the seeds."""
+    def __init__(self, seed: int) -> None:
         rng = Random(seed)
         learners = rng.choice([2, 2, 3, 3, 4])
-        steps_s = [0.03 * 10 ** rng.uniform(0, 1.6) for _ in range(learners)]
+        self.steps_s = [0.03 * 10 ** rng.uniform(0, 1.6) for _ in range(learners)]
         codec = rng.choice(["int4-zstd", "int4-zstd", "int8-zstd", "f32-blosc2"])
-        settings: dict[str, object] = {
+        self.settings: dict[str, object] = {
             "fragments.count": rng.randint(1, 4),
             "fragments.sync_period_steps": rng.choice([6, 10, 20]),
             "fragments.overlap_steps": rng.randint(0, 4),
@@ -88,40 +68,44 @@ class Draw:
             "run.mode": rng.choice(["decoupled", "decoupled", "decoupled", "streaming", "diloco"]),
             "broker.keep_history": rng.random() < 0.5,
         }
-        if settings["run.mode"] == "diloco":
-            settings["fragments.count"] = 1
+        if self.settings["run.mode"] == "diloco":
+            self.settings["fragments.count"] = 1
         if rng.random() < 0.4:
             rate = f"{rng.choice([400, 1000, 4000])}kbit/s"
-            settings |= {"wan.total_down": rate, "wan.total_up": rate}
+            self.settings |= {"wan.total_down": rate, "wan.total_up": rate}
         if rng.random() < 0.5:
-            settings["run.goal_tokens"] = int(40 * TOKENS * sum(1 / s for s in steps_s))
-        weather = Weather(
+            self.settings["run.goal_tokens"] = int(40 * TOKENS * sum(1 / s for s in self.steps_s))
+        self.weather = Weather(
             loss=rng.choice([0.0, 0.0, 0.02, 0.15]),
             twice=rng.choice([0.0, 0.05]),
             delay_s=rng.choice([0.005, 0.02, 0.1]),
         )
-        draw = cls(settings, steps_s, weather)
 
         def who() -> int:
             return rng.randrange(learners)
 
         def when() -> float:
-            return rng.uniform(2, draw.ends - 15)
+            return rng.uniform(2, self.ends - 15)
 
-        draw.kills = [when() for _ in range(rng.choice([0, 0, 1, 2, 4]))]
-        draw.crash_share = rng.choice([0.0, 0.0, 0.005, 0.02])
-        draw.breaks = [(when(), who()) for _ in range(rng.choice([0, 1, 3]))]
-        draw.restarts = [(when(), who()) for _ in range(rng.choice([0, 0, 1, 2]))]
-        draw.freezes = [(when(), who(), rng.uniform(0.5, 12)) for _ in range(rng.choice([0, 0, 1]))]
-        draw.pauses = [(when(), who(), rng.uniform(0.5, 12)) for _ in range(rng.choice([0, 0, 1]))]
-        if rng.random() < 0.25:
-            draw.full_disk = (when(), rng.uniform(1, 8))
-        if rng.random() < 0.25:
-            draw.slow_disk = (when(), rng.uniform(1, 8))
-        if rng.random() < 0.15:
-            draw.restore = (rng.uniform(8, 15), rng.uniform(20, 35))
-        draw.wild = rng.random() < 0.2
-        return draw
+        def span(share: float) -> Span:
+            """Some seconds in this share of the seeds, in the others none."""
+            if rng.random() >= share:
+                return (0.0, 0.0)
+            begin = when()
+            return (begin, begin + rng.uniform(1, 8))
+
+        self.kills = [when() for _ in range(rng.choice([0, 0, 1, 2, 4]))]
+        self.crash_share = rng.choice([0.0, 0.0, 0.005, 0.02])
+        """Share of the visits of a crash place at which the broker dies."""
+        self.breaks = [(when(), who()) for _ in range(rng.choice([0, 1, 3]))]
+        self.restarts = [(when(), who()) for _ in range(rng.choice([0, 0, 1, 2]))]
+        self.freezes = [(when(), who(), rng.uniform(0.5, 12)) for _ in range(rng.choice([0, 0, 1]))]
+        self.pauses = [(when(), who(), rng.uniform(0.5, 12)) for _ in range(rng.choice([0, 0, 1]))]
+        self.full_disk, self.slow_disk = span(0.25), span(0.25)
+        is_restored = rng.random() < 0.15
+        self.restore = (rng.uniform(8, 15), rng.uniform(20, 35)) if is_restored else None
+        """Time of the copy, and the time at which it is put back."""
+        self.wild = rng.random() < 0.2
 
 
 class Parameters:
@@ -129,10 +113,8 @@ class Parameters:
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
-        self.tensors: list[F32] = []
-        for entry in LAYOUT.entries:
-            values = rng.standard_normal(int(np.prod(entry.shape))).astype(np.float32)
-            self.tensors.append(values)
+        sizes = (int(np.prod(entry.shape)) for entry in ENTRIES)
+        self.tensors: list[F32] = [rng.standard_normal(n).astype(np.float32) for n in sizes]
         self._round()
 
     def step(self) -> None:
@@ -155,23 +137,22 @@ class Parameters:
         return self.tensors[piece.tensor][piece.start : piece.start + piece.count]
 
     def dtype(self, piece: Piece) -> DtypeName:
-        return LAYOUT.entries[piece.tensor].dtype
+        return ENTRIES[piece.tensor].dtype
 
     def _round(self) -> None:
-        for entry, values in zip(LAYOUT.entries, self.tensors, strict=True):
-            if entry.dtype == "bfloat16":
-                bits = values.view(np.uint32)
-                bits += np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-                bits &= np.uint32(0xFFFF0000)
+        for entry, values in zip(ENTRIES, self.tensors, strict=True):
+            round_to_dtype(values, entry.dtype, values)
 
 
 class Disk(Store):
     """The real store on a disk that is full now and then."""
 
-    full = False
+    def __init__(self, run: Run) -> None:
+        self._run, history = run, run.config.broker.keep_history
+        super().__init__(run.path, durable=False, keep_history=history, reach=run.reach)
 
     def commit(self, version: Version) -> None:
-        if self.full:
+        if self._run.world.is_within(self._run.draw.full_disk):
             raise OSError(errno.ENOSPC, "the disk is full")
         super().commit(version)
 
@@ -179,14 +160,11 @@ class Disk(Store):
 class Site:
     """One learner: its process, its connections, its virtual training thread."""
 
-    host_class: type[LearnerHost] = LearnerHost
-
     def __init__(self, run: Run, index: int, step_s: float) -> None:
         self.run, self.world, self.index, self.step_s = run, run.world, index, step_s
         self.name = f"site-{'abcdefgh'[index]}"
         self.line = Line(run.world, run.draw.weather)
         self.lives = 0
-        self.restarted = False
         self.host: LearnerHost
         self.pool: VirtualPool
         self.left = False
@@ -195,30 +173,45 @@ class Site:
         """A new process with the old name; what the old one had not pushed is gone with it."""
         world = self.world
         if self.lives:
-            self.pool.alive, self.restarted = False, True
+            self.pool.alive = False
         self.lives += 1
         self.line.break_off()
         self.parameters = Parameters(np.random.default_rng(world.rng.getrandbits(32)))
-        self.pool = VirtualPool(world, self._turn, self.boot)
+        self.pool = VirtualPool(world, lambda now: self.host.turn(now), self.boot)
         incarnation = f"{self.name}.{world.rng.getrandbits(32):08x}"
-        host = self.run.site_host_class(
-            self.name, incarnation, LAYOUT, Island(self.parameters), self, self.pool, world.now
-        )
+        island = Island(self.parameters)
+        host = LearnerHost(self.name, incarnation, LAYOUT, island, self, self.pool, world.now)
+        self.run.spoil(host)
         self.host, self.left = host, False
         host.sender.ready = True
-        host.saw = lambda header, values: self.run.checkers.saw(header, values)
-        host.adopting = lambda effect: self.run.checkers.adopting(self, effect)
+        host.saw = self.run.checkers.saw
+        host.adopting = partial(self.run.checkers.adopting, self)
         host.lost(world.now)  # The connection is there at once.
         self._timer(host)
         self._train(host)
 
     # -- wires
 
+    @property
+    def peer(self) -> str:
+        """The control connection, as the broker knows it."""
+        return f"{self.name}#{self.line.generation}"
+
+    @property
+    def connection(self) -> Connection:
+        """The data connection, as the broker knows it."""
+        return Connection(self.index, self.line.generation)
+
     def control(self, peer: str, frames: list[bytes]) -> bool:
-        run, peer = self.run, f"{self.name}#{self.line.generation}"
-        host = run.host
+        run, host, peer = self.run, self.run.host, self.peer
         self.line.dial(self._subscribe)
-        self.line.control("up", lambda: run.deliver_control(host, peer, self.name, frames))
+        self.line.control("up", lambda: run.enter(host, Host.control, peer, self.name, frames))
+        return True
+
+    def data(self, topic: str, header: bytes, payload: bytes) -> bool:
+        run, host = self.run, self.run.host
+        frames = [topic.encode(), header, payload]
+        self.line.data(topic, lambda: run.enter(host, Host.data, self.name, frames))
         return True
 
     def _subscribe(self) -> None:
@@ -228,49 +221,26 @@ class Site:
             self.line.dial(self._subscribe, again=True)
             return
         self.line.subscribed = True
-        for stream in range(run.config.shared.streams):
-            for topic in (live_topic(stream), asked_topic(incarnation, stream)):
-                run.deliver_subscription(self.connection, topic)
 
-    def data(self, topic: str, header: bytes, payload: bytes) -> bool:
-        run, host = self.run, self.run.host
-        frames = [topic.encode(), header, payload]
-        self.line.data(topic, lambda: run.deliver_data(host, self.name, frames))
-        return True
+        def listen(host: Host, now: float) -> None:
+            for stream in range(run.config.shared.streams):
+                for topic in (live_topic(stream), asked_topic(incarnation, stream)):
+                    host.downlink.listens(self.connection, topic, True, now)
 
-    def receive_control(self, frames: list[bytes]) -> None:
-        self._deliver(lambda host: host.control(frames, self.world.now))
+        run.enter(run.host, listen)
 
-    def receive_data(self, frames: list[bytes]) -> None:
-        self._deliver(lambda host: host.data(frames, self.world.now))
-
-    def _deliver(self, tell: Callable[[LearnerHost], None]) -> None:
+    def receive(self, call: Callable[..., None], frames: list[bytes]) -> None:
+        """A message has reached the machine; `call` is the method that its host has for it."""
         host = self.host
 
         def deliver() -> None:
             if host is self.host:
-                tell(host)
+                call(host, frames, self.world.now)
                 host.session.check()
 
         self.line.arrive(deliver)
 
-    def broken(self) -> None:
-        """The connection is made anew; the learner hears of it."""
-        self.line.break_off()
-        host = self.host
-        self.world.after(
-            self.world.rng.uniform(0.05, 0.5),
-            lambda: host.lost(self.world.now) if host is self.host else None,
-        )
-
-    @property
-    def connection(self) -> Connection:
-        return Connection(self.index, self.line.generation)
-
     # -- threads
-
-    def _turn(self, now: float) -> None:
-        self.host.turn(now)
 
     def _timer(self, host: LearnerHost) -> None:
         if host is not self.host:
@@ -304,33 +274,54 @@ class Site:
             session.check()
         world.after(delay_s, lambda: self._train(host))
 
+    # -- faults
+
+    def broken(self) -> None:
+        """The connection is made anew; the learner hears of it."""
+        host, delay_s = self.host, self.world.rng.uniform(0.05, 0.5)
+        self.line.break_off()
+        self.world.after(delay_s, lambda: host.lost(self.world.now) if host is self.host else None)
+
+    def restart(self) -> None:
+        """SIGKILL, and a new process at once."""
+        if self.lives and not self.left:
+            self.boot()
+
+    def pause(self, seconds: float) -> None:
+        """The loop evaluates the model."""
+        host, world = self.host, self.world
+        host.pause("evaluating", world.now)
+        world.after(seconds, lambda: host.pause(None, world.now) if host is self.host else None)
+
 
 class Run:
-    """All of one seed. `finish` runs it to its end and lets the checkers judge."""
+    """All of one seed. `finish` runs it to its end and lets the checkers judge.
+
+    `spoil` is shown every store and host before it begins, and may plant a bug there.
+    """
 
     def __init__(
         self,
         seed: int,
         path: Path,
         *,
-        host_class: type[Host] = Host,
-        site_host_class: type[LearnerHost] = LearnerHost,
+        spoil: Callable[[object], None] = lambda part: None,
         draw: Draw | None = None,
     ) -> None:
-        self.world, self.path, self.draw = World(seed), path, draw or Draw.of(seed)
-        self.host_class, self.site_host_class = host_class, site_host_class
-        self.config: BrokerConfig = load_broker(None, self.draw.settings)
+        self.world, self.path, self.draw, self.spoil = World(seed), path, draw or Draw(seed), spoil
+        self.config = load_broker(None, self.draw.settings)
         self.checkers = Checkers(self)
         self.host: Host | None = None
-        self.kills = 0
-        self._wild: WildPeer | None = None
         self.finished = False
-        self._restored = False
+        self.sites: list[Site] = []
+        self._wild: WildPeer | None = None
+        self._backup = path.with_name(f"{path.name}-backup")
         self._boot()
         self.sites = [Site(self, i, step_s) for i, step_s in enumerate(self.draw.steps_s)]
         for index, site in enumerate(self.sites):
             self.world.after(0.3 * index, site.boot)
-        self._wild = WildPeer(self, LAYOUT, self.draw.ends / 2) if self.draw.wild else None
+        if self.draw.wild:
+            self._wild = WildPeer(self, LAYOUT, self.draw.ends / 2)
         self._plan()
 
     def finish(self) -> None:
@@ -346,52 +337,41 @@ class Run:
 
     def _boot(self) -> None:
         world = self.world
-        self.store = Disk(
-            self.path,
-            durable=False,
-            keep_history=self.config.broker.keep_history,
-            reach=self._reach,
+        self.store = Disk(self)
+        self.spoil(self.store)
+        self.pool = VirtualPool(
+            world, lambda _: self.enter(self.host, Host.turn), self.kill, slow=self.draw.slow_disk
         )
-        self.pool = VirtualPool(world, self._turn, self.kill)
+        given = (self.config, self, self.pool, self.store, world.now)
         nonce = f"{world.rng.getrandbits(32):08x}"
-        host = self.host_class(
-            self.config,
-            self,
-            self.pool,
-            self.store,
-            world.now,
-            nonce,
-            now_unix=lambda: world.now,
-            reach=self._reach,
-        )
+        host = Host(*given, nonce, now_unix=lambda: world.now, reach=self.reach)
+        self.spoil(host)
         self.checkers.booted(host)
         self.host = host
         self._timer(host)
 
-    def _enter(self, host: Host | None, call: Callable[[Host], Any]) -> None:
-        """Calls into a living broker; a crash place may end it."""
+    def enter(self, host: Host | None, call: Callable[..., object], *given: object) -> None:
+        """Calls a method of a broker that lives, with the time as its last argument. A crash place
+        may end it."""
         if host is None or host is not self.host or self.finished:
             return
         host.downlink.keep_listeners(lambda each: self.sites[each[0]].connection == each)
         try:
-            call(host)
+            call(host, *given, self.world.now)
         except Killed:
             self.kill()
             return
         host.syncer.check()
-        if host.finished is not None:
-            self.finished = True
-
-    def _turn(self, now: float) -> None:
-        self._enter(self.host, lambda host: host.turn(now))
+        self.finished = host.finished is not None
 
     def _timer(self, host: Host) -> None:
-        self._enter(host, lambda host: host.turn(self.world.now))
+        self.enter(host, Host.turn)
         if host is self.host:
             wait_s = max(0.001, min(host.deadline(self.world.now) - self.world.now, 0.25))
             self.world.after(wait_s, lambda: self._timer(host))
 
-    def _reach(self, place: str) -> None:
+    def reach(self, place: str) -> None:
+        """A crash place: the broker may die here, as long as there are faults."""
         calm = self.world.now > self.draw.ends - 5
         if not calm and self.world.rng.random() < self.draw.crash_share:
             raise Killed
@@ -400,90 +380,51 @@ class Run:
         """SIGKILL; another life begins on the same folder a second later."""
         if self.host is None or self.finished:
             return
-        self.kills += 1
         self.checkers.killed(self.host)
         self.pool.alive, self.host = False, None
         self.store.close()
-        for site in getattr(self, "sites", []):
+        for site in self.sites:
             if site.lives:
                 site.broken()
         self.world.after(1.0, self._boot)
 
     # -- wires of the broker
 
-    def deliver_control(self, host: Host | None, peer: str, site: str, frames: list[bytes]) -> None:
-        self._enter(host, lambda host: host.control(peer, site, frames, self.world.now))
-
-    def deliver_subscription(self, connection: Connection, topic: str) -> None:
-        now = self.world.now
-        self._enter(self.host, lambda host: host.downlink.listens(connection, topic, True, now))
-
-    def deliver_data(self, host: Host | None, site: str, frames: list[bytes]) -> None:
-        self._enter(host, lambda host: host.data(site, frames, self.world.now))
-
     def control(self, peer: str, frames: list[bytes]) -> bool:
-        name, generation = peer.split("#")
-        if name == WILD and self._wild is not None:
+        if self._wild is not None and peer.startswith(WILD):
             self._wild.hear(frames)
         for site in self.sites:
-            if site.name == name and site.line.generation == int(generation):
-                site.line.control("down", lambda site=site: site.receive_control(frames))  # type: ignore[misc]
+            if site.peer == peer:
+                site.line.control("down", partial(site.receive, LearnerHost.control, frames))
                 return True
         return False
 
     def data(self, topic: str, header: bytes, payload: bytes, lossy: bool = False) -> bool:
         frames = [topic.encode(), header, payload]
         self.checkers.sent(frames)
+        asked = "/".join(topic.split("/")[1:-1])
         for site in self.sites:
-            if not site.line.subscribed:
-                continue
-            if topic.startswith("p/") or topic.split("/")[1:-1] == [site.host.session.incarnation]:
-                site.line.data(topic, lambda site=site: site.receive_data(frames))  # type: ignore[misc]
+            if site.line.subscribed and asked in ("", site.host.session.incarnation):
+                site.line.data(topic, partial(site.receive, LearnerHost.data, frames))
         return True
 
     # -- faults
 
     def _plan(self) -> None:
-        draw, after = self.draw, self.world.after
+        draw, sites, after = self.draw, self.sites, self.world.after
         for at in draw.kills:
             after(at, self.kill)
         for at, index in draw.breaks:
-            after(at, lambda i=index: self.sites[i].broken())  # type: ignore[misc]
+            after(at, sites[index].broken)
         for at, index in draw.restarts:
-            after(at, lambda i=index: self._restart(self.sites[i]))  # type: ignore[misc]
+            after(at, sites[index].restart)
         for at, index, seconds in draw.freezes:
-            after(at, lambda i=index, s=seconds: self.sites[i].line.freeze(s))  # type: ignore[misc]
+            after(at, partial(sites[index].line.freeze, seconds))
         for at, index, seconds in draw.pauses:
-            after(at, lambda i=index, s=seconds: self._pause(self.sites[i], s))  # type: ignore[misc]
-        if draw.full_disk:
-            at, seconds = draw.full_disk
-            after(at, lambda: self._fill(True))
-            after(at + seconds, lambda: self._fill(False))
-        if draw.slow_disk:
-            at, seconds = draw.slow_disk
-            after(at, lambda: setattr(self.pool, "slow_s", 0.5))
-            after(at + seconds, lambda: setattr(self.pool, "slow_s", 0.0))
+            after(at, partial(sites[index].pause, seconds))
         if draw.restore:
             after(draw.restore[0], self._copy)
             after(draw.restore[1], self._put_back)
-
-    def _restart(self, site: Site) -> None:
-        if site.lives and not site.left:
-            site.boot()
-
-    def _pause(self, site: Site, seconds: float) -> None:
-        host = site.host
-        host.pause("evaluating", self.world.now)
-        self.world.after(
-            seconds, lambda: host.pause(None, self.world.now) if host is site.host else None
-        )
-
-    def _fill(self, full: bool) -> None:
-        self.store.full = full
-
-    @property
-    def _backup(self) -> Path:
-        return self.path.with_name(self.path.name + "-backup")
 
     def _copy(self) -> None:
         """A backup: the broker is killed, its folder copied."""
@@ -493,15 +434,8 @@ class Run:
 
     def _put_back(self) -> None:
         """The backup takes the place of what came after it."""
-        if self.host is None or not self._backup.exists():
-            return
-        self.kill()
-        shutil.rmtree(self.path)
-        shutil.copytree(self._backup, self.path)
-        self._restored = True
-        self.checkers.restored()
-
-    @property
-    def restored(self) -> bool:
-        """Learners have seen versions that the broker no longer has."""
-        return self._restored
+        if self.host is not None and self._backup.exists():
+            self.kill()
+            shutil.rmtree(self.path)
+            shutil.copytree(self._backup, self.path)
+            self.checkers.restored()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from narrows.broker.process.host import Host
 from narrows.proto import messages as msg
 from narrows.proto import wire
 from narrows.proto.errors import RemoteProtocolError
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from narrows.bench.sim.run import Run
 
 NAME: Final = "wild"
+HELLOS: Final = 0.15
+"""Share of Hello among the control messages."""
 
 
 class WildPeer:
     """Sends until `ends`; what it is told it uses to be believed more often."""
 
     def __init__(self, run: Run, layout: msg.Layout, ends: float) -> None:
-        self._run, self._layout, self._ends = run, layout, ends
-        self._rng = run.world.rng
-        self._epoch = ""
+        self._run, self._layout, self._ends, self._rng = run, layout, ends, run.world.rng
+        self._epoch, self._push_id = "", 0
         self._heads: tuple[int, ...] = (0,)
-        self._push_id = 0
         self._incarnation = f"{NAME}.{self._rng.getrandbits(32):08x}"
         self._act()
 
@@ -42,45 +42,39 @@ class WildPeer:
         run, rng = self._run, self._rng
         if run.world.now > self._ends:
             return
-        host = run.host
         if rng.random() < 0.6:
             frames = wire.encode_control(self._message())
             if rng.random() < 0.1:
                 frames = [bytes(rng.randbytes(rng.randrange(40))) for _ in range(rng.randrange(4))]
-            run.deliver_control(host, f"{NAME}#0", NAME, frames)
+            run.enter(run.host, Host.control, f"{NAME}#0", NAME, frames)
         else:
-            run.deliver_data(host, NAME, self._data())
+            run.enter(run.host, Host.data, NAME, self._data())
         run.world.after(rng.uniform(0.02, 0.5), self._act)
 
     def _int(self, likely: int) -> int:
         """A number near a likely one, or anything."""
         rng = self._rng
-        return rng.choice(
-            [likely, likely, max(0, likely + rng.randint(-2, 2)), rng.getrandbits(40)]
-        )
+        near, anything = max(0, likely + rng.randint(-2, 2)), rng.getrandbits(40)
+        return rng.choice([likely, likely, near, anything])
 
     def _message(self) -> msg.ControlMessage:
         rng, fragment = self._rng, self._rng.randrange(len(self._heads) + 2)
+        if rng.random() < HELLOS:
+            return self._hello()
         version = self._int(self._heads[fragment % len(self._heads)])
         self._push_id += 1
         held = tuple(self._int(head) for head in self._heads)
-        wild: list[Callable[[], Any]] = [
-            self._hello,
-            lambda: msg.Report(self._int(9), self._int(99), rng.choice([None, 1.0]), held),
-            lambda: msg.Push(fragment, self._push_id, version, rng.randrange(99), 1 + self._int(3)),
-            lambda: msg.Fetch(
-                rng.choice(list(msg.DataKind)),
-                fragment,
-                version,
-                rng.randrange(3),
-                ((self._int(0), 1 + self._int(1)),),
-            ),
-            lambda: msg.AskStatus(),
-            lambda: msg.Bye("wild"),
-            lambda: msg.Refuse("bad_message", "wild"),
-        ]
-        message: msg.ControlMessage = rng.choice(wild)()
-        return message
+        chunks = ((self._int(0), 1 + self._int(1)),)
+        kind = rng.choice(list(msg.DataKind))
+        wild: tuple[msg.ControlMessage, ...] = (
+            msg.Report(self._int(9), self._int(99), rng.choice([None, 1.0]), held),
+            msg.Push(fragment, self._push_id, version, rng.randrange(99), 1 + self._int(3)),
+            msg.Fetch(kind, fragment, version, rng.randrange(3), chunks),
+            msg.AskStatus(),
+            msg.Bye("wild"),
+            msg.Refuse("bad_message", "wild"),
+        )
+        return rng.choice(wild)
 
     def _hello(self) -> msg.Hello:
         rng = self._rng

@@ -49,10 +49,11 @@ class Demo:
     def __init__(self, site: Site, steps: int) -> None:
         self.run = replace(site, folder=site.folder / "demo")
         """Reads the event files that the demo keeps."""
-        self._results = site.folder / "results.json"
+        self._results, self.picture = site.folder / "results.json", site.folder / "demo.svg"
         self.child = site.narrows(
             "demo", "demo", "--learners", str(len(LEARNERS)), "--steps", str(steps), "--plain",
             "--keep", str(self.run.folder), "--json", str(self._results),
+            "--picture", str(self.picture),
         )  # fmt: skip
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
@@ -62,7 +63,8 @@ class Demo:
         """Goal of the run, as its broker says. It must be serving."""
         address = re.search(r"serving on (tcp://[\d.:]+)", log_of(self.run.folder, "broker"))
         assert address is not None
-        answer = self.run.ask("status", address[1], "--json")
+        key = self.run.folder / f"{LEARNERS[0]}.key"
+        answer = self.run.ask("status", address[1], "--key", str(key), "--json")
         assert answer.code == 0, answer.err
         return int(json.loads(answer.out)["goal_tokens"])
 
@@ -77,7 +79,7 @@ class Demo:
         with suppress(psutil.NoSuchProcess):  # The demo itself has ended.
             for one in psutil.Process(self.child.pid).children(recursive=True):
                 with suppress(psutil.Error):
-                    if name in one.cmdline():
+                    if name == one.name():
                         found.append(one)
         return found
 
@@ -94,7 +96,8 @@ class Demo:
                     one.resume()
 
     def result(self) -> Result:
-        return Result.of(json.loads(self._results.read_text()))
+        (row,) = json.loads(self._results.read_text())["rows"]
+        return Result.of(row)
 
 
 def log_of(folder: Path, name: str) -> str:

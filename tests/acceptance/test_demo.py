@@ -38,6 +38,8 @@ def test_a_killed_learner_comes_back_and_all_copies_are_equal(site: Site) -> Non
     # A model that has learned nothing takes every byte for equally likely.
     assert result.loss < math.log(256) - 2
     assert result.bytes_moved < result.data_parallel_bytes / 10
+    assert max(map(len, demo.child.log.splitlines())) <= 100
+    assert "was killed" in demo.picture.read_text().replace("&#160;", " ")
     told = " ".join(demo.child.log.split())
     ratio = round(result.data_parallel_bytes / result.bytes_moved)
     assert "went over the wire; data parallel would have needed" in told

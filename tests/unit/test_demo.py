@@ -1,19 +1,16 @@
-"""`narrows demo`: when the victim dies and returns, and the shortest demo with real processes."""
+"""`narrows demo`: when the victim dies and returns, and what is shown. A real one is run by
+tests/acceptance."""
 
 from __future__ import annotations
 
 import io
-import json
-import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from narrows.bench.demo import SPARKS, SPARKS_MAX, STEP_TOKENS, Story, demo, report, sparkline
+from narrows.bench.demo import SPARKS, SPARKS_MAX, STEP_TOKENS, Story, View, demo, report, sparkline
 from narrows.bench.reference.gpt import PRESETS
 from narrows.proto.errors import ConfigError
 
@@ -25,16 +22,16 @@ def status(
     return {"phase": phase, "run_tokens": run_tokens, "learners": {"b": victim}}
 
 
-def begun(seeding_s: float = 10.0) -> Story:
-    """A run of 100 tokens that has just begun."""
+@pytest.fixture
+def story() -> Story:
+    """A run of 100 tokens that has just begun; its start took 10 seconds."""
     story = Story("b", 100, started_at=0.0)
-    assert story.hear(status(0, phase="seeding"), seeding_s / 2) is None
-    assert story.hear(status(0), seeding_s) is None
+    assert story.hear(status(0, phase="seeding"), 5.0) is None
+    assert story.hear(status(0), 10.0) is None
     return story
 
 
-def test_the_victim_dies_returns_and_contributes_once_each() -> None:
-    story = begun()
+def test_the_victim_dies_returns_and_contributes_once_each(story: Story) -> None:
     assert story.hear(status(39), 40.0) is None and story.tell() == ""
     assert story.hear(status(40), 50.0) == "kill" and "was killed" in story.tell()
     assert story.hear(status(50), 60.0) is None
@@ -48,17 +45,16 @@ def test_the_victim_dies_returns_and_contributes_once_each() -> None:
     assert story.rejoin_s == 12.0 and "after 12.0 s" in story.tell()
 
 
-def test_it_returns_soon_where_the_rest_of_the_run_is_short() -> None:
-    story = begun(seeding_s=10.0)
+def test_it_returns_soon_where_the_rest_of_the_run_is_short(story: Story) -> None:
     assert story.hear(status(45), 20.0) == "kill"
     assert story.hear(status(45), 20.9) is None, "it is dead for a second, so that it is seen"
     # The rest takes 13 s at this pace, and the start of all took 10.
     assert story.hear(status(45), 21.0) == "return"
 
 
-def test_it_is_killed_as_long_as_the_run_has_not_ended() -> None:
-    assert begun().hear(status(100, phase="ending"), 11.0) == "kill"
-    assert begun().hear(status(100, phase="ended"), 11.0) is None
+def test_it_is_killed_as_long_as_the_run_has_not_ended(story: Story) -> None:
+    assert story.hear(status(100, phase="ended"), 11.0) is None
+    assert story.hear(status(100, phase="ending"), 11.0) == "kill"
 
 
 def test_a_sparkline_shows_the_course() -> None:
@@ -68,18 +64,39 @@ def test_a_sparkline_shows_the_course() -> None:
     assert len(course) == SPARKS_MAX and list(course) == sorted(course, reverse=True)
 
 
-def test_the_results_fit_into_60_columns() -> None:
-    facts = {
-        "learners": 4, "parameters": 820_000, "tokens": 1.54e6, "wall_s": 110.0, "merges": 391,
-        "contributions": 1431, "loss_global": 1.6243, "killed": True, "rejoin_s": 8.2,
-        "up_bytes": 114.9e6, "down_bytes": 134.5e6, "up_bits_per_param": 3.04,
-        "down_bits_per_param": 3.07, "data_parallel_bytes": 29.58e9, "held_up": 0.016,
-        "digests_compared": 1442, "digests_differing": 0,
-    }  # fmt: skip
-    told = io.StringIO()
-    Console(file=told, width=60).print(report(facts, None))
-    assert "merged again 8.2 s after its start" in told.getvalue(), "no cell is broken"
-    assert "119 times as much" in told.getvalue()
+@pytest.mark.parametrize("is_live", [True, False])
+def test_sixty_columns_tell_the_story(story: Story, is_live: bool) -> None:
+    console = Console(file=io.StringIO(), width=60, record=True, force_terminal=is_live)
+    view = View(console, story, is_live=is_live)
+    with view.shown:
+        for tokens, now in ((20, 20.0), (40, 50.0), (60, 70.0)):
+            said = status(tokens) | {"merges": 391, "up_bytes": 114.9e6, "down_bytes": 2.345e9}
+            learner = {"steps": 1234, "contributions": 123, "state": "training", "loss": 2.0}
+            said["learners"]["b"] |= learner
+            story.hear(said, now)
+            view.update(said | {"waiting_for": []})
+    console.print(view.moment)
+    told = console.export_text()
+    assert "up 114.9 MB, down 2.35 GB" in told and "b was killed (SIGKILL)" in told
+    assert max(map(len, told.splitlines())) <= 60
+
+
+FACTS = {
+    "learners": 4, "parameters": 820_000, "tokens": 1.54e6, "wall_s": 110.0, "merges": 391,
+    "contributions": 1431, "loss_global": 1.6243, "killed": True, "rejoin_s": 8.2,
+    "up_bytes": 114.9e6, "down_bytes": 134.5e6, "up_bits_per_param": 3.04,
+    "down_bits_per_param": 3.07, "data_parallel_bytes": 29.58e9, "held_up": 0.016,
+    "digests_compared": 1442, "digests_differing": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kept, step", [(None, "narrows demo --keep"), (Path("x"), "journal show")])
+def test_the_results_fit_into_60_columns(kept: Path | None, step: str) -> None:
+    console = Console(file=io.StringIO(), width=60, record=True)
+    console.print(report(FACTS, kept))
+    told = console.export_text()
+    assert "merged again 8.2 s after its start" in told, "no cell is broken"
+    assert "119 times as much" in told and step in told and "examples/train.py" in told
 
 
 def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
@@ -89,29 +106,3 @@ def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
         demo(keep=tmp_path)
     preset = PRESETS["tiny"]
     assert STEP_TOKENS == preset.batch * preset.context
-
-
-@pytest.mark.real
-@pytest.mark.timeout(120)
-def test_the_shortest_demo_kills_too(tmp_path: Path) -> None:
-    """The victim comes back to a run that is over, and has its final model, or comes too late."""
-    results, picture = tmp_path / "results.json", tmp_path / "demo.svg"
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "narrows", "demo", "--learners", "2", "--steps", "80",
-            "--keep", str(tmp_path / "kept"), "--json", str(results), "--picture", str(picture),
-        ],
-        capture_output=True, text=True, timeout=110,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(results.read_text())
-    assert facts["killed"]
-    assert facts["digests_compared"] > 0 == facts["digests_differing"]
-    assert facts["loss_global"] < math.log(256) - 2
-    assert 2 < facts["down_bits_per_param"] < 4 and 2 < facts["up_bits_per_param"] < 4
-    assert 0 < facts["held_up"] < 1
-    moved = facts["up_bytes"] + facts["down_bytes"]
-    assert moved < facts["data_parallel_bytes"] / 10
-    told = " ".join(done.stdout.split())
-    assert f"{facts['data_parallel_bytes'] / moved:.0f} times as much" in told
-    assert "was killed" in picture.read_text().replace("&#160;", " ")

@@ -95,10 +95,8 @@ def test_the_model_learns_and_does_not_look_ahead() -> None:
 
 
 def test_presets_have_the_sizes_that_help_tells() -> None:
-    sizes = [
-        sum(parameter.numel() for parameter in GPT(preset).parameters()) / 1e6
-        for preset in PRESETS.values()
-    ]
+    models = map(GPT, PRESETS.values())
+    sizes = [sum(each.numel() for each in model.parameters()) / 1e6 for model in models]
     assert sizes == pytest.approx([0.12, 0.43, 0.82, 4.8, 25], rel=0.05)
 
 
