@@ -178,7 +178,8 @@ def write_states(
     written: list[tuple[int, int]] = []
     for state in states:
         arrays = (state.global_, state.momentum, state.published)
-        entries = [LayoutEntry(name, state.global_.shape, "float32", "mean") for name in _ARRAYS]
+        named = zip(_ARRAYS, arrays, strict=True)
+        entries = [LayoutEntry(name, array.shape, "float32", "mean") for name, array in named]
         written.append((state.fragment, state.version))
         _write(state_path(folder, *written[-1]), entries, arrays, {}, durable)
     if durable:

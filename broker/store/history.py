@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -118,14 +118,14 @@ class History:
     @property
     def run(self) -> Run:
         """The row of the run."""
-        ((_, run_id, phase, clock, fragments, text, known),) = self.query("SELECT * FROM run")
-        layout = None
-        if text is not None:
-            with suppress(msgspec.MsgspecError):
-                layout = msgspec.json.decode(text, type=Layout)
-            if layout is None or fingerprint(layout) != known:
-                raise damaged(self.file, expected=f"layout {known}", got="another one")
-        return Run(run_id, Phase(phase), clock, fragments, layout)
+        try:
+            ((_, run_id, phase, clock, fragments, text, known),) = self.query("SELECT * FROM run")
+            layout = None if text is None else msgspec.json.decode(text, type=Layout)
+            if layout is not None and fingerprint(layout) != known:
+                raise ValueError(f"a layout that is not {known}")
+            return Run(run_id, Phase(phase), clock, fragments, layout)
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise damaged(self.file, expected="the row of a run", got=str(error)) from error
 
     @property
     def table(self) -> tuple[Fragment, ...]:

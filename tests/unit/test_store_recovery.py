@@ -141,6 +141,8 @@ def test_damage_that_cannot_be_got_over_names_the_file(stopped: Run) -> None:
         "DELETE FROM rounds WHERE seq = 7",
         "UPDATE run SET layout = replace(layout, 'rda', 'mean')",
         "UPDATE run SET layout = 'x'",
+        "UPDATE run SET phase = 'x'",
+        "DELETE FROM run",
     ],
 )
 def test_changed_facts_are_noticed(stopped: Run, sql: str) -> None:
