@@ -46,7 +46,8 @@ class DiskFull(OSError):
     """The disk did not take the bytes. Nothing has changed; try again later."""
 
     def __init__(self, file: object, error: object) -> None:
-        super().__init__(f"{file} cannot be written: {error}. Make room on its disk")
+        remedy = "Make room on that disk; if it has room, check it"
+        super().__init__(f"{file} cannot be written: {error}. {remedy}")
 
 
 def damaged(file: Path, *, expected: str, got: str) -> StateError:
