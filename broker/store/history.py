@@ -157,25 +157,25 @@ class History:
             )
 
     def snapshots(self, fragment: int) -> list[RoundRow]:
-        """The rounds of a fragment whose states are kept whole, oldest first."""
+        """The rounds of a fragment whose states are kept whole, oldest first; at least one."""
         kept = "version IN (SELECT version FROM snapshots WHERE fragment = rounds.fragment)"
-        return list(self.rounds(f"fragment = ? AND {kept}", fragment))
+        if rows := list(self.rounds(f"fragment = ? AND {kept}", fragment)):
+            return rows
+        raise damaged(self.file, expected=f"a snapshot of fragment {fragment}", got="none")
 
-    def first_whole(
-        self, fragment: int, rows: Iterable[RoundRow]
-    ) -> tuple[FragmentState, list[StateError]]:
-        """The first of these snapshots that is as it was written, and what is wrong with those
-        before."""
+    def whole(self, row: RoundRow) -> FragmentState:
+        """The state that a snapshot holds."""
+        return files.read_state(self.folder, row.round_.fragment, row.round_.version, row.digests)
+
+    def newest_whole(self, fragment: int) -> tuple[FragmentState, list[StateError]]:
+        """The newest snapshot that is as it was written, and what is wrong with newer ones."""
         errors: list[StateError] = []
-        for row in rows:
+        for row in reversed(self.snapshots(fragment)):
             try:
-                return files.read_state(
-                    self.folder, fragment, row.round_.version, row.digests
-                ), errors
+                return self.whole(row), errors
             except StateError as error:
                 errors.append(error)
-        nothing = damaged(self.file, expected=f"a snapshot of fragment {fragment}", got="none")
-        raise errors[0] if errors else nothing
+        raise errors[0]
 
     def after(self, state: FragmentState) -> Iterator[RoundRow]:
         """The rounds of a fragment after a state, up to the first one whose payloads were not
@@ -211,7 +211,7 @@ class History:
 
     def state(self, fragment: Fragment) -> FragmentState:
         """A fragment at the newest version that a start could go on from."""
-        state, _ = self.first_whole(fragment.index, reversed(self.snapshots(fragment.index)))
+        state, _ = self.newest_whole(fragment.index)
         for version in self.replay(fragment, state):
             state = version.state
         return state
@@ -228,7 +228,7 @@ class History:
         nothing. Learners would have pushed other gradients then; this takes those they pushed."""
 
         def merged(fragment: Fragment) -> FragmentState:
-            state, _ = self.first_whole(fragment.index, self.snapshots(fragment.index))
+            state = self.whole(self.snapshots(fragment.index)[0])
             for row in self.after(state):
                 round_ = self.load(row)
                 left = tuple(each for each in round_.contributions if each.learner not in without)
@@ -262,10 +262,8 @@ class History:
 
         def merged_again(fragment: Fragment) -> int:
             """Versions after the oldest snapshot, once all snapshots are whole."""
-            rows = self.snapshots(fragment.index)
-            state, _ = self.first_whole(fragment.index, rows[:1])
-            for row in rows[1:]:
-                self.first_whole(fragment.index, [row])
+            for row in reversed(self.snapshots(fragment.index)):
+                state = self.whole(row)
             return sum(1 for _ in self.replay(fragment, state))
 
         for fragment in self.table:
@@ -327,9 +325,10 @@ class History:
     def _heads(self, until: int) -> Iterator[FragmentState]:
         """Each fragment at its newest version, which round `until` left."""
         for fragment in self.table:
-            newest_row = "SELECT max(version) FROM rounds WHERE fragment = ?"
-            ((newest,),) = self.query(newest_row, fragment.index)
-            state = self.state(fragment) if self.snapshots(fragment.index) else None
+            snapshots = "SELECT count(*) FROM snapshots WHERE fragment = ?1"
+            known = f"SELECT coalesce(max(version), 0), ({snapshots}) FROM rounds"
+            ((newest, kept),) = self.query(f"{known} WHERE fragment = ?1", fragment.index)
+            state = self.state(fragment) if kept else None
             if state is None or state.version < newest:
                 raise ConfigError(
                     f"fragment {fragment.index} cannot go back to round {until}",

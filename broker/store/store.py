@@ -121,7 +121,7 @@ class Store(History):
                 insert = "INSERT INTO lives (at) VALUES (?) RETURNING life"
                 ((life,),) = db.execute(insert, (now_unix,)).fetchall()
             fragments = range(self.run.fragments)
-            states = tuple(self._newest_whole(fragment, notes) for fragment in fragments)
+            states = tuple(self._begin_at(fragment, notes) for fragment in fragments)
             self._sweep()
             newest = "SELECT period_s FROM rounds ORDER BY seq DESC LIMIT 1"
             merged = self.query("SELECT incarnation, fragment, push_id FROM merged ORDER BY seq")
@@ -201,12 +201,12 @@ class Store(History):
         with self._lock:
             self._undo.close()
 
-    def _newest_whole(self, fragment: int, notes: list[str]) -> FragmentState:
+    def _begin_at(self, fragment: int, notes: list[str]) -> FragmentState:
         """The state that a start goes on from; forgets damaged snapshots and rounds that are lost.
 
         Raises StateError if no snapshot is whole.
         """
-        state, errors = self.first_whole(fragment, reversed(self.snapshots(fragment)))
+        state, errors = self.newest_whole(fragment)
         notes += [f"{error}. Now the older snapshot is used" for error in errors]
         newest = max([state.version, *(row.round_.version for row in self.after(state))])
         after = "WHERE fragment = ? AND version > ?"
