@@ -72,9 +72,8 @@ class RoundRow(NamedTuple):
     round_: Round
     """Its contributions have no chunks: `History.load` reads them."""
     digests: Digests
-    payloads: tuple[tuple[files.Place, str] | None, ...]
-    """Where the chunks lie, and their digest. None: they were not kept, or are not needed any
-    more."""
+    places: tuple[files.Place | None, ...]
+    """Where the chunks lie. None: they were not kept, or are not needed any more."""
 
 
 class Audit(NamedTuple):
@@ -150,9 +149,8 @@ class History:
                 at_unix=at_unix,
                 round_=Round(fragment, version, pushes, rules, period_s, reason),
                 digests=Digests(*(int(each, 16) for each in digests)),
-                payloads=tuple(
-                    None if place[0] is None else (files.Place(*place), digest)
-                    for digest, *place in (part[12:] for part in parts)
+                places=tuple(
+                    None if part[13] is None else files.Place(*part[12:]) for part in parts
                 ),
             )
 
@@ -181,15 +179,15 @@ class History:
         """The rounds of a fragment after a state, up to the first one whose payloads were not
         kept."""
         rows = self.rounds("fragment = ? AND version > ?", state.fragment, state.version)
-        return takewhile(lambda row: None not in row.payloads, rows)
+        return takewhile(lambda row: None not in row.places, rows)
 
     def load(self, row: RoundRow) -> Round:
         """A round with its chunks."""
         pushes = list(row.round_.contributions)
-        for index, (push, payload) in enumerate(zip(pushes, row.payloads, strict=True)):
-            assert payload is not None, "a round whose payloads were not kept"
+        for index, (push, place) in enumerate(zip(pushes, row.places, strict=True)):
+            assert place is not None, "a round whose payloads were not kept"
             whose = f"the payload of {push.learner} in round {row.seq}"
-            pushes[index] = replace(push, chunks=self._packs.read(*payload, whose))
+            pushes[index] = replace(push, chunks=self._packs.read(place, whose))
         return replace(row.round_, contributions=tuple(pushes))
 
     def replay(self, fragment: Fragment, state: FragmentState) -> Iterator[Version]:
