@@ -3,6 +3,9 @@
 All arithmetic is float32, with one rounding per operation, in the order that is written here: the
 result has the same bits on every machine.
 
+Another optimizer is a kernel here and a name in records.Policy and config.Merge. What it keeps
+between two steps is `momentum`, whose length is its own business: zeros (n,) before the first step.
+
 Source: DiLoCo (arXiv 2311.08105), with the recursion of torch.optim.SGD(nesterov=True).
 """
 

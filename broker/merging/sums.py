@@ -89,10 +89,8 @@ def weighted_sums(
 
 def in_order(terms: F64) -> F64:
     """Sums (k,) of (k, M), column by column: numpy's own sum may go pairwise."""
-    total = np.zeros(terms.shape[0])
-    for column in range(terms.shape[1]):
-        total += terms[:, column]
-    return total
+    sums: F64 = np.add.accumulate(terms, axis=1)[:, -1]
+    return sums
 
 
 def _parts(

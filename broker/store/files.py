@@ -46,7 +46,8 @@ class DiskFull(OSError):
     """The disk did not take the bytes. Nothing has changed; try again later."""
 
     def __init__(self, file: object, error: object) -> None:
-        super().__init__(f"{file} cannot be written: {error}. Make room on its disk")
+        remedy = "Make room on that disk; if it has room, check it"
+        super().__init__(f"{file} cannot be written: {error}. {remedy}")
 
 
 def damaged(file: Path, *, expected: str, got: str) -> StateError:
@@ -68,6 +69,7 @@ def sync_folder(folder: Path) -> None:
 class Place(NamedTuple):
     """Where the chunks of a contribution lie, one after another."""
 
+    digest: str
     pack: int
     offset: int
     sizes: str
@@ -98,7 +100,8 @@ class Packs:
             end = self._begin = os.fstat(self._fd).st_size
             for chunks in payloads:
                 sizes = list(map(len, chunks))
-                places.append(Place(self._number, end, msgspec.json.encode(sizes).decode()))
+                text = msgspec.json.encode(sizes).decode()
+                places.append(Place(payload_digest(chunks), self._number, end, text))
                 end += sum(sizes)
                 for chunk in chunks:
                     view = memoryview(chunk)
@@ -122,7 +125,7 @@ class Packs:
         with suppress(OSError):
             self.close()
 
-    def read(self, place: Place, digest: str, whose: str) -> tuple[bytes, ...]:
+    def read(self, place: Place, whose: str) -> tuple[bytes, ...]:
         """The chunks at a place. Raises StateError, which says whose payload is not as it was."""
         path = self.path(place.pack)
         try:
@@ -132,8 +135,8 @@ class Packs:
                 chunks = tuple(file.read(size) for size in sizes)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise damaged(path, expected=whose, got=str(error)) from error
-        if (got := payload_digest(chunks)) != digest:
-            expected = f"{whose}, at {place.offset} with digest {digest}"
+        if (got := payload_digest(chunks)) != place.digest:
+            expected = f"{whose}, at {place.offset} with digest {place.digest}"
             raise damaged(path, expected=expected, got=got)
         return chunks
 
@@ -178,7 +181,8 @@ def write_states(
     written: list[tuple[int, int]] = []
     for state in states:
         arrays = (state.global_, state.momentum, state.published)
-        entries = [LayoutEntry(name, state.global_.shape, "float32", "mean") for name in _ARRAYS]
+        named = zip(_ARRAYS, arrays, strict=True)
+        entries = [LayoutEntry(name, array.shape, "float32", "mean") for name, array in named]
         written.append((state.fragment, state.version))
         _write(state_path(folder, *written[-1]), entries, arrays, {}, durable)
     if durable:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -72,9 +72,8 @@ class RoundRow(NamedTuple):
     round_: Round
     """Its contributions have no chunks: `History.load` reads them."""
     digests: Digests
-    payloads: tuple[tuple[files.Place, str] | None, ...]
-    """Where the chunks lie, and their digest. None: they were not kept, or are not needed any
-    more."""
+    places: tuple[files.Place | None, ...]
+    """Where the chunks lie. None: they were not kept, or are not needed any more."""
 
 
 class Audit(NamedTuple):
@@ -118,14 +117,14 @@ class History:
     @property
     def run(self) -> Run:
         """The row of the run."""
-        ((_, run_id, phase, clock, fragments, text, known),) = self.query("SELECT * FROM run")
-        layout = None
-        if text is not None:
-            with suppress(msgspec.MsgspecError):
-                layout = msgspec.json.decode(text, type=Layout)
-            if layout is None or fingerprint(layout) != known:
-                raise damaged(self.file, expected=f"layout {known}", got="another one")
-        return Run(run_id, Phase(phase), clock, fragments, layout)
+        try:
+            ((_, run_id, phase, clock, fragments, text, known),) = self.query("SELECT * FROM run")
+            layout = None if text is None else msgspec.json.decode(text, type=Layout)
+            if layout is not None and fingerprint(layout) != known:
+                raise ValueError(f"a layout that is not {known}")
+            return Run(run_id, Phase(phase), clock, fragments, layout)
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise damaged(self.file, expected="the row of a run", got=str(error)) from error
 
     @property
     def table(self) -> tuple[Fragment, ...]:
@@ -150,46 +149,45 @@ class History:
                 at_unix=at_unix,
                 round_=Round(fragment, version, pushes, rules, period_s, reason),
                 digests=Digests(*(int(each, 16) for each in digests)),
-                payloads=tuple(
-                    None if place[0] is None else (files.Place(*place), digest)
-                    for digest, *place in (part[12:] for part in parts)
+                places=tuple(
+                    None if part[13] is None else files.Place(*part[12:]) for part in parts
                 ),
             )
 
     def snapshots(self, fragment: int) -> list[RoundRow]:
-        """The rounds of a fragment whose states are kept whole, oldest first."""
+        """The rounds of a fragment whose states are kept whole, oldest first; at least one."""
         kept = "version IN (SELECT version FROM snapshots WHERE fragment = rounds.fragment)"
-        return list(self.rounds(f"fragment = ? AND {kept}", fragment))
+        if rows := list(self.rounds(f"fragment = ? AND {kept}", fragment)):
+            return rows
+        raise damaged(self.file, expected=f"a snapshot of fragment {fragment}", got="none")
 
-    def first_whole(
-        self, fragment: int, rows: Iterable[RoundRow]
-    ) -> tuple[FragmentState, list[StateError]]:
-        """The first of these snapshots that is as it was written, and what is wrong with those
-        before."""
+    def whole(self, row: RoundRow) -> FragmentState:
+        """The state that a snapshot holds."""
+        return files.read_state(self.folder, row.round_.fragment, row.round_.version, row.digests)
+
+    def newest_whole(self, fragment: int) -> tuple[FragmentState, list[StateError]]:
+        """The newest snapshot that is as it was written, and what is wrong with newer ones."""
         errors: list[StateError] = []
-        for row in rows:
+        for row in reversed(self.snapshots(fragment)):
             try:
-                return files.read_state(
-                    self.folder, fragment, row.round_.version, row.digests
-                ), errors
+                return self.whole(row), errors
             except StateError as error:
                 errors.append(error)
-        nothing = damaged(self.file, expected=f"a snapshot of fragment {fragment}", got="none")
-        raise errors[0] if errors else nothing
+        raise errors[0]
 
     def after(self, state: FragmentState) -> Iterator[RoundRow]:
         """The rounds of a fragment after a state, up to the first one whose payloads were not
         kept."""
         rows = self.rounds("fragment = ? AND version > ?", state.fragment, state.version)
-        return takewhile(lambda row: None not in row.payloads, rows)
+        return takewhile(lambda row: None not in row.places, rows)
 
     def load(self, row: RoundRow) -> Round:
         """A round with its chunks."""
         pushes = list(row.round_.contributions)
-        for index, (push, payload) in enumerate(zip(pushes, row.payloads, strict=True)):
-            assert payload is not None, "a round whose payloads were not kept"
+        for index, (push, place) in enumerate(zip(pushes, row.places, strict=True)):
+            assert place is not None, "a round whose payloads were not kept"
             whose = f"the payload of {push.learner} in round {row.seq}"
-            pushes[index] = replace(push, chunks=self._packs.read(*payload, whose))
+            pushes[index] = replace(push, chunks=self._packs.read(place, whose))
         return replace(row.round_, contributions=tuple(pushes))
 
     def replay(self, fragment: Fragment, state: FragmentState) -> Iterator[Version]:
@@ -211,7 +209,7 @@ class History:
 
     def state(self, fragment: Fragment) -> FragmentState:
         """A fragment at the newest version that a start could go on from."""
-        state, _ = self.first_whole(fragment.index, reversed(self.snapshots(fragment.index)))
+        state, _ = self.newest_whole(fragment.index)
         for version in self.replay(fragment, state):
             state = version.state
         return state
@@ -228,7 +226,7 @@ class History:
         nothing. Learners would have pushed other gradients then; this takes those they pushed."""
 
         def merged(fragment: Fragment) -> FragmentState:
-            state, _ = self.first_whole(fragment.index, self.snapshots(fragment.index))
+            state = self.whole(self.snapshots(fragment.index)[0])
             for row in self.after(state):
                 round_ = self.load(row)
                 left = tuple(each for each in round_.contributions if each.learner not in without)
@@ -262,10 +260,8 @@ class History:
 
         def merged_again(fragment: Fragment) -> int:
             """Versions after the oldest snapshot, once all snapshots are whole."""
-            rows = self.snapshots(fragment.index)
-            state, _ = self.first_whole(fragment.index, rows[:1])
-            for row in rows[1:]:
-                self.first_whole(fragment.index, [row])
+            for row in reversed(self.snapshots(fragment.index)):
+                state = self.whole(row)
             return sum(1 for _ in self.replay(fragment, state))
 
         for fragment in self.table:
@@ -327,9 +323,10 @@ class History:
     def _heads(self, until: int) -> Iterator[FragmentState]:
         """Each fragment at its newest version, which round `until` left."""
         for fragment in self.table:
-            newest_row = "SELECT max(version) FROM rounds WHERE fragment = ?"
-            ((newest,),) = self.query(newest_row, fragment.index)
-            state = self.state(fragment) if self.snapshots(fragment.index) else None
+            snapshots = "SELECT count(*) FROM snapshots WHERE fragment = ?1"
+            known = f"SELECT coalesce(max(version), 0), ({snapshots}) FROM rounds"
+            ((newest, kept),) = self.query(f"{known} WHERE fragment = ?1", fragment.index)
+            state = self.state(fragment) if kept else None
             if state is None or state.version < newest:
                 raise ConfigError(
                     f"fragment {fragment.index} cannot go back to round {until}",

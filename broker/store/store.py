@@ -14,8 +14,8 @@ import fcntl
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import astuple
 from pathlib import Path
 from threading import Lock
@@ -118,11 +118,11 @@ class Store(History):
         """
         notes: list[str] = []
         with self._lock:
-            with self._transaction() as db:
+            with database_errors(self.file), self._db as db:
                 insert = "INSERT INTO lives (at) VALUES (?) RETURNING life"
                 ((life,),) = db.execute(insert, (now_unix,)).fetchall()
             fragments = range(self.run.fragments)
-            states = tuple(self._newest_whole(fragment, notes) for fragment in fragments)
+            states = tuple(self._begin_at(fragment, notes) for fragment in fragments)
             self._sweep()
             newest = "SELECT period_s FROM rounds ORDER BY seq DESC LIMIT 1"
             merged = self.query("SELECT incarnation, fragment, push_id FROM merged ORDER BY seq")
@@ -141,7 +141,7 @@ class Store(History):
         """Makes version 0 of every fragment durable: all or nothing. Raises DiskFull."""
         known = files.write_states(self.folder, states, durable=self._durable)
         assert known == [(fragment, 0) for fragment in range(len(states))], known
-        with self._lock, self._transaction() as db:
+        with self._lock, database_errors(self.file), self._db as db:
             text = msgspec.json.encode(layout).decode()
             db.execute(
                 "UPDATE run SET phase = ?, fragments = ?, layout = ?, fingerprint = ?",
@@ -149,7 +149,7 @@ class Store(History):
             )
             for state in states:
                 first = Version(Round(state.fragment, 0, (), Policy(), reason="seed"), state, ())
-                self._insert(db, first, [])
+                self._insert(first, [])
             db.executemany("INSERT INTO snapshots VALUES (?, ?)", known)
 
     def commit(self, version: Version) -> None:
@@ -164,8 +164,8 @@ class Store(History):
                 places = self._packs.append(payloads)
                 self._reach("appended")
             try:
-                with self._transaction() as db:
-                    self._insert(db, version, places)
+                with database_errors(self.file), self._db:
+                    self._insert(version, places)
             except files.DiskFull:
                 self._packs.take_back()
                 raise
@@ -177,17 +177,14 @@ class Store(History):
         file of another snapshot before its row is there. Raises DiskFull."""
         (key,) = files.write_states(self.folder, [state], durable=self._durable)
         with self._lock:
-            with self._transaction() as db:
-                digests = "SELECT global, momentum, published FROM rounds"
-                known = db.execute(f"{digests} WHERE fragment = ? AND version = ?", key).fetchone()
-                assert " ".join(known or ()) == str(state.digests), "not durable yet"
+            with database_errors(self.file), self._db as db:
                 db.execute("INSERT OR IGNORE INTO snapshots VALUES (?, ?)", key)
-                self._forget(db, state.fragment)
+                self._forget(state.fragment)
             self._sweep()
 
     def end(self) -> None:
         """Makes durable that the run has ended. Raises DiskFull."""
-        with self._lock, self._transaction() as db:
+        with self._lock, database_errors(self.file), self._db as db:
             db.execute("UPDATE run SET phase = ?", (Phase.ENDED,))
 
     def published_digest(self, fragment: int, version: int) -> int | None:
@@ -210,16 +207,16 @@ class Store(History):
         with self._lock:
             self._undo.close()
 
-    def _newest_whole(self, fragment: int, notes: list[str]) -> FragmentState:
+    def _begin_at(self, fragment: int, notes: list[str]) -> FragmentState:
         """The state that a start goes on from; forgets damaged snapshots and rounds that are lost.
 
         Raises StateError if no snapshot is whole.
         """
-        state, errors = self.first_whole(fragment, reversed(self.snapshots(fragment)))
+        state, errors = self.newest_whole(fragment)
         notes += [f"{error}. Now the older snapshot is used" for error in errors]
         newest = max([state.version, *(row.round_.version for row in self.after(state))])
         after = "WHERE fragment = ? AND version > ?"
-        with self._transaction() as db:
+        with database_errors(self.file), self._db as db:
             # A damaged one must not count as one of the two that are kept.
             db.execute(f"DELETE FROM snapshots {after}", (fragment, state.version))
             lost = db.execute(f"DELETE FROM rounds {after}", (fragment, newest)).rowcount
@@ -231,13 +228,11 @@ class Store(History):
                 )
         return state
 
-    def _insert(
-        self, db: sqlite3.Connection, version: Version, places: Sequence[files.Place | None]
-    ) -> None:
+    def _insert(self, version: Version, places: Sequence[files.Place | None]) -> None:
         """Writes the rows of a round, its merged push ids and the clock."""
         round_, pushes = version.round_, version.round_.contributions
         counters = "SELECT (SELECT coalesce(max(seq), 0) + 1 FROM rounds), clock FROM run"
-        ((seq, clock),) = db.execute(counters).fetchall()
+        ((seq, clock),) = self._db.execute(counters).fetchall()
         clock = min(clock + sum(each.tokens for each in pushes), TOKENS_MAX)
         columns = (
             seq, round_.fragment, round_.version, time.time(), clock,
@@ -247,40 +242,40 @@ class Store(History):
         parts = [
             (
                 seq, round_.fragment, *astuple(each)[:-1], weight, norm,
-                files.payload_digest(each.chunks), *(place or (None, None, None)),
+                *(place or (files.payload_digest(each.chunks), None, None, None)),
             )
             for each, weight, norm, place in zip(
                 pushes, version.weights, version.norms, places, strict=True
             )
         ]  # fmt: skip
         row = (*columns, row_digest(columns, parts))
-        db.execute(f"INSERT INTO rounds VALUES ({', '.join('?' * 12)})", row)
-        db.executemany(f"INSERT INTO contributions VALUES ({', '.join('?' * 16)})", parts)
-        db.execute(
+        self._db.execute(f"INSERT INTO rounds VALUES ({', '.join('?' * 12)})", row)
+        self._db.executemany(f"INSERT INTO contributions VALUES ({', '.join('?' * 16)})", parts)
+        self._db.execute(
             "INSERT INTO merged SELECT incarnation, fragment, push_id, seq, tokens"
             " FROM contributions WHERE seq = ? ON CONFLICT DO UPDATE SET"
             " push_id = excluded.push_id, seq = excluded.seq, tokens = tokens + excluded.tokens",
             (seq,),
         )
-        db.execute("UPDATE run SET clock = ?", (clock,))
+        self._db.execute("UPDATE run SET clock = ?", (clock,))
 
-    def _forget(self, db: sqlite3.Connection, fragment: int) -> None:
+    def _forget(self, fragment: int) -> None:
         """Drops from the rows what no start needs: older snapshots of a fragment, places in packs
         before the oldest one that is needed, incarnations that nobody remembers."""
-        db.execute(
+        self._db.execute(
             "DELETE FROM snapshots WHERE fragment = ?1 AND NOT (version = 0 AND ?2) AND version"
             " NOT IN (SELECT version FROM snapshots WHERE fragment = ?1"
             " ORDER BY version DESC LIMIT ?3)",
             (fragment, self._keep_history, SNAPSHOTS_KEPT),
         )
         if not self._keep_history:
-            db.execute(
+            self._db.execute(
                 "UPDATE contributions SET pack = NULL, offset = NULL, sizes = NULL WHERE pack <"
                 " (SELECT coalesce(min(pack), 1 << 62) FROM contributions"
                 " JOIN rounds USING (seq) WHERE pack IS NOT NULL AND version >"
                 " (SELECT min(version) FROM snapshots WHERE fragment = rounds.fragment))"
             )
-        db.execute(
+        self._db.execute(
             "DELETE FROM merged WHERE incarnation NOT IN (SELECT incarnation FROM merged"
             " GROUP BY incarnation ORDER BY max(seq) DESC LIMIT ?)",
             (INCARNATIONS_KEPT,),
@@ -298,12 +293,6 @@ class Store(History):
             for path in (self.folder / name).iterdir():
                 if path not in known:
                     path.unlink(missing_ok=True)
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing: its first change begins the transaction."""
-        with database_errors(self.file), self._db:
-            yield self._db
 
 
 def _take_folder(folder: Path, undo: ExitStack) -> None:
@@ -341,6 +330,7 @@ def _open(folder: Path, durable: bool) -> sqlite3.Connection:
     new = not file.exists()
     if new and any(any((folder / each).iterdir()) for each in ("packs", "fragments")):
         raise files.damaged(file, expected="run.db beside packs/ and fragments/", got="no file")
+    # In `with db`, the first change begins a transaction: all or nothing.
     db = sqlite3.connect(file, isolation_level="IMMEDIATE", check_same_thread=False)
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from store_cases import LAYOUT, TABLE, first_states
+from store_cases import LAYOUT, TABLE
 
-from narrows.broker.store import DiskFull, export_model, read_initial
+from narrows.broker.store import export_model, read_initial
 from narrows.proto.errors import ConfigError
 from narrows.proto.layout import build_table
 from narrows.proto.messages import Layout, LayoutEntry
@@ -83,16 +83,3 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
         (tmp_path / "short").write_bytes(cut)
         with pytest.raises(ConfigError, match="a safetensors file"):
             read_initial(tmp_path / "short", LAYOUT, TABLE)
-
-
-def test_an_export_appears_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(fd: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(DiskFull, match="No space left"):
-        values = [state.global_ for state in first_states()]
-        export_model(tmp_path / "model", LAYOUT, TABLE, values, {})
-    assert not list(tmp_path.iterdir())
