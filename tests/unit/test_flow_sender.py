@@ -245,16 +245,12 @@ def test_neither_all_together_nor_a_learner_gets_more_than_the_rate(
     put_asked(sender, "a", 400)
     put_asked(sender, "b", 400, streams=4)
     left = run(sender, 4.0)
-    everybody = [(at, e.line_bytes * (1 if e.requester else 3)) for at, e in left]
-    used = list[float]()
-    if total:
-        assert 8 * busiest_second(everybody) <= 1.02 * total
-        used.append(8 * sum(size for _, size in everybody) / (4.0 * total))
+    lines = [(total, [(at, e.line_bytes * (1 if e.requester else 3)) for at, e in left])]
     for who in ("a", "b", "nobody"):
-        own = [(at, e.line_bytes) for at, e in left if e.requester in ("", who)]
-        if each:
-            assert 8 * busiest_second(own) <= 1.02 * each
-            used += [8 * sum(size for _, size in own) / (4.0 * each)] if who != "nobody" else []
+        lines += [(each, [(at, e.line_bytes) for at, e in left if e.requester in ("", who)])]
+    for rate, line in lines:
+        assert not rate or 8 * busiest_second(line) <= 1.02 * rate
+    used = [8 * sum(size for _, size in line) / (4.0 * rate) for rate, line in lines[:3] if rate]
     assert max(used) >= 0.94, used
     slowest = min(total / 3 or math.inf, each or math.inf)
     last_live = max(at for at, e in left if not e.requester)
