@@ -55,7 +55,7 @@ class Rounds:
     due_at: float = math.inf
     """When the time alone makes something due."""
     _awaited: list[Member] = field(default_factory=list[Member])
-    """Who trains, as of this event: ready, heard and not paused."""
+    """Learners that train as of this event: ready, heard and not paused."""
 
     def advance(self, now: float) -> None:
         """Decides everything that the time or the last event has made due."""

@@ -141,7 +141,7 @@ class State:
     run_id: str
     started_at: float
     resumed: ev.Resumed | None
-    """What the run goes on from; learners of an earlier life may come back."""
+    """The facts that the run goes on from; learners of an earlier life may come back."""
     published_digest: Callable[[int, int], int | None]
     """Asks the store: (fragment, version) -> digest of the durable row; None: there is none."""
     newest_push: Callable[[str, int], int]
