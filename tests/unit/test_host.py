@@ -307,3 +307,17 @@ def test_a_learner_cut_into_another_number_of_fragments_is_of_another_run(tmp_pa
     assert refusal.code == "wrong_run" and refusal.remedy.startswith("start the learner again")
     assert (refusal.expected, refusal.got) == ("1 fragments, or none", "2")
     assert not now.host.syncer.state.members.connected()
+
+
+def test_the_end_is_durable(tmp_path: Path) -> None:
+    house = House(tmp_path / "state", {"run.goal_tokens": "100"})
+    (a,) = begun(house, "site-a")
+    one_round(house, a)
+    a.say(msg.Report(1, 100, 1.0, tuple(a.versions), finished=(0,)))
+    house.wait(1.0)
+    a.say(msg.Bye("the run has ended"))
+    house.wait(1.0)
+    assert house.host.finished is not None and house.host.finished.missing == ()
+    house.kill()
+    house.start()
+    assert house.host.syncer.status(house.now)["phase"] == "ended"
