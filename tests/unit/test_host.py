@@ -116,6 +116,9 @@ def test_a_state_is_encoded_once_for_all_who_ask(
             each.fetch(msg.DataKind.STATE, 0, 0, chunk)
             house.settle()
     assert len(encoded) == 1
+    house.now += downlink.IDLE_S
+    house.settle()
+    assert not house.host.downlink._copies[0], "nobody asks for it any more"
 
 
 def test_a_publication_that_is_no_longer_kept_is_answered_with_the_state(house: House) -> None:
