@@ -30,7 +30,7 @@ class Process(Struct, frozen=True, forbid_unknown_fields=True):
     listen: str = "tcp://127.0.0.1:7070"
     """Address of the control port, tcp://HOST:PORT; uplink and downlink are the next two ports.
     Port 0: any free ones."""
-    state_dir: str = "runs/broker"
+    state_dir: Annotated[str, Meta(min_length=1)] = "runs/broker"
     """Directory of the run: run.db, packs, fragments. One broker at a time."""
     init: str = ""
     """Safetensors file that becomes version 0. Empty: the first learner's parameters do."""
@@ -204,11 +204,9 @@ def load_broker(path: Path | None, flags: Mapping[str, object]) -> BrokerConfig:
     config = load(BrokerConfig, path, flags, MODE_PRESETS[mode])
     listen = parse_address(config.broker.listen, listen=True)
     _require(listen.port <= 65533, "broker.listen", "a port up to 65533: it takes three", listen)
-    _require(bool(config.broker.state_dir), "broker.state_dir", "a directory", "an empty text")
     seeder = config.run.seeder
-    _require(
-        not seeder or re.match(msg.NAME_PATTERN, seeder), "run.seeder", "a learner's name", seeder
-    )
+    named = not seeder or re.match(msg.NAME_PATTERN, seeder)
+    _require(named, "run.seeder", "a learner's name", seeder)
     cut = config.fragments
     below = f"less than fragments.sync_period_steps = {cut.sync_period_steps}"
     fits = cut.overlap_steps < cut.sync_period_steps

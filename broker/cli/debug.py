@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
-import cyclopts
 import msgspec
 
 from narrows.proto.messages import CONTROL_BYTES_MAX
 from narrows.proto.wire import ENVELOPE, decode_control, decode_header
 
-debug = cyclopts.App(name="debug", help="Look at bytes of the wire.")
 
-
-@debug.command
-def frame(file: Path, *, header: bool = False) -> None:
+def debug(what: Literal["frame"], file: Path, /, *, header: bool = False) -> None:
     """Print a control message, or the header of a data message, as JSON.
 
     Args:
+        what: `frame`.
         file: File with the bytes of one frame: the body of a control message.
         header: The bytes are the header of a data message.
     """

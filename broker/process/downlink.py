@@ -43,9 +43,6 @@ EARLY_MAX: Final = 64
 COPIES_MAX: Final = 2
 """Copies of a fragment's state that are served at once: one that is being fetched, and a newer."""
 
-PINNED_S: Final = 10.0
-"""A copy that was asked for within this time is being fetched: learners ask again after 8 s."""
-
 IDLE_S: Final = 60.0
 """Seconds after which a copy that nobody asks for is forgotten: it takes as much memory as the
 fragment."""
@@ -184,16 +181,14 @@ class Downlink:
         state, merged = self._pipeline.head(fetch.fragment)
         copy = next((each for each in copies if each.state.version == fetch.version), None)
         if copy is None and copies:
-            newest, oldest = copies[-1], copies[0]
-            # With the publications after it a learner gets from this copy to the head.
-            near = state.version - newest.state.version < msg.PUBLICATIONS_KEPT
-            pinned = len(copies) == COPIES_MAX and now < oldest.asked_at + PINNED_S
-            if newest.state.version == state.version or (near and pinned):
-                copy = newest
+            behind = state.version - copies[-1].state.version
+            # With the publications after it a learner gets from the newest copy to the head.
+            is_near = len(copies) == COPIES_MAX and behind < msg.PUBLICATIONS_KEPT
+            copy = copies[-1] if behind == 0 or is_near else None
         if copy is None:
             copy = _StateCopy(state, merged, now)
-            del copies[: max(0, len(copies) + 1 - COPIES_MAX)]
             copies.append(copy)
+            del copies[:-COPIES_MAX]
             self._encode(copy)
         copy.asked_at = now
         return copy

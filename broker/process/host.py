@@ -60,7 +60,6 @@ class Host:
         self.downlink = Downlink(config, epoch, wires, self, self.pipeline)
         self.finished: ev.Finish | None = None
         """Set when the process should end."""
-        self._performing = False
         self._refusals = 0
         self._up_bytes: Counter[str] = Counter()
         """Payloads of this life, by learner."""
@@ -180,16 +179,10 @@ class Host:
 
     def _perform(self, now: float) -> None:
         """Performs effects in order; what they lead to in their turn comes after them."""
-        if self._performing:
-            return
-        self._performing = True
-        try:
-            while effects := list(self.syncer.effects):
-                self.syncer.effects.clear()
-                for effect in effects:
-                    self._do(effect, now)
-        finally:
-            self._performing = False
+        while effects := list(self.syncer.effects):
+            self.syncer.effects.clear()
+            for effect in effects:
+                self._do(effect, now)
         self.downlink.pump(now)
 
     def _do(self, effect: ev.Effect, now: float) -> None:

@@ -116,6 +116,9 @@ def test_a_state_is_encoded_once_for_all_who_ask(
             each.fetch(msg.DataKind.STATE, 0, 0, chunk)
             house.settle()
     assert len(encoded) == 1
+    house.now += downlink.IDLE_S
+    house.settle()
+    assert not house.host.downlink._copies[0], "nobody asks for it any more"
 
 
 def test_a_publication_that_is_no_longer_kept_is_answered_with_the_state(house: House) -> None:
@@ -307,3 +310,17 @@ def test_a_learner_cut_into_another_number_of_fragments_is_of_another_run(tmp_pa
     assert refusal.code == "wrong_run" and refusal.remedy.startswith("start the learner again")
     assert (refusal.expected, refusal.got) == ("1 fragments, or none", "2")
     assert not now.host.syncer.state.members.connected()
+
+
+def test_the_end_is_durable(tmp_path: Path) -> None:
+    house = House(tmp_path / "state", {"run.goal_tokens": "100"})
+    (a,) = begun(house, "site-a")
+    one_round(house, a)
+    a.say(msg.Report(1, 100, 1.0, tuple(a.versions), finished=(0,)))
+    house.wait(1.0)
+    a.say(msg.Bye("the run has ended"))
+    house.wait(1.0)
+    assert house.host.finished is not None and house.host.finished.missing == ()
+    house.kill()
+    house.start()
+    assert house.host.syncer.status(house.now)["phase"] == "ended"
