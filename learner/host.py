@@ -365,5 +365,7 @@ def _explained(refuse: msg.Refuse, ours: msg.Layout) -> msg.Refuse:
     lines = differences(theirs.entries, ours.entries)
     if not lines and theirs.frozen_digest != ours.frozen_digest:
         lines = ["the parameters that are not trained have other names or values"]
-    text = f"{refuse.message}: {'; '.join(lines)}"[: msg.TEXT_CHARACTERS_MAX]
-    return structs.replace(refuse, message=text, expected="", got="")
+    text = f"{refuse.message}: {'; '.join(lines[:3])}" + ("; and more" if len(lines) > 3 else "")
+    return structs.replace(
+        refuse, message=text[: msg.TEXT_CHARACTERS_MAX], expected="", got="", layout=b""
+    )

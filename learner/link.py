@@ -64,9 +64,9 @@ class Link:
         events: Path | None,
         adopting: Callable[[], None],
     ) -> None:
-        """`adopting` is called before parameters move. Raises ConfigError for the address."""
+        """`adopting` is called before parameters move."""
         self._target, self._join_timeout_s = target, join_timeout_s
-        self._address, self._key, self._dials = parse_address(target.broker), target.key, 0
+        self._key, self._dials = target.key, 0
         incarnation = f"{target.name}.{secrets.token_hex(4)}"
         self._host = LearnerHost(
             target.name, incarnation, layout, island, self, self, time.monotonic(),
@@ -290,8 +290,8 @@ class Link:
         servers = self._key.servers if self._key else ()
         server = servers[self._dials % len(servers)] if servers else ""
         self._dials += 1
-        incarnation, relay = self._host.session.incarnation, self._target.relay
-        self._sockets = _Sockets(self._address, incarnation, self._key, server, relay)
+        incarnation = self._host.session.incarnation
+        self._sockets = _Sockets(self._target, incarnation, self._key, server)
 
     def _saw(self, header: Header, published: F32) -> None:
         fragment, version = header.fragment, header.version
@@ -313,14 +313,10 @@ class _Sockets:
     """The sockets of one dialling: control at once, data after the first Welcome."""
 
     def __init__(
-        self,
-        address: Address,
-        incarnation: str,
-        key: SiteKey | None,
-        server: str,
-        relay: Address | None,
+        self, target: JoinTarget, incarnation: str, key: SiteKey | None, server: str
     ) -> None:
-        self._address, self._incarnation, self._relay = address, incarnation, relay
+        self._address, self._relay = parse_address(target.broker), target.relay
+        self._incarnation = incarnation
         self._pair, self._server = None if key is None else key.pair, server
         self._context: zmq.Context[Socket] = zmq.Context()
         self._poller = zmq.Poller()
@@ -331,10 +327,10 @@ class _Sockets:
         self._opened: tuple[int, int, int] | None = None
         self.moved = 0
         """Data messages that were sent or have come."""
-        self._control = self._make(Kind.LEARNER_CONTROL, address, server)
-        self.monitor = HandshakeMonitor(self._control, str(address), key)
+        self._control = self._make(Kind.LEARNER_CONTROL, self._address, server)
+        self.monitor = HandshakeMonitor(self._control, target.broker, key)
         self._poller.register(self.monitor.socket, zmq.POLLIN)
-        self._connect(self._control, address)
+        self._connect(self._control, self._address)
 
     def follow(self, session: Session) -> None:
         """Opens the data sockets that the newest Welcome tells of; the same ones stay."""

@@ -148,7 +148,7 @@ class Session:
 
     @property
     def lost_tokens(self) -> int:
-        """Logged tokens whose work an adoption overwrote; the rest of them is on its way."""
+        """Logged tokens whose work an adoption overwrote. What is neither is on its way."""
         return sum(part.lost_tokens for part in self.parts) // max(1, len(self.parts))
 
     # Control.
@@ -457,7 +457,8 @@ class Session:
         if self.joined:
             event, what = "offline", "training goes on without the broker"
             if self._offline_too_long(now):
-                event, what = "paused", f"{self.settings.max_offline_s:.0f} s offline: it pauses"
+                limit_s = self.settings.max_offline_s
+                event, what = "paused", f"training pauses after {limit_s:.0f} s without the broker"
             text = f"{what}: {self.obstacle or 'it is not heard'}"
             if text not in self._warned_offline:
                 self._warned_offline.add(text)

@@ -30,7 +30,7 @@ def join_target(
 ) -> JoinTarget:
     """`NARROWS_BROKER`, `NARROWS_NAME` and `NARROWS_KEY` stand in for what is not given; a key file
     has a name and may have a broker; `NARROWS_RELAY` names the relay of a site that has one. Raises
-    ConfigError for a file or a name that cannot be used, or if something is missing."""
+    ConfigError for a file, an address or a name that cannot be used, or if something is missing."""
     file = key or os.environ.get("NARROWS_KEY")
     path = Path(file) if file else None
     site = read_site_key(path) if path else None
@@ -42,6 +42,7 @@ def join_target(
             expected="broker and name, or a key file that has both",
             remedy="give both (broker=, name=, NARROWS_BROKER, NARROWS_NAME), or a key",
         )
+    parse_address(broker)
     check_name(name, "the learner's name")
     if site and not speaks_for(site.name, name):
         raise ConfigError(

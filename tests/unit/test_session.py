@@ -52,6 +52,16 @@ def test_no_step_is_made_while_a_run_is_seeded_anew() -> None:
     assert not seat.session.must_wait(seat.now)
 
 
+def test_the_seeding_learner_sends_layout_and_parameters_and_again_what_is_asked_for() -> None:
+    seat = Seat()
+    seat.welcome(Role.SEED, heads=())
+    seeds = [SendChunks(DataKind.SEED, fragment) for fragment in range(2)]
+    assert seat.take(SendChunks) == [SendChunks(DataKind.LAYOUT), *seeds]
+    for kind, fragment, chunks in ((DataKind.SEED, 1, ((1, 2),)), (DataKind.LAYOUT, 0, ((0, 1),))):
+        seat.hear(msg.Fetch(kind, fragment, 0, 0, chunks))
+        assert seat.take(SendChunks) == [SendChunks(kind, fragment, 0, chunks)]
+
+
 @pytest.mark.parametrize(
     ("settings", "got", "remedy"),
     [
@@ -272,6 +282,8 @@ def test_all_fragments_together_ask_for_one_window() -> None:
     seat = Seat(replace(SETTINGS, window_messages=4))
     seat.welcome(heads=(0, 0))
     assert [each.fragment for each in seat.sent(msg.Fetch)] == [0]
+    seat.wait(0.5)
+    assert not seat.sent(msg.Fetch)
     for chunk in range(CHUNKS):
         seat.chunk(STATE, 0, 0, chunk)
     assert sum(count for f in seat.sent(msg.Fetch) for _, count in f.chunks) == CHUNKS
