@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from narrows.bench.kit import line as lines
 from narrows.bench.kit.rows import Column, Json, Row, bench
-from narrows.bench.kit.run import Run
+from narrows.bench.kit.run import Run, payload_bits
 from narrows.bench.reference.worker import need_torch
 from narrows.proto.flow.budget import SEGMENT_BYTES, SEGMENT_OVERHEAD_BYTES
 
@@ -110,12 +110,11 @@ def bits(
     """
     sent = sum(each["elements"] * len(each["contributors"]) for each in merges)
     received = len(LEARNERS) * sum(each["elements"] for each in merges)
-    pushed = sum(each["pushed_bytes"] for each in merges)
-    published = len(LEARNERS) * sum(each["published_bytes"] for each in merges)
+    payload_up, payload_down = payload_bits(merges)
     return {
         "exchanges": len(merges),
-        "payload_up_bits_per_param": 8 * pushed / sent,
-        "payload_down_bits_per_param": 8 * published / received,
+        "payload_up_bits_per_param": payload_up,
+        "payload_down_bits_per_param": payload_down,
         "wire_up_bits_per_param": 8 * (after["up_bytes"] - before["up_bytes"]) / sent,
         "wire_down_bits_per_param": 8 * (after["down_bytes"] - before["down_bytes"]) / received,
         "line_up_bits_per_param": 8 * line_bytes[0] / sent if line_bytes else None,

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from narrows.bench.kit import result
-from narrows.bench.kit.run import PATIENCE_S, Run
+from narrows.bench.kit.run import PATIENCE_S, Run, payload_bits
 from narrows.bench.reference.worker import need_torch
 from narrows.broker import merging
 from narrows.broker.cli.status import ask_status
@@ -98,11 +98,12 @@ def demo(
     with Run(folder=keep) as run:
         run.remedy = "`narrows demo --keep FOLDER` keeps the logs of all processes"
         play(run, names, story, view)
+        wall_s = time.monotonic() - story.started_at
         console.print("The run has ended; the learners measure the model ...")
-        done = [name for name in names if name != story.victim or story.is_back]
-        for name in done:
-            run.ends(name, 0)
-        facts = collect(run, names, steps, story)
+        for name in names:
+            if name != story.victim or story.is_back:
+                run.ends(name, 0)
+        facts = collect(run, names, steps, story) | {"wall_s": wall_s}
     if json is not None:
         result.write(json, "demo", [facts], seed=0)
     console.print(report(facts, keep))
@@ -165,12 +166,10 @@ class Story:
     """Seconds from the start of the new process to its first merged push."""
     is_back: bool = False
     """The broker knows the new process."""
-    ended_at: float = 0.0
     _incarnation: str = ""
 
     def hear(self, status: Facts, now: float) -> Literal["kill", "return"] | None:
         """Reads a status; says what is to be done to the victim now, once each."""
-        self.ended_at = now
         if status["phase"] == "seeding":
             return None
         self.begun_at = self.begun_at or now
@@ -284,8 +283,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def collect(run: Run, names: Sequence[str], steps: int, story: Story) -> Facts:
-    """The results, from what the processes have left; losses are nats per byte of
-    validation text.
+    """The results, from what the processes have left; losses are nats per byte of validation text.
 
     Data parallelism is a bfloat16 ring all-reduce in every step: each of M learners sends and
     receives 2 (M - 1) / M of the model.
@@ -300,8 +298,7 @@ def collect(run: Run, names: Sequence[str], steps: int, story: Story) -> Facts:
     ]
     summaries = [each for name in names if (each := run.summary(name))]
     parameters = summaries[0]["parameters"]
-    pushed = sum(each["elements"] * len(each["contributors"]) for each in merges)
-    published = sum(each["elements"] for each in merges)
+    up_bits, down_bits = payload_bits(merges)
     loop_s = sum(each["loop_s"] for each in summaries)
     return {
         "learners": len(names),
@@ -309,8 +306,8 @@ def collect(run: Run, names: Sequence[str], steps: int, story: Story) -> Facts:
         "parameters": parameters,
         "tokens": final["run_tokens"],
         "loss_global": summaries[0]["validation_loss"],
-        "up_bits_per_param": 8 * sum(each["pushed_bytes"] for each in merges) / pushed,
-        "down_bits_per_param": 8 * sum(each["published_bytes"] for each in merges) / published,
+        "up_bits_per_param": up_bits,
+        "down_bits_per_param": down_bits,
         "up_bytes": final["up_bytes"],
         "down_bytes": final["down_bytes"],
         "data_parallel_bytes": 8 * (len(names) - 1) * parameters * steps,
@@ -321,7 +318,6 @@ def collect(run: Run, names: Sequence[str], steps: int, story: Story) -> Facts:
         "held_up": sum(each["stats"]["code_s"] for each in summaries) / loop_s,
         "digests_compared": len(copies),
         "digests_differing": sum(held != made for held, made in copies),
-        "wall_s": story.ended_at - story.started_at,
     }
 
 

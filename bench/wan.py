@@ -58,7 +58,6 @@ UNPRIVILEGED: Final = {"frozen", "revoke"}
 SHOWN: Final = ("promise", "rate", "learners", "asked", "found", "held")
 COLUMNS: Final = tuple(Column(key, key) for key in SHOWN)
 
-
 Found: TypeAlias = tuple[str, bool, Row]
 """The figures in words, whether they are what was asked, and the figures."""
 
@@ -154,7 +153,7 @@ def _budget(cell: Cell) -> Found:
             run.wait(cell.seconds)
             last, samples = line.read(), list(line.samples)
         means.append(8 * (last[way] - first[way]) / (last.at_s - first.at_s) / rate)
-        peaks.append((peak_bits_per_s(samples) or (0.0, 0.0))[way - 1] / rate)
+        peaks.append(peak_bits_per_s(samples)[way - 1] / rate)
     held = all(0.95 <= each <= 1.0 for each in means) and max(peaks) <= 1.02
     found = "mean {:.3f} up {:.3f} down, second {:.3f} {:.3f}".format(*means, *peaks)
     return found, held, {"params": params, "mean_shares": means, "peak_shares": peaks}

@@ -168,21 +168,20 @@ def _carry(hub: str, site: str, delay_s: float, rate: float, told: Connection) -
                     os.write(ends[1 - index], way_.popleft()[1])
 
 
-def peak_bits_per_s(samples: Sequence[Sample]) -> tuple[float, float] | None:
-    """The fullest second, up and down; None where the samples span less than one.
+def peak_bits_per_s(samples: Sequence[Sample]) -> tuple[float, float]:
+    """The fullest second, up and down; 0 where the samples span less than one.
 
     A window is the shortest span of samples that is a second or longer, at its own length.
     """
-    peaks: list[tuple[float, float]] = []
-    first = 0
+    first, up, down = 0, 0.0, 0.0
     for last, end in enumerate(samples):
         while first < last and end.at_s - samples[first + 1].at_s >= WINDOW_S:
             first += 1
         begin = samples[first]
         if (span_s := end.at_s - begin.at_s) >= WINDOW_S:
-            bits = 8 * (end.up - begin.up), 8 * (end.down - begin.down)
-            peaks.append((bits[0] / span_s, bits[1] / span_s))
-    return (max(up for up, _ in peaks), max(down for _, down in peaks)) if peaks else None
+            up = max(up, 8 * (end.up - begin.up) / span_s)
+            down = max(down, 8 * (end.down - begin.down) / span_s)
+    return up, down
 
 
 def enter(namespace: str) -> None:

@@ -95,7 +95,7 @@ class Run:
         """Variables that processes get when they start, by their name."""
         self._fragments: object = None
         self.remedy = ""
-        """What to do if a process fails."""
+        """The advice to a user whose run has failed; "" if there is none."""
         self._events: dict[str, tuple[int, list[dict[str, Any]]]] = {}
         """By process: bytes of its events file that were read, and their events."""
 
@@ -236,7 +236,7 @@ class Run:
         return [each for each in events if each["event"] == kind]
 
     def summary(self, name: str) -> dict[str, Any]:
-        """What a learner has left at its end; empty if it was killed."""
+        """The summary that a learner leaves at its end; empty if it was killed."""
         return self._json(f"{name}.json")
 
     def facts(self, name: str) -> dict[str, Any]:
@@ -311,6 +311,16 @@ class Run:
         said = f" and said {lines[-1][:300]!r}" if lines else ""
         given = {"expected": expected, "got": got + said, "remedy": self.remedy}
         return NarrowsError(ErrorCode.UNFINISHED, name, **given)
+
+
+def payload_bits(merges: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Bits per parameter that a learner pushed, and that each received, in these merges."""
+    pushed = sum(each["elements"] * len(each["contributors"]) for each in merges)
+    published = sum(each["elements"] for each in merges)
+    return (
+        8 * sum(each["pushed_bytes"] for each in merges) / pushed,
+        8 * sum(each["published_bytes"] for each in merges) / published,
+    )
 
 
 def thread_cpu_s(pid: int | None) -> dict[str, float]:

@@ -147,7 +147,7 @@ def judge(seed: int, spoil: Callable[[object], None] = lambda part: None) -> str
     """The verdict of the checkers on one seed; None: nothing is wrong."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            Run(seed, Path(folder) / "state", spoil=spoil).finish()
+            Run(seed, Path(folder) / "state", spoil).finish()
         except Wrong as wrong:
             return str(wrong)
         except (AssertionError, NarrowsError, LookupError) as error:

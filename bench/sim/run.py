@@ -300,15 +300,8 @@ class Run:
     `spoil` is shown every store and host before it begins, and may plant a bug there.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        path: Path,
-        *,
-        spoil: Callable[[object], None] = lambda part: None,
-        draw: Draw | None = None,
-    ) -> None:
-        self.world, self.path, self.draw, self.spoil = World(seed), path, draw or Draw(seed), spoil
+    def __init__(self, seed: int, path: Path, spoil: Callable[[object], None]) -> None:
+        self.world, self.path, self.draw, self.spoil = World(seed), path, Draw(seed), spoil
         self.config = load_broker(None, self.draw.settings)
         self.checkers = Checkers(self)
         self.host: Host | None = None

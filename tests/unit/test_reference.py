@@ -49,11 +49,6 @@ def test_too_little_text_is_told(tmp_path: Path) -> None:
         next(counting(200).tokens(batch=4, context=64, order="a"))
 
 
-def test_the_library_of_python_is_a_text_for_everybody() -> None:
-    text = load_text()
-    assert len(text.train) > 3e6 and 5e4 < len(text.validation) < len(text.train) / 10
-
-
 def test_batches_cover_the_text_once_a_pass() -> None:
     def batches(order: str, count: int, skip: int = 0) -> list[list[int]]:
         source = counting(81).tokens(batch=2, context=10, order=order, skip=skip)
@@ -76,6 +71,7 @@ def test_validation_windows_are_spread_over_the_text() -> None:
 
 def test_the_model_learns_and_does_not_look_ahead() -> None:
     model, text = GPT(PRESETS["nano"]), load_text()
+    assert len(text.train) > 3e6 and 5e4 < len(text.validation) < len(text.train) / 10
     assert all(map(torch.equal, model.parameters(), GPT(PRESETS["nano"]).parameters()))
     assert model.head.weight is model.embedding.weight
     x = torch.from_numpy(text.validation_windows(context=64, count=1))[:, :-1]
