@@ -40,7 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FlakyTests(), "flaky-tests")
         if config.getoption("numprocesses", default=None):
-            compile_kernels()
+            from narrows.broker.merging import warm_up
+
+            warm_up()  # Else the workers would compile the same kernels at once, for a minute.
     # No limit on the time of an example: a busy machine does not decide. The gate has the same
     # examples in every run: random numbers do not decide, either.
     too_slow = [hypothesis.HealthCheck.too_slow]
@@ -55,14 +57,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """A worker that died could not clean up: nothing outlives the session."""
     if not hasattr(config, "workerinput"):
         kill(started())
-
-
-def compile_kernels() -> None:
-    """Fills numba's cache before the workers start: three would compile the same kernels at once,
-    and the first tests would take a minute."""
-    from narrows.broker.merging import warm_up
-
-    warm_up()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -119,7 +113,7 @@ class FlakyTests:
 def nothing_left_behind(request: pytest.FixtureRequest) -> Generator[None]:
     """Fails a test that leaves a process, a listening port or a network namespace behind."""
     is_real = request.node.get_closest_marker("real") is not None
-    namespaces, ports = namespaces_of_nobody(), listening() if is_real else set()
+    ports = listening() if is_real else set()
     yield
     _, left = psutil.wait_procs([one for one in started() if not is_server(one)], ENDING_S)
     told = [f"{one.pid}: {' '.join(one.cmdline())[:160]}" for one in left]
@@ -127,21 +121,22 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Generator[None]:
     assert not left, f"the test left processes behind: {told}"
     new_ports = listening() - ports if is_real else set()
     assert not new_ports, f"the test left listening ports behind: {sorted(new_ports)}"
-    new = namespaces_of_nobody() - namespaces
-    assert not new, f"the test left network namespaces behind: {sorted(new)}"
+    namespaces = [path.name for path in NAMESPACES.glob(f"narrows-{os.getpid()}-*")]
+    assert not namespaces, f"the test left network namespaces behind: {namespaces}"
 
 
 def started(pid: int | str = "self") -> list[psutil.Process]:
     """Living processes that a process has started, directly or not. psutil would look at all
     processes of the machine, which takes too long around every test."""
     found: list[psutil.Process] = []
-    with suppress(OSError):  # The process, or a thread of it, has just ended.
-        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # The thread has just ended.
             for child in path.read_text().split():
-                with suppress(psutil.NoSuchProcess):
-                    found.append(psutil.Process(int(child)))
+                with suppress(psutil.Error):
+                    process = psutil.Process(int(child))
+                    found += [process] if process.status() != psutil.STATUS_ZOMBIE else []
                 found += started(child)
-    return [one for one in found if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    return found
 
 
 def is_server(process: psutil.Process) -> bool:
@@ -163,13 +158,6 @@ def listening() -> set[str]:
     """Local addresses at which this process itself listens over TCP."""
     sockets = psutil.Process().net_connections("tcp")
     return {f"{one.laddr.ip}:{one.laddr.port}" for one in sockets if one.status == "LISTEN"}
-
-
-def namespaces_of_nobody() -> set[str]:
-    """Network namespaces `narrows-PID-END`, without those of other processes that live."""
-    pids = {path.name: int(path.name.split("-")[1]) for path in NAMESPACES.glob("narrows-*")}
-    own = os.getpid()
-    return {name for name, pid in pids.items() if pid == own or not psutil.pid_exists(pid)}
 
 
 @pytest.fixture(scope="session")

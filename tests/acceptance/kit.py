@@ -4,8 +4,8 @@ The surfaces are the command line with its exit codes, `narrows.learner.Learner`
 `narrows status --json`, and the files that a run leaves. Nothing is imported from inside the
 broker or the learner, so the same tests judge any implementation.
 
-A test starts things with `site.broker`, `site.learner`, `site.narrows` and `site.shell`; waits with
-`wait_until`, `site.contribute` and `site.steps_on`; looks with `site.status`, `site.merged`,
+A test starts things with `site.broker`, `site.learner` and `site.shell`; waits with `wait_until`,
+`site.contribute`, `site.adopt` and `site.steps_on`; looks with `site.status`, `site.merged`,
 `site.adopted` and `site.journal`; and judges with `site.check_...`.
 
 Processes are forked from a server that has imported torch and Narrows once: a start takes tenths
@@ -35,8 +35,6 @@ from torch import Tensor
 
 WAIT_S: Final = 30.0
 """Nothing in these tests takes so long, unless it hangs."""
-
-TAIL_LINES: Final = 25
 
 LOSSLESS: Final = ("codec.push=f32-blosc2", "codec.publish=f32-blosc2")
 """Settings for a run whose messages have the same size whatever they say, and lose no bit."""
@@ -74,7 +72,7 @@ class Child:
 
     def tail(self) -> str:
         """Its name, its exit code, and what it printed last."""
-        lines = self.log.splitlines()[-TAIL_LINES:]
+        lines = self.log.splitlines()[-25:]
         return "\n".join([f"--- {self.name}, exit code {self.exit_code}", *lines])
 
     def kill(self) -> None:
@@ -137,20 +135,15 @@ class Ports:
         self.first = 0
         while not self.first:
             with ExitStack() as held, suppress(OSError, OverflowError):
-                self.first = self._bind(held)
-                self._held = held.pop_all()
-
-    @staticmethod
-    def _bind(held: ExitStack) -> int:
-        first = 0
-        for offset in range(3):
-            for host in ("127.0.0.1", "127.0.0.2"):
-                one = held.enter_context(socket.socket())
-                one.bind((host, first + offset if first else 0))
-                # Only now: another Ports is refused, and a broker, which sets it, too, is not.
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                first = first or int(one.getsockname()[1])
-        return first
+                first = 0
+                for offset in range(3):
+                    for host in ("127.0.0.1", "127.0.0.2"):
+                        one = held.enter_context(socket.socket())
+                        one.bind((host, first + offset if first else 0))
+                        # Only now: another Ports is refused; a broker, which sets it too, is not.
+                        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                        first = first or int(one.getsockname()[1])
+                self.first, self._held = first, held.pop_all()
 
     def close(self) -> None:
         self._held.close()
@@ -189,9 +182,8 @@ class Site:
         ready = self.folder / "ready"
         ready.unlink(missing_ok=True)
         paths = {"state_dir": self.state, "events": self.folder / "broker.jsonl"}
-        command = ["broker"]
-        given = {"listen": self.address, "ready_file": ready} | paths | flags
-        for flag, value in given.items():
+        command = ["broker", "--listen", self.address]
+        for flag, value in (paths | {"ready_file": ready} | flags).items():
             command += [f"--{flag.replace('_', '-')}", str(value)]
         for setting in ("fragments.sync_period_steps=4", *settings):
             command += ["--set", setting]
@@ -204,12 +196,8 @@ class Site:
         """Starts a learner with these options of `toy.learn`."""
         return self._fork(name, toy.learn, self.folder, name, **{"broker": self.address, **options})
 
-    def narrows(self, name: str, *arguments: str) -> Child:
-        """Starts a command line of `narrows`."""
-        return self._fork(name, toy.command, self.folder, arguments)
-
     def shell(self, name: str, *command: str) -> Child:
-        """Starts a program, such as an example, or `narrows` as it is installed."""
+        """Starts a program, such as an example, or the script `narrows` as it is installed."""
         return self._fork(name, toy.execute, self.folder, command)
 
     def _fork(self, name: str, target: Callable[..., None], *arguments: Any, **more: Any) -> Child:

@@ -21,13 +21,6 @@ from acceptance.kit import Site
 PROTOCOL: Final = 1
 ENVELOPE: Final = b"NRW" + bytes([PROTOCOL])
 ANSWER_S: Final = 15.0
-PUSH: Final = 0
-"""Kind of a data message with an outer gradient."""
-
-HEADER: Final = (
-    "epoch", "kind", "learner", "fragment", "version", "push_id", "chunk", "codec",
-    "payload_digest", "result_digest", "contributors",
-)  # fmt: skip
 
 REFUSED: Final = re.compile(r"(?:: |^)([a-z]+_[a-z_]+): ")
 """The code in a note of the broker's events file that something was refused."""
@@ -144,17 +137,16 @@ class Peer:
         self.uplink.send_multipart([b"u/00", self.header(payload, **fields), payload])
 
     def header(self, payload: bytes, **fields: Any) -> bytes:
-        """The header of such a chunk."""
+        """The header of such a chunk: these fields in this order."""
         self.push_id += 1
         honest = {
-            "epoch": self.welcome["beat"]["epoch"], "kind": PUSH, "learner": self.incarnation,
+            "epoch": self.welcome["beat"]["epoch"], "kind": 0, "learner": self.incarnation,
             "fragment": 0, "version": 0, "push_id": self.push_id, "chunk": 0,
             "codec": self.welcome["settings"]["push_codec"],
             "payload_digest": xxhash.xxh3_64_intdigest(payload), "result_digest": 0,
             "contributors": [],
         }  # fmt: skip
-        fields = honest | fields
-        return bytes(msgpack.packb([fields[name] for name in HEADER]))
+        return bytes(msgpack.packb(list((honest | fields).values())))
 
 
 def refusals(site: Site, *words: str) -> Counter[str]:
@@ -182,11 +174,9 @@ def throw(port: int, strings: Iterable[bytes], kind: bytes = b"") -> None:
             line = socket.create_connection(("127.0.0.1", port), ANSWER_S)
             lines.append(stack.enter_context(line))
             with suppress(ConnectionError):  # The broker may hang up before it has read all.
-                answer, more = b"", b"?" if kind else b""
-                line.sendall(handshake(kind) if kind else b"")
-                while more and b"READY" not in answer:  # Before it libzmq takes no frame.
-                    more = line.recv(1024)
-                    answer += more
+                if kind:
+                    line.sendall(handshake(kind))
+                    line.makefile("rb").read(72)  # To its READY; before, libzmq takes no frame.
                 line.sendall(text)
             with suppress(OSError):
                 line.shutdown(socket.SHUT_WR)

@@ -12,7 +12,6 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -78,7 +77,7 @@ class Proxy:
 
     def cut(self) -> None:
         """Resets all connections; new ones are accepted."""
-        self._loop.call_soon_threadsafe(self._reset_all)
+        self._loop.call_soon_threadsafe(lambda: self._reset(*self._serving.values()))
 
     def cut_after(self, port: int, direction: Direction, size: int) -> None:
         """Resets the connection that carries the byte after the next `size` of this direction."""
@@ -137,19 +136,17 @@ class Proxy:
                 raise ConnectionResetError
         sink.close()
 
-    def _reset(self, ends: Iterable[asyncio.StreamWriter]) -> None:
-        for end in ends:
+    @staticmethod
+    def _reset(*connections: set[asyncio.StreamWriter]) -> None:
+        for end in chain(*connections):
             with suppress(OSError):
                 made = end.get_extra_info("socket")
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_0)
             end.transport.abort()
 
-    def _reset_all(self) -> None:
-        self._reset(chain.from_iterable(self._serving.values()))
-
     async def _end(self) -> None:
         for server in self._servers:
             server.close()
         self._flows.set()
-        self._reset_all()
+        self._reset(*self._serving.values())
         await asyncio.gather(*self._serving)

@@ -28,7 +28,8 @@ def test_a_script_says_what_is_wrong_and_with_which_code(site: Site) -> None:
         nowhere = f"tcp://127.0.0.1:{unused.first}"
         helping = site.shell("help", "narrows", "--help")
         script = site.shell("status", "narrows", "status", nowhere, "--timeout-s", "0.1")
-        waiting = site.narrows("waiting", "status", f"tcp://127.0.0.1:{mute.getsockname()[1]}")
+        silent = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+        waiting = site.shell("waiting", "narrows", "status", silent)
         mute.accept()[0].close()
         waiting.ps.send_signal(signal.SIGINT)
         waiting.ends(130)

@@ -18,9 +18,9 @@ PATIENCE_S = 60.0
 @pytest.mark.timeout(180)
 def test_a_killed_learner_comes_back_and_all_copies_are_equal(site: Site) -> None:
     kept, results = site.folder / "demo", site.folder / "results.json"
-    demo = site.narrows(
-        "demo", "demo", "--learners", "2", "--steps", "120", "--plain", "--keep", str(kept),
-        "--json", str(results),
+    demo = site.shell(
+        "demo", "narrows", "demo", "--learners", "2", "--steps", "120", "--plain",
+        "--keep", str(kept), "--json", str(results),
     )  # fmt: skip
     run = replace(site, folder=kept)
 

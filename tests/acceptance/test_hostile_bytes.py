@@ -191,7 +191,7 @@ def controls(draw: st.DrawFn) -> list[bytes]:
 
 
 @settings(
-    max_examples=20 * settings().max_examples, phases=[Phase.generate], database=None,
+    max_examples=10 * settings().max_examples, phases=[Phase.generate], database=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(

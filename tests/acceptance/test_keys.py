@@ -48,8 +48,7 @@ def test_a_site_joins_by_six_commands_is_cut_off_and_comes_back(site: Site, data
         folder.mkdir()
 
     def type_at(folder: Path, command: str) -> Child:
-        run = re.sub(r"^narrows\b", "python -m narrows", command)
-        return site.shell(command.split()[1], "bash", "-c", f"cd {folder} && exec {run}")
+        return site.shell(command.split()[1], "bash", "-c", f"cd {folder} && exec {command}")
 
     def prints(folder: Path, command: str, what: re.Pattern[str]) -> str:
         child = type_at(folder, command)
@@ -104,19 +103,17 @@ class Keys:
         assert found
         return found[0]
 
-    def make(self, name: str, *, server: str = "", file: str = "", admit: bool = False) -> Curve:
-        """Makes the key file NAME.key, which trusts this broker or another one."""
-        server = server or self.server
-        said = self.site.tell(
-            "keys", "new", file or f"{name}.key", "--name", name, "--broker", self.site.address,
-            f"--server={server}",  # With "=", because a key may begin with a hyphen.
-        )  # fmt: skip
-        line = LINE.search(said)
+    def make(self, file: str, name: str, server: str = "", *, is_admitted: bool = False) -> Curve:
+        """Makes the key file of a site, which trusts this broker or another one."""
+        line = LINE.search(self.site.tell(
+            "keys", "new", file, "--name", name, "--broker", self.site.address,
+            f"--server={server or self.server}",  # With "=": a key may begin with a hyphen.
+        ))  # fmt: skip
         assert line
-        if admit:
+        if is_admitted:
             self.site.tell("keys", "allow", line[0])
-        made = tomllib.loads((self.site.folder / (file or f"{name}.key")).read_text())
-        return Curve(server, line[2], made["secret"])
+        secret = tomllib.loads((self.site.folder / file).read_text())["secret"]
+        return Curve(server or self.server, line[2], secret)
 
 
 def ends_of(listener: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
@@ -127,9 +124,10 @@ def ends_of(listener: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
 @pytest.mark.timeout(120)
 def test_strangers_stay_out_and_a_key_speaks_and_hears_for_its_own_site_only(site: Site) -> None:
     keys = Keys(site)
-    curves = {name: keys.make(name, admit=True) for name in ("site-a", "site-b", "site-c")}
-    keys.make("unknown")
-    keys.make("site-b", server=keys.make_broker("other"), file="lost.key")
+    names = ("site-a", "site-b", "site-c")
+    curves = {name: keys.make(f"{name}.key", name, is_admitted=True) for name in names}
+    keys.make("unknown.key", "unknown")
+    keys.make("lost.key", "site-b", keys.make_broker("other"))
     liar = Path(shutil.copy(site.folder / "site-b.key", site.folder / "liar.key"))
     liar.write_text(liar.read_text().replace('"site-b"', '"site-a"'))
     broker = site.broker("fragments.count=1", keys="keys", seeder="site-a")
