@@ -29,10 +29,10 @@ fmt: .venv/ready  ## format, and repair what the linter can
 bench: .venv/ready  ## every bench in its short form, or one of them: ARGS="codec"
 	$(BIN)/narrows bench $(or $(ARGS),all)
 
-slow: .venv/ready  ## SEEDS=2000 of faults, KILLS=500 of a broker, MINUTES=10 of wild frames
-	$(SLOW) -n 2 -m "" tests/unit/test_simulation.py --seeds=$(or $(SEEDS),2000)
+slow: .venv/ready  ## SEEDS=2000 of faults, KILLS=500 of a broker, 5,000 examples a property
+	$(SLOW) -n 2 tests/unit/test_simulation.py --seeds=$(or $(SEEDS),2000)
 	$(BIN)/narrows bench chaos --kills $(or $(KILLS),500)
-	NARROWS_FRAMES_MINUTES=$(or $(MINUTES),10) $(SLOW) -m slow tests/acceptance
+	HYPOTHESIS_PROFILE=nightly $(SLOW) -n 2 -m hypothesis
 lock:  ## write constraints.txt anew, from the newest releases that fit
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/pip install --quiet --editable '.[dev]'

@@ -7,15 +7,16 @@ as FLAKY, and more than FLAKY_MAX of them make the run red.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 from collections.abc import Generator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import hypothesis
-import leftovers
+import psutil
 import pytest
 
 SEEDS_PER_TEST = 10
@@ -23,25 +24,31 @@ FLAKY_MAX = 2
 NEVER_BY_CHANCE = (r"^Failed: Timeout \(", r"^AssertionError: the test left ")
 """Failures after which a test does not run again. The time limit holds once for both runs of it."""
 
+PR_SET_CHILD_SUBREAPER = 36
+SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+ENDING_S = 5.0
+"""A process that has got its signal may need this long to go."""
+NAMESPACES = Path("/run/netns")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # A shell starts what runs in the background with SIGINT ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Whatever a process of ours starts and abandons becomes our child, so that we find it.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FlakyTests(), "flaky-tests")
         if config.getoption("numprocesses", default=None):
-            compile_kernels()
-        leftovers.mark(leftovers.SESSION)
-    leftovers.mark(leftovers.WORKER)
-    # The same examples in every run, and no limit on the time of one: neither the random numbers
-    # nor a busy machine decide.
-    hypothesis.settings.register_profile(
-        "gate",
-        derandomize=True,
-        deadline=None,
-        suppress_health_check=[hypothesis.HealthCheck.too_slow],
-    )
-    hypothesis.settings.register_profile("random", deadline=None)
+            from narrows.broker.merging import warm_up
+
+            warm_up()  # Else the workers would compile the same kernels at once, for a minute.
+    # No limit on the time of an example: a busy machine does not decide. The gate has the same
+    # examples in every run: random numbers do not decide, either.
+    too_slow = [hypothesis.HealthCheck.too_slow]
+    both = hypothesis.settings(deadline=None, suppress_health_check=too_slow)
+    hypothesis.settings.register_profile("gate", both, derandomize=True, max_examples=50)
+    hypothesis.settings.register_profile("nightly", both, max_examples=5000, print_blob=True)
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gate"))
 
 
@@ -49,17 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """A worker that died could not clean up: nothing outlives the session."""
     if not hasattr(config, "workerinput"):
-        for pid in leftovers.marked(leftovers.SESSION, with_servers=True):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def compile_kernels() -> None:
-    """Fills numba's cache before the workers start: three would compile the same kernels at once,
-    and the first tests would take a minute."""
-    from narrows.broker.merging import warm_up
-
-    warm_up()
+        kill(started())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -112,39 +109,55 @@ class FlakyTests:
             )
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that outlasts its time limit shows the processes that it had started."""
-    report = yield
-    if report.failed and "Timeout" in report.longreprtext:
-        report.sections.append(("processes at the time limit", _started()))
-    return report
-
-
-def _started() -> str:
-    return leftovers.describe(leftovers.marked(leftovers.WORKER)) or "  none"
-
-
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Generator[None]:
     """Fails a test that leaves a process, a listening port or a network namespace behind."""
     is_real = request.node.get_closest_marker("real") is not None
-    look = partial(leftovers.marked, leftovers.WORKER) if is_real else leftovers.children
-    processes, namespaces = look(), leftovers.namespaces()
-    ports = leftovers.listening() if is_real else set[str]()
+    ports = listening() if is_real else set()
     yield
-    left = leftovers.staying(look() - processes)
-    told = leftovers.describe(left)
-    for pid in left:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert not left, f"the test left processes behind:\n{told}"
-    new_ports = leftovers.listening() - ports if is_real else set()
+    _, left = psutil.wait_procs([one for one in started() if not is_server(one)], ENDING_S)
+    told = [f"{one.pid}: {' '.join(one.cmdline())[:160]}" for one in left]
+    kill(left)
+    assert not left, f"the test left processes behind: {told}"
+    new_ports = listening() - ports if is_real else set()
     assert not new_ports, f"the test left listening ports behind: {sorted(new_ports)}"
-    new = leftovers.namespaces() - namespaces
-    assert not new, f"the test left network namespaces behind: {sorted(new)}"
+    namespaces = [path.name for path in NAMESPACES.glob(f"narrows-{os.getpid()}-*")]
+    assert not namespaces, f"the test left network namespaces behind: {namespaces}"
+
+
+def started(pid: int | str = "self") -> list[psutil.Process]:
+    """Living processes that a process has started, directly or not. psutil would look at all
+    processes of the machine, which takes too long around every test."""
+    found: list[psutil.Process] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # The thread has just ended.
+            for child in path.read_text().split():
+                with suppress(psutil.Error):
+                    process = psutil.Process(int(child))
+                    found += [process] if process.status() != psutil.STATUS_ZOMBIE else []
+                found += started(child)
+    return found
+
+
+def is_server(process: psutil.Process) -> bool:
+    """True for a helper of Python's multiprocessing, which stays for the whole session. What the
+    server of forks has forked has the same command line."""
+    with suppress(psutil.Error):
+        command = " ".join(process.cmdline())
+        return process.ppid() == os.getpid() and any(server in command for server in SERVERS)
+    return False
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+
+
+def listening() -> set[str]:
+    """Local addresses at which this process itself listens over TCP."""
+    sockets = psutil.Process().net_connections("tcp")
+    return {f"{one.laddr.ip}:{one.laddr.port}" for one in sockets if one.status == "LISTEN"}
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,9 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Final, Literal, Self
+from functools import partial
+from itertools import chain
+from typing import Final, Literal, NamedTuple, Self
 
 Direction = Literal["up", "down"]
 
@@ -23,22 +24,17 @@ CONTROL, PUSHES, PUBLICATIONS = range(3)
 
 HOST: Final = "127.0.0.2"
 TARGET: Final = "127.0.0.1"
-
 BLOCK_BYTES: Final = 1 << 16
+START_S: Final = 10.0
 
 LINGER_0: Final = struct.pack("ii", 1, 0)
 """Socket option: closing sends a reset."""
 
-START_S: Final = 10.0
 
-
-@dataclass(frozen=True)
-class Passage:
-    """Bytes that have passed together."""
+class Passage(NamedTuple):
+    """Bytes that have passed together, and the monotonic time."""
 
     at_s: float
-    """Monotonic time."""
-    port: int
     direction: Direction
     size: int
 
@@ -52,15 +48,15 @@ class Proxy:
         """Connections that `cut_after` has reset."""
         self.passed: list[Passage] = []
         """Blocks of bytes that have passed, in order."""
+        self._first = first
         self._carried: Counter[tuple[int, Direction]] = Counter()
         self._fuses: dict[tuple[int, Direction], int] = {}
-        self._first = first
-        self._loop = asyncio.new_event_loop()
+        self._serving: dict[asyncio.Task[None], set[asyncio.StreamWriter]] = {}
+        """Both ends of each connection, by the task that carries it."""
         self._flows = asyncio.Event()
         self._flows.set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._open: set[socket.socket] = set()
-        self._listening: list[socket.socket] = []
+        self._loop = asyncio.new_event_loop()
+        self._servers: list[asyncio.Server] = []
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
 
     def __enter__(self) -> Self:
@@ -81,7 +77,7 @@ class Proxy:
 
     def cut(self) -> None:
         """Resets all connections; new ones are accepted."""
-        self._loop.call_soon_threadsafe(self._reset_all)
+        self._loop.call_soon_threadsafe(lambda: self._reset(*self._serving.values()))
 
     def cut_after(self, port: int, direction: Direction, size: int) -> None:
         """Resets the connection that carries the byte after the next `size` of this direction."""
@@ -97,82 +93,60 @@ class Proxy:
 
     async def _listen(self) -> None:
         for port in range(3):
-            listener = socket.create_server((HOST, self._first + port))  # Sets SO_REUSEADDR.
-            listener.setblocking(False)
-            self._listening.append(listener)
-            self._loop.add_reader(listener, self._accept, listener, port)
+            serve = partial(self._serve, port)
+            self._servers.append(await asyncio.start_server(serve, HOST, self._first + port))
 
-    def _accept(self, listener: socket.socket, port: int) -> None:
-        # No coroutine: a cancelled one can lose a connection that it has just accepted.
-        with suppress(OSError):
-            learner, _ = listener.accept()
-            broker = socket.socket()
-            pair = {learner, broker}
-            for end in pair:
-                end.setblocking(False)
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._open |= pair
-            task = self._loop.create_task(self._serve(learner, broker, port))
-            self._tasks.add(task)
-            task.add_done_callback(lambda _: self._close(task, pair))
-
-    def _close(self, task: asyncio.Task[None], pair: set[socket.socket]) -> None:
-        self._tasks.discard(task)
-        self._open -= pair
-        if not task.cancelled() and task.exception():
-            _will_reset(pair)
-        for end in pair:
-            end.close()
-
-    async def _serve(self, learner: socket.socket, broker: socket.socket, port: int) -> None:
-        await self._loop.sock_connect(broker, (TARGET, self._first + port))
-        ways = [
-            self._loop.create_task(self._carry(learner, broker, port, "up")),
-            self._loop.create_task(self._carry(broker, learner, port, "down")),
-        ]
+    async def _serve(
+        self, port: int, reader: asyncio.StreamReader, learner: asyncio.StreamWriter
+    ) -> None:
+        task, ends = asyncio.current_task(), {learner}
+        assert task is not None
+        self._serving[task] = ends
         try:
-            done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            for way in done:
-                way.result()
+            answers, broker = await asyncio.open_connection(TARGET, self._first + port)
+            ends.add(broker)
+            async with asyncio.TaskGroup() as ways:
+                ways.create_task(self._carry(port, "up", reader, broker))
+                ways.create_task(self._carry(port, "down", answers, learner))
+        except* OSError:
+            self._reset(ends)
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            del self._serving[task]
 
     async def _carry(
-        self, source: socket.socket, sink: socket.socket, port: int, direction: Direction
+        self,
+        port: int,
+        direction: Direction,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
     ) -> None:
         """Passes on until the end of `source`. Raises OSError at a reset, or to reset both."""
         key = (port, direction)
-        while True:
-            data = await self._loop.sock_recv(source, BLOCK_BYTES)
+        while data := await source.read(BLOCK_BYTES):
             await self._flows.wait()
-            if not data:
-                return
             allowed = self._fuses.get(key, 1 << 62) - self._carried[key]
             whole, data = len(data), data[: max(0, allowed)]
-            await self._loop.sock_sendall(sink, data)
+            sink.write(data)
+            await sink.drain()
             self._carried[key] += len(data)
-            self.passed.append(Passage(time.monotonic(), port, direction, len(data)))
+            self.passed.append(Passage(time.monotonic(), direction, len(data)))
             if len(data) < whole:
                 self._fuses.pop(key, None)
                 self.cuts += 1
                 raise ConnectionResetError
+        sink.close()
 
-    def _reset_all(self) -> None:
-        _will_reset(self._open)
-        for task in self._tasks:
-            task.cancel()
+    @staticmethod
+    def _reset(*connections: set[asyncio.StreamWriter]) -> None:
+        for end in chain(*connections):
+            with suppress(OSError):
+                made = end.get_extra_info("socket")
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_0)
+            end.transport.abort()
 
     async def _end(self) -> None:
-        for listener in self._listening:
-            self._loop.remove_reader(listener)
-            listener.close()
-        self._reset_all()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def _will_reset(ends: set[socket.socket]) -> None:
-    for end in ends:
-        with suppress(OSError):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_0)
+        for server in self._servers:
+            server.close()
+        self._flows.set()
+        self._reset(*self._serving.values())
+        await asyncio.gather(*self._serving)

@@ -1,43 +1,54 @@
-"""Two sites from nothing by the README's six commands; a key is taken back, and allowed again."""
+"""Two sites from nothing by the README's six commands; nobody gets in without an admitted key, and
+a key speaks for no other name, hears no other site, and is taken back in seconds."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from acceptance.keyring import BROKER_KEY
+import zmq
 from acceptance.kit import Child, Site, wait_until
+from acceptance.peer import Curve, Peer, fingerprint_of, refusals
 
 README = Path(__file__).parents[2] / "README.md"
-NARROWS, PYTHON = re.compile(r"^narrows\b"), "python -m narrows"
-LINE = re.compile(r"narrows-key site-a \S+")
-ALLOW = re.compile(r"narrows keys allow '[^']+'")
-"""The remedy in the log of a learner that is not admitted."""
-TRAIN = "--preset nano --step-wait-s 0.05 --data {folder}/text --events {folder}/{name}.jsonl"
+TRAIN = "--preset nano --step-wait-s 0.05 --data {data} --events {folder}/{name}.jsonl"
 """Makes the README's learner small."""
 
+LINE = re.compile(r"^narrows-key (\S+) (\S{40})$", re.MULTILINE)
+"""The public line of a site, as `narrows keys new` prints it."""
+BROKER_KEY = re.compile(r"^\S{40}$", re.MULTILINE)
+ALLOW = re.compile(r"narrows keys allow '[^']+'")
+"""The remedy in the log of a learner that is not admitted."""
 
-def commands(address: str) -> list[str]:
-    """The commands of the README's section, without their remarks, with this address."""
-    section = README.read_text().partition("## Two sites\n")[2].partition("\n## ")[0]
-    block = section.split("```\n")[1]
-    lines = [line.split(" #")[0].strip() for line in block.splitlines()]
-    return [line.replace("tcp://HOST:7070", address) for line in lines]
+FORGED = 5
+"""Chunks that site-b sends in the name of site-a."""
+
+OUTSIDERS = {
+    "keyless": (3, "admits only those who have a key"),
+    "unknown": (3, "does not admit the key of unknown"),
+    "lost": (4, "broker_unreachable"),
+    "liar": (3, "key_name"),
+}
+"""Learners that must not get in, with their exit code and a part of what they print."""
 
 
 @pytest.mark.timeout(120)
-def test_a_site_joins_with_its_key_is_cut_off_and_comes_back(site: Site) -> None:
-    here, there, text = (site.folder / name for name in ("here", "there", "text"))
-    for folder in (here, there, text):
+def test_a_site_joins_by_six_commands_is_cut_off_and_comes_back(site: Site, data: Path) -> None:
+    section = README.read_text().partition("## Two sites\n")[2].partition("\n## ")[0]
+    lines = [line.split(" #")[0].strip() for line in section.split("```\n")[1].splitlines()]
+    new, serve, new_site, allow, train, revoke = (
+        line.replace("tcp://HOST:7070", site.address) for line in lines
+    )
+    here, there = site.folder / "here", site.folder / "there"
+    for folder in (here, there):
         folder.mkdir()
-    for number in range(20):
-        (text / f"{number}.txt").write_text(f"{number} times {number}. " * 400)
 
     def type_at(folder: Path, command: str) -> Child:
-        run = NARROWS.sub(PYTHON, command)
-        return site.shell("bash", "-c", f"cd {folder} && exec {run}", name=command.split()[1])
+        return site.shell(command.split()[1], "bash", "-c", f"cd {folder} && exec {command}")
 
     def prints(folder: Path, command: str, what: re.Pattern[str]) -> str:
         child = type_at(folder, command)
@@ -46,41 +57,125 @@ def test_a_site_joins_with_its_key_is_cut_off_and_comes_back(site: Site) -> None
         assert found, child.log
         return found[0]
 
-    def installs(name: str) -> int:
-        return len(site.events(name, "installed"))
+    def admit(name: str) -> Child:
+        """Makes a key there, has it admitted here, and starts a learner with it."""
+        made = new_site.replace("site-a", name).replace("BROKER_KEY", broker_key)
+        line = prints(there, made, LINE)
+        type_at(here, allow.replace("LINE", line)).ends(0)
+        more = TRAIN.format(data=data, folder=site.folder, name=name)
+        return type_at(there, f"{train.replace('site-a', name)} {more}")
 
-    def adopts(name: str, *watched: Child) -> None:
-        goal = installs(name) + 2
-        wait_until(lambda: installs(name) >= goal, f"{name} to adopt", broker, *watched)
-
-    new, serve, new_site, allow, train, revoke = commands(site.address)
     broker_key = prints(here, new, BROKER_KEY)
-    broker = type_at(here, serve)
-    line = prints(there, new_site.replace("BROKER_KEY", broker_key), LINE)
-    type_at(here, allow.replace("LINE", line)).ends(0)
-    a = type_at(there, f"{train} {TRAIN.format(folder=site.folder, name='site-a')}")
-    second = new_site.replace("site-a", "site-b").replace("BROKER_KEY", broker_key)
-    line_b = prints(there, second, re.compile(r"narrows-key site-b \S+"))
-    type_at(here, allow.replace("LINE", line_b)).ends(0)
-    adopts("site-a", a)
-    small = TRAIN.format(folder=site.folder, name="site-b")
-    b = type_at(there, f"{train.replace('site-a', 'site-b')} {small}")
-    adopts("site-b", b)
-    adopts("site-a", a)
+    type_at(here, serve)
+    a = admit("site-a")
+    site.adopt("site-a")
+    admit("site-b")
+    site.adopt("site-a", "site-b")
 
     type_at(here, revoke).ends(0)
-    wait_until(lambda: ALLOW.search(a.log), "the remedy", a, broker)
-    adopts("site-b", b)  # Meanwhile site-a adopts what it had got before.
-    before = installs("site-a")
-    adopts("site-b", b)
-    assert installs("site-a") == before, "site-a got data after it was cut off"
+    wait_until(lambda: ALLOW.search(a.log), "the remedy", a)
+    site.adopt("site-b")  # Meanwhile site-a adopts what it had got before.
+    before = site.adopted("site-a")
+    site.adopt("site-b")
+    assert site.adopted("site-a") == before, "site-a got data after it was cut off"
     remedy = ALLOW.search(a.log)
     assert remedy
     type_at(here, remedy[0]).ends(0)
-    adopts("site-a", a)
+    site.adopt("site-a")
 
-    ours, theirs = site.adopted("site-a"), site.adopted("site-b")
-    assert all(ours[key] == theirs[key] for key in ours.keys() & theirs.keys())
+    either = site.adopted("site-a") | site.adopted("site-b")
+    assert len(either) == len({(fragment, version) for fragment, version, _ in either})
     secret = tomllib.loads((there / "site-a.key").read_text())["secret"].encode()
     assert secret not in b"".join(path.read_bytes() for path in here.rglob("*") if path.is_file())
     assert secret.decode() not in "".join(child.log for child in site.children)
+
+
+class Keys:
+    """The keys of a broker and of its sites, made and admitted by `narrows keys`."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.server = self.make_broker("keys")
+
+    def make_broker(self, folder: str) -> str:
+        """Makes a broker's folder of keys; gives the public key."""
+        found = BROKER_KEY.search(self.site.tell("keys", "new", "--keys", folder))
+        assert found
+        return found[0]
+
+    def make(self, file: str, name: str, server: str = "", *, is_admitted: bool = False) -> Curve:
+        """Makes the key file of a site, which trusts this broker or another one."""
+        line = LINE.search(self.site.tell(
+            "keys", "new", file, "--name", name, "--broker", self.site.address,
+            f"--server={server or self.server}",  # With "=": a key may begin with a hyphen.
+        ))  # fmt: skip
+        assert line
+        if is_admitted:
+            self.site.tell("keys", "allow", line[0])
+        secret = tomllib.loads((self.site.folder / file).read_text())["secret"]
+        return Curve(server or self.server, line[2], secret)
+
+
+def ends_of(listener: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """A socket that says when a connection of this one ends."""
+    return listener.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+
+@pytest.mark.timeout(120)
+def test_strangers_stay_out_and_a_key_speaks_and_hears_for_its_own_site_only(site: Site) -> None:
+    keys = Keys(site)
+    names = ("site-a", "site-b", "site-c")
+    curves = {name: keys.make(f"{name}.key", name, is_admitted=True) for name in names}
+    keys.make("unknown.key", "unknown")
+    keys.make("lost.key", "site-b", keys.make_broker("other"))
+    liar = Path(shutil.copy(site.folder / "site-b.key", site.folder / "liar.key"))
+    liar.write_text(liar.read_text().replace('"site-b"', '"site-a"'))
+    broker = site.broker("fragments.count=1", keys="keys", seeder="site-a")
+    site.learner("site-a", key=str(site.folder / "site-a.key"))
+    files = {name: str(site.folder / f"{name}.key") for name in ("unknown", "lost", "liar")}
+    outsiders = {
+        name: site.learner(name, join_timeout_s=3, key=files.get(name)) for name in OUTSIDERS
+    }
+    site.contribute("site-a", count=2)
+    fingerprint = fingerprint_of(site)
+    victim = site.status("--key", "site-a.key")["learners"]["site-a"]["incarnation"]
+    for name, (code, word) in OUTSIDERS.items():
+        outsiders[name].ends(code)
+        assert word in site.told(name)["said"], site.told(name)
+
+    with (
+        Peer(site, "site-b", fingerprint, curves["site-b"]) as member,
+        Peer(site, "site-c", fingerprint, curves["site-c"]) as thief,
+    ):
+        member.join()
+        before = refusals(site)
+        for _ in range(FORGED):
+            member.chunk(b"forged", learner=victim)
+        member.chunk(b"own", chunk=1)
+        member.is_refused("bad_chunk")  # What came before it has been read.
+        expected = Counter(key_name=FORGED, bad_chunk=1)
+        wait_until(lambda: refusals(site) - before == expected, "the refusals", broker)
+
+        listener = member.dial(zmq.SUB, 2, b"p/00")
+        wait_until(lambda: listener.poll(0), "publications", broker)
+        tap = thief.dial(zmq.SUB, 2, f"r/{victim}/00".encode())
+        cut = ends_of(tap)
+        wait_until(lambda: cut.poll(0), "the thief to be cut off", broker)
+        assert not tap.poll(0)
+        wait_until(lambda: "is kept out" in broker.log, "the reason in the log", broker)
+        site.contribute("site-a")
+        # The honest one was cut for a moment, too, and is back.
+        member.hello()
+        member.hear("welcome")
+
+        standing = (member.control, member.uplink, listener)
+        ends = [ends_of(each) for each in standing]
+        site.tell("keys", "revoke", "site-b")
+        wait_until(lambda: all(end.poll(0) for end in ends), "all to be cut", broker)
+        for one in (listener, member.control):  # What had come before.
+            while one.poll(0):
+                one.recv_multipart()
+        site.contribute("site-a", count=4)
+        assert not listener.poll(0) and not member.control.poll(0)
+    assert {name for one in site.merged() for name in one["contributors"]} == {"site-a"}
+    site.check_copies("site-a")

@@ -1,0 +1,127 @@
+"""The broker stops, is killed, finds the disk full, is set back: nothing that was seen is lost."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from typing import Any
+
+import pytest
+from acceptance.kit import LOSSLESS, Site, wait_until
+
+NAMES = ("a", "b", "c")
+CRASH_POINTS = ("merged", "appended", "durable", "installed", "published")
+"""Places of a round at which `NARROWS_CRASH_AT=NAME:N` ends a broker at the Nth visit."""
+
+KEEP = "broker.keep_history=true"
+HISTORY_LOST = "is an older copy"
+"""Words in the broker's note that learners hold versions which its state directory lacks."""
+
+
+@pytest.mark.timeout(120)
+def test_a_stop_and_ten_kills_lose_no_version_that_a_learner_saw(site: Site) -> None:
+    rng = random.Random(5)
+    settings = ("fragments.count=2", KEEP)
+    broker = site.broker(*settings)
+    learners = [site.learner(name, seed=seed) for seed, name in enumerate(NAMES)]
+    site.contribute(*NAMES, count=3)
+    for learner in learners:  # Nobody adds a version between the two looks at them.
+        learner.ps.suspend()
+    broker.stop()
+    before = site.last_status()
+    broker = site.broker(*settings)
+    after = site.status()
+    same = ("run_id", "versions", "run_tokens")
+    assert [after[fact] for fact in same] == [before[fact] for fact in same]
+    assert after["run_tokens"] > 0 and sum(after["versions"]) >= 3
+    assert int(after["epoch"].split("-")[0]) > int(before["epoch"].split("-")[0])
+    for learner in learners:
+        learner.ps.resume()
+    site.contribute(*NAMES)
+    broker.kill()
+    for number, place in enumerate(CRASH_POINTS):
+        site.broker(*settings, crash_at=f"{place}:{rng.randint(1, 5)}").ends(-9)
+        broker = site.broker(*settings)
+        site.merge(rng.randint(1, 5))
+        if number % 2 == 0:
+            # What is published while the disk takes nothing is lost with the process.
+            broker.limit_files(0)
+        site.steps_on(rng.randint(1, 30), *NAMES)
+        broker.kill()
+    broker = site.broker(*settings)
+    site.contribute(*NAMES)
+    broker.stop()
+    for learner in learners:
+        learner.kill()
+    site.check_durable(*NAMES)
+    site.check_run()
+
+
+def test_a_full_disk_holds_publishing_back_and_costs_nothing_else(site: Site) -> None:
+    """A limit on the length of files stands in for the full disk: it needs no rights, and stops the
+    journal alone, which is longer than all other files."""
+    broker = site.broker(KEEP, *LOSSLESS)
+    learners = [site.learner("a", seed=1), site.learner("b", seed=2)]
+    site.merge(8)
+    broker.limit_files(32_000)
+    wait_until(lambda: "cannot be written" in broker.log, "a complaint", broker, *learners)
+    site.steps_on(60, "a", "b")  # What was on disk before is adopted by now.
+    adopted = [site.adopted(name) for name in "ab"]
+    site.steps_on(40, "a", "b")
+    assert [site.adopted(name) for name in "ab"] == adopted
+    assert "the disk" in str(site.status()["waiting_for"])
+
+    broker.limit_files(None)
+    site.merge(8)
+    assert "the disk" not in str(site.status()["waiting_for"])
+    for learner in learners:
+        learner.kill()
+    broker.stop()
+    site.check_durable("a", "b")
+    site.check_run()
+
+
+def going_back(adopted: list[dict[str, Any]]) -> int:
+    """Index of the first adoption of a version below one that the learner had before."""
+    newest: dict[int, int] = {}
+    for index, one in enumerate(adopted):
+        if one["version"] < newest.get(one["fragment"], 0):
+            return index
+        newest[one["fragment"]] = one["version"]
+    raise AssertionError(f"no learner has gone back: {newest}")
+
+
+def test_learners_that_are_ahead_of_a_restored_backup_go_back(site: Site) -> None:
+    def both_take_part() -> None:
+        site.contribute("a", "b", count=4)
+        site.adopt("a", "b", count=5)
+
+    def warned() -> bool:
+        return any(HISTORY_LOST in note["text"] for note in site.events("broker", "note"))
+
+    copy = site.folder / "copy"
+    broker = site.broker(KEEP)
+    learners = [site.learner("a", seed=1), site.learner("b", seed=2)]
+    both_take_part()
+    broker.stop()
+    shutil.copytree(site.state, copy)
+
+    lost = site.broker(KEEP)
+    both_take_part()
+    assert not warned()
+    lost.kill()
+    shutil.rmtree(site.state)
+    shutil.copytree(copy, site.state)
+
+    restored = site.broker(KEEP)
+    both_take_part()
+    for learner in learners:
+        learner.kill()
+    restored.stop()
+    assert warned()
+    durable = site.journal()
+    for name in "ab":
+        adopted = site.events(name, "installed")
+        after = adopted[going_back(adopted) :]
+        assert all(durable[one["fragment"], one["version"]] == one["digest"] for one in after)
+    site.check_run("a", "b")
