@@ -14,6 +14,7 @@ import math
 import secrets
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -194,11 +195,9 @@ class Learner:
 
     def say(self, type_: str, **fields: Any) -> None:
         frames = [ENVELOPE, msgpack.packb({"type": type_} | fields)]
-        try:
+        with suppress(zmq.Again):  # No connection: after the next Welcome all is told again.
             self.control.send_multipart(frames, zmq.NOBLOCK)
             self.pay(frames)
-        except zmq.Again:
-            pass  # No connection: after the next Welcome all is told again.
 
     def offer(self, f: Fragment, p: Push) -> None:
         work = {"base": p.base, "tokens": p.steps, "steps": p.steps}
