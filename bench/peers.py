@@ -66,6 +66,7 @@ CACHE_VARIABLE: Final = "NARROWS_PEER_CACHE"
 """Environment variable with the folder of the environments; ~/.cache/narrows/peers without it."""
 BUILD_S_MAX: Final = 1800.0
 EXCHANGE_S_MAX: Final = 300.0
+LOOK_S: Final = 0.05
 SCRIPT: Final = Path(__file__).resolve().parent / "peers_exchange.py"
 
 QUEUE_S: Final = 0.05
@@ -303,16 +304,18 @@ def averaged(cell: Cell, python: Path) -> Row:
             )  # fmt: skip
             members.append(member)
             stack.callback(_end, member)
-        try:
-            codes = [member.wait(EXCHANGE_S_MAX) for member in members]
-        except subprocess.TimeoutExpired:
-            codes = [-1]
+        limit = time.monotonic() + EXCHANGE_S_MAX
+        codes = [member.poll() for member in members]
+        while None in codes and not any(codes) and time.monotonic() < limit:
+            time.sleep(LOOK_S)
+            codes = [member.poll() for member in members]
         told = [log.read_text(errors="replace").splitlines() for log in logs]
-    if any(codes):
-        said = next((lines[-1] for lines in told if lines), "nothing")
-        return {"exchange_s": None, "note": f"exit codes {codes}, said {said[:200]!r}"}
+    if any(code != 0 for code in codes):
+        failed = max(range(len(codes)), key=lambda rank: abs(codes[rank] or 0))
+        said = f", said {told[failed][-1][:200]!r}" if told[failed] else ""
+        return {"exchange_s": None, "note": f"not finished: exit codes {codes}{said}"}
     of_each = [
-        [json.loads(line)["seconds"] for line in lines if line[:2] == '{"'] for lines in told
+        [json.loads(line)["seconds"] for line in lines if line.startswith('{"')] for lines in told
     ]
     return {"exchange_s": median(map(max, zip(*of_each, strict=True))), "note": ""}
 

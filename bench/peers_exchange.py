@@ -28,7 +28,7 @@ WARM_UP = 2
 """Exchanges that are not counted: connections are made, TCP finds its window."""
 
 BUCKET_ELEMENTS = (25 << 20) // 2
-"""Of bfloat16, as DistributedDataParallel cuts gradients by default."""
+"""25 MiB of bfloat16, as DistributedDataParallel cuts gradients by default."""
 
 MATCHMAKING_S = 1.0
 """hivemind looks for the group for so long before the clock starts; its default is 5 s."""
@@ -186,7 +186,7 @@ def measure(member: Member, system: System, exchanges: int) -> None:
 
 
 def end_with_parent() -> None:
-    sys.stdin.read()
+    os.read(0, 1)  # sys.stdin has a lock, which a fork of hivemind's would wait for without end.
     os._exit(1)
 
 
