@@ -49,7 +49,8 @@ class Cell:
     learners: int
     keep: float = 0.5
     dead: str = "nobody"
-    """Who is killed again and again, and dead half of the time: nobody, one, or each in turn."""
+    """Learners that are killed again and again, and dead half of the time: nobody, one, or each in
+    turn."""
     steps: int = 1000
     """Steps of all learners together, each of a batch from everybody: what data parallel makes."""
     seeds: int = 6
