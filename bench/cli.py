@@ -12,7 +12,10 @@ BENCHES: Final = {
     "chaos": "Kill a broker under load, and look whether anything was lost.",
     "codec": "Measure bits, error and speed of the codecs, beside what others do.",
     "fairness": "Measure the share of each learner's tokens that are merged, however unequal.",
+    "goodput": "Measure the useful share of a large cluster's time when its chips fail.",
     "loop": "Measure rounds per second, and what a round costs at either end.",
+    "peers": "Measure seconds per exchange and time computing on a line, beside other systems.",
+    "quality": "Measure the loss that a run reaches, beside data parallel at equal tokens.",
     "wan": "Measure what is promised of a line: budget, distance, relays, revocation.",
 }
 

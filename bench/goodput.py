@@ -1,0 +1,292 @@
+"""`narrows bench goodput`: the useful share of a large cluster's time when its chips fail.
+
+Nothing here runs on accelerators. A tape says which slice of chips is out from when to when, and
+all methods play the same tape. A stall model says what a failure costs: data parallel restarts on
+spare chips and repeats the work since its checkpoint; elastic data parallel stops to leave a slice
+out, and again to take slices in; a learner of a decoupled run is an elastic job on its own chips.
+On decoupled tapes the real hosts of broker and learners run too, in virtual time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Final
+
+import numpy as np
+from cyclopts import Parameter
+from numpy.typing import NDArray
+
+from narrows.bench.kit.rows import Column, Row, bench
+from narrows.bench.reference.worker import need_torch
+from narrows.bench.virtual import VirtualRun
+from narrows.learner.session import Session
+
+CHIPS: Final = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
+PUBLISHED_PERCENT: Final = {
+    ("data parallel", 1): (72, 57, 38, 27, 18),
+    ("elastic", 1): (88, 80, 69, 58, 40),
+    ("decoupled", 2): (94, 88, 80, 70, 54),
+    ("decoupled", 4): (96, 93, 89, 82, 73),
+    ("decoupled", 8): (98, 96, 94, 88, 80),
+    ("decoupled", 16): (99, 98, 96, 93, 86),
+}
+"""Decoupled DiLoCo (arXiv 2604.21428), Table 1, by method, learners and CHIPS."""
+CHIP_FAILURE_S: Final = 365.25 * 86_400
+"""Mean time between two interruptions of one chip, as published."""
+
+# The stall model's seconds. The paper prints none of them: four are fitted by least squares to 25
+# of its cells. The row of two learners was left out, so it is a prediction.
+RESTART_S: Final = 52.0
+"""Data parallel: from a failure to the first step after it. Fitted to its row."""
+CHECKPOINT_S: Final = 70.0
+"""Data parallel: between two checkpoints. Fitted to its row."""
+RECONFIGURE_S: Final = 17.5
+"""Elastic: a stall to leave a slice out, or to take some in. Fitted to the rows of elastic, and of
+4, 8 and 16 learners, as is GATHER_S."""
+GATHER_S: Final = 180.0
+"""Elastic: how long the first slice that is back waits for others."""
+REPAIR_S: Final = 300.0
+"""Mean time until a slice is back; assumed. 0 to 600 s change no cell by more than a point."""
+SLICE_CHIPS: Final = 256
+"""Chips that leave and come back together; assumed."""
+
+STEP_S: Final = 20.0
+"""Seconds of the tape per inner step. A step is a second of the hosts, so their own delays (beats,
+joining, the line) weigh 20 times as much as they would."""
+STEP_TOKENS: Final = 1_000_000
+LEAD_STEPS: Final = 100
+"""Steps before the tape begins: everybody joins, and as much is under way as later."""
+
+COLUMNS: Final = (
+    Column("method", "method"),
+    Column("learners", "learners"),
+    Column("chips", "chips", "{:,}"),
+    Column("published %", "published_percent"),
+    Column("stall model %", "model_percent", "{:.1f}"),
+    Column("uptime %", "uptime_percent", "{:.2f}"),
+    Column("hosts: steps %", "made_percent", "{:.1f}"),
+    Column("merged %", "merged_percent", "{:.1f}"),
+    Column("in a merge", "contributors_mean", "{:.2f}"),
+)
+"""Percent of the allocated chip time. Steps: whole steps; merged: tokens that durable rounds hold.
+Uptime: at least one learner trains."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cluster, and what runs on it."""
+
+    method: str
+    learners: int
+    chips: int
+    days: float
+    """Length of the tape for the stall model."""
+    steps: int
+    """Steps of the tape's beginning that the hosts of a decoupled run play."""
+    seed: int = 1
+
+
+def goodput(
+    *, short: bool = False, json_: Annotated[Path | None, Parameter(name="--json")] = None
+) -> None:
+    """Measure the share of allocated chip time that is useful, beside the published table.
+
+    Parameters
+    ----------
+    short
+        The column of 1.2 million chips, shorter tapes.
+    json_
+        File for the rows.
+    """
+    need_torch()
+    days, steps, columns = (3.0, 300, CHIPS[3:4]) if short else (30.0, 2000, CHIPS)
+    rows = [
+        (method, learners, chips) for method, learners in PUBLISHED_PERCENT for chips in columns
+    ]
+    cells = [Cell(*row, days=days, steps=steps) for row in rows]
+    bench("goodput", cells, measure, COLUMNS, headline, json=json_, seed=1)
+
+
+def measure(cell: Cell) -> Row:
+    """The stall model on the whole tape, and the hosts on its beginning."""
+    span_s, slices = cell.days * 86_400, round(cell.chips / SLICE_CHIPS)
+    which, outages = failure_tape(slices, span_s, cell.seed)
+    owner = which * cell.learners // slices
+    parts = [outages[owner == index] for index in range(cell.learners)]
+    if cell.method == "data parallel":
+        courses = [data_parallel(part) for part in parts]
+    else:
+        courses = [elastic(part, slices / cell.learners) for part in parts]
+    row: Row = {
+        "published_percent": PUBLISHED_PERCENT[cell.method, cell.learners][CHIPS.index(cell.chips)],
+        "model_percent": 100 * fmean(course.useful_s(span_s) for course in courses) / span_s,
+        "uptime_percent": 100 * uptime(courses, span_s),
+    }
+    return row | (played(courses, cell) if cell.method == "decoupled" else {})
+
+
+def headline(rows: Sequence[Row]) -> list[str]:
+    """Distances from the published cells, and the cells that the paper tells first."""
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        for key in ("model_percent", "merged_percent"):
+            mine = [row for row in rows if row["method"] == method and key in row]
+            told = [
+                f"{row[key]:.1f}% (published {row['published_percent']})"
+                for row in mine
+                if row["chips"] == 1_200_000 and row["learners"] in (1, 8)
+            ]
+            if off := [abs(row[key] - row["published_percent"]) for row in mine]:
+                lines.append(
+                    f"{method}, {key.partition('_')[0]}: {fmean(off):.1f} points off the published"
+                    f" cells, worst {max(off):.1f}; at 1.2 M chips {', '.join(told)}"
+                )
+    return lines
+
+
+# The tape, and the course of a job on it. Spans are arrays (n, 2): from when to when, in seconds.
+
+
+def failure_tape(slices: int, span_s: float, seed: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Which slices fail, and the spans in which they are out, some before 0 already.
+
+    Failures are Poisson; a slice that is out, or not taken in yet, cannot fail. A repair takes the
+    longer of two exponential times, an exponentiated Weibull as in the paper, whose parameters are
+    not published; the mean alone matters to goodput.
+    """
+    rng, begin_s, chips = (
+        np.random.default_rng([seed, slices]),
+        -10 * REPAIR_S,
+        slices * SLICE_CHIPS,
+    )
+    count = rng.poisson(chips * (span_s - begin_s) / CHIP_FAILURE_S)
+    which, failed_s = rng.integers(slices, size=count), np.sort(rng.uniform(begin_s, span_s, count))
+    back_s = failed_s + REPAIR_S / 1.5 * rng.exponential(size=(2, count)).max(axis=0)
+    present_s, counts = np.full(slices, begin_s), np.zeros(count, bool)
+    for index, (each, at_s) in enumerate(zip(which.tolist(), failed_s.tolist(), strict=True)):
+        if at_s >= present_s[each]:
+            counts[index], present_s[each] = True, back_s[index] + GATHER_S
+    return which[counts], np.stack((failed_s, back_s), axis=1)[counts]
+
+
+def absorbed(causes_s: Sequence[float], lost_s: Callable[[float], float]) -> NDArray[Any]:
+    """Stalls that causes at these times bring about; one within a stall makes no second one.
+
+    `lost_s` gives the length of a stall from the time trained since the one before.
+    """
+    stalls, resumed_s = [(0.0, 0.0)], causes_s[0] if causes_s else 0.0
+    for cause_s in causes_s:
+        if cause_s >= resumed_s:
+            end_s = cause_s + lost_s(cause_s - resumed_s)
+            stalls.append((cause_s, end_s))
+            resumed_s = end_s
+    return np.array(stalls)
+
+
+class Course:
+    """When a job trains (`up`), and the `share` of its chips that take part, from edge to edge."""
+
+    def __init__(self, stalls: NDArray[Any], outages: NDArray[Any], slices: float) -> None:
+        times = np.unique(np.concatenate((stalls.ravel(), outages.ravel())))
+        self.edges_s = np.append(times, times[-1] + 1e9)
+        self.up = self._covering(stalls) == 0
+        self.share = 1 - self._covering(outages) / slices
+        lasts_s = np.diff(self.edges_s)
+        self._up_s = np.concatenate(([0.0], np.cumsum(self.up * lasts_s)))
+        self._useful_s = np.concatenate(([0.0], np.cumsum(self.up * self.share * lasts_s)))
+
+    def _covering(self, spans: NDArray[Any]) -> NDArray[Any]:
+        begun, ended = (
+            np.searchsorted(np.sort(times), self.edges_s[:-1], side="right") for times in spans.T
+        )
+        return begun - ended
+
+    def useful_s(self, until_s: float) -> float:
+        """Seconds from 0 on in which it trained, weighted by the chips that took part."""
+        begin, end = np.interp([0.0, until_s], self.edges_s, self._useful_s)
+        return float(end - begin)
+
+    def step_s(self, begun_s: float) -> float:
+        """Seconds until a step is over that begins at this time: it goes on after a stall."""
+        trained_s = np.interp(begun_s, self.edges_s, self._up_s)
+        return float(np.interp(trained_s + STEP_S, self._up_s, self.edges_s)) - begun_s
+
+    def segment(self, at_s: Any) -> Any:
+        """Indices into `up` and `share` at a time, or at an array of times."""
+        index = np.searchsorted(self.edges_s, at_s, side="right") - 1
+        return np.clip(index, 0, len(self.up) - 1)
+
+
+def data_parallel(outages: NDArray[Any]) -> Course:
+    """All chips in one job that needs each of them, and has spare ones."""
+    stalls = absorbed(outages[:, 0].tolist(), lambda up_s: RESTART_S + up_s % CHECKPOINT_S)
+    return Course(stalls, np.zeros((1, 2)), 1)
+
+
+def elastic(outages: NDArray[Any], slices: float) -> Course:
+    """One job that trains on without a slice, and takes those in together that come back."""
+    taken_in, due_s = outages.copy(), -np.inf
+    for index in np.argsort(outages[:, 1]).tolist():
+        if outages[index, 1] > due_s:
+            due_s = outages[index, 1] + GATHER_S
+        taken_in[index, 1] = due_s
+    stalls = absorbed(np.sort(taken_in.ravel()).tolist(), lambda _: RECONFIGURE_S)
+    return Course(stalls, taken_in, slices)
+
+
+def uptime(courses: Sequence[Course], span_s: float) -> float:
+    """Share of the time in which at least one of the jobs trains."""
+    times_s = np.unique(np.concatenate([each.edges_s for each in courses]))
+    up = np.any([each.up[each.segment(times_s)] for each in courses], axis=0)
+    return float(np.sum(np.diff(np.clip(times_s, 0.0, span_s)) * up[:-1])) / span_s
+
+
+# The hosts on the tape.
+
+
+class Job:
+    """A learner whose steps follow its course; its parameters say nothing."""
+
+    ramp_steps = 0
+
+    def __init__(self, course: Course) -> None:
+        from torch import nn
+
+        from narrows.learner.parameters import Parameters
+
+        self.source = Parameters(nn.Linear(8, 8))
+        self.layout, self.made_tokens = self.source.layout, 0
+        self._course, self._begun_s = course, 0.0
+
+    def step_s(self, now: float) -> float:
+        self._begun_s = (now - LEAD_STEPS) * STEP_S
+        return self._course.step_s(self._begun_s) / STEP_S
+
+    def step(self, session: Session, now: float) -> int:
+        share = float(self._course.share[self._course.segment(self._begun_s)])
+        tokens = round(share * STEP_TOKENS)
+        self.made_tokens += tokens if now > LEAD_STEPS else 0
+        return tokens
+
+
+def played(courses: Sequence[Course], cell: Cell) -> Row:
+    """The hosts with the default settings; percent of the chip time of the steps that they play."""
+    jobs = [Job(course) for course in courses]
+    names = [f"learner-{index:02}" for index in range(len(jobs))]
+    with TemporaryDirectory(prefix="narrows-bench-") as folder:
+        run = VirtualRun({}, names, jobs.__getitem__, seed=cell.seed, folder=Path(folder))
+        run.until(LEAD_STEPS)
+        before = run.host.syncer.run_tokens
+        run.until(LEAD_STEPS + cell.steps)
+        merged = run.host.syncer.run_tokens - before
+        contributors = run.close()
+    full = STEP_TOKENS * cell.steps * cell.learners
+    return {
+        "made_percent": 100 * sum(job.made_tokens for job in jobs) / full,
+        "merged_percent": 100 * merged / full,
+        "contributors_mean": contributors,
+    }

@@ -1,0 +1,327 @@
+"""`narrows bench peers`: Narrows and other systems on the same shaped line.
+
+exchange: seconds in which two members average so many parameters over a line of a rate. The others
+average in one call, between one member at each end. Narrows runs its broker at one end and both
+learners at the other, so its line has the rate once for each of them. `lockstep` waits for the new
+version as the others do, inner step included; `decoupled` trains on, and exchanges without a pause.
+
+computing: the share of the time in which learners compute when they exchange every H steps, a step
+being a timed wait: their steps per second over those of the same learners without any exchange.
+Beside it stands what diloco-measured published for blocking DiLoCo in float32 with four replicas.
+A decoupled learner never waits; on a narrow line it exchanges less often than every H steps, and
+`steps per exchange` says how often.
+
+Root alone can build the line. torchft and hivemind come into environments of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+from typing import Annotated, Final
+
+from cyclopts import Parameter
+
+from narrows.bench.kit.line import HUB_ADDRESS, SITE_ADDRESS, Line, ip
+from narrows.bench.kit.result import CHECKOUT
+from narrows.bench.kit.rows import Column, Row, bench
+from narrows.bench.kit.run import TENSORS, Run, Toy
+from narrows.bench.reference.worker import need_torch
+from narrows.proto.units import BitRate
+
+LEARNERS: Final = 2
+FRAGMENTS: Final = 4
+SYSTEMS: Final = ("lockstep", "decoupled", "gloo", "torchft", "hivemind")
+EXCHANGES: Final = 10
+"""Counted exchanges of another system; Narrows is measured for a time."""
+NEVER_STEPS: Final = 1_000_000
+"""An H in which nothing is ever exchanged."""
+
+PUBLISHED_PERCENT: Final = {
+    128: {"50Mbit/s": 11.6, "200Mbit/s": 36.1, "1Gbit/s": 71.5, "5Gbit/s": 87.0},
+    32: {"50Mbit/s": 2.4, "200Mbit/s": 10.0, "1Gbit/s": 36.0, "5Gbit/s": 68.1},
+}
+"""Share of the time computing by H and rate of each replica's link: github.com/Adnan082/
+diloco-measured, August 2026, 4 x L40S, its runs of 180 counted steps."""
+PUBLISHED_PARAMS: Final = 30_846_976
+"""Its model has 30,846,720; a toy needs a multiple of 1,024."""
+PUBLISHED_STEP_S: Final = 0.027
+"""Its median step without exchange."""
+
+PINS: Final = {"torchft": ("torchft==0.2.0",), "hivemind": ("hivemind==1.1.12", "numpy==1.26.4")}
+"""Requirements of each system beside torch, whose version is that of constraints.txt."""
+CACHE_VARIABLE: Final = "NARROWS_PEER_CACHE"
+"""Environment variable with the folder of the environments; ~/.cache/narrows/peers without it."""
+BUILD_S_MAX: Final = 1800.0
+EXCHANGE_S_MAX: Final = 300.0
+LOOK_S: Final = 0.05
+SCRIPT: Final = Path(__file__).resolve().parent / "peers_exchange.py"
+
+QUEUE_S: Final = 0.05
+"""Longest time that a packet waits in the line's queue."""
+BURST_S: Final = 0.005
+"""Time at its rate that the line may send at once."""
+
+COLUMNS: Final = (
+    Column("what", "what"),
+    Column("system", "system"),
+    Column("H", "sync_period_steps"),
+    Column("rate", "rate"),
+    Column("s/exchange", "exchange_s", "{:.3f}"),
+    Column("steps/exchange", "steps_per_exchange", "{:.0f}"),
+    Column("computing %", "computing_percent", "{:.1f}"),
+    Column("published %", "published_percent", "{:.1f}"),
+    Column("note", "note"),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One system on one line."""
+
+    what: str
+    """exchange or computing."""
+    system: str
+    rate: str
+    """Rate of each learner in each direction."""
+    params: int
+    seconds: float
+    """Time in which Narrows is measured, at least."""
+    sync_period_steps: int | None = None
+    """H, where it is asked for."""
+
+
+def peers(
+    *,
+    short: bool = False,
+    json_: Annotated[Path | None, Parameter(name="--json")] = None,
+    params: int = 1 << 24,
+    system: tuple[str, ...] = (),
+) -> None:
+    """Measure seconds per exchange and the share of time computing on a line, beside others.
+
+    Parameters
+    ----------
+    short
+        One rate and one H, at a million parameters.
+    json_
+        File for the rows.
+    params
+        Parameters of an exchange, a multiple of 1,024.
+    system
+        Names of systems (lockstep, decoupled, gloo, torchft, hivemind); all without it. Repeatable.
+    """
+    need_torch()
+    rates = ("100Mbit/s",) if short else ("1Gbit/s", "100Mbit/s")
+    seconds = 5.0 if short else 20.0
+    cells = [
+        Cell("exchange", name, rate, min(params, 1 << 20) if short else params, seconds)
+        for rate in rates
+        for name in SYSTEMS
+    ]
+    cells += [
+        Cell("computing", name, rate, 1 << 20 if short else PUBLISHED_PARAMS, seconds, period)
+        for period, shares in PUBLISHED_PERCENT.items()
+        for rate in shares
+        for name in SYSTEMS[:2]
+        if not short or (period, rate) == (32, "50Mbit/s")
+    ]
+    chosen = [cell for cell in cells if not system or cell.system in system]
+    bench("peers", chosen, measure, COLUMNS, headline, json=json_)
+
+
+def measure(cell: Cell) -> Row:
+    """A system that cannot be had, or does not get through, has a row that says why. Raises
+    NarrowsError for a line that cannot be built."""
+    if cell.what == "computing":
+        return computing(cell)
+    if cell.system in ("lockstep", "decoupled"):
+        return {"exchange_s": narrows(cell)[0], "note": ""}
+    try:
+        python = environment(cell.system)
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"exchange_s": None, "note": f"not installed: {error}"}
+    return averaged(cell, python)
+
+
+def headline(rows: Sequence[Row]) -> list[str]:
+    """Seconds of each system by rate, and what Narrows computes where others published."""
+    lines = []
+    for rate in dict.fromkeys(row["rate"] for row in rows if row["what"] == "exchange"):
+        mine = [row for row in rows if (row["what"], row["rate"]) == ("exchange", rate)]
+        seconds = {row["system"]: row["exchange_s"] for row in mine}
+        told = ", ".join(f"{name} {s:.2f}" if s else f"{name} -" for name, s in seconds.items())
+        lines.append(f"s per exchange of {mine[0]['params'] / 1e6:.1f} M at {rate}: {told}")
+    return lines + [
+        f"H {row['sync_period_steps']} at {row['rate']}: {row['system']} computes"
+        f" {row['computing_percent']:.1f}%, published {row['published_percent']:.1f}"
+        for row in rows
+        if row["what"] == "computing"
+    ]
+
+
+class Shaped(Line):
+    """A Line that lets each end send at a rate, by the kernel's token bucket."""
+
+    def __init__(self, bits_per_s: float) -> None:
+        super().__init__()
+        self._bits_per_s = bits_per_s
+
+    def connect(self) -> None:
+        super().connect()
+        burst = max(16_000, int(BURST_S * self._bits_per_s / 8))
+        for name in (self.hub, self.site):
+            ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf",
+                "rate", f"{self._bits_per_s:.0f}bit", "burst", str(burst),
+                "latency", f"{1e3 * QUEUE_S:.0f}ms")  # fmt: skip
+
+
+# Narrows.
+
+
+def computing(cell: Cell) -> Row:
+    """Steps per second, over those of the same learners that exchange nothing."""
+    assert cell.sync_period_steps is not None
+    exchange_s, steps_per_s = narrows(cell)
+    return {
+        "exchange_s": exchange_s,
+        "steps_per_exchange": steps_per_s * exchange_s,
+        "computing_percent": 100 * steps_per_s / undisturbed_steps_per_s(cell.params, cell.seconds),
+        "published_percent": PUBLISHED_PERCENT[cell.sync_period_steps][cell.rate],
+        "note": "",
+    }
+
+
+@cache
+def undisturbed_steps_per_s(params: int, seconds: float) -> float:
+    """Steps per second of a learner while nobody exchanges anything."""
+    return narrows(Cell("computing", "decoupled", "0", params, seconds, NEVER_STEPS))[1]
+
+
+def narrows(cell: Cell) -> tuple[float, float]:
+    """Seconds per exchange of all fragments, and steps per second of a learner, in whole rounds."""
+    is_lockstep, asked = cell.system == "lockstep", cell.sync_period_steps
+    fragments = 1 if is_lockstep else FRAGMENTS
+    settings: dict[str, object] = {
+        "run.learners_at_start": LEARNERS,
+        "merge.quorum": LEARNERS,
+        "fragments.count": fragments,
+        # Without an H one step for each fragment, so that something always waits to be sent.
+        "fragments.sync_period_steps": asked or fragments,
+        "run.mode": "diloco" if is_lockstep else "decoupled",
+    }
+    # Every push must say something everywhere, else codes would be mostly zeros.
+    moved = TENSORS if is_lockstep and not asked else 1
+    step_s, rate = PUBLISHED_STEP_S if asked else 0.004, float(BitRate.parse(cell.rate))
+    toys = [Toy(f"toy-{i}", cell.params, step_s, moved, seed=i) for i in range(LEARNERS)]
+    with ExitStack() as stack:
+        line = stack.enter_context(Shaped(LEARNERS * rate)) if rate else None
+        run = stack.enter_context(Run(line=line))
+        run.broker(settings)
+        for toy in toys:
+            run.toy(toy)
+        names = [toy.name for toy in toys]
+
+        def look(rounds: int) -> tuple[float, int, float]:
+            """The time, the rounds and the mean steps of a learner, right after so many rounds."""
+            wanted = 0 if asked == NEVER_STEPS else rounds
+            run.wait_until(lambda: len(run.merges()) >= wanted, f"{rounds} rounds", *run.running)
+            steps = fmean(run.facts(name)["steps"] for name in names)
+            return time.monotonic(), len(run.merges()), steps
+
+        run.wait_until(lambda: all(map(run.facts, names)), "all to join", *run.running)
+        first = look(2 * fragments)
+        run.wait(cell.seconds)
+        last = look(max(len(run.merges()), first[1]) + 1)
+    seconds, rounds, steps = (b - a for a, b in zip(first, last, strict=True))
+    return seconds * fragments / max(1, rounds), steps / seconds
+
+
+# Other systems.
+
+
+def environment(system: str) -> Path:
+    """The interpreter of a system's environment, which is made if it is missing. Raises OSError and
+    SubprocessError."""
+    if system == "gloo":
+        return Path(sys.executable)
+    text = (CHECKOUT / "constraints.txt").read_text()
+    torch = re.search(r"^torch==\S+", text, re.MULTILINE)
+    assert torch is not None
+    wanted = " ".join((torch[0], *PINS[system]))
+    default = Path.home() / ".cache" / "narrows" / "peers"
+    folder = Path(os.environ.get(CACHE_VARIABLE, default)) / system
+    python, ready = folder / "bin" / "python", folder / ".ready"
+    if not ready.exists() or ready.read_text() != wanted:
+        print(f"making the environment of {system} in {folder}", file=sys.stderr, flush=True)
+        install = [str(python), "-m", "pip", "--quiet", "install", *wanted.split()]
+        check = [str(python), "-P", "-c", f"import torch, {system}"]
+        for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], install, check):
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=BUILD_S_MAX, check=False
+            )
+            if done.returncode:
+                lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+                raise OSError(f"{Path(command[0]).name} {command[1]}: {lines[-1][:300]}")
+        ready.write_text(wanted)  # Last, so that an interrupted build is done again.
+    return python
+
+
+def averaged(cell: Cell, python: Path) -> Row:
+    """Median seconds of the slower member of an exchange, or a note why there are none."""
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    environ |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+    with (
+        Shaped(float(BitRate.parse(cell.rate))) as line,
+        TemporaryDirectory(prefix="narrows-bench-") as folder,
+        ExitStack() as stack,
+    ):
+        members, logs = list[subprocess.Popen[bytes]](), list[Path]()
+        ends = ((line.hub, HUB_ADDRESS), (line.site, SITE_ADDRESS))
+        for rank, (namespace, address) in enumerate(ends):
+            command = [
+                "ip", "netns", "exec", namespace, str(python), "-P", str(SCRIPT), cell.system,
+                str(rank), str(len(ends)), HUB_ADDRESS, address, str(cell.params), str(EXCHANGES),
+            ]  # fmt: skip
+            logs.append(Path(folder) / f"{rank}.log")
+            log = stack.enter_context(logs[-1].open("wb"))
+            # A member ends when its standard input does, that is with this process.
+            member = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environ,
+                start_new_session=True,
+            )  # fmt: skip
+            members.append(member)
+            stack.callback(_end, member)
+        limit = time.monotonic() + EXCHANGE_S_MAX
+        codes = [member.poll() for member in members]
+        while None in codes and not any(codes) and time.monotonic() < limit:
+            time.sleep(LOOK_S)
+            codes = [member.poll() for member in members]
+        told = [log.read_text(errors="replace").splitlines() for log in logs]
+    if any(code != 0 for code in codes):
+        failed = max(range(len(codes)), key=lambda rank: abs(codes[rank] or 0))
+        said = f", said {told[failed][-1][:200]!r}" if told[failed] else ""
+        return {"exchange_s": None, "note": f"not finished: exit codes {codes}{said}"}
+    of_each = [
+        [json.loads(line)["seconds"] for line in lines if line.startswith('{"')] for lines in told
+    ]
+    return {"exchange_s": median(map(max, zip(*of_each, strict=True))), "note": ""}
+
+
+def _end(member: subprocess.Popen[bytes]) -> None:
+    """Ends a member with all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(member.pid, signal.SIGKILL)
+    member.communicate()

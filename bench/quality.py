@@ -1,0 +1,144 @@
+"""`narrows bench quality`: the loss that a run reaches, beside data parallel at equal tokens.
+
+The hosts of broker and learners are the real ones, the time is virtual, and the learners train the
+reference GPT: so the seed decides a loss, however busy the machine is. Data parallel is one model
+whose step takes a batch of each learner, with the exact mean gradient and the same schedule. Its
+peak learning rate is the preset's, the best of 0.25 to 4 times it for data parallel, not for runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Annotated, Final
+
+from cyclopts import Parameter
+
+from narrows.bench.kit.rows import Column, Row, bench
+from narrows.bench.reference.worker import need_torch
+from narrows.proto.errors import ConfigError
+
+STUDENT_T: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""97.5% quantiles for 1 to 9 degrees of freedom."""
+SEEDS_MAX: Final = len(STUDENT_T) + 1
+
+COLUMNS: Final = (
+    Column("learners", "learners"),
+    Column("keep", "keep"),
+    Column("dead", "dead"),
+    Column("steps", "steps"),
+    Column("loss", "loss", "{:.4f}"),
+    Column("data parallel", "loss_data_parallel", "{:.4f}"),
+    Column("excess %", "excess_percent", "{:+.2f}"),
+    Column("from", "low_percent", "{:+.2f}"),
+    Column("to", "high_percent", "{:+.2f}"),
+    Column("in a merge", "contributors_mean", "{:.2f}"),
+)
+"""Losses are nats per byte of validation text, means over the seeds. The interval is of 95%."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A setting, run once for each seed."""
+
+    learners: int
+    keep: float = 0.5
+    dead: str = "nobody"
+    """Learners that are killed again and again, and dead half of the time: nobody, one, or each in
+    turn."""
+    steps: int = 1000
+    """Steps of all learners together, each of a batch from everybody: what data parallel makes."""
+    seeds: int = 6
+    preset: str = "nano"
+
+
+def quality(
+    *,
+    short: bool = False,
+    json_: Annotated[Path | None, Parameter(name="--json")] = None,
+    seeds: int = 6,
+    workers: int = 0,
+) -> None:
+    """Measure how much worse than data parallel a run's model is at equal tokens.
+
+    Parameters
+    ----------
+    short
+        Two cells of 200 steps, two seeds.
+    json_
+        File for the rows.
+    seeds
+        Runs of each cell, 2 to 10; each has its first parameters, order of the text and mishaps.
+    workers
+        Runs at the same time; 0: as many as the machine has cores.
+    """
+    need_torch()
+    if not 2 <= seeds <= SEEDS_MAX:
+        raise ConfigError("--seeds", expected=f"2 to {SEEDS_MAX}", got=str(seeds))
+    if short:
+        cells = [Cell(learners, steps=200, seeds=2) for learners in (2, 4)]
+    else:
+        cells = [
+            Cell(learners, keep, dead, seeds=seeds)
+            for learners in (2, 4)
+            for dead in ("nobody", "each")
+            for keep in (0.5, 0.7)
+        ]
+        cells += [Cell(4, keep, steps=3000, seeds=seeds) for keep in (0.5, 0.7)]
+        cells += [Cell(4, dead="one", seeds=seeds)]
+    count = workers or os.cpu_count() or 1
+    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+        measured = Bench(pool)
+        bench("quality", cells, measured.measure, COLUMNS, headline, json=json_)
+
+
+class Bench:
+    """Runs cells in a pool of processes; data parallel once for all cells that it stands beside."""
+
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        self._pool = pool
+        self._references: dict[tuple[int, int, str], list[float]] = {}
+
+    def measure(self, cell: Cell) -> Row:
+        """Losses of all seeds of a cell, and by how much they exceed data parallel's."""
+        from narrows.bench.trained import train, train_data_parallel  # They load PyTorch.
+
+        seeds = range(1, cell.seeds + 1)
+        key = (cell.learners, cell.steps, cell.preset)
+        jobs = [self._pool.submit(train, cell, seed) for seed in seeds]
+        if len(self._references.get(key, ())) < cell.seeds:
+            beside = [self._pool.submit(train_data_parallel, cell, seed) for seed in seeds]
+            self._references[key] = [each.result() for each in beside]
+        runs = [each.result() for each in jobs]
+        row = compared([loss for loss, _ in runs], self._references[key])
+        return {**row, "contributors_mean": fmean(contributors for _, contributors in runs)}
+
+
+def compared(losses: Sequence[float], references: Sequence[float]) -> Row:
+    """Excess over data parallel by pairs of one seed, which share parameters and text: what they
+    share cancels. The interval is Student's t."""
+    excess = [100 * (a / b - 1) for a, b in zip(losses, references, strict=False)]
+    half = STUDENT_T[len(excess) - 2] * stdev(excess) / len(excess) ** 0.5
+    return {
+        "loss": fmean(losses),
+        "loss_data_parallel": fmean(references[: len(losses)]),
+        "excess_percent": fmean(excess),
+        "low_percent": fmean(excess) - half,
+        "high_percent": fmean(excess) + half,
+        "losses": list(losses),
+    }
+
+
+def headline(rows: Sequence[Row]) -> list[str]:
+    """Excess of each setting."""
+    return [
+        f"{row['learners']} learners, {row['dead']} dead, keep {row['keep']}, {row['steps']} steps:"
+        f" {row['excess_percent']:+.1f}% [{row['low_percent']:+.1f}, {row['high_percent']:+.1f}]"
+        f" over data parallel's {row['loss_data_parallel']:.3f}"
+        for row in rows
+    ]

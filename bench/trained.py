@@ -1,0 +1,131 @@
+"""One run of `narrows bench quality`: learners that train the reference GPT in virtual time."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import numpy as np
+import torch
+
+from narrows.bench.quality import Cell
+from narrows.bench.reference.gpt import GPT, PRESETS, learning_rate, make_optimizer
+from narrows.bench.reference.text import Text, Tokens, load_text
+from narrows.bench.virtual import VirtualRun
+from narrows.learner.loop import ramp_steps
+from narrows.learner.parameters import Parameters
+from narrows.learner.session import Session
+
+STEP_S: Final = 1.0
+"""Virtual seconds of a step: delays of the line and of workers are a few percent of it."""
+NOISE: Final = 0.1
+"""Largest deviation of a step's time from STEP_S."""
+AWAY_PERIOD_S: Final = 200.0
+"""A learner that is dead half of the time is away once in each, one learner after the other."""
+WINDOWS: Final = 1024
+"""Windows of validation text."""
+
+
+def train(cell: Cell, seed: int) -> tuple[float, float]:
+    """Validation loss of a run's final model, and learners per merge."""
+    torch.set_num_threads(1)
+    preset, rng = PRESETS[cell.preset], Random(seed)
+    names = [f"learner-{index}" for index in range(cell.learners)]
+    step_tokens = cell.learners * preset.batch * preset.context
+    settings = {
+        "run.goal_tokens": cell.steps * step_tokens,
+        "run.tokens_per_run_step": step_tokens,
+        "fragments.keep": cell.keep,
+    }
+
+    def begin(index: int) -> Student:
+        return Student(cell, names[index], seed, rng)
+
+    with TemporaryDirectory(prefix="narrows-bench-") as folder:
+        run = VirtualRun(settings, names, begin, seed=seed, folder=Path(folder))
+        end_s = 20 * STEP_S * cell.steps
+        for site in run.sites[: {"nobody": 0, "one": 1, "each": cell.learners}[cell.dead]]:
+            begins_s = AWAY_PERIOD_S * (site.index + 0.5) / cell.learners
+            for at_s in np.arange(begins_s, end_s, AWAY_PERIOD_S).tolist():
+                run.world.after(at_s, site.kill)
+                run.world.after(at_s + AWAY_PERIOD_S / 2, site.start)
+        run.until(end_s)
+        contributors = run.close()
+    (student, *_) = (site.trainee for site in run.sites if site.host and site.host.session.final)
+    assert isinstance(student, Student)
+    return student.model.validation_loss(windows(cell)), contributors
+
+
+def train_data_parallel(cell: Cell, seed: int) -> float:
+    """Validation loss at equal tokens: each step learns from one batch of every learner."""
+    torch.set_num_threads(1)
+    preset = PRESETS[cell.preset]
+    model = GPT(preset, seed=seed)
+    optimizer = make_optimizer(model, preset.peak_learning_rate)
+    readers = [
+        text().tokens(batch=preset.batch, context=preset.context, order=f"{seed}:learner-{index}")
+        for index in range(cell.learners)
+    ]
+    for step in range(cell.steps):
+        rate = learning_rate(step / cell.steps, step, preset.peak_learning_rate)
+        batches = zip(*(next(reader) for reader in readers), strict=True)
+        x, y = (np.concatenate(parts) for parts in batches)
+        optimize(model, optimizer, rate, x, y)
+    return model.validation_loss(windows(cell))
+
+
+class Student:
+    """One life of a learner, with the reference worker's model, text and schedule."""
+
+    def __init__(self, cell: Cell, name: str, seed: int, rng: Random) -> None:
+        self.preset = PRESETS[cell.preset]
+        self.model = GPT(self.preset, seed=seed)
+        self.optimizer = make_optimizer(self.model, self.preset.peak_learning_rate)
+        self.source = Parameters(self.model)
+        self.layout, self.ramp_steps = self.source.layout, ramp_steps([self.optimizer])
+        self._order, self._rng, self._steps = f"{seed}:{name}", rng, 0
+
+    def step_s(self, now: float) -> float:
+        return STEP_S * self._rng.uniform(1 - NOISE, 1 + NOISE)
+
+    def step(self, session: Session, now: float) -> int:
+        settings, preset = session.settings, self.preset
+        run_tokens = session.run_tokens(now)
+        run_step = run_tokens / settings.tokens_per_run_step
+        if not self._steps:  # It begins where the run stands, as the reference worker does.
+            self._batches = text().tokens(
+                batch=preset.batch, context=preset.context, order=self._order, skip=int(run_step)
+            )
+        self._steps += 1
+        rate = learning_rate(
+            run_tokens / settings.goal_tokens, run_step, preset.peak_learning_rate
+        ) * min(1.0, self._steps / max(1, session.ramp_steps))
+        x, y = next(self._batches)
+        optimize(self.model, self.optimizer, rate, x, y)
+        return int(x.size)
+
+
+def optimize(
+    model: GPT, optimizer: torch.optim.Optimizer, rate: float, x: Tokens, y: Tokens
+) -> None:
+    """One step with a batch."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    model.loss(torch.from_numpy(x), torch.from_numpy(y)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@cache
+def text() -> Text:
+    """The standard library's sources, loaded once in a process."""
+    return load_text()
+
+
+@cache
+def windows(cell: Cell) -> Tokens:
+    """Windows of validation text that every run is judged by."""
+    return text().validation_windows(context=PRESETS[cell.preset].context, count=WINDOWS)
