@@ -11,7 +11,7 @@ from typing import Any, Final
 from narrows.bench.sim.checkers import Wrong
 from narrows.bench.sim.run import Run
 from narrows.broker.process.host import Host
-from narrows.broker.syncer.stages import Stage
+from narrows.broker.syncer.state import Stage
 from narrows.learner.host import LearnerHost
 from narrows.proto.errors import NarrowsError
 from narrows.proto.messages import Header, Push

@@ -14,9 +14,9 @@ from typing import Final
 from narrows.broker.config import load_broker
 from narrows.broker.process.log import LimitRepeats, log
 from narrows.broker.process.service import Service
-from narrows.broker.syncer.stages import RunPhase
 from narrows.proto.codec import uncached_advice
 from narrows.proto.errors import ConfigError
+from narrows.proto.messages import Phase
 from narrows.proto.timing import LEAVE_S
 
 FILES: Final = 16_384
@@ -57,7 +57,7 @@ def run_broker(
         temporary = ready_file.with_name(ready_file.name + ".tmp")
         temporary.write_text(address + "\n")
         temporary.rename(ready_file)
-    if service.host.syncer.state.phase is RunPhase.ENDED:
+    if service.host.syncer.state.phase is Phase.ENDED:
         log.info(
             "this run has ended: the final model is served for %.0f s at least; "
             "a new run needs another --state-dir", LEAVE_S,

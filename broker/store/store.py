@@ -39,6 +39,7 @@ from narrows.broker.store.tensors import state_path, write_state
 from narrows.proto.errors import ErrorCode, StateError
 from narrows.proto.layout import Fragment, fingerprint
 from narrows.proto.messages import TOKENS_MAX, Layout, Phase
+from narrows.proto.wire import name_of
 
 SCHEMA_VERSION: Final = 1
 
@@ -210,6 +211,14 @@ class Store:
         query = "SELECT published FROM rounds WHERE fragment = ? AND version = ?"
         found = self._history.query(query, fragment, version)
         return int(found[0][0], 16) if found else None
+
+    def newest_push(self, incarnation: str, fragment: int) -> int:
+        """Newest id of an incarnation's pushes in the rows; 0: there is none. Never waits for a
+        commit; call it on one thread."""
+        query = "SELECT max(push_id) FROM contributions"
+        query += " WHERE learner = ? AND incarnation = ? AND fragment = ?"
+        ((newest,),) = self._history.query(query, name_of(incarnation), incarnation, fragment)
+        return newest or 0
 
     def close(self) -> None:
         """Gives the directory back; nothing is lost without it."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.members import Member
-from narrows.broker.syncer.stages import RunPhase, Stage
-from narrows.broker.syncer.state import State
+from narrows.broker.syncer.state import Stage, State
+from narrows.proto.messages import Phase
 from narrows.proto.timing import LEAVE_MAX_S, LEAVE_S, REDIAL_S
 from narrows.proto.wire import name_of
 
@@ -23,7 +23,7 @@ class Ending:
 
     state: State
     began_at: float
-    """When the phase of the end began that is on now."""
+    """When the wait began that is on now: for the last pushes, the disk, the last adoptions."""
     finished: bool = False
 
     # Who is waited for.
@@ -41,9 +41,9 @@ class Ending:
         least the time that a dial takes.
         """
         state, since_s = self.state, now - self.state.started_at
-        if not state.resumed or since_s >= LEAVE_S:
+        if state.resumed is None or since_s >= LEAVE_S:
             return False
-        taught = (name_of(incarnation) for incarnation, _ in state.merged)
+        taught = (name_of(incarnation) for incarnation, _ in state.resumed.merged)
         return since_s < REDIAL_S or not all(name in state.members.by_name for name in taught)
 
     def owes(self, member: Member, fragment: int) -> bool:
@@ -70,8 +70,9 @@ class Ending:
     def reach_goal(self, now: float) -> None:
         """Begins the end once the goal is reached."""
         state, goal = self.state, self.state.settings.goal_tokens
-        if state.phase is RunPhase.RUNNING and goal and state.clock.run_tokens >= goal:
-            self._turn(RunPhase.ENDING, state.members, now)
+        if state.phase is Phase.RUNNING and goal and state.clock.run_tokens >= goal:
+            state.turn(Phase.ENDING)
+            self._wait_anew(state.members, now)
             state.note("goal", f"{goal} tokens are reached: one last round per fragment")
 
     def advance(self, now: float) -> None:
@@ -80,30 +81,33 @@ class Ending:
         Called after the rounds have been looked at.
         """
         state = self.state
-        if state.phase is RunPhase.ENDING and not state.in_flight():
-            if not self.fragments_open(now) and not self.expects_strangers(now):
+        if state.phase is Phase.RUNNING or self.expects_strangers(now):
+            return
+        if state.phase is Phase.ENDING and not (state.closing or state.in_flight()):
+            if not self.fragments_open(now):
                 # Whom the last rounds have waited for in vain has had its time.
                 fragments = range(len(state.heads))
                 owing = [m for m in state.members if any(self.owes(m, f) for f in fragments)]
-                self._turn(RunPhase.CLOSING, [m for m in state.members if m not in owing], now)
+                self._wait_anew([m for m in state.members if m not in owing], now)
+                state.closing = True
                 state.effects.append(ev.CommitEnd())
-        if state.phase is RunPhase.ENDED and not self.finished:
-            # A learner says Bye once it has adopted the final model outright. That it holds the
-            # heads is not enough: it may not know yet that they are final.
-            if not self.awaited(now) and not self.expects_strangers(now):
-                self.finished = True
-                state.effects.append(ev.Finish(self._given_up()))
+        # A learner says Bye once it has adopted the final model outright. That it holds the heads
+        # is not enough: it may not know yet that they are final.
+        if state.phase is Phase.ENDED and not self.finished and not self.awaited(now):
+            self.finished = True
+            state.effects.append(ev.Finish(self._given_up()))
 
     def ended(self, now: float) -> None:
         """The end is durable: the heads are final."""
         # A full disk may have kept everybody waiting, but for those who were given up before.
         waiting = [member for member in self.state.members if member.moved_at >= self.began_at]
-        self._turn(RunPhase.ENDED, waiting, now)
+        self._wait_anew(waiting, now)
+        self.state.closing = False
+        self.state.turn(Phase.ENDED)
         self.state.note("ended", "the run has ended: learners adopt the final model")
 
-    def _turn(self, phase: RunPhase, members: Iterable[Member], now: float) -> None:
-        """A phase begins with a full wait for these: who is paused makes no steps either."""
-        self.state.turn(phase)
+    def _wait_anew(self, members: Iterable[Member], now: float) -> None:
+        """Begins a full wait for these: who is paused makes no steps either."""
         self.began_at = now
         for member in members:
             if member.is_heard(now):

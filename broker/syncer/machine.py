@@ -11,20 +11,20 @@ from typing import Final
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.syncer import events as ev
-from narrows.broker.syncer import serving, shares
 from narrows.broker.syncer.ending import Ending
 from narrows.broker.syncer.joining import Joining
-from narrows.broker.syncer.members import LOST_S, Member
+from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.pushes import Pushes
 from narrows.broker.syncer.rounds import Rounds
-from narrows.broker.syncer.seeding import Seeding
-from narrows.broker.syncer.stages import RunPhase
 from narrows.broker.syncer.state import State, fault
 from narrows.broker.syncer.status import status, warn_of_silence
 from narrows.proto import messages as msg
 from narrows.proto.errors import NarrowsError, RemoteProtocolError
 from narrows.proto.timing import BEAT_S
 from narrows.proto.wire import speaks_for
+
+LOST_S: Final = 30.0
+"""A learner that was not heard for this long loses its connection and its share of the rates."""
 
 STOOD_STILL_S: Final = 1.0
 """The broker itself has stood still (SIGSTOP, a sleeping machine) if it is called this much later
@@ -50,13 +50,14 @@ class Syncer:
         *,
         resumed: ev.Resumed | None,
         published_digest: Callable[[int, int], int | None],
+        newest_push: Callable[[str, int], int],
     ) -> None:
-        """`published_digest(fragment, version)` is that of the durable row; None: there is none."""
-        self.state = state = State(config, epoch, run_id, now, published_digest, resumed)
+        """`published_digest` and `newest_push` ask the store, as their fields in `State` say."""
+        store = published_digest, newest_push
+        self.state = state = State(config, epoch, run_id, now, resumed, *store)
         self.epoch, self.effects = epoch, state.effects
         self._pushes = Pushes(state)
-        self._seeding = Seeding(state)
-        self._joining = Joining(state, self._seeding, self._pushes)
+        self._joining = Joining(state, self._pushes)
         self._ending = Ending(state, began_at=now)
         self._rounds = Rounds(state, self._pushes, self._ending, launched_at=now)
         self._advanced_at = self._beat_at = now
@@ -74,7 +75,7 @@ class Syncer:
 
     def status(self, now: float) -> dict[str, object]:
         """The map of a Status message; the host adds what its sockets know."""
-        return status(self.state, self._seeding, self._rounds, self._ending, now)
+        return status(self.state, self._joining, self._rounds, self._ending, now)
 
     # Control messages.
 
@@ -117,12 +118,12 @@ class Syncer:
             case msg.Push():
                 self._pushes.announced(member, message, now)
             case msg.Fetch():
-                serving.check(state, message)
+                self._check_fetch(message)
                 member.moved_at = now
                 self.effects.append(ev.Serve(member.incarnation, message))
             case msg.Bye():
                 member.has_left = True
-                self._disconnect(member)
+                self._pushes.disconnect(member)
                 text = f"{member.name} leaves: {message.reason}"
                 state.note("left", text, learner=member.name)
             case _:
@@ -131,6 +132,24 @@ class Syncer:
                     "Hello, Report, Push, Fetch, AskStatus or Bye", type(message).__name__,
                     "connect learners to the broker, not brokers to each other",
                 )  # fmt: skip
+
+    def _check_fetch(self, fetch: msg.Fetch) -> None:
+        """Raises RemoteProtocolError for what cannot be answered. A publication that is no longer
+        kept is the host's business: it answers with the state."""
+        state, kind, fragment = self.state, fetch.kind, fetch.fragment
+        if not state.is_open or fragment >= len(state.heads):
+            expected = f"a fragment below {len(state.heads)}" if state.is_open else "none yet"
+            remedy = "wait for a Welcome with role adopt, and cut the model as it tells"
+            raise fault("Fetch", expected, f"one of fragment {fragment}", remedy)
+        least = {msg.DataKind.STATE: 0, msg.DataKind.PUBLICATION: 1}.get(kind)
+        chunks = state.push_chunks[fragment] if least else state.state_chunks[fragment]
+        head, window = state.heads[fragment], state.settings.window_messages
+        asked, end = sum(n for _, n in fetch.chunks), max(first + n for first, n in fetch.chunks)
+        if least is None or not least <= fetch.version <= head or end > chunks or asked > window:
+            expected = f"a STATE of 0 to {head}, or a PUBLICATION of 1 to {head} if there is one; "
+            expected += f"chunks 0 to {chunks - 1}, {window} of them at a time"
+            got = f"{kind.name} of version {fetch.version}, {asked} chunks up to {end - 1}"
+            raise fault("Fetch", expected, got, "ask for what the last Beat names, in parts")
 
     def refused(self, peer: str, error: NarrowsError, now: float) -> None:
         """A control message that could not be decoded."""
@@ -156,57 +175,48 @@ class Syncer:
         self._pushes.failed(header, error)
         self.advance(now)
 
-    # Version 0.
-
     def wants_layout(self, incarnation: str) -> bool:
         """Asked before a layout is unpacked: it may be large."""
-        return self._seeding.asked(incarnation) is not None
+        return self._joining.asked(incarnation) is not None
 
     def layout(self, incarnation: str, layout: msg.Layout, now: float) -> None:
         """The seeding learner's layout."""
-        self._seeding.layout(incarnation, layout, now)
+        self._joining.layout(incarnation, layout, now)
         self.advance(now)
 
     def seed_chunk(self, header: msg.Header, now: float) -> bool:
         """True: the chunk is wanted; keep it."""
-        wanted = self._seeding.chunk(header, now)
+        wanted = self._joining.chunk(header, now)
         self._advance_if_due(now)
         return wanted
 
+    # What the host has done. The methods that these lead to say what it means.
+
     def seeded(self, now: float) -> None:
-        """Version 0 is durable."""
-        self._seeding.seeded()
+        self._joining.seeded()
         self.advance(now)
 
     def seed_failed(self, error: NarrowsError, now: float) -> None:
-        """Version 0 cannot be made of what its learner sent: the next one is asked."""
-        self._seeding.failed(error)
+        self._joining.failed(error)
         self.advance(now)
 
-    # What the host has done.
-
     def merged(self, fragment: int, now: float) -> None:
-        """The sum is made; nothing has changed yet."""
         self._rounds.merged(fragment)
         self.advance(now)
 
     def merge_failed(self, fragment: int, error: Exception, now: float) -> None:
-        """The sum cannot be made."""
         self._rounds.merge_failed(fragment, error)
         self.advance(now)
 
     def durable(self, fragment: int, now: float) -> None:
-        """The round's row is committed: the version exists."""
         self._rounds.durable(fragment, now)
         self.advance(now)
 
     def disk_failed(self, fragment: int, error: Exception, now: float) -> None:
-        """The commit failed, and the host will try it again."""
         self._rounds.disk_failed(fragment, error)
         self.advance(now)
 
     def ended(self, now: float) -> None:
-        """The end of the run is durable."""
         self._ending.ended(now)
         self.advance(now)
 
@@ -224,14 +234,15 @@ class Syncer:
         """Decides everything that is due."""
         self._notice(now)
         state = self.state
-        for member in state.members.lost(now):
-            self._disconnect(member)
-            text = f"{member.name} was not heard for {LOST_S:.0f} s and is given up until it says "
-            text += "Hello again: see whether its process runs and its line carries"
-            state.note("lost", text, warning=True, learner=member.name)
-        if not state.is_open:
-            self._seed(now)
-        shares.advance(state, now)
+        for member in state.members.connected():
+            if now >= member.heard_at + LOST_S:
+                self._pushes.disconnect(member)
+                text = f"{member.name} was not heard for {LOST_S:.0f} s and is given up until it "
+                text += "says Hello again: see whether its process runs and its line carries"
+                state.note("lost", text, warning=True, learner=member.name)
+        if not state.is_open and self._joining.advance(now):
+            self._rounds.launched_at = now  # Nobody has trained yet: the first launch takes time.
+        state.share_uplink(now)
         if state.is_open:
             self._ending.reach_goal(now)
             self._rounds.advance(now)
@@ -243,17 +254,10 @@ class Syncer:
                 for member in state.members.connected():
                     state.send(member, state.beat(member, now))
                 warn_of_silence(state, now)
-        due_at = min(self._beat_at + BEAT_S, self._rounds.deadline(now), self._pushes.deadline(now))
+        due_at = self._beat_at + BEAT_S
+        if state.is_open:
+            due_at = min(due_at, self._rounds.due_at, self._pushes.ask_at)
         self._wake_at = max(due_at, now + PAUSE_S_MIN)
-
-    def _seed(self, now: float) -> None:
-        picked = self._seeding.advance(now)
-        if self._seeding.begin(now):
-            self._rounds.launched_at = now  # Nobody has trained yet: the first launch takes time.
-            for member in self.state.members.connected():
-                self._joining.welcome(member, now)
-        elif picked is not None:
-            self._joining.welcome(picked, now)
 
     def deadline(self, now: float) -> float:
         """When `advance` is to be called if nothing happens before."""
@@ -263,16 +267,11 @@ class Syncer:
         if now >= self._wake_at:
             self.advance(now)
 
-    def _disconnect(self, member: Member) -> None:
-        self.state.members.disconnect(member)
-        self._pushes.drop_incomplete(member.incarnation)
-
     def _notice(self, now: float) -> None:
         """Notices that the broker itself has stood still: it judges nobody for that time."""
         delay_s = now - self._advanced_at
         if delay_s > BEAT_S + STOOD_STILL_S:
             self.state.members.excuse(delay_s, now)
-            self._rounds.excuse(delay_s)
             text = f"the broker stood still for {delay_s:.1f} s: nobody is judged for it"
             self.state.note("stood_still", text, warning=True, seconds=round(delay_s, 1))
         self._advanced_at = now
@@ -280,10 +279,9 @@ class Syncer:
     def check(self) -> None:
         """Asserts every invariant; the simulator calls it after each event."""
         state = self.state
-        state.members.check()
+        state.members.check(float(state.config.wan.total_up))
         assert len(state.heads) in (0, state.settings.fragments)
         assert state.is_open <= bool(state.heads), state.phase
-        running = state.phase in (RunPhase.RUNNING, RunPhase.ENDING)
-        assert running or not state.in_flight(), f"a round in phase {state.phase.name}"
+        merges = state.phase in (msg.Phase.RUNNING, msg.Phase.ENDING) and not state.closing
+        assert merges or not state.in_flight(), f"a round in phase {state.phase.name}"
         self._rounds.check()
-        shares.check(state)

@@ -1,7 +1,8 @@
-"""The learners that this life of the broker has met: names, connections, progress."""
+"""The learners that this life of the broker has met: names, connections, progress, rates."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,9 +13,6 @@ from narrows.proto.messages import Report
 from narrows.proto.timing import HEARD_S
 from narrows.proto.wire import name_of
 
-LOST_S: Final = 30.0
-"""A learner that was not heard for this long loses its connection and its share of the rates."""
-
 NAMES_MAX: Final = 1024
 """Names that are remembered; the one that was heard least lately is forgotten first."""
 
@@ -24,6 +22,13 @@ late Report is not."""
 
 INTERVAL_S_MIN: Final = 1e-3
 """Shortest interval that is believed; two Reports may arrive together after a stall."""
+
+CONFIRM_S: Final = 0.5
+"""A Report that comes this long after a lower rate was told shows that it was heard; an earlier one
+may have been on its way already."""
+
+RATE_MIN: Final = 1000.0
+"""Bit/s that a learner has while nothing is free for it: 0 would mean no limit."""
 
 
 @dataclass(eq=False)
@@ -108,7 +113,7 @@ class Members:
     def __init__(self) -> None:
         self.by_name: dict[str, Member] = {}
         self.by_peer: dict[str, Member] = {}
-        """The connected ones."""
+        """The connected ones, in the order of joining."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self.by_name.values())
@@ -128,10 +133,7 @@ class Members:
         return member if member and member.incarnation == incarnation else None
 
     def connect(self, member: Member, peer: str, now: float) -> None:
-        """Gives a member a connection; it replaces what had the name or the connection before."""
-        for other in (self.by_peer.get(peer), self.by_name.get(member.name)):
-            if other is not None and other is not member:
-                self.disconnect(other)
+        """Gives a member a connection, when nobody else has its name or this connection."""
         # The member itself may still be using the rate that it was told before.
         self.by_peer.pop(member.peer, None)
         member.peer, member.heard_at, member.moved_at, member.has_left = peer, now, now, False
@@ -146,10 +148,6 @@ class Members:
         self.by_peer.pop(member.peer, None)
         member.peer, member.up_bits_per_s, member.up_in_force = "", 0.0, 0.0
 
-    def lost(self, now: float) -> list[Member]:
-        """Connected members that were not heard for LOST_S."""
-        return [each for each in self.by_peer.values() if now >= each.heard_at + LOST_S]
-
     def excuse(self, delay_s: float, now: float) -> None:
         """The broker itself stood still: nobody was silent for that time, or slow."""
         for member in self:
@@ -157,10 +155,41 @@ class Members:
             member.moved_at = min(now, member.moved_at + delay_s)
             member.counted = None
 
-    def check(self) -> None:
+    def share(self, own: float, total: float, now: float) -> list[Member]:
+        """Sets the rates of all connected learners in bit/s: at most `own` for each, and an equal
+        share of `total`; 0: no limit. Returns those whose rate has changed.
+
+        A share is lowered before another one is raised: at no time may the learners send more than
+        the total.
+        """
+        members = self.connected()
+        target = min(own or math.inf, (total or math.inf) / max(1, len(members)))
+        if target == math.inf:
+            return []
+        before = [member.up_bits_per_s for member in members]
+        for member in members:
+            if not 0 < member.up_bits_per_s <= target:  # A newcomer, or one that has too much.
+                member.up_bits_per_s = min(member.up_bits_per_s or RATE_MIN, target)
+                member.up_in_force = max(member.up_in_force, member.up_bits_per_s)
+                member.lowered_at = now
+            elif member.reported_at >= member.lowered_at + CONFIRM_S:
+                member.up_in_force = member.up_bits_per_s
+        free = max(0.0, (total or math.inf) - sum(member.up_in_force for member in members))
+        for member in members:
+            raised = min(target, member.up_in_force + free)
+            if raised > member.up_bits_per_s:
+                free -= max(0.0, raised - member.up_in_force)
+                member.up_bits_per_s = raised
+                member.up_in_force = max(member.up_in_force, raised)
+        pairs = zip(members, before, strict=True)
+        return [member for member, rate in pairs if member.up_bits_per_s != rate]
+
+    def check(self, total: float) -> None:
         for name, member in self.by_name.items():
             assert name == member.name == name_of(member.incarnation), member
             assert not member.peer or self.by_peer[member.peer] is member, member
         for peer, member in self.by_peer.items():
             assert member.peer == peer and self.by_name[member.name] is member, member
         assert len(self.by_name) <= NAMES_MAX + len(self.by_peer)
+        used = sum(member.up_in_force for member in self.by_peer.values())
+        assert not total or used <= total * (1 + 1e-9) + RATE_MIN * len(self.by_peer), used

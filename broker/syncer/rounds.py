@@ -12,17 +12,26 @@ ids change in `durable` and nowhere else.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from narrows.broker.syncer import events as ev
-from narrows.broker.syncer import grace
 from narrows.broker.syncer.ending import Ending
+from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.pushes import Pushes
-from narrows.broker.syncer.stages import RunPhase, Stage, Step
-from narrows.broker.syncer.state import IN_FLIGHT_MAX, FragmentRound, State, fault
+from narrows.broker.syncer.state import (
+    IN_FLIGHT_MAX,
+    FragmentRound,
+    Stage,
+    State,
+    Step,
+    fault,
+)
+from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode
-from narrows.proto.messages import Mode
+
+GAMMA: Final = 0.9
+"""Share of the hidden time that a window may use, so that the merge itself is hidden too."""
 
 SYNC_SHARE: Final = 0.25
 """Weight of the newest round in the moving average of the seconds from due to durable."""
@@ -43,21 +52,27 @@ class Rounds:
     """Moving average of the seconds from due to durable."""
     _next: int = 0
     """The fragment whose turn it is to be launched."""
+    due_at: float = math.inf
+    """When the time alone makes something due."""
+    _awaited: list[Member] = field(default_factory=list[Member])
+    """Learners that train as of this event: ready, heard and not paused."""
 
     def advance(self, now: float) -> None:
         """Decides everything that the time or the last event has made due."""
         state = self.state
-        # The pace of the learners that are waited for. Without any the old pace stands, so that an
-        # open round keeps its window.
-        if steps_s := [each.step_s for each in state.members.awaited(now) if each.step_s]:
-            state.xi_s = grace.pace_s(steps_s)
+        self._awaited, self.due_at = state.members.awaited(now), math.inf
+        # The pace xi is the harmonic mean of step times: all n learners together make n * H inner
+        # steps in a period, whatever their speeds, and a hung one stretches it by n / (n - 1) at
+        # most. Without learners the old pace stands, so that an open round keeps its window.
+        if steps_s := [each.step_s for each in self._awaited if each.step_s]:
+            state.xi_s = len(steps_s) / sum(1 / each for each in steps_s)
         for fragment in state.collecting():
             self._collect(fragment, now)
-        if state.phase is RunPhase.RUNNING and not state.stopping:
+        if state.phase is msg.Phase.RUNNING and not state.stopping:
             while (next_ := self._to_launch(now)) is not None:
                 self._launch(next_, now)
                 self._next = (next_ + 1) % len(state.rounds)
-        if state.phase is RunPhase.ENDING and not state.stopping:
+        if state.phase is msg.Phase.ENDING and not (state.closing or state.stopping):
             for fragment in self.ending.fragments_open(now):
                 if self._has_room(fragment):
                     self._launch(fragment, now)
@@ -71,10 +86,14 @@ class Rounds:
     def _to_launch(self, now: float) -> int | None:
         """Round robin, and not faster than the pace. In lockstep the learners set the pace."""
         state = self.state
-        if state.members.awaited(now):
-            has_pace = state.xi_s > 0 and now >= self._launch_at()
-            may = has_pace or state.settings.mode is Mode.DILOCO
-            return self._next if may and self._has_room(self._next) else None
+        if self._awaited:
+            launch_at = self.launched_at + self._spacing_s if state.xi_s > 0 else math.inf
+            if not self._has_room(self._next):
+                return None
+            if now >= launch_at or state.settings.mode is msg.Mode.DILOCO:
+                return self._next
+            self.due_at = min(self.due_at, launch_at)
+            return None
         # Nobody trains. Learners that leave wait until their last pushes are merged, so fragments
         # that have pushes come now, and open rounds that nobody will fill make room for them.
         order = [*range(self._next, len(state.rounds)), *range(self._next)]
@@ -85,8 +104,10 @@ class Rounds:
                 self.move(state.rounds[fragment], Step.ABANDON)
         return next(filter(self._has_room, with_pushes), None)
 
-    def _launch_at(self) -> float:
-        return self.launched_at + grace.spacing_s(self.state.settings, self.state.xi_s)
+    @property
+    def _spacing_s(self) -> float:
+        """Seconds between two launches, whatever their fragments."""
+        return self.state.period_s / len(self.state.rounds)
 
     def _launch(self, fragment: int, now: float) -> None:
         round_ = self.state.rounds[fragment]
@@ -98,9 +119,10 @@ class Rounds:
     # Collect.
 
     def _collect(self, fragment: int, now: float) -> None:
+        """A round waits for its quorum without a limit, and then at most for a window."""
         state, round_ = self.state, self.state.rounds[fragment]
-        here = len(round_.here())
-        if state.phase is RunPhase.ENDING:
+        here, quorum = len(round_.here()), state.config.merge.quorum
+        if state.phase is msg.Phase.ENDING:
             # No quorum any more: each learner pushes what it has left, or is given up.
             if not self.ending.owing(fragment, now):
                 if here:
@@ -108,9 +130,12 @@ class Rounds:
                 else:
                     self.move(round_, Step.ABANDON)
             return
-        awaited, absent = len(state.members.awaited(now)), len(state.absent(fragment, now))
-        quorum = state.config.merge.quorum
-        if not grace.has_quorum(quorum, here=here, awaited=awaited, absent=absent):
+        # Never more than who trains: two rounds that nobody can fill would hold both places for
+        # ever. Quorum 0 stands for everybody.
+        enough = (
+            here >= min(quorum, len(self._awaited)) if quorum else not state.absent(fragment, now)
+        )
+        if not here or not enough:
             return
         if round_.quorum_at is None:
             round_.quorum_at = now
@@ -122,6 +147,8 @@ class Rounds:
             self._merge(fragment, "everybody", now)
         elif now >= round_.quorum_at + window_s and not decoding:
             self._merge(fragment, "window", now)
+        else:
+            self.due_at = min(self.due_at, round_.quorum_at + window_s)
 
     def _misses_anybody(self, round_: FragmentRound, window_s: float, now: float) -> bool:
         """Whether the window is worth while: a push is on its way from a learner that is heard, or
@@ -138,10 +165,12 @@ class Rounds:
         return False
 
     def _window_s(self, round_: FragmentRound, quorum_at: float) -> float:
-        """Seconds that a round waits after its quorum."""
-        quorum_after_s = max(0.0, quorum_at - round_.launched_at)
-        settings, xi_s = self.state.settings, self.state.xi_s
-        return grace.window_s(settings, xi_s, quorum_after_s=quorum_after_s, sync_s=self.sync_s)
+        """Seconds that a round waits after its quorum for learners that may still come: the time
+        that their overlap hides from them (Decoupled DiLoCo, Eq. 3), or one launch spacing where
+        that is longer."""
+        overlap_s = self.state.settings.overlap_steps * self.state.xi_s
+        hidden_s = overlap_s - (quorum_at - round_.launched_at) - self.sync_s
+        return max(GAMMA * hidden_s, self._spacing_s)
 
     # Merge.
 
@@ -164,7 +193,10 @@ class Rounds:
             "the steps stay in your parameters and travel with the next push",
             ErrorCode.MERGE_FAILED,
         )  # fmt: skip
-        self.pushes.refuse_taken(fragment, refusal)
+        for facts in round_.taken:
+            self.state.effects.append(ev.Drop(fragment, facts.incarnation, facts.push_id))
+            if member := self.state.members.of(facts.incarnation):
+                self.pushes.refuse(member, fragment, facts.push_id, refusal)
         round_.taken = ()
         self.move(round_, Step.FAILED)
 
@@ -193,10 +225,14 @@ class Rounds:
         state.heads[fragment] += 1
         state.clock.count(sum(facts.tokens for facts in round_.taken), now)
         for facts in round_.taken:
-            state.merged[facts.incarnation, fragment] = facts.push_id
+            round_.merged.pop(facts.incarnation, None)
+            round_.merged[facts.incarnation] = facts.push_id
             if (member := state.members.of(facts.incarnation)) is not None:
                 member.merged_tokens += facts.tokens
                 member.contributions += 1
+        # As many as a STATE can tell of; the store knows the others.
+        while len(round_.merged) > msg.LEARNERS_MAX:
+            del round_.merged[next(iter(round_.merged))]
         self.merges += 1
         self.contributions += len(round_.taken)
         if round_.disk_error:
@@ -205,28 +241,6 @@ class Rounds:
             self.sync_s += SYNC_SHARE * (now - round_.due_at - self.sync_s)
         round_.taken, round_.disk_error = (), ""
         state.effects.append(ev.Publish(fragment, state.heads[fragment]))
-
-    # Time.
-
-    def deadline(self, now: float) -> float:
-        """When the time alone makes something due."""
-        times = [math.inf]
-        if self.state.phase is RunPhase.RUNNING and self.state.xi_s > 0:
-            if self._has_room(self._next) and self.state.members.awaited(now):
-                times.append(self._launch_at())
-            for fragment in self.state.collecting():
-                round_ = self.state.rounds[fragment]
-                if round_.quorum_at is not None:
-                    times.append(round_.quorum_at + self._window_s(round_, round_.quorum_at))
-        return min(times)
-
-    def excuse(self, delay_s: float) -> None:
-        """The broker itself stood still: what came meanwhile is still to be read."""
-        for round_ in self.state.rounds:
-            if round_.stage is Stage.COLLECTING:
-                round_.launched_at += delay_s
-                if round_.quorum_at is not None:
-                    round_.quorum_at += delay_s
 
     def move(self, round_: FragmentRound, step: Step) -> None:
         """Takes a round from one stage to another."""
@@ -246,6 +260,6 @@ class Rounds:
             assert not round_.disk_error or round_.stage is Stage.COMMITTING, round_
             for incarnation, entry in round_.inbox.items():
                 assert entry.incarnation == incarnation and entry.fragment == fragment
-                merged = self.state.merged.get((incarnation, fragment), 0)
-                assert entry.push_id > max(merged, taken.get(incarnation, 0)), entry
-                assert len(entry.checked) <= entry.transfer.here, entry
+                known = max(round_.merged.get(incarnation, 0), taken.get(incarnation, 0))
+                assert entry.push_id > known, entry
+                assert entry.checked <= entry.transfer.here, entry

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import pairwise
 from typing import Final
 
 from narrows.broker.config import BrokerConfig
 from narrows.broker.syncer import events as ev
-from narrows.broker.syncer.clock import Clock
 from narrows.broker.syncer.members import Member, Members
-from narrows.broker.syncer.stages import RunPhase, Stage
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, NarrowsError, RemoteProtocolError, printable
 from narrows.proto.flow.transfer import Transfer
@@ -19,6 +19,71 @@ from narrows.proto.layout import build_table, fingerprint
 
 IN_FLIGHT_MAX: Final = 2
 """Fragments out of IDLE at a time: one is collected while another one is merged."""
+
+SAMPLES: Final = 17
+"""Merges that the run's speed is taken from, one more than the gaps between them."""
+
+QUIET_S: Final = 2.0
+"""The speed is told as 0 after this long and two usual gaps without a merge."""
+
+
+class Stage(Enum):
+    """Where a fragment's round stands. At most two fragments are out of IDLE."""
+
+    IDLE = "idle"
+    """Its newest version is published."""
+    COLLECTING = "collecting"
+    """Learners are asked; what waited in the inbox counts already."""
+    MERGING = "merging"
+    """A worker adds. What comes now waits for the next round."""
+    COMMITTING = "committing"
+    """The next version is on its way to the disk; nobody may know it."""
+
+
+class Step(Enum):
+    """The six moves of a round, each from one stage to another. Every other move is a bug."""
+
+    LAUNCH = (Stage.IDLE, Stage.COLLECTING)
+    DUE = (Stage.COLLECTING, Stage.MERGING)
+    ABANDON = (Stage.COLLECTING, Stage.IDLE)
+    """Nobody is left who could push."""
+    MERGED = (Stage.MERGING, Stage.COMMITTING)
+    FAILED = (Stage.MERGING, Stage.IDLE)
+    DURABLE = (Stage.COMMITTING, Stage.IDLE)
+
+
+@dataclass
+class Clock:
+    """Counts the tokens of merged pushes, and has no state by name: nothing that it counted can
+    leave with a learner."""
+
+    fragments: int
+    tokens: int = 0
+    """Tokens of all merged pushes, summed over fragments: each token counts once per fragment."""
+    _samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    """(time, tokens) of the newest merges."""
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens that the run has learned."""
+        return self.tokens // self.fragments
+
+    def count(self, tokens: int, now: float) -> None:
+        """A round became durable that holds these tokens."""
+        # A Beat beyond TOKENS_MAX could be read by nobody.
+        self.tokens = min(self.tokens + tokens, msg.TOKENS_MAX)
+        self._samples.append((now, tokens))
+
+    def tokens_per_s(self, now: float) -> float:
+        """Tokens per second over the newest merges; 0 after a pause."""
+        if len(self._samples) < 2:
+            return 0.0
+        first_at, last_at = self._samples[0][0], self._samples[-1][0]
+        gap_s = (last_at - first_at) / (len(self._samples) - 1)
+        if gap_s <= 0 or now > last_at + QUIET_S + 2 * gap_s:
+            return 0.0
+        counted = sum(tokens for _, tokens in self._samples) - self._samples[0][1]
+        return counted / self.fragments / (last_at - first_at)
 
 
 @dataclass(eq=False)
@@ -30,7 +95,7 @@ class Waiting:
     fragment: int
     push_id: int
     transfer: Transfer
-    checked: set[int] = field(default_factory=set[int])
+    checked: int = 0
     """Chunks that are here, decode and are finite."""
     push: msg.Push | None = None
     """The announcement; it travels on another connection and may come after the first chunks."""
@@ -39,18 +104,20 @@ class Waiting:
     @property
     def is_here(self) -> bool:
         """A contribution: announced, complete and checked."""
-        return self.push is not None and len(self.checked) == self.transfer.chunks
+        return self.push is not None and self.checked == self.transfer.chunks
 
     @property
     def is_coming(self) -> bool:
         """Announced, and not here yet."""
-        return self.push is not None and not self.is_here
+        return self.push is not None and self.checked < self.transfer.chunks
 
 
 @dataclass(eq=False)
 class FragmentRound:
     """The round of one fragment, and the pushes that wait for it or for the next one."""
 
+    merged: dict[str, int]
+    """Incarnation -> newest merged push id; who was merged last stands last."""
     stage: Stage = Stage.IDLE
     launched_at: float = 0.0
     quorum_at: float | None = None
@@ -66,50 +133,52 @@ class FragmentRound:
         return [waiting for waiting in self.inbox.values() if waiting.is_here]
 
 
+@dataclass(eq=False)
 class State:
     """All that more than one module reads. Heads, clock and merged ids change in `Rounds.durable`
     only."""
 
-    def __init__(
-        self,
-        config: BrokerConfig,
-        epoch: str,
-        run_id: str,
-        now: float,
-        published_digest: Callable[[int, int], int | None],
-        resumed: ev.Resumed | None,
-    ) -> None:
-        self.config, self.settings = config, config.shared
-        self.epoch, self.run_id, self.started_at = epoch, run_id, now
-        self.published_digest = published_digest
-        port = int(config.broker.listen.rpartition(":")[2])
+    config: BrokerConfig
+    epoch: str
+    run_id: str
+    started_at: float
+    resumed: ev.Resumed | None
+    """The facts that the run goes on from; learners of an earlier life may come back."""
+    published_digest: Callable[[int, int], int | None]
+    """Asks the store: (fragment, version) -> digest of the durable row; None: there is none."""
+    newest_push: Callable[[str, int], int]
+    """Asks the store: (incarnation, fragment) -> newest push id in the rows; 0: there is none."""
+    phase: msg.Phase = msg.Phase.SEEDING
+    """SEEDING until version 0 is durable and enough learners have joined. It takes its phases in
+    order, and never goes back."""
+    closing: bool = False
+    """In phase ENDING: the last rounds are over, but that is not on the disk yet. A broker that is
+    started again now would open them anew, so no learner may leave."""
+    stopping: str = ""
+    """Why the process stops; "" while it serves."""
+    members: Members = field(default_factory=Members)
+    effects: list[ev.Effect] = field(default_factory=list[ev.Effect])
+    heads: list[int] = field(default_factory=list[int])
+    """Newest durable version per fragment; empty before version 0."""
+    xi_s: float = 0.0
+    """Mean seconds per inner step; 0: not known yet."""
+    beat_wanted: bool = False
+    """A Beat goes to everybody at the end of this event."""
+
+    def __post_init__(self) -> None:
+        self.settings = self.config.shared
+        port = int(self.config.broker.listen.rpartition(":")[2])
         self.ports = (port + 1, port + 2)
         """Uplink and downlink; the process sets them when they are bound."""
-        self.resumed = resumed is not None
-        """The run goes on from a state directory: learners of an earlier life may come back."""
-        self.phase = RunPhase.SEEDING
-        self.stopping = ""
-        """Why the process stops; "" while it serves."""
-        self.members = Members()
-        self.effects: list[ev.Effect] = []
-        self.heads: list[int] = []
-        """Newest durable version per fragment; empty before version 0."""
-        self.rounds = [FragmentRound() for _ in range(self.settings.fragments)]
+        self.rounds = [FragmentRound({}) for _ in range(self.settings.fragments)]
         self.clock = Clock(self.settings.fragments)
-        self.merged: dict[tuple[str, int], int] = {}
-        """(incarnation, fragment) -> newest merged push id."""
-        self.merged_tokens: Mapping[str, int] = {}
-        """Incarnation -> tokens of its merged pushes in earlier lives; for the status."""
-        self.xi_s = 0.0
-        """Mean seconds per inner step; 0: not known yet."""
-        self.beat_wanted = False
-        """A Beat goes to everybody at the end of this event."""
-        self.set_layout(resumed.layout if resumed else None)
-        if resumed is not None:
-            self.phase, self.heads = RunPhase(resumed.phase.value), list(resumed.heads)
-            self.clock.tokens, self.merged = resumed.clock, dict(resumed.merged)
-            self.merged_tokens = resumed.merged_tokens
+        self.set_layout(self.resumed.layout if self.resumed else None)
+        if (resumed := self.resumed) is not None:
+            self.phase, self.heads = resumed.phase, list(resumed.heads)
+            self.clock.tokens = resumed.clock
             self.xi_s = resumed.period_s / self.settings.sync_period_steps
+            for (incarnation, fragment), push_id in resumed.merged.items():
+                self.rounds[fragment].merged[incarnation] = push_id
 
     def set_layout(self, layout: msg.Layout | None) -> None:
         """Takes the run's layout, or forgets it. Raises ConfigError for too many fragments."""
@@ -121,14 +190,14 @@ class State:
         self.state_chunks = [each.chunk_count(settings.state_chunk_elements) for each in table]
         """Chunks of a STATE or of version 0, per fragment."""
 
-    def turn(self, phase: RunPhase) -> None:
-        assert (self.phase, phase) in pairwise(RunPhase), f"{phase.name} after {self.phase.name}"
+    def turn(self, phase: msg.Phase) -> None:
+        assert (self.phase, phase) in pairwise(msg.Phase), f"{phase.name} after {self.phase.name}"
         self.phase, self.beat_wanted = phase, True
 
     @property
     def is_open(self) -> bool:
         """Version 0 is handed out, so learners hold versions and push."""
-        return self.phase is not RunPhase.SEEDING
+        return self.phase is not msg.Phase.SEEDING
 
     @property
     def period_s(self) -> float:
@@ -141,17 +210,13 @@ class State:
     def collecting(self) -> list[int]:
         return [f for f, each in enumerate(self.rounds) if each.stage is Stage.COLLECTING]
 
-    def coming(self) -> list[Waiting]:
-        """Announced pushes that are on their way."""
-        return [each for round_ in self.rounds for each in round_.inbox.values() if each.is_coming]
-
     def absent(self, fragment: int, now: float) -> list[Member]:
         """Learners that a round of everybody waits for: who is awaited and has no push here.
 
         The first round of a fragment also waits for those who still take version 0, or it would go
         without a learner that the run has begun with.
         """
-        here = [waiting.incarnation for waiting in self.rounds[fragment].here()]
+        here = {waiting.incarnation for waiting in self.rounds[fragment].here()}
         begins = self.config.merge.quorum == 0 and self.heads[fragment] == 0
         return [
             each
@@ -162,7 +227,7 @@ class State:
     # Effects.
 
     def send(self, member: Member, message: msg.ControlMessage) -> None:
-        if member.peer:
+        if member.is_connected:
             self.effects.append(ev.Send(member.peer, message))
 
     def note(self, event: str, text: str, *, warning: bool = False, **fields: object) -> None:
@@ -194,16 +259,18 @@ class State:
         self.note("refused", text, warning=True, learner=name, code=code)
 
     def beat(self, member: Member, now: float) -> msg.Beat:
+        heads, clock = tuple(self.heads) if self.is_open else (), self.clock
         return msg.Beat(
-            epoch=self.epoch,
-            phase=self.phase.visible,
-            heads=tuple(self.heads) if self.is_open else (),
-            collecting=tuple(self.collecting()),
-            period_s=self.period_s,
-            run_tokens=self.clock.run_tokens,
-            tokens_per_s=self.clock.tokens_per_s(now),
-            up_bits_per_s=member.up_bits_per_s,
-        )
+            self.epoch, self.phase, heads, tuple(self.collecting()), self.period_s,
+            clock.run_tokens, clock.tokens_per_s(now), member.up_bits_per_s,
+        )  # fmt: skip
+
+    def share_uplink(self, now: float, newcomer: Member | None = None) -> None:
+        """Sets the rates of all learners and tells them; the newcomer's stands in its Welcome."""
+        wan = self.config.wan
+        for member in self.members.share(float(wan.up), float(wan.total_up), now):
+            if member is not newcomer:
+                self.send(member, self.beat(member, now))
 
 
 def fault(

@@ -6,11 +6,11 @@ import math
 from typing import Final
 
 from narrows.broker.syncer.ending import Ending
+from narrows.broker.syncer.joining import Joining
 from narrows.broker.syncer.members import Member
 from narrows.broker.syncer.rounds import Rounds
-from narrows.broker.syncer.seeding import Seeding
-from narrows.broker.syncer.stages import RunPhase, Stage
-from narrows.broker.syncer.state import State
+from narrows.broker.syncer.state import Stage, State
+from narrows.proto.messages import Phase
 from narrows.proto.timing import LEAVE_S
 
 NO_DATA_S: Final = 10.0
@@ -21,7 +21,7 @@ NAMED_MAX: Final = 8
 
 
 def status(
-    state: State, seeding: Seeding, rounds: Rounds, ending: Ending, now: float
+    state: State, joining: Joining, rounds: Rounds, ending: Ending, now: float
 ) -> dict[str, object]:
     """Everything that `narrows status` shows, but for what only the sockets know (bits per second).
 
@@ -31,7 +31,7 @@ def status(
     return {
         "run_id": state.run_id,
         "epoch": state.epoch,
-        "phase": state.phase.visible.value,
+        "phase": state.phase.value,
         "mode": state.settings.mode.value,
         "downlink_port": state.ports[1],
         "streams": state.settings.streams,
@@ -44,7 +44,7 @@ def status(
         "sync_s": round(rounds.sync_s, 3),
         "merges": rounds.merges,
         "contributions": rounds.contributions,
-        "waiting_for": waiting_for(state, seeding, ending, now),
+        "waiting_for": waiting_for(state, joining, ending, now),
         "rounds": [
             {
                 "fragment": fragment,
@@ -91,7 +91,7 @@ def _state(member: Member, now: float) -> str:
     return f"paused: {member.paused}" if member.paused is not None else "training"
 
 
-def waiting_for(state: State, seeding: Seeding, ending: Ending, now: float) -> list[str]:
+def waiting_for(state: State, joining: Joining, ending: Ending, now: float) -> list[str]:
     """Names what the run waits for, in words; empty if it just runs."""
     lines = [
         f"the disk: fragment {fragment} cannot be written ({each.disk_error})"
@@ -100,15 +100,15 @@ def waiting_for(state: State, seeding: Seeding, ending: Ending, now: float) -> l
     ]
     if state.stopping:
         return [*lines, f"nobody: the broker stops ({state.stopping})"]
-    if state.phase is RunPhase.SEEDING:
-        return [*lines, seeding.waiting_for(now)]
-    if state.phase is RunPhase.CLOSING:
+    if state.phase is Phase.SEEDING:
+        return [*lines, joining.waiting_for(now)]
+    if state.closing:
         return [*lines, "the disk: the end of the run is being written"]
-    if state.phase is not RunPhase.RUNNING and ending.expects_strangers(now):
+    if state.phase is not Phase.RUNNING and ending.expects_strangers(now):
         left_s = math.ceil(state.started_at + LEAVE_S - now)
         who = "learners that were here before the broker's start"
         lines.append(f"{who}, for another {left_s} s")
-    if state.phase is RunPhase.ENDED:
+    if state.phase is Phase.ENDED:
         lacking = [member.name for member in ending.awaited(now)]
         return [*lines, f"{_listed(lacking)} to adopt the final model"] if lacking else lines
     if not state.members.awaited(now):
@@ -116,7 +116,7 @@ def waiting_for(state: State, seeding: Seeding, ending: Ending, now: float) -> l
         who = f"learners: {_listed(paused)} paused" if paused else "learners: none is here"
         return [*lines, who]
     for fragment in state.collecting():
-        held_up = state.phase is RunPhase.ENDING
+        held_up = state.phase is Phase.ENDING
         owing = ending.owing(fragment, now) if held_up else state.absent(fragment, now)
         if owing:
             names = _listed([member.name for member in owing])

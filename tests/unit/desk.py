@@ -46,12 +46,14 @@ class Desk:
         *,
         resumed: ev.Resumed | None = None,
         published_digest: Callable[[int, int], int | None] = lambda fragment, version: 99,
+        newest_push: Callable[[str, int], int] = lambda incarnation, fragment: 0,
         site: str | None = None,
     ) -> None:
-        self.config, self.now, self.site = config or configure(), 100.0, site
+        self.now, self.site = 100.0, site
         self.syncer = Syncer(
-            self.config, EPOCH, RUN, self.now, resumed=resumed, published_digest=published_digest
-        )
+            config or configure(), EPOCH, RUN, self.now, resumed=resumed,
+            published_digest=published_digest, newest_push=newest_push,
+        )  # fmt: skip
         self.lives: dict[str, int] = {}
         self.heads = list(resumed.heads) if resumed else []
         self.steps: dict[str, float] = {}
@@ -68,14 +70,15 @@ class Desk:
             self.syncer.effects.clear()
             self.log += effects
             for effect in effects:
-                if isinstance(effect, ev.Merge) and self.commits:
-                    self.syncer.merged(effect.fragment, self.now)
-                elif isinstance(effect, ev.Commit) and self.commits:
-                    self.syncer.durable(effect.fragment, self.now)
-                elif isinstance(effect, ev.Publish):
-                    self.heads[effect.fragment] = effect.version
-                elif isinstance(effect, ev.CommitEnd) and self.commits:
-                    self.syncer.ended(self.now)
+                match effect:
+                    case ev.Publish(fragment, version):
+                        self.heads[fragment] = version
+                    case ev.Merge() if self.commits:
+                        self.syncer.merged(effect.fragment, self.now)
+                    case ev.Commit(fragment) if self.commits:
+                        self.syncer.durable(fragment, self.now)
+                    case ev.CommitEnd() if self.commits:
+                        self.syncer.ended(self.now)
         self.syncer.check()
 
     def do(self, event: Callable[..., Any], *arguments: Any) -> list[ev.Effect]:
@@ -85,6 +88,10 @@ class Desk:
         self.drain()
         return self.log[before:]
 
+    def durable(self, fragment: int) -> list[ev.Effect]:
+        """Its round, which is merging, is merged and committed."""
+        return self.do(self.syncer.merged, fragment) + self.do(self.syncer.durable, fragment)
+
     def take(self, kind: type[T]) -> list[T]:
         """All effects of a kind so far, and forgets everything so far."""
         found: list[T] = [each for each in self.log if isinstance(each, kind)]
@@ -93,11 +100,18 @@ class Desk:
 
     def told(self, kind: type[T], name: str = "") -> list[T]:
         """Messages of a kind to a learner so far, and forgets everything so far."""
-        sent = self.take(ev.Send)
+        sent = [each for each in self.take(ev.Send) if not name or each.peer.startswith(f"{name}:")]
+        return [each.message for each in sent if isinstance(each.message, kind)]
+
+    def noted(self, event: str) -> list[ev.Note]:
+        """Notes of an event so far."""
+        return [each for each in self.log if isinstance(each, ev.Note) and each.event == event]
+
+    def merges(self) -> list[tuple[int, list[str], str]]:
+        """Fragment, learners and reason of the merges so far, and forgets everything so far."""
         return [
-            each.message
-            for each in sent
-            if isinstance(each.message, kind) and (not name or each.peer.startswith(f"{name}:"))
+            (each.fragment, [push.learner for push in each.pushes], each.reason)
+            for each in self.take(ev.Merge)
         ]
 
     # Time.
@@ -112,38 +126,38 @@ class Desk:
                 self.report(name, int(self.steps[name]), **fields)
             self.do(self.syncer.advance)
 
+    def to_launch(self, *names: str, fragment: int = 0) -> None:
+        """Lets time pass until a fragment collects; these learners report."""
+        for _ in range(100):
+            if any(each["fragment"] == fragment for each in self.status["rounds"]):
+                return
+            self.pass_(0.05, *names, steps_per_s=0.5)
+        raise AssertionError(self.status)
+
     # Learners.
 
     def peer(self, name: str) -> str:
         return f"{name}:{self.lives[name]}"
 
-    def hello(self, name: str, life: int = 1, **fields: Any) -> msg.Welcome | msg.Refuse:
-        """Says Hello; returns the answer. `peer` names the connection, `site` the key's site."""
+    def hello(self, name: str, life: int = 1, **fields: Any) -> Any:
+        """Says Hello; returns the Welcome or the Refuse that answers. `peer` names the connection,
+        `site` the key's site."""
         peer, site = fields.pop("peer", f"{name}:{life}"), fields.pop("site", self.site)
-        values: dict[str, Any] = {
-            "protocol": msg.PROTOCOL,
-            "name": name,
-            "incarnation": incarnation(name, life),
-            "run_id": "",
-            "epoch": "",
-            "fingerprint": fingerprint(LAYOUT),
-            "held": (),
-        }
-        effects = self.do(self.syncer.control, peer, site, msg.Hello(**(values | fields)))
-        answers = [
-            each.message
-            for each in effects
-            if isinstance(each, ev.Send)
-            and each.peer == peer
-            and isinstance(each.message, msg.Welcome | msg.Refuse)
-        ]
-        assert answers, effects
-        if isinstance(answers[0], msg.Welcome):
+        who = incarnation(name, life)
+        hello = msg.Hello(msg.PROTOCOL, name, who, "", "", fingerprint(LAYOUT), ())
+        effects = self.do(self.syncer.control, peer, site, structs.replace(hello, **fields))
+        sent = [each.message for each in effects if isinstance(each, ev.Send) and each.peer == peer]
+        answer = next(each for each in sent if isinstance(each, msg.Welcome | msg.Refuse))
+        if isinstance(answer, msg.Welcome):
             self.lives[name] = life
-        return answers[0]
+        return answer
 
     def send(self, name: str, message: msg.ControlMessage) -> list[ev.Effect]:
         return self.do(self.syncer.control, self.peer(name), self.site, message)
+
+    def leave(self, *names: str) -> None:
+        for name in names:
+            self.send(name, msg.Bye("done"))
 
     def report(self, name: str, steps: int, **fields: Any) -> list[ev.Effect]:
         """Reports progress; the learner has adopted everything unless `held` says otherwise."""
@@ -155,18 +169,8 @@ class Desk:
         return self.send(name, msg.Push(fragment, push_id, **(values | fields)))
 
     def header(self, name: str, fragment: int, push_id: int, chunk: int) -> msg.Header:
-        return msg.Header(
-            epoch=EPOCH,
-            kind=msg.DataKind.PUSH,
-            incarnation=incarnation(name, self.lives[name]),
-            fragment=fragment,
-            version=self.heads[fragment] if self.heads else 0,
-            push_id=push_id,
-            chunk=chunk,
-            codec="int4-zstd",
-            payload_digest=0,
-            result_digest=0,
-        )
+        who, kind = incarnation(name, self.lives[name]), msg.DataKind.PUSH
+        return msg.Header(EPOCH, kind, who, fragment, 0, push_id, chunk, "int4-zstd", 0, 0)
 
     def chunk(self, name: str, fragment: int, push_id: int, chunk: int, /, **fields: Any) -> bool:
         """A chunk of a push comes; True if it was wanted."""
@@ -183,22 +187,25 @@ class Desk:
         self.send_chunks(name, fragment, push_id)
 
     def send_chunks(self, name: str, fragment: int, push_id: int) -> None:
-        for chunk in range(CHUNKS):
+        for chunk in range(self.syncer.state.push_chunks[fragment]):
             if self.chunk(name, fragment, push_id, chunk):
                 self.checked(name, fragment, push_id, chunk)
 
+    def layout(self, name: str, layout: msg.Layout = LAYOUT) -> list[ev.Effect]:
+        return self.do(self.syncer.layout, incarnation(name, self.lives[name]), layout)
+
+    def seed_chunk(self, name: str, fragment: int, chunk: int) -> bool:
+        """A chunk of version 0 comes; True if it was wanted."""
+        header = self.header(name, fragment, 0, chunk)
+        self.do(self.syncer.seed_chunk, structs.replace(header, kind=msg.DataKind.SEED))
+        return bool(self.last)
+
     def seed(self, name: str) -> None:
         """The learner sends layout and version 0, and the host makes it durable."""
-        own = incarnation(name, self.lives[name])
-        self.do(self.syncer.layout, own, LAYOUT)
+        self.layout(name)
         for fragment in range(4):
             for chunk in range(CHUNKS):
-                header = structs.replace(
-                    self.header(name, fragment, 0, chunk),
-                    kind=msg.DataKind.SEED,
-                    codec=msg.LOSSLESS,
-                )
-                self.do(self.syncer.seed_chunk, header)
+                self.seed_chunk(name, fragment, chunk)
         self.heads = [0] * 4
         self.do(self.syncer.seeded)
 
@@ -229,13 +236,5 @@ def running(
 
 def resumed(**fields: Any) -> ev.Resumed:
     """The state that a start finds: four fragments at version 5."""
-    values: dict[str, Any] = {
-        "layout": LAYOUT,
-        "heads": (5, 5, 5, 5),
-        "clock": 4000,
-        "merged": {},
-        "period_s": 1.0,
-        "phase": msg.Phase.RUNNING,
-        "merged_tokens": {},
-    }
-    return ev.Resumed(**(values | fields))
+    state = ev.Resumed(LAYOUT, (5, 5, 5, 5), 4000, {}, 1.0, msg.Phase.RUNNING, {})
+    return state._replace(**fields)

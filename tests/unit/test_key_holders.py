@@ -14,7 +14,7 @@ from narrows.broker.process import pipeline
 from narrows.broker.process.downlink import SPARE_CONNECTIONS, Connection
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer import pushes
-from narrows.broker.syncer.clock import Clock
+from narrows.broker.syncer.state import Clock
 from narrows.proto import messages as msg
 from narrows.proto.codec import DecodedChunk, decode_chunk
 from narrows.proto.errors import ErrorCode

@@ -8,7 +8,7 @@ from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
 from narrows.proto.timing import REDIAL_S
 
-ALL = (0, 1, 2, 3)
+ALL, BEHIND = (0, 1, 2, 3), (0, 0, 0, 0)
 
 
 def at_goal(*names: str) -> Desk:
@@ -17,8 +17,7 @@ def at_goal(*names: str) -> Desk:
     desk.take(ev.Send)
     for name in names:
         desk.push(name, 0, 1, tokens=4000 // len(names) + 1)
-    assert [note.event for note in desk.log if isinstance(note, ev.Note)] == ["goal"]
-    assert desk.status["phase"] == "ending"
+    assert len(desk.noted("goal")) == 1 and desk.status["phase"] == "ending"
     return desk
 
 
@@ -26,30 +25,34 @@ def events(desk: Desk) -> list[str]:
     return [type(e).__name__ for e in desk.log if isinstance(e, ev.CommitEnd | ev.Finish)]
 
 
+def hang(desk: Desk, seconds: int) -> None:
+    """Both report. a has nothing more to push; of b nothing moves, though it owes pushes."""
+    for _ in range(seconds):
+        desk.now += 1.0
+        desk.report("a", 10, held=BEHIND, finished=ALL)
+        desk.report("b", 10, held=BEHIND)
+
+
 def test_every_fragment_gets_a_last_round_and_everybody_the_final_model() -> None:
     desk = at_goal("a", "b")
     desk.take(ev.Merge)
     for fragment in ALL:
         desk.push("a", fragment, 10 + fragment)
-    desk.report("a", 30, held=(0, 0, 0, 0), finished=ALL)
+    desk.report("a", 30, held=BEHIND, finished=ALL)
     assert not desk.take(ev.Merge), "b has pushed nothing and has not said that it is done"
     for fragment in ALL:
         desk.push("b", fragment, 10 + fragment)
-    desk.report("b", 30, held=(0, 0, 0, 0), finished=ALL)
-    merges = desk.log
-    assert [(m.fragment, len(m.pushes), m.reason) for m in merges if isinstance(m, ev.Merge)] == [
-        (fragment, 2, "last") for fragment in ALL
-    ]
+    desk.report("b", 30, held=BEHIND, finished=ALL)
     assert events(desk) == ["CommitEnd"]
-    beats = desk.told(msg.Beat, "a")
-    assert beats[-1].phase is msg.Phase.ENDED and beats[-1].heads == (2, 1, 1, 1)
+    assert desk.merges() == [(fragment, ["a", "b"], "last") for fragment in ALL]
+    desk.pass_(1.0, "a", "b")
+    beat = desk.told(msg.Beat, "a")[-1]
+    assert beat.phase is msg.Phase.ENDED and beat.heads == (2, 1, 1, 1)
     assert desk.status["waiting_for"] == ["a, b to adopt the final model"]
-    desk.report("a", 30)
-    desk.send("a", msg.Bye("done"))
-    assert not events(desk)
+    desk.leave("a")
     desk.report("b", 30)
     assert not events(desk), "b holds the heads, and may not know yet that they are final"
-    desk.send("b", msg.Bye("done"))
+    desk.leave("b")
     assert desk.take(ev.Finish) == [ev.Finish(())]
     desk.pass_(5.0, "b")
     assert not desk.take(ev.Finish), "it is told once"
@@ -65,7 +68,7 @@ def test_nobody_may_leave_before_the_end_is_durable() -> None:
     desk.report("a", 30, finished=ALL)
     assert not events(desk)
     desk.do(desk.syncer.ended)
-    desk.send("a", msg.Bye("done"))
+    desk.leave("a")
     assert events(desk) == ["Finish"]
 
 
@@ -88,17 +91,6 @@ def test_a_round_without_a_push_is_abandoned() -> None:
     assert not desk.status["rounds"] and desk.heads == [1, 0, 0, 0]
 
 
-BEHIND = (0, 0, 0, 0)
-
-
-def hang(desk: Desk, seconds: int) -> None:
-    """Both report. a has nothing more to push; of b nothing moves, though it owes pushes."""
-    for _ in range(seconds):
-        desk.now += 1.0
-        desk.report("a", 10, held=BEHIND, finished=ALL)
-        desk.report("b", 10, held=BEHIND)
-
-
 def test_a_learner_that_stands_still_costs_30_s_in_all_and_is_named() -> None:
     desk = at_goal("a", "b")
     hang(desk, 29)
@@ -109,7 +101,7 @@ def test_a_learner_that_stands_still_costs_30_s_in_all_and_is_named() -> None:
     hang(desk, 29)
     assert events(desk) == ["CommitEnd"], "a is waited for anew: it owes no push"
     assert desk.status["waiting_for"] == ["a to adopt the final model"]
-    desk.send("a", msg.Bye("done"))
+    desk.leave("a")
     assert desk.take(ev.Finish) == [ev.Finish(("b (fragment 0)",))]
 
 
@@ -117,9 +109,9 @@ def test_a_learner_that_was_given_up_and_moves_again_gets_the_final_model() -> N
     desk = at_goal("a", "b")
     hang(desk, 31)
     desk.send("b", msg.Fetch(msg.DataKind.STATE, 0, 1, 0, ((0, 1),)))
-    desk.send("a", msg.Bye("done"))
+    desk.leave("a")
     assert events(desk) == ["CommitEnd"]
-    desk.send("b", msg.Bye("done"))
+    desk.leave("b")
     assert events(desk) == ["CommitEnd", "Finish"]
 
 
@@ -148,7 +140,6 @@ def test_a_learner_that_moves_is_waited_for_ten_minutes_and_no_longer() -> None:
 
 def test_a_learner_that_is_cut_off_at_the_end_may_come_back() -> None:
     desk = at_goal("a", "b")
-    desk.report("a", 30, finished=ALL)
     desk.pass_(20.0, "a", finished=ALL)
     assert events(desk) == []
     desk.hello("b", peer="b:1")
@@ -158,32 +149,37 @@ def test_a_learner_that_is_cut_off_at_the_end_may_come_back() -> None:
     assert events(desk)[:1] == ["CommitEnd"]
 
 
+# After a start of the broker.
+
+
 def restarted() -> Desk:
     """A start at the goal. a and b have taught the run; a third one may have joined it."""
     merged = {(incarnation(name), 0): 3 for name in "ab"}
-    return Desk(configure(run={"goal_tokens": 1000}), resumed=resumed(merged=merged))
-
-
-def test_after_a_start_the_end_waits_for_learners_that_it_does_not_know_yet() -> None:
-    desk = restarted()
+    desk = Desk(configure(run={"goal_tokens": 1000}), resumed=resumed(merged=merged))
     desk.hello("a")
-    desk.pass_(29.0, "a", finished=ALL)
+    return desk
+
+
+def test_the_end_waits_for_learners_that_a_start_does_not_know_yet() -> None:
+    desk = restarted()
+    desk.pass_(10.5, "a", finished=ALL)
+    line = "learners that were here before the broker's start, for another 20 s"
+    assert desk.status["waiting_for"][0] == line
+    desk.pass_(18.5, "a", finished=ALL)
     assert desk.status["phase"] == "ending" and events(desk) == []
-    desk.send("a", msg.Bye("done"))
+    desk.leave("a")
     desk.pass_(1.5)
     assert events(desk) == ["CommitEnd", "Finish"]
 
 
-def test_after_a_start_the_end_waits_no_longer_than_until_all_who_taught_are_back() -> None:
+def test_the_end_waits_no_longer_than_until_all_who_taught_are_back() -> None:
     desk = restarted()
-    desk.hello("a")
     desk.hello("b", 2)  # Started again meanwhile: another incarnation of the same name.
     desk.pass_(REDIAL_S - 0.5, "a", "b", finished=ALL)
     assert events(desk) == [], "one that has taught nothing yet may still be dialling"
     desk.pass_(1.0, "a", "b", finished=ALL)
     assert events(desk) == ["CommitEnd"]
-    for name in "ab":
-        desk.send(name, msg.Bye("done"))
+    desk.leave("a", "b")
     assert events(desk) == ["CommitEnd", "Finish"]
 
 
@@ -191,10 +187,9 @@ def test_an_ended_run_hands_out_its_final_model() -> None:
     merged = {(incarnation("b"), 0): 3}
     desk = Desk(resumed=resumed(phase=msg.Phase.ENDED, merged=merged))
     welcome = desk.hello("a")
-    assert isinstance(welcome, msg.Welcome)
     assert (welcome.role, welcome.beat.phase) == (msg.Role.ADOPT, msg.Phase.ENDED)
     desk.pass_(25.0, "a")
-    assert events(desk) == []
+    assert events(desk) == [] and "for another 5 s" in desk.status["waiting_for"][0]
     desk.report("a", 0)
     desk.pass_(6.0, "a")
     assert events(desk) == ["Finish"]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 from desk import CHUNKS, Desk, configure, incarnation, resumed, running
+from learner_cases import House, begun, values
 
 from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.flow.transfer import Transfer
+from narrows.proto.messages import DataKind, Fetch
 
 NAN = RemoteProtocolError(
     ErrorCode.NOT_FINITE, "scale", expected="finite", got="nan", remedy="look at the loss"
@@ -24,17 +30,14 @@ def waiting() -> Desk:
 
 
 @pytest.mark.parametrize(
-    ("push", "remedy"),
-    [
-        ({"fragment": 4, "push_id": 1, "base": 0}, "fragments that Welcome tells"),
-        ({"fragment": 0, "push_id": 1, "base": 1}, "adopt the newest version"),
-    ],
+    ("fragment", "base", "remedy"),
+    [(4, 0, "fragments that Welcome tells"), (0, 1, "adopt the newest version")],
 )
-def test_an_announcement_is_refused_with_what_to_do(push: dict[str, Any], remedy: str) -> None:
+def test_an_announcement_is_refused_with_what_to_do(fragment: int, base: int, remedy: str) -> None:
     desk = waiting()
-    desk.send("a", msg.Push(tokens=10, steps=1, **push))
+    desk.send("a", msg.Push(fragment, 1, base, tokens=10, steps=1))
     (refusal,) = desk.told(msg.Refuse, "a")
-    assert (refusal.fragment, refusal.push_id) == (push["fragment"], 1)
+    assert (refusal.fragment, refusal.push_id) == (fragment, 1)
     assert refusal.expected and refusal.got and remedy in refusal.remedy
 
 
@@ -102,7 +105,7 @@ def test_a_damaged_chunk_drops_its_push_and_is_told_once() -> None:
     desk.announce("a", 0, 1)
     assert len(desk.told(msg.Refuse, "a")) == 1
     desk.push("a", 0, 2)
-    assert desk.status["learners"]["a"]["state"] == "training"
+    assert [each.push_id for each in desk.syncer.state.rounds[0].here()] == [2]
 
 
 def test_a_newer_push_displaces_the_waiting_one() -> None:
@@ -121,24 +124,24 @@ def test_the_announcement_may_come_after_the_chunks() -> None:
         desk.checked("a", 0, 1, chunk)
     assert not desk.take(ev.Merge)
     desk.announce("a", 0, 1)
-    desk.pass_(1.0, "a", steps_per_s=10)
-    (merge, *_) = desk.take(ev.Merge)
+    (merge,) = desk.take(ev.Merge)
     assert merge.pushes == (ev.PushFacts("a", incarnation("a"), 1, 0, 1000, 10),)
 
 
+# What counts already.
+
+
 def test_what_is_merged_or_taken_is_not_wanted_again_and_needs_no_answer() -> None:
-    desk = running("a", config=configure(fragments={"count": 4}))
+    desk = running("a")
     desk.commits = False
     desk.push("a", 0, 3)
-    desk.pass_(1.0, "a", steps_per_s=10)
     assert len(desk.take(ev.Merge)) == 1
     for _ in range(2):  # First while the round is merging, then when it is durable.
         desk.announce("a", 0, 3)
         assert not desk.chunk("a", 0, 3, 0) and not desk.chunk("a", 0, 2, 0)
         assert not desk.told(msg.Refuse) and not desk.take(ev.Drop)
         if desk.heads[0] == 0:
-            desk.do(desk.syncer.merged, 0)
-            desk.do(desk.syncer.durable, 0)
+            desk.durable(0)
     assert desk.heads[0] == 1
 
 
@@ -150,6 +153,72 @@ def test_after_a_start_what_the_last_life_merged_is_not_wanted() -> None:
     assert desk.chunk("a", 0, 8, 0)
 
 
+def test_a_push_that_only_the_rows_remember_is_refused_as_stale() -> None:
+    """Its learner was away while more others were merged than are remembered: it would wait for
+    ever, because no STATE tells it of its push."""
+    desk = Desk(resumed=resumed(), newest_push=lambda who, fragment: 7 if fragment == 0 else 0)
+    desk.hello("a")
+    desk.announce("a", 0, 7)
+    (refusal,) = desk.told(msg.Refuse, "a")
+    assert refusal.push_id == 7 and "newest version" in refusal.remedy
+    assert not desk.chunk("a", 0, 7, 0) and not desk.chunk("a", 0, 6, 0)
+    desk.announce("a", 0, 7)
+    assert len(desk.told(msg.Refuse, "a")) == 1
+    desk.push("a", 0, 8)
+    assert [push.push_id for merge in desk.take(ev.Merge) for push in merge.pushes] == [8]
+
+
+def test_a_push_that_a_start_has_forgotten_does_not_end_the_broker(tmp_path: Path) -> None:
+    """The rows take each id once: merged again, the push would be an error of the database."""
+    house = House(tmp_path)
+    (a,) = begun(house, "site-a")
+    a.push(0, values(a, 0.01)[0])
+    house.until(lambda: house.heads[0] == 1, "a version", a)
+    house.kill()
+    with closing(sqlite3.connect(tmp_path / "run.db")) as db, db:
+        db.execute("DELETE FROM merged")  # As after the pushes of 1,024 newer incarnations.
+    house.start()
+    a.hello()
+    a.say(msg.Push(0, 1, 0, 100, 1))
+    for chunk in a.payloads:
+        a.send_chunk(0, chunk)
+    house.wait(2.0, a)
+    assert [each.push_id for each in a.heard(msg.Refuse)] == [1] and house.heads == (1,)
+    a.push(0, values(a, 0.01)[0])
+    house.until(lambda: house.heads[0] == 2, "its next push", a)
+
+
+def test_as_many_are_remembered_as_a_state_can_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(msg, "LEARNERS_MAX", 2)
+    desk = running("a")
+    for life in (1, 2, 3):
+        desk.hello("a", life)
+        desk.push("a", 0, 1)
+        desk.leave("a")
+        desk.pass_(1.0)
+    assert list(desk.syncer.state.rounds[0].merged) == [incarnation("a", 2), incarnation("a", 3)]
+
+
+def test_two_lives_of_a_learner_count_both() -> None:
+    """A learner that was started again does not displace what it pushed before."""
+    desk = running("a", "b", config=configure(merge={"quorum": 3}))
+    desk.push("a", 0, 9)
+    desk.pass_(3.0, "b", steps_per_s=10)
+    desk.hello("a", 2)
+    desk.report("a", 0)
+    desk.push("b", 0, 1)
+    desk.push("a", 0, 1)
+    (merge, *_) = desk.take(ev.Merge)
+    assert [(each.incarnation, each.push_id) for each in merge.pushes] == [
+        (incarnation("a"), 9),
+        (incarnation("a", 2), 1),
+        (incarnation("b"), 1),
+    ]
+
+
+# What is asked for, and what learners fetch.
+
+
 def test_missing_chunks_are_asked_for_after_a_second_without_progress() -> None:
     desk = waiting()
     desk.announce("a", 0, 1)
@@ -157,66 +226,67 @@ def test_missing_chunks_are_asked_for_after_a_second_without_progress() -> None:
     desk.pass_(0.9, "a", "b")
     assert not desk.told(msg.Fetch)
     desk.pass_(0.2, "a", "b")
-    expected = msg.Fetch(msg.DataKind.PUSH, 0, 0, 1, ((0, 1), (2, CHUNKS - 2)))
-    assert desk.told(msg.Fetch, "a") == [expected]
+    assert desk.told(msg.Fetch, "a") == [Fetch(DataKind.PUSH, 0, 0, 1, ((0, 1), (2, CHUNKS - 2)))]
     desk.pass_(3.0, "b")
     desk.log.clear()
     desk.pass_(20.0, "b")
     assert not desk.told(msg.Fetch), "nobody asks who is silent"
+    desk.report("a", 20)
+    desk.pass_(1.1, "a", "b")
+    assert desk.told(msg.Fetch, "a")
 
 
-def test_two_lives_of_a_learner_count_both() -> None:
-    """A learner that was started again does not displace what it pushed before."""
-    desk = running("a", "b")
-    desk.commits = False
-    desk.push("a", 3, 9)
-    desk.pass_(3.0, "b", steps_per_s=10)
-    desk.hello("a", 2)
-    desk.push("a", 3, 1)
-    desk.push("b", 3, 1)
-    for fragment in range(3):
-        desk.push("b", fragment, 2)
-    for _ in range(8):
-        desk.pass_(0.3, "b", steps_per_s=10)
-        for merge in desk.take(ev.Merge):
-            if merge.fragment == 3:
-                assert [(p.incarnation, p.push_id) for p in merge.pushes] == [
-                    (incarnation("a"), 9),
-                    (incarnation("a", 2), 1),
-                    (incarnation("b"), 1),
-                ]
-                return
-            desk.do(desk.syncer.merged, merge.fragment)
-            desk.do(desk.syncer.durable, merge.fragment)
-    raise AssertionError("fragment 3 was not merged")
+def test_an_event_does_not_look_at_all_pushes_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"n{i}" for i in range(20)]
+    desk = running(*names, config=configure(merge={"quorum": 20}))
+    for name in names:
+        desk.announce(name, 0, 1)
+    looked: list[float] = []
+    ask = Transfer.ask
+
+    def look(transfer: Transfer, now: float, *rest: Any) -> msg.Ranges:
+        looked.append(now)
+        return ask(transfer, now, *rest)
+
+    monkeypatch.setattr(Transfer, "ask", look)
+    for name in names:
+        desk.report(name, 20)
+        assert desk.chunk(name, 0, 1, 0)
+    assert not looked
+    desk.pass_(1.0, *names)
+    assert len(looked) == len(names)
 
 
 @pytest.mark.parametrize(
     ("fetch", "remedy"),
     [
-        (msg.Fetch(msg.DataKind.PUSH, 0, 0, 1, ((0, 1),)), "go up only"),
-        (msg.Fetch(msg.DataKind.STATE, 4, 5, 0, ((0, 1),)), "cut as Welcome tells"),
-        (msg.Fetch(msg.DataKind.STATE, 0, 6, 0, ((0, 1),)), "last Beat names"),
-        (msg.Fetch(msg.DataKind.PUBLICATION, 0, 0, 0, ((0, 1),)), "last Beat names"),
-        (msg.Fetch(msg.DataKind.STATE, 0, 5, 0, ((3, 2),)), "cut as Welcome tells"),
-        (msg.Fetch(msg.DataKind.STATE, 0, 5, 0, ((0, 4),) * 65), "ask again"),
+        (Fetch(DataKind.PUSH, 0, 0, 1, ((0, 1),)), "last Beat names"),
+        (Fetch(DataKind.STATE, 4, 5, 0, ((0, 1),)), "cut the model"),
+        (Fetch(DataKind.STATE, 0, 6, 0, ((0, 1),)), "last Beat names"),
+        (Fetch(DataKind.PUBLICATION, 0, 0, 0, ((0, 1),)), "last Beat names"),
+        (Fetch(DataKind.STATE, 0, 5, 0, ((3, 2),)), "last Beat names"),
+        (Fetch(DataKind.STATE, 0, 5, 0, ((0, 4),) * 65), "in parts"),
     ],
 )
-def test_a_fetch_is_refused_with_what_to_do(fetch: msg.Fetch, remedy: str) -> None:
+def test_a_fetch_is_refused_with_what_to_do(fetch: Fetch, remedy: str) -> None:
     desk = Desk(resumed=resumed())
     desk.hello("a")
     desk.send("a", fetch)
-    assert not desk.syncer.effects and not [e for e in desk.log if isinstance(e, ev.Serve)]
+    assert not any(isinstance(each, ev.Serve) for each in desk.log)
     (refusal,) = desk.told(msg.Refuse, "a")
     assert refusal.expected and refusal.got and remedy in refusal.remedy
 
 
-def test_a_fetch_is_served() -> None:
+def test_a_fetch_is_served_once_there_is_a_version() -> None:
     desk = Desk(resumed=resumed())
     desk.hello("a")
-    fetch = msg.Fetch(msg.DataKind.PUBLICATION, 3, 5, 0, ((0, 2), (3, 1)))
+    fetch = Fetch(DataKind.PUBLICATION, 3, 5, 0, ((0, 2), (3, 1)))
     desk.send("a", fetch)
     assert desk.take(ev.Serve) == [ev.Serve(incarnation("a"), fetch)]
+    desk = Desk()
+    desk.hello("a")
+    desk.send("a", fetch)
+    assert "role adopt" in desk.told(msg.Refuse, "a")[0].remedy
 
 
 def test_a_chunk_alone_decides_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,14 @@
-"""The status: what people see, and who is waited for."""
+"""The status: what people see, and who is waited for; and the rates of the uplink."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
-from desk import CHUNKS, Desk, configure, incarnation, resumed, running
+from desk import CHUNKS, Desk, configure, resumed, running
 
-from narrows.broker.syncer import events as ev
+from narrows.broker.syncer.members import RATE_MIN
 from narrows.proto import messages as msg
+from narrows.proto.units import BitRate
 
 
 def test_the_status_of_a_run() -> None:
@@ -34,7 +35,7 @@ def test_a_learner_is_paused_silent_lost_or_gone() -> None:
     for seconds in (3.0, 27.0):
         desk.pass_(seconds, "b")
         states.append(desk.status["learners"]["a"]["state"])
-    desk.send("b", msg.Bye("done"))
+    desk.leave("b")
     states.append(desk.status["learners"]["b"]["state"])
     assert states == ["paused: evaluating", "silent", "lost", "left"]
     assert desk.status["waiting_for"] == ["learners: none is here"]
@@ -53,23 +54,66 @@ def test_a_firewall_in_the_way_is_named_once() -> None:
     for chunk in range(CHUNKS - 1):
         desk.pass_(4.0, "a", "b", steps_per_s=10)
         desk.chunk("b", 0, 1, chunk)
-    hints = [note for note in desk.take(ev.Note) if note.event == "no_data"]
-    assert len(hints) == 1 and "a firewall close port 7071" in hints[0].text
+    (hint,) = desk.noted("no_data")
+    assert "a firewall close port 7071" in hint.text
     assert desk.status["learners"]["a"]["hint"] and not desk.status["learners"]["b"]["hint"]
 
 
-def test_the_status_names_the_reason_of_a_stop() -> None:
-    desk = running("a", config=configure(merge={"quorum": 2}))
-    desk.do(desk.syncer.stop, "maintenance")
-    assert desk.status["waiting_for"] == ["nobody: the broker stops (maintenance)"]
+# Rates: a share is lowered before another one is raised.
 
 
-@pytest.mark.parametrize("phase", [msg.Phase.ENDING, msg.Phase.ENDED])
-def test_after_a_start_the_end_waits_for_learners_that_are_not_here_yet(phase: msg.Phase) -> None:
-    desk = Desk(resumed=resumed(phase=phase, merged={(incarnation("b"), 0): 3}))
+def desk_with(**wan: float) -> Desk:
+    return Desk(configure(wan={name: BitRate(rate) for name, rate in wan.items()}))
+
+
+def rates(desk: Desk, names: str) -> list[float]:
+    return [desk.status["learners"][name]["up_bits_per_s_granted"] for name in names]
+
+
+@pytest.mark.parametrize(
+    ("wan", "rate"),
+    [({}, 0.0), ({"up": 5e6}, 5e6), ({"total_up": 8e6}, 8e6), ({"up": 5e6, "total_up": 8e6}, 5e6)],
+)
+def test_the_rate_of_a_lone_learner(wan: dict[str, float], rate: float) -> None:
+    assert desk_with(**wan).hello("a").beat.up_bits_per_s == rate
+
+
+def test_a_newcomer_gets_its_share_when_the_others_have_heard_of_theirs() -> None:
+    desk = desk_with(total_up=8e6)
+    assert desk.hello("a").beat.up_bits_per_s == 8e6
+    desk.log.clear()
+    assert desk.hello("b").beat.up_bits_per_s == RATE_MIN
+    assert rates(desk, "a") == [4e6]
+    assert desk.told(msg.Beat, "a")[0].up_bits_per_s == 4e6
+    desk.now += 0.1
+    desk.report("a", 1)
+    assert rates(desk, "b") == [RATE_MIN], "that Report may have been on its way"
+    desk.now += 1.0
+    desk.report("a", 2)
+    assert rates(desk, "b") == pytest.approx([4e6])
+    assert desk.told(msg.Beat, "b")[-1].up_bits_per_s == pytest.approx(4e6)
+
+
+def test_at_no_time_is_more_in_force_than_the_total() -> None:
+    """Desk checks the sum after each event."""
+    desk = desk_with(total_up=8e6)
+    for second, name in enumerate("abcdefgh"):
+        desk.hello(name)
+        desk.pass_(1.0, *"abcdefgh"[: second + 1], steps_per_s=1)
+    desk.pass_(3.0, *"abcdefgh", steps_per_s=1)
+    assert rates(desk, "abcdefgh") == pytest.approx([1e6] * 8)
+    desk.leave(*"abcd")
+    assert rates(desk, "efgh") == pytest.approx([2e6] * 4)
+
+
+def test_a_lost_learner_gives_its_share_back_and_comes_back_as_a_newcomer() -> None:
+    desk = desk_with(total_up=8e6)
     desk.hello("a")
-    desk.pass_(10.5, "a")
-    line = "learners that were here before the broker's start, for another 20 s"
-    assert desk.status["waiting_for"][0] == line
-    desk.pass_(20.0, "a")
-    assert line[:20] not in str(desk.status["waiting_for"])
+    desk.hello("b")
+    desk.pass_(3.0, "a", "b")
+    assert rates(desk, "a") == [4e6]
+    desk.pass_(31.0, "a")
+    assert rates(desk, "a") == [8e6]
+    assert desk.hello("b", peer="b:1").beat.up_bits_per_s == RATE_MIN
+    desk.pass_(2.0, "a", "b")
+    assert rates(desk, "ab") == pytest.approx([4e6] * 2)
