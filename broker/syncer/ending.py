@@ -51,7 +51,7 @@ class Ending:
         waiting = self.state.rounds[fragment].inbox.get(member.incarnation)
         if waiting is not None and waiting.push is not None:
             return waiting.is_coming
-        return min(member.held) >= 0 and fragment not in member.finished
+        return min(member.held) >= 0 and fragment not in member.told.finished
 
     def owing(self, fragment: int, now: float) -> list[Member]:
         """Learners that the last round of a fragment waits for."""

@@ -313,8 +313,6 @@ class Joining:
             return "the disk: version 0 is being written"
         if seeder is None or not seeder.is_connected:
             return f"{state.config.run.seeder or 'a learner'} to join and send version 0"
-        if state.layout is None:
-            return f"version 0 from {seeder.name}: its layout is not here yet"
         here = sum(transfer.here for transfer in self._transfers)
         total = sum(transfer.chunks for transfer in self._transfers)
         return f"version 0 from {seeder.name}: {100 * here // total}% is here"

@@ -30,6 +30,9 @@ may have been on its way already."""
 RATE_MIN: Final = 1000.0
 """Bit/s that a learner has while nothing is free for it: 0 would mean no limit."""
 
+NOTHING_TOLD: Final = Report(0, 0, None, ())
+"""The newest Report before the first."""
+
 
 @dataclass(eq=False)
 class Member:
@@ -47,12 +50,9 @@ class Member:
     peer: str = ""
     """Its connection; "" while it has none."""
     has_left: bool = False
-    steps: int = 0
-    tokens: int = 0
-    loss: float | None = None
-    paused: str | None = None
-    finished: tuple[int, ...] = ()
-    """Fragments that it has nothing more to push for, in phase ENDING."""
+    told: Report = NOTHING_TOLD
+    """Its newest Report; but `held` is what its parameters stand on."""
+    reported_at: float = float("-inf")
     merged_tokens: int = 0
     """Tokens of its merged pushes, summed over fragments."""
     contributions: int = 0
@@ -61,7 +61,6 @@ class Member:
     data_at: float = float("-inf")
     """When the last data message came."""
     told_no_data: bool = False
-    reported_at: float = float("-inf")
     up_bits_per_s: float = 0.0
     """Rate that it is told; 0: no limit."""
     up_in_force: float = 0.0
@@ -87,24 +86,22 @@ class Member:
 
     def is_awaited(self, now: float) -> bool:
         """Rounds wait for it: it is ready, heard lately and not paused."""
-        return self.is_ready and self.paused is None and self.is_heard(now)
+        return self.is_heard(now) and self.told.paused is None and min(self.held) >= 0
 
     def report(self, report: Report, held: tuple[int, ...], now: float) -> None:
         """Takes progress in. Step times are taken on the broker's clock: nobody's own count of
         seconds is believed."""
-        if (report.steps, held, report.finished) != (self.steps, self.held, self.finished):
+        before, self.told, self.reported_at = self.told, report, now
+        if (report.steps, held, report.finished) != (before.steps, self.held, before.finished):
             self.moved_at = now
-        self.tokens, self.loss, self.held = report.tokens, report.loss, held
-        self.finished, self.reported_at = report.finished, now
-        was_paused, self.paused = self.paused is not None, report.paused
-        if was_paused or self.paused is not None or self.counted is None:
+        self.held = held
+        if before.paused is not None or report.paused is not None or self.counted is None:
             self.counted = (now, report.steps)
         elif report.steps > self.counted[1]:
-            at, before = self.counted
-            self._intervals.append(max(now - at, INTERVAL_S_MIN) / (report.steps - before))
+            at, steps = self.counted
+            self._intervals.append(max(now - at, INTERVAL_S_MIN) / (report.steps - steps))
             self.step_s = median(self._intervals)
             self.counted = (now, report.steps)
-        self.steps = report.steps
 
 
 class Members:

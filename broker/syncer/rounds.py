@@ -132,37 +132,31 @@ class Rounds:
             return
         # Never more than who trains: two rounds that nobody can fill would hold both places for
         # ever. Quorum 0 stands for everybody.
-        enough = (
-            here >= min(quorum, len(self._awaited)) if quorum else not state.absent(fragment, now)
-        )
+        needed = min(quorum, len(self._awaited))
+        enough = here >= needed if quorum else not state.absent(fragment, now)
         if not here or not enough:
             return
         if round_.quorum_at is None:
             round_.quorum_at = now
         window_s = self._window_s(round_, round_.quorum_at)
+        ends_at = round_.quorum_at + window_s
+        if not any(self._misses(each, round_, window_s, now) for each in state.members.connected()):
+            self._merge(fragment, "everybody", now)
+        elif now < ends_at:
+            self.due_at = min(self.due_at, ends_at)
         # A push whose bytes are all here is waited for while workers decode it: else it would miss
         # this version through a delay of ours. The host calls again when it is checked.
-        decoding = any(w.is_coming and w.transfer.complete for w in round_.inbox.values())
-        if not self._misses_anybody(round_, window_s, now):
-            self._merge(fragment, "everybody", now)
-        elif now >= round_.quorum_at + window_s and not decoding:
+        elif not any(w.is_coming and w.transfer.complete for w in round_.inbox.values()):
             self._merge(fragment, "window", now)
-        else:
-            self.due_at = min(self.due_at, round_.quorum_at + window_s)
 
-    def _misses_anybody(self, round_: FragmentRound, window_s: float, now: float) -> bool:
-        """Whether the window is worth while: a push is on its way from a learner that is heard, or
-        a learner that trains has announced none and can finish a step within the window."""
-        for member in self.state.members.connected():
-            entry = round_.inbox.get(member.incarnation)
-            if entry is not None and entry.push is not None:
-                is_missing = entry.is_coming and member.is_heard(now)
-            else:
-                # A learner that has reported no step time has just joined: it may be fast.
-                is_missing = member.is_awaited(now) and (member.step_s or 0.0) < window_s
-            if is_missing:
-                return True
-        return False
+    def _misses(self, member: Member, round_: FragmentRound, window_s: float, now: float) -> bool:
+        """Whether the window is worth while for a learner: its push is on its way, or it trains,
+        has announced none and can finish a step within the window."""
+        waiting = round_.inbox.get(member.incarnation)
+        if waiting is not None and waiting.push is not None:
+            return waiting.is_coming and member.is_heard(now)
+        # A learner that has reported no step time has just joined: it may be fast.
+        return member.is_awaited(now) and (member.step_s or 0.0) < window_s
 
     def _window_s(self, round_: FragmentRound, quorum_at: float) -> float:
         """Seconds that a round waits after its quorum for learners that may still come: the time

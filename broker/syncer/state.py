@@ -76,14 +76,12 @@ class Clock:
 
     def tokens_per_s(self, now: float) -> float:
         """Tokens per second over the newest merges; 0 after a pause."""
-        if len(self._samples) < 2:
-            return 0.0
-        first_at, last_at = self._samples[0][0], self._samples[-1][0]
-        gap_s = (last_at - first_at) / (len(self._samples) - 1)
-        if gap_s <= 0 or now > last_at + QUIET_S + 2 * gap_s:
+        times = [at for at, _ in self._samples]
+        span_s = times[-1] - times[0] if times else 0.0
+        if span_s <= 0 or now > times[-1] + QUIET_S + 2 * span_s / (len(times) - 1):
             return 0.0
         counted = sum(tokens for _, tokens in self._samples) - self._samples[0][1]
-        return counted / self.fragments / (last_at - first_at)
+        return counted / self.fragments / span_s
 
 
 @dataclass(eq=False)
@@ -218,11 +216,9 @@ class State:
         """
         here = {waiting.incarnation for waiting in self.rounds[fragment].here()}
         begins = self.config.merge.quorum == 0 and self.heads[fragment] == 0
-        return [
-            each
-            for each in self.members.heard(now)
-            if each.incarnation not in here and each.paused is None and (each.is_ready or begins)
-        ]
+        trains = [each for each in self.members.heard(now) if each.told.paused is None]
+        able = [each for each in trains if each.is_ready or begins]
+        return [each for each in able if each.incarnation not in here]
 
     # Effects.
 

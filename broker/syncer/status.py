@@ -60,16 +60,17 @@ def status(
 
 
 def _learner(state: State, member: Member, now: float) -> dict[str, object]:
+    told = member.told
     behind = [head - held for head, held in zip(state.heads, member.held, strict=False)]
     return {
         "incarnation": member.incarnation,
         "state": _state(member, now),
         "heard_s": round(now - member.heard_at, 1),
-        "steps": member.steps,
+        "steps": told.steps,
         "steps_per_s": round(1 / member.step_s, 3) if member.step_s else 0.0,
-        "loss": member.loss if member.loss is not None and math.isfinite(member.loss) else None,
+        "loss": told.loss if told.loss is not None and math.isfinite(told.loss) else None,
         # A Report may be a second old, and what it did not count yet be merged already.
-        "logged_tokens": max(member.tokens, member.merged_tokens // state.settings.fragments),
+        "logged_tokens": max(told.tokens, member.merged_tokens // state.settings.fragments),
         "merged_tokens": member.merged_tokens // state.settings.fragments,
         "contributions": member.contributions,
         "versions_behind": max(behind, default=0),
@@ -88,7 +89,8 @@ def _state(member: Member, now: float) -> str:
         return "silent"
     if not member.is_ready:
         return "joining"
-    return f"paused: {member.paused}" if member.paused is not None else "training"
+    paused = member.told.paused
+    return f"paused: {paused}" if paused is not None else "training"
 
 
 def waiting_for(state: State, joining: Joining, ending: Ending, now: float) -> list[str]:
@@ -112,7 +114,7 @@ def waiting_for(state: State, joining: Joining, ending: Ending, now: float) -> l
         lacking = [member.name for member in ending.awaited(now)]
         return [*lines, f"{_listed(lacking)} to adopt the final model"] if lacking else lines
     if not state.members.awaited(now):
-        paused = [m.name for m in state.members.connected() if m.paused is not None]
+        paused = [m.name for m in state.members.connected() if m.told.paused is not None]
         who = f"learners: {_listed(paused)} paused" if paused else "learners: none is here"
         return [*lines, who]
     for fragment in state.collecting():
