@@ -44,9 +44,6 @@ class Joining:
         Raises RemoteProtocolError for one that is not admitted.
         """
         state, seeder = self.state, self._seeder
-        if state.stopping:
-            state.effects.append(ev.Send(peer, msg.Bye(state.stopping)))
-            return
         self._check(site, hello, now)
         is_other = seeder is not None and seeder.incarnation != hello.incarnation
         if is_other and self._may_pick(now):

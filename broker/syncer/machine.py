@@ -222,10 +222,9 @@ class Syncer:
 
     def stop(self, reason: str, now: float) -> None:
         """The operator ends the process. Rounds on their way may still become durable."""
-        if not self.state.stopping:
-            self.state.stopping = reason
-            for member in self.state.members.connected():
-                self.state.send(member, msg.Bye(reason))
+        self.state.stopping = reason
+        for member in self.state.members.connected():
+            self.state.send(member, msg.Bye(reason))
         self.advance(now)
 
     # Time.

@@ -10,6 +10,7 @@ from desk import CHUNKS, EPOCH, LAYOUT, RUN, Desk, configure, incarnation, resum
 from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.layout import fingerprint
 from narrows.proto.messages import Role
 from narrows.proto.wire import unpack_layout
 
@@ -143,7 +144,6 @@ def test_an_operator_who_stops_the_broker_sends_everybody_away() -> None:
     desk.take(ev.Send)
     desk.do(desk.syncer.stop, "maintenance")
     assert [bye.reason for bye in desk.told(msg.Bye)] == ["maintenance"] * 2
-    desk.do(desk.syncer.stop, "again")
     assert desk.status["waiting_for"] == ["nobody: the broker stops (maintenance)"]
     desk.pass_(5.0, "a", "b", steps_per_s=10)
     assert not desk.take(ev.Merge)
@@ -238,33 +238,29 @@ def test_a_new_process_with_another_model_takes_the_place_of_a_dead_one() -> Non
     assert desk.hello("a", 2, fingerprint="e" * 32).role is Role.SEED
 
 
-def test_a_layout_that_is_not_the_one_of_hello_is_refused() -> None:
-    desk = Desk()
-    desk.hello("a", fingerprint="e" * 32)
-    desk.hello("b")
+@pytest.mark.parametrize(
+    ("fragments", "own", "refused", "remedy"),
+    [
+        (4, "e" * 32, "a", "do not change it"),
+        (4000, fingerprint(LAYOUT), "a", "fragments.count"),
+        (4, fingerprint(LAYOUT), "b", "same model code"),
+    ],
+)
+def test_a_layout_that_cannot_be_or_that_others_do_not_have_is_refused(
+    fragments: int, own: str, refused: str, remedy: str
+) -> None:
+    """It is not the one of its Hello, or too small for so many fragments, or b has another one."""
+    desk = Desk(configure(fragments={"count": fragments}))
+    desk.hello("a", fingerprint=own)
+    desk.hello("b", fingerprint="f" * 32)
     desk.take(ev.Send)
     desk.layout("a")
     sent = {each.peer: each.message for each in desk.take(ev.Send)}
-    refusal, welcome = sent["a:1"], sent["b:1"]
-    assert isinstance(refusal, msg.Refuse) and "do not change it" in refusal.remedy
-    assert isinstance(welcome, msg.Welcome) and welcome.role is Role.SEED
-
-
-def test_learners_that_wait_with_another_model_are_refused() -> None:
-    desk = Desk()
-    desk.hello("a")
-    desk.hello("b", fingerprint="e" * 32)
-    desk.take(ev.Send)
-    desk.layout("a")
-    assert [each.code for each in desk.told(msg.Refuse, "b")] == ["layout_differs"]
-
-
-def test_too_many_fragments_for_the_model_are_told_to_its_learner() -> None:
-    desk = Desk(configure(fragments={"count": 4000}))
-    desk.hello("a")
-    desk.take(ev.Send)
-    desk.layout("a")
-    assert "fragments.count" in desk.told(msg.Refuse, "a")[0].remedy
+    refusal = sent[f"{refused}:1"]
+    assert isinstance(refusal, msg.Refuse) and remedy in refusal.remedy
+    if refused == "a":
+        welcome = sent["b:1"]
+        assert isinstance(welcome, msg.Welcome) and welcome.role is Role.SEED
 
 
 def test_parameters_that_are_not_finite_are_refused() -> None:

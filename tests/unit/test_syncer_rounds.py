@@ -202,16 +202,6 @@ def test_the_quorum_is_waited_for_and_never_more_than_who_is_ready() -> None:
     assert desk.merges()[0] == (0, ["a", "b"], "everybody")
 
 
-def test_streaming_takes_everybody_and_not_just_as_many() -> None:
-    desk = running("a", "b", config=EVERYBODY)
-    desk.to_launch("a", "b")
-    desk.push("a", 0, 1)
-    desk.pass_(20.0, "a", "b", steps_per_s=10)
-    assert not desk.take(ev.Merge)
-    desk.push("b", 0, 1)
-    assert desk.merges()[0] == (0, ["a", "b"], "everybody")
-
-
 def test_the_first_round_takes_everybody_who_began_the_run_and_later_ones_no_newcomer() -> None:
     desk = running("a", config=EVERYBODY)
     desk.hello("b")  # Version 0 is on its way to it.
@@ -221,6 +211,8 @@ def test_the_first_round_takes_everybody_who_began_the_run_and_later_ones_no_new
     assert not desk.take(ev.Merge)
     assert desk.status["waiting_for"][0] == "b to push fragment 0"
     desk.report("b", 0)
+    desk.pass_(20.0, "a", "b", steps_per_s=10)
+    assert not desk.take(ev.Merge), "everybody, and not just one"
     desk.push("b", 0, 1)
     assert desk.merges()[0] == (0, ["a", "b"], "everybody")
 
