@@ -27,8 +27,8 @@ class Pushes:
 
     state: State
     ask_at: float = 0.0
-    """When `ask` looks at the pushes on their way again. It does not at each event, because a
-    thousand learners have many."""
+    """When `ask` looks at the pushes on their way again, at most REPAIR_S from now: so long a new
+    one has to come by itself. It does not look at each event: a thousand learners have many."""
 
     # What comes in.
 
@@ -53,7 +53,6 @@ class Pushes:
             return
         if waiting is not None and waiting.push is None:
             waiting.push, waiting.announced_at = push, now
-            self.ask_at = min(self.ask_at, waiting.transfer.deadline(now))
             member.moved_at = now
 
     def chunk(self, header: msg.Header, now: float) -> bool:
