@@ -53,14 +53,10 @@ class Host:
         recovered = store.recover(now_unix())
         epoch, run_id = f"{recovered.life}-{nonce}", recovered.run_id
         self.pipeline = Pipeline(config, self, store, reach, on_note)
+        resumed, digest = self.pipeline.resume(recovered), store.published_digest
+        newest = store.newest_push
         self.syncer = Syncer(
-            config,
-            epoch,
-            run_id,
-            now,
-            resumed=self.pipeline.resume(recovered),
-            published_digest=store.published_digest,
-            newest_push=store.newest_push,
+            config, epoch, run_id, now, resumed=resumed, published_digest=digest, newest_push=newest
         )
         self.pipeline.syncer = self.syncer
         self.downlink = Downlink(config, epoch, wires, self, self.pipeline)
