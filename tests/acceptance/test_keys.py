@@ -1,5 +1,6 @@
-"""Two sites from nothing by the README's six commands; nobody gets in without an admitted key, and
-a key speaks for no other name, hears no other site, and is taken back in seconds."""
+"""Two sites from nothing, one by the README's commands, one by those of docs/two-sites.md; nobody
+gets in without an admitted key, and a key speaks for no other name, hears no other site, and is
+taken back in seconds."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ from acceptance.kit import Child, Site, wait_until
 from acceptance.peer import Curve, Peer, fingerprint_of, refusals
 
 README = Path(__file__).parents[2] / "README.md"
+TWO_SITES = README.parent / "docs" / "two-sites.md"
+TYPED = re.compile(r"^\$ ((?:.*\\\n)*.*)$", re.MULTILINE)
+"""A command of that page; its other lines are what the commands print."""
 TRAIN = "--preset nano --step-wait-s 0.05 --data {data} --events {folder}/{name}.jsonl"
-"""Makes the README's learner small."""
+"""Makes the documents' learner small."""
 
 LINE = re.compile(r"^narrows-key (\S+) (\S{40})$", re.MULTILINE)
 """The public line of a site, as `narrows keys new` prints it."""
@@ -36,12 +40,24 @@ OUTSIDERS = {
 """Learners that must not get in, with their exit code and a part of what they print."""
 
 
+def typed(line: str, address: str) -> str:
+    """A command as a reader types it, with this address; the keys of examples become the README's
+    words for them."""
+    command = line.replace("\\\n", " ").split(" #")[0].strip()
+    command = re.sub(r"tcp://(HOST|broker\.example\.org|\*):7070", address, command)
+    command = re.sub(r"--server='\S{40}'", "--server='BROKER_KEY'", command)
+    return re.sub(r"narrows-key site-a \S{40}", "LINE", command)
+
+
 @pytest.mark.timeout(120)
-def test_a_site_joins_by_six_commands_is_cut_off_and_comes_back(site: Site, data: Path) -> None:
+def test_a_site_joins_by_typing_what_stands_there_is_cut_off_and_comes_back(
+    site: Site, data: Path
+) -> None:
     section = README.read_text().partition("## Two sites\n")[2].partition("\n## ")[0]
-    lines = [line.split(" #")[0].strip() for line in section.split("```\n")[1].splitlines()]
-    new, serve, new_site, allow, train, revoke = (
-        line.replace("tcp://HOST:7070", site.address) for line in lines
+    lines = section.split("```\n")[1].splitlines()
+    new, serve, *by_readme, revoke = (typed(line, site.address) for line in lines)
+    _, _, *by_page, status = (
+        typed(line, site.address) for line in TYPED.findall(TWO_SITES.read_text())
     )
     here, there = site.folder / "here", site.folder / "there"
     for folder in (here, there):
@@ -57,7 +73,7 @@ def test_a_site_joins_by_six_commands_is_cut_off_and_comes_back(site: Site, data
         assert found, child.log
         return found[0]
 
-    def admit(name: str) -> Child:
+    def admit(name: str, new_site: str, allow: str, train: str) -> Child:
         """Makes a key there, has it admitted here, and starts a learner with it."""
         made = new_site.replace("site-a", name).replace("BROKER_KEY", broker_key)
         line = prints(there, made, LINE)
@@ -67,10 +83,11 @@ def test_a_site_joins_by_six_commands_is_cut_off_and_comes_back(site: Site, data
 
     broker_key = prints(here, new, BROKER_KEY)
     type_at(here, serve)
-    a = admit("site-a")
+    a = admit("site-a", *by_readme)
     site.adopt("site-a")
-    admit("site-b")
+    admit("site-b", *by_page)
     site.adopt("site-a", "site-b")
+    type_at(there, status).ends(0)
 
     type_at(here, revoke).ends(0)
     wait_until(lambda: ALLOW.search(a.log), "the remedy", a)
