@@ -36,7 +36,7 @@ OUTSIDERS = {
 """Learners that must not get in, with their exit code and a part of what they print."""
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 def test_a_site_joins_by_six_commands_is_cut_off_and_comes_back(site: Site, data: Path) -> None:
     section = README.read_text().partition("## Two sites\n")[2].partition("\n## ")[0]
     lines = [line.split(" #")[0].strip() for line in section.split("```\n")[1].splitlines()]
