@@ -49,7 +49,7 @@ def typed(line: str, address: str) -> str:
     return re.sub(r"narrows-key site-a \S{40}", "LINE", command)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 def test_a_site_joins_by_typing_what_stands_there_is_cut_off_and_comes_back(
     site: Site, data: Path
 ) -> None:

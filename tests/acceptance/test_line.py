@@ -21,7 +21,7 @@ LATE_S: Final = 0.5
 """Seconds of its rate that may pass at once: a sender that was late makes up for 0.1 s, and the
 proxy may stand still on a busy machine and then find what has gathered meanwhile."""
 
-MEAN_MAX: Final = 1.04
+MEAN_MAX: Final = 1.03
 """Largest mean of some six seconds, as a share of the rate: a proxy that stood still at their
 begin counts a little too much. Data may use 0.985 of a budget, so 10 % too much would be 1.08."""
 
