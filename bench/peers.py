@@ -166,7 +166,7 @@ def headline(rows: Sequence[Row]) -> list[str]:
         lines.append(f"s per exchange of {mine[0]['params'] / 1e6:.1f} M at {rate}: {told}")
     return lines + [
         f"H {row['sync_period_steps']} at {row['rate']}: {row['system']} computes"
-        f" {row['computing_percent']:.1f}%, published {row['published_percent']:.1f}"
+        f" {row['computing_percent']:.1f}%, published {row['published_percent'] or '-'}"
         for row in rows
         if row["what"] == "computing"
     ]
@@ -195,11 +195,12 @@ def computing(cell: Cell) -> Row:
     """Steps per second, over those of the same learners that exchange nothing."""
     assert cell.sync_period_steps is not None
     exchange_s, steps_per_s = narrows(cell)
+    published = PUBLISHED_PERCENT[cell.sync_period_steps][cell.rate]
     return {
         "exchange_s": exchange_s,
         "steps_per_exchange": steps_per_s * exchange_s,
         "computing_percent": 100 * steps_per_s / undisturbed_steps_per_s(cell.params, cell.seconds),
-        "published_percent": PUBLISHED_PERCENT[cell.sync_period_steps][cell.rate],
+        "published_percent": published if cell.params == PUBLISHED_PARAMS else None,
         "note": "",
     }
 

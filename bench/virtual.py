@@ -91,15 +91,13 @@ class Site:
         return Connection(self.index, self.lives)
 
     def control(self, peer: str, frames: list[bytes]) -> bool:
-        run, peer = self.run, f"{self.name}#{self.lives}"
-        run.world.after(
-            DELAY_S, lambda: run.enter(lambda host, now: host.control(peer, None, frames, now))
-        )
+        peer = f"{self.name}#{self.lives}"
+        self.run.tell(lambda host, now: host.control(peer, None, frames, now))
         return True
 
     def data(self, topic: str, header: bytes, payload: bytes) -> bool:
-        run, frames = self.run, [topic.encode(), header, payload]
-        run.world.after(DELAY_S, lambda: run.enter(lambda host, now: host.data(None, frames, now)))
+        frames = [topic.encode(), header, payload]
+        self.run.tell(lambda host, now: host.data(None, frames, now))
         return True
 
     def hear(self, call: Callable[[LearnerHost, float], None]) -> None:
@@ -192,6 +190,10 @@ class VirtualRun:
         with closing(History(self._store.folder)) as history:
             rounds = [row.round_ for row in history.rounds()]
         return fmean(len(each.contributions) for each in rounds if each.version)
+
+    def tell(self, call: Callable[[Host, float], object]) -> None:
+        """Delivers a message to the broker."""
+        self.world.after(DELAY_S, lambda: self.enter(call))
 
     def enter(self, call: Callable[[Host, float], object]) -> None:
         """A call into the broker, until it has finished."""
