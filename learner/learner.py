@@ -86,7 +86,7 @@ class Learner:
         self._hooks: list[RemovableHandle] = []
         self._entered = False
         self._steps = self._ramp_steps = 0
-        self._step_tokens = self._code_s = 0.0
+        self._step_tokens = self._progress = self._code_s = 0.0
 
     def __enter__(self) -> Self:
         if self._entered:
@@ -204,7 +204,9 @@ class Learner:
         """Fraction of the run's goal that is reached, 0 to 1, never falling; 0 without a goal."""
         with self._link.session() as (session, now):
             goal = session.settings.goal_tokens
-            return min(1.0, session.run_tokens(now) / goal) if goal else 0.0
+            reached = min(1.0, session.run_tokens(now) / goal) if goal else 0.0
+        self._progress = max(self._progress, reached)  # Another life may have a larger goal.
+        return self._progress
 
     @property
     def lr_scale(self) -> float:

@@ -99,6 +99,8 @@ def check_name(text: str, where: str) -> str:
 
 def _public_half(secret: str) -> str:
     """The public key of a secret; "" for a text that is not 32 bytes in Z85."""
+    if "\0" in secret:  # libzmq would stop there, and take what lies in its memory for the rest.
+        return ""
     try:
         return zmq.curve_public(secret.encode()).decode()
     except (ValueError, zmq.ZMQError):
@@ -304,16 +306,19 @@ def _content(path: Path, *, secret: bool) -> str:
     """The text of a key file. Raises ConfigError if others could have read or changed it."""
     others = stat.S_IRWXG | stat.S_IRWXO if secret else stat.S_IWOTH
     try:
-        with path.open(encoding="utf-8") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        # Without O_NONBLOCK a pipe in the place of the file would hang its reader.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise ConfigError(f"{path}: no key file", expected="a regular file")
             if mode & others:
                 raise ConfigError(
                     f"{path}: others may {'read a secret' if secret else 'admit keys'}",
                     expected="mode 0600",
-                    got=f"mode {mode:04o}",
+                    got=f"mode {stat.S_IMODE(mode):04o}",
                     remedy=f"chmod 600 {path}; a secret that others have read needs a new key",
                 )
-            return file.read()
+            return file.read().decode()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError:

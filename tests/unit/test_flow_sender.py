@@ -340,8 +340,9 @@ def test_a_pipe_that_is_often_full_costs_the_others_no_more_than_the_reserve_of_
     total: float, readers: int, may_lose: bool, full_s: list[float]
 ) -> None:
     """Each message meets a pipe that is full for so long. Under a budget all of them together may
-    wait 0.25 s and 25 ms for each second, without one each may wait 0.25 s; then it is lossy. A
-    single reader holds nobody up, and a push is for the broker alone: there nothing is."""
+    wait 0.25 s and 25 ms for each second, besides what the budget makes up for once, at the begin;
+    without one each may wait 0.25 s; then it is lossy. A single reader holds nobody up, and a push
+    is for the broker alone: there nothing is."""
     sender = Sender(total=total, may_lose=may_lose)
     sender.fan_out = readers
     put_live(sender, len(full_s))
@@ -361,7 +362,8 @@ def test_a_pipe_that_is_often_full_costs_the_others_no_more_than_the_reserve_of_
             assert waited <= patience and entry.lossy is (full > PATIENCE_S)
         else:
             held += waited
-            assert held <= patience + 0.025 * now + RETRY_S * len(full_s)
+            made_up = LATE_S - RESUME_S
+            assert held <= patience + made_up + 0.025 * now + RETRY_S * len(full_s)
             assert held >= min(PATIENCE_S, max(full_s[: full_s.index(full) + 1]))
         sender.sent(entry, now)
         now += 0.2

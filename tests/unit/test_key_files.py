@@ -14,6 +14,8 @@ from narrows.proto.keys import AllowList, SiteKey, new_pair
 
 OTHER = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 """A public key of nobody here."""
+NUL = "\\u0000"
+"""As TOML spells it."""
 
 
 def site_key(name: str = "site-a") -> SiteKey:
@@ -70,6 +72,7 @@ def test_a_write_that_fails_leaves_no_half_of_a_file(
         ('secret = "', 'secret = "x', "public half of secret.*41 characters"),
         ('public = "', "public = ", "line 3"),
         ("public = ", f'public = "{OTHER}" #', "public half of secret"),
+        ("servers = [", f'servers = ["{OTHER[:35] + 5 * NUL}", ', "servers.*public key"),
         ('name = "site-a"', 'name = "a b"', "name"),
         ('name = "site-a"', "name = 7", "str.*int.*name"),
         ("servers = [", 'servers = ["short", ', "servers.*public key.*'short'"),
@@ -84,6 +87,13 @@ def test_a_bad_site_file_is_told_by_entry_and_no_secret_is_shown(
     with pytest.raises(ConfigError, match=told) as raised:
         keys.read_site_key(path)
     assert str(path) in str(raised.value) and key.pair.secret not in str(raised.value)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+def test_a_pipe_in_the_place_of_a_key_does_not_hang(tmp_path: Path, mode: int) -> None:
+    os.mkfifo(tmp_path / "site-a.key", mode)
+    with pytest.raises(ConfigError, match="regular file"):
+        keys.read_site_key(tmp_path / "site-a.key")
 
 
 def test_a_brokers_folder(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from run_cases import Broker, broker, same, tiny, train, until
 from torch import nn
 
@@ -30,6 +31,7 @@ from narrows.proto.keys import (
     new_pair,
     write_site_key,
 )
+from narrows.proto.messages import RunSettings
 
 pytestmark = pytest.mark.real
 
@@ -175,6 +177,18 @@ def test_a_name_or_a_key_that_cannot_be_used_is_named_before_joining(tmp_path: P
 
 
 # The loop.
+
+
+def test_progress_does_not_fall_with_a_larger_goal() -> None:
+    learner = Loop("tcp://127.0.0.1:1", "a").learner
+    with learner._link.session() as (session, _):
+        session.settings = RunSettings(goal_tokens=1000)
+        session.beat = replace(session.beat, run_tokens=600)
+        assert learner.progress == 0.6
+        session.settings = RunSettings(goal_tokens=2000)
+        assert learner.progress == 0.6
+        session.beat = replace(session.beat, run_tokens=1500)
+        assert learner.progress == 0.75
 
 
 def test_the_loop_says_what_it_forgot(
