@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final, Self
 
-SAME_VERSION: Final = "the same version of narrows on both sides"
+SAME_VERSION: Final = "install the same version on both sides"
 
 
 class ErrorCode(StrEnum):
@@ -34,7 +34,7 @@ class ErrorCode(StrEnum):
     NOT_FINITE_SEED = "not_finite_seed", "NaN or infinity in version 0", "start with finite values"
     # One message or one push is refused; the session goes on.
     BAD_MESSAGE = "bad_message", "a message outside of PROTOCOL.md", SAME_VERSION
-    TOO_LARGE = "too_large", "above a bound, or the broker's memory", ""
+    TOO_LARGE = "too_large", "above a bound or the memory", "a smaller model, or the same version"
     BAD_CHUNK = "bad_chunk", "no such chunk, or another codec", SAME_VERSION
     BAD_PAYLOAD = "bad_payload", "a payload that no encoder writes", SAME_VERSION
     NOT_FINITE = "not_finite", "NaN or infinity from a learner", "lower its learning rate"
