@@ -289,8 +289,9 @@ class Store(History):
                 known.add(files.state_path(self.folder, *each))
             packs = "SELECT DISTINCT pack FROM contributions WHERE pack IS NOT NULL"
             known.update(self._packs.path(pack) for (pack,) in self._db.execute(packs))
-        for name in ("packs", "fragments"):
-            for path in (self.folder / name).iterdir():
+        # What has another name is somebody else's: a folder of a file system, a copy, a note.
+        for ours in ("packs/*.pack", "fragments/*.safetensors*"):
+            for path in self.folder.glob(ours):
                 if path not in known:
                     path.unlink(missing_ok=True)
 

@@ -322,8 +322,12 @@ def test_what_no_start_needs_is_removed(run: Run, monkeypatch: pytest.MonkeyPatc
     strays += [run.folder / "fragments" / f"0-5.safetensors{end}" for end in ("", ".new")]
     for each in strays:
         each.write_bytes(b"left by a crash")
+    own = run.folder / "fragments" / "lost+found", packs / "README"
+    own[0].mkdir()
+    own[1].touch()
     run.starts_again()
     assert not any(each.exists() for each in strays)
+    assert all(each.exists() for each in own), "what the broker has not made stays"
     assert rows(run.folder) == 20, "the history stays"
 
 
