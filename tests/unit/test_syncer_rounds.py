@@ -375,6 +375,17 @@ def test_a_broker_that_stood_still_judges_nobody() -> None:
     assert desk.status["learners"]["b"]["steps_per_s"] == pytest.approx(10.0, rel=0.2)
 
 
+def test_a_window_does_not_pass_while_the_broker_stands_still() -> None:
+    desk = running("a", "b")
+    desk.to_launch("a", "b")
+    desk.push("a", 0, 1)
+    desk.now += 60.0  # What came meanwhile is still to be read.
+    desk.do(desk.syncer.advance)
+    assert not desk.take(ev.Merge)
+    desk.push("b", 0, 1)
+    assert desk.merges() == [(0, ["a", "b"], "everybody")]
+
+
 def test_after_a_start_the_run_has_a_pace_at_once() -> None:
     """Killed between commit and publish: the head is the new version, and its push is merged."""
     desk = Desk(resumed=resumed(merged={(incarnation("a"), 0): 1}))
