@@ -298,6 +298,17 @@ def test_a_full_pipe_makes_a_publication_wait_and_then_lossy(house: House) -> No
     assert a.versions == [1]
 
 
+def test_what_a_learner_asked_for_that_is_gone_waits_no_more(house: House) -> None:
+    (a,) = begun(house, "site-a")
+    house.wires.is_full = True
+    a.fetch(msg.DataKind.STATE, 0, 0, 0, 1)
+    house.settle()
+    assert len(house.host.downlink.sender) == 2
+    a.say(msg.Bye("gone"))
+    house.wait(1.5)
+    assert len(house.host.downlink.sender) == 0
+
+
 def test_a_learner_cut_into_another_number_of_fragments_is_of_another_run(tmp_path: Path) -> None:
     """Before version 0 the number may change from one life of a run to the next."""
     before = House(tmp_path / "state", {"fragments.count": 2})
