@@ -161,6 +161,7 @@ class Syncer:
     def push_chunk(self, header: msg.Header, now: float) -> bool:
         """True: the chunk is wanted; keep it and have it checked."""
         wanted = self._pushes.chunk(header, now)
+        self._wake_at = min(self._wake_at, self._pushes.ask_at)  # Arrivals carry a repair on.
         self._advance_if_due(now)
         return wanted
 
