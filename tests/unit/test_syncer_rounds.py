@@ -149,6 +149,18 @@ def test_who_does_not_come_delays_a_merge_by_the_window(
     assert desk.merges() == [(0, ["a"], "window")]
 
 
+def test_each_round_has_a_window_of_its_own() -> None:
+    desk = running("a", "b")
+    for turn in range(8):
+        fragment, push_id = turn % 4, 1 + turn // 4
+        desk.to_launch("a", "b", fragment=fragment)
+        desk.push("a", fragment, push_id)
+        desk.pass_(0.2)
+        assert not desk.take(ev.Merge)
+        desk.push("b", fragment, push_id)
+        assert desk.merges() == [(fragment, ["a", "b"], "everybody")]
+
+
 def test_what_the_quorum_took_and_a_merge_takes_is_hidden_no_more() -> None:
     desk = running(
         "a", "b", "c", config=configure(fragments={"overlap_steps": 9}, merge={"quorum": 2})
