@@ -210,6 +210,22 @@ def test_a_chunk_that_was_damaged_on_its_way_is_asked_for_again(house: House) ->
     assert a.versions == [1] and not a.heard(msg.Refuse)
 
 
+def test_what_was_decoded_of_a_push_that_is_dropped_does_not_count_for_the_next(
+    house: House,
+) -> None:
+    (a,) = begun(house, "site-a")
+    push_id = a.push(0, values(a, 0.01)[0])
+    house.pool.work()  # The loop hears of it later.
+    a.say(msg.Bye("gone"))
+    a.hello()
+    a.say(msg.Push(0, push_id, 0, 100, 1))
+    house.settle()
+    assert house.heads[0] == 0, "nothing of it is here"
+    for index in a.payloads:
+        a.send_chunk(0, index)
+    house.until(lambda: house.heads[0] == 1, "a version", a)
+
+
 def test_nobody_speaks_for_another_site_on_the_uplink(house: House) -> None:
     a, thief = begun(house, "site-a", "site-b")
     thief.site, thief.incarnation = "site-b", a.incarnation

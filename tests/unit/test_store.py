@@ -89,8 +89,11 @@ def test_payloads_are_durable_before_the_row_and_the_row_before_the_version(
         see("fdatasync")
         synced(fd)
 
+    folders: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: folders.append(os.fstat(fd).st_ino))
     monkeypatch.setattr(os, "fdatasync", seen_sync)
     version = run.round(0)
+    assert folders == [(tmp_path / "packs").stat().st_ino], "the name of a new pack is durable, too"
     expected = version.state.digests.published
     assert seen == [("fdatasync", 0, None), ("appended", 0, None), ("durable", 1, expected)]
     full = run.store._db.execute("PRAGMA synchronous").fetchone()
