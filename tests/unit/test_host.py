@@ -86,6 +86,18 @@ def test_an_answer_waits_for_the_subscriptions_of_its_learner(house: House) -> N
     assert late.versions == [0]
 
 
+def test_an_answer_waits_for_the_new_connections_of_a_learner(house: House) -> None:
+    (a,) = begun(house, "site-a")
+    sent = len(house.wires.datas)
+    house.host.downlink.keep_listeners(lambda _: False)
+    a.fetch(msg.DataKind.STATE, 0, 0, 0)
+    house.settle()
+    assert len(house.wires.datas) == sent, "it would be lost"
+    house.subscribe(a.incarnation)
+    house.settle()
+    assert len(house.wires.datas) == sent + 1
+
+
 def test_who_never_listens_holds_no_memory(house: House) -> None:
     begun(house, "site-a")
     deaf = HandLearner(house, "deaf")
