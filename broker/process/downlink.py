@@ -82,8 +82,8 @@ class Downlink:
         self._hearing = [Counter[Connection]() for _ in range(self._settings.streams)]
         """By stream: the connections that hear its publications, each with how many of its topics
         cover them. Each stream of a learner is a connection of its own."""
-        self._learners = 0
-        """Learners that are here."""
+        self._here = frozenset[str]()
+        """Incarnations of the learners that are here."""
         self._early: dict[str, list[msg.Fetch]] = {}
         """By incarnation: what it asked for before it listened."""
         self._copies: dict[int, list[_StateCopy]] = {}
@@ -131,7 +131,7 @@ class Downlink:
     def _count_listeners(self) -> None:
         """The connections that a publication is charged for: those of the stream with the most."""
         heard = max(map(len, self._hearing))
-        self.sender.fan_out = min(heard, self._learners + SPARE_CONNECTIONS)
+        self.sender.fan_out = min(heard, len(self._here) + SPARE_CONNECTIONS)
 
     def _has_listener(self, incarnation: str) -> bool:
         """A learner listens to its own topic on every stream."""
@@ -272,11 +272,13 @@ class Downlink:
                 self.live_bytes += size
 
     def turn(self, now: float, learners: Collection[str]) -> None:
-        """Sends; forgets copies that nobody asks for, and questions of those that are gone.
-        `learners` are the incarnations that are here now."""
-        if len(learners) != self._learners:
-            self._learners = len(learners)
+        """Sends; forgets copies that nobody asks for, and questions and answers of those that are
+        gone. `learners` are the incarnations that are here now."""
+        if (here := frozenset(learners)) != self._here:
+            gone, self._here = self._here - here, here
             self._count_listeners()
+            # Answers to them would cost the line and reach nobody.
+            self.sender.discard(lambda about: about.incarnation in gone)
         for incarnation in [each for each in self._early if each not in learners]:
             del self._early[incarnation]
         for copies in self._copies.values():

@@ -218,12 +218,10 @@ class History:
         """Each fragment at the newest version that a start could go on from."""
         return map(self.state, self.table)
 
-    def merged_otherwise(
-        self, policy: Policy | None = None, without: Collection[str] = ()
-    ) -> Iterator[FragmentState]:
-        """Each fragment as it would be, had its rounds been merged by `policy`, or without the
-        pushes of some learners, from the oldest snapshot on. A round that has none left changes
-        nothing. Learners would have pushed other gradients then; this takes those they pushed."""
+    def merged_otherwise(self, without: Collection[str] = ()) -> Iterator[FragmentState]:
+        """Each fragment as it would be, had its rounds been merged without the pushes of some
+        learners, from the oldest snapshot on. A round that has none left changes nothing. Learners
+        would have pushed other gradients then; this takes those they pushed."""
 
         def merged(fragment: Fragment) -> FragmentState:
             state = self.whole(self.snapshots(fragment.index)[0])
@@ -231,9 +229,7 @@ class History:
                 round_ = self.load(row)
                 left = tuple(each for each in round_.contributions if each.learner not in without)
                 if left:
-                    rules = policy or round_.policy
-                    round_ = replace(round_, contributions=left, policy=rules)
-                    state = merge(fragment, state, round_).state
+                    state = merge(fragment, state, replace(round_, contributions=left)).state
                 else:
                     state = replace(state, version=round_.version)
             return state

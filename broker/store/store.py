@@ -99,7 +99,7 @@ class Store(History):
         payloads. `keep_history` never removes a payload nor the snapshot of version 0. `reach` is
         called at places where a crash is worth a test. Raises StateError or DiskFull."""
         self._durable, self._journal, self._keep_history = durable, journal, keep_history
-        self._reach, self._lock = reach, Lock()
+        self._reach, self._lock, self._snapshot_lock = reach, Lock(), Lock()
         with ExitStack() as undo:
             _take_folder(folder, undo)
             with database_errors(folder / DATABASE):
@@ -173,14 +173,15 @@ class Store(History):
 
     def snapshot(self, state: FragmentState) -> None:
         """Keeps the whole state of a durable version, so that a start replays less; then removes
-        what no start needs any more. One thread at a time may call it, because it would remove the
-        file of another snapshot before its row is there. Raises DiskFull."""
-        (key,) = files.write_states(self.folder, [state], durable=self._durable)
-        with self._lock:
-            with database_errors(self.file), self._db as db:
-                db.execute("INSERT OR IGNORE INTO snapshots VALUES (?, ?)", key)
-                self._forget(state.fragment)
-            self._sweep()
+        what no start needs any more. Raises DiskFull."""
+        # One at a time: a sweep must not meet the file of another snapshot before its row.
+        with self._snapshot_lock:
+            (key,) = files.write_states(self.folder, [state], durable=self._durable)
+            with self._lock:
+                with database_errors(self.file), self._db as db:
+                    db.execute("INSERT OR IGNORE INTO snapshots VALUES (?, ?)", key)
+                    self._forget(state.fragment)
+                self._sweep()
 
     def end(self) -> None:
         """Makes durable that the run has ended. Raises DiskFull."""
@@ -289,8 +290,9 @@ class Store(History):
                 known.add(files.state_path(self.folder, *each))
             packs = "SELECT DISTINCT pack FROM contributions WHERE pack IS NOT NULL"
             known.update(self._packs.path(pack) for (pack,) in self._db.execute(packs))
-        for name in ("packs", "fragments"):
-            for path in (self.folder / name).iterdir():
+        # What has another name is somebody else's: a folder of a file system, a copy, a note.
+        for ours in ("packs/*.pack", "fragments/*.safetensors*"):
+            for path in self.folder.glob(ours):
                 if path not in known:
                     path.unlink(missing_ok=True)
 

@@ -161,6 +161,7 @@ class Syncer:
     def push_chunk(self, header: msg.Header, now: float) -> bool:
         """True: the chunk is wanted; keep it and have it checked."""
         wanted = self._pushes.chunk(header, now)
+        self._wake_at = min(self._wake_at, self._pushes.ask_at)  # Arrivals carry a repair on.
         self._advance_if_due(now)
         return wanted
 
@@ -271,6 +272,11 @@ class Syncer:
         delay_s = now - self._advanced_at
         if delay_s > BEAT_S + STOOD_STILL_S:
             self.state.members.excuse(delay_s, now)
+            # What came meanwhile is still to be read: no window passes before that.
+            for round_ in self.state.rounds:
+                round_.launched_at += delay_s
+                if round_.quorum_at is not None:
+                    round_.quorum_at += delay_s
             text = f"the broker stood still for {delay_s:.1f} s: nobody is judged for it"
             self.state.note("stood_still", text, warning=True, seconds=round(delay_s, 1))
         self._advanced_at = now

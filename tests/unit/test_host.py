@@ -86,6 +86,18 @@ def test_an_answer_waits_for_the_subscriptions_of_its_learner(house: House) -> N
     assert late.versions == [0]
 
 
+def test_an_answer_waits_for_the_new_connections_of_a_learner(house: House) -> None:
+    (a,) = begun(house, "site-a")
+    sent = len(house.wires.datas)
+    house.host.downlink.keep_listeners(lambda _: False)
+    a.fetch(msg.DataKind.STATE, 0, 0, 0)
+    house.settle()
+    assert len(house.wires.datas) == sent, "it would be lost"
+    house.subscribe(a.incarnation)
+    house.settle()
+    assert len(house.wires.datas) == sent + 1
+
+
 def test_who_never_listens_holds_no_memory(house: House) -> None:
     begun(house, "site-a")
     deaf = HandLearner(house, "deaf")
@@ -210,6 +222,22 @@ def test_a_chunk_that_was_damaged_on_its_way_is_asked_for_again(house: House) ->
     assert a.versions == [1] and not a.heard(msg.Refuse)
 
 
+def test_what_was_decoded_of_a_push_that_is_dropped_does_not_count_for_the_next(
+    house: House,
+) -> None:
+    (a,) = begun(house, "site-a")
+    push_id = a.push(0, values(a, 0.01)[0])
+    house.pool.work()  # The loop hears of it later.
+    a.say(msg.Bye("gone"))
+    a.hello()
+    a.say(msg.Push(0, push_id, 0, 100, 1))
+    house.settle()
+    assert house.heads[0] == 0, "nothing of it is here"
+    for index in a.payloads:
+        a.send_chunk(0, index)
+    house.until(lambda: house.heads[0] == 1, "a version", a)
+
+
 def test_nobody_speaks_for_another_site_on_the_uplink(house: House) -> None:
     a, thief = begun(house, "site-a", "site-b")
     thief.site, thief.incarnation = "site-b", a.incarnation
@@ -296,6 +324,17 @@ def test_a_full_pipe_makes_a_publication_wait_and_then_lossy(house: House) -> No
     house.wait(1.0, a)
     a.listen()
     assert a.versions == [1]
+
+
+def test_what_a_learner_asked_for_that_is_gone_waits_no_more(house: House) -> None:
+    (a,) = begun(house, "site-a")
+    house.wires.is_full = True
+    a.fetch(msg.DataKind.STATE, 0, 0, 0, 1)
+    house.settle()
+    assert len(house.host.downlink.sender) == 2
+    a.say(msg.Bye("gone"))
+    house.wait(1.5)
+    assert len(house.host.downlink.sender) == 0
 
 
 def test_a_learner_cut_into_another_number_of_fragments_is_of_another_run(tmp_path: Path) -> None:

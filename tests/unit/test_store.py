@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -88,10 +89,15 @@ def test_payloads_are_durable_before_the_row_and_the_row_before_the_version(
         see("fdatasync")
         synced(fd)
 
+    folders: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: folders.append(os.fstat(fd).st_ino))
     monkeypatch.setattr(os, "fdatasync", seen_sync)
     version = run.round(0)
+    assert folders == [(tmp_path / "packs").stat().st_ino], "the name of a new pack is durable, too"
     expected = version.state.digests.published
     assert seen == [("fdatasync", 0, None), ("appended", 0, None), ("durable", 1, expected)]
+    full = run.store._db.execute("PRAGMA synchronous").fetchone()
+    assert full == (2,), "else a power cut takes rows back that learners have seen"
     size = sum(len(chunk) for each in version.round_.contributions for chunk in each.chunks)
     assert pack_bytes(tmp_path) == size, "a payload is written once, as it travelled"
     run.store.close()
@@ -105,6 +111,15 @@ def test_each_start_makes_the_names_durable_that_a_kill_may_have_left_in_the_pag
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
     Store(tmp_path).close()
     assert {tmp_path.stat().st_ino, tmp_path.parent.stat().st_ino} <= set(synced)
+
+
+def test_a_start_copies_what_the_log_shows_into_the_database(run: Run, tmp_path: Path) -> None:
+    """After a failed fsync the end of the log may be in the page cache only."""
+    run.rounds(1)
+    copytree(run.folder, killed := tmp_path / "killed")
+    assert (killed / "run.db-wal").stat().st_size
+    with closing(Store(killed)):
+        assert not (killed / "run.db-wal").stat().st_size
 
 
 def test_what_a_start_finds(run: Run) -> None:
@@ -322,8 +337,12 @@ def test_what_no_start_needs_is_removed(run: Run, monkeypatch: pytest.MonkeyPatc
     strays += [run.folder / "fragments" / f"0-5.safetensors{end}" for end in ("", ".new")]
     for each in strays:
         each.write_bytes(b"left by a crash")
+    own = run.folder / "fragments" / "lost+found", packs / "README"
+    own[0].mkdir()
+    own[1].touch()
     run.starts_again()
     assert not any(each.exists() for each in strays)
+    assert all(each.exists() for each in own), "what the broker has not made stays"
     assert rows(run.folder) == 20, "the history stays"
 
 
@@ -360,16 +379,12 @@ def test_only_the_newest_incarnations_are_remembered(
     assert newest == [("site-b.0000000a", 0), ("site-a.0000000a", 0)]
 
 
-def test_two_workers_commit_and_one_of_them_snapshots(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_workers_commit_and_snapshot_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "PACK_BYTES", 1)
 
     def work(fragment: int) -> None:
         for _ in range(10):
-            state = run.round(fragment).state
-            if fragment:
-                run.store.snapshot(state)
+            run.store.snapshot(run.round(fragment).state)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, range(2)))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from desk import CHUNKS, Desk, configure, incarnation, resumed, running
 from learner_cases import House, begun, values
+from msgspec import structs
 
 from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
@@ -223,6 +224,18 @@ def test_missing_chunks_are_asked_for_after_a_second_without_progress() -> None:
     desk.report("a", 20)
     desk.pass_(1.1, "a", "b")
     assert desk.told(msg.Fetch, "a")
+
+
+def test_arrivals_carry_a_repair_on() -> None:
+    desk = waiting()
+    desk.syncer.state.settings = structs.replace(desk.syncer.state.settings, window_messages=2)
+    desk.announce("a", 0, 1)
+    desk.pass_(1.0, "a", "b")
+    assert desk.told(msg.Fetch, "a") == [Fetch(DataKind.PUSH, 0, 0, 1, ((0, 2),))]
+    for chunk in range(2):
+        assert desk.chunk("a", 0, 1, chunk)
+        asked = Fetch(DataKind.PUSH, 0, 0, 1, ((chunk + 2, 1),))
+        assert desk.told(msg.Fetch, "a") == [asked], "at once, not with the next Beat"
 
 
 def test_an_event_does_not_look_at_all_pushes_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,18 @@ def test_who_does_not_come_delays_a_merge_by_the_window(
     assert desk.merges() == [(0, ["a"], "window")]
 
 
+def test_each_round_has_a_window_of_its_own() -> None:
+    desk = running("a", "b")
+    for turn in range(8):
+        fragment, push_id = turn % 4, 1 + turn // 4
+        desk.to_launch("a", "b", fragment=fragment)
+        desk.push("a", fragment, push_id)
+        desk.pass_(0.2)
+        assert not desk.take(ev.Merge)
+        desk.push("b", fragment, push_id)
+        assert desk.merges() == [(fragment, ["a", "b"], "everybody")]
+
+
 def test_what_the_quorum_took_and_a_merge_takes_is_hidden_no_more() -> None:
     desk = running(
         "a", "b", "c", config=configure(fragments={"overlap_steps": 9}, merge={"quorum": 2})
@@ -373,6 +385,17 @@ def test_a_broker_that_stood_still_judges_nobody() -> None:
     desk.push("b", 0, 1)
     assert desk.merges() == [(0, ["a", "b"], "everybody")]
     assert desk.status["learners"]["b"]["steps_per_s"] == pytest.approx(10.0, rel=0.2)
+
+
+def test_a_window_does_not_pass_while_the_broker_stands_still() -> None:
+    desk = running("a", "b")
+    desk.to_launch("a", "b")
+    desk.push("a", 0, 1)
+    desk.now += 60.0  # What came meanwhile is still to be read.
+    desk.do(desk.syncer.advance)
+    assert not desk.take(ev.Merge)
+    desk.push("b", 0, 1)
+    assert desk.merges() == [(0, ["a", "b"], "everybody")]
 
 
 def test_after_a_start_the_run_has_a_pace_at_once() -> None:
