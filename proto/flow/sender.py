@@ -206,8 +206,8 @@ class Sender:
             entry.lossy, lane.retry_at = True, now
 
     def _patience_left_s(self, loses_from: float, now: float) -> float:
-        """What is left after a wait. Under a budget, lanes that wait side by side use the allowance
-        once: each is charged from when the last one was."""
+        """The rest of it after a wait. Under a budget, lanes that wait side by side use it once:
+        each is charged from when the last one was."""
         if not (self._total.bits_per_s or self._live_share.bits_per_s):
             return loses_from + PATIENCE_S - now
         refilled_s = self._patience_s + PATIENCE_REFILL * (now - self._patience_at)
