@@ -260,6 +260,8 @@ def _check_usable(module: nn.Module) -> None:
         elif tensor.is_meta:
             problem = "is on the meta device"
             remedy = "Give the model memory: model.to_empty(device=...)."
+        elif tensor.layout != torch.strided:
+            problem, remedy = f"is sparse ({tensor.layout})", "Use a dense parameter."
         elif tensor.requires_grad and tensor.dtype not in DTYPES:
             problem = f"has dtype {str(tensor.dtype).removeprefix('torch.')}"
             remedy = f"Use one of {', '.join(DTYPES.values())} or freeze it."

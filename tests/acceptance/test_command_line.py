@@ -61,7 +61,7 @@ def test_a_run_is_shown_exported_and_replayed(site: Site, data: Path) -> None:
     third = site.ask("broker", "--listen", site.address, "--state-dir", elsewhere)
     check(third, 1, f"cannot listen on {site.address}", "is a broker running already?")
     other = f"learner --broker {site.address} --name b --preset nano --data {data}"
-    check(site.ask(*other.split()), 3, "'weight' is missing")
+    check(site.ask(*other.split()), 3, "is not the run's: 'weight' is missing")
 
     learner.kill()
     broker.stop()

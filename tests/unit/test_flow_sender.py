@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from narrows.proto.flow import Budget, Entry, Sender, wire_bytes
@@ -52,7 +52,6 @@ def saturated(
     return left
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     rate=st.sampled_from([1e5, 1e6, 1e7, 1e9]),
     share_s=st.floats(0.001, 0.02),
@@ -102,7 +101,6 @@ def test_a_debt_is_one_of_bytes() -> None:
     assert budget.opens_at(10**12, 10.0) <= 10.0
 
 
-@settings(max_examples=40, deadline=None)
 @given(batches=st.lists(st.integers(1, 40), min_size=1, max_size=30), rate=st.floats(1e5, 1e9))
 def test_acknowledgements_cost_as_much_in_a_batch_as_one_by_one_and_half_of_the_rate_at_most(
     batches: list[int], rate: float
@@ -334,7 +332,6 @@ def test_a_reader_that_adopts_now_and_then_loses_nothing_and_costs_no_rate() -> 
     ("total", "readers", "may_lose"),
     [(0.0, 2, True), (1e12, 2, True), (1e12, 1, True), (1e12, 2, False)],
 )
-@settings(max_examples=20)
 @given(full_s=st.lists(st.sampled_from([0.0, 0.1, 0.4]), min_size=20, max_size=30))
 def test_a_pipe_that_is_often_full_costs_the_others_no_more_than_the_reserve_of_time(
     total: float, readers: int, may_lose: bool, full_s: list[float]

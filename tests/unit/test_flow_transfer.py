@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from narrows.proto.flow import Transfer
@@ -20,7 +20,6 @@ def live(chunks: int, come: list[int]) -> Transfer:
     return transfer
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     chunks=st.integers(1, 400),
     window=st.integers(1, 64),

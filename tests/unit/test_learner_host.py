@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from narrows.learner import host
 from narrows.learner.effects import Note
+from narrows.learner.fragment import Pushed
 from narrows.learner.host import LearnerHost
 from narrows.learner.island import Island
 from narrows.proto import messages as msg
@@ -76,6 +77,10 @@ class Player:
 
     def data(self, topic: str, header: bytes, payload: bytes) -> bool:
         if not self.is_full:
+            told, session = decode_header(header), self.host.session
+            assert told.epoch == session.epoch, "it was queued for another life of the broker"
+            is_over = told.push_id != session.parts[told.fragment].push_id
+            assert told.kind is not DataKind.PUSH or not is_over, "a push that is over travels on"
             self.up.append([topic.encode(), header, payload])
         return not self.is_full
 
@@ -241,6 +246,25 @@ def test_a_new_life_with_other_chunks_gets_the_same_push(tmp_path: Path) -> None
     assert [each.event for each in player.notes] == ["offline", "online"]
     assert min(house.heads) > max(heads)
     check_copies(house, player)
+
+
+def test_what_is_of_no_use_any_more_does_not_leave_once_there_is_room(house: House) -> None:
+    player = Player(house, "site-a")
+    play(house, [player], 2.0)
+    player.is_full = True
+    play(house, [player], 2.0)
+    assert len(player.host.sender) and player.host.deadline(house.now) > house.now
+    house.kill()
+    house.start()
+    play(house, [player], 2.0)
+    assert player.host.session.epoch == house.host.syncer.state.epoch
+    part = next(part for part in player.host.session.parts if part.pushed is Pushed.WAITING)
+    refusal = msg.Refuse("merge_failed", "m", fragment=part.index, push_id=part.push_id)
+    player.host.control(encode_control(refusal), house.now)
+    player.is_full = False
+    heads = house.heads
+    play(house, [player], 4.0)
+    assert min(house.heads) > max(heads)
 
 
 def test_a_model_that_differs_is_refused_with_the_difference(house: House) -> None:

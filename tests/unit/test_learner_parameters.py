@@ -138,6 +138,7 @@ def transposed_twins() -> nn.Module:
         (transposed_twins, "share memory in different shapes"),
         (lambda: nn.Linear(2, 2, device="meta"), "meta device"),
         (lambda: nn.Linear(2, 2, dtype=torch.float64), "float64"),
+        (lambda: Lonely(torch.eye(3).to_sparse()), "sparse"),
         (lambda: Lonely(torch.ones(0, 3)), "no elements"),
         (lambda: nn.LazyLinear(3), "forward pass"),
         (lambda: nn.Linear(2, 2).requires_grad_(False), "no trainable parameter"),

@@ -67,6 +67,17 @@ def test_an_adoption_keeps_half_and_says_whether_the_push_is_merged() -> None:
     assert seat.take(Adopt) == [Adopt(1, 2, 2, 0.5, merged=True, overwrite=False)]
 
 
+def test_no_round_is_open_as_far_as_a_learner_knows_that_is_cut_off() -> None:
+    seat = joined()
+    seat.told(collecting=(0,))
+    seat.session.lost(seat.now)
+    seat.step()
+    assert not seat.take(Snapshot)
+    seat.welcome(heads=(0, 0), collecting=(0,))
+    seat.step()
+    assert len(seat.take(Snapshot)) == 1
+
+
 def test_an_adoption_waits_until_the_push_is_coded() -> None:
     seat = joined()
     seat.told(collecting=(0,))
