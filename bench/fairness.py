@@ -13,7 +13,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Final
 
 from narrows.bench.kit.rows import Column, Json, Row, bench
@@ -50,29 +49,6 @@ COLUMNS: Final = (
 """Shares in the order of the step times. Behind: tokens logged and not merged, in tokens that all
 learners make in a period. Clock off: its distance from the sum of the merged tokens."""
 
-STEP_TOKENS: Final = 4 * 64
-"""Tokens of a step of the trained model: batch and context of its preset."""
-TRAINED_STEPS: Final = 2400
-"""Steps of all learners together: about a minute, whoever makes them."""
-DEAD: Final = "1:1:1:1, one dead half of the time"
-DEAD_S: Final = 8.0
-TRAINED: Final = {
-    "1:1:1:1": (0.08, 0.08, 0.08, 0.08),
-    "4:1": (0.025, 0.1),
-    "10:1": (0.02, 0.2),
-    "10:1:1": (0.02, 0.2, 0.2),
-    DEAD: (0.08, 0.08, 0.08, 0.08),
-    "the fast one alone": (0.02,),
-}
-"""Seconds that are added to each step of a learner, far more than the step itself takes."""
-
-TRAINED_COLUMNS: Final = (
-    Column("speeds", "mix"),
-    Column("seed", "seed"),
-    Column("validation loss", "validation_loss", "{:.4f}"),
-    Column("loop s", "loop_s", "{:.0f}"),
-)
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -82,35 +58,15 @@ class Cell:
     minutes: float
 
 
-@dataclass(frozen=True)
-class TrainedCell:
-    """A run of the reference model to so many steps of all learners together."""
-
-    mix: str
-    seed: int
-    steps: int = TRAINED_STEPS
-
-
-def fairness(
-    *, short: bool = False, json: Json = None, train: bool = False, seeds: int = 1
-) -> None:
+def fairness(*, short: bool = False, json: Json = None) -> None:
     """Measure the share of its own tokens that each of several unequal learners has merged.
 
     Parameters
     ----------
     short
         Two mixes for 15 seconds each instead of five for 3 minutes.
-    train
-        Instead: validation loss of mixes of speeds at equal tokens, a minute for each.
-    seeds
-        Runs of each trained mix.
     """
     need_torch()
-    if train:
-        mixes = list(TRAINED)[:1] if short else list(TRAINED)
-        trained = [TrainedCell(mix, seed) for mix in mixes for seed in range(1, seeds + 1)]
-        bench("fairness", trained, measure_loss, TRAINED_COLUMNS, headline_losses, json=json)
-        return
     cells = [Cell(each, 0.25) for each in SHORT] if short else [Cell(each, 3.0) for each in MIXES]
     bench("fairness", cells, measure, COLUMNS, headline, json=json)
 
@@ -181,40 +137,3 @@ def headline(rows: Sequence[Row]) -> list[str]:
             f"is {f'wrong at {off}' if off else 'exact'}, and {behind:.2f} of a period behind"
         )
     return lines
-
-
-def measure_loss(cell: TrainedCell) -> Row:
-    """Validation loss of the final model, and the time that its loop took."""
-    waits_s = {f"learner-{index}": step_s for index, step_s in enumerate(TRAINED[cell.mix])}
-    first, victim = min(waits_s), max(waits_s)
-
-    def start(name: str) -> None:
-        wait_s = str(waits_s[name])
-        run.learner(name, "nano", "--step-wait-s", wait_s, "--seed", str(cell.seed))
-
-    with Run() as run:
-        goal = cell.steps * STEP_TOKENS
-        run.broker({"run.learners_at_start": len(waits_s), "run.goal_tokens": goal})
-        for name in waits_s:
-            start(name)
-        run.wait_merges(1)
-        broker = run.running["broker"]
-        while broker.exitcode is None:
-            broker.join(DEAD_S)
-            run.check(*(name for name in run.running if cell.mix != DEAD or name != victim))
-            if cell.mix == DEAD and broker.exitcode is None:
-                if victim in run.running:
-                    run.kill(victim)
-                else:
-                    start(victim)
-        for name in ("broker", first):
-            run.ends(name, 0)
-        summary = run.summary(first)
-    return {key: summary[key] for key in ("validation_loss", "loop_s")}
-
-
-def headline_losses(rows: Sequence[Row]) -> list[str]:
-    """The mean of each mix."""
-    mixes = dict.fromkeys(row["mix"] for row in rows)
-    of = {mix: [row["validation_loss"] for row in rows if row["mix"] == mix] for mix in mixes}
-    return [f"{mix}: {fmean(losses):.4f} of {len(losses)}" for mix, losses in of.items()]

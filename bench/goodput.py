@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import numpy as np
-from cyclopts import Parameter
 from numpy.typing import NDArray
 
-from narrows.bench.kit.rows import Column, Row, bench
+from narrows.bench.kit.rows import Column, Json, Row, bench
 from narrows.bench.reference.worker import need_torch
-from narrows.bench.virtual import VirtualRun
+from narrows.bench.sim.run import Plan, Run
 from narrows.learner.session import Session
 
 CHIPS: Final = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
@@ -90,17 +89,13 @@ class Cell:
     seed: int = 1
 
 
-def goodput(
-    *, short: bool = False, json_: Annotated[Path | None, Parameter(name="--json")] = None
-) -> None:
+def goodput(*, short: bool = False, json: Json = None) -> None:
     """Measure the share of allocated chip time that is useful, beside the published table.
 
     Parameters
     ----------
     short
         The column of 1.2 million chips, shorter tapes.
-    json_
-        File for the rows.
     """
     need_torch()
     days, steps, columns = (3.0, 300, CHIPS[3:4]) if short else (30.0, 2000, CHIPS)
@@ -108,7 +103,7 @@ def goodput(
         (method, learners, chips) for method, learners in PUBLISHED_PERCENT for chips in columns
     ]
     cells = [Cell(*row, days=days, steps=steps) for row in rows]
-    bench("goodput", cells, measure, COLUMNS, headline, json=json_, seed=1)
+    bench("goodput", cells, measure, COLUMNS, headline, json=json, seed=1)
 
 
 def measure(cell: Cell) -> Row:
@@ -251,8 +246,6 @@ def uptime(courses: Sequence[Course], span_s: float) -> float:
 class Job:
     """A learner whose steps follow its course; its parameters say nothing."""
 
-    ramp_steps = 0
-
     def __init__(self, course: Course) -> None:
         from torch import nn
 
@@ -275,18 +268,20 @@ class Job:
 
 def played(courses: Sequence[Course], cell: Cell) -> Row:
     """The hosts with the default settings; percent of the chip time of the steps that they play."""
-    jobs = [Job(course) for course in courses]
-    names = [f"learner-{index:02}" for index in range(len(jobs))]
+    jobs, merged = [Job(course) for course in courses], list[float]()
+    settings: dict[str, object] = {"run.learners_at_start": len(jobs)}
+    plan = Plan(cell.seed, settings, [1.0] * len(jobs), lambda site: jobs[site.index])
+    plan.ends = LEAD_STEPS + cell.steps
     with TemporaryDirectory(prefix="narrows-bench-") as folder:
-        run = VirtualRun({}, names, jobs.__getitem__, seed=cell.seed, folder=Path(folder))
-        run.until(LEAD_STEPS)
-        before = run.host.syncer.run_tokens
-        run.until(LEAD_STEPS + cell.steps)
-        merged = run.host.syncer.run_tokens - before
-        contributors = run.close()
+        run = Run(plan, Path(folder))
+        for until_s in (LEAD_STEPS, plan.ends):
+            run.until(until_s)
+            assert run.host is not None, "a calm broker does not die"
+            merged.append(run.host.syncer.run_tokens)
+        contributors = run.contributors_mean()
     full = STEP_TOKENS * cell.steps * cell.learners
     return {
         "made_percent": 100 * sum(job.made_tokens for job in jobs) / full,
-        "merged_percent": 100 * merged / full,
+        "merged_percent": 100 * (merged[1] - merged[0]) / full,
         "contributors_mean": contributors,
     }

@@ -30,13 +30,11 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
-from typing import Annotated, Final
-
-from cyclopts import Parameter
+from typing import Final
 
 from narrows.bench.kit.line import HUB_ADDRESS, SITE_ADDRESS, Line, ip
 from narrows.bench.kit.result import CHECKOUT
-from narrows.bench.kit.rows import Column, Row, bench
+from narrows.bench.kit.rows import Column, Json, Row, bench
 from narrows.bench.kit.run import TENSORS, Run, Toy
 from narrows.bench.reference.worker import need_torch
 from narrows.proto.units import BitRate
@@ -106,7 +104,7 @@ class Cell:
 def peers(
     *,
     short: bool = False,
-    json_: Annotated[Path | None, Parameter(name="--json")] = None,
+    json: Json = None,
     params: int = 1 << 24,
     system: tuple[str, ...] = (),
 ) -> None:
@@ -116,8 +114,6 @@ def peers(
     ----------
     short
         One rate and one H, at a million parameters.
-    json_
-        File for the rows.
     params
         Parameters of an exchange, a multiple of 1,024.
     system
@@ -139,7 +135,7 @@ def peers(
         if not short or (period, rate) == (32, "50Mbit/s")
     ]
     chosen = [cell for cell in cells if not system or cell.system in system]
-    bench("peers", chosen, measure, COLUMNS, headline, json=json_)
+    bench("peers", chosen, measure, COLUMNS, headline, json=json)
 
 
 def measure(cell: Cell) -> Row:

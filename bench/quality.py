@@ -4,6 +4,8 @@ The hosts of broker and learners are the real ones, the time is virtual, and the
 reference GPT: so the seed decides a loss, however busy the machine is. Data parallel is one model
 whose step takes a batch of each learner, with the exact mean gradient and the same schedule. Its
 peak learning rate is the preset's, the best of 0.25 to 4 times it for data parallel, not for runs.
+
+Cells of unequal learners see as many tokens as those of equal ones, whoever trains on them.
 """
 
 from __future__ import annotations
@@ -11,15 +13,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated, Final
+from typing import Final
 
-from cyclopts import Parameter
-
-from narrows.bench.kit.rows import Column, Row, bench
+from narrows.bench.kit.rows import Column, Json, Row, bench
 from narrows.bench.reference.worker import need_torch
 from narrows.proto.errors import ConfigError
 
@@ -28,7 +27,7 @@ STUDENT_T: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.2
 SEEDS_MAX: Final = len(STUDENT_T) + 1
 
 COLUMNS: Final = (
-    Column("learners", "learners"),
+    Column("speeds", "speeds"),
     Column("keep", "keep"),
     Column("dead", "dead"),
     Column("steps", "steps"),
@@ -46,7 +45,8 @@ COLUMNS: Final = (
 class Cell:
     """A setting, run once for each seed."""
 
-    learners: int
+    speeds: str
+    """Steps of each learner in the same time: "10:1:1" are three, the first ten times as fast."""
     keep: float = 0.5
     dead: str = "nobody"
     """Learners that are killed again and again, and dead half of the time: nobody, one, or each in
@@ -56,12 +56,31 @@ class Cell:
     seeds: int = 6
     preset: str = "nano"
 
+    @property
+    def learners(self) -> int:
+        return self.speeds.count(":") + 1
+
+
+TWO: Final = "1:1"
+FOUR: Final = "1:1:1:1"
+UNEQUAL: Final = (
+    (FOUR, "nobody"),
+    (FOUR, "one"),
+    ("4:1", "nobody"),
+    ("10:1", "nobody"),
+    ("10:1:1", "nobody"),
+    ("1", "nobody"),
+)
+"""Speeds and the dead of the cells with UNEQUAL_BATCHES, the lone fast learner last."""
+UNEQUAL_BATCHES: Final = 2400
+
 
 def quality(
     *,
     short: bool = False,
-    json_: Annotated[Path | None, Parameter(name="--json")] = None,
+    json: Json = None,
     seeds: int = 6,
+    unequal: bool = False,
     workers: int = 0,
 ) -> None:
     """Measure how much worse than data parallel a run's model is at equal tokens.
@@ -70,31 +89,33 @@ def quality(
     ----------
     short
         Two cells of 200 steps, two seeds.
-    json_
-        File for the rows.
     seeds
         Runs of each cell, 2 to 10; each has its first parameters, order of the text and mishaps.
+    unequal
+        The cells of unequal learners alone.
     workers
         Runs at the same time; 0: as many as the machine has cores.
     """
     need_torch()
     if not 2 <= seeds <= SEEDS_MAX:
         raise ConfigError("--seeds", expected=f"2 to {SEEDS_MAX}", got=str(seeds))
+    cells = [
+        Cell(speeds, keep, dead, seeds=seeds)
+        for speeds in (TWO, FOUR)
+        for dead in ("nobody", "each")
+        for keep in (0.5, 0.7)
+    ]
+    cells += [Cell(FOUR, keep, steps=3000, seeds=seeds) for keep in (0.5, 0.7)]
+    cells += [Cell(FOUR, dead="one", seeds=seeds)]
+    mixes = [Cell(speeds, dead=dead, seeds=seeds) for speeds, dead in UNEQUAL]
+    mixes = [replace(each, steps=UNEQUAL_BATCHES // each.learners) for each in mixes]
+    cells = mixes if unequal else cells + mixes
     if short:
-        cells = [Cell(learners, steps=200, seeds=2) for learners in (2, 4)]
-    else:
-        cells = [
-            Cell(learners, keep, dead, seeds=seeds)
-            for learners in (2, 4)
-            for dead in ("nobody", "each")
-            for keep in (0.5, 0.7)
-        ]
-        cells += [Cell(4, keep, steps=3000, seeds=seeds) for keep in (0.5, 0.7)]
-        cells += [Cell(4, dead="one", seeds=seeds)]
+        cells = [Cell(speeds, steps=200, seeds=2) for speeds in (TWO, FOUR)]
     count = workers or os.cpu_count() or 1
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
         measured = Bench(pool)
-        bench("quality", cells, measured.measure, COLUMNS, headline, json=json_)
+        bench("quality", cells, measured.measure, COLUMNS, headline, json=json)
 
 
 class Bench:
@@ -137,7 +158,7 @@ def compared(losses: Sequence[float], references: Sequence[float]) -> Row:
 def headline(rows: Sequence[Row]) -> list[str]:
     """Excess of each setting."""
     return [
-        f"{row['learners']} learners, {row['dead']} dead, keep {row['keep']}, {row['steps']} steps:"
+        f"{row['speeds']}, {row['dead']} dead, keep {row['keep']}, {row['steps']} steps:"
         f" {row['excess_percent']:+.1f}% [{row['low_percent']:+.1f}, {row['high_percent']:+.1f}]"
         f" over data parallel's {row['loss_data_parallel']:.3f}"
         for row in rows

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from random import Random
 from tempfile import TemporaryDirectory
 from typing import Final
 
@@ -14,15 +13,16 @@ import torch
 from narrows.bench.quality import Cell
 from narrows.bench.reference.gpt import GPT, PRESETS, learning_rate, make_optimizer
 from narrows.bench.reference.text import Text, Tokens, load_text
-from narrows.bench.virtual import VirtualRun
+from narrows.bench.sim.run import Plan, Run, Site
 from narrows.learner.loop import ramp_steps
 from narrows.learner.parameters import Parameters
 from narrows.learner.session import Session
 
 STEP_S: Final = 1.0
-"""Virtual seconds of a step: delays of the line and of workers are a few percent of it."""
+"""Virtual seconds of a step of the fastest learner: delays of the line and of workers are a few
+percent of it."""
 NOISE: Final = 0.1
-"""Largest deviation of a step's time from STEP_S."""
+"""Largest deviation of a step's time, as a share of it."""
 AWAY_PERIOD_S: Final = 200.0
 """A learner that is dead half of the time is away once in each, one learner after the other."""
 WINDOWS: Final = 1024
@@ -32,29 +32,26 @@ WINDOWS: Final = 1024
 def train(cell: Cell, seed: int) -> tuple[float, float]:
     """Validation loss of a run's final model, and learners per merge."""
     torch.set_num_threads(1)
-    preset, rng = PRESETS[cell.preset], Random(seed)
-    names = [f"learner-{index}" for index in range(cell.learners)]
+    preset, speeds = PRESETS[cell.preset], [float(each) for each in cell.speeds.split(":")]
     step_tokens = cell.learners * preset.batch * preset.context
-    settings = {
+    settings: dict[str, object] = {
+        "run.learners_at_start": cell.learners,
         "run.goal_tokens": cell.steps * step_tokens,
         "run.tokens_per_run_step": step_tokens,
         "fragments.keep": cell.keep,
     }
-
-    def begin(index: int) -> Student:
-        return Student(cell, names[index], seed, rng)
-
+    steps_s = [STEP_S * max(speeds) / speed for speed in speeds]
+    plan = Plan(seed, settings, steps_s, partial(Student, cell))
+    plan.ends = 20 * STEP_S * cell.steps
+    for index in range({"nobody": 0, "one": 1, "each": cell.learners}[cell.dead]):
+        begins_s = AWAY_PERIOD_S * (index + 0.5) / cell.learners
+        times_s = np.arange(begins_s, plan.ends, AWAY_PERIOD_S).tolist()
+        plan.deaths += tuple((at_s, index, AWAY_PERIOD_S / 2) for at_s in times_s)
     with TemporaryDirectory(prefix="narrows-bench-") as folder:
-        run = VirtualRun(settings, names, begin, seed=seed, folder=Path(folder))
-        end_s = 20 * STEP_S * cell.steps
-        for site in run.sites[: {"nobody": 0, "one": 1, "each": cell.learners}[cell.dead]]:
-            begins_s = AWAY_PERIOD_S * (site.index + 0.5) / cell.learners
-            for at_s in np.arange(begins_s, end_s, AWAY_PERIOD_S).tolist():
-                run.world.after(at_s, site.kill)
-                run.world.after(at_s + AWAY_PERIOD_S / 2, site.start)
-        run.until(end_s)
-        contributors = run.close()
-    (student, *_) = (site.trainee for site in run.sites if site.host and site.host.session.final)
+        run = Run(plan, Path(folder))
+        run.until(plan.ends)
+        contributors = run.contributors_mean()
+    (student, *_) = (site.trainee for site in run.sites if site.host.session.final)
     assert isinstance(student, Student)
     return student.model.validation_loss(windows(cell)), contributors
 
@@ -80,22 +77,24 @@ def train_data_parallel(cell: Cell, seed: int) -> float:
 class Student:
     """One life of a learner, with the reference worker's model, text and schedule."""
 
-    def __init__(self, cell: Cell, name: str, seed: int, rng: Random) -> None:
-        self.preset = PRESETS[cell.preset]
+    def __init__(self, cell: Cell, site: Site) -> None:
+        self._site, self.preset, seed = site, PRESETS[cell.preset], site.run.plan.seed
         self.model = GPT(self.preset, seed=seed)
         self.optimizer = make_optimizer(self.model, self.preset.peak_learning_rate)
         self.source = Parameters(self.model)
-        self.layout, self.ramp_steps = self.source.layout, ramp_steps([self.optimizer])
-        self._order, self._rng, self._steps = f"{seed}:{name}", rng, 0
+        self.layout = self.source.layout
+        self._order, self._steps = f"{seed}:learner-{site.index}", 0
 
     def step_s(self, now: float) -> float:
-        return STEP_S * self._rng.uniform(1 - NOISE, 1 + NOISE)
+        return self._site.step_s * self._site.world.rng.uniform(1 - NOISE, 1 + NOISE)
 
     def step(self, session: Session, now: float) -> int:
         settings, preset = session.settings, self.preset
         run_tokens = session.run_tokens(now)
         run_step = run_tokens / settings.tokens_per_run_step
         if not self._steps:  # It begins where the run stands, as the reference worker does.
+            if any(part.held > 0 for part in session.parts):  # Its optimizer's moments are new.
+                session.ramp_steps = ramp_steps([self.optimizer])
             self._batches = text().tokens(
                 batch=preset.batch, context=preset.context, order=self._order, skip=int(run_step)
             )

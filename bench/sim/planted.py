@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from narrows.bench.sim.checkers import Wrong
-from narrows.bench.sim.run import Run
+from narrows.bench.sim.run import Draw, Run
 from narrows.broker.process.host import Host
 from narrows.broker.store import Store
 from narrows.broker.syncer.state import Stage
@@ -147,7 +147,7 @@ def judge(seed: int, spoil: Callable[[object], None] = lambda part: None) -> str
     """The verdict of the checkers on one seed; None: nothing is wrong."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            Run(seed, Path(folder) / "state", spoil).finish()
+            Run(Draw(seed), Path(folder) / "state", spoil).finish()
         except Wrong as wrong:
             return str(wrong)
         except (AssertionError, NarrowsError, LookupError) as error:

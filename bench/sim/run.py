@@ -1,18 +1,23 @@
-"""One simulated run and its faults: kills, restarts, freezes, full disks, restored states.
+"""One run in virtual time and its faults: kills, restarts, freezes, full disks, restored states.
 
-The seed draws settings, speeds, lines and faults. The store is the real one in a temporary folder,
-without fsync; the pool's two moments leave every prefix of durability behind a kill.
+A plan says what happens: the simulator draws all of it from a seed, and the benches of quality and
+goodput plan calm runs with learners of their own. Either way the seed decides everything, however
+busy the machine is. The store is the real one in a temporary folder, without fsync; the pool's two
+moments leave every prefix of durability behind a kill.
 """
 
 from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Final
+from statistics import fmean
+from string import ascii_lowercase
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -24,9 +29,10 @@ from narrows.broker.config import load_broker
 from narrows.broker.process.downlink import Connection
 from narrows.broker.process.host import Host
 from narrows.broker.records import Version
-from narrows.broker.store import Store
+from narrows.broker.store import History, Store
 from narrows.learner.host import LearnerHost
-from narrows.learner.island import Island
+from narrows.learner.island import Island, ParameterSource
+from narrows.learner.session import Session
 from narrows.proto.codec import F32, round_to_dtype
 from narrows.proto.layout import Fragment, Piece
 from narrows.proto.messages import DtypeName, Layout, LayoutEntry
@@ -46,18 +52,66 @@ QUIET_S: Final = 45.0
 """Seconds without faults at the end: everybody has time to come back."""
 
 
-class Draw:
+class Trainee(Protocol):
+    """One life of a learner: its parameters and its training loop."""
+
+    @property
+    def source(self) -> ParameterSource: ...
+    @property
+    def layout(self) -> Layout: ...
+
+    def step(self, session: Session, now: float) -> int:
+        """Makes a step, which ends now; its tokens."""
+        ...
+
+    def step_s(self, now: float) -> float:
+        """Seconds that the step takes which begins now."""
+        ...
+
+
+class Plan:
+    """The settings and learners of a run, and all that befalls it: here nothing but short delays.
+
+    `steps_s` are the seconds of a step of each learner, `begin` begins a learner's life.
+    """
+
+    ends = 60.0
+    """Nobody trains after this second, nor does a fault begin."""
+    weather = Weather(delay_s=0.01)
+    kills: Sequence[float] = ()
+    crash_share = 0.0
+    """Share of the visits of a crash place at which the broker dies."""
+    breaks: Sequence[tuple[float, int]] = ()
+    restarts: Sequence[tuple[float, int]] = ()
+    deaths: tuple[tuple[float, int, float], ...] = ()
+    """Times, learners, and seconds until each lives again."""
+    freezes: Sequence[tuple[float, int, float]] = ()
+    pauses: Sequence[tuple[float, int, float]] = ()
+    full_disk = slow_disk = (0.0, 0.0)
+    restore: tuple[float, float] | None = None
+    """Time of the copy, and the time at which it is put back."""
+    wild = False
+
+    def __init__(
+        self,
+        seed: int,
+        settings: dict[str, object],
+        steps_s: Sequence[float],
+        begin: Callable[[Site], Trainee],
+    ) -> None:
+        self.seed, self.settings, self.steps_s, self.begin = seed, settings, steps_s, begin
+
+
+class Draw(Plan):
     """The meaning of one seed: settings, speeds, lines and the moments of all faults, each of which
     comes in a share of the seeds."""
-
-    ends: float = 60.0
 
     def __init__(self, seed: int) -> None:
         rng = Random(seed)
         learners = rng.choice([2, 2, 3, 3, 4])
-        self.steps_s = [0.03 * 10 ** rng.uniform(0, 1.6) for _ in range(learners)]
+        steps_s = [0.03 * 10 ** rng.uniform(0, 1.6) for _ in range(learners)]
         codec = rng.choice(["int4-zstd", "int4-zstd", "int8-zstd", "f32-blosc2"])
-        self.settings: dict[str, object] = {
+        settings: dict[str, object] = {
             "fragments.count": rng.randint(1, 4),
             "fragments.sync_period_steps": rng.choice([6, 10, 20]),
             "fragments.overlap_steps": rng.randint(0, 4),
@@ -68,13 +122,14 @@ class Draw:
             "run.mode": rng.choice(["decoupled", "decoupled", "decoupled", "streaming", "diloco"]),
             "broker.keep_history": rng.random() < 0.5,
         }
-        if self.settings["run.mode"] == "diloco":
-            self.settings["fragments.count"] = 1
+        if settings["run.mode"] == "diloco":
+            settings["fragments.count"] = 1
         if rng.random() < 0.4:
             rate = f"{rng.choice([400, 1000, 4000])}kbit/s"
-            self.settings |= {"wan.total_down": rate, "wan.total_up": rate}
+            settings |= {"wan.total_down": rate, "wan.total_up": rate}
         if rng.random() < 0.5:
-            self.settings["run.goal_tokens"] = int(40 * TOKENS * sum(1 / s for s in self.steps_s))
+            settings["run.goal_tokens"] = int(40 * TOKENS * sum(1 / s for s in steps_s))
+        super().__init__(seed, settings, steps_s, Walk)
         self.weather = Weather(
             loss=rng.choice([0.0, 0.0, 0.02, 0.15]),
             twice=rng.choice([0.0, 0.05]),
@@ -96,7 +151,6 @@ class Draw:
 
         self.kills = [when() for _ in range(rng.choice([0, 0, 1, 2, 4]))]
         self.crash_share = rng.choice([0.0, 0.0, 0.005, 0.02])
-        """Share of the visits of a crash place at which the broker dies."""
         self.breaks = [(when(), who()) for _ in range(rng.choice([0, 1, 3]))]
         self.restarts = [(when(), who()) for _ in range(rng.choice([0, 0, 1, 2]))]
         self.freezes = [(when(), who(), rng.uniform(0.5, 12)) for _ in range(rng.choice([0, 0, 1]))]
@@ -104,7 +158,6 @@ class Draw:
         self.full_disk, self.slow_disk = span(0.25), span(0.25)
         is_restored = rng.random() < 0.15
         self.restore = (rng.uniform(8, 15), rng.uniform(20, 35)) if is_restored else None
-        """Time of the copy, and the time at which it is put back."""
         self.wild = rng.random() < 0.2
 
 
@@ -144,6 +197,23 @@ class Parameters:
             round_to_dtype(values, entry.dtype, values)
 
 
+class Walk:
+    """The simulator's trainee."""
+
+    layout = LAYOUT
+
+    def __init__(self, site: Site) -> None:
+        self._site, self._rng = site, site.world.rng
+        self.source = Parameters(np.random.default_rng(self._rng.getrandbits(32)))
+
+    def step(self, session: Session, now: float) -> int:
+        self.source.step()
+        return TOKENS
+
+    def step_s(self, now: float) -> float:
+        return self._site.step_s * self._rng.uniform(0.95, 1.05)
+
+
 class Disk(Store):
     """The real store on a disk that is full now and then."""
 
@@ -152,7 +222,7 @@ class Disk(Store):
         super().__init__(run.path, durable=False, keep_history=history, reach=run.reach)
 
     def commit(self, version: Version) -> None:
-        if self._run.world.is_within(self._run.draw.full_disk):
+        if self._run.world.is_within(self._run.plan.full_disk):
             raise OSError(errno.ENOSPC, "the disk is full")
         super().commit(version)
 
@@ -162,8 +232,8 @@ class Site:
 
     def __init__(self, run: Run, index: int, step_s: float) -> None:
         self.run, self.world, self.index, self.step_s = run, run.world, index, step_s
-        self.name = f"site-{'abcdefgh'[index]}"
-        self.line = Line(run.world, run.draw.weather)
+        self.name = f"site-{ascii_lowercase[index]}"
+        self.line = Line(run.world, run.plan.weather)
         self.lives = 0
         self.host: LearnerHost
         self.pool: VirtualPool
@@ -176,11 +246,11 @@ class Site:
             self.pool.alive = False
         self.lives += 1
         self.line.break_off()
-        self.parameters = Parameters(np.random.default_rng(world.rng.getrandbits(32)))
+        trainee = self.trainee = self.run.plan.begin(self)
         self.pool = VirtualPool(world, lambda now: self.host.turn(now), self.boot)
         incarnation = f"{self.name}.{world.rng.getrandbits(32):08x}"
-        island = Island(self.parameters)
-        host = LearnerHost(self.name, incarnation, LAYOUT, island, self, self.pool, world.now)
+        island, layout = Island(trainee.source), trainee.layout
+        host = LearnerHost(self.name, incarnation, layout, island, self, self.pool, world.now)
         self.run.spoil(host)
         self.host, self.left = host, False
         host.sender.ready = True
@@ -265,10 +335,9 @@ class Site:
             elif session.stopping:
                 host.leave(world.now)
                 host.join(world.now)
-            elif world.now < self.run.draw.ends:
-                self.parameters.step()
-                host.boundary(TOKENS, 1.0, world.now)
-                delay_s = self.step_s * world.rng.uniform(0.95, 1.05)
+            elif world.now < self.run.plan.ends:
+                host.boundary(self.trainee.step(session, world.now), 1.0, world.now)
+                delay_s = self.trainee.step_s(world.now)
             else:
                 host.join(world.now)
             session.check()
@@ -287,6 +356,13 @@ class Site:
         if self.lives and not self.left:
             self.boot()
 
+    def die(self, seconds: float) -> None:
+        """SIGKILL, and a new process after so many seconds."""
+        self.pool.alive = False
+        self.line.break_off()
+        self.line.freeze(seconds)
+        self.world.after(seconds, self.boot)
+
     def pause(self, seconds: float) -> None:
         """The loop evaluates the model."""
         host, world = self.host, self.world
@@ -295,14 +371,17 @@ class Site:
 
 
 class Run:
-    """All of one seed. `finish` runs it to its end and lets the checkers judge.
+    """A broker and its learners. `finish` runs to the end and lets the checkers judge.
 
-    `spoil` is shown every store and host before it begins, and may plant a bug there.
+    `path` is the state directory. `spoil` is shown every store and host before it begins, and may
+    plant a bug there.
     """
 
-    def __init__(self, seed: int, path: Path, spoil: Callable[[object], None]) -> None:
-        self.world, self.path, self.draw, self.spoil = World(seed), path, Draw(seed), spoil
-        self.config = load_broker(None, self.draw.settings)
+    def __init__(
+        self, plan: Plan, path: Path, spoil: Callable[[object], None] = lambda part: None
+    ) -> None:
+        self.world, self.path, self.plan, self.spoil = World(plan.seed), path, plan, spoil
+        self.config = load_broker(None, self.plan.settings)
         self.checkers = Checkers(self)
         self.host: Host | None = None
         self.finished = False
@@ -310,21 +389,31 @@ class Run:
         self._wild: WildPeer | None = None
         self._backup = path.with_name(f"{path.name}-backup")
         self._boot()
-        self.sites = [Site(self, i, step_s) for i, step_s in enumerate(self.draw.steps_s)]
+        self.sites = [Site(self, i, step_s) for i, step_s in enumerate(self.plan.steps_s)]
         for index, site in enumerate(self.sites):
             self.world.after(0.3 * index, site.boot)
-        if self.draw.wild:
-            self._wild = WildPeer(self, LAYOUT, self.draw.ends / 2)
+        if self.plan.wild:
+            self._wild = WildPeer(self, LAYOUT, self.plan.ends / 2)
         self._plan()
 
     def finish(self) -> None:
         """Raises Wrong with what the first checker found."""
-        end = self.draw.ends + QUIET_S
-        # What the broker sent last still arrives: it lingers.
-        while self.world.now < end and not self.finished:
-            self.world.run(min(self.world.now + 5.0, end))
+        self.until(self.plan.ends + QUIET_S)
         self.checkers.finish()
         self.store.close()
+
+    def until(self, until_s: float) -> None:
+        """Goes on until this time, or to the end of the run."""
+        # What the broker sent last still arrives: it lingers.
+        while self.world.now < until_s and not self.finished:
+            self.world.run(min(self.world.now + 5.0, until_s))
+
+    def contributors_mean(self) -> float:
+        """Learners per merge, over all durable rounds; the run is over."""
+        self.store.close()
+        with closing(History(self.path)) as history:
+            rounds = [row.round_ for row in history.rounds()]
+        return fmean(len(each.contributions) for each in rounds if each.version)
 
     # -- the broker's process
 
@@ -333,7 +422,7 @@ class Run:
         self.store = Disk(self)
         self.spoil(self.store)
         self.pool = VirtualPool(
-            world, lambda _: self.enter(self.host, Host.turn), self.kill, slow=self.draw.slow_disk
+            world, lambda _: self.enter(self.host, Host.turn), self.kill, slow=self.plan.slow_disk
         )
         given = (self.config, self, self.pool, self.store, world.now)
         nonce = f"{world.rng.getrandbits(32):08x}"
@@ -365,8 +454,8 @@ class Run:
 
     def reach(self, place: str) -> None:
         """A crash place: the broker may die here, as long as there are faults."""
-        calm = self.world.now > self.draw.ends - 5
-        if not calm and self.world.rng.random() < self.draw.crash_share:
+        calm = self.world.now > self.plan.ends - 5
+        if not calm and self.world.rng.random() < self.plan.crash_share:
             raise Killed
 
     def kill(self) -> None:
@@ -404,20 +493,22 @@ class Run:
     # -- faults
 
     def _plan(self) -> None:
-        draw, sites, after = self.draw, self.sites, self.world.after
-        for at in draw.kills:
+        plan, sites, after = self.plan, self.sites, self.world.after
+        for at in plan.kills:
             after(at, self.kill)
-        for at, index in draw.breaks:
+        for at, index in plan.breaks:
             after(at, sites[index].broken)
-        for at, index in draw.restarts:
+        for at, index in plan.restarts:
             after(at, sites[index].restart)
-        for at, index, seconds in draw.freezes:
+        for at, index, seconds in plan.deaths:
+            after(at, partial(sites[index].die, seconds))
+        for at, index, seconds in plan.freezes:
             after(at, partial(sites[index].line.freeze, seconds))
-        for at, index, seconds in draw.pauses:
+        for at, index, seconds in plan.pauses:
             after(at, partial(sites[index].pause, seconds))
-        if draw.restore:
-            after(draw.restore[0], self._copy)
-            after(draw.restore[1], self._put_back)
+        if plan.restore:
+            after(plan.restore[0], self._copy)
+            after(plan.restore[1], self._put_back)
 
     def _copy(self) -> None:
         """A backup: the broker is killed, its folder copied."""

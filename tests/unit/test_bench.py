@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,18 +139,6 @@ def test_a_run_says_which_process_has_died_and_why() -> None:
 
 
 @pytest.mark.real
-def test_a_training_run_without_learners_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    def also_kill(run: Run, count: int) -> None:
-        run.wait_until(run.merges, "a round", *run.running)
-        run.signal("learner-0", signal.SIGKILL)
-
-    monkeypatch.setattr(Run, "wait_merges", also_kill)
-    monkeypatch.setattr(fairness, "DEAD_S", 0.1)
-    with pytest.raises(NarrowsError, match=r"learner-0 .expected its end with code 0, got code -9"):
-        fairness.measure_loss(fairness.TrainedCell("the fast one alone", seed=1))
-
-
-@pytest.mark.real
 def test_the_loop_is_measured_by_stage() -> None:
     row = loop.measure(loop.Cell("decoupled", "0", PARAMS, 0.5))
     assert row["rounds_per_s"] > 0 and row["pushes_per_round"] == loop.LEARNERS
@@ -214,10 +201,3 @@ def test_promises_of_a_line_are_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     if available():
         row = wan.measure(wan.Cell("budget", 2, "20Mbit/s", seconds=1.5))
         assert 0 < max(row["mean_shares"]) <= 1.05, row
-
-
-@pytest.mark.real
-def test_a_mix_of_speeds_is_trained_to_its_tokens() -> None:
-    row = fairness.measure_loss(fairness.TrainedCell("the fast one alone", seed=1, steps=30))
-    assert 0 < row["validation_loss"] < 6 and row["loop_s"] >= 30 * 0.02
-    assert "alone: " in fairness.headline_losses([{"mix": "alone", **row}])[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,20 +57,19 @@ def test_excess_is_told_with_an_interval_of_its_pairs() -> None:
     assert row["excess_percent"] == pytest.approx(2.0)
     half = 12.706 * 2**0.5 / 2**0.5  # Standard deviation of 1% and 3%, over two pairs.
     assert row["low_percent"] == pytest.approx(2.0 - half) == 4.0 - row["high_percent"]
-    line = quality.headline([{**vars(quality.Cell(2)), **row}])[0]
-    assert line.startswith("2 learners, nobody dead, keep 0.5") and "+2.0%" in line
+    line = quality.headline([{**vars(quality.Cell("1:1")), **row}])[0]
+    assert line.startswith("1:1, nobody dead, keep 0.5") and "+2.0%" in line
     with pytest.raises(ConfigError, match="--seeds"):
         quality.quality(seeds=1)
 
 
 def test_a_seed_decides_the_loss_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trained, "AWAY_PERIOD_S", 20.0)
-    monkeypatch.setattr(trained, "WINDOWS", 64)
-    cell = quality.Cell(2, dead="each", steps=25)
+    monkeypatch.setattr(trained, "AWAY_PERIOD_S", 30.0)
+    cell = quality.Cell("1:1", dead="each", steps=40)
     loss, contributors = trained.train(cell, 1)
     assert 1.0 < loss < 5.6 and 1.0 <= contributors < 2.0
     assert trained.train(cell, 1) == (loss, contributors)
-    assert trained.train(replace(cell, keep=0.7), 1)[0] != loss
+    assert trained.train(quality.Cell("1:1", keep=0.7, steps=40), 1)[1] > contributors
     assert 1.0 < trained.train_data_parallel(cell, 1) < 5.6
 
 
