@@ -57,7 +57,9 @@ def test_a_hung_learner_is_left_behind_and_named(site: Site) -> None:
         way = ((final - start) * target).sum() / target.square().sum()
         assert way > 0.1, f"{name}: {way:.3f} of the way to its target"
     # The export has the global model, which no learner holds before it is coded.
-    assert float((final - site.export()["weight"]).abs().max()) < 0.1
+    exported = site.export()["weight"]
+    behind, way = ((each - exported).square().mean().sqrt() for each in (final, start))
+    assert 0 < behind < 0.25 * way, f"{behind:.3f} of {way:.3f}"
 
 
 def test_learners_on_slow_lines_get_the_final_model(site: Site) -> None:
