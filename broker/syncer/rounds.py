@@ -224,6 +224,8 @@ class Rounds:
             if (member := state.members.of(facts.incarnation)) is not None:
                 member.merged_tokens += facts.tokens
                 member.contributions += 1
+                # Who waits for the last rounds is not given up with whom they wait for.
+                member.moved_at = now
         # As many as a STATE can tell of; the store knows the others.
         while len(round_.merged) > msg.LEARNERS_MAX:
             del round_.merged[next(iter(round_.merged))]

@@ -105,6 +105,19 @@ def test_a_learner_that_stands_still_costs_30_s_in_all_and_is_named() -> None:
     assert desk.take(ev.Finish) == [ev.Finish(("b (fragment 0)",))]
 
 
+def test_who_waited_for_a_learner_that_stands_still_is_not_given_up_with_it() -> None:
+    desk = at_goal("a", "b")
+    desk.take(ev.Merge)
+    for fragment in ALL:
+        desk.push("a", fragment, 10 + fragment)
+    desk.pass_(31.0, "a", "b", held=BEHIND)
+    desk.report("a", 30, held=BEHIND, finished=(0, 1))
+    assert [(fragment, names) for fragment, names, _ in desk.merges()] == [(f, ["a"]) for f in ALL]
+    assert events(desk) == [], "a has not said yet whether it has more of fragments 2 and 3"
+    desk.report("a", 30, held=BEHIND, finished=ALL)
+    assert events(desk) == ["CommitEnd"], "a is waited for until it has adopted the final model"
+
+
 def test_a_learner_that_was_given_up_and_moves_again_gets_the_final_model() -> None:
     desk = at_goal("a", "b")
     hang(desk, 31)
