@@ -30,6 +30,7 @@ PARAMS_MAX: Final = 1 << 24
 TOY: Final = Toy("learner", PARAMS)
 TRANSFER_S: Final = 0.4
 """A fragment takes so long at the rate, else latencies and not the budget would fill the time."""
+PLAIN_FROM_BITS_PER_S: Final = 100e6
 PLAIN: Final = {"codec.push": "f32-blosc2", "codec.publish": "f32-blosc2"}
 """Ten times as many bits for the same work, where two cores could not fill the line else."""
 
@@ -136,7 +137,7 @@ def headline(rows: Sequence[Row]) -> list[str]:
 
 def _budget(cell: Cell) -> Found:
     rate = float(BitRate.parse(cell.rate))
-    is_heavy = rate > 200e6
+    is_heavy = rate >= PLAIN_FROM_BITS_PER_S
     elements = TRANSFER_S * rate / cell.learners / (32 if is_heavy else 3)
     unit = TENSORS * WIDTH
     params = min(PARAMS_MAX, unit * (1 + int(FRAGMENTS * elements / unit)))

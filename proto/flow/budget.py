@@ -19,16 +19,17 @@ SEGMENT_BYTES: Final = 1448
 SEGMENT_OVERHEAD_BYTES: Final = 66
 """Ethernet 14, IPv4 20, TCP 20, time stamps 12. Preamble, checksum and gap, 24 more, are seen by no
 interface counter and sold by no provider."""
-FRAME_OVERHEAD_BYTES: Final = 9
-"""ZMTP 3.1: one byte of flags, up to eight of length."""
+FRAME_OVERHEAD_BYTES: Final = (2, 9)
+"""ZMTP 3.1: one byte of flags, and one of length up to 255, else eight."""
 CURVE_OVERHEAD_BYTES: Final = 33
 """Bytes that CURVE adds to a frame: command name 8, nonce 8, authenticator 16, flags 1."""
+DELAYED_ACK_S: Final = 0.04
+"""TCP acknowledges what is less than two segments after so long."""
 
 RATE_SHARE: Final = 0.985
-"""Share of the rate that leaves in the long run. The rest is for TCP's retransmissions and for
-control messages to single learners, which nobody here counts."""
-WINDOW_SHARE: Final = 0.995
-"""Share of the rate that leaves in any second, however late the sender was."""
+"""Share of the rate that leaves, in the long run and in any second, however late the sender was.
+The rest is for TCP's retransmissions and for control messages to single learners, which nobody here
+counts, and for what the threads of ZeroMQ send later than they took it."""
 WINDOW_S: Final = 1.0
 BIN_S: Final = 0.01
 """The window counts time in such bins."""
@@ -45,8 +46,10 @@ nobody could send at all."""
 
 def wire_bytes(frame_sizes: Iterable[int], curve: bool) -> int:
     """Bytes on the line of one message, from the sizes of its frames."""
-    overhead = FRAME_OVERHEAD_BYTES + (CURVE_OVERHEAD_BYTES if curve else 0)
-    size = sum(frame + overhead for frame in frame_sizes)
+    size = 0
+    for frame in frame_sizes:
+        body = frame + CURVE_OVERHEAD_BYTES if curve else frame
+        size += body + FRAME_OVERHEAD_BYTES[body > 255]
     return size + SEGMENT_OVERHEAD_BYTES * math.ceil(size / SEGMENT_BYTES)
 
 
@@ -67,6 +70,8 @@ class Budget:
         self._window_bytes = 0
         self._acknowledged_at = -math.inf
         """When the acknowledgements that were charged would have left at BACK_SHARE of the rate."""
+        self._received_at, self._unacknowledged_bytes = -math.inf, 0
+        """The newest bytes from the line, and those for which no acknowledgement was charged."""
 
     def copy(self) -> Budget:
         """Another budget of the same rate and history."""
@@ -79,7 +84,7 @@ class Budget:
         if not self.bits_per_s:
             return now
         self._forget(now)
-        room = self.bits_per_s / 8 * WINDOW_SHARE * WINDOW_S
+        room = self.bits_per_s / 8 * RATE_SHARE * WINDOW_S
         # A message that was cut for a larger rate leaves when the window is not full: if it waited
         # for room of its own size, control messages alone could hold it back for ever.
         excess = self._window_bytes - room + (size_bytes if size_bytes <= room / 2 else 0)
@@ -116,12 +121,16 @@ class Budget:
         """So many bytes have come from the line: TCP acknowledges every second segment."""
         if not self.bits_per_s:
             return
+        self._unacknowledged_bytes += size_bytes
+        count, rest = divmod(self._unacknowledged_bytes, 2 * SEGMENT_BYTES)
+        if rest and now >= self._received_at + DELAYED_ACK_S:
+            count, rest = count + 1, 0
+        self._received_at, self._unacknowledged_bytes = now, rest
         # An allowance that refills, up to a second of it: what a late loop reads at one moment has
         # been acknowledged while it came, and costs as much as what is read one by one.
         bytes_per_s = self.bits_per_s / 8 * BACK_SHARE
         start = max(self._acknowledged_at, now - WINDOW_S)
-        cost = math.ceil(size_bytes / (2 * SEGMENT_BYTES)) * SEGMENT_OVERHEAD_BYTES
-        charged = min(cost, int((now - start) * bytes_per_s))
+        charged = min(count * SEGMENT_OVERHEAD_BYTES, int((now - start) * bytes_per_s))
         self._acknowledged_at = start + charged / bytes_per_s
         self.charge(charged, now)
 

@@ -123,10 +123,24 @@ def test_acknowledgements_cost_as_much_in_a_batch_as_one_by_one_and_half_of_the_
 
 
 def test_a_message_costs_its_headers_down_to_ethernet() -> None:
-    frames = (4, 100, 98_000)
-    plain = sum(frames) + 3 * 9
+    frames = (4, 230, 98_000)
+    plain, coded = sum(frames) + 2 + 2 + 9, sum(frames) + 3 * 33 + 2 + 9 + 9
     assert wire_bytes(frames, curve=False) == plain + 66 * math.ceil(plain / 1448)
-    assert wire_bytes(frames, curve=True) == plain + 99 + 66 * math.ceil((plain + 99) / 1448)
+    assert wire_bytes(frames, curve=True) == coded + 66 * math.ceil(coded / 1448)
+
+
+@pytest.mark.parametrize(("every_s", "acknowledged"), [(0.001, 50), (0.05, 100)])
+def test_acknowledgements_are_those_of_every_second_segment_or_of_40_ms(
+    every_s: float, acknowledged: int
+) -> None:
+    budget = Budget(1e9)
+    charged = 0
+    for index in range(100):
+        now = 10.0 + index * every_s
+        before = budget.in_window(now)
+        budget.acknowledge(1448, now)
+        charged += budget.in_window(now) - before
+    assert charged == pytest.approx(66 * acknowledged, abs=66)
 
 
 # The sender: whose turn it is.
