@@ -332,10 +332,6 @@ class Site:
         """The tensors that a learner has saved at its end, by name."""
         return load_file(self.folder / f"{name}.safetensors")
 
-    def told(self, name: str) -> dict[str, Any]:
-        """Summary that a toy learner has written at its end."""
-        return dict(json.loads((self.folder / f"{name}.json").read_text()))
-
     def close(self) -> None:
         """Kills what still runs. A test that fails shows what this prints."""
         for child in self.children:
