@@ -151,6 +151,17 @@ def test_a_learner_that_moves_is_waited_for_ten_minutes_and_no_longer() -> None:
     assert events(desk)[:1] == ["CommitEnd"]
 
 
+def test_a_learner_that_is_cut_off_at_the_end_may_come_back() -> None:
+    desk = at_goal("a", "b")
+    desk.pass_(20.0, "a", finished=ALL)
+    assert events(desk) == []
+    desk.hello("b", peer="b:1")
+    for fragment in ALL:
+        desk.push("b", fragment, 10 + fragment)
+    desk.report("b", 30, finished=ALL)
+    assert events(desk)[:1] == ["CommitEnd"]
+
+
 # After a start of the broker.
 
 

@@ -174,6 +174,21 @@ def test_the_first_round_takes_everybody_who_began_the_run_and_later_ones_no_new
     assert later.merges()[0] == (0, ["a"], "everybody")
 
 
+def test_lockstep_launches_at_once_and_knows_no_pace() -> None:
+    config = configure(
+        run={"mode": msg.Mode.DILOCO},
+        fragments={"count": 1, "overlap_steps": 0},
+        merge={"quorum": 0, "weights": "equal"},
+    )
+    desk = Desk(config, resumed=resumed(heads=(5,), period_s=0.0))
+    desk.hello("a")
+    desk.report("a", 0, held=(5,))
+    for version in range(6, 9):
+        assert desk.status["rounds"][0]["stage"] == "collecting"
+        desk.push("a", 0, version)
+        assert desk.heads == [version]
+
+
 def test_chunks_that_nobody_announced_hold_nobody_up() -> None:
     desk = running("a", "b")
     desk.send_chunks("b", 0, 1)
