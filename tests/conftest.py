@@ -1,4 +1,4 @@
-"""The rules of the gate for every test, options of the suite, and data for its processes.
+"""The rules of the gate for every test, and options of the suite.
 
 A test may not outlast its time limit, and may leave no process, port or network namespace behind.
 A test over real processes (marker `real`) may run once more after a failure; the summary names it
@@ -24,6 +24,9 @@ FLAKY_MAX = 2
 NEVER_BY_CHANCE = (r"^Failed: Timeout \(", r"^AssertionError: the test left ")
 """Failures after which a test does not run again. The time limit holds once for both runs of it."""
 
+reruns: dict[str, str] = {}
+"""First failure of each test that failed once and then ran again, by test."""
+
 PR_SET_CHILD_SUBREAPER = 36
 SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 ENDING_S = 5.0
@@ -37,12 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Whatever a process of ours starts and abandons becomes our child, so that we find it.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(FlakyTests(), "flaky-tests")
-        if config.getoption("numprocesses", default=None):
-            from narrows.broker.merging import warm_up
+    if config.getoption("numprocesses", default=None) and not hasattr(config, "workerinput"):
+        from narrows.broker.merging import warm_up
 
-            warm_up()  # Else the workers would compile the same kernels at once, for a minute.
+        warm_up()  # Else the workers would compile the same kernels at once, for a minute.
     # No limit on the time of an example: a busy machine does not decide. The gate has the same
     # examples in every run: random numbers do not decide, either.
     too_slow = [hypothesis.HealthCheck.too_slow]
@@ -82,31 +83,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=1, rerun_except=list(NEVER_BY_CHANCE)))
 
 
-class FlakyTests:
-    """Counts the tests that failed once and then passed."""
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.outcome == "rerun":  # type: ignore[comparison-overlap]
+        lines = report.longreprtext.splitlines()
+        reasons = [line[1:].strip() for line in lines if line.startswith("E ")]
+        reruns[report.nodeid] = reasons[0] if reasons else "no reason"
 
-    def __init__(self) -> None:
-        self.reruns: dict[str, str] = {}
-        """First failure of each test that ran once more, by test."""
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.outcome == "rerun":  # type: ignore[comparison-overlap]
-            lines = report.longreprtext.splitlines()
-            reasons = [line[1:].strip() for line in lines if line.startswith("E ")]
-            self.reruns[report.nodeid] = reasons[0] if reasons else "no reason"
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if len(reruns) > FLAKY_MAX and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if len(self.reruns) > FLAKY_MAX and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        for test, reason in self.reruns.items():
-            terminalreporter.write_line(f"FLAKY {test} -- {reason}", yellow=True)
-        if len(self.reruns) > FLAKY_MAX:
-            terminalreporter.write_line(
-                f"{len(self.reruns)} flaky tests, at most {FLAKY_MAX} are allowed", red=True
-            )
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for test, reason in reruns.items():
+        terminalreporter.write_line(f"FLAKY {test} -- {reason}", yellow=True)
+    if len(reruns) > FLAKY_MAX:
+        terminalreporter.write_line(
+            f"{len(reruns)} flaky tests, at most {FLAKY_MAX} are allowed", red=True
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -158,13 +154,3 @@ def listening() -> set[str]:
     """Local addresses at which this process itself listens over TCP."""
     sockets = psutil.Process().net_connections("tcp")
     return {f"{one.laddr.ip}:{one.laddr.port}" for one in sockets if one.status == "LISTEN"}
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small text that is quick to load, the same for all learners."""
-    folder = tmp_path_factory.mktemp("data")
-    for index in range(40):
-        lines = (f"{index} times {n} is {index * n}, says file {index}." for n in range(400))
-        (folder / f"table-{index}.txt").write_text("\n".join(lines))
-    return folder

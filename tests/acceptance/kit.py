@@ -15,11 +15,12 @@ of a second instead of three. They are processes of their own, and signals reach
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -196,6 +197,12 @@ class Site:
         """Starts a learner with these options of `toy.learn`."""
         return self._fork(name, toy.learn, self.folder, name, **{"broker": self.address, **options})
 
+    def type(self, folder: Path, command: str) -> Child:
+        """Runs a command line of `narrows` in this folder."""
+        script, *arguments = shlex.split(command)
+        assert script == "narrows", command
+        return self._fork(arguments[0], toy.command, folder, arguments)
+
     def shell(self, name: str, *command: str) -> Child:
         """Starts a program, such as an example, or the script `narrows` as it is installed."""
         return self._fork(name, toy.execute, self.folder, command)
@@ -296,21 +303,15 @@ class Site:
             versions = sorted(version for own, version in durable if own == fragment)
             assert versions == list(range(1, len(versions) + 1))
         # A version that was lost may have been made again, with other bits.
-        self._check_adopted(names, lambda: {(*key, durable[key]) for key in durable})
+        self.check_copies(*names, made={(*key, durable[key]) for key in durable})
 
-    def check_copies(self, *names: str) -> None:
-        """Every version that a learner adopted is, bit for bit, one that the broker made."""
-        self._check_adopted(
-            names,
-            lambda: {(one["fragment"], one["version"], one["digest"]) for one in self.merged()},
-        )
-
-    def _check_adopted(
-        self, names: Sequence[str], get_made: Callable[[], set[tuple[int, int, str]]]
-    ) -> None:
+    def check_copies(self, *names: str, made: set[tuple[int, int, str]] | None = None) -> None:
+        """Every version that a learner adopted is, bit for bit, one of these, or else of those that
+        the broker made."""
         # First what was adopted: the run goes on, and a merge stands in its file before it is sent.
         adopted = {name: {one for one in self.adopted(name) if one[1] > 0} for name in names}
-        made = get_made()
+        if made is None:
+            made = {(one["fragment"], one["version"], one["digest"]) for one in self.merged()}
         for name, own in adopted.items():
             assert own, f"{name} has adopted nothing"
             assert own <= made, f"{name} has adopted what is not there: {sorted(own - made)}"
@@ -331,10 +332,6 @@ class Site:
     def final(self, name: str) -> dict[str, Tensor]:
         """The tensors that a learner has saved at its end, by name."""
         return load_file(self.folder / f"{name}.safetensors")
-
-    def told(self, name: str) -> dict[str, Any]:
-        """Summary that a toy learner has written at its end."""
-        return dict(json.loads((self.folder / f"{name}.json").read_text()))
 
     def close(self) -> None:
         """Kills what still runs. A test that fails shows what this prints."""

@@ -1,215 +1,238 @@
-"""Hostile bytes at all three ports: each is refused by name, and the honest learner trains on."""
+"""Hostile bytes at all three ports: each is refused by name, and the honest learner trains on.
+
+The unit tests and the simulator know every wrong field, payload and value; here is one of each
+kind, as it comes off the wire.
+"""
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
-from collections.abc import Generator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import pytest
 import zmq
-from acceptance import hostile
-from acceptance.kit import Child, Site, wait_until
+import zstandard
+from acceptance.kit import Site, wait_until
 from acceptance.peer import (
     ENVELOPE,
     Peer,
     fingerprint_of,
     framed,
+    greeting,
+    handshake,
     packed,
     refusals,
     throw,
 )
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 ELEMENTS: Final = 48 * 49
 MEMORY_BYTES_MAX: Final = 200 << 20
 """One unfinished message at a port may take 64 MiB here, and the allocator keeps some of it."""
 UNFINISHED_BYTES: Final = 64 << 20
-GROWTH_BYTES_MAX: Final = 96 << 20
-"""The same for small frames, however many."""
-
-FRAMES_PER_NAME: Final = 40
-
 LARGE: Final = 80
 """Damaged payloads of 4 MB: more than MEMORY_BYTES_MAX, if they were kept."""
 
 PORTS: Final = ((b"DEALER", 60_000), (b"XPUB", 200_000), (b"XSUB", 400))
 """The sockets that talk with the broker's three ports, and bytes that a frame there may have."""
 
+ASK: Final = packed(type="askstatus")
+RANDOM: Final = random.Random(1).randbytes(5000)
 
-@dataclass
-class Siege:
-    """A broker with an honest learner, and Mallory, who is known under many names."""
+NO_HANDSHAKES: Final = [
+    RANDOM,
+    b"GET / HTTP/1.1\r\nHost: broker\r\n\r\n" * 20,
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + RANDOM,  # TLS
+    b"\x01\x00" + RANDOM,  # ZMTP 1
+    greeting(major=9) + RANDOM,
+    greeting(b"CURVE") + b"\x04\xc8\x05HELLO\x01\x00" + RANDOM[:192],
+    handshake(b"REP"),
+    greeting() + b"\x04\x0a\x05READY\x0bSoc",
+    greeting() + b"\x04\x13\x05READY\x04Type" + b"\xff" * 8,  # A property of 4 GiB.
+    greeting() + b"\x06" + (1 << 63).to_bytes(8, "big") + RANDOM,
+]
+"""Bytes that a TCP connection may bring instead of a ZMTP handshake."""
 
-    site: Site
-    broker: Child
-    fingerprint: str
-    guests: ExitStack = field(default_factory=ExitStack)
-    peer: Peer = field(init=False)
-    listener: zmq.Socket[bytes] = field(init=False)
-    names: int = 0
-    sent: int = 0
-    bytes_most: int = 0
-    """Memory that the broker may take at the end."""
+NO_FRAMES: Final = [
+    b"\x02" + (1 << 63).to_bytes(8, "big") + RANDOM,
+    b"\xf8\x10" + RANDOM,  # Reserved flags.
+    b"\x01\x04part" * 50,  # The last part never comes.
+    b"\x00\xff" + RANDOM[:100],  # The rest of the frame never comes.
+    b"\x04\x08\x07UNKNOWN",
+    RANDOM,
+]
+"""Bytes that may follow the handshake instead of ZMTP frames."""
 
-    def mallory(self) -> Peer:
-        """Mallory under a new name; the old one leaves."""
-        self.guests.close()
-        self.names += 1
-        peer = Peer(self.site, f"mallory-{self.names % 700}", self.fingerprint)
-        self.peer = self.guests.enter_context(peer)
-        return peer
+FRAMES: Final[dict[str, tuple[list[bytes], str]]] = {
+    "garbage": ([RANDOM[:400]], "bad_message"),
+    "one empty frame": ([b""], "bad_message"),
+    "no body": ([ENVELOPE], "bad_message"),
+    "other protocol": ([b"NRW\2", ASK], "protocol_version"),
+    "a thousand frames": ([ENVELOPE, *[b""] * 999], "bad_message"),
+    "body cut": ([ENVELOPE, ASK[:-1]], "bad_message"),
+    "map of 2^32": ([ENVELOPE, b"\xdf\xff\xff\xff\xff"], "bad_message"),
+    "nested 60,000 deep": ([ENVELOPE, b"\x91" * 60_000], "bad_message"),
+    "unknown type": ([ENVELOPE, packed(type="exec", command="true")], "bad_message"),
+    "beyond the bound": ([ENVELOPE, bytes(140_000)], "too_large"),
+}
+"""Frames that are no message to a broker, with the code that answers them on the control port."""
 
-    @property
-    def rss_bytes(self) -> int:
-        return int(self.broker.ps.memory_info().rss)
+HELLOS: Final[dict[str, tuple[dict[str, Any], str]]] = {
+    "path for a name": ({"name": "../../etc/passwd"}, "bad_message"),
+    "incarnation of another": ({"incarnation": "good.00000001"}, "bad_name"),
+    "another name": ({"name": "good"}, "bad_name"),
+    "other layout": ({"fingerprint": "0" * 32}, "layout_differs"),
+    "5,000 fragments": ({"held": [[0, 0]] * 5000}, "bad_message"),
+}
+
+NONSENSE: Final[list[dict[str, Any]]] = [
+    {"type": "report", "steps": 1 << 62, "tokens": 1 << 62, "loss": -math.inf, "held": [1 << 53]},
+    {"type": "report", "steps": 0, "tokens": 1 << 62, "loss": math.nan, "held": [0],
+     "paused": "\x1b[2J", "finished": [4095] * 4096},
+]  # fmt: skip
+"""Messages in good form that say nothing sensible; they are not answered."""
+
+FROM_A_BROKER: Final[list[dict[str, Any]]] = [
+    {"type": "status", "status": {"learners": {}}},
+    {"type": "refuse", "code": "bad_name", "message": "leave"},
+    {"type": "beat", "epoch": "9-00000000", "phase": "ended", "heads": [9], "collecting": [],
+     "period_s": 0.0, "run_tokens": 0, "tokens_per_s": 0.0, "up_bits_per_s": 0.0},
+]  # fmt: skip
+"""Messages that only a broker sends."""
+
+STATE: Final = {"type": "fetch", "kind": 3, "fragment": 0, "version": 0, "push_id": 0}
+REQUESTS: Final[list[dict[str, Any]]] = [
+    STATE | {"chunks": [[0, 1]], "fragment": 4095},
+    STATE | {"chunks": [[0, 1]], "version": 1 << 40},
+    STATE | {"chunks": [[0, 1]], "kind": 0},
+    STATE | {"chunks": [[1, 1]]},
+    STATE | {"chunks": [[0, 1 << 48]]},
+    STATE | {"chunks": [[0, 1]] * 257},
+]
+"""Wrong requests of a run of one fragment in one chunk; each is refused."""
+
+PUSHES: Final[list[dict[str, Any]]] = [
+    {"fragment": 1}, {"base": 1 << 40}, {"tokens": 1 << 60}, {"steps": 0}, {"push_id": 0},
+]  # fmt: skip
+"""Wrong announcements of a push of fragment 0, the only one; each is refused."""
+
+CHUNKS: Final[dict[str, tuple[dict[str, Any], str]]] = {
+    "fragment one past": ({"fragment": 1}, "bad_message"),
+    "chunk one past": ({"chunk": 1}, "bad_chunk"),
+    "far beyond": ({"chunk": 1 << 48}, "bad_chunk"),
+    "codec not agreed": ({"codec": "f32-blosc2"}, "bad_chunk"),
+}
+"""Wrong headers of a chunk of that fragment; its push is refused on control."""
+
+UNTOLD: Final[list[tuple[dict[str, Any], str]]] = [
+    ({"learner": "nobody"}, "bad_message"),
+    ({"kind": 2}, "bad_message"),
+    ({"fragment": 1 << 62}, "bad_message"),
+    ({"chunk": math.nan}, "bad_message"),
+    ({"codec": "lz4"}, "bad_message"),
+    ({"contributors": [["good.00000001", 1]] * 2000}, "bad_message"),
+    ({"kind": 1}, "bad_chunk"),
+    ({"kind": 4}, "bad_chunk"),
+    ({"payload_digest": 7}, "bad_digest"),
+]
+"""Headers that name no push which could be refused, and a chunk that is damaged on its way: they
+are dropped and noted."""
+
+SILENT: Final[list[dict[str, Any]]] = [
+    {"epoch": "1-00000000"},
+    {"learner": "mallory.00000000"},
+    {"kind": 1, "codec": "f32-blosc2"},
+    {"kind": 4, "codec": "f32-blosc2"},
+]
+"""Headers of what an honest learner may have on its way when a life ends: they are dropped."""
 
 
-@pytest.fixture
-def siege(site: Site) -> Generator[Siege]:
+def payloads(elements: int) -> dict[str, tuple[bytes, str]]:
+    """Wrong payloads (int4-zstd) of all elements of that fragment, which has two pieces."""
+
+    def coded(count: int) -> bytes:
+        return zstandard.compress(bytes(-(-count // 2)), 1)
+
+    scales, right = b"\x80\x3e" * 2, coded(elements)
+    return {
+        "empty": (b"", "bad_payload"),
+        "cut": (scales + right[:-1], "bad_payload"),
+        "much longer": (scales + right + bytes(4096), "too_large"),
+        "codes too many": (scales + coded(elements + 2), "bad_payload"),
+        "NaN scale": (b"\xc0\x7f" + scales[2:] + right, "not_finite"),
+        "zstd bomb": (
+            scales + b"\x28\xb5\x2f\xfd\xe0" + (1 << 40).to_bytes(8, "little") + bytes(9),
+            "bad_payload",
+        ),
+    }
+
+
+@pytest.mark.timeout(90)
+def test_hostile_bytes_at_each_port_are_refused_by_name(site: Site) -> None:
     broker = site.broker("fragments.count=1")
     site.learner("good")
     site.contribute("good", count=2)
-    siege = Siege(site, broker, fingerprint_of(site))
-    yield siege
-    siege.guests.close()
-    site.contribute("good", count=4)
-    site.check_copies("good")
-    assert {name for one in site.merged() for name in one["contributors"]} == {"good"}
-    assert "Traceback" not in broker.log
-    wait_until(lambda: siege.rss_bytes < siege.bytes_most, "memory to be freed", broker)
 
+    def memory_bytes() -> int:
+        return int(broker.ps.memory_info().rss)
 
-def test_hostile_bytes_at_each_port_are_refused_by_name(siege: Siege) -> None:
-    site = siege.site
     for offset, (kind, frame_bytes) in enumerate(PORTS):
         part = framed(bytes(frame_bytes), b"")[: 9 + frame_bytes]  # Another one follows.
         throw(site.ports.first + offset, [part * (UNFINISHED_BYTES // len(part))], kind)
-    siege.bytes_most = siege.rss_bytes + MEMORY_BYTES_MAX
+    memory_bytes_max = memory_bytes() + MEMORY_BYTES_MAX
     for offset, (kind, _) in enumerate(PORTS):
         port = site.ports.first + offset
-        throw(port, hostile.NO_HANDSHAKES)
-        throw(port, hostile.NO_FRAMES, kind)
+        throw(port, NO_HANDSHAKES)
+        throw(port, NO_FRAMES, kind)
         for repeat in (1, 3, 30):
-            throw(port, [framed(*each * repeat) for each, _ in hostile.FRAMES.values()], kind)
-    wait_until(lambda: refusals(site)["bad_message"] > 20, "what was read of it", siege.broker)
+            throw(port, [framed(*each * repeat) for each, _ in FRAMES.values()], kind)
+    wait_until(lambda: refusals(site)["bad_message"] > 20, "what was read of it", broker)
 
-    for case, (fields, code) in hostile.HELLOS.items():
-        stranger = siege.mallory()
-        stranger.hello(**fields)
-        stranger.is_refused(code, case)
-    member = siege.mallory()
-    for case, (frames, code) in hostile.FRAMES.items():
-        member.control.send_multipart(frames)
-        member.is_refused(code, case)
-    for message in (*hostile.NONSENSE, {"type": "push", "fragment": 0}):
-        member.tell(**message)
-    member.join()
-    for message in hostile.NONSENSE:
-        member.tell(**message)
-    for message in hostile.FROM_A_BROKER:
-        member.tell(**message)
-        member.is_refused("bad_message", message)
-    for message in hostile.REQUESTS:
-        member.tell(**message)
-        member.is_refused("bad_message", message)
-    for fields in hostile.PUSHES:
-        member.announce(**fields)
-        member.is_refused("bad_message", fields)
-    for case, (fields, code) in hostile.CHUNKS.items():
-        member.chunk(b"bytes", **fields)
-        member.is_refused(code, case)
-    for case, (payload, code) in hostile.payloads(ELEMENTS).items():
-        member.chunk(payload)
-        member.is_refused(code, case)
+    fingerprint = fingerprint_of(site)
+    for number, (case, (fields, code)) in enumerate(HELLOS.items()):
+        with Peer(site, f"stranger-{number}", fingerprint) as stranger:
+            stranger.hello(**fields)
+            stranger.is_refused(code, case)
+    with Peer(site, "mallory", fingerprint) as member:
+        for case, (frames, code) in FRAMES.items():
+            member.control.send_multipart(frames)
+            member.is_refused(code, case)
+        for message in (*NONSENSE, {"type": "push", "fragment": 0}):
+            member.tell(**message)
+        member.join()
+        for message in NONSENSE:
+            member.tell(**message)
+        for message in (*FROM_A_BROKER, *REQUESTS):
+            member.tell(**message)
+            member.is_refused("bad_message", message)
+        for fields in PUSHES:
+            member.announce(**fields)
+            member.is_refused("bad_message", fields)
+        for case, (fields, code) in CHUNKS.items():
+            member.chunk(b"bytes", **fields)
+            member.is_refused(code, case)
+        for case, (payload, code) in payloads(ELEMENTS).items():
+            member.chunk(payload)
+            member.is_refused(code, case)
 
-    before = refusals(site, "data from")
-    expected = Counter(code for _, code in hostile.UNTOLD)
-    for fields in (*hostile.SILENT, *(one for one, _ in hostile.UNTOLD)):
-        member.chunk(b"bytes", **fields)
-    for parts in ([b"u/00"], [b""] * 2, [b"u/00", b"\xc1", b""], [b"u/00"] * 1000):
-        member.uplink.send_multipart(parts)
-        expected["bad_message"] += 1
-    wait_until(
-        lambda: refusals(site, "data from") - before == expected, str(expected), siege.broker
-    )
-    for _ in range(LARGE):  # One by one: what waits to be read takes memory, too.
-        member.chunk(bytes(4_000_000))
-        member.is_refused("too_large")
+        before = refusals(site, "data from")
+        expected = Counter(code for _, code in UNTOLD)
+        for fields in (*SILENT, *(one for one, _ in UNTOLD)):
+            member.chunk(b"bytes", **fields)
+        for parts in ([b"u/00"], [b""] * 2, [b"u/00", b"\xc1", b""], [b"u/00"] * 1000):
+            member.uplink.send_multipart(parts)
+            expected["bad_message"] += 1
+        wait_until(lambda: refusals(site, "data from") - before == expected, str(expected), broker)
+        for _ in range(LARGE):  # One by one: what waits to be read takes memory, too.
+            member.chunk(bytes(4_000_000))
+            member.is_refused("too_large")
 
-    listener = member.dial(zmq.XSUB, 2)
-    for text in (b"\1", b"\0", b"\0p/00", b"\2", b"p/00", b"\1" + b"x" * 500):
-        listener.send(text)
-
-
-def _packs(value: Any) -> bool:
-    try:
-        packed(x=value)
-    except (ValueError, OverflowError):
-        return False
-    return True
-
-
-numbers = st.integers(-(1 << 63), (1 << 64) - 1)
-values = st.recursive(
-    st.none() | st.booleans() | numbers | st.floats() | st.text(max_size=40)
-    | st.binary(max_size=40) | st.sampled_from(["good", "mallory", "decoupled", "f32-blosc2"]),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=12,
-).filter(_packs)  # fmt: skip
-headers = st.fixed_dictionaries(
-    {},
-    optional={
-        "epoch": values, "kind": st.integers(-1, 6), "fragment": st.integers(0, 3),
-        "version": numbers, "push_id": numbers, "chunk": st.integers(0, 3) | numbers,
-        "codec": st.sampled_from(["int4-zstd", "int8-zstd", "f32-blosc2", "x"]),
-        "payload_digest": numbers, "learner": values, "contributors": values,
-    },
-)  # fmt: skip
-HONEST: Final[list[dict[str, Any]]] = [
-    {"type": "report", "steps": 1, "tokens": 1, "loss": 1.0, "held": [0]},
-    {"type": "push", "fragment": 0, "push_id": 1, "base": 0, "tokens": 5, "steps": 5},
-    {"type": "fetch", "kind": 3, "fragment": 0, "version": 1, "push_id": 0, "chunks": [[0, 1]]},
-    {"type": "askstatus"},
-    {"type": "bye", "reason": "x"},
-]
-
-
-@st.composite
-def controls(draw: st.DrawFn) -> list[bytes]:
-    """An honest message with one field changed or its end cut off, or frames of any kind."""
-    message = dict(draw(st.sampled_from(HONEST)))
-    key = draw(st.sampled_from([*message, "more"]))
-    body = packed(**message | {key: draw(values)})
-    cut = body[: draw(st.integers(0, len(body)))]
-    any_frames = st.lists(st.binary(max_size=200), min_size=1, max_size=4)
-    return draw(st.sampled_from([[ENVELOPE, body], [ENVELOPE, cut]]) | any_frames)
-
-
-@settings(
-    max_examples=10 * settings().max_examples, phases=[Phase.generate], database=None,
-    suppress_health_check=list(HealthCheck),
-)  # fmt: skip
-@given(
-    controls(), headers, st.binary(max_size=3000),
-    st.sampled_from([b"\0p/00", b"\1p/01", b"\0", b"\2", b"p/00", b""]) | st.binary(max_size=200),
-)  # fmt: skip
-def test_random_frames_harm_nobody(
-    siege: Siege, control: list[bytes], fields: dict[str, Any], payload: bytes, raw: bytes
-) -> None:
-    if siege.sent % FRAMES_PER_NAME == 0:
-        siege.mallory().join()
-        siege.listener = siege.peer.dial(zmq.XSUB, 2)
-    siege.sent += 1
-    peer = siege.peer
-    peer.control.send_multipart(control)
-    header = peer.header(payload, **fields)
-    peer.uplink.send_multipart([b"u/00", header if siege.sent % 4 else raw, payload])
-    siege.listener.send(raw)
-    assert siege.broker.exit_code is None
-    if siege.sent == FRAMES_PER_NAME:
-        siege.bytes_most = siege.rss_bytes + GROWTH_BYTES_MAX
+        listener = member.dial(zmq.XSUB, 2)
+        for text in (b"\1", b"\1\xff", b"\0", b"\0p/00", b"\2", b"p/00", b"\1" + b"x" * 500):
+            listener.send(text)
+        site.contribute("good", count=4)
+    site.check_copies("good")
+    assert {name for one in site.merged() for name in one["contributors"]} == {"good"}
+    assert "Traceback" not in broker.log
+    wait_until(lambda: memory_bytes() < memory_bytes_max, "memory to be freed", broker)

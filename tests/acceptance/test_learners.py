@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from acceptance.kit import Site, wait_until
 
 SLOW = ("slow-a", "slow-b", "slow-c")
@@ -73,17 +72,3 @@ def test_who_freezes_or_dies_holds_nobody_up_and_comes_back(site: Site) -> None:
     for each in after["learners"].values():
         assert 0 < each["merged_tokens"] <= each["logged_tokens"]
     site.check_run("a", "b", "c")
-
-
-@pytest.mark.parametrize("mode", ["streaming", "diloco"])
-def test_in_lockstep_the_others_go_on_after_a_death(site: Site, mode: str) -> None:
-    broker = site.broker("run.learners_at_start=3", mode=mode)
-    *_, dead = [site.learner(name, seed=seed) for seed, name in enumerate("abc")]
-    site.contribute("a", "b", "c", count=3)
-    dead.kill()
-    site.contribute("a", "b", count=8)
-    broker.stop()
-    rounds = [set(one["contributors"]) for one in site.merged()]
-    assert rounds[-5:] == [{"a", "b"}] * 5
-    assert rounds.count({"a", "b", "c"}) >= 3
-    site.check_run("a", "b")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import itertools
-import json
 import logging
 import os
 import resource
@@ -15,23 +14,12 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from narrows.learner import BrokerUnreachable, Learner, NarrowsError, Refused
-
-ROWS, WIDTH, BATCH = 32, 16, 64
-
-
-class Task(NamedTuple):
-    """A model and what it learns."""
-
-    model: nn.Module
-    optimizers: list[torch.optim.Optimizer]
-    get_loss: Callable[[], Tensor]
-    """The loss of the next batch."""
 
 
 def start_model(width: int) -> nn.Linear:
@@ -46,106 +34,56 @@ def target_of(width: int, seed: int) -> Tensor:
     return torch.randn(width, width)
 
 
-def matrix(seed: int, width: int, lr: float, noise: float) -> Task:
-    """The loss is the squared distance of a matrix from a target of its own. The target moves from
-    step to step, so that every push says something."""
-    model, target = start_model(width), target_of(width, seed)
-
-    def get_loss() -> Tensor:
-        goal = target + noise * torch.randn(width, width)
-        return ((model.weight - goal).square().sum() + model.bias.square().sum()) / 2
-
-    return Task(model, [torch.optim.SGD(model.parameters(), lr=lr)], get_loss)
-
-
-class Tied(nn.Module):
-    """Embedding and head share one weight; a hidden layer in bfloat16; a buffer stays at home."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(ROWS, WIDTH)
-        self.hidden = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
-        self.head = nn.Linear(WIDTH, ROWS, bias=False)
-        self.head.weight = self.table.weight
-        self.scale = nn.Buffer(torch.ones(1))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        inner: Tensor = self.hidden(self.table(tokens).bfloat16())
-        return torch.as_tensor(self.head(torch.tanh(inner).float() * self.scale))
-
-
-def tied(seed: int, is_compiled: bool) -> Task:
-    """A tied model with two optimizers learns that every token is followed by the next one in the
-    table."""
-    torch.manual_seed(seed)
-    model = Tied()
-    # Every backend gives the model the prefix and the hooks of a compiled one; this one is quick.
-    called: Any = torch.compile(model, backend="eager") if is_compiled else model
-
-    def get_loss() -> Tensor:
-        tokens = torch.randint(0, ROWS, (BATCH,))
-        return nn.functional.cross_entropy(called(tokens), (tokens + 1) % ROWS)
-
-    get_loss()  # Compiles before the others have to wait for it.
-    hidden = torch.optim.SGD(model.hidden.parameters(), lr=0.1)
-    return Task(called, [hidden, torch.optim.AdamW(model.table.parameters(), lr=0.02)], get_loss)
-
-
 def learn(
     folder: Path,
     name: str,
     *,
     broker: str,
-    model: Literal["matrix", "tied", "compiled"] = "matrix",
     seed: int = 0,
     width: int = 48,
     lr: float = 0.05,
     noise: float = 0.3,
     step_s: float = 0.01,
     tokens: int = 100,
-    hang_at: float = 2.0,
     key: str | None = None,
     **options: Any,
 ) -> None:
     """Trains to the end of the run; the exit codes are those of the command line.
 
-    The folder gets NAME.steps (a byte for each, from the moment when it has joined), NAME.jsonl
-    (events), NAME-first.safetensors after a step, and at the end NAME.safetensors and NAME.json.
-    hang_at: progress of the run at which it stops stepping for ever; above 1: never.
-    options: of `Learner`.
+    The loss is the squared distance of a matrix from a target of its own. The target moves from
+    step to step, so that every push says something. The folder gets NAME.steps (a byte for each,
+    from the moment when it has joined), NAME.jsonl (events), NAME-first.safetensors after a step,
+    and NAME.safetensors at the end. options: of `Learner`.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     torch.set_num_threads(1)
-    task = matrix(seed, width, lr, noise) if model == "matrix" else tied(seed, model == "compiled")
-    said, code, losses, pace = "", 0, list[float](), threading.Event()
+    model, target = start_model(width), target_of(width, seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    pace = threading.Event()
     who = {"key": key} if key else {"name": name}
     options = {"join_timeout_s": 25.0, "leave_timeout_s": 25.0, **who, **options}
     events = folder / f"{name}.jsonl"
     try:
-        made = Learner(task.model, task.optimizers, broker=broker, events=events, **options)
+        made = Learner(model, optimizer, broker=broker, events=events, **options)
         with made as learner:
             steps_file = (folder / f"{name}.steps").open("wb", buffering=0)
             for _ in learner.until_end(itertools.repeat(None)):
                 pace.wait(step_s)
-                loss = task.get_loss()
+                goal = target + noise * torch.randn(width, width)
+                loss = ((model.weight - goal).square().sum() + model.bias.square().sum()) / 2
                 loss.backward()  # type: ignore[no-untyped-call]
                 learner.log(tokens=tokens, loss=loss)
-                for optimizer in task.optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                losses.append(loss.item())
-                steps_file.write(b".")
-                if len(losses) == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+                if steps_file.tell() == 0:
                     learner.save(folder / f"{name}-first.safetensors")
-                if learner.progress >= hang_at:
-                    threading.Event().wait()
+                steps_file.write(b".")
         learner.save(folder / f"{name}.safetensors")
     except NarrowsError as error:
-        said = str(error)
-        code = 3 if isinstance(error, Refused) else 4 if isinstance(error, BrokerUnreachable) else 1
-        print(f"{name}: {said}", file=sys.stderr, flush=True)
-    (folder / f"{name}.json").write_text(json.dumps({"said": said, "losses": losses}))
-    sys.exit(code)
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        sys.exit(
+            3 if isinstance(error, Refused) else 4 if isinstance(error, BrokerUnreachable) else 1
+        )
 
 
 def steps(folder: Path, name: str) -> int:

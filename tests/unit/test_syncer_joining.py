@@ -261,29 +261,3 @@ def test_a_layout_that_cannot_be_or_that_others_do_not_have_is_refused(
     if refused == "a":
         welcome = sent["b:1"]
         assert isinstance(welcome, msg.Welcome) and welcome.role is Role.SEED
-
-
-def test_parameters_that_are_not_finite_are_refused() -> None:
-    desk = Desk()
-    desk.hello("a")
-    desk.layout("a")
-    for fragment in range(4):
-        for chunk in range(CHUNKS):
-            desk.seed_chunk("a", fragment, chunk)
-    assert desk.status["waiting_for"] == ["the disk: version 0 is being written"]
-    error = RemoteProtocolError(ErrorCode.NOT_FINITE_SEED, "w0", expected="finite", got="nan")
-    desk.take(ev.Send)
-    desk.do(desk.syncer.seed_failed, error)
-    assert [each.code for each in desk.told(msg.Refuse, "a")] == ["not_finite_seed"]
-    assert desk.hello("b", fingerprint="e" * 32).role is Role.SEED
-
-
-def test_with_an_initial_file_only_the_layout_is_asked_for() -> None:
-    desk = Desk(configure(broker={"init": "model.safetensors"}))
-    assert desk.hello("a").role is Role.WAIT
-    assert len(asked(desk, msg.DataKind.LAYOUT)) == 1
-    desk.layout("a")
-    assert len(desk.take(ev.Seed)) == 1
-    desk.heads = [0] * 4
-    desk.do(desk.syncer.seeded)
-    assert [each.role for each in desk.told(msg.Welcome, "a")] == [Role.ADOPT]

@@ -15,7 +15,6 @@ from msgspec import structs
 from narrows.broker.syncer import events as ev
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, RemoteProtocolError
-from narrows.proto.flow.transfer import Transfer
 from narrows.proto.messages import DataKind, Fetch
 
 NAN = RemoteProtocolError(
@@ -28,18 +27,6 @@ def waiting() -> Desk:
     desk = running("a", "b", config=configure(merge={"quorum": 2}))
     desk.take(ev.Send)
     return desk
-
-
-@pytest.mark.parametrize(
-    ("fragment", "base", "remedy"),
-    [(4, 0, "fragments that Welcome tells"), (0, 1, "adopt the newest version")],
-)
-def test_an_announcement_is_refused_with_what_to_do(fragment: int, base: int, remedy: str) -> None:
-    desk = waiting()
-    desk.send("a", msg.Push(fragment, 1, base, tokens=10, steps=1))
-    (refusal,) = desk.told(msg.Refuse, "a")
-    assert (refusal.fragment, refusal.push_id) == (fragment, 1)
-    assert refusal.expected and refusal.got and remedy in refusal.remedy
 
 
 @pytest.mark.parametrize(
@@ -58,17 +45,6 @@ def test_a_chunk_is_refused_once(fields: dict[str, Any], code: str) -> None:
     (refusal,) = desk.told(msg.Refuse, "a")
     assert (refusal.code, refusal.push_id) == (code, 1)
     assert refusal.expected and refusal.got and refusal.remedy
-
-
-def test_a_push_before_version_0_and_one_after_the_end_are_refused() -> None:
-    desk = Desk()
-    desk.hello("a")
-    desk.send("a", msg.Push(0, 1, 0, 1, 1))
-    assert "role adopt" in desk.told(msg.Refuse, "a")[0].remedy
-    desk = Desk(resumed=resumed(phase=msg.Phase.ENDED))
-    desk.hello("a")
-    desk.announce("a", 0, 1)
-    assert "final model" in desk.told(msg.Refuse, "a")[0].remedy
 
 
 def test_a_push_that_comes_while_the_end_is_being_written_is_ignored() -> None:
@@ -144,14 +120,6 @@ def test_what_is_merged_or_taken_is_not_wanted_again_and_needs_no_answer() -> No
         if desk.heads[0] == 0:
             desk.durable(0)
     assert desk.heads[0] == 1
-
-
-def test_after_a_start_what_the_last_life_merged_is_not_wanted() -> None:
-    desk = Desk(resumed=resumed(merged={(incarnation("a"), 0): 7}))
-    desk.hello("a")
-    desk.announce("a", 0, 7)
-    assert not desk.chunk("a", 0, 7, 0) and not desk.told(msg.Refuse)
-    assert desk.chunk("a", 0, 8, 0)
 
 
 def test_a_push_that_only_the_rows_remember_is_refused_as_stale(tmp_path: Path) -> None:
@@ -238,29 +206,8 @@ def test_arrivals_carry_a_repair_on() -> None:
         assert desk.told(msg.Fetch, "a") == [asked], "at once, not with the next Beat"
 
 
-def test_an_event_does_not_look_at_all_pushes_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [f"n{i}" for i in range(20)]
-    desk = running(*names, config=configure(merge={"quorum": 20}))
-    for name in names:
-        desk.announce(name, 0, 1)
-    looked: list[float] = []
-    ask = Transfer.ask
-
-    def look(transfer: Transfer, now: float, *rest: Any) -> msg.Ranges:
-        looked.append(now)
-        return ask(transfer, now, *rest)
-
-    monkeypatch.setattr(Transfer, "ask", look)
-    for name in names:
-        desk.report(name, 20)
-        assert desk.chunk(name, 0, 1, 0)
-    assert not looked
-    desk.pass_(1.0, *names)
-    assert len(looked) == len(names)
-
-
 @pytest.mark.parametrize(
-    ("fetch", "remedy"),
+    ("request_", "remedy"),
     [
         (Fetch(DataKind.PUSH, 0, 0, 1, ((0, 1),)), "last Beat names"),
         (Fetch(DataKind.STATE, 4, 5, 0, ((0, 1),)), "cut the model"),
@@ -268,27 +215,29 @@ def test_an_event_does_not_look_at_all_pushes_on_their_way(monkeypatch: pytest.M
         (Fetch(DataKind.PUBLICATION, 0, 0, 0, ((0, 1),)), "last Beat names"),
         (Fetch(DataKind.STATE, 0, 5, 0, ((3, 2),)), "last Beat names"),
         (Fetch(DataKind.STATE, 0, 5, 0, ((0, 4),) * 65), "in parts"),
+        (msg.Push(4, 1, 0, tokens=10, steps=1), "fragments that Welcome tells"),
+        (msg.Push(0, 1, 6, tokens=10, steps=1), "adopt the newest version"),
     ],
 )
-def test_a_fetch_is_refused_with_what_to_do(fetch: Fetch, remedy: str) -> None:
+def test_a_request_is_refused_with_what_to_do(request_: msg.ControlMessage, remedy: str) -> None:
     desk = Desk(resumed=resumed())
     desk.hello("a")
-    desk.send("a", fetch)
+    desk.send("a", request_)
     assert not any(isinstance(each, ev.Serve) for each in desk.log)
     (refusal,) = desk.told(msg.Refuse, "a")
     assert refusal.expected and refusal.got and remedy in refusal.remedy
 
 
-def test_a_fetch_is_served_once_there_is_a_version() -> None:
-    desk = Desk(resumed=resumed())
-    desk.hello("a")
+def test_before_version_0_and_after_the_end_there_is_less_to_do() -> None:
     fetch = Fetch(DataKind.PUBLICATION, 3, 5, 0, ((0, 2), (3, 1)))
-    desk.send("a", fetch)
-    assert desk.take(ev.Serve) == [ev.Serve(incarnation("a"), fetch)]
-    desk = Desk()
-    desk.hello("a")
-    desk.send("a", fetch)
-    assert "role adopt" in desk.told(msg.Refuse, "a")[0].remedy
+    before, after = Desk(), Desk(resumed=resumed(phase=msg.Phase.ENDED))
+    for desk in (before, after):
+        desk.hello("a")
+        desk.send("a", fetch)
+        desk.send("a", msg.Push(0, 1, 0, 1, 1))
+    assert ["role adopt" in each.remedy for each in before.told(msg.Refuse, "a")] == [True] * 2
+    assert after.log.count(ev.Serve(incarnation("a"), fetch)) == 1
+    assert ["final model" in each.remedy for each in after.told(msg.Refuse, "a")] == [True]
 
 
 def test_a_chunk_alone_decides_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,18 +94,6 @@ def test_a_newcomer_gets_its_share_when_the_others_have_heard_of_theirs() -> Non
     assert desk.told(msg.Beat, "b")[-1].up_bits_per_s == pytest.approx(4e6)
 
 
-def test_at_no_time_is_more_in_force_than_the_total() -> None:
-    """Desk checks the sum after each event."""
-    desk = desk_with(total_up=8e6)
-    for second, name in enumerate("abcdefgh"):
-        desk.hello(name)
-        desk.pass_(1.0, *"abcdefgh"[: second + 1], steps_per_s=1)
-    desk.pass_(3.0, *"abcdefgh", steps_per_s=1)
-    assert rates(desk, "abcdefgh") == pytest.approx([1e6] * 8)
-    desk.leave(*"abcd")
-    assert rates(desk, "efgh") == pytest.approx([2e6] * 4)
-
-
 def test_a_lost_learner_gives_its_share_back_and_comes_back_as_a_newcomer() -> None:
     desk = desk_with(total_up=8e6)
     desk.hello("a")
