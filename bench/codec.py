@@ -13,8 +13,7 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 from safetensors.numpy import load_file
 
-from narrows.bench.kit.result import CHECKOUT
-from narrows.bench.kit.rows import Column, Json, Row, bench
+from narrows.bench.kit.rows import CHECKOUT, Column, Json, Row, bench
 from narrows.proto.codec import F32, advance_copy, decode_chunk, encode_push
 from narrows.proto.codec import warm_up as warm_up_kernels
 from narrows.proto.layout import Fragment, build_table

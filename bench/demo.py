@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from narrows.bench.kit import result
+from narrows.bench.kit.rows import write
 from narrows.bench.kit.run import PATIENCE_S, Run, payload_bits
 from narrows.bench.reference.worker import need_torch
 from narrows.broker import merging
@@ -105,7 +105,7 @@ def demo(
                 run.ends(name, 0)
         facts = collect(run, names, steps, story) | {"wall_s": wall_s}
     if json is not None:
-        result.write(json, "demo", [facts], seed=0)
+        write(json, "demo", [facts], seed=0)
     console.print(report(facts, keep))
     if picture is not None:
         paper = Console(record=True, file=io.StringIO(), width=100, force_terminal=True)

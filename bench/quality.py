@@ -81,7 +81,6 @@ def quality(
     json: Json = None,
     seeds: int = 6,
     unequal: bool = False,
-    workers: int = 0,
 ) -> None:
     """Measure how much worse than data parallel a run's model is at equal tokens.
 
@@ -93,8 +92,6 @@ def quality(
         Runs of each cell, 2 to 10; each has its first parameters, order of the text and mishaps.
     unequal
         The cells of unequal learners alone.
-    workers
-        Runs at the same time; 0: as many as the machine has cores.
     """
     need_torch()
     if not 2 <= seeds <= SEEDS_MAX:
@@ -112,8 +109,7 @@ def quality(
     cells = mixes if unequal else cells + mixes
     if short:
         cells = [Cell(speeds, steps=200, seeds=2) for speeds in (TWO, FOUR)]
-    count = workers or os.cpu_count() or 1
-    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         measured = Bench(pool)
         bench("quality", cells, measured.measure, COLUMNS, headline, json=json)
 
