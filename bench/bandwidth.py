@@ -15,7 +15,6 @@ from typing import Any, Final
 from narrows.bench.kit import line as lines
 from narrows.bench.kit.rows import Column, Json, Row, bench
 from narrows.bench.kit.run import Run, payload_bits
-from narrows.bench.reference.worker import need_torch
 from narrows.proto.flow.budget import SEGMENT_BYTES, SEGMENT_OVERHEAD_BYTES
 
 LEARNERS: Final = ("learner-0", "learner-1")
@@ -68,7 +67,6 @@ def bandwidth(*, short: bool = False, json: Json = None) -> None:
     short
         One run instead of two.
     """
-    need_torch()
     bench("bandwidth", CELLS[:1] if short else CELLS, measure, COLUMNS, headline, json=json)
 
 

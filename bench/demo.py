@@ -25,7 +25,6 @@ from rich.text import Text
 
 from narrows.bench.kit.rows import write
 from narrows.bench.kit.run import PATIENCE_S, Run, payload_bits
-from narrows.bench.reference.worker import need_torch
 from narrows.broker import merging
 from narrows.broker.cli.status import ask_status
 from narrows.proto import codec
@@ -81,7 +80,6 @@ def demo(
     plain
         Print lines instead of a live table.
     """
-    need_torch()
     if not 2 <= learners <= 26 or steps < 1:
         expected, got = "2 to 26 learners, 1 step or more", f"{learners} and {steps}"
         raise ConfigError("--learners and --steps", expected=expected, got=got)

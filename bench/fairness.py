@@ -17,7 +17,6 @@ from typing import Final
 
 from narrows.bench.kit.rows import Column, Json, Row, bench
 from narrows.bench.kit.run import TOKENS, Run, Toy
-from narrows.bench.reference.worker import need_torch
 
 PARAMS: Final = 1 << 12
 FRAGMENTS: Final = 4
@@ -66,7 +65,6 @@ def fairness(*, short: bool = False, json: Json = None) -> None:
     short
         Two mixes for 15 seconds each instead of five for 3 minutes.
     """
-    need_torch()
     cells = [Cell(each, 0.25) for each in SHORT] if short else [Cell(each, 3.0) for each in MIXES]
     bench("fairness", cells, measure, COLUMNS, headline, json=json)
 

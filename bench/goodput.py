@@ -153,12 +153,8 @@ def failure_tape(slices: int, span_s: float, seed: int) -> tuple[NDArray[Any], N
     longer of two exponential times, an exponentiated Weibull as in the paper, whose parameters are
     not published; the mean alone matters to goodput.
     """
-    rng, begin_s, chips = (
-        np.random.default_rng([seed, slices]),
-        -10 * REPAIR_S,
-        slices * SLICE_CHIPS,
-    )
-    count = rng.poisson(chips * (span_s - begin_s) / CHIP_FAILURE_S)
+    rng, begin_s = np.random.default_rng([seed, slices]), -10 * REPAIR_S
+    count = rng.poisson(slices * SLICE_CHIPS * (span_s - begin_s) / CHIP_FAILURE_S)
     which, failed_s = rng.integers(slices, size=count), np.sort(rng.uniform(begin_s, span_s, count))
     back_s = failed_s + REPAIR_S / 1.5 * rng.exponential(size=(2, count)).max(axis=0)
     present_s, counts = np.full(slices, begin_s), np.zeros(count, bool)

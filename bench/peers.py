@@ -35,7 +35,6 @@ from typing import IO, Final
 from narrows.bench.kit.line import HUB_ADDRESS, SITE_ADDRESS, Line, ip
 from narrows.bench.kit.rows import Column, Json, Row, bench
 from narrows.bench.kit.run import TENSORS, Run, Toy
-from narrows.bench.reference.worker import need_torch
 from narrows.proto.units import BitRate
 
 LEARNERS: Final = 2
@@ -108,7 +107,6 @@ def peers(*, short: bool = False, json: Json = None, system: tuple[str, ...] = (
     system
         Names of systems (lockstep, decoupled, gloo, torchft, hivemind); all without it. Repeatable.
     """
-    need_torch()
     rates = ("100Mbit/s",) if short else ("1Gbit/s", "100Mbit/s")
     seconds = 5.0 if short else 20.0
     cells = [

@@ -20,7 +20,6 @@ from typing import Final, TypeAlias
 from narrows.bench.kit.line import FarLine, Line, available, peak_bits_per_s
 from narrows.bench.kit.rows import Column, Json, Row, bench
 from narrows.bench.kit.run import HURRY, TENSORS, TOKENS, WIDTH, Run, Toy, numbered
-from narrows.bench.reference.worker import need_torch
 from narrows.proto.keys import AllowList
 from narrows.proto.units import BitRate
 
@@ -103,7 +102,6 @@ def wan(*, short: bool = False, json: Json = None, only: tuple[str, ...] = ()) -
     only
         Names of promises (budget, far, frozen, relay, revoke); without it all. Repeatable.
     """
-    need_torch()
     cells = [each for each in (SHORT if short else CELLS) if not only or each.promise in only]
     if not available() and {each.promise for each in cells} - UNPRIVILEGED:
         print("budget, far and relay are left out: only root can build a line, and with `ip`")

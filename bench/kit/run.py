@@ -25,6 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, Self
 
 from narrows.bench.kit.line import HUB_ADDRESS, Line, end_with_bench, enter
+from narrows.bench.reference.worker import need_torch
 from narrows.broker.store import History
 from narrows.proto.errors import ErrorCode, NarrowsError
 from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
@@ -73,10 +74,11 @@ class Run:
     """The folder and the processes of one run; leaving the block ends them all.
 
     With a `line` the broker runs at its hub and the learners at its site. `folder` stays when the
-    block is left; without one a temporary folder serves.
+    block is left; without one a temporary folder serves. Raises ConfigError without PyTorch.
     """
 
     def __init__(self, *, line: Line | None = None, folder: Path | None = None) -> None:
+        need_torch()
         # The server of forks takes its environment from here, once.
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
             os.environ.setdefault(name, "1")
