@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from narrows.bench.kit.rows import Column, Json, Row, bench
+from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.kit.run import TOKENS, Run, Toy
 
 PARAMS: Final = 1 << 12
@@ -57,14 +57,8 @@ class Cell:
     minutes: float
 
 
-def fairness(*, short: bool = False, json: Json = None) -> None:
-    """Measure the share of its own tokens that each of several unequal learners has merged.
-
-    Parameters
-    ----------
-    short
-        Two mixes for 15 seconds each instead of five for 3 minutes.
-    """
+def fairness(*, short: Short = False, json: Json = None) -> None:
+    """Measure the share of its own tokens that each of several unequal learners has merged."""
     cells = [Cell(each, 0.25) for each in SHORT] if short else [Cell(each, 3.0) for each in MIXES]
     bench("fairness", cells, measure, COLUMNS, headline, json=json)
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from narrows.bench.kit.rows import Column, Json, Row, bench
+from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.reference.worker import need_torch
 from narrows.bench.sim.run import Plan, Run
 from narrows.learner.session import Session
@@ -89,14 +89,8 @@ class Cell:
     seed: int = 1
 
 
-def goodput(*, short: bool = False, json: Json = None) -> None:
-    """Measure the share of allocated chip time that is useful, beside the published table.
-
-    Parameters
-    ----------
-    short
-        The column of 1.2 million chips, shorter tapes.
-    """
+def goodput(*, short: Short = False, json: Json = None) -> None:
+    """Measure the share of allocated chip time that is useful, beside the published table."""
     need_torch()
     days, steps, columns = (3.0, 300, CHIPS[3:4]) if short else (30.0, 2000, CHIPS)
     rows = [

@@ -33,7 +33,7 @@ from tempfile import TemporaryFile
 from typing import IO, Final
 
 from narrows.bench.kit.line import HUB_ADDRESS, SITE_ADDRESS, Line, ip
-from narrows.bench.kit.rows import Column, Json, Row, bench
+from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.kit.run import TENSORS, Run, Toy
 from narrows.proto.units import BitRate
 
@@ -97,13 +97,11 @@ class Cell:
     """H, where it is asked for."""
 
 
-def peers(*, short: bool = False, json: Json = None, system: tuple[str, ...] = ()) -> None:
+def peers(*, short: Short = False, json: Json = None, system: tuple[str, ...] = ()) -> None:
     """Measure seconds per exchange and the share of time computing on a line, beside others.
 
     Parameters
     ----------
-    short
-        One rate and one H, at a million parameters.
     system
         Names of systems (lockstep, decoupled, gloo, torchft, hivemind); all without it. Repeatable.
     """

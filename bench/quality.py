@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from statistics import fmean, stdev
 from typing import Final
 
-from narrows.bench.kit.rows import Column, Json, Row, bench
+from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.reference.worker import need_torch
 from narrows.proto.errors import ConfigError
 
@@ -76,18 +76,12 @@ UNEQUAL_BATCHES: Final = 2400
 
 
 def quality(
-    *,
-    short: bool = False,
-    json: Json = None,
-    seeds: int = 6,
-    unequal: bool = False,
+    *, short: Short = False, json: Json = None, seeds: int = 6, unequal: bool = False
 ) -> None:
     """Measure how much worse than data parallel a run's model is at equal tokens.
 
     Parameters
     ----------
-    short
-        Two cells of 200 steps, two seeds.
     seeds
         Runs of each cell, 2 to 10; each has its first parameters, order of the text and mishaps.
     unequal

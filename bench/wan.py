@@ -18,7 +18,7 @@ from statistics import median
 from typing import Final, TypeAlias
 
 from narrows.bench.kit.line import FarLine, Line, available, peak_bits_per_s
-from narrows.bench.kit.rows import Column, Json, Row, bench
+from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.kit.run import HURRY, TENSORS, TOKENS, WIDTH, Run, Toy, numbered
 from narrows.proto.keys import AllowList
 from narrows.proto.units import BitRate
@@ -92,13 +92,11 @@ SHORT: Final = (
 )
 
 
-def wan(*, short: bool = False, json: Json = None, only: tuple[str, ...] = ()) -> None:
+def wan(*, short: Short = False, json: Json = None, only: tuple[str, ...] = ()) -> None:
     """Measure what is promised of a line: its budget, a far one, frozen peers, relays, revocation.
 
     Parameters
     ----------
-    short
-        Three cells instead of eighteen.
     only
         Names of promises (budget, far, frozen, relay, revoke); without it all. Repeatable.
     """

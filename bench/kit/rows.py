@@ -29,6 +29,7 @@ CHECKOUT = next((each for each in _ABOVE if (each / "pyproject.toml").exists()),
 WIDTH: Final = 140
 """Columns that a table may take; a narrower terminal folds its lines."""
 
+Short: TypeAlias = Annotated[bool, Parameter(help="Fewer or shorter cells: minutes, not hours.")]
 Json: TypeAlias = Annotated[Path | None, Parameter(name="--json", help="File for the rows.")]
 Row: TypeAlias = dict[str, Any]
 Cell = TypeVar("Cell")
