@@ -129,7 +129,9 @@ def play(run: Run, names: Sequence[str], story: Story, view: View) -> None:
     key, answered_at = read_site_key(run.folder / f"{names[0]}.key"), time.monotonic()
     with view.shown:
         while run.running["broker"].exitcode is None:
-            run.check(*(name for name in names if name != story.victim))
+            for name in names:
+                if name != story.victim and run.running[name].exitcode:
+                    run.ends(name, 0)  # It has failed.
             now = time.monotonic()
             try:
                 status = ask_status(run.address, key, timeout_s=1.0)

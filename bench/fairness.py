@@ -99,11 +99,8 @@ def measure(cell: Cell) -> Row:
 
 def _look(run: Run, toys: Sequence[Toy]) -> Row:
     """Shares, and how far the clock is from what was merged and from what was logged."""
-    for toy in toys:  # At one moment, else the fast ones would log what nobody can merge any more.
-        run.signal(toy.name, signal.SIGSTOP)
-    logged = {toy.name: TOKENS * run.steps(toy.name) for toy in toys}
-    clock = float(run.stop_broker()["run_tokens"])
-    merged, shares = run.merged_tokens(), list[float]()
+    logged, merged = run.account([toy.name for toy in toys])
+    clock, shares = float(run.final()["run_tokens"]), list[float]()
     for name, tokens in logged.items():  # Every token is pushed once in each fragment.
         mine = sum(merged[name, fragment] for fragment in range(FRAGMENTS))
         shares.append(round(mine / FRAGMENTS / max(1, tokens), 3))

@@ -234,11 +234,7 @@ def _revoke(cell: Cell) -> Found:
         revoked = time.time()
         AllowList.revoke(keys, gone)
         run.wait(max(LOOKED_S, cell.seconds))
-        for name in others:
-            run.signal(name, signal.SIGSTOP)
-        logged = {name: TOKENS * run.steps(name) for name in others}
-        run.stop_broker()
-        merged = run.merged_tokens()
+        logged, merged = run.account(others)
         at = {n: [each["time_s"] for each in run.installed(n)] for n in (gone, *others)}
     pauses, usual_s = [], []
     for name in others:

@@ -196,17 +196,10 @@ class Run:
             got = "no end" if process.exitcode is None else f"code {process.exitcode}"
             raise self._failure(name, f"its end with code {code}", got)
 
-    def check(self, *names: str) -> None:
-        """Raises NarrowsError if one of these processes has failed."""
-        for name in names:
-            if self.running[name].exitcode:
-                self.ends(name, 0)
-
-    def stop_broker(self) -> dict[str, Any]:
-        """Ends the broker in order; its last status."""
+    def stop_broker(self) -> None:
+        """Ends the broker in order."""
         self.signal("broker", signal.SIGTERM)
         self.ends("broker", 0)
-        return self.final()
 
     # What they tell.
 
@@ -250,14 +243,19 @@ class Run:
         """Steps that a toy has made."""
         return int(self.facts(name).get("steps", 0))
 
-    def merged_tokens(self) -> Counter[tuple[str, int]]:
-        """Tokens in the durable rounds, by learner and fragment. The broker must have ended."""
+    def account(self, toys: Sequence[str]) -> tuple[dict[str, int], Counter[tuple[str, int]]]:
+        """Tokens that each of these toys has logged, and those in durable rounds by learner and
+        fragment; the toys stand still from now on, and the broker has ended."""
+        for name in toys:  # At one moment, else they would log what nobody can merge any more.
+            self.signal(name, signal.SIGSTOP)
+        logged = {name: TOKENS * self.steps(name) for name in toys}
+        self.stop_broker()
         merged: Counter[tuple[str, int]] = Counter()
         with closing(History(self.state)) as history:
             for row in history.rounds():
                 for push in row.round_.contributions:
                     merged[push.learner, row.round_.fragment] += push.tokens
-        return merged
+        return logged, merged
 
     def wait(self, seconds: float) -> None:
         """Lets the run go on for a while; raises NarrowsError at once if a process has ended."""
