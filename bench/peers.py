@@ -209,21 +209,16 @@ def narrows(cell: Cell) -> tuple[float, float]:
     # Every push must say something everywhere, else codes would be mostly zeros.
     moved = TENSORS if is_lockstep and not asked else 1
     step_s, rate = PUBLISHED_STEP_S if asked else 0.004, float(BitRate.parse(cell.rate))
-    toys = [Toy(f"toy-{i}", cell.params, step_s, moved, seed=i) for i in range(LEARNERS)]
     with ExitStack() as stack:
         line = stack.enter_context(Shaped(LEARNERS * rate)) if rate else None
         run = stack.enter_context(Run(line=line))
         run.broker(settings)
-        for toy in toys:
-            run.toy(toy)
-        names = [toy.name for toy in toys]
+        names = run.toys(Toy("toy", cell.params, step_s, moved), LEARNERS)
 
         def look(rounds: int) -> tuple[float, int, float]:
             """The time, the rounds and the mean steps of a learner, right after so many rounds."""
-            wanted = 0 if asked == NEVER_STEPS else rounds
-            run.wait_until(lambda: len(run.merges()) >= wanted, f"{rounds} rounds", *run.running)
-            steps = fmean(run.facts(name)["steps"] for name in names)
-            return time.monotonic(), len(run.merges()), steps
+            run.wait_merges(0 if asked == NEVER_STEPS else rounds)
+            return time.monotonic(), len(run.merges()), fmean(map(run.steps, names))
 
         run.wait_until(lambda: all(map(run.facts, names)), "all to join", *run.running)
         first = look(2 * fragments)

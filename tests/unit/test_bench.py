@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from narrows.bench import bandwidth, chaos, cli, codec, fairness, loop, wan
 from narrows.bench.kit import rows
-from narrows.bench.kit.line import Sample, available, peak_bits_per_s
+from narrows.bench.kit.line import Sample, available, ip, peak_bits_per_s
 from narrows.bench.kit.run import TENSORS, WIDTH, Run
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 
@@ -62,6 +63,12 @@ def test_the_fullest_second_is_found_wherever_it_is() -> None:
         samples.append(Sample((index + 1) / 10, up, 7 * (index + 1)))
     assert peak_bits_per_s(samples) == pytest.approx((8 * 3000, 8 * 70))
     assert peak_bits_per_s(samples[:10]) == (0, 0), "less than a second"
+
+
+@pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` to refuse anything")
+def test_a_line_that_cannot_be_built_says_what_it_takes() -> None:
+    with pytest.raises(NarrowsError, match=r"expected ip no-such-thing, got .*run it as root"):
+        ip("no-such-thing")
 
 
 def test_bits_are_counted_per_learner_and_exchange() -> None:
