@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from narrows.bench.kit import line as lines
-from narrows.bench.kit.rows import Column, Json, Row, bench
+from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.kit.run import Run, payload_bits
-from narrows.bench.reference.worker import need_torch
 from narrows.proto.flow.budget import SEGMENT_BYTES, SEGMENT_OVERHEAD_BYTES
 
 LEARNERS: Final = ("learner-0", "learner-1")
@@ -60,15 +59,8 @@ class Cell:
 CELLS: Final = (Cell(0.5), Cell(1.0))
 
 
-def bandwidth(*, short: bool = False, json: Json = None) -> None:
-    """Measure bits per parameter on the wire, and Gbit/s per site.
-
-    Parameters
-    ----------
-    short
-        One run instead of two.
-    """
-    need_torch()
+def bandwidth(*, short: Short = False, json: Json = None) -> None:
+    """Measure bits per parameter on the wire, and Gbit/s per site."""
     bench("bandwidth", CELLS[:1] if short else CELLS, measure, COLUMNS, headline, json=json)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from narrows.bench.kit.rows import Column, Json, Row, bench
+from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.kit.run import HURRY, TENSORS, Run, Toy
 from narrows.broker.process.pipeline import CRASH_PLACES
 from narrows.broker.store import History
@@ -61,15 +61,13 @@ class Cell:
     seed: int
 
 
-def chaos(*, short: bool = False, json: Json = None, kills: int = 0, seed: int = 1) -> None:
+def chaos(*, short: Short = False, json: Json = None, kills: int = 0, seed: int = 1) -> None:
     """Kill a broker under load, and look whether anything was lost. Exit code 1: it was.
 
     Parameters
     ----------
-    short
-        10 kills instead of 100.
     kills
-        Number of kills; 0: as above.
+        Number of kills; 0: 100, or 10 in the short form.
     seed
         Draws the places and times of the kills.
     """

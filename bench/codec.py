@@ -13,8 +13,7 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 from safetensors.numpy import load_file
 
-from narrows.bench.kit.result import CHECKOUT
-from narrows.bench.kit.rows import Column, Json, Row, bench
+from narrows.bench.kit.rows import CHECKOUT, Column, Json, Row, Short, bench
 from narrows.proto.codec import F32, advance_copy, decode_chunk, encode_push
 from narrows.proto.codec import warm_up as warm_up_kernels
 from narrows.proto.layout import Fragment, build_table
@@ -68,14 +67,8 @@ class Coding(NamedTuple):
     size_bytes: int
 
 
-def codec(*, short: bool = False, json: Json = None) -> None:
-    """Measure bits, error and speed of the codecs on one core, beside what others do.
-
-    Parameters
-    ----------
-    short
-        A quarter of the elements, and one step size.
-    """
+def codec(*, short: Short = False, json: Json = None) -> None:
+    """Measure bits, error and speed of the codecs on one core, beside what others do."""
     warm_up_kernels()
     # 16 MiB as float32 are more than the caches of a core hold.
     elements, rhos = (1 << 20, (0.5,)) if short else (1 << 22, (0.4, 0.5, 0.7, 1.0))

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from narrows.bench.kit.rows import Column, Json, Row, bench
+from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.kit.run import TOKENS, Run, Toy
-from narrows.bench.reference.worker import need_torch
 
 PARAMS: Final = 1 << 12
 FRAGMENTS: Final = 4
@@ -58,15 +57,8 @@ class Cell:
     minutes: float
 
 
-def fairness(*, short: bool = False, json: Json = None) -> None:
-    """Measure the share of its own tokens that each of several unequal learners has merged.
-
-    Parameters
-    ----------
-    short
-        Two mixes for 15 seconds each instead of five for 3 minutes.
-    """
-    need_torch()
+def fairness(*, short: Short = False, json: Json = None) -> None:
+    """Measure the share of its own tokens that each of several unequal learners has merged."""
     cells = [Cell(each, 0.25) for each in SHORT] if short else [Cell(each, 3.0) for each in MIXES]
     bench("fairness", cells, measure, COLUMNS, headline, json=json)
 
@@ -107,11 +99,8 @@ def measure(cell: Cell) -> Row:
 
 def _look(run: Run, toys: Sequence[Toy]) -> Row:
     """Shares, and how far the clock is from what was merged and from what was logged."""
-    for toy in toys:  # At one moment, else the fast ones would log what nobody can merge any more.
-        run.signal(toy.name, signal.SIGSTOP)
-    logged = {toy.name: TOKENS * run.steps(toy.name) for toy in toys}
-    clock = float(run.stop_broker()["run_tokens"])
-    merged, shares = run.merged_tokens(), list[float]()
+    logged, merged = run.account([toy.name for toy in toys])
+    clock, shares = float(run.final()["run_tokens"]), list[float]()
     for name, tokens in logged.items():  # Every token is pushed once in each fragment.
         mine = sum(merged[name, fragment] for fragment in range(FRAGMENTS))
         shares.append(round(mine / FRAGMENTS / max(1, tokens), 3))

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from narrows.bench.kit.rows import Column, Json, Row, bench
+from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.reference.worker import need_torch
 from narrows.bench.sim.run import Plan, Run
 from narrows.learner.session import Session
@@ -89,14 +89,8 @@ class Cell:
     seed: int = 1
 
 
-def goodput(*, short: bool = False, json: Json = None) -> None:
-    """Measure the share of allocated chip time that is useful, beside the published table.
-
-    Parameters
-    ----------
-    short
-        The column of 1.2 million chips, shorter tapes.
-    """
+def goodput(*, short: Short = False, json: Json = None) -> None:
+    """Measure the share of allocated chip time that is useful, beside the published table."""
     need_torch()
     days, steps, columns = (3.0, 300, CHIPS[3:4]) if short else (30.0, 2000, CHIPS)
     rows = [
@@ -153,12 +147,8 @@ def failure_tape(slices: int, span_s: float, seed: int) -> tuple[NDArray[Any], N
     longer of two exponential times, an exponentiated Weibull as in the paper, whose parameters are
     not published; the mean alone matters to goodput.
     """
-    rng, begin_s, chips = (
-        np.random.default_rng([seed, slices]),
-        -10 * REPAIR_S,
-        slices * SLICE_CHIPS,
-    )
-    count = rng.poisson(chips * (span_s - begin_s) / CHIP_FAILURE_S)
+    rng, begin_s = np.random.default_rng([seed, slices]), -10 * REPAIR_S
+    count = rng.poisson(slices * SLICE_CHIPS * (span_s - begin_s) / CHIP_FAILURE_S)
     which, failed_s = rng.integers(slices, size=count), np.sort(rng.uniform(begin_s, span_s, count))
     back_s = failed_s + REPAIR_S / 1.5 * rng.exponential(size=(2, count)).max(axis=0)
     present_s, counts = np.full(slices, begin_s), np.zeros(count, bool)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
-from narrows.bench.kit.rows import Column, Json, Row, bench
+from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.kit.run import HURRY, TENSORS, WIDTH, Run, Toy, thread_cpu_s
 from narrows.proto.errors import ConfigError
 from narrows.proto.units import BitRate
@@ -52,13 +52,11 @@ class Cell:
     """Time that is measured."""
 
 
-def loop(*, short: bool = False, json: Json = None, params: int = 1 << 24) -> None:
+def loop(*, short: Short = False, json: Json = None, params: int = 1 << 24) -> None:
     """Measure rounds per second, seconds per exchange, and CPU by stage at broker and learner.
 
     Parameters
     ----------
-    short
-        No limit and 1 Gbit/s only, 5 seconds each instead of 15.
     params
         Parameters of the model, a multiple of 4,096.
     """

@@ -11,14 +11,14 @@ Beside it stands what diloco-measured published for blocking DiLoCo in float32 w
 A decoupled learner never waits; on a narrow line it exchanges less often than every H steps, and
 `steps per exchange` says how often.
 
-Root alone can build the line. torchft and hivemind come into environments of their own.
+Root alone can build the line. torchft and hivemind need environments of their own, each made by
+hand; the row of a system without one says how.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -29,14 +29,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
-from tempfile import TemporaryDirectory
-from typing import Final
+from tempfile import TemporaryFile
+from typing import IO, Final
 
 from narrows.bench.kit.line import HUB_ADDRESS, SITE_ADDRESS, Line, ip
-from narrows.bench.kit.result import CHECKOUT
-from narrows.bench.kit.rows import Column, Json, Row, bench
+from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.kit.run import TENSORS, Run, Toy
-from narrows.bench.reference.worker import need_torch
 from narrows.proto.units import BitRate
 
 LEARNERS: Final = 2
@@ -58,11 +56,9 @@ PUBLISHED_PARAMS: Final = 30_846_976
 PUBLISHED_STEP_S: Final = 0.027
 """Its median step without exchange."""
 
-PINS: Final = {"torchft": ("torchft==0.2.0",), "hivemind": ("hivemind==1.1.12", "numpy==1.26.4")}
-"""Requirements of each system beside torch, whose version is that of constraints.txt."""
-CACHE_VARIABLE: Final = "NARROWS_PEER_CACHE"
-"""Environment variable with the folder of the environments; ~/.cache/narrows/peers without it."""
-BUILD_S_MAX: Final = 1800.0
+PINS: Final = {"torchft": "torchft==0.2.0", "hivemind": "hivemind==1.1.12 numpy==1.26.4"}
+"""Requirements of each system beside torch, whose version should be that of constraints.txt."""
+ENVIRONMENTS: Final = Path.home() / ".cache" / "narrows" / "peers"
 EXCHANGE_S_MAX: Final = 300.0
 LOOK_S: Final = 0.05
 SCRIPT: Final = Path(__file__).resolve().parent / "peers_exchange.py"
@@ -101,29 +97,18 @@ class Cell:
     """H, where it is asked for."""
 
 
-def peers(
-    *,
-    short: bool = False,
-    json: Json = None,
-    params: int = 1 << 24,
-    system: tuple[str, ...] = (),
-) -> None:
+def peers(*, short: Short = False, json: Json = None, system: tuple[str, ...] = ()) -> None:
     """Measure seconds per exchange and the share of time computing on a line, beside others.
 
     Parameters
     ----------
-    short
-        One rate and one H, at a million parameters.
-    params
-        Parameters of an exchange, a multiple of 1,024.
     system
         Names of systems (lockstep, decoupled, gloo, torchft, hivemind); all without it. Repeatable.
     """
-    need_torch()
     rates = ("100Mbit/s",) if short else ("1Gbit/s", "100Mbit/s")
     seconds = 5.0 if short else 20.0
     cells = [
-        Cell("exchange", name, rate, min(params, 1 << 20) if short else params, seconds)
+        Cell("exchange", name, rate, 1 << 20 if short else 1 << 24, seconds)
         for rate in rates
         for name in SYSTEMS
     ]
@@ -145,10 +130,12 @@ def measure(cell: Cell) -> Row:
         return computing(cell)
     if cell.system in ("lockstep", "decoupled"):
         return {"exchange_s": narrows(cell)[0], "note": ""}
-    try:
-        python = environment(cell.system)
-    except (OSError, subprocess.SubprocessError) as error:
-        return {"exchange_s": None, "note": f"not installed: {error}"}
+    if cell.system == "gloo":
+        return averaged(cell, Path(sys.executable))
+    folder = ENVIRONMENTS / cell.system
+    if not (python := folder / "bin" / "python").exists():
+        make = f"python -m venv {folder}; {folder}/bin/pip install torch {PINS[cell.system]}"
+        return {"exchange_s": None, "note": f"not installed: {make}"}
     return averaged(cell, python)
 
 
@@ -222,21 +209,16 @@ def narrows(cell: Cell) -> tuple[float, float]:
     # Every push must say something everywhere, else codes would be mostly zeros.
     moved = TENSORS if is_lockstep and not asked else 1
     step_s, rate = PUBLISHED_STEP_S if asked else 0.004, float(BitRate.parse(cell.rate))
-    toys = [Toy(f"toy-{i}", cell.params, step_s, moved, seed=i) for i in range(LEARNERS)]
     with ExitStack() as stack:
         line = stack.enter_context(Shaped(LEARNERS * rate)) if rate else None
         run = stack.enter_context(Run(line=line))
         run.broker(settings)
-        for toy in toys:
-            run.toy(toy)
-        names = [toy.name for toy in toys]
+        names = run.toys(Toy("toy", cell.params, step_s, moved), LEARNERS)
 
         def look(rounds: int) -> tuple[float, int, float]:
             """The time, the rounds and the mean steps of a learner, right after so many rounds."""
-            wanted = 0 if asked == NEVER_STEPS else rounds
-            run.wait_until(lambda: len(run.merges()) >= wanted, f"{rounds} rounds", *run.running)
-            steps = fmean(run.facts(name)["steps"] for name in names)
-            return time.monotonic(), len(run.merges()), steps
+            run.wait_merges(0 if asked == NEVER_STEPS else rounds)
+            return time.monotonic(), len(run.merges()), fmean(map(run.steps, names))
 
         run.wait_until(lambda: all(map(run.facts, names)), "all to join", *run.running)
         first = look(2 * fragments)
@@ -249,54 +231,23 @@ def narrows(cell: Cell) -> tuple[float, float]:
 # Other systems.
 
 
-def environment(system: str) -> Path:
-    """The interpreter of a system's environment, which is made if it is missing. Raises OSError and
-    SubprocessError."""
-    if system == "gloo":
-        return Path(sys.executable)
-    text = (CHECKOUT / "constraints.txt").read_text()
-    torch = re.search(r"^torch==\S+", text, re.MULTILINE)
-    assert torch is not None
-    wanted = " ".join((torch[0], *PINS[system]))
-    default = Path.home() / ".cache" / "narrows" / "peers"
-    folder = Path(os.environ.get(CACHE_VARIABLE, default)) / system
-    python, ready = folder / "bin" / "python", folder / ".ready"
-    if not ready.exists() or ready.read_text() != wanted:
-        print(f"making the environment of {system} in {folder}", file=sys.stderr, flush=True)
-        install = [str(python), "-m", "pip", "--quiet", "install", *wanted.split()]
-        check = [str(python), "-P", "-c", f"import torch, {system}"]
-        for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], install, check):
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=BUILD_S_MAX, check=False
-            )
-            if done.returncode:
-                lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-                raise OSError(f"{Path(command[0]).name} {command[1]}: {lines[-1][:300]}")
-        ready.write_text(wanted)  # Last, so that an interrupted build is done again.
-    return python
-
-
 def averaged(cell: Cell, python: Path) -> Row:
     """Median seconds of the slower member of an exchange, or a note why there are none."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     environ |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-    with (
-        Shaped(float(BitRate.parse(cell.rate))) as line,
-        TemporaryDirectory(prefix="narrows-bench-") as folder,
-        ExitStack() as stack,
-    ):
-        members, logs = list[subprocess.Popen[bytes]](), list[Path]()
+    members, logs = list[subprocess.Popen[bytes]](), list[IO[str]]()
+    told: list[list[str]] = []
+    with Shaped(float(BitRate.parse(cell.rate))) as line, ExitStack() as stack:
         ends = ((line.hub, HUB_ADDRESS), (line.site, SITE_ADDRESS))
         for rank, (namespace, address) in enumerate(ends):
             command = [
                 "ip", "netns", "exec", namespace, str(python), "-P", str(SCRIPT), cell.system,
                 str(rank), str(len(ends)), HUB_ADDRESS, address, str(cell.params), str(EXCHANGES),
             ]  # fmt: skip
-            logs.append(Path(folder) / f"{rank}.log")
-            log = stack.enter_context(logs[-1].open("wb"))
+            logs.append(stack.enter_context(TemporaryFile("w+", errors="replace")))
             # A member ends when its standard input does, that is with this process.
             member = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environ,
+                command, stdin=subprocess.PIPE, stdout=logs[-1], stderr=logs[-1], env=environ,
                 start_new_session=True,
             )  # fmt: skip
             members.append(member)
@@ -306,7 +257,9 @@ def averaged(cell: Cell, python: Path) -> Row:
         while None in codes and not any(codes) and time.monotonic() < limit:
             time.sleep(LOOK_S)
             codes = [member.poll() for member in members]
-        told = [log.read_text(errors="replace").splitlines() for log in logs]
+        for log in logs:
+            log.seek(0)
+            told.append(log.read().splitlines())
     if any(code != 0 for code in codes):
         failed = max(range(len(codes)), key=lambda rank: abs(codes[rank] or 0))
         said = f", said {told[failed][-1][:200]!r}" if told[failed] else ""

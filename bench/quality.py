@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from statistics import fmean, stdev
 from typing import Final
 
-from narrows.bench.kit.rows import Column, Json, Row, bench
+from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.reference.worker import need_torch
 from narrows.proto.errors import ConfigError
 
@@ -76,25 +76,16 @@ UNEQUAL_BATCHES: Final = 2400
 
 
 def quality(
-    *,
-    short: bool = False,
-    json: Json = None,
-    seeds: int = 6,
-    unequal: bool = False,
-    workers: int = 0,
+    *, short: Short = False, json: Json = None, seeds: int = 6, unequal: bool = False
 ) -> None:
     """Measure how much worse than data parallel a run's model is at equal tokens.
 
     Parameters
     ----------
-    short
-        Two cells of 200 steps, two seeds.
     seeds
         Runs of each cell, 2 to 10; each has its first parameters, order of the text and mishaps.
     unequal
         The cells of unequal learners alone.
-    workers
-        Runs at the same time; 0: as many as the machine has cores.
     """
     need_torch()
     if not 2 <= seeds <= SEEDS_MAX:
@@ -112,8 +103,7 @@ def quality(
     cells = mixes if unequal else cells + mixes
     if short:
         cells = [Cell(speeds, steps=200, seeds=2) for speeds in (TWO, FOUR)]
-    count = workers or os.cpu_count() or 1
-    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         measured = Bench(pool)
         bench("quality", cells, measured.measure, COLUMNS, headline, json=json)
 

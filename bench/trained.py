@@ -45,8 +45,8 @@ def train(cell: Cell, seed: int) -> tuple[float, float]:
     plan.ends = 20 * STEP_S * cell.steps
     for index in range({"nobody": 0, "one": 1, "each": cell.learners}[cell.dead]):
         begins_s = AWAY_PERIOD_S * (index + 0.5) / cell.learners
-        times_s = np.arange(begins_s, plan.ends, AWAY_PERIOD_S).tolist()
-        plan.deaths += tuple((at_s, index, AWAY_PERIOD_S / 2) for at_s in times_s)
+        for at_s in np.arange(begins_s, plan.ends, AWAY_PERIOD_S).tolist():
+            plan.befalls(at_s, index, Site.die, AWAY_PERIOD_S / 2)
     with TemporaryDirectory(prefix="narrows-bench-") as folder:
         run = Run(plan, Path(folder))
         run.until(plan.ends)

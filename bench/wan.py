@@ -18,9 +18,8 @@ from statistics import median
 from typing import Final, TypeAlias
 
 from narrows.bench.kit.line import FarLine, Line, available, peak_bits_per_s
-from narrows.bench.kit.rows import Column, Json, Row, bench
+from narrows.bench.kit.rows import Column, Json, Row, Short, bench
 from narrows.bench.kit.run import HURRY, TENSORS, TOKENS, WIDTH, Run, Toy, numbered
-from narrows.bench.reference.worker import need_torch
 from narrows.proto.keys import AllowList
 from narrows.proto.units import BitRate
 
@@ -94,17 +93,14 @@ SHORT: Final = (
 )
 
 
-def wan(*, short: bool = False, json: Json = None, only: tuple[str, ...] = ()) -> None:
+def wan(*, short: Short = False, json: Json = None, only: tuple[str, ...] = ()) -> None:
     """Measure what is promised of a line: its budget, a far one, frozen peers, relays, revocation.
 
     Parameters
     ----------
-    short
-        Three cells instead of eighteen.
     only
         Names of promises (budget, far, frozen, relay, revoke); without it all. Repeatable.
     """
-    need_torch()
     cells = [each for each in (SHORT if short else CELLS) if not only or each.promise in only]
     if not available() and {each.promise for each in cells} - UNPRIVILEGED:
         print("budget, far and relay are left out: only root can build a line, and with `ip`")
@@ -239,11 +235,7 @@ def _revoke(cell: Cell) -> Found:
         revoked = time.time()
         AllowList.revoke(keys, gone)
         run.wait(max(LOOKED_S, cell.seconds))
-        for name in others:
-            run.signal(name, signal.SIGSTOP)
-        logged = {name: TOKENS * run.steps(name) for name in others}
-        run.stop_broker()
-        merged = run.merged_tokens()
+        logged, merged = run.account(others)
         at = {n: [each["time_s"] for each in run.installed(n)] for n in (gone, *others)}
     pauses, usual_s = [], []
     for name in others:

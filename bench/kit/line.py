@@ -211,6 +211,6 @@ def ip(*arguments: str) -> str:
             "the line cannot be built",
             expected=" ".join(("ip", *arguments)),
             got=done.stderr.strip() or f"exit code {done.returncode}",
-            remedy="does the kernel have network namespaces and veth?",
+            remedy="run it as root; the kernel needs network namespaces and veth",
         )
     return done.stdout

@@ -1,12 +1,19 @@
 """A bench is data and one function: cells, `measure(cell)`, columns, a headline.
 
-Cells are dataclasses: their fields are what is varied, and the first columns of the table.
+Cells are dataclasses: their fields are what is varied, and the first columns of the table. The
+JSON has the rows, and the commit and the machine that they come from.
 """
 
 from __future__ import annotations
 
+import json as json_module
+import os
+import platform
+import re
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias, TypeVar
@@ -15,11 +22,14 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from narrows.bench.kit import result
+_ABOVE = Path(__file__).resolve().parents
+CHECKOUT = next((each for each in _ABOVE if (each / "pyproject.toml").exists()), _ABOVE[0])
+"""The checkout that this file lies in; an installed package has none, and names no commit."""
 
 WIDTH: Final = 140
 """Columns that a table may take; a narrower terminal folds its lines."""
 
+Short: TypeAlias = Annotated[bool, Parameter(help="Fewer or shorter cells: minutes, not hours.")]
 Json: TypeAlias = Annotated[Path | None, Parameter(name="--json", help="File for the rows.")]
 Row: TypeAlias = dict[str, Any]
 Cell = TypeVar("Cell")
@@ -60,7 +70,7 @@ def bench(
             console.print(f"{number}/{len(cells)}  {what}  {took_s:.1f} s", style="dim")
     finally:
         if json is not None:
-            result.write(json, name, rows, seed)
+            write(json, name, rows, seed)
     console.print(table(columns, rows))
     for line in headline(rows):
         console.print(line, style="bold", soft_wrap=True)
@@ -77,3 +87,35 @@ def table(columns: Sequence[Column], rows: Sequence[Row]) -> Table:
         values = ((column.form, row.get(column.key)) for column in columns)
         shown.add_row(*("-" if value is None else form.format(value) for form, value in values))
     return shown
+
+
+def write(path: Path, name: str, rows: Sequence[Mapping[str, Any]], seed: int) -> None:
+    """Writes {"bench", "commit", "machine", "seed", "rows"}, a row on each line; makes the folder,
+    so that no long run is lost for the lack of one. Keys of rows carry units."""
+    head = {"bench": name, "commit": commit(), "machine": machine(), "seed": seed}
+    lines = ",\n".join(json_module.dumps(row) for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{json_module.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
+
+
+def commit() -> str:
+    """As `git describe --always --dirty` says it; "" outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty"]
+    if (CHECKOUT / ".git").exists():  # Else it is installed, perhaps inside another repository.
+        with suppress(OSError):
+            done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True)
+            return done.stdout.strip()
+    return ""
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, versions: what figures depend on."""
+    described = Path("/proc/cpuinfo")
+    text = described.read_text() if described.exists() else ""
+    name = re.search("^model name\\s*: (.*)$", text, re.MULTILINE)
+    return {
+        "processor": name[1] if name else platform.processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }

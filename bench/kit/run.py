@@ -25,6 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, Self
 
 from narrows.bench.kit.line import HUB_ADDRESS, Line, end_with_bench, enter
+from narrows.bench.reference.worker import need_torch
 from narrows.broker.store import History
 from narrows.proto.errors import ErrorCode, NarrowsError
 from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
@@ -73,10 +74,11 @@ class Run:
     """The folder and the processes of one run; leaving the block ends them all.
 
     With a `line` the broker runs at its hub and the learners at its site. `folder` stays when the
-    block is left; without one a temporary folder serves.
+    block is left; without one a temporary folder serves. Raises ConfigError without PyTorch.
     """
 
     def __init__(self, *, line: Line | None = None, folder: Path | None = None) -> None:
+        need_torch()
         # The server of forks takes its environment from here, once.
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
             os.environ.setdefault(name, "1")
@@ -194,17 +196,10 @@ class Run:
             got = "no end" if process.exitcode is None else f"code {process.exitcode}"
             raise self._failure(name, f"its end with code {code}", got)
 
-    def check(self, *names: str) -> None:
-        """Raises NarrowsError if one of these processes has failed."""
-        for name in names:
-            if self.running[name].exitcode:
-                self.ends(name, 0)
-
-    def stop_broker(self) -> dict[str, Any]:
-        """Ends the broker in order; its last status."""
+    def stop_broker(self) -> None:
+        """Ends the broker in order."""
         self.signal("broker", signal.SIGTERM)
         self.ends("broker", 0)
-        return self.final()
 
     # What they tell.
 
@@ -248,14 +243,19 @@ class Run:
         """Steps that a toy has made."""
         return int(self.facts(name).get("steps", 0))
 
-    def merged_tokens(self) -> Counter[tuple[str, int]]:
-        """Tokens in the durable rounds, by learner and fragment. The broker must have ended."""
+    def account(self, toys: Sequence[str]) -> tuple[dict[str, int], Counter[tuple[str, int]]]:
+        """Tokens that each of these toys has logged, and those in durable rounds by learner and
+        fragment; the toys stand still from now on, and the broker has ended."""
+        for name in toys:  # At one moment, else they would log what nobody can merge any more.
+            self.signal(name, signal.SIGSTOP)
+        logged = {name: TOKENS * self.steps(name) for name in toys}
+        self.stop_broker()
         merged: Counter[tuple[str, int]] = Counter()
         with closing(History(self.state)) as history:
             for row in history.rounds():
                 for push in row.round_.contributions:
                     merged[push.learner, row.round_.fragment] += push.tokens
-        return merged
+        return logged, merged
 
     def wait(self, seconds: float) -> None:
         """Lets the run go on for a while; raises NarrowsError at once if a process has ended."""

@@ -39,8 +39,8 @@ validation part, too."""
 
 VALIDATION_PERCENT: Final = 5
 
-SIDE_BYTES_MIN: Final = 4096
-"""Bytes that each side has at least: several windows of the largest preset."""
+SIDE_BYTES_MIN: Final = 8192
+"""Bytes that each side has at least: more than a batch of the largest preset."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,10 @@ class Text:
         """Endless batches (x, y) of the train text, int64 (batch, context); y is x one byte later.
 
         Each pass over the text has an order of its own, drawn from the string `order`. `skip`:
-        batches to pass over, so that a learner that returns goes on, and not back. Raises
-        ConfigError if the text is shorter than a batch.
+        batches to pass over, so that a learner that returns goes on, and not back.
         """
         starts = np.arange((len(self.train) - 1) // context) * context
         per_pass = len(starts) // batch
-        if not per_pass:
-            raise ConfigError(
-                "the text is too short",
-                expected=f"{batch * context + 1} bytes for a batch",
-                got=str(len(self.train)),
-                remedy="use more text or a smaller batch",
-            )
         a_pass, first = divmod(skip, per_pass)
         while True:
             rng = np.random.default_rng([xxhash.xxh3_64_intdigest(order.encode()), a_pass])

@@ -78,18 +78,9 @@ class Plan:
     ends = 60.0
     """Nobody trains after this second, nor does a fault begin."""
     weather = Weather(delay_s=0.01)
-    kills: Sequence[float] = ()
     crash_share = 0.0
     """Share of the visits of a crash place at which the broker dies."""
-    breaks: Sequence[tuple[float, int]] = ()
-    restarts: Sequence[tuple[float, int]] = ()
-    deaths: tuple[tuple[float, int, float], ...] = ()
-    """Times, learners, and seconds until each lives again."""
-    freezes: Sequence[tuple[float, int, float]] = ()
-    pauses: Sequence[tuple[float, int, float]] = ()
     full_disk = slow_disk = (0.0, 0.0)
-    restore: tuple[float, float] | None = None
-    """Time of the copy, and the time at which it is put back."""
     wild = False
 
     def __init__(
@@ -100,6 +91,12 @@ class Plan:
         begin: Callable[[Site], Trainee],
     ) -> None:
         self.seed, self.settings, self.steps_s, self.begin = seed, settings, steps_s, begin
+        self.faults: list[tuple[float, Callable[[Run], None]]] = []
+        """Times, and what befalls the run then."""
+
+    def befalls(self, at: float, index: int, fault: Callable[..., None], *given: object) -> None:
+        """A learner meets with a fault, a method of Site, at this time."""
+        self.faults.append((at, lambda run: fault(run.sites[index], *given)))
 
 
 class Draw(Plan):
@@ -149,15 +146,17 @@ class Draw(Plan):
             begin = when()
             return (begin, begin + rng.uniform(1, 8))
 
-        self.kills = [when() for _ in range(rng.choice([0, 0, 1, 2, 4]))]
+        self.faults += [(when(), Run.kill) for _ in range(rng.choice([0, 0, 1, 2, 4]))]
         self.crash_share = rng.choice([0.0, 0.0, 0.005, 0.02])
-        self.breaks = [(when(), who()) for _ in range(rng.choice([0, 1, 3]))]
-        self.restarts = [(when(), who()) for _ in range(rng.choice([0, 0, 1, 2]))]
-        self.freezes = [(when(), who(), rng.uniform(0.5, 12)) for _ in range(rng.choice([0, 0, 1]))]
-        self.pauses = [(when(), who(), rng.uniform(0.5, 12)) for _ in range(rng.choice([0, 0, 1]))]
+        for fault, counts in ((Site.broken, [0, 1, 3]), (Site.restart, [0, 0, 1, 2])):
+            for _ in range(rng.choice(counts)):
+                self.befalls(when(), who(), fault)
+        for spell in (Site.freeze, Site.pause):
+            for _ in range(rng.choice([0, 0, 1])):
+                self.befalls(when(), who(), spell, rng.uniform(0.5, 12))
         self.full_disk, self.slow_disk = span(0.25), span(0.25)
-        is_restored = rng.random() < 0.15
-        self.restore = (rng.uniform(8, 15), rng.uniform(20, 35)) if is_restored else None
+        if rng.random() < 0.15:
+            self.faults += [(rng.uniform(8, 15), Run.copy), (rng.uniform(20, 35), Run.put_back)]
         self.wild = rng.random() < 0.2
 
 
@@ -363,6 +362,10 @@ class Site:
         self.line.freeze(seconds)
         self.world.after(seconds, self.boot)
 
+    def freeze(self, seconds: float) -> None:
+        """The process stands still."""
+        self.line.freeze(seconds)
+
     def pause(self, seconds: float) -> None:
         """The loop evaluates the model."""
         host, world = self.host, self.world
@@ -394,7 +397,8 @@ class Run:
             self.world.after(0.3 * index, site.boot)
         if self.plan.wild:
             self._wild = WildPeer(self, LAYOUT, self.plan.ends / 2)
-        self._plan()
+        for at, fault in plan.faults:
+            self.world.after(at, partial(fault, self))
 
     def finish(self) -> None:
         """Raises Wrong with what the first checker found."""
@@ -492,31 +496,13 @@ class Run:
 
     # -- faults
 
-    def _plan(self) -> None:
-        plan, sites, after = self.plan, self.sites, self.world.after
-        for at in plan.kills:
-            after(at, self.kill)
-        for at, index in plan.breaks:
-            after(at, sites[index].broken)
-        for at, index in plan.restarts:
-            after(at, sites[index].restart)
-        for at, index, seconds in plan.deaths:
-            after(at, partial(sites[index].die, seconds))
-        for at, index, seconds in plan.freezes:
-            after(at, partial(sites[index].line.freeze, seconds))
-        for at, index, seconds in plan.pauses:
-            after(at, partial(sites[index].pause, seconds))
-        if plan.restore:
-            after(plan.restore[0], self._copy)
-            after(plan.restore[1], self._put_back)
-
-    def _copy(self) -> None:
+    def copy(self) -> None:
         """A backup: the broker is killed, its folder copied."""
         if self.host is not None:
             self.kill()
             shutil.copytree(self.path, self._backup)
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
         """The backup takes the place of what came after it."""
         if self.host is not None and self._backup.exists():
             self.kill()

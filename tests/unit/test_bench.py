@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import pytest
 
 from narrows.bench import bandwidth, chaos, cli, codec, fairness, loop, wan
 from narrows.bench.kit import rows
-from narrows.bench.kit.line import Sample, available, peak_bits_per_s
+from narrows.bench.kit.line import Sample, available, ip, peak_bits_per_s
 from narrows.bench.kit.run import TENSORS, WIDTH, Run
 from narrows.proto.errors import ConfigError, ErrorCode, NarrowsError
 
@@ -60,6 +63,12 @@ def test_the_fullest_second_is_found_wherever_it_is() -> None:
         samples.append(Sample((index + 1) / 10, up, 7 * (index + 1)))
     assert peak_bits_per_s(samples) == pytest.approx((8 * 3000, 8 * 70))
     assert peak_bits_per_s(samples[:10]) == (0, 0), "less than a second"
+
+
+@pytest.mark.skipif(shutil.which("ip") is None, reason="there is no `ip` to refuse anything")
+def test_a_line_that_cannot_be_built_says_what_it_takes() -> None:
+    with pytest.raises(NarrowsError, match=r"expected ip no-such-thing, got .*run it as root"):
+        ip("no-such-thing")
 
 
 def test_bits_are_counted_per_learner_and_exchange() -> None:
@@ -120,6 +129,15 @@ def test_all_goes_on_after_a_bench_that_failed(
 def test_a_model_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ConfigError, match="a multiple of 4096"):
         loop.loop(params=5000)
+
+
+@pytest.mark.parametrize("bench", [bandwidth.bandwidth, chaos.chaos, loop.loop])
+def test_a_bench_without_pytorch_says_so(
+    bench: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs PyTorch.*pip install"):
+        bench(short=True)
 
 
 def test_half_a_line_of_events_waits_for_its_rest(tmp_path: Path) -> None:
