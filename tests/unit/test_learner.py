@@ -108,6 +108,38 @@ def closed_port() -> int:
         return int(one.getsockname()[1])
 
 
+def test_who_joins_says_so_and_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "narrows.learner")
+    monkeypatch.setattr(link_module, "HEARD_S", 0.0)
+
+    def told(level: str) -> str:
+        own = [each for each in caplog.records if each.name == "narrows.learner"]
+        return "\n".join(each.getMessage() for each in own if each.levelname == level)
+
+    nobody = f"tcp://127.0.0.1:{closed_port()}"
+    with pytest.raises(BrokerUnreachable):
+        Loop(nobody, "alone", join_timeout_s=0.2).train()
+    assert f"joining {nobody} as alone" in told("INFO")
+    assert f"no answer from {nobody} yet; trying for 0.2 s" in told("WARNING")
+    with broker(tmp_path, run__learners_at_start=2) as run:
+        loops = [Loop(run.address, name) for name in ("first", "second")]
+        threads = [threading.Thread(target=each.train, args=(lambda: True,)) for each in loops]
+        threads[0].start()
+        # What a program that has not set logging up shows begins with WARNING.
+        until(
+            lambda: "waits for version 0 or for other learners" in told("WARNING"),
+            lambda: caplog.text,
+        )
+        assert f"admitted to run {run.service.host.syncer.state.run_id}" in told("INFO")
+        assert "the model is here" not in told("INFO")
+        threads[1].start()
+        for each in threads:
+            each.join()
+    assert told("INFO").count("the model is here: versions [") == 2
+
+
 def test_a_blocked_data_port_is_named(run: Broker, tmp_path: Path) -> None:
     closed, syncer = closed_port(), run.service.host.syncer
     uplink, downlink = syncer.state.ports
