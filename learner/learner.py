@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -85,8 +86,7 @@ class Learner:
         self._log = StepLog()
         self._hooks: list[RemovableHandle] = []
         self._entered = False
-        self._steps = self._ramp_steps = 0
-        self._step_tokens = self._progress = self._code_s = 0.0
+        self._progress = self._code_s = 0.0
 
     def __enter__(self) -> Self:
         if self._entered:
@@ -95,8 +95,7 @@ class Learner:
         try:
             self._watch.start()
             # Not sooner: between the constructor and here the optimizers' state may be loaded.
-            ramp = ramp_steps(self._optimizers)
-            self._ramp_steps = ramp if self._link.join(ramp) else 0
+            self._link.join(ramp_steps(self._optimizers))
             if self._boundary == "step":
                 first, last = self._optimizers[0], self._optimizers[-1]
                 self._hooks = [
@@ -127,13 +126,8 @@ class Learner:
 
     def until_end(self, loader: Iterable[Batch]) -> Generator[Batch]:
         """Yields the loader's batches until it ends or `should_stop`; never starts it anew."""
-        batches = iter(loader)
-        while not self.should_stop:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            yield batch
+        # Looks after it has the batch: a run may end while the loader waits for its data.
+        yield from takewhile(lambda _: not self.should_stop, loader)
 
     def log(self, tokens: int, loss: Loss | None = None) -> None:
         """Counts what the coming step learns from; any number of times before each step.
@@ -165,8 +159,6 @@ class Learner:
                     remedy="Add before optimizer.step():"
                     " learner.log(tokens=batch.numel(), loss=loss)",
                 )
-            self._steps += 1
-            self._step_tokens += 0.1 * (tokens - self._step_tokens) if self._step_tokens else tokens
             self._watch.stepped()
             self._link.boundary(tokens, loss)
             self._watch.boundary_over()
@@ -196,7 +188,8 @@ class Learner:
     def run_step(self) -> float:
         """The run's clock in steps: learning-rate schedules follow it."""
         with self._link.session() as (session, now):
-            step_tokens = session.settings.tokens_per_run_step or self._step_tokens
+            own = session.tokens / max(1, session.steps)
+            step_tokens = session.settings.tokens_per_run_step or own
             return session.run_tokens(now) / step_tokens if step_tokens else 0.0
 
     @property
@@ -215,8 +208,9 @@ class Learner:
         It rises step by step for a learner that joined a run under way without the inner state of
         its optimizers, and is 1 for every other one.
         """
-        steps = self._ramp_steps if self._entered else ramp_steps(self._optimizers)
-        return min(1.0, (self._steps + 1) / max(1, steps))
+        with self._link.session() as (session, _):
+            steps = session.ramp_steps if self._entered else ramp_steps(self._optimizers)
+            return min(1.0, (session.steps + 1) / max(1, steps))
 
     @property
     def health(self) -> str:

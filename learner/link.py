@@ -113,9 +113,10 @@ class Link:
         with self._lock:
             yield self._host.session, time.monotonic()
 
-    def join(self, ramp_steps: int) -> bool:
-        """Returns once every fragment is adopted; True: the run was under way already. Raises
-        BrokerUnreachable, Refused."""
+    def join(self, ramp_steps: int) -> None:
+        """Returns once every fragment is adopted. In a run under way the optimizer warms up for
+        `ramp_steps`. Raises BrokerUnreachable, Refused."""
+        _log.info("joining %s as %s", self._target.broker, self._target.name)
         if advice := uncached_advice():
             _log.warning("%s", advice)
         warm_up()
@@ -125,14 +126,15 @@ class Link:
         self._is_open = True
         self._thread.start()
         moved_at, moved, tells_at = time.monotonic(), 0, time.monotonic() + HEARD_S
+        told = set[str]()
         with self._lock:
             session = self._host.session
             while not self._host.join(now := time.monotonic()):
                 self._raise()
-                if now >= tells_at and not session.connected:
-                    what = session.obstacle or f"no answer from {self._target.broker} yet"
-                    _log.warning("%s; trying for %g s", what, self._join_timeout_s)
-                    tells_at = math.inf
+                if now >= tells_at and (what := self._missing()) not in told:
+                    told.add(what)
+                    # A warning: a program that has not set logging up shows it, too.
+                    _log.warning("%s", what)
                 seeding = session.connected and not session.beat.heads
                 # Who waits for version 0 of another learner does so as long as the broker answers.
                 if self._sockets.moved != moved or (seeding and not len(self._host.sender)):
@@ -140,9 +142,19 @@ class Link:
                 if now > moved_at + self._join_timeout_s:
                     raise self._unreachable()
                 self._lock.wait(LOOK_S)
-            is_late = any(part.held > 0 for part in session.parts)
-            session.ramp_steps = ramp_steps if is_late else 0
-            return is_late
+            held = [part.held for part in session.parts]
+            _log.info("the model is here: versions %s", held)
+            session.ramp_steps = ramp_steps if max(held) > 0 else 0
+
+    def _missing(self) -> str:
+        """One line on what a learner that joins has not got yet."""
+        session = self._host.session
+        if not session.connected:
+            what = session.obstacle or f"no answer from {self._target.broker} yet"
+            return f"{what}; trying for {self._join_timeout_s:g} s"
+        if session.beat.heads:
+            return "waits for the model, which is on its way"
+        return "waits for version 0 or for other learners: `narrows status` says for whom"
 
     def boundary(self, tokens: int, loss: float | None) -> None:
         """After an inner step; waits where the run's mode or a long outage asks for it. Raises
@@ -294,10 +306,8 @@ class Link:
         self._sockets = _Sockets(self._target, incarnation, self._key, server)
 
     def _saw(self, header: Header, published: F32) -> None:
-        fragment, version = header.fragment, header.version
-        self._record(
-            "installed", fragment=fragment, version=version, digest=f"{header.result_digest:016x}"
-        )
+        digest = f"{header.result_digest:016x}"
+        self._record("installed", fragment=header.fragment, version=header.version, digest=digest)
 
     def _noted(self, note: do.Note) -> None:
         level = logging.WARNING if note.warning else logging.INFO
@@ -341,6 +351,7 @@ class _Sockets:
             self._poller.unregister(socket)
             socket.close(linger=0)
         self._heard.clear()
+        _log.info("admitted to run %s", session.run_id)
         uplink, downlink, streams = self._opened = wanted
         host, pair = self._address.host, self._pair
         nearer = self._relay or Address(host, downlink)

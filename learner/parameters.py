@@ -123,23 +123,30 @@ class Parameters:
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            save_file(self._copies(), unfinished, metadata=dict(metadata))
+            save_file(self._savable(), unfinished, metadata=dict(metadata))
             # A crash while the file is written leaves the older one whole.
             os.replace(unfinished, target)
         finally:
             unfinished.unlink(missing_ok=True)
 
-    def _copies(self) -> dict[str, Tensor]:
-        """The state on the host, contiguous and without shared memory, as safetensors demands."""
-        copies: dict[str, Tensor] = {}
+    def _savable(self) -> dict[str, Tensor]:
+        """The state on the host, contiguous and without shared memory, as safetensors demands: a
+        copy of what is not so already."""
+        tensors: dict[str, Tensor] = {}
+        memory: set[int] = set()
         for name, value in self.state_dict().items():
             if not isinstance(value, Tensor):
                 raise misuse(
                     f"the state {name!r} is no tensor, which safetensors cannot hold",
                     remedy="Keep state_dict() with torch.save instead.",
                 )
-            copies[name] = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
-        return copies
+            value = value.detach()
+            is_shared = value.untyped_storage().data_ptr() in memory
+            if is_shared or not value.is_cpu or not value.is_contiguous():
+                value = torch.empty(value.shape, dtype=value.dtype).copy_(value)
+            memory.add(value.untyped_storage().data_ptr())
+            tensors[name] = value
+        return tensors
 
     def _entries(self, merge_rules: Mapping[str, str]) -> tuple[LayoutEntry, ...]:
         chosen = _chosen_rules(merge_rules, self.names)

@@ -178,16 +178,6 @@ class Session:
 
     def _welcome(self, welcome: msg.Welcome, now: float) -> None:
         epoch, settings = welcome.beat.epoch, welcome.settings
-        sizes = settings.chunk_elements, settings.state_chunk_elements
-        if any(size & (size - 1) for size in sizes):
-            self.refused = Refused(
-                ErrorCode.BAD_MESSAGE,
-                "the broker cuts fragments into chunks that nobody can decode one by one",
-                expected="powers of two as chunk_elements and state_chunk_elements",
-                got=" and ".join(map(str, sizes)),
-                remedy="install the same version of narrows on both sides",
-            )
-            return
         if not self.parts:
             try:
                 table = build_table(self.layout.entries, settings.fragments)

@@ -20,7 +20,6 @@ from narrows.learner import (
     ConfigError,
     Learner,
     LocalProtocolError,
-    Refused,
     Unfinished,
 )
 from narrows.learner import link as link_module
@@ -108,6 +107,38 @@ def closed_port() -> int:
         return int(one.getsockname()[1])
 
 
+def test_who_joins_says_so_and_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "narrows.learner")
+    monkeypatch.setattr(link_module, "HEARD_S", 0.0)
+
+    def told(level: str) -> str:
+        own = [each for each in caplog.records if each.name == "narrows.learner"]
+        return "\n".join(each.getMessage() for each in own if each.levelname == level)
+
+    nobody = f"tcp://127.0.0.1:{closed_port()}"
+    with pytest.raises(BrokerUnreachable):
+        Loop(nobody, "alone", join_timeout_s=0.2).train()
+    assert f"joining {nobody} as alone" in told("INFO")
+    assert f"no answer from {nobody} yet; trying for 0.2 s" in told("WARNING")
+    with broker(tmp_path, run__learners_at_start=2) as run:
+        loops = [Loop(run.address, name) for name in ("first", "second")]
+        threads = [threading.Thread(target=each.train, args=(lambda: True,)) for each in loops]
+        threads[0].start()
+        # What a program that has not set logging up shows begins with WARNING.
+        until(
+            lambda: "waits for version 0 or for other learners" in told("WARNING"),
+            lambda: caplog.text,
+        )
+        assert f"admitted to run {run.service.host.syncer.state.run_id}" in told("INFO")
+        assert "the model is here" not in told("INFO")
+        threads[1].start()
+        for each in threads:
+            each.join()
+    assert told("INFO").count("the model is here: versions [") == 2
+
+
 def test_a_blocked_data_port_is_named(run: Broker, tmp_path: Path) -> None:
     closed, syncer = closed_port(), run.service.host.syncer
     uplink, downlink = syncer.state.ports
@@ -122,43 +153,18 @@ def test_a_blocked_data_port_is_named(run: Broker, tmp_path: Path) -> None:
             Loop(other.address, "site-a", join_timeout_s=0.5).train()
 
 
-def test_a_key_that_is_not_admitted_is_refused_until_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_the_keys_of_a_broker_that_a_site_trusts_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def told() -> list[str]:
-        """Lines of a learner that name a key."""
-        records = [each for each in caplog.records if each.name == "narrows.learner"]
-        return [each.getMessage() for each in records if "key" in each.getMessage()]
-
+    """The broker's next key stands in the file before the present one."""
+    monkeypatch.setattr(link_module, "REDIAL_S", 0.2)
     keys, pair = tmp_path / "keys", new_pair()
-    server = create_broker_key(keys).public
+    servers = new_pair().public, create_broker_key(keys).public
+    AllowList.allow(keys, "site-a", pair.public)
     with broker(tmp_path, broker__keys=str(keys)) as run:
-        write_site_key(tmp_path / "a.key", SiteKey("site-a", pair, (server,), run.address))
-        loop = Loop("", "", key=tmp_path / "a.key")
-        with pytest.raises(Refused, match="narrows keys allow 'narrows-key site-a"):
-            loop.train()
-        with pytest.raises(Refused, match="narrows keys new"):
-            Loop(run.address, "site-a").train()
-        assert not told(), "the error says it, and nothing else"
-        # The broker's next key stands in the file before the present one: they are tried in turn.
-        monkeypatch.setattr(link_module, "REDIAL_S", 0.2)
-        servers = new_pair().public, server
-        site = SiteKey("site-a", pair, servers, run.address)
-        write_site_key(tmp_path / "a.key", site, replace=True)
-        AllowList.allow(keys, "site-a", pair.public)
-        until(lambda: run.service.link.door.admits(pair.public), lambda: "admitted")  # type: ignore[union-attr]
-        admitted = Loop("", "", key=tmp_path / "a.key")
-        with admitted.learner:
-            assert admitted.learner.health == "connected"
-            # Revoked while it trains: an outage, until the key is admitted again.
-            caplog.clear()
-            AllowList.revoke(keys, "site-a")
-            admitted.train_on(told)
-            (line,) = told()
-            assert "narrows keys allow 'narrows-key site-a" in line and "training goes on" in line
-            assert admitted.learner.health == "offline"
-            AllowList.allow(keys, "site-a", pair.public)
-            admitted.train_on(lambda: admitted.learner.health == "connected")
+        write_site_key(tmp_path / "a.key", SiteKey("site-a", pair, servers, run.address))
+        with Loop("", "", key=tmp_path / "a.key").learner as learner:
+            assert learner.health == "connected"
 
 
 def test_a_name_or_a_key_that_cannot_be_used_is_named_before_joining(tmp_path: Path) -> None:

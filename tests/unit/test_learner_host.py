@@ -1,26 +1,31 @@
-"""The learner's host and a real broker's host, over wires and pools of the test."""
+"""The learner's host beside a real broker's host, in calm runs of the simulator.
+
+The checkers of the simulator judge each run: equal copies, nothing merged twice or lost, progress.
+"""
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from arrays import Arrays
-from learner_cases import LAYOUT, House, Pool
 from msgspec.structs import replace
 
-from narrows.learner import host
+from narrows.bench.sim.checkers import Wrong
+from narrows.bench.sim.run import ENTRIES, LAYOUT, Plan, Run, Walk
+from narrows.bench.sim.world import Weather
+from narrows.broker.config import load_broker
+from narrows.learner import host as host_module
 from narrows.learner.effects import Note
 from narrows.learner.fragment import Pushed
 from narrows.learner.host import LearnerHost
-from narrows.learner.island import Island
 from narrows.proto import messages as msg
 from narrows.proto.codec import F32, encode_values
 from narrows.proto.layout import Fragment
-from narrows.proto.messages import DataKind, Header, Phase
+from narrows.proto.messages import DataKind, Header
 from narrows.proto.wire import decode_header, encode_control, encode_header
 
 SETTINGS: dict[str, object] = {
@@ -28,253 +33,206 @@ SETTINGS: dict[str, object] = {
 }  # fmt: skip
 
 
-class Guarded(Arrays):
-    """Parameters that nobody may touch while the training thread changes them."""
+class Calm(Plan):
+    """Learners that train for six seconds, with the fault that a test plans."""
 
-    is_training = True
+    ends = 6.0
 
-    def read(self, fragment: Fragment, out: F32) -> None:
-        assert not self.is_training, "the parameters are read in the middle of a step"
-        super().read(fragment, out)
-
-    def write(self, fragment: Fragment, values: F32) -> None:
-        assert not self.is_training, "the parameters are written in the middle of a step"
-        super().write(fragment, values)
+    def __init__(
+        self, learners: int = 1, begin: Callable[[Any], Walk] = Walk, **settings: object
+    ) -> None:
+        named = {name.replace("__", "."): value for name, value in settings.items()}
+        super().__init__(7, {**SETTINGS, **named}, [0.1] * learners, begin)
 
 
-class Player:
-    """One learner: arrays that drift, a host, and the way between it and the broker."""
+class Uplink:
+    """The wires of one learner, which may be full, and whose messages are checked."""
 
-    def __init__(self, house: House, name: str, layout: msg.Layout = LAYOUT) -> None:
-        self.house, self.name = house, name
-        self.source, self.pool = Guarded(layout), Pool()
-        self.rng = np.random.default_rng(len(name))
-        incarnation = f"{name}.00000001"
-        self.host = LearnerHost(
-            name, incarnation, layout, Island(self.source), self, self.pool, house.now
-        )
-        self.notes: list[Note] = []
-        self.copies: dict[tuple[int, int], F32] = {}
-        self.host.noted = self.notes.append
-        self.host.saw = lambda header, values: self.copies.update(
-            {(header.fragment, header.version): values}
-        )
-        self.up: list[list[bytes]] = []
-        self.damage: DataKind | None = None
-        """Kind of data whose next message arrives with another payload."""
-        self.lost = 0
-        """Chunks of version 0 of fragment 1 that are lost on their way."""
-        self.is_full = False
-        self.steps = 0
-        self._wires, self._seen = house.wires, (0, 0)
-        self.host.lost(house.now)
-
-    # Wires.
+    def __init__(self, host: LearnerHost) -> None:
+        self.host, self._wires, self.is_full = host, host._wires, False
+        host._wires = self
 
     def control(self, peer: str, frames: list[bytes]) -> bool:
-        self.up.append(frames)
-        return True
+        return self._wires.control(peer, frames)
 
     def data(self, topic: str, header: bytes, payload: bytes) -> bool:
-        if not self.is_full:
-            told, session = decode_header(header), self.host.session
-            assert told.epoch == session.epoch, "it was queued for another life of the broker"
-            is_over = told.push_id != session.parts[told.fragment].push_id
-            assert told.kind is not DataKind.PUSH or not is_over, "a push that is over travels on"
-            self.up.append([topic.encode(), header, payload])
-        return not self.is_full
-
-    # What a process does.
-
-    def carry(self) -> None:
-        """Everything that waits arrives, in both directions."""
-        house = self.house
-        if self._wires is not house.wires:
-            self._wires, self._seen = house.wires, (0, 0)
-            self.host.lost(house.now)
-        up, self.up = self.up, []
-        for frames in up:
-            header = decode_header(frames[1]) if len(frames) == 3 else None
-            if self.lost and header and header.kind is DataKind.SEED and header.fragment == 1:
-                self.lost -= 1
-            elif len(frames) == 2:
-                house.host.control(self.name, None, frames, house.now)
-            else:
-                house.host.data(None, frames, house.now)
-        house.subscribe(self.host.session.incarnation)
-        house.settle()
-        controls, datas = house.wires.controls[self._seen[0] :], house.wires.datas[self._seen[1] :]
-        self._seen = len(house.wires.controls), len(house.wires.datas)
-        for peer, message in controls:
-            if peer == self.name:
-                self.host.control(encode_control(message), house.now)
-        for topic, header, payload, _ in datas:
-            if topic.startswith(("p/", f"r/{self.host.session.incarnation}/")):
-                if header.kind is self.damage:
-                    self.damage, payload = None, payload[:-1] + bytes([payload[-1] ^ 1])
-                self.host.data([topic.encode(), encode_header(header), payload], house.now)
-        self.pool.work()
-        self.pool.tell(house.now)
-        self.host.turn(house.now)
-        self.host.session.check()
-
-    def step(self) -> None:
-        """One inner step, or what a training thread does instead."""
-        session, now = self.host.session, self.house.now
-        if session.joined and not session.stopping and not session.must_wait(now):
-            for tensor in self.source.tensors:
-                tensor += 0.01 * self.rng.standard_normal(tensor.size).astype(np.float32)
-            self.steps += 1
-            self.source.is_training = False
-            self.host.boundary(100, 1.0, now)
-        else:
-            self.source.is_training = False
-            self.host.join(now)
-        self.source.is_training = True
+        if self.is_full:
+            return False
+        told, session = decode_header(header), self.host.session
+        assert told.epoch == session.epoch, "it was queued for another life of the broker"
+        is_over = told.push_id != session.parts[told.fragment].push_id
+        assert told.kind is not DataKind.PUSH or not is_over, "a push that is over travels on"
+        return self._wires.data(topic, header, payload)
 
 
-def play(house: House, players: list[Player], seconds: float) -> None:
-    for _ in range(round(10 * seconds)):
-        house.now += 0.1
-        for each in players:
-            each.step()
-        for each in players:
-            each.carry()
+class Stage:
+    """A run and what its learners have noted. Nobody may touch the parameters of a learner but its
+    training thread, between two steps."""
 
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.notes: list[Note] = []
+        self.uplinks: list[Uplink] = []
+        self._is_between = False
+        self.run = Run(plan, folder / "state", self._watch)
 
-@pytest.fixture
-def house(tmp_path: Path) -> House:
-    return House(tmp_path, SETTINGS)
+    @property
+    def host(self) -> LearnerHost:
+        return self.run.sites[0].host
 
+    @property
+    def heads(self) -> list[int]:
+        assert self.run.host is not None
+        return list(self.run.host.syncer.state.heads)
 
-def check_copies(house: House, player: Player) -> None:
-    """Every copy that a learner saw of the newest version is the broker's, bit for bit."""
-    model = house.host.pipeline.model
-    assert model is not None
-    for fragment, head in enumerate(house.heads):
-        state, _ = house.host.pipeline.head(fragment)
-        if (copy := player.copies.get((fragment, head))) is not None:
-            assert copy.tobytes() == state.published.tobytes()
+    def _watch(self, part: object) -> None:
+        if not isinstance(part, LearnerHost):
+            return
+        part.noted = self.notes.append
+        self.uplinks.append(Uplink(part))
+        source: Any = part._island._source
+        for name in ("join", "boundary"):
+            setattr(part, name, partial(self._between, getattr(part, name)))
+        for name in ("read", "write"):
+            setattr(source, name, partial(self._touch, getattr(source, name)))
+
+    def _between(self, call: Callable[..., Any], *given: Any) -> Any:
+        self._is_between = True
+        try:
+            return call(*given)
+        finally:
+            self._is_between = False
+
+    def _touch(self, call: Callable[..., Any], *given: Any) -> None:
+        assert self._is_between, "the parameters are touched in the middle of a step"
+        call(*given)
+
+    @property
+    def noted(self) -> list[str]:
+        return [each.event for each in self.notes]
 
 
 def test_two_learners_train_through_a_kill_of_the_broker_to_the_final_model(tmp_path: Path) -> None:
-    house = House(tmp_path, {**SETTINGS, "run.goal_tokens": "12000"})
-    players = [Player(house, "site-a"), Player(house, "site-bb")]
-    play(house, players, 3.0)
-    before = house.heads
-    assert min(before) > 0
-    house.kill()
-    house.start()
-    play(house, players, 4.0)
-    assert min(house.heads) > max(before)
-    for each in players:
-        check_copies(house, each)
-    for _ in range(40):  # A broker that has just begun waits 30 s for learners it does not know.
-        if all(each.host.session.ended for each in players):
-            break
-        play(house, players, 1.0)
-    for each in players:
-        session = each.host.session
-        assert session.phase is Phase.ENDED and session.final and session.ended
+    plan = Calm(2, run__goal_tokens=2500)
+    plan.ends, plan.kills = 60.0, [3.0]
+    stage = Stage(plan, tmp_path)
+    stage.run.finish()
+    assert sorted(stage.noted) == 2 * ["offline"] + 2 * ["online"]
+    sites = stage.run.sites
+    for site in sites:
+        session = site.host.session
+        assert session.final and session.ended
         assert session.merged_tokens == session.tokens and session.lost_tokens == 0
-        assert not each.host._pushed and not len(each.host.sender), "pushes that are over are kept"
-        for fragment, part in enumerate(session.parts):
-            values = np.empty(part.fragment.elements, np.float32)
-            each.source.is_training = False
-            each.source.read(part.fragment, values)
-            state, _ = house.host.pipeline.head(fragment)
-            assert values.tobytes() == state.published.tobytes()
+        assert not site.host._pushed and not len(site.host.sender), "pushes that are over are kept"
+    for ours, theirs in zip(*(site.trainee.source.tensors for site in sites), strict=True):  # type: ignore[attr-defined]
+        assert ours.tobytes() == theirs.tobytes()
 
 
-@pytest.mark.parametrize("kind", [DataKind.STATE, DataKind.PUBLICATION])
-def test_a_damaged_payload_is_noted_and_asked_for_again(house: House, kind: DataKind) -> None:
-    player = Player(house, "site-a")
-    player.damage = kind
-    play(house, [player], 6.0)
-    assert player.damage is None
-    assert [each.text.split(":")[1].strip() for each in player.notes] == ["bad_digest"]
-    assert player.host.session.joined and max(house.heads) > 0
-    check_copies(house, player)
+@pytest.mark.parametrize(
+    ("kind", "damages", "event"),
+    [
+        (DataKind.STATE, "payload", "refused"), (DataKind.PUBLICATION, "payload", "refused"),
+        (DataKind.PUBLICATION, "result", "digest_differs"),
+    ],
+)  # fmt: skip
+def test_what_is_damaged_is_noted_and_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: DataKind, damages: str, event: str
+) -> None:
+    """Or the payload is what was sent, but it does not belong to this version."""
+    real, wrong = LearnerHost.data, list[Header]()
 
-
-def test_a_copy_with_another_digest_is_not_adopted(house: House) -> None:
-    """The payload is what was sent, but it does not belong to this version."""
-    player = Player(house, "site-a")
-    play(house, [player], 3.0)
-    real, wrong = player.host.data, list[Header]()
-
-    def deliver(frames: list[bytes], now: float) -> None:
+    def deliver(host: LearnerHost, frames: list[bytes], now: float) -> None:
         header = decode_header(frames[1])
-        if header.kind is DataKind.PUBLICATION and not wrong:
+        if header.kind is kind and not wrong:
             wrong.append(header)
-            frames = [frames[0], encode_header(replace(header, result_digest=1)), frames[2]]
-        real(frames, now)
+            topic, _, payload = frames
+            if damages == "payload":
+                payload = payload[:-1] + bytes([payload[-1] ^ 1])
+            else:
+                header = replace(header, result_digest=1)
+            frames = [topic, encode_header(header), payload]
+        real(host, frames, now)
 
-    player.host.data = deliver  # type: ignore[method-assign]
-    play(house, [player], 3.0)
-    assert [each.event for each in player.notes] == ["digest_differs"]
-    assert max(house.heads) > wrong[0].version
-    check_copies(house, player)
+    monkeypatch.setattr(LearnerHost, "data", deliver)
+    stage = Stage(Calm(), tmp_path)
+    stage.run.finish()
+    assert wrong and stage.noted == [event]
+    assert event != "refused" or "bad_digest" in stage.notes[0].text
 
 
-def test_bytes_that_are_no_message_are_noted_and_change_nothing(house: House) -> None:
-    player = Player(house, "site-a")
-    play(house, [player], 1.0)
+def test_bytes_that_are_no_message_are_noted_and_change_nothing(tmp_path: Path) -> None:
+    stage = Stage(Calm(), tmp_path)
+    stage.run.until(1.0)
     for frames in ([], [b"x"], [b"NRW\x01", b"\xc1"]):
-        player.host.control(frames, house.now)
-        player.host.data(frames, house.now)
-    assert [each.event for each in player.notes] == ["refused"] * 6
-    play(house, [player], 3.0)
-    assert max(house.heads) > 0
+        stage.host.control(frames, stage.run.world.now)
+        stage.host.data(frames, stage.run.world.now)
+    assert stage.noted == ["refused"] * 6
+    stage.run.finish()
 
 
 def test_a_new_life_with_other_chunks_gets_the_same_push(tmp_path: Path) -> None:
-    house = House(tmp_path, SETTINGS)
-    player = Player(house, "site-a")
-    play(house, [player], 2.0)
-    player.is_full = True
-    play(house, [player], 2.0)
-    pushes = [part.push for part in player.host.session.parts if part.push]
-    assert pushes
-    house.kill()
-    house.settings = {**SETTINGS, "wan.up": "40Mbit/s"}
-    house.__post_init__()
-    assert house.config.shared.chunk_elements < 1 << 18
-    player.is_full = False
-    heads = house.heads
-    play(house, [player], 4.0)
-    assert [each.event for each in player.notes] == ["offline", "online"]
-    assert min(house.heads) > max(heads)
-    check_copies(house, player)
+    stage = Stage(Calm(wan__up="400kbit/s"), tmp_path)
+    stage.run.until(2.0)
+    stage.uplinks[0].is_full = True
+    stage.run.until(4.0)
+    waiting = [part.push for part in stage.host.session.parts if part.push]
+    stage.run.config = load_broker(None, {**SETTINGS, "wan.up": "40Mbit/s"})
+    stage.run.kill()
+    stage.uplinks[0].is_full = False
+    size = stage.host.session.settings.chunk_elements
+    stage.run.finish()
+    assert waiting and stage.host.session.settings.chunk_elements > size
+    assert stage.noted == ["offline", "online"]
 
 
-def test_what_is_of_no_use_any_more_does_not_leave_once_there_is_room(house: House) -> None:
-    player = Player(house, "site-a")
-    play(house, [player], 2.0)
-    player.is_full = True
-    play(house, [player], 2.0)
-    assert len(player.host.sender) and player.host.deadline(house.now) > house.now
-    house.kill()
-    house.start()
-    play(house, [player], 2.0)
-    assert player.host.session.epoch == house.host.syncer.state.epoch
-    part = next(part for part in player.host.session.parts if part.pushed is Pushed.WAITING)
+def test_what_is_of_no_use_any_more_does_not_leave_once_there_is_room(tmp_path: Path) -> None:
+    stage = Stage(Calm(), tmp_path)
+    stage.run.until(2.0)
+    stage.uplinks[0].is_full = True
+    stage.run.until(3.0)
+    host = stage.host
+    assert len(host.sender) and host.deadline(stage.run.world.now) > stage.run.world.now
+    stage.run.kill()
+    stage.run.until(5.0)
+    part = next(part for part in host.session.parts if part.pushed is Pushed.WAITING)
     refusal = msg.Refuse("merge_failed", "m", fragment=part.index, push_id=part.push_id)
-    player.host.control(encode_control(refusal), house.now)
-    player.is_full = False
-    heads = house.heads
-    play(house, [player], 4.0)
-    assert min(house.heads) > max(heads)
+    host.control(encode_control(refusal), stage.run.world.now)
+    stage.uplinks[0].is_full = False
+    heads = stage.heads
+    stage.run.finish()
+    assert min(stage.heads) > max(heads)
 
 
-def test_a_model_that_differs_is_refused_with_the_difference(house: House) -> None:
-    play(house, [Player(house, "site-a")], 1.0)
-    wider = msg.Layout(0, (LAYOUT.entries[0], msg.LayoutEntry("b", (701,), "float32", "mean")))
-    stranger = Player(house, "site-bb", wider)
-    play(house, [stranger], 0.2)
-    refused = stranger.host.session.refused
-    assert refused is not None and refused.code == "layout_differs"
-    assert refused.message.endswith("is not the run's: 'b': shape (701,), expected (700,)")
+class Stranger(Walk):
+    """The second learner's model is one element wider."""
+
+    def __init__(self, site: Any) -> None:
+        super().__init__(site)
+        if site.index:
+            wider = msg.LayoutEntry("bias", (65,), "float32", "mean")
+            self.layout = msg.Layout(0, (*ENTRIES[:2], wider, *ENTRIES[3:]))
+
+
+class NotFinite(Walk):
+    """A model that cannot become version 0."""
+
+    def __init__(self, site: Any) -> None:
+        super().__init__(site)
+        self.source.tensors[1][3] = np.nan
+
+
+@pytest.mark.parametrize(
+    ("model", "learners", "words"),
+    [
+        (Stranger, 2, r"not the run's: 'bias': shape \(65,\), expected \(64,\)"),
+        (NotFinite, 1, "not_finite_seed"),
+    ],
+)
+def test_a_model_that_cannot_take_part_is_refused_with_the_reason(
+    tmp_path: Path, model: type[Walk], learners: int, words: str
+) -> None:
+    assert LAYOUT.entries[2].shape == (64,)
+    with pytest.raises(Wrong, match=words):
+        Stage(Calm(learners, model), tmp_path).run.until(3.0)
 
 
 def test_chunks_of_version_0_that_are_asked_for_again_are_not_encoded_again(
@@ -282,49 +240,24 @@ def test_chunks_of_version_0_that_are_asked_for_again_are_not_encoded_again(
 ) -> None:
     encoded: list[int] = []
 
-    def encode(fragment: Fragment, *arguments: Any, **options: Any) -> Any:
+    def encode(fragment: Fragment, values: F32, **options: Any) -> Any:
         encoded.append(fragment.index)
-        return encode_values(fragment, *arguments, **options)
+        return encode_values(fragment, values, **options)
 
-    monkeypatch.setattr(host, "encode_values", encode)
-    house = House(tmp_path, {**SETTINGS, "wan.down": "8Mbit/s"})
-    player = Player(house, "site-a")
-    player.lost = 40
-    play(house, [player], 12.0)
-    assert player.lost == 0 and player.host.session.joined
-    assert encoded == [0, 1] and not player.host._seeds
+    monkeypatch.setattr(host_module, "encode_values", encode)
+    plan = Calm(wan__down="400kbit/s")
+    plan.ends, plan.weather = 30.0, Weather(loss=0.3)
+    stage = Stage(plan, tmp_path)
+    stage.run.finish()
+    assert encoded == [0, 1] and not stage.host._seeds
 
 
-def test_a_run_is_seeded_anew_between_two_steps_of_a_learner_that_trains(house: House) -> None:
+def test_a_run_is_seeded_anew_between_two_steps_of_a_learner_that_trains(tmp_path: Path) -> None:
     """The operator has put back a state directory from before version 0."""
-    house.kill()
-    shutil.copytree(house.folder, house.folder / "older")
-    house.start()
-    player = Player(house, "site-a")
-    play(house, [player], 3.0)
-    assert min(house.heads) > 0
-    house.kill()
-    for each in house.folder.iterdir():
-        if each.name != "older":
-            shutil.rmtree(each) if each.is_dir() else each.unlink()
-    shutil.copytree(house.folder / "older", house.folder, dirs_exist_ok=True)
-    house.start()
-    before = player.steps
-    for _ in range(60):
-        if player.host.session.joined and house.heads:
-            break
-        play(house, [player], 0.1)
-    assert player.steps > before, "it trains on until it is asked"
-    play(house, [player], 3.0)
-    assert "went_back" in [each.event for each in player.notes]
-    assert min(house.heads) > 0
-    check_copies(house, player)
-
-
-def test_a_model_that_is_not_finite_cannot_become_version_0(house: House) -> None:
-    player = Player(house, "site-a")
-    player.source.tensors[1][3] = np.nan
-    play(house, [player], 1.0)
-    assert player.host.session.refused is not None
-    assert player.host.session.refused.code == "not_finite_seed"
-    assert house.heads == ()
+    plan = Calm()
+    plan.restore = (0.001, 4.0)
+    stage = Stage(plan, tmp_path)
+    stage.run.until(3.9)
+    assert min(stage.heads) > 0
+    stage.run.finish()
+    assert "went_back" in stage.noted

@@ -11,9 +11,10 @@ import pytest
 import torch
 import xxhash
 from model_cases import Small, compiled, small
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from narrows.learner import parameters as parameters_module
 from narrows.learner.parameters import Parameters
 from narrows.proto.codec import F32
 from narrows.proto.errors import ConfigError, ErrorCode, LocalProtocolError
@@ -174,6 +175,23 @@ def test_saved_state_loads_strictly(tmp_path: Path) -> None:
     fresh.load_state_dict(load_file(target), strict=True)
     for name, value in parameters.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], value)
+
+
+def test_saving_copies_only_what_shares_memory_or_lies_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest models of a machine are saved, too."""
+    saved: dict[str, Tensor] = {}
+    monkeypatch.setattr(
+        parameters_module,
+        "save_file",
+        lambda tensors, path, metadata: (saved.update(tensors), save_file(tensors, path)),
+    )
+    model = nn.ModuleDict({"small": small(), "strided": strided()})
+    Parameters(model).save(tmp_path / "model.safetensors", {})
+    state = model.state_dict()
+    moved = {name for name, value in saved.items() if value.data_ptr() != state[name].data_ptr()}
+    assert moved == {"small.head.weight", "strided.conv.weight", "strided.linear.weight"}
 
 
 def test_a_state_that_safetensors_cannot_hold_leaves_nothing_behind(tmp_path: Path) -> None:
