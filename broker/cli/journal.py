@@ -75,33 +75,21 @@ def audit(directory: Directory) -> None:
 
 
 @journal.command
-def replay(
-    directory: Directory, *, without: list[str] | None = None, out: Path | None = None
-) -> None:
-    """Merge the kept rounds again, as they were or without some learners.
-
-    It prints the digests of what comes out. With broker.keep_history a broker keeps all rounds.
+def replay(directory: Directory, *, out: Path | None = None) -> None:
+    """Merge the kept rounds again, and print the digests of what comes out.
 
     Args:
-        without: Learner whose pushes are left out; repeatable.
         out: Safetensors file to write the model that comes out into.
     """
     with closing(History(directory)) as history:
-        pushes = (each for row in history.rounds() for each in row.round_.contributions)
-        names = sorted({each.learner for each in pushes})
-        if unknown := [name for name in without or () if name not in names]:
-            raise ConfigError("--without", expected=" or ".join(names), got=", ".join(unknown))
-        without = without or []
-        made = history.merged_otherwise(without=without) if without else history.states()
-        states = list(made)
+        states = list(history.states())
         for state in states:
             print(
                 f"fragment {state.fragment} version {state.version}"
                 f" global {state.digests.global_:016x} published {state.digests.published:016x}"
             )
         if out is not None:
-            asked = json_module.dumps({"without": without})
-            _write_model(out, history, states, {"narrows.replay": asked})
+            _write_model(out, history, states)
 
 
 @journal.command
@@ -134,7 +122,7 @@ def export(directory: Directory, *, to: Path | None = None, layout: bool = False
         elif to is None:
             raise ConfigError("--to is missing", expected="a file to write", got="none")
         else:
-            _write_model(to, history, history.states(), {})
+            _write_model(to, history, history.states())
 
 
 def _layout(history: History) -> Layout:
@@ -143,13 +131,11 @@ def _layout(history: History) -> Layout:
     return history.run.layout
 
 
-def _write_model(
-    to: Path, history: History, states: Iterable[FragmentState], metadata: dict[str, str]
-) -> None:
+def _write_model(to: Path, history: History, states: Iterable[FragmentState]) -> None:
     layout, states = _layout(history), list(states)
     if to.resolve().is_relative_to(history.folder.resolve()):
         raise ConfigError(f"{to}", expected="a file outside of the state directory")
     versions = json_module.dumps([state.version for state in states])
-    metadata |= {"narrows.run": history.run.run_id, "narrows.versions": versions}
+    metadata = {"narrows.run": history.run.run_id, "narrows.versions": versions}
     export_model(to, layout, history.table, [state.global_ for state in states], metadata)
     print(f"{to}: versions {versions}")

@@ -1,25 +1,45 @@
-"""A round becomes a version: weights, average, outer step, and the coded publication.
+"""A round becomes a version: token weights, average, outer step, and the coded publication.
 
 The merge of a round that was just decided and the replay of one from the store are this one
-function, so they cannot differ.
+function, so they cannot differ. Its bits are promised: a replay and an independent reader must find
+the same. All arithmetic is strict float32 or float64, with one rounding per operation, in the order
+that is written here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import get_args
+from typing import Final, get_args
 
 import numpy as np
 
-from narrows.broker.merging.average import average, token_weights
-from narrows.broker.merging.outer import outer_step
-from narrows.broker.merging.sums import in_order
+from narrows.broker.merging.sums import Vector, in_order, norms_of, weighted_sums
 from narrows.broker.records import Contribution, FragmentState, Policy, Round, Version
-from narrows.proto.codec import RUN, DecodedChunk, decode_chunk, empty_f32, encode_push, encode_step
+from narrows.proto.codec import (
+    F32,
+    F64,
+    I64,
+    RUN,
+    DecodedChunk,
+    decode_chunk,
+    empty_f32,
+    encode_push,
+    encode_step,
+    kernel,
+    read_only,
+)
+from narrows.proto.codec.kernels import INFINITE_BITS
 from narrows.proto.errors import LocalProtocolError
 from narrows.proto.layout import Fragment, build_table
 from narrows.proto.messages import CodecName, LayoutEntry
+
+NORM_MIN: Final = 2.0**-100
+"""Norm of a piece from which on it has a direction: the least scale that a code can have."""
+
+DIRECTION_MIN: Final = 1e-6
+"""Norm of a sum of unit vectors, per weight, that is no more than float32 rounding."""
 
 
 def merge(
@@ -81,6 +101,129 @@ def merge(
         ) from error
     state = FragmentState.of(fragment.index, round_.version, params, momentum, advanced)
     return Version(round_, state, weights, publication, norms)
+
+
+def token_weights(work: Sequence[tuple[int, int]], rule: str) -> tuple[float, ...]:
+    """Weights of contributions of so many (tokens, inner steps), in their order; they sum to 1.
+
+    Rule "tokens" gives tokens * (tokens / steps), "quantity times quality", and "equal" the same to
+    each. No weight is limited: a limit would take from the larger site what it has trained. A
+    learner that logs no tokens weighs nothing beside one that does, and among themselves such
+    learners weigh the same.
+    """
+    assert work, "a round has contributions"
+    assert all(tokens >= 0 and steps >= 1 for tokens, steps in work), work
+    raw = [float(tokens) * (tokens / steps) for tokens, steps in work]
+    total = math.fsum(raw)
+    if rule == "equal" or total == 0.0:
+        return (1.0 / len(work),) * len(work)
+    assert rule == "tokens", rule
+    return tuple(value / total for value in raw)
+
+
+def average(
+    fragment: Fragment, vectors: Sequence[Vector], weights: Sequence[float], rule: str
+) -> tuple[F32, F32, F64]:
+    """Averages M contributions, each piece by itself, with `weights` (M,) that sum to 1.
+
+    Returns values (n,), gains (k,) and the norms (k, M) of the contributions. The averaged outer
+    gradient is value * gain, where a gain is that of a piece, and 1 where it is the mean: the outer
+    step multiplies by it, which saves a pass over memory.
+
+    By rule "layout" a piece has the rule of its layout entry, by "mean" all are means. The
+    radial-directional average (RDA) is (sum w ||v||) * unit(sum w unit(v)): the mean of outer
+    gradients that point apart is short, although each learner went far. It is at most
+    sqrt(contributors) times as long as the mean, which is what it is for orthogonal ones of equal
+    length. Where fewer than two have a direction, or the directions cancel out, it is the mean.
+
+    Signs: an outer gradient is published - local, so the outer optimizer descends along it. The
+    outer step checks that the result is finite.
+
+    Source: Decoupled DiLoCo (arXiv 2604.21428), Sec. 3.2 and App. D.2. The paper's radial factor
+    is a sum of vectors; the mean of the norms is the reading used here. The cap on the gain is an
+    addition.
+    """
+    assert rule in ("layout", "mean"), rule
+    shares, norms = np.array(weights, np.float64), norms_of(fragment, vectors)
+    units = np.divide(shares, norms, out=np.zeros_like(norms), where=norms >= NORM_MIN)
+    units[[rule == "mean" or piece.rule == "mean" for piece in fragment.pieces]] = 0.0
+    # A piece with fewer than two contributors has nothing to average, and keeps its bits.
+    units[np.count_nonzero(units, axis=1) < 2] = 0.0
+    values, value_norms, mean_norms = weighted_sums(fragment, vectors, shares, units)
+    cancelled = units.any(axis=1) & (value_norms <= DIRECTION_MIN * in_order(units * norms))
+    if cancelled.any():
+        # Their means were not kept. This is rare enough to add everything once more.
+        units[cancelled] = 0.0
+        values, value_norms, mean_norms = weighted_sums(fragment, vectors, shares, units)
+    # A sum of unit vectors becomes as long as the mean norm and the cap allow.
+    caps = np.sqrt(np.count_nonzero(units, axis=1)) * mean_norms
+    lengths: F64 = np.minimum(in_order(shares * norms), caps)
+    radial = units.any(axis=1)
+    gains = np.divide(lengths, value_norms, out=np.ones_like(lengths), where=radial)
+    # A gain beyond float32 makes the outer step infinite, which is refused there.
+    with np.errstate(over="ignore"):
+        return values, gains.astype(np.float32), norms
+
+
+def outer_step(
+    fragment: Fragment, before: FragmentState, values: F32, gains: F32, policy: Policy
+) -> tuple[F32, F32]:
+    """New parameters and momentum (n,), in new arrays: b <- mu*b + d, then p <- p - lr*(d + mu*b).
+
+    The outer gradient d is `values` (n,) times `gains` (k,), one for each piece. A first step from
+    b = 0 moves by lr * (1 + mu) * d; with mu = 0 this is plain SGD. Raises FloatingPointError if a
+    result is not finite: one NaN would spread to every learner.
+
+    Another optimizer is a kernel here and a name in records.Policy and config.Merge. What it keeps
+    between two steps is `momentum`, whose length is its own business: zeros (n,) before the first.
+
+    Source: DiLoCo (arXiv 2311.08105), with the recursion of torch.optim.SGD(nesterov=True).
+    """
+    params, momentum, elements = before.global_, before.momentum, fragment.elements
+    assert params.shape == momentum.shape == values.shape == (elements,), params.shape
+    assert policy.outer_lr > 0 and 0 <= policy.momentum < 1, policy
+    inputs = read_only(params), read_only(momentum), read_only(values), fragment.bounds
+    rates = np.float32(policy.outer_lr), np.float32(policy.momentum)
+    updated, velocity = empty_f32(elements), empty_f32(elements)
+    largest = nesterov_step(*inputs, read_only(gains), *rates, updated, velocity)
+    if largest >= INFINITE_BITS:
+        raise FloatingPointError("the outer step would make a parameter infinite or NaN")
+    return updated, velocity
+
+
+@kernel
+def nesterov_step(
+    params: F32,
+    momentum: F32,
+    values: F32,
+    bounds: I64,
+    gains: F32,
+    lr: np.float32,
+    mu: np.float32,
+    updated: F32,
+    velocity: F32,
+) -> int:
+    """Sets velocity = mu * momentum + d and updated = params - lr * (d + mu * velocity), where
+    d = value * gain; all (n,).
+
+    Returns the largest magnitude of a parameter as float32 bits: from INFINITE_BITS on it is not
+    finite.
+    """
+    largest = np.uint32(0)
+    for span in range(gains.size):
+        gain, first, end = gains[span], bounds[span], bounds[span + 1]
+        part, part_params, part_momentum = values[first:end], params[first:end], momentum[first:end]
+        part_updated, part_velocity = updated[first:end], velocity[first:end]
+        for i in range(part.size):
+            # This order of products and sums is promised, bit by bit.
+            step = part[i] * gain
+            speed = part_momentum[i] * mu + step
+            moved = part_params[i] - (step + speed * mu) * lr
+            part_velocity[i] = speed
+            part_updated[i] = moved
+            # A speed that is not finite makes such a parameter, even where mu is 0.
+            largest = max(largest, np.float32(moved).view(np.uint32) & np.uint32(0x7FFFFFFF))
+    return int(largest)
 
 
 def warm_up() -> None:

@@ -3,7 +3,7 @@
 Store(folder, ...)     the broker's: recover, seed, commit, snapshot, end, published_digest
 Recovered              what a life begins with
 DiskFull               an OSError: nothing has changed, try again later
-History(folder)        read only: rounds, replay, states, merged_otherwise, audit, rollback
+History(folder)        read only: rounds, replay, states, audit, rollback
 read_initial, export_model     safetensors files of users
 """
 

@@ -8,7 +8,7 @@ anything but the bits that learners have seen.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -216,25 +216,7 @@ class History:
 
     def states(self) -> Iterator[FragmentState]:
         """Each fragment at the newest version that a start could go on from."""
-        return map(self.state, self.table)
-
-    def merged_otherwise(self, without: Collection[str] = ()) -> Iterator[FragmentState]:
-        """Each fragment as it would be, had its rounds been merged without the pushes of some
-        learners, from the oldest snapshot on. A round that has none left changes nothing. Learners
-        would have pushed other gradients then; this takes those they pushed."""
-
-        def merged(fragment: Fragment) -> FragmentState:
-            state = self.whole(self.snapshots(fragment.index)[0])
-            for row in self.after(state):
-                round_ = self.load(row)
-                left = tuple(each for each in round_.contributions if each.learner not in without)
-                if left:
-                    state = merge(fragment, state, replace(round_, contributions=left)).state
-                else:
-                    state = replace(state, version=round_.version)
-            return state
-
-        return (self._steadily(fragment, merged) for fragment in self.table)
+        return (self._steadily(fragment, self.state) for fragment in self.table)
 
     def audit(self) -> Audit:
         """Looks at every byte that a start, a replay or a rollback would rely on; tells the first

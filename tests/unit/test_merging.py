@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from merging_cases import awkward, decoded, one_fragment, push_of, round_of, state_of, values_in
 
-from narrows.broker.merging import Alarm, Model, merge, outer, sums, warm_up
+from narrows.broker.merging import Alarm, Model, merge, sums, warm_up
+from narrows.broker.merging.merge import nesterov_step
 from narrows.broker.records import Contribution, Version
 from narrows.proto.codec import F32, F64, advance_copy, decode_chunk, digest_of, recut
 from narrows.proto.layout import Fragment
@@ -271,7 +272,7 @@ def test_the_alarm_tells_a_push_far_longer_than_its_learners_own() -> None:
 
 def test_warm_up_compiles_all_that_a_merge_needs() -> None:
     warm_up()
-    kernels = [cast(Any, each) for each in (sums.accumulate, sums.add_squares, outer.nesterov_step)]
+    kernels = [cast(Any, each) for each in (sums.accumulate, sums.add_squares, nesterov_step)]
     before = [list(kernel.signatures) for kernel in kernels]
     for codec in CODECS:
         pushes = [push_of(MIXED, f"l{i}", awkward(MIXED.elements, i), codec=codec) for i in (1, 2)]

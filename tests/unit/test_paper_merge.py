@@ -12,7 +12,7 @@ import pytest
 from merging_cases import one_fragment, push_of, round_of, state_of
 
 from narrows.broker.merging import merge
-from narrows.broker.merging.average import token_weights
+from narrows.broker.merging.merge import token_weights
 from narrows.proto.codec import F32
 from narrows.proto.messages import MergeRule
 

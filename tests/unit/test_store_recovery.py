@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +17,6 @@ from store_cases import (
     TABLE,
     Run,
     facts,
-    first_states,
     heads,
     next_version,
     recovered_states,
@@ -204,7 +202,7 @@ def test_history_can_be_read_while_the_broker_runs(tmp_path: Path) -> None:
     run.store.close()
 
 
-@pytest.mark.parametrize("what", ["audit", "merged_otherwise"])
+@pytest.mark.parametrize("what", ["audit", "states"])
 def test_what_a_running_broker_removes_meanwhile_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -225,25 +223,8 @@ def test_what_a_running_broker_removes_meanwhile_is_no_damage(
         if what == "audit":
             assert history.audit() == (4, 2, ())
         else:
-            states = list(history.merged_otherwise())
-            assert facts(states) == facts([run.head(0), run.head(1)])
+            assert facts(list(history.states())) == facts([run.head(0), run.head(1)])
     run.store.close()
-
-
-def test_rounds_can_be_merged_otherwise(stopped: Run) -> None:
-    with closing(History(stopped.folder)) as history:
-        same = facts(list(history.merged_otherwise()))
-        alone = list(history.merged_otherwise(without=["site-b"]))
-        nobody = list(history.merged_otherwise(without=["site-a", "site-b"]))
-    assert same == facts([stopped.head(0), stopped.head(1)])
-    state = first_states()[0]
-    for version in range(1, 5):
-        # The pushes are those that were made against the states as they were.
-        pushes = next_version(stopped.states[0][version - 1], ["site-a"]).round_
-        state = merge(TABLE[0], state, pushes).state
-    assert alone[0].digests == state.digests
-    assert [each.version for each in nobody] == [4, 4]
-    assert np.array_equal(nobody[1].global_, first_states()[1].global_)
 
 
 def test_a_rollback_makes_a_new_directory_and_leaves_the_old_one(
