@@ -113,7 +113,7 @@ class Stage:
 
 def test_two_learners_train_through_a_kill_of_the_broker_to_the_final_model(tmp_path: Path) -> None:
     plan = Calm(2, run__goal_tokens=2500)
-    plan.ends, plan.kills = 60.0, [3.0]
+    plan.ends, plan.faults = 60.0, [(3.0, Run.kill)]
     stage = Stage(plan, tmp_path)
     stage.run.finish()
     assert sorted(stage.noted) == 2 * ["offline"] + 2 * ["online"]
@@ -255,7 +255,7 @@ def test_chunks_of_version_0_that_are_asked_for_again_are_not_encoded_again(
 def test_a_run_is_seeded_anew_between_two_steps_of_a_learner_that_trains(tmp_path: Path) -> None:
     """The operator has put back a state directory from before version 0."""
     plan = Calm()
-    plan.restore = (0.001, 4.0)
+    plan.faults = [(0.001, Run.copy), (4.0, Run.put_back)]
     stage = Stage(plan, tmp_path)
     stage.run.until(3.9)
     assert min(stage.heads) > 0
