@@ -132,7 +132,6 @@ class LearnerHost:
         """After an inner step: the only time that the exchange takes from training."""
         self.session.boundary(tokens, loss, now)
         self._perform(now)
-        self._seed_next()
 
     def turn(self, now: float) -> None:
         """The time has come, or a socket has room: sends what may leave."""

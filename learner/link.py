@@ -125,16 +125,17 @@ class Link:
         self._dial()
         self._is_open = True
         self._thread.start()
-        moved_at, moved, tells_at = time.monotonic(), 0, time.monotonic() + HEARD_S
-        told = set[str]()
+        moved_at, moved, missing, tells_at = time.monotonic(), 0, "", math.inf
         with self._lock:
             session = self._host.session
             while not self._host.join(now := time.monotonic()):
                 self._raise()
-                if now >= tells_at and (what := self._missing()) not in told:
-                    told.add(what)
+                if missing != (what := self._missing()):
+                    missing, tells_at = what, now + HEARD_S
+                if now >= tells_at:
                     # A warning: a program that has not set logging up shows it, too.
-                    _log.warning("%s", what)
+                    _log.warning("%s", missing)
+                    tells_at = math.inf
                 seeding = session.connected and not session.beat.heads
                 # Who waits for version 0 of another learner does so as long as the broker answers.
                 if self._sockets.moved != moved or (seeding and not len(self._host.sender)):

@@ -112,14 +112,12 @@ class Seat:
         self.done()
         return wanted
 
-    def assemble(
-        self, *, agrees: bool = True, push_id: int = 0, merged: tuple[int, ...] = ()
-    ) -> None:
+    def assemble(self, *, push_id: int = 0, merged: tuple[int, ...] = ()) -> None:
         """The host makes the copies that it was asked for. `merged`: ids of our pushes in it."""
         for kind, fragment, version in self.take(Assemble):
             contributors = tuple(Contributor(INCARNATION, each) for each in merged)
             header = self.header(kind, fragment, version, 0, push_id, contributors)
-            self.session.assembled(header, self.now, agrees=agrees)
+            self.session.assembled(header, self.now, agrees=True)
             self.done()
 
     def publish(self, fragment: int, version: int, *merged: int) -> None:

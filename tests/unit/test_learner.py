@@ -182,6 +182,13 @@ def test_a_name_or_a_key_that_cannot_be_used_is_named_before_joining(tmp_path: P
             Learner(model, torch.optim.SGD(model.parameters()), **arguments)  # type: ignore[arg-type]
 
 
+def test_a_process_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(LocalProtocolError, match=r"several ranks.*got 2"):
+        Loop("tcp://127.0.0.1:1", "a")
+
+
 # The loop.
 
 

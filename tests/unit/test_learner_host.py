@@ -159,6 +159,18 @@ def test_what_is_damaged_is_noted_and_asked_for_again(
     assert event != "refused" or "bad_digest" in stage.notes[0].text
 
 
+def test_parameters_that_become_nan_are_set_back_to_the_newest_version(tmp_path: Path) -> None:
+    stage = Stage(Calm(), tmp_path)
+    stage.run.until(3.0)
+    tensors: list[F32] = stage.run.sites[0].trainee.source.tensors  # type: ignore[attr-defined]
+    tensors[1][3] = np.nan
+    heads = stage.heads
+    stage.run.finish()
+    assert stage.noted == ["encode_failed"] and "nan" in stage.notes[0].text
+    assert all(np.isfinite(each).all() for each in tensors)
+    assert min(stage.heads) > max(heads)
+
+
 def test_bytes_that_are_no_message_are_noted_and_change_nothing(tmp_path: Path) -> None:
     stage = Stage(Calm(), tmp_path)
     stage.run.until(1.0)
@@ -167,6 +179,9 @@ def test_bytes_that_are_no_message_are_noted_and_change_nothing(tmp_path: Path) 
         stage.host.data(frames, stage.run.world.now)
     assert stage.noted == ["refused"] * 6
     stage.run.finish()
+    stage.host.control([b"NRW\x02", b""], stage.run.world.now)  # Another protocol.
+    refused = stage.host.session.refused
+    assert refused is not None and refused.code == "protocol_version"
 
 
 def test_a_new_life_with_other_chunks_gets_the_same_push(tmp_path: Path) -> None:
