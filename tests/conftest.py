@@ -1,6 +1,6 @@
 """The rules of the gate for every test, and options of the suite.
 
-A test may not outlast its time limit, and may leave no process, port or network namespace behind.
+A test may not outlast its time limit, and may leave no process or network namespace behind.
 A test over real processes (marker `real`) may run once more after a failure; the summary names it
 as FLAKY, and more than FLAKY_MAX of them make the run red.
 """
@@ -106,17 +106,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(request: pytest.FixtureRequest) -> Generator[None]:
-    """Fails a test that leaves a process, a listening port or a network namespace behind."""
-    is_real = request.node.get_closest_marker("real") is not None
-    ports = listening() if is_real else set()
+def nothing_left_behind() -> Generator[None]:
+    """Fails a test that leaves a process or a network namespace behind."""
     yield
     _, left = psutil.wait_procs([one for one in started() if not is_server(one)], ENDING_S)
     told = [f"{one.pid}: {' '.join(one.cmdline())[:160]}" for one in left]
     kill(left)
     assert not left, f"the test left processes behind: {told}"
-    new_ports = listening() - ports if is_real else set()
-    assert not new_ports, f"the test left listening ports behind: {sorted(new_ports)}"
     namespaces = [path.name for path in NAMESPACES.glob(f"narrows-{os.getpid()}-*")]
     assert not namespaces, f"the test left network namespaces behind: {namespaces}"
 
@@ -148,9 +144,3 @@ def kill(processes: list[psutil.Process]) -> None:
     for one in processes:
         with suppress(psutil.NoSuchProcess):
             one.kill()
-
-
-def listening() -> set[str]:
-    """Local addresses at which this process itself listens over TCP."""
-    sockets = psutil.Process().net_connections("tcp")
-    return {f"{one.laddr.ip}:{one.laddr.port}" for one in sockets if one.status == "LISTEN"}

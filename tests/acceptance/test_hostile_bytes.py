@@ -104,9 +104,7 @@ FROM_A_BROKER: Final[list[dict[str, Any]]] = [
 STATE: Final = {"type": "fetch", "kind": 3, "fragment": 0, "version": 0, "push_id": 0}
 REQUESTS: Final[list[dict[str, Any]]] = [
     STATE | {"chunks": [[0, 1]], "fragment": 4095},
-    STATE | {"chunks": [[0, 1]], "version": 1 << 40},
     STATE | {"chunks": [[0, 1]], "kind": 0},
-    STATE | {"chunks": [[1, 1]]},
     STATE | {"chunks": [[0, 1 << 48]]},
     STATE | {"chunks": [[0, 1]] * 257},
 ]

@@ -106,21 +106,6 @@ def test_a_state_is_encoded_once_for_all_who_ask(
     assert not house.host.downlink._copies[0], "nobody asks for it any more"
 
 
-def test_a_publication_that_is_no_longer_kept_is_answered_with_the_state(house: House) -> None:
-    (a,) = begun(house, "site-a")
-    for _ in range(msg.PUBLICATIONS_KEPT + 1):
-        one_round(house, a)
-    a.fetch(msg.DataKind.PUBLICATION, 0, 2, 0, 1)
-    a.fetch(msg.DataKind.PUBLICATION, 0, 1, 0, 1)
-    house.settle()
-    asked = [h for topic, h, _, _ in house.wires.datas if topic.startswith("r/")]
-    assert [(h.kind, h.version, h.chunk) for h in asked[-3:]] == [
-        (msg.DataKind.PUBLICATION, 2, 0),
-        (msg.DataKind.PUBLICATION, 2, 1),
-        (msg.DataKind.STATE, 9, 0),
-    ]
-
-
 def test_a_failed_merge_is_refused_and_its_learner_may_push_again(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,12 +46,6 @@ def test_a_full_run_asks_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(desk.hello("b", 1, peer="again"), msg.Welcome)
 
 
-def test_a_key_speaks_for_its_sites_learners() -> None:
-    desk = running("a")
-    assert isinstance(desk.hello("site-a/0", site="site-a"), msg.Welcome)
-    assert isinstance(desk.hello("site-ab", site="site-a"), msg.Refuse)
-
-
 def test_a_name_is_free_after_three_silent_seconds() -> None:
     desk = running("a", "b")
     desk.push("a", 0, 1)
