@@ -27,9 +27,12 @@ from narrows.proto.errors import (
 )
 from narrows.proto.keys import SiteKey, check_trust, read_site_key
 from narrows.proto.messages import CONTROL_BYTES_MAX, AskStatus, Refuse, Status
-from narrows.proto.sockets import HandshakeMonitor, Kind, make_socket
+from narrows.proto.sockets import Handshake, HandshakeMonitor, Kind, make_socket
 from narrows.proto.units import Size
 from narrows.proto.wire import decode_control, encode_control
+
+BROKEN_OFF_S: Final = 1.0
+"""A broker that breaks handshakes off for so long is not just starting again."""
 
 LEGEND: Final = (
     "heard: time since its last message; logged: tokens that it has trained on; merged: those that "
@@ -113,6 +116,8 @@ def _ask(
                 reason = monitor.error(outcome) or reason
                 if isinstance(reason, Refused) or (reason and not is_last):
                     raise reason
+                if outcome is Handshake.BROKEN_OFF:
+                    until = min(until, time.monotonic() + BROKEN_OFF_S)
                 if monitor.connected:
                     with suppress(zmq.Again):  # The connection is gone already, and comes again.
                         socket.send_multipart(encode_control(AskStatus()), zmq.NOBLOCK)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import resource
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -165,6 +168,22 @@ def test_status_with_the_next_key_of_the_broker(narrows: Said, tmp_path: Path) -
         while (code := narrows.run("status", run.address, "--key", str(file))) == 0:
             pass
         assert code == 3 and f"narrows keys allow 'narrows-key a {pair.public}'" in narrows.err
+
+
+def test_status_without_a_key_says_that_one_is_needed(narrows: Said) -> None:
+    """It does not wait for its time to be over: a broker with keys will not admit it later."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def break_off() -> None:
+            with suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+
+        threading.Thread(target=break_off, daemon=True).start()
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        assert narrows.run("status", address, "--timeout-s", "600") == 4
+        server.shutdown(socket.SHUT_RDWR)
+    assert "admits only those who have a key" in narrows.err and "--key FILE" in narrows.err
 
 
 def test_the_words_of_a_learner_are_no_markup(
