@@ -141,11 +141,11 @@ def _headline(said: dict[str, Any]) -> list[str]:
     spread = f"{min(versions)} to {max(versions)}" if versions else "none yet"
     each = said["contributions"] / said["merges"] if said["merges"] else 0.0
     lines = [
-        f"run {said['run_id']}  epoch {said['epoch']}  {said['mode']}  {said['phase']}"
-        f"  up {said['uptime_s']:.0f} s",
-        f"{said['run_tokens']:,}{goal} tokens at {said['tokens_per_s']:,.0f}/s"
-        f"  versions {spread}  {said['merges']:,} merges of {each:.2f} pushes"
-        f"  in {Size(said['up_bytes']).text()}  out {Size(said['down_bytes']).text()}",
+        f"run {said['run_id']}: {said['phase']}; the broker is up for {said['uptime_s']:.0f} s,"
+        f" has received {Size(said['up_bytes']).text()} and sent {Size(said['down_bytes']).text()}",
+        f"{said['run_tokens']:,}{goal} tokens are learned, {said['tokens_per_s']:,.0f} a second;"
+        f" newest versions of the fragments: {spread};"
+        f" {said['merges']:,} merges of {each:.2f} pushes since the broker's start",
     ]
     hints = [each["hint"] for each in said["learners"].values() if each["hint"]]
     return [*lines, *(f"waits for {line}" for line in said["waiting_for"]), *hints]

@@ -201,7 +201,8 @@ def test_the_words_of_a_learner_are_no_markup(
     }  # fmt: skip
     monkeypatch.setattr(status, "ask_status", lambda *_, **__: said)
     assert narrows.run("status") == 0
-    assert "paused: [/red]" in narrows.out and "in 5MB  out 10B" in narrows.out
+    assert "paused: [/red]" in narrows.out and "received 5MB and sent 10B" in narrows.out
+    assert "4 of 8 tokens are learned" in narrows.out and "fragments: 1 to 2;" in narrows.out
     columns = narrows.out.splitlines()[3].split()
     assert {"heard", "logged", "merged", "behind"} <= set(columns)
     legend = "".join(narrows.out.splitlines()[-2:])
@@ -226,6 +227,10 @@ def test_a_run_is_shown_checked_exported_and_rolled_back(narrows: Said, tmp_path
         a.push(0, values(a, 0.01)[0])
         house.until(lambda: house.heads == (version,), "a version", a)  # noqa: B023
     house.host.close()
+    house.kill()
+    house.start()
+    (resumed,) = [note.text for note in house.notes if note.event == "resumed"]
+    assert "at versions 3 to 3, " in resumed and f" {house.host.syncer.run_tokens:,} tok" in resumed
     house.kill()
     assert narrows.run("journal", "show", place, "--json") == 0
     rows = [json.loads(line) for line in narrows.out.splitlines()]
