@@ -20,7 +20,8 @@ from safetensors import safe_open
 from narrows import __main__ as command
 from narrows.broker.cli import status
 from narrows.broker.process.service import log
-from narrows.broker.store import Store
+from narrows.broker.store import History, Store
+from narrows.broker.store.history import Audit
 from narrows.proto.errors import ErrorCode, Refused
 from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
 from narrows.proto.messages import Bye
@@ -277,6 +278,18 @@ def test_a_run_is_shown_checked_exported_and_rolled_back(narrows: Said, tmp_path
     assert narrows.run("journal", "rollback", place, str(back), "--to", str(rows[1]["round"])) == 0
     assert narrows.run("journal", "show", str(back), "--json") == 0
     assert [json.loads(line)["version"] for line in narrows.out.splitlines()] == [1, 2]
+
+
+def test_an_audit_prints_all_that_it_found(
+    narrows: Said, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Store(tmp_path, durable=False).close()
+    found = Audit(10, 7, ("pack 1 is damaged", "clock 5, but 6\x1b[2J"))
+    monkeypatch.setattr(History, "audit", lambda _: found)
+    assert narrows.run("journal", "audit", str(tmp_path)) == 1
+    *_, one, other, bound = narrows.out.splitlines()
+    assert (one, other) == ("pack 1 is damaged", "clock 5, but 6\\x1b[2J")
+    assert "after the first damage" in bound and "2 problems" in narrows.err
 
 
 def test_the_help_of_the_broker_lists_its_settings(narrows: Said) -> None:
