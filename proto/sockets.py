@@ -128,8 +128,9 @@ class Handshake(IntEnum):
     MISMATCH = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     """One side has keys and the other has none. The socket never dials again."""
     BROKEN_OFF = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    """The other side stops, or has another key than was expected. The socket dials again, ten times
-    a second: replace it if that goes on."""
+    """The other side stops, has another key than was expected, or has keys where none was given: it
+    may have closed before a MISMATCH could be seen. The socket dials again, ten times a second:
+    replace it if that goes on."""
     DISCONNECTED = zmq.EVENT_DISCONNECTED
     """An admitted connection has ended. The socket dials again."""
 
@@ -163,11 +164,17 @@ class HandshakeMonitor:
     def error(self, outcome: Handshake) -> NarrowsError | None:
         """The meaning of an outcome for the user, with the remedy; None: nothing is wrong."""
         broker, key = f"the broker at {self._address}", self._key
+        give_key = (
+            "give your site's key file: --key FILE or NARROWS_KEY (`narrows keys new` makes it)"
+        )
         if outcome is Handshake.BROKEN_OFF:
-            expected = " or ".join(key.servers) if key else "none"
-            message = f"{broker} breaks handshakes off (expected a broker whose key is {expected})"
-            remedy = "is that a broker's port? Compare `narrows keys show` at the broker"
-            return BrokerUnreachable(message, remedy=remedy)
+            if key is None:
+                why, remedy = "as one does that admits only those who have a key", give_key
+            else:
+                why = f"expected a broker whose key is {' or '.join(key.servers)}"
+                remedy = "compare `narrows keys show` at the broker"
+            remedy = f"{remedy}. Or is that no broker's port?"
+            return BrokerUnreachable(f"{broker} breaks handshakes off ({why})", remedy=remedy)
         if outcome is Handshake.REFUSED and key:
             line = public_line(key.name, key.pair.public)
             message = f"{broker} does not admit the key of {key.name}"
@@ -177,7 +184,7 @@ class HandshakeMonitor:
             remedy = "its operator gives it keys: narrows broker --keys FOLDER; or join without one"
         elif outcome is Handshake.MISMATCH:
             message = f"{broker} admits only those who have a key"
-            remedy = "mail the broker's operator the line that `narrows keys new` prints"
+            remedy = give_key
         else:
             return None
         return Refused(ErrorCode.KEY_REFUSED, message, remedy=remedy)

@@ -65,11 +65,13 @@ def audit(directory: Directory) -> None:
     with closing(History(directory)) as history:
         found = history.audit()
     print(f"{found.rounds:,} rounds are in order, {found.replayed:,} were merged again")
+    for problem in found.problems:
+        print(printable(problem))
     if found.problems:
+        print("what lies after the first damage of a fragment was not looked at")
         raise StateError(
             ErrorCode.STATE_DAMAGED,
-            f"{len(found.problems)} problems",
-            got=found.problems[0],
+            f"{len(found.problems)} problems stand above",
             remedy="put a backup back, or `narrows journal rollback`",
         )
 

@@ -27,9 +27,12 @@ from narrows.proto.errors import (
 )
 from narrows.proto.keys import SiteKey, check_trust, read_site_key
 from narrows.proto.messages import CONTROL_BYTES_MAX, AskStatus, Refuse, Status
-from narrows.proto.sockets import HandshakeMonitor, Kind, make_socket
+from narrows.proto.sockets import Handshake, HandshakeMonitor, Kind, make_socket
 from narrows.proto.units import Size
 from narrows.proto.wire import decode_control, encode_control
+
+BROKEN_OFF_S: Final = 1.0
+"""A broker that breaks handshakes off for so long is not just starting again."""
 
 LEGEND: Final = (
     "heard: time since its last message; logged: tokens that it has trained on; merged: those that "
@@ -113,6 +116,8 @@ def _ask(
                 reason = monitor.error(outcome) or reason
                 if isinstance(reason, Refused) or (reason and not is_last):
                     raise reason
+                if outcome is Handshake.BROKEN_OFF:
+                    until = min(until, time.monotonic() + BROKEN_OFF_S)
                 if monitor.connected:
                     with suppress(zmq.Again):  # The connection is gone already, and comes again.
                         socket.send_multipart(encode_control(AskStatus()), zmq.NOBLOCK)
@@ -136,11 +141,11 @@ def _headline(said: dict[str, Any]) -> list[str]:
     spread = f"{min(versions)} to {max(versions)}" if versions else "none yet"
     each = said["contributions"] / said["merges"] if said["merges"] else 0.0
     lines = [
-        f"run {said['run_id']}  epoch {said['epoch']}  {said['mode']}  {said['phase']}"
-        f"  up {said['uptime_s']:.0f} s",
-        f"{said['run_tokens']:,}{goal} tokens at {said['tokens_per_s']:,.0f}/s"
-        f"  versions {spread}  {said['merges']:,} merges of {each:.2f} pushes"
-        f"  in {Size(said['up_bytes']).text()}  out {Size(said['down_bytes']).text()}",
+        f"run {said['run_id']}: {said['phase']}; the broker is up for {said['uptime_s']:.0f} s,"
+        f" has received {Size(said['up_bytes']).text()} and sent {Size(said['down_bytes']).text()}",
+        f"{said['run_tokens']:,}{goal} tokens are learned, {said['tokens_per_s']:,.0f} a second;"
+        f" newest versions of the fragments: {spread};"
+        f" {said['merges']:,} merges of {each:.2f} pushes since the broker's start",
     ]
     hints = [each["hint"] for each in said["learners"].values() if each["hint"]]
     return [*lines, *(f"waits for {line}" for line in said["waiting_for"]), *hints]

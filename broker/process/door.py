@@ -92,6 +92,8 @@ class Door:
         self._told: set[str] = set()
         """Keys that are not admitted and stand in the log already; emptied every REFUSALS_S."""
         self._told_at = now
+        self.revoked: list[str] = []
+        """Sites that the last change of the allow list has left without a key."""
 
     def admits(self, key: str) -> bool:
         """Whether a handshake with this public key (Z85) succeeds."""
@@ -156,6 +158,7 @@ class Door:
             _log.error("the allow list stays as it was: %s", printable(str(error)))
             return False
         gone = sorted(before.keys[key] for key in before.keys if not self._allowed.site(key))
+        self.revoked = sorted(set(gone) - set(self._allowed.keys.values()))
         cut_off = f"; cut off: {', '.join(gone)}" if gone else ""
         _log.info("the allow list was read again: %d keys%s", len(self._allowed.keys), cut_off)
         return any(self._allowed.site(key) != before.site(key) for key in before.keys)

@@ -7,7 +7,7 @@ of peers enter here, and whatever is wrong with them becomes a refusal: nothing 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from narrows.broker.config import BrokerConfig
@@ -99,6 +99,11 @@ class Host:
             self._on_note(ev.Note("refused", text, {"code": error.code.value}, warning=True))
         self._came(frames, now)
         return self._refusals == before
+
+    def revoked(self, sites: Collection[str], now: float) -> None:
+        """Sites have no key any more; their connections end."""
+        self.syncer.revoked(sites, now)
+        self._perform(now)
 
     def _chunk(self, header: msg.Header, payload: bytes, now: float) -> None:
         if (got := wire.digest(payload)) != header.payload_digest:

@@ -142,6 +142,7 @@ class Link:
                 if self.door is not None and not is_fine:
                     self.door.strike(key, now)
         if self.door is not None and self.door.look(now):
+            host.revoked(self.door.revoked, now)
             self._reopen(host)
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now

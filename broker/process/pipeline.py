@@ -248,6 +248,10 @@ class Pipeline:
             for version in self._store.replay(each, state):
                 model.install(version)
                 self._alarm.hear(version)
+        tokens = recovered.clock // len(table)
+        text = f"resumed run {recovered.run_id} at versions {min(model.heads)} to "
+        text += f"{max(model.heads)}, {tokens:,} tokens: every published version is here"
+        self._note(ev.Note("resumed", text, {}))
         return ev.Resumed(
             recovered.layout, model.heads, recovered.clock, dict(recovered.merged),
             recovered.period_s, recovered.phase, dict(recovered.merged_tokens),

@@ -6,7 +6,7 @@ begin, are merged and exist, and whether the run ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from narrows.broker.config import BrokerConfig
@@ -154,6 +154,17 @@ class Syncer:
     def refused(self, peer: str, error: NarrowsError, now: float) -> None:
         """A control message that could not be decoded."""
         self.state.refuse(peer, error)
+        self.advance(now)
+
+    def revoked(self, sites: Collection[str], now: float) -> None:
+        """Sites have no key any more. Their learners are cut off until they say Hello again."""
+        for member in self.state.members.connected():
+            if any(speaks_for(site, member.name) for site in sites):
+                member.is_revoked = True
+                self._pushes.disconnect(member)
+                text = f"the key of {member.name} was revoked: it is cut off until its site is "
+                text += "admitted again (narrows keys allow)"
+                self.state.note("revoked", text, warning=True, learner=member.name)
         self.advance(now)
 
     # Data. Thousands of chunks come in a second, so a chunk alone decides nothing else.

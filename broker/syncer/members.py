@@ -50,6 +50,8 @@ class Member:
     peer: str = ""
     """Its connection; "" while it has none."""
     has_left: bool = False
+    is_revoked: bool = False
+    """Its site had no key left while it was connected."""
     told: Report = NOTHING_TOLD
     """Its newest Report; but `held` is what its parameters stand on."""
     reported_at: float = float("-inf")
@@ -133,7 +135,8 @@ class Members:
         """Gives a member a connection, when nobody else has its name or this connection."""
         # The member itself may still be using the rate that it was told before.
         self.by_peer.pop(member.peer, None)
-        member.peer, member.heard_at, member.moved_at, member.has_left = peer, now, now, False
+        member.peer, member.heard_at, member.moved_at = peer, now, now
+        member.has_left = member.is_revoked = False
         self.by_name[member.name] = self.by_peer[peer] = member
         gone = [member for member in self if not member.is_connected]
         gone.sort(key=lambda member: member.heard_at)

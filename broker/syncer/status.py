@@ -84,7 +84,7 @@ def _state(member: Member, now: float) -> str:
     if member.has_left:
         return "left"
     if not member.is_connected:
-        return "lost"
+        return "key revoked" if member.is_revoked else "lost"
     if not member.is_heard(now):
         return "silent"
     if not member.is_ready:

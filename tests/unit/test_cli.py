@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import resource
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,8 @@ from safetensors import safe_open
 from narrows import __main__ as command
 from narrows.broker.cli import status
 from narrows.broker.process.service import log
-from narrows.broker.store import Store
+from narrows.broker.store import History, Store
+from narrows.broker.store.history import Audit
 from narrows.proto.errors import ErrorCode, Refused
 from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
 from narrows.proto.messages import Bye
@@ -167,6 +171,41 @@ def test_status_with_the_next_key_of_the_broker(narrows: Said, tmp_path: Path) -
         assert code == 3 and f"narrows keys allow 'narrows-key a {pair.public}'" in narrows.err
 
 
+def test_a_learner_whose_key_is_revoked_is_told_apart_from_a_lost_one(tmp_path: Path) -> None:
+    house = House(tmp_path / "state")
+    _, b = begun(house, "site-a", "site-b/0")
+    house.host.revoked(["site-b"], house.now)
+
+    def states() -> list[object]:
+        learners = house.host.status(house.now)["learners"]
+        assert isinstance(learners, dict)
+        return [each["state"] for each in learners.values()]
+
+    assert states() == ["joining", "key revoked"]
+    (line,) = [note.text for note in house.notes if note.event == "revoked"]
+    assert line.startswith("the key of site-b/0 was revoked")
+    b.hello()
+    house.settle()
+    assert states() == ["joining", "training"], "its site has a key again"
+    house.kill()
+
+
+def test_status_without_a_key_says_that_one_is_needed(narrows: Said) -> None:
+    """It does not wait for its time to be over: a broker with keys will not admit it later."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def break_off() -> None:
+            with suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+
+        threading.Thread(target=break_off, daemon=True).start()
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        assert narrows.run("status", address, "--timeout-s", "600") == 4
+        server.shutdown(socket.SHUT_RDWR)
+    assert "admits only those who have a key" in narrows.err and "--key FILE" in narrows.err
+
+
 def test_the_words_of_a_learner_are_no_markup(
     narrows: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +221,8 @@ def test_the_words_of_a_learner_are_no_markup(
     }  # fmt: skip
     monkeypatch.setattr(status, "ask_status", lambda *_, **__: said)
     assert narrows.run("status") == 0
-    assert "paused: [/red]" in narrows.out and "in 5MB  out 10B" in narrows.out
+    assert "paused: [/red]" in narrows.out and "received 5MB and sent 10B" in narrows.out
+    assert "4 of 8 tokens are learned" in narrows.out and "fragments: 1 to 2;" in narrows.out
     columns = narrows.out.splitlines()[3].split()
     assert {"heard", "logged", "merged", "behind"} <= set(columns)
     legend = "".join(narrows.out.splitlines()[-2:])
@@ -207,6 +247,10 @@ def test_a_run_is_shown_checked_exported_and_rolled_back(narrows: Said, tmp_path
         a.push(0, values(a, 0.01)[0])
         house.until(lambda: house.heads == (version,), "a version", a)  # noqa: B023
     house.host.close()
+    house.kill()
+    house.start()
+    (resumed,) = [note.text for note in house.notes if note.event == "resumed"]
+    assert "at versions 3 to 3, " in resumed and f" {house.host.syncer.run_tokens:,} tok" in resumed
     house.kill()
     assert narrows.run("journal", "show", place, "--json") == 0
     rows = [json.loads(line) for line in narrows.out.splitlines()]
@@ -234,6 +278,18 @@ def test_a_run_is_shown_checked_exported_and_rolled_back(narrows: Said, tmp_path
     assert narrows.run("journal", "rollback", place, str(back), "--to", str(rows[1]["round"])) == 0
     assert narrows.run("journal", "show", str(back), "--json") == 0
     assert [json.loads(line)["version"] for line in narrows.out.splitlines()] == [1, 2]
+
+
+def test_an_audit_prints_all_that_it_found(
+    narrows: Said, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Store(tmp_path, durable=False).close()
+    found = Audit(10, 7, ("pack 1 is damaged", "clock 5, but 6\x1b[2J"))
+    monkeypatch.setattr(History, "audit", lambda _: found)
+    assert narrows.run("journal", "audit", str(tmp_path)) == 1
+    *_, one, other, bound = narrows.out.splitlines()
+    assert (one, other) == ("pack 1 is damaged", "clock 5, but 6\\x1b[2J")
+    assert "after the first damage" in bound and "2 problems" in narrows.err
 
 
 def test_the_help_of_the_broker_lists_its_settings(narrows: Said) -> None:

@@ -32,6 +32,10 @@ class Heard:
         self.downlink, self.is_fine = self, True
         self.heard: dict[Connection, list[str]] = {}
         """Topics by connection."""
+        self.cut_off: list[str] = []
+
+    def revoked(self, sites: list[str], now: float) -> None:
+        self.cut_off += sites
 
     @property
     def fan_out(self) -> int:
@@ -234,6 +238,18 @@ def test_a_key_may_hear_publications_and_its_own_answers(keys: Path) -> None:
     door, own = Door(keys, 0.0), (b"p/00", b"r/site-a.00000001/01", b"r/site-a/0.00000001/01")
     others = b"r/site-b.00000001/01", b"r/site-ab.00000001/01", b"", b"p", b"r/", b"\xff"
     assert [each for each in (*own, *others) if door.may_hear(pair.public, each)] == [*own]
+
+
+def test_the_host_hears_of_a_site_that_has_no_key_left(keyed: Wire, keys: Path) -> None:
+    for name in ("site-a", "site-b"):
+        admitted(keyed, keys, name)
+    second = admitted(keyed, keys, "site-b")
+    AllowList.revoke(keys, "site-b", second.public)
+    look(keyed)
+    assert not keyed.host.cut_off, "it has another one"
+    AllowList.revoke(keys, "site-b")
+    look(keyed)
+    assert keyed.host.cut_off == ["site-b"]
 
 
 def test_addresses_that_cannot_be_listened_on_say_what_to_do(open_wire: Wire) -> None:
