@@ -28,10 +28,8 @@ def test_a_second_implementation_is_merged_and_holds_the_brokers_bits(site: Site
     wait_until(seeded, "our learner to seed the run", ours, broker)
     layout = site.folder / "layout.json"
     layout.write_text(site.tell("export", str(site.state), "--layout"))
-    other = site.shell(
-        "other", sys.executable, "-I", str(SCRIPT), "--broker", site.address, "--name", "other",
-        "--layout", str(layout), "--step-s", "0.01",
-    )  # fmt: skip
+    command = [sys.executable, "-I", str(SCRIPT), site.address, "other", str(layout)]
+    other = site.shell("other", *command)
     for child in (other, ours, broker):
         child.ends(0)
     rounds = site.merged()
