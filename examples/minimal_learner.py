@@ -1,12 +1,11 @@
 """A Narrows learner in one file, written from proto/PROTOCOL.md alone; § is a section of that page.
 
-    minimal_learner.py tcp://HOST:PORT NAME LAYOUT_FILE
-
+Usage: minimal_learner.py tcp://HOST:PORT NAME LAYOUT_FILE
 It joins a run that another learner has begun, trains by weight decay, and ends with the final
-model. It believes its broker, on loopback: no keys, no bounds (§2, §3), no checks but the digests.
-It leaves out budgets (§11), SEED and LAYOUT, mode diloco and slow learners (§9), parameters of 16
-bits (§8), and codecs other than int4-zstd, and f32-blosc2 for states (§7). Without a session it
-stands still; refused, unheard for 30 s or in a new epoch (§10) it ends.
+model. It believes its broker, on loopback: no keys, no bounds (§2, §3), no checks but digests. Left
+out are budgets (§11), SEED, LAYOUT, mode diloco and slow learners (§9), parameters of 16 bits (§8),
+and codecs but int4-zstd, and f32-blosc2 for states (§7). It stands still without a session, and
+ends if refused, if it hears nothing for 30 s, in a new epoch (§10) and at bits that differ.
 """
 
 import hashlib
@@ -21,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import blosc2
-import msgpack
 import numpy as np
-import xxhash
 import zmq
 import zstandard
+from msgpack import packb, unpackb
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 Array, Map = np.ndarray[Any, np.dtype[Any]], dict[str, Any]
 STEP_S, ENVELOPE, CODEC, KEPT = 0.01, b"NRW\x01", "int4-zstd", 8
@@ -40,7 +39,7 @@ DEFAULTS: Map = {  # Of the RunSettings that it follows (§4).
 def digest(values: Array) -> int:
     """The digest over the digests of the blocks (§5)."""
     blocks = [values[i : i + 65536].tobytes() for i in range(0, len(values), 65536)]
-    return xxhash.xxh3_64_intdigest(b"".join(xxhash.xxh3_64_digest(b)[::-1] for b in blocks))
+    return xxh3_64_intdigest(b"".join(xxh3_64_digest(b)[::-1] for b in blocks))
 
 
 def pack(codes: Array) -> bytes:
@@ -118,79 +117,59 @@ class Fragment:
 
 
 class Push:
-    """All unpushed steps of a fragment; its chunks are kept until its outcome is known (§9)."""
+    """All unpushed steps of a fragment; its messages are kept until its outcome is known (§9)."""
 
-    def __init__(self, push_id: int, f: Fragment, settings: Map) -> None:
-        self.id, self.payloads, size = push_id, list[bytes](), settings["chunk_elements"]
+    def __init__(self, push_id: int, f: Fragment, of: "Learner") -> None:
+        self.id, self.steps, self.messages = push_id, f.steps, list[list[bytes]]()
         work = {"base": f.version, "tokens": f.steps, "steps": f.steps}
         self.announcement: Map = {"fragment": f.index, "push_id": push_id, **work}
-        gradient = f.copy - f.params
-        # One scale for all pieces is allowed. It is cut to bfloat16.
-        exact = np.float32(max(settings["push_rho"] * np.sqrt(np.mean(gradient**2)), 2**-100))
-        bits = exact.view(np.uint32) >> 16
+        rms = np.sqrt(np.mean((f.copy - f.params) ** 2))  # One scale for all pieces is allowed.
+        bits = np.float32(max(of.settings["push_rho"] * rms, 2**-100)).view(np.uint32) >> 16
         scale = (bits << 16).view(np.float32)
-        codes = np.rint((gradient / scale).clip(-7, 7)).astype(np.int8)
-        self.values = scale * codes.astype(np.float32)
-        for start in range(0, f.n, size):
+        codes = np.rint(((f.copy - f.params) / scale).clip(-7, 7)).astype(np.int8)
+        self.values, size = scale * codes.astype(np.float32), of.settings["chunk_elements"]
+        for chunk, start in enumerate(range(0, f.n, size)):
             pieces, part = f.piece_of[start : start + size], codes[start : start + size]
-            scales = [bits] * (pieces[-1] - pieces[0] + 1)
-            self.payloads.append(np.uint16(scales).tobytes() + zstandard.compress(pack(part)))
+            scales = np.uint16([bits] * (pieces[-1] - pieces[0] + 1))
+            payload = scales.tobytes() + zstandard.compress(pack(part))
+            header = [of.epoch, PUSH, of.me, f.index, f.version, push_id, chunk, CODEC]
+            header += [xxh3_64_intdigest(payload), 0]
+            self.messages.append([b"u/%02d" % (chunk % len(of.ups)), packb(header), payload])
 
 
 class Learner:
     def __init__(self, address: str, name: str, layout: Map) -> None:
         self.host, self.entries = address.rpartition(":")[0], layout["entries"]
-        packed = msgpack.packb([layout["frozen_digest"], self.entries])
+        packed = packb([layout["frozen_digest"], self.entries])
         fingerprint = hashlib.blake2b(packed, digest_size=16).hexdigest()
         self.me = f"{name}.{secrets.token_hex(4)}"
-        self.who = {"name": name, "incarnation": self.me, "fingerprint": fingerprint}
+        self.who = {"protocol": 1, "name": name, "incarnation": self.me, "fingerprint": fingerprint}
         self.run_id, self.epoch, self.settings = "", "", DEFAULTS
         self.beat: Map = {"phase": "seeding", "heads": []}
-        self.fragments: list[Fragment] = []
+        self.fragments, self.ups = list[Fragment](), list[Any]()
         self.steps = self.pushes = 0
-        self.finished, self.heard = list[int](), time.monotonic()
+        self.told, self.heard = (list[int](), False), time.monotonic()
         self.hello_at = self.report_at = 0.0  # hello_at inf: there is a session.
         self.context, self.poller = zmq.Context(), zmq.Poller()
         self.control = self.context.socket(zmq.DEALER)
         self.control.setsockopt(zmq.IMMEDIATE, 1)
         self.control.connect(address)
         self.poller.register(self.control, zmq.POLLIN)
-        self.ups: list[Any] = []
-
-    def open_data_sockets(self, up_port: int, down_port: int) -> None:
-        """One connection for each stream and direction (§2)."""
-        for stream in range(self.settings["streams"]):
-            down, up = self.context.socket(zmq.SUB), self.context.socket(zmq.XPUB)
-            down.setsockopt(zmq.SUBSCRIBE, b"p/%02d" % stream)
-            down.setsockopt(zmq.SUBSCRIBE, b"r/%s/%02d" % (self.me.encode(), stream))
-            down.connect(f"{self.host}:{down_port}")
-            self.poller.register(down, zmq.POLLIN)
-            up.setsockopt(zmq.XPUB_NODROP, 1)
-            up.setsockopt(zmq.SNDTIMEO, 500)
-            up.connect(f"{self.host}:{up_port}")
-            self.ups.append(up)
-            if not up.poll(5000):  # The broker's subscription; without it all would be dropped.
-                sys.exit("The uplink does not open.")
 
     def say(self, type_: str, **fields: Any) -> None:
         with suppress(zmq.Again):  # No connection: after the next Welcome all is told again.
-            body = msgpack.packb({"type": type_} | fields)
-            self.control.send_multipart([ENVELOPE, body], zmq.NOBLOCK)
+            self.control.send_multipart([ENVELOPE, packb({"type": type_} | fields)], zmq.NOBLOCK)
 
-    def send(self, f: Fragment, p: Push, chunks: range) -> None:
+    def send(self, p: Push, chunks: list[int] | range) -> None:
         """Sends chunks of a push (§5). What finds no room in time the broker asks for."""
         with suppress(zmq.Again):
             for chunk in chunks:
-                stream, payload = chunk % len(self.ups), p.payloads[chunk]
-                base, told = p.announcement["base"], xxhash.xxh3_64_intdigest(payload)
-                header = [self.epoch, PUSH, self.me, f.index, base, p.id, chunk, CODEC, told, 0]
-                frames = [b"u/%02d" % stream, msgpack.packb(header), payload]
-                self.ups[stream].send_multipart(frames)
+                self.ups[chunk % len(self.ups)].send_multipart(p.messages[chunk])
 
     def on_control(self, frames: list[bytes]) -> None:
         if frames[0] != ENVELOPE:
             sys.exit("The broker speaks another version of the protocol.")
-        m, self.heard = msgpack.unpackb(frames[1]), time.monotonic()
+        m, self.heard = unpackb(frames[1]), time.monotonic()
         f = self.fragments[m["fragment"]] if m.get("push_id") else None
         p = f.push if f and f.push and f.push.id == m["push_id"] else None
         match m["type"]:
@@ -201,12 +180,11 @@ class Learner:
             case "beat" | "bye":  # Another epoch, or the broker has forgotten this learner.
                 self.hello_at = min(self.hello_at, self.heard)
             case "fetch" if f and p:
-                for first, count in m["chunks"]:
-                    self.send(f, p, range(first, first + count))
+                self.send(p, [c + i for c, count in m["chunks"] for i in range(count)])
             case "refuse" if not f:
                 sys.exit(" / ".join(str(m[key]) for key in m if key != "layout"))
             case "refuse" if f and p:  # Its steps count as unpushed again (§9).
-                f.steps, f.push = f.steps + p.announcement["steps"], None
+                f.steps, f.push = f.steps + p.steps, None
 
     def on_welcome(self, m: Map) -> None:
         settings, self.run_id, self.beat = DEFAULTS | m["settings"], m["run_id"], m["beat"]
@@ -215,8 +193,19 @@ class Learner:
         if is_new_epoch or is_other_run or m["role"] == "seed" or self.beat["up_bits_per_s"]:
             sys.exit("What the broker needs now is left out here.")
         self.epoch, self.settings = self.beat["epoch"], settings
-        if not self.fragments:  # The first Welcome.
-            self.open_data_sockets(m["uplink_port"], m["downlink_port"])
+        if not self.fragments:  # The first Welcome: a connection a stream and direction (§2).
+            for stream in range(settings["streams"]):
+                down, up = self.context.socket(zmq.SUB), self.context.socket(zmq.XPUB)
+                down.setsockopt(zmq.SUBSCRIBE, b"p/%02d" % stream)
+                down.setsockopt(zmq.SUBSCRIBE, b"r/%s/%02d" % (self.me.encode(), stream))
+                down.connect(f"{self.host}:{m['downlink_port']}")
+                self.poller.register(down, zmq.POLLIN)
+                up.setsockopt(zmq.XPUB_NODROP, 1)
+                up.setsockopt(zmq.SNDTIMEO, 500)
+                up.connect(f"{self.host}:{m['uplink_port']}")
+                self.ups.append(up)
+                if not up.poll(5000):  # The broker's subscription; without it all would be dropped.
+                    sys.exit("The uplink does not open.")
             cut = cut_model(self.entries, settings["fragments"])
             self.fragments = [Fragment(i, pieces) for i, pieces in enumerate(cut)]
         self.hello_at, self.report_at = math.inf, 0.0
@@ -225,26 +214,31 @@ class Learner:
                 self.say("push", **f.push.announcement)
 
     def on_data(self, frames: list[bytes]) -> None:
-        epoch, kind, _, i, version, push_id, chunk, *more = msgpack.unpackb(frames[1])
-        codec, told, result, *contributors = more
+        header = [*unpackb(frames[1]), []]  # The contributors may be left out.
+        epoch, kind, _, i, version, push_id, chunk, codec, told, result, names, *_ = header
         f, now = self.fragments[i], time.monotonic()
-        if epoch != self.epoch or version <= f.version:
+        if epoch != self.epoch or version <= f.version or told != xxh3_64_intdigest(frames[2]):
             return
         if f.coming != (kind, version):
             if kind == PUBLICATION and (f.coming or version != f.version + 1):
                 return  # Ahead of the copy: it is fetched when its turn has come.
             f.expect(kind, version, now)
-        if told == xxhash.xxh3_64_intdigest(frames[2]):
-            size, f.due = self.settings[SIZES[kind]], now + 1
-            f.chunks[chunk] = decode(frames[2], codec, f.piece_of[chunk * size :][:size])
-            f.contributors += contributors[0] if contributors else []
-            if len(f.chunks) == math.ceil(f.n / size):
-                keep = 1 if self.beat["phase"] == "ending" else self.settings["keep"]
-                f.adopt(result, push_id, self.me, keep)
+        size, f.due = self.settings[SIZES[kind]], now + 1
+        f.chunks[chunk] = decode(frames[2], codec, f.piece_of[chunk * size :][:size])
+        f.contributors += names
+        if len(f.chunks) == math.ceil(f.n / size):
+            keep = 1 if self.beat["phase"] == "ending" else self.settings["keep"]
+            f.adopt(result, push_id, self.me, keep)
 
-    def repair(self, now: float) -> None:
-        """Asks for what is missing (§11)."""
+    def push_and_repair(self, now: float) -> None:
+        """Pushes what is due (§9), and asks for what is missing (§11)."""
         for f, head in zip(self.fragments, self.beat["heads"], strict=False):
+            is_open = f.index in self.beat["collecting"] and head == f.version
+            if f.steps and not f.push and (is_open or self.beat["phase"] == "ending"):
+                self.pushes += 1
+                f.push, f.steps = Push(self.pushes, f, self), 0
+                self.say("push", **f.push.announcement)
+                self.send(f.push, range(len(f.push.messages)))
             if not f.coming and head > f.version:
                 is_far = f.version < 0 or head - f.version > KEPT
                 kind, version = (STATE, head) if is_far else (PUBLICATION, f.version + 1)
@@ -257,28 +251,18 @@ class Learner:
                 what = {"kind": kind, "version": version, "push_id": 0, "chunks": missing[:share]}
                 self.say("fetch", fragment=f.index, **what)
 
-    def push(self) -> None:
-        """Pushes into the rounds that are open, and at the end all that is unpushed (§9)."""
-        for f, head in zip(self.fragments, self.beat["heads"], strict=False):
-            is_open = f.index in self.beat["collecting"] and head == f.version
-            if f.steps and not f.push and (is_open or self.beat["phase"] == "ending"):
-                self.pushes += 1
-                f.push, f.steps = Push(self.pushes, f, self.settings), 0
-                self.say("push", **f.push.announcement)
-                self.send(f, f.push, range(len(f.push.payloads)))
-
-    def talk(self, now: float) -> None:
+    def talk(self, now: float, versions: list[int]) -> None:
         """Says Hello and Report when they are due (§9)."""
         if now >= self.hello_at or (self.hello_at == math.inf and now - self.heard > 3):
             self.hello_at, held = now + 1, [[f.version, f.digest] for f in self.fragments]
-            where = {"run_id": self.run_id, "epoch": self.epoch, "held": held}
-            self.say("hello", protocol=1, **self.who, **where)
+            self.say("hello", run_id=self.run_id, epoch=self.epoch, held=held, **self.who)
         done = [f.index for f in self.fragments if not f.steps and not f.push]
         finished = done if self.beat["phase"] == "ending" else []
-        if self.hello_at == math.inf and (now >= self.report_at or finished != self.finished):
-            self.report_at, self.finished = now + 1, finished
+        news = finished, versions == self.beat["heads"]
+        if self.hello_at == math.inf and (now >= self.report_at or news != self.told):
+            self.report_at, self.told = now + 1, news
             work = {"steps": self.steps, "tokens": self.steps, "loss": None, "finished": finished}
-            self.say("report", held=[f.version for f in self.fragments], **work)
+            self.say("report", held=versions, **work)
 
     def run(self) -> None:
         """Trains until the run has ended, and every fragment is that of the final model."""
@@ -290,19 +274,18 @@ class Learner:
             now, versions = time.monotonic(), [f.version for f in self.fragments]
             if now - self.heard > 30:
                 sys.exit("The broker is silent: it has the final model.")
-            self.talk(now)
+            self.talk(now, versions)
             if self.hello_at < math.inf:
                 continue  # There is no session.
             if self.beat["phase"] == "running" and min(versions) >= 0 and now >= step_at:
                 step_at, self.steps = now + STEP_S, self.steps + 1
                 for f in self.fragments:
                     f.params, f.steps = f.params * np.float32(0.999), f.steps + 1
-            self.push()
-            self.repair(now)
+            self.push_and_repair(now)
         for f in self.fragments:
             f.params = f.copy
-        self.report_at = 0.0
-        self.talk(now)
+            end = {"fragment": f.index, "version": f.version, "digest": f"{digest(f.params):016x}"}
+            print(json.dumps({**end, "merged": f.merged}))
 
 
 if __name__ == "__main__":
@@ -310,10 +293,8 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     learner = Learner(sys.argv[1], sys.argv[2], json.loads(Path(sys.argv[3]).read_text()))
     try:
-        learner.run()
+        with suppress(KeyboardInterrupt):
+            learner.run()
     finally:
         learner.say("bye", reason="this learner ends")
         learner.context.destroy(linger=2000)
-    for f in learner.fragments:
-        end = {"fragment": f.index, "version": f.version, "digest": f"{digest(f.params):016x}"}
-        print(json.dumps({**end, "merged": f.merged}))

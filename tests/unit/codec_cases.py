@@ -55,14 +55,9 @@ def step(
     """The publication `two - one`, and the copy that follows `one`."""
     advanced = np.full_like(one, np.nan)
     chunks = encode_step(
-        fragment,
-        two,
-        one,
-        codec=codec,
-        rho=rho,
-        chunk_elements=chunk_elements,
-        advanced=advanced,
-    )
+        fragment, two, one,
+        codec=codec, rho=rho, chunk_elements=chunk_elements, advanced=advanced,
+    )  # fmt: skip
     return list(chunks), advanced
 
 

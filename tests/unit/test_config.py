@@ -70,11 +70,8 @@ def test_flags_win_over_the_file_the_file_over_the_preset(tmp_path: Path) -> Non
     )
     flags = {"fragments.sync_period_steps": "30", "broker.insecure": "true", "merge.quorum": 2}
     config = load_broker(path, flags)
-    assert (config.run.mode, config.fragments.count, config.merge.weights) == (
-        Mode.DILOCO,
-        1,
-        "equal",
-    )
+    assert (config.run.mode, config.merge.weights) == (Mode.DILOCO, "equal")
+    assert config.fragments.count == 1
     assert (config.fragments.sync_period_steps, config.broker.insecure) == (30, True)
     assert (config.merge.quorum, config.wan.up, config.run.goal_tokens) == (2, 2e9, 12e9)
     assert config.run.max_offline == BrokerConfig().run.max_offline

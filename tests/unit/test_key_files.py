@@ -110,10 +110,8 @@ def test_a_brokers_folder(tmp_path: Path) -> None:
 
 def test_allow_and_revoke_leave_an_editors_lines(folder: Path) -> None:
     a, b, c = (new_pair().public for _ in range(3))
-    path, lines = (
-        AllowList.path(folder),
-        ["# ours", f"'site.b' = \"{b}\"  # Berlin", "", "# theirs"],
-    )
+    lines = ["# ours", f"'site.b' = \"{b}\"  # Berlin", "", "# theirs"]
+    path = AllowList.path(folder)
     path.write_text("\n".join(lines) + "\n")
     AllowList.allow(folder, "site-a", a)
     AllowList.allow(folder, "site-a", a)
