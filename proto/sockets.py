@@ -164,13 +164,10 @@ class HandshakeMonitor:
     def error(self, outcome: Handshake) -> NarrowsError | None:
         """The meaning of an outcome for the user, with the remedy; None: nothing is wrong."""
         broker, key = f"the broker at {self._address}", self._key
-        give_key = (
-            "give your site's key file: --key FILE or NARROWS_KEY (`narrows keys new` makes it)"
-        )
+        give_key = "give your site's key with --key FILE (`narrows keys new` makes one)"
         if outcome is Handshake.BROKEN_OFF:
-            if key is None:
-                why, remedy = "as one does that admits only those who have a key", give_key
-            else:
+            why, remedy = "as one does that admits only those who have a key", give_key
+            if key is not None:
                 why = f"expected a broker whose key is {' or '.join(key.servers)}"
                 remedy = "compare `narrows keys show` at the broker"
             remedy = f"{remedy}. Or is that no broker's port?"
@@ -183,8 +180,7 @@ class HandshakeMonitor:
             message = f"{broker} has no keys, so nobody knows who it is"
             remedy = "its operator gives it keys: narrows broker --keys FOLDER; or join without one"
         elif outcome is Handshake.MISMATCH:
-            message = f"{broker} admits only those who have a key"
-            remedy = give_key
+            message, remedy = f"{broker} admits only those who have a key", give_key
         else:
             return None
         return Refused(ErrorCode.KEY_REFUSED, message, remedy=remedy)
