@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("proto", "broker", "learner", "bench")
 
-LINES_MAX = {"proto": 3400, "broker": 6312, "learner": 3060, "bench": 5090}
+LINES_MAX = {"proto": 3410, "broker": 6300, "learner": 3060, "bench": 4960}
 """Lines of a folder with docstrings and blanks: an addition pays with a deletion."""
 
 RIDDLES = re.compile(r'"""(Of|What|Who) .*')
