@@ -75,12 +75,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("seeds", blocks, ids=[f"{b[0]}-{b[-1]}" for b in blocks])
 
 
+REAL_S_MAX = 120
+"""Several processes on a busy machine may take twice as long as everything else may."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "site" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.real)
         if item.get_closest_marker("real"):
             item.add_marker(pytest.mark.flaky(reruns=1, rerun_except=list(NEVER_BY_CHANCE)))
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(REAL_S_MAX))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
