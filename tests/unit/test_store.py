@@ -27,7 +27,7 @@ from store_cases import (
 
 from narrows.broker.store import DiskFull, History, Store, files
 from narrows.broker.store import store as store_module
-from narrows.proto.errors import ConfigError, ErrorCode, StateError
+from narrows.proto.errors import ConfigError, StateError
 from narrows.proto.messages import Phase
 
 
@@ -196,22 +196,6 @@ def test_a_database_without_room_is_a_full_disk(run: Run) -> None:
     run.starts_again()
 
 
-def test_a_start_on_a_full_disk_says_which_and_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def connect(*arguments: Any, **options: Any) -> None:
-        error = sqlite3.OperationalError("database or disk is full")
-        error.sqlite_errorcode = sqlite3.SQLITE_FULL
-        raise error
-
-    with failing("write", errno.ENOSPC), pytest.raises(StateError, match="No space left") as lock:
-        Store(tmp_path)
-    assert str(tmp_path) in str(lock.value) and "Make room" in lock.value.remedy
-    monkeypatch.setattr(sqlite3, "connect", connect)
-    with pytest.raises(DiskFull, match=rf"{tmp_path}/run\.db .*disk is full.*Make room"):
-        Store(tmp_path)
-
-
 def test_a_snapshot_on_a_full_disk_changes_nothing(run: Run) -> None:
     run.round(0)
     before = names(run.folder)
@@ -238,14 +222,6 @@ def test_a_push_is_merged_once_and_a_version_is_made_once(run: Run) -> None:
         run.store.commit(next_version(run.head(0), push_id=7))
     with pytest.raises(StateError, match=r"UNIQUE.*rounds\.version"):
         run.store.commit(first)
-    run.starts_again()
-
-
-def test_one_process_at_a_time(run: Run) -> None:
-    with pytest.raises(StateError, match=f"process {os.getpid()}") as caught:
-        Store(run.folder)
-    assert caught.value.code is ErrorCode.STATE_LOCKED
-    run.round(0)
     run.starts_again()
 
 
