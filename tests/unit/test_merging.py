@@ -12,13 +12,13 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from codec_cases import lane_square_sums
+from codec_cases import CODECS, lane_square_sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from merging_cases import awkward, decoded, one_fragment, push_of, round_of, state_of, values_in
 
 from narrows.broker.merging import Alarm, Model, merge, sums, warm_up
-from narrows.broker.merging.merge import nesterov_step, token_weights
+from narrows.broker.merging.merge import nesterov_step
 from narrows.broker.records import Contribution, Version
 from narrows.proto.codec import F32, F64, recut
 from narrows.proto.layout import Fragment
@@ -29,7 +29,6 @@ PLANES = one_fragment((2, "rda"), (2, "rda"))
 BESIDE_A_MEAN = one_fragment((2, "rda"), (2, "mean"))
 MIXED = one_fragment((300, "rda"), (7, "mean"), (1200, "rda"), (1, "mean"), (64, "mean"))
 LEAST, BELOW, ROOT = 2.0**-100, 0.999 * 2.0**-100, math.sqrt(0.5)
-CODECS: tuple[CodecName, ...] = ("int4-zstd", "int8-zstd", "f32-blosc2")
 
 
 def averaged(fragment: Fragment, pushes: Sequence[Contribution]) -> F32:
@@ -42,7 +41,7 @@ def averaged(fragment: Fragment, pushes: Sequence[Contribution]) -> F32:
 
 
 def slow_average(fragment: Fragment, pushes: Sequence[Contribution], rule: str) -> F64:
-    """Weights, mean and RDA as the paper prints them, in float64, with the cap."""
+    """Weights (Sec. 3.2), mean and RDA as the paper prints them, in float64, with the cap."""
     raw = [each.tokens * (each.tokens / each.steps) for each in pushes]
     weights = [value / sum(raw) for value in raw]
     result = np.zeros(fragment.elements)
@@ -146,16 +145,6 @@ def test_edges_and_claims_of_the_paper(
         for i, v in enumerate(vectors)
     ]
     assert averaged(fragment, pushes) == pytest.approx(expected, rel=1e-5, abs=0)
-
-
-def test_weights_are_quantity_times_quality() -> None:
-    """w = c_tokens * (c_tokens / c_steps): tokens, times tokens per step (Sec. 3.2)."""
-    assert token_weights([(400, 4), (400, 2)], "tokens") == pytest.approx([1 / 3, 2 / 3])
-    assert token_weights([(100, 1), (200, 2)], "tokens") == pytest.approx([1 / 3, 2 / 3])
-    # A site of ten times the speed: the paper's .83, .08 and .08.
-    work = [(1000, 10), (100, 1), (100, 1)]
-    assert token_weights(work, "tokens") == pytest.approx([10 / 12, 1 / 12, 1 / 12])
-    assert token_weights(work, "equal") == (1 / 3, 1 / 3, 1 / 3)
 
 
 def test_the_outer_optimizer_is_nesterov() -> None:
