@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from merging_cases import push_of, state_of
 
 from narrows.broker.merging import merge
-from narrows.broker.records import Contribution, FragmentState, Policy, Round, Version
+from narrows.broker.records import FragmentState, Policy, Round, Version
 from narrows.broker.store import Store
-from narrows.proto.codec import encode_push
 from narrows.proto.layout import build_table
 from narrows.proto.messages import CodecName, Layout, LayoutEntry
 
@@ -31,11 +32,9 @@ CHUNK = 256
 def first_states() -> list[FragmentState]:
     """Version 0 of both fragments."""
     random = np.random.default_rng(0)
-    states = []
-    for fragment in TABLE:
-        values = random.standard_normal(fragment.elements).astype(np.float32)
-        states.append(FragmentState.of(fragment.index, 0, values, np.zeros_like(values), values))
-    return states
+    return [
+        state_of(each, random.standard_normal(each.elements).astype(np.float32)) for each in TABLE
+    ]
 
 
 def next_version(
@@ -51,18 +50,9 @@ def next_version(
     pushes = []
     for learner in sorted(learners):
         random = np.random.default_rng([number, state.version, *learner.encode()])
-        step = 0.01 * random.standard_normal(fragment.elements).astype(np.float32)
-        chunks = encode_push(
-            fragment, state.published, state.published + step,
-            codec=codec, rho=0.5, chunk_elements=CHUNK,
-        )  # fmt: skip
-        payloads = tuple(chunk.payload for chunk in chunks)
-        pushes.append(
-            Contribution(
-                learner, f"{learner}.0000000a", number, state.version, 100, 10, codec, CHUNK,
-                payloads,
-            )
-        )  # fmt: skip
+        gradient = 0.01 * random.standard_normal(fragment.elements).astype(np.float32)
+        push = push_of(fragment, learner, gradient, codec=codec, chunk_elements=CHUNK)
+        pushes.append(replace(push, push_id=number, base=state.version))
     policy = Policy(codec=codec, chunk_elements=CHUNK)
     round_ = Round(state.fragment, state.version + 1, tuple(pushes), policy, 2.5, "everybody")
     return merge(fragment, state, round_)

@@ -1,4 +1,4 @@
-"""`narrows broker` as a process: it serves and ends in order; and what it writes for people."""
+"""The broker as a process: what it writes for people, its workers, its place to crash at."""
 
 from __future__ import annotations
 
@@ -6,54 +6,14 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
+import threading
 from pathlib import Path
 
 import pytest
-import zmq
 
 from narrows.broker.process.service import REPEATS_MAX, LimitRepeats, crash_places
-from narrows.proto import messages as msg
 from narrows.proto.events import EventFile
-from narrows.proto.sockets import Kind, make_socket
-from narrows.proto.wire import decode_control, encode_control
-
-pytestmark = pytest.mark.real
-
-SERVE = """
-import sys
-from pathlib import Path
-from narrows.broker.cli.broker import run_broker
-folder = Path(sys.argv[1])
-flags = {"broker.listen": "tcp://127.0.0.1:0", "broker.state_dir": str(folder / "state")}
-run_broker(None, flags, ["fragments.count=2"], events=folder / "events.jsonl",
-    ready_file=Path(sys.argv[2]))
-"""
-
-
-def test_a_broker_serves_and_ends_in_order(tmp_path: Path) -> None:
-    ready = tmp_path / "ready"
-    os.mkfifo(tmp_path / "ready.tmp")  # Its reader is told when the address is written.
-    process = subprocess.Popen([sys.executable, "-c", SERVE, str(tmp_path), str(ready)])
-    with zmq.Context() as context:
-        try:
-            address = (tmp_path / "ready.tmp").read_text().strip()
-            with make_socket(context, Kind.LEARNER_CONTROL) as control:
-                control.connect(address)
-                control.poll(10_000, zmq.POLLOUT)
-                control.send_multipart(encode_control(msg.AskStatus()))
-                assert control.poll(10_000), "no answer"
-                answer = decode_control(control.recv_multipart(), msg.CONTROL_BYTES_MAX)
-            assert isinstance(answer, msg.Status) and answer.status["phase"] == "seeding"
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
-        finally:
-            process.kill()
-            process.wait()
-    assert ready.name in os.listdir(tmp_path), "renamed when it was whole"
-    records = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert records[-1]["event"] == "final" and records[-1]["status"]["up_bytes"] > 0
+from narrows.proto.workers import Workers
 
 
 def test_the_events_file_is_bounded_and_a_full_disk_stops_nothing(
@@ -96,3 +56,21 @@ def test_a_crash_place_ends_the_process_at_its_visit() -> None:
             reach(place)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+
+def test_a_wake_while_the_pool_closes_writes_to_no_closed_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool, write, threads = Workers(1, "test"), os.write, list[threading.Thread]()
+
+    def write_while_another_thread_closes(fd: int, data: bytes) -> int:
+        threads.append(threading.Thread(target=pool.close))
+        threads[0].start()
+        threads[0].join(0.2)  # It would be over by now if nothing held it back.
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", write_while_another_thread_closes)
+    pool.wake()
+    threads[0].join()
+    pool.wake()
+    assert len(threads) == 1, "a closed pool writes nothing"

@@ -31,9 +31,7 @@ from numpy.typing import NDArray
 
 from narrows.proto.codec import (
     F32,
-    I8,
     RMS_SAMPLES_MAX,
-    RUN,
     DecodedChunk,
     EncodedChunk,
     PushChunk,
@@ -197,42 +195,15 @@ def test_the_copy_advances_alike_at_both_ends_and_a_push_may_be_cut_anew(
 
 
 @pytest.mark.parametrize("codec", CODED)
-@given(case=cases())
-def test_codes_equal_their_numpy_twin(codec: CodecName, case: Case) -> None:
-    scales = piece_scales(case.one, case.fragment.bounds, case.rho, subtrahend=case.two)
-    codes = twin_codes(case, scales, LIMIT[codec])
-    chunks = encode_codes(case.fragment, codec, scales, codes, case.chunk_elements)
-    sent = case.push(codec)
-    assert [each.payload for each in chunks] == [each.payload for each in sent]
-    start = 0
-    for chunk in (each.decoded for each in sent):
-        end = start + chunk.count
-        scratch = np.empty(RUN, np.int8)
-        for first in range(0, chunk.count, RUN):
-            part = chunk.codes_of(first, min(first + RUN, chunk.count), scratch)
-            assert part.tolist() == codes[start + first : end][:RUN].tolist()
-        if codec == "int4-zstd":
-            assert chunk.codes.tobytes() == twin_pack(codes[start:end])
-        start = end
-
-
-def twin_codes(case: Case, scales: F32, limit: int) -> I8:
-    steps = np.repeat(scales, np.diff(case.fragment.bounds))
-    with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.where(steps > 0, np.float32(1) / steps, np.float32(0))
-        ratio = np.clip((case.one - case.two) * inverse, np.float32(-limit), np.float32(limit))
-    codes: I8 = np.rint(ratio).astype(np.int8)
-    return codes
-
-
-def twin_pack(codes: I8) -> bytes:
-    packed = bytearray()
-    for start in range(0, codes.size, RUN):
-        run = [int(code) & 15 for code in codes[start : start + RUN]]
-        half = (len(run) + 1) // 2
-        high = [*run[half:], 0]
-        packed += bytes(low | high[j] << 4 for j, low in enumerate(run[:half]))
-    return bytes(packed)
+def test_a_code_is_rounded_half_to_even_and_clamped(codec: CodecName) -> None:
+    limit = LIMIT[codec]
+    values = f32(0.5, 1.5, 2.5, -2.5, limit - 0.4, limit + 0.6, -1000)
+    rho = float(1 / np.sqrt(np.mean(values.astype(np.float64) ** 2)))
+    fragment = fragment_of(values.size)
+    (chunk,) = push(fragment, values, np.zeros_like(values), codec, rho, 256)
+    assert chunk.decoded.scales.tolist() == [1.0]
+    expected = [0, 2, 2, -2, limit, limit, -limit]
+    assert values_of(fragment, [chunk.decoded]).tolist() == expected
 
 
 # Scales.
