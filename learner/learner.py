@@ -260,9 +260,8 @@ class Learner:
 
 
 def _refuse_several_ranks() -> None:
-    distributed = torch.distributed
-    is_initialized = distributed.is_available() and distributed.is_initialized()
-    if is_initialized and (ranks := distributed.get_world_size()) > 1:
+    is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if is_initialized and (ranks := torch.distributed.get_world_size()) > 1:
         raise misuse(
             "torch.distributed is initialised with several ranks",
             expected="world size 1",
