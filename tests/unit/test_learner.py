@@ -214,6 +214,27 @@ def test_a_process_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) 
 # The loop.
 
 
+@pytest.mark.parametrize(("during", "yielded"), [("a step", [0, 1]), ("the wait for data", [0])])
+def test_the_loader_is_asked_for_nothing_once_the_run_ends(
+    monkeypatch: pytest.MonkeyPatch, during: str, yielded: list[int]
+) -> None:
+    """It may wait for data for ever: whoever makes them looks for the end, too."""
+    ended, got = list[str](), list[int]()
+    monkeypatch.setattr(Learner, "should_stop", property(lambda _: during in ended))
+
+    def loader() -> Iterator[int]:
+        yield 0
+        ended.append("the wait for data")
+        yield 1
+        assert "a step" not in ended, "asked for data after the end"
+
+    for batch in Loop("tcp://127.0.0.1:1", "a").learner.until_end(loader()):
+        got.append(batch)
+        if batch == 1:
+            ended.append("a step")
+    assert got == yielded
+
+
 def test_progress_does_not_fall_with_a_larger_goal() -> None:
     learner = Loop("tcp://127.0.0.1:1", "a").learner
     with learner._link.session() as (session, _):
