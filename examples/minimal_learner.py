@@ -170,7 +170,7 @@ class Learner:
         if frames[0] != ENVELOPE:
             sys.exit("The broker speaks another version of the protocol.")
         m, self.heard = unpackb(frames[1]), time.monotonic()
-        f = self.fragments[m["fragment"]] if m.get("push_id") else None
+        f = self.fragments[m.get("fragment", 0)] if m.get("push_id") else None
         p = f.push if f and f.push and f.push.id == m["push_id"] else None
         match m["type"]:
             case "welcome":
@@ -273,7 +273,7 @@ class Learner:
                 (self.on_control if socket is self.control else self.on_data)(frames)
             now, versions = time.monotonic(), [f.version for f in self.fragments]
             if now - self.heard > 30:
-                sys.exit("The broker is silent: it has the final model.")
+                sys.exit("No broker is heard for 30 s: this learner ends without the final model.")
             self.talk(now, versions)
             if self.hello_at < math.inf:
                 continue  # There is no session.

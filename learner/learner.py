@@ -76,13 +76,10 @@ class Learner:
         self._watch = WeightWatch(self._parameters, self._optimizers)
         self._boundary, self._leave_timeout_s = boundary, leave_timeout_s
         self._link = Link(
-            join_target(broker, name, key),
-            self._parameters.layout,
-            Island(self._parameters),
-            join_timeout_s=join_timeout_s,
+            join_target(broker, name, key), self._parameters.layout, Island(self._parameters),
+            join_timeout_s=join_timeout_s, adopting=self._watch.adopted,
             events=None if events is None else Path(events),
-            adopting=self._watch.adopted,
-        )
+        )  # fmt: skip
         self._log = StepLog()
         self._hooks: list[RemovableHandle] = []
         self._entered = False
@@ -126,8 +123,11 @@ class Learner:
 
     def until_end(self, loader: Iterable[Batch]) -> Generator[Batch]:
         """Yields the loader's batches until it ends or `should_stop`; never starts it anew."""
-        # Looks after it has the batch: a run may end while the loader waits for its data.
-        yield from takewhile(lambda _: not self.should_stop, loader)
+        # Looks again when it has a batch: a run may end while the loader waits for its data.
+        for batch in takewhile(lambda _: not self.should_stop, loader):
+            yield batch
+            if self.should_stop:  # Before it asks for a batch that may never come.
+                return
 
     def log(self, tokens: int, loss: Loss | None = None) -> None:
         """Counts what the coming step learns from; any number of times before each step.
@@ -260,9 +260,8 @@ class Learner:
 
 
 def _refuse_several_ranks() -> None:
-    distributed = torch.distributed
-    is_initialized = distributed.is_available() and distributed.is_initialized()
-    if is_initialized and (ranks := distributed.get_world_size()) > 1:
+    is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if is_initialized and (ranks := torch.distributed.get_world_size()) > 1:
         raise misuse(
             "torch.distributed is initialised with several ranks",
             expected="world size 1",

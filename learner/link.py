@@ -352,7 +352,8 @@ class _Sockets:
             self._poller.unregister(socket)
             socket.close(linger=0)
         self._heard.clear()
-        _log.info("admitted to run %s", session.run_id)
+        if session.obstacle is None:  # Else another dialling begins, with the ports of the last.
+            _log.info("admitted to run %s", session.run_id)
         uplink, downlink, streams = self._opened = wanted
         host, pair = self._address.host, self._pair
         nearer = self._relay or Address(host, downlink)

@@ -140,7 +140,7 @@ class Parameters:
                     f"the state {name!r} is no tensor, which safetensors cannot hold",
                     remedy="Keep state_dict() with torch.save instead.",
                 )
-            value = value.detach()
+            value = value.detach().resolve_conj().resolve_neg()  # Else without their sign.
             is_shared = value.untyped_storage().data_ptr() in memory
             if is_shared or not value.is_cpu or not value.is_contiguous():
                 value = torch.empty(value.shape, dtype=value.dtype).copy_(value)

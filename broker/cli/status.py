@@ -103,6 +103,7 @@ def _ask(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     pair, ipv6 = key.pair if key else None, address.host.startswith("[")
     reason: NarrowsError | None = None
+    since = math.inf  # The first of the handshakes that were broken off one after the other.
     try:
         socket = make_socket(context, Kind.LEARNER_CONTROL, pair=pair, server=server, ipv6=ipv6)
         monitor = HandshakeMonitor(socket, str(address), key)
@@ -113,11 +114,11 @@ def _ask(
         while (left_s := until - time.monotonic()) > 0:
             ready = dict(poller.poll(math.ceil(1000 * left_s)))
             while (outcome := monitor.take()) is not None:
-                reason = monitor.error(outcome) or reason
-                if isinstance(reason, Refused) or (reason and not is_last):
+                reason, now = monitor.error(outcome) or reason, time.monotonic()
+                since = min(since, now) if outcome is Handshake.BROKEN_OFF else math.inf
+                is_over = not is_last or now > since + BROKEN_OFF_S
+                if isinstance(reason, Refused) or (reason and is_over):
                     raise reason
-                if outcome is Handshake.BROKEN_OFF:
-                    until = min(until, time.monotonic() + BROKEN_OFF_S)
                 if monitor.connected:
                     with suppress(zmq.Again):  # The connection is gone already, and comes again.
                         socket.send_multipart(encode_control(AskStatus()), zmq.NOBLOCK)

@@ -250,7 +250,8 @@ class Pipeline:
                 self._alarm.hear(version)
         tokens = recovered.clock // len(table)
         text = f"resumed run {recovered.run_id} at versions {min(model.heads)} to "
-        text += f"{max(model.heads)}, {tokens:,} tokens: every published version is here"
+        text += f"{max(model.heads)}, {tokens:,} tokens"
+        text += "" if recovered.notes else ": every published version is here"
         self._note(ev.Note("resumed", text, {}))
         return ev.Resumed(
             recovered.layout, model.heads, recovered.clock, dict(recovered.merged),

@@ -32,7 +32,8 @@ class Ending:
         """Learners of which anything moved lately, also those that are cut off for a moment."""
         if now >= self.began_at + LEAVE_MAX_S:
             return []
-        return [m for m in self.state.members if not m.has_left and now < m.moved_at + LEAVE_S]
+        expected = [m for m in self.state.members if not (m.has_left or m.is_revoked)]
+        return [m for m in expected if now < m.moved_at + LEAVE_S]
 
     def expects_strangers(self, now: float) -> bool:
         """After a start of the broker all learners are cut off, and it has met none of them yet.

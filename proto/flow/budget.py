@@ -23,8 +23,6 @@ FRAME_OVERHEAD_BYTES: Final = (2, 9)
 """ZMTP 3.1: one byte of flags, and one of length up to 255, else eight."""
 CURVE_OVERHEAD_BYTES: Final = 33
 """Bytes that CURVE adds to a frame: command name 8, nonce 8, authenticator 16, flags 1."""
-DELAYED_ACK_S: Final = 0.04
-"""TCP acknowledges what is less than two segments after so long."""
 
 RATE_SHARE: Final = 0.985
 """Share of the rate that leaves, in the long run and in any second, however late the sender was.
@@ -118,12 +116,13 @@ class Budget:
         self._paid_at = max(self._paid_at, now - RESUME_S)
 
     def acknowledge(self, size_bytes: int, now: float) -> None:
-        """So many bytes have come from the line: TCP acknowledges every second segment."""
+        """So many bytes have come from the line: TCP acknowledges every second segment, and what is
+        less once it is read. What comes later than at the newest `now` found all read."""
         if not self.bits_per_s:
             return
         self._unacknowledged_bytes += size_bytes
         count, rest = divmod(self._unacknowledged_bytes, 2 * SEGMENT_BYTES)
-        if rest and now >= self._received_at + DELAYED_ACK_S:
+        if rest and now > self._received_at:
             count, rest = count + 1, 0
         self._received_at, self._unacknowledged_bytes = now, rest
         # An allowance that refills, up to a second of it: what a late loop reads at one moment has

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import zmq
 from learner_cases import House, begun, values
 from run_cases import broker
 from safetensors import safe_open
@@ -24,7 +25,7 @@ from narrows.broker.store import History, Store
 from narrows.broker.store.history import Audit
 from narrows.proto.errors import ErrorCode, Refused
 from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
-from narrows.proto.messages import Bye
+from narrows.proto.messages import Bye, Status
 from narrows.proto.wire import encode_control
 
 HEAVY = {"numpy", "numba", "zmq", "torch", "blosc2"}
@@ -187,6 +188,28 @@ def test_status_without_a_key_says_that_one_is_needed(narrows: Said) -> None:
         assert narrows.run("status", address, "--timeout-s", "600") == 4
         server.shutdown(socket.SHUT_RDWR)
     assert "admits only those who have a key" in narrows.err and "--key FILE" in narrows.err
+
+
+def test_status_waits_for_a_broker_that_stops_and_starts_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(status, "BROKEN_OFF_S", 0.0)
+    server = socket.create_server(("127.0.0.1", 0))
+    address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+    def restart() -> None:
+        server.accept()[0].close()
+        server.close()
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.bind(address)
+            router.setsockopt(zmq.LINGER, 30_000)
+            peer, *_ = router.recv_multipart()
+            router.send_multipart([peer, *encode_control(Status({"phase": "running"}))])
+
+    broker = threading.Thread(target=restart, daemon=True)
+    broker.start()
+    assert status.ask_status(address, None, timeout_s=30) == {"phase": "running"}
+    broker.join()
 
 
 def test_the_words_of_a_learner_are_no_markup(

@@ -3,15 +3,18 @@ full disks, bad bytes."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import learner_cases
 import numpy as np
 import pytest
 from learner_cases import LAYOUT, HandLearner, House, begun, values
 from safetensors.numpy import save_file
 
 from narrows.broker.process import downlink, pipeline
+from narrows.broker.store import Store
 from narrows.proto import messages as msg
 from narrows.proto.codec import encode_values
 from narrows.proto.codec.payload import float_payload
@@ -47,6 +50,20 @@ def test_a_state_that_is_being_fetched_stays_while_the_head_moves_on(house: Hous
     assert late.versions == [1]
     header = [h for topic, h, _, _ in house.wires.datas if topic.startswith("r/site-a")][-1]
     assert (header.version, header.push_id) == (1, 1), "push 2 is in version 2 only"
+
+
+def test_a_start_that_has_lost_versions_does_not_say_that_all_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner_cases, "Store", partial(Store, journal=False))
+    house = House(tmp_path)
+    one_round(house, *begun(house, "site-a"))
+    house.kill()
+    house.start()
+    (lost,), (resumed,) = house.noted("recovered"), house.noted("resumed")
+    assert "goes back from version 1 to 0" in lost.text and house.heads == (0,)
+    assert "at versions 0 to 0, 0 tokens" in resumed.text and "every" not in resumed.text
+    house.kill()
 
 
 def test_an_answer_waits_for_the_subscriptions_of_its_learner(house: House) -> None:

@@ -167,6 +167,28 @@ def test_the_keys_of_a_broker_that_a_site_trusts_take_turns(
             assert learner.health == "connected"
 
 
+def test_who_is_revoked_dials_again_without_saying_that_it_is_admitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "narrows.learner")
+    monkeypatch.setattr(link_module, "REDIAL_S", 0.2)
+    keys, pair = tmp_path / "keys", new_pair()
+    server = create_broker_key(keys).public
+    AllowList.allow(keys, "site-a", pair.public)
+    with broker(tmp_path, broker__keys=str(keys)) as run:
+        write_site_key(tmp_path / "a.key", SiteKey("site-a", pair, (server,), run.address))
+        loop = Loop("", "", key=tmp_path / "a.key")
+        with loop.learner:
+            caplog.clear()
+            AllowList.revoke(keys, "site-a")
+            dials = loop.learner._link._dials
+            loop.train_on(lambda: loop.learner._link._dials > dials + 2)
+            assert "training goes on" in caplog.text and "narrows keys allow" in caplog.text
+            assert "admitted to run" not in caplog.text
+            AllowList.allow(keys, "site-a", pair.public)
+            loop.train_on(lambda: loop.learner.health == "connected")
+
+
 def test_a_name_or_a_key_that_cannot_be_used_is_named_before_joining(tmp_path: Path) -> None:
     write_site_key(tmp_path / "a.key", SiteKey("site-a", new_pair()))
     for arguments, words in [
@@ -190,6 +212,27 @@ def test_a_process_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 # The loop.
+
+
+@pytest.mark.parametrize(("during", "yielded"), [("a step", [0, 1]), ("the wait for data", [0])])
+def test_the_loader_is_asked_for_nothing_once_the_run_ends(
+    monkeypatch: pytest.MonkeyPatch, during: str, yielded: list[int]
+) -> None:
+    """It may wait for data for ever: whoever makes them looks for the end, too."""
+    ended, got = list[str](), list[int]()
+    monkeypatch.setattr(Learner, "should_stop", property(lambda _: during in ended))
+
+    def loader() -> Iterator[int]:
+        yield 0
+        ended.append("the wait for data")
+        yield 1
+        assert "a step" not in ended, "asked for data after the end"
+
+    for batch in Loop("tcp://127.0.0.1:1", "a").learner.until_end(loader()):
+        got.append(batch)
+        if batch == 1:
+            ended.append("a step")
+    assert got == yielded
 
 
 def test_progress_does_not_fall_with_a_larger_goal() -> None:

@@ -194,6 +194,17 @@ def test_saving_copies_only_what_shares_memory_or_lies_elsewhere(
     assert moved == {"small.head.weight", "strided.conv.weight", "strided.linear.weight"}
 
 
+def test_buffers_whose_sign_torch_has_not_written_yet_are_saved_as_they_read(
+    tmp_path: Path,
+) -> None:
+    model, waves = nn.Linear(2, 2), torch.complex(torch.ones(3), torch.arange(3.0))
+    model.register_buffer("conjugated", waves.conj())
+    model.register_buffer("negated", waves.conj().imag.view(3))
+    Parameters(model).save(tmp_path / "model.safetensors", {})
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved["conjugated"].imag.tolist() == saved["negated"].tolist() == [0.0, -1.0, -2.0]
+
+
 def test_a_state_that_safetensors_cannot_hold_leaves_nothing_behind(tmp_path: Path) -> None:
     class Extra(nn.Linear):
         def get_extra_state(self) -> Any:

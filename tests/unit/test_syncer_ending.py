@@ -58,6 +58,16 @@ def test_every_fragment_gets_a_last_round_and_everybody_the_final_model() -> Non
     assert not desk.take(ev.Finish), "it is told once"
 
 
+def test_the_end_does_not_wait_for_a_learner_whose_key_was_revoked() -> None:
+    desk = at_goal("a", "b")
+    desk.report("a", 30, held=BEHIND, finished=ALL)
+    assert events(desk) == [] and "b" in str(desk.status["waiting_for"])
+    desk.do(desk.syncer.revoked, ["b"])
+    assert events(desk) == ["CommitEnd"]
+    desk.leave("a")
+    assert events(desk) == ["CommitEnd", "Finish"]
+
+
 def test_nobody_may_leave_before_the_end_is_durable() -> None:
     desk = at_goal("a")
     desk.commits = False
