@@ -198,8 +198,9 @@ def test_status_waits_for_a_broker_that_stops_and_starts_again(
     address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
 
     def restart() -> None:
-        server.accept()[0].close()
-        server.close()
+        first = server.accept()[0]
+        server.close()  # Sooner: a second dial would be broken off, too.
+        first.close()
         with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
             router.bind(address)
             router.setsockopt(zmq.LINGER, 30_000)
