@@ -25,6 +25,7 @@ TRAIN = "--preset nano --step-wait-s 0.05 --data {data} --events {folder}/{name}
 LINE = re.compile(r"^narrows-key (\S+) (\S{40})$", re.MULTILINE)
 """The public line of a site, as `narrows keys new` prints it."""
 BROKER_KEY = re.compile(r"^\S{40}$", re.MULTILINE)
+READ_AGAIN = "the allow list was read again"
 ALLOW = re.compile(r"narrows keys allow '[^']+'")
 """The remedy in the log of a learner that is not admitted."""
 
@@ -74,12 +75,15 @@ def test_a_site_joins_by_typing_what_stands_there_is_cut_off_and_comes_back(site
         """Makes a key there, has it admitted here, and starts a learner with it."""
         made = new_site.replace("site-a", name).replace("BROKER_KEY", broker_key)
         line = prints(there, made, LINE)
+        before = broker.log.count(READ_AGAIN)
         site.type(here, allow.replace("LINE", line)).ends(0)
+        # A learner here starts sooner than a person's, and the broker looks once in a second.
+        wait_until(lambda: broker.log.count(READ_AGAIN) > before, "the broker to look", broker)
         more = TRAIN.format(data=data, folder=site.folder, name=name)
         return site.type(there, f"{train.replace('site-a', name)} {more}")
 
     broker_key = prints(here, new, BROKER_KEY)
-    site.type(here, serve)
+    broker = site.type(here, serve)
     a = admit("site-a", *by_readme)
     site.adopt("site-a")
     admit("site-b", *by_page)
