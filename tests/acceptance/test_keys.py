@@ -84,6 +84,7 @@ def test_a_site_joins_by_typing_what_stands_there_is_cut_off_and_comes_back(site
 
     broker_key = prints(here, new, BROKER_KEY)
     broker = site.type(here, serve)
+    wait_until(lambda: "serving on" in broker.log, "the broker to serve", broker)
     a = admit("site-a", *by_readme)
     site.adopt("site-a")
     admit("site-b", *by_page)
