@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import zmq
@@ -26,6 +27,7 @@ from narrows.broker.store.history import Audit
 from narrows.proto.errors import ErrorCode, Refused
 from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
 from narrows.proto.messages import Bye, Status
+from narrows.proto.sockets import Handshake, HandshakeMonitor
 from narrows.proto.wire import encode_control
 
 HEAVY = {"numpy", "numba", "zmq", "torch", "blosc2"}
@@ -193,24 +195,28 @@ def test_status_without_a_key_says_that_one_is_needed(narrows: Said) -> None:
 def test_status_waits_for_a_broker_that_stops_and_starts_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(status, "BROKEN_OFF_S", 0.0)
-    server = socket.create_server(("127.0.0.1", 0))
-    address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    class Monitor(HandshakeMonitor):
+        """Tells of a handshake that was broken off before those that come."""
 
-    def restart() -> None:
-        first = server.accept()[0]
-        server.close()  # Sooner: a second dial would be broken off, too.
-        first.close()
-        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-            router.bind(address)
-            router.setsockopt(zmq.LINGER, 30_000)
+        broken_off: ClassVar = [Handshake.BROKEN_OFF]
+
+        def take(self) -> Handshake | None:
+            return self.broken_off.pop() if self.broken_off else super().take()
+
+    monkeypatch.setattr(status, "HandshakeMonitor", Monitor)
+    monkeypatch.setattr(status, "BROKEN_OFF_S", 0.0)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+
+        def answer() -> None:
             peer, *_ = router.recv_multipart()
             router.send_multipart([peer, *encode_control(Status({"phase": "running"}))])
 
-    broker = threading.Thread(target=restart, daemon=True)
-    broker.start()
-    assert status.ask_status(address, None, timeout_s=30) == {"phase": "running"}
-    broker.join()
+        broker = threading.Thread(target=answer, daemon=True)
+        broker.start()
+        said = status.ask_status(f"tcp://127.0.0.1:{port}", None, timeout_s=30)
+        broker.join()
+    assert said == {"phase": "running"} and not Monitor.broken_off
 
 
 def test_the_words_of_a_learner_are_no_markup(
