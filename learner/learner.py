@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -123,8 +122,9 @@ class Learner:
 
     def until_end(self, loader: Iterable[Batch]) -> Generator[Batch]:
         """Yields the loader's batches until it ends or `should_stop`; never starts it anew."""
-        # Looks again when it has a batch: a run may end while the loader waits for its data.
-        for batch in takewhile(lambda _: not self.should_stop, loader):
+        for batch in () if self.should_stop else loader:
+            if self.should_stop:  # The run has ended while the loader waited for its data.
+                return
             yield batch
             if self.should_stop:  # Before it asks for a batch that may never come.
                 return

@@ -125,7 +125,7 @@ class Link:
         self._dial()
         self._is_open = True
         self._thread.start()
-        moved_at, moved, missing, tells_at = time.monotonic(), 0, "", math.inf
+        moved_at, moved, missing, tells_at = time.monotonic(), 0, (0, ""), math.inf
         with self._lock:
             session = self._host.session
             while not self._host.join(now := time.monotonic()):
@@ -133,8 +133,7 @@ class Link:
                 if missing != (what := self._missing()):
                     missing, tells_at = what, now + HEARD_S
                 if now >= tells_at:
-                    # A warning: a program that has not set logging up shows it, too.
-                    _log.warning("%s", missing)
+                    _log.log(missing[0], "%s", printable(missing[1]))
                     tells_at = math.inf
                 seeding = session.connected and not session.beat.heads
                 # Who waits for version 0 of another learner does so as long as the broker answers.
@@ -147,15 +146,16 @@ class Link:
             _log.info("the model is here: versions %s", held)
             session.ramp_steps = ramp_steps if max(held) > 0 else 0
 
-    def _missing(self) -> str:
-        """One line on what a learner that joins has not got yet."""
-        session = self._host.session
+    def _missing(self) -> tuple[int, str]:
+        """Level and line on what a learner that joins has not got yet."""
+        broker, session = self._target.broker, self._host.session
         if not session.connected:
-            what = session.obstacle or f"no answer from {self._target.broker} yet"
-            return f"{what}; trying for {self._join_timeout_s:g} s"
+            # A warning: a program that has not set logging up shows it, too.
+            what = session.obstacle or session.refusal or f"no answer from {broker} yet"
+            return logging.WARNING, f"{what}; trying for {self._join_timeout_s:g} s"
         if session.beat.heads:
-            return "waits for the model, which is on its way"
-        return "waits for version 0 or for other learners: `narrows status` says for whom"
+            return logging.INFO, "waits for the model, which is on its way"
+        return logging.WARNING, "the run has not begun: `narrows status` says what it waits for"
 
     def boundary(self, tokens: int, loss: float | None) -> None:
         """After an inner step; waits where the run's mode or a long outage asks for it. Raises
@@ -231,10 +231,9 @@ class Link:
     def _unreachable(self) -> NarrowsError:
         broker, session = self._target.broker, self._host.session
         if not session.connected:
-            return session.obstacle or BrokerUnreachable(
-                f"no broker answered at {broker} within {self._join_timeout_s:g} s",
-                remedy="is it running, and may this machine reach the port? `narrows status` asks",
-            )
+            text = f"no broker answered at {broker} within {self._join_timeout_s:g} s"
+            remedy = "is it running, and may this machine reach the port? `narrows status` asks"
+            return session.obstacle or session.refusal or BrokerUnreachable(text, remedy=remedy)
         return BrokerUnreachable(
             f"the broker at {broker} answers, but no data moved for {self._join_timeout_s:g} s on"
             f" {self._sockets.blocked()}",

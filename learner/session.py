@@ -65,6 +65,8 @@ class Session:
         """Ports of uplink and downlink, as the newest Welcome tells them."""
         self.refused: Refused | None = None
         """The broker refuses this learner for good; the training thread raises it."""
+        self.refusal: Refused | None = None
+        """The broker has refused this learner, which says Hello again, and not admitted it yet."""
         self.ended = False
         """Bye is said: there is nothing left to wait for."""
         self.steps = self.tokens = 0
@@ -196,7 +198,7 @@ class Session:
             self._note("online", f"the broker is back, epoch {epoch}", warning=False)
         self.connected, self.run_id, self.epoch = True, welcome.run_id, epoch
         self.settings, self.ports = settings, (welcome.uplink_port, welcome.downlink_port)
-        self._refused_since = math.inf
+        self.refusal, self._refused_since = None, math.inf
         if renewed:
             for part in self.parts:
                 part.new_epoch(settings, go_back=part.index in welcome.go_back)
@@ -247,10 +249,10 @@ class Session:
         elif refuse.code not in RETRIED_S:
             self._note("refused", text)
         else:
-            self.connected = False
+            self.connected, self.refusal = False, refused(ErrorCode(refuse.code), refuse)
             is_first, self._refused_since = now < self._refused_since, min(now, self._refused_since)
             if now - self._refused_since >= RETRIED_S[refuse.code]:
-                self.refused = refused(ErrorCode(refuse.code), refuse)
+                self.refused = self.refusal
             elif is_first:
                 self._note("refused", f"{text}; trying again")
 
@@ -529,5 +531,4 @@ class Session:
 
 def refused(code: ErrorCode, why: NarrowsError | msg.Refuse) -> Refused:
     """The error that the training thread raises."""
-    details = {"expected": why.expected, "got": why.got, "remedy": why.remedy}
-    return Refused(code, why.message, **details)
+    return Refused(code, why.message, expected=why.expected, got=why.got, remedy=why.remedy)

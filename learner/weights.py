@@ -73,9 +73,8 @@ class WeightWatch:
                 remedy="Make it after whatever replaces the parameters. One that keeps master"
                 " weights of its own cannot take part.",
             )
-        outside = self._strangers(self._optimized())
-        self._know(outside)
-        if outside:
+        if outside := self._strangers(self._optimized()):
+            self._know(outside)
             self._warn(
                 f"parameters of the optimizer do not travel, each learner keeps its own:"
                 f" {self._described(outside)}"

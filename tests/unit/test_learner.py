@@ -20,6 +20,7 @@ from narrows.learner import (
     ConfigError,
     Learner,
     LocalProtocolError,
+    Refused,
     Unfinished,
 )
 from narrows.learner import link as link_module
@@ -128,7 +129,7 @@ def test_who_joins_says_so_and_what_it_waits_for(
         threads[0].start()
         # What a program that has not set logging up shows begins with WARNING.
         until(
-            lambda: "waits for version 0 or for other learners" in told("WARNING"),
+            lambda: "the run has not begun: `narrows status` says" in told("WARNING"),
             lambda: caplog.text,
         )
         assert f"admitted to run {run.service.host.syncer.state.run_id}" in told("INFO")
@@ -137,6 +138,19 @@ def test_who_joins_says_so_and_what_it_waits_for(
         for each in threads:
             each.join()
     assert told("INFO").count("the model is here: versions [") == 2
+    assert "waits for the model" not in told("WARNING"), "a large one takes its time"
+
+
+def test_a_learner_whose_name_is_in_use_is_not_told_that_nobody_answers(
+    run: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(link_module, "HEARD_S", 0.3)
+    with Loop(run.address, "twin").learner:
+        with pytest.raises(Refused, match="another process is twin"):
+            Loop(run.address, "twin", join_timeout_s=2.0).train()
+    lines = [each.getMessage() for each in caplog.records]
+    (refused,) = [index for index, line in enumerate(lines) if line.endswith("trying again")]
+    assert not any("no answer" in line for line in lines[refused:])
 
 
 def test_a_blocked_data_port_is_named(run: Broker, tmp_path: Path) -> None:
@@ -214,15 +228,18 @@ def test_a_process_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) 
 # The loop.
 
 
-@pytest.mark.parametrize(("during", "yielded"), [("a step", [0, 1]), ("the wait for data", [0])])
+@pytest.mark.parametrize(
+    ("during", "yielded"), [("a step", [0, 1]), ("the wait for data", [0]), ("the join", [])]
+)
 def test_the_loader_is_asked_for_nothing_once_the_run_ends(
     monkeypatch: pytest.MonkeyPatch, during: str, yielded: list[int]
 ) -> None:
     """It may wait for data for ever: whoever makes them looks for the end, too."""
-    ended, got = list[str](), list[int]()
+    ended, got = ["the join"], list[int]()
     monkeypatch.setattr(Learner, "should_stop", property(lambda _: during in ended))
 
     def loader() -> Iterator[int]:
+        assert during != "the join", "asked a run that has ended for data"
         yield 0
         ended.append("the wait for data")
         yield 1
