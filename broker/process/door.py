@@ -25,6 +25,9 @@ from narrows.proto.wire import name_of, speaks_for
 LOOK_S: Final = 1.0
 """Seconds between two looks at the allow list, and for connections that have ended."""
 
+ADMITTED_LOOKS: Final = 200
+"""Hundredths of a second that a handshake with an unknown key waits for the next look at most."""
+
 TOLD_MAX: Final = 10
 """Keys that are not admitted of which the log tells in REFUSALS_S."""
 
@@ -97,6 +100,11 @@ class Door:
 
     def admits(self, key: str) -> bool:
         """Whether a handshake with this public key (Z85) succeeds."""
+        for _ in range(ADMITTED_LOOKS):
+            # The list has changed and the loop has not looked: the key may have been admitted now.
+            if self._allowed.site(key) is not None or self._stat() == self._stamp:
+                break
+            time.sleep(0.01)
         if self._allowed.site(key) is None and key not in self._told and len(self._told) < TOLD_MAX:
             # A stranger makes as many keys as he likes: neither memory nor log may grow with them.
             self._told.add(key)

@@ -72,16 +72,9 @@ class Service:
                 self._workers = Workers(WORKERS, "narrows-broker")
                 undo.callback(self._workers.close)
                 self.host = Host(
-                    config,
-                    self.link,
-                    self._workers,
-                    store,
-                    time.monotonic(),
-                    secrets.token_hex(4),
-                    now_unix=time.time,
-                    reach=reach,
-                    on_note=self._note,
-                )
+                    config, self.link, self._workers, store, time.monotonic(), secrets.token_hex(4),
+                    now_unix=time.time, reach=reach, on_note=self._note,
+                )  # fmt: skip
             except OSError as error:
                 if not isinstance(error, DiskFull) and error.errno not in FULL:
                     raise

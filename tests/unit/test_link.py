@@ -232,6 +232,15 @@ def test_the_log_names_each_key_that_is_not_admitted_once_a_minute(
     assert len(caplog.records) == 2 + TOLD_MAX, "who makes keys cannot fill the log"
 
 
+def test_a_key_that_was_admitted_just_now_is_let_in(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door, pair = Door(keys, 0.0), new_pair()
+    AllowList.allow(keys, "site-a", pair.public)
+    monkeypatch.setattr(time, "sleep", lambda _: door.look(1.0))
+    assert door.admits(pair.public) and not door.admits(new_pair().public)
+
+
 def test_a_key_may_hear_publications_and_its_own_answers(keys: Path) -> None:
     pair = new_pair()
     AllowList.allow(keys, "site-a", pair.public)
