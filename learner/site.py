@@ -40,7 +40,8 @@ def join_target(
         raise ConfigError(
             f"the learner's {'name' if broker else 'broker'} is missing",
             expected="broker and name, or a key file that has both",
-            remedy="give both (broker=, name=, NARROWS_BROKER, NARROWS_NAME), or a key",
+            remedy="give both: --broker and --name, in Python broker= and name=, NARROWS_BROKER and"
+            " NARROWS_NAME; or a key that has both",
         )
     parse_address(broker)
     check_name(name, "the learner's name")

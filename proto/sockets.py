@@ -164,7 +164,7 @@ class HandshakeMonitor:
     def error(self, outcome: Handshake) -> NarrowsError | None:
         """The meaning of an outcome for the user, with the remedy; None: nothing is wrong."""
         broker, key = f"the broker at {self._address}", self._key
-        give_key = "give your site's key with --key FILE (`narrows keys new` makes one)"
+        give_key = "give your site's key: --key FILE, in Python key= (`narrows keys new` makes one)"
         if outcome is Handshake.BROKEN_OFF:
             why, remedy = "as one does that admits only those who have a key", give_key
             if key is not None:

@@ -100,7 +100,7 @@ class Joining:
                 f"another process is {name}",
                 f"a name that nobody has used in the last {HEARD_S:g} s",
                 f"{name}, heard {now - holder.heard_at:.1f} s ago",
-                "choose another --name, or stop the other process first", ErrorCode.NAME_IN_USE,
+                "choose another name, or stop the other process first", ErrorCode.NAME_IN_USE,
             )  # fmt: skip
         if hello.run_id not in ("", state.run_id):
             raise fault(

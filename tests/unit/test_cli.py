@@ -189,7 +189,10 @@ def test_status_without_a_key_says_that_one_is_needed(narrows: Said) -> None:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         assert narrows.run("status", address, "--timeout-s", "600") == 4
         server.shutdown(socket.SHUT_RDWR)
-    assert "admits only those who have a key" in narrows.err and "--key FILE" in narrows.err
+    assert (
+        "admits only those who have a key" in narrows.err
+        and "--key FILE, in Python key=" in narrows.err
+    )
 
 
 def test_status_waits_for_a_broker_that_stops_and_starts_again(

@@ -206,7 +206,7 @@ def test_who_is_revoked_dials_again_without_saying_that_it_is_admitted(
 def test_a_name_or_a_key_that_cannot_be_used_is_named_before_joining(tmp_path: Path) -> None:
     write_site_key(tmp_path / "a.key", SiteKey("site-a", new_pair()))
     for arguments, words in [
-        ({"name": "site-a"}, "broker is missing"),
+        ({"name": "site-a"}, "broker is missing.*--broker and --name, in Python broker= and name="),
         ({"broker": "tcp://h:1"}, "name is missing"),
         ({"broker": "h", "name": "site-a"}, "tcp://HOST:PORT"),
         ({"broker": "tcp://h:1", "name": "a b"}, "letters"),

@@ -18,7 +18,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"protocol": 99}, "protocol_version", "same version"),
     ({"site": "site-b"}, "key_name", "its key's site"),
     ({"incarnation": incarnation("b")}, "bad_name", "own name"),
-    ({"life": 2}, "name_in_use", "--name"),
+    ({"life": 2}, "name_in_use", "choose another name"),
     ({"run_id": "run-0"}, "wrong_run", "start the learner again"),
     ({"held": (msg.Held(0, 1),)}, "wrong_run", "number of fragments"),
     ({"fingerprint": "0" * 32}, "layout_differs", "same model code"),
