@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -21,9 +22,10 @@ from safetensors import safe_open
 
 from narrows import __main__ as command
 from narrows.broker.cli import status
-from narrows.broker.process.service import log
+from narrows.broker.process.service import Service, log
 from narrows.broker.store import History, Store
 from narrows.broker.store.history import Audit
+from narrows.broker.syncer.events import Finish
 from narrows.proto.errors import ErrorCode, Refused
 from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
 from narrows.proto.messages import Bye, Status
@@ -124,6 +126,23 @@ def test_a_disk_that_is_full_at_the_start_is_named_with_what_to_do(narrows: Said
     assert "disk_full: the disk of state is full" in said and "Make room or" in said
 
 
+def test_a_broker_names_the_learners_that_a_runs_end_has_left_without_the_final_model(
+    narrows: Said, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    missing = ("a (fragment 0)", "b (fragments 0, 2)")
+
+    def run(service: Service) -> Finish:
+        service.stop("the test stops it")
+        return serve(service)._replace(missing=missing)
+
+    serve = Service.run
+    monkeypatch.setattr(Service, "run", run)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert narrows.run(*LOOPBACK.split(), "--state-dir", "state") == 0
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert "without the final model: a (fragment 0); b (fragments 0, 2)" in warnings
+
+
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
@@ -168,8 +187,10 @@ def test_a_learner_whose_key_is_revoked_is_told_apart_from_a_lost_one(tmp_path: 
         return [each["state"] for each in learners.values()]
 
     assert states() == ["joining", "key revoked"]
-    (line,) = [note.text for note in house.notes if note.event == "revoked"]
-    assert line.startswith("the key of site-b/0 was revoked")
+    (note,) = [note for note in house.notes if note.event == "revoked"]
+    told = "the key of site-b/0 was revoked: it is cut off until its site is admitted again"
+    assert note.text == f"{told} (narrows keys allow)"
+    assert note.warning and note.fields == {"learner": "site-b/0"}
     b.hello()
     house.settle()
     assert states() == ["joining", "training"], "its site has a key again"

@@ -106,6 +106,15 @@ def test_one_side_without_keys_is_told(broker: Broker, with_key: bool, told: str
     assert isinstance(error, Refused) and told in error.message and error.remedy
 
 
+def test_without_an_authenticator_a_socket_admits_nobody(broker: Broker) -> None:
+    broker.authenticator.stop()
+    broker.context.destroy(linger=0)
+    broker.context = zmq.Context()
+    server = broker.bind(Kind.BROKER_CONTROL, pair=broker.pair)
+    _, monitor = broker.dial(Kind.LEARNER_CONTROL, server, broker.site("site-a"))
+    assert outcome(monitor) is not Handshake.CONNECTED
+
+
 def test_the_largest_payload_passes_and_a_full_pipe_answers(broker: Broker) -> None:
     """MAXMSGSIZE counts what CURVE adds. With NODROP a pipe without room loses nothing."""
     uplink_in = broker.bind(Kind.BROKER_UPLINK, pair=broker.pair)
