@@ -59,6 +59,7 @@ def learner(options: Options = Options()) -> None:
     need_torch()
     target = join_target(options.broker, options.name, options.key)
     options = replace(options, broker=target.broker, name=target.name)
+    print(f"{options.name}: loading PyTorch, which takes seconds", flush=True)
     from narrows.bench.reference.training import train
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
