@@ -6,7 +6,6 @@ import gc
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -209,37 +208,21 @@ def test_a_code_is_rounded_half_to_even_and_clamped(codec: CodecName) -> None:
 # Scales.
 
 
-def twin_scale(values: F32, rho: float) -> float:
-    width = -(-values.size // RMS_SAMPLES_MAX)
-    hashed = [(i * 0x9E3779B1) % (1 << 32) >> 8 for i in range(values.size // width)]
-    samples = [float(values[i * width + (h * width >> 24)]) for i, h in enumerate(hashed)]
-    counted = [v for v in samples if v] or [v for v in values.tolist() if v]
-    total = 0.0
-    for value in counted:
-        total += value**2
-    return float(rho * np.sqrt(total / max(len(counted), 1)))
-
-
 def unsampled(count: int) -> int:
     """An element of a piece on which no sample falls."""
     sampled = sample_places(np.array([0, count]), RMS_SAMPLES_MAX)[0]
     return int(np.setdiff1d(np.arange(count), sampled)[5])
 
 
-def test_a_scale_is_the_rounded_rms_of_a_fixed_subsample() -> None:
-    rng = np.random.default_rng(0)
-    dense, one_row = rng.normal(size=100_003), np.zeros(70_001)
-    one_row[unsampled(70_001)] = 3  # The only element of this piece that moved.
-    values = np.concatenate([dense, one_row, [2.0], np.zeros(5), [1e-35]]).astype(np.float32)
-    bounds = np.cumsum([0, 100_003, 70_001, 1, 5, 1])
+def test_a_scale_comes_from_samples_unless_none_of_them_has_moved() -> None:
+    dense, spike = np.random.default_rng(0).normal(size=100_003), np.zeros(70_001)
+    spike[unsampled(70_001)] = 3
+    values = np.concatenate([dense, spike]).astype(np.float32)
+    bounds = np.array([0, 100_003, 170_004])
     scales = piece_scales(values, bounds, 0.5)
-    exact = [twin_scale(values[a:b], 0.5) for a, b in pairwise(bounds)]
-    rounded = np.empty(5, np.float32)
-    round_to_dtype(np.array(exact, np.float32), "bfloat16", rounded)
-    assert scales[:4].tolist() == rounded[:4].tolist()
-    assert scales[1:].tolist() == [1.5, 1.0, 0.0, 0.0]
     places, among = sample_places(bounds, RMS_SAMPLES_MAX)
-    assert piece_scales(values[places], among, 0.5)[0] == scales[0]
+    assert piece_scales(values[places], among, 0.5)[0] == scales[0], "on a GPU"
+    assert scales[1] == 1.5
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])

@@ -25,13 +25,7 @@ from narrows.learner import (
     Unfinished,
 )
 from narrows.learner import link as link_module
-from narrows.proto.keys import (
-    AllowList,
-    SiteKey,
-    create_broker_key,
-    new_pair,
-    write_site_key,
-)
+from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
 from narrows.proto.messages import RunSettings
 
 pytestmark = pytest.mark.real

@@ -7,45 +7,29 @@ from seat import DILOCO, joined, waiting
 
 from narrows.learner.effects import Adopt, SendChunks, Snapshot
 from narrows.proto import messages as msg
-from narrows.proto.messages import DataKind, Phase
+from narrows.proto.messages import DataKind
 
 
-def test_a_learner_pushes_what_an_open_round_asks_for_once() -> None:
-    seat = joined()
-    seat.step(8)
-    assert not seat.take(Snapshot)
-    seat.told(collecting=(1,))
-    seat.step(9)
-    assert seat.take(Snapshot) == [Snapshot(1, 1, 0)]
-    assert not seat.sent(msg.Push)  # Announced when it is coded: chunks follow at once.
-    seat.session.encoded(1, 1, seat.now)
-    seat.step(8)
-    assert seat.sent(msg.Push) == [msg.Push(1, 1, 0, 17, 2)]
-    assert seat.take(SendChunks) == [SendChunks(DataKind.PUSH, 1, 1)]
-    assert not seat.take(Snapshot)
-
-
-def test_a_round_that_is_over_is_not_answered() -> None:
-    """The Beat of the round's launch is still the newest when its version has been adopted."""
-    seat = waiting()
-    seat.publish(0, 1, 1)
-    seat.step()
-    assert [each.version for each in seat.take(Adopt)] == [1]
-    seat.step()
-    assert not seat.take(Snapshot)
-    seat.told(heads=(1, 0), collecting=(0,))
-    seat.step()
-    assert seat.take(Snapshot) == [Snapshot(0, 2, 1)]
-
-
-def test_a_round_on_a_version_that_is_not_here_yet_is_answered_after_its_adoption() -> None:
+def test_a_round_is_answered_on_the_version_that_it_builds_on_and_no_other() -> None:
     seat = joined()
     seat.told(heads=(1, 0), collecting=(0,))
     seat.step()
-    assert not seat.take(Snapshot)
+    assert not seat.take(Snapshot), "that version is not here yet"
     seat.publish(0, 1)
     seat.step()
     assert [type(each) for each in seat.take((Adopt, Snapshot))] == [Adopt, Snapshot]
+    seat.publish(0, 2)
+    seat.step()
+    assert not seat.take(Adopt), "it waits until the push is coded"
+    seat.session.encoded(0, 1, seat.now)
+    seat.publish(0, 3, 1)
+    for _ in range(2):
+        seat.step()
+    # The Beat of the round's launch is still the newest when its version has been adopted.
+    assert seat.take(Adopt) and not seat.take(Snapshot)
+    seat.told(heads=(3, 0), collecting=(0,))
+    seat.step()
+    assert seat.take(Snapshot) == [Snapshot(0, 2, 3)]
 
 
 def test_an_adoption_keeps_half_and_says_whether_the_push_is_merged() -> None:
@@ -76,18 +60,6 @@ def test_no_round_is_open_as_far_as_a_learner_knows_that_is_cut_off() -> None:
     seat.welcome(heads=(0, 0), collecting=(0,))
     seat.step()
     assert len(seat.take(Snapshot)) == 1
-
-
-def test_an_adoption_waits_until_the_push_is_coded() -> None:
-    seat = joined()
-    seat.told(collecting=(0,))
-    seat.step()
-    seat.publish(0, 1)
-    seat.step()
-    assert not seat.take(Adopt)
-    seat.encode()
-    seat.step()
-    assert seat.take(Adopt) == [Adopt(0, 1, 1, 0.5, merged=False, overwrite=False)]
 
 
 def test_a_slow_learner_pushes_at_every_boundary_and_keeps_everything() -> None:
@@ -147,19 +119,6 @@ def test_the_work_of_a_push_that_fails_counts_as_unpushed_again(how: str) -> Non
     seat.session.encoded(0, 2, seat.now)
     seat.step()
     assert seat.sent(msg.Push)[-1] == msg.Push(0, 2, 0, 17, 2)
-
-
-def test_parameters_that_are_not_finite_are_set_back_to_the_base() -> None:
-    seat = joined()
-    seat.told(collecting=(0,))
-    seat.step()
-    seat.fail(finite=False)
-    assert seat.noted() == ["encode_failed"]
-    seat.step()
-    (adopt,) = seat.take(Adopt)
-    assert (adopt.fragment, adopt.version, adopt.overwrite) == (0, 0, True)
-    seat.step()
-    assert [each.fragment for each in seat.take(Snapshot)] == [0]
 
 
 @pytest.mark.parametrize("passed_by", [False, True])
@@ -222,13 +181,3 @@ def test_the_state_tells_whether_it_holds_the_waiting_push(held: int) -> None:
     seat.state(0, 20, push_id=held)
     seat.step()
     assert seat.take(Adopt) == [Adopt(0, 20, 1, 0.0, merged=bool(held), overwrite=False)]
-
-
-def test_no_step_of_a_run_that_ends_is_halved() -> None:
-    seat = joined()
-    seat.step()
-    seat.publish(0, 1)
-    seat.told(phase=Phase.ENDING)
-    seat.rest()
-    assert seat.take(Adopt) == [Adopt(0, 1, 0, 1.0, merged=False, overwrite=False)]
-    assert len(seat.take(Snapshot)) == 2
