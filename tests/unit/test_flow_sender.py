@@ -332,17 +332,6 @@ def test_a_frozen_reader_costs_the_others_one_patience(total: float) -> None:
     assert 100.0 + patience_s <= left[-1][0] <= 100.0 + patience_s + 5 * RETRY_S
 
 
-def test_a_reader_that_adopts_now_and_then_loses_nothing_and_costs_no_rate() -> None:
-    """Five times a second a reader's pipe is full for 80 ms, which the budget makes up for."""
-    rate = 4e6
-    sender = Sender(total=rate)
-    sender.fan_out = 2
-    put_live(sender, 1000)
-    left = run(sender, 8.0, lambda entry, now: now % 0.2 >= 0.08)
-    assert not any(entry.lossy for _, entry in left)
-    assert 8 * sum(2 * entry.line_bytes for _, entry in left) >= 0.95 * rate * 8.0
-
-
 @pytest.mark.parametrize(
     ("total", "readers", "may_lose"),
     [(0.0, 2, True), (1e12, 2, True), (1e12, 1, True), (1e12, 2, False)],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,24 +142,18 @@ def test_a_blocked_data_port_is_named(run: Broker, tmp_path: Path) -> None:
             Loop(other.address, "site-a", join_timeout_s=0.5).train()
 
 
-@contextmanager
-def keyed(folder: Path, monkeypatch: pytest.MonkeyPatch, *before: str) -> Iterator[Loop]:
-    """A loop and its broker, which admits it. `before`: broker's keys that the site tries first."""
-    monkeypatch.setattr(link_module, "REDIAL_S", 0.2)
-    keys, pair = folder / "keys", new_pair()
-    servers = *before, create_broker_key(keys).public
-    AllowList.allow(keys, "site-a", pair.public)
-    with broker(folder, broker__keys=str(keys)) as run:
-        write_site_key(folder / "a.key", SiteKey("site-a", pair, servers, run.address))
-        yield Loop("", "", key=folder / "a.key")
-
-
 def test_the_keys_of_a_broker_that_a_site_trusts_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The broker's next key stands in the file before the present one."""
-    with keyed(tmp_path, monkeypatch, new_pair().public) as loop, loop.learner as learner:
-        assert learner.health == "connected"
+    monkeypatch.setattr(link_module, "REDIAL_S", 0.2)
+    keys, pair = tmp_path / "keys", new_pair()
+    servers = new_pair().public, create_broker_key(keys).public
+    AllowList.allow(keys, "site-a", pair.public)
+    with broker(tmp_path, broker__keys=str(keys)) as run:
+        write_site_key(tmp_path / "a.key", SiteKey("site-a", pair, servers, run.address))
+        with Loop("", "", key=tmp_path / "a.key").learner as learner:
+            assert learner.health == "connected"
 
 
 def test_a_learner_with_a_key_does_not_join_a_broker_that_has_none(
@@ -170,22 +163,6 @@ def test_a_learner_with_a_key_does_not_join_a_broker_that_has_none(
     write_site_key(tmp_path / "a.key", key)
     with pytest.raises(Refused, match=r"has no keys.*join without one"):
         Loop("", "", key=tmp_path / "a.key").train()
-
-
-def test_who_is_revoked_dials_again_without_saying_that_it_is_admitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "narrows.learner")
-    with keyed(tmp_path, monkeypatch) as loop, loop.learner as learner:
-        (public,), link = AllowList.read(tmp_path / "keys").keys, learner._link
-        caplog.clear()
-        AllowList.revoke(tmp_path / "keys", "site-a")
-        dials = link._dials
-        loop.train_on(lambda: link._dials > dials + 2)
-        assert "training goes on" in caplog.text and "narrows keys allow" in caplog.text
-        assert "admitted to run" not in caplog.text
-        AllowList.allow(tmp_path / "keys", "site-a", public)
-        loop.train_on(lambda: learner.health == "connected")
 
 
 def test_a_name_or_a_key_that_cannot_be_used_is_named_before_joining(tmp_path: Path) -> None:

@@ -172,12 +172,3 @@ def test_the_broker_gets_chunks_of_waiting_pushes_only() -> None:
     ):  # fmt: skip
         seat.hear(msg.Fetch(kind, fragment, 0, push_id, ((2, 1),)))
     assert not seat.take(SendChunks)
-
-
-@pytest.mark.parametrize("held", [0, 1])
-def test_the_state_tells_whether_it_holds_the_waiting_push(held: int) -> None:
-    seat = waiting()
-    seat.told(heads=(20, 0))
-    seat.state(0, 20, push_id=held)
-    seat.step()
-    assert seat.take(Adopt) == [Adopt(0, 20, 1, 0.0, merged=bool(held), overwrite=False)]
