@@ -88,7 +88,6 @@ class House:
     now: float = 100.0
     lives: int = 0
     notes: list[ev.Note] = field(default_factory=list)
-    reached: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         flags = {"fragments.count": 1, "broker.state_dir": str(self.folder), **self.settings}
@@ -99,10 +98,10 @@ class House:
         """The next life; the last one may have been killed."""
         self.lives += 1
         self.wires, self.pool = Wires(), Pool()
-        self.store = Store(self.folder, durable=False, reach=self.reached.append)
+        self.store = Store(self.folder, durable=False)
         self.host = Host(
             self.config, self.wires, self.pool, self.store, self.now, f"{self.lives:08x}",
-            now_unix=lambda: self.now, reach=self.reached.append, on_note=self.notes.append,
+            now_unix=lambda: self.now, on_note=self.notes.append,
         )  # fmt: skip
 
     def subscribe(self, incarnation: str) -> None:

@@ -156,10 +156,10 @@ class Seat:
             self.done()
         return self.take(SendChunks)
 
-    def fail(self, *, finite: bool = True) -> None:
+    def fail(self) -> None:
         """Coding fails for every snapshot that was taken."""
         for fragment, push_id, _ in self.take(Snapshot):
-            self.session.encode_failed(fragment, push_id, reason="no", finite=finite)
+            self.session.encode_failed(fragment, push_id, reason="no")
             self.done()
 
     def leave(self) -> None:

@@ -16,8 +16,22 @@ from narrows.broker.process.door import TOLD_MAX, Door
 from narrows.broker.process.downlink import Connection
 from narrows.broker.process.link import Link
 from narrows.proto.errors import ErrorCode, NarrowsError
-from narrows.proto.keys import AllowList, KeyPair, create_broker_key, new_pair, read_broker_key
-from narrows.proto.sockets import Kind, make_socket
+from narrows.proto.keys import (
+    AllowList,
+    KeyPair,
+    SiteKey,
+    create_broker_key,
+    new_pair,
+    read_broker_key,
+)
+from narrows.proto.messages import PAYLOAD_BYTES_MAX
+from narrows.proto.sockets import (
+    Handshake,
+    HandshakeMonitor,
+    Kind,
+    make_socket,
+    send_buffer_bytes,
+)
 from narrows.proto.timing import REFUSALS_MAX, REFUSALS_S
 
 pytestmark = pytest.mark.real
@@ -166,6 +180,43 @@ def test_messages_go_both_ways_and_carry_the_site_of_their_key(
     downlink.close(linger=0)
     wire.clients.remove(downlink)
     wire.until(lambda: list(host.heard.values()) == [["p/01"]], "the end of a connection")
+
+
+def test_the_largest_payload_passes_and_a_full_pipe_answers(keyed: Wire, keys: Path) -> None:
+    """MAXMSGSIZE counts what CURVE adds. With NODROP a pipe without room loses nothing."""
+    uplink = keyed.dial(Kind.LEARNER_UPLINK, admitted(keyed, keys, "site-a"))
+    keyed.receive(uplink)  # The broker's subscription.
+    payload, sent = bytes(PAYLOAD_BYTES_MAX), 0
+    with pytest.raises(zmq.Again):
+        while sent < 1000:
+            uplink.send_multipart([b"u/00", b"%d" % sent, payload], zmq.NOBLOCK, copy=False)
+            sent += 1
+    datas = keyed.host.datas
+    keyed.until(lambda: len(datas) == sent, "all that was sent")
+    assert [int(header) for _, (_, header, _) in datas] == [*range(sent)]
+    assert {len(got) for _, (_, _, got) in datas} == {PAYLOAD_BYTES_MAX}
+
+
+def test_without_an_authenticator_a_socket_admits_nobody(keyed: Wire, keys: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = make_socket(context, Kind.BROKER_CONTROL, pair=read_broker_key(keys).pair)
+    address = f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
+    pair = admitted(keyed, keys, "site-a")
+    client = make_socket(context, Kind.LEARNER_CONTROL, pair=pair, server=keyed.server)
+    monitor = HandshakeMonitor(client, address, SiteKey("site-a", pair, (keyed.server,)))
+    client.connect(address)
+    while (outcome := monitor.take()) is None:
+        assert monitor.socket.poll(30_000), "no outcome"
+    assert outcome is not Handshake.CONNECTED
+    monitor.close()
+    context.destroy(linger=0)
+
+
+def test_the_send_buffer_is_a_tenth_of_a_second_of_a_learners_share() -> None:
+    assert send_buffer_bytes(0.0, 4) == 0
+    assert send_buffer_bytes(1e6, 1) == 32 << 10
+    assert send_buffer_bytes(100e6, 4) == 312_500
+    assert send_buffer_bytes(5e9, 4) == 0
 
 
 def takes(wire: Wire, payload: bytes) -> bool:

@@ -5,24 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from arrays import LAYOUT, Arrays
 from msgspec.structs import replace
 
 from narrows.learner.island import Adoption, CodedPush, Copy, Island
 from narrows.learner.parameters import Parameters
 from narrows.proto.codec import F32, decode_chunk, values_of
 from narrows.proto.errors import ErrorCode, LocalProtocolError
-from narrows.proto.layout import Fragment, build_table
+from narrows.proto.layout import build_table
 from narrows.proto.messages import CodecName, RunSettings
 
 SETTINGS = RunSettings(chunk_elements=512)
-FRAGMENT = build_table(LAYOUT.entries, 1)[0]
 
 
 class Model(torch.nn.Module):
-    """The tensors of LAYOUT, in any precision."""
+    """Three tensors in any precision."""
 
-    def __init__(self, dtype: torch.dtype, *, transposed: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, *, transposed: bool = False) -> None:
         super().__init__()
         self.w = torch.nn.Parameter(torch.zeros(30, 70, dtype=dtype))
         self.b = torch.nn.Parameter(torch.zeros(33, dtype=dtype))
@@ -30,9 +28,12 @@ class Model(torch.nn.Module):
         self.v = torch.nn.Parameter(v)
 
 
-def filled(island: Island, fragment: Fragment, values: F32) -> Copy:
-    copy = island.copy(fragment, values)
-    island.overwrite(fragment, copy)
+(FRAGMENT,) = build_table(Parameters(Model()).layout.entries, 1)
+
+
+def filled(island: Island, values: F32) -> Copy:
+    copy = island.copy(FRAGMENT, values)
+    island.overwrite(FRAGMENT, copy)
     return copy
 
 
@@ -48,10 +49,10 @@ def test_the_rule_equals_its_plain_twin_and_loses_nothing(keep: float, seed: int
     """Any sequence of steps, pushes and adoptions; with keep 1 all own work is in the parameters or
     in a version that holds its push. An outer gradient is work with the other sign."""
     rng = np.random.default_rng(seed)
-    source = Arrays()
-    island = Island(source)
+    parameters = Parameters(Model())
+    island = Island(parameters)
     size = FRAGMENT.elements
-    old = filled(island, FRAGMENT, rng.standard_normal(size).astype(np.float32))
+    old = filled(island, rng.standard_normal(size).astype(np.float32))
     twin, worked = old.values.astype(np.float64), np.zeros(size)
     push: CodedPush | None = None
     merges = 0
@@ -59,8 +60,7 @@ def test_the_rule_equals_its_plain_twin_and_loses_nothing(keep: float, seed: int
         match rng.integers(4 if push is None else 3):
             case 0:
                 step = (0.1 * rng.standard_normal(size)).astype(np.float32)
-                for piece in FRAGMENT.pieces:
-                    source.view(piece)[:] += step[piece.offset : piece.offset + piece.count]
+                parameters.write(FRAGMENT, island.read(FRAGMENT) + step)
                 twin, worked = np.add(twin, step), worked + step
             case 1 | 2:
                 moved = old.values + 0.05 * rng.standard_normal(size).astype(np.float32)
@@ -81,40 +81,37 @@ def test_the_rule_equals_its_plain_twin_and_loses_nothing(keep: float, seed: int
 
 
 def test_a_copy_that_is_taken_outright_has_the_published_bits() -> None:
-    island, rng = Island(Arrays()), np.random.default_rng(0)
+    island, rng = Island(Parameters(Model())), np.random.default_rng(0)
     values = rng.standard_normal(FRAGMENT.elements).astype(np.float32)
-    old = filled(island, FRAGMENT, np.full_like(values, np.nan))
+    old = filled(island, np.full_like(values, np.nan))
     island.adopt(FRAGMENT, Adoption(old, island.copy(FRAGMENT, values), None, 0.0, False))
     assert island.read(FRAGMENT).tobytes() == values.tobytes()
 
 
-def test_parameters_that_are_not_finite_are_not_pushed() -> None:
-    for on_device in (False, True):
-        model = Model(torch.float32)
-        island = Island(Parameters(model), on_device=on_device)
-        old = filled(island, FRAGMENT, np.zeros(FRAGMENT.elements, np.float32))
-        with torch.no_grad():
-            model.v[2, 3] = float("nan")
-        with pytest.raises(LocalProtocolError) as caught:
-            island.snapshot(FRAGMENT, old).encode(FRAGMENT, 0, SETTINGS)
-        assert caught.value.code is ErrorCode.NOT_FINITE
+def test_parameters_that_are_not_finite_are_not_pushed_from_a_gpu() -> None:
+    model = Model()
+    island = Island(Parameters(model), on_device=True)
+    old = filled(island, np.zeros(FRAGMENT.elements, np.float32))
+    with torch.no_grad():
+        model.v[2, 3] = float("nan")
+    with pytest.raises(LocalProtocolError) as caught:
+        island.snapshot(FRAGMENT, old).encode(FRAGMENT, 0, SETTINGS)
+    assert caught.value.code is ErrorCode.NOT_FINITE
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_the_rounding_of_parameters_does_not_travel(dtype: torch.dtype, on_device: bool) -> None:
     model = Model(dtype)
-    parameters = Parameters(model)
-    fragment = build_table(parameters.layout.entries, 1)[0]
-    island, rng = Island(parameters, on_device=on_device), np.random.default_rng(1)
-    old = filled(island, fragment, rng.standard_normal(fragment.elements).astype(np.float32))
-    new = island.copy(fragment, rng.standard_normal(fragment.elements).astype(np.float32))
-    island.adopt(fragment, Adoption(old, new, None, 0.5, False))
-    push = island.snapshot(fragment, new).encode(fragment, 1, SETTINGS)
+    island, rng = Island(Parameters(model), on_device=on_device), np.random.default_rng(1)
+    old = filled(island, rng.standard_normal(FRAGMENT.elements).astype(np.float32))
+    new = island.copy(FRAGMENT, rng.standard_normal(FRAGMENT.elements).astype(np.float32))
+    island.adopt(FRAGMENT, Adoption(old, new, None, 0.5, False))
+    push = island.snapshot(FRAGMENT, new).encode(FRAGMENT, 1, SETTINGS)
     assert not coded(push).any()
     with torch.no_grad():
         model.w.add_(1.0)
-    push = island.snapshot(fragment, new).encode(fragment, 1, SETTINGS)
+    push = island.snapshot(FRAGMENT, new).encode(FRAGMENT, 1, SETTINGS)
     moved = np.flatnonzero(coded(push))
     assert moved.size and moved.max() < 30 * 70
 
@@ -130,9 +127,9 @@ def test_the_gpu_path_has_the_bits_of_the_cpu(codec: CodecName, transposed: bool
     work[1234] = 7.0
     results = []
     for on_device in (False, True):
-        parameters = Parameters(Model(torch.float32, transposed=transposed))
+        parameters = Parameters(Model(transposed=transposed))
         island = Island(parameters, on_device=on_device)
-        old = filled(island, FRAGMENT, start)
+        old = filled(island, start)
         parameters.write(FRAGMENT, start + work)
         push = island.snapshot(FRAGMENT, old).encode(FRAGMENT, 0, settings)
         bits = [chunk.payload for chunk in push.chunks]

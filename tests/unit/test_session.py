@@ -1,4 +1,5 @@
-"""Joining, silence, refusals, repair, epochs, reports and the end of a learner's session."""
+"""A learner's session: joining, silence, refusals, repair, epochs, reports, pushes, adoptions and
+its end."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import math
 
 import pytest
 from msgspec.structs import replace
-from seat import CHUNKS, EPOCH, EPOCH_2, SETTINGS, Seat, joined
+from seat import CHUNKS, DILOCO, EPOCH, EPOCH_2, SETTINGS, Seat, joined, waiting
 
-from narrows.learner.effects import Adopt, Assemble, Note, SendChunks
+from narrows.learner.effects import Adopt, Note, SendChunks, Snapshot
 from narrows.proto import messages as msg
 from narrows.proto.errors import ErrorCode, LocalProtocolError
 from narrows.proto.messages import DataKind, Phase, Role
@@ -46,20 +47,12 @@ def test_no_step_is_made_while_a_run_is_seeded_anew() -> None:
     assert not seat.session.must_wait(seat.now), "it trains on while it is offline"
     seat.welcome(Role.SEED, heads=(), go_back=(0, 1))
     assert len(seat.take(SendChunks)) == 3, "the layout, and two fragments"
+    seat.hear(msg.Fetch(DataKind.LAYOUT, 0, 0, 0, ((0, 1),)))
+    assert seat.take(SendChunks) == [SendChunks(DataKind.LAYOUT, 0, 0, ((0, 1),))]
     seat.session.lost(seat.now)
     assert seat.session.must_wait(seat.now), "also while its connection is made anew"
     seat.welcome(heads=(0, 0))
     assert not seat.session.must_wait(seat.now)
-
-
-def test_the_seeding_learner_sends_layout_and_parameters_and_again_what_is_asked_for() -> None:
-    seat = Seat()
-    seat.welcome(Role.SEED, heads=())
-    seeds = [SendChunks(DataKind.SEED, fragment) for fragment in range(2)]
-    assert seat.take(SendChunks) == [SendChunks(DataKind.LAYOUT), *seeds]
-    for kind, fragment, chunks in ((DataKind.SEED, 1, ((1, 2),)), (DataKind.LAYOUT, 0, ((0, 1),))):
-        seat.hear(msg.Fetch(kind, fragment, 0, 0, chunks))
-        assert seat.take(SendChunks) == [SendChunks(kind, fragment, 0, chunks)]
 
 
 def test_a_run_that_cannot_be_joined_is_refused_with_the_remedy() -> None:
@@ -90,55 +83,43 @@ def test_a_name_in_use_is_waited_out_for_ten_seconds_of_one_refusal() -> None:
     assert refused.remedy == "do so" and seat.noted() == ["refused"]
 
 
-@pytest.mark.parametrize("code", ["layout_differs", "wrong_run", "key_name", "protocol_version"])
-def test_a_refusal_that_time_does_not_heal_is_raised_at_once(code: str) -> None:
+@pytest.mark.parametrize("code", ["layout_differs", "wrong_run", "key_name", "bad_chunk"])
+def test_a_refusal_that_time_does_not_heal_is_raised_and_that_of_a_message_noted(code: str) -> None:
     seat = joined()
     seat.refuse(code)
-    assert seat.session.refused is not None and seat.session.refused.code == code
+    assert (seat.session.refused is None) is seat.session.connected is (code == "bad_chunk")
+    assert seat.noted() == ["refused"] * (code == "bad_chunk")
     assert not seat.session.must_wait(seat.now)
-
-
-@pytest.mark.parametrize("code", ["bad_chunk", "from_another_version"])
-def test_a_refused_message_is_noted_and_nothing_else(code: str) -> None:
-    seat = joined()
-    seat.refuse(code)
-    assert seat.session.refused is None and seat.session.connected
-    assert seat.noted() == ["refused"]
 
 
 # Silence.
 
 
-def test_silence_of_three_seconds_leads_to_hello_and_a_welcome_ends_it() -> None:
+@pytest.mark.parametrize("sign", ["silence", "bye", "broken connection", "beat of another life"])
+def test_a_sign_that_the_connection_is_gone_leads_to_hello_until_a_welcome(sign: str) -> None:
     seat = joined(version=4)
     seat.wait(2.9)
     assert not seat.sent(msg.Hello)
-    seat.wait(0.1)
-    (hello,) = seat.sent(msg.Hello)
-    assert hello.epoch == EPOCH and hello.run_id == "run"
-    assert hello.held == (msg.Held(4, 1004), msg.Held(4, 1004))
-    seat.sent(msg.Report)
-    seat.step()
-    assert not seat.sent(msg.Report)  # Nobody listens.
-    seat.welcome()
-    assert len(seat.sent(msg.Report)) == 1
-
-
-@pytest.mark.parametrize("sign", ["bye", "broken connection", "beat of another life"])
-def test_a_sign_that_the_connection_is_gone_leads_to_hello_at_once(sign: str) -> None:
-    seat = joined()
-    seat.wait(1.0)
-    if sign == "bye":
+    if sign == "silence":
+        seat.wait(0.1)
+    elif sign == "bye":
         seat.hear(msg.Bye("another life"))
     elif sign == "broken connection":
         seat.session.lost(seat.now)
         seat.done()
     else:
         seat.told(epoch=EPOCH_2)
-    assert len(seat.sent(msg.Hello)) == 1
+    (hello,) = seat.sent(msg.Hello)
+    assert hello.epoch == EPOCH and hello.run_id == "run"
+    assert hello.held == (msg.Held(4, 1004), msg.Held(4, 1004))
     seat.told()  # A late Beat of the old connection is no Welcome.
     seat.wait(1.0)
     assert len(seat.sent(msg.Hello)) == 1
+    seat.sent(msg.Report)
+    seat.step()
+    assert not seat.sent(msg.Report)  # Nobody listens.
+    seat.welcome()
+    assert len(seat.sent(msg.Report)) == 1
 
 
 def test_an_outage_is_told_once_with_its_reason_and_a_long_one_pauses_training() -> None:
@@ -189,31 +170,18 @@ def test_a_learner_between_two_long_steps_reports_too() -> None:
 
 def test_a_pause_is_told_at_once_and_is_no_step_time() -> None:
     seat = joined()
-    for _ in range(3):
-        seat.step(after_s=0.1)
+    seat.step()
     for reason in ("evaluating", None):
         seat.session.pause(reason)
         seat.done()
         assert seat.sent(msg.Report)[-1].paused == reason
         seat.now += 2.0
-    seat.step(after_s=0.1)
     seat.told(period_s=1.0)
-    seat.step(after_s=0.1)
+    seat.step()
     assert seat.session.parts[0].push is None  # Not slow.
 
 
 # Publications, states, repair.
-
-
-def test_publications_become_copies_in_order_whatever_their_arrival() -> None:
-    seat = joined()
-    for version in (2, 1):
-        assert not seat.take(Assemble)
-        for chunk in range(CHUNKS):
-            assert seat.chunk(PUBLICATION, 0, version, chunk)
-            assert not seat.chunk(PUBLICATION, 0, version, chunk)
-    seat.assemble()
-    assert seat.session.parts[0].tip == 1 and seat.take(Assemble) == [Assemble(PUBLICATION, 0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -336,6 +304,173 @@ def test_a_copy_that_was_completed_after_the_hello_is_compared_by_another_one() 
     assert seat.session.epoch == EPOCH_2 and seat.session.parts[0].tip == -1
 
 
+# Pushes and adoptions.
+
+
+def test_a_round_is_answered_on_the_version_that_it_builds_on_and_no_other() -> None:
+    seat = joined()
+    seat.told(heads=(1, 0), collecting=(0,))
+    seat.step()
+    assert not seat.take(Snapshot), "that version is not here yet"
+    seat.publish(0, 1)
+    seat.step()
+    assert [type(each) for each in seat.take((Adopt, Snapshot))] == [Adopt, Snapshot]
+    seat.publish(0, 2)
+    seat.step()
+    assert not seat.take(Adopt), "it waits until the push is coded"
+    seat.session.encoded(0, 1, seat.now)
+    seat.publish(0, 3, 1)
+    for _ in range(2):
+        seat.step()
+    # The Beat of the round's launch is still the newest when its version has been adopted.
+    assert seat.take(Adopt) and not seat.take(Snapshot)
+    seat.told(heads=(3, 0), collecting=(0,))
+    seat.step()
+    assert seat.take(Snapshot) == [Snapshot(0, 2, 3)]
+
+
+def test_an_adoption_keeps_half_and_says_whether_the_push_is_merged() -> None:
+    seat = waiting()
+    seat.told(collecting=(1,))
+    seat.step()
+    seat.encode()
+    seat.publish(0, 1, 1)
+    seat.publish(1, 1)
+    seat.step()
+    assert seat.take(Adopt) == [
+        Adopt(0, 1, 1, 0.5, merged=True, overwrite=False),
+        Adopt(1, 1, 2, 0.5, merged=False, overwrite=False),
+    ]
+    assert [part.push_id for part in seat.session.parts] == [0, 2]
+    assert (seat.session.merged_tokens, seat.session.lost_tokens) == (4, 0), "half of the model"
+    seat.publish(1, 2, 2)
+    seat.step()
+    assert seat.take(Adopt) == [Adopt(1, 2, 2, 0.5, merged=True, overwrite=False)]
+
+
+def test_no_round_is_open_as_far_as_a_learner_knows_that_is_cut_off() -> None:
+    seat = joined()
+    seat.told(collecting=(0,))
+    seat.session.lost(seat.now)
+    seat.step()
+    assert not seat.take(Snapshot)
+    seat.welcome(heads=(0, 0), collecting=(0,))
+    seat.step()
+    assert len(seat.take(Snapshot)) == 1
+
+
+def test_a_slow_learner_pushes_at_every_boundary_and_keeps_everything() -> None:
+    seat = joined()
+    for step_s in (1.0, 1.0, 2.0, 2.0):
+        assert not seat.take(Snapshot), "half a period is not slow"
+        seat.step(after_s=step_s)
+        seat.told(period_s=3.0)
+    assert len(seat.encode()) == 2
+    seat.publish(0, 1)
+    seat.publish(0, 2, 1)
+    seat.step(after_s=2.0)
+    # Two versions behind at each of its steps, and that is no absence.
+    assert seat.take(Adopt) == [Adopt(0, 2, 1, 1.0, merged=True, overwrite=False)]
+    assert [each.base for each in seat.take(Snapshot) if each.fragment == 0] == [2]
+
+
+def test_work_of_an_absence_is_given_up_but_its_waiting_push_is_not() -> None:
+    seat = waiting()
+    seat.step(9)
+    for absence in (1, 2):
+        seat.told(heads=(2 * absence, 2 * absence))
+        for fragment in range(2):
+            for version in (2 * absence - 1, 2 * absence):
+                seat.publish(fragment, version)
+            seat.step(10)
+        assert seat.noted() == ["given_up"], "once for an absence, whatever the fragments"
+    first = seat.take(Adopt)[0]
+    assert first == Adopt(0, 2, 1, 0.0, merged=False, overwrite=False)
+    assert seat.session.parts[0].push_id == 1 and seat.session.parts[0].lost_tokens > 9 + 10
+
+
+def test_nothing_is_kept_in_the_ramp_of_a_newcomer() -> None:
+    seat = joined()
+    seat.session.ramp_steps = 1
+    seat.publish(0, 1)
+    seat.step()
+    seat.publish(0, 2)
+    seat.step()
+    assert [each.keep for each in seat.take(Adopt)] == [0.0, 0.5]
+    assert not seat.noted(), "it is meant so"
+
+
+@pytest.mark.parametrize("how", ["refused", "not coded"])
+def test_the_work_of_a_push_that_fails_counts_as_unpushed_again(how: str) -> None:
+    seat = joined()
+    seat.told(collecting=(0,))
+    seat.step(8)
+    if how == "refused":
+        seat.encode()
+        seat.refuse("bad_payload", 0, 1)
+    else:
+        seat.fail()
+    assert seat.session.parts[0].push is None
+    seat.step(9)
+    assert seat.take(Snapshot) == [Snapshot(0, 2, 0)]
+    seat.session.encoded(0, 2, seat.now)
+    seat.step()
+    assert seat.sent(msg.Push)[-1] == msg.Push(0, 2, 0, 17, 2)
+
+
+@pytest.mark.parametrize("passed_by", [False, True])
+def test_a_lockstep_learner_pushes_after_its_steps_and_waits_for_the_version(
+    passed_by: bool,
+) -> None:
+    seat = joined(DILOCO)
+    for _ in range(4):
+        assert not seat.take(Snapshot) and not seat.session.must_wait(seat.now)
+        seat.step()
+    assert len(seat.encode()) == 2 and seat.session.must_wait(seat.now)
+    for fragment in range(2):
+        seat.publish(fragment, 1, *() if passed_by else (fragment + 1,))
+    seat.rest()
+    assert [each[3:5] for each in seat.take(Adopt)] == 2 * [(0.0, not passed_by)]
+    if not passed_by:
+        assert seat.session.must_wait(seat.now), "no Beat has said that the run goes on"
+    seat.told(heads=(1, 1))
+    for _ in range(4):
+        assert not seat.session.must_wait(seat.now)
+        seat.step()
+    assert seat.session.must_wait(seat.now)
+
+
+def test_waiting_pushes_are_announced_at_every_welcome_and_sent_again_to_a_new_life() -> None:
+    seat = waiting()
+    (push,) = seat.sent(msg.Push)
+    seat.welcome()
+    assert seat.sent(msg.Push) == [push] and not seat.take(SendChunks)
+    seat.restart()
+    seat.welcome()
+    assert seat.sent(msg.Push) == [push]
+    assert seat.take(SendChunks) == [SendChunks(DataKind.PUSH, 0, 1)]
+    seat.publish(0, 1, 1)
+    seat.welcome(heads=(1, 0))
+    assert not seat.sent(msg.Push), "a version that is here holds it"
+
+
+def test_the_broker_gets_chunks_of_waiting_pushes_only() -> None:
+    seat = joined()
+    seat.told(collecting=(0,))
+    seat.step()
+    ask = msg.Fetch(DataKind.PUSH, 0, 0, 1, ((2, 1),))
+    seat.hear(ask)
+    assert not seat.take(SendChunks)  # Not coded yet.
+    seat.encode()
+    seat.hear(ask)
+    assert seat.take(SendChunks) == [SendChunks(DataKind.PUSH, 0, 1, ((2, 1),))]
+    for kind, fragment, push_id in (
+        (DataKind.PUSH, 0, 7), (DataKind.PUSH, 9, 1), (DataKind.SEED, 0, 0),
+    ):  # fmt: skip
+        seat.hear(msg.Fetch(kind, fragment, 0, push_id, ((2, 1),)))
+    assert not seat.take(SendChunks)
+
+
 # The end.
 
 
@@ -350,7 +485,7 @@ def test_a_run_that_ends_hears_at_once_what_is_finished_and_bye_when_all_is_fina
         seat.publish(fragment, 1, fragment + 1)
         assert seat.sent(msg.Report)[-1].finished == finished
     seat.rest()
-    seat.take(Adopt)
+    assert {each.keep for each in seat.take(Adopt)} == {1.0}, "no step of a run that ends is halved"
     seat.told(phase=Phase.ENDED, heads=(2, 1))
     for fragment, version in ((1, 1), (0, 2)):
         seat.rest()

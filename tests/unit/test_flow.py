@@ -1,9 +1,10 @@
-"""Budget and sender in virtual time: no second above the rate and no rate unused, whose turn it is,
-what is charged to whom, and what a full pipe costs the others."""
+"""Budget, sender and transfer in virtual time: no second above the rate and no rate unused, whose
+turn it is, what is charged to whom, what a full pipe costs the others, and what loss costs."""
 
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Callable
 
@@ -11,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrows.proto.flow import Budget, Entry, Sender, wire_bytes
+from narrows.proto.flow import Budget, Entry, Sender, Transfer, wire_bytes
 from narrows.proto.flow.budget import LATE_S, RESUME_S
 from narrows.proto.flow.sender import PATIENCE_S, RETRY_S, TURN
-from narrows.proto.messages import DataKind, Header
+from narrows.proto.messages import RANGES_MAX, DataKind, Header
 
 
 def busiest_second(left: list[tuple[float, int]]) -> int:
@@ -74,16 +75,6 @@ def test_no_second_above_the_rate_and_95_percent_used(
         assert 8 * steady >= 0.95 * rate * 10
     at_once = Counter(at for at, bytes_ in left if bytes_ == size)
     assert size * max(at_once.values()) <= rate / 8 * LATE_S + size
-
-
-def test_work_that_begins_after_a_pause_begins_slowly() -> None:
-    budget, sent = Budget(8e6), 0
-    budget.charge(1, 0.0)
-    budget.resume(50.0)
-    while budget.opens_at(1000, 50.0) <= 50.0:
-        budget.charge(1000, 50.0)
-        sent += 1000
-    assert sent <= 1e6 * RESUME_S + 1000
 
 
 def test_a_message_cut_for_a_larger_rate_leaves_between_control_messages() -> None:
@@ -332,17 +323,6 @@ def test_a_frozen_reader_costs_the_others_one_patience(total: float) -> None:
     assert 100.0 + patience_s <= left[-1][0] <= 100.0 + patience_s + 5 * RETRY_S
 
 
-def test_a_reader_that_adopts_now_and_then_loses_nothing_and_costs_no_rate() -> None:
-    """Five times a second a reader's pipe is full for 80 ms, which the budget makes up for."""
-    rate = 4e6
-    sender = Sender(total=rate)
-    sender.fan_out = 2
-    put_live(sender, 1000)
-    left = run(sender, 8.0, lambda entry, now: now % 0.2 >= 0.08)
-    assert not any(entry.lossy for _, entry in left)
-    assert 8 * sum(2 * entry.line_bytes for _, entry in left) >= 0.95 * rate * 8.0
-
-
 @pytest.mark.parametrize(
     ("total", "readers", "may_lose"),
     [(0.0, 2, True), (1e12, 2, True), (1e12, 1, True), (1e12, 2, False)],
@@ -379,3 +359,105 @@ def test_a_pipe_that_is_often_full_costs_the_others_no_more_than_the_reserve_of_
             assert held >= min(PATIENCE_S, max(full_s[: full_s.index(full) + 1]))
         sender.sent(entry, now)
         now += 0.2
+
+
+# A transfer at its receiver: everything comes, and questions stay few.
+
+
+def live(chunks: int, come: list[int]) -> Transfer:
+    """A transfer that its sender began, of which these chunks came at once."""
+    transfer = Transfer(chunks, 0.0, unasked=True)
+    for chunk in come:
+        assert transfer.add(chunk, 0.0)
+    return transfer
+
+
+@given(
+    chunks=st.integers(1, 400),
+    window=st.integers(1, 64),
+    loss=st.sampled_from([0.0, 0.02, 0.3]),
+    unasked=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_every_chunk_comes_however_many_are_lost(
+    chunks: int, window: int, loss: float, unasked: bool, seed: int
+) -> None:
+    """The owner calls `ask` at `deadline` and after each arrival, as the machines do."""
+    rng = random.Random(seed)
+    transfer = Transfer(chunks, 0.0, unasked=unasked)
+    now, heard_at, arriving, asked = 0.0, 0.0, dict[int, float](), 0
+
+    def send(wanted: list[int]) -> None:
+        for chunk in wanted:
+            if rng.random() >= loss:
+                arriving[chunk] = now + rng.uniform(0.01, 0.3)
+
+    if unasked:
+        send(list(range(chunks)))
+    while not transfer.complete:
+        for chunk in sorted(each for each, at in arriving.items() if at <= now):
+            del arriving[chunk]
+            heard_at = now
+            transfer.add(chunk, now)
+        while ranges := transfer.ask(now, heard_at, window):
+            wanted = [chunk for first, count in ranges for chunk in range(first, first + count)]
+            asked += len(wanted)
+            assert 0 <= wanted[0] and wanted[-1] < chunks
+            assert transfer.asked <= window
+            send(wanted)
+        if not transfer.complete:
+            now = max(now, min([transfer.deadline(now), *arriving.values()]))
+        assert now < 3600.0
+    assert transfer.deadline(now) == float("inf") and transfer.ask(now, now, window) == ()
+    assert transfer.here == chunks and transfer.asked == 0 and not transfer.add(0, now)
+    if not loss:
+        assert asked == (0 if unasked else chunks), "nothing was asked for twice"
+
+
+def test_a_hole_in_a_stream_is_asked_for_at_once() -> None:
+    transfer = Transfer(12, 0.0, unasked=True, streams=2)
+    for chunk in (0, 1, 3, 2, 4):
+        assert transfer.add(chunk, 0.0)
+    assert transfer.ask(0.1, 0.1, 32) == (), "streams may overtake each other"
+    assert transfer.add(8, 0.2) and transfer.deadline(0.2) == 0.2
+    assert transfer.ask(0.2, 0.2, 32) == ((6, 1),) and transfer.asked == 1
+    assert transfer.add(7, 0.3) and transfer.ask(0.3, 0.3, 32) == ((5, 1),)
+    assert transfer.add(6, 0.4) and transfer.ask(0.4, 0.4, 32) == (), "an answer is no hole"
+    for chunk in (10, 9, 11, 5):
+        assert transfer.add(chunk, 0.5) and transfer.ask(0.5, 0.5, 32) == ()
+    assert transfer.complete and transfer.asked == 0
+
+
+def test_a_quarter_of_the_window_is_asked_for_when_a_quarter_has_come() -> None:
+    transfer = Transfer(100, 0.0, unasked=False)
+    assert transfer.deadline(0.5) == 0.5
+    assert transfer.ask(0.5, 0.0, 32) == ((0, 32),)
+    assert transfer.deadline(0.5) == 1.5, "the answer has a second"
+    for chunk in range(7):
+        transfer.add(chunk, 1.25)
+    assert transfer.ask(1.25, 1.25, 32) == () and transfer.deadline(1.25) == 2.25
+    transfer.add(7, 1.5)
+    assert transfer.deadline(1.5) == 1.5
+    assert transfer.ask(1.5, 1.5, 32) == ((32, 8),)
+
+
+@pytest.mark.parametrize(
+    ("talks", "asked_at"), [(False, [1.0, 3.0, 7.0, 15.0, 23.0]), (True, [1.0, 2.0, 3.0, 4.0, 5.0])]
+)
+def test_the_wait_doubles_only_while_nothing_at_all_comes(
+    talks: bool, asked_at: list[float]
+) -> None:
+    transfer, now, times = live(4, []), 0.0, list[float]()
+    while len(times) < len(asked_at):
+        now = transfer.deadline(now)
+        if transfer.ask(now, now - 0.1 if talks else 0.0, 32):
+            times.append(now)
+    assert times == asked_at
+    transfer.add(0, now)
+    assert transfer.deadline(now) == now + 1.0, "progress ends the waiting"
+
+
+def test_a_question_has_no_more_ranges_than_a_message_may() -> None:
+    transfer = live(1000, list(range(0, 1000, 2)))
+    first, second, third = (transfer.ask(1.0, 0.0, 1000) for _ in range(3))
+    assert len(first) == RANGES_MAX and len(second) == 500 - RANGES_MAX and third == ()
