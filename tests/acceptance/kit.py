@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import psutil
 from acceptance import toy
@@ -150,14 +150,6 @@ class Ports:
         self._held.close()
 
 
-class Answer(NamedTuple):
-    """Exit code and output of a command line."""
-
-    code: int
-    out: str
-    err: str
-
-
 @dataclass
 class Site:
     """The folder, the ports and the processes of one test; its end kills what still runs."""
@@ -217,19 +209,14 @@ class Site:
         self.children.append(Child(child_name, log, process))
         return self.children[-1]
 
-    def ask(self, *arguments: str) -> Answer:
-        """Runs a command line of `narrows` to its end."""
-        out = self.folder / f"ask-{len(self.children)}.out"
-        child = self._fork("ask", toy.command, self.folder, arguments, out=out)
-        child.process.join(WAIT_S)
-        assert child.exit_code is not None, f"{arguments} does not end: {child.tail()}"
-        return Answer(child.exit_code, out.read_text(), child.log)
-
     def tell(self, *arguments: str) -> str:
         """The output of a command line of `narrows` that must succeed."""
-        answer = self.ask(*arguments)
-        assert answer.code == 0, f"narrows {' '.join(arguments)}: {answer.out}{answer.err}"
-        return answer.out
+        out = self.folder / f"tell-{len(self.children)}.out"
+        child = self._fork("tell", toy.command, self.folder, arguments, out=out)
+        child.process.join(WAIT_S)
+        said = out.read_text() if out.exists() else ""
+        assert child.exit_code == 0, f"narrows {' '.join(arguments)}: {said}{child.tail()}"
+        return said
 
     def status(self, *flags: str) -> dict[str, Any]:
         """The run as `narrows status --json` shows it."""
@@ -336,7 +323,7 @@ class Site:
     def close(self) -> None:
         """Kills what still runs. A test that fails shows what this prints."""
         for child in self.children:
-            if not child.name.startswith("ask") or child.exit_code != 0:
+            if not child.name.startswith("tell") or child.exit_code != 0:
                 print(child.tail())
             said = len(child.log)
             child.close()

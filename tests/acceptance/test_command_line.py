@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import socket
 from contextlib import closing
@@ -14,7 +13,6 @@ from acceptance.kit import Ports, Site
 def test_a_script_says_what_is_wrong_and_with_which_code(site: Site) -> None:
     with closing(Ports()) as unused, socket.create_server(("127.0.0.1", 0)) as mute:
         nowhere = f"tcp://127.0.0.1:{unused.first}"
-        helping = site.shell("help", "narrows", "--help")
         script = site.shell("status", "narrows", "status", nowhere, "--timeout-s", "0.1")
         silent = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
         waiting = site.shell("waiting", "narrows", "status", silent)
@@ -27,11 +25,4 @@ def test_a_script_says_what_is_wrong_and_with_which_code(site: Site) -> None:
             child.ends(code)
             (said,) = child.log.splitlines()
             assert said.startswith("narrows: ") and word in said
-    answer = site.ask("broker", "--set", "merge.quorun=2")
-    assert answer.code == 2 and "did you mean merge.quorum" in answer.err
-    assert not (site.folder / "runs").exists()
     assert site.tell("--version").strip() == version("narrows")
-    helping.ends(0)
-    commands = set(re.findall(r"^│ ([a-z]+) ", helping.log, re.MULTILINE))
-    assert commands >= {"broker", "learner", "status", "journal", "export", "relay", "keys"}
-    assert "Exit codes: 0 ok, 1 failure, 2 usage" in helping.log

@@ -99,10 +99,6 @@ class Proxy:
         self._thread.join()
         self._loop.close()
 
-    def cut(self) -> None:
-        """Resets all connections; new ones are accepted."""
-        self._loop.call_soon_threadsafe(lambda: self._reset(*self._serving.values()))
-
     def cut_after(self, port: int, direction: Direction, size: int) -> None:
         """Resets the connection that carries the byte after the next `size` of this direction."""
         self._fuses[port, direction] = self._carried[port, direction] + size
@@ -192,8 +188,6 @@ def test_resets_and_a_black_hole_cost_no_bit(site: Site) -> None:
             wait_until(lambda: proxy.cuts >= number, f"the reset {cut}", broker, a, b)  # noqa: B023
             b_takes_part()
         assert proxy.cuts == len(CUTS)
-        proxy.cut()
-        b_takes_part()
 
         proxy.hold()
         before = len(site.merged())
