@@ -14,10 +14,9 @@ import torch
 import zmq
 from run_cases import broker, same, state, tiny, train, until
 
-from narrows.broker.cli.relay import REDIAL_S, _Upstream, relay
+from narrows.broker.cli.relay import REDIAL_S, _Upstream
 from narrows.learner import Learner
 from narrows.proto.config import parse_address
-from narrows.proto.errors import ErrorCode, NarrowsError
 from narrows.proto.keys import (
     AllowList,
     SiteKey,
@@ -98,10 +97,3 @@ def test_a_refused_relay_dials_again_with_the_key_that_is_in_the_file_then(tmp_p
             assert downlink.poll(10_000) and downlink.recv() == b"\1p/00"
         downlink.close(linger=0)
         authenticator.stop()
-
-
-def test_a_relay_serves_only_loopback_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NARROWS_KEY", raising=False)
-    with pytest.raises(NarrowsError, match="--key, or a loopback address") as refused:
-        relay(broker="tcp://127.0.0.1:9", listen="tcp://0.0.0.0:7072")
-    assert refused.value.code is ErrorCode.INSECURE
