@@ -68,39 +68,6 @@ def test_the_end_does_not_wait_for_a_learner_whose_key_was_revoked() -> None:
     assert events(desk) == ["CommitEnd", "Finish"]
 
 
-def test_nobody_may_leave_before_the_end_is_durable() -> None:
-    desk = at_goal("a")
-    desk.commits = False
-    desk.report("a", 30, finished=ALL)
-    assert events(desk) == ["CommitEnd"]
-    assert desk.told(msg.Beat, "a")[-1].phase is msg.Phase.ENDING
-    assert desk.status["waiting_for"] == ["the disk: the end of the run is being written"]
-    desk.report("a", 30, finished=ALL)
-    assert not events(desk)
-    desk.do(desk.syncer.ended)
-    desk.leave("a")
-    assert events(desk) == ["Finish"]
-
-
-def test_a_push_that_was_waiting_at_the_goal_leaves_room_for_a_second_one() -> None:
-    desk = at_goal("a")
-    desk.push("a", 2, 5)
-    desk.report("a", 30, finished=(0, 1, 3))
-    assert [m.version for m in desk.take(ev.Merge) if m.fragment == 2] == [1]
-    assert events(desk) == []
-    desk.push("a", 2, 6)
-    assert [m.version for m in desk.take(ev.Merge)] == [2]
-    desk.report("a", 30, finished=ALL)
-    assert events(desk) == ["CommitEnd"]
-
-
-def test_a_round_without_a_push_is_abandoned() -> None:
-    desk = at_goal("a")
-    assert [each["stage"] for each in desk.status["rounds"]] == ["collecting"] * 2
-    desk.report("a", 30, finished=ALL)
-    assert not desk.status["rounds"] and desk.heads == [1, 0, 0, 0]
-
-
 def test_a_learner_that_stands_still_costs_30_s_in_all_and_is_named() -> None:
     desk = at_goal("a", "b")
     hang(desk, 29)
@@ -115,42 +82,6 @@ def test_a_learner_that_stands_still_costs_30_s_in_all_and_is_named() -> None:
     assert desk.take(ev.Finish) == [ev.Finish(("b (fragment 0)",))]
 
 
-def test_who_waited_for_a_learner_that_stands_still_is_not_given_up_with_it() -> None:
-    desk = at_goal("a", "b")
-    desk.take(ev.Merge)
-    for fragment in ALL:
-        desk.push("a", fragment, 10 + fragment)
-    desk.pass_(31.0, "a", "b", held=BEHIND)
-    desk.report("a", 30, held=BEHIND, finished=(0, 1))
-    assert [(fragment, names) for fragment, names, _ in desk.merges()] == [(f, ["a"]) for f in ALL]
-    assert events(desk) == [], "a has not said yet whether it has more of fragments 2 and 3"
-    desk.report("a", 30, held=BEHIND, finished=ALL)
-    assert events(desk) == ["CommitEnd"], "a is waited for until it has adopted the final model"
-
-
-def test_a_learner_that_was_given_up_and_moves_again_gets_the_final_model() -> None:
-    desk = at_goal("a", "b")
-    hang(desk, 31)
-    desk.send("b", msg.Fetch(msg.DataKind.STATE, 0, 1, 0, ((0, 1),)))
-    desk.leave("a")
-    assert events(desk) == ["CommitEnd"]
-    desk.leave("b")
-    assert events(desk) == ["CommitEnd", "Finish"]
-
-
-def test_a_full_disk_at_the_end_takes_nobodys_time() -> None:
-    desk = at_goal("a", "b", "c")
-    desk.commits = False
-    for second in range(80):
-        if second == 35:
-            desk.hello("b", peer="b:1")
-        hang(desk, 1)
-        desk.report("c", 10, held=BEHIND)
-    assert events(desk) == ["CommitEnd"]
-    desk.do(desk.syncer.ended)
-    assert desk.status["waiting_for"] == ["a, b to adopt the final model"]
-
-
 def test_a_learner_that_moves_is_waited_for_ten_minutes_and_no_longer() -> None:
     desk = at_goal("a")
     for second in range(599):
@@ -158,17 +89,6 @@ def test_a_learner_that_moves_is_waited_for_ten_minutes_and_no_longer() -> None:
         desk.report("a", 100 + second)
     assert events(desk) == []
     desk.pass_(2.0, "a", steps_per_s=10)
-    assert events(desk)[:1] == ["CommitEnd"]
-
-
-def test_a_learner_that_is_cut_off_at_the_end_may_come_back() -> None:
-    desk = at_goal("a", "b")
-    desk.pass_(20.0, "a", finished=ALL)
-    assert events(desk) == []
-    desk.hello("b", peer="b:1")
-    for fragment in ALL:
-        desk.push("b", fragment, 10 + fragment)
-    desk.report("b", 30, finished=ALL)
     assert events(desk)[:1] == ["CommitEnd"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from desk import CHUNKS, RUN, Desk, configure, incarnation, resumed, running
+from desk import CHUNKS, Desk, configure, resumed, running
 
 from narrows.broker.syncer import events as ev
 from narrows.broker.syncer.state import Clock
@@ -34,6 +34,20 @@ def test_the_pace_is_the_harmonic_mean() -> None:
             desk.steps[name] += steps
             desk.report(name, int(desk.steps[name] + 1e-9))
     assert desk.status["period_s"] * (100 + 1 + 0.2) == pytest.approx(3 * 10, rel=0.01)
+    desk.leave("b", "c")
+    period_s = desk.status["period_s"]
+    desk.report("a", 2100, paused="evaluating")
+    desk.pass_(10.0)
+    assert desk.status["waiting_for"] == ["learners: a paused"]
+    assert desk.status["period_s"] == period_s, "it stands while nobody trains"
+
+
+def test_after_a_start_the_run_has_a_pace_at_once() -> None:
+    desk = Desk(resumed=resumed())
+    assert desk.hello("a").beat.period_s == 1.0
+    desk.report("a", 0)
+    desk.pass_(1.0, "a")
+    assert desk.status["rounds"], "a round is launched though no step time is known"
 
 
 # Collect.
@@ -98,6 +112,21 @@ def test_each_round_has_a_window_of_its_own() -> None:
         assert desk.merges() == [(fragment, ["a", "b"], "everybody")]
 
 
+def test_lockstep_launches_at_once_and_knows_no_pace() -> None:
+    config = configure(
+        run={"mode": msg.Mode.DILOCO},
+        fragments={"count": 1, "overlap_steps": 0},
+        merge={"quorum": 0, "weights": "equal"},
+    )
+    desk = Desk(config, resumed=resumed(heads=(5,), period_s=0.0))
+    desk.hello("a")
+    desk.report("a", 0, held=(5,))
+    for version in range(6, 9):
+        assert desk.status["rounds"][0]["stage"] == "collecting"
+        desk.push("a", 0, version)
+        assert desk.heads == [version]
+
+
 def test_what_the_quorum_took_and_a_merge_takes_is_hidden_no_more() -> None:
     desk = running(
         "a", "b", "c", config=configure(fragments={"overlap_steps": 9}, merge={"quorum": 2})
@@ -112,7 +141,8 @@ def test_what_the_quorum_took_and_a_merge_takes_is_hidden_no_more() -> None:
     desk.pass_(0.02)
     assert desk.merges() == [(0, ["a", "b"], "window")]
     desk.pass_(0.8)
-    desk.durable(0)
+    desk.do(desk.syncer.merged, 0)
+    desk.do(desk.syncer.durable, 0)
     assert desk.status["sync_s"] == pytest.approx(0.25 * 0.8)
 
 
@@ -174,21 +204,6 @@ def test_the_first_round_takes_everybody_who_began_the_run_and_later_ones_no_new
     assert later.merges()[0] == (0, ["a"], "everybody")
 
 
-def test_lockstep_launches_at_once_and_knows_no_pace() -> None:
-    config = configure(
-        run={"mode": msg.Mode.DILOCO},
-        fragments={"count": 1, "overlap_steps": 0},
-        merge={"quorum": 0, "weights": "equal"},
-    )
-    desk = Desk(config, resumed=resumed(heads=(5,), period_s=0.0))
-    desk.hello("a")
-    desk.report("a", 0, held=(5,))
-    for version in range(6, 9):
-        assert desk.status["rounds"][0]["stage"] == "collecting"
-        desk.push("a", 0, version)
-        assert desk.heads == [version]
-
-
 def test_chunks_that_nobody_announced_hold_nobody_up() -> None:
     desk = running("a", "b")
     desk.send_chunks("b", 0, 1)
@@ -204,42 +219,6 @@ def test_chunks_that_nobody_announced_hold_nobody_up() -> None:
 
 
 # Merge, commit, publish.
-
-
-def test_a_failed_merge_changes_nothing_and_is_told_to_its_learners() -> None:
-    desk = running("a", "b")
-    desk.commits = False
-    desk.to_launch("a", "b")
-    desk.push("a", 0, 1)
-    desk.push("b", 0, 4)
-    desk.take(ev.Merge)
-    desk.do(desk.syncer.merge_failed, 0, FloatingPointError("overflow"))
-    assert desk.heads[0] == 0 and desk.syncer.run_tokens == 0
-    assert desk.log.count(ev.Drop(0, incarnation("b"), 4)) == 1
-    told = desk.told(msg.Refuse)
-    assert [each.code for each in told] == ["merge_failed"] * 2
-    assert [each.push_id for each in told] == [1, 4]
-    assert all("next push" in each.remedy for each in told)
-    desk.pass_(1.0, "a", "b", steps_per_s=10)
-    desk.push("a", 1, 2)
-    assert desk.status["rounds"], "the run goes on"
-
-
-def test_a_full_disk_holds_publishing_back_and_nothing_else() -> None:
-    desk = running("a")
-    desk.commits = False
-    desk.to_launch("a")
-    desk.push("a", 0, 1)
-    desk.do(desk.syncer.merged, 0)
-    for _ in range(3):
-        desk.do(desk.syncer.disk_failed, 0, OSError("no space left"))
-        desk.pass_(2.0, "a", steps_per_s=10)
-    assert desk.status["waiting_for"][0].startswith("the disk: fragment 0 cannot be written (no s")
-    assert len(desk.noted("disk_failed")) == 1
-    desk.push("a", 1, 2)
-    assert desk.status["rounds"][1]["stage"] == "merging"
-    desk.do(desk.syncer.durable, 0)
-    assert desk.heads[0] == 1 and "disk" not in str(desk.status["waiting_for"])
 
 
 def test_a_beat_goes_out_each_second_at_each_launch_and_at_each_due() -> None:
@@ -263,6 +242,8 @@ def test_the_clock_counts_each_token_once() -> None:
     assert clock.tokens_per_s(13.0) == pytest.approx(250.0)
     assert clock.tokens_per_s(13.0 + 2 + 2 * 1.0) > 0
     assert clock.tokens_per_s(13.0 + 2 + 2 * 1.0 + 0.1) == 0.0
+    clock.count(msg.TOKENS_MAX, 14.0)
+    assert clock.run_tokens == msg.TOKENS_MAX // 4, "a clock that is full can still be told"
 
 
 # Time.
@@ -283,17 +264,6 @@ def test_step_times_are_medians_on_the_brokers_clock_without_pauses() -> None:
     assert desk.status["learners"]["a"]["steps_per_s"] == 10.0
 
 
-def test_the_pace_stands_while_nobody_is_here() -> None:
-    desk = running("a", "b")
-    period_s = desk.status["period_s"]
-    assert period_s == pytest.approx(1.0)
-    desk.report("a", 20, paused="evaluating")
-    desk.leave("b")
-    desk.pass_(10.0)
-    assert desk.status["period_s"] == period_s
-    assert desk.status["waiting_for"] == ["learners: a paused"]
-
-
 def test_a_broker_that_stood_still_judges_nobody_and_no_window_passes() -> None:
     desk = running("a", "b")
     desk.to_launch("a", "b")
@@ -305,19 +275,3 @@ def test_a_broker_that_stood_still_judges_nobody_and_no_window_passes() -> None:
     desk.push("b", 0, 1)
     assert desk.merges() == [(0, ["a", "b"], "everybody")]
     assert desk.status["learners"]["b"]["steps_per_s"] == pytest.approx(10.0, rel=0.2)
-
-
-def test_after_a_start_the_run_has_a_pace_at_once() -> None:
-    """Killed between commit and publish: the head is the new version, and its push is merged."""
-    desk = Desk(resumed=resumed(merged={(incarnation("a"), 0): 1}))
-    held = (msg.Held(4, 99),) + (msg.Held(5, 99),) * 3
-    welcome = desk.hello("a", run_id=RUN, epoch="6-0123abcd", held=held)
-    assert (welcome.beat.heads, welcome.beat.period_s) == ((5, 5, 5, 5), 1.0)
-    assert (welcome.beat.run_tokens, welcome.go_back) == (1000, ())
-    desk.push("a", 0, 1)  # It does not know yet that version 5 holds it.
-    desk.report("a", 50, held=(4, 5, 5, 5))
-    desk.pass_(1.0, "a")
-    assert desk.status["rounds"], "a round is launched though no step time is known"
-    desk.report("a", 51)
-    desk.push("a", 0, 2)
-    assert [(m.version, [p.push_id for p in m.pushes]) for m in desk.take(ev.Merge)] == [(6, [2])]
