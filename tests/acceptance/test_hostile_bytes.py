@@ -93,22 +93,16 @@ NONSENSE: Final[list[dict[str, Any]]] = [
 ]  # fmt: skip
 """Messages in good form that say nothing sensible; they are not answered."""
 
-FROM_A_BROKER: Final[list[dict[str, Any]]] = [
-    {"type": "status", "status": {"learners": {}}},
-    {"type": "refuse", "code": "bad_name", "message": "leave"},
-    {"type": "beat", "epoch": "9-00000000", "phase": "ended", "heads": [9], "collecting": [],
-     "period_s": 0.0, "run_tokens": 0, "tokens_per_s": 0.0, "up_bits_per_s": 0.0},
-]  # fmt: skip
-"""Messages that only a broker sends."""
-
 STATE: Final = {"type": "fetch", "kind": 3, "fragment": 0, "version": 0, "push_id": 0}
 REQUESTS: Final[list[dict[str, Any]]] = [
     STATE | {"chunks": [[0, 1]], "fragment": 4095},
     STATE | {"chunks": [[0, 1]], "kind": 0},
     STATE | {"chunks": [[0, 1 << 48]]},
     STATE | {"chunks": [[0, 1]] * 257},
+    {"type": "status", "status": {"learners": {}}},
 ]
-"""Wrong requests of a run of one fragment in one chunk; each is refused."""
+"""Wrong requests of a run of one fragment in one chunk, and what only a broker sends; each is
+refused."""
 
 PUSHES: Final[list[dict[str, Any]]] = [
     {"fragment": 1}, {"base": 1 << 40}, {"tokens": 1 << 60}, {"steps": 0}, {"push_id": 0},
@@ -195,7 +189,7 @@ def test_hostile_bytes_at_each_port_are_refused_by_name(site: Site) -> None:
         member.join()
         for message in NONSENSE:
             member.tell(**message)
-        for message in (*FROM_A_BROKER, *REQUESTS):
+        for message in REQUESTS:
             member.tell(**message)
             member.is_refused("bad_message", message)
         for fields in PUSHES:

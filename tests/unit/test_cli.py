@@ -9,22 +9,26 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 import zmq
 from learner_cases import House, begun, values
-from run_cases import broker
+from run_cases import broker, same, state, tiny, train, until
 from safetensors import safe_open
 
 from narrows import __main__ as command
 from narrows.broker.cli import keys, status
 from narrows.broker.cli.plan import payload_bits, plan
+from narrows.broker.cli.relay import REDIAL_S, _Upstream
 from narrows.broker.process.service import log
 from narrows.broker.store import History, Store
 from narrows.broker.store.history import Audit
+from narrows.learner import Learner
+from narrows.proto.config import parse_address
 from narrows.proto.errors import ConfigError, ErrorCode, Refused
 from narrows.proto.keys import (
     AllowList,
@@ -33,10 +37,11 @@ from narrows.proto.keys import (
     new_pair,
     read_broker_key,
     read_site_key,
+    serve_keys,
     write_site_key,
 )
 from narrows.proto.messages import Bye, Status
-from narrows.proto.sockets import Handshake, HandshakeMonitor
+from narrows.proto.sockets import Handshake, HandshakeMonitor, Kind, make_socket
 from narrows.proto.wire import encode_control
 
 HEAVY = {"numpy", "numba", "zmq", "torch", "blosc2"}
@@ -303,42 +308,29 @@ def test_an_audit_prints_all_that_it_found(
 # Keys.
 
 
-def test_a_key_learns_whom_to_trust_and_is_admitted(
+def test_a_key_is_admitted_and_never_overwritten_and_no_secret_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, file = tmp_path / "keys", tmp_path / "site-a.key"
     keys.new(keys=folder)
     server = read_broker_key(folder)
     keys.new(file, name="site-a")
-    before = read_site_key(file)
+    secrets = {server.secret, read_site_key(file).pair.secret}
     keys.new(file, server=server.public, broker="tcp://broker.example.org:7070")
-    after = read_site_key(file)
-    # The key itself never changes, so what the operator has admitted stays right.
-    assert after.pair == before.pair
-    assert (after.servers, after.broker) == ((server.public,), "tcp://broker.example.org:7070")
-    capsys.readouterr()
-    keys.show(file)
-    line = capsys.readouterr().out.splitlines()[0]
-    keys.allow(*line.split(), keys=folder)
-    capsys.readouterr()
-    keys.list_(keys=folder, json_=True)
-    assert json.loads(capsys.readouterr().out) == {"site-a": [after.pair.public]}
-
-
-def test_no_key_is_overwritten_and_no_secret_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, file = tmp_path / "keys", tmp_path / "site-a.key"
-    keys.new(keys=folder)
-    keys.new(file, name="site-a")
-    secrets = {read_broker_key(folder).secret, read_site_key(file).pair.secret}
+    site = read_site_key(file)
+    assert (site.servers, site.broker) == ((server.public,), "tcp://broker.example.org:7070")
     capsys.readouterr()
     for path in (folder, folder / "broker.key"):
         keys.show(path)
-        assert capsys.readouterr().out == f"{read_broker_key(folder).public}\n"
+        assert capsys.readouterr().out == f"{server.public}\n"
     keys.show(file)
+    shown = capsys.readouterr().out
+    keys.allow(*shown.splitlines()[0].split(), keys=folder)
+    capsys.readouterr()
+    keys.list_(keys=folder, json_=True)
+    assert json.loads(capsys.readouterr().out) == {"site-a": [site.pair.public]}
     with pytest.raises(ConfigError, match=f"no allow list in {tmp_path}.*--keys FOLDER"):
-        keys.allow("narrows-key", "site-a", read_broker_key(folder).public, keys=tmp_path)
+        keys.allow("narrows-key", "site-a", server.public, keys=tmp_path)
     with pytest.raises(ConfigError, match="never overwritten"):
         keys.new(keys=folder)
     with pytest.raises(ConfigError, match="another site"):
@@ -349,8 +341,8 @@ def test_no_key_is_overwritten_and_no_secret_is_printed(
         keys.new(name="site-a")
     with pytest.raises(ConfigError, match="not a public line"):
         keys.allow("narrows-key", "site-a", keys=folder)
-    printed = capsys.readouterr().out
-    assert not any(secret in printed for secret in secrets)
+    shown += capsys.readouterr().out
+    assert not any(secret in shown for secret in secrets)
     assert {read_broker_key(folder).secret, read_site_key(file).pair.secret} == secrets
 
 
@@ -411,3 +403,77 @@ def test_what_cannot_be_planned_is_named(arguments: dict[str, object], hint: str
     with pytest.raises(ConfigError) as caught:
         plan(**given)  # type: ignore[arg-type]
     assert hint in str(caught.value)
+
+
+# The relay: one copy of each publication for a site, with keys on both hops.
+
+
+@contextmanager
+def relaying(broker: str, key: Path, log: Path) -> Iterator[str]:
+    """The address of a relay that runs as a process."""
+    command = ["relay", "--listen", "tcp://127.0.0.1:0", "--broker", broker, "--key", str(key)]
+    with log.open("w") as out:
+        process = subprocess.Popen([sys.executable, "-m", "narrows", *command], stderr=out)
+    try:
+        until(lambda: process.poll() is not None or " on to " in log.read_text(), log.read_text)
+        yield log.read_text().split()[-1]
+        assert process.poll() is None, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.real
+def test_a_site_hears_each_publication_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, key = tmp_path / "keys", tmp_path / "site.key"
+    site = SiteKey("site-a", new_pair(), (create_broker_key(folder).public,))
+    AllowList.allow(folder, site.name, site.pair.public)
+    write_site_key(key, site)
+    models = [tiny(0), tiny(1)]
+
+    def learn(index: int) -> None:
+        optimizer = torch.optim.AdamW(models[index].parameters(), lr=1e-3)
+        name = f"site-a/{index}"
+        with Learner(models[index], optimizer, broker=run.address, name=name, key=key) as learner:
+            listeners.append(run.service.host.downlink.sender.fan_out)
+            train(learner, models[index], optimizer)
+
+    listeners: list[int] = []
+    with (
+        broker(tmp_path, broker__keys=str(folder), run__goal_tokens=4000) as run,
+        relaying(run.address, key, tmp_path / "relay.log") as address,
+    ):
+        monkeypatch.setenv("NARROWS_RELAY", address)
+        threads = [threading.Thread(target=learn, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert listeners == [1, 1]
+    assert same(state(models[0]), state(models[1]))
+
+
+@pytest.mark.real
+def test_a_refused_relay_dials_again_with_the_key_that_is_in_the_file_then(tmp_path: Path) -> None:
+    server, old, new, file = new_pair(), new_pair(), new_pair(), tmp_path / "site.key"
+    write_site_key(file, SiteKey("site-a", new, (server.public,)))
+    with zmq.Context() as context:
+        authenticator = serve_keys(context, lambda public: public == new.public)
+        downlink = make_socket(context, Kind.BROKER_DOWNLINK, pair=server)
+        port = downlink.bind_to_random_port("tcp://127.0.0.1")
+        address = parse_address(f"tcp://127.0.0.1:{port}")
+        with closing(
+            _Upstream(context, address, SiteKey("site-a", old, (server.public,)), file)
+        ) as upstream:
+            upstream.subscribe(b"\1p/00")
+            refused = upstream.socket
+            assert upstream.monitor.socket.poll(10_000)
+            upstream.look(now=0.0)
+            upstream.look(now=REDIAL_S - 0.1)
+            assert upstream.socket is refused
+            upstream.look(now=REDIAL_S)
+            assert downlink.poll(10_000) and downlink.recv() == b"\1p/00"
+        downlink.close(linger=0)
+        authenticator.stop()

@@ -41,6 +41,38 @@ def one_round(house: House, *learners: HandLearner, value: float = 0.01) -> None
         each.listen()
 
 
+def test_a_state_that_is_being_fetched_stays_while_the_head_moves_on(house: House) -> None:
+    a, late = begun(house, "site-a")[0], HandLearner(house, "late")
+    one_round(house, a)
+    late.hello()
+    late.fetch(msg.DataKind.STATE, 0, 1, 0)
+    house.settle()
+    one_round(house, a)
+    late.fetch(msg.DataKind.STATE, 0, 1, 1)
+    a.fetch(msg.DataKind.STATE, 0, 1, 0)
+    house.settle()
+    late.listen()
+    assert late.versions == [1]
+    header = [h for topic, h, _, _ in house.wires.datas if topic.startswith("r/site-a")][-1]
+    assert (header.version, header.push_id) == (1, 1), "push 2 is in version 2 only"
+
+
+def test_what_was_decoded_of_a_push_that_is_dropped_does_not_count_for_the_next(
+    house: House,
+) -> None:
+    (a,) = begun(house, "site-a")
+    push_id = a.push(0, values(a, 0.01)[0])
+    house.pool.work()  # The loop hears of it later.
+    a.say(msg.Bye("gone"))
+    a.hello()
+    a.say(msg.Push(0, push_id, 0, 100, 1))
+    house.settle()
+    assert house.heads[0] == 0, "nothing of it is here"
+    for index in a.payloads:
+        a.send_chunk(0, index)
+    house.until(lambda: house.heads[0] == 1, "a version", a)
+
+
 def test_an_answer_waits_for_the_subscriptions_of_its_learner(house: House) -> None:
     begun(house, "site-a")
     late = HandLearner(house, "late")

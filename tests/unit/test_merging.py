@@ -6,8 +6,12 @@ The claims of the papers: Decoupled DiLoCo (arXiv 2604.21428), DiLoCo (arXiv 231
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +19,17 @@ import pytest
 from codec_cases import CODECS, lane_square_sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from merging_cases import awkward, decoded, one_fragment, push_of, round_of, state_of, values_in
+from merging_cases import (
+    CASES,
+    awkward,
+    decoded,
+    digests,
+    one_fragment,
+    push_of,
+    round_of,
+    state_of,
+    values_in,
+)
 
 from narrows.broker.merging import Alarm, Model, merge, sums, warm_up
 from narrows.broker.merging.merge import nesterov_step
@@ -260,3 +274,27 @@ def test_warm_up_compiles_all_that_a_merge_needs() -> None:
         pushes = [push_of(MIXED, f"l{i}", awkward(MIXED.elements, i), codec=codec) for i in (1, 2)]
         merge(MIXED, state_of(MIXED, awkward(MIXED.elements, 0)), round_of(pushes))
     assert [list(kernel.signatures) for kernel in kernels] == before
+
+
+# The stored bits: a run that began on another machine must go on with the same ones.
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_this_cpu_computes_the_stored_bits(case: str) -> None:
+    assert digests(case) == CASES[case][3:]
+
+
+def test_a_generic_cpu_computes_the_stored_bits(tmp_path: Path) -> None:
+    """Without wide vectors and fused multiply-adds, and compiled anew."""
+    environment = os.environ | {
+        "NUMBA_CPU_NAME": "generic",
+        "NUMBA_CPU_FEATURES": "",
+        "NUMBA_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    script = "from merging_cases import digests; print(digests('two, int8'))"
+    command = [sys.executable, "-P", "-c", script]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=55, check=True
+    )
+    assert done.stdout.strip() == str(CASES["two, int8"][3:])

@@ -82,6 +82,53 @@ def test_a_learner_that_stands_still_costs_30_s_in_all_and_is_named() -> None:
     assert desk.take(ev.Finish) == [ev.Finish(("b (fragment 0)",))]
 
 
+def test_who_waited_for_a_learner_that_stands_still_is_not_given_up_with_it() -> None:
+    desk = at_goal("a", "b")
+    desk.take(ev.Merge)
+    for fragment in ALL:
+        desk.push("a", fragment, 10 + fragment)
+    desk.pass_(31.0, "a", "b", held=BEHIND)
+    desk.report("a", 30, held=BEHIND, finished=(0, 1))
+    assert [(fragment, names) for fragment, names, _ in desk.merges()] == [(f, ["a"]) for f in ALL]
+    assert events(desk) == [], "a has not said yet whether it has more of fragments 2 and 3"
+    desk.report("a", 30, held=BEHIND, finished=ALL)
+    assert events(desk) == ["CommitEnd"], "a is waited for until it has adopted the final model"
+
+
+def test_a_learner_that_was_given_up_and_moves_again_gets_the_final_model() -> None:
+    desk = at_goal("a", "b")
+    hang(desk, 31)
+    desk.send("b", msg.Fetch(msg.DataKind.STATE, 0, 1, 0, ((0, 1),)))
+    desk.leave("a")
+    assert events(desk) == ["CommitEnd"]
+    desk.leave("b")
+    assert events(desk) == ["CommitEnd", "Finish"]
+
+
+def test_a_full_disk_at_the_end_takes_nobodys_time() -> None:
+    desk = at_goal("a", "b", "c")
+    desk.commits = False
+    for second in range(80):
+        if second == 35:
+            desk.hello("b", peer="b:1")
+        hang(desk, 1)
+        desk.report("c", 10, held=BEHIND)
+    assert events(desk) == ["CommitEnd"]
+    desk.do(desk.syncer.ended)
+    assert desk.status["waiting_for"] == ["a, b to adopt the final model"]
+
+
+def test_a_learner_that_is_cut_off_at_the_end_may_come_back() -> None:
+    desk = at_goal("a", "b")
+    desk.pass_(20.0, "a", finished=ALL)
+    assert events(desk) == []
+    desk.hello("b", peer="b:1")
+    for fragment in ALL:
+        desk.push("b", fragment, 10 + fragment)
+    desk.report("b", 30, finished=ALL)
+    assert events(desk)[:1] == ["CommitEnd"]
+
+
 def test_a_learner_that_moves_is_waited_for_ten_minutes_and_no_longer() -> None:
     desk = at_goal("a")
     for second in range(599):
@@ -101,18 +148,6 @@ def restarted() -> Desk:
     desk = Desk(configure(run={"goal_tokens": 1000}), resumed=resumed(merged=merged))
     desk.hello("a")
     return desk
-
-
-def test_the_end_waits_for_learners_that_a_start_does_not_know_yet() -> None:
-    desk = restarted()
-    desk.pass_(10.5, "a", finished=ALL)
-    line = "learners that were here before the broker's start, for another 20 s"
-    assert desk.status["waiting_for"][0] == line
-    desk.pass_(18.5, "a", finished=ALL)
-    assert desk.status["phase"] == "ending" and events(desk) == []
-    desk.leave("a")
-    desk.pass_(1.5)
-    assert events(desk) == ["CommitEnd", "Finish"]
 
 
 def test_the_end_waits_no_longer_than_until_all_who_taught_are_back() -> None:

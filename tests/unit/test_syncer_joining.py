@@ -320,3 +320,28 @@ def test_a_newcomer_gets_its_share_when_the_others_have_heard_of_theirs() -> Non
     desk.report("a", 2)
     assert rates(desk, "b") == pytest.approx([4e6])
     assert desk.told(msg.Beat, "b")[-1].up_bits_per_s == pytest.approx(4e6)
+
+
+def test_two_newcomers_do_not_both_get_what_one_of_the_others_has_given_back() -> None:
+    desk = desk_with(total_up=8e6)
+    desk.hello("a")
+    desk.hello("b")
+    desk.pass_(2.0, "a", "b")
+    assert rates(desk, "ab") == [4e6] * 2
+    desk.hello("c")
+    desk.hello("d")
+    desk.pass_(2.0, "a")  # b has not shown that it has heard of its new rate.
+    assert sum(rates(desk, "cd")) == pytest.approx(2e6, rel=0.01)
+
+
+def test_a_lost_learner_gives_its_share_back_and_comes_back_as_a_newcomer() -> None:
+    desk = desk_with(total_up=8e6)
+    desk.hello("a")
+    desk.hello("b")
+    desk.pass_(3.0, "a", "b")
+    assert rates(desk, "a") == [4e6]
+    desk.pass_(31.0, "a")
+    assert rates(desk, "a") == [8e6]
+    assert desk.hello("b", peer="b:1").beat.up_bits_per_s == RATE_MIN
+    desk.pass_(2.0, "a", "b")
+    assert rates(desk, "ab") == pytest.approx([4e6] * 2)
