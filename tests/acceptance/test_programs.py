@@ -81,9 +81,6 @@ def test_a_killed_learner_comes_back_and_all_copies_are_equal(site: Site) -> Non
     assert moved < result["data_parallel_bytes"] / 10
     assert max(map(len, demo.log.splitlines())) <= 100
     assert "was killed" in picture.read_text().replace("&#160;", " ")
-    told = " ".join(demo.log.split())
-    assert "went over the wire; data parallel would have needed" in told
-    assert f"{round(result['data_parallel_bytes'] / moved)} times as much" in told
 
 
 def test_a_second_implementation_is_merged_and_holds_the_brokers_bits(site: Site) -> None:

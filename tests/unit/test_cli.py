@@ -262,6 +262,7 @@ def test_a_run_is_shown_checked_exported_and_rolled_back(narrows: Said, tmp_path
     house.host.close()
     house.kill()
     house.start()
+    assert house.host.syncer.state.rounds[0].merged == {"site-a.00000001": 3}
     (resumed,) = [note.text for note in house.notes if note.event == "resumed"]
     assert "at versions 3 to 3, " in resumed and f" {house.host.syncer.run_tokens:,} tok" in resumed
     house.kill()

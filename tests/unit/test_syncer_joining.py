@@ -269,12 +269,6 @@ def test_a_learner_is_paused_silent_lost_or_gone() -> None:
     assert desk.status["waiting_for"] == ["learners: none is here"]
 
 
-def test_merged_tokens_go_on_after_a_start() -> None:
-    desk = Desk(resumed=resumed(merged_tokens={"a.00000001": 4000}))
-    desk.hello("a")
-    assert desk.status["learners"]["a"]["merged_tokens"] == 1000
-
-
 def test_a_firewall_in_the_way_is_named_once() -> None:
     desk = running("a", "b")
     desk.announce("a", 0, 1)

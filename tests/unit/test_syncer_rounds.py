@@ -47,11 +47,16 @@ def test_the_pace_is_the_harmonic_mean() -> None:
 
 
 def test_after_a_start_the_run_has_a_pace_at_once() -> None:
-    desk = Desk(resumed=resumed())
+    who = incarnation("a")
+    desk = Desk(resumed=resumed(merged={(who, 0): 1}, merged_tokens={who: 4000}))
     assert desk.hello("a").beat.period_s == 1.0
+    assert desk.status["learners"]["a"]["merged_tokens"] == 1000
+    desk.push("a", 0, 1)  # It does not know yet that version 5 holds it.
     desk.report("a", 0)
     desk.pass_(1.0, "a")
     assert desk.status["rounds"], "a round is launched though no step time is known"
+    desk.push("a", 0, 2)
+    assert [[push.push_id for push in each.pushes] for each in desk.take(ev.Merge)] == [[2]]
 
 
 # Collect.
