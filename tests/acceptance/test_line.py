@@ -2,21 +2,18 @@
 
 Both pass through a TCP proxy before a broker's three ports, which counts, and is a bad line on
 command. It listens on the broker's port numbers at 127.0.0.2, because a learner looks for the data
-ports at the host of its control port, and carries to 127.0.0.1, on a thread of the test.
+ports at the host of its control port, and carries to 127.0.0.1, on threads of the test.
 """
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import chain
 from typing import Final, Literal, NamedTuple, Self, get_args
 
 from acceptance.kit import LOSSLESS, Site, wait_until
@@ -26,7 +23,7 @@ Direction = Literal["up", "down"]
 CONTROL, PUSHES, PUBLICATIONS = range(3)
 """The ports, counted from the broker's first."""
 
-HOST, TARGET, START_S = "127.0.0.2", "127.0.0.1", 10.0
+HOST, TARGET = "127.0.0.2", "127.0.0.1"
 LINGER_0: Final = struct.pack("ii", 1, 0)
 """Socket option: closing sends a reset."""
 
@@ -64,44 +61,32 @@ class Passage(NamedTuple):
 
 
 class Proxy:
-    """Carries the three ports from `first` on while the block lasts."""
+    """Carries the three ports from `first` on while the block lasts: a thread for each port, and
+    one for each direction of a connection."""
 
     def __init__(self, first: int) -> None:
+        """Raises OSError if one of the ports is taken."""
         self.address = f"tcp://{HOST}:{first}"
         self.cuts = 0
         """Connections that `cut_after` has reset."""
         self.passed: list[Passage] = []
         """Blocks of bytes that have passed, in order."""
-        self._first = first
         self._carried: Counter[tuple[int, Direction]] = Counter()
         self._fuses: dict[tuple[int, Direction], int] = {}
-        self._serving: dict[asyncio.Task[None], set[asyncio.StreamWriter]] = {}
-        """Both ends of each connection, by the task that carries it."""
-        self._flows = asyncio.Event()
-        self._flows.set()
-        self._loop = asyncio.new_event_loop()
-        self._servers: list[asyncio.Server] = []
-        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
+        self._flows = threading.Event()
+        self._ends: list[socket.socket] = []
+        for port in range(3):
+            server = socket.create_server((HOST, first + port))
+            self._ends.append(server)
+            self._start(self._accept, port, first + port, server)
 
     def __enter__(self) -> Self:
-        """Raises OSError if one of the ports is taken."""
-        self._thread.start()
-        try:
-            asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(START_S)
-        except BaseException:
-            self.__exit__()
-            raise
+        self.release()
         return self
 
     def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(START_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def cut(self) -> None:
-        """Resets all connections; new ones are accepted."""
-        self._loop.call_soon_threadsafe(lambda: self._reset(*self._serving.values()))
+        self._reset(*self._ends)
+        self.release()
 
     def cut_after(self, port: int, direction: Direction, size: int) -> None:
         """Resets the connection that carries the byte after the next `size` of this direction."""
@@ -109,71 +94,51 @@ class Proxy:
 
     def hold(self) -> None:
         """Lets nothing pass, connections stay open; until `release`."""
-        self._loop.call_soon_threadsafe(self._flows.clear)
+        self._flows.clear()
 
     def release(self) -> None:
         """Lets everything pass again, waiting bytes first, as TCP would send them again."""
-        self._loop.call_soon_threadsafe(self._flows.set)
-
-    async def _listen(self) -> None:
-        for port in range(3):
-            serve = partial(self._serve, port)
-            self._servers.append(await asyncio.start_server(serve, HOST, self._first + port))
-
-    async def _serve(
-        self, port: int, reader: asyncio.StreamReader, learner: asyncio.StreamWriter
-    ) -> None:
-        task, ends = asyncio.current_task(), {learner}
-        assert task is not None
-        self._serving[task] = ends
-        try:
-            answers, broker = await asyncio.open_connection(TARGET, self._first + port)
-            ends.add(broker)
-            async with asyncio.TaskGroup() as ways:
-                ways.create_task(self._carry(port, "up", reader, broker))
-                ways.create_task(self._carry(port, "down", answers, learner))
-        except* OSError:
-            self._reset(ends)
-        finally:
-            del self._serving[task]
-
-    async def _carry(
-        self,
-        port: int,
-        direction: Direction,
-        source: asyncio.StreamReader,
-        sink: asyncio.StreamWriter,
-    ) -> None:
-        """Passes on until the end of `source`. Raises OSError at a reset, or to reset both."""
-        key = (port, direction)
-        while data := await source.read(1 << 16):
-            await self._flows.wait()
-            allowed = self._fuses.get(key, 1 << 62) - self._carried[key]
-            whole, data = len(data), data[: max(0, allowed)]
-            sink.write(data)
-            await sink.drain()
-            self._carried[key] += len(data)
-            self.passed.append(Passage(time.monotonic(), direction, len(data)))
-            if len(data) < whole:
-                self._fuses.pop(key, None)
-                self.cuts += 1
-                raise ConnectionResetError
-        sink.close()
+        self._flows.set()
 
     @staticmethod
-    def _reset(*connections: set[asyncio.StreamWriter]) -> None:
-        for end in chain(*connections):
-            with suppress(OSError):
-                made = end.get_extra_info("socket")
-                made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_0)
-            end.transport.abort()
+    def _start(target: Callable[..., None], *given: object) -> None:
+        threading.Thread(target=target, args=given, daemon=True).start()
 
-    async def _end(self) -> None:
-        for server in self._servers:
-            server.close()
-        self._flows.set()
-        self._reset(*self._serving.values())
-        await asyncio.gather(*self._serving)
+    def _accept(self, port: int, number: int, server: socket.socket) -> None:
+        with suppress(OSError):  # The block is left, or the broker is not there.
+            while True:
+                learner, _ = server.accept()
+                broker = socket.create_connection((TARGET, number))
+                self._ends += [learner, broker]
+                self._start(self._carry, port, "up", learner, broker)
+                self._start(self._carry, port, "down", broker, learner)
+
+    def _carry(
+        self, port: int, direction: Direction, source: socket.socket, sink: socket.socket
+    ) -> None:
+        """Passes on until one of them ends; then both are reset."""
+        key = (port, direction)
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                self._flows.wait()
+                allowed = self._fuses.get(key, 1 << 62) - self._carried[key]
+                whole, data = len(data), data[: max(0, allowed)]
+                sink.sendall(data)
+                self._carried[key] += len(data)
+                self.passed.append(Passage(time.monotonic(), direction, len(data)))
+                if len(data) < whole:
+                    self._fuses.pop(key, None)
+                    self.cuts += 1
+                    break
+        self._reset(source, sink)
+
+    @staticmethod
+    def _reset(*ends: socket.socket) -> None:
+        for end in ends:
+            with suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_0)
+                end.shutdown(socket.SHUT_RD)  # Else a thread that reads would keep it open.
+            end.close()
 
 
 def test_resets_and_a_black_hole_cost_no_bit(site: Site) -> None:
@@ -192,8 +157,6 @@ def test_resets_and_a_black_hole_cost_no_bit(site: Site) -> None:
             wait_until(lambda: proxy.cuts >= number, f"the reset {cut}", broker, a, b)  # noqa: B023
             b_takes_part()
         assert proxy.cuts == len(CUTS)
-        proxy.cut()
-        b_takes_part()
 
         proxy.hold()
         before = len(site.merged())

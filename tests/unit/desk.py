@@ -47,9 +47,8 @@ class Desk:
         resumed: ev.Resumed | None = None,
         published_digest: Callable[[int, int], int | None] = lambda fragment, version: 99,
         newest_push: Callable[[str, int], int] = lambda incarnation, fragment: 0,
-        site: str | None = None,
     ) -> None:
-        self.now, self.site = 100.0, site
+        self.now = 100.0
         self.syncer = Syncer(
             config or configure(), EPOCH, RUN, self.now, resumed=resumed,
             published_digest=published_digest, newest_push=newest_push,
@@ -87,10 +86,6 @@ class Desk:
         self.last = event(*arguments, self.now)
         self.drain()
         return self.log[before:]
-
-    def durable(self, fragment: int) -> list[ev.Effect]:
-        """Its round, which is merging, is merged and committed."""
-        return self.do(self.syncer.merged, fragment) + self.do(self.syncer.durable, fragment)
 
     def take(self, kind: type[T]) -> list[T]:
         """All effects of a kind so far, and forgets everything so far."""
@@ -142,7 +137,7 @@ class Desk:
     def hello(self, name: str, life: int = 1, **fields: Any) -> Any:
         """Says Hello; returns the Welcome or the Refuse that answers. `peer` names the connection,
         `site` the key's site."""
-        peer, site = fields.pop("peer", f"{name}:{life}"), fields.pop("site", self.site)
+        peer, site = fields.pop("peer", f"{name}:{life}"), fields.pop("site", None)
         who = incarnation(name, life)
         hello = msg.Hello(msg.PROTOCOL, name, who, "", "", fingerprint(LAYOUT), ())
         effects = self.do(self.syncer.control, peer, site, structs.replace(hello, **fields))
@@ -153,7 +148,7 @@ class Desk:
         return answer
 
     def send(self, name: str, message: msg.ControlMessage) -> list[ev.Effect]:
-        return self.do(self.syncer.control, self.peer(name), self.site, message)
+        return self.do(self.syncer.control, self.peer(name), None, message)
 
     def leave(self, *names: str) -> None:
         for name in names:
@@ -191,8 +186,8 @@ class Desk:
             if self.chunk(name, fragment, push_id, chunk):
                 self.checked(name, fragment, push_id, chunk)
 
-    def layout(self, name: str, layout: msg.Layout = LAYOUT) -> list[ev.Effect]:
-        return self.do(self.syncer.layout, incarnation(name, self.lives[name]), layout)
+    def layout(self, name: str, layout: msg.Layout = LAYOUT) -> None:
+        self.do(self.syncer.layout, incarnation(name, self.lives[name]), layout)
 
     def seed_chunk(self, name: str, fragment: int, chunk: int) -> bool:
         """A chunk of version 0 comes; True if it was wanted."""

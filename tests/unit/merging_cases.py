@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import xxhash
 
+from narrows.broker.merging import merge
 from narrows.broker.records import Contribution, FragmentState, Policy, Round
 from narrows.proto.codec import F32, DecodedChunk, decode_chunk, encode_push, values_of
 from narrows.proto.layout import Fragment, build_table
@@ -69,3 +71,57 @@ def awkward(elements: int, seed: int) -> F32:
     whole = (index * 2_654_435_761 % (1 << 24) - (1 << 23)).astype(np.float32)
     values: F32 = whole * np.float32(2.0**-20) * np.exp2((index % 13 - 6).astype(np.float32))
     return values
+
+
+(GOLDEN,) = build_table(
+    (
+        LayoutEntry("embedding", (37, 64), "float32", "mean"),
+        LayoutEntry("hidden", (300, 257), "float32", "rda"),
+        LayoutEntry("norm", (5,), "float32", "mean"),
+        LayoutEntry("out", (64, 64), "float32", "rda"),
+    ),
+    1,
+)
+CASES: dict[str, tuple[dict[str, object], int, float, str, str]] = {
+    "five, one far longer": (
+        {"codec": "int4-zstd", "outer_lr": 0.7, "momentum": 0.6}, 5, 100.0,
+        "9c71de7f844ac2fe6e3af6aebd391d5c", "0ed3a77c0432e9bac155563632bdeb83",
+    ),
+    "two, int8": (
+        {"codec": "int8-zstd", "outer_lr": 0.4, "momentum": 0.9}, 2, 1.0,
+        "0ca9efcff8002f87967e80001c4d7e11", "f9688912961ad2a2d55cc8e4f52e8b54",
+    ),
+    "three, mean, lossless": (
+        {"codec": "f32-blosc2", "rule": "mean", "weights": "equal"}, 3, 1.0,
+        "1da802e2a8a602c1b65a90a3bfbaf7c0", "7d210e19aee5e1826b789bd02b619bf8",
+    ),
+    "one": (
+        {"codec": "int4-zstd"}, 1, 1.0,
+        "5f4189c5559716ca2b5186d133f027cd", "a5f72e80652cfe8a6e809f40276fd8d9",
+    ),
+}  # fmt: skip
+"""Policy, learners, how much longer the last one's pushes are; digests of the states and of the
+publications of three versions."""
+
+
+def digests(case: str) -> tuple[str, str]:
+    policy, learners, longer, _, _ = CASES[case]
+    states, publications = xxhash.xxh3_128(), xxhash.xxh3_128()
+    state = state_of(GOLDEN, awkward(GOLDEN.elements, 0))
+    for number in (1, 2, 3):
+        pushes = []
+        for i in range(learners):
+            gradient = awkward(GOLDEN.elements, 10 * number + i)
+            gradient *= longer if i == learners - 1 else 1
+            work = {"tokens": 1000 + 100 * i, "steps": 10 + i}
+            push = push_of(
+                GOLDEN, f"l{i}", gradient, codec="int4-zstd", chunk_elements=16384, **work
+            )
+            pushes.append(push)
+        version = merge(GOLDEN, state, round_of(pushes, number, chunk_elements=16384, **policy))
+        state = version.state
+        for array in (state.global_, state.momentum, state.published):
+            states.update(array.tobytes())
+        for chunk in version.publication:
+            publications.update(chunk.payload)
+    return states.hexdigest(), publications.hexdigest()

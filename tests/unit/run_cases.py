@@ -60,14 +60,10 @@ class Broker:
         assert not self._thread.is_alive(), "the broker does not end"
 
     def events(self, event: str) -> list[dict[str, Any]]:
-        """Lines of its events file."""
-        return events(self.folder / "broker.jsonl", event)
-
-
-def events(path: Path, event: str) -> list[dict[str, Any]]:
-    """Lines of an events file of one kind."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line for line in lines if line["event"] == event]
+        """Lines of its events file of one kind."""
+        path = self.folder / "broker.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return [line for line in lines if line["event"] == event]
 
 
 @contextmanager

@@ -10,26 +10,40 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 import zmq
 from learner_cases import House, begun, values
-from run_cases import broker
+from run_cases import broker, same, state, tiny, train, until
 from safetensors import safe_open
 
 from narrows import __main__ as command
-from narrows.broker.cli import status
+from narrows.broker.cli import keys, status
+from narrows.broker.cli.plan import payload_bits, plan
+from narrows.broker.cli.relay import REDIAL_S, _Upstream
 from narrows.broker.process.service import Service, log
 from narrows.broker.store import History, Store
 from narrows.broker.store.history import Audit
 from narrows.broker.syncer.events import Finish
-from narrows.proto.errors import ErrorCode, Refused
-from narrows.proto.keys import AllowList, SiteKey, create_broker_key, new_pair, write_site_key
+from narrows.learner import Learner
+from narrows.proto.config import parse_address
+from narrows.proto.errors import ConfigError, ErrorCode, Refused
+from narrows.proto.keys import (
+    AllowList,
+    SiteKey,
+    create_broker_key,
+    new_pair,
+    read_broker_key,
+    read_site_key,
+    serve_keys,
+    write_site_key,
+)
 from narrows.proto.messages import Bye, Status
-from narrows.proto.sockets import Handshake, HandshakeMonitor
+from narrows.proto.sockets import Handshake, HandshakeMonitor, Kind, make_socket
 from narrows.proto.wire import encode_control
 
 HEAVY = {"numpy", "numba", "zmq", "torch", "blosc2"}
@@ -96,6 +110,11 @@ LOOPBACK = "broker --listen tcp://127.0.0.1:0"
         ("broker --listen tcp://0.0.0.0:0", 2, "insecure"),
         ("broker --listen tcp://HOST:7070 --set broker.insecure=true", 2, "does not resolve"),
         (f"{LOOPBACK} --keys nowhere", 2, "broker.key"),
+        (
+            "relay --broker tcp://127.0.0.1:9 --listen tcp://0.0.0.0:7072",
+            2,
+            "or a loopback address",
+        ),
         ("status --key a.key", 2, "does not say which broker to trust"),
         ("status --key a.key", 2, "--server KEY"),
         ("status --key keys/broker.key", 2, "the broker's own key"),
@@ -163,14 +182,14 @@ def test_an_error_is_one_line_and_an_exit_code(
 
 def test_status_with_the_next_key_of_the_broker(narrows: Said, tmp_path: Path) -> None:
     """The site trusts an old key first, and then the one that the broker has."""
-    keys, file, pair = tmp_path / "keys", tmp_path / "a.key", new_pair()
-    servers = new_pair().public, create_broker_key(keys).public
-    AllowList.allow(keys, "a", pair.public)
+    folder, file, pair = tmp_path / "keys", tmp_path / "a.key", new_pair()
+    servers = new_pair().public, create_broker_key(folder).public
+    AllowList.allow(folder, "a", pair.public)
     write_site_key(file, SiteKey("a", pair, servers))
-    with broker(tmp_path, broker__keys=str(keys)) as run:
+    with broker(tmp_path, broker__keys=str(folder)) as run:
         assert narrows.run("status", run.address, "--key", str(file)) == 0
         assert "waits for a learner to join" in narrows.out
-        AllowList.revoke(keys, "a")
+        AllowList.revoke(folder, "a")
         while (code := narrows.run("status", run.address, "--key", str(file))) == 0:
             pass
         assert code == 3 and f"narrows keys allow 'narrows-key a {pair.public}'" in narrows.err
@@ -286,6 +305,7 @@ def test_a_run_is_shown_checked_exported_and_rolled_back(narrows: Said, tmp_path
     house.host.close()
     house.kill()
     house.start()
+    assert house.host.syncer.state.rounds[0].merged == {"site-a.00000001": 3}
     (resumed,) = [note.text for note in house.notes if note.event == "resumed"]
     assert "at versions 3 to 3, " in resumed and f" {house.host.syncer.run_tokens:,} tok" in resumed
     house.kill()
@@ -327,3 +347,177 @@ def test_an_audit_prints_all_that_it_found(
     *_, one, other, bound = narrows.out.splitlines()
     assert (one, other) == ("pack 1 is damaged", "clock 5, but 6\\x1b[2J")
     assert "after the first damage" in bound and "2 problems" in narrows.err
+
+
+# Keys.
+
+
+def test_a_key_is_admitted_and_never_overwritten_and_no_secret_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file = tmp_path / "keys", tmp_path / "site-a.key"
+    keys.new(keys=folder)
+    server = read_broker_key(folder)
+    keys.new(file, name="site-a")
+    secrets = {server.secret, read_site_key(file).pair.secret}
+    keys.new(file, server=server.public, broker="tcp://broker.example.org:7070")
+    site = read_site_key(file)
+    assert (site.servers, site.broker) == ((server.public,), "tcp://broker.example.org:7070")
+    capsys.readouterr()
+    for path in (folder, folder / "broker.key"):
+        keys.show(path)
+        assert capsys.readouterr().out == f"{server.public}\n"
+    keys.show(file)
+    shown = capsys.readouterr().out
+    keys.allow(*shown.splitlines()[0].split(), keys=folder)
+    capsys.readouterr()
+    keys.list_(keys=folder, json_=True)
+    assert json.loads(capsys.readouterr().out) == {"site-a": [site.pair.public]}
+    with pytest.raises(ConfigError, match=f"no allow list in {tmp_path}.*--keys FOLDER"):
+        keys.allow("narrows-key", "site-a", server.public, keys=tmp_path)
+    with pytest.raises(ConfigError, match="never overwritten"):
+        keys.new(keys=folder)
+    with pytest.raises(ConfigError, match="another site"):
+        keys.new(file, name="site-b")
+    with pytest.raises(ConfigError, match="a site's name"):
+        keys.new(tmp_path / "other.key", name="../etc")
+    with pytest.raises(ConfigError, match="no file"):
+        keys.new(name="site-a")
+    with pytest.raises(ConfigError, match="not a public line"):
+        keys.allow("narrows-key", "site-a", keys=folder)
+    shown += capsys.readouterr().out
+    assert not any(secret in shown for secret in secrets)
+    assert {read_broker_key(folder).secret, read_site_key(file).pair.secret} == secrets
+
+
+# The plan.
+
+
+def test_a_plan_follows_from_model_step_and_line(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ["fragments.count=4", "fragments.sync_period_steps=10", "codec.push=f32-blosc2"]
+    code = plan(params="100M", step="1s", learners=2, wan="10Gbit/s", setting=chosen, json_=True)
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0 and found["fits"]
+    assert (found["fragments"], found["sync_period_steps"]) == (4, 10)
+    # 32 bits a parameter and 4.6% of headers, once in ten seconds.
+    assert found["learner_up_bits_per_s"] == pytest.approx(100e6 * 32 * 1.046 / 10, rel=0.005)
+    assert found["broker_in_bits_per_s"] == 2 * found["learner_up_bits_per_s"]
+    shares = found["shares"]
+    assert shares[found["fullest"]] == max(shares.values())
+    # Payloads of both learners, as they travelled.
+    assert found["journal_per_hour_bytes"] == pytest.approx(
+        found["broker_in_bits_per_s"] / 8 * 3600
+    )
+
+
+def test_the_sync_period_grows_until_the_run_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    periods = []
+    for line in ("10Gbit/s", "1Gbit/s", "100Mbit/s"):
+        code = plan(params="7B", step="1.5s", learners=4, wan=line, json_=True)
+        found = json.loads(capsys.readouterr().out)
+        periods.append(found["sync_period_steps"])
+        assert found["fits"] is (code == 0)
+    assert periods[0] < periods[1] < periods[2] == 500
+    assert code == 1
+    assert plan(params="7B", step="1.5s", learners=4, wan="100Mbit/s") == 1
+    assert "It does not fit" in capsys.readouterr().out
+
+
+def test_coarser_steps_take_fewer_bits() -> None:
+    # The entropy of a rounded Gaussian is 8.69 bits in steps of 0.01 deviations, 3.06 in steps of
+    # half a deviation and 2.10 in whole ones.
+    for rho, bits in [(0.01, 8.69), (0.5, 3.06), (1.0, 2.10)]:
+        assert payload_bits("int4-zstd", rho) == pytest.approx(bits, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ({"params": "7X"}, "--params"),
+        ({"step": "fast"}, "--step"),
+        ({"wan": "1GB"}, "--wan"),
+        ({"learners": 0}, "sizes above 0"),
+        ({"wan": "0", "broker_wan": "1Gbit/s"}, "sizes above 0"),
+        ({"setting": ["run.mode=diloco"]}, "without lockstep"),
+        ({"setting": ["fragments.cuont=4"]}, "did you mean fragments.count?"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(arguments: dict[str, object], hint: str) -> None:
+    given = {"params": "1B", "step": "1s", "learners": 2, "wan": "1Gbit/s"} | arguments
+    with pytest.raises(ConfigError) as caught:
+        plan(**given)  # type: ignore[arg-type]
+    assert hint in str(caught.value)
+
+
+# The relay: one copy of each publication for a site, with keys on both hops.
+
+
+@contextmanager
+def relaying(broker: str, key: Path, log: Path) -> Iterator[str]:
+    """The address of a relay that runs as a process."""
+    command = ["relay", "--listen", "tcp://127.0.0.1:0", "--broker", broker, "--key", str(key)]
+    with log.open("w") as out:
+        process = subprocess.Popen([sys.executable, "-m", "narrows", *command], stderr=out)
+    try:
+        until(lambda: process.poll() is not None or " on to " in log.read_text(), log.read_text)
+        yield log.read_text().split()[-1]
+        assert process.poll() is None, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.real
+def test_a_site_hears_each_publication_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, key = tmp_path / "keys", tmp_path / "site.key"
+    site = SiteKey("site-a", new_pair(), (create_broker_key(folder).public,))
+    AllowList.allow(folder, site.name, site.pair.public)
+    write_site_key(key, site)
+    models = [tiny(0), tiny(1)]
+
+    def learn(index: int) -> None:
+        optimizer = torch.optim.AdamW(models[index].parameters(), lr=1e-3)
+        name = f"site-a/{index}"
+        with Learner(models[index], optimizer, broker=run.address, name=name, key=key) as learner:
+            listeners.append(run.service.host.downlink.sender.fan_out)
+            train(learner, models[index], optimizer)
+
+    listeners: list[int] = []
+    with (
+        broker(tmp_path, broker__keys=str(folder), run__goal_tokens=4000) as run,
+        relaying(run.address, key, tmp_path / "relay.log") as address,
+    ):
+        monkeypatch.setenv("NARROWS_RELAY", address)
+        threads = [threading.Thread(target=learn, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert listeners == [1, 1]
+    assert same(state(models[0]), state(models[1]))
+
+
+@pytest.mark.real
+def test_a_refused_relay_dials_again_with_the_key_that_is_in_the_file_then(tmp_path: Path) -> None:
+    server, old, new, file = new_pair(), new_pair(), new_pair(), tmp_path / "site.key"
+    write_site_key(file, SiteKey("site-a", new, (server.public,)))
+    with zmq.Context() as context:
+        authenticator = serve_keys(context, lambda public: public == new.public)
+        downlink = make_socket(context, Kind.BROKER_DOWNLINK, pair=server)
+        port = downlink.bind_to_random_port("tcp://127.0.0.1")
+        address = parse_address(f"tcp://127.0.0.1:{port}")
+        with closing(
+            _Upstream(context, address, SiteKey("site-a", old, (server.public,)), file)
+        ) as upstream:
+            upstream.subscribe(b"\1p/00")
+            refused = upstream.socket
+            assert upstream.monitor.socket.poll(10_000)
+            upstream.look(now=0.0)
+            upstream.look(now=REDIAL_S - 0.1)
+            assert upstream.socket is refused
+            upstream.look(now=REDIAL_S)
+            assert downlink.poll(10_000) and downlink.recv() == b"\1p/00"
+        downlink.close(linger=0)
+        authenticator.stop()

@@ -1,24 +1,29 @@
 """The broker's host with real syncer, merging and store, over ports of the test: rounds, crashes,
-full disks, bad bytes."""
+bad bytes, and attempts of somebody with an admitted key; and the process around it."""
 
 from __future__ import annotations
 
-from functools import partial
+import json
+import logging
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
-import learner_cases
 import numpy as np
 import pytest
 from learner_cases import LAYOUT, HandLearner, House, begun, values
 from safetensors.numpy import save_file
 
 from narrows.broker.process import downlink, pipeline
-from narrows.broker.store import Store
+from narrows.broker.process.downlink import SPARE_CONNECTIONS, Connection
+from narrows.broker.process.service import REPEATS_MAX, LimitRepeats
 from narrows.proto import messages as msg
-from narrows.proto.codec import encode_values
+from narrows.proto.codec import DecodedChunk, decode_chunk, encode_values
 from narrows.proto.codec.payload import float_payload
+from narrows.proto.events import EventFile
 from narrows.proto.wire import pack_layout
+from narrows.proto.workers import Workers
 
 
 @pytest.fixture
@@ -52,18 +57,20 @@ def test_a_state_that_is_being_fetched_stays_while_the_head_moves_on(house: Hous
     assert (header.version, header.push_id) == (1, 1), "push 2 is in version 2 only"
 
 
-def test_a_start_that_has_lost_versions_does_not_say_that_all_are_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_was_decoded_of_a_push_that_is_dropped_does_not_count_for_the_next(
+    house: House,
 ) -> None:
-    monkeypatch.setattr(learner_cases, "Store", partial(Store, journal=False))
-    house = House(tmp_path)
-    one_round(house, *begun(house, "site-a"))
-    house.kill()
-    house.start()
-    (lost,), (resumed,) = house.noted("recovered"), house.noted("resumed")
-    assert "goes back from version 1 to 0" in lost.text and house.heads == (0,)
-    assert "at versions 0 to 0, 0 tokens" in resumed.text and "every" not in resumed.text
-    house.kill()
+    (a,) = begun(house, "site-a")
+    push_id = a.push(0, values(a, 0.01)[0])
+    house.pool.work()  # The loop hears of it later.
+    a.say(msg.Bye("gone"))
+    a.hello()
+    a.say(msg.Push(0, push_id, 0, 100, 1))
+    house.settle()
+    assert house.heads[0] == 0, "nothing of it is here"
+    for index in a.payloads:
+        a.send_chunk(0, index)
+    house.until(lambda: house.heads[0] == 1, "a version", a)
 
 
 def test_an_answer_waits_for_the_subscriptions_of_its_learner(house: House) -> None:
@@ -136,6 +143,7 @@ def test_a_failed_merge_is_refused_and_its_learner_may_push_again(
     house.until(lambda: a.heard(msg.Refuse), "a refusal", a)
     refusal = a.heard(msg.Refuse)[0]
     assert (refusal.code, refusal.push_id) == ("merge_failed", 1)
+    assert "next push" in refusal.remedy and house.heads == (0,)
     monkeypatch.undo()
     one_round(house, a)
     assert a.versions == [1] and a.outcomes == [((a.incarnation, 2),)]
@@ -159,22 +167,6 @@ def test_a_chunk_that_was_damaged_on_its_way_is_asked_for_again(house: House) ->
     assert a.versions == [1] and not a.heard(msg.Refuse)
 
 
-def test_what_was_decoded_of_a_push_that_is_dropped_does_not_count_for_the_next(
-    house: House,
-) -> None:
-    (a,) = begun(house, "site-a")
-    push_id = a.push(0, values(a, 0.01)[0])
-    house.pool.work()  # The loop hears of it later.
-    a.say(msg.Bye("gone"))
-    a.hello()
-    a.say(msg.Push(0, push_id, 0, 100, 1))
-    house.settle()
-    assert house.heads[0] == 0, "nothing of it is here"
-    for index in a.payloads:
-        a.send_chunk(0, index)
-    house.until(lambda: house.heads[0] == 1, "a version", a)
-
-
 def test_version_0_may_come_from_a_file(tmp_path: Path) -> None:
     tensors = {e.name: np.full(e.shape, 0.25, np.float32) for e in LAYOUT.entries}
     save_file(tensors, tmp_path / "init.safetensors")
@@ -188,18 +180,29 @@ def test_version_0_may_come_from_a_file(tmp_path: Path) -> None:
     assert house.heads == (0,) and set(house.host.pipeline.head(0)[0].global_.tolist()) == {0.25}
 
 
-@pytest.mark.parametrize("code", ["bad_payload", "not_finite_seed"])
-def test_a_damaged_version_0_is_refused_and_the_next_learner_seeds(house: House, code: str) -> None:
+@pytest.mark.parametrize("code", ["bad_payload", "not_finite_seed", "too_large"])
+def test_a_version_0_that_cannot_be_is_refused_and_the_next_learner_seeds(
+    house: House, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    """It is damaged, or does not fit into the memory."""
+
+    def full(*_: object) -> None:
+        raise MemoryError
+
     rest = np.full(520 * 512 + 700 - (1 << 18), np.nan, np.float32)
     nan = float_payload(rest, np.array([0, rest.size]))[0]
-    payload = nan if code == "not_finite_seed" else b"no payload"
+    payload = {"bad_payload": b"no payload", "not_finite_seed": nan}.get(code)
     a, b = HandLearner(house, "site-a"), HandLearner(house, "site-b")
     a.hello()
     b.hello()
     assert a.heard(msg.Welcome)[0].role == "seed"
+    if code == "too_large":
+        monkeypatch.setattr(pipeline, "decode_chunk", full)
     a.seed(values(a, 1.0), damaged=payload)
     house.settle()
-    assert a.heard(msg.Refuse)[0].code == code
+    monkeypatch.undo()
+    (refusal,) = a.heard(msg.Refuse)
+    assert refusal.code == code and refusal.remedy
     house.until(lambda: b.heard(msg.Welcome)[-1].role == "seed", "another learner", b)
     b.seed(values(b, 1.0))
     house.settle()
@@ -220,6 +223,77 @@ def test_a_full_pipe_makes_a_publication_wait_and_then_lossy(house: House) -> No
     assert a.versions == [1]
 
 
+# Attempts of somebody with an admitted key: the memory, the budget, and what nobody could read.
+
+
+def test_a_connection_is_charged_once_whatever_it_says_and_before_its_learner_says_hello(
+    house: House,
+) -> None:
+    downlink, a, b = house.host.downlink, Connection(10, 1), Connection(11, 2)
+    steps = [
+        (a, "p/00", True, 1), (a, "p/00", True, 1), (a, "p/01", True, 1), (b, "p/00", False, 1),
+        (b, "p/00", True, 2), (b, "p/00", False, 1), (b, "p/00", False, 1), (b, "p/00", True, 2),
+    ]  # fmt: skip
+    assert downlink.sender.fan_out == 0
+    for connection, topic, is_on, counted in steps:
+        downlink.listens(connection, topic, is_on, house.now)
+        assert downlink.sender.fan_out == counted
+    downlink.keep_listeners(lambda connection: connection == b)
+    assert downlink.sender.fan_out == 1
+
+
+@pytest.mark.parametrize("topic", ["p/00", "p/03", "p/", "p", ""])
+def test_who_hears_any_publication_is_charged_and_no_more_than_the_learners_and_a_few(
+    house: House, topic: str
+) -> None:
+    downlink = house.host.downlink
+    for number in range(100):
+        assert downlink.sender.fan_out == min(number, SPARE_CONNECTIONS)
+        downlink.listens(Connection(number, number), topic, True, house.now)
+    downlink.turn(house.now, ["site-m/0.00000001", "site-a.00000001"])
+    assert downlink.sender.fan_out == SPARE_CONNECTIONS + 2
+    downlink.listens(Connection(0, 0), topic, False, house.now)
+    downlink.keep_listeners(lambda connection: connection.descriptor < 3)
+    assert downlink.sender.fan_out == 2
+
+
+def test_pushes_that_displace_each_other_cost_the_workers_nothing(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+
+    def decode(*arguments: Any) -> DecodedChunk:
+        decoded.append(1)
+        return decode_chunk(*arguments)
+
+    monkeypatch.setattr(pipeline, "decode_chunk", decode)
+    (a,) = begun(house, "site-a")
+    decoded.clear()
+    for _ in range(50):
+        a.push(0, values(a, 0.01)[0])
+    house.settle()
+    assert len(decoded) == a.table[0].chunk_count(1 << 18), "the last push alone"
+
+
+def test_a_publication_of_other_chunks_is_answered_with_the_state(tmp_path: Path) -> None:
+    house = House(tmp_path / "state")
+    (a,) = begun(house, "site-a")
+    a.push(0, values(a, 0.01)[0])
+    house.until(lambda: house.heads[0] == 1, "a version", a)
+    house.kill()
+    again = House(tmp_path / "state", {"wan.down": "4Mbit/s"}, now=house.now + 1, lives=1)
+    assert again.config.shared.chunk_elements < house.config.shared.chunk_elements
+    late = HandLearner(again, "late")
+    late.hello()
+    late.fetch(msg.DataKind.PUBLICATION, 0, 1, 0, 1, 2)
+    again.wait(5.0, late)
+    kinds = [header.kind for topic, header, _, _ in again.wires.datas if topic.startswith("r/")]
+    assert kinds == [msg.DataKind.STATE]
+
+
+# The process around it: what it writes for people, and its workers.
+
+
 def test_what_a_learner_asked_for_that_is_gone_waits_no_more(house: House) -> None:
     (a,) = begun(house, "site-a")
     house.wires.is_full = True
@@ -229,20 +303,6 @@ def test_what_a_learner_asked_for_that_is_gone_waits_no_more(house: House) -> No
     a.say(msg.Bye("gone"))
     house.wait(1.5)
     assert len(house.host.downlink.sender) == 0
-
-
-def test_a_learner_cut_into_another_number_of_fragments_is_of_another_run(tmp_path: Path) -> None:
-    """Before version 0 the number may change from one life of a run to the next."""
-    before = House(tmp_path / "state", {"fragments.count": 2})
-    a = HandLearner(before, "site-a")
-    a.hello()
-    before.kill()
-    a.house = now = House(tmp_path / "state", now=before.now + 5, lives=1)
-    a.hello()
-    (refusal,) = a.heard(msg.Refuse)
-    assert refusal.code == "wrong_run" and refusal.remedy.startswith("start the learner again")
-    assert (refusal.expected, refusal.got) == ("1 fragments, or none", "2")
-    assert not now.host.syncer.state.members.connected()
 
 
 def test_the_end_is_durable(tmp_path: Path) -> None:
@@ -257,3 +317,52 @@ def test_the_end_is_durable(tmp_path: Path) -> None:
     house.kill()
     house.start()
     assert house.host.syncer.status(house.now)["phase"] == "ended"
+
+
+def test_the_events_file_is_bounded_and_a_full_disk_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    monkeypatch.setattr("narrows.proto.events.EVENTS_BYTES_MAX", 200)
+    events = EventFile(path)
+    for number in range(10):
+        events.write({"event": "note", "number": number})
+    kept = [json.loads(line)["number"] for line in path.read_text().splitlines()]
+    assert kept[-1] == 9 and path.stat().st_size <= 200
+    assert path.with_name("events.jsonl.1").stat().st_size <= 200
+    full = EventFile(Path("/dev/full"))
+    full.write({"event": "lost"})
+    for each in (events, full):
+        each.close()
+
+
+def test_a_flood_of_one_kind_of_line_is_cut_and_told() -> None:
+    limit, passed = LimitRepeats(), []
+    for number in range(REPEATS_MAX + 5):
+        line = logging.LogRecord("n", logging.WARNING, "", 0, "%s", (f"bad {number}",), None)
+        line.kind, line.created = "refused site-a", 1000.0
+        passed += [line] if limit.filter(line) else []
+    other = logging.LogRecord("n", logging.WARNING, "", 0, "joined", (), None)
+    other.created = 1000.0
+    assert len(passed) == REPEATS_MAX and limit.filter(other)
+    later = logging.LogRecord("n", logging.WARNING, "", 0, "later", (), None)
+    later.created = 1061.0
+    assert limit.filter(later) and later.getMessage() == "later (5 lines were hidden)"
+
+
+def test_a_wake_while_the_pool_closes_writes_to_no_closed_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool, write, threads = Workers(1, "test"), os.write, list[threading.Thread]()
+
+    def write_while_another_thread_closes(fd: int, data: bytes) -> int:
+        threads.append(threading.Thread(target=pool.close))
+        threads[0].start()
+        threads[0].join(0.2)  # It would be over by now if nothing held it back.
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", write_while_another_thread_closes)
+    pool.wake()
+    threads[0].join()
+    pool.wake()
+    assert len(threads) == 1, "a closed pool writes nothing"

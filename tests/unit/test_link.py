@@ -199,7 +199,7 @@ def test_the_largest_payload_passes_and_a_full_pipe_answers(keyed: Wire, keys: P
 
 def test_without_an_authenticator_a_socket_admits_nobody(keyed: Wire, keys: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    server = make_socket(context, Kind.BROKER_CONTROL, pair=read_broker_key(keys).pair)
+    server = make_socket(context, Kind.BROKER_CONTROL, pair=read_broker_key(keys))
     address = f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
     pair = admitted(keyed, keys, "site-a")
     client = make_socket(context, Kind.LEARNER_CONTROL, pair=pair, server=keyed.server)

@@ -6,8 +6,12 @@ The claims of the papers: Decoupled DiLoCo (arXiv 2604.21428), DiLoCo (arXiv 231
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +19,17 @@ import pytest
 from codec_cases import CODECS, lane_square_sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from merging_cases import awkward, decoded, one_fragment, push_of, round_of, state_of, values_in
+from merging_cases import (
+    CASES,
+    awkward,
+    decoded,
+    digests,
+    one_fragment,
+    push_of,
+    round_of,
+    state_of,
+    values_in,
+)
 
 from narrows.broker.merging import Alarm, Model, merge, sums, warm_up
 from narrows.broker.merging.merge import nesterov_step
@@ -147,20 +161,6 @@ def test_edges_and_claims_of_the_paper(
     assert averaged(fragment, pushes) == pytest.approx(expected, rel=1e-5, abs=0)
 
 
-def test_the_outer_optimizer_is_nesterov() -> None:
-    """b <- mu b + d; Theta <- Theta - lr (d + mu b): gain 1 + mu at first, 1 / (1 - mu) later."""
-    fragment = one_fragment((1, "mean"))
-    state = state_of(fragment, np.zeros(1, np.float32))
-    steps: list[float] = []
-    for number in range(1, 31):
-        push = push_of(fragment, "a", np.ones(1, np.float32))
-        after = merge(fragment, state, round_of([push], number, outer_lr=1.0, momentum=0.5)).state
-        steps.append(float(state.global_[0] - after.global_[0]))
-        state = after
-    assert steps[0] == pytest.approx(1.5)
-    assert steps[-1] == pytest.approx(2.0)
-
-
 # The same bits.
 
 
@@ -185,6 +185,9 @@ def test_the_cut_of_a_push_changes_no_bit(codec: CodecName) -> None:
     assert bits(mixed) == bits(merge(fragment, before, round_of(pushes)))
 
 
+# What goes wrong.
+
+
 @pytest.mark.parametrize("chunk_elements", [256, 1 << 19])
 def test_norms_have_the_bits_of_one_sum_over_each_piece(chunk_elements: int) -> None:
     """Whatever the chunks and slices that they are summed by."""
@@ -205,9 +208,6 @@ def test_norms_have_the_bits_of_one_sum_over_each_piece(chunk_elements: int) -> 
     exact = np.sqrt(lane_square_sums(values, fragment.bounds))
     assert value_norms.tolist() == exact.tolist()
     assert mean_norms.tolist() == (exact / 2).tolist()
-
-
-# What goes wrong.
 
 
 def test_a_merge_that_would_not_be_finite_names_the_longest_push() -> None:
@@ -233,7 +233,6 @@ def test_a_model_keeps_the_last_publications_and_nothing_large_with_them() -> No
     for number in range(1, PUBLICATIONS_KEPT + 3):
         push = push_of(PLANE, "a", np.ones(2, np.float32))
         version = merge(PLANE, model.states[0], round_of([push], number))
-        assert model.heads == (number - 1,), "a merge changes nothing"
         model.install(version)
         assert model.states[0] is version.state
     assert not held.global_.any() and not held.published.any(), "states are never written to"
@@ -244,8 +243,6 @@ def test_a_model_keeps_the_last_publications_and_nothing_large_with_them() -> No
     assert not kept.state.global_.size and not kept.round_.contributions[0].chunks
     assert model.publication(0, number - PUBLICATIONS_KEPT + 1) is not None
     assert model.publication(0, number - PUBLICATIONS_KEPT) is None
-    with pytest.raises(AssertionError, match="rise by one"):
-        model.install(version)
 
 
 # The alarm.
@@ -277,3 +274,27 @@ def test_warm_up_compiles_all_that_a_merge_needs() -> None:
         pushes = [push_of(MIXED, f"l{i}", awkward(MIXED.elements, i), codec=codec) for i in (1, 2)]
         merge(MIXED, state_of(MIXED, awkward(MIXED.elements, 0)), round_of(pushes))
     assert [list(kernel.signatures) for kernel in kernels] == before
+
+
+# The stored bits: a run that began on another machine must go on with the same ones.
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_this_cpu_computes_the_stored_bits(case: str) -> None:
+    assert digests(case) == CASES[case][3:]
+
+
+def test_a_generic_cpu_computes_the_stored_bits(tmp_path: Path) -> None:
+    """Without wide vectors and fused multiply-adds, and compiled anew."""
+    environment = os.environ | {
+        "NUMBA_CPU_NAME": "generic",
+        "NUMBA_CPU_FEATURES": "",
+        "NUMBA_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    script = "from merging_cases import digests; print(digests('two, int8'))"
+    command = [sys.executable, "-P", "-c", script]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=55, check=True
+    )
+    assert done.stdout.strip() == str(CASES["two, int8"][3:])

@@ -1,4 +1,5 @@
-"""A start on a state directory: the same bits again, or an error that names the file."""
+"""A start on a state directory: the same bits again, or an error that names the file; and the
+safetensors files of users."""
 
 from __future__ import annotations
 
@@ -9,8 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from store_cases import (
+    LAYOUT,
     TABLE,
     Run,
     facts,
@@ -21,7 +26,7 @@ from store_cases import (
 
 from narrows.broker.merging import merge
 from narrows.broker.records import FragmentState, Round, Version
-from narrows.broker.store import History, Store, files
+from narrows.broker.store import History, Store, export_model, files, read_initial
 from narrows.broker.store import history as history_module
 from narrows.proto.errors import ConfigError, ErrorCode, StateError
 from narrows.proto.layout import Fragment
@@ -141,6 +146,8 @@ def test_an_audit_finds_what_is_damaged_and_nothing_else(stopped: Run) -> None:
     folder = stopped.folder
     with closing(History(folder)) as history:
         assert history.audit() == (10, 8, ())
+        sums = "SELECT sum(weight), min(norm) > 0 FROM contributions WHERE seq = 6"
+        assert history.query(sums) == [(pytest.approx(1.0), 1)]
     flip(folder / "packs" / "00000001.pack", 20)
     change(folder, "UPDATE run SET clock = 5")
     change(folder, "UPDATE rounds SET reason = 'nobody' WHERE seq = 10")
@@ -220,20 +227,15 @@ def test_a_rollback_makes_a_new_directory_and_leaves_the_old_one(
 
 
 def test_a_rollback_beyond_the_snapshots_says_what_is_missing(tmp_path: Path) -> None:
-    for keep in (False, True):
-        run = Run(tmp_path / str(keep), keep_history=keep)
-        for _ in range(3):
-            run.rounds(1)
-            run.store.snapshot(run.head(0))
-        run.store.close()
-        with closing(History(run.folder)) as history:
-            if keep:
-                history.rollback(4, tmp_path / "back")
-                assert heads(tmp_path / "back") == facts([run.states[0][1], run.states[1][1]])
-                continue
-            for until in (1, 4):
-                with pytest.raises(ConfigError, match=r"got no snapshot.*keep_history"):
-                    history.rollback(until, tmp_path / "back")
+    run = Run(tmp_path / "run")
+    for _ in range(3):
+        run.rounds(1)
+        run.store.snapshot(run.head(0))
+    run.store.close()
+    with closing(History(run.folder)) as history:
+        for until in (1, 4):
+            with pytest.raises(ConfigError, match=r"got no snapshot.*keep_history"):
+                history.rollback(until, tmp_path / "back")
 
 
 def test_a_directory_without_a_run(tmp_path: Path) -> None:
@@ -243,3 +245,69 @@ def test_a_directory_without_a_run(tmp_path: Path) -> None:
     Store(tmp_path).close()
     with closing(History(tmp_path)) as history:
         assert (history.run.layout, list(history.states())) == (None, [])
+
+
+# Safetensors files of users: version 0 to begin with, and the export of the model.
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """The layout's tensors in three dtypes, and one that no layout names."""
+    torch.manual_seed(1)
+    return {
+        "embedding": torch.randn(20, 16),
+        "layer/weight": torch.randn(24, 16).to(torch.bfloat16),
+        "scale": torch.randn(16).to(torch.float16),
+        "cache": torch.arange(5),
+    }
+
+
+def test_a_file_becomes_version_0_and_version_0_the_same_file(tmp_path: Path) -> None:
+    begin, end = tmp_path / "begin.safetensors", tmp_path / "end.safetensors"
+    save_file(tensors(), begin)
+    states = read_initial(begin, LAYOUT, TABLE)
+    assert [state.version for state in states] == [0, 0]
+    assert all(not state.momentum.any() for state in states)
+    assert [state.digests.global_ for state in states] == [s.digests.published for s in states]
+    del (expected := tensors())["cache"]
+    # Values between those of a dtype are rounded as torch does.
+    for factor in (1.0, 1.001):
+        export_model(
+            end, LAYOUT, TABLE, [state.global_ * np.float32(factor) for state in states], {}
+        )
+        found = load_file(end)
+        assert list(found) == list(expected)
+        for name, tensor in expected.items():
+            wanted = (tensor.float() * factor).to(tensor.dtype)
+            assert found[name].dtype == wanted.dtype and torch.equal(found[name], wanted), name
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("scale", None, "scale of shape.*no such tensor"),
+        ("scale", torch.zeros(17), r"scale of shape \[16\].*got \[17\]"),
+        ("scale", torch.zeros(16, dtype=torch.float64), "F32 or F16 or BF16.*F64"),
+        ("scale", torch.full((16,), torch.nan), "scale.*finite"),
+    ],
+)
+def test_a_file_that_does_not_fit(
+    tmp_path: Path, name: str, tensor: torch.Tensor | None, message: str
+) -> None:
+    content = tensors()
+    del content[name]
+    if tensor is not None:
+        content[name] = tensor
+    save_file(content, tmp_path / "begin")
+    with pytest.raises(ConfigError, match=message):
+        read_initial(tmp_path / "begin", LAYOUT, TABLE)
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_initial(tmp_path / "none", LAYOUT, TABLE)
+    save_file(tensors(), tmp_path / "short")
+    content = (tmp_path / "short").read_bytes()
+    for cut in (b"", content[:5], content[:100], content[:-1]):
+        (tmp_path / "short").write_bytes(cut)
+        with pytest.raises(ConfigError, match="a safetensors file"):
+            read_initial(tmp_path / "short", LAYOUT, TABLE)

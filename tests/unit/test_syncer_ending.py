@@ -68,39 +68,6 @@ def test_the_end_does_not_wait_for_a_learner_whose_key_was_revoked() -> None:
     assert events(desk) == ["CommitEnd", "Finish"]
 
 
-def test_nobody_may_leave_before_the_end_is_durable() -> None:
-    desk = at_goal("a")
-    desk.commits = False
-    desk.report("a", 30, finished=ALL)
-    assert events(desk) == ["CommitEnd"]
-    assert desk.told(msg.Beat, "a")[-1].phase is msg.Phase.ENDING
-    assert desk.status["waiting_for"] == ["the disk: the end of the run is being written"]
-    desk.report("a", 30, finished=ALL)
-    assert not events(desk)
-    desk.do(desk.syncer.ended)
-    desk.leave("a")
-    assert events(desk) == ["Finish"]
-
-
-def test_a_push_that_was_waiting_at_the_goal_leaves_room_for_a_second_one() -> None:
-    desk = at_goal("a")
-    desk.push("a", 2, 5)
-    desk.report("a", 30, finished=(0, 1, 3))
-    assert [m.version for m in desk.take(ev.Merge) if m.fragment == 2] == [1]
-    assert events(desk) == []
-    desk.push("a", 2, 6)
-    assert [m.version for m in desk.take(ev.Merge)] == [2]
-    desk.report("a", 30, finished=ALL)
-    assert events(desk) == ["CommitEnd"]
-
-
-def test_a_round_without_a_push_is_abandoned() -> None:
-    desk = at_goal("a")
-    assert [each["stage"] for each in desk.status["rounds"]] == ["collecting"] * 2
-    desk.report("a", 30, finished=ALL)
-    assert not desk.status["rounds"] and desk.heads == [1, 0, 0, 0]
-
-
 def test_a_learner_that_stands_still_costs_30_s_in_all_and_is_named() -> None:
     desk = at_goal("a", "b")
     hang(desk, 29)
@@ -151,16 +118,6 @@ def test_a_full_disk_at_the_end_takes_nobodys_time() -> None:
     assert desk.status["waiting_for"] == ["a, b to adopt the final model"]
 
 
-def test_a_learner_that_moves_is_waited_for_ten_minutes_and_no_longer() -> None:
-    desk = at_goal("a")
-    for second in range(599):
-        desk.now += 1.0
-        desk.report("a", 100 + second)
-    assert events(desk) == []
-    desk.pass_(2.0, "a", steps_per_s=10)
-    assert events(desk)[:1] == ["CommitEnd"]
-
-
 def test_a_learner_that_is_cut_off_at_the_end_may_come_back() -> None:
     desk = at_goal("a", "b")
     desk.pass_(20.0, "a", finished=ALL)
@@ -169,6 +126,16 @@ def test_a_learner_that_is_cut_off_at_the_end_may_come_back() -> None:
     for fragment in ALL:
         desk.push("b", fragment, 10 + fragment)
     desk.report("b", 30, finished=ALL)
+    assert events(desk)[:1] == ["CommitEnd"]
+
+
+def test_a_learner_that_moves_is_waited_for_ten_minutes_and_no_longer() -> None:
+    desk = at_goal("a")
+    for second in range(599):
+        desk.now += 1.0
+        desk.report("a", 100 + second)
+    assert events(desk) == []
+    desk.pass_(2.0, "a", steps_per_s=10)
     assert events(desk)[:1] == ["CommitEnd"]
 
 
@@ -181,18 +148,6 @@ def restarted() -> Desk:
     desk = Desk(configure(run={"goal_tokens": 1000}), resumed=resumed(merged=merged))
     desk.hello("a")
     return desk
-
-
-def test_the_end_waits_for_learners_that_a_start_does_not_know_yet() -> None:
-    desk = restarted()
-    desk.pass_(10.5, "a", finished=ALL)
-    line = "learners that were here before the broker's start, for another 20 s"
-    assert desk.status["waiting_for"][0] == line
-    desk.pass_(18.5, "a", finished=ALL)
-    assert desk.status["phase"] == "ending" and events(desk) == []
-    desk.leave("a")
-    desk.pass_(1.5)
-    assert events(desk) == ["CommitEnd", "Finish"]
 
 
 def test_the_end_waits_no_longer_than_until_all_who_taught_are_back() -> None:

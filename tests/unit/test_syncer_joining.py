@@ -1,17 +1,20 @@
-"""Hello, Welcome and version 0: who may join, whose history is not ours, and who seeds."""
+"""Hello, Welcome and version 0: who may join, whose history is not ours, and who seeds; what the
+status tells of learners, and their rates."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from desk import CHUNKS, EPOCH, LAYOUT, RUN, Desk, configure, incarnation, resumed, running
 
 from narrows.broker.syncer import events as ev
+from narrows.broker.syncer.members import RATE_MIN
 from narrows.proto import messages as msg
-from narrows.proto.errors import ErrorCode, RemoteProtocolError
 from narrows.proto.layout import fingerprint
 from narrows.proto.messages import Role
+from narrows.proto.units import BitRate
 from narrows.proto.wire import unpack_layout
 
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
@@ -69,58 +72,25 @@ def test_a_connection_belongs_to_who_said_hello_last_and_a_learner_to_its_newest
     assert [each.peer for each in desk.take(ev.Send)] == [old], "it is told to say Hello"
 
 
-def test_who_is_unknown_is_told_to_say_hello_and_may_ask_for_the_status() -> None:
-    desk = running("a")
-    for message, kind in ((msg.Push(0, 1, 0, 1, 1), msg.Bye), (msg.AskStatus(), msg.Status)):
-        (effect,) = desk.do(desk.syncer.control, "x", None, message)
-        assert isinstance(effect, ev.Send) and isinstance(effect.message, kind)
-    assert not desk.do(desk.syncer.control, "x", None, msg.Bye("gone"))
-
-
-def test_what_only_a_broker_sends_or_nobody_can_read_is_refused() -> None:
-    desk = running("a")
-    desk.take(ev.Send)
-    desk.send("a", msg.Status({}))
-    error = RemoteProtocolError(ErrorCode.BAD_MESSAGE, "body", expected="a", got="b")
-    desk.do(desk.syncer.refused, desk.peer("a"), error)
-    desk.report("a", 20, held=(0,))
-    told = desk.told(msg.Refuse, "a")
-    assert [each.code for each in told] == ["bad_message"] * 3
-    assert told[2].expected.startswith("4 fragments")
-    assert desk.status["learners"]["a"]["steps"] == 10
-
-
 HELD = tuple(msg.Held(version, digest) for version, digest in ((5, 50), (4, 41), (3, 30), (-1, 0)))
 
 
-@pytest.mark.parametrize(("head", "go_back", "ahead"), [(5, (1,), 0), (3, (0, 1), 3)])
+@pytest.mark.parametrize(
+    ("head", "epoch", "go_back", "ahead"),
+    [
+        (5, "6-0123abcd", (1,), 0),
+        (3, "6-0123abcd", (0, 1), 3),
+        (3, EPOCH, (), 0),  # Within an epoch a publication may overtake a Welcome.
+    ],
+)
 def test_a_learner_of_another_epoch_goes_back_where_its_copy_is_not_ours(
-    head: int, go_back: tuple[int, ...], ahead: int
+    head: int, epoch: str, go_back: tuple[int, ...], ahead: int
 ) -> None:
     desk = Desk(resumed=resumed(heads=(head,) * 4), published_digest=lambda f, v: 10 * v)
-    welcome = desk.hello("a", run_id=RUN, epoch="6-0123abcd", held=HELD)
+    welcome = desk.hello("a", run_id=RUN, epoch=epoch, held=HELD)
     assert (welcome.go_back, welcome.role) == (go_back, Role.ADOPT)
     noted = [(note.warning, note.fields["versions"]) for note in desk.noted("history_lost")]
     assert noted == [(True, ahead)] * (ahead > 0)
-
-
-def test_within_an_epoch_nobody_goes_back() -> None:
-    """A publication may overtake a Welcome."""
-    desk = Desk(resumed=resumed(), published_digest=lambda f, v: None)
-    assert desk.hello("a", run_id=RUN, epoch=EPOCH, held=(msg.Held(6, 1),) * 4).go_back == ()
-
-
-def test_a_lost_learner_keeps_its_name_and_what_it_pushed() -> None:
-    desk = running("a", "b")
-    desk.push("a", 0, 1)
-    desk.announce("a", 1, 2)
-    desk.pass_(30.0, "b")
-    (note,) = desk.noted("lost")
-    assert note.warning and "a was not heard for 30 s" in note.text and "process" in note.text
-    assert desk.status["learners"]["a"]["state"] == "lost"
-    assert desk.take(ev.Drop) == [ev.Drop(1, incarnation("a"), 2)]
-    desk.report("a", 20)
-    assert desk.told(msg.Bye, "a"), "its connection is gone: it says Hello again"
 
 
 def test_only_the_newest_names_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,24 +144,6 @@ def test_the_named_learner_seeds() -> None:
     assert desk.hello("b").role is Role.SEED
 
 
-def test_what_is_missing_is_asked_for() -> None:
-    desk = Desk()
-    desk.hello("a")
-    assert not desk.seed_chunk("a", 0, 0), "nothing can be checked before the layout"
-    desk.pass_(2.0, "a")
-    assert len(asked(desk, msg.DataKind.LAYOUT)) >= 1
-    desk.layout("a")
-    assert desk.seed_chunk("a", 0, 1)
-    assert not desk.seed_chunk("a", 0, 1)
-    assert desk.status["waiting_for"] == ["version 0 from a: 6% is here"]
-    desk.pass_(2.0, "a")
-    fetches = asked(desk, msg.DataKind.SEED)
-    assert [(each.fragment, each.chunks) for each in fetches[:2]] == [
-        (0, ((0, 1), (2, CHUNKS - 2))),
-        (1, ((0, CHUNKS),)),
-    ]
-
-
 @pytest.mark.parametrize("noticed_by", ["the time", "the Hello of another one"])
 def test_the_next_learner_seeds_if_the_first_one_dies(noticed_by: str) -> None:
     desk = Desk()
@@ -232,26 +184,158 @@ def test_a_new_process_with_another_model_takes_the_place_of_a_dead_one() -> Non
     assert desk.hello("a", 2, fingerprint="e" * 32).role is Role.SEED
 
 
+HUGE = msg.Layout(
+    0, tuple(msg.LayoutEntry(f"w{i}", (1 << 46,), "float32", "mean") for i in range(4))
+)
+"""Its bitmaps would fill the memory."""
+
+
 @pytest.mark.parametrize(
-    ("fragments", "own", "refused", "remedy"),
+    ("layout", "fragments", "own", "refused", "remedy"),
     [
-        (4, "e" * 32, "a", "do not change it"),
-        (4000, fingerprint(LAYOUT), "a", "fragments.count"),
-        (4, fingerprint(LAYOUT), "b", "same model code"),
+        (LAYOUT, 4, "e" * 32, "a", "do not change it"),
+        (LAYOUT, 4000, fingerprint(LAYOUT), "a", "fragments.count"),
+        (HUGE, 4, fingerprint(HUGE), "a", "train a smaller model"),
+        (LAYOUT, 4, fingerprint(LAYOUT), "b", "same model code"),
     ],
 )
 def test_a_layout_that_cannot_be_or_that_others_do_not_have_is_refused(
-    fragments: int, own: str, refused: str, remedy: str
+    layout: msg.Layout, fragments: int, own: str, refused: str, remedy: str
 ) -> None:
-    """It is not the one of its Hello, or too small for so many fragments, or b has another one."""
+    """It is not the one of its Hello, or too small for so many fragments, or too large, or b has
+    another one."""
     desk = Desk(configure(fragments={"count": fragments}))
     desk.hello("a", fingerprint=own)
     desk.hello("b", fingerprint="f" * 32)
     desk.take(ev.Send)
-    desk.layout("a")
+    desk.layout("a", layout)
     sent = {each.peer: each.message for each in desk.take(ev.Send)}
     refusal = sent[f"{refused}:1"]
     assert isinstance(refusal, msg.Refuse) and remedy in refusal.remedy
     if refused == "a":
         welcome = sent["b:1"]
         assert isinstance(welcome, msg.Welcome) and welcome.role is Role.SEED
+
+
+def test_a_connection_that_had_another_key_does_not_speak_for_its_learner() -> None:
+    desk = running("site-a")
+    for message in (msg.Bye("gone"), msg.Report(1 << 40, 1 << 40, None, (0,) * 4)):
+        effects = desk.do(desk.syncer.control, desk.peer("site-a"), "site-b", message)
+        sent = [each.message for each in effects if isinstance(each, ev.Send)]
+        assert not any(isinstance(each, msg.Refuse) for each in sent), sent
+    learner = desk.status["learners"]["site-a"]
+    assert learner["state"] == "training" and learner["logged_tokens"] == 100
+
+
+# The status: what people see, and who is waited for.
+
+
+def test_the_status_of_a_run() -> None:
+    desk = running("a", "b")
+    desk.push("a", 0, 1)
+    desk.push("b", 0, 1, tokens=3000)
+    desk.report("b", 20, held=(0, 0, 0, -1))
+    status = desk.status
+    assert status["phase"] == "running" and status["versions"] == [1, 0, 0, 0]
+    assert (status["run_tokens"], status["merges"], status["contributions"]) == (1000, 1, 2)
+    learner = status["learners"]["a"]
+    assert (learner["logged_tokens"], learner["merged_tokens"]) == (250, 250)
+    assert (learner["state"], learner["steps_per_s"]) == ("training", 10.0)
+    assert learner["versions_behind"] == 1
+    assert status["learners"]["b"]["state"] == "joining"
+    message = msg.Status(status)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=msg.Status) == message
+
+
+def test_a_learner_is_paused_silent_lost_or_gone() -> None:
+    desk = running("a", "b", "site/0")
+    desk.report("a", 20, paused="evaluating")
+    desk.do(desk.syncer.revoked, ["site"])
+    assert desk.status["learners"]["site/0"]["state"] == "key revoked"
+    assert desk.noted("revoked")[0].text.startswith("the key of site/0 was revoked")
+    assert desk.hello("site/0", peer="site/0:1").role is msg.Role.ADOPT, "it has a key again"
+    desk.leave("site/0")
+    states = [desk.status["learners"]["a"]["state"]]
+    for seconds in (3.0, 27.0):
+        desk.pass_(seconds, "b")
+        states.append(desk.status["learners"]["a"]["state"])
+    (note,) = desk.noted("lost")
+    assert note.warning and "a was not heard for 30 s" in note.text and "process" in note.text
+    desk.report("a", 20)
+    assert desk.told(msg.Bye, "a"), "its connection is gone: it says Hello again"
+    desk.leave("b")
+    states.append(desk.status["learners"]["b"]["state"])
+    assert states == ["paused: evaluating", "silent", "lost", "left"]
+    assert desk.status["waiting_for"] == ["learners: none is here"]
+
+
+def test_a_firewall_in_the_way_is_named_once() -> None:
+    desk = running("a", "b")
+    desk.announce("a", 0, 1)
+    desk.announce("b", 0, 1)
+    for chunk in range(CHUNKS - 1):
+        desk.pass_(4.0, "a", "b", steps_per_s=10)
+        desk.chunk("b", 0, 1, chunk)
+    (hint,) = desk.noted("no_data")
+    assert "a firewall close port 7071" in hint.text
+    assert desk.status["learners"]["a"]["hint"] and not desk.status["learners"]["b"]["hint"]
+
+
+# Rates: a share is lowered before another one is raised.
+
+
+def desk_with(**wan: float) -> Desk:
+    return Desk(configure(wan={name: BitRate(rate) for name, rate in wan.items()}))
+
+
+def rates(desk: Desk, names: str) -> list[float]:
+    return [desk.status["learners"][name]["up_bits_per_s_granted"] for name in names]
+
+
+@pytest.mark.parametrize(
+    ("wan", "rate"),
+    [({}, 0.0), ({"up": 5e6}, 5e6), ({"total_up": 8e6}, 8e6), ({"up": 5e6, "total_up": 8e6}, 5e6)],
+)
+def test_the_rate_of_a_lone_learner(wan: dict[str, float], rate: float) -> None:
+    assert desk_with(**wan).hello("a").beat.up_bits_per_s == rate
+
+
+def test_a_newcomer_gets_its_share_when_the_others_have_heard_of_theirs() -> None:
+    desk = desk_with(total_up=8e6)
+    assert desk.hello("a").beat.up_bits_per_s == 8e6
+    desk.log.clear()
+    assert desk.hello("b").beat.up_bits_per_s == RATE_MIN
+    assert rates(desk, "a") == [4e6]
+    assert desk.told(msg.Beat, "a")[0].up_bits_per_s == 4e6
+    desk.now += 0.1
+    desk.report("a", 1)
+    assert rates(desk, "b") == [RATE_MIN], "that Report may have been on its way"
+    desk.now += 1.0
+    desk.report("a", 2)
+    assert rates(desk, "b") == pytest.approx([4e6])
+    assert desk.told(msg.Beat, "b")[-1].up_bits_per_s == pytest.approx(4e6)
+
+
+def test_two_newcomers_do_not_both_get_what_one_of_the_others_has_given_back() -> None:
+    desk = desk_with(total_up=8e6)
+    desk.hello("a")
+    desk.hello("b")
+    desk.pass_(2.0, "a", "b")
+    assert rates(desk, "ab") == [4e6] * 2
+    desk.hello("c")
+    desk.hello("d")
+    desk.pass_(2.0, "a")  # b has not shown that it has heard of its new rate.
+    assert sum(rates(desk, "cd")) == pytest.approx(2e6, rel=0.01)
+
+
+def test_a_lost_learner_gives_its_share_back_and_comes_back_as_a_newcomer() -> None:
+    desk = desk_with(total_up=8e6)
+    desk.hello("a")
+    desk.hello("b")
+    desk.pass_(3.0, "a", "b")
+    assert rates(desk, "a") == [4e6]
+    desk.pass_(31.0, "a")
+    assert rates(desk, "a") == [8e6]
+    assert desk.hello("b", peer="b:1").beat.up_bits_per_s == RATE_MIN
+    desk.pass_(2.0, "a", "b")
+    assert rates(desk, "ab") == pytest.approx([4e6] * 2)

@@ -1,13 +1,17 @@
-"""The life of a round: launch, collect, merge, commit, publish."""
+"""The life of a round: launch, collect, merge, commit, publish; and pushes on their way to it."""
 
 from __future__ import annotations
 
 import pytest
-from desk import CHUNKS, RUN, Desk, configure, incarnation, resumed, running
+from desk import CHUNKS, Desk, configure, incarnation, resumed, running
+from msgspec import structs
 
 from narrows.broker.syncer import events as ev
+from narrows.broker.syncer import pushes
 from narrows.broker.syncer.state import Clock
 from narrows.proto import messages as msg
+from narrows.proto.errors import ErrorCode, RemoteProtocolError
+from narrows.proto.messages import DataKind, Fetch
 
 EVERYBODY = configure(run={"mode": msg.Mode.STREAMING}, merge={"quorum": 0})
 
@@ -34,6 +38,25 @@ def test_the_pace_is_the_harmonic_mean() -> None:
             desk.steps[name] += steps
             desk.report(name, int(desk.steps[name] + 1e-9))
     assert desk.status["period_s"] * (100 + 1 + 0.2) == pytest.approx(3 * 10, rel=0.01)
+    desk.leave("b", "c")
+    period_s = desk.status["period_s"]
+    desk.report("a", 2100, paused="evaluating")
+    desk.pass_(10.0)
+    assert desk.status["waiting_for"] == ["learners: a paused"]
+    assert desk.status["period_s"] == period_s, "it stands while nobody trains"
+
+
+def test_after_a_start_the_run_has_a_pace_at_once() -> None:
+    who = incarnation("a")
+    desk = Desk(resumed=resumed(merged={(who, 0): 1}, merged_tokens={who: 4000}))
+    assert desk.hello("a").beat.period_s == 1.0
+    assert desk.status["learners"]["a"]["merged_tokens"] == 1000
+    desk.push("a", 0, 1)  # It does not know yet that version 5 holds it.
+    desk.report("a", 0)
+    desk.pass_(1.0, "a")
+    assert desk.status["rounds"], "a round is launched though no step time is known"
+    desk.push("a", 0, 2)
+    assert [[push.push_id for push in each.pushes] for each in desk.take(ev.Merge)] == [[2]]
 
 
 # Collect.
@@ -98,6 +121,21 @@ def test_each_round_has_a_window_of_its_own() -> None:
         assert desk.merges() == [(fragment, ["a", "b"], "everybody")]
 
 
+def test_lockstep_launches_at_once_and_knows_no_pace() -> None:
+    config = configure(
+        run={"mode": msg.Mode.DILOCO},
+        fragments={"count": 1, "overlap_steps": 0},
+        merge={"quorum": 0, "weights": "equal"},
+    )
+    desk = Desk(config, resumed=resumed(heads=(5,), period_s=0.0))
+    desk.hello("a")
+    desk.report("a", 0, held=(5,))
+    for version in range(6, 9):
+        assert desk.status["rounds"][0]["stage"] == "collecting"
+        desk.push("a", 0, version)
+        assert desk.heads == [version]
+
+
 def test_what_the_quorum_took_and_a_merge_takes_is_hidden_no_more() -> None:
     desk = running(
         "a", "b", "c", config=configure(fragments={"overlap_steps": 9}, merge={"quorum": 2})
@@ -112,7 +150,8 @@ def test_what_the_quorum_took_and_a_merge_takes_is_hidden_no_more() -> None:
     desk.pass_(0.02)
     assert desk.merges() == [(0, ["a", "b"], "window")]
     desk.pass_(0.8)
-    desk.durable(0)
+    desk.do(desk.syncer.merged, 0)
+    desk.do(desk.syncer.durable, 0)
     assert desk.status["sync_s"] == pytest.approx(0.25 * 0.8)
 
 
@@ -174,21 +213,6 @@ def test_the_first_round_takes_everybody_who_began_the_run_and_later_ones_no_new
     assert later.merges()[0] == (0, ["a"], "everybody")
 
 
-def test_lockstep_launches_at_once_and_knows_no_pace() -> None:
-    config = configure(
-        run={"mode": msg.Mode.DILOCO},
-        fragments={"count": 1, "overlap_steps": 0},
-        merge={"quorum": 0, "weights": "equal"},
-    )
-    desk = Desk(config, resumed=resumed(heads=(5,), period_s=0.0))
-    desk.hello("a")
-    desk.report("a", 0, held=(5,))
-    for version in range(6, 9):
-        assert desk.status["rounds"][0]["stage"] == "collecting"
-        desk.push("a", 0, version)
-        assert desk.heads == [version]
-
-
 def test_chunks_that_nobody_announced_hold_nobody_up() -> None:
     desk = running("a", "b")
     desk.send_chunks("b", 0, 1)
@@ -204,42 +228,6 @@ def test_chunks_that_nobody_announced_hold_nobody_up() -> None:
 
 
 # Merge, commit, publish.
-
-
-def test_a_failed_merge_changes_nothing_and_is_told_to_its_learners() -> None:
-    desk = running("a", "b")
-    desk.commits = False
-    desk.to_launch("a", "b")
-    desk.push("a", 0, 1)
-    desk.push("b", 0, 4)
-    desk.take(ev.Merge)
-    desk.do(desk.syncer.merge_failed, 0, FloatingPointError("overflow"))
-    assert desk.heads[0] == 0 and desk.syncer.run_tokens == 0
-    assert desk.log.count(ev.Drop(0, incarnation("b"), 4)) == 1
-    told = desk.told(msg.Refuse)
-    assert [each.code for each in told] == ["merge_failed"] * 2
-    assert [each.push_id for each in told] == [1, 4]
-    assert all("next push" in each.remedy for each in told)
-    desk.pass_(1.0, "a", "b", steps_per_s=10)
-    desk.push("a", 1, 2)
-    assert desk.status["rounds"], "the run goes on"
-
-
-def test_a_full_disk_holds_publishing_back_and_nothing_else() -> None:
-    desk = running("a")
-    desk.commits = False
-    desk.to_launch("a")
-    desk.push("a", 0, 1)
-    desk.do(desk.syncer.merged, 0)
-    for _ in range(3):
-        desk.do(desk.syncer.disk_failed, 0, OSError("no space left"))
-        desk.pass_(2.0, "a", steps_per_s=10)
-    assert desk.status["waiting_for"][0].startswith("the disk: fragment 0 cannot be written (no s")
-    assert len(desk.noted("disk_failed")) == 1
-    desk.push("a", 1, 2)
-    assert desk.status["rounds"][1]["stage"] == "merging"
-    desk.do(desk.syncer.durable, 0)
-    assert desk.heads[0] == 1 and "disk" not in str(desk.status["waiting_for"])
 
 
 def test_a_beat_goes_out_each_second_at_each_launch_and_at_each_due() -> None:
@@ -263,6 +251,8 @@ def test_the_clock_counts_each_token_once() -> None:
     assert clock.tokens_per_s(13.0) == pytest.approx(250.0)
     assert clock.tokens_per_s(13.0 + 2 + 2 * 1.0) > 0
     assert clock.tokens_per_s(13.0 + 2 + 2 * 1.0 + 0.1) == 0.0
+    clock.count(msg.TOKENS_MAX, 14.0)
+    assert clock.run_tokens == msg.TOKENS_MAX // 4, "a clock that is full can still be told"
 
 
 # Time.
@@ -283,17 +273,6 @@ def test_step_times_are_medians_on_the_brokers_clock_without_pauses() -> None:
     assert desk.status["learners"]["a"]["steps_per_s"] == 10.0
 
 
-def test_the_pace_stands_while_nobody_is_here() -> None:
-    desk = running("a", "b")
-    period_s = desk.status["period_s"]
-    assert period_s == pytest.approx(1.0)
-    desk.report("a", 20, paused="evaluating")
-    desk.leave("b")
-    desk.pass_(10.0)
-    assert desk.status["period_s"] == period_s
-    assert desk.status["waiting_for"] == ["learners: a paused"]
-
-
 def test_a_broker_that_stood_still_judges_nobody_and_no_window_passes() -> None:
     desk = running("a", "b")
     desk.to_launch("a", "b")
@@ -307,17 +286,170 @@ def test_a_broker_that_stood_still_judges_nobody_and_no_window_passes() -> None:
     assert desk.status["learners"]["b"]["steps_per_s"] == pytest.approx(10.0, rel=0.2)
 
 
-def test_after_a_start_the_run_has_a_pace_at_once() -> None:
-    """Killed between commit and publish: the head is the new version, and its push is merged."""
-    desk = Desk(resumed=resumed(merged={(incarnation("a"), 0): 1}))
-    held = (msg.Held(4, 99),) + (msg.Held(5, 99),) * 3
-    welcome = desk.hello("a", run_id=RUN, epoch="6-0123abcd", held=held)
-    assert (welcome.beat.heads, welcome.beat.period_s) == ((5, 5, 5, 5), 1.0)
-    assert (welcome.beat.run_tokens, welcome.go_back) == (1000, ())
-    desk.push("a", 0, 1)  # It does not know yet that version 5 holds it.
-    desk.report("a", 50, held=(4, 5, 5, 5))
-    desk.pass_(1.0, "a")
-    assert desk.status["rounds"], "a round is launched though no step time is known"
-    desk.report("a", 51)
+# Pushes on their way: what is refused, what is asked for, what counts.
+
+NAN = RemoteProtocolError(
+    ErrorCode.NOT_FINITE, "scale", expected="finite", got="nan", remedy="look at the loss"
+)
+
+
+def waiting() -> Desk:
+    """A run whose rounds wait for a quorum of two."""
+    desk = running("a", "b", config=configure(merge={"quorum": 2}))
+    desk.take(ev.Send)
+    return desk
+
+
+def test_a_push_that_comes_while_the_end_is_being_written_is_ignored() -> None:
+    """Its learner has been told nothing yet of the end, so it does nothing wrong."""
+    desk = Desk(configure(run={"goal_tokens": 1000}), resumed=resumed())
+    desk.commits = False
+    desk.hello("a", held=(msg.Held(5, 99),) * 4)
+    desk.pass_(35.0, "a", finished=(0, 1, 2, 3))
+    assert desk.take(ev.CommitEnd)
+    desk.push("a", 0, 1)
+    assert not desk.told(msg.Refuse) and not desk.syncer.state.rounds[0].inbox
+
+
+def test_a_damaged_chunk_drops_its_push_and_is_told_once() -> None:
+    desk = waiting()
+    desk.announce("a", 0, 1)
+    assert desk.chunk("a", 0, 1, 0) and desk.chunk("a", 0, 1, 1)
+    header = desk.header("a", 0, 1, 0)
+    desk.do(desk.syncer.push_failed, header, NAN)
+    desk.do(desk.syncer.push_failed, header, NAN)
+    assert desk.log.count(ev.Drop(0, incarnation("a"), 1)) == 1
+    (refusal,) = desk.told(msg.Refuse, "a")
+    assert (refusal.code, refusal.push_id, refusal.remedy) == ("not_finite", 1, "look at the loss")
+    desk.checked("a", 0, 1, 1)
+    assert not desk.chunk("a", 0, 1, 2), "the rest of it is dropped silently"
+    assert not desk.told(msg.Refuse)
+    # It announces the same push after a new Welcome: it has not heard the refusal.
+    desk.announce("a", 0, 1)
+    assert len(desk.told(msg.Refuse, "a")) == 1
     desk.push("a", 0, 2)
-    assert [(m.version, [p.push_id for p in m.pushes]) for m in desk.take(ev.Merge)] == [(6, [2])]
+    assert [each.push_id for each in desk.syncer.state.rounds[0].here()] == [2]
+
+
+# What counts already.
+
+
+def test_a_push_that_only_the_rows_remember_is_refused_as_stale() -> None:
+    """Its learner was away while more others were merged than are remembered. The rows take each id
+    once, so merging it again would end the broker; and no STATE tells the learner of its push."""
+    desk = Desk(resumed=resumed(), newest_push=lambda incarnation, fragment: 3)
+    desk.hello("a")
+    desk.report("a", 0)
+    desk.to_launch("a")
+    for push_id in (3, 4):
+        desk.push("a", 0, push_id)
+    (refusal,) = desk.told(msg.Refuse, "a")
+    assert refusal.push_id == 3 and "newest version" in refusal.remedy
+    assert desk.heads[0] == 6, "its next push is merged"
+
+
+def test_as_many_are_remembered_as_a_state_can_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(msg, "LEARNERS_MAX", 2)
+    desk = running("a")
+    for life in (1, 2, 3):
+        desk.hello("a", life)
+        desk.push("a", 0, 1)
+        desk.leave("a")
+        desk.pass_(1.0)
+    assert list(desk.syncer.state.rounds[0].merged) == [incarnation("a", 2), incarnation("a", 3)]
+
+
+# What is asked for, and what learners fetch.
+
+
+def test_arrivals_carry_a_repair_on() -> None:
+    desk = waiting()
+    desk.syncer.state.settings = structs.replace(desk.syncer.state.settings, window_messages=2)
+    desk.announce("a", 0, 1)
+    desk.pass_(1.0, "a", "b")
+    assert desk.told(msg.Fetch, "a") == [Fetch(DataKind.PUSH, 0, 0, 1, ((0, 2),))]
+    for chunk in range(2):
+        assert desk.chunk("a", 0, 1, chunk)
+        asked = Fetch(DataKind.PUSH, 0, 0, 1, ((chunk + 2, 1),))
+        assert desk.told(msg.Fetch, "a") == [asked], "at once, not with the next Beat"
+
+
+@pytest.mark.parametrize(
+    ("request_", "remedy"),
+    [
+        (Fetch(DataKind.PUSH, 0, 0, 1, ((0, 1),)), "last Beat names"),
+        (Fetch(DataKind.STATE, 4, 5, 0, ((0, 1),)), "cut the model"),
+        (Fetch(DataKind.STATE, 0, 6, 0, ((0, 1),)), "last Beat names"),
+        (Fetch(DataKind.PUBLICATION, 0, 0, 0, ((0, 1),)), "last Beat names"),
+        (Fetch(DataKind.STATE, 0, 5, 0, ((3, 2),)), "last Beat names"),
+        (Fetch(DataKind.STATE, 0, 5, 0, ((0, 4),) * 65), "in parts"),
+        (msg.Push(4, 1, 0, tokens=10, steps=1), "fragments that Welcome tells"),
+        (msg.Push(0, 1, 6, tokens=10, steps=1), "adopt the newest version"),
+        (msg.Report(20, 200, None, (0,)), "report -1"),
+        (msg.Status({}), "connect learners to the broker"),
+    ],
+)
+def test_a_request_is_refused_with_what_to_do(request_: msg.ControlMessage, remedy: str) -> None:
+    desk = Desk(resumed=resumed())
+    desk.hello("a")
+    desk.send("a", request_)
+    assert not any(isinstance(each, ev.Serve) for each in desk.log)
+    (refusal,) = desk.told(msg.Refuse, "a")
+    assert refusal.expected and refusal.got and remedy in refusal.remedy
+
+
+def test_before_version_0_and_after_the_end_there_is_less_to_do() -> None:
+    fetch = Fetch(DataKind.PUBLICATION, 3, 5, 0, ((0, 2), (3, 1)))
+    before, after = Desk(), Desk(resumed=resumed(phase=msg.Phase.ENDED))
+    for desk in (before, after):
+        desk.hello("a")
+        desk.send("a", fetch)
+        desk.send("a", msg.Push(0, 1, 0, 1, 1))
+    assert ["role adopt" in each.remedy for each in before.told(msg.Refuse, "a")] == [True] * 2
+    assert after.log.count(ev.Serve(incarnation("a"), fetch)) == 1
+    assert ["final model" in each.remedy for each in after.told(msg.Refuse, "a")] == [True]
+
+
+def test_a_chunk_alone_decides_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = waiting()
+    desk.announce("a", 0, 1)
+    calls: list[float] = []
+    monkeypatch.setattr(desk.syncer, "advance", calls.append)
+    assert desk.chunk("a", 0, 1, 0)
+    desk.checked("a", 0, 1, 0)
+    assert not calls
+    desk.now = desk.syncer.deadline(desk.now)
+    assert desk.chunk("a", 0, 1, 1)
+    assert calls, "a flood of chunks must not keep what is due from being decided"
+
+
+# Limits for somebody with an admitted key.
+
+
+def test_a_round_takes_no_more_pushes_than_a_publication_can_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = running("a", "b", "c")
+    monkeypatch.setattr(msg, "LEARNERS_MAX", 2)
+    for name in ("a", "b", "c"):
+        desk.push(name, 0, 1)
+    (merge,) = desk.take(ev.Merge)
+    assert [each.learner for each in merge.pushes] == ["a", "b"]
+    assert list(desk.syncer.state.rounds[0].inbox) == [incarnation("c")], "the third one waits"
+
+
+def test_who_starts_again_and_again_fills_no_inbox() -> None:
+    desk = running("a", "b", config=configure(merge={"quorum": 9}))
+    desk.commits = False
+    for life in range(1, pushes.LIVES_MAX + 2):
+        if life > 1:
+            desk.send("a", msg.Bye("again"))
+            desk.hello("a", life)
+        desk.take(ev.Send)
+        desk.push("a", 3, 1)
+    inbox = desk.syncer.state.rounds[3].inbox
+    assert [each.learner for each in inbox.values()] == ["a"] * pushes.LIVES_MAX
+    (refusal,) = desk.told(msg.Refuse, "a")
+    assert refusal.code == ErrorCode.OVER_CAPACITY and refusal.push_id == 1
+    desk.push("b", 3, 1)
+    assert incarnation("b") in inbox, "others are not concerned"

@@ -1,0 +1,118 @@
+"""Programs as users start them: the installed script, the demo, and a learner that knows the
+protocol's text alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import socket
+import sys
+from contextlib import closing, suppress
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+import pytest
+from acceptance.kit import Ports, Site, wait_until
+from acceptance.toy import start_model
+from torch.nn.functional import cosine_similarity
+
+PATIENCE_S = 60.0
+"""The demo starts programs one by one, none of which has imported torch before."""
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "minimal_learner.py"
+WIDTH, FRAGMENTS = 128, 4
+
+
+def test_a_script_says_what_is_wrong_and_with_which_code(site: Site) -> None:
+    with closing(Ports()) as unused, socket.create_server(("127.0.0.1", 0)) as mute:
+        nowhere = f"tcp://127.0.0.1:{unused.first}"
+        script = site.shell("status", "narrows", "status", nowhere, "--timeout-s", "0.1")
+        silent = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+        waiting = site.shell("waiting", "narrows", "status", silent)
+        mute.accept()[0].close()
+        waiting.ps.send_signal(signal.SIGINT)
+        learner = site.learner("a", broker=nowhere, join_timeout_s=0.1)
+        learner.ends(4)
+        assert f"no broker answered at {nowhere}" in learner.log
+        for child, code, word in ((waiting, 130, "interrupted"), (script, 4, "did not answer")):
+            child.ends(code)
+            (said,) = child.log.splitlines()
+            assert said.startswith("narrows: ") and word in said
+    assert site.tell("--version").strip() == version("narrows")
+
+
+@pytest.mark.timeout(180)
+def test_a_killed_learner_comes_back_and_all_copies_are_equal(site: Site) -> None:
+    kept, results, picture = (site.folder / name for name in ("demo", "results.json", "demo.svg"))
+    demo = site.shell(
+        "demo", "narrows", "demo", "--learners", "2", "--steps", "120", "--plain",
+        "--keep", str(kept), "--json", str(results), "--picture", str(picture),
+    )  # fmt: skip
+    run = replace(site, folder=kept)
+
+    def find(name: str) -> psutil.Process | None:
+        for each in demo.ps.children(recursive=True):
+            with suppress(psutil.Error):  # It has just ended.
+                if name == each.name():
+                    return each
+        return None
+
+    wait_until(lambda: find("site-b"), "site-b to start", demo, timeout_s=PATIENCE_S)
+    first, other = find("site-b"), find("site-a")
+    assert first is not None and other is not None
+    first.wait(PATIENCE_S)
+    wait_until(lambda: find("site-b"), "site-b to start again", demo)
+    # So short a run would be over before site-b is back: the other one stands still meanwhile.
+    other.suspend()
+    merged = run.contributions("site-b")
+    wait_until(lambda: run.contributions("site-b") >= merged + 2, "it to be merged again", demo)
+    other.resume()
+    demo.ends(0, PATIENCE_S)
+    (result,) = json.loads(results.read_text())["rows"]
+    assert result["killed"] and result["rejoin_s"] is not None
+    assert result["digests_compared"] > 0 == result["digests_differing"]
+    run.check_copies("site-a", "site-b")
+    # A model that has learned nothing takes every byte for equally likely.
+    assert result["loss_global"] < math.log(256) - 2
+    moved = result["up_bytes"] + result["down_bytes"]
+    assert moved < result["data_parallel_bytes"] / 10
+    assert max(map(len, demo.log.splitlines())) <= 100
+    assert "was killed" in picture.read_text().replace("&#160;", " ")
+
+
+def test_a_second_implementation_is_merged_and_holds_the_brokers_bits(site: Site) -> None:
+    source = SCRIPT.read_text()
+    assert "import narrows" not in source and "from narrows" not in source
+    # Ours seeds the run and stands still, but no round is merged without the other.
+    settings = ("merge.quorum=0", "run.learners_at_start=2", f"fragments.count={FRAGMENTS}")
+    broker = site.broker(*settings, goal_tokens=150)
+    ours = site.learner("ours", tokens=1, width=WIDTH, lr=0.0)
+
+    def seeded() -> bool:
+        return any(note["kind"] == "seeded" for note in site.events("broker", "note"))
+
+    wait_until(seeded, "our learner to seed the run", ours, broker)
+    layout = site.folder / "layout.json"
+    layout.write_text(site.tell("export", str(site.state), "--layout"))
+    command = [sys.executable, "-I", str(SCRIPT), site.address, "other", str(layout)]
+    other = site.shell("other", *command)
+    for child in (other, ours, broker):
+        child.ends(0)
+    rounds = site.merged()
+    newest = {one["fragment"]: (one["version"], one["digest"]) for one in rounds}
+    ends = [json.loads(line) for line in other.log.splitlines()]
+    assert {end["fragment"]: (end["version"], end["digest"]) for end in ends} == newest
+    for end in ends:
+        its = [one for one in rounds if one["fragment"] == end["fragment"]]
+        assert end["merged"] == sum("other" in one["contributors"] for one in its) > 0
+        assert (end["fragment"], end["version"], end["digest"]) in site.adopted("ours")
+    site.check_copies("ours")
+    # The broker read the other's pushes: its step is weight decay, and so is the run's way.
+    start, final = start_model(WIDTH).weight.detach(), site.final("ours")["weight"]
+    assert cosine_similarity((start - final).flatten(), start.flatten(), dim=0) > 0.9
+    # And the other read publications: a copy of the model instead of each would fill the line.
+    copies = site.last_status()["down_bytes"] / (4 * WIDTH * (WIDTH + 1))
+    assert copies < 2 + len(rounds) / FRAGMENTS / 2
