@@ -70,7 +70,7 @@ def test_a_killed_learner_comes_back_and_all_copies_are_equal(site: Site) -> Non
     merged = run.contributions("site-b")
     wait_until(lambda: run.contributions("site-b") >= merged + 2, "it to be merged again", demo)
     other.resume()
-    demo.ends(0, PATIENCE_S)
+    demo.ends(0, timeout_s=PATIENCE_S)
     (result,) = json.loads(results.read_text())["rows"]
     assert result["killed"] and result["rejoin_s"] is not None
     assert result["digests_compared"] > 0 == result["digests_differing"]

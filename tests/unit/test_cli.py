@@ -195,27 +195,6 @@ def test_status_with_the_next_key_of_the_broker(narrows: Said, tmp_path: Path) -
         assert code == 3 and f"narrows keys allow 'narrows-key a {pair.public}'" in narrows.err
 
 
-def test_a_learner_whose_key_is_revoked_is_told_apart_from_a_lost_one(tmp_path: Path) -> None:
-    house = House(tmp_path / "state")
-    _, b = begun(house, "site-a", "site-b/0")
-    house.host.revoked(["site-b"], house.now)
-
-    def states() -> list[object]:
-        learners = house.host.status(house.now)["learners"]
-        assert isinstance(learners, dict)
-        return [each["state"] for each in learners.values()]
-
-    assert states() == ["joining", "key revoked"]
-    (note,) = [note for note in house.notes if note.event == "revoked"]
-    told = "the key of site-b/0 was revoked: it is cut off until its site is admitted again"
-    assert note.text == f"{told} (narrows keys allow)"
-    assert note.warning and note.fields == {"learner": "site-b/0"}
-    b.hello()
-    house.settle()
-    assert states() == ["joining", "training"], "its site has a key again"
-    house.kill()
-
-
 def test_status_without_a_key_says_that_one_is_needed(narrows: Said) -> None:
     """It does not wait for its time to be over: a broker with keys will not admit it later."""
     with socket.create_server(("127.0.0.1", 0)) as server:

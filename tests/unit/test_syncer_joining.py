@@ -252,7 +252,9 @@ def test_a_learner_is_paused_silent_lost_or_gone() -> None:
     desk.report("a", 20, paused="evaluating")
     desk.do(desk.syncer.revoked, ["site"])
     assert desk.status["learners"]["site/0"]["state"] == "key revoked"
-    assert desk.noted("revoked")[0].text.startswith("the key of site/0 was revoked")
+    (note,) = desk.noted("revoked")
+    assert note.text.startswith("the key of site/0 was revoked: it is cut off until")
+    assert note.warning and note.fields == {"learner": "site/0"}
     assert desk.hello("site/0", peer="site/0:1").role is msg.Role.ADOPT, "it has a key again"
     desk.leave("site/0")
     states = [desk.status["learners"]["a"]["state"]]
