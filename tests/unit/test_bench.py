@@ -210,7 +210,7 @@ def test_shares_are_measured_while_a_learner_is_away() -> None:
 def test_promises_of_a_line_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wan, "TRANSFER_S", 0.02)  # Else first copies would take a while.
     frozen = wan.measure(wan.Cell("frozen", seconds=4.0))
-    assert frozen["rounds_per_s"][2] > 0 and frozen["longest_pause_s"] > 0, frozen
+    assert max(frozen["rounds_per_s"]) > 0 and frozen["longest_pause_s"] > 0, frozen
     revoked = wan.measure(wan.Cell("revoke", 2, seconds=1.0))
     assert revoked["copies_after"] == 0 and 0 < revoked["pause_s"] < wan.LOOKED_S, revoked
     assert revoked["behind_periods"] < 2, revoked

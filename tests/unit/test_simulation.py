@@ -9,6 +9,7 @@ from narrows.bench.sim.planted import PLANTED, Planted, found_within, judge
 PLANTED_SEEDS = 50
 
 
+@pytest.mark.timeout(200)  # Ten runs take 15 s of a core, which others may need at the time.
 def test_seeds(seeds: range) -> None:
     wrong = {seed: said for seed in seeds if (said := judge(seed)) is not None}
     assert not wrong
