@@ -38,7 +38,7 @@ class Preset:
     peak_learning_rate: float
 
 
-# About 0.12, 0.43, 0.8, 4.8 and 25 million parameters. The step of the tiny one is small on
+# About 0.12, 0.43, 0.8, 4.8, 25 and 85 million parameters. The step of the tiny one is small on
 # purpose: in a short demo the noise of single batches is what averaging over learners takes away.
 PRESETS: Final = {
     "nano": Preset(2, 2, 64, context=64, batch=4, peak_learning_rate=8e-3),
@@ -46,6 +46,7 @@ PRESETS: Final = {
     "tiny": Preset(4, 4, 128, context=64, batch=4, peak_learning_rate=4e-3),
     "small": Preset(6, 4, 256, context=256, batch=8, peak_learning_rate=1e-3),
     "medium": Preset(8, 8, 512, context=512, batch=8, peak_learning_rate=6e-4),
+    "large": Preset(12, 12, 768, context=1024, batch=16, peak_learning_rate=6e-4),
 }
 
 
@@ -117,8 +118,12 @@ class GPT(nn.Module):
         return logits
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Mean cross entropy in nats per byte; x, y: (batch, time) int64."""
-        return F.cross_entropy(self(x).flatten(0, 1), y.flatten())
+        """Mean cross entropy in nats per byte; x, y: (batch, time) int64, on any device."""
+        device = self.rotation.device
+        # A GPU multiplies matrices in bfloat16 many times as fast; the parameters stay float32.
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
+            logits = self(x.to(device, non_blocking=True))
+        return F.cross_entropy(logits.float().flatten(0, 1), y.to(device).flatten())
 
     @torch.no_grad()
     def validation_loss(self, windows: Tokens) -> float:

@@ -13,6 +13,7 @@ from narrows.bench.reference.gpt import GPT, PRESETS, learning_rate, make_optimi
 from narrows.bench.reference.text import load_text
 from narrows.bench.reference.worker import Options
 from narrows.learner import Learner
+from narrows.proto.errors import ConfigError
 
 PRINT_S: Final = 2.0
 """Seconds between two lines about the training: a step may take a millisecond."""
@@ -25,11 +26,12 @@ def train(options: Options) -> dict[str, Any]:
     Learner raises.
     """
     torch.set_num_threads(options.threads)
+    device = usable_device(options.device)
     preset = PRESETS[options.preset]
     text = load_text(options.data)
     print(text, flush=True)
     # The same parameters at every learner: whose become version 0 must not matter.
-    model = GPT(preset, seed=0)
+    model = GPT(preset, seed=0).to(device)
     optimizer = make_optimizer(model, preset.peak_learning_rate)
     learner = Learner(
         model,
@@ -79,6 +81,19 @@ def train(options: Options) -> dict[str, Any]:
         "validation_loss": model.validation_loss(text.validation_windows(context=preset.context)),
         "stats": learner.stats(),
     }
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of this name. Raises ConfigError if it cannot be used here."""
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            "--device",
+            expected="a device that PyTorch can use on this machine, as cpu or cuda:0",
+            got=name,
+            remedy=f"see nvidia-smi and this answer of PyTorch: {str(error).splitlines()[0]}",
+        ) from None
 
 
 def _stop_on_signal() -> threading.Event:

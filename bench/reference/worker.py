@@ -29,10 +29,12 @@ class Options:
     """Key file of this site (default: the one that NARROWS_KEY names, if it names any)."""
     data: Path | None = None
     """Folder with text files (default: the sources of Python's standard library)."""
-    preset: Literal["nano", "micro", "tiny", "small", "medium"] = "tiny"
-    """Size of the model, the same for all: 0.12, 0.43, 0.8, 4.8 or 25 million parameters."""
+    preset: Literal["nano", "micro", "tiny", "small", "medium", "large"] = "tiny"
+    """Size of the model, the same for all: 0.12, 0.43, 0.8, 4.8, 25 or 85 million parameters."""
     seed: int = 0
     """Changes the order of the text, never the model's first parameters."""
+    device: str = "cpu"
+    """Where the model is trained, as PyTorch names it; on cuda matrices are bfloat16."""
     threads: int = 1
     """CPU threads of PyTorch."""
     step_wait_s: float = 0.0

@@ -15,17 +15,26 @@ from narrows.proto.layout import build_table
 from narrows.proto.messages import CodecName, RunSettings
 
 SETTINGS = RunSettings(chunk_elements=512)
+CPU, GPU = torch.device("cpu"), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where the GPU's path runs: on a CPU the same torch expressions make the same bits."""
 
 
 class Model(torch.nn.Module):
     """Three tensors in any precision."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, *, transposed: bool = False) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        *,
+        transposed: bool = False,
+        device: torch.device = CPU,
+    ) -> None:
         super().__init__()
         self.w = torch.nn.Parameter(torch.zeros(30, 70, dtype=dtype))
         self.b = torch.nn.Parameter(torch.zeros(33, dtype=dtype))
         v = torch.zeros(111, 9, dtype=dtype).T if transposed else torch.zeros(9, 111, dtype=dtype)
         self.v = torch.nn.Parameter(v)
+        self.to(device)
 
 
 (FRAGMENT,) = build_table(Parameters(Model()).layout.entries, 1)
@@ -89,7 +98,7 @@ def test_a_copy_that_is_taken_outright_has_the_published_bits() -> None:
 
 
 def test_parameters_that_are_not_finite_are_not_pushed_from_a_gpu() -> None:
-    model = Model()
+    model = Model(device=GPU)
     island = Island(Parameters(model), on_device=True)
     old = filled(island, np.zeros(FRAGMENT.elements, np.float32))
     with torch.no_grad():
@@ -102,7 +111,7 @@ def test_parameters_that_are_not_finite_are_not_pushed_from_a_gpu() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_the_rounding_of_parameters_does_not_travel(dtype: torch.dtype, on_device: bool) -> None:
-    model = Model(dtype)
+    model = Model(dtype, device=GPU if on_device else CPU)
     island, rng = Island(Parameters(model), on_device=on_device), np.random.default_rng(1)
     old = filled(island, rng.standard_normal(FRAGMENT.elements).astype(np.float32))
     new = island.copy(FRAGMENT, rng.standard_normal(FRAGMENT.elements).astype(np.float32))
@@ -119,7 +128,7 @@ def test_the_rounding_of_parameters_does_not_travel(dtype: torch.dtype, on_devic
 @pytest.mark.parametrize("codec", ["int4-zstd", "int8-zstd", "f32-blosc2"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_gpu_path_has_the_bits_of_the_cpu(codec: CodecName, transposed: bool) -> None:
-    """The torch expressions on a CPU: payloads, and parameters after adoptions, bit for bit."""
+    """Payloads, and parameters after adoptions, bit for bit; without a GPU on its twin."""
     rng, settings = np.random.default_rng(2), replace(SETTINGS, push_codec=codec)
     start = rng.standard_normal(FRAGMENT.elements).astype(np.float32)
     work = 1e-3 * rng.standard_normal(FRAGMENT.elements).astype(np.float32)
@@ -127,7 +136,8 @@ def test_the_gpu_path_has_the_bits_of_the_cpu(codec: CodecName, transposed: bool
     work[1234] = 7.0
     results = []
     for on_device in (False, True):
-        parameters = Parameters(Model(transposed=transposed))
+        device = GPU if on_device else CPU
+        parameters = Parameters(Model(transposed=transposed, device=device))
         island = Island(parameters, on_device=on_device)
         old = filled(island, start)
         parameters.write(FRAGMENT, start + work)

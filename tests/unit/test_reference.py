@@ -15,6 +15,7 @@ import torch
 
 from narrows.bench.reference.gpt import GPT, PRESETS, learning_rate, make_optimizer
 from narrows.bench.reference.text import SECTION_BYTES, SIDE_BYTES_MIN, Text, load_text
+from narrows.bench.reference.training import train
 from narrows.bench.reference.worker import Options, learner
 from narrows.proto.errors import ConfigError
 
@@ -95,7 +96,7 @@ def test_the_model_learns_and_does_not_look_ahead() -> None:
 def test_presets_have_the_sizes_that_help_tells() -> None:
     models = map(GPT, PRESETS.values())
     sizes = [sum(each.numel() for each in model.parameters()) / 1e6 for model in models]
-    assert sizes == pytest.approx([0.12, 0.43, 0.82, 4.8, 25], rel=0.05)
+    assert sizes == pytest.approx([0.12, 0.43, 0.82, 4.8, 25, 85], rel=0.05)
 
 
 def test_the_learning_rate_follows_the_run() -> None:
@@ -109,6 +110,8 @@ def test_the_learning_rate_follows_the_run() -> None:
 def test_a_worker_that_cannot_begin_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"--step-wait-s \(expected >= 0, got -1"):
         Options(step_wait_s=-1)
+    with pytest.raises(ConfigError, match=r"--device \(expected a device that PyTorch can use"):
+        train(Options(device="tpu", name="site-a", broker="tcp://127.0.0.1:1"))
     with pytest.raises(ConfigError, match="the learner's broker is missing"):
         learner(Options(name="site-a"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -121,12 +124,12 @@ def test_a_worker_speaks_before_the_import_that_takes_seconds(
 ) -> None:
     heard: list[str] = []
 
-    def train(options: Options) -> dict[str, float]:
+    def trained(options: Options) -> dict[str, float]:
         heard.append(capsys.readouterr().out)
         return {"steps": 1, "tokens": 2, "validation_loss": 3.0}
 
     module = "narrows.bench.reference.training"
-    monkeypatch.setitem(sys.modules, module, SimpleNamespace(train=train))
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(train=trained))
     learner(Options(name="site-a", broker="tcp://127.0.0.1:1"))
     assert heard == ["site-a: loading PyTorch, which takes seconds\n"]
     assert "validation loss 3.0000" in capsys.readouterr().out
