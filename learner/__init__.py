@@ -1,8 +1,8 @@
 """The public face of a learner: `from narrows.learner import Learner`.
 
 User code imports `Learner` and the errors that it may raise. `learner`, `loop`, `parameters` and
-`weights` face the training loop; `session` and `fragment` decide and know no clock; `host`, `push`
-and `link` do what they decide.
+`weights` face the training loop; `session` and `fragment` decide and know no clock; `host`,
+`island` and `link` do what they decide.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Three versions matter. `held` is the base: the version that the parameters stand on. `tip` is the
 newest published copy that is whole on this machine; a boundary adopts it. `head` is the newest
-version that the broker has told of; what lies between tip and head is fetched.
+version that the broker has told of; what lies between tip and head is fetched. The tip is below
+the base only after a copy was found damaged, until the versions up to the head are here again.
 
 The push of a fragment goes through four states, and no second push exists before it is NONE again:
 
@@ -123,18 +124,18 @@ class FragmentSession:
                 return Assemble(key[0], self.index, key[1])
         return None
 
-    def assembled(self, header: msg.Header, now: float, *, agrees: bool) -> bool:
+    def assembled(self, header: msg.Header, *, agrees: bool) -> bool:
         """The host has made a copy; True if it is the new tip. `header` is that of chunk 0.
 
-        If its digest does not agree, the copy that it was built on or a chunk is wrong: everything
-        on its way is dropped, and the state is fetched.
+        If its digest does not agree, the copy that it was built on or a chunk is wrong: all that is
+        dropped, and a state is fetched. The broker may serve one that is older than the base.
         """
         if (header.kind, header.version) != self.assembling:
             return False
         self.assembling = None
         if not agrees:
             self.arriving.clear()
-            self._arrival(DataKind.STATE, self.head, now)
+            self.tip, self.tip_digest = -1, 0
             return False
         self.tip, self.tip_digest = header.version, header.result_digest
         self.arriving = {key: each for key, each in self.arriving.items() if key[1] > self.tip}
@@ -245,18 +246,19 @@ class FragmentSession:
     def new_epoch(self, settings: msg.RunSettings, *, go_back: bool) -> None:
         """Another life of the broker: forgets what was on its way, because chunks may be cut anew.
 
-        `go_back`: the copy here is not of the broker's history; its head replaces everything.
+        `go_back`: the copy here is not of the broker's history; its head replaces everything. So it
+        does if the base has no copy, because the broker could not compare that.
         """
         self.settings, self.assembling = settings, None
         self.arriving.clear()
-        if go_back:
+        if go_back or self.tip < self.held:
             self._settle()
             self.standing, self.held, self.tip, self.tip_digest = Standing.ADRIFT, -1, -1, 0
         self.head = self.tip
 
     def check(self) -> None:
         """Asserts what always holds."""
-        assert -1 <= self.held <= self.tip <= self.head, self
+        assert -1 <= min(self.held, self.tip) <= max(self.held, self.tip) <= self.head, self
         assert (self.push is None) == (self.pushed is Pushed.NONE), self
         assert self.push is None or self.standing is Standing.BASED, self
         assert (self.steps > 0) or self.tokens == 0, self

@@ -66,7 +66,8 @@ class LearnerHost:
         self.adopting: Callable[[do.Adopt], None] = lambda effect: None
         self.noted: Callable[[do.Note], None] = lambda note: None
         self._island, self._wires, self._pool = island, wires, pool
-        self._payloads: dict[tuple[int, DataKind, int], dict[int, tuple[Header, bytes]]] = {}
+        self.payloads: dict[tuple[int, DataKind, int], dict[int, tuple[Header, bytes]]] = {}
+        """Chunks that wait for the others of their transfer: by fragment, kind and version."""
         self._held: dict[int, Copy] = {}
         self._tip: dict[int, Copy] = {}
         self._pushed: dict[tuple[int, int], CodedPush] = {}
@@ -117,7 +118,7 @@ class LearnerHost:
             return
         if self.session.chunk(header, now):
             key = (header.fragment, header.kind, header.version)
-            self._payloads.setdefault(key, {})[header.chunk] = (header, payload)
+            self.payloads.setdefault(key, {})[header.chunk] = (header, payload)
         self._perform(now)
 
     def join(self, now: float) -> bool:
@@ -156,11 +157,6 @@ class LearnerHost:
         """The loop is over; call `join` until `session.ended`."""
         self.session.leave(now)
         self._perform(now)
-
-    @property
-    def held_transfers(self) -> set[tuple[int, DataKind, int]]:
-        """(fragment, kind, version) of the payloads that are held, for leak checks."""
-        return set(self._payloads)
 
     # Effects.
 
@@ -214,9 +210,9 @@ class LearnerHost:
 
     def _drop_payloads(self) -> None:
         parts = self.session.parts
-        for fragment, kind, version in list(self._payloads):
+        for fragment, kind, version in list(self.payloads):
             if (kind, version) not in parts[fragment].arriving:
-                del self._payloads[fragment, kind, version]
+                del self.payloads[fragment, kind, version]
 
     def _adopt(self, effect: do.Adopt) -> None:
         fragment, new = self._fragment(effect.fragment), self._tip[effect.fragment]
@@ -252,7 +248,7 @@ class LearnerHost:
     def _assemble(self, effect: do.Assemble) -> None:
         kind, index, version = effect
         fragment, settings = self._fragment(index), self.session.settings
-        chunks = [each for _, each in sorted(self._payloads[index, kind, version].items())]
+        chunks = [each for _, each in sorted(self.payloads[index, kind, version].items())]
         base = self._tip[index].values if kind is DataKind.PUBLICATION else None
         first = chunks[0][0]
 

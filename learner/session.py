@@ -276,7 +276,7 @@ class Session:
         if header.epoch != self.epoch:
             return False
         part = self.parts[header.fragment]
-        is_tip = part.assembled(header, now, agrees=agrees)
+        is_tip = part.assembled(header, agrees=agrees)
         if not agrees:
             text = f"fragment {part.index}: version {header.version} is damaged, fetching the state"
             self._note("digest_differs", text)

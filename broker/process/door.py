@@ -1,7 +1,7 @@
 """The way in: the address that a process listens on, and the keys that are admitted there.
 
 Two threads ask: ZeroMQ's authenticator at each handshake, the loop for each frame. What they read
-is swapped as a whole and never changed, so there is no lock.
+is swapped as a whole and never changed. Only a handshake that waits for the loop's look has a lock.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Final
@@ -22,11 +23,8 @@ from narrows.proto.messages import INCARNATION_PATTERN
 from narrows.proto.timing import REFUSALS_MAX, REFUSALS_S
 from narrows.proto.wire import name_of, speaks_for
 
-LOOK_S: Final = 1.0
-"""Seconds between two looks at the allow list, and for connections that have ended."""
-
-ADMITTED_LOOKS: Final = 200
-"""Hundredths of a second that a handshake with an unknown key waits for the next look at most."""
+ADMITTED_S: Final = 2.0
+"""Seconds that a handshake with an unknown key waits for the next look at most."""
 
 TOLD_MAX: Final = 10
 """Keys that are not admitted of which the log tells in REFUSALS_S."""
@@ -85,9 +83,10 @@ class Door:
 
     def __init__(self, folder: Path, now: float) -> None:
         """Raises ConfigError if the allow list cannot be read."""
-        self._folder, self._looked_at = folder, now
+        self._folder = folder
         self._allowed = AllowList.read(folder)
         self._stamp = self._stat()
+        self._looked = threading.Condition()
         self._out: dict[str, float] = {}
         """Keys that are kept out, each with the time at which it may come back."""
         self._refused: dict[str, tuple[float, int]] = {}
@@ -95,16 +94,14 @@ class Door:
         self._told: set[str] = set()
         """Keys that are not admitted and stand in the log already; emptied every REFUSALS_S."""
         self._told_at = now
-        self.revoked: list[str] = []
-        """Sites that the last change of the allow list has left without a key."""
 
     def admits(self, key: str) -> bool:
         """Whether a handshake with this public key (Z85) succeeds."""
-        for _ in range(ADMITTED_LOOKS):
+        with self._looked:
             # The list has changed and the loop has not looked: the key may have been admitted now.
-            if self._allowed.site(key) is not None or self._stat() == self._stamp:
-                break
-            time.sleep(0.01)
+            self._looked.wait_for(
+                lambda: self._allowed.site(key) or self._stat() == self._stamp, ADMITTED_S
+            )
         if self._allowed.site(key) is None and key not in self._told and len(self._told) < TOLD_MAX:
             # A stranger makes as many keys as he likes: neither memory nor log may grow with them.
             self._told.add(key)
@@ -147,29 +144,29 @@ class Door:
             return False
         return match[1] is None or speaks_for(site, name_of(match[1]))
 
-    def look(self, now: float) -> bool:
-        """Reads the allow list again if it has changed. True: a key has left, so its connections
-        must end. A list that cannot be read leaves the old one in force."""
-        if now < self._looked_at + LOOK_S:
-            return False
-        self._looked_at = now
+    def look(self, now: float) -> list[str] | None:
+        """Reads the allow list again if it has changed. A list that cannot be read leaves the old
+        one in force. None: no key has left. Else the connections must end, and these sites have no
+        key any more."""
         if now >= self._told_at + REFUSALS_S:
             self._told, self._told_at = set(), now
         self._out = {key: until for key, until in self._out.items() if now < until}
-        stamp = self._stat()
-        if stamp == self._stamp:
-            return False
-        self._stamp, before = stamp, self._allowed
-        try:
-            self._allowed = AllowList.read(self._folder)
-        except ConfigError as error:
-            _log.error("the allow list stays as it was: %s", printable(str(error)))
-            return False
+        with self._looked:
+            self._looked.notify_all()
+            before, stamp, self._stamp = self._allowed, self._stamp, self._stat()
+            if self._stamp == stamp:
+                return None
+            try:
+                self._allowed = AllowList.read(self._folder)
+            except ConfigError as error:
+                _log.error("the allow list stays as it was: %s", printable(str(error)))
+                return None
         gone = sorted(before.keys[key] for key in before.keys if not self._allowed.site(key))
-        self.revoked = sorted(set(gone) - set(self._allowed.keys.values()))
         cut_off = f"; cut off: {', '.join(gone)}" if gone else ""
         _log.info("the allow list was read again: %d keys%s", len(self._allowed.keys), cut_off)
-        return any(self._allowed.site(key) != before.site(key) for key in before.keys)
+        if all(self._allowed.site(key) == before.site(key) for key in before.keys):
+            return None
+        return sorted(set(gone) - set(self._allowed.keys.values()))
 
     def _stat(self) -> tuple[int, int, int]:
         try:

@@ -18,12 +18,15 @@ from typing import Final, TypeAlias
 import zmq
 
 from narrows.broker.config import BrokerConfig
-from narrows.broker.process.door import LOOK_S, Door, bind, listening_address
+from narrows.broker.process.door import Door, bind, listening_address
 from narrows.broker.process.downlink import Connection
 from narrows.broker.process.host import Host
 from narrows.proto.config import Address
 from narrows.proto.keys import KeyPair, read_broker_key, serve_keys
 from narrows.proto.sockets import Kind, make_socket, send_buffer_bytes
+
+LOOK_S: Final = 1.0
+"""Seconds between two looks at the allow list, and for connections that have ended."""
 
 FRAMES_PER_TURN: Final = 64
 """Messages that are read from one socket before the others have their turn."""
@@ -141,12 +144,12 @@ class Link:
                     is_fine = host.data(site, parts, now)
                 if self.door is not None and not is_fine:
                     self.door.strike(key, now)
-        if self.door is not None and self.door.look(now):
-            host.revoked(self.door.revoked, now)
-            self._reopen(host)
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
             host.downlink.keep_listeners(lambda each: _open(each.descriptor) == each)
+            if self.door is not None and (revoked := self.door.look(now)) is not None:
+                host.revoked(revoked, now)
+                self._reopen(host)
 
     def _received(self, socket: Socket) -> Iterator[tuple[int, str, str | None, list[zmq.Frame]]]:
         """Messages that wait at a socket: the connection's file descriptor, its key ("" without

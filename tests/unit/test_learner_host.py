@@ -141,6 +141,25 @@ def test_what_is_damaged_is_noted_and_asked_for_again(
     assert event != "refused" or "bad_digest" in stage.notes[0].text
 
 
+def test_a_damaged_copy_is_replaced_though_the_broker_serves_older_ones(tmp_path: Path) -> None:
+    stage = Stage(Calm(), tmp_path)
+    stage.run.until(2.5)
+    assert stage.run.host is not None
+    downlink, served = stage.run.host.downlink, stage.heads[0]
+    fetch = msg.Fetch(DataKind.STATE, 0, served, 0, ((0, 1),))
+    downlink.serve(stage.host.session.incarnation, fetch, stage.run.world.now)
+    stage.run.until(2.7)
+    # Two copies are served, and no third one is made near them.
+    assert [each.state.version for each in downlink._copies[0]] == [0, served]
+    assert stage.host.session.parts[0].tip >= served
+    values = stage.host._tip[0].values
+    values.setflags(write=True)
+    values.view(np.uint32)[3] ^= 1
+    stage.run.finish()
+    assert stage.noted == ["digest_differs"]
+    assert stage.heads[0] > served + 2
+
+
 def test_parameters_that_become_nan_are_set_back_to_the_newest_version(tmp_path: Path) -> None:
     stage = Stage(Calm(), tmp_path)
     stage.run.until(3.0)

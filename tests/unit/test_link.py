@@ -283,13 +283,28 @@ def test_the_log_names_each_key_that_is_not_admitted_once_a_minute(
     assert len(caplog.records) == 2 + TOLD_MAX, "who makes keys cannot fill the log"
 
 
-def test_a_key_that_was_admitted_just_now_is_let_in(
+def test_a_key_that_was_admitted_just_now_is_let_in_once_the_loop_has_looked(
     keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door, pair = Door(keys, 0.0), new_pair()
+    asks, stat, said = threading.Event(), door._stat, list[bool]()
+
+    def asked() -> tuple[int, int, int]:
+        asks.set()
+        return stat()
+
     AllowList.allow(keys, "site-a", pair.public)
-    monkeypatch.setattr(time, "sleep", lambda _: door.look(1.0))
-    assert door.admits(pair.public) and not door.admits(new_pair().public)
+    monkeypatch.setattr("narrows.broker.process.door.ADMITTED_S", 0.0)
+    assert not door.admits(pair.public), "the wait has an end"
+    monkeypatch.setattr("narrows.broker.process.door.ADMITTED_S", 60.0)
+    monkeypatch.setattr(door, "_stat", asked)
+    thread = threading.Thread(target=lambda: said.append(door.admits(pair.public)), daemon=True)
+    thread.start()
+    assert asks.wait(20)
+    assert door.look(1.0) is None, "it gets the lock once the handshake waits"
+    thread.join(20)
+    assert said == [True], "the look did not wake the handshake"
+    assert not door.admits(new_pair().public)
 
 
 def test_a_key_may_hear_publications_and_its_own_answers(keys: Path) -> None:

@@ -267,6 +267,26 @@ def test_a_learner_of_another_history_goes_back_and_says_so() -> None:
     assert seat.session.lost_tokens == (8 + 8 + 8) // 2
 
 
+def test_a_learner_goes_back_if_its_copy_was_damaged_when_the_new_life_compared() -> None:
+    """The broker could not tell whether the base is of its history."""
+    seat = waiting()
+    seat.session.assembled(seat.header(PUBLICATION, 0, 1), seat.now, agrees=False)
+    assert seat.session.parts[0].tip == 0, "it was not asked for"
+    for chunk in range(CHUNKS):
+        seat.chunk(PUBLICATION, 0, 1, chunk)
+    seat.session.assembled(seat.header(PUBLICATION, 0, 1), seat.now, agrees=False)
+    seat.done()
+    assert [(f.kind, f.version) for f in seat.sent(msg.Fetch)] == [(STATE, 1)]
+    assert seat.session.parts[0].held == 0 and seat.session.parts[0].push
+    seat.restart(heads=(0, 0))
+    assert seat.sent(msg.Hello)[-1].held == (msg.Held(-1, 0), msg.Held(0, 1000))
+    seat.welcome(heads=(0, 0))
+    assert seat.sent(msg.Report)[-1].held == (-1, 0)
+    seat.state(0, 0)
+    seat.step()
+    assert [(each.version, each.overwrite) for each in seat.take(Adopt)] == [(0, True)]
+
+
 def test_within_one_life_a_publication_may_overtake_a_welcome() -> None:
     seat = joined()
     seat.publish(0, 1)
