@@ -18,7 +18,7 @@ import pytest
 import torch
 import zmq
 from acceptance.kit import wait_until
-from learner_cases import House, begun, values
+from learner_cases import House, begun
 from run_cases import broker, tiny, train
 from safetensors import safe_open
 
@@ -280,7 +280,7 @@ def test_a_run_is_shown_checked_exported_and_rolled_back(narrows: Said, tmp_path
     house = House(tmp_path / "state", {"broker.keep_history": True})
     (a,) = begun(house, "site-a")
     for version in (1, 2, 3):
-        a.push(0, values(a, 0.01)[0])
+        a.push()
         house.until(lambda: house.heads == (version,), "a version", a)  # noqa: B023
     house.host.close()
     house.kill()
