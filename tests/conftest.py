@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 from collections.abc import Generator
@@ -23,9 +24,6 @@ SEEDS_PER_TEST = 10
 FLAKY_MAX = 2
 NEVER_BY_CHANCE = (r"^Failed: Timeout \(", r"^AssertionError: the test left ")
 """Failures after which a test does not run again. The time limit holds once for both runs of it."""
-
-reruns: dict[str, str] = {}
-"""First failure of each test that failed once and then ran again, by test."""
 
 PR_SET_CHILD_SUBREAPER = 36
 SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
@@ -89,26 +87,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(REAL_S_MAX))
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.outcome == "rerun":  # type: ignore[comparison-overlap]
-        lines = report.longreprtext.splitlines()
-        reasons = [line[1:].strip() for line in lines if line.startswith("E ")]
-        reruns[report.nodeid] = reasons[0] if reasons else "no reason"
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    reruns = reporter.stats.get("rerun", []) if reporter else []
     if len(reruns) > FLAKY_MAX and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for test, reason in reruns.items():
-        terminalreporter.write_line(f"FLAKY {test} -- {reason}", yellow=True)
+    reruns = terminalreporter.stats.get("rerun", [])
+    for report in reruns:
+        reason = re.search(r"^E +(.*)$", report.longreprtext, re.MULTILINE)
+        text = f"FLAKY {report.nodeid} -- {reason[1] if reason else 'no reason'}"
+        terminalreporter.write_line(text, yellow=True)
     if len(reruns) > FLAKY_MAX:
-        terminalreporter.write_line(
-            f"{len(reruns)} flaky tests, at most {FLAKY_MAX} are allowed", red=True
-        )
+        text = f"{len(reruns)} flaky tests, at most {FLAKY_MAX} are allowed"
+        terminalreporter.write_line(text, red=True)
 
 
 @pytest.fixture(autouse=True)

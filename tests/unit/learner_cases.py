@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from narrows.broker.config import BrokerConfig, load_broker
 from narrows.broker.process.downlink import Connection
@@ -19,7 +20,7 @@ from narrows.broker.syncer import events as ev
 from narrows.proto import codec, wire
 from narrows.proto import messages as msg
 from narrows.proto.codec import F32
-from narrows.proto.layout import Fragment, build_table, fingerprint
+from narrows.proto.layout import build_table, fingerprint
 from narrows.proto.ports import Done
 
 LAYOUT = msg.Layout(
@@ -29,7 +30,8 @@ LAYOUT = msg.Layout(
         msg.LayoutEntry("b", (700,), "float32", "mean"),
     ),
 )
-"""One fragment of two chunks when it is not cut."""
+(FRAGMENT,) = build_table(LAYOUT.entries, 1)
+"""All of it, in two chunks."""
 
 T = TypeVar("T")
 
@@ -150,97 +152,79 @@ class House:
 
 
 class HandLearner:
-    """Says what a test has it say, and applies what it hears to its published copies."""
-
-    site: str | None = None
-    """The site of its key; None: no key."""
+    """Says what a test has it say, and applies what it hears to its published copy."""
 
     def __init__(self, house: House, name: str) -> None:
         self.house, self.name = house, name
         self.incarnation, self.peer = f"{name}.00000001", name.encode().hex()
-        self.table: tuple[Fragment, ...] = build_table(LAYOUT.entries, house.config.fragments.count)
-        self.copies: list[F32 | None] = [None for _ in self.table]
-        self.versions = [-1 for _ in self.table]
+        self.copy: F32 | None = None
+        self.version = -1
         self.steps = self.push_id = 0
-        self.run_id = self.epoch = ""
+        self.epoch = ""
         self.outcomes: list[tuple[msg.Contributor, ...]] = []
         """Contributors of each publication that it adopted."""
-        self._wires, self._seen = house.wires, 0
-        self._parts: dict[tuple[msg.DataKind, int, int], dict[int, tuple[msg.Header, bytes]]] = {}
+        self._seen = 0
+        self._parts: dict[tuple[msg.DataKind, int], dict[int, tuple[msg.Header, bytes]]] = {}
 
     # What it says.
 
     def say(self, message: msg.ControlMessage) -> bool:
         frames = wire.encode_control(message)
-        return self.house.host.control(self.peer, self.site, frames, self.house.now)
+        return self.house.host.control(self.peer, None, frames, self.house.now)
 
     def hello(self, *, listens: bool = True) -> None:
-        held = tuple(
-            msg.Held(version, 0 if copy is None else codec.digest_of(copy))
-            for version, copy in zip(self.versions, self.copies, strict=True)
-        )
-        self.say(
-            msg.Hello(
-                msg.PROTOCOL, self.name, self.incarnation, self.run_id, self.epoch,
-                fingerprint(LAYOUT), held if self.run_id else (),
-            )
-        )  # fmt: skip
+        who = msg.PROTOCOL, self.name, self.incarnation
+        self.say(msg.Hello(*who, "", self.epoch, fingerprint(LAYOUT), ()))
         if listens:
             self.house.subscribe(self.incarnation)
-        if welcomes := self.heard(msg.Welcome):
-            self.run_id, self.epoch = welcomes[-1].run_id, welcomes[-1].beat.epoch
+        self.epoch = self.heard(msg.Welcome)[-1].beat.epoch
 
     def report(self) -> None:
         self.steps += 1
-        self.say(msg.Report(self.steps, 100 * self.steps, 1.0, tuple(self.versions)))
+        self.say(msg.Report(self.steps, 100 * self.steps, 1.0, (self.version,)))
 
-    def seed(self, values: list[F32], *, damaged: bytes | None = None) -> None:
-        """Sends layout and parameters; `damaged` is the last chunk's payload."""
-        self.send(msg.DataKind.LAYOUT, 0, 0, 0, 0, msg.LOSSLESS, wire.pack_layout(LAYOUT))
+    def seed(self, *, damaged: bytes | None = None) -> None:
+        """Sends layout and parameters, which are all 1; `damaged` is the last chunk's payload."""
+        self.send(msg.DataKind.LAYOUT, 0, msg.LOSSLESS, wire.pack_layout(LAYOUT))
         elements = self.house.config.shared.state_chunk_elements
-        chunks = [
-            (fragment.index, chunk.index, chunk.payload)
-            for fragment, each in zip(self.table, values, strict=True)
-            for chunk in codec.encode_values(fragment, each, chunk_elements=elements)
-        ]
+        chunks = codec.encode_values(FRAGMENT, filled(1.0), chunk_elements=elements)
+        payloads = [chunk.payload for chunk in chunks]
         if damaged is not None:
-            chunks[-1] = *chunks[-1][:2], damaged
-        for fragment, index, payload in chunks:
-            self.send(msg.DataKind.SEED, fragment, 0, 0, index, msg.LOSSLESS, payload)
+            payloads[-1] = damaged
+        for index, payload in enumerate(payloads):
+            self.send(msg.DataKind.SEED, index, msg.LOSSLESS, payload)
 
-    def push(
-        self, fragment: int, gradient: F32, *, tokens: int = 100, announce: bool = True
-    ) -> int:
-        """Announces and sends `published - local`; the push id."""
-        self.push_id += 1
-        copy, settings = self.copies[fragment], self.house.config.shared
+    def push(self) -> int:
+        """Announces and sends an outer gradient that is 0.01 everywhere; the push id."""
+        copy, settings = self.copy, self.house.config.shared
         assert copy is not None
         chunks = codec.encode_push(
-            self.table[fragment], copy, copy - gradient, codec=settings.push_codec,
+            FRAGMENT, copy, copy - filled(0.01), codec=settings.push_codec,
             rho=settings.push_rho, chunk_elements=settings.chunk_elements,
         )  # fmt: skip
-        self.payloads = {chunk.index: chunk.payload for chunk in chunks}
-        if announce:
-            self.say(msg.Push(fragment, self.push_id, self.versions[fragment], tokens, 1))
-        for index in self.payloads:
-            self.send_chunk(fragment, index)
+        self.payloads = [chunk.payload for chunk in chunks]
+        self.announce(self.push_id + 1)
+        for index in range(len(self.payloads)):
+            self.send_chunk(index)
         return self.push_id
 
-    def send_chunk(self, fragment: int, index: int, payload: bytes | None = None) -> None:
-        payload = self.payloads[index] if payload is None else payload
-        base, name = self.versions[fragment], self.house.config.codec.push
-        self.send(msg.DataKind.PUSH, fragment, base, self.push_id, index, name, payload)
+    def announce(self, push_id: int) -> None:
+        self.push_id = push_id
+        self.say(msg.Push(0, push_id, self.version, 100, 1))
+
+    def send_chunk(self, index: int, **fields: object) -> bool:
+        name = self.house.config.codec.push
+        return self.send(msg.DataKind.PUSH, index, name, self.payloads[index], **fields)
 
     def send(
-        self, kind: msg.DataKind, fragment: int, version: int, push_id: int, chunk: int,
-        codec: msg.CodecName, payload: bytes, *, payload_digest: int | None = None,
-    ) -> bool:  # fmt: skip
-        digest = wire.digest(payload) if payload_digest is None else payload_digest
-        header = msg.Header(
-            self.epoch, kind, self.incarnation, fragment, version, push_id, chunk, codec, digest, 0
-        )
+        self, kind: msg.DataKind, chunk: int, name: msg.CodecName, payload: bytes, **fields: object
+    ) -> bool:
+        """Sends a chunk with an honest header but for these fields of it."""
+        push_id, version = (0, 0) if kind is not msg.DataKind.PUSH else (self.push_id, self.version)
+        place = self.incarnation, 0, version, push_id, chunk, name, wire.digest(payload), 0
+        header = replace(msg.Header(self.epoch, kind, *place), **fields)
         frames = [wire.uplink_topic(0).encode(), wire.encode_header(header), payload]
-        return self.house.host.data(self.site, frames, self.house.now)
+        return self.house.host.data(None, frames, self.house.now)
 
     # What it hears.
 
@@ -248,50 +232,44 @@ class HandLearner:
         """Control messages of a type that went to its connection in this life of the broker."""
         return [m for peer, m in self.house.wires.controls if peer == self.peer and type(m) is kind]
 
-    def fetch(self, kind: msg.DataKind, fragment: int, version: int, *chunks: int) -> None:
-        ranges = tuple((chunk, 1) for chunk in chunks)
-        self.say(msg.Fetch(kind, fragment, version, 0, ranges))
+    def fetch(self, kind: msg.DataKind, version: int, *chunks: int) -> None:
+        self.say(msg.Fetch(kind, 0, version, 0, tuple((chunk, 1) for chunk in chunks)))
 
     def listen(self) -> None:
         """Takes in the data that has come since, and adopts what is complete."""
-        if self._wires is not self.house.wires:
-            self._wires, self._seen = self.house.wires, 0
-        datas, self._seen = self._wires.datas[self._seen :], len(self._wires.datas)
+        datas, self._seen = self.house.wires.datas[self._seen :], len(self.house.wires.datas)
         for topic, header, payload, _ in datas:
-            if not topic.startswith(("p/", f"r/{self.incarnation}/")):
-                continue
-            key = header.kind, header.fragment, header.version
-            self._parts.setdefault(key, {})[header.chunk] = header, payload
-            assert wire.digest(payload) == header.payload_digest
-            self._adopt(*key)
+            if topic.startswith(("p/", f"r/{self.incarnation}/")):
+                assert wire.digest(payload) == header.payload_digest
+                parts = self._parts.setdefault((header.kind, header.version), {})
+                parts[header.chunk] = header, payload
+                self._adopt(header.kind, header.version, parts)
 
-    def _adopt(self, kind: msg.DataKind, fragment: int, version: int) -> None:
-        shared, parts = self.house.config.shared, self._parts[kind, fragment, version]
-        is_state = kind is msg.DataKind.STATE
+    def _adopt(
+        self, kind: msg.DataKind, version: int, parts: dict[int, tuple[msg.Header, bytes]]
+    ) -> None:
+        shared, is_state = self.house.config.shared, kind is msg.DataKind.STATE
         elements = shared.state_chunk_elements if is_state else shared.chunk_elements
-        each = self.table[fragment]
-        if len(parts) < each.chunk_count(elements):
-            return
-        if not is_state and self.versions[fragment] != version - 1:
+        is_next = is_state or self.version == version - 1
+        if len(parts) < FRAGMENT.chunk_count(elements) or not is_next:
             return
         chunks = [
-            codec.decode_chunk(each, parts[i][0].codec, elements, i, parts[i][1])
-            for i in range(len(parts))
+            codec.decode_chunk(FRAGMENT, header.codec, elements, index, payload)
+            for index, (header, payload) in sorted(parts.items())
         ]
-        before = self.copies[fragment]
         if is_state:
-            copy = codec.values_of(each, chunks)
+            copy = codec.values_of(FRAGMENT, chunks)
         else:
-            assert before is not None
-            copy = codec.advance_copy(each, before, chunks)
+            assert self.copy is not None
+            copy = codec.advance_copy(FRAGMENT, self.copy, chunks)
             self.outcomes.append(parts[0][0].contributors)
         assert codec.digest_of(copy) == parts[0][0].result_digest, "another published copy"
-        self.copies[fragment], self.versions[fragment] = copy, version
+        self.copy, self.version = copy, version
 
 
-def values(learner: HandLearner, value: float) -> list[F32]:
-    """Parameters that are all `value`, per fragment."""
-    return [np.full(each.elements, value, np.float32) for each in learner.table]
+def filled(value: float) -> F32:
+    """Parameters that are all `value`."""
+    return np.full(FRAGMENT.elements, value, np.float32)
 
 
 def begun(house: House, *names: str) -> list[HandLearner]:
@@ -299,14 +277,12 @@ def begun(house: House, *names: str) -> list[HandLearner]:
     learners = [HandLearner(house, name) for name in names]
     for each in learners:
         each.hello()
-    learners[0].seed(values(learners[0], 1.0))
+    learners[0].seed()
     house.settle()
     for each in learners:
-        for fragment, part in enumerate(each.table):
-            count = part.chunk_count(house.config.shared.state_chunk_elements)
-            each.fetch(msg.DataKind.STATE, fragment, 0, *range(count))
+        each.fetch(msg.DataKind.STATE, 0, 0, 1)
     house.settle()
     for each in learners:
         each.listen()
-        assert each.versions == [0] * len(each.table), each.versions
+        assert each.version == 0
     return learners

@@ -1,17 +1,39 @@
-"""Rounds for tests of merging: fragments, pushes, and values that no library draws."""
+"""Codecs, fragments, pushes and rounds for several tests, and values that no library draws."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 import xxhash
 
 from narrows.broker.merging import merge
 from narrows.broker.records import Contribution, FragmentState, Policy, Round
-from narrows.proto.codec import F32, DecodedChunk, decode_chunk, encode_push, values_of
-from narrows.proto.layout import Fragment, build_table
+from narrows.proto.codec import F32, I64, DecodedChunk, decode_chunk, encode_push, values_of
+from narrows.proto.layout import Fragment, Piece, build_table
 from narrows.proto.messages import CodecName, LayoutEntry, MergeRule
+
+CODECS: tuple[CodecName, ...] = ("int4-zstd", "int8-zstd", "f32-blosc2")
+
+
+def fragment_of(*lengths: int) -> Fragment:
+    """A fragment whose pieces have these lengths."""
+    offsets = [0, *accumulate(lengths)]
+    pieces = zip(range(len(lengths)), lengths, offsets[:-1], strict=True)
+    return Fragment(0, tuple(Piece(i, 0, n, at, "rda") for i, n, at in pieces), offsets[-1])
+
+
+def lane_square_sums(values: F32, bounds: I64) -> list[float]:
+    """(s,) sums of value**2 of the spans in float64. Those of codes are exact, whatever the order;
+    for floats element i of a span is added to lane i mod 16, and then the lanes in order."""
+    sums = []
+    for first, end in pairwise(bounds):
+        lanes = [0.0] * 16
+        for index, value in enumerate(values[first:end].tolist()):
+            lanes[index % 16] += value * value
+        sums.append(sum(lanes, 0.0))
+    return sums
 
 
 def one_fragment(*pieces: tuple[int, MergeRule]) -> Fragment:

@@ -17,8 +17,9 @@ from typing import ClassVar
 import pytest
 import torch
 import zmq
-from learner_cases import House, begun, values
-from run_cases import broker, same, state, tiny, train, until
+from acceptance.kit import wait_until
+from learner_cases import House, begun
+from run_cases import broker, tiny, train
 from safetensors import safe_open
 
 from narrows import __main__ as command
@@ -279,7 +280,7 @@ def test_a_run_is_shown_checked_exported_and_rolled_back(narrows: Said, tmp_path
     house = House(tmp_path / "state", {"broker.keep_history": True})
     (a,) = begun(house, "site-a")
     for version in (1, 2, 3):
-        a.push(0, values(a, 0.01)[0])
+        a.push()
         house.until(lambda: house.heads == (version,), "a version", a)  # noqa: B023
     house.host.close()
     house.kill()
@@ -438,7 +439,7 @@ def relaying(broker: str, key: Path, log: Path) -> Iterator[str]:
     with log.open("w") as out:
         process = subprocess.Popen([sys.executable, "-m", "narrows", *command], stderr=out)
     try:
-        until(lambda: process.poll() is not None or " on to " in log.read_text(), log.read_text)
+        wait_until(lambda: process.poll() is not None or " on to " in log.read_text(), "the relay")
         yield log.read_text().split()[-1]
         assert process.poll() is None, log.read_text()
     finally:
@@ -475,7 +476,7 @@ def test_a_site_hears_each_publication_once(
         for thread in threads:
             thread.join()
         assert listeners == [1, 1]
-    assert same(state(models[0]), state(models[1]))
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
 @pytest.mark.real

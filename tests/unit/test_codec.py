@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import xxhash
 import zstandard
-from codec_cases import CODECS, fragment_of, lane_square_sums
 from hypothesis import given
 from hypothesis import strategies as st
+from merging_cases import CODECS, fragment_of, lane_square_sums
 from numpy.typing import NDArray
 
 from narrows.proto.codec import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from learner_cases import LAYOUT, HandLearner, House, begun, values
+from learner_cases import LAYOUT, HandLearner, House, begun
 from safetensors.numpy import save_file
 
 from narrows.broker.process import downlink, pipeline
@@ -31,11 +31,11 @@ def house(tmp_path: Path) -> House:
     return House(tmp_path / "state")
 
 
-def one_round(house: House, *learners: HandLearner, value: float = 0.01) -> None:
-    """Each learner pushes fragment 0 once, and adopts what comes of it."""
-    version = learners[0].versions[0]
+def one_round(house: House, *learners: HandLearner) -> None:
+    """Each learner pushes once, and adopts what comes of it."""
+    version = learners[0].version
     for each in learners:
-        each.push(0, values(each, value)[0])
+        each.push()
     house.until(lambda: house.heads[0] > version, "a version", *learners)
     for each in learners:
         each.listen()
@@ -45,14 +45,14 @@ def test_a_state_that_is_being_fetched_stays_while_the_head_moves_on(house: Hous
     a, late = begun(house, "site-a")[0], HandLearner(house, "late")
     one_round(house, a)
     late.hello()
-    late.fetch(msg.DataKind.STATE, 0, 1, 0)
+    late.fetch(msg.DataKind.STATE, 1, 0)
     house.settle()
     one_round(house, a)
-    late.fetch(msg.DataKind.STATE, 0, 1, 1)
-    a.fetch(msg.DataKind.STATE, 0, 1, 0)
+    late.fetch(msg.DataKind.STATE, 1, 1)
+    a.fetch(msg.DataKind.STATE, 1, 0)
     house.settle()
     late.listen()
-    assert late.versions == [1]
+    assert late.version == 1
     header = [h for topic, h, _, _ in house.wires.datas if topic.startswith("r/site-a")][-1]
     assert (header.version, header.push_id) == (1, 1), "push 2 is in version 2 only"
 
@@ -61,15 +61,15 @@ def test_what_was_decoded_of_a_push_that_is_dropped_does_not_count_for_the_next(
     house: House,
 ) -> None:
     (a,) = begun(house, "site-a")
-    push_id = a.push(0, values(a, 0.01)[0])
+    push_id = a.push()
     house.pool.work()  # The loop hears of it later.
     a.say(msg.Bye("gone"))
     a.hello()
-    a.say(msg.Push(0, push_id, 0, 100, 1))
+    a.announce(push_id)
     house.settle()
     assert house.heads[0] == 0, "nothing of it is here"
-    for index in a.payloads:
-        a.send_chunk(0, index)
+    for index in range(len(a.payloads)):
+        a.send_chunk(index)
     house.until(lambda: house.heads[0] == 1, "a version", a)
 
 
@@ -77,17 +77,17 @@ def test_an_answer_waits_for_the_subscriptions_of_its_learner(house: House) -> N
     begun(house, "site-a")
     late = HandLearner(house, "late")
     late.hello(listens=False)
-    late.fetch(msg.DataKind.STATE, 0, 0, 0, 1)
+    late.fetch(msg.DataKind.STATE, 0, 0, 1)
     house.settle()
     late.listen()
-    assert late.versions == [-1], "it would be lost"
+    assert late.version == -1, "it would be lost"
     house.subscribe(late.incarnation)
     house.settle()
     late.listen()
-    assert late.versions == [0]
+    assert late.version == 0
     sent = len(house.wires.datas)
     house.host.downlink.keep_listeners(lambda _: False)
-    late.fetch(msg.DataKind.STATE, 0, 0, 0)
+    late.fetch(msg.DataKind.STATE, 0, 0)
     house.settle()
     assert len(house.wires.datas) == sent, "its new connections have said nothing yet"
     house.subscribe(late.incarnation)
@@ -100,7 +100,7 @@ def test_who_never_listens_holds_no_memory(house: House) -> None:
     deaf = HandLearner(house, "deaf")
     deaf.hello(listens=False)
     for _ in range(2 * downlink.EARLY_MAX):
-        deaf.fetch(msg.DataKind.STATE, 0, 0, 0, 1)
+        deaf.fetch(msg.DataKind.STATE, 0, 0, 1)
     house.settle()
     assert not [topic for topic, *_ in house.wires.datas if topic.startswith("r/deaf")]
     assert len(house.host.downlink._early[deaf.incarnation]) == downlink.EARLY_MAX
@@ -122,7 +122,7 @@ def test_a_state_is_encoded_once_for_all_who_ask(
     learners = begun(house, "site-a", "site-b")
     for each in learners:
         for chunk in range(2):
-            each.fetch(msg.DataKind.STATE, 0, 0, chunk)
+            each.fetch(msg.DataKind.STATE, 0, chunk)
             house.settle()
     assert len(encoded) == 1
     house.now += downlink.IDLE_S
@@ -139,32 +139,29 @@ def test_a_failed_merge_is_refused_and_its_learner_may_push_again(
         raise FloatingPointError("version 1 would not be finite")
 
     monkeypatch.setattr(pipeline, "merge", fail)
-    a.push(0, values(a, 0.01)[0])
+    a.push()
     house.until(lambda: a.heard(msg.Refuse), "a refusal", a)
     refusal = a.heard(msg.Refuse)[0]
     assert (refusal.code, refusal.push_id) == ("merge_failed", 1)
     assert "next push" in refusal.remedy and house.heads == (0,)
     monkeypatch.undo()
     one_round(house, a)
-    assert a.versions == [1] and a.outcomes == [((a.incarnation, 2),)]
+    assert a.version == 1 and a.outcomes == [((a.incarnation, 2),)]
 
 
 def test_a_chunk_that_was_damaged_on_its_way_is_asked_for_again(house: House) -> None:
     (a,) = begun(house, "site-a")
-    a.push(0, values(a, 0.01)[0], announce=False)
-    a.push_id += 1
-    a.say(msg.Push(0, a.push_id, 0, 100, 1))
-    codec, payload = house.config.codec.push, a.payloads[0]
-    assert not a.send(msg.DataKind.PUSH, 0, 0, a.push_id, 0, codec, payload, payload_digest=7)
+    a.push()
+    a.announce(a.push_id + 1)
+    assert not a.send_chunk(0, payload_digest=7)
     assert "bad_digest" in house.noted("refused")[0].text
-    for index in list(a.payloads)[1:]:
-        a.send_chunk(0, index)
+    a.send_chunk(1)
     house.until(lambda: a.heard(msg.Fetch), "a question", a)
     assert a.heard(msg.Fetch) == [msg.Fetch(msg.DataKind.PUSH, 0, 0, a.push_id, ((0, 1),))]
-    a.send_chunk(0, 0)
+    a.send_chunk(0)
     house.until(lambda: house.noted("merged"), "a version", a)
     a.listen()
-    assert a.versions == [1] and not a.heard(msg.Refuse)
+    assert a.version == 1 and not a.heard(msg.Refuse)
 
 
 def test_version_0_may_come_from_a_file(tmp_path: Path) -> None:
@@ -175,7 +172,7 @@ def test_version_0_may_come_from_a_file(tmp_path: Path) -> None:
     a.hello()
     assert a.heard(msg.Welcome)[0].role == "wait"
     assert [each.kind for each in a.heard(msg.Fetch)] == [msg.DataKind.LAYOUT]
-    a.send(msg.DataKind.LAYOUT, 0, 0, 0, 0, msg.LOSSLESS, pack_layout(LAYOUT))
+    a.send(msg.DataKind.LAYOUT, 0, msg.LOSSLESS, pack_layout(LAYOUT))
     house.settle()
     assert house.heads == (0,) and set(house.host.pipeline.head(0)[0].global_.tolist()) == {0.25}
 
@@ -198,13 +195,13 @@ def test_a_version_0_that_cannot_be_is_refused_and_the_next_learner_seeds(
     assert a.heard(msg.Welcome)[0].role == "seed"
     if code == "too_large":
         monkeypatch.setattr(pipeline, "decode_chunk", full)
-    a.seed(values(a, 1.0), damaged=payload)
+    a.seed(damaged=payload)
     house.settle()
     monkeypatch.undo()
     (refusal,) = a.heard(msg.Refuse)
     assert refusal.code == code and refusal.remedy
     house.until(lambda: b.heard(msg.Welcome)[-1].role == "seed", "another learner", b)
-    b.seed(values(b, 1.0))
+    b.seed()
     house.settle()
     assert house.heads == (0,)
 
@@ -212,7 +209,7 @@ def test_a_version_0_that_cannot_be_is_refused_and_the_next_learner_seeds(
 def test_a_full_pipe_makes_a_publication_wait_and_then_lossy(house: House) -> None:
     a, _ = begun(house, "site-a", "site-b")
     house.wires.is_full = True
-    a.push(0, values(a, 0.01)[0])
+    a.push()
     house.until(lambda: house.noted("merged"), "a version", a)
     began = house.now
     house.until(lambda: any(each[3] for each in house.wires.datas), "a lossy message", a)
@@ -220,7 +217,7 @@ def test_a_full_pipe_makes_a_publication_wait_and_then_lossy(house: House) -> No
     house.wires.is_full = False
     house.wait(1.0, a)
     a.listen()
-    assert a.versions == [1]
+    assert a.version == 1
 
 
 # Attempts of somebody with an admitted key: the memory, the budget, and what nobody could read.
@@ -270,22 +267,22 @@ def test_pushes_that_displace_each_other_cost_the_workers_nothing(
     (a,) = begun(house, "site-a")
     decoded.clear()
     for _ in range(50):
-        a.push(0, values(a, 0.01)[0])
+        a.push()
     house.settle()
-    assert len(decoded) == a.table[0].chunk_count(1 << 18), "the last push alone"
+    assert len(decoded) == len(a.payloads), "the last push alone"
 
 
 def test_a_publication_of_other_chunks_is_answered_with_the_state(tmp_path: Path) -> None:
     house = House(tmp_path / "state")
     (a,) = begun(house, "site-a")
-    a.push(0, values(a, 0.01)[0])
+    a.push()
     house.until(lambda: house.heads[0] == 1, "a version", a)
     house.kill()
     again = House(tmp_path / "state", {"wan.down": "4Mbit/s"}, now=house.now + 1, lives=1)
     assert again.config.shared.chunk_elements < house.config.shared.chunk_elements
     late = HandLearner(again, "late")
     late.hello()
-    late.fetch(msg.DataKind.PUBLICATION, 0, 1, 0, 1, 2)
+    late.fetch(msg.DataKind.PUBLICATION, 1, 0, 1, 2)
     again.wait(5.0, late)
     kinds = [header.kind for topic, header, _, _ in again.wires.datas if topic.startswith("r/")]
     assert kinds == [msg.DataKind.STATE]
@@ -297,7 +294,7 @@ def test_a_publication_of_other_chunks_is_answered_with_the_state(tmp_path: Path
 def test_what_a_learner_asked_for_that_is_gone_waits_no_more(house: House) -> None:
     (a,) = begun(house, "site-a")
     house.wires.is_full = True
-    a.fetch(msg.DataKind.STATE, 0, 0, 0, 1)
+    a.fetch(msg.DataKind.STATE, 0, 0, 1)
     house.settle()
     assert len(house.host.downlink.sender) == 2
     a.say(msg.Bye("gone"))
@@ -309,7 +306,7 @@ def test_the_end_is_durable(tmp_path: Path) -> None:
     house = House(tmp_path / "state", {"run.goal_tokens": "100"})
     (a,) = begun(house, "site-a")
     one_round(house, a)
-    a.say(msg.Report(1, 100, 1.0, tuple(a.versions), finished=(0,)))
+    a.say(msg.Report(1, 100, 1.0, (a.version,), finished=(0,)))
     house.wait(1.0)
     a.say(msg.Bye("the run has ended"))
     house.wait(1.0)

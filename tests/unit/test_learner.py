@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from acceptance.kit import wait_until
 from msgspec.structs import replace
-from run_cases import Broker, broker, tiny, train, until
+from run_cases import Broker, broker, tiny, train
 from torch import nn
 
 from narrows.learner import (
@@ -38,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
         done = threading.Event()
         thread = threading.Thread(target=seed.train, args=(done.is_set,))
         thread.start()
-        until(lambda: 1 in seed.versions, seed.learner.stats)
+        wait_until(lambda: 1 in seed.versions, "the first versions")
         yield made
         done.set()
         thread.join()
@@ -64,7 +65,7 @@ class Loop:
 
     def train_on(self, until: Callable[[], object]) -> None:
         """Steps in an open block."""
-        train(self.learner, self.model, self.optimizer, until=until)
+        train(self.learner, self.model, self.optimizer, until)
 
     def step(self) -> None:
         """One step in an open block."""
@@ -116,9 +117,8 @@ def test_who_joins_says_so_and_what_it_waits_for(
         threads = [threading.Thread(target=each.train, args=(lambda: True,)) for each in loops]
         threads[0].start()
         # What a program that has not set logging up shows begins with WARNING.
-        until(
-            lambda: "the run has not begun: `narrows status` says" in told("WARNING"),
-            lambda: caplog.text,
+        wait_until(
+            lambda: "the run has not begun: `narrows status` says" in told("WARNING"), "that"
         )
         assert f"admitted to run {run.service.host.syncer.state.run_id}" in told("INFO")
         assert "the model is here" not in told("INFO")
@@ -283,8 +283,8 @@ def test_a_newcomer_warms_up_and_pauses(run: Broker) -> None:
         assert learner.lr_scale == 0.002 and learner.lr_scale < 1
         status = run.service.host.status
         with learner.pause("measuring the loss"):
-            until(lambda: "measuring" in str(status(0.0)["learners"]["late"]), lambda: status(0.0))  # type: ignore[index]
-        until(lambda: "measuring" not in str(status(0.0)["learners"]["late"]), lambda: status(0.0))  # type: ignore[index]
+            wait_until(lambda: "measuring" in str(status(0.0)["learners"]), "the pause")
+        wait_until(lambda: "measuring" not in str(status(0.0)["learners"]), "its end")
     assert loop.learner.health == "ended", "it left before the end, with nothing left to merge"
 
 
@@ -293,12 +293,8 @@ def test_a_loop_that_breaks_leaves_at_once(run: Broker) -> None:
     with pytest.raises(ZeroDivisionError), loop.learner:
         loop.step()
         1 / 0  # noqa: B018
-    until(
-        lambda: any(
-            "broken leaves: the loop was broken off" in e["text"] for e in run.events("note")
-        ),
-        lambda: run.events("note")[-3:],
-    )
+    leaves = "broken leaves: the loop was broken off"
+    wait_until(lambda: any(leaves in note["text"] for note in run.events("note")), leaves)
     assert not loop.learner._link._thread.is_alive()
 
 

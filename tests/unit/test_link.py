@@ -25,13 +25,7 @@ from narrows.proto.keys import (
     read_broker_key,
 )
 from narrows.proto.messages import PAYLOAD_BYTES_MAX
-from narrows.proto.sockets import (
-    Handshake,
-    HandshakeMonitor,
-    Kind,
-    make_socket,
-    send_buffer_bytes,
-)
+from narrows.proto.sockets import Handshake, HandshakeMonitor, Kind, make_socket, send_buffer_bytes
 from narrows.proto.timing import REFUSALS_MAX, REFUSALS_S
 
 pytestmark = pytest.mark.real

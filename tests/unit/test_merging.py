@@ -16,14 +16,15 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from codec_cases import CODECS, lane_square_sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from merging_cases import (
     CASES,
+    CODECS,
     awkward,
     decoded,
     digests,
+    lane_square_sums,
     one_fragment,
     push_of,
     round_of,
@@ -149,10 +150,7 @@ def test_one_contributor_is_itself_bit_for_bit() -> None:
     ],
 )  # fmt: skip
 def test_edges_and_claims_of_the_paper(
-    fragment: Fragment,
-    vectors: list[Sequence[float]],
-    tokens: list[int],
-    expected: Sequence[float],
+    fragment: Fragment, vectors: list[Sequence[float]], tokens: list[int], expected: Sequence[float]
 ) -> None:
     pushes = [
         push_of(fragment, f"l{i}", np.array(v, np.float32), tokens=tokens[i] if tokens else 100)
